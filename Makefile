@@ -1,0 +1,27 @@
+PYTHON ?= python3
+VENV := .venv
+INSTALLED := $(VENV)/.installed
+
+.PHONY: install run test benchmarks clean
+
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	touch $@
+
+run: $(INSTALLED)
+	$(VENV)/bin/kindred run --against local,fedavg
+
+test: $(INSTALLED)
+	$(VENV)/bin/python -m pytest --durations=10
+
+benchmarks: $(INSTALLED)
+	$(VENV)/bin/python -m benchmarks.cloud_models
+	$(VENV)/bin/python -m benchmarks.wire
+	$(VENV)/bin/python -m benchmarks.simulation
+
+clean:
+	rm -rf $(VENV) .kindred build dist *.egg-info

@@ -1,0 +1,1 @@
+"""Measurements, each printed as ratios from one run: python -m benchmarks.NAME."""

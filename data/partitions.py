@@ -1,0 +1,319 @@
+"""Who has which images.
+
+flwr-datasets has IID, pathological and shard partitioners, but they take Hugging Face datasets (whose packages
+it brings along) and none knows groups of clients, so the few lines of drawing indices are here.
+
+Every partition first fixes how many images of each class each client has, a matrix of clients x classes, and
+then draws that many, without replacement over the whole federation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from .sources import CIFAR100_SUPERCLASSES, DataError
+
+PARTITIONS: dict[str, str] = {
+    "iid": "every client a uniform draw from all data",
+    "pathological": "two classes a client, drawn client by client, no groups",
+    "practical": "groups of clients; 80% of a client's images from its group's classes, 20% from the others",
+    "rotated": "groups of clients, classes uniform; the images of group g turned by 90 g degrees, up to 4 groups",
+    "permuted": "groups of clients, classes uniform; each group has the labels permuted in its own way",
+}
+
+# (have (C,), sizes (m,)) -> (m, C): how many images of each class each client gets of `have` images a class
+Share = Callable[[np.ndarray, np.ndarray], np.ndarray]
+
+
+@dataclass(frozen=True)
+class PaperSetting:
+    """The practical setting of Huang et al., AAAI 2021 (arXiv:2007.03797), appendix C; one entry a group."""
+
+    clients: list[int]
+    classes: list[int]
+    train_sizes: list[int]
+
+
+PAPER_SETTINGS = {
+    "mnist": PaperSetting([20] * 5, [2] * 5, [500, 400, 300, 200, 100]),
+    "fashion-mnist": PaperSetting([20] * 5, [2] * 5, [600, 500, 400, 300, 200]),
+    "emnist": PaperSetting([10, 26, 26], [10, 26, 26], [1000, 700, 400]),
+    "cifar100": PaperSetting([5] * 20, [5] * 20, [500] * 4 + [400] * 4 + [300] * 4 + [200] * 4 + [100] * 4),
+}
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Which images each client has, and how it sees them.
+
+    Attributes
+    ----------
+    train, test : list of ndarray
+        A client's indices into the training and the test images, in random order.
+    groups : ndarray, (m,)
+        The group of each client, 0 to G - 1; all 0 where there are none.
+    quarter_turns : ndarray, (m,)
+        How often a client's images are turned by 90 degrees, counter-clockwise.
+    label_maps : ndarray, (m, C)
+        What label client i gives to the images of class c.
+    """
+
+    train: list[np.ndarray]
+    test: list[np.ndarray]
+    groups: np.ndarray
+    quarter_turns: np.ndarray
+    label_maps: np.ndarray
+
+
+def divide(
+    partition: str,
+    y_train: np.ndarray,
+    y_test: np.ndarray,
+    num_classes: int,
+    *,
+    dataset: str,
+    num_clients: int,
+    num_groups: int,
+    samples_per_client: int,
+    with_replacement: bool,
+    seed: int,
+) -> Partition:
+    """Divide a dataset among clients.
+
+    Clients are numbered by group, group g having clients i with i G // m = g. In `practical` the classes are
+    divided in order into as many sets as there are groups, their sizes differing by at most one (CIFAR-100's
+    in the order of their superclasses), and every client has equally many images. With the dataset and number
+    of clients of the FedAMP paper, samples_per_client 0, and num_groups 4 (the default) or the paper's own, it
+    is the paper's setting instead, its groups and sizes included.
+
+    Where an amount does not divide by the classes it is spread over, the odd images go to one class after
+    another, each client going on where the one before stopped, so that totals stay equal within one.
+
+    Parameters
+    ----------
+    partition : str
+        A name of `PARTITIONS`.
+    y_train, y_test : ndarray, (n,), int
+        Labels, 0 to num_classes - 1.
+    num_classes : int
+    dataset : str
+        A name of `DATASETS`; sets what 0 samples per client mean.
+    num_clients, num_groups : int
+        num_groups counts in practical, rotated and permuted.
+    samples_per_client : int
+        Training images a client. 0: as many as the classes last for without replacement, at most 40 for
+        digits and 500 elsewhere. Test images: as many, at most an equal share of those there are; in
+        practical 100, other than for digits.
+    with_replacement : bool
+        Whether a class that is used up starts anew. Test images, on which is only measured, always do; no
+        client gets an image twice unless it needs more of a class than there are.
+    seed : int
+        0 or more.
+
+    Raises
+    ------
+    DataError
+        More clients than images, groups that do not fit, or a class with too few images.
+    """
+    m = num_clients
+    if partition not in PARTITIONS:
+        raise DataError(f"partition is {partition!r}, allowed: {', '.join(PARTITIONS)}")
+    if not 1 <= m <= len(y_train):
+        raise DataError(f"num-clients is {m}, allowed: 1 to {len(y_train)}, the number of training images")
+    least = 2 if partition == "pathological" else 1
+    if samples_per_client != 0 and samples_per_client < least:
+        raise DataError(f"samples-per-client is {samples_per_client}, allowed with {partition}: 0 or {least} and more")
+    if samples_per_client * (1 if with_replacement else m) > len(y_train):
+        remedy = f"{m} clients: take less of either, or with-replacement=true"
+        raise DataError(
+            f"there are {len(y_train)} training images, too few for samples-per-client {samples_per_client} with "
+            + ("even one client" if with_replacement else remedy)
+        )
+
+    paper = PAPER_SETTINGS.get(dataset) if partition == "practical" and samples_per_client == 0 else None
+    if paper and (m != sum(paper.clients) or num_groups not in (4, len(paper.clients))):
+        paper = None
+    if paper:
+        groups = np.repeat(np.arange(len(paper.clients)), paper.clients)
+    elif partition in ("practical", "rotated", "permuted"):
+        _check_groups(partition, num_groups, m, num_classes)
+        groups = np.arange(m) * num_groups // m
+    else:
+        groups = np.zeros(m, int)
+
+    class_rng, train_rng, test_rng, label_rng = (np.random.default_rng([seed, part]) for part in range(4))
+    have_train, have_test = (np.bincount(y, minlength=num_classes) for y in (y_train, y_test))
+    share = _share(partition, have_train, groups, dataset, paper, class_rng)
+    if paper:
+        train_sizes = np.repeat(paper.train_sizes, paper.clients)
+    else:
+        most = min(40 if dataset == "digits" else 500, len(y_train) // m)
+        train_sizes = np.full(m, samples_per_client or _largest_size(share, have_train, m, least, most))
+    train_counts = share(have_train, train_sizes)
+    short = train_counts.sum(0) > have_train
+    if short.any() and not with_replacement:
+        worst = int(np.argmax(np.where(short, train_counts.sum(0) - have_train, 0)))
+        size_advice = ""
+        if samples_per_client:
+            size_advice = f"a smaller samples-per-client (it is {samples_per_client}), "
+        elif paper:
+            size_advice = "a samples-per-client of your own instead of the paper's sizes, "
+        raise DataError(
+            f"class {worst} has {have_train[worst]} training images and the {m} clients need "
+            f"{train_counts[:, worst].sum()} of it: take fewer clients, {size_advice}or with-replacement=true"
+        )
+
+    if partition == "practical" and dataset != "digits":
+        test_size = min(100, len(y_test))
+    else:
+        test_size = max(least, min(int(train_sizes[0]), len(y_test) // m))
+    test_counts = share(have_test, np.full(m, test_size))
+    for name, have, counts in (("training", have_train, train_counts), ("test", have_test, test_counts)):
+        missing = np.flatnonzero((have == 0) & (counts.sum(0) > 0))
+        if len(missing):
+            raise DataError(f"class {missing[0]} has no {name} images, and partition {partition} needs some")
+
+    return Partition(
+        train=_draw(y_train, train_counts, train_rng),
+        test=_draw(y_test, test_counts, test_rng),
+        groups=groups,
+        quarter_turns=groups if partition == "rotated" else np.zeros(m, int),
+        label_maps=(
+            _permutations(num_groups, num_classes, label_rng)[groups]
+            if partition == "permuted"
+            else np.tile(np.arange(num_classes), (m, 1))
+        ),
+    )
+
+
+def _check_groups(partition: str, num_groups: int, num_clients: int, num_classes: int) -> None:
+    low = 2 if partition == "practical" else 1  # one group has no other classes to take 20% from
+    limits = {f"num-clients, {num_clients}": num_clients}
+    if partition == "practical":
+        limits[f"the number of classes, {num_classes}"] = num_classes
+    if partition == "rotated":
+        limits["4, the different quarter turns"] = 4
+    if partition == "permuted" and num_classes < 20:
+        limits["the different orders of the classes"] = math.factorial(num_classes)
+    reason, high = min(limits.items(), key=lambda item: item[1])
+    if not low <= num_groups <= high:
+        raise DataError(f"num-groups is {num_groups}, allowed with {partition}: {low} to {high} (at most {reason})")
+
+
+def _share(
+    partition: str,
+    have_train: np.ndarray,
+    groups: np.ndarray,
+    dataset: str,
+    paper: PaperSetting | None,
+    rng: np.random.Generator,
+) -> Share:
+    """The rule by which a partition divides images; what is random in it is drawn here, once."""
+    num_classes = len(have_train)
+    if partition == "iid":
+        seed = int(rng.integers(2**63))
+        return lambda have, sizes: _iid_counts(have, sizes, seed)
+    if partition == "pathological":
+        pairs = _class_pairs(have_train, len(groups), rng)
+        return lambda have, sizes: _pair_counts(pairs, sizes, num_classes)
+    if partition == "practical":
+        order = np.argsort(CIFAR100_SUPERCLASSES, kind="stable") if dataset == "cifar100" else np.arange(num_classes)
+        widths = paper.classes if paper else [len(part) for part in np.array_split(order, groups[-1] + 1)]
+        return lambda have, sizes: _practical_counts(sizes, groups, order, widths)
+    return lambda have, sizes: _spread(sizes, np.arange(num_classes), num_classes)
+
+
+def _spread(amounts: np.ndarray, classes: np.ndarray, num_classes: int) -> np.ndarray:
+    """Spread each client's amount (m,) equally over some classes (k,), odd images in turn: (m, C)."""
+    extra = amounts % len(classes)  # (m,)
+    turn = (np.arange(len(classes)) - (np.cumsum(extra) - extra)[:, None]) % len(classes)  # (m, k)
+    counts = np.zeros((len(amounts), num_classes), int)
+    counts[:, classes] = (amounts // len(classes))[:, None] + (turn < extra[:, None])
+    return counts
+
+
+def _practical_counts(sizes: np.ndarray, groups: np.ndarray, order: np.ndarray, widths: list[int]) -> np.ndarray:
+    """80% of each client's images over its group's own classes, 20% over the rest: (m, C).
+
+    The rest is taken in cyclic order from the group's own classes on, so that odd images of different groups
+    fall to different classes.
+    """
+    counts = np.zeros((len(sizes), len(order)), int)
+    for group, (end, width) in enumerate(zip(np.cumsum(widths), widths, strict=True)):
+        members = groups == group
+        own = (4 * sizes[members] + 2) // 5  # 80%, rounded
+        cyclic = np.roll(order, width - end)
+        counts[members] = _spread(own, cyclic[:width], len(order))
+        counts[members] += _spread(sizes[members] - own, cyclic[width:], len(order))
+    return counts
+
+
+def _iid_counts(have: np.ndarray, sizes: np.ndarray, seed: int) -> np.ndarray:
+    """The classes of a uniform draw of sizes (m,) out of all images: (m, C)."""
+    labels = np.random.default_rng(seed).permutation(np.repeat(np.arange(len(have)), have))
+    counts = np.zeros((len(sizes), len(have)), int)
+    np.add.at(counts, (np.repeat(np.arange(len(sizes)), sizes), np.resize(labels, sizes.sum())), 1)
+    return counts
+
+
+def _class_pairs(have: np.ndarray, num_clients: int, rng: np.random.Generator) -> np.ndarray:
+    """Two classes for each client, (m, 2): McMahan et al.'s shards, two a client, but never two of one class.
+
+    The 2 m shards go to the classes so that the smallest share of a class's images that a shard stands for is
+    as large as can be (highest quotients); no class gets more shards than there are clients.
+    """
+    quotients = have[:, None] / np.arange(1, num_clients + 1)  # (C, m)
+    taken = np.argsort(-quotients, axis=None, kind="stable")[: 2 * num_clients]
+    left = np.bincount(taken // num_clients, minlength=len(have))  # (C,) shards of each class
+    pairs = np.empty((num_clients, 2), int)
+    for client, clients_left in enumerate(range(num_clients, 0, -1)):
+        # A class with as many shards as there are clients left must be taken now; there are two such at most.
+        key = np.where(left == clients_left, np.inf, rng.random(len(left)) ** (1 / np.maximum(left, 1)))
+        pairs[client] = np.argsort(np.where(left > 0, key, -1))[-2:]
+        left[pairs[client]] -= 1
+    return pairs
+
+
+def _pair_counts(pairs: np.ndarray, sizes: np.ndarray, num_classes: int) -> np.ndarray:
+    """Half of each client's images from each of its two classes: (m, C)."""
+    counts = np.zeros((len(sizes), num_classes), int)
+    clients = np.arange(len(sizes))
+    counts[clients, pairs[:, 0]] = sizes // 2
+    counts[clients, pairs[:, 1]] = sizes - sizes // 2
+    return counts
+
+
+def _largest_size(share: Share, have: np.ndarray, num_clients: int, least: int, most: int) -> int:
+    """The largest number of images a client, from least to most, for which every class lasts; else least."""
+    for size in range(most, least, -1):
+        if (share(have, np.full(num_clients, size)).sum(0) <= have).all():
+            return size
+    return least
+
+
+def _draw(labels: np.ndarray, counts: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
+    """Draw counts (m, C) images for each client; a class that is used up begins again from its first."""
+    m, num_classes = counts.shape
+    picks, owners = [], []
+    for c in range(num_classes):
+        pool = rng.permutation(np.flatnonzero(labels == c))
+        need = counts[:, c]
+        picks.append(np.resize(pool, need.sum()))
+        owners.append(np.repeat(np.arange(m), need))
+    index, owner = np.concatenate(picks), np.concatenate(owners)
+    index = index[np.lexsort((rng.random(len(index)), owner))]
+    return np.split(index, np.cumsum(counts.sum(1))[:-1])
+
+
+def _permutations(num_groups: int, num_classes: int, rng: np.random.Generator) -> np.ndarray:
+    """A different order of the classes for each group, the first the identity: (G, C)."""
+    orders = [tuple(range(num_classes))]
+    while len(orders) < num_groups:
+        order = tuple(rng.permutation(num_classes).tolist())
+        if order not in orders:
+            orders.append(order)
+    return np.array(orders)

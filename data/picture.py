@@ -1,0 +1,68 @@
+"""A picture of who has which classes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .federation import Federation
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+def draw_partition(federation: Federation, path: str | os.PathLike[str]) -> None:
+    """Draw the training images of each client by class as a heatmap.
+
+    Parameters
+    ----------
+    federation : Federation
+    path : path
+        The PNG file to write; it appears only when it is complete.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    counts = federation.class_counts()  # (m, C)
+    m, num_classes = counts.shape
+    few = m <= 30 and num_classes <= 15
+    width = np.clip((0.42 if few else 0.12) * num_classes, 4.2, 12)
+    height = np.clip((0.24 if few else 0.09) * m, 3, 16)
+    figure = Figure(figsize=(width + 2.4, height + 1.1), dpi=120, layout="constrained")
+    axes = figure.add_subplot()
+    # One hue from light to dark reads the same with any colour vision; orange lines stand out from all of it.
+    image = axes.imshow(counts, cmap="Blues", vmin=0, vmax=max(counts.max(), 1), aspect="auto", interpolation="none")
+    if few:
+        for client, label in np.argwhere(counts > 0):
+            count = counts[client, label]
+            colour = "white" if count > 0.55 * counts.max() else "black"
+            axes.text(label, client, count, ha="center", va="center", fontsize=7, color=colour)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(nbins=25, steps=[1, 2, 5, 10], integer=True))
+    axes.set(title=federation.title, xlabel="class, as the client labels it", ylabel="client")
+    _mark_groups(axes, federation)
+    figure.colorbar(image, ax=axes, label="training images", pad=0.02, ticks=MaxNLocator(integer=True))
+
+    path = Path(path)
+    partial = path.with_name(path.name + ".part")
+    figure.savefig(partial, format="png")
+    os.replace(partial, path)
+
+
+def _mark_groups(axes: Axes, federation: Federation) -> None:
+    """A line between groups, and each one's name beside it."""
+    starts = np.flatnonzero(np.diff(federation.groups, prepend=-1))
+    if len(starts) < 2:
+        return
+    for start in starts[1:]:
+        axes.axhline(start - 0.5, color="darkorange", linewidth=1.5)
+    right = axes.secondary_yaxis("right")
+    middles = (starts + np.append(starts[1:], federation.num_clients) - 1) / 2
+    turns = federation.quarter_turns[starts]
+    names = [f"{group}: {90 * turn}°" if turns.any() else str(group) for group, turn in enumerate(turns)]
+    right.set_yticks(middles, names)
+    right.tick_params(length=0)
+    right.set_ylabel("group")

@@ -1,0 +1,274 @@
+"""Where images come from: scikit-learn's digits, the sets that torchvision knows, and .npz files."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import textwrap
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+class DataError(ValueError):
+    """Data that cannot be used as asked; its text is one line that says what to change."""
+
+
+# The superclass, 0 to 19, of each of CIFAR-100's classes (the published table, superclasses in alphabetical order).
+CIFAR100_SUPERCLASSES = (
+    4, 1, 14, 8, 0, 6, 7, 7, 18, 3, 3, 14, 9, 18, 7, 11, 3, 9, 7, 11, 6, 11, 5, 10, 7,
+    6, 13, 15, 3, 15, 0, 11, 1, 10, 12, 14, 16, 9, 11, 5, 5, 19, 8, 8, 15, 13, 14, 17, 18, 10,
+    16, 4, 17, 4, 2, 0, 17, 4, 18, 17, 10, 3, 2, 12, 12, 16, 12, 1, 9, 19, 2, 10, 0, 1, 16,
+    12, 9, 13, 15, 13, 16, 19, 2, 4, 6, 19, 5, 5, 8, 19, 18, 1, 2, 15, 6, 0, 17, 8, 14, 13,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Source:
+    """A dataset that can be asked for by name.
+
+    Attributes
+    ----------
+    description : str
+        One line: images, classes, size, where from.
+    num_classes : int or None
+        None where the file decides.
+    image_shape : tuple of int or None
+        (channels, height, width); None where the file decides.
+    torchvision : str
+        Name of the class in `torchvision.datasets`; "" where there is none.
+    folder : str
+        The folder in which that class keeps its files.
+    options : dict
+        Further arguments of that class.
+    """
+
+    description: str
+    num_classes: int | None
+    image_shape: tuple[int, int, int] | None
+    torchvision: str = ""
+    folder: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+DATASETS: dict[str, Source] = {
+    "digits": Source("8x8 grey digits, 10 classes, 899 + 898 images, part of scikit-learn", 10, (1, 8, 8)),
+    "mnist": Source(
+        "28x28 grey digits, 10 classes, 60,000 + 10,000 images, torchvision or npz", 10, (1, 28, 28), "MNIST", "MNIST"
+    ),
+    "fashion-mnist": Source(
+        "28x28 grey clothes, 10 classes, 60,000 + 10,000 images, torchvision or npz",
+        10, (1, 28, 28), "FashionMNIST", "FashionMNIST",
+    ),
+    "emnist": Source(
+        "28x28 grey digits and letters (byclass), 62 classes, 697,932 + 116,323 images, torchvision or npz",
+        62, (1, 28, 28), "EMNIST", "EMNIST", {"split": "byclass"},
+    ),
+    "cifar10": Source(
+        "32x32 colour photographs, 10 classes, 50,000 + 10,000 images, torchvision or npz",
+        10, (3, 32, 32), "CIFAR10", "cifar-10-batches-py",
+    ),
+    "cifar100": Source(
+        "32x32 colour photographs, 100 classes in 20 superclasses, 50,000 + 10,000 images, torchvision or npz",
+        100, (3, 32, 32), "CIFAR100", "cifar-100-python",
+    ),
+    "npz": Source("any images, your own .npz file with x_train, y_train, x_test and y_test", None, None),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Images:
+    """Labelled images, checked.
+
+    Attributes
+    ----------
+    x_train, x_test : ndarray, (n, c, h, w), uint8 or float32
+        All finite.
+    y_train, y_test : ndarray, (n,), int64
+        0 to num_classes - 1; in training each class occurs.
+    num_classes : int
+        2 or more.
+    """
+
+    x_train: np.ndarray
+    y_train: np.ndarray
+    x_test: np.ndarray
+    y_test: np.ndarray
+    num_classes: int
+
+
+def load_images(dataset: str, data_dir: str = "") -> Images:
+    """Read a dataset.
+
+    Parameters
+    ----------
+    dataset : str
+        A name of `DATASETS`.
+    data_dir : str
+        An .npz file; or a folder with `<dataset>.npz` or with the files of torchvision, which are downloaded
+        into it when they are not there. Not used for digits.
+
+    Raises
+    ------
+    DataError
+        An unknown name, nothing there, a download that fails, a file that cannot be read or does not hold
+        what it should.
+    """
+    if dataset not in DATASETS:
+        raise DataError(f"dataset is {dataset!r}, allowed: {', '.join(DATASETS)}")
+    if dataset == "digits":
+        return _digits()
+    source = DATASETS[dataset]
+    if source.torchvision:
+        files = f"{dataset}.npz (x_train, y_train, x_test, y_test) or {source.folder}/ as torchvision writes it"
+        needs = f"{dataset} needs a folder with {files}, or an empty one to download into"
+    else:
+        needs = f"{dataset} needs an .npz file with x_train, y_train, x_test and y_test"
+    if not data_dir:
+        raise DataError(f"data-dir is not set: {needs}")
+    path = Path(os.path.abspath(os.path.expanduser(data_dir)))
+    if not os.path.exists(path):
+        raise DataError(f"data-dir {path} does not exist: {needs}")
+    if not path.is_dir():
+        return _checked(_read_npz(path), path, source)
+    if not source.torchvision:
+        raise DataError(f"data-dir {path} is a folder: {needs}")
+    if (path / f"{dataset}.npz").is_file():
+        path = path / f"{dataset}.npz"
+        return _checked(_read_npz(path), path, source)
+    if not (path / source.folder).exists():
+        _download(source, path, files)
+    return _checked(_read_torchvision(source, path), path / source.folder, source)
+
+
+def _digits() -> Images:
+    """scikit-learn's digits, always in the same halves, each class in as equal parts as can be."""
+    from sklearn.datasets import load_digits
+
+    x, y = load_digits(return_X_y=True)
+    x = x.reshape(-1, 1, 8, 8).astype(np.uint8)  # whole numbers, 0 to 16
+    order = np.lexsort((np.random.default_rng(0).random(len(y)), y))
+    train, test = np.sort(order[0::2]), np.sort(order[1::2])
+    return Images(x[train], y[train].astype(np.int64), x[test], y[test].astype(np.int64), 10)
+
+
+def _read_npz(path: Path) -> dict[str, np.ndarray]:
+    names = ("x_train", "y_train", "x_test", "y_test")
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            missing = [name for name in names if name not in archive.files]
+            arrays = {} if missing else {name: archive[name] for name in names}
+    except Exception as error:  # a damaged archive fails in a dozen ways: zip, LZMA, headers, memory
+        raise DataError(f"{path} cannot be read as an .npz file of plain arrays: {_one_line(error)}") from error
+    if missing:
+        raise DataError(f"{path} has no {', '.join(missing)}: it needs {', '.join(names)}")
+    return arrays
+
+
+def _reader(source: Source) -> type:
+    from strategies.compat import import_torchvision
+
+    try:
+        return getattr(import_torchvision().datasets, source.torchvision)
+    except ImportError as error:
+        text = f"{source.torchvision} is read by torchvision, an .npz file needs none: {_one_line(error)}"
+        raise DataError(text) from error
+
+
+def _read_torchvision(source: Source, root: Path) -> dict[str, np.ndarray]:
+    reader = _reader(source)
+    arrays: dict[str, np.ndarray] = {}
+    try:
+        for part, train in (("train", True), ("test", False)):
+            images = reader(root, train=train, **source.options)
+            arrays[f"x_{part}"], arrays[f"y_{part}"] = np.asarray(images.data), np.asarray(images.targets)
+    except Exception as error:  # torchvision asserts, unpacks and decodes; each fails in its own way
+        where = root / source.folder
+        text = f"{where} is incomplete or damaged, remove it to have it downloaded anew: {_one_line(error)}"
+        raise DataError(text) from error
+    if source.torchvision == "EMNIST":  # its files hold each image mirrored at the diagonal
+        arrays |= {name: x.transpose(0, 2, 1) for name, x in arrays.items() if name.startswith("x_")}
+    return arrays
+
+
+def _download(source: Source, root: Path, files: str) -> None:
+    """Let torchvision download into a folder of its own first, so that nothing half-written stays behind."""
+    reader = _reader(source)
+    try:
+        with tempfile.TemporaryDirectory(dir=root, prefix=".download-") as partial:
+            reader(partial, train=True, download=True, **source.options)
+            if not (root / source.folder).exists():  # another process may have been quicker
+                os.replace(Path(partial, source.folder), root / source.folder)
+    except Exception as error:  # no network, no room, no right to write
+        raise DataError(
+            f"data-dir {root} has no {files}, and the download failed: {_one_line(error)}"
+        ) from error
+
+
+def _checked(arrays: dict[str, np.ndarray], where: Path, source: Source) -> Images:
+    """Check the four arrays against each other and against what the dataset must be."""
+    for part in ("train", "test"):
+        x, y = arrays[f"x_{part}"], arrays[f"y_{part}"]
+        arrays[f"x_{part}"] = _checked_images(x, f"{where}: x_{part}")
+        arrays[f"y_{part}"] = _checked_labels(y, f"{where}: y_{part}")
+        if len(x) != len(y):
+            raise DataError(f"{where}: x_{part} has {len(x)} images and y_{part} {len(y)} labels, they must be as many")
+    x_train, y_train, x_test, y_test = (arrays[name] for name in ("x_train", "y_train", "x_test", "y_test"))
+    shape = x_train.shape[1:]
+    if shape != x_test.shape[1:]:
+        raise DataError(f"{where}: x_train has images of (c, h, w) = {shape}, x_test of {x_test.shape[1:]}")
+    if source.image_shape not in (None, shape):
+        raise DataError(
+            f"{where}: x_train has images of (c, h, w) = {shape} where {source.image_shape} is due; "
+            "dataset=npz takes any images"
+        )
+    num_classes = source.num_classes or int(max(y_train.max(), y_test.max())) + 1
+    for name, y in (("y_train", y_train), ("y_test", y_test)):
+        if y.max() >= num_classes:
+            raise DataError(f"{where}: {name} has a label {y.max()}, allowed: 0 to {num_classes - 1}")
+    classes = np.unique(y_train)
+    if len(classes) < num_classes:
+        gap = np.setdiff1d(np.arange(len(classes) + 1), classes)[0]
+        raise DataError(
+            f"{where}: y_train has no image of class {gap}, labels must be 0 to C - 1 with images of every class "
+            f"(C is {num_classes} here)"
+        )
+    if num_classes < 2:
+        raise DataError(f"{where}: y_train has one class only, 2 or more are needed")
+    return Images(x_train, y_train, x_test, y_test, num_classes)
+
+
+def _checked_images(x: np.ndarray, name: str) -> np.ndarray:
+    """Images as (n, c, h, w), uint8 or float32."""
+    if x.ndim == 3:
+        x = x[..., None]
+    if x.ndim != 4 or x.shape[-1] not in (1, 2, 3, 4):
+        raise DataError(f"{name} has the shape {x.shape}, allowed: (n, h, w) or (n, h, w, c) with 1 to 4 channels c")
+    if 0 in x.shape:
+        raise DataError(f"{name} is empty, its shape is {x.shape}")
+    if x.dtype != np.uint8:
+        if x.dtype.kind != "f":
+            raise DataError(f"{name} holds {x.dtype}, allowed: uint8 or floating-point numbers")
+        with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused
+            x = x.astype(np.float32)
+        if not np.isfinite(x).all():
+            raise DataError(f"{name} has values that are not finite in float32")
+    return x.transpose(0, 3, 1, 2)
+
+
+def _checked_labels(y: np.ndarray, name: str) -> np.ndarray:
+    if y.ndim != 1:
+        raise DataError(f"{name} has the shape {y.shape}, allowed: (n,)")
+    if y.dtype.kind not in "iu":
+        raise DataError(f"{name} holds {y.dtype}, allowed: integers")
+    if len(y) == 0:
+        raise DataError(f"{name} is empty")
+    if y.min() < 0 or y.max() > np.iinfo(np.int64).max:
+        raise DataError(f"{name} has a label {y.min() if y.min() < 0 else y.max()}, allowed: 0 to C - 1")
+    return y.astype(np.int64)
+
+
+def _one_line(error: Exception) -> str:
+    return textwrap.shorten(str(error), 240) or type(error).__name__

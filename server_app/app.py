@@ -1,0 +1,131 @@
+"""The ServerApp: from settings to a strategy, a run and its results."""
+
+from __future__ import annotations
+
+from logging import INFO
+from typing import TYPE_CHECKING, Any
+
+from flwr.app import ConfigRecord, Context
+from flwr.serverapp import Grid, ServerApp
+from flwr.supercore import log
+
+from data import load_federation
+from strategies import REGISTRY, InlineGrid, make_model
+from strategies.messages import to_record
+
+from .config import Config, ConfigError, kebab
+from .results import RunFolder
+
+if TYPE_CHECKING:
+    from data import Federation
+    from strategies import PersonalizedStrategy
+
+CLIENT_APP = "client_app.app:app"  # as in pyproject.toml
+
+# The settings that clients need for their local work; they travel with every message.
+LOCAL_SETTINGS = ("seed", "local_epochs", "batch_size", "optimizer", "learning_rate", "momentum", "precision", "device")
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Run what the run config says."""
+    run(grid, Config.from_run_config(context.run_config))
+
+
+def run_inline(config: Config, threads: int = 1) -> RunFolder:
+    """Run in this process, without Flower's simulation engine.
+
+    Parameters
+    ----------
+    config : Config
+    threads : int
+        Threads that PyTorch computes with.
+
+    Returns
+    -------
+    RunFolder
+    """
+    import torch
+    from flwr.supercore.object_ref import load_app
+
+    torch.set_num_threads(threads)
+    client_app = load_app(CLIENT_APP, ConfigError)
+    return run(InlineGrid(client_app, config.num_clients, config.run_config()), config)
+
+
+def run(grid: Grid, config: Config) -> RunFolder:
+    """Train, and write the results.
+
+    Raises
+    ------
+    ConfigError, DataError, ValueError
+        The settings cannot be used; nothing has been sent or written then.
+    """
+    federation = load_federation(config.run_config())
+    model = make_model(config.model, federation.image_shape, federation.num_classes, config.seed)
+    strategy = make_strategy(config, buffers=[name for name, _ in model.named_buffers()])
+    folder = RunFolder(config.run_config())
+
+    def on_round(server_round: int) -> None:
+        if server_round == 1:
+            _tell_who_is_missing(strategy, federation)
+        folder.record_round(strategy)
+
+    strategy.start(
+        grid,
+        to_record({name: tensor.numpy() for name, tensor in model.state_dict().items()}),
+        num_rounds=config.num_rounds,
+        timeout=config.round_timeout,
+        train_config=_local_settings(config),
+        evaluate_config=_local_settings(config),
+        on_round=on_round,
+    )
+    folder.finish(strategy, federation)
+    log(INFO, "kindred: results in %s", folder.path)
+    return folder
+
+
+def make_strategy(config: Config, buffers: list[str] | None = None) -> PersonalizedStrategy:
+    """The strategy that the settings name, with its own settings among them.
+
+    Raises
+    ------
+    ConfigError
+        A setting that this method does not take.
+    """
+    method = REGISTRY[config.strategy]
+    own: dict[str, Any] = {name: getattr(config, name) for name in method.settings}
+    if own.get("self_weight") == "none":
+        own["self_weight"] = None
+    try:
+        return method.strategy()(
+            **own,
+            fraction_train=config.fraction_train,
+            min_train_nodes=config.min_train_clients,
+            min_available_nodes=config.min_available_clients,
+            seed=config.seed,
+            wait_timeout=config.wait_timeout,
+            buffers=buffers,
+        )
+    except ValueError as error:
+        raise ConfigError(f"{config.strategy}: {_in_kebab(str(error), method.settings)}") from None
+
+
+def _in_kebab(text: str, names: tuple[str, ...]) -> str:
+    for name in names:
+        text = text.replace(name, kebab(name))
+    return text
+
+
+def _local_settings(config: Config) -> ConfigRecord:
+    return ConfigRecord({kebab(name): getattr(config, name) for name in LOCAL_SETTINGS})
+
+
+def _tell_who_is_missing(strategy: PersonalizedStrategy, federation: Federation) -> None:
+    here, all_of_them = len(strategy.clients()), federation.num_clients
+    if here < all_of_them:
+        log(INFO, "kindred: %d of the federation's %d clients are here; for all of them in a simulation: "
+            "flwr run . --stream --federation-config 'num-supernodes=%d client-resources-num-cpus=1'",
+            here, all_of_them, all_of_them)

@@ -1,0 +1,153 @@
+"""The settings of a run: the one place where each has its name, type, default, range and meaning.
+
+A setting is written in kebab-case everywhere outside Python (`--set local-epochs=1`,
+`flwr run . --run-config "local-epochs=1"`, [tool.flwr.app.config] in pyproject.toml) and in
+snake_case inside. `python -m server_app.config` prints the table of docs/configuration.md.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import Field, dataclass, field, fields
+from typing import Any
+
+from data import DATASETS, PARTITIONS
+from strategies import REGISTRY
+from strategies.models import MODELS
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used; its text is one line that says what to change."""
+
+
+def at_least(low: float) -> tuple[str, Callable[[Any], bool]]:
+    return f"{low:g} or more", lambda value: value >= low
+
+
+def above(low: float) -> tuple[str, Callable[[Any], bool]]:
+    return f"more than {low:g}", lambda value: value > low
+
+
+def within(low: float, high: float) -> tuple[str, Callable[[Any], bool]]:
+    return f"{low:g} to {high:g}", lambda value: low <= value <= high
+
+
+def one_of(*names: str) -> tuple[str, Callable[[Any], bool]]:
+    return "one of " + ", ".join(names), lambda value: value in names
+
+
+ANY_TEXT = ("any text", lambda value: True)
+TRUE_OR_FALSE = ("true or false", lambda value: True)
+
+
+def _is_self_weight(value: Any) -> bool:
+    return value in ("uniform", "none") or (isinstance(value, int | float) and 0 <= value < 1)
+
+
+def setting(default: Any, allowed: tuple[str, Callable[[Any], bool]], meaning: str) -> Any:
+    return field(default=default, metadata={"allowed": allowed, "meaning": meaning})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Every setting of a run, checked.
+
+    Raises
+    ------
+    ConfigError
+        A value of another type than the default's, or out of its range.
+    """
+
+    strategy: str = setting("heurfedamp", one_of(*REGISTRY), "the method")
+    seed: int = setting(0, at_least(0), "seed of everything random: data, sampling, models, batches")
+    num_rounds: int = setting(15, at_least(1), "rounds of training")
+    output_dir: str = setting("results", ANY_TEXT, "folder under which each run makes a folder of its own")
+
+    dataset: str = setting("digits", one_of(*DATASETS), "the images")
+    data_dir: str = setting("", ANY_TEXT, "folder (or .npz file) of the dataset; digits needs none")
+    partition: str = setting("rotated", one_of(*PARTITIONS), "how clients' data differ")
+    num_clients: int = setting(20, at_least(2), "clients among whom the data are divided")
+    num_groups: int = setting(4, at_least(1), "groups of like clients, where the partition has groups and no sizes of its own")
+    samples_per_client: int = setting(0, at_least(0), "training images a client; 0: as the partition's paper says, else 40 for digits and at most 500 elsewhere")
+    with_replacement: bool = setting(False, TRUE_OR_FALSE, "draw images anew when a class is used up, instead of ending with an error")
+
+    model: str = setting("auto", one_of("auto", *MODELS), "the network; auto: the one for the images' size")
+    local_epochs: int = setting(5, at_least(0), "epochs of local training a round")
+    batch_size: int = setting(10, at_least(1), "images a step")
+    optimizer: str = setting("adam", one_of("adam", "sgd"), "local optimiser")
+    learning_rate: float = setting(0.002, above(0), "step size of the local optimiser")
+    momentum: float = setting(0.0, within(0, 1), "momentum of sgd")
+    precision: str = setting("float32", one_of("float32", "bfloat16"), "arithmetic of local training; bfloat16 by autocast")
+    device: str = setting("auto", one_of("auto", "cpu", "cuda"), "where clients train; auto: the GPU where there is one")
+
+    fraction_train: float = setting(1.0, within(0, 1), "share of the clients that take part in a round")
+    min_train_clients: int = setting(2, at_least(1), "clients that take part in a round at the least")
+    min_available_clients: int = setting(2, at_least(1), "clients to wait for before a round")
+    wait_timeout: float = setting(300.0, above(0), "seconds to wait for them before the run ends")
+    round_timeout: float = setting(3600.0, above(0), "seconds after which a round ends with those who answered")
+
+    sigma: float = setting(100.0, above(0), "FedAMP: scale of the squared distance; HeurFedAMP: scale of the cosine")
+    self_weight: float | str = setting(0.2, ("0 to below 1, uniform (1 / clients online), or none (FedAMP: Eq. 5 as written)", _is_self_weight), "FedAMP, HeurFedAMP: share of a client's own model in its cloud model")
+    alpha: float = setting(1e4, above(0), "FedAMP, HeurFedAMP: step size of the collaboration; the proximal weight is lam / alpha")
+    alpha_decay: float = setting(0.1, within(0, 1), "factor on alpha every alpha-decay-every rounds")
+    alpha_decay_every: int = setting(30, at_least(1), "rounds between two decays of alpha")
+    lam: float = setting(1.0, at_least(0), "FedAMP, HeurFedAMP: weight of the collaboration term (lambda)")
+    proximal_mu: float = setting(0.01, at_least(0), "FedProx, FedProx-FT: weight mu of the proximal term mu/2 ||w - w_global||^2")
+    finetune_epochs: int = setting(1, at_least(0), "FedAvg-FT, FedProx-FT: epochs by which a client tunes the global model for itself")
+
+    def __post_init__(self) -> None:
+        for spec in fields(self):
+            _check(spec, getattr(self, spec.name))
+
+    @classmethod
+    def from_run_config(cls, run_config: Mapping[str, Any]) -> Config:
+        """Read a run config with kebab-case keys; keys that are left out have their default.
+
+        Raises
+        ------
+        ConfigError
+            An unknown key, a wrong type or a value out of range.
+        """
+        known = {kebab(spec.name): spec for spec in fields(cls)}
+        for key in run_config:
+            if key not in known:
+                raise ConfigError(f"unknown setting {key}; known: {', '.join(known)}")
+        return cls(**{known[key].name: _as_declared(known[key], value) for key, value in run_config.items()})
+
+    def run_config(self) -> dict[str, Any]:
+        """The settings as a Flower run config, kebab-case."""
+        return {kebab(spec.name): getattr(self, spec.name) for spec in fields(self)}
+
+
+def kebab(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _as_declared(spec: Field, value: Any) -> Any:
+    """Whole numbers stand for floats too: 1 is 1.0 where a float is asked for."""
+    if "float" in str(spec.type) and type(value) is int:
+        return float(value)
+    return value
+
+
+def _check(spec: Field, value: Any) -> None:
+    allowed, holds = spec.metadata["allowed"]
+    types = {"int": (int,), "float": (float,), "str": (str,), "bool": (bool,), "float | str": (float, str)}[str(spec.type)]
+    if type(value) not in types or (isinstance(value, float) and not math.isfinite(value)) or not holds(value):
+        raise ConfigError(f"{kebab(spec.name)} is {value!r}, allowed: {allowed} ({spec.type})")
+
+
+def table() -> str:
+    """The settings as a Markdown table, a line each."""
+    lines = ["| setting | type | default | allowed | meaning |", "|---|---|---|---|---|"]
+    for spec in fields(Config):
+        kind = str(spec.type).replace(" | ", " or ")
+        default = json.dumps(spec.default)
+        lines.append(f"| `{kebab(spec.name)}` | {kind} | {default} | {spec.metadata['allowed'][0]} | {spec.metadata['meaning']} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())

@@ -1,0 +1,276 @@
+"""The pictures of a run, as matplotlib figures.
+
+Each function gives a `Figure` made without pyplot, so that nothing here depends on a display or changes
+state that others share. Colours are those of Okabe and Ito and the viridis map, which colour-blind people
+can tell apart; lines differ in dash and marker too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from strategies.messages import PERSONAL, RECEIVED, TRAINED, TUNED, ClientId, in_order
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito's
+DASHES = ("-", "--", "-.", ":", (0, (6, 1.5, 1, 1.5, 1, 1.5)))
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+MOST_NAMED = 40  # clients whose names find room along an axis of the heatmap
+LONGEST_NAME = 14  # characters of a client's name in a picture
+
+
+def carried_forward(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[np.ndarray, list[ClientId], np.ndarray]:
+    """One reported number of every client after every round; who sat out keeps the last.
+
+    Parameters
+    ----------
+    rows : sequence of mapping
+        A history's rows, in order of round.
+    key : str
+        What was reported, such as "personal-accuracy". Values that are not finite count as not reported.
+
+    Returns
+    -------
+    rounds : ndarray of int, shape (r,)
+    clients : list of m client ids
+    values : ndarray, shape (r, m)
+        NaN until a client's first report.
+    """
+    clients = in_order({row["client"] for row in rows})
+    rounds = np.unique(np.array([row["round"] for row in rows], dtype=np.int64))
+    column = {client: i for i, client in enumerate(clients)}
+    line = {number: i for i, number in enumerate(rounds.tolist())}
+    values = np.full((len(rounds), len(clients)), np.nan)  # (r, m)
+    for row in rows:
+        if key in row and np.isfinite(row[key]):
+            values[line[row["round"]], column[row["client"]]] = row[key]
+    last = np.where(np.isnan(values), 0, np.arange(len(rounds))[:, None])
+    last = np.maximum.accumulate(last, axis=0)  # (r, m), the line of each client's last report
+    return rounds, clients, np.take_along_axis(values, last, axis=0)
+
+
+def accuracy_figure(rows: Sequence[Mapping[str, Any]], title: str) -> Figure:
+    """Accuracy over rounds: mean over clients, their bottom to top decile, and the best mean.
+
+    Where the model that clients receive does otherwise than the one that counts for them, its mean is a
+    second line.
+
+    Parameters
+    ----------
+    rows : sequence of mapping
+        A history's rows; accuracies are in [0, 1].
+    title : str
+    """
+    rounds, clients, values = carried_forward(rows, f"{PERSONAL}-accuracy")
+    figure, axes = _figure(title, (7.2, 4.8))
+    known = ~np.isnan(values).all(axis=1)  # rounds after the first report
+    if not known.any():
+        axes.text(0.5, 0.5, "no client reported an accuracy", transform=axes.transAxes, ha="center", va="center")
+        axes.set(xticks=[], yticks=[])
+        return figure
+    rounds, values = rounds[known], 100 * values[known]
+    mean = np.nanmean(values, axis=1)
+    bottom, top = np.nanquantile(values, (0.1, 0.9), axis=1)
+    reported = int((~np.isnan(values[-1])).sum())
+    of = "clients" if reported == len(clients) else f"the {reported} of {len(clients)} clients that reported"
+
+    # One round has no line and no area: points and a bar say the same.
+    marker = "o" if len(rounds) <= 40 else None
+    if len(rounds) == 1:
+        axes.vlines(rounds, bottom, top, color=COLOURS[0], alpha=0.25, linewidth=14, label="bottom to top decile")
+    else:
+        axes.fill_between(rounds, bottom, top, color=COLOURS[0], alpha=0.18, linewidth=0, label="bottom to top decile")
+    name = f"mean over {of}"
+    if _same(rows, RECEIVED) is False:
+        name += f", {_stage(rows)}"
+        numbers, _, received = carried_forward(rows, f"{RECEIVED}-accuracy")
+        # A closing evaluation is of the personal models alone.
+        told = np.isin(numbers, [row["round"] for row in rows if np.isfinite(row.get(f"{RECEIVED}-accuracy", np.nan))])
+        axes.plot(numbers[told], 100 * np.nanmean(received[told], axis=1), color=COLOURS[1], linestyle="--",
+                  marker="s" if marker else None, markersize=4, label="mean, before local training (model as received)")
+    axes.plot(rounds, mean, color=COLOURS[0], linewidth=2, marker=marker, markersize=4.5, label=name)
+    best = int(mean.argmax())
+    axes.plot(rounds[best], mean[best], linestyle="none", marker="*", markersize=15, color="#000000",
+              markeredgecolor="white", zorder=5, label=f"best mean: {mean[best]:.1f} % in round {rounds[best]}")
+    _accuracy_axes(axes, rounds)
+    handles, labels = axes.get_legend_handles_labels()
+    order = sorted(range(len(labels)), key=lambda i: not labels[i].startswith("mean over"))
+    figure.legend([handles[i] for i in order], [labels[i] for i in order], loc="outside lower center", ncols=2,
+                  frameon=False, fontsize=9)
+    return figure
+
+
+def collaboration_figure(
+    clients: Sequence[ClientId], weights: np.ndarray, groups: Sequence[int] | None, title: str
+) -> Figure:
+    """Who learns from whom: the weights as a heatmap, clients of a group side by side.
+
+    The colours are for the weights of the others; a client's own share, often many times as large, is grey
+    and written above the picture.
+
+    Parameters
+    ----------
+    clients : sequence of m client ids
+    weights : ndarray, shape (m, m)
+        Row i: the shares of all clients' models in what client i receives.
+    groups : sequence of m int, optional
+        The true group of each client, where there are groups.
+    title : str
+    """
+    from matplotlib import colormaps
+
+    count = len(clients)
+    groups = np.zeros(count, dtype=np.int64) if groups is None else np.asarray(groups)
+    order = np.argsort(groups, kind="stable")
+    groups = groups[order]
+    shares = np.array(weights, dtype=np.float64)[np.ix_(order, order)]  # (m, m)
+    own = shares.diagonal().copy()
+    np.fill_diagonal(shares, np.nan)
+
+    side = 6.4 if count <= MOST_NAMED else 7.4
+    figure, axes = _figure(title, (side + 0.9, side))
+    cmap = colormaps["viridis"].with_extremes(bad="#b0b0b0")
+    strongest = np.nanmax(shares, initial=0.0) or 1.0
+    image = axes.imshow(shares, cmap=cmap, vmin=0.0, vmax=strongest)
+    bar = figure.colorbar(image, ax=axes, shrink=0.85, pad=0.02)
+    bar.set_label("share of the other client's model")
+    low, high = f"{own.min():.2f}", f"{own.max():.2f}"
+    axes.set_title(f"grey: a client's own share, {low}" + (f" to {high}" if high != low else ""), fontsize=9.5)
+
+    starts = np.flatnonzero(np.diff(groups)) + 1
+    edges = np.concatenate(([0], starts, [count]))
+    centres, numbers = (edges[:-1] + edges[1:] - 1) / 2, [str(group) for group in groups[edges[:-1]]]
+    by_group = ""
+    if count > MOST_NAMED and len(starts):  # names that jump from group to group would say nothing
+        axes.set_xticks([])
+        axes.set_yticks(centres, numbers, fontsize=8.5)
+        axes.tick_params(length=0)
+        by_group = ", by true group"
+    else:
+        ticks = np.arange(count) if count <= MOST_NAMED else np.arange(0, count, -(-count // 200) * 10)
+        names = [_name(clients[order[i]]) for i in ticks]
+        size = 8 if count <= 25 or count > MOST_NAMED else 6.5
+        axes.set_xticks(ticks, names, fontsize=size, rotation=90 if size < 8 or max(map(len, names)) > 3 else 0)
+        axes.set_yticks(ticks, names, fontsize=size)
+    axes.set_xlabel(f"client whose model is used{by_group}")
+    axes.set_ylabel(f"client that learns from it{by_group}")
+
+    if len(starts):
+        width = 1.2 if len(starts) < 10 else 0.6
+        for at in starts - 0.5:
+            for colour, factor in (("black", 2), ("white", 1)):  # seen on dark and on bright cells
+                axes.axhline(at, color=colour, linewidth=factor * width)
+                axes.axvline(at, color=colour, linewidth=factor * width)
+        above = axes.secondary_xaxis("top")
+        above.set_xticks(centres, numbers, fontsize=8.5)
+        above.tick_params(length=0)
+        above.set_xlabel("true group", fontsize=9)
+    return figure
+
+
+def comparison_figure(runs: Sequence[tuple[str, Sequence[Mapping[str, Any]]]], title: str) -> Figure:
+    """Mean accuracy over rounds of several runs, each line named at its end.
+
+    Parameters
+    ----------
+    runs : sequence of (str, sequence of mapping)
+        A run's name and its history's rounds.
+    title : str
+    """
+    figure, axes = _figure(title, (8.0, max(4.6, 0.3 * len(runs) + 1.6)))
+    lines = []  # (name, rounds, percent, style)
+    for i, (name, rounds) in enumerate(runs):
+        known = [line for line in rounds if "accuracy" in line]
+        style = {"color": COLOURS[i % len(COLOURS)], "linestyle": DASHES[i % len(DASHES)],
+                 "marker": MARKERS[i % len(MARKERS)]}
+        if known:
+            percent = 100 * np.array([line["accuracy"] for line in known])
+            lines.append((_name(name, 24), np.array([line["round"] for line in known]), percent, style))
+    if not lines:
+        axes.text(0.5, 0.5, "no client reported an accuracy", transform=axes.transAxes, ha="center", va="center")
+        axes.set(xticks=[], yticks=[])
+        return figure
+    for _, numbers, percent, style in lines:
+        axes.plot(numbers, percent, linewidth=2, markersize=5.5, markeredgecolor="white", markeredgewidth=0.6,
+                  markevery=max(1, len(numbers) // 15), **style)
+    first, last = min(line[1][0] for line in lines), max(line[1][-1] for line in lines)
+    _accuracy_axes(axes, np.arange(first, last + 1), suffix=", mean over clients")
+    low, high = axes.get_ylim()
+    # A label is about 0.2 inch high, and the axes take up some 0.75 of the figure.
+    gap = 0.2 / (0.75 * figure.get_figheight()) * (high - low)
+    places = _apart(np.array([percent[-1] for _, _, percent, _ in lines]), gap, low, high)
+    for (name, numbers, percent, style), place in zip(lines, places, strict=True):
+        # In units of the axes' width beyond its right edge, the height in percent of accuracy.
+        axes.annotate("", xy=(numbers[-1], percent[-1]), xytext=(1.03, place), textcoords=axes.get_yaxis_transform(),
+                      arrowprops={"arrowstyle": "-", "color": style["color"], "linewidth": 0.8, "shrinkA": 0},
+                      annotation_clip=False)
+        axes.plot([1.03, 1.06, 1.09], [place] * 3, transform=axes.get_yaxis_transform(), clip_on=False, linewidth=2,
+                  markersize=5.5, markevery=[1], **style)
+        axes.text(1.105, place, f"{name}  {percent[-1]:.1f} %", transform=axes.get_yaxis_transform(), va="center")
+    return figure
+
+
+def _stage(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Which of the reported models the personal accuracy is of, in words."""
+    for stage, words in ((TRAINED, "after local training"), (TUNED, "after fine-tuning")):
+        if _same(rows, stage):
+            return words
+    return "personal model"
+
+
+def _same(rows: Sequence[Mapping[str, Any]], stage: str) -> bool | None:
+    """Whether the personal accuracy is this stage's wherever both are reported; None where they never are."""
+    both = [(row[f"{stage}-accuracy"], row[f"{PERSONAL}-accuracy"])
+            for row in rows if f"{stage}-accuracy" in row and f"{PERSONAL}-accuracy" in row]
+    both = [pair for pair in both if np.isfinite(pair).all()]
+    return all(first == second for first, second in both) if both else None
+
+
+def _apart(values: np.ndarray, gap: float, low: float, high: float) -> np.ndarray:
+    """Move values apart as little as needed to be `gap` from each other, inside [low, high] if that has room."""
+    from sklearn.isotonic import isotonic_regression
+
+    order = np.argsort(values, kind="stable")
+    steps = gap * np.arange(len(values))
+    # Less i gaps, "at least a gap apart" reads "not decreasing": least squares under that is isotonic regression.
+    least, most = low + gap / 2, high - gap / 2 - steps[-1]
+    result = np.empty(len(values))
+    result[order] = steps + isotonic_regression(values[order] - steps, y_min=least, y_max=max(least, most))
+    return result
+
+
+def _figure(title: str, size: tuple[float, float]) -> tuple[Figure, Axes]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, dpi=150, layout="constrained", facecolor="white")
+    figure.suptitle(_name(title, 90), fontsize=11, fontweight="bold")
+    return figure, figure.add_subplot()
+
+
+def _accuracy_axes(axes: Axes, rounds: np.ndarray, suffix: str = "") -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_xlabel("round")
+    axes.set_ylabel(f"test accuracy (%){suffix}")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
+    room = max(0.5, 0.02 * (rounds[-1] - rounds[0]))
+    axes.set_xlim(rounds[0] - room, rounds[-1] + room)
+    low, high = axes.get_ylim()
+    axes.set_ylim(max(low, -2), min(high, 102))
+    axes.grid(color="#dddddd", linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _name(text: object, longest: int = LONGEST_NAME) -> str:
+    """A name as matplotlib shall show it: one line, not too long, dollars as themselves and not as mathematics."""
+    text = " ".join(str(text).split())
+    if len(text) > longest:
+        text = text[: longest - 1] + "…"
+    return text.replace("$", r"\$")

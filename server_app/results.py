@@ -1,0 +1,439 @@
+"""What a run leaves behind: one folder, complete once it holds summary.json.
+
+    config.json                      settings, seed, versions, platform, start (UTC); written first
+    history.csv                      a line per round and client; grows every round
+    rounds.csv                       a line per round; grows every round
+    collaboration/round-0003.npz     clients (m,), weights (m, m) float32: whose model counts how much for whom
+    models/client-ID.safetensors     each client's personal model, after the last round
+    accuracy.png, collaboration.png, partition.png
+    summary.json                     the figures of the whole run; written last
+
+A file is written under another name and takes its place only when it is whole, so that whoever reads it,
+or a run that ends in the middle, finds the old or the new one. The two CSV files of a long run are too large
+to be written anew every round: lines are appended, all of a round at once, and taken back if that fails.
+Should the machine itself stop in that moment, the last line may be cut short, without a line end; `read_table`
+leaves such a line out. Accuracies are in [0, 1], an empty cell or null means that nothing was reported.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import platform
+import re
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from hashlib import sha256
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+from urllib.parse import quote
+
+import numpy as np
+
+from strategies.messages import ClientId, in_order, read_record
+
+from .config import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from rich.table import Table
+
+    from data import Federation
+    from strategies.history import History
+    from strategies.rounds import PersonalizedStrategy
+
+HISTORY_COLUMNS = ("round", "client", "status", "seconds", "bytes-down", "bytes-up")
+ROUNDS_COLUMNS = ("round", "asked", "answered", "seconds", "bytes-down", "bytes-up",
+                  "accuracy", "accuracy-weighted", "accuracy-p10", "accuracy-best")
+PACKAGES = ("kindred", "flwr", "torch", "numpy", "scikit-learn")
+
+
+class RunFolder:
+    """The folder of one run: make it before the run, then `record_round` after each round, `finish` at the end.
+
+    Parameters
+    ----------
+    run_config : mapping
+        All settings, kebab-case, as from `Config.run_config()`. The folder is made in `output-dir` and named
+        by the time (UTC), strategy, dataset, partition and seed; it never takes the place of another.
+
+    Attributes
+    ----------
+    path : Path
+        Absolute.
+
+    Raises
+    ------
+    ConfigError
+        Nothing can be written in `output-dir`. Nothing is left behind then.
+    """
+
+    def __init__(self, run_config: Mapping[str, Any]) -> None:
+        self.settings = dict(run_config)
+        started = datetime.now(UTC)
+        name = "{:%Y%m%d-%H%M%S}-{strategy}-{dataset}-{partition}-seed{seed}".format(started, **self.settings)
+        config = {
+            "settings": self.settings,
+            "seed": self.settings["seed"],
+            "started": f"{started:%Y-%m-%dT%H:%M:%SZ}",
+            "versions": {"python": platform.python_version()} | {package: _version(package) for package in PACKAGES},
+            "platform": platform.platform(),
+        }
+        made: list[Path] = []
+        try:
+            self.path = _new_folder(Path(self.settings["output-dir"]), name, made)
+            _write_json(self.path / "config.json", config)
+        except (OSError, ValueError) as error:  # ValueError: a path with a null character
+            for folder in reversed(made):
+                with suppress(OSError):
+                    folder.rmdir()
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(
+                f"output-dir is {self.settings['output-dir']!r}, where nothing can be written ({reason}); "
+                "name a folder that can be made and written"
+            ) from None
+        self._history = _GrowingTable(self.path / "history.csv", HISTORY_COLUMNS)
+        self._rounds = _GrowingTable(self.path / "rounds.csv", ROUNDS_COLUMNS)
+
+    def record_round(self, strategy: PersonalizedStrategy) -> None:
+        """Write what the strategy's last round added: lines of the two tables, and the collaboration matrix."""
+        self._history.extend(strategy.history.rows)
+        self._rounds.extend(strategy.history.rounds)
+        clients, weights = strategy.collaboration()
+        if clients and strategy.history.rounds:
+            folder = self.path / "collaboration"
+            folder.mkdir(exist_ok=True)
+            with replacing(folder / f"round-{strategy.history.rounds[-1]['round']:04d}.npz") as temporary:
+                np.savez_compressed(temporary, clients=client_array(clients), weights=np.asarray(weights, np.float32))
+
+    def finish(self, strategy: PersonalizedStrategy, federation: Federation) -> dict[str, Any]:
+        """Write the models, the pictures and, last, the summary.
+
+        Parameters
+        ----------
+        strategy : PersonalizedStrategy
+            After its run.
+        federation : Federation
+            Who has what, for the picture of the partition and the true groups in that of the collaboration.
+
+        Returns
+        -------
+        dict
+            The content of summary.json.
+        """
+        from data import draw_partition
+
+        from . import pictures
+
+        history = strategy.history
+        last = len(_training(self.settings, history))
+        models = self._save_models(strategy, last)
+
+        setting = "{dataset}, {partition}, seed {seed}".format(**self.settings)
+        name = self.settings["strategy"]
+        self._save_picture("accuracy.png", pictures.accuracy_figure(history.rows, f"{name} on {setting}"))
+        clients, weights = strategy.collaboration()
+        if clients:
+            title = f"Who learns from whom: {name}, round {last}, {setting}"
+            groups = true_groups(clients, federation)
+            self._save_picture("collaboration.png", pictures.collaboration_figure(clients, weights, groups, title))
+        draw_partition(federation, self.path / "partition.png")
+
+        summary = summarise(self.settings, history, models)
+        _write_json(self.path / "summary.json", summary)
+        return summary
+
+    def _save_models(self, strategy: PersonalizedStrategy, last: int) -> dict[ClientId, str]:
+        """Write a file for each client's model; client -> path inside the run's folder."""
+        from safetensors.numpy import save_file
+
+        folder = self.path / "models"
+        files: dict[ClientId, str] = {}
+        taken: set[str] = set()
+        records = strategy.client_models()
+        for client in in_order(records):
+            file = model_file(client, taken)
+            folder.mkdir(exist_ok=True)
+            about = {"strategy": str(self.settings["strategy"]), "round": str(last), "client": str(client)}
+            # save_file writes an array's memory as it lies there.
+            arrays = {key: np.asarray(array, order="C") for key, array in read_record(records[client]).items()}
+            with replacing(folder / file) as temporary:
+                save_file(arrays, temporary, about)
+            files[client] = f"models/{file}"
+        return files
+
+    def _save_picture(self, name: str, figure: Figure) -> None:
+        with replacing(self.path / name) as temporary:
+            figure.savefig(temporary)
+
+
+class _GrowingTable:
+    """A CSV file of a list of rows that only grows.
+
+    Parameters
+    ----------
+    path : Path
+    columns : sequence of str
+        The first ones; others follow in the order in which rows bring them.
+    """
+
+    def __init__(self, path: Path, columns: Sequence[str]) -> None:
+        self.path = path
+        self.columns = dict.fromkeys(columns)  # an ordered set
+        self.written = 0
+
+    def extend(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write the rows that are not in the file yet. A new column has the file written anew, once."""
+        added = rows[self.written :]
+        columns = dict(self.columns)
+        for row in added:
+            columns.update(dict.fromkeys(row))
+        if not self.path.exists() or len(columns) > len(self.columns):
+            with replacing(self.path) as temporary:
+                temporary.write_bytes(_csv_lines(columns, rows, header=True))
+        elif added:
+            size = self.path.stat().st_size
+            try:
+                with open(self.path, "ab") as file:
+                    file.write(_csv_lines(columns, added))
+                    file.flush()
+                    os.fsync(file.fileno())
+            except BaseException:
+                os.truncate(self.path, size)
+                raise
+        self.columns, self.written = columns, len(rows)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`, with its ending, that takes its place if the block ends well.
+
+    If not, `path` is left as it was and the temporary file is gone.
+    """
+    temporary = path.with_name(f".{path.stem}.partial{path.suffix}")
+    try:
+        yield temporary
+        with open(temporary, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def client_array(clients: Sequence[ClientId]) -> np.ndarray:
+    """Client ids as an array without objects: integers if all are (int64, else uint64), else text."""
+    if all(isinstance(client, int) for client in clients):
+        for dtype in (np.int64, np.uint64):
+            with suppress(OverflowError):
+                return np.array(clients, dtype=dtype)
+    return np.array([str(client) for client in clients], dtype=np.str_)
+
+
+def model_file(client: ClientId, taken: set[str]) -> str:
+    """A file name for a client's model that every file system takes, added to `taken`.
+
+    Letters, digits and "._-~" stay, other characters become %XX. A name that another client has already, be it
+    but for upper and lower case (7 and "7", "a" and "A"), and a long one, ends in a hash of the id.
+    """
+    name = f"client-{quote(str(client), safe='')}"
+    if len(name) > 100 or name.casefold() in taken:
+        name = f"{name[:80]}-{sha256(repr(client).encode()).hexdigest()[:16]}"
+    taken.add(name.casefold())
+    return f"{name}.safetensors"
+
+
+def true_groups(clients: Sequence[ClientId], federation: Federation) -> np.ndarray | None:
+    """The true group of each client; None unless every one is a partition of the federation."""
+    if all(isinstance(client, int) and 0 <= client < federation.num_clients for client in clients):
+        return federation.groups[list(clients)]
+    return None
+
+
+def summarise(settings: Mapping[str, Any], history: History, models: Mapping[ClientId, str]) -> dict[str, Any]:
+    """The figures of a whole run.
+
+    Parameters
+    ----------
+    settings : mapping
+        The run's settings, kebab-case.
+    history : History
+    models : mapping
+        client -> file of its model.
+
+    Returns
+    -------
+    dict
+        `rounds` of training; as in the last line of rounds.csv `accuracy` (mean over clients),
+        `accuracy-weighted`, `accuracy-p10`, `accuracy-best` (BMTA); `seconds`, `bytes-down` and `bytes-up` of the
+        whole run, a closing evaluation included; `seconds-per-round` of training; `clients`: a list of `client`,
+        its last known `accuracy` and its `model` file. What nobody reported is None.
+    """
+    training = _training(settings, history)
+    last = history.rounds[-1] if history.rounds else {}
+    accuracies = history.last_accuracies()
+    return {
+        **{key: settings[key] for key in ("strategy", "dataset", "partition", "seed")},
+        "rounds": len(training),
+        **{key: last.get(key) for key in ("accuracy", "accuracy-weighted", "accuracy-p10", "accuracy-best")},
+        "seconds": float(sum(line["seconds"] for line in history.rounds)),
+        "seconds-per-round": float(sum(line["seconds"] for line in training)) / len(training) if training else None,
+        "bytes-down": int(sum(line["bytes-down"] for line in history.rounds)),
+        "bytes-up": int(sum(line["bytes-up"] for line in history.rounds)),
+        "clients": [{"client": client, "accuracy": accuracies.get(client), "model": models.get(client)}
+                    for client in in_order({row["client"] for row in history.rows} | models.keys())],
+    }
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """Read a finished run's summary.
+
+    Raises
+    ------
+    ValueError
+        The run did not finish: there is no summary.json.
+    """
+    try:
+        return json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{folder} holds no summary.json: the run is not finished; run it again") from None
+
+
+def read_table(path: Path) -> list[dict[str, Any]]:
+    """Read history.csv or rounds.csv back as rows of numbers and texts, without the empty cells.
+
+    A client id that is written as a whole number is read as one. A last line without a line end is left out.
+    """
+    with open(path, encoding="utf-8", newline="") as file:
+        text = file.read()
+    whole = io.StringIO(text[: text.rfind("\n") + 1], newline="")
+    return [{key: _value(key, cell) for key, cell in row.items() if cell} for row in csv.DictReader(whole)]
+
+
+def comparison_table(summaries: Sequence[Mapping[str, Any]], terminal: bool = True) -> Table:
+    """Runs side by side: accuracies in percent, seconds, megabytes (10^6 bytes).
+
+    Parameters
+    ----------
+    summaries : sequence of mapping
+        As from `RunFolder.finish` or `read_summary`, in the order of the lines.
+    terminal : bool
+        False leaves out the rules and the emphasis on the best of each column of accuracies.
+    """
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD if terminal else None, show_edge=terminal, pad_edge=False)
+    table.add_column("strategy", no_wrap=True)
+    columns = {"mean %": "accuracy", "best %": "accuracy-best", "bottom decile %": "accuracy-p10"}
+    for name in (*columns, "seconds", "MB down", "MB up"):
+        table.add_column(name, justify="right", no_wrap=True)
+    most = {key: max((s[key] for s in summaries if s[key] is not None), default=None) for key in columns.values()}
+    for summary in summaries:
+        cells = []
+        for key in columns.values():
+            text = "-" if summary[key] is None else f"{100 * summary[key]:.1f}"
+            cells.append(f"[bold]{text}[/bold]" if terminal and summary[key] == most[key] is not None else text)
+        cells += [f"{summary['seconds']:.1f}", *(f"{summary[key] / 1e6:.1f}" for key in ("bytes-down", "bytes-up"))]
+        table.add_row(summary["strategy"], *cells)
+    return table
+
+
+def compare_runs(folders: Sequence[Path], picture: Path, file: TextIO | None = None) -> None:
+    """Put finished runs side by side: print the table, and draw their accuracies over rounds in one picture.
+
+    Parameters
+    ----------
+    folders : sequence of Path
+        Of finished runs.
+    picture : Path
+        The PNG to write.
+    file : text stream, optional
+        Where to print, by default standard output; plain text unless it is a terminal.
+
+    Raises
+    ------
+    ValueError
+        One of the runs did not finish.
+    """
+    from rich.console import Console
+
+    from .pictures import comparison_figure
+
+    summaries = [read_summary(folder) for folder in folders]
+    console = Console(file=file or sys.stdout, highlight=False)
+    if not console.is_terminal:
+        console.width = 200  # never cut: whoever reads a file or a pipe has room
+    console.print(comparison_table(summaries, console.is_terminal))
+    runs = [(summary["strategy"], read_table(folder / "rounds.csv"))
+            for summary, folder in zip(summaries, folders, strict=True)]
+    settings = {"{dataset}, {partition}, seed {seed}".format(**summary) for summary in summaries}
+    figure = comparison_figure(runs, settings.pop() if len(settings) == 1 else "Runs compared")
+    with replacing(picture) as temporary:
+        figure.savefig(temporary)
+
+
+def _training(settings: Mapping[str, Any], history: History) -> list[dict[str, Any]]:
+    """The rounds without the closing evaluation that some methods add under the next number."""
+    return [line for line in history.rounds if line["round"] <= settings["num-rounds"]]
+
+
+def _new_folder(parent: Path, name: str, made: list[Path]) -> Path:
+    """Make a new folder `name`, or name-2, name-3 and so on; lists in `made` each folder that had to be made."""
+    parent = parent.absolute()
+    for folder in reversed([folder for folder in (parent, *parent.parents) if not folder.exists()]):
+        folder.mkdir(exist_ok=True)
+        made.append(folder)
+    number = 1
+    while True:
+        folder = parent / (name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            number += 1
+        else:
+            made.append(folder)
+            return folder
+
+
+def _csv_lines(columns: Collection[str], rows: Iterable[Mapping[str, Any]], header: bool = False) -> bytes:
+    """Rows as lines of text: exactly one each, so line breaks inside texts become spaces."""
+    def one_line(value: Any) -> Any:
+        return re.sub(r"[\r\n]+", " ", value) if isinstance(value, str) else value
+
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    if header:
+        writer.writerow(map(one_line, columns))
+    writer.writerows([one_line(row.get(column)) for column in columns] for row in rows)
+    return text.getvalue().encode()
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    with replacing(path) as temporary:
+        text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
+        temporary.write_text(text + "\n", encoding="utf-8")
+
+
+def _version(package: str) -> str | None:
+    """The installed version; None where it is used without being installed, as from a checkout."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _value(key: str, cell: str) -> int | float | str:
+    if key == "status":
+        return cell
+    if len(cell) <= 20 and cell.removeprefix("-").isdecimal() and str(int(cell)) == cell:  # 20 digits: any node id
+        return int(cell)
+    if key != "client":
+        with suppress(ValueError):
+            return float(cell)
+    return cell

@@ -1,0 +1,48 @@
+"""Personalised federated learning methods as Flower strategies.
+
+A strategy goes where Flower's own would, in a ServerApp:
+
+    from kindred import HeurFedAMP
+
+    strategy = HeurFedAMP(sigma=100, self_weight=0.2)
+    result = strategy.start(grid, initial_arrays, num_rounds=10)
+    models = strategy.client_models()  # one for each client
+
+Names are imported when they are first used: a server half does not wait for PyTorch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from .registry import REGISTRY, Method
+
+_HOMES = {
+    "FedAMP": "fedamp",
+    "HeurFedAMP": "fedamp",
+    "attention_weights": "fedamp",
+    "cosine_weights": "fedamp",
+    "Local": "baselines.local",
+    "FedAvg": "baselines.fedavg",
+    "FedProx": "baselines.fedavg",
+    "FedAvgFT": "baselines.fedavg",
+    "FedProxFT": "baselines.fedavg",
+    "PersonalizedStrategy": "rounds",
+    "TooFewClients": "rounds",
+    "History": "history",
+    "Site": "client",
+    "make_client_app": "client",
+    "InlineGrid": "inline",
+    "MODELS": "models",
+    "make_model": "models",
+}
+
+__all__ = ["REGISTRY", "Method", *_HOMES]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    return value

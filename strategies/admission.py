@@ -1,0 +1,77 @@
+"""Which replies are used: each is checked as a whole before anything of it is.
+
+Pure functions; the caller counts and logs what they refuse.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from flwr.app import MetricRecord, RecordDict
+
+from .messages import read_array
+from .store import Layout
+
+MAX_EXAMPLES = 10**12
+
+
+class Refused(ValueError):
+    """A reply that is not used; its text is the reason."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a reply carries, once it is found good.
+
+    Attributes
+    ----------
+    arrays : dict of str to ndarray
+        Views into the message: copy what is to outlive it. Empty where none was asked for.
+    metrics : MetricRecord
+    """
+
+    arrays: dict[str, np.ndarray]
+    metrics: MetricRecord
+
+
+def admit(content: RecordDict, weighted_by_key: str, layout: Layout | None = None) -> Reply:
+    """Check a reply.
+
+    Parameters
+    ----------
+    content : RecordDict
+        One MetricRecord and, with a layout, one ArrayRecord, under any names (as Flower's FedAvg has it).
+    weighted_by_key : str
+        The metric that counts the client's samples: a whole number from 1 to `MAX_EXAMPLES`.
+    layout : Layout, optional
+        The model that the arrays must be: same names, shapes and types, all values finite.
+
+    Raises
+    ------
+    Refused
+        With the reason, in a few words.
+    """
+    if len(content.metric_records) != 1:
+        raise Refused(f"it has {len(content.metric_records)} metric records, expected 1")
+    (metrics,) = content.metric_records.values()
+    examples = metrics.get(weighted_by_key)
+    if not isinstance(examples, int | float) or examples != examples or not 1 <= examples <= MAX_EXAMPLES:
+        raise Refused(f"{weighted_by_key} is {examples!r}, allowed: 1 to {MAX_EXAMPLES}")
+    arrays: dict[str, np.ndarray] = {}
+    if layout is not None:
+        if len(content.array_records) != 1:
+            raise Refused(f"it has {len(content.array_records)} array records, expected 1")
+        (record,) = content.array_records.values()
+        for name, array in record.items():
+            try:
+                arrays[name] = read_array(array)
+            except ValueError as error:
+                raise Refused(f"array {name!r} {error}") from None
+        if (difference := layout.mismatch(arrays)) is not None:
+            raise Refused(difference)
+        for name in layout.slices:
+            # A sum is finite if all terms are (or overflows): one pass, no mask of the array's size.
+            if not np.isfinite(arrays[name].sum(dtype=np.float64)) and not np.isfinite(arrays[name]).all():
+                raise Refused(f"array {name!r} has values that are not finite")
+    return Reply(arrays, metrics)

@@ -1,0 +1,190 @@
+"""FedAvg and FedProx, plain and fine-tuned: one global model.
+
+H. B. McMahan, E. Moore, D. Ramage, S. Hampson, B. Agüera y Arcas: Communication-Efficient Learning of Deep
+Networks from Decentralized Data. AISTATS 2017, arXiv:1602.05629 (FedAvg, Algorithm 1).
+T. Li, A. K. Sahu, M. Zaheer, M. Sanjabi, A. Talwalkar, V. Smith: Federated Optimization in Heterogeneous
+Networks. MLSys 2020, arXiv:1812.06127 (FedProx, Algorithm 2: local loss + mu/2 ||w - w_global||^2).
+K. Wang, R. Mathews, C. Kiddon, H. Eichner, F. Beaufays, D. Ramage: Federated Evaluation of On-device
+Personalization. arXiv:1910.10252 (fine-tuning: FedAvg-FT, FedProx-FT; also called FedAvg+).
+
+The result for a client is the global model, or that model after `finetune_epochs` epochs of plain local
+training that nobody else sees. A training reply speaks of the global model that the round started from; the
+last one is evaluated in a closing exchange, which brings the tuned models to the server as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from flwr.app import ArrayRecord
+
+from ..admission import Reply
+from ..messages import FINETUNE_EPOCHS, PROXIMAL_MU, RECEIVED, TUNED, ClientId, to_record
+from ..rounds import PersonalizedStrategy, check
+from ..store import Layout
+
+# --- The mathematics ----------------------------------------------------------------------------------
+
+
+class WeightedMean:
+    """sum_k n_k w_k / sum_k n_k, summed in a given order however the terms come.
+
+    Terms that come before their turn wait; the others are added at once and not kept.
+    """
+
+    def __init__(self, order: Sequence[ClientId], size: int, dtype: np.dtype) -> None:
+        self._turns = list(reversed(order))
+        self._waiting: dict[ClientId, tuple[float, np.ndarray]] = {}
+        self._sum = np.zeros(size, dtype)  # (d,)
+        self._weight = 0.0
+
+    def add(self, client: ClientId, weight: float, row: np.ndarray) -> None:
+        """Add a client's term; row has shape (d,) and may be changed."""
+        self._waiting[client] = (weight, row)
+        while self._turns and self._turns[-1] in self._waiting:
+            self._sum_up(self._turns.pop())
+
+    def result(self) -> np.ndarray | None:
+        """The mean, shape (d,), of all that came; None if nothing did."""
+        for client in reversed(self._turns):
+            if client in self._waiting:
+                self._sum_up(client)
+        return self._sum / self._weight if self._weight else None
+
+    def _sum_up(self, client: ClientId) -> None:
+        weight, row = self._waiting.pop(client)
+        row *= weight
+        self._sum += row
+        self._weight += weight
+
+
+# --- The client ---------------------------------------------------------------------------------------
+# Local training from the received model: `LocalTraining` in client.py, which tunes a copy of the received
+# model first where the message says "finetune-epochs".
+
+
+# --- The server ---------------------------------------------------------------------------------------
+
+
+class FedAvg(PersonalizedStrategy):
+    """FedAvg as a strategy of this library: Algorithm 1 of McMahan et al.
+
+    Parameters
+    ----------
+    **settings
+        Those of `PersonalizedStrategy`.
+    """
+
+    name = "fedavg"
+    personal = RECEIVED
+
+    def begin(self, initial_arrays: ArrayRecord) -> None:
+        self.layout = Layout(initial_arrays, self.buffers)
+        self._global = initial_arrays
+        self._weights: dict[ClientId, float] = {}  # n_k of those who made the global model
+
+    def outgoing(self, server_round: int, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId, ArrayRecord]]:
+        self._mean = WeightedMean(clients, self.layout.size, self.layout.dtype)
+        self._examples: dict[ClientId, float] = {}
+        self._counters: dict[ClientId, Mapping[str, np.ndarray]] = {}
+        return ((client, self._global) for client in clients)
+
+    def take(self, client: ClientId, reply: Reply) -> None:
+        row = np.empty(self.layout.size, self.layout.dtype)  # (d,)
+        self.layout.flatten(reply.arrays, row)
+        self._examples[client] = float(reply.metrics[self.weighted_by_key])
+        self._counters[client] = self.layout.integer_arrays(reply.arrays)
+        self._mean.add(client, self._examples[client], row)
+
+    def end_round(self, server_round: int, answered: Sequence[ClientId]) -> ArrayRecord | None:
+        mean = self._mean.result()
+        if mean is None:
+            return None
+        self._weights = {client: self._examples[client] for client in answered}
+        self._global = self.layout.record(mean, self._counters[answered[0]])
+        return self._global
+
+    def personal_arrays(self, client: ClientId) -> ArrayRecord:
+        return self._global
+
+    def client_models(self) -> dict[ClientId, ArrayRecord]:
+        """The global model, for every client."""
+        return {client: self._global for client in self.clients()}
+
+    def collaboration(self) -> tuple[list[ClientId], np.ndarray]:
+        """The shares of the clients in the global model, the same for every client."""
+        clients = self.clients()
+        shares = np.array([self._weights.get(client, 0.0) for client in clients])
+        if not shares.any():
+            return clients, np.eye(len(clients))
+        return clients, np.tile(shares / shares.sum(), (len(clients), 1))
+
+
+class FedProx(FedAvg):
+    """FedProx as a strategy of this library: FedAvg with a proximal term at the clients.
+
+    Parameters
+    ----------
+    proximal_mu : float
+        Weight mu of mu/2 ||w - w_global||^2, 0 or more; 0 is FedAvg.
+    **settings
+        Those of `PersonalizedStrategy`.
+    """
+
+    name = "fedprox"
+
+    def __init__(self, *, proximal_mu: float, **settings: Any) -> None:
+        super().__init__(**settings)
+        check("proximal_mu", proximal_mu, proximal_mu >= 0, "0 or more")
+        self.proximal_mu = proximal_mu
+
+    def round_config(self, server_round: int) -> dict[str, Any]:
+        return {**super().round_config(server_round), PROXIMAL_MU: self.proximal_mu}
+
+
+class FineTuned(FedAvg):
+    """What the two fine-tuned forms have in common, to be put before the form that is tuned.
+
+    Parameters
+    ----------
+    finetune_epochs : int (default: 1)
+        Epochs, 0 or more, by which a client tunes the global model for itself.
+    **settings
+        Those of the form that is tuned.
+    """
+
+    personal = TUNED
+
+    def __init__(self, *, finetune_epochs: int = 1, **settings: Any) -> None:
+        super().__init__(**settings)
+        check("finetune_epochs", finetune_epochs, finetune_epochs >= 0, "0 or more")
+        self.finetune_epochs = finetune_epochs
+
+    def begin(self, initial_arrays: ArrayRecord) -> None:
+        super().begin(initial_arrays)
+        self._tuned: dict[ClientId, ArrayRecord] = {}
+
+    def round_config(self, server_round: int) -> dict[str, Any]:
+        return {**super().round_config(server_round), FINETUNE_EPOCHS: self.finetune_epochs}
+
+    def take_evaluation(self, client: ClientId, reply: Reply) -> None:
+        if reply.arrays:
+            self._tuned[client] = to_record(reply.arrays)
+
+    def client_models(self) -> dict[ClientId, ArrayRecord]:
+        """The tuned model of each client, from the last evaluation; the global one where none came."""
+        return super().client_models() | self._tuned
+
+
+class FedAvgFT(FineTuned):
+    """FedAvg, each client tuning the global model for itself; parameters of `FineTuned`."""
+
+    name = "fedavg-ft"
+
+
+class FedProxFT(FineTuned, FedProx):
+    """FedProx, each client tuning the global model for itself; parameters of `FineTuned` and `FedProx`."""
+
+    name = "fedprox-ft"

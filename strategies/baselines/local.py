@@ -1,0 +1,36 @@
+"""Local training ("Separate" in the FedAMP paper): every client learns alone.
+
+The model goes to the server and back between rounds, so that a client needs no memory of its own;
+nothing of it reaches another client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from flwr.app import ArrayRecord
+
+from ..messages import ClientId
+from ..rounds import StoredModels
+
+
+class Local(StoredModels):
+    """Local training as a Flower strategy.
+
+    Parameters
+    ----------
+    **settings
+        Those of `PersonalizedStrategy`.
+    """
+
+    name = "local"
+
+    def outgoing(self, server_round: int, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId, ArrayRecord]]:
+        self.welcome(clients)
+        return ((client, self.models.record(client)) for client in clients)
+
+    def collaboration(self) -> tuple[list[ClientId], np.ndarray]:
+        """Everybody learns from itself."""
+        clients = self.models.clients()
+        return clients, np.eye(len(clients))

@@ -1,0 +1,232 @@
+"""The client's side: a complete ClientApp for every method, from a function that loads a site."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+from .messages import (
+    ARRAYS,
+    CLIENT_ID,
+    CONFIG,
+    FINETUNE_EPOCHS,
+    IDENTITY_QUERY,
+    METHOD,
+    METRICS,
+    NUM_EXAMPLES,
+    NUM_TEST_EXAMPLES,
+    PROXIMAL_MU,
+    RECEIVED,
+    SERVER_ROUND,
+    TRAIN_LOSS,
+    TRAINED,
+    TUNED,
+    ClientId,
+    read_record,
+    seed_for,
+    to_record,
+)
+from .registry import REGISTRY
+from .training import evaluate, get_arrays, pick_device, set_arrays, train
+
+# Sites whose data a process keeps at hand; those used least recently go first.
+SITES_KEPT = 256
+
+ModelFactory = Callable[[], torch.nn.Module]
+Samples = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Site:
+    """What a client brings: its data, and how to build its model.
+
+    Attributes
+    ----------
+    model : callable
+        Returns a new `torch.nn.Module`. Sites that share one factory object share one module per process.
+    train, test : pair of tensors
+        Images (n, ...) of float32 and labels (n,) of int64.
+    public : tensor, optional
+        Unlabelled images (n, ...), the same at every client and in the same order.
+    """
+
+    model: ModelFactory
+    train: Samples
+    test: Samples
+    public: torch.Tensor | None = None
+
+
+LoadSite = Callable[[Context], Site]
+
+
+@dataclass(frozen=True)
+class Visit:
+    """A message at a client: all that a method's client half works with.
+
+    Attributes
+    ----------
+    client : int or str
+    site : Site
+        With its data on `device`.
+    config : mapping
+        The settings in the message.
+    arrays : dict of str to ndarray
+        The model in the message; views, not to be written to.
+    device : torch.device
+    """
+
+    client: ClientId
+    site: Site
+    config: Mapping[str, Any]
+    arrays: dict[str, np.ndarray]
+    device: torch.device
+
+    def model(self) -> torch.nn.Module:
+        """The site's module, holding the model in the message."""
+        model = _module(self.site.model, self.device)
+        set_arrays(model, self.arrays)
+        return model
+
+    def train(self, model: torch.nn.Module, epochs: int, proximal_mu: float = 0.0, purpose: str = "train") -> float:
+        """Train on the site's training data with the settings in the message; the mean loss.
+
+        The order of batches depends on seed, client, round and purpose alone.
+        """
+        config = self.config
+        order = torch.Generator().manual_seed(
+            seed_for(config.get("seed", 0), self.client, config.get(SERVER_ROUND, 0), purpose))
+        return train(
+            model, *self.site.train, epochs=epochs, proximal_mu=proximal_mu, generator=order,
+            batch_size=int(config.get("batch-size", 32)), optimizer=str(config.get("optimizer", "sgd")),
+            learning_rate=float(config.get("learning-rate", 0.01)), momentum=float(config.get("momentum", 0.0)),
+            precision=str(config.get("precision", "float32")),
+        )
+
+    def evaluation(self, which: str, model: torch.nn.Module) -> dict[str, float]:
+        """Accuracy and loss of a model on the site's test data, as metrics."""
+        accuracy, loss = evaluate(model, *self.site.test)
+        return {f"{which}-accuracy": accuracy, f"{which}-loss": loss}
+
+
+class LocalTraining:
+    """The client half of the methods whose clients train the model they receive.
+
+    These are FedAMP and HeurFedAMP (Eq. 6), Local, FedAvg, FedProx and the fine-tuned forms. The weight
+    of the proximal term and the epochs of fine-tuning are in the message.
+    """
+
+    @staticmethod
+    def train(visit: Visit) -> RecordDict:
+        """Train from the received model; the reply holds the trained one and the evaluations of both."""
+        model = visit.model()
+        metrics = visit.evaluation(RECEIVED, model)
+        if FINETUNE_EPOCHS in visit.config:
+            visit.train(model, int(visit.config[FINETUNE_EPOCHS]), purpose="tune")
+            metrics |= visit.evaluation(TUNED, model)
+            set_arrays(model, visit.arrays)
+        proximal_mu = float(visit.config.get(PROXIMAL_MU, 0.0))
+        metrics[TRAIN_LOSS] = visit.train(model, int(visit.config.get("local-epochs", 1)), proximal_mu)
+        metrics |= visit.evaluation(TRAINED, model)
+        metrics[NUM_EXAMPLES] = len(visit.site.train[1])
+        metrics[NUM_TEST_EXAMPLES] = len(visit.site.test[1])
+        return RecordDict({ARRAYS: to_record(get_arrays(model)), METRICS: MetricRecord(metrics)})
+
+    @staticmethod
+    def evaluate(visit: Visit) -> RecordDict:
+        """Evaluate the received model, or what fine-tuning makes of it, which is then in the reply."""
+        model = visit.model()
+        content = RecordDict()
+        if FINETUNE_EPOCHS in visit.config:
+            visit.train(model, int(visit.config[FINETUNE_EPOCHS]), purpose="tune")
+            content[ARRAYS] = to_record(get_arrays(model))
+        accuracy, loss = evaluate(model, *visit.site.test)
+        content[METRICS] = MetricRecord({"accuracy": accuracy, "loss": loss, NUM_EXAMPLES: len(visit.site.test[1])})
+        return content
+
+
+def make_client_app(load_site: LoadSite) -> ClientApp:
+    """Make a ClientApp that takes part in every registered method.
+
+    Parameters
+    ----------
+    load_site : callable
+        Given Flower's Context of a client, returns its `Site`. Called once per client and process.
+
+    Returns
+    -------
+    ClientApp
+    """
+    app = ClientApp()
+
+    @app.query(IDENTITY_QUERY.partition(".")[2])
+    def identity(message: Message, context: Context) -> Message:
+        return Message(RecordDict({CONFIG: ConfigRecord({CLIENT_ID: client_id(context)})}), reply_to=message)
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        visit = _visit(load_site, message, context)
+        return Message(_half(visit).train(visit), reply_to=message)
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        visit = _visit(load_site, message, context)
+        return Message(_half(visit).evaluate(visit), reply_to=message)
+
+    return app
+
+
+def client_id(context: Context) -> ClientId:
+    """Who a client is: node-config's `client-id`, else its partition, else its node id."""
+    config = context.node_config
+    return config.get("client-id", config.get("partition-id", context.node_id))
+
+
+# The functions below are called by name from the ClientApp, which Flower copies to its workers:
+# what they remember stays in the process that they run in.
+
+
+def _half(visit: Visit) -> Any:
+    method = REGISTRY.get(str(visit.config.get(METHOD)))
+    return method.client() if method else LocalTraining
+
+
+def _visit(load_site: LoadSite, message: Message, context: Context) -> Visit:
+    configs = message.content.config_records
+    config = dict(next(iter(configs.values()))) if configs else {}
+    (arrays,) = message.content.array_records.values()
+    device = pick_device(str(config.get("device", "auto")))
+    client = client_id(context)
+    return Visit(client, _site(load_site, context, device), config, read_record(arrays), device)
+
+
+_sites: dict[Any, Site] = {}
+
+
+def _site(load_site: LoadSite, context: Context, device: torch.device) -> Site:
+    key = (load_site, device, *sorted(context.node_config.items()), *sorted(context.run_config.items()))
+    site = _sites.pop(key, None)
+    if site is None:
+        site = load_site(context)
+        public = None if site.public is None else site.public.to(device)
+        site = replace(site, train=_to(device, site.train), test=_to(device, site.test), public=public)
+        while len(_sites) >= SITES_KEPT:
+            del _sites[next(iter(_sites))]
+    _sites[key] = site
+    return site
+
+
+def _to(device: torch.device, samples: Samples) -> Samples:
+    x, y = samples
+    return x.to(device), y.to(device)
+
+
+@functools.lru_cache(maxsize=4)
+def _module(factory: ModelFactory, device: torch.device) -> torch.nn.Module:
+    return factory().to(device)

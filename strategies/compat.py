@@ -1,0 +1,48 @@
+"""One place for what differs between installations."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from types import ModuleType
+
+import torch
+
+
+@functools.cache
+def import_torchvision() -> ModuleType:
+    """Import torchvision, also where its compiled operators do not fit the installed torch.
+
+    torchvision's ordinary wheel is built for CUDA. Beside a torch without CUDA its compiled library does
+    not load, and its import ends because two operators, `nms` and `qnms`, are unknown. Their declaration
+    alone is enough for its models, transforms and datasets, which never call them. A pair that fits is
+    left as it is.
+
+    Returns
+    -------
+    module
+        `torchvision`.
+
+    Raises
+    ------
+    ImportError
+        torchvision is not installed, or fails for another reason.
+    """
+    try:
+        import torchvision
+    except RuntimeError as error:
+        if "operator torchvision::" not in str(error):
+            raise ImportError(f"torchvision cannot be imported beside torch {torch.__version__}: {error}") from error
+        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+            del sys.modules[name]  # what the failed import left behind
+        _declare_operators()
+        import torchvision
+    return torchvision
+
+
+@functools.cache  # keeps the library alive: its declarations would go with it
+def _declare_operators() -> torch.library.Library:
+    library = torch.library.Library("torchvision", "DEF")
+    for name in ("nms", "qnms"):
+        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    return library

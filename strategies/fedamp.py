@@ -1,0 +1,318 @@
+"""FedAMP and HeurFedAMP: federated attentive message passing.
+
+Y. Huang, L. Chu, Z. Zhou, L. Wang, J. Liu, J. Pei, Y. Zhang: Personalized Cross-Silo Federated Learning on
+Non-IID Data. AAAI 2021, arXiv:2007.03797.
+
+The objective (Eq. 1): min_W sum_i F_i(w_i) + lam * sum_{i<j} A(||w_i - w_j||^2), A(t) = 1 - exp(-t / sigma).
+Round k, with the clients' models w_i of the round before:
+
+    Eq. 5, 7   `attention_weights`   xi_ij = alpha_k A'(||w_i - w_j||^2), xi_ii = 1 - sum_{j != i} xi_ij
+    Eq. 8      `cosine_weights`      xi_ij = (1 - xi_ii) softmax_{j != i}(sigma cos(w_i, w_j)), xi_ii given
+    Eq. 5      `ClientModels.combine`  u_i = sum_j xi_ij w_j, client i's personalised cloud model
+    Eq. 6      the client            w_i = argmin F_i(w) + lam / (2 alpha_k) ||w - u_i||^2
+
+Where we depart from the paper or it is silent:
+- Eq. 5 gives a convex combination for a small alpha_k only. Where the shares of the others sum to more than 1
+  they are scaled to sum to 1, and a warning says so. The paper's experiments fix xi_ii instead, for both
+  methods: that is `self_weight`; the others then share 1 - xi_ii in proportion to A'.
+- Shares are computed from logarithms: exp(-t / sigma) of every other client may underflow, and their
+  proportions still matter.
+- Eq. 6 is solved approximately by local epochs that start from u_i. At the paper's alpha_1 = 1e4 the proximal
+  term is next to nothing, and starting from u_i is what makes clients collaborate.
+- A client that sat out keeps its last model, is not heard by the others while it is away, and gets a cloud
+  model from those that are there when it returns.
+- Distances and cosines see parameters only; floating buffers are combined like parameters, integer buffers
+  are the client's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from logging import WARNING
+from typing import Any, Literal
+
+import numpy as np
+from flwr.app import ArrayRecord
+from flwr.supercore import log
+from scipy.special import log_softmax, logsumexp
+
+from .messages import PROXIMAL_MU, ClientId, in_order
+from .rounds import StoredModels, check
+from .store import BLOCK
+
+SelfWeight = float | Literal["uniform"]
+
+# Cloud models that are made at a time: enough for an efficient matrix product, few beside the models kept.
+CLOUD_MODELS_AT_ONCE = 32
+
+
+# --- The mathematics ----------------------------------------------------------------------------------
+
+
+def attention_weights(
+    models: np.ndarray,
+    alpha: float,
+    sigma: float,
+    self_weight: SelfWeight | None = None,
+    heard: np.ndarray | None = None,
+) -> np.ndarray:
+    """FedAMP's weights xi, Eq. 5 and 7.
+
+    Parameters
+    ----------
+    models : ndarray, shape (m, d)
+        The clients' parameters.
+    alpha, sigma : float
+        Step size alpha_k and scale of the squared distance, both more than 0.
+    self_weight : float in [0, 1] or "uniform", optional
+        xi_ii; "uniform" is 1 / m over the clients that i hears and itself. None is Eq. 5 as written.
+    heard : ndarray of bool, shape (m,), optional
+        The clients whose models the others receive; all by default.
+
+    Returns
+    -------
+    ndarray, shape (m, m)
+        Rows are non-negative and sum to 1.
+    """
+    return _attention(squared_distances(_blocks_of(models), len(models)), alpha, sigma, self_weight, heard)
+
+
+def cosine_weights(
+    models: np.ndarray, sigma: float, self_weight: SelfWeight, heard: np.ndarray | None = None
+) -> np.ndarray:
+    """HeurFedAMP's weights xi, Eq. 8; parameters and result as of `attention_weights`.
+
+    A model of zeros has cosine 0 with every other.
+    """
+    return _cosine(cosines(_blocks_of(models), len(models)), sigma, self_weight, heard)
+
+
+def squared_distances(blocks: Iterator[np.ndarray], m: int) -> np.ndarray:
+    """||w_i - w_j||^2 of all pairs, shape (m, m), from one matrix product over blocks of columns.
+
+    Distances do not change when the first model is taken from all, and little is then lost to cancellation.
+    """
+    gram = np.zeros((m, m))
+    for block in blocks:  # (m, b)
+        shifted = block - block[0]  # (m, b)
+        gram += shifted @ shifted.T  # (m, m)
+    norms = np.diagonal(gram)  # (m,)
+    return np.maximum(norms[:, None] + norms[None, :] - 2 * gram, 0)  # (m, m)
+
+
+def cosines(blocks: Iterator[np.ndarray], m: int) -> np.ndarray:
+    """cos(w_i, w_j) of all pairs, shape (m, m), from one matrix product over blocks of columns."""
+    gram = np.zeros((m, m))
+    for block in blocks:  # (m, b)
+        gram += block @ block.T  # (m, m)
+    norms = np.sqrt(np.diagonal(gram))  # (m,)
+    norms = np.where(norms > 0, norms, np.inf)
+    return gram / norms[:, None] / norms[None, :]  # (m, m)
+
+
+def _attention(
+    distances: np.ndarray, alpha: float, sigma: float, self_weight: SelfWeight | None, heard: np.ndarray | None
+) -> np.ndarray:
+    # log(alpha A'(t)), A'(t) = exp(-t / sigma) / sigma
+    scores = np.log(alpha) - np.log(sigma) - distances / sigma  # (m, m)
+    if self_weight is not None:
+        return _combination(scores, heard, _others_share(self_weight, heard, len(scores)))
+    return _combination(scores, heard, np.exp(np.minimum(_log_sums(scores, heard), 0)))
+
+
+def _cosine(cosine: np.ndarray, sigma: float, self_weight: SelfWeight, heard: np.ndarray | None) -> np.ndarray:
+    return _combination(sigma * cosine, heard, _others_share(self_weight, heard, len(cosine)))
+
+
+def _among_others(m: int, heard: np.ndarray | None) -> np.ndarray:
+    """Which models count as another client's for whom: shape (m, m), [i, j] if i hears j and j is not i."""
+    others = ~np.eye(m, dtype=bool)
+    return others if heard is None else others & heard[None, :]
+
+
+def _log_sums(scores: np.ndarray, heard: np.ndarray | None) -> np.ndarray:
+    """log of sum_{j != i} exp(scores_ij) over those that i hears, shape (m,); -inf where there is nobody."""
+    return logsumexp(np.where(_among_others(len(scores), heard), scores, -np.inf), axis=1)
+
+
+def _others_share(self_weight: SelfWeight, heard: np.ndarray | None, m: int) -> np.ndarray:
+    """1 - xi_ii, shape (m,)."""
+    if self_weight == "uniform":
+        return 1 - 1 / (_among_others(m, heard).sum(axis=1) + 1)
+    return np.full(m, 1 - self_weight)
+
+
+def _combination(scores: np.ndarray, heard: np.ndarray | None, share: np.ndarray) -> np.ndarray:
+    """Divide share_i over those that i hears in proportion to exp(scores_ij), and leave it the rest.
+
+    Parameters
+    ----------
+    scores : ndarray, shape (m, m)
+    share : ndarray, shape (m,), in [0, 1]
+
+    Returns
+    -------
+    ndarray, shape (m, m)
+    """
+    others = _among_others(len(scores), heard)  # (m, m)
+    alone = ~others.any(axis=1)  # (m,)
+    with np.errstate(invalid="ignore"):  # a row without others is nan until it is set
+        weights = share[:, None] * np.exp(log_softmax(np.where(others, scores, -np.inf), axis=1))  # (m, m)
+    weights[alone] = 0
+    np.fill_diagonal(weights, np.where(alone, 1, 1 - share))
+    return weights
+
+
+def _blocks_of(models: np.ndarray) -> Iterator[np.ndarray]:
+    for start in range(0, models.shape[1], BLOCK):
+        yield models[:, start:start + BLOCK]
+
+
+# --- The client ---------------------------------------------------------------------------------------
+# Eq. 6 is local training from the received model with FedProx's proximal term mu/2 ||w - u_i||^2,
+# mu = lam / alpha_k, which travels as "proximal-mu": `LocalTraining` in client.py, or any ClientApp
+# written for FedProx.
+
+
+# --- The server ---------------------------------------------------------------------------------------
+
+
+class FedAMP(StoredModels):
+    """FedAMP as a Flower strategy.
+
+    Parameters
+    ----------
+    sigma : float
+        Scale of the squared distance in A, more than 0. The paper: 100 on MNIST, 10 on Fashion-MNIST and
+        EMNIST, 1e6 on CIFAR-100.
+    alpha : float (default: 1e4)
+        Step size alpha_1, more than 0.
+    alpha_decay : float (default: 0.1)
+        Factor on alpha, in (0, 1], every `alpha_decay_every` (default: 30) rounds.
+    lam : float (default: 1.0)
+        Weight lambda of the collaboration, 0 or more; the proximal weight is lam / alpha_k.
+    self_weight : float in [0, 1], "uniform" or None (default: None)
+        xi_ii, as of `attention_weights`. The paper's experiments: 1 / (1 + clients of the same distribution).
+    **settings
+        Those of `PersonalizedStrategy`.
+
+    Raises
+    ------
+    ValueError
+        An argument out of range, naming it.
+    """
+
+    name = "fedamp"
+
+    def __init__(
+        self,
+        *,
+        sigma: float,
+        alpha: float = 1e4,
+        alpha_decay: float = 0.1,
+        alpha_decay_every: int = 30,
+        lam: float = 1.0,
+        self_weight: SelfWeight | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(**settings)
+        check("sigma", sigma, sigma > 0, "more than 0")
+        check("alpha", alpha, alpha > 0, "more than 0")
+        check("alpha_decay", alpha_decay, 0 < alpha_decay <= 1, "more than 0, at most 1")
+        check("alpha_decay_every", alpha_decay_every, alpha_decay_every >= 1, "1 or more")
+        check("lam", lam, lam >= 0, "0 or more")
+        check("self_weight", self_weight, self._allows(self_weight), self._self_weights)
+        self.sigma = sigma
+        self.alpha = alpha
+        self.alpha_decay = alpha_decay
+        self.alpha_decay_every = alpha_decay_every
+        self.lam = lam
+        self.self_weight = self_weight
+        self._weights: dict[ClientId, dict[ClientId, float]] = {}
+        self._scaled = False
+
+    _self_weights = "0 to 1, 'uniform' or None"
+
+    @staticmethod
+    def _allows(self_weight: Any) -> bool:
+        return self_weight in (None, "uniform") or (isinstance(self_weight, int | float) and 0 <= self_weight <= 1)
+
+    def alpha_at(self, server_round: int) -> float:
+        """alpha_k: decayed once every `alpha_decay_every` rounds."""
+        return self.alpha * self.alpha_decay ** ((server_round - 1) // self.alpha_decay_every)
+
+    def round_config(self, server_round: int) -> dict[str, Any]:
+        return {PROXIMAL_MU: self.lam / self.alpha_at(server_round)}
+
+    def outgoing(self, server_round: int, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId, ArrayRecord]]:
+        self._weights = {}
+        self.welcome(clients)
+        if not self.online:  # nobody has trained yet: every model is the initial one
+            yield from ((client, self.initial) for client in clients)
+            return
+        at_hand = in_order({*self.online, *clients})
+        weights = self._xi(at_hand, server_round)  # (m, m)
+        row_of = {client: row for row, client in enumerate(at_hand)}
+        self._weights = {c: dict(zip(at_hand, weights[row_of[c]].tolist())) for c in clients}
+        for start in range(0, len(clients), CLOUD_MODELS_AT_ONCE):
+            some = clients[start:start + CLOUD_MODELS_AT_ONCE]
+            cloud = self.models.combine(weights[[row_of[client] for client in some]], at_hand)  # (r, d)
+            for client, row in zip(some, cloud):
+                yield client, self.models.combined_record(row, client)
+
+    def _xi(self, at_hand: Sequence[ClientId], server_round: int) -> np.ndarray:
+        distances = squared_distances(self._parameters(at_hand), len(at_hand))  # (m, m)
+        heard = self._heard(at_hand)
+        weights = _attention(distances, self.alpha_at(server_round), self.sigma, self.self_weight, heard)
+        if self.self_weight is None and not self._scaled and (np.diagonal(weights)[heard] == 0).any():
+            log(WARNING, "kindred: with alpha %g and sigma %g the weights of the others sum to more than 1 (Eq. 5) "
+                "and are scaled to sum to 1; a smaller alpha or a self_weight avoids it",
+                self.alpha_at(server_round), self.sigma)
+            self._scaled = True
+        return weights
+
+    def _parameters(self, clients: Sequence[ClientId]) -> Iterator[np.ndarray]:
+        return (block for _, block in self.models.blocks(clients, self.layout.num_parameters))
+
+    def _heard(self, at_hand: Sequence[ClientId]) -> np.ndarray:
+        online = set(self.online)
+        return np.array([client in online for client in at_hand])
+
+    def collaboration(self) -> tuple[list[ClientId], np.ndarray]:
+        """The weights xi of the last round; a client that received nothing has its own model alone."""
+        clients = in_order({*self.models.clients(), *self.clients()})
+        column = {client: i for i, client in enumerate(clients)}
+        weights = np.eye(len(clients))
+        for client, row in self._weights.items():
+            weights[column[client]] = 0
+            weights[column[client], [column[c] for c in row]] = list(row.values())
+        return clients, weights
+
+
+class HeurFedAMP(FedAMP):
+    """HeurFedAMP as a Flower strategy: FedAMP with cosine similarity, for deep networks.
+
+    Parameters
+    ----------
+    sigma : float
+        Scale of the cosine, more than 0. The paper: 25 on MNIST, 100 on Fashion-MNIST, 50 on EMNIST, 10 on
+        CIFAR-100.
+    self_weight : float in [0, 1] or "uniform"
+        xi_ii.
+    **settings
+        Those of `FedAMP`.
+    """
+
+    name = "heurfedamp"
+    _self_weights = "0 to 1 or 'uniform'"
+
+    def __init__(self, *, sigma: float, self_weight: SelfWeight, **settings: Any) -> None:
+        super().__init__(sigma=sigma, self_weight=self_weight, **settings)
+
+    @staticmethod
+    def _allows(self_weight: Any) -> bool:
+        return self_weight is not None and FedAMP._allows(self_weight)
+
+    def _xi(self, at_hand: Sequence[ClientId], server_round: int) -> np.ndarray:
+        cosine = cosines(self._parameters(at_hand), len(at_hand))  # (m, m)
+        return _cosine(cosine, self.sigma, self.self_weight, self._heard(at_hand))

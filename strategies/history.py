@@ -1,0 +1,71 @@
+"""What happened: a row for each client and round, and a line for each round."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .messages import NUM_TEST_EXAMPLES, PERSONAL, ClientId, in_order
+
+
+class History:
+    """The record of a run.
+
+    Attributes
+    ----------
+    rows : list of dict
+        One per round and client that was asked: `round`, `client`, `status` ("ok", or why nothing of it was
+        used), `seconds` from sending to reply, `bytes-down`, `bytes-up` (payload), and the metrics that the
+        client reported, by their names; `personal-accuracy` and `personal-loss` are the method's own choice.
+    rounds : list of dict
+        One per round: `round`, `asked`, `answered`, `seconds`, `bytes-down`, `bytes-up`, and over the clients'
+        last known personal accuracies (a client that sat out keeps its last): `accuracy` (plain mean),
+        `accuracy-weighted` (by test size), `accuracy-p10` (bottom decile), `accuracy-best` (best plain mean so
+        far; BMTA in the FedAMP paper). All accuracies lie in [0, 1].
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self.rounds: list[dict[str, Any]] = []
+        self._open: dict[ClientId, dict[str, Any]] = {}  # rows of the round in progress
+        self._accuracy: dict[ClientId, tuple[float, float]] = {}  # last known, and its test size
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Add what a client did in the round in progress; a second exchange of the round joins its first row."""
+        first = self._open.setdefault(row["client"], row)
+        if first is not row:
+            together = {key: first[key] + row[key] for key in ("seconds", "bytes-down", "bytes-up")}
+            status = row["status"] if first["status"] == "ok" else first["status"]
+            first.update({**row, **together, "status": status})
+
+    def close_round(self, server_round: int, seconds: float) -> dict[str, Any]:
+        """End a round: add its rows in order of client, sum it up, and return the sum."""
+        rows = [self._open[client] for client in in_order(self._open)]
+        self._open = {}
+        self.rows += rows
+        line: dict[str, Any] = {
+            "round": server_round,
+            "asked": len(rows),
+            "answered": sum(row["status"] == "ok" for row in rows),
+            "seconds": seconds,
+            "bytes-down": sum(row["bytes-down"] for row in rows),
+            "bytes-up": sum(row["bytes-up"] for row in rows),
+        }
+        for row in rows:
+            accuracy = row.get(f"{PERSONAL}-accuracy")
+            if accuracy is not None and np.isfinite(accuracy):
+                self._accuracy[row["client"]] = (accuracy, row.get(NUM_TEST_EXAMPLES, 1))
+        if self._accuracy:
+            known = np.array([self._accuracy[client] for client in in_order(self._accuracy)])  # (m, 2)
+            line["accuracy"] = float(known[:, 0].mean())
+            line["accuracy-weighted"] = float(np.average(known[:, 0], weights=known[:, 1]))
+            line["accuracy-p10"] = float(np.quantile(known[:, 0], 0.1))
+            before = self.rounds[-1].get("accuracy-best", 0.0) if self.rounds else 0.0
+            line["accuracy-best"] = max(before, line["accuracy"])
+        self.rounds.append(line)
+        return line
+
+    def last_accuracies(self) -> dict[ClientId, float]:
+        """Each client's last known personal accuracy, in order of client."""
+        return {client: self._accuracy[client][0] for client in in_order(self._accuracy)}

@@ -1,0 +1,104 @@
+"""The in-process engine: a Flower Grid that runs the ClientApp where the strategy runs.
+
+One process, the same messages, no worker and no copy between processes: for a debugger's breakpoint, for
+tests, and for one fast GPU on which all clients' data stay. A client works when its reply is asked for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import traceback
+from collections.abc import Iterable, Mapping
+from logging import DEBUG, ERROR
+from typing import Any
+
+from flwr.app import ArrayRecord, Context, Error, Message, MessageType, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.common.constant import ErrorCode
+from flwr.serverapp import Grid
+from flwr.supercore import log
+from flwr.supercore.run import Run
+from flwr.supercore.task_identity import TaskIdentity
+
+RUN_ID = 1
+FIRST_NODE_ID = 1001  # Flower keeps 1 for the SuperLink
+
+
+class InlineGrid(Grid):
+    """A Grid of `num_clients` nodes in this process.
+
+    Parameters
+    ----------
+    client_app : ClientApp
+        What each node runs.
+    num_clients : int
+        Nodes; node i has the node config `partition-id` = i, `num-partitions` = num_clients.
+    run_config : mapping, optional
+        The run config that the ClientApp sees.
+    """
+
+    def __init__(self, client_app: ClientApp, num_clients: int, run_config: Mapping[str, Any] | None = None) -> None:
+        self._client_app = client_app
+        self._contexts = {
+            FIRST_NODE_ID + i: Context(
+                run_id=RUN_ID, node_id=FIRST_NODE_ID + i, state=RecordDict(), run_config=dict(run_config or {}),
+                node_config={"partition-id": i, "num-partitions": num_clients})
+            for i in range(num_clients)
+        }
+        self._waiting: dict[str, Message] = {}
+        self._numbers = itertools.count(1)
+        self._run = Run.create_empty(run_id=RUN_ID)
+        # Messages take their sender from here; a process that runs a strategy by itself has not set it.
+        for name, value in (("task_id", 1), ("run_id", RUN_ID), ("node_id", 1)):
+            if getattr(TaskIdentity, f"_{name}") is None:
+                setattr(TaskIdentity, name, value)
+
+    def set_run(self, run: Run) -> None:
+        self._run = run
+
+    @property
+    def run(self) -> Run:
+        return self._run
+
+    def create_message(
+        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
+    ) -> Message:
+        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
+
+    def get_node_ids(self) -> Iterable[int]:
+        return list(self._contexts)
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        ids = []
+        for message in messages:
+            message_id = str(next(self._numbers))
+            message.metadata.__dict__["_message_id"] = message_id
+            self._waiting[message_id] = message
+            ids.append(message_id)
+        return ids
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Let the first of these nodes that has not answered yet do so; its reply alone."""
+        wanted = set(message_ids)
+        message_id = next((waiting for waiting in self._waiting if waiting in wanted), None)
+        return [] if message_id is None else [self._answer(self._waiting.pop(message_id))]
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        ids = list(self.push_messages(messages))
+        return [reply for message_id in ids for reply in self.pull_messages([message_id])]
+
+    def _answer(self, message: Message) -> Message:
+        # Messages may share records; what one client does to its own is not the others' business.
+        content = RecordDict({
+            name: ArrayRecord(dict(record)) if isinstance(record, ArrayRecord) else type(record)(dict(record))
+            for name, record in message.content.items()
+        })
+        message.content = content
+        try:
+            return self._client_app(message, self._contexts[message.metadata.dst_node_id])
+        except Exception as error:  # a client's failure is the round's news, not its end
+            # A query is for those who know it.
+            asked = message.metadata.message_type.startswith(MessageType.QUERY)
+            log(DEBUG if asked else ERROR, "%s", traceback.format_exc())
+            reason = f"{type(error).__name__}: {error}"
+            return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)

@@ -1,0 +1,101 @@
+"""The contract between the two halves of a method: what stands where in a message.
+
+Server to client, TRAIN and EVALUATE: an ArrayRecord `arrays` (the model the client starts from or
+evaluates) and a ConfigRecord `config` (`server-round`, `method`, and the settings of local work).
+Client to server: an ArrayRecord `arrays` (the trained model) and a MetricRecord `metrics`.
+Server to client, QUERY with action `identity`: nothing; the reply's ConfigRecord holds `client-id`.
+These are the names of Flower's own FedAvg and FedProx, so that a ClientApp written for them takes part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import struct
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+from flwr.app import Array, ArrayRecord
+
+ARRAYS = "arrays"
+CONFIG = "config"
+METRICS = "metrics"
+
+IDENTITY_QUERY = "query.identity"
+CLIENT_ID = "client-id"
+
+SERVER_ROUND = "server-round"
+METHOD = "method"
+PROXIMAL_MU = "proximal-mu"
+FINETUNE_EPOCHS = "finetune-epochs"
+
+NUM_EXAMPLES = "num-examples"
+NUM_TEST_EXAMPLES = "num-test-examples"
+TRAIN_LOSS = "train-loss"
+# Evaluations on a client's test data are named WHICH-accuracy and WHICH-loss. Which model:
+RECEIVED = "received"  # as it came from the server
+TRAINED = "trained"  # after local training
+TUNED = "tuned"  # the received one, fine-tuned for this client alone
+PERSONAL = "personal"  # the method's own choice among these: its result for this client
+
+ClientId = int | str
+"""What a client is called: node-config's `client-id`, else its partition, else its node id."""
+
+
+def in_order(clients: Iterable[ClientId]) -> list[ClientId]:
+    """Client ids in the one order used everywhere: numbers by value, then names."""
+    return sorted(clients, key=lambda client: (isinstance(client, str), client))
+
+
+def seed_for(*parts: object) -> int:
+    """A seed in [0, 2**63) that depends on every part, the same in every process and on every machine."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big") >> 1
+
+
+def to_record(arrays: Mapping[str, np.ndarray]) -> ArrayRecord:
+    """Pack arrays into a record, copying each once (Flower's own constructor copies twice)."""
+    record = ArrayRecord()
+    for name, array in arrays.items():
+        array = np.asarray(array, order="C")
+        header = io.BytesIO()
+        np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(array))
+        data = b"".join((header.getvalue(), array.data if array.ndim else array.tobytes()))
+        record[name] = Array(str(array.dtype), tuple(array.shape), "numpy.ndarray", data)
+    return record
+
+
+def read_array(array: Array) -> np.ndarray:
+    """View the array that a record's entry carries, without copying it.
+
+    The header is compared with the bytes that follow before anything is made of it: an entry that
+    declares more than it carries costs no memory.
+
+    Raises
+    ------
+    ValueError
+        The entry is not a NumPy array, or its declared type or shape is not what it carries.
+    """
+    if array.stype != "numpy.ndarray":
+        raise ValueError(f"serialised as {array.stype!r}, allowed: 'numpy.ndarray'")
+    stream = io.BytesIO(array.data)
+    try:
+        version = np.lib.format.read_magic(stream)
+        read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
+        shape, fortran_order, dtype = read_header(stream)
+    except (ValueError, KeyError, EOFError, struct.error) as error:
+        raise ValueError("carries no readable NumPy array") from error
+    if dtype.hasobject or str(dtype) != array.dtype or shape != tuple(array.shape):
+        raise ValueError(f"declares {array.dtype} {tuple(array.shape)} but carries {dtype} {shape}")
+    carried = len(array.data) - stream.tell()
+    count = 1
+    for length in shape:
+        count *= length
+    if carried != count * dtype.itemsize:
+        raise ValueError(f"declares {count * dtype.itemsize} bytes but carries {carried}")
+    flat = np.frombuffer(array.data, dtype, count, stream.tell())
+    return flat.reshape(shape, order="F" if fortran_order else "C")
+
+
+def read_record(record: ArrayRecord) -> dict[str, np.ndarray]:
+    """View all arrays of a record by name; see `read_array`."""
+    return {name: read_array(array) for name, array in record.items()}

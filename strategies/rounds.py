@@ -1,0 +1,575 @@
+"""The round engine: what every method shares on the server's side.
+
+A round is one exchange: a message to each client that takes part, and replies that are checked and taken
+in one by one as they come. A method is a subclass that says what goes to a client (`outgoing`), what is
+done with an admitted reply (`take`), and what its models are (`client_models`, `collaboration`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from logging import INFO, WARNING
+from typing import Any
+
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
+from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
+from flwr.supercore import log
+
+from .admission import Refused, Reply, admit
+from .history import History
+from .messages import (
+    CLIENT_ID,
+    IDENTITY_QUERY,
+    METHOD,
+    NUM_TEST_EXAMPLES,
+    PERSONAL,
+    SERVER_ROUND,
+    TRAINED,
+    ClientId,
+    in_order,
+    read_record,
+    seed_for,
+)
+from .store import ClientModels, Layout
+
+# Replies are asked for at once, then after pauses that grow: a simulation is not slowed down,
+# and a SuperLink on the other side of a network is not asked all the time.
+NODES_PAUSE = 0.1
+FIRST_PAUSE, PAUSE_GROWTH, LONGEST_PAUSE = 0.01, 1.3, 1.0
+
+
+class TooFewClients(RuntimeError):
+    """Fewer clients than a round needs were there when the wait was over."""
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A message that is out."""
+
+    client: ClientId
+    sent_at: float
+    bytes_down: int
+
+
+class PersonalizedStrategy(Strategy):
+    """Base of all methods: a Flower strategy whose clients each have a model of their own.
+
+    Parameters
+    ----------
+    fraction_train : float (default: 1.0)
+        Share of the clients, 0 to 1, that train in a round.
+    fraction_evaluate : float (default: 1.0)
+        Share of the clients, 0 to 1, asked to evaluate after a round, where training replies bring no
+        evaluation of their own.
+    min_train_nodes, min_evaluate_nodes : int (default: 2)
+        Clients that train or evaluate at the least, as far as there are as many.
+    min_available_nodes : int (default: 2)
+        Clients that must be connected before a round starts.
+    weighted_by_key : str (default: "num-examples")
+        The metric by which averages over clients are weighted.
+    arrayrecord_key, configrecord_key : str (default: "arrays", "config")
+        Names of the records in messages to clients.
+    train_metrics_aggr_fn, evaluate_metrics_aggr_fn : callable, optional
+        `(list[RecordDict], weighted_by_key) -> MetricRecord`; by default Flower's weighted mean.
+    seed : int (default: 0)
+        Seed of the server's draws; which clients take part depends on it and the round alone.
+    wait_timeout : float (default: 300.0)
+        Seconds to wait for `min_available_nodes` before the run ends with `TooFewClients`.
+    buffers : collection of str, optional
+        Names of model entries that are not trained; by default those named like the buffers of PyTorch's
+        normalisation layers. They are averaged but take no part in distances and cosines.
+
+    Raises
+    ------
+    ValueError
+        An argument out of range, naming it.
+    """
+
+    name: str
+    """The method's name in messages, in the registry and in results."""
+
+    personal: str = TRAINED
+    """Which evaluation is the method's result for a client: RECEIVED, TRAINED or TUNED."""
+
+    def __init__(
+        self,
+        *,
+        fraction_train: float = 1.0,
+        fraction_evaluate: float = 1.0,
+        min_train_nodes: int = 2,
+        min_evaluate_nodes: int = 2,
+        min_available_nodes: int = 2,
+        weighted_by_key: str = "num-examples",
+        arrayrecord_key: str = "arrays",
+        configrecord_key: str = "config",
+        train_metrics_aggr_fn: Callable[[list[RecordDict], str], MetricRecord] | None = None,
+        evaluate_metrics_aggr_fn: Callable[[list[RecordDict], str], MetricRecord] | None = None,
+        seed: int = 0,
+        wait_timeout: float = 300.0,
+        buffers: Collection[str] | None = None,
+    ) -> None:
+        check("fraction_train", fraction_train, 0 <= fraction_train <= 1, "0 to 1")
+        check("fraction_evaluate", fraction_evaluate, 0 <= fraction_evaluate <= 1, "0 to 1")
+        check("min_train_nodes", min_train_nodes, min_train_nodes >= 0, "0 or more")
+        check("min_evaluate_nodes", min_evaluate_nodes, min_evaluate_nodes >= 0, "0 or more")
+        check("min_available_nodes", min_available_nodes, min_available_nodes >= 1, "1 or more")
+        check("seed", seed, seed >= 0, "0 or more")
+        check("wait_timeout", wait_timeout, wait_timeout > 0, "more than 0")
+        self.fraction_train = fraction_train
+        self.fraction_evaluate = fraction_evaluate
+        self.min_train_nodes = min_train_nodes if fraction_train else 0
+        self.min_evaluate_nodes = min_evaluate_nodes if fraction_evaluate else 0
+        self.min_available_nodes = min_available_nodes
+        self.weighted_by_key = weighted_by_key
+        self.arrayrecord_key = arrayrecord_key
+        self.configrecord_key = configrecord_key
+        self.train_metrics_aggr_fn = train_metrics_aggr_fn or aggregate_metricrecords
+        self.evaluate_metrics_aggr_fn = evaluate_metrics_aggr_fn or aggregate_metricrecords
+        self.seed = seed
+        self.wait_timeout = wait_timeout
+        self.buffers = buffers
+        self.history = History()
+        self._nodes: dict[ClientId, int] = {}  # the clients that are connected
+        self._identities: dict[int, ClientId] = {}  # every node that was ever met
+        self._asked: dict[str, _Asked] = {}  # messages of the exchange in progress
+        self._nodes_know_identity = True
+
+    # --- What a method says ---------------------------------------------------------------------------
+
+    def begin(self, initial_arrays: ArrayRecord) -> None:
+        """Take the model that clients start from. Called once, before the first round."""
+        raise NotImplementedError
+
+    def round_config(self, server_round: int) -> dict[str, Any]:
+        """Settings that go to every client in this round, besides the caller's own."""
+        return {}
+
+    def outgoing(self, server_round: int, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId, ArrayRecord]]:
+        """The model that goes to each of these clients to train from, one after the other."""
+        raise NotImplementedError
+
+    def take(self, client: ClientId, reply: Reply) -> None:
+        """Take in an admitted training reply. Replies come in any order; the result must not depend on it."""
+        raise NotImplementedError
+
+    def take_evaluation(self, client: ClientId, reply: Reply) -> None:
+        """Take in an admitted evaluation reply; its arrays, if any, are a personal model."""
+
+    def end_round(self, server_round: int, answered: Sequence[ClientId]) -> ArrayRecord | None:
+        """End a round in which these clients (in order) answered; a method with a global model returns it."""
+        raise NotImplementedError
+
+    def personal_arrays(self, client: ClientId) -> ArrayRecord:
+        """The model that an evaluation of this client is of."""
+        raise NotImplementedError
+
+    def client_models(self) -> dict[ClientId, ArrayRecord]:
+        """Each client's personal model, as far as models reach the server."""
+        raise NotImplementedError
+
+    def collaboration(self) -> tuple[list[ClientId], np.ndarray]:
+        """Who learns from whom.
+
+        Returns
+        -------
+        clients : list of m client ids, in order
+        weights : ndarray, shape (m, m)
+            Row i holds the shares of the clients' models in what client i last received; rows sum to 1.
+        """
+        raise NotImplementedError
+
+    # The model that replies to TRAIN must hold; set by `begin`.
+    layout: Layout
+
+    # --- Flower's interface ---------------------------------------------------------------------------
+
+    def summary(self) -> None:
+        """Log what this strategy is set to."""
+        log(INFO, "\t├──> %s, seed %d", self.name, self.seed)
+        log(INFO, "\t├──> Fraction: train (%.2f) | evaluate (%.2f)", self.fraction_train, self.fraction_evaluate)
+        log(INFO, "\t├──> Minimum nodes: train (%d) | evaluate (%d) | available (%d)",
+            self.min_train_nodes, self.min_evaluate_nodes, self.min_available_nodes)
+        log(INFO, "\t└──> Keys: '%s', '%s', weighted by '%s'",
+            self.arrayrecord_key, self.configrecord_key, self.weighted_by_key)
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Make the training messages of a round, one at a time."""
+        clients = self.sample(server_round, self.fraction_train, self.min_train_nodes)
+        for client, record in self.outgoing(server_round, clients):
+            yield self._message(client, record, config, server_round, MessageType.TRAIN)
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Take in the training replies of a round as they come."""
+        contents: dict[ClientId, RecordDict] = {}
+        for message in replies:
+            if (found := self._admitted(message, server_round, evaluation=False)) is not None:
+                client, reply = found
+                self.take(client, reply)
+                contents[client] = RecordDict({"metrics": reply.metrics})
+        answered = in_order(contents)
+        arrays = self.end_round(server_round, answered)
+        metrics = self.train_metrics_aggr_fn([contents[c] for c in answered], self.weighted_by_key) if answered else None
+        return arrays, metrics
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Make the messages by which clients evaluate their personal models, one at a time."""
+        for client in self.sample(server_round, self.fraction_evaluate, self.min_evaluate_nodes, "evaluate"):
+            yield self._message(client, self.personal_arrays(client), config, server_round, MessageType.EVALUATE)
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Take in the evaluation replies of a round."""
+        contents: dict[ClientId, RecordDict] = {}
+        for message in replies:
+            if (found := self._admitted(message, server_round, evaluation=True)) is not None:
+                client, reply = found
+                self.take_evaluation(client, reply)
+                contents[client] = RecordDict({"metrics": reply.metrics})
+        if not contents:
+            return None
+        return self.evaluate_metrics_aggr_fn([contents[c] for c in in_order(contents)], self.weighted_by_key)
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+        on_round: Callable[[int], None] | None = None,
+    ) -> Result:
+        """Run the method.
+
+        Parameters
+        ----------
+        grid, initial_arrays, num_rounds, train_config, evaluate_config, evaluate_fn
+            As in Flower's `Strategy.start`.
+        timeout : float (default: 3600)
+            Seconds after which an exchange ends with those who answered.
+        on_round : callable, optional
+            Called with the round's number when it is over.
+
+        Returns
+        -------
+        Result
+            Flower's. `arrays` is the global model, or the plain mean of the clients' models where there
+            is none; the personal models are `client_models()`.
+
+        Raises
+        ------
+        TooFewClients
+            Fewer than `min_available_nodes` clients after `wait_timeout` seconds.
+        """
+        check("num_rounds", num_rounds, num_rounds >= 1, "1 or more")
+        log(INFO, "Starting %s strategy:", type(self).__name__)
+        self.summary()
+        train_config = ConfigRecord() if train_config is None else train_config
+        evaluate_config = ConfigRecord() if evaluate_config is None else evaluate_config
+        result = Result(arrays=initial_arrays)
+        self.begin(initial_arrays)
+        started = time.monotonic()
+        if evaluate_fn and (metrics := evaluate_fn(0, initial_arrays)) is not None:
+            result.evaluate_metrics_serverapp[0] = metrics
+
+        for server_round in range(1, num_rounds + 1):
+            round_started = time.monotonic()
+            self.meet(grid, timeout)
+            arrays, metrics = self.aggregate_train(server_round, self._exchange(
+                grid, self.configure_train(server_round, result.arrays, train_config, grid), timeout, server_round))
+            if arrays is not None:
+                result.arrays = arrays
+            if metrics is not None:
+                result.train_metrics_clientapp[server_round] = metrics
+            # Clients that evaluate while they train have said all there is to say.
+            if self.fraction_evaluate and not (metrics is not None and f"{TRAINED}-accuracy" in metrics):
+                self._evaluate(grid, result, evaluate_config, timeout, server_round)
+            self._close_round(server_round, num_rounds, time.monotonic() - round_started, on_round)
+            if evaluate_fn and (metrics := evaluate_fn(server_round, result.arrays)) is not None:
+                result.evaluate_metrics_serverapp[server_round] = metrics
+
+        if self.personal != TRAINED and self.fraction_evaluate and num_rounds not in result.evaluate_metrics_clientapp:
+            # Replies of a round speak of the model that it started from: the last one still needs a word.
+            closing_started = time.monotonic()
+            self._evaluate(grid, result, evaluate_config, timeout, num_rounds + 1)
+            self._close_round(num_rounds + 1, num_rounds, time.monotonic() - closing_started, on_round)
+        log(INFO, "%s finished %d rounds in %.1f s", self.name, num_rounds, time.monotonic() - started)
+        return result
+
+    # --- Clients --------------------------------------------------------------------------------------
+
+    def clients(self) -> list[ClientId]:
+        """The connected clients, in order."""
+        return in_order(self._nodes)
+
+    def sample(self, server_round: int, fraction: float, at_least: int, purpose: str = "train") -> list[ClientId]:
+        """Draw clients for a round, without replacement; the draw depends on seed, round and client ids alone."""
+        clients = self.clients()
+        count = min(max(int(len(clients) * fraction), at_least), len(clients))
+        if count == len(clients):
+            return clients
+        rng = np.random.default_rng(seed_for(self.seed, purpose, server_round))
+        return [clients[i] for i in sorted(rng.choice(len(clients), count, replace=False))]
+
+    def meet(self, grid: Grid, timeout: float) -> None:
+        """Wait until enough clients are connected, and learn who the new ones are."""
+        node_ids = self._wait_for_nodes(grid)
+        new = sorted(set(node_ids) - self._identities.keys())
+        # One node first: a ClientApp that knows no such query is not asked once more by each node.
+        for group in (new[:1], new[1:]):
+            if group and self._nodes_know_identity:
+                self._identify(grid, group, timeout)
+            for node_id in group:
+                self._identities.setdefault(node_id, node_id)
+        self._nodes = {}
+        for node_id in sorted(node_ids):
+            client = self._identities[node_id]
+            if client in self._nodes:
+                log(WARNING, "kindred: node %d says it is client %s, as node %d does; it is left out",
+                    node_id, client, self._nodes[client])
+            else:
+                self._nodes[client] = node_id
+
+    def _wait_for_nodes(self, grid: Grid) -> list[int]:
+        """The connected nodes, once there are enough and, at first, once their number stands still."""
+        deadline = time.monotonic() + self.wait_timeout
+        seen: list[int] | None = None
+        told = False
+        while True:
+            node_ids = sorted(grid.get_node_ids())
+            if len(node_ids) >= self.min_available_nodes:
+                # At the start nodes come one after the other.
+                if self._identities or node_ids == seen:
+                    return node_ids
+                seen = node_ids
+            elif time.monotonic() > deadline:
+                raise TooFewClients(
+                    f"{len(node_ids)} clients are connected after {self.wait_timeout:g} s, "
+                    f"{self.min_available_nodes} are needed (min_available_nodes)")
+            elif not told:
+                log(INFO, "kindred: waiting for clients: %d of %d are here", len(node_ids), self.min_available_nodes)
+                told = True
+            time.sleep(NODES_PAUSE)
+
+    def _identify(self, grid: Grid, node_ids: Sequence[int], timeout: float) -> None:
+        """Ask nodes for their clients' ids; who does not answer goes by the node id."""
+        asked = {}
+        for node_id in node_ids:
+            message = Message(RecordDict(), node_id, IDENTITY_QUERY)
+            if (message_id := _push(grid, message)) is not None:
+                asked[message_id] = node_id
+        for reply in _pull(grid, asked.keys(), time.monotonic() + timeout):
+            node_id = asked[reply.metadata.reply_to_message_id]
+            if reply.has_error():
+                if "No query function registered" in reply.error.reason:
+                    self._nodes_know_identity = False
+                continue
+            for record in reply.content.config_records.values():
+                client = record.get(CLIENT_ID)
+                if isinstance(client, int | str) and not isinstance(client, bool):
+                    self._identities[node_id] = client
+
+    # --- An exchange ----------------------------------------------------------------------------------
+
+    def _message(
+        self, client: ClientId, arrays: ArrayRecord, config: ConfigRecord, server_round: int, message_type: str
+    ) -> Message:
+        settings = ConfigRecord({**config, **self.round_config(server_round)})
+        settings[SERVER_ROUND] = server_round
+        settings[METHOD] = self.name
+        content = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: settings})
+        return Message(content, self._nodes[client], message_type, group_id=str(server_round))
+
+    def _exchange(
+        self, grid: Grid, messages: Iterable[Message], timeout: float, server_round: int
+    ) -> Iterator[Message]:
+        """Send messages and give out the replies as they come, until all are in or time is up.
+
+        A reply is known by the message it answers, whoever signs it: replies of an earlier exchange are
+        never asked for, and an error that the SuperLink reports for a dead node is its client's.
+        """
+        started = time.monotonic()
+        client_of = {node_id: client for client, node_id in self._nodes.items()}
+        self._asked = {}
+        for message in messages:
+            client = client_of[message.metadata.dst_node_id]
+            asked = _Asked(client, time.monotonic(), payload_bytes(message.content))
+            message_id = _push(grid, message)
+            if message_id is None:
+                self._add_row(asked, server_round, "its message could not be sent", 0)
+            else:
+                self._asked[message_id] = asked
+        waiting = set(self._asked)
+        for reply in _pull(grid, self._asked.keys(), started + timeout):
+            waiting.discard(reply.metadata.reply_to_message_id)
+            yield reply
+        for message_id in waiting:
+            self._add_row(self._asked[message_id], server_round, f"no answer within {timeout:g} s", 0)
+
+    def _admitted(self, message: Message, server_round: int, *, evaluation: bool) -> tuple[ClientId, Reply] | None:
+        """Check a reply and note it in the history; None if nothing of it is to be used."""
+        asked = self._asked[message.metadata.reply_to_message_id]
+        if message.has_error():
+            reason = f"error {message.error.code}: {first_line(message.error.reason)}"
+            self._add_row(asked, server_round, reason, 0)
+            return None
+        bytes_up = payload_bytes(message.content)
+        layout = None if evaluation and not message.content.array_records else self.layout
+        try:
+            reply = admit(message.content, self.weighted_by_key, layout)
+        except Refused as refusal:
+            self._add_row(asked, server_round, f"refused: {refusal}", bytes_up)
+            return None
+        metrics = dict(reply.metrics)
+        if evaluation:
+            metrics[NUM_TEST_EXAMPLES] = metrics.pop(self.weighted_by_key)
+        self._add_row(asked, server_round, "ok", bytes_up, metrics)
+        return asked.client, reply
+
+    def _add_row(
+        self, asked: _Asked, server_round: int, status: str, bytes_up: int, metrics: Mapping[str, Any] | None = None
+    ) -> None:
+        if status != "ok":
+            log(WARNING, "kindred: round %d goes on without client %s: %s", server_round, asked.client, status)
+        row = {
+            "round": server_round, "client": asked.client, "status": status,
+            "seconds": time.monotonic() - asked.sent_at, "bytes-down": asked.bytes_down, "bytes-up": bytes_up,
+            **(metrics or {}),
+        }
+        for measure, short in (("accuracy", "acc"), ("loss", "loss")):
+            # Its own name first; then what an ordinary evaluate function calls it.
+            for key in (f"{self.personal}-{measure}", measure, f"eval_{measure}", f"eval_{short}"):
+                if key in row:
+                    row[f"{PERSONAL}-{measure}"] = row[key]
+                    break
+        self.history.add(row)
+
+    def _evaluate(
+        self, grid: Grid, result: Result, config: ConfigRecord, timeout: float, server_round: int
+    ) -> None:
+        messages = self.configure_evaluate(server_round, result.arrays, config, grid)
+        metrics = self.aggregate_evaluate(server_round, self._exchange(grid, messages, timeout, server_round))
+        if metrics is not None:
+            result.evaluate_metrics_clientapp[server_round] = metrics
+
+    def _close_round(
+        self, server_round: int, num_rounds: int, seconds: float, on_round: Callable[[int], None] | None
+    ) -> None:
+        line = self.history.close_round(server_round, seconds)
+        log(INFO, "%s", progress(line, num_rounds))
+        if on_round:
+            on_round(server_round)
+
+
+class StoredModels(PersonalizedStrategy):
+    """Base of the methods in which every client's trained model reaches the server and is kept there.
+
+    Attributes
+    ----------
+    models : ClientModels
+        The last model of each client that ever took part.
+    online : list of client ids, in order
+        Those whose model of the last round is at hand. A round without answers changes nothing.
+    """
+
+    models: ClientModels
+
+    def begin(self, initial_arrays: ArrayRecord) -> None:
+        self.initial = initial_arrays
+        self.layout = Layout(initial_arrays, self.buffers)
+        self.models = ClientModels(self.layout)
+        self.online: list[ClientId] = []
+
+    def welcome(self, clients: Sequence[ClientId]) -> None:
+        """Give the initial model to those of these clients that have none yet."""
+        self.models.reserve(len(self._nodes))
+        for client in clients:
+            if client not in self.models:
+                self.models.put(client, read_record(self.initial))
+
+    def take(self, client: ClientId, reply: Reply) -> None:
+        self.models.put(client, reply.arrays)
+
+    def end_round(self, server_round: int, answered: Sequence[ClientId]) -> ArrayRecord | None:
+        if answered:
+            self.online = list(answered)
+        return None
+
+    def personal_arrays(self, client: ClientId) -> ArrayRecord:
+        self.welcome([client])
+        return self.models.record(client)
+
+    def client_models(self) -> dict[ClientId, ArrayRecord]:
+        return {client: self.models.record(client) for client in self.models.clients()}
+
+    def start(self, *args: Any, **kwargs: Any) -> Result:
+        result = super().start(*args, **kwargs)
+        clients = self.models.clients()
+        if clients:
+            mean = self.models.combine(np.full((1, len(clients)), 1 / len(clients)), clients)[0]
+            result.arrays = self.models.combined_record(mean, clients[0])
+        return result
+
+
+def check(name: str, value: Any, holds: bool, allowed: str) -> None:
+    """Refuse an argument out of range, naming it, its value and what is allowed."""
+    if not holds:
+        raise ValueError(f"{name} is {value!r}, allowed: {allowed}")
+
+
+def payload_bytes(content: RecordDict) -> int:
+    """Bytes that the records of a message hold: arrays with their headers, metrics and settings."""
+    return sum(record.count_bytes() for record in content.values())
+
+
+def first_line(text: str) -> str:
+    """The first line of a text that says something."""
+    return next((line.strip() for line in text.splitlines() if line.strip()), "no reason given")
+
+
+def progress(line: dict[str, Any], num_rounds: int) -> str:
+    """A round in one line."""
+    width = len(str(num_rounds))
+    title = "closing" if line["round"] > num_rounds else f"round {line['round']:{width}}/{num_rounds}"
+    parts = [title]
+    if "accuracy" in line:
+        parts += [f"accuracy {line['accuracy']:.1%}", f"bottom decile {line['accuracy-p10']:.1%}",
+                  f"best {line['accuracy-best']:.1%}"]
+    parts += [f"{line['seconds']:.1f} s", f"up {line['bytes-up'] / 1e6:.2f} MB", f"down {line['bytes-down'] / 1e6:.2f} MB",
+              f"{line['answered']}/{line['asked']} clients"]
+    return "  ".join(parts)
+
+
+def _push(grid: Grid, message: Message) -> str | None:
+    """Send one message; its id, or None if the grid did not take it."""
+    ids = list(grid.push_messages([message]))
+    return ids[0] if ids else None
+
+
+def _pull(grid: Grid, message_ids: Collection[str], deadline: float) -> Iterator[Message]:
+    """Give out the first reply to each of these messages as they come, until the deadline."""
+    waiting = set(message_ids)
+    pause = FIRST_PAUSE
+    while waiting:
+        arrived = False
+        for reply in grid.pull_messages(sorted(waiting)):
+            if reply.metadata.reply_to_message_id in waiting:
+                waiting.remove(reply.metadata.reply_to_message_id)
+                arrived = True
+                yield reply
+        if not waiting or time.monotonic() >= deadline:
+            return
+        pause = FIRST_PAUSE if arrived else min(pause * PAUSE_GROWTH, LONGEST_PAUSE)
+        if not arrived:
+            time.sleep(min(pause, max(deadline - time.monotonic(), 0)))

@@ -1,0 +1,168 @@
+"""Models as rows of one matrix: the form in which the server keeps and combines them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import numpy as np
+from flwr.app import ArrayRecord
+
+from .messages import ClientId, in_order, read_record, to_record
+
+# Columns that one step of a blocked computation takes at a time: 100 models of it are 26 MB.
+BLOCK = 1 << 16
+
+# What PyTorch calls the buffers of its normalisation layers.
+NORMALISATION_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+class Layout:
+    """Where each array of a model lies in a flat vector of floats: parameters first, then floating buffers.
+
+    Integer buffers (counters) are not part of the vector: nobody averages them.
+
+    Parameters
+    ----------
+    record : ArrayRecord
+        A model, as from `ArrayRecord(module.state_dict())`.
+    buffers : collection of str, optional
+        Names of the entries that the optimiser does not train. By default those that end like the
+        buffers of PyTorch's normalisation layers.
+    """
+
+    def __init__(self, record: ArrayRecord, buffers: Collection[str] | None = None) -> None:
+        arrays = read_record(record)
+        if not arrays:
+            raise ValueError("initial_arrays is empty: it must hold a model, e.g. ArrayRecord(module.state_dict())")
+        if buffers is None:
+            buffers = [name for name in arrays if name.rsplit(".", 1)[-1] in NORMALISATION_BUFFERS]
+        self.shapes = {name: array.shape for name, array in arrays.items()}
+        self.dtypes = {name: array.dtype for name, array in arrays.items()}
+        floats = [name for name, array in arrays.items() if np.issubdtype(array.dtype, np.floating)]
+        self.integers = [name for name in arrays if name not in floats]
+        self.slices: dict[str, slice] = {}
+        end = self.num_parameters = 0
+        for group in ([n for n in floats if n not in buffers], [n for n in floats if n in buffers]):
+            for name in group:
+                start, end = end, end + arrays[name].size
+                self.slices[name] = slice(start, end)
+            if group and group[0] not in buffers:
+                self.num_parameters = end
+        self.size = end
+        wide = any(self.dtypes[name] == np.float64 for name in floats)
+        self.dtype = np.dtype(np.float64 if wide else np.float32)
+
+    def mismatch(self, arrays: Mapping[str, np.ndarray]) -> str | None:
+        """Say in a few words how arrays differ from this model's; None if they do not."""
+        for name in self.shapes.keys() - arrays.keys():
+            return f"array {name!r} is missing"
+        for name, array in arrays.items():
+            if name not in self.shapes:
+                return f"array {name!r} is not part of the model"
+            if array.shape != self.shapes[name] or array.dtype != self.dtypes[name]:
+                return (f"array {name!r} is {array.dtype} {array.shape}, "
+                        f"expected {self.dtypes[name]} {self.shapes[name]}")
+        return None
+
+    def flatten(self, arrays: Mapping[str, np.ndarray], out: np.ndarray) -> None:
+        """Write the floats of a model into `out`, shape (size,)."""
+        for name, place in self.slices.items():
+            out[place] = arrays[name].reshape(-1)
+
+    def integer_arrays(self, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Copies of the integer buffers (a view would keep the whole message alive)."""
+        return {name: arrays[name].copy() for name in self.integers}
+
+    def record(self, row: np.ndarray, integers: Mapping[str, np.ndarray]) -> ArrayRecord:
+        """The model whose floats are `row`, shape (size,), in the order and types it came in."""
+        return to_record({
+            name: row[self.slices[name]].reshape(shape).astype(self.dtypes[name], copy=False)
+            if name in self.slices else integers[name]
+            for name, shape in self.shapes.items()
+        })
+
+
+class ClientModels:
+    """The last model of each client, held once, as the rows of one (m, d) matrix.
+
+    Parameters
+    ----------
+    layout : Layout
+        Of all clients' models.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self._rows = np.empty((0, layout.size), layout.dtype)
+        self._index: dict[ClientId, int] = {}
+        self._integers: dict[ClientId, dict[str, np.ndarray]] = {}
+
+    def __contains__(self, client: ClientId) -> bool:
+        return client in self._index
+
+    def clients(self) -> list[ClientId]:
+        """The clients that have a model, in order."""
+        return in_order(self._index)
+
+    def reserve(self, count: int) -> None:
+        """Make room for `count` models in all. Memory is taken as models come, not before."""
+        if count > len(self._rows):
+            rows = np.empty((count, self.layout.size), self.layout.dtype)
+            used = len(self._index)
+            rows[:used] = self._rows[:used]
+            self._rows = rows
+
+    def put(self, client: ClientId, arrays: Mapping[str, np.ndarray]) -> None:
+        """Keep a client's model in place of its last one."""
+        if client not in self._index:
+            self.reserve(len(self._index) + 1)
+            self._index[client] = len(self._index)
+        self.layout.flatten(arrays, self._rows[self._index[client]])
+        self._integers[client] = self.layout.integer_arrays(arrays)
+
+    def record(self, client: ClientId) -> ArrayRecord:
+        """A client's model as a record."""
+        return self.layout.record(self._rows[self._index[client]], self._integers[client])
+
+    def blocks(self, clients: Sequence[ClientId], stop: int | None = None) -> Iterator[tuple[slice, np.ndarray]]:
+        """Go through the models of these clients, some columns at a time.
+
+        Yields
+        ------
+        columns : slice
+            At most BLOCK columns, up to `stop` (default all).
+        block : ndarray, shape (len(clients), columns)
+            A view where the clients' rows follow each other, else a copy.
+        """
+        index = [self._index[client] for client in clients]
+        if index == list(range(index[0], index[0] + len(index))):
+            rows: slice | list[int] = slice(index[0], index[0] + len(index))
+        else:
+            rows = index
+        stop = self.layout.size if stop is None else stop
+        for start in range(0, stop, BLOCK):
+            columns = slice(start, min(start + BLOCK, stop))
+            yield columns, self._rows[rows, columns]
+
+    def combine(self, weights: np.ndarray, senders: Sequence[ClientId]) -> np.ndarray:
+        """Weighted sums of clients' models.
+
+        Parameters
+        ----------
+        weights : ndarray, shape (r, m)
+            A row for each sum.
+        senders : sequence of m client ids
+
+        Returns
+        -------
+        ndarray, shape (r, d)
+        """
+        weights = weights.astype(self.layout.dtype)  # (r, m)
+        sums = np.empty((len(weights), self.layout.size), self.layout.dtype)  # (r, d)
+        for columns, block in self.blocks(senders):  # (m, b)
+            np.matmul(weights, block, out=sums[:, columns])
+        return sums
+
+    def combined_record(self, row: np.ndarray, client: ClientId) -> ArrayRecord:
+        """A combined model for a client: floats from `row`, integer buffers the client's own."""
+        return self.layout.record(row, self._integers[client])

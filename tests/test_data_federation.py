@@ -1,0 +1,159 @@
+"""The federation: what each client's tensors are, and the picture of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from data import DATASETS, PARTITIONS, DataError, Federation, draw_partition, load_federation
+from data.partitions import Partition
+from data.sources import Images
+
+DIGITS = {
+    "dataset": "digits",
+    "data-dir": "",
+    "partition": "rotated",
+    "num-clients": 20,
+    "num-groups": 4,
+    "samples-per-client": 0,
+    "with-replacement": False,
+    "seed": 0,
+}
+
+
+def small(x, turns=(0, 0), maps=((0, 1), (0, 1)), y=(0, 1, 0, 1)) -> Federation:
+    """Two clients; the first has the images 0 and 1, the second 3 and 2; both are tested on image 1."""
+    x, y = np.asarray(x), np.asarray(y)
+    parts = Partition(
+        train=[np.array([0, 1]), np.array([3, 2])],
+        test=[np.array([1]), np.array([1])],
+        groups=np.array([0, 1]),
+        quarter_turns=np.array(turns),
+        label_maps=np.array(maps),
+    )
+    return Federation(Images(x, y, x, y, 2), parts)
+
+
+def test_images_have_mean_0_and_deviation_1_in_each_channel():
+    x = np.zeros((4, 3, 1, 2), np.uint8)
+    x[:, 0] = [0, 2]  # mean 1, deviation 1
+    x[:2, 1] = 10  # mean 5, deviation 5
+    x[:, 2] = 7  # does not vary
+    federation = small(x)
+    assert federation.image_shape == (3, 1, 2) and federation.num_classes == 2 and federation.num_clients == 2
+    x_train, y_train, x_test, y_test = federation.site_data(1)
+    assert x_train.tolist() == [[[[-1, 1]], [[-1, -1]], [[0, 0]]]] * 2
+    assert x_test.tolist() == [[[[-1, 1]], [[1, 1]], [[0, 0]]]]
+    assert y_train.tolist() == [1, 0] and y_test.tolist() == [1]  # client 1 has the images 3 and 2 in this order
+    assert x_train.dtype == torch.float32 and y_train.dtype == torch.int64
+
+
+def test_whole_numbers_and_floats_are_normalised_alike():
+    x = np.random.default_rng(0).integers(0, 256, (4, 3, 5, 5), dtype=np.uint8)
+    for whole, floating in zip(small(x).site_data(0), small(x.astype(np.float32)).site_data(0), strict=True):
+        assert torch.allclose(whole, floating, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("turns", "seen"),
+    [(0, [[-1, -1], [1, 1]]), (1, [[-1, 1], [-1, 1]]), (2, [[1, 1], [-1, -1]]), (3, [[1, -1], [1, -1]])],
+)
+def test_rotated_images_are_turned_counter_clockwise(turns, seen):
+    x = np.tile(np.array([[0, 0], [2, 2]], np.uint8), (4, 1, 1, 1))
+    x_train, _, x_test, _ = small(x, turns=(0, turns)).site_data(1)
+    assert x_train[0, 0].tolist() == x_test[0, 0].tolist() == seen
+    assert small(x, turns=(0, turns)).site_data(0)[0][0, 0].tolist() == [[-1, -1], [1, 1]]
+
+
+def test_rotated_images_must_be_square():
+    with pytest.raises(DataError, match=r"square.*\(1, 2, 3\)"):
+        small(np.zeros((4, 1, 2, 3), np.uint8), turns=(0, 1))
+
+
+def test_permuted_labels_are_what_the_client_sees_everywhere():
+    federation = small(np.zeros((4, 1, 2, 2), np.uint8), maps=((0, 1), (1, 0)), y=(0, 0, 1, 1))
+    assert [federation.site_data(client)[1].tolist() for client in (0, 1)] == [[0, 0], [0, 0]]
+    assert [federation.site_data(client)[3].tolist() for client in (0, 1)] == [[0], [1]]
+    assert federation.class_counts().tolist() == [[2, 0], [2, 0]]
+
+
+def test_only_clients_that_there_are_have_data():
+    federation = small(np.zeros((4, 1, 2, 2), np.uint8))
+    for client in (-1, 2):
+        with pytest.raises(DataError, match=f"client {client} .*num-clients is 2"):
+            federation.site_data(client)
+
+
+def test_the_default_federation():
+    federation = load_federation(DIGITS)
+    assert federation.groups.tolist() == [0] * 5 + [1] * 5 + [2] * 5 + [3] * 5
+    assert federation.image_shape == (1, 8, 8) and federation.num_classes == 10
+    assert (federation.class_counts() == 4).all()
+    images = []
+    for client in range(20):
+        x_train, y_train, x_test, y_test = federation.site_data(client)
+        assert x_train.shape == x_test.shape == (40, 1, 8, 8)
+        turned_back = torch.rot90(x_train, -int(federation.groups[client]), dims=(2, 3))
+        images += [image.numpy().tobytes() for image in turned_back]
+    assert len(set(images)) == 800
+    assert load_federation(dict(DIGITS)) is federation  # read once a process
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_the_same_settings_give_the_same_data_in_any_order_of_asking(partition, tmp_path):
+    rng = np.random.default_rng(0)
+    file = tmp_path / "a.npz"
+    data = {
+        "x_train": rng.integers(0, 256, (300, 6, 6), dtype=np.uint8),
+        "y_train": np.arange(300) % 5,
+        "x_test": rng.integers(0, 256, (200, 6, 6), dtype=np.uint8),
+        "y_test": np.arange(200) % 5,
+    }
+    np.savez(file, **data)
+    np.savez(tmp_path / "b.npz", **data)
+    config = DIGITS | {"dataset": "npz", "partition": partition, "num-clients": 6, "num-groups": 3, "seed": 5}
+    one = load_federation(config | {"data-dir": str(file)})
+    other = load_federation(config | {"data-dir": str(tmp_path / "b.npz")})
+    assert one is not other
+    there = {client: one.site_data(client) for client in range(6)}
+    back = {client: other.site_data(client) for client in reversed(range(6))}
+    for client in range(6):
+        assert all(torch.equal(a, b) for a, b in zip(there[client], back[client], strict=True))
+    differently = load_federation(config | {"data-dir": str(file), "seed": 6})
+    assert not torch.equal(differently.site_data(0)[0], there[0][0])
+
+
+def test_changing_a_clients_tensors_does_not_change_the_federation():
+    federation = load_federation(DIGITS)
+    for tensor in federation.site_data(0):
+        tensor.zero_()
+    assert federation.site_data(0)[0].abs().sum() > 0 and federation.site_data(0)[1].sum() > 0
+
+
+def test_every_name_has_a_description():
+    assert set(DATASETS) == {"digits", "mnist", "fashion-mnist", "emnist", "cifar10", "cifar100", "npz"}
+    assert set(PARTITIONS) == {"iid", "pathological", "practical", "rotated", "permuted"}
+    for text in [source.description for source in DATASETS.values()] + list(PARTITIONS.values()):
+        assert text and "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "lines"),
+    [
+        ({}, 3),
+        ({"partition": "practical", "num-clients": 100, "num-groups": 7}, 6),
+        ({"partition": "iid", "num-clients": 100, "samples-per-client": 5}, 0),
+    ],
+)
+def test_a_picture_has_a_line_between_groups(changes, lines, tmp_path):
+    from matplotlib.image import imread
+
+    path = tmp_path / "partition.png"
+    draw_partition(load_federation(DIGITS | changes), path)
+    picture = imread(path)
+    assert picture.shape[0] > 300 and picture.shape[1] > 400
+    orange = (picture[..., 0] > 0.9) & (abs(picture[..., 1] - 0.55) < 0.1) & (picture[..., 2] < 0.1)
+    rows = orange.mean(axis=1) > 0.5  # those that are orange over most of the picture's width
+    assert np.count_nonzero(np.diff(rows.astype(int)) == 1) == lines
+    assert list(tmp_path.iterdir()) == [path]

@@ -1,0 +1,343 @@
+"""Who gets which images: sizes, mixtures, groups, and what cannot be had."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data.partitions import PARTITIONS, divide
+from data.sources import DataError
+
+MNIST_TRAIN = [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
+MNIST_TEST = [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
+
+
+def labels(class_sizes) -> np.ndarray:
+    """Labels with so many images of each class, in a mixed order."""
+    return np.random.default_rng(7).permutation(np.repeat(np.arange(len(class_sizes)), class_sizes))
+
+
+def part(partition, train, test=None, **options):
+    """Divide a dataset given by its class sizes."""
+    options = {
+        "dataset": "npz",
+        "num_clients": 4,
+        "num_groups": 2,
+        "samples_per_client": 0,
+        "with_replacement": False,
+        "seed": 0,
+    } | options
+    return divide(partition, labels(train), labels(test or train), len(train), **options)
+
+
+def counts(indices, class_sizes) -> np.ndarray:
+    """Clients x classes."""
+    y = labels(class_sizes)
+    return np.stack([np.bincount(y[index], minlength=len(class_sizes)) for index in indices])
+
+
+def assert_even(table) -> None:
+    """Each row's numbers differ by at most one."""
+    assert (np.ptp(table, axis=1) <= 1).all()
+
+
+PAPER = {
+    "mnist": (MNIST_TRAIN, MNIST_TEST, [20] * 5, [500, 400, 300, 200, 100], np.arange(10).reshape(5, 2)),
+    "fashion-mnist": ([6000] * 10, [1000] * 10, [20] * 5, [600, 500, 400, 300, 200], np.arange(10).reshape(5, 2)),
+    "emnist": (
+        [2000] * 62,
+        [300] * 62,
+        [10, 26, 26],
+        [1000, 700, 400],
+        [range(10), range(10, 36), range(36, 62)],
+    ),
+}
+
+
+@pytest.mark.parametrize("dataset", PAPER)
+def test_the_papers_practical_settings(dataset):
+    train, test, clients, sizes, own_classes = PAPER[dataset]
+    got = part("practical", train, test, dataset=dataset, num_clients=sum(clients), num_groups=4)
+    assert got.groups.tolist() == np.repeat(range(len(clients)), clients).tolist()
+    for indices, class_sizes, sizes_due in (
+        (got.train, train, np.repeat(sizes, clients)),
+        (got.test, test, [100] * sum(clients)),
+    ):
+        table = counts(indices, class_sizes)
+        assert table.sum(1).tolist() == list(sizes_due)
+        for group, own in enumerate(own_classes):
+            mine = table[got.groups == group]
+            assert (mine[:, list(own)].sum(1) * 10 == mine.sum(1) * 8).all()
+            assert_even(mine[:, list(own)])
+            assert_even(np.delete(mine, list(own), axis=1))
+    assert len(np.unique(np.concatenate(got.train))) == np.repeat(sizes, clients).sum()
+
+
+def test_the_papers_cifar100_has_a_superclass_for_each_group():
+    got = part("practical", [500] * 100, [100] * 100, dataset="cifar100", num_clients=100, num_groups=4)
+    table = counts(got.train, [500] * 100)
+    assert table.sum(1).tolist() == [500] * 20 + [400] * 20 + [300] * 20 + [200] * 20 + [100] * 20
+    own = [sorted(np.argsort(table[5 * group])[-5:].tolist()) for group in range(20)]
+    assert own[0] == [4, 30, 55, 72, 95]  # beaver, dolphin, otter, seal, whale
+    assert own[2] == [54, 62, 70, 82, 92]  # orchid, poppy, rose, sunflower, tulip
+    assert own[19] == [41, 69, 81, 85, 89]  # lawn mower, rocket, streetcar, tank, tractor
+    assert sorted(sum(own, [])) == list(range(100))
+    for client in range(100):
+        assert table[client, own[client // 5]].sum() * 10 == table[client].sum() * 8
+
+
+@pytest.mark.parametrize(
+    ("dataset", "classes", "test_images"), [("fashion-mnist", 10, 1000), ("cifar100", 100, 100)]
+)
+def test_the_papers_test_images_serve_one_client_each_where_they_just_suffice(dataset, classes, test_images):
+    train = [60000 // classes] * classes
+    got = part("practical", train, [test_images] * classes, dataset=dataset, num_clients=100, num_groups=4)
+    assert sorted(np.concatenate(got.test).tolist()) == list(range(10000))
+
+
+def test_the_papers_setting_gives_way_to_settings_of_ones_own():
+    sizes = {"train": [6000] * 10, "test": [1000] * 10, "dataset": "fashion-mnist"}
+    papers = part("practical", **sizes, num_clients=100, num_groups=5)
+    assert [len(index) for index in papers.train[::20]] == [600, 500, 400, 300, 200]
+    for own in ({"num_clients": 100, "num_groups": 4, "samples_per_client": 90}, {"num_clients": 50, "num_groups": 4}):
+        got = part("practical", **sizes, **own)
+        assert len({len(index) for index in got.train}) == 1
+        assert set(got.groups) == {0, 1, 2, 3}
+
+
+def test_practical_by_hand():
+    got = part("practical", [20] * 4, samples_per_client=10)
+    assert got.groups.tolist() == [0, 0, 1, 1]
+    assert counts(got.train, [20] * 4).tolist() == [[4, 4, 1, 1], [4, 4, 1, 1], [1, 1, 4, 4], [1, 1, 4, 4]]
+    # The one image of the other classes goes to one class after another.
+    odd = part("practical", [20] * 4, samples_per_client=5)
+    assert counts(odd.train, [20] * 4).tolist() == [[2, 2, 1, 0], [2, 2, 0, 1], [1, 0, 2, 2], [0, 1, 2, 2]]
+
+
+def test_practical_divides_classes_and_clients_nearly_equally():
+    got = part("practical", [100] * 7, num_clients=8, num_groups=3, samples_per_client=30)
+    assert got.groups.tolist() == [0, 0, 0, 1, 1, 1, 2, 2]
+    table = counts(got.train, [100] * 7)
+    assert (table[got.groups == 0][:, :3].sum(1) == 24).all()
+    assert (table[got.groups == 1][:, 3:5].sum(1) == 24).all()
+    assert (table[got.groups == 2][:, 5:].sum(1) == 24).all()
+
+
+def test_pathological_has_two_classes_a_client_and_no_groups():
+    got = part("pathological", [6000] * 10, [1000] * 10, num_clients=100, samples_per_client=600)
+    table = counts(got.train, [6000] * 10)
+    assert ((table == 300).sum(1) == 2).all() and ((table == 0).sum(1) == 8).all()
+    assert (table.sum(0) == 6000).all()  # 20 shards of 300 from each class
+    assert (got.groups == 0).all()
+    assert len({tuple(row) for row in table}) > 20  # of 45 possible pairs
+    assert ((counts(got.test, [1000] * 10) > 0) == (table > 0)).all()
+
+
+def test_pathological_takes_more_shards_from_larger_classes():
+    got = part("pathological", [300, 100, 100, 100], num_clients=3, samples_per_client=200)
+    table = counts(got.train, [300, 100, 100, 100])
+    assert table[:, 0].tolist() == [100, 100, 100]  # three shards, one for each client
+    assert sorted(table[:, 1:].tolist()) == [[0, 0, 100], [0, 100, 0], [100, 0, 0]]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_pathological_finds_pairs_for_all_shards(seed):
+    # Six shards of 30 images are all there is: a careless choice leaves both shards of one class to the last client.
+    got = part("pathological", [60] * 3, num_clients=3, samples_per_client=60, seed=seed)
+    assert sorted(np.concatenate(got.train).tolist()) == list(range(180))
+
+
+def test_iid_divides_all_images():
+    got = part("iid", [30, 50, 20], num_clients=10, samples_per_client=10)
+    assert sorted(np.concatenate(got.train).tolist()) == list(range(100))
+    assert (counts(got.train, [30, 50, 20]).std(0) > 0).all()  # drawn, not dealt out evenly
+
+
+@pytest.mark.parametrize("partition", ["rotated", "permuted"])
+def test_conflicting_groups_have_uniform_classes_and_as_many_test_images(partition):
+    got = part(partition, [100] * 5, num_clients=10, num_groups=4, samples_per_client=20)
+    assert got.groups.tolist() == [0, 0, 0, 1, 1, 2, 2, 2, 3, 3]
+    for indices in (got.train, got.test):
+        assert (counts(indices, [100] * 5) == 4).all()
+
+
+def test_rotated_turns_and_permuted_relabels():
+    rotated = part("rotated", [50] * 3, num_clients=8, num_groups=4)
+    assert rotated.quarter_turns.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert (rotated.label_maps == [0, 1, 2]).all()
+    permuted = part("permuted", [50] * 3, num_clients=6, num_groups=6)
+    assert (permuted.quarter_turns == 0).all()
+    assert permuted.label_maps[0].tolist() == [0, 1, 2]
+    assert len({tuple(row) for row in permuted.label_maps}) == 6  # all orders that there are
+    assert (np.sort(permuted.label_maps, axis=1) == [0, 1, 2]).all()
+
+
+def test_what_0_samples_means():
+    assert {len(i) for i in part("rotated", [90] * 10, dataset="digits", num_clients=20).train} == {40}
+    assert {len(i) for i in part("rotated", [6000] * 10, num_clients=20).train} == {500}
+    assert {len(i) for i in part("iid", [6000] * 10, num_clients=1000).train} == {60}
+    # Digits practical: the two dominating classes of the last groups last for less than 40 images a client.
+    got = part("practical", [89] * 10, dataset="digits", num_clients=20, num_groups=4)
+    size = len(got.train[0])
+    assert 30 < size < 40
+    with pytest.raises(DataError):
+        part("practical", [89] * 10, dataset="digits", num_clients=20, num_groups=4, samples_per_client=size + 1)
+
+
+def test_test_sizes():
+    assert {len(i) for i in part("practical", [6000] * 10, [1000] * 10, num_clients=20, num_groups=4).test} == {100}
+    assert {len(i) for i in part("iid", [6000] * 10, [1000] * 10, num_clients=100).test} == {100}  # an equal share
+    assert {len(i) for i in part("practical", [100] * 4, [10] * 4).test} == {40}  # all that there are
+    got = part("practical", [90] * 10, dataset="digits", num_clients=20, num_groups=4, samples_per_client=30)
+    assert {len(i) for i in got.test} == {30}
+
+
+@pytest.mark.parametrize(
+    ("partition", "options", "words"),
+    [
+        ("dirichlet", {}, ["dirichlet", "iid", "permuted"]),
+        ("iid", {"num_clients": 41}, ["num-clients", "41", "40"]),
+        ("iid", {"num_clients": 0}, ["num-clients", "0"]),
+        ("iid", {"samples_per_client": -1}, ["samples-per-client", "-1"]),
+        ("iid", {"samples_per_client": 11}, ["40 training images", "samples-per-client 11", "4 clients"]),
+        ("iid", {"samples_per_client": 10**15}, ["40 training images", "with-replacement=true"]),
+        ("iid", {"samples_per_client": 41, "with_replacement": True}, ["40 training images", "41", "one client"]),
+        ("pathological", {"samples_per_client": 1}, ["samples-per-client", "1", "2"]),
+        ("practical", {"num_groups": 5}, ["num-groups", "5", "2 to 4", "num-clients"]),
+        ("practical", {"num_groups": 5, "num_clients": 8}, ["num-groups", "5", "2 to 4", "classes"]),
+        ("practical", {"num_groups": 1}, ["num-groups", "1", "2 to 4"]),
+        ("rotated", {"num_groups": 5, "num_clients": 8}, ["num-groups", "5", "1 to 4", "quarter turns"]),
+        ("permuted", {"num_groups": 30, "num_clients": 30}, ["num-groups", "30", "1 to 24", "orders"]),
+        ("permuted", {"num_groups": 0}, ["num-groups", "0"]),
+        (
+            "practical",
+            {"samples_per_client": 13, "num_clients": 3},
+            ["class 0 has 10 training images", "12 of it", "samples-per-client (it is 13)", "with-replacement=true"],
+        ),
+    ],
+)
+def test_what_cannot_be_had_is_said_in_one_line(partition, options, words):
+    with pytest.raises(DataError) as error:
+        part(partition, [10] * 4, **options)
+    text = str(error.value)
+    assert "\n" not in text
+    assert [word for word in words if word not in text] == []
+
+
+def test_a_class_that_is_used_up_in_the_papers_setting():
+    with pytest.raises(DataError, match=r"class \d+ has 200 training images and the 100 clients need 45\d of it"):
+        part("practical", [200] * 100, [50] * 100, dataset="cifar100", num_clients=100, num_groups=4)
+
+
+def test_a_class_without_test_images():
+    with pytest.raises(DataError, match="class 2 has no test images"):
+        part("rotated", [20] * 3, [20, 20, 0])
+
+
+def test_with_replacement_starts_a_class_anew():
+    got = part("rotated", [10] * 4, samples_per_client=12, with_replacement=True)
+    assert (counts(got.train, [10] * 4) == 3).all()
+    assert all(len(np.unique(index)) == 12 for index in got.train)
+    assert len(np.unique(np.concatenate(got.train))) == 40  # all 40 are used before any is used again
+
+
+def test_test_images_may_serve_several_clients_but_none_twice():
+    got = part("practical", [1000] * 4, [40] * 4, num_clients=10, samples_per_client=100)
+    assert all(len(index) == 100 for index in got.test)
+    table = counts(got.test, [40] * 4)
+    assert table[0].tolist() == [40, 40, 10, 10]
+    assert all(len(np.unique(index)) == 100 for index in got.test)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    partition=st.sampled_from(list(PARTITIONS)),
+    class_sizes=st.lists(st.integers(2, 60), min_size=2, max_size=8),
+    test_sizes=st.integers(1, 30),
+    num_clients=st.integers(1, 14),
+    num_groups=st.integers(1, 6),
+    samples=st.integers(0, 40),
+    with_replacement=st.booleans(),
+    seed=st.integers(0, 2**40),
+)
+def test_any_partition_holds_together(
+    partition, class_sizes, test_sizes, num_clients, num_groups, samples, with_replacement, seed
+):
+    test = [test_sizes] * len(class_sizes)
+    options = {
+        "num_clients": num_clients,
+        "num_groups": num_groups,
+        "samples_per_client": samples,
+        "with_replacement": with_replacement,
+        "seed": seed,
+    }
+    try:
+        got = part(partition, class_sizes, test, **options)
+    except DataError as error:
+        assert "\n" not in str(error)
+        if with_replacement:  # then no class can be short
+            assert "num-" in str(error) or "samples-per-client" in str(error)
+        return
+
+    again = part(partition, class_sizes, test, **options)
+    for one, other in ((got.train, again.train), (got.test, again.test)):
+        assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+    assert np.array_equal(got.label_maps, again.label_maps)
+
+    table, test_table = counts(got.train, class_sizes), counts(got.test, test)
+    assert len(got.train) == len(got.test) == len(got.groups) == num_clients
+    assert len(set(table.sum(1))) == 1 and table.sum(1)[0] == (samples or table.sum(1)[0]) > 0
+    assert len(set(test_table.sum(1))) == 1 and test_table.sum(1)[0] > 0
+    if not with_replacement or samples == 0:
+        used = np.concatenate(got.train)
+        if (table.sum(0) <= class_sizes).all():
+            assert len(np.unique(used)) == len(used)
+        else:
+            assert with_replacement
+    for indices, given_counts, there in ((got.train, table, class_sizes), (got.test, test_table, test)):
+        for index, need in zip(indices, given_counts, strict=True):
+            assert len(np.unique(index)) == np.minimum(need, there).sum()  # twice only beyond the class's size
+
+    assert (np.diff(got.groups) >= 0).all()
+    if partition in ("practical", "rotated", "permuted"):
+        assert set(got.groups) == set(range(num_groups))
+    else:
+        assert set(got.groups) == {0}
+    if partition in ("rotated", "permuted"):
+        assert_even(table)
+        assert np.ptp(table.sum(0)) <= 1
+    if partition == "pathological":
+        assert ((table > 0).sum(1) == 2).all()
+    if partition == "practical":
+        widths = [len(own) for own in np.array_split(np.arange(len(class_sizes)), num_groups)]
+        start = np.cumsum([0, *widths])
+        for client, group in enumerate(got.groups):
+            own = table[client, start[group] : start[group + 1]].sum()
+            assert abs(own - 0.8 * table[client].sum()) <= 0.5
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    partition=st.sampled_from(list(PARTITIONS)),
+    class_sizes=st.lists(st.integers(20, 90), min_size=4, max_size=8),
+    num_clients=st.integers(4, 8),
+)
+def test_0_samples_is_the_most_that_all_classes_last_for(partition, class_sizes, num_clients):
+    size = len(part(partition, class_sizes, num_clients=num_clients).train[0])
+    with pytest.raises(DataError):
+        part(partition, class_sizes, num_clients=num_clients, samples_per_client=size + 1)
+
+
+def test_another_seed_gives_another_partition():
+    one, other = (part("rotated", [100] * 5, seed=seed) for seed in (0, 1))
+    assert set(one.train[0]) != set(other.train[0])
+    assert set(one.test[0]) != set(other.test[0])
+    permuted = [part("permuted", [100] * 8, seed=seed).label_maps[-1].tolist() for seed in (0, 1)]
+    assert permuted[0] != permuted[1]
+
+
+def test_a_clients_images_are_in_mixed_order():
+    order = labels([100] * 5)[part("rotated", [100] * 5).train[0]]
+    assert (np.diff(order) < 0).any() and (np.diff(order) > 0).any()

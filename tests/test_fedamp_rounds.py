@@ -1,0 +1,135 @@
+"""FedAMP over rounds: against a plain computation, and with everything that must change the result."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from strategies import FedAMP, HeurFedAMP, Local
+from strategies.rounds import PersonalizedStrategy
+
+from .plain import FaultyGrid, initial, plain_app, target
+
+CLIENTS = 6
+ROUNDS = 5
+
+
+def absent(server_round: int, client: int) -> bool:
+    """Client 4 comes late, client 1 is away in rounds 2 and 3, client 5 in the last."""
+    return (client == 4 and server_round == 1) or (client == 1 and server_round in (2, 3)) or (client, server_round) == (5, 5)
+
+
+def train(strategy: PersonalizedStrategy, rounds: int = ROUNDS, missing=absent) -> PersonalizedStrategy:
+    grid = FaultyGrid(plain_app(), CLIENTS, lambda r, c: "error" if missing(r, c) else "ok")
+    strategy.start(grid, initial(), rounds)
+    return strategy
+
+
+def parts(strategy: PersonalizedStrategy, name: str) -> np.ndarray:
+    """One array of all clients' models, (m, ...)."""
+    return np.stack([record[name].numpy() for record in strategy.client_models().values()])
+
+
+def plain_fedamp(weigh, mu: float, missing=absent) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The same by loops over clients: weights (m, 4), running means (m, 3), counters (m,)."""
+    w, mean, count = np.zeros((CLIENTS, 4)), np.zeros((CLIENTS, 3)), np.zeros(CLIENTS, int)
+    online: list[int] = []
+    for server_round in range(1, ROUNDS + 1):
+        u, u_mean = w.copy(), mean.copy()
+        for i in range(CLIENTS):
+            others = [j for j in online if j != i]
+            if others:
+                xi, own = weigh(w, i, others)
+                u[i] = own * w[i] + sum(x * w[j] for x, j in zip(xi, others))
+                u_mean[i] = own * mean[i] + sum(x * mean[j] for x, j in zip(xi, others))
+        online = [i for i in range(CLIENTS) if not missing(server_round, i)]
+        for i in online:
+            w[i], mean[i], count[i] = u[i], u_mean[i] + i + 1, count[i] + i + 1
+            for _ in range(10):
+                w[i] -= 0.1 * ((w[i] - target(i).ravel()) + mu * (w[i] - u[i]))
+    return w, mean, count
+
+
+def by_distance(sigma: float, own: float):
+    def weigh(w, i, others):
+        a = np.array([np.exp(-((w[i] - w[j]) ** 2).sum() / sigma) / sigma for j in others])
+        return (1 - own) * a / a.sum(), own
+
+    return weigh
+
+
+def by_equation_5(alpha: float, sigma: float):
+    def weigh(w, i, others):
+        a = np.array([alpha * np.exp(-((w[i] - w[j]) ** 2).sum() / sigma) / sigma for j in others])
+        return a, 1 - a.sum()
+
+    return weigh
+
+
+def by_cosine(sigma: float, own: float):
+    def weigh(w, i, others):
+        def cos(a, b):
+            return a @ b / (np.linalg.norm(a) * np.linalg.norm(b)) if a.any() and b.any() else 0.0
+
+        a = np.array([np.exp(sigma * cos(w[i], w[j])) for j in others])
+        return (1 - own) * a / a.sum(), own
+
+    return weigh
+
+
+@pytest.mark.parametrize(
+    ("strategy", "weigh", "mu"),
+    [
+        (FedAMP(sigma=3.0, alpha=4.0, lam=2.0, self_weight=0.3), by_distance(3.0, 0.3), 0.5),
+        (FedAMP(sigma=3.0, alpha=0.5, lam=0.2), by_equation_5(0.5, 3.0), 0.4),
+        (HeurFedAMP(sigma=5.0, alpha=4.0, lam=2.0, self_weight=0.3), by_cosine(5.0, 0.3), 0.5),
+    ],
+    ids=["fedamp with self-weight", "fedamp by Eq. 5", "heurfedamp"],
+)
+def test_the_engine_computes_what_loops_over_clients_compute(strategy, weigh, mu) -> None:
+    train(strategy)
+    w, mean, count = plain_fedamp(weigh, mu)
+    assert parts(strategy, "layer.weight").reshape(CLIENTS, 4) == pytest.approx(w, rel=1e-5)
+    assert parts(strategy, "norm.running_mean") == pytest.approx(mean, rel=1e-5)
+    assert (parts(strategy, "norm.num_batches_tracked") == count).all()
+
+
+def test_buffers_take_no_part_in_distances() -> None:
+    """Running means differ by whole numbers here, weights by less: only the latter may count."""
+    clients, weights = train(FedAMP(sigma=1.0, self_weight=0.2), rounds=3, missing=lambda r, c: False).collaboration()
+    twin = [clients.index(c) for c in (1002, 1001, 1004, 1003, 1006, 1005)]
+    assert (weights.argsort(axis=1)[:, -1] == twin).all()
+
+
+def changed(settings: dict) -> np.ndarray:
+    base = {"sigma": 3.0, "alpha": 4.0, "lam": 2.0, "self_weight": 0.3}
+    return parts(train(FedAMP(**(base | settings))), "layer.weight")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"sigma": 1.0}, {"lam": 0.0}, {"alpha": 1.0}, {"self_weight": 0.6}, {"self_weight": "uniform"},
+     {"self_weight": None}, {"alpha_decay_every": 2}],
+    ids=str,
+)
+def test_every_setting_changes_the_models(settings) -> None:
+    assert not np.allclose(changed({}), changed(settings), rtol=1e-3)
+
+
+def test_fedamp_is_not_local_training_but_for_full_self_weight_and_no_proximal_term() -> None:
+    local = parts(train(Local()), "layer.weight")
+    assert not np.allclose(changed({}), local, rtol=1e-3)
+    assert (changed({"self_weight": 1.0, "lam": 0.0}) == local).all()
+
+
+def test_scaling_equation_5_is_told_once(caplog) -> None:
+    caplog.set_level("WARNING")
+    train(FedAMP(sigma=1.0, alpha=1e4), missing=lambda r, c: False)
+    assert sum("sum to more than 1 (Eq. 5)" in message for message in caplog.messages) == 1
+
+
+def test_who_learns_from_whom_shows_the_groups() -> None:
+    clients, weights = train(FedAMP(sigma=0.1, self_weight=0.2), missing=lambda r, c: False).collaboration()
+    groups = np.array([(client - 1001) // 2 for client in clients])
+    same = groups[:, None] == groups[None, :]
+    assert weights[same].sum() > 0.99 * CLIENTS

@@ -1,0 +1,176 @@
+"""The round engine: who clients are, who takes part, and what time does."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from hypothesis import given
+from hypothesis import strategies as st
+
+from strategies import FedAvg, InlineGrid, Local, TooFewClients
+from strategies.baselines.fedavg import WeightedMean
+from strategies.messages import in_order, read_array, to_record
+
+from .plain import FaultyGrid, initial, plain_app
+
+
+def named_app(names: list[object]):
+    app = plain_app()
+    asked = []
+
+    @app.query("identity")
+    def identity(message, context):
+        asked.append(context.node_id)
+        client = names[context.node_config["partition-id"]]
+        return Message(RecordDict({"config": ConfigRecord({"client-id": client})}), reply_to=message)
+
+    return app, asked
+
+
+def test_clients_are_called_what_they_say_and_asked_once() -> None:
+    app, asked = named_app(["lyon", 7, "graz"])
+    strategy = Local()
+    strategy.start(InlineGrid(app, 3), initial(), 3)
+    assert strategy.clients() == list(strategy.client_models()) == [7, "graz", "lyon"]
+    assert len(asked) == 3
+
+
+def test_a_client_app_without_the_query_is_known_by_its_nodes() -> None:
+    strategy = Local()
+    strategy.start(InlineGrid(plain_app(), 3), initial(), 1)
+    assert strategy.clients() == [1001, 1002, 1003]
+
+
+def test_the_second_node_with_a_taken_name_is_left_out(caplog) -> None:
+    app, _ = named_app([1, 1, 2])
+    strategy = Local()
+    strategy.start(InlineGrid(app, 3), initial(), 1)
+    assert [row["client"] for row in strategy.history.rows] == [1, 2]
+    assert "kindred: node 1002 says it is client 1, as node 1001 does; it is left out" in caplog.messages
+
+
+def test_too_few_clients_end_the_run_when_the_wait_is_over() -> None:
+    strategy = Local(min_available_nodes=4, wait_timeout=0.3)
+    started = time.monotonic()
+    with pytest.raises(TooFewClients, match="3 clients are connected after 0.3 s, 4 are needed"):
+        strategy.start(InlineGrid(plain_app(), 3), initial(), 1)
+    assert time.monotonic() - started < 2
+
+
+def test_a_round_ends_at_its_timeout_and_a_late_reply_counts_nowhere() -> None:
+    class LateGrid(FaultyGrid):
+        """Gives out, with every pull, the replies to messages that were asked for in an earlier round."""
+
+        late: list[Message] = []
+
+        def pull_messages(self, message_ids):
+            replies = super().pull_messages(message_ids)
+            now = [reply for reply in replies if reply.metadata.group_id in ("", self._fate.round)]
+            self.late += [self._answer(m) for i, m in list(self._waiting.items()) if i not in message_ids]
+            return [*self.late, *now]
+
+    def fate(server_round, client):
+        fate.round = str(server_round)
+        return "silent" if (server_round, client) == (1, 0) else "ok"
+
+    fate.round = ""
+    strategy = Local()
+    started = time.monotonic()
+    strategy.start(LateGrid(plain_app(), 2, fate), initial(), 2, timeout=0.5)
+    assert 0.5 <= time.monotonic() - started < 3
+    rows = [(row["round"], row["client"], row["status"]) for row in strategy.history.rows]
+    assert rows == [(1, 1001, "no answer within 0.5 s"), (1, 1002, "ok"), (2, 1001, "ok"), (2, 1002, "ok")]
+
+
+def test_draws_depend_on_seed_round_and_clients_alone() -> None:
+    strategy = Local(seed=5)
+    strategy._nodes = {client: 1000 - client for client in range(100)}
+    first = strategy.sample(3, 0.1, 2)
+    again = Local(seed=5)
+    again._nodes = {client: client for client in reversed(range(100))}
+    assert first == again.sample(3, 0.1, 2) == sorted(first) and len(set(first)) == 10
+    assert first != strategy.sample(4, 0.1, 2)
+    assert len(strategy.sample(1, 0.0, 2)) == 2
+    assert len(strategy.sample(1, 0.5, 1000)) == 100
+
+
+def test_bytes_and_means_of_a_round_are_counted() -> None:
+    strategy = FedAvg(fraction_evaluate=0)
+    result = strategy.start(InlineGrid(plain_app(), 2), initial(), 1)
+    (line,) = strategy.history.rounds
+    (one, two) = strategy.history.rows
+    assert one["bytes-down"] == two["bytes-down"] > initial().count_bytes()
+    assert line["bytes-up"] == one["bytes-up"] + two["bytes-up"]
+    # Clients have 10 and 20 samples.
+    expected = (one["train_loss"] + 2 * two["train_loss"]) / 3
+    assert result.train_metrics_clientapp[1]["train_loss"] == pytest.approx(expected)
+
+
+def test_fedavg_is_the_mean_weighted_by_samples() -> None:
+    strategy = FedAvg()
+    result = strategy.start(InlineGrid(plain_app(), 2), initial(), 1)
+    means = [read_array(result.arrays["norm.running_mean"])[0], read_array(result.arrays["norm.num_batches_tracked"])]
+    assert means[0] == pytest.approx((1 * 1 + 2 * 2) / 3)  # each adds its number, n = 10 and 20
+    assert means[1] == 1  # nobody averages counters
+    assert strategy.collaboration()[1] == pytest.approx(np.array([[1 / 3, 2 / 3]] * 2))
+
+
+def test_local_models_are_summed_up_by_their_mean() -> None:
+    strategy = Local()
+    result = strategy.start(InlineGrid(plain_app(), 2), initial(), 2)
+    models = [m["layer.weight"].numpy() for m in strategy.client_models().values()]
+    assert result.arrays["layer.weight"].numpy() == pytest.approx((models[0] + models[1]) / 2)
+
+
+def test_a_metric_that_only_some_clients_report_harms_nobody() -> None:
+    def lacks(content) -> None:
+        del content["metrics"]["train_loss"]
+
+    strategy = Local()
+    strategy.start(FaultyGrid(plain_app(), 3, lambda r, c: lacks if c == 1 else "ok"), initial(), 2)
+    assert all(row["status"] == "ok" for row in strategy.history.rows)
+
+
+def test_a_server_side_evaluation_is_called_before_and_after_rounds() -> None:
+    seen = []
+
+    def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+        seen.append((server_round, float(arrays["layer.weight"].numpy().sum())))
+        return MetricRecord({"sum": seen[-1][1]})
+
+    result = FedAvg().start(InlineGrid(plain_app(), 2), initial(), 2, evaluate_fn=evaluate)
+    assert [r for r, _ in seen] == [0, 1, 2] and seen[0][1] == 0 < seen[1][1]
+    assert result.evaluate_metrics_serverapp[2]["sum"] == seen[2][1]
+
+
+@given(st.permutations(range(5)), st.lists(st.floats(1, 1e6), min_size=5, max_size=5))
+def test_a_weighted_mean_has_the_same_bits_in_every_order(order, weights) -> None:
+    rows = np.random.default_rng(0).normal(size=(5, 7)).astype(np.float32)
+
+    def mean(sequence) -> np.ndarray:
+        total = WeightedMean(range(6), 7, np.dtype(np.float32))  # client 5 never comes
+        for client in sequence:
+            total.add(client, weights[client], rows[client].copy())
+        return total.result()
+
+    assert mean(order).tobytes() == mean(range(5)).tobytes()
+    assert mean(order) == pytest.approx(np.average(rows, axis=0, weights=weights), rel=1e-4, abs=1e-4)
+
+
+def test_client_ids_have_one_order() -> None:
+    assert in_order({"b", 10, "a", 9}) == [9, 10, "a", "b"]
+
+
+@given(st.sampled_from(["float32", "float64", "float16", "int64", "bool"]), st.lists(st.integers(0, 3), max_size=4))
+def test_records_are_flowers_own(dtype, shape) -> None:
+    values = np.random.default_rng(0).normal(size=shape).astype(dtype)
+    record = to_record({"a": values})
+    assert record["a"].data == Array(np.asarray(values)).data
+    assert (record["a"].dtype, tuple(record["a"].shape)) == (dtype, values.shape)
+    read = read_array(record["a"])
+    assert read.dtype == values.dtype and np.array_equal(read, values)
+    transposed = values.T  # in Fortran's order
+    assert np.array_equal(read_array(Array(transposed)), transposed)
