@@ -280,7 +280,7 @@ class FedAMP(StoredModels):
 
     def collaboration(self) -> tuple[list[ClientId], np.ndarray]:
         """The weights xi of the last round; a client that received nothing has its own model alone."""
-        clients = in_order({*self.models.clients(), *self.clients()})
+        clients = in_order({*self.models, *self.clients()})
         column = {client: i for i, client in enumerate(clients)}
         weights = np.eye(len(clients))
         for client, row in self._weights.items():

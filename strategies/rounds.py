@@ -168,7 +168,7 @@ class PersonalizedStrategy(Strategy):
         """The model that an evaluation of this client is of."""
         raise NotImplementedError
 
-    def client_models(self) -> dict[ClientId, ArrayRecord]:
+    def client_models(self) -> Mapping[ClientId, ArrayRecord]:
         """Each client's personal model, as far as models reach the server."""
         raise NotImplementedError
 
@@ -450,7 +450,7 @@ class PersonalizedStrategy(Strategy):
         for measure, short in (("accuracy", "acc"), ("loss", "loss")):
             # Its own name first; then what an ordinary evaluate function calls it.
             for key in (f"{self.personal}-{measure}", measure, f"eval_{measure}", f"eval_{short}"):
-                if key in row:
+                if isinstance(row.get(key), int | float):
                     row[f"{PERSONAL}-{measure}"] = row[key]
                     break
         self.history.add(row)
@@ -508,14 +508,14 @@ class StoredModels(PersonalizedStrategy):
 
     def personal_arrays(self, client: ClientId) -> ArrayRecord:
         self.welcome([client])
-        return self.models.record(client)
+        return self.models[client]
 
-    def client_models(self) -> dict[ClientId, ArrayRecord]:
-        return {client: self.models.record(client) for client in self.models.clients()}
+    def client_models(self) -> Mapping[ClientId, ArrayRecord]:
+        return self.models
 
     def start(self, *args: Any, **kwargs: Any) -> Result:
         result = super().start(*args, **kwargs)
-        clients = self.models.clients()
+        clients = list(self.models)
         if clients:
             mean = self.models.combine(np.full((1, len(clients)), 1 / len(clients)), clients)[0]
             result.arrays = self.models.combined_record(mean, clients[0])

@@ -82,8 +82,10 @@ class Layout:
         })
 
 
-class ClientModels:
+class ClientModels(Mapping[ClientId, ArrayRecord]):
     """The last model of each client, held once, as the rows of one (m, d) matrix.
+
+    As a mapping it goes from client ids, in order, to records, each packed when it is asked for.
 
     Parameters
     ----------
@@ -97,12 +99,17 @@ class ClientModels:
         self._index: dict[ClientId, int] = {}
         self._integers: dict[ClientId, dict[str, np.ndarray]] = {}
 
-    def __contains__(self, client: ClientId) -> bool:
-        return client in self._index
+    def __getitem__(self, client: ClientId) -> ArrayRecord:
+        return self.layout.record(self._rows[self._index[client]], self._integers[client])
 
-    def clients(self) -> list[ClientId]:
-        """The clients that have a model, in order."""
-        return in_order(self._index)
+    def __iter__(self) -> Iterator[ClientId]:
+        return iter(in_order(self._index))
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def __contains__(self, client: object) -> bool:
+        return client in self._index
 
     def reserve(self, count: int) -> None:
         """Make room for `count` models in all. Memory is taken as models come, not before."""
@@ -119,10 +126,6 @@ class ClientModels:
             self._index[client] = len(self._index)
         self.layout.flatten(arrays, self._rows[self._index[client]])
         self._integers[client] = self.layout.integer_arrays(arrays)
-
-    def record(self, client: ClientId) -> ArrayRecord:
-        """A client's model as a record."""
-        return self.layout.record(self._rows[self._index[client]], self._integers[client])
 
     def blocks(self, clients: Sequence[ClientId], stop: int | None = None) -> Iterator[tuple[slice, np.ndarray]]:
         """Go through the models of these clients, some columns at a time.

@@ -28,9 +28,9 @@ class Local(StoredModels):
 
     def outgoing(self, server_round: int, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId, ArrayRecord]]:
         self.welcome(clients)
-        return ((client, self.models.record(client)) for client in clients)
+        return ((client, self.models[client]) for client in clients)
 
     def collaboration(self) -> tuple[list[ClientId], np.ndarray]:
         """Everybody learns from itself."""
-        clients = self.models.clients()
+        clients = list(self.models)
         return clients, np.eye(len(clients))

@@ -1,0 +1,311 @@
+"""The command line: `kindred run`, `kindred strategies`, `kindred datasets`."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+# What takes time to import is imported where it is needed: `kindred --help` needs nothing of it.
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from .config import Config
+    from .flower import Outcome
+
+APP_DIR = Path(__file__).resolve().parent.parent
+
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Personalised federated learning: a model for every client, learnt with the clients that resemble it.",
+)  # fmt: skip
+
+
+class Engine(str, Enum):
+    """Where the clients of a run work."""
+
+    ray = "ray"
+    inline = "inline"
+
+
+def _option(name: str, metavar: str, meaning: str) -> Any:
+    return typer.Option(f"--{name}", metavar=metavar, help=meaning, show_default=False)
+
+
+@app.command()
+def run(
+    strategy: Annotated[str | None, _option("strategy", "NAME", "The method; see `kindred strategies`.")] = None,
+    dataset: Annotated[str | None, _option("dataset", "NAME", "The images; see `kindred datasets`.")] = None,
+    data_dir: Annotated[str | None, _option("data-dir", "PATH", "Folder or .npz file of the dataset.")] = None,
+    partition: Annotated[
+        str | None, _option("partition", "NAME", "How clients' data differ; see `kindred datasets`.")
+    ] = None,
+    clients: Annotated[str | None, _option("clients", "N", "Clients among whom the data are divided.")] = None,
+    rounds: Annotated[str | None, _option("rounds", "N", "Rounds of training.")] = None,
+    seed: Annotated[str | None, _option("seed", "N", "Seed of everything random.")] = None,
+    output_dir: Annotated[
+        str | None, _option("output-dir", "PATH", "Folder in which the run makes a folder of its own.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None, _option("set", "KEY=VALUE", "Any setting of docs/configuration.md; may be repeated.")
+    ] = None,
+    engine: Annotated[
+        Engine,
+        typer.Option(help="ray (default): Flower's simulation engine, clients in parallel. inline: in this process.",
+                     show_default=False),
+    ] = Engine.ray,
+    cpus_per_client: Annotated[int, _option("cpus-per-client", "N", "CPUs that a client at work has (default 1).")] = 1,
+    gpus_per_client: Annotated[
+        float, _option("gpus-per-client", "SHARE", "Share of a GPU that a client at work has (ray; default 0).")
+    ] = 0.0,
+    against: Annotated[
+        str, _option("against", "NAMES", "Methods to run after it, in this process, to compare: local,fedavg.")
+    ] = "",
+) -> None:
+    """Run a federation on this machine."""
+    from data import DataError
+
+    from .config import ConfigError
+
+    named = {
+        "strategy": strategy, "dataset": dataset, "data-dir": data_dir, "partition": partition,
+        "num-clients": clients, "num-rounds": rounds, "seed": seed, "output-dir": output_dir,
+    }  # fmt: skip
+    try:
+        config = _config(named, settings or [])
+        names = dict.fromkeys(name.strip() for name in against.split(",") if name.strip())
+        others = [replace(config, strategy=name) for name in names if name != config.strategy]
+        check(config, others, engine, cpus_per_client, gpus_per_client)
+    except (ConfigError, DataError) as error:
+        _end(2, str(error))
+
+    print(f"{config.strategy} on {config.dataset}, {config.partition}, {config.num_clients} clients", flush=True)
+    if engine is Engine.ray:
+        from .flower import run_simulation
+
+        outcome = run_simulation(
+            config.run_config(), app_dir=APP_DIR, num_clients=config.num_clients,
+            cpus_per_client=cpus_per_client, gpus_per_client=gpus_per_client, on_line=_show,
+        )  # fmt: skip
+    else:
+        outcome = run_here(config, cpus_per_client)
+    outcomes = [outcome]
+    for other in others:
+        if outcomes[-1].code == 0:
+            print(f"\n{other.strategy}", flush=True)
+            outcomes.append(run_here(other, cpus_per_client))
+    if outcomes[-1].code != 0:
+        _end(outcomes[-1].code, outcomes[-1].reason)
+    report([outcome.results for outcome in outcomes if outcome.results])
+
+
+@app.command()
+def strategies() -> None:
+    """List the methods."""
+    from strategies import REGISTRY
+
+    lines = ((name, method.title, method.travels, method.paper) for name, method in REGISTRY.items())
+    _print_table(("strategy", "method", "what travels in a round", "from"), lines)
+
+
+@app.command()
+def datasets() -> None:
+    """List the datasets and the ways to divide them."""
+    from data import DATASETS, PARTITIONS
+
+    _print_table(("dataset", "images"), ((name, source.description) for name, source in DATASETS.items()))
+    _print_table(("partition", "who has what"), PARTITIONS.items())
+
+
+def main() -> None:
+    """Run the command line."""
+    app(prog_name="kindred")
+
+
+def _config(named: dict[str, str | None], assignments: Sequence[str]) -> Config:
+    """The settings of a command; a ConfigError says what cannot be used."""
+    from .config import Config, ConfigError, kebab
+
+    texts = {key: text for key, text in named.items() if text is not None}
+    for assignment in assignments:
+        key, equals, text = assignment.partition("=")
+        if not equals:
+            raise ConfigError(f"--set is {assignment!r}, allowed: key=value")
+        if key in texts:
+            raise ConfigError(f"{key} is given twice: {texts[key]!r} and {text!r}")
+        texts[key] = text
+    kinds = {kebab(spec.name): str(spec.type) for spec in fields(Config)}
+    config = Config.from_run_config({key: parse(text, kinds.get(key, "str")) for key, text in texts.items()})
+    return replace(
+        config,
+        data_dir=os.path.abspath(os.path.expanduser(config.data_dir)) if config.data_dir else "",
+        output_dir=os.path.abspath(os.path.expanduser(config.output_dir)),
+    )
+
+
+def parse(text: str, kind: str) -> bool | int | float | str:
+    """Read a value as the kind that its setting has; text that is none of the kind stays text."""
+    if kind == "bool":
+        return {"true": True, "false": False}.get(text.lower(), text)
+    for read in {"int": (int,), "float": (float,), "float | str": (float,)}.get(kind, ()):
+        try:
+            return read(text)
+        except ValueError:
+            pass
+    return text
+
+
+def check(config: Config, others: Sequence[Config], engine: Engine, cpus_per_client: int, gpus_per_client: float) -> None:
+    """Find out what would keep the runs from working, before any of them starts.
+
+    Raises
+    ------
+    ConfigError, DataError
+        What it is.
+    """
+    from data import load_federation
+
+    from .app import make_strategy
+    from .config import ConfigError
+
+    for key, value in config.run_config().items():
+        if isinstance(value, str) and re.search(r"[\x00-\x1f\x7f\ud800-\udfff]", value):
+            raise ConfigError(f"{key} is {value!r}, allowed: text in UTF-8 without control characters")
+        if isinstance(value, int) and value >= 2**63:
+            raise ConfigError(f"{key} is {value}, allowed: less than 2^63")
+    for key in ("min-train-clients", "min-available-clients"):
+        if (least := config.run_config()[key]) > config.num_clients:
+            raise ConfigError(f"{key} is {least}, allowed: at most num-clients, which is {config.num_clients}")
+    if not 1 <= cpus_per_client <= (cpus := os.cpu_count() or 1):
+        raise ConfigError(f"--cpus-per-client is {cpus_per_client}, allowed: 1 to {cpus}, the CPUs of this machine")
+    _check_gpus(config, engine, gpus_per_client)
+    _check_output_dir(config.output_dir)
+    federation = load_federation(config.run_config())
+    for each in (config, *others):
+        make_strategy(each)
+    if config.model != "auto" or config.dataset == "npz":  # PyTorch takes a second to import
+        from strategies import make_model
+
+        try:
+            make_model(config.model, federation.image_shape, federation.num_classes, config.seed)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+
+
+def _check_gpus(config: Config, engine: Engine, gpus_per_client: float) -> None:
+    if config.device != "cuda" and gpus_per_client == 0:
+        return
+    import torch
+
+    from .config import ConfigError
+
+    asked = "device is 'cuda'" if config.device == "cuda" else f"--gpus-per-client is {gpus_per_client:g}"
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if gpus == 0:
+        raise ConfigError(f"{asked}, but PyTorch finds no GPU here; allowed: device cpu or auto, --gpus-per-client 0")
+    if not (0 <= gpus_per_client <= 1 or gpus_per_client in range(gpus + 1)):
+        raise ConfigError(f"--gpus-per-client is {gpus_per_client:g}, allowed: 0 to 1, or a whole number of this "
+                          f"machine's GPUs, of which there are {gpus}")
+    if engine is Engine.ray and gpus_per_client == 0:
+        raise ConfigError(f"{asked}, but --gpus-per-client is 0: say which share of a GPU a client gets, such as 0.25")
+
+
+def _check_output_dir(output_dir: str) -> None:
+    from .config import ConfigError
+
+    nearest = Path(output_dir)
+    while not nearest.exists() and nearest != nearest.parent:
+        nearest = nearest.parent
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        reason = "cannot be written to" if nearest.is_dir() else "is no folder"
+        raise ConfigError(f"output-dir is {output_dir!r}, but {nearest} {reason}; name a folder that can be made")
+
+
+def run_here(config: Config, threads: int) -> Outcome:
+    """Run in this process, with PyTorch on so many threads; `log.txt` is in the folder of the results."""
+    from data import DataError
+
+    from .app import run_inline
+    from .config import ConfigError
+    from .flower import Log, Outcome
+
+    file = io.StringIO()
+    log = Log(file, _show)
+    with _flower_logs_to(log.add):
+        try:
+            results = run_inline(config, threads=threads).path
+        except (ConfigError, DataError) as error:
+            return Outcome(2, str(error), log.results)
+        except KeyboardInterrupt:
+            return Outcome(130, "ended by SIGINT", log.results)
+    (results / "log.txt").write_text(file.getvalue(), encoding="utf-8")
+    return Outcome(0, "", results)
+
+
+@contextmanager
+def _flower_logs_to(add: Callable[[str], None]) -> Iterator[None]:
+    """Have Flower's logger hand over its lines, in the form in which it prints them, and do nothing else."""
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            first, *more = self.format(record).splitlines() or [""]
+            for line in (f"{record.levelname} : {first}", *more):
+                add(line)
+
+    logger = logging.getLogger("flwr")
+    before, logger.handlers = logger.handlers, [Handler(logging.INFO)]
+    try:
+        yield
+    finally:
+        logger.handlers = before
+
+
+def report(folders: Sequence[Path]) -> None:
+    """Print what came out of the runs, side by side; of several, draw the accuracies into the first one's folder."""
+    from .results import compare_runs, comparison_table, read_summary
+
+    print()
+    if len(folders) > 1:
+        compare_runs(folders, folders[0] / "comparison.png")
+    elif folders:
+        _print(comparison_table([read_summary(folders[0])]))
+
+
+def _print_table(columns: Iterable[str], lines: Iterable[Iterable[str]]) -> None:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False)
+    for line in lines:
+        table.add_row(*line)
+    _print(table)
+
+
+def _print(table: Table) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 200  # a file or a pipe has room
+    console.print(table)
+
+
+def _show(line: str) -> None:
+    print(line, flush=True)
+
+
+def _end(code: int, reason: str) -> NoReturn:
+    """End with one line that says why."""
+    print(f"kindred: {reason}", file=sys.stderr)
+    raise typer.Exit(code)

@@ -1,0 +1,117 @@
+"""The client's side: a complete ClientApp from a function that loads a site."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from strategies import REGISTRY, InlineGrid, Site, make_client_app
+from strategies.messages import to_record
+from strategies.training import get_arrays
+
+from .test_conformance import everything, make
+
+CLIENTS = 4
+SETTINGS = {"local-epochs": 2, "batch-size": 4, "optimizer": "sgd", "learning-rate": 0.1, "seed": 7, "device": "cpu"}
+
+
+def network() -> torch.nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+
+
+loaded: list[int] = []
+
+
+def load_site(context) -> Site:
+    """Two classes by the sign of the first number; for odd clients the other way round."""
+    client = context.node_config["partition-id"]
+    loaded.append(client)
+    rng = torch.Generator().manual_seed(client)
+    x = torch.randn(60, 3, generator=rng)
+    y = ((x[:, 0] > 0).long() + client) % 2
+    return Site(model=network, train=(x[:20], y[:20]), test=(x[20:], y[20:]))
+
+
+app = make_client_app(load_site)
+
+
+def run(name: str, rounds: int = 3, **settings):
+    from flwr.app import ConfigRecord
+
+    strategy = make(name)
+    initial = to_record(get_arrays(network()))
+    config = ConfigRecord(SETTINGS | settings)
+    strategy.start(InlineGrid(app, CLIENTS, {"run": name}), initial, rounds, 60, config, config)
+    return strategy
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_every_method_trains_with_the_same_client_app(name) -> None:
+    strategy = run(name)
+    assert strategy.clients() == list(range(CLIENTS))  # partition-ids, learnt by the query
+    assert len(strategy.client_models()) == CLIENTS
+    rows = [row for row in strategy.history.rows if row["round"] <= 3]
+    assert len(rows) == 3 * CLIENTS and all(row["status"] == "ok" for row in rows)
+    for row in rows:
+        assert row["num-examples"] == 20 and row["num-test-examples"] == 40
+        assert row["personal-accuracy"] == row[f"{strategy.personal}-accuracy"]
+        assert np.isfinite(row["train-loss"])
+    first = {row["received-accuracy"] for row in rows if row["round"] == 1}
+    assert all(0 <= accuracy <= 1 for accuracy in first)
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_two_runs_with_one_seed_are_the_same_bits_and_another_seed_differs(name) -> None:
+    assert everything(run(name)) == everything(run(name))
+    assert everything(run(name)) != everything(run(name, seed=8))
+
+
+def test_a_site_is_loaded_once_for_all_rounds() -> None:
+    loaded.clear()
+    run("local", rounds=4, seed=99)
+    before = list(loaded)
+    run("local", rounds=4, seed=99)
+    assert sorted(before) in ([], list(range(CLIENTS))) and loaded == before
+
+
+def test_the_received_model_of_a_round_is_what_was_trained_in_the_one_before() -> None:
+    rows = {(row["round"], row["client"]): row for row in run("local").history.rows}
+    for client in range(CLIENTS):
+        assert rows[2, client]["received-accuracy"] == rows[1, client]["trained-accuracy"]
+        assert rows[3, client]["received-loss"] == pytest.approx(rows[2, client]["trained-loss"])
+
+
+def test_fine_tuned_models_reach_the_server_and_differ_between_clients() -> None:
+    strategy = run("fedavg-ft")
+    models = [model["3.weight"].numpy() for model in strategy.client_models().values()]
+    assert not np.array_equal(models[0], models[1])
+    closing = [row for row in strategy.history.rows if row["round"] == 4]
+    plain = {row["client"]: row["personal-accuracy"] for row in run("fedavg").history.rows if row["round"] == 4}
+    tuned = {row["client"]: row["personal-accuracy"] for row in closing}
+    # Clients disagree on the labels: tuning must help where one global model cannot.
+    assert np.mean(list(tuned.values())) > np.mean(list(plain.values())) + 0.1
+
+
+def test_zero_epochs_of_tuning_are_the_global_model() -> None:
+    from strategies import FedAvgFT
+
+    strategy = FedAvgFT(finetune_epochs=0)
+    result = strategy.start(InlineGrid(app, CLIENTS), to_record(get_arrays(network())), 2, 60)
+    for model in strategy.client_models().values():
+        assert {k: v.data for k, v in model.items()} == {k: v.data for k, v in result.arrays.items()}
+
+
+def test_a_site_that_cannot_be_loaded_is_reported_by_client_and_holds_up_nobody() -> None:
+    def broken(context) -> Site:
+        if context.node_config["partition-id"] == 2:
+            raise FileNotFoundError("no folder /data/site")
+        return load_site(context)
+
+    strategy = make("heurfedamp")
+    strategy.start(InlineGrid(make_client_app(broken), CLIENTS), to_record(get_arrays(network())), 1, 60)
+    status = {row["client"]: row["status"] for row in strategy.history.rows}
+    assert status.pop(2) == "error 2: FileNotFoundError: no folder /data/site"
+    assert set(status.values()) == {"ok"}
