@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -187,7 +188,8 @@ def check(config: Config, others: Sequence[Config], engine: Engine, cpus_per_cli
     for key in ("min-train-clients", "min-available-clients"):
         if (least := config.run_config()[key]) > config.num_clients:
             raise ConfigError(f"{key} is {least}, allowed: at most num-clients, which is {config.num_clients}")
-    if not 1 <= cpus_per_client <= (cpus := os.cpu_count() or 1):
+    cpus = os.cpu_count() or 1
+    if not 1 <= cpus_per_client <= cpus:
         raise ConfigError(f"--cpus-per-client is {cpus_per_client}, allowed: 1 to {cpus}, the CPUs of this machine")
     _check_gpus(config, engine, gpus_per_client)
     _check_output_dir(config.output_dir)
@@ -224,12 +226,14 @@ def _check_gpus(config: Config, engine: Engine, gpus_per_client: float) -> None:
 def _check_output_dir(output_dir: str) -> None:
     from .config import ConfigError
 
-    nearest = Path(output_dir)
+    nearest = Path(output_dir)  # that exists
     while not nearest.exists() and nearest != nearest.parent:
         nearest = nearest.parent
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        reason = "cannot be written to" if nearest.is_dir() else "is no folder"
-        raise ConfigError(f"output-dir is {output_dir!r}, but {nearest} {reason}; name a folder that can be made")
+    try:
+        os.rmdir(tempfile.mkdtemp(dir=nearest))
+    except OSError as error:
+        raise ConfigError(f"output-dir is {output_dir!r}, but {nearest} cannot be written to ({error.strerror}); "
+                          "name a folder that can be made") from None
 
 
 def run_here(config: Config, threads: int) -> Outcome:

@@ -30,6 +30,10 @@ def above(low: float) -> tuple[str, Callable[[Any], bool]]:
     return f"more than {low:g}", lambda value: value > low
 
 
+def a_share() -> tuple[str, Callable[[Any], bool]]:
+    return "more than 0, at most 1", lambda value: 0 < value <= 1
+
+
 def within(low: float, high: float) -> tuple[str, Callable[[Any], bool]]:
     return f"{low:g} to {high:g}", lambda value: low <= value <= high
 
@@ -82,7 +86,7 @@ class Config:
     precision: str = setting("float32", one_of("float32", "bfloat16"), "arithmetic of local training; bfloat16 by autocast")
     device: str = setting("auto", one_of("auto", "cpu", "cuda"), "where clients train; auto: the GPU where there is one")
 
-    fraction_train: float = setting(1.0, within(0, 1), "share of the clients that take part in a round")
+    fraction_train: float = setting(1.0, a_share(), "share of the clients that take part in a round")
     min_train_clients: int = setting(2, at_least(1), "clients that take part in a round at the least")
     min_available_clients: int = setting(2, at_least(1), "clients to wait for before a round")
     wait_timeout: float = setting(300.0, above(0), "seconds to wait for them before the run ends")
@@ -91,10 +95,10 @@ class Config:
     sigma: float = setting(100.0, above(0), "FedAMP: scale of the squared distance; HeurFedAMP: scale of the cosine")
     self_weight: float | str = setting(0.2, ("0 to below 1, uniform (1 / clients online), or none (FedAMP: Eq. 5 as written)", _is_self_weight), "FedAMP, HeurFedAMP: share of a client's own model in its cloud model")
     alpha: float = setting(1e4, above(0), "FedAMP, HeurFedAMP: step size of the collaboration; the proximal weight is lam / alpha")
-    alpha_decay: float = setting(0.1, within(0, 1), "factor on alpha every alpha-decay-every rounds")
+    alpha_decay: float = setting(0.1, a_share(), "factor on alpha every alpha-decay-every rounds")
     alpha_decay_every: int = setting(30, at_least(1), "rounds between two decays of alpha")
     lam: float = setting(1.0, at_least(0), "FedAMP, HeurFedAMP: weight of the collaboration term (lambda)")
-    proximal_mu: float = setting(0.01, at_least(0), "FedProx, FedProx-FT: weight mu of the proximal term mu/2 ||w - w_global||^2")
+    proximal_mu: float = setting(0.01, at_least(0), "FedProx, FedProx-FT: weight mu of the proximal term, mu/2 times the squared distance from the global model")
     finetune_epochs: int = setting(1, at_least(0), "FedAvg-FT, FedProx-FT: epochs by which a client tunes the global model for itself")
 
     def __post_init__(self) -> None:

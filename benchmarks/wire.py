@@ -1,0 +1,69 @@
+"""Bytes of a round on the wire over the models' own size.
+
+    python -m benchmarks.wire
+
+Every object of every message is counted as Flower sends it, HeurFedAMP with the McMahan CNN and 10 clients.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+
+from strategies import HeurFedAMP, InlineGrid, make_model
+from strategies.messages import to_record
+from strategies.training import get_arrays
+
+CLIENTS = 10
+
+
+class CountingGrid(InlineGrid):
+    """Counts what would travel."""
+
+    sent = received = 0
+
+    def push_messages(self, messages):
+        messages = list(messages)
+        self.sent += sum(map(wire_bytes, messages))
+        return super().push_messages(messages)
+
+    def pull_messages(self, message_ids):
+        replies = super().pull_messages(message_ids)
+        self.received += sum(map(wire_bytes, replies))
+        return replies
+
+
+def wire_bytes(message: Message) -> int:
+    return sum(len(part.deflate()) for part in get_all_nested_objects(message).values())
+
+
+def main() -> None:
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    app = ClientApp()
+
+    @app.train()
+    def train(message, context):
+        # A client whose weights all moved, as after any training.
+        arrays = {k: a.numpy() * 0.9 + 0.1 * (context.node_id % 97) for k, a in message.content["arrays"].items()}
+        arrays = {k: a.astype("float32") for k, a in arrays.items()}
+        metrics = MetricRecord({"num-examples": 100, "trained-accuracy": 0.5, "received-accuracy": 0.5})
+        return Message(RecordDict({"arrays": to_record(arrays), "metrics": metrics}), reply_to=message)
+
+    arrays = get_arrays(make_model("mcmahan-cnn", (1, 28, 28), 10, 0))
+    size = sum(array.nbytes for array in arrays.values())
+    grid = CountingGrid(app, CLIENTS)
+    strategy = HeurFedAMP(sigma=100.0, self_weight=0.2)
+    settings = {"local-epochs": 1, "batch-size": 100, "optimizer": "adam", "learning-rate": 1e-3, "seed": 0}
+    rounds = 3
+    strategy.start(grid, to_record(arrays), rounds, train_config=ConfigRecord(settings))
+    down, up = (count / (rounds * CLIENTS * size) for count in (grid.sent, grid.received))
+    print(f"{CLIENTS} clients, {size / 1e6:.2f} MB a model, {rounds} rounds")
+    print(f"bytes down over the models' size: {down:.4f}")
+    print(f"bytes up over the models' size: {up:.4f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""A small Flower app whose strategy is HeurFedAMP."""

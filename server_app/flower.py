@@ -1,0 +1,440 @@
+"""A run in Flower's simulation engine: start what it needs, follow its log, leave nothing behind.
+
+Two processes are started here: a SuperLink of our own, on a free port of this machine, and one in which
+`flwr run` and then `flwr list` do their work. The SuperLink starts the rest: a SuperExec, the process of the
+simulation, Ray and its actors. Their files lie in folders of this run; their working directory is an empty
+one, for Ray's actors look for the app's modules there first. When the run is over, for whatever reason, all of
+them are killed: they hold nothing that would have to be saved.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple, TextIO
+
+import psutil
+
+HOST = "127.0.0.1"
+CONNECTION = "kindred"
+ATTEMPTS = 3  # to start a SuperLink on a port that nobody takes in the meantime
+STARTUP_TIMEOUT = 60.0  # s
+MARK = "KINDRED_RUN"  # an environment variable that every process of a run inherits
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+BAD_INPUT = ("ConfigError", "DataError")  # exceptions of the app that say: change a setting
+
+# Should this process be killed, the SuperLink sees to the end of what it started, and of itself.
+SUPERLINK = """
+import os, sys, threading, time
+import psutil
+from flwr.superlink.cli import flower_superlink
+
+def end_with(parent):
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    for process in psutil.Process().children(recursive=True):
+        process.kill()
+    os._exit(1)
+
+threading.Thread(target=end_with, args=(int(sys.argv.pop(1)),), daemon=True).start()
+flower_superlink()
+"""
+
+# One process for both commands: it imports flwr while the SuperLink starts, and needs to do so only once.
+# A line that has only this character stands between the log of the run and the list.
+SEPARATOR = "\x1e"
+FLWR = f"""
+import sys
+from flwr.cli.app import app
+if not sys.stdin.readline():
+    sys.exit(1)
+try:
+    app(["run", *sys.argv[1:]])
+except SystemExit as ended:
+    if ended.code:
+        raise
+print({SEPARATOR!r}, flush=True)
+app(["list", {CONNECTION!r}, "--format", "json"])
+"""
+
+# Exceptions in which Flower wraps the one that says what happened.
+WRAPPERS = ("Simulation Runtime crashed.", "An error was encountered. Ending simulation.")
+# Warnings and errors of every run, or of every failed one, that say nothing about it.
+NOISE = re.compile(
+    r"Since flwr 1\.32|Manually terminating|Traceback |An exception occur|Stopping Simulation Runtime"
+    r"|Simulation raised an exception|Exit Code: |An exception was raised when processing|ray::|\s*$"
+)
+
+
+class Outcome(NamedTuple):
+    """How a run ended.
+
+    Attributes
+    ----------
+    code : int
+        0: completed. 1: failed. 2: a setting, the data or the machine must be changed. 128 + n: ended by signal n.
+    reason : str
+        One line; empty if the run completed.
+    results : Path or None
+        The folder of the results, if the run said where it is.
+    """
+
+    code: int
+    reason: str = ""
+    results: Path | None = None
+
+
+class EngineError(RuntimeError):
+    """Flower cannot be started; the text is one line that says why."""
+
+
+def run_simulation(
+    run_config: Mapping[str, Any],
+    *,
+    app_dir: Path,
+    num_clients: int,
+    cpus_per_client: int = 1,
+    gpus_per_client: float = 0.0,
+    on_line: Callable[[str], None] = print,
+) -> Outcome:
+    """Run a Flower app in the simulation engine and wait for its end.
+
+    To be called in the main thread: it handles SIGINT, SIGTERM and SIGHUP as long as it runs.
+
+    Parameters
+    ----------
+    run_config : mapping
+        Settings of the app, of type bool, int, float or str.
+    app_dir : Path
+        The app's folder. Working files lie in its folder `.kindred` as long as the run lasts.
+    num_clients : int
+        Clients to simulate.
+    cpus_per_client, gpus_per_client : int, float
+        What a client at work occupies; as many work at a time as fit into the machine.
+    on_line : callable
+        Called with each line that is worth showing: progress, warnings, errors.
+
+    Returns
+    -------
+    Outcome
+        Every process that was started is gone by then. The whole log lies in `log.txt` in the folder of the
+        results or, of a run that failed before there was one, in `.kindred/failed.log`.
+    """
+    try:
+        with _Workspace(app_dir / ".kindred") as workspace, open(workspace.log, "w", encoding="utf-8") as file:
+            log = Log(file, on_line)
+            outcome = _run(workspace, log, [
+                str(app_dir), CONNECTION, "--stream",
+                "--federation-config", f"num-supernodes={num_clients} client-resources-num-cpus={cpus_per_client} "
+                                       f"client-resources-num-gpus={float(gpus_per_client)}",
+                "--run-config", str(workspace.write_run_config(run_config)),
+            ])
+            file.flush()
+            if outcome.results:
+                shutil.copyfile(workspace.log, outcome.results / "log.txt")
+            elif outcome.code == 1:
+                kept = shutil.copyfile(workspace.log, app_dir / ".kindred" / "failed.log")
+                outcome = outcome._replace(reason=f"{outcome.reason} (log: {kept})")
+            return outcome
+    except EngineError as error:
+        return Outcome(2, str(error))
+
+
+def _run(workspace: _Workspace, log: Log, arguments: list[str]) -> Outcome:
+    with _signals_as_exceptions() as signals:
+        try:
+            try:
+                flwr = _start_flwr(workspace, arguments)
+                _start_superlink(workspace)
+                flwr.stdin.write("go\n")
+                flwr.stdin.flush()
+                return _follow(flwr, log)
+            finally:
+                signals.heeded = False
+                _kill(workspace.mark)
+        except _Signalled as signalled:
+            return Outcome(128 + signalled.number, f"ended by {signalled.number.name}", log.results)
+
+
+def _start_flwr(workspace: _Workspace, arguments: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-P", "-c", FLWR, *arguments],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8", errors="replace",
+        env=workspace.environment | {"PYTHONUNBUFFERED": "1", "PYTHONUTF8": "1"},
+        cwd=workspace.directory, start_new_session=True,
+    )  # fmt: skip
+
+
+def _start_superlink(workspace: _Workspace) -> None:
+    for _ in range(ATTEMPTS):
+        port = _free_port()
+        with open(workspace.superlink_log, "w", encoding="utf-8") as file:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-c", SUPERLINK, str(os.getpid()), "--insecure", "--simulation",
+                 "--isolation", "subprocess", "--host", HOST, "--port", str(port)],
+                stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
+                env=workspace.environment, cwd=workspace.directory, start_new_session=True,
+            )  # fmt: skip
+        deadline = time.monotonic() + STARTUP_TIMEOUT
+        while process.poll() is None and time.monotonic() < deadline:
+            if _is_healthy(port):
+                (workspace.home / "config.toml").write_text(
+                    f'[superlink]\ndefault = "{CONNECTION}"\n'
+                    f'[superlink.{CONNECTION}]\naddress = "{HOST}:{port}"\ninsecure = true\n'
+                )
+                return
+            time.sleep(0.05)
+        said = [line for line in workspace.superlink_log.read_text(errors="replace").splitlines() if line.strip()]
+        if process.poll() is None:
+            raise EngineError(f"Flower's SuperLink does not answer on {HOST}:{port} after {STARTUP_TIMEOUT:.0f} s")
+        if not any("address already in use" in line.lower() for line in said):
+            raise EngineError(f"Flower's SuperLink ended with code {process.returncode}: {said[-1] if said else ''}")
+    raise EngineError(f"{ATTEMPTS} ports were free and then taken by another program, {port} the last; try again")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return probe.getsockname()[1]
+
+
+def _is_healthy(port: int) -> bool:
+    connection = http.client.HTTPConnection(HOST, port, timeout=1)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def _follow(flwr: subprocess.Popen[str], log: Log) -> Outcome:
+    """Read what the process says to its end."""
+    for line in flwr.stdout:
+        if line.rstrip("\n") == SEPARATOR:
+            break
+        log.add(line)
+    listed = flwr.stdout.read()
+    if flwr.wait() == 0 and listed:
+        run = json.loads(listed[listed.index("{") :])["runs"][0]
+        if run["status"] == "finished:completed":
+            return Outcome(0, "", log.results)
+        return log.failure(run["status-details"])
+    return log.failure("")
+
+
+class Log:
+    """The log of a run: written down as a whole, shown in part, understood as far as needed.
+
+    Parameters
+    ----------
+    file : text stream
+        Gets every line, without colours.
+    on_line : callable
+        Gets what `shown` lets through.
+
+    Attributes
+    ----------
+    results : Path or None
+        Where the app says that its results are.
+    """
+
+    def __init__(self, file: TextIO, on_line: Callable[[str], None]) -> None:
+        self.file = file
+        self.on_line = on_line
+        self.results: Path | None = None
+        self._errors: list[tuple[str, str]] = []  # (exception, message) of each traceback
+        self._in_traceback = False
+        self._last = ""
+        self._complaints: set[str] = set()
+
+    def add(self, line: str) -> None:
+        """Take in a line."""
+        line = re.sub(r"\x1b\[[0-9;]*m", "", line).rstrip()
+        self.file.write(f"{line}\n")
+        self._last = line.strip() or self._last
+        level, text = _level_and_text(line)
+        if text.startswith("Traceback (most recent call last)"):
+            self._in_traceback = True
+        elif self._in_traceback and text and not text.startswith(" "):
+            self._in_traceback = False
+            name, _, message = text.partition(": ")
+            if message not in WRAPPERS:
+                self._errors.append((name.rpartition(".")[2], message))
+        if text.startswith("kindred: results in "):
+            self.results = Path(text.removeprefix("kindred: results in "))
+        if (show := shown(level, text)) and not (level != "INFO" and show in self._complaints):
+            self._complaints.add(show)
+            self.on_line(show)
+
+    def failure(self, details: str) -> Outcome:
+        """The outcome of a run that has failed; `details` is what Flower says about it."""
+        if self._errors:
+            name, message = self._errors[-1]
+            if name in BAD_INPUT:
+                return Outcome(2, message, self.results)
+            return Outcome(1, f"{name}: {message}" if message else name, self.results)
+        reason = details.strip().partition("\n")[0] or self._last or "it says nothing about why"
+        return Outcome(1, f"the run failed: {reason}", self.results)
+
+
+def _level_and_text(line: str) -> tuple[str, str]:
+    """Take a line of Flower's logger apart; other lines have the level "". Where a line is from does not matter."""
+    found = re.match(r"(?:\(\w+ pid=\d+\) )?(DEBUG|INFO|WARNING|ERROR|CRITICAL) *: +(.*)", line)
+    return (found[1], found[2]) if found else ("", line)
+
+
+def shown(level: str, text: str) -> str | None:
+    """What a person sees of a line of the log: progress, our own messages, warnings and errors; else None."""
+    if level == "INFO" and text.startswith("round "):
+        return text
+    if level == "INFO" and text.startswith("kindred: "):
+        return text.removeprefix("kindred: ")
+    if level in ("WARNING", "ERROR", "CRITICAL") and not NOISE.match(text):
+        return f"{level.lower()}: {text.removeprefix('kindred: ')}"
+    return None
+
+
+class _Workspace:
+    """The folders of a run and the environment of its processes.
+
+    FLWR_HOME lies in the app's folder, Ray's files under /tmp: the names of Ray's sockets must be short.
+    """
+
+    def __init__(self, parent: Path) -> None:
+        self.mark = uuid.uuid4().hex
+        try:
+            parent.mkdir(exist_ok=True)
+            self.home = _own_folder(parent)
+            self.ray = _own_folder(Path("/tmp"))
+        except OSError as error:
+            raise EngineError(f"{error.filename} cannot be made: {error.strerror}") from None
+        self.log = self.home / "log.txt"
+        self.superlink_log = self.home / "superlink.log"
+        self.directory = self.home / "empty"
+        self.directory.mkdir()
+
+    def __enter__(self) -> _Workspace:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self.home, ignore_errors=True)
+        shutil.rmtree(self.ray, ignore_errors=True)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        environment = dict(os.environ)
+        environment.pop("RAY_ADDRESS", None)  # a cluster of the user's is not ours to use
+        proxied = [environment[name] for name in ("no_proxy", "NO_PROXY") if environment.get(name)]
+        return environment | {
+            MARK: self.mark,
+            "PATH": os.pathsep.join([sysconfig.get_path("scripts"), environment.get("PATH", os.defpath)]),
+            "no_proxy": ",".join([HOST, "localhost", *proxied[:1]]),
+            "FLWR_HOME": str(self.home),
+            "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+            "FLWR_DISABLE_UPDATE_CHECK": "1",
+            "FLWR_TELEMETRY_ENABLED": "0",
+            "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.05",
+            "RAY_TMPDIR": str(self.ray),
+            "RAY_USAGE_STATS_ENABLED": "0",
+        }
+
+    def write_run_config(self, run_config: Mapping[str, Any]) -> Path:
+        path = self.home / "run-config.toml"
+        path.write_text(toml(run_config), encoding="utf-8")
+        return path
+
+
+def _own_folder(parent: Path) -> Path:
+    """Make a folder named after this process; remove those of processes that are gone."""
+    for old in parent.glob("kindred-*-*"):
+        number = old.name.split("-")[1]
+        if number.isdecimal() and not psutil.pid_exists(int(number)):
+            shutil.rmtree(old, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"kindred-{os.getpid()}-", dir=parent))
+
+
+def toml(values: Mapping[str, Any]) -> str:
+    """Write bools, ints, finite floats and texts as TOML."""
+    lines = []
+    for key, value in values.items():
+        if isinstance(value, bool):
+            text = str(value).lower()
+        elif isinstance(value, str):  # JSON's escapes are TOML's, but for DEL, which TOML wants escaped too
+            text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        else:
+            text = repr(value)
+        lines.append(f"{key} = {text}\n")
+    return "".join(lines)
+
+
+class _Signalled(BaseException):
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+class _Signals:
+    heeded = True
+
+
+@contextmanager
+def _signals_as_exceptions() -> Iterator[_Signals]:
+    """Raise `_Signalled` at a signal, as long as signals are heeded."""
+    signals = _Signals()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if signals.heeded:
+            signals.heeded = False
+            raise _Signalled(signal.Signals(number))
+
+    before = {number: signal.signal(number, handle) for number in SIGNALS}
+    try:
+        yield signals
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _kill(mark: str) -> None:
+    """Kill every process of the run, until there is none."""
+    deadline = time.monotonic() + 15
+    while (processes := _processes(mark)) and time.monotonic() < deadline:
+        for process in processes:
+            with suppress(psutil.Error):
+                process.kill()
+        time.sleep(0.05)
+
+
+def _processes(mark: str) -> list[psutil.Process]:
+    """The processes that have the mark, and those they started: Ray's actors write over their environment."""
+    alive: dict[int, psutil.Process] = {}
+    parents: dict[int, int] = {}
+    found: set[int] = set()
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            parents[process.pid] = process.ppid()
+            alive[process.pid] = process
+            if process.environ().get(MARK) == mark:
+                found.add(process.pid)
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return [alive[pid] for pid in found]

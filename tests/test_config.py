@@ -1,0 +1,80 @@
+"""Settings: one place for name, type, default, range and meaning."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from server_app.app import make_strategy
+from server_app.config import Config, ConfigError, kebab, table
+from strategies import REGISTRY
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_pyproject_lists_every_setting_with_its_default() -> None:
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+    assert list(listed) == [kebab(field.name) for field in fields(Config)]
+    assert listed == Config().run_config()
+    assert {key: type(value) for key, value in listed.items()} == {
+        key: type(value) for key, value in Config().run_config().items()}
+
+
+def test_the_documentation_lists_every_setting() -> None:
+    assert table() in (ROOT / "docs" / "configuration.md").read_text()
+
+
+def test_what_uv_is_told_to_leave_out_is_what_pip_installs() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    names = {requirement.split("[")[0].split(">")[0].split("=")[0] for requirement in project["project"]["dependencies"]}
+    assert names == set(project["tool"]["uv"]["exclude-dependencies"])
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("local-epoch", 1, "unknown setting local-epoch; known: strategy, seed, "),
+        ("strategy", "fedamb", "strategy is 'fedamb', allowed: one of fedamp, heurfedamp, "),
+        ("dataset", "imagenet", "dataset is 'imagenet', allowed: one of digits, mnist, "),
+        ("num-clients", 0, "num-clients is 0, allowed: 2 or more (int)"),
+        ("num-clients", 1, "num-clients is 1, allowed: 2 or more (int)"),
+        ("num-rounds", "5", "num-rounds is '5', allowed: 1 or more (int)"),
+        ("num-rounds", 2.5, "num-rounds is 2.5, allowed: 1 or more (int)"),
+        ("num-rounds", True, "num-rounds is True, allowed: 1 or more (int)"),
+        ("learning-rate", 0, "learning-rate is 0.0, allowed: more than 0 (float)"),
+        ("learning-rate", float("inf"), "learning-rate is inf, allowed: more than 0 (float)"),
+        ("sigma", float("nan"), "sigma is nan, allowed: more than 0 (float)"),
+        ("fraction-train", 1.5, "fraction-train is 1.5, allowed: more than 0, at most 1 (float)"),
+        ("self-weight", 1.0, "self-weight is 1.0, allowed: 0 to below 1, uniform "),
+        ("self-weight", "half", "self-weight is 'half', allowed: 0 to below 1, uniform "),
+        ("with-replacement", "yes", "with-replacement is 'yes', allowed: true or false (bool)"),
+        ("data-dir", 3, "data-dir is 3, allowed: any text (str)"),
+    ],
+)
+def test_a_bad_setting_is_named_with_its_value_and_what_is_allowed(key, value, message) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config.from_run_config({key: value})
+    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+
+
+def test_whole_numbers_stand_for_floats_too() -> None:
+    config = Config.from_run_config({"sigma": 10, "self-weight": 0})
+    assert (config.sigma, config.self_weight) == (10.0, 0.0) and type(config.sigma) is float
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_every_method_takes_the_settings_that_are_its_own(name) -> None:
+    config = Config(strategy=name, sigma=3.0, self_weight=0.4, proximal_mu=0.7, finetune_epochs=2, lam=5.0)
+    strategy = make_strategy(config)
+    assert strategy.name == name
+    for setting in REGISTRY[name].settings:
+        assert getattr(strategy, setting) == getattr(config, setting)
+
+
+def test_fedamp_goes_by_equation_5_without_a_self_weight_and_heurfedamp_cannot() -> None:
+    assert make_strategy(Config(strategy="fedamp", self_weight="none")).self_weight is None
+    with pytest.raises(ConfigError, match="heurfedamp: self-weight is None, allowed: 0 to 1 or 'uniform'"):
+        make_strategy(Config(strategy="heurfedamp", self_weight="none"))

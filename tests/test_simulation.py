@@ -1,0 +1,83 @@
+"""The application in Flower's simulation engine, as `kindred run` and as `flwr run .` start it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import psutil
+import pytest
+from safetensors.numpy import load_file
+
+from server_app.app import run_inline
+from server_app.config import Config
+from server_app.results import read_table
+
+ROOT = Path(__file__).parent.parent
+KINDRED = Path(sysconfig.get_path("scripts")) / "kindred"
+SETTINGS = {"num_clients": 6, "num_groups": 2, "num_rounds": 3, "samples_per_client": 20, "local_epochs": 2}
+
+pytestmark = pytest.mark.engine
+
+
+def models(folder: Path) -> dict[str, bytes]:
+    found = {path.name: load_file(path) for path in sorted((folder / "models").iterdir())}
+    assert len(found) == SETTINGS["num_clients"]
+    return {name: b"".join(arrays[key].tobytes() for key in sorted(arrays)) for name, arrays in found.items()}
+
+
+def measured(folder: Path) -> list[dict]:
+    """The history but for the seconds."""
+    return [{k: v for k, v in row.items() if k != "seconds"} for row in read_table(folder / "history.csv")]
+
+
+def test_the_simulation_and_the_in_process_engine_give_the_same_bits(tmp_path) -> None:
+    sets = [f"--set={name.replace('_', '-')}={value}" for name, value in SETTINGS.items()]
+    done = subprocess.run(
+        [KINDRED, "run", f"--output-dir={tmp_path / 'ray'}", *sets], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    progress = [line for line in done.stdout.splitlines() if line.startswith("round ")]
+    assert [line.split()[1] for line in progress] == ["1/3", "2/3", "3/3"]
+    assert all("6/6 clients" in line for line in progress)
+    (simulated,) = (tmp_path / "ray").iterdir()
+
+    inline = run_inline(Config(**SETTINGS, output_dir=str(tmp_path / "inline"))).path
+    assert models(simulated) == models(inline)
+    assert measured(simulated) == measured(inline)
+    matrices = [sorted((folder / "collaboration").iterdir()) for folder in (simulated, inline)]
+    assert [path.read_bytes() for path in matrices[0]] == [path.read_bytes() for path in matrices[1]]
+
+
+def test_flwr_run_works_by_itself_and_says_how_to_get_all_clients(tmp_path) -> None:
+    """As it is typed, with Flower's 2 clients, its own local SuperLink and its own installation of dependencies."""
+    from server_app.flower import _free_port
+
+    home = tmp_path / "flwr"
+    home.mkdir()
+    (home / "config.toml").write_text('[superlink]\ndefault = "local"\n[superlink.local]\naddress = ":local-in-memory:"\n')
+    environment = os.environ | {
+        "FLWR_HOME": str(home), "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "RAY_USAGE_STATS_ENABLED": "0", "UV_OFFLINE": "1",
+        "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": str(_free_port()), "FLWR_LOCAL_CONTROL_API_PORT": str(_free_port()),
+        "PATH": f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ['PATH']}",
+    }
+    flwr = [str(Path(sysconfig.get_path("scripts")) / "flwr")]
+    before = {process.pid for process in psutil.process_iter()}
+    try:
+        done = subprocess.run(
+            [*flwr, "run", str(ROOT), "--stream", "--run-config", f'num-rounds=2 output-dir="{tmp_path / "results"}"'],
+            cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180)
+        listed = subprocess.run([*flwr, "list", "--format", "json"], cwd=tmp_path, env=environment,
+                                capture_output=True, text=True, timeout=60)
+        assert json.loads(listed.stdout)["runs"][0]["status"] == "finished:completed", done.stdout
+        assert "2 of the federation's 20 clients are here" in done.stdout
+        assert "num-supernodes=20" in done.stdout
+        (folder,) = (tmp_path / "results").iterdir()
+        assert json.loads((folder / "summary.json").read_text())["rounds"] == 2
+    finally:
+        for process in psutil.process_iter(["environ"]):
+            if process.pid not in before and (process.info["environ"] or {}).get("FLWR_HOME") == str(home):
+                process.kill()
