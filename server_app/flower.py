@@ -21,6 +21,7 @@ import sys
 import sysconfig
 import tempfile
 import time
+import tomllib
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -121,7 +122,8 @@ def run_simulation(
     run_config : mapping
         Settings of the app, of type bool, int, float or str.
     app_dir : Path
-        The app's folder. Working files lie in its folder `.kindred` as long as the run lasts.
+        The app's folder, with a `fab-include` in its pyproject.toml. Working files lie in its folder `.kindred`
+        as long as the run lasts.
     num_clients : int
         Clients to simulate.
     cpus_per_client, gpus_per_client : int, float
@@ -139,7 +141,7 @@ def run_simulation(
         with _Workspace(app_dir / ".kindred") as workspace, open(workspace.log, "w", encoding="utf-8") as file:
             log = Log(file, on_line)
             outcome = _run(workspace, log, [
-                str(app_dir), CONNECTION, "--stream",
+                str(workspace.copy_app(app_dir)), CONNECTION, "--stream",
                 "--federation-config", f"num-supernodes={num_clients} client-resources-num-cpus={cpus_per_client} "
                                        f"client-resources-num-gpus={float(gpus_per_client)}",
                 "--run-config", str(workspace.write_run_config(run_config)),
@@ -161,8 +163,9 @@ def _run(workspace: _Workspace, log: Log, arguments: list[str]) -> Outcome:
             try:
                 flwr = _start_flwr(workspace, arguments)
                 _start_superlink(workspace)
-                flwr.stdin.write("go\n")
-                flwr.stdin.flush()
+                with suppress(BrokenPipeError):  # what it said before it ended is read next
+                    flwr.stdin.write("go\n")
+                    flwr.stdin.flush()
                 return _follow(flwr, log)
             finally:
                 signals.heeded = False
@@ -302,7 +305,7 @@ def _level_and_text(line: str) -> tuple[str, str]:
 
 def shown(level: str, text: str) -> str | None:
     """What a person sees of a line of the log: progress, our own messages, warnings and errors; else None."""
-    if level == "INFO" and text.startswith("round "):
+    if level == "INFO" and text.startswith(("round ", "closing evaluation ")):
         return text
     if level == "INFO" and text.startswith("kindred: "):
         return text.removeprefix("kindred: ")
@@ -350,10 +353,20 @@ class _Workspace:
             "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
             "FLWR_DISABLE_UPDATE_CHECK": "1",
             "FLWR_TELEMETRY_ENABLED": "0",
-            "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.05",
+            "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.5",  # s; each poll costs some ms, until the end of the run
             "RAY_TMPDIR": str(self.ray),
             "RAY_USAGE_STATS_ENABLED": "0",
         }
+
+    def copy_app(self, app_dir: Path) -> Path:
+        """Copy what is shipped: in the app's folder itself, Flower takes seconds to look through a `.venv`."""
+        pyproject = tomllib.loads((app_dir / "pyproject.toml").read_text(encoding="utf-8"))
+        for pattern in ("pyproject.toml", *pyproject["tool"]["flwr"]["app"]["fab-include"]):
+            for source in app_dir.glob(pattern):
+                target = self.home / "app" / source.relative_to(app_dir)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(source, target)
+        return self.home / "app"
 
     def write_run_config(self, run_config: Mapping[str, Any]) -> Path:
         path = self.home / "run-config.toml"

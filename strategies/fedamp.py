@@ -8,7 +8,7 @@ Round k, with the clients' models w_i of the round before:
 
     Eq. 5, 7   `attention_weights`   xi_ij = alpha_k A'(||w_i - w_j||^2), xi_ii = 1 - sum_{j != i} xi_ij
     Eq. 8      `cosine_weights`      xi_ij = (1 - xi_ii) softmax_{j != i}(sigma cos(w_i, w_j)), xi_ii given
-    Eq. 5      `ClientModels.combine`  u_i = sum_j xi_ij w_j, client i's personalised cloud model
+    Eq. 5      `ClientModels.combinations`  u_i = sum_j xi_ij w_j, client i's personalised cloud model
     Eq. 6      the client            w_i = argmin F_i(w) + lam / (2 alpha_k) ||w - u_i||^2
 
 Where we depart from the paper or it is silent:
@@ -41,9 +41,6 @@ from .rounds import StoredModels, check
 from .store import BLOCK
 
 SelfWeight = float | Literal["uniform"]
-
-# Cloud models that are made at a time: enough for an efficient matrix product, few beside the models kept.
-CLOUD_MODELS_AT_ONCE = 32
 
 
 # --- The mathematics ----------------------------------------------------------------------------------
@@ -254,11 +251,9 @@ class FedAMP(StoredModels):
         weights = self._xi(at_hand, server_round)  # (m, m)
         row_of = {client: row for row, client in enumerate(at_hand)}
         self._weights = {c: dict(zip(at_hand, weights[row_of[c]].tolist())) for c in clients}
-        for start in range(0, len(clients), CLOUD_MODELS_AT_ONCE):
-            some = clients[start:start + CLOUD_MODELS_AT_ONCE]
-            cloud = self.models.combine(weights[[row_of[client] for client in some]], at_hand)  # (r, d)
-            for client, row in zip(some, cloud):
-                yield client, self.models.combined_record(row, client)
+        rows = weights[[row_of[client] for client in clients]]  # (r, m)
+        for client, cloud_model in zip(clients, self.models.combinations(rows, at_hand)):
+            yield client, self.models.combined_record(cloud_model, client)
 
     def _xi(self, at_hand: Sequence[ClientId], server_round: int) -> np.ndarray:
         distances = squared_distances(self._parameters(at_hand), len(at_hand))  # (m, m)

@@ -517,7 +517,7 @@ class StoredModels(PersonalizedStrategy):
         result = super().start(*args, **kwargs)
         clients = list(self.models)
         if clients:
-            mean = self.models.combine(np.full((1, len(clients)), 1 / len(clients)), clients)[0]
+            mean = next(self.models.combinations(np.full((1, len(clients)), 1 / len(clients)), clients))
             result.arrays = self.models.combined_record(mean, clients[0])
         return result
 
@@ -541,7 +541,7 @@ def first_line(text: str) -> str:
 def progress(line: dict[str, Any], num_rounds: int) -> str:
     """A round in one line."""
     width = len(str(num_rounds))
-    title = "closing" if line["round"] > num_rounds else f"round {line['round']:{width}}/{num_rounds}"
+    title = "closing evaluation" if line["round"] > num_rounds else f"round {line['round']:{width}}/{num_rounds}"
     parts = [title]
     if "accuracy" in line:
         parts += [f"accuracy {line['accuracy']:.1%}", f"bottom decile {line['accuracy-p10']:.1%}",

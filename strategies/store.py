@@ -12,6 +12,9 @@ from .messages import ClientId, in_order, read_record, to_record
 # Columns that one step of a blocked computation takes at a time: 100 models of it are 26 MB.
 BLOCK = 1 << 16
 
+# Sums that are made at a time: many enough for an efficient matrix product, few beside the models kept.
+SUMS_AT_ONCE = 64
+
 # What PyTorch calls the buffers of its normalisation layers.
 NORMALISATION_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -147,8 +150,8 @@ class ClientModels(Mapping[ClientId, ArrayRecord]):
             columns = slice(start, min(start + BLOCK, stop))
             yield columns, self._rows[rows, columns]
 
-    def combine(self, weights: np.ndarray, senders: Sequence[ClientId]) -> np.ndarray:
-        """Weighted sums of clients' models.
+    def combinations(self, weights: np.ndarray, senders: Sequence[ClientId]) -> Iterator[np.ndarray]:
+        """Weighted sums of clients' models, one after the other.
 
         Parameters
         ----------
@@ -156,15 +159,19 @@ class ClientModels(Mapping[ClientId, ArrayRecord]):
             A row for each sum.
         senders : sequence of m client ids
 
-        Returns
-        -------
-        ndarray, shape (r, d)
+        Yields
+        ------
+        ndarray, shape (d,)
+            To be used before the next is asked for: the memory is used again.
         """
         weights = weights.astype(self.layout.dtype)  # (r, m)
-        sums = np.empty((len(weights), self.layout.size), self.layout.dtype)  # (r, d)
-        for columns, block in self.blocks(senders):  # (m, b)
-            np.matmul(weights, block, out=sums[:, columns])
-        return sums
+        groups = np.array_split(weights, -(-len(weights) // SUMS_AT_ONCE)) if len(weights) else []
+        memory = np.empty((len(groups[0]) if groups else 0, self.layout.size), self.layout.dtype)
+        for group in groups:  # (g, m)
+            sums = memory[:len(group)]  # (g, d)
+            for columns, block in self.blocks(senders):  # (m, b)
+                np.matmul(group, block, out=sums[:, columns])
+            yield from sums
 
     def combined_record(self, row: np.ndarray, client: ClientId) -> ArrayRecord:
         """A combined model for a client: floats from `row`, integer buffers the client's own."""

@@ -1,0 +1,201 @@
+"""Plugging in: the wheel, and a Flower app of somebody else's that knows nothing but `kindred`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+import uuid
+import zipfile
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord
+from flwr.serverapp.strategy import FedProx
+from safetensors.torch import load_file
+
+from strategies import HeurFedAMP, InlineGrid, Local
+
+ROOT = Path(__file__).parent.parent
+EXAMPLE = ROOT / "examples" / "plug-in"
+CLIENTS = 8
+MARK = "PLUG_IN_TEST"  # an environment variable that every process of a test inherits
+
+
+@pytest.fixture
+def task(monkeypatch):
+    """The example's model and data."""
+    monkeypatch.syspath_prepend(EXAMPLE)
+    from plug_in import task
+
+    return task
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    source, wheels = tmp_path_factory.mktemp("wheel") / "source", tmp_path_factory.mktemp("wheels")
+    ignored = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "results", "*.egg-info")
+    shutil.copytree(ROOT, source, ignore=ignored)
+    pip("wheel", "--no-build-isolation", "--wheel-dir", str(wheels), str(source))
+    (wheel,) = wheels.glob("*.whl")
+    return wheel
+
+
+def pip(command: str, *arguments: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "pip", command, "--quiet", "--no-deps", "--no-index", *arguments],
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_wheel_holds_the_library_and_nothing_else(wheel) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    code = {name for name in names if ".dist-info/" not in name}
+    assert code == {f"kindred/{path.relative_to(ROOT / 'strategies')}" for path in (ROOT / "strategies").rglob("*.py")}
+
+
+def test_the_example_gains_by_its_strategy_alone(task) -> None:
+    from plug_in.client_app import app
+
+    def run(strategy):
+        torch.manual_seed(0)
+        return strategy.start(
+            InlineGrid(app, CLIENTS, {"local-epochs": 5}), ArrayRecord(task.make_net().state_dict()), 4,
+            train_config=ConfigRecord({"lr": 0.002}),
+        ).evaluate_metrics_clientapp[4]["eval_acc"]
+
+    one_model, alone = run(FedProx(proximal_mu=0.01)), run(Local())
+    heurfedamp = HeurFedAMP(sigma=100, self_weight=0.2)
+    together = run(heurfedamp)
+    assert together > alone + 0.02 and together > one_model + 0.2
+    # Each client of a group has learnt from the group's other one, and from hardly anyone else.
+    clients, weights = heurfedamp.collaboration()
+    partition = np.array(clients) - min(clients)
+    partner = (partition[:, None] - partition[None, :]) % CLIENTS == task.GROUPS
+    assert weights[partner] == pytest.approx(np.full(CLIENTS, 0.8), abs=0.01)
+
+
+# --- Flower's own command ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def environment(tmp_path, wheel) -> Iterator[dict[str, str]]:
+    """What `flwr` needs to run with the wheel, without a network, and apart from every other Flower."""
+    site = tmp_path / "site"
+    pip("install", "--target", str(site), str(wheel))
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "config.toml").write_text(
+        '[superlink]\ndefault = "local"\n[superlink.local]\naddress = ":local-in-memory:"\n')
+    ports = free_ports(2)
+    environment = dict(os.environ)
+    for name in ("RAY_ADDRESS", "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION"):
+        environment.pop(name, None)
+    ray = tempfile.mkdtemp(prefix="plug-in-", dir="/tmp")  # Ray's sockets want a short path
+    mark = uuid.uuid4().hex
+    environment |= {
+        MARK: mark,
+        "PYTHONPATH": str(site),
+        "PATH": os.pathsep.join([sysconfig.get_path("scripts"), environment.get("PATH", os.defpath)]),
+        "no_proxy": "127.0.0.1,localhost",
+        "UV_OFFLINE": "1",
+        "UV_CACHE_DIR": str(tmp_path / "uv"),
+        "FLWR_HOME": str(home),
+        "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": str(ports[0]),
+        "FLWR_LOCAL_CONTROL_API_PORT": str(ports[1]),
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "RAY_TMPDIR": ray,
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    try:
+        yield environment
+    finally:
+        # The SuperLink that `flwr run` has started would stay for ever.
+        deadline = time.monotonic() + 15
+        while (left := processes(mark)) and time.monotonic() < deadline:
+            for process in left:
+                with suppress(psutil.Error):
+                    process.kill()
+            time.sleep(0.05)
+        shutil.rmtree(ray, ignore_errors=True)
+        assert not left
+
+
+def free_ports(count: int) -> list[int]:
+    probes = [socket.socket() for _ in range(count)]
+    for probe in probes:
+        probe.bind(("127.0.0.1", 0))
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+def processes(mark: str) -> set[psutil.Process]:
+    """The processes with the mark, and those they started: Ray's workers write over their environment."""
+    found = set()
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get(MARK) == mark:
+                found |= {process, *process.children(recursive=True)}
+    return found
+
+
+@pytest.mark.engine
+def test_the_example_runs_with_the_wheel_alone(tmp_path, environment, task) -> None:
+    app = tmp_path / "app"
+    shutil.copytree(EXAMPLE, app, ignore=shutil.ignore_patterns("__pycache__", "models"))
+
+    def do(*command: str) -> str:
+        done = subprocess.run(command, cwd=app, env=environment, timeout=180, text=True, errors="replace",
+                              stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        assert done.returncode == 0, done.stdout
+        return done.stdout
+
+    imported = do(sys.executable, "-c", "import kindred; print(kindred.__file__)").strip()
+    assert Path(imported).is_relative_to(environment["PYTHONPATH"])
+
+    said = do("flwr", "run", ".", "--stream", "--run-config", "num-rounds=4",
+              "--federation-config", f"num-supernodes={CLIENTS} client-resources-num-cpus=1")
+    listed = do("flwr", "list", "--format", "json")
+    (run,) = json.loads(listed[listed.index("{"):])["runs"]
+    assert run["status"] == "finished:completed", said
+    # uv was asked, found nothing to do, and so did well without a network.
+    assert "No additional application dependencies needed installation" in said
+
+    accuracies = {name: float(value) for name, value in re.findall(r"^client (\d+): eval_acc ([\d.]+)$", said, re.M)}
+    (mean, folder), = re.findall(r"^mean eval_acc ([\d.]+); personal models in (.+)$", said, re.M)
+    assert len(accuracies) == CLIENTS
+    assert float(mean) == pytest.approx(np.mean(list(accuracies.values())), abs=1e-3)
+
+    assert Path(folder).parent == app / "models"
+    models = {path.stem: load_file(path) for path in Path(folder).iterdir()}
+    assert models.keys() == accuracies.keys()
+    # Nodes have no names of their own, but a model shows whose it is: it suits one group, two models each.
+    best_for = []
+    for name, model in models.items():
+        scores = np.array([accuracy_at(task, model, partition) for partition in range(CLIENTS)])  # (clients,)
+        group = int(np.argmax([scores[g::task.GROUPS].mean() for g in range(task.GROUPS)]))
+        best_for.append(group)
+        # What was printed is the personal model's accuracy at a client of that group.
+        assert np.abs(scores[group::task.GROUPS] - accuracies[name]).min() < 1e-3
+    assert sorted(best_for) == sorted(partition % task.GROUPS for partition in range(CLIENTS))
+
+
+def accuracy_at(task, model: dict[str, torch.Tensor], partition: int) -> float:
+    net = task.make_net()
+    net.load_state_dict(model)
+    _, _, x, y = task.load_data(partition, CLIENTS)
+    return task.test(net, x, y)[1]

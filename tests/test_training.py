@@ -1,0 +1,543 @@
+"""The local loop: its steps by hand and against plain PyTorch, its order, its arrays."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from strategies.models import make_model
+from strategies.training import evaluate, get_arrays, pick_device, set_arrays, train
+
+SETTINGS = {"epochs": 1, "batch_size": 10, "optimizer": "sgd", "learning_rate": 0.1}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def order(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def images(n: int, shape=(1, 8, 8), classes: int = 10, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Noise with a bright row that tells the class."""
+    generator = order(seed)
+    y = torch.arange(n) % classes
+    x = 0.3 * torch.randn(n, *shape, generator=generator)
+    x[torch.arange(n), :, y % shape[1]] += 1.0 + (y // shape[1])[:, None, None]
+    return x, y
+
+
+def two_weights() -> nn.Module:
+    """Logits w0 x and w1 x, from w = 0."""
+    model = nn.Linear(1, 2, bias=False)
+    nn.init.zeros_(model.weight)
+    return model
+
+
+ONE = torch.ones(1, 1), torch.zeros(1, dtype=torch.int64)  # x = 1 of class 0
+
+
+# Steps by hand
+
+
+def test_one_step_of_sgd():
+    # softmax(0, 0) = (1/2, 1/2), gradient (1/2 - 1, 1/2), step 0.1
+    model = two_weights()
+    loss = train(model, *ONE, **SETTINGS, generator=order())
+    assert loss == pytest.approx(math.log(2), abs=1e-7)
+    assert model.weight.flatten().tolist() == pytest.approx([0.05, -0.05], abs=1e-7)
+
+
+@pytest.mark.parametrize("mu", [0.0, 1.0, 3.0])
+def test_proximal_term(mu):
+    # The first step is as above, as the term is 0 at the start. Then w = (0.05, -0.05), where class 1 has
+    # probability q = 1 / (1 + e^0.1): gradient of F (-q, q), of the term mu (0.05, -0.05).
+    q = 1 / (1 + math.exp(0.1))
+    expected = 0.05 - 0.1 * (-q + mu * 0.05)
+    model = two_weights()
+    loss = train(model, *ONE, **SETTINGS | {"epochs": 2}, proximal_mu=mu, generator=order())
+    assert model.weight.flatten().tolist() == pytest.approx([expected, -expected], abs=1e-7)
+    # The loss is that of F alone: ln 2, then ln(1 + e^-0.1).
+    assert loss == pytest.approx((math.log(2) + math.log1p(math.exp(-0.1))) / 2, abs=1e-6)
+
+
+def test_two_steps_of_sgd_with_momentum():
+    # v1 = (-0.5, 0.5), w1 = (0.05, -0.05); v2 = 0.9 v1 + (-q, q), w2 = w1 - 0.1 v2
+    q = 1 / (1 + math.exp(0.1))
+    expected = 0.05 + 0.1 * (0.45 + q)
+    model = two_weights()
+    train(model, *ONE, **SETTINGS | {"epochs": 2}, momentum=0.9, generator=order())
+    assert model.weight.flatten().tolist() == pytest.approx([expected, -expected], abs=1e-7)
+
+
+def test_one_step_of_adam_is_the_learning_rate():
+    # m / sqrt(v) after the corrections is the gradient's sign.
+    model = two_weights()
+    train(model, *ONE, **SETTINGS | {"optimizer": "adam", "learning_rate": 0.002}, generator=order())
+    assert model.weight.flatten().tolist() == pytest.approx([0.002, -0.002], rel=1e-5)
+
+
+def test_loss_counts_every_sample_once():
+    # Batches of 2 and 3 with a step size that moves nothing: their means must not be averaged as equals.
+    x = torch.tensor([[0.0], [1.0], [2.0], [3.0], [4.0]])
+    y = torch.tensor([0, 0, 0, 0, 1])
+    model = nn.Linear(1, 2, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[1.0], [-1.0]]))
+    # Two classes and logits (x, -x): -ln p of class 0 is ln(1 + e^-2x), of class 1 ln(1 + e^2x).
+    expected = (sum(math.log1p(math.exp(-2 * v)) for v in range(4)) + math.log1p(math.exp(8))) / 5
+    loss = train(model, x, y, **SETTINGS | {"batch_size": 2, "learning_rate": 1e-12, "epochs": 3}, generator=order())
+    assert loss == pytest.approx(expected, rel=1e-6)
+
+
+# Against plain PyTorch
+
+
+def plain(model, x, y, steps, optimizer, mu):
+    """Full-batch training with the proximal term in the loss."""
+    received = [parameter.detach().clone() for parameter in model.parameters()]
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        if mu:
+            loss = loss + mu / 2 * sum(((w - u) ** 2).sum() for w, u in zip(model.parameters(), received, strict=True))
+        loss.backward()
+        optimizer.step()
+
+
+OPTIMIZERS = {
+    "adam": lambda model: torch.optim.Adam(model.parameters(), lr=0.01),
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
+}
+
+
+def assert_close(model: nn.Module, expected: nn.Module, tolerance: float) -> None:
+    for (name, one), two in zip(model.state_dict().items(), expected.state_dict().values(), strict=True):
+        torch.testing.assert_close(one, two, rtol=tolerance, atol=tolerance, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@pytest.mark.parametrize(("name", "optimizer", "mu"), [
+    ("digits-cnn", "adam", 0.0), ("digits-cnn", "adam", 0.5), ("digits-cnn", "sgd", 0.0), ("digits-cnn", "sgd", 0.5),
+    ("resnet18", "adam", 0.5),
+])
+def test_steps_are_those_of_plain_pytorch(name, optimizer, mu):
+    x, y = images(12, (3, 8, 8))
+    model = make_model(name, (3, 8, 8), 10, seed=1).double()
+    expected, start = copy.deepcopy(model), copy.deepcopy(model)
+    plain(expected, x.double(), y, 4, OPTIMIZERS[optimizer](expected), mu)
+    train(model, x.double(), y, epochs=4, batch_size=12, optimizer=optimizer, learning_rate=0.01, momentum=0.9,
+          proximal_mu=mu, generator=order())
+    assert_close(model, expected, 1e-7)
+    assert (model.conv1.weight - start.conv1.weight).abs().max() > 1e-4  # far more than the tolerance
+
+
+@pytest.mark.parametrize(("name", "shape", "n"), [
+    ("digits-cnn", (1, 8, 8), 12),  # few images
+    ("digits-cnn", (3, 8, 8), 40),
+    ("mcmahan-cnn", (1, 28, 28), 12),
+    ("cnn2", (3, 16, 16), 20),
+])
+def test_layout_and_kernels_change_no_value(name, shape, n):
+    x, y = images(n, shape)
+    model = make_model(name, shape, 10, seed=1)
+    expected = copy.deepcopy(model)
+    plain(expected, x, y, 3, torch.optim.SGD(expected.parameters(), lr=0.01), 0.0)
+    train(model, x, y, epochs=3, batch_size=n, optimizer="sgd", learning_rate=0.01, generator=order())
+    assert_close(model, expected, 1e-4)
+
+
+def test_parameters_out_of_use_or_frozen_stay():
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.frozen, self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 2), nn.Linear(4, 2)
+            self.frozen.requires_grad_(False)
+
+        def forward(self, x):
+            return self.used(self.frozen(x))
+
+    for optimizer in OPTIMIZERS:
+        model = Heads()
+        before = get_arrays(model)
+        train(model, torch.randn(6, 4), torch.arange(6) % 2, **SETTINGS | {"optimizer": optimizer}, momentum=0.5,
+              proximal_mu=1.0, generator=order())
+        after = get_arrays(model)
+        assert {name for name in after if not np.array_equal(after[name], before[name])} == {"used.weight", "used.bias"}
+
+
+# Learning
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+def test_it_learns(optimizer, precision):
+    x, y = images(60)
+    model = make_model("digits-cnn", (1, 8, 8), 10, seed=0)
+    accuracy, loss = evaluate(model, x, y)
+    rate = {"adam": 0.003, "sgd": 0.1}[optimizer]
+    means = [
+        train(model, x, y, epochs=5, batch_size=10, optimizer=optimizer, learning_rate=rate, momentum=0.5,
+              precision=precision, generator=order(k))
+        for k in range(4)
+    ]
+    learnt_accuracy, learnt_loss = evaluate(model, x, y)
+    assert means[-1] < 0.5 * means[0]
+    assert learnt_loss < 0.2 * loss
+    assert accuracy < 0.4 and learnt_accuracy > 0.95
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+def test_bfloat16_is_another_arithmetic_with_nearly_the_same_result():
+    x, y = images(20)
+    results = []
+    for precision in ("float32", "bfloat16"):
+        model = make_model("digits-cnn", (1, 8, 8), 10, seed=0)
+        train(model, x, y, **SETTINGS, precision=precision, generator=order())
+        results.append(np.concatenate([array.ravel() for array in get_arrays(model).values()]))
+    assert 0 < np.abs(results[0] - results[1]).max() < 0.02
+
+
+def test_a_strong_proximal_term_holds_the_model_back():
+    x, y = images(40)
+    moved = []
+    for mu in (0.0, 1.0, 10.0):
+        model = make_model("digits-cnn", (1, 8, 8), 10, seed=0)
+        before = get_arrays(model)
+        train(model, x, y, **SETTINGS | {"epochs": 5, "learning_rate": 0.05}, proximal_mu=mu, generator=order())
+        moved.append(sum(float(((array - before[name]) ** 2).sum()) for name, array in get_arrays(model).items()))
+    assert moved[0] > 2 * moved[1] > 4 * moved[2] > 0
+
+
+# Batch normalisation
+
+
+class Normalised(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.BatchNorm1d(3), nn.Linear(3, 2))
+
+
+def test_a_single_sample_left_over_is_trained_on():
+    # Batches of 10 from 21 samples; BatchNorm1d raises on a batch of one.
+    x, y = torch.randn(21, 3, generator=order()), torch.arange(21) % 2
+    model = Normalised()
+    assert math.isfinite(train(model, x, y, **SETTINGS, generator=order()))
+    assert int(model[0].num_batches_tracked) == 2
+
+
+def test_proximal_term_leaves_buffers_alone():
+    # One full batch: the running mean is 0.1 times the batch's, whatever mu is.
+    x, y = torch.randn(8, 3, generator=order()) + 5, torch.arange(8) % 2
+    model = Normalised()
+    train(model, x, y, **SETTINGS, proximal_mu=5.0, generator=order())
+    torch.testing.assert_close(model[0].running_mean, 0.1 * x.mean(0))
+    assert int(model[0].num_batches_tracked) == 1
+
+
+def test_training_trains_and_evaluation_does_not():
+    x, y = torch.randn(8, 3, generator=order()), torch.arange(8) % 2
+    model = Normalised()
+    for mode in (True, False):
+        model.train(mode)
+        before = get_arrays(model)
+        evaluate(model, x, y)
+        assert model.training is mode
+        assert all(np.array_equal(array, before[name]) for name, array in get_arrays(model).items())
+    train(model, x, y, **SETTINGS, generator=order())  # after eval(): in training mode all the same
+    assert int(model[0].num_batches_tracked) == 1
+
+
+# Order and determinism
+
+
+class Recorder(nn.Module):
+    """Remembers which samples came together; sample k is the number k."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.batches = []
+
+    def forward(self, x):
+        self.batches.append([int(value) for value in x[:, 0]])
+        return torch.cat([x, -x], 1) * self.scale * 1e-3
+
+
+@settings(max_examples=60, deadline=None)
+@given(n=st.integers(1, 40), batch_size=st.integers(1, 45), epochs=st.integers(1, 3), seed=st.integers(0, 99))
+def test_an_epoch_takes_every_sample_once(n, batch_size, epochs, seed):
+    def batches():
+        model = Recorder()
+        train(model, torch.arange(n)[:, None].float(), torch.arange(n) % 2,
+              **SETTINGS | {"epochs": epochs, "batch_size": batch_size}, generator=order(seed))
+        return model.batches
+
+    made = batches()
+    assert made == batches()
+    samples = [sample for batch in made for sample in batch]
+    assert len(samples) == epochs * n
+    for epoch in range(epochs):
+        assert sorted(samples[epoch * n:(epoch + 1) * n]) == list(range(n))
+    sizes = [len(batch) for batch in made]
+    assert max(sizes) <= batch_size + 1
+    assert min(sizes) > 1 or n == 1 or batch_size == 1
+    assert len(sizes) <= epochs * math.ceil(n / batch_size)
+
+
+def test_order_is_new_in_every_epoch_and_for_every_seed():
+    orders = []
+    for seed in (0, 1):
+        model = Recorder()
+        train(model, torch.arange(30)[:, None].float(), torch.arange(30) % 2,
+              **SETTINGS | {"epochs": 2, "batch_size": 30}, generator=order(seed))
+        orders += [tuple(batch) for batch in model.batches]
+    assert len(set(orders)) == 4
+
+
+def test_global_random_state_has_no_part():
+    x, y = images(25)
+    results = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        before = torch.get_rng_state()
+        model = make_model("digits-cnn", (1, 8, 8), 10, seed=0)
+        train(model, x, y, **SETTINGS, generator=order())
+        assert torch.equal(torch.get_rng_state(), before)
+        results.append(get_arrays(model))
+    assert all(np.array_equal(results[0][name], results[1][name]) for name in results[0])
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+@pytest.mark.parametrize(("name", "shape"), [("digits-cnn", (1, 8, 8)), ("resnet18", (3, 8, 8))])
+def test_a_module_used_for_another_client_gives_the_same_bits(name, shape, optimizer):
+    received = get_arrays(make_model(name, shape, 10, seed=0))
+
+    def work(model, seed):
+        set_arrays(model, received)
+        x, y = images(11, shape, seed=seed)
+        loss = train(model, x, y, epochs=2, batch_size=5, optimizer=optimizer, learning_rate=0.01, momentum=0.9,
+                     proximal_mu=0.1, generator=order(seed))
+        return loss, evaluate(model, x, y), get_arrays(model)
+
+    fresh = work(make_model(name, shape, 10, seed=0), 1)
+    model = make_model(name, shape, 10, seed=3)
+    work(model, 2)
+    again = work(model, 1)
+    assert again[:2] == fresh[:2]
+    assert all(np.array_equal(again[2][key], fresh[2][key]) for key in received)
+
+
+# Evaluation
+
+
+def test_accuracy_and_loss_by_hand():
+    # The samples are the logits: probabilities of class 1 are 3/4 and 1/4, so -ln p = ln 4/3 and ln 4.
+    x = torch.tensor([[0.0, math.log(3)], [math.log(3), 0.0]])
+    accuracy, loss = evaluate(nn.Identity(), x, torch.tensor([1, 1]))
+    assert accuracy == 0.5
+    assert loss == pytest.approx((math.log(4 / 3) + math.log(4)) / 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 50, 1000])
+def test_evaluation_by_batches_is_that_of_all(batch_size):
+    x, y = images(50)
+    model = make_model("digits-cnn", (1, 8, 8), 10, seed=0)
+    with torch.inference_mode():
+        logits = model(x)
+    expected = (float((logits.argmax(1) == y).double().mean()), float(F.cross_entropy(logits, y)))
+    assert evaluate(model, x, y, batch_size) == pytest.approx(expected, rel=1e-5)
+
+
+# Nothing to do, and what is refused
+
+
+@pytest.mark.parametrize(("epochs", "n"), [(0, 8), (3, 0)])
+def test_without_steps_the_model_stays_and_there_is_no_loss(epochs, n):
+    model = make_model("digits-cnn", (1, 8, 8), 10, seed=0)
+    before = get_arrays(model)
+    loss = train(model, torch.zeros(n, 1, 8, 8), torch.zeros(n, dtype=torch.int64), **SETTINGS | {"epochs": epochs},
+                 proximal_mu=1.0, generator=order())
+    assert math.isnan(loss)
+    assert all(np.array_equal(array, before[name]) for name, array in get_arrays(model).items())
+
+
+def test_evaluation_of_nothing_is_no_number():
+    accuracy, loss = evaluate(nn.Identity(), torch.zeros(0, 2), torch.zeros(0, dtype=torch.int64))
+    assert math.isnan(accuracy) and math.isnan(loss)
+
+
+@pytest.mark.parametrize(("name", "value", "allowed"), [
+    ("epochs", -1, "0 or more"),
+    ("batch_size", 0, "1 or more"),
+    ("optimizer", "adagrad", "adam, sgd"),
+    ("learning_rate", 0.0, "more than 0"),
+    ("learning_rate", math.nan, "more than 0"),
+    ("momentum", 1.5, "0 to 1"),
+    ("proximal_mu", -0.1, "0 or more"),
+    ("proximal_mu", math.inf, "0 or more"),
+    ("precision", "float16", "float32, bfloat16"),
+])
+def test_bad_settings_are_refused_before_any_step(name, value, allowed):
+    model = two_weights()
+    with pytest.raises(ValueError) as refused:
+        train(model, *ONE, **SETTINGS | {name: value}, generator=order())
+    assert str(refused.value) == f"{name} is {value!r}, allowed: {allowed}"
+    assert model.weight.abs().sum() == 0
+
+
+def test_a_model_that_fails_leaves_torch_as_it_was():
+    class Failing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, x):
+            raise ArithmeticError
+
+    x, y = images(10)
+    with pytest.raises(ArithmeticError):
+        train(Failing(), x, y, **SETTINGS, generator=order())
+    assert torch.backends.mkldnn.enabled
+    assert torch.is_grad_enabled()
+
+
+# Arrays
+
+
+@pytest.mark.parametrize(("name", "shape"), [("digits-cnn", (3, 8, 8)), ("resnet18", (3, 8, 8))])
+def test_arrays_carry_a_trained_model_to_another_module(name, shape):
+    x, y = images(20, shape)
+    model = make_model(name, shape, 10, seed=0)
+    standard = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
+    train(model, x, y, **SETTINGS, generator=order())
+    arrays = get_arrays(model)
+    assert {key: array.shape for key, array in arrays.items()} == standard
+    assert all(array.flags.c_contiguous for array in arrays.values())
+    for key, tensor in model.state_dict().items():
+        assert np.array_equal(arrays[key], tensor.numpy())
+    other = make_model(name, shape, 10, seed=9)
+    set_arrays(other, arrays)
+    assert evaluate(other, x, y) == pytest.approx(evaluate(model, x, y), rel=1e-5)
+    assert all(np.array_equal(array, arrays[key]) for key, array in get_arrays(other).items())
+
+
+def test_arrays_and_model_share_nothing():
+    model = make_model("digits-cnn", (1, 8, 8), 10, seed=0)
+    arrays = get_arrays(model)
+    kept = {name: array.copy() for name, array in arrays.items()}
+    train(model, *images(10), **SETTINGS, generator=order())
+    assert all(np.array_equal(arrays[name], kept[name]) for name in kept)
+    set_arrays(model, arrays)
+    for array in arrays.values():
+        array += 1
+    assert all(np.array_equal(array, kept[name]) for name, array in get_arrays(model).items())
+
+
+def test_read_only_float64_and_strided_arrays_are_taken():
+    model = Normalised()
+    arrays = {name: np.array(array + 1) for name, array in get_arrays(model).items()}
+    arrays["1.weight"] = np.asfortranarray(arrays["1.weight"].astype(np.float64))
+    for array in arrays.values():
+        array.flags.writeable = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        set_arrays(model, dict(reversed(arrays.items())))
+    assert all(np.array_equal(array, arrays[name]) for name, array in get_arrays(model).items())
+    assert model[1].weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    (lambda arrays: arrays.pop("1.bias"), ["'1.bias'", "missing"]),
+    (lambda arrays: arrays.update({"2.bias": np.zeros(2)}), ["'2.bias'", "1.bias"]),
+    (lambda arrays: arrays.update({"1.weight": np.zeros((3, 2))}), ["'1.weight'", "(3, 2)", "(2, 3)"]),
+    (lambda arrays: arrays.update({"1.bias": np.zeros((1, 2))}), ["'1.bias'", "(1, 2)", "(2,)"]),
+    (lambda arrays: arrays.update({"0.num_batches_tracked": np.array(1.5)}), ["num_batches", "float64", "int64"]),
+    (lambda arrays: arrays.update({"1.bias": np.zeros(2, complex)}), ["'1.bias'", "complex128", "float32"]),
+])
+def test_arrays_of_another_model_are_refused_whole(change, words):
+    model = Normalised()
+    before = get_arrays(model)
+    arrays = {name: array + 1 for name, array in before.items()}
+    change(arrays)
+    with pytest.raises(ValueError) as refused:
+        set_arrays(model, arrays)
+    text = str(refused.value)
+    assert "\n" not in text
+    assert [word for word in words if word not in text] == []
+    assert all(np.array_equal(array, before[name]) for name, array in get_arrays(model).items())
+
+
+# Devices
+
+
+def test_devices():
+    assert pick_device("cpu") == torch.device("cpu")
+    assert pick_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
+    with pytest.raises(ValueError, match="device is 'tpu', allowed: auto, cpu, cuda"):
+        pick_device("tpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+def test_a_gpu_that_is_not_there():
+    with pytest.raises(ValueError, match="device is cuda and torch finds no CUDA GPU.*cpu or auto"):
+        pick_device("cuda")
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+@pytest.mark.parametrize(("name", "shape"), [("digits-cnn", (1, 8, 8)), ("cnn2", (3, 8, 8)), ("resnet18", (3, 8, 8))])
+def test_a_gpu_gives_what_the_cpu_gives(name, shape, optimizer):
+    x, y = images(22, shape)
+    results = []
+    for device in (torch.device("cpu"), pick_device("cuda")):
+        model = make_model(name, shape, 10, seed=0).double().to(device)
+        there = x.double().to(device), y.to(device)
+        loss = train(model, *there, epochs=2, batch_size=10, optimizer=optimizer, learning_rate=0.01, momentum=0.9,
+                     proximal_mu=0.1, generator=order())
+        assert next(model.parameters()).device.type == device.type
+        results.append((loss, evaluate(model, *there), get_arrays(model)))
+    (loss, evaluation, arrays), (gpu_loss, gpu_evaluation, gpu_arrays) = results
+    assert gpu_loss == pytest.approx(loss, rel=1e-6)
+    assert gpu_evaluation == pytest.approx(evaluation, rel=1e-6)
+    for key, array in arrays.items():
+        np.testing.assert_allclose(gpu_arrays[key], array, rtol=1e-5, atol=1e-6, err_msg=key)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_it_learns_on_a_gpu(precision):
+    device = pick_device("cuda")
+    x, y = (tensor.to(device) for tensor in images(60))
+    model = make_model("digits-cnn", (1, 8, 8), 10, seed=0).to(device)
+    train(model, x, y, epochs=20, batch_size=10, optimizer="adam", learning_rate=0.003, precision=precision,
+          generator=order())
+    assert evaluate(model, x, y)[0] > 0.95
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_arrays_come_and_go_between_gpu_and_host():
+    model = make_model("resnet18", (3, 8, 8), 10, seed=0).to(pick_device("cuda"))
+    arrays = get_arrays(make_model("resnet18", (3, 8, 8), 10, seed=1))
+    set_arrays(model, arrays)
+    returned = get_arrays(model)
+    assert all(np.array_equal(returned[name], arrays[name]) for name in arrays)
+    assert all(array.flags.c_contiguous and array.flags.writeable for array in returned.values())
