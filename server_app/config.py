@@ -73,9 +73,17 @@ class Config:
     data_dir: str = setting("", ANY_TEXT, "folder (or .npz file) of the dataset; digits needs none")
     partition: str = setting("rotated", one_of(*PARTITIONS), "how clients' data differ")
     num_clients: int = setting(20, at_least(2), "clients among whom the data are divided")
-    num_groups: int = setting(4, at_least(1), "groups of like clients, where the partition has groups and no sizes of its own")
-    samples_per_client: int = setting(0, at_least(0), "training images a client; 0: as the partition's paper says, else 40 for digits and at most 500 elsewhere")
-    with_replacement: bool = setting(False, TRUE_OR_FALSE, "draw images anew when a class is used up, instead of ending with an error")
+    num_groups: int = setting(
+        4, at_least(1), "groups of like clients, where the partition has groups and no sizes of its own"
+    )
+    samples_per_client: int = setting(
+        0,
+        at_least(0),
+        "training images a client; 0: as the partition's paper says, else 40 for digits and at most 500 elsewhere",
+    )
+    with_replacement: bool = setting(
+        False, TRUE_OR_FALSE, "draw images anew when a class is used up, instead of ending with an error"
+    )
 
     model: str = setting("auto", one_of("auto", *MODELS), "the network; auto: the one for the images' size")
     local_epochs: int = setting(5, at_least(0), "epochs of local training a round")
@@ -83,8 +91,12 @@ class Config:
     optimizer: str = setting("adam", one_of("adam", "sgd"), "local optimiser")
     learning_rate: float = setting(0.002, above(0), "step size of the local optimiser")
     momentum: float = setting(0.0, within(0, 1), "momentum of sgd")
-    precision: str = setting("float32", one_of("float32", "bfloat16"), "arithmetic of local training; bfloat16 by autocast")
-    device: str = setting("auto", one_of("auto", "cpu", "cuda"), "where clients train; auto: the GPU where there is one")
+    precision: str = setting(
+        "float32", one_of("float32", "bfloat16"), "arithmetic of local training; bfloat16 by autocast"
+    )
+    device: str = setting(
+        "auto", one_of("auto", "cpu", "cuda"), "where clients train; auto: the GPU where there is one"
+    )
 
     fraction_train: float = setting(1.0, a_share(), "share of the clients that take part in a round")
     min_train_clients: int = setting(2, at_least(1), "clients that take part in a round at the least")
@@ -93,13 +105,25 @@ class Config:
     round_timeout: float = setting(3600.0, above(0), "seconds after which a round ends with those who answered")
 
     sigma: float = setting(100.0, above(0), "FedAMP: scale of the squared distance; HeurFedAMP: scale of the cosine")
-    self_weight: float | str = setting(0.2, ("0 to below 1, uniform (1 / clients online), or none (FedAMP: Eq. 5 as written)", _is_self_weight), "FedAMP, HeurFedAMP: share of a client's own model in its cloud model")
-    alpha: float = setting(1e4, above(0), "FedAMP, HeurFedAMP: step size of the collaboration; the proximal weight is lam / alpha")
+    self_weight: float | str = setting(
+        0.2,
+        ("0 to below 1, uniform (1 / clients online), or none (FedAMP: Eq. 5 as written)", _is_self_weight),
+        "FedAMP, HeurFedAMP: share of a client's own model in its cloud model",
+    )
+    alpha: float = setting(
+        1e4, above(0), "FedAMP, HeurFedAMP: step size of the collaboration; the proximal weight is lam / alpha"
+    )
     alpha_decay: float = setting(0.1, a_share(), "factor on alpha every alpha-decay-every rounds")
     alpha_decay_every: int = setting(30, at_least(1), "rounds between two decays of alpha")
     lam: float = setting(1.0, at_least(0), "FedAMP, HeurFedAMP: weight of the collaboration term (lambda)")
-    proximal_mu: float = setting(0.01, at_least(0), "FedProx, FedProx-FT: weight mu of the proximal term, mu/2 times the squared distance from the global model")
-    finetune_epochs: int = setting(1, at_least(0), "FedAvg-FT, FedProx-FT: epochs by which a client tunes the global model for itself")
+    proximal_mu: float = setting(
+        0.01,
+        at_least(0),
+        "FedProx, FedProx-FT: weight mu of the proximal term, mu/2 times the squared distance from the global model",
+    )
+    finetune_epochs: int = setting(
+        1, at_least(0), "FedAvg-FT, FedProx-FT: epochs by which a client tunes the global model for itself"
+    )
 
     def __post_init__(self) -> None:
         for spec in fields(self):
@@ -138,7 +162,9 @@ def _as_declared(spec: Field, value: Any) -> Any:
 
 def _check(spec: Field, value: Any) -> None:
     allowed, holds = spec.metadata["allowed"]
-    types = {"int": (int,), "float": (float,), "str": (str,), "bool": (bool,), "float | str": (float, str)}[str(spec.type)]
+    types = {"int": (int,), "float": (float,), "str": (str,), "bool": (bool,), "float | str": (float, str)}[
+        str(spec.type)
+    ]
     if type(value) not in types or (isinstance(value, float) and not math.isfinite(value)) or not holds(value):
         raise ConfigError(f"{kebab(spec.name)} is {value!r}, allowed: {allowed} ({spec.type})")
 
@@ -149,7 +175,9 @@ def table() -> str:
     for spec in fields(Config):
         kind = str(spec.type).replace(" | ", " or ")
         default = json.dumps(spec.default)
-        lines.append(f"| `{kebab(spec.name)}` | {kind} | {default} | {spec.metadata['allowed'][0]} | {spec.metadata['meaning']} |")
+        lines.append(
+            f"| `{kebab(spec.name)}` | {kind} | {default} | {spec.metadata['allowed'][0]} | {spec.metadata['meaning']} |"
+        )
     return "\n".join(lines)
 
 

@@ -23,7 +23,7 @@ import tempfile
 import time
 import tomllib
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -62,6 +62,7 @@ SEPARATOR = "\x1e"
 FLWR = f"""
 import sys
 from flwr.cli.app import app
+app.rich_markup_mode = None  # errors in a line, not in a box
 if not sys.stdin.readline():
     sys.exit(1)
 try:
@@ -178,7 +179,7 @@ def _start_flwr(workspace: _Workspace, arguments: list[str]) -> subprocess.Popen
     return subprocess.Popen(
         [sys.executable, "-P", "-c", FLWR, *arguments],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8", errors="replace",
-        env=workspace.environment | {"PYTHONUNBUFFERED": "1", "PYTHONUTF8": "1"},
+        env=workspace.environment | {"PYTHONUNBUFFERED": "1", "PYTHONUTF8": "1", "TYPER_STANDARD_TRACEBACK": "1"},
         cwd=workspace.directory, start_new_session=True,
     )  # fmt: skip
 
@@ -293,13 +294,16 @@ class Log:
             if name in BAD_INPUT:
                 return Outcome(2, message, self.results)
             return Outcome(1, f"{name}: {message}" if message else name, self.results)
-        reason = details.strip().partition("\n")[0] or self._last or "it says nothing about why"
+        reason = details.strip().partition("\n")[0] or self._last.removeprefix("Error: ") or "Flower says nothing about why"
+        if reason.startswith("No heartbeat"):
+            reason = "the simulation's process was killed; most often the machine has too little memory"
         return Outcome(1, f"the run failed: {reason}", self.results)
 
 
 def _level_and_text(line: str) -> tuple[str, str]:
-    """Take a line of Flower's logger apart; other lines have the level "". Where a line is from does not matter."""
-    found = re.match(r"(?:\(\w+ pid=\d+\) )?(DEBUG|INFO|WARNING|ERROR|CRITICAL) *: +(.*)", line)
+    """Take a line of Flower's logger apart; other lines have the level ""."""
+    line = re.sub(r"^\(\w+ pid=[^)]*\) ?", "", line)  # what Ray puts before the lines of an actor
+    found = re.match(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) *: +(.*)", line)
     return (found[1], found[2]) if found else ("", line)
 
 
@@ -356,6 +360,7 @@ class _Workspace:
             "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.5",  # s; each poll costs some ms, until the end of the run
             "RAY_TMPDIR": str(self.ray),
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_prestart_worker_first_driver": "0",  # the actors get workers of their own, with other environments
         }
 
     def copy_app(self, app_dir: Path) -> Path:
@@ -409,7 +414,7 @@ class _Signals:
 
 @contextmanager
 def _signals_as_exceptions() -> Iterator[_Signals]:
-    """Raise `_Signalled` at a signal, as long as signals are heeded."""
+    """Raise `_Signalled` at a signal, as long as signals are heeded; what is ignored, as by nohup, stays so."""
     signals = _Signals()
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -417,7 +422,8 @@ def _signals_as_exceptions() -> Iterator[_Signals]:
             signals.heeded = False
             raise _Signalled(signal.Signals(number))
 
-    before = {number: signal.signal(number, handle) for number in SIGNALS}
+    before = {number: signal.signal(number, handle) for number in SIGNALS
+              if signal.getsignal(number) is not signal.SIG_IGN}
     try:
         yield signals
     finally:

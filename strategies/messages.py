@@ -80,8 +80,8 @@ def read_array(array: Array) -> np.ndarray:
     stream = io.BytesIO(array.data)
     try:
         version = np.lib.format.read_magic(stream)
-        read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
-        shape, fortran_order, dtype = read_header(stream)
+        headers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+        shape, fortran_order, dtype = headers[version](stream)
     except (ValueError, KeyError, EOFError, struct.error) as error:
         raise ValueError("carries no readable NumPy array") from error
     if dtype.hasobject or str(dtype) != array.dtype or shape != tuple(array.shape):

@@ -52,19 +52,35 @@ _FEDAMP = ("sigma", "self_weight", "alpha", "alpha_decay", "alpha_decay_every", 
 _MODEL_BOTH_WAYS = "the model, both ways"
 
 REGISTRY: dict[str, Method] = {
-    "fedamp": Method(".fedamp:FedAMP", "FedAMP", "Huang et al., AAAI 2021, arXiv:2007.03797", _MODEL_BOTH_WAYS, _FEDAMP),
+    "fedamp": Method(
+        ".fedamp:FedAMP", "FedAMP", "Huang et al., AAAI 2021, arXiv:2007.03797", _MODEL_BOTH_WAYS, _FEDAMP
+    ),
     "heurfedamp": Method(
-        ".fedamp:HeurFedAMP", "HeurFedAMP", "Huang et al., AAAI 2021, arXiv:2007.03797", _MODEL_BOTH_WAYS, _FEDAMP),
+        ".fedamp:HeurFedAMP", "HeurFedAMP", "Huang et al., AAAI 2021, arXiv:2007.03797", _MODEL_BOTH_WAYS, _FEDAMP
+    ),
     "local": Method(".baselines.local:Local", "Local", "training alone", "the client's own model, both ways"),
     "fedavg": Method(
-        ".baselines.fedavg:FedAvg", "FedAvg", "McMahan et al., AISTATS 2017, arXiv:1602.05629", _MODEL_BOTH_WAYS),
+        ".baselines.fedavg:FedAvg", "FedAvg", "McMahan et al., AISTATS 2017, arXiv:1602.05629", _MODEL_BOTH_WAYS
+    ),
     "fedprox": Method(
-        ".baselines.fedavg:FedProx", "FedProx", "Li et al., MLSys 2020, arXiv:1812.06127", _MODEL_BOTH_WAYS,
-        ("proximal_mu",)),
+        ".baselines.fedavg:FedProx",
+        "FedProx",
+        "Li et al., MLSys 2020, arXiv:1812.06127",
+        _MODEL_BOTH_WAYS,
+        ("proximal_mu",),
+    ),
     "fedavg-ft": Method(
-        ".baselines.fedavg:FedAvgFT", "FedAvg-FT", "Wang et al., 2019, arXiv:1910.10252", _MODEL_BOTH_WAYS,
-        ("finetune_epochs",)),
+        ".baselines.fedavg:FedAvgFT",
+        "FedAvg-FT",
+        "Wang et al., 2019, arXiv:1910.10252",
+        _MODEL_BOTH_WAYS,
+        ("finetune_epochs",),
+    ),
     "fedprox-ft": Method(
-        ".baselines.fedavg:FedProxFT", "FedProx-FT", "Wang et al., 2019, arXiv:1910.10252", _MODEL_BOTH_WAYS,
-        ("proximal_mu", "finetune_epochs")),
+        ".baselines.fedavg:FedProxFT",
+        "FedProx-FT",
+        "Wang et al., 2019, arXiv:1910.10252",
+        _MODEL_BOTH_WAYS,
+        ("proximal_mu", "finetune_epochs"),
+    ),
 }

@@ -138,6 +138,7 @@ class PersonalizedStrategy(Strategy):
         self._identities: dict[int, ClientId] = {}  # every node that was ever met
         self._asked: dict[str, _Asked] = {}  # messages of the exchange in progress
         self._nodes_know_identity = True
+        self._answered = False  # has any client, in any round
 
     # --- What a method says ---------------------------------------------------------------------------
 
@@ -160,8 +161,12 @@ class PersonalizedStrategy(Strategy):
     def take_evaluation(self, client: ClientId, reply: Reply) -> None:
         """Take in an admitted evaluation reply; its arrays, if any, are a personal model."""
 
-    def end_round(self, server_round: int, answered: Sequence[ClientId]) -> ArrayRecord | None:
-        """End a round in which these clients (in order) answered; a method with a global model returns it."""
+    def end_round(self, server_round: int, answered: Sequence[ClientId]) -> None:
+        """End a round in which these clients (in order) answered. Without any, nothing changes."""
+        raise NotImplementedError
+
+    def global_arrays(self) -> ArrayRecord:
+        """The global model; the plain mean of the clients' models where there is none."""
         raise NotImplementedError
 
     def personal_arrays(self, client: ClientId) -> ArrayRecord:
@@ -208,7 +213,7 @@ class PersonalizedStrategy(Strategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Take in the training replies of a round as they come."""
+        """Take in the training replies of a round as they come. The models stay here: no arrays are returned."""
         contents: dict[ClientId, RecordDict] = {}
         for message in replies:
             if (found := self._admitted(message, server_round, evaluation=False)) is not None:
@@ -216,9 +221,11 @@ class PersonalizedStrategy(Strategy):
                 self.take(client, reply)
                 contents[client] = RecordDict({"metrics": reply.metrics})
         answered = in_order(contents)
-        arrays = self.end_round(server_round, answered)
-        metrics = self.train_metrics_aggr_fn([contents[c] for c in answered], self.weighted_by_key) if answered else None
-        return arrays, metrics
+        self.end_round(server_round, answered)
+        if not answered:
+            return None, None
+        self._answered = True
+        return None, self.train_metrics_aggr_fn([contents[client] for client in answered], self.weighted_by_key)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -264,13 +271,13 @@ class PersonalizedStrategy(Strategy):
         Returns
         -------
         Result
-            Flower's. `arrays` is the global model, or the plain mean of the clients' models where there
-            is none; the personal models are `client_models()`.
+            Flower's. `arrays` is `global_arrays()`; the personal models are `client_models()`.
 
         Raises
         ------
         TooFewClients
-            Fewer than `min_available_nodes` clients after `wait_timeout` seconds.
+            Fewer than `min_available_nodes` clients after `wait_timeout` seconds, or no usable answer of any
+            client in any round.
         """
         check("num_rounds", num_rounds, num_rounds >= 1, "1 or more")
         log(INFO, "Starting %s strategy:", type(self).__name__)
@@ -286,24 +293,27 @@ class PersonalizedStrategy(Strategy):
         for server_round in range(1, num_rounds + 1):
             round_started = time.monotonic()
             self.meet(grid, timeout)
-            arrays, metrics = self.aggregate_train(server_round, self._exchange(
+            _, metrics = self.aggregate_train(server_round, self._exchange(
                 grid, self.configure_train(server_round, result.arrays, train_config, grid), timeout, server_round))
-            if arrays is not None:
-                result.arrays = arrays
             if metrics is not None:
                 result.train_metrics_clientapp[server_round] = metrics
             # Clients that evaluate while they train have said all there is to say.
             if self.fraction_evaluate and not (metrics is not None and f"{TRAINED}-accuracy" in metrics):
                 self._evaluate(grid, result, evaluate_config, timeout, server_round)
             self._close_round(server_round, num_rounds, time.monotonic() - round_started, on_round)
-            if evaluate_fn and (metrics := evaluate_fn(server_round, result.arrays)) is not None:
+            if evaluate_fn and (metrics := evaluate_fn(server_round, self.global_arrays())) is not None:
                 result.evaluate_metrics_serverapp[server_round] = metrics
 
+        if not self._answered:
+            raise TooFewClients(f"no client gave a usable answer in any of the {num_rounds} rounds; "
+                                f"client {self.history.rows[-1]['client']}: {self.history.rows[-1]['status']}"
+                                if self.history.rows else "no client was asked in any round")
         if self.personal != TRAINED and self.fraction_evaluate and num_rounds not in result.evaluate_metrics_clientapp:
             # Replies of a round speak of the model that it started from: the last one still needs a word.
             closing_started = time.monotonic()
             self._evaluate(grid, result, evaluate_config, timeout, num_rounds + 1)
             self._close_round(num_rounds + 1, num_rounds, time.monotonic() - closing_started, on_round)
+        result.arrays = self.global_arrays()
         log(INFO, "%s finished %d rounds in %.1f s", self.name, num_rounds, time.monotonic() - started)
         return result
 
@@ -326,6 +336,8 @@ class PersonalizedStrategy(Strategy):
         """Wait until enough clients are connected, and learn who the new ones are."""
         node_ids = self._wait_for_nodes(grid)
         new = sorted(set(node_ids) - self._identities.keys())
+        if new and self._nodes_know_identity:
+            log(INFO, "kindred: asking clients for their names; an error about a query named identity does no harm")
         # One node first: a ClientApp that knows no such query is not asked once more by each node.
         for group in (new[:1], new[1:]):
             if group and self._nodes_know_identity:
@@ -501,10 +513,16 @@ class StoredModels(PersonalizedStrategy):
     def take(self, client: ClientId, reply: Reply) -> None:
         self.models.put(client, reply.arrays)
 
-    def end_round(self, server_round: int, answered: Sequence[ClientId]) -> ArrayRecord | None:
+    def end_round(self, server_round: int, answered: Sequence[ClientId]) -> None:
         if answered:
             self.online = list(answered)
-        return None
+
+    def global_arrays(self) -> ArrayRecord:
+        clients = list(self.models)
+        if not clients:
+            return self.initial
+        mean = next(self.models.combinations(np.full((1, len(clients)), 1 / len(clients)), clients))
+        return self.models.combined_record(mean, clients[0])
 
     def personal_arrays(self, client: ClientId) -> ArrayRecord:
         self.welcome([client])
@@ -512,14 +530,6 @@ class StoredModels(PersonalizedStrategy):
 
     def client_models(self) -> Mapping[ClientId, ArrayRecord]:
         return self.models
-
-    def start(self, *args: Any, **kwargs: Any) -> Result:
-        result = super().start(*args, **kwargs)
-        clients = list(self.models)
-        if clients:
-            mean = next(self.models.combinations(np.full((1, len(clients)), 1 / len(clients)), clients))
-            result.arrays = self.models.combined_record(mean, clients[0])
-        return result
 
 
 def check(name: str, value: Any, holds: bool, allowed: str) -> None:
@@ -546,8 +556,8 @@ def progress(line: dict[str, Any], num_rounds: int) -> str:
     if "accuracy" in line:
         parts += [f"accuracy {line['accuracy']:.1%}", f"bottom decile {line['accuracy-p10']:.1%}",
                   f"best {line['accuracy-best']:.1%}"]
-    parts += [f"{line['seconds']:.1f} s", f"up {line['bytes-up'] / 1e6:.2f} MB", f"down {line['bytes-down'] / 1e6:.2f} MB",
-              f"{line['answered']}/{line['asked']} clients"]
+    parts += [f"{line['seconds']:.1f} s", f"up {line['bytes-up'] / 1e6:.2f} MB",
+              f"down {line['bytes-down'] / 1e6:.2f} MB", f"{line['answered']}/{line['asked']} clients"]
     return "  ".join(parts)
 
 

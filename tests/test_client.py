@@ -19,7 +19,9 @@ SETTINGS = {"local-epochs": 2, "batch-size": 4, "optimizer": "sgd", "learning-ra
 def network() -> torch.nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+        return torch.nn.Sequential(
+            torch.nn.Linear(3, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 2)
+        )
 
 
 loaded: list[int] = []

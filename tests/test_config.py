@@ -20,7 +20,8 @@ def test_pyproject_lists_every_setting_with_its_default() -> None:
     assert list(listed) == [kebab(field.name) for field in fields(Config)]
     assert listed == Config().run_config()
     assert {key: type(value) for key, value in listed.items()} == {
-        key: type(value) for key, value in Config().run_config().items()}
+        key: type(value) for key, value in Config().run_config().items()
+    }
 
 
 def test_the_documentation_lists_every_setting() -> None:
@@ -29,7 +30,9 @@ def test_the_documentation_lists_every_setting() -> None:
 
 def test_what_uv_is_told_to_leave_out_is_what_pip_installs() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    names = {requirement.split("[")[0].split(">")[0].split("=")[0] for requirement in project["project"]["dependencies"]}
+    names = {
+        requirement.split("[")[0].split(">")[0].split("=")[0] for requirement in project["project"]["dependencies"]
+    }
     assert names == set(project["tool"]["uv"]["exclude-dependencies"])
 
 

@@ -16,7 +16,11 @@ ROUNDS = 5
 
 def absent(server_round: int, client: int) -> bool:
     """Client 4 comes late, client 1 is away in rounds 2 and 3, client 5 in the last."""
-    return (client == 4 and server_round == 1) or (client == 1 and server_round in (2, 3)) or (client, server_round) == (5, 5)
+    return (
+        (client == 4 and server_round == 1)
+        or (client == 1 and server_round in (2, 3))
+        or (client, server_round) == (5, 5)
+    )
 
 
 def train(strategy: PersonalizedStrategy, rounds: int = ROUNDS, missing=absent) -> PersonalizedStrategy:
@@ -108,8 +112,15 @@ def changed(settings: dict) -> np.ndarray:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"sigma": 1.0}, {"lam": 0.0}, {"alpha": 1.0}, {"self_weight": 0.6}, {"self_weight": "uniform"},
-     {"self_weight": None}, {"alpha_decay_every": 2}],
+    [
+        {"sigma": 1.0},
+        {"lam": 0.0},
+        {"alpha": 1.0},
+        {"self_weight": 0.6},
+        {"self_weight": "uniform"},
+        {"self_weight": None},
+        {"alpha_decay_every": 2},
+    ],
     ids=str,
 )
 def test_every_setting_changes_the_models(settings) -> None:

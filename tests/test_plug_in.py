@@ -172,6 +172,7 @@ def test_the_example_runs_with_the_wheel_alone(tmp_path, environment, task) -> N
     listed = do("flwr", "list", "--format", "json")
     (run,) = json.loads(listed[listed.index("{"):])["runs"]
     assert run["status"] == "finished:completed", said
+    assert "Starting HeurFedAMP strategy" in said
     # uv was asked, found nothing to do, and so did well without a network.
     assert "No additional application dependencies needed installation" in said
 

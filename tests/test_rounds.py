@@ -60,6 +60,13 @@ def test_too_few_clients_end_the_run_when_the_wait_is_over() -> None:
     assert time.monotonic() - started < 2
 
 
+@pytest.mark.parametrize("strategy", [Local(), FedAvg()], ids=["local", "fedavg"])
+def test_a_run_in_which_nobody_ever_answers_has_failed(strategy) -> None:
+    grid = FaultyGrid(plain_app(), 2, lambda server_round, client: "error")
+    with pytest.raises(TooFewClients, match="no client gave a usable answer in any of the 2 rounds; client 1002: error 0"):
+        strategy.start(grid, initial(), 2)
+
+
 def test_a_round_ends_at_its_timeout_and_a_late_reply_counts_nowhere() -> None:
     class LateGrid(FaultyGrid):
         """Gives out, with every pull, the replies to messages that were asked for in an earlier round."""
@@ -134,15 +141,16 @@ def test_a_metric_that_only_some_clients_report_harms_nobody() -> None:
     assert all(row["status"] == "ok" for row in strategy.history.rows)
 
 
-def test_a_server_side_evaluation_is_called_before_and_after_rounds() -> None:
+@pytest.mark.parametrize("method", [Local, FedAvg])
+def test_a_server_side_evaluation_is_called_before_and_after_rounds(method) -> None:
     seen = []
 
     def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
         seen.append((server_round, float(arrays["layer.weight"].numpy().sum())))
         return MetricRecord({"sum": seen[-1][1]})
 
-    result = FedAvg().start(InlineGrid(plain_app(), 2), initial(), 2, evaluate_fn=evaluate)
-    assert [r for r, _ in seen] == [0, 1, 2] and seen[0][1] == 0 < seen[1][1]
+    result = method().start(InlineGrid(plain_app(), 2), initial(), 2, evaluate_fn=evaluate)
+    assert [r for r, _ in seen] == [0, 1, 2] and seen[0][1] == 0 < seen[1][1] < seen[2][1]
     assert result.evaluate_metrics_serverapp[2]["sum"] == seen[2][1]
 
 

@@ -37,7 +37,8 @@ def measured(folder: Path) -> list[dict]:
 def test_the_simulation_and_the_in_process_engine_give_the_same_bits(tmp_path) -> None:
     sets = [f"--set={name.replace('_', '-')}={value}" for name, value in SETTINGS.items()]
     done = subprocess.run(
-        [KINDRED, "run", f"--output-dir={tmp_path / 'ray'}", *sets], cwd=tmp_path, capture_output=True, text=True)
+        [KINDRED, "run", f"--output-dir={tmp_path / 'ray'}", *sets], cwd=tmp_path, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     progress = [line for line in done.stdout.splitlines() if line.startswith("round ")]
     assert [line.split()[1] for line in progress] == ["1/3", "2/3", "3/3"]
@@ -57,11 +58,17 @@ def test_flwr_run_works_by_itself_and_says_how_to_get_all_clients(tmp_path) -> N
 
     home = tmp_path / "flwr"
     home.mkdir()
-    (home / "config.toml").write_text('[superlink]\ndefault = "local"\n[superlink.local]\naddress = ":local-in-memory:"\n')
+    (home / "config.toml").write_text(
+        '[superlink]\ndefault = "local"\n[superlink.local]\naddress = ":local-in-memory:"\n'
+    )
     environment = os.environ | {
-        "FLWR_HOME": str(home), "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1",
-        "RAY_USAGE_STATS_ENABLED": "0", "UV_OFFLINE": "1",
-        "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": str(_free_port()), "FLWR_LOCAL_CONTROL_API_PORT": str(_free_port()),
+        "FLWR_HOME": str(home),
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "UV_OFFLINE": "1",
+        "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": str(_free_port()),
+        "FLWR_LOCAL_CONTROL_API_PORT": str(_free_port()),
         "PATH": f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ['PATH']}",
     }
     flwr = [str(Path(sysconfig.get_path("scripts")) / "flwr")]
@@ -69,9 +76,20 @@ def test_flwr_run_works_by_itself_and_says_how_to_get_all_clients(tmp_path) -> N
     try:
         done = subprocess.run(
             [*flwr, "run", str(ROOT), "--stream", "--run-config", f'num-rounds=2 output-dir="{tmp_path / "results"}"'],
-            cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180)
-        listed = subprocess.run([*flwr, "list", "--format", "json"], cwd=tmp_path, env=environment,
-                                capture_output=True, text=True, timeout=60)
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=180,
+        )
+        listed = subprocess.run(
+            [*flwr, "list", "--format", "json"],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
         assert json.loads(listed.stdout)["runs"][0]["status"] == "finished:completed", done.stdout
         assert "2 of the federation's 20 clients are here" in done.stdout
         assert "num-supernodes=20" in done.stdout

@@ -98,12 +98,13 @@ class FedAvg(PersonalizedStrategy):
         self._counters[client] = self.layout.integer_arrays(reply.arrays)
         self._mean.add(client, self._examples[client], row)
 
-    def end_round(self, server_round: int, answered: Sequence[ClientId]) -> ArrayRecord | None:
+    def end_round(self, server_round: int, answered: Sequence[ClientId]) -> None:
         mean = self._mean.result()
-        if mean is None:
-            return None
-        self._weights = {client: self._examples[client] for client in answered}
-        self._global = self.layout.record(mean, self._counters[answered[0]])
+        if mean is not None:
+            self._weights = {client: self._examples[client] for client in answered}
+            self._global = self.layout.record(mean, self._counters[answered[0]])
+
+    def global_arrays(self) -> ArrayRecord:
         return self._global
 
     def personal_arrays(self, client: ClientId) -> ArrayRecord:

@@ -1,0 +1,179 @@
+"""The command line: what a person types, and what bad input gets."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from data import DATASETS, PARTITIONS
+from server_app.cli import app, parse
+from strategies import REGISTRY
+
+ROOT = Path(__file__).resolve().parent.parent
+COMMAND = [sys.executable, str(ROOT / "strategies" / "__main__.py")]
+SMALL = ["--clients=4", "--rounds=2", "--set=num-groups=2", "--set=samples-per-client=10", "--set=local-epochs=1"]
+
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+
+
+def kindred(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *arguments], cwd=cwd, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--strategy=fedsomething"], ["strategy", "fedsomething", "heurfedamp", "fedavg"]),
+        (["--against=local,fedsomething"], ["strategy", "fedsomething", "heurfedamp"]),
+        (["--dataset=imagenet"], ["dataset", "imagenet", "digits", "cifar10"]),
+        (["--partition=unfair"], ["partition", "unfair", "rotated", "practical"]),
+        (["--set=learnin-rate=0.1"], ["learnin-rate", "learning-rate"]),
+        (["--set=learning-rate"], ["learning-rate", "key=value"]),
+        (["--rounds=3", "--set=num-rounds=4"], ["num-rounds", "twice", "3", "4"]),
+        (["--rounds=2.5"], ["num-rounds", "2.5", "1 or more", "int"]),
+        (["--clients=many"], ["num-clients", "many", "2 or more", "int"]),
+        (["--set=sigma=wide"], ["sigma", "wide", "more than 0", "float"]),
+        (["--set=sigma=nan"], ["sigma", "nan", "more than 0"]),
+        (["--set=with-replacement=yes"], ["with-replacement", "yes", "true or false"]),
+        (["--set=self-weight=most"], ["self-weight", "most", "uniform", "none"]),
+        (["--clients=0"], ["num-clients", "0", "2 or more"]),
+        (["--clients=1"], ["num-clients", "1", "2 or more"]),
+        (["--rounds=0"], ["num-rounds", "0", "1 or more"]),
+        (["--seed=-1"], ["seed", "-1", "0 or more"]),
+        (["--seed=9223372036854775808"], ["seed", "9223372036854775808", "2^63"]),
+        (["--set=fraction-train=1.5"], ["fraction-train", "1.5", "float"]),
+        (["--set=min-train-clients=30"], ["min-train-clients", "30", "num-clients", "20"]),
+        (["--set=min-available-clients=21"], ["min-available-clients", "21", "num-clients", "20"]),
+        (["--clients=5000"], ["num-clients", "5000", "images"]),
+        (["--set=samples-per-client=500"], ["samples-per-client", "500"]),
+        (["--dataset=mnist"], ["data-dir", "mnist"]),
+        (["--dataset=mnist", "--data-dir=nowhere"], ["data-dir", "nowhere", "does not exist"]),
+        (["--dataset=npz", "--data-dir=broken.npz"], ["broken.npz", "npz"]),
+        (["--data-dir=two\nlines"], ["data-dir", "control characters"]),
+        (["--output-dir=broken.npz/results"], ["output-dir", "broken.npz"]),
+        (["--cpus-per-client=0"], ["--cpus-per-client", "0"]),
+        (["--cpus-per-client=100000"], ["--cpus-per-client", "100000", str(os.cpu_count())]),
+        (["--set=model=resnet50"], ["model", "resnet50", "resnet18"]),
+        pytest.param(["--set=device=cuda"], ["device", "cuda", "GPU"], marks=no_gpu),
+        pytest.param(["--gpus-per-client=0.5"], ["--gpus-per-client", "0.5", "GPU"], marks=no_gpu),
+    ],
+    ids=" ".join,
+)
+def test_bad_input_gets_one_line_and_code_2_and_leaves_nothing(arguments, says, tmp_path, monkeypatch) -> None:
+    (tmp_path / "broken.npz").write_bytes(b"no archive")
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["run", *arguments])
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1
+    for word in says:
+        assert word in result.stderr
+    assert os.listdir(tmp_path) == ["broken.npz"]
+
+
+def test_images_too_small_for_the_model_are_bad_input(tmp_path, monkeypatch) -> None:
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    y = np.arange(40) % 2
+    np.savez(tmp_path / "tiny.npz", x_train=rng.random((40, 3, 3)), y_train=y, x_test=rng.random((40, 3, 3)), y_test=y)
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["run", "--dataset=npz", "--data-dir=tiny.npz", *SMALL])
+    assert result.exit_code == 2
+    assert result.stderr.count("\n") == 1 and "3" in result.stderr
+    assert os.listdir(tmp_path) == ["tiny.npz"]
+
+
+@pytest.mark.parametrize("arguments", [["run", "--enginee=ray"], ["run", "--engine=car"], ["walk"]], ids=" ".join)
+def test_wrong_usage_is_code_2(arguments) -> None:
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert "Traceback" not in result.output
+
+
+@given(st.one_of(st.integers(), st.floats(allow_nan=False), st.booleans(), st.text()))
+def test_a_value_is_read_as_the_kind_of_its_setting(value) -> None:
+    kind = type(value).__name__
+    if kind != "str":
+        text = str(value).lower() if kind == "bool" else repr(value)
+        assert parse(text, kind) == value and type(parse(text, kind)) is type(value)
+    assert parse(str(value), "str") == str(value)
+
+
+def test_text_that_is_not_of_the_kind_stays_text() -> None:
+    assert parse("uniform", "float | str") == "uniform"
+    assert parse("0.5", "float | str") == 0.5
+    assert parse("1", "float") == 1.0 and type(parse("1", "float")) is float
+    for kind in ("int", "float", "bool"):
+        assert parse("uniform", kind) == "uniform"
+    assert parse("1.0", "int") == "1.0"
+    assert parse("1", "bool") == "1"
+
+
+def test_the_lists_name_everything_there_is() -> None:
+    methods = CliRunner().invoke(app, ["strategies"])
+    assert methods.exit_code == 0
+    for name, method in REGISTRY.items():
+        assert f" {name} " in methods.output and method.paper in methods.output
+    listed = CliRunner().invoke(app, ["datasets"])
+    assert listed.exit_code == 0
+    for name in (*DATASETS, *PARTITIONS):
+        assert f" {name} " in listed.output
+
+
+def test_a_run_in_this_process_against_another_method(tmp_path) -> None:
+    (tmp_path / "typer.py").write_text("raise SystemExit('a file of the working directory was imported')")
+    done = kindred("run", "--engine=inline", "--against=local", "--output-dir=out", *SMALL, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert sum(line.startswith(("round 1/2", "round 2/2")) for line in done.stdout.splitlines()) == 4
+    folders = sorted((tmp_path / "out").iterdir(), key=lambda folder: "-local-" in folder.name)
+    assert ["-heurfedamp-" in folders[0].name, "-local-" in folders[1].name, len(folders)] == [True, True, 2]
+    for folder in folders:
+        assert f"results in {folder}\n" in done.stdout
+        assert (folder / "summary.json").is_file()
+        assert "round 2/2" in (folder / "log.txt").read_text()
+    assert (folders[0] / "comparison.png").is_file()
+    table = done.stdout.splitlines()[-3:]
+    assert "bottom decile" in table[0]
+    assert [line.split()[0] for line in table[1:]] == ["heurfedamp", "local"]
+
+
+def test_ctrl_c_ends_a_run_in_this_process_with_130(tmp_path) -> None:
+    heeding = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+    command = [sys.executable, "-c", heeding, *COMMAND, "run", "--engine=inline", "--rounds=100000"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        for line in process.stdout:
+            if line.startswith("round "):
+                process.send_signal(signal.SIGINT)
+                break
+        _, complaints = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert complaints.count("\n") == 1
+
+
+def test_without_the_application_the_command_says_so(tmp_path) -> None:
+    shutil.copytree(ROOT / "strategies", tmp_path / "site" / "kindred", ignore=shutil.ignore_patterns("__pycache__"))
+    installed = [sys.executable, str(tmp_path / "site" / "kindred" / "__main__.py"), "--help"]
+    lost = subprocess.run(installed, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (lost.returncode, lost.stdout, lost.stderr.count("\n")) == (2, "", 1)
+    at_home = subprocess.run(installed, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert at_home.returncode == 0 and "strategies" in at_home.stdout
+
+
+def test_reading_settings_waits_for_no_heavy_package() -> None:
+    script = "import sys; sys.path.insert(0, sys.argv[1]); import server_app.cli, server_app.config; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-P", "-c", script, str(ROOT)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert not {"torch", "ray", "flwr", "sklearn", "matplotlib"} & set(done.stdout.split())

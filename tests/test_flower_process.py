@@ -1,0 +1,314 @@
+"""Runs in Flower's simulation engine: how they end, what is told of them, and that nothing stays behind."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from server_app import flower
+from server_app.flower import Log, toml
+
+ROOT = Path(__file__).resolve().parent.parent
+
+PYPROJECT = """
+[project]
+name = "small"
+version = "0.1.0"
+description = "For these tests"
+license = "Apache-2.0"
+dependencies = ["a-package-that-does-not-exist"]
+[tool.flwr.app]
+publisher = "kindred"
+fab-include = ["small/*.py"]
+[tool.flwr.app.components]
+serverapp = "small.server:app"
+clientapp = "small.client:app"
+[tool.flwr.app.config]
+ending = "well"
+results = ""
+seconds = 0.0
+rate = 0.1
+flag = true
+number = 0
+"""
+
+CLIENT = """
+import time
+from logging import INFO
+from flwr.app import Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.supercore import log
+app = ClientApp()
+
+@app.query()
+def query(message, context):
+    if context.run_config["seconds"]:
+        log(INFO, "kindred: at work")
+        time.sleep(context.run_config["seconds"])
+    return Message(RecordDict(), reply_to=message)
+"""
+
+SERVER = """
+import os, time
+from logging import INFO, WARNING
+from flwr.app import Message, RecordDict
+from flwr.serverapp import ServerApp
+from flwr.supercore import log
+app = ServerApp()
+
+@app.main()
+def main(grid, context):
+    config = context.run_config
+    log(INFO, "kindred: settings %r %r %r %r", config["results"], config["rate"], config["flag"], config["number"])
+    log(INFO, "not worth showing")
+    while len(nodes := list(grid.get_node_ids())) < 2:
+        time.sleep(0.05)
+    for number in (1, 2):
+        asked = {*grid.push_messages([Message(RecordDict(), dst_node_id=n, message_type="query") for n in nodes])}
+        log(INFO, "round  %d/2", number) if number == 1 else None
+        answered = []
+        while len(answered) < len(asked):
+            time.sleep(0.02)
+            answered += grid.pull_messages(asked - {reply.metadata.reply_to_message_id for reply in answered})
+    log(WARNING, "a client was slow")
+    log(WARNING, "a client was slow")
+    if config["ending"] == "badly":
+        raise KeyError("the server fell over")
+    os.mkdir(config["results"])
+    log(INFO, "kindred: results in %s", config["results"])
+"""
+
+DRIVER = """
+import json, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
+sys.path.insert(0, sys.argv.pop(1))
+from pathlib import Path
+from server_app.flower import run_simulation
+outcome = run_simulation(json.loads(sys.argv[2]), app_dir=Path(sys.argv[1]), num_clients=2,
+                         on_line=lambda line: print(line, flush=True))
+print(json.dumps([outcome.code, outcome.reason, str(outcome.results)]))
+"""
+
+
+@pytest.fixture(scope="module")
+def app_dir(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("an app")
+    (folder / "small").mkdir()
+    for name, text in {
+        "pyproject.toml": PYPROJECT, "small/__init__.py": "", "small/client.py": CLIENT, "small/server.py": SERVER,
+    }.items():  # fmt: skip
+        (folder / name).write_text(text)
+    return folder
+
+
+def start(app_dir: Path, **run_config) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-P", "-c", DRIVER, str(ROOT), str(app_dir), json.dumps(run_config)],
+        cwd=app_dir, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+
+
+def running(processes: list[psutil.Process]) -> list[psutil.Process]:
+    return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def of_app(app_dir: Path) -> list[psutil.Process]:
+    """All processes that have to do with the app, whoever is their parent."""
+    found = []
+    for process in psutil.process_iter(["environ"]):
+        if (process.info["environ"] or {}).get("FLWR_HOME", "").startswith(str(app_dir)):
+            found.append(process)
+    return running(found)
+
+
+def left_in(folder: Path) -> list[str]:
+    return [path.name for path in folder.glob("kindred-*")]
+
+
+@pytest.fixture(scope="module")
+def two_runs(app_dir):
+    """A run that ends well and one that does not, side by side."""
+    results = app_dir / 'a "folder" \\ with [characters] é'
+    well = start(app_dir, results=str(results), rate=1e-05, flag=False, number=-7)
+    badly = start(app_dir, ending="badly")
+    try:
+        ends = [process.communicate(timeout=240) for process in (well, badly)]
+    finally:
+        for process in (well, badly):
+            process.kill()
+    pids = {f"kindred-{process.pid}-" for process in (well, badly)}
+    temporary = [name for name in left_in(Path("/tmp")) if any(name.startswith(prefix) for prefix in pids)]
+    yield results, [(out.splitlines(), err) for out, err in ends], temporary
+
+
+@pytest.mark.engine
+def test_a_run_ends_well_with_its_settings_as_they_were_given(two_runs) -> None:
+    results, ((lines, errors), _), _ = two_runs
+    assert errors == ""
+    assert lines[:-1] == [
+        f"settings {str(results)!r} 1e-05 False -7",
+        "round  1/2",
+        "warning: a client was slow",
+        f"results in {results}",
+    ]
+    assert json.loads(lines[-1]) == [0, "", str(results)]
+    log = (results / "log.txt").read_text()
+    assert "not worth showing" in log and "\x1b" not in log
+
+
+@pytest.mark.engine
+def test_a_run_that_fails_says_why_in_one_line(two_runs, app_dir) -> None:
+    _, (_, (lines, errors)), _ = two_runs
+    assert errors == ""
+    assert lines[1:-1] == ["round  1/2", "warning: a client was slow"]
+    code, reason, _ = json.loads(lines[-1])
+    kept = app_dir / ".kindred" / "failed.log"
+    assert (code, reason) == (1, f"KeyError: 'the server fell over' (log: {kept})")
+    assert "Traceback" in kept.read_text()
+
+
+@pytest.mark.engine
+def test_runs_leave_no_process_and_no_file(two_runs, app_dir) -> None:
+    _, _, temporary = two_runs
+    assert of_app(app_dir) == []
+    assert left_in(app_dir / ".kindred") == []
+    assert temporary == []
+
+
+def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    return running(psutil.Process(process.pid).children(recursive=True))
+
+
+@pytest.mark.engine
+def test_runs_that_are_ended_leave_no_process(app_dir) -> None:
+    """One by Ctrl-C; one by SIGKILL, of which it knows nothing."""
+    interrupted, killed = runs = [start(app_dir, seconds=600.0) for _ in range(2)]
+    try:
+        for process in runs:
+            assert "at work\n" in process.stdout
+        families = [family(process) for process in runs]
+        assert all(len(processes) > 5 for processes in families)
+        interrupted.send_signal(signal.SIGINT)
+        out, errors = interrupted.communicate(timeout=60)
+        assert json.loads(out.splitlines()[-1]) == [130, "ended by SIGINT", "None"]
+        assert errors == ""
+        assert running(families[0]) == []
+        assert len(running(families[1])) > 5
+        killed.kill()
+        killed.communicate(timeout=60)
+        deadline = time.monotonic() + 10
+        while running(families[1]) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert running(families[1]) == []
+        assert of_app(app_dir) == []
+        assert all(str(interrupted.pid) not in name for name in left_in(app_dir / ".kindred"))
+    finally:
+        for process in runs:
+            process.kill()
+
+
+@pytest.mark.engine
+def test_ports_that_are_taken_end_in_one_line_and_code_2_and_leave_nothing(app_dir, monkeypatch) -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as past:
+        pass
+    (app_dir / ".kindred" / f"kindred-{past.pid}-killed").mkdir(parents=True)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(flower, "_free_port", lambda: port)
+        monkeypatch.setattr(flower, "ATTEMPTS", 2)
+        code, reason, results = flower.run_simulation({}, app_dir=app_dir, num_clients=2)
+    assert (code, results) == (2, None)
+    assert str(port) in reason and "\n" not in reason
+    assert of_app(app_dir) == []
+    assert left_in(app_dir / ".kindred") == []
+
+
+def logged(text: str) -> tuple[Log, list[str]]:
+    lines: list[str] = []
+    log = Log(io.StringIO(), lines.append)
+    for line in text.splitlines(keepends=True):
+        log.add(line)
+    return log, lines
+
+
+def test_bad_input_that_the_app_finds_has_code_2_and_its_own_words() -> None:
+    log, lines = logged(
+        "\x1b[91mERROR \x1b[0m:     Simulation raised an exception\n"
+        "Traceback (most recent call last):\n"
+        '  File "app.py", line 1, in main\n'
+        "    run(config)\n"
+        "server_app.config.ConfigError: num-rounds is 0, allowed: 1 or more (int)\n"
+        "\x1b[91mERROR \x1b[0m:     Exit Code: 700\n"
+    )
+    assert lines == []
+    assert log.failure("whatever")[:2] == (2, "num-rounds is 0, allowed: 1 or more (int)")
+
+
+def test_the_reason_of_a_failure_is_the_last_exception_that_flower_did_not_raise_itself() -> None:
+    log, _ = logged(
+        "Traceback (most recent call last):\n"
+        '  File "client.py", line 1, in <module>\n'
+        "OSError: a first one\n"
+        "\n"
+        "During handling of the above exception, another exception occurred:\n"
+        "\n"
+        "Traceback (most recent call last):\n"
+        '  File "client.py", line 2, in <module>\n'
+        "ray.exceptions.RaySystemError: no memory\n"
+        "\n"
+        "The above exception was the direct cause of the following exception:\n"
+        "\n"
+        "Traceback (most recent call last):\n"
+        '  File "run_simulation.py", line 3, in _main_loop\n'
+        "RuntimeError: An error was encountered. Ending simulation.\n"
+    )
+    assert log.failure("")[:2] == (1, "RaySystemError: no memory")
+
+
+@pytest.mark.parametrize(
+    ("details", "says"),
+    [
+        ("", "the app cannot be loaded"),
+        ("The federation is not there\nand more", "The federation is not there"),
+        ("No heartbeat received from the task", "memory"),
+    ],
+)
+def test_a_failure_without_exception_has_a_reason_of_one_line(details, says) -> None:
+    log, _ = logged("INFO :      Starting\nError: the app cannot be loaded\n\n")
+    code, reason, _ = log.failure(details)
+    assert code == 1
+    assert says in reason and "\n" not in reason
+
+
+def test_a_complaint_of_many_clients_is_shown_once() -> None:
+    _, lines = logged(
+        "(ClientAppActor pid=1, ip=192.0.2.1) WARNING :   no data\n(ClientAppActor pid=2) WARNING :   no data\nINFO :  round 1/2\n"
+        "ERROR :     another\nERROR :     another\nINFO :  round 1/2\n"
+    )
+    assert lines == ["warning: no data", "round 1/2", "error: another", "round 1/2"]
+
+
+@given(st.dictionaries(
+    st.from_regex(r"[a-z][a-z-]{0,8}", fullmatch=True),
+    st.one_of(st.booleans(), st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False, allow_infinity=False),
+              st.text(st.characters(exclude_categories=["Cs"]))),
+))  # fmt: skip
+def test_settings_survive_being_written(values) -> None:
+    read = tomllib.loads(toml(values))
+    assert read == values
+    assert {key: type(value) for key, value in read.items()} == {key: type(value) for key, value in values.items()}
