@@ -35,10 +35,12 @@ def simulated(config: Config) -> float:
     from server_app.flower import run_simulation
     from server_app.results import read_table
 
-    code = run_simulation(config, on_line=lambda line: print("   ", line))
-    if code:
-        raise SystemExit(f"the simulation failed with code {code}")
-    (folder,) = Path(config.output_dir).iterdir()
+    outcome = run_simulation(
+        config.run_config(), app_dir=Path(__file__).parent.parent, num_clients=config.num_clients,
+        on_line=lambda line: print("   ", line))
+    if outcome.code:
+        raise SystemExit(outcome.reason)
+    folder = outcome.results
     return float(np.median([row["seconds"] for row in read_table(folder / "rounds.csv")][1:]))
 
 

@@ -167,7 +167,9 @@ def parse(text: str, kind: str) -> bool | int | float | str:
     return text
 
 
-def check(config: Config, others: Sequence[Config], engine: Engine, cpus_per_client: int, gpus_per_client: float) -> None:
+def check(
+    config: Config, others: Sequence[Config], engine: Engine, cpus_per_client: int, gpus_per_client: float
+) -> None:
     """Find out what would keep the runs from working, before any of them starts.
 
     Raises

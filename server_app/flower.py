@@ -294,7 +294,7 @@ class Log:
             if name in BAD_INPUT:
                 return Outcome(2, message, self.results)
             return Outcome(1, f"{name}: {message}" if message else name, self.results)
-        reason = details.strip().partition("\n")[0] or self._last.removeprefix("Error: ") or "Flower says nothing about why"
+        reason = details.strip().partition("\n")[0] or self._last.removeprefix("Error: ") or "Flower says no more"
         if reason.startswith("No heartbeat"):
             reason = "the simulation's process was killed; most often the machine has too little memory"
         return Outcome(1, f"the run failed: {reason}", self.results)

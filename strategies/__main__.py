@@ -11,7 +11,12 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-START = "import sys; sys.path.insert(0, sys.argv.pop(1)); sys.argv[0] = 'kindred'; from server_app.cli import main; main()"
+START = """
+import sys
+sys.path.insert(0, sys.argv.pop(1))
+from server_app.cli import main
+main()
+"""
 
 
 def main() -> NoReturn:

@@ -337,7 +337,7 @@ class PersonalizedStrategy(Strategy):
         node_ids = self._wait_for_nodes(grid)
         new = sorted(set(node_ids) - self._identities.keys())
         if new and self._nodes_know_identity:
-            log(INFO, "kindred: asking clients for their names; an error about a query named identity does no harm")
+            log(INFO, "Asking clients for their names; an error about a query named identity does no harm")
         # One node first: a ClientApp that knows no such query is not asked once more by each node.
         for group in (new[:1], new[1:]):
             if group and self._nodes_know_identity:

@@ -149,7 +149,7 @@ def test_a_run_in_this_process_against_another_method(tmp_path) -> None:
 
 
 def test_ctrl_c_ends_a_run_in_this_process_with_130(tmp_path) -> None:
-    heeding = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+    heeding = "import os, signal as s, sys; s.signal(s.SIGINT, s.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
     command = [sys.executable, "-c", heeding, *COMMAND, "run", "--engine=inline", "--rounds=100000"]
     with subprocess.Popen(
         command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -173,7 +173,7 @@ def test_without_the_application_the_command_says_so(tmp_path) -> None:
 
 
 def test_reading_settings_waits_for_no_heavy_package() -> None:
-    script = "import sys; sys.path.insert(0, sys.argv[1]); import server_app.cli, server_app.config; print(*sys.modules)"
+    script = "import sys; sys.path.insert(0, sys.argv[1]); from server_app import cli, config; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-P", "-c", script, str(ROOT)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert not {"torch", "ray", "flwr", "sklearn", "matplotlib"} & set(done.stdout.split())

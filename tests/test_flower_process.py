@@ -297,7 +297,9 @@ def test_a_failure_without_exception_has_a_reason_of_one_line(details, says) -> 
 
 def test_a_complaint_of_many_clients_is_shown_once() -> None:
     _, lines = logged(
-        "(ClientAppActor pid=1, ip=192.0.2.1) WARNING :   no data\n(ClientAppActor pid=2) WARNING :   no data\nINFO :  round 1/2\n"
+        "(ClientAppActor pid=1, ip=192.0.2.1) WARNING :   no data\n"
+        "(ClientAppActor pid=2) WARNING :   no data\n"
+        "INFO :  round 1/2\n"
         "ERROR :     another\nERROR :     another\nINFO :  round 1/2\n"
     )
     assert lines == ["warning: no data", "round 1/2", "error: another", "round 1/2"]
