@@ -60,11 +60,14 @@ def run(grid: Grid, config: Config) -> RunFolder:
 
     Raises
     ------
-    ConfigError, DataError, ValueError
+    ConfigError, DataError
         The settings cannot be used; nothing has been sent or written then.
     """
     federation = load_federation(config.run_config())
-    model = make_model(config.model, federation.image_shape, federation.num_classes, config.seed)
+    try:
+        model = make_model(config.model, federation.image_shape, federation.num_classes, config.seed)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     strategy = make_strategy(config, buffers=[name for name, _ in model.named_buffers()])
     folder = RunFolder(config.run_config())
 

@@ -99,6 +99,7 @@ class ClientModels(Mapping[ClientId, ArrayRecord]):
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self._rows = np.empty((0, layout.size), layout.dtype)
+        self._sums = self._rows  # kept from round to round: new memory costs as much as the product
         self._index: dict[ClientId, int] = {}
         self._integers: dict[ClientId, dict[str, np.ndarray]] = {}
 
@@ -166,9 +167,10 @@ class ClientModels(Mapping[ClientId, ArrayRecord]):
         """
         weights = weights.astype(self.layout.dtype)  # (r, m)
         groups = np.array_split(weights, -(-len(weights) // SUMS_AT_ONCE)) if len(weights) else []
-        memory = np.empty((len(groups[0]) if groups else 0, self.layout.size), self.layout.dtype)
+        if groups and len(groups[0]) > len(self._sums):
+            self._sums = np.empty((len(groups[0]), self.layout.size), self.layout.dtype)
         for group in groups:  # (g, m)
-            sums = memory[:len(group)]  # (g, d)
+            sums = self._sums[:len(group)]  # (g, d)
             for columns, block in self.blocks(senders):  # (m, b)
                 np.matmul(group, block, out=sums[:, columns])
             yield from sums
