@@ -21,7 +21,7 @@ test: $(INSTALLED)
 benchmarks: $(INSTALLED)
 	$(VENV)/bin/python -m benchmarks.cloud_models
 	$(VENV)/bin/python -m benchmarks.wire
-	$(VENV)/bin/python -m benchmarks.simulation
+	$(VENV)/bin/python -m benchmarks.simulation --data-dir '$(DATA_DIR)'
 
 clean:
 	rm -rf $(VENV) .kindred build dist *.egg-info

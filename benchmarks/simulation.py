@@ -1,6 +1,6 @@
 """Flower's simulation of a round over the same work in a bare PyTorch loop.
 
-    python -m benchmarks.simulation --data-dir DIR [--rounds N]
+    python -m benchmarks.simulation [--data-dir DIR] [--rounds N]
 
 20 clients, Fashion-MNIST practical non-IID with 300 samples a client, McMahan CNN, HeurFedAMP, 2 epochs a round
 with batches of 100 and Adam. The simulation runs one-thread clients on all cores; the bare loop is one process
@@ -83,11 +83,11 @@ def evaluate(model, x, y) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data-dir", required=True, help="folder of Fashion-MNIST")
+    parser.add_argument("--data-dir", default="", help="folder of Fashion-MNIST (default: as of kindred run)")
     parser.add_argument("--rounds", type=int, default=10)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        config = settings(os.path.abspath(arguments.data_dir), arguments.rounds, folder)
+        config = settings(arguments.data_dir and os.path.abspath(arguments.data_dir), arguments.rounds, folder)
         # The machine's speed drifts: the loop is timed before and after.
         before = bare(config, 3)
         simulation = simulated(config)

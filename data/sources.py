@@ -12,6 +12,10 @@ from typing import Any
 import numpy as np
 
 
+DEFAULT_FOLDER = "~/.cache/kindred"
+"""Where datasets that torchvision downloads lie unless data-dir says otherwise."""
+
+
 class DataError(ValueError):
     """Data that cannot be used as asked; its text is one line that says what to change."""
 
@@ -108,7 +112,7 @@ def load_images(dataset: str, data_dir: str = "") -> Images:
         A name of `DATASETS`.
     data_dir : str
         An .npz file; or a folder with `<dataset>.npz` or with the files of torchvision, which are downloaded
-        into it when they are not there. Not used for digits.
+        into it when they are not there. "" is `DEFAULT_FOLDER`. Not used for digits.
 
     Raises
     ------
@@ -126,12 +130,12 @@ def load_images(dataset: str, data_dir: str = "") -> Images:
         needs = f"{dataset} needs a folder with {files}, or an empty one to download into"
     else:
         needs = f"{dataset} needs an .npz file with x_train, y_train, x_test and y_test"
-    if not data_dir:
+    if not data_dir and not source.torchvision:
         raise DataError(f"data-dir is not set: {needs}")
-    path = Path(os.path.abspath(os.path.expanduser(data_dir)))
-    if not os.path.exists(path):
+    path = Path(os.path.abspath(os.path.expanduser(data_dir or DEFAULT_FOLDER)))
+    if not os.path.exists(path) and data_dir:
         raise DataError(f"data-dir {path} does not exist: {needs}")
-    if not path.is_dir():
+    if path.is_file():
         return _checked(_read_npz(path), path, source)
     if not source.torchvision:
         raise DataError(f"data-dir {path} is a folder: {needs}")
@@ -197,6 +201,7 @@ def _download(source: Source, root: Path, files: str) -> None:
     """Let torchvision download into a folder of its own first, so that nothing half-written stays behind."""
     reader = _reader(source)
     try:
+        root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=root, prefix=".download-") as partial:
             reader(partial, train=True, download=True, **source.options)
             if not (root / source.folder).exists():  # another process may have been quicker

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from logging import INFO
 from typing import TYPE_CHECKING, Any
 
@@ -76,15 +77,20 @@ def run(grid: Grid, config: Config) -> RunFolder:
             _tell_who_is_missing(strategy, federation)
         folder.record_round(strategy)
 
-    strategy.start(
-        grid,
-        to_record({name: tensor.numpy() for name, tensor in model.state_dict().items()}),
-        num_rounds=config.num_rounds,
-        timeout=config.round_timeout,
-        train_config=_local_settings(config),
-        evaluate_config=_local_settings(config),
-        on_round=on_round,
-    )
+    try:
+        strategy.start(
+            grid,
+            to_record({name: tensor.numpy() for name, tensor in model.state_dict().items()}),
+            num_rounds=config.num_rounds,
+            timeout=config.round_timeout,
+            train_config=_local_settings(config),
+            evaluate_config=_local_settings(config),
+            on_round=on_round,
+        )
+    except BaseException:
+        if not strategy.history.rounds:  # nothing happened that would be worth a folder
+            shutil.rmtree(folder.path, ignore_errors=True)
+        raise
     folder.finish(strategy, federation)
     log(INFO, "kindred: results in %s", folder.path)
     return folder

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -255,6 +256,11 @@ def run_here(config: Config, threads: int) -> Outcome:
             return Outcome(2, str(error), log.results)
         except KeyboardInterrupt:
             return Outcome(130, "ended by SIGINT", log.results)
+        except Exception as error:  # as of a run in Flower's engine: a line, and the log with the rest
+            kept = APP_DIR / ".kindred" / "failed.log"
+            kept.parent.mkdir(exist_ok=True)
+            kept.write_text(f"{file.getvalue()}{traceback.format_exc()}", encoding="utf-8")
+            return Outcome(1, f"{type(error).__name__}: {error} (log: {kept})", log.results)
     (results / "log.txt").write_text(file.getvalue(), encoding="utf-8")
     return Outcome(0, "", results)
 

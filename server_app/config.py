@@ -47,7 +47,7 @@ TRUE_OR_FALSE = ("true or false", lambda value: True)
 
 
 def _is_self_weight(value: Any) -> bool:
-    return value in ("uniform", "none") or (isinstance(value, int | float) and 0 <= value < 1)
+    return value in ("uniform", "none") or (isinstance(value, int | float) and 0 <= value <= 1)
 
 
 def setting(default: Any, allowed: tuple[str, Callable[[Any], bool]], meaning: str) -> Any:
@@ -107,7 +107,7 @@ class Config:
     sigma: float = setting(100.0, above(0), "FedAMP: scale of the squared distance; HeurFedAMP: scale of the cosine")
     self_weight: float | str = setting(
         0.2,
-        ("0 to below 1, uniform (1 / clients online), or none (FedAMP: Eq. 5 as written)", _is_self_weight),
+        ("0 to 1, uniform (1 / clients online), or none (FedAMP: Eq. 5 as written)", _is_self_weight),
         "FedAMP, HeurFedAMP: share of a client's own model in its cloud model",
     )
     alpha: float = setting(

@@ -97,17 +97,19 @@ class Visit:
     def train(self, model: torch.nn.Module, epochs: int, proximal_mu: float = 0.0, purpose: str = "train") -> float:
         """Train on the site's training data with the settings in the message; the mean loss.
 
-        The order of batches depends on seed, client, round and purpose alone.
+        All that is random in it depends on seed, client, round and purpose alone.
         """
         config = self.config
-        order = torch.Generator().manual_seed(
-            seed_for(config.get("seed", 0), self.client, config.get(SERVER_ROUND, 0), purpose))
-        return train(
-            model, *self.site.train, epochs=epochs, proximal_mu=proximal_mu, generator=order,
-            batch_size=int(config.get("batch-size", 32)), optimizer=str(config.get("optimizer", "sgd")),
-            learning_rate=float(config.get("learning-rate", 0.01)), momentum=float(config.get("momentum", 0.0)),
-            precision=str(config.get("precision", "float32")),
-        )
+        seed = seed_for(config.get("seed", 0), self.client, config.get(SERVER_ROUND, 0), purpose)
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(seed)  # what layers draw, dropout for instance
+            return train(
+                model, *self.site.train, epochs=epochs, proximal_mu=proximal_mu,
+                generator=torch.Generator().manual_seed(seed),
+                batch_size=int(config.get("batch-size", 32)), optimizer=str(config.get("optimizer", "sgd")),
+                learning_rate=float(config.get("learning-rate", 0.01)), momentum=float(config.get("momentum", 0.0)),
+                precision=str(config.get("precision", "float32")),
+            )
 
     def evaluation(self, which: str, model: torch.nn.Module) -> dict[str, float]:
         """Accuracy and loss of a model on the site's test data, as metrics."""
@@ -207,10 +209,15 @@ def _visit(load_site: LoadSite, message: Message, context: Context) -> Visit:
 
 
 _sites: dict[Any, Site] = {}
+_sites_of_run: dict[str, Any] = {}
 
 
 def _site(load_site: LoadSite, context: Context, device: torch.device) -> Site:
-    key = (load_site, device, *sorted(context.node_config.items()), *sorted(context.run_config.items()))
+    if _sites_of_run != dict(context.run_config):  # another run: its sites may differ, the old ones are done with
+        _sites.clear()
+        _sites_of_run.clear()
+        _sites_of_run.update(context.run_config)
+    key = (load_site, device, *sorted(context.node_config.items()))
     site = _sites.pop(key, None)
     if site is None:
         site = load_site(context)

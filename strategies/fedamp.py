@@ -27,7 +27,8 @@ Where we depart from the paper or it is silent:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from logging import WARNING
 from typing import Any, Literal
 
@@ -41,6 +42,8 @@ from .rounds import StoredModels, check
 from .store import BLOCK
 
 SelfWeight = float | Literal["uniform"]
+Blocks = Callable[[], Iterator[np.ndarray]]
+"""Goes through the columns of an (m, d) matrix, some at a time: each of shape (m, b)."""
 
 
 # --- The mathematics ----------------------------------------------------------------------------------
@@ -71,7 +74,7 @@ def attention_weights(
     ndarray, shape (m, m)
         Rows are non-negative and sum to 1.
     """
-    return _attention(squared_distances(_blocks_of(models), len(models)), alpha, sigma, self_weight, heard)
+    return _attention(squared_distances(lambda: _blocks_of(models), len(models)), alpha, sigma, self_weight, heard)
 
 
 def cosine_weights(
@@ -81,30 +84,45 @@ def cosine_weights(
 
     A model of zeros has cosine 0 with every other.
     """
-    return _cosine(cosines(_blocks_of(models), len(models)), sigma, self_weight, heard)
+    return _cosine(cosines(lambda: _blocks_of(models), len(models)), sigma, self_weight, heard)
 
 
-def squared_distances(blocks: Iterator[np.ndarray], m: int) -> np.ndarray:
+def squared_distances(blocks: Blocks, m: int) -> np.ndarray:
     """||w_i - w_j||^2 of all pairs, shape (m, m), from one matrix product over blocks of columns.
 
     Distances do not change when the first model is taken from all, and little is then lost to cancellation.
+    Where two models are so much nearer to each other than to the first that much would be lost (it is an
+    outlier), the product is made again in double precision. A model too large for that is infinitely far.
+    """
+    for dtype in (None, np.float64):
+        gram = np.zeros((m, m))
+        with np.errstate(over="ignore", invalid="ignore"):
+            for block in blocks():  # (m, b)
+                shifted = (block - block[0]).astype(dtype or block.dtype, copy=False)  # (m, b)
+                gram += shifted @ shifted.T  # (m, m)
+            norms = np.diagonal(gram)  # (m,)
+            sums = norms[:, None] + norms[None, :]  # (m, m)
+            distances = sums - 2 * gram  # (m, m)
+        near = (distances < 1e-4 * sums) & ~np.eye(m, dtype=bool)
+        if np.isfinite(gram).all() and not near.any():
+            break
+    np.fill_diagonal(distances, 0)
+    return np.where(np.isfinite(distances), np.maximum(distances, 0), np.inf)
+
+
+def cosines(blocks: Blocks, m: int) -> np.ndarray:
+    """cos(w_i, w_j) of all pairs, shape (m, m), from one matrix product over blocks of columns.
+
+    A model of zeros, or one whose norm overflows, has cosine 0 with every other.
     """
     gram = np.zeros((m, m))
-    for block in blocks:  # (m, b)
-        shifted = block - block[0]  # (m, b)
-        gram += shifted @ shifted.T  # (m, m)
-    norms = np.diagonal(gram)  # (m,)
-    return np.maximum(norms[:, None] + norms[None, :] - 2 * gram, 0)  # (m, m)
-
-
-def cosines(blocks: Iterator[np.ndarray], m: int) -> np.ndarray:
-    """cos(w_i, w_j) of all pairs, shape (m, m), from one matrix product over blocks of columns."""
-    gram = np.zeros((m, m))
-    for block in blocks:  # (m, b)
-        gram += block @ block.T  # (m, m)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for block in blocks():  # (m, b)
+            gram += block @ block.T  # (m, m)
     norms = np.sqrt(np.diagonal(gram))  # (m,)
     norms = np.where(norms > 0, norms, np.inf)
-    return gram / norms[:, None] / norms[None, :]  # (m, m)
+    with np.errstate(invalid="ignore"):
+        return np.nan_to_num(gram / norms[:, None] / norms[None, :], nan=0, posinf=0, neginf=0)  # (m, m)
 
 
 def _attention(
@@ -151,7 +169,7 @@ def _combination(scores: np.ndarray, heard: np.ndarray | None, share: np.ndarray
     -------
     ndarray, shape (m, m)
     """
-    others = _among_others(len(scores), heard)  # (m, m)
+    others = _among_others(len(scores), heard) & (scores > -np.inf)  # (m, m)
     alone = ~others.any(axis=1)  # (m,)
     with np.errstate(invalid="ignore"):  # a row without others is nan until it is set
         weights = share[:, None] * np.exp(log_softmax(np.where(others, scores, -np.inf), axis=1))  # (m, m)
@@ -236,7 +254,8 @@ class FedAMP(StoredModels):
 
     def alpha_at(self, server_round: int) -> float:
         """alpha_k: decayed once every `alpha_decay_every` rounds."""
-        return self.alpha * self.alpha_decay ** ((server_round - 1) // self.alpha_decay_every)
+        alpha = self.alpha * self.alpha_decay ** ((server_round - 1) // self.alpha_decay_every)
+        return max(alpha, sys.float_info.min)
 
     def round_config(self, server_round: int) -> dict[str, Any]:
         return {PROXIMAL_MU: self.lam / self.alpha_at(server_round)}
@@ -256,7 +275,7 @@ class FedAMP(StoredModels):
             yield client, self.models.combined_record(cloud_model, client)
 
     def _xi(self, at_hand: Sequence[ClientId], server_round: int) -> np.ndarray:
-        distances = squared_distances(self._parameters(at_hand), len(at_hand))  # (m, m)
+        distances = squared_distances(lambda: self._parameters(at_hand), len(at_hand))  # (m, m)
         heard = self._heard(at_hand)
         weights = _attention(distances, self.alpha_at(server_round), self.sigma, self.self_weight, heard)
         if self.self_weight is None and not self._scaled and (np.diagonal(weights)[heard] == 0).any():
@@ -309,5 +328,5 @@ class HeurFedAMP(FedAMP):
         return self_weight is not None and FedAMP._allows(self_weight)
 
     def _xi(self, at_hand: Sequence[ClientId], server_round: int) -> np.ndarray:
-        cosine = cosines(self._parameters(at_hand), len(at_hand))  # (m, m)
+        cosine = cosines(lambda: self._parameters(at_hand), len(at_hand))  # (m, m)
         return _cosine(cosine, self.sigma, self.self_weight, self._heard(at_hand))

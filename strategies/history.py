@@ -16,7 +16,7 @@ class History:
     ----------
     rows : list of dict
         One per round and client that was asked: `round`, `client`, `status` ("ok", or why nothing of it was
-        used), `seconds` from sending to reply, `bytes-down`, `bytes-up` (payload), and the metrics that the
+        used; `evaluate-status` is that of a separate evaluation, where it failed), `seconds` from sending to reply, `bytes-down`, `bytes-up` (payload), and the metrics that the
         client reported, by their names; `personal-accuracy` and `personal-loss` are the method's own choice.
     rounds : list of dict
         One per round: `round`, `asked`, `answered`, `seconds`, `bytes-down`, `bytes-up`, and over the clients'
@@ -36,8 +36,9 @@ class History:
         first = self._open.setdefault(row["client"], row)
         if first is not row:
             together = {key: first[key] + row[key] for key in ("seconds", "bytes-down", "bytes-up")}
-            status = row["status"] if first["status"] == "ok" else first["status"]
-            first.update({**row, **together, "status": status})
+            if row["status"] != "ok":
+                together["evaluate-status"] = row["status"]
+            first.update({**row, **together, "status": first["status"]})
 
     def close_round(self, server_round: int, seconds: float) -> dict[str, Any]:
         """End a round: add its rows in order of client, sum it up, and return the sum."""
@@ -55,7 +56,9 @@ class History:
         for row in rows:
             accuracy = row.get(f"{PERSONAL}-accuracy")
             if accuracy is not None and np.isfinite(accuracy):
-                self._accuracy[row["client"]] = (accuracy, row.get(NUM_TEST_EXAMPLES, 1))
+                size = row.get(NUM_TEST_EXAMPLES)
+                counted = isinstance(size, int | float) and np.isfinite(size) and size > 0
+                self._accuracy[row["client"]] = (accuracy, size if counted else 1)
         if self._accuracy:
             known = np.array([self._accuracy[client] for client in in_order(self._accuracy)])  # (m, 2)
             line["accuracy"] = float(known[:, 0].mean())

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
@@ -75,7 +76,7 @@ class PersonalizedStrategy(Strategy):
     arrayrecord_key, configrecord_key : str (default: "arrays", "config")
         Names of the records in messages to clients.
     train_metrics_aggr_fn, evaluate_metrics_aggr_fn : callable, optional
-        `(list[RecordDict], weighted_by_key) -> MetricRecord`; by default Flower's weighted mean.
+        `(list[RecordDict], weighted_by_key) -> MetricRecord`; by default `mean_metrics`.
     seed : int (default: 0)
         Seed of the server's draws; which clients take part depends on it and the round alone.
     wait_timeout : float (default: 300.0)
@@ -128,12 +129,14 @@ class PersonalizedStrategy(Strategy):
         self.weighted_by_key = weighted_by_key
         self.arrayrecord_key = arrayrecord_key
         self.configrecord_key = configrecord_key
-        self.train_metrics_aggr_fn = train_metrics_aggr_fn or aggregate_metricrecords
-        self.evaluate_metrics_aggr_fn = evaluate_metrics_aggr_fn or aggregate_metricrecords
+        self.train_metrics_aggr_fn = train_metrics_aggr_fn or mean_metrics
+        self.evaluate_metrics_aggr_fn = evaluate_metrics_aggr_fn or mean_metrics
         self.seed = seed
         self.wait_timeout = wait_timeout
         self.buffers = buffers
         self.history = History()
+        self._trained: set[ClientId] = set()  # who answered in this round
+        self._evaluated: set[ClientId] = set()  # who told its accuracy in that answer
         self._nodes: dict[ClientId, int] = {}  # the clients that are connected
         self._identities: dict[int, ClientId] = {}  # every node that was ever met
         self._asked: dict[str, _Asked] = {}  # messages of the exchange in progress
@@ -215,12 +218,16 @@ class PersonalizedStrategy(Strategy):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Take in the training replies of a round as they come. The models stay here: no arrays are returned."""
         contents: dict[ClientId, RecordDict] = {}
+        self._evaluated = set()
         for message in replies:
             if (found := self._admitted(message, server_round, evaluation=False)) is not None:
                 client, reply = found
                 self.take(client, reply)
+                if f"{self.personal}-accuracy" in reply.metrics:
+                    self._evaluated.add(client)
                 contents[client] = RecordDict({"metrics": reply.metrics})
         answered = in_order(contents)
+        self._trained = set(answered)
         self.end_round(server_round, answered)
         if not answered:
             return None, None
@@ -231,7 +238,11 @@ class PersonalizedStrategy(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Make the messages by which clients evaluate their personal models, one at a time."""
-        for client in self.sample(server_round, self.fraction_evaluate, self.min_evaluate_nodes, "evaluate"):
+        clients = self.sample(server_round, self.fraction_evaluate, self.min_evaluate_nodes, "evaluate")
+        if self._evaluated:
+            # Clients that evaluate while they train have said all there is to say; who sits out keeps its last.
+            clients = [client for client in clients if client in self._trained - self._evaluated]
+        for client in clients:
             yield self._message(client, self.personal_arrays(client), config, server_round, MessageType.EVALUATE)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
@@ -285,6 +296,8 @@ class PersonalizedStrategy(Strategy):
         train_config = ConfigRecord() if train_config is None else train_config
         evaluate_config = ConfigRecord() if evaluate_config is None else evaluate_config
         result = Result(arrays=initial_arrays)
+        self.history = History()
+        self._answered = False
         self.begin(initial_arrays)
         started = time.monotonic()
         if evaluate_fn and (metrics := evaluate_fn(0, initial_arrays)) is not None:
@@ -297,8 +310,7 @@ class PersonalizedStrategy(Strategy):
                 grid, self.configure_train(server_round, result.arrays, train_config, grid), timeout, server_round))
             if metrics is not None:
                 result.train_metrics_clientapp[server_round] = metrics
-            # Clients that evaluate while they train have said all there is to say.
-            if self.fraction_evaluate and not (metrics is not None and f"{TRAINED}-accuracy" in metrics):
+            if self.fraction_evaluate:
                 self._evaluate(grid, result, evaluate_config, timeout, server_round)
             self._close_round(server_round, num_rounds, time.monotonic() - round_started, on_round)
             if evaluate_fn and (metrics := evaluate_fn(server_round, self.global_arrays())) is not None:
@@ -311,6 +323,7 @@ class PersonalizedStrategy(Strategy):
         if self.personal != TRAINED and self.fraction_evaluate and num_rounds not in result.evaluate_metrics_clientapp:
             # Replies of a round speak of the model that it started from: the last one still needs a word.
             closing_started = time.monotonic()
+            self._evaluated = set()
             self._evaluate(grid, result, evaluate_config, timeout, num_rounds + 1)
             self._close_round(num_rounds + 1, num_rounds, time.monotonic() - closing_started, on_round)
         result.arrays = self.global_arrays()
@@ -342,10 +355,10 @@ class PersonalizedStrategy(Strategy):
         for group in (new[:1], new[1:]):
             if group and self._nodes_know_identity:
                 self._identify(grid, group, timeout)
-            for node_id in group:
-                self._identities.setdefault(node_id, node_id)
+            if not self._nodes_know_identity:
+                self._identities |= {node_id: node_id for node_id in group}
         self._nodes = {}
-        for node_id in sorted(node_ids):
+        for node_id in sorted(set(node_ids) & self._identities.keys()):
             client = self._identities[node_id]
             if client in self._nodes:
                 log(WARNING, "kindred: node %d says it is client %s, as node %d does; it is left out",
@@ -375,7 +388,7 @@ class PersonalizedStrategy(Strategy):
             time.sleep(NODES_PAUSE)
 
     def _identify(self, grid: Grid, node_ids: Sequence[int], timeout: float) -> None:
-        """Ask nodes for their clients' ids; who does not answer goes by the node id."""
+        """Ask nodes for their clients' ids. Who has none goes by its node id; who does not answer is asked again."""
         asked = {}
         for node_id in node_ids:
             message = Message(RecordDict(), node_id, IDENTITY_QUERY)
@@ -386,11 +399,12 @@ class PersonalizedStrategy(Strategy):
             if reply.has_error():
                 if "No query function registered" in reply.error.reason:
                     self._nodes_know_identity = False
+                elif reply.error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION:
+                    self._identities[node_id] = node_id
                 continue
-            for record in reply.content.config_records.values():
-                client = record.get(CLIENT_ID)
-                if isinstance(client, int | str) and not isinstance(client, bool):
-                    self._identities[node_id] = client
+            names = [record.get(CLIENT_ID) for record in reply.content.config_records.values()]
+            name = next((name for name in names if isinstance(name, int | str) and not isinstance(name, bool)), node_id)
+            self._identities[node_id] = name
 
     # --- An exchange ----------------------------------------------------------------------------------
 
@@ -446,24 +460,25 @@ class PersonalizedStrategy(Strategy):
         metrics = dict(reply.metrics)
         if evaluation:
             metrics[NUM_TEST_EXAMPLES] = metrics.pop(self.weighted_by_key)
-        self._add_row(asked, server_round, "ok", bytes_up, metrics)
+        self._add_row(asked, server_round, "ok", bytes_up, metrics, evaluation=evaluation)
         return asked.client, reply
 
     def _add_row(
-        self, asked: _Asked, server_round: int, status: str, bytes_up: int, metrics: Mapping[str, Any] | None = None
+        self, asked: _Asked, server_round: int, status: str, bytes_up: int, metrics: Mapping[str, Any] | None = None,
+        *, evaluation: bool = False,
     ) -> None:
         if status != "ok":
             log(WARNING, "kindred: round %d goes on without client %s: %s", server_round, asked.client, status)
         row = {
+            **(metrics or {}),  # whatever a client calls its metrics, the columns below are the engine's
             "round": server_round, "client": asked.client, "status": status,
             "seconds": time.monotonic() - asked.sent_at, "bytes-down": asked.bytes_down, "bytes-up": bytes_up,
-            **(metrics or {}),
         }
-        for measure, short in (("accuracy", "acc"), ("loss", "loss")):
-            # Its own name first; then what an ordinary evaluate function calls it.
-            for key in (f"{self.personal}-{measure}", measure, f"eval_{measure}", f"eval_{short}"):
+        # An evaluation by itself is of the personal model, under the name that an ordinary evaluate function uses.
+        for measure, names in (("accuracy", ("accuracy", "eval_accuracy", "eval_acc")), ("loss", ("loss", "eval_loss"))):
+            for key in names if evaluation else (f"{self.personal}-{measure}",):
                 if isinstance(row.get(key), int | float):
-                    row[f"{PERSONAL}-{measure}"] = row[key]
+                    row[f"{PERSONAL}-{measure}"] = float(row[key])
                     break
         self.history.add(row)
 
@@ -536,6 +551,17 @@ def check(name: str, value: Any, holds: bool, allowed: str) -> None:
     """Refuse an argument out of range, naming it, its value and what is allowed."""
     if not holds:
         raise ValueError(f"{name} is {value!r}, allowed: {allowed}")
+
+
+def mean_metrics(contents: list[RecordDict], weighted_by_key: str) -> MetricRecord:
+    """Flower's weighted mean, of the metrics that all of these clients report in one form (a number, n numbers)."""
+    def form(value: Any) -> int | None:
+        return None if value is None else len(value) if isinstance(value, list) else 0
+
+    records = [next(iter(content.metric_records.values())) for content in contents]
+    shared = [key for key in records[0] if all(form(r.get(key)) == form(records[0][key]) for r in records)]
+    alike = [RecordDict({"metrics": MetricRecord({key: record[key] for key in shared})}) for record in records]
+    return aggregate_metricrecords(alike, weighted_by_key)
 
 
 def payload_bytes(content: RecordDict) -> int:

@@ -44,21 +44,21 @@ class Layout:
         floats = [name for name, array in arrays.items() if np.issubdtype(array.dtype, np.floating)]
         self.integers = [name for name in arrays if name not in floats]
         self.slices: dict[str, slice] = {}
-        end = self.num_parameters = 0
-        for group in ([n for n in floats if n not in buffers], [n for n in floats if n in buffers]):
-            for name in group:
-                start, end = end, end + arrays[name].size
-                self.slices[name] = slice(start, end)
-            if group and group[0] not in buffers:
-                self.num_parameters = end
+        parameters = [name for name in floats if name not in buffers]
+        end = 0
+        for name in (*parameters, *(name for name in floats if name in buffers)):
+            start, end = end, end + arrays[name].size
+            self.slices[name] = slice(start, end)
+        self.num_parameters = self.slices[parameters[-1]].stop if parameters else 0
         self.size = end
         wide = any(self.dtypes[name] == np.float64 for name in floats)
         self.dtype = np.dtype(np.float64 if wide else np.float32)
 
     def mismatch(self, arrays: Mapping[str, np.ndarray]) -> str | None:
         """Say in a few words how arrays differ from this model's; None if they do not."""
-        for name in self.shapes.keys() - arrays.keys():
-            return f"array {name!r} is missing"
+        for name in self.shapes:
+            if name not in arrays:
+                return f"array {name!r} is missing"
         for name, array in arrays.items():
             if name not in self.shapes:
                 return f"array {name!r} is not part of the model"

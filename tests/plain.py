@@ -52,7 +52,8 @@ def plain_app(evaluates_in_training: bool = False) -> ClientApp:
         metrics = {"train_loss": float(((w - target(client)) ** 2).sum()), "num-examples": 10 * (client + 1)}
         if evaluates_in_training:
             metrics |= {"trained-accuracy": closeness(w, client), "num-test-examples": 5,
-                        "received-accuracy": closeness(received["layer.weight"], client)}
+                        "received-accuracy": closeness(received["layer.weight"], client),
+                        "tuned-accuracy": closeness(w, client)}
         return Message(RecordDict({"arrays": ArrayRecord(reply), "metrics": MetricRecord(metrics)}), reply_to=message)
 
     @app.evaluate()

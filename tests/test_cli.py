@@ -56,7 +56,7 @@ def kindred(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         (["--set=min-available-clients=21"], ["min-available-clients", "21", "num-clients", "20"]),
         (["--clients=5000"], ["num-clients", "5000", "images"]),
         (["--set=samples-per-client=500"], ["samples-per-client", "500"]),
-        (["--dataset=mnist"], ["data-dir", "mnist"]),
+        (["--dataset=npz"], ["data-dir is not set", "npz"]),
         (["--dataset=mnist", "--data-dir=nowhere"], ["data-dir", "nowhere", "does not exist"]),
         (["--dataset=npz", "--data-dir=broken.npz"], ["broken.npz", "npz"]),
         (["--data-dir=two\nlines"], ["data-dir", "control characters"]),

@@ -97,6 +97,25 @@ def test_fine_tuned_models_reach_the_server_and_differ_between_clients() -> None
     assert np.mean(list(tuned.values())) > np.mean(list(plain.values())) + 0.1
 
 
+def test_dropout_is_seeded_too() -> None:
+    def with_dropout() -> torch.nn.Module:
+        return torch.nn.Sequential(network(), torch.nn.Dropout(0.5))
+
+    def load(context) -> Site:
+        site = load_site(context)
+        return Site(with_dropout, site.train, site.test)
+
+    def models() -> list[bytes]:
+        strategy = make("local")
+        grid = InlineGrid(make_client_app(load), CLIENTS)
+        strategy.start(grid, to_record(get_arrays(with_dropout())), 2, 60)
+        return [array.data for record in strategy.client_models().values() for array in record.values()]
+
+    before = torch.random.get_rng_state()
+    assert models() == models()
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
 def test_zero_epochs_of_tuning_are_the_global_model() -> None:
     from strategies import FedAvgFT
 

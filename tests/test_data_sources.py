@@ -172,7 +172,7 @@ def test_damaged_npz_are_refused_or_harmless(tmp_path_factory, place, byte, flip
 def test_missing_places_are_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert "mnst" in refusal("mnst", "") and "fashion-mnist" in refusal("mnst", "")
-    assert "data-dir is not set" in refusal("cifar10", "")
+    assert "data-dir is not set" in refusal("npz", "")
     text = refusal("cifar10", "no/such")
     assert str(tmp_path / "no" / "such") in text and "cifar10.npz" in text and "cifar-10-batches-py" in text
     assert str(tmp_path) in refusal("npz", ".") and "is a folder" in refusal("npz", ".")
@@ -313,3 +313,13 @@ def test_reading_the_names_imports_nothing_heavy():
     code = "import sys, data; print([m for m in ('torch', 'torchvision', 'matplotlib', 'sklearn') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_without_a_data_dir_the_folder_for_downloads_is_looked_at(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folder = tmp_path / ".cache" / "kindred"
+    folder.mkdir(parents=True)
+    labels = np.arange(10)
+    images = np.zeros((10, 28, 28), np.uint8)
+    np.savez(folder / "fashion-mnist.npz", x_train=images, y_train=labels, x_test=images, y_test=labels)
+    assert len(load_images("fashion-mnist").x_train) == 10

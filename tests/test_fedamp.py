@@ -86,7 +86,7 @@ def test_a_client_alone_keeps_its_model() -> None:
 
 def test_identical_models_have_distance_zero_and_share_alike() -> None:
     models = np.tile(np.random.default_rng(0).normal(size=1000).astype(np.float32), (4, 1))
-    assert (squared_distances(iter([models]), 4) == 0).all()
+    assert (squared_distances(lambda: iter([models]), 4) == 0).all()
     assert attention_weights(models, 1.0, 1e-9, 0.1)[0] == pytest.approx([0.1, 0.3, 0.3, 0.3])
 
 
@@ -95,14 +95,29 @@ def test_distances_between_near_models_do_not_drown_in_their_size() -> None:
     base = 100 * rng.normal(size=5000)
     models = (base + 1e-2 * rng.normal(size=(3, 5000))).astype(np.float32)
     exact = ((models[:, None].astype(float) - models[None]) ** 2).sum(-1)
-    assert squared_distances(iter([models]), 3) == pytest.approx(exact, rel=1e-3)
+    assert squared_distances(lambda: iter([models]), 3) == pytest.approx(exact, rel=1e-3)
+
+
+def test_an_outlying_first_model_does_not_blur_the_distances_of_the_others() -> None:
+    rng = np.random.default_rng(3)
+    models = np.stack([1e3 * rng.normal(size=1000), rng.normal(size=1000), np.zeros(1000)]).astype(np.float32)
+    models[2] = models[1]
+    models[2, 0] += 0.5
+    assert squared_distances(lambda: iter([models]), 3)[1, 2] == pytest.approx(0.25, rel=1e-3)
+
+
+def test_a_model_that_has_run_away_is_alone_and_harms_nobody() -> None:
+    models = np.array([[1, 0], [1, 0.1], [1e25, 1], [-1e25, 2]], np.float32)
+    for xi in (attention_weights(models, 1.0, 1.0, 0.2), cosine_weights(models, 50.0, 0.2)):
+        assert np.isfinite(xi).all() and xi.sum(axis=1) == pytest.approx(1)
+        assert xi[0, 1] == pytest.approx(0.8) and xi[1, 0] == pytest.approx(0.8)
 
 
 def test_blocks_of_columns_change_nothing() -> None:
     models = np.random.default_rng(2).normal(size=(3, BLOCK + 7))
     exact = ((models[:, None] - models[None]) ** 2).sum(-1)
-    at_once = squared_distances(iter([models]), 3)
-    in_blocks = squared_distances(iter([models[:, :BLOCK], models[:, BLOCK:]]), 3)
+    at_once = squared_distances(lambda: iter([models]), 3)
+    in_blocks = squared_distances(lambda: iter([models[:, :BLOCK], models[:, BLOCK:]]), 3)
     assert at_once == pytest.approx(exact)
     assert in_blocks == pytest.approx(exact)
 

@@ -122,7 +122,10 @@ def test_fedavg_is_the_mean_weighted_by_samples() -> None:
     means = [read_array(result.arrays["norm.running_mean"])[0], read_array(result.arrays["norm.num_batches_tracked"])]
     assert means[0] == pytest.approx((1 * 1 + 2 * 2) / 3)  # each adds its number, n = 10 and 20
     assert means[1] == 1  # nobody averages counters
-    assert strategy.collaboration()[1] == pytest.approx(np.array([[1 / 3, 2 / 3]] * 2))
+    assert strategy.collaboration()[1] == pytest.approx(np.eye(2))  # what was sent had nobody's model in it
+    two = FedAvg()
+    two.start(InlineGrid(plain_app(), 2), initial(), 2)
+    assert two.collaboration()[1] == pytest.approx(np.array([[1 / 3, 2 / 3]] * 2))
 
 
 def test_local_models_are_summed_up_by_their_mean() -> None:
@@ -132,13 +135,102 @@ def test_local_models_are_summed_up_by_their_mean() -> None:
     assert result.arrays["layer.weight"].numpy() == pytest.approx((models[0] + models[1]) / 2)
 
 
-def test_a_metric_that_only_some_clients_report_harms_nobody() -> None:
-    def lacks(content) -> None:
-        del content["metrics"]["train_loss"]
+def changed_by(client: int, change):
+    return FaultyGrid(plain_app(True), 3, lambda r, c: (lambda content: change(content["metrics"])) if c == client else "ok")
+
+
+def test_means_are_of_the_metrics_that_all_clients_report_in_one_form() -> None:
+    def odd(metrics) -> None:
+        metrics["train_loss"] = [1.0, 2.0]
+        metrics["mine"] = 3.0
 
     strategy = Local()
-    strategy.start(FaultyGrid(plain_app(), 3, lambda r, c: lacks if c == 1 else "ok"), initial(), 2)
-    assert all(row["status"] == "ok" for row in strategy.history.rows)
+    result = strategy.start(changed_by(1, odd), initial(), 1)
+    assert [row["status"] for row in strategy.history.rows] == ["ok"] * 3
+    assert "train_loss" not in result.train_metrics_clientapp[1] and "mine" not in result.train_metrics_clientapp[1]
+    accuracies = [row["trained-accuracy"] for row in strategy.history.rows]
+    expected = np.average(accuracies, weights=[10, 20, 30])
+    assert result.train_metrics_clientapp[1]["trained-accuracy"] == pytest.approx(expected)
+
+
+def test_a_client_cannot_write_into_the_engines_columns() -> None:
+    def forge(metrics) -> None:
+        metrics.update({"seconds": [9.0], "bytes-up": 0, "status": 1, "client": 7, "round": 9, "bytes-down": 0})
+
+    strategy = Local()
+    strategy.start(changed_by(0, forge), initial(), 2)
+    rows = strategy.history.rows
+    assert [(row["round"], row["client"], row["status"]) for row in rows] == [
+        (r, c, "ok") for r in (1, 2) for c in (1001, 1002, 1003)]
+    assert all(row["bytes-up"] > 0 and isinstance(row["seconds"], float) for row in rows)
+
+
+@pytest.mark.parametrize("size", [0, -3, float("nan"), [1]], ids=str)
+def test_an_impossible_test_size_or_accuracy_does_no_harm(size) -> None:
+    def odd(metrics) -> None:
+        metrics["num-test-examples"] = size
+        metrics["trained-accuracy"] = [0.5]
+
+    strategy = Local()
+    strategy.start(changed_by(2, odd), initial(), 1)
+    two = [row["trained-accuracy"] for row in strategy.history.rows[:2]]
+    assert strategy.history.rounds[0]["accuracy-weighted"] <= max(two)
+
+
+def test_only_clients_that_told_no_accuracy_are_asked_for_one() -> None:
+    strategy = Local()
+    strategy.start(changed_by(1, lambda metrics: metrics.pop("trained-accuracy")), initial(), 1)
+    assert ["eval_acc" in row for row in strategy.history.rows] == [False, True, False]
+    assert all("personal-accuracy" in row for row in strategy.history.rows)
+
+
+def test_a_training_metric_called_accuracy_is_not_taken_for_the_test_accuracy() -> None:
+    grid = FaultyGrid(plain_app(), 2, lambda r, c: lambda content: content["metrics"].update(accuracy=0.99))
+    strategy = Local(fraction_evaluate=0)
+    strategy.start(grid, initial(), 1)
+    assert "accuracy" not in strategy.history.rounds[0]
+    assert strategy.history.rows[0]["accuracy"] == 0.99
+
+
+def test_a_failed_evaluation_does_not_unmake_the_training() -> None:
+    app = plain_app()
+
+    def fails(message, context):
+        raise OSError("disk full")
+
+    app._registered_funcs["evaluate.default"] = fails
+    strategy = Local()
+    strategy.start(InlineGrid(app, 2), initial(), 1)
+    for row in strategy.history.rows:
+        assert (row["status"], row["evaluate-status"]) == ("ok", "error 2: OSError: disk full")
+    assert strategy.history.rounds[0]["answered"] == 2
+
+
+def test_a_strategy_that_is_started_again_starts_from_nothing() -> None:
+    strategy = Local()
+    for _ in range(2):
+        strategy.start(InlineGrid(plain_app(), 2), initial(), 1)
+    assert [line["round"] for line in strategy.history.rounds] == [1]
+
+
+def test_a_node_that_does_not_say_its_name_in_time_is_asked_again() -> None:
+    app, asked = named_app(["a", "b"])
+
+    class Slow(InlineGrid):
+        silent = True
+
+        def pull_messages(self, message_ids):
+            for message_id in list(message_ids):
+                message = self._waiting.get(message_id)
+                if message and message.metadata.message_type.startswith("query"):
+                    if message.metadata.dst_node_id == 1002 and Slow.silent:
+                        Slow.silent = False
+                        del self._waiting[message_id]
+            return super().pull_messages(message_ids)
+
+    strategy = Local()
+    strategy.start(Slow(app, 2), initial(), 2, timeout=0.3)
+    assert [(row["round"], row["client"]) for row in strategy.history.rows] == [(1, "a"), (2, "a"), (2, "b")]
 
 
 @pytest.mark.parametrize("method", [Local, FedAvg])

@@ -67,6 +67,7 @@ def test_flwr_run_works_by_itself_and_says_how_to_get_all_clients(tmp_path) -> N
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
         "UV_OFFLINE": "1",
+        "UV_CACHE_DIR": str(tmp_path / "uv"),
         "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": str(_free_port()),
         "FLWR_LOCAL_CONTROL_API_PORT": str(_free_port()),
         "PATH": f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ['PATH']}",

@@ -32,13 +32,18 @@ class WeightedMean:
     """sum_k n_k w_k / sum_k n_k, summed in a given order however the terms come.
 
     Terms that come before their turn wait; the others are added at once and not kept.
+
+    Attributes
+    ----------
+    weights : dict
+        client -> n_k of the terms in the sum, in its order.
     """
 
     def __init__(self, order: Sequence[ClientId], size: int, dtype: np.dtype) -> None:
         self._turns = list(reversed(order))
         self._waiting: dict[ClientId, tuple[float, np.ndarray]] = {}
         self._sum = np.zeros(size, dtype)  # (d,)
-        self._weight = 0.0
+        self.weights: dict[ClientId, float] = {}
 
     def add(self, client: ClientId, weight: float, row: np.ndarray) -> None:
         """Add a client's term; row has shape (d,) and may be changed."""
@@ -51,13 +56,13 @@ class WeightedMean:
         for client in reversed(self._turns):
             if client in self._waiting:
                 self._sum_up(client)
-        return self._sum / self._weight if self._weight else None
+        return self._sum / sum(self.weights.values()) if self.weights else None
 
     def _sum_up(self, client: ClientId) -> None:
         weight, row = self._waiting.pop(client)
         row *= weight
         self._sum += row
-        self._weight += weight
+        self.weights[client] = weight
 
 
 # --- The client ---------------------------------------------------------------------------------------
@@ -83,25 +88,25 @@ class FedAvg(PersonalizedStrategy):
     def begin(self, initial_arrays: ArrayRecord) -> None:
         self.layout = Layout(initial_arrays, self.buffers)
         self._global = initial_arrays
-        self._weights: dict[ClientId, float] = {}  # n_k of those who made the global model
+        self._examples: dict[ClientId, float] = {}  # n_k of those whose models are in the global one
+        self._sent: dict[ClientId, float] = {}  # the same of the global model that was sent last
 
     def outgoing(self, server_round: int, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId, ArrayRecord]]:
         self._mean = WeightedMean(clients, self.layout.size, self.layout.dtype)
-        self._examples: dict[ClientId, float] = {}
+        self._sent = self._examples
         self._counters: dict[ClientId, Mapping[str, np.ndarray]] = {}
         return ((client, self._global) for client in clients)
 
     def take(self, client: ClientId, reply: Reply) -> None:
         row = np.empty(self.layout.size, self.layout.dtype)  # (d,)
         self.layout.flatten(reply.arrays, row)
-        self._examples[client] = float(reply.metrics[self.weighted_by_key])
         self._counters[client] = self.layout.integer_arrays(reply.arrays)
-        self._mean.add(client, self._examples[client], row)
+        self._mean.add(client, float(reply.metrics[self.weighted_by_key]), row)
 
     def end_round(self, server_round: int, answered: Sequence[ClientId]) -> None:
         mean = self._mean.result()
         if mean is not None:
-            self._weights = {client: self._examples[client] for client in answered}
+            self._examples = self._mean.weights
             self._global = self.layout.record(mean, self._counters[answered[0]])
 
     def global_arrays(self) -> ArrayRecord:
@@ -115,9 +120,9 @@ class FedAvg(PersonalizedStrategy):
         return {client: self._global for client in self.clients()}
 
     def collaboration(self) -> tuple[list[ClientId], np.ndarray]:
-        """The shares of the clients in the global model, the same for every client."""
+        """The shares of the clients in the global model that was sent last, the same for every client."""
         clients = self.clients()
-        shares = np.array([self._weights.get(client, 0.0) for client in clients])
+        shares = np.array([self._sent.get(client, 0.0) for client in clients])
         if not shares.any():
             return clients, np.eye(len(clients))
         return clients, np.tile(shares / shares.sum(), (len(clients), 1))
