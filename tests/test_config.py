@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from dataclasses import fields
 from pathlib import Path
@@ -30,9 +31,8 @@ def test_the_documentation_lists_every_setting() -> None:
 
 def test_what_uv_is_told_to_leave_out_is_what_pip_installs() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    names = {
-        requirement.split("[")[0].split(">")[0].split("=")[0] for requirement in project["project"]["dependencies"]
-    }
+    wanted = [*project["project"]["dependencies"], *project["project"]["optional-dependencies"]["test"]]
+    names = {re.match(r"[\w-]+", requirement)[0] for requirement in wanted}
     assert names == set(project["tool"]["uv"]["exclude-dependencies"])
 
 
