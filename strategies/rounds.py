@@ -80,7 +80,8 @@ class PersonalizedStrategy(Strategy):
     seed : int (default: 0)
         Seed of the server's draws; which clients take part depends on it and the round alone.
     wait_timeout : float (default: 300.0)
-        Seconds to wait for `min_available_nodes` before the run ends with `TooFewClients`.
+        Seconds to wait for `min_available_nodes` before the run ends with `TooFewClients`, and for the names of
+        clients that are new.
     buffers : collection of str, optional
         Names of model entries that are not trained; by default those named like the buffers of PyTorch's
         normalisation layers. They are averaged but take no part in distances and cosines.
@@ -394,7 +395,7 @@ class PersonalizedStrategy(Strategy):
             message = Message(RecordDict(), node_id, IDENTITY_QUERY)
             if (message_id := _push(grid, message)) is not None:
                 asked[message_id] = node_id
-        for reply in _pull(grid, asked.keys(), time.monotonic() + timeout):
+        for reply in _pull(grid, asked.keys(), time.monotonic() + min(timeout, self.wait_timeout)):
             node_id = asked[reply.metadata.reply_to_message_id]
             if reply.has_error():
                 if "No query function registered" in reply.error.reason:
@@ -457,7 +458,9 @@ class PersonalizedStrategy(Strategy):
         except Refused as refusal:
             self._add_row(asked, server_round, f"refused: {refusal}", bytes_up)
             return None
-        metrics = dict(reply.metrics)
+        # Numbers alone go into rows, and the method's own choice of accuracy is not the client's to name.
+        metrics = {key: value for key, value in reply.metrics.items()
+                   if isinstance(value, int | float) and not key.startswith(f"{PERSONAL}-")}
         if evaluation:
             metrics[NUM_TEST_EXAMPLES] = metrics.pop(self.weighted_by_key)
         self._add_row(asked, server_round, "ok", bytes_up, metrics, evaluation=evaluation)
@@ -477,7 +480,7 @@ class PersonalizedStrategy(Strategy):
         # An evaluation by itself is of the personal model, under the name that an ordinary evaluate function uses.
         for measure, names in (("accuracy", ("accuracy", "eval_accuracy", "eval_acc")), ("loss", ("loss", "eval_loss"))):
             for key in names if evaluation else (f"{self.personal}-{measure}",):
-                if isinstance(row.get(key), int | float):
+                if key in row:
                     row[f"{PERSONAL}-{measure}"] = float(row[key])
                     break
         self.history.add(row)

@@ -155,6 +155,7 @@ def test_means_are_of_the_metrics_that_all_clients_report_in_one_form() -> None:
 
 def test_a_client_cannot_write_into_the_engines_columns() -> None:
     def forge(metrics) -> None:
+        metrics.update({"personal-accuracy": [0.1], "personal-loss": 0.0, "evaluate-status": 2})
         metrics.update({"seconds": [9.0], "bytes-up": 0, "status": 1, "client": 7, "round": 9, "bytes-down": 0})
 
     strategy = Local()
@@ -162,6 +163,8 @@ def test_a_client_cannot_write_into_the_engines_columns() -> None:
     rows = strategy.history.rows
     assert [(row["round"], row["client"], row["status"]) for row in rows] == [
         (r, c, "ok") for r in (1, 2) for c in (1001, 1002, 1003)]
+    assert strategy.history.rounds[1]["accuracy"] == pytest.approx(
+        np.mean([row["trained-accuracy"] for row in rows[3:]]))
     assert all(row["bytes-up"] > 0 and isinstance(row["seconds"], float) for row in rows)
 
 
