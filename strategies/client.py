@@ -111,6 +111,10 @@ class Visit:
                 precision=str(config.get("precision", "float32")),
             )
 
+    def tune(self, model: torch.nn.Module) -> None:
+        """Fine-tune a model for this site by the epochs that the message asks for; no proximal term."""
+        self.train(model, int(self.config[FINETUNE_EPOCHS]), purpose="tune")
+
     def evaluation(self, which: str, model: torch.nn.Module) -> dict[str, float]:
         """Accuracy and loss of a model on the site's test data, as metrics."""
         accuracy, loss = evaluate(model, *self.site.test)
@@ -130,7 +134,7 @@ class LocalTraining:
         model = visit.model()
         metrics = visit.evaluation(RECEIVED, model)
         if FINETUNE_EPOCHS in visit.config:
-            visit.train(model, int(visit.config[FINETUNE_EPOCHS]), purpose="tune")
+            visit.tune(model)
             metrics |= visit.evaluation(TUNED, model)
             set_arrays(model, visit.arrays)
         proximal_mu = float(visit.config.get(PROXIMAL_MU, 0.0))
@@ -146,7 +150,7 @@ class LocalTraining:
         model = visit.model()
         content = RecordDict()
         if FINETUNE_EPOCHS in visit.config:
-            visit.train(model, int(visit.config[FINETUNE_EPOCHS]), purpose="tune")
+            visit.tune(model)
             content[ARRAYS] = to_record(get_arrays(model))
         accuracy, loss = evaluate(model, *visit.site.test)
         content[METRICS] = MetricRecord({"accuracy": accuracy, "loss": loss, NUM_EXAMPLES: len(visit.site.test[1])})
