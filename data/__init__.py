@@ -2,7 +2,7 @@
 
 from .federation import Federation, load_federation
 from .partitions import PARTITIONS
-from .picture import draw_partition
+from .picture import partition_figure
 from .sources import DATASETS, DataError
 
-__all__ = ["DATASETS", "PARTITIONS", "DataError", "Federation", "draw_partition", "load_federation"]
+__all__ = ["DATASETS", "PARTITIONS", "DataError", "Federation", "load_federation", "partition_figure"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,17 +10,11 @@ from .federation import Federation
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
-def draw_partition(federation: Federation, path: str | os.PathLike[str]) -> None:
-    """Draw the training images of each client by class as a heatmap.
-
-    Parameters
-    ----------
-    federation : Federation
-    path : path
-        The PNG file to write; it appears only when it is complete.
-    """
+def partition_figure(federation: Federation) -> Figure:
+    """Draw the training images of each client by class as a heatmap."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -45,11 +37,7 @@ def draw_partition(federation: Federation, path: str | os.PathLike[str]) -> None
     axes.set(title=federation.title, xlabel="class, as the client labels it", ylabel="client")
     _mark_groups(axes, federation)
     figure.colorbar(image, ax=axes, label="training images", pad=0.02, ticks=MaxNLocator(integer=True))
-
-    path = Path(path)
-    partial = path.with_name(path.name + ".part")
-    figure.savefig(partial, format="png")
-    os.replace(partial, path)
+    return figure
 
 
 def _mark_groups(axes: Axes, federation: Federation) -> None:

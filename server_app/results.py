@@ -126,7 +126,7 @@ class RunFolder:
         dict
             The content of summary.json.
         """
-        from data import draw_partition
+        from data import partition_figure
 
         from . import pictures
 
@@ -142,7 +142,7 @@ class RunFolder:
             title = f"Who learns from whom: {name}, round {last}, {setting}"
             groups = true_groups(clients, federation)
             self._save_picture("collaboration.png", pictures.collaboration_figure(clients, weights, groups, title))
-        draw_partition(federation, self.path / "partition.png")
+        self._save_picture("partition.png", partition_figure(federation))
 
         summary = summarise(self.settings, history, models)
         _write_json(self.path / "summary.json", summary)

@@ -37,8 +37,8 @@ from flwr.app import ArrayRecord
 from flwr.supercore import log
 from scipy.special import log_softmax, logsumexp
 
-from .messages import PROXIMAL_MU, ClientId, in_order
-from .rounds import StoredModels, check
+from .messages import PROXIMAL_MU, ClientId, check, in_order
+from .rounds import StoredModels
 from .store import BLOCK
 
 SelfWeight = float | Literal["uniform"]

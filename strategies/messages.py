@@ -52,6 +52,12 @@ def seed_for(*parts: object) -> int:
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big") >> 1
 
 
+def check(name: str, value: object, holds: bool, allowed: str) -> None:
+    """Refuse an argument out of range, naming it, its value and what is allowed."""
+    if not holds:
+        raise ValueError(f"{name} is {value!r}, allowed: {allowed}")
+
+
 def to_record(arrays: Mapping[str, np.ndarray]) -> ArrayRecord:
     """Pack arrays into a record, copying each once (Flower's own constructor copies twice)."""
     record = ArrayRecord()

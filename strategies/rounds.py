@@ -32,6 +32,7 @@ from .messages import (
     SERVER_ROUND,
     TRAINED,
     ClientId,
+    check,
     in_order,
     read_record,
     seed_for,
@@ -548,12 +549,6 @@ class StoredModels(PersonalizedStrategy):
 
     def client_models(self) -> Mapping[ClientId, ArrayRecord]:
         return self.models
-
-
-def check(name: str, value: Any, holds: bool, allowed: str) -> None:
-    """Refuse an argument out of range, naming it, its value and what is allowed."""
-    if not holds:
-        raise ValueError(f"{name} is {value!r}, allowed: {allowed}")
 
 
 def mean_metrics(contents: list[RecordDict], weighted_by_key: str) -> MetricRecord:

@@ -19,6 +19,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from .messages import check
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
@@ -106,13 +108,13 @@ def train(
     ValueError
         An argument outside what is allowed.
     """
-    _check("epochs", epochs, epochs >= 0, "0 or more")
-    _check("batch_size", batch_size, batch_size >= 1, "1 or more")
-    _check("optimizer", optimizer, optimizer in ("adam", "sgd"), "adam, sgd")
-    _check("learning_rate", learning_rate, 0 < learning_rate < math.inf, "more than 0")
-    _check("momentum", momentum, 0 <= momentum <= 1, "0 to 1")
-    _check("proximal_mu", proximal_mu, 0 <= proximal_mu < math.inf, "0 or more")
-    _check("precision", precision, precision in ("float32", "bfloat16"), "float32, bfloat16")
+    check("epochs", epochs, epochs >= 0, "0 or more")
+    check("batch_size", batch_size, batch_size >= 1, "1 or more")
+    check("optimizer", optimizer, optimizer in ("adam", "sgd"), "adam, sgd")
+    check("learning_rate", learning_rate, 0 < learning_rate < math.inf, "more than 0")
+    check("momentum", momentum, 0 <= momentum <= 1, "0 to 1")
+    check("proximal_mu", proximal_mu, 0 <= proximal_mu < math.inf, "0 or more")
+    check("precision", precision, precision in ("float32", "bfloat16"), "float32, bfloat16")
     if epochs == 0 or len(y) == 0:
         return math.nan
 
@@ -224,11 +226,6 @@ def set_arrays(model: nn.Module, arrays: Mapping[str, np.ndarray]) -> None:
         np.copyto(host.numpy(), arrays[name])
         if host is not tensor:
             tensor.copy_(host)
-
-
-def _check(name: str, value: object, holds: bool, allowed: str) -> None:
-    if not holds:
-        raise ValueError(f"{name} is {value!r}, allowed: {allowed}")
 
 
 def _channels_last(model: nn.Module, x: Tensor) -> Tensor:

@@ -21,8 +21,8 @@ import numpy as np
 from flwr.app import ArrayRecord
 
 from ..admission import Reply
-from ..messages import FINETUNE_EPOCHS, PROXIMAL_MU, RECEIVED, TUNED, ClientId, to_record
-from ..rounds import PersonalizedStrategy, check
+from ..messages import FINETUNE_EPOCHS, PROXIMAL_MU, RECEIVED, TUNED, ClientId, check, to_record
+from ..rounds import PersonalizedStrategy
 from ..store import Layout
 
 # --- The mathematics ----------------------------------------------------------------------------------
