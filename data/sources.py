@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-
 DEFAULT_FOLDER = "~/.cache/kindred"
 """Where datasets that torchvision downloads lie unless data-dir says otherwise."""
 

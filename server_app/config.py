@@ -175,9 +175,8 @@ def table() -> str:
     for spec in fields(Config):
         kind = str(spec.type).replace(" | ", " or ")
         default = json.dumps(spec.default)
-        lines.append(
-            f"| `{kebab(spec.name)}` | {kind} | {default} | {spec.metadata['allowed'][0]} | {spec.metadata['meaning']} |"
-        )
+        allowed, meaning = spec.metadata["allowed"][0], spec.metadata["meaning"]
+        lines.append(f"| `{kebab(spec.name)}` | {kind} | {default} | {allowed} | {meaning} |")
     return "\n".join(lines)
 
 

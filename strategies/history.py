@@ -16,8 +16,9 @@ class History:
     ----------
     rows : list of dict
         One per round and client that was asked: `round`, `client`, `status` ("ok", or why nothing of it was
-        used; `evaluate-status` is that of a separate evaluation, where it failed), `seconds` from sending to reply, `bytes-down`, `bytes-up` (payload), and the metrics that the
-        client reported, by their names; `personal-accuracy` and `personal-loss` are the method's own choice.
+        used), `evaluate-status` (why a separate evaluation failed, where it did), `seconds` from sending to
+        reply, `bytes-down`, `bytes-up` (payload), and the numbers that the client reported, by their names;
+        `personal-accuracy` and `personal-loss` are the method's own choice.
     rounds : list of dict
         One per round: `round`, `asked`, `answered`, `seconds`, `bytes-down`, `bytes-up`, and over the clients'
         last known personal accuracies (a client that sat out keeps its last): `accuracy` (plain mean),

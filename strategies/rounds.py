@@ -479,7 +479,8 @@ class PersonalizedStrategy(Strategy):
             "seconds": time.monotonic() - asked.sent_at, "bytes-down": asked.bytes_down, "bytes-up": bytes_up,
         }
         # An evaluation by itself is of the personal model, under the name that an ordinary evaluate function uses.
-        for measure, names in (("accuracy", ("accuracy", "eval_accuracy", "eval_acc")), ("loss", ("loss", "eval_loss"))):
+        ordinary = {"accuracy": ("accuracy", "eval_accuracy", "eval_acc"), "loss": ("loss", "eval_loss")}
+        for measure, names in ordinary.items():
             for key in names if evaluation else (f"{self.personal}-{measure}",):
                 if key in row:
                     row[f"{PERSONAL}-{measure}"] = float(row[key])

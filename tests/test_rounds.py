@@ -63,7 +63,8 @@ def test_too_few_clients_end_the_run_when_the_wait_is_over() -> None:
 @pytest.mark.parametrize("strategy", [Local(), FedAvg()], ids=["local", "fedavg"])
 def test_a_run_in_which_nobody_ever_answers_has_failed(strategy) -> None:
     grid = FaultyGrid(plain_app(), 2, lambda server_round, client: "error")
-    with pytest.raises(TooFewClients, match="no client gave a usable answer in any of the 2 rounds; client 1002: error 0"):
+    said = "no client gave a usable answer in any of the 2 rounds; client 1002: error 0"
+    with pytest.raises(TooFewClients, match=said):
         strategy.start(grid, initial(), 2)
 
 
@@ -136,7 +137,10 @@ def test_local_models_are_summed_up_by_their_mean() -> None:
 
 
 def changed_by(client: int, change):
-    return FaultyGrid(plain_app(True), 3, lambda r, c: (lambda content: change(content["metrics"])) if c == client else "ok")
+    def fate(server_round: int, asked: int) -> object:
+        return (lambda content: change(content["metrics"])) if asked == client else "ok"
+
+    return FaultyGrid(plain_app(True), 3, fate)
 
 
 def test_means_are_of_the_metrics_that_all_clients_report_in_one_form() -> None:
