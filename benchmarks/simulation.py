@@ -59,8 +59,9 @@ def bare(config: Config, rounds: int) -> float:
     seconds = []
     for _ in range(rounds):
         started = time.perf_counter()
-        for model, (x, y, x_test, y_test) in zip(models, sites):
-            evaluate(model, x_test, y_test)
+        for model, site in zip(models, sites):
+            x, y = site.train
+            evaluate(model, *site.test)
             optimizer = torch.optim.Adam(model.parameters(), lr=config.learning_rate)
             model.train()
             for _ in range(EPOCHS):
@@ -68,7 +69,7 @@ def bare(config: Config, rounds: int) -> float:
                     optimizer.zero_grad()
                     cross_entropy(model(x[batch]), y[batch]).backward()
                     optimizer.step()
-            evaluate(model, x_test, y_test)
+            evaluate(model, *site.test)
         seconds.append(time.perf_counter() - started)
     return float(np.median(seconds[1:]))
 

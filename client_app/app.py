@@ -8,8 +8,10 @@ from flwr.app import Context
 from torch import nn
 
 from data import load_federation
-from strategies import Site, make_client_app, make_model
+from strategies import REGISTRY, Site, make_client_app, make_model
 from strategies.client import ModelFactory, client_id
+from strategies.messages import seed_for
+from strategies.models import model_for_size, parse_models
 
 
 def load_site(context: Context) -> Site:
@@ -19,10 +21,16 @@ def load_site(context: Context) -> Site:
     if not isinstance(client, int) or not 0 <= client < federation.num_clients:
         raise ValueError(f"client {client} has no data: the federation has clients 0 to {federation.num_clients - 1} "
                          "(num-clients)")
-    x_train, y_train, x_test, y_test = federation.site_data(client)
+    data = federation.site_data(client)
     config = context.run_config
-    model = _factory(str(config["model"]), federation.image_shape, federation.num_classes, int(config["seed"]))
-    return Site(model=model, train=(x_train, y_train), test=(x_test, y_test))
+    names, seed = parse_models(str(config["model"])), int(config["seed"])
+    sizes = federation.train_sizes  # (m,)
+    name = model_for_size(names, int(sizes[client]), float(sizes.mean()), seed_for(seed, client, "architecture"))
+    return Site(
+        model=_factory(name, federation.image_shape, federation.num_classes, seed),
+        train=data.train, test=data.test, validation=data.validation if len(data.validation[1]) else None,
+        public=federation.public_set() if REGISTRY[str(config["strategy"])].needs_public_set else None,
+    )
 
 
 @functools.lru_cache(maxsize=4)  # one object for all clients, so that they share one module

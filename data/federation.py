@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import lru_cache
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .partitions import Partition, divide
+from .public import hold_out_size, public_images, public_source
 from .sources import DataError, Images, load_images
 
 if TYPE_CHECKING:
     import torch
+
+    Samples = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class SiteData:
+    """The data of one client.
+
+    Attributes
+    ----------
+    train, validation, test : pair of tensors
+        Images (n, c, h, w), float32, with mean 0 and deviation 1 in each channel over all training images of the
+        dataset; labels (n,), int64. n may be 0.
+    """
+
+    train: Samples
+    validation: Samples
+    test: Samples
 
 
 class Federation:
@@ -24,6 +44,8 @@ class Federation:
     partition : Partition
     title : str
         What the federation is, for pictures.
+    public : callable, optional
+        Returns the images of the public set, (P, c, h, w), uint8 or float32 as the clients' images are.
 
     Attributes
     ----------
@@ -34,10 +56,18 @@ class Federation:
         The true group of each client; all 0 where there are none.
     quarter_turns : ndarray, (m,), int
         How often each client's images are turned by 90 degrees, counter-clockwise.
+    train_sizes : ndarray, (m,), int
+        Training images of each client; some may have none.
     title : str
     """
 
-    def __init__(self, images: Images, partition: Partition, title: str = "") -> None:
+    def __init__(
+        self,
+        images: Images,
+        partition: Partition,
+        title: str = "",
+        public: Callable[[], np.ndarray] | None = None,
+    ) -> None:
         if partition.quarter_turns.any() and images.x_train.shape[2] != images.x_train.shape[3]:
             raise DataError(f"rotated needs square images, these are (c, h, w) = {images.x_train.shape[1:]}")
         self.num_clients = len(partition.groups)
@@ -45,31 +75,33 @@ class Federation:
         self.image_shape: tuple[int, int, int] = images.x_train.shape[1:]
         self.groups = partition.groups
         self.quarter_turns = partition.quarter_turns
+        self.train_sizes = np.array([len(indices) for indices in partition.train])
         self.title = title
         self._label_maps = partition.label_maps
         mean, deviation = _channel_statistics(images.x_train)
         self._mean, self._deviation = (a.astype(np.float32)[:, None, None] for a in (mean, deviation))
-        self._train = _Pool(images.x_train, images.y_train, partition.train)
-        self._test = _Pool(images.x_test, images.y_test, partition.test)
+        # Only the images that some client has are kept, each once; of a large set that is often a small part.
+        parts = (partition.train, partition.validation, partition.test)
+        used = np.unique(np.concatenate([indices for part in parts for indices in part]))
+        self._x, self._y = images.pick(used)
+        self._train, self._validation, self._test = (
+            [np.searchsorted(used, indices) for indices in part] for part in parts
+        )
+        self._read_public = public
+        self._public: torch.Tensor | None = None
 
     def class_counts(self) -> np.ndarray:
         """Training images of each client by label, as the client sees the labels: (m, C), int."""
-        labels = (self._labels(self._train, client) for client in range(self.num_clients))
+        labels = (self._label_maps[client][self._y[members]] for client, members in enumerate(self._train))
         return np.stack([np.bincount(y, minlength=self.num_classes) for y in labels])
 
-    def site_data(self, client: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    def site_data(self, client: int) -> SiteData:
         """The data of one client, made anew at each call.
 
         Parameters
         ----------
         client : int
             0 to num_clients - 1.
-
-        Returns
-        -------
-        x_train, y_train, x_test, y_test : Tensor
-            Images (n, c, h, w), float32, with mean 0 and deviation 1 in each channel over all training images
-            of the dataset; labels (n,), int64.
 
         Raises
         ------
@@ -80,24 +112,45 @@ class Federation:
 
         if not 0 <= client < self.num_clients:
             raise DataError(f"client {client} has no data: num-clients is {self.num_clients}, clients count from 0")
-        arrays = []
-        for pool in (self._train, self._test):
-            turned = np.rot90(pool.x[pool.members[client]], self.quarter_turns[client], axes=(2, 3))
-            arrays.append(np.ascontiguousarray((turned - self._mean) / self._deviation))
-            arrays.append(self._labels(pool, client))
-        return tuple(torch.from_numpy(array) for array in arrays)
 
-    def _labels(self, pool: _Pool, client: int) -> np.ndarray:
-        return self._label_maps[client][pool.y[pool.members[client]]]
+        def samples(members: list[np.ndarray]) -> Samples:
+            turned = np.rot90(self._x[members[client]], self.quarter_turns[client], axes=(2, 3))
+            return self._normalised(turned), torch.from_numpy(self._label_maps[client][self._y[members[client]]])
 
+        return SiteData(samples(self._train), samples(self._validation), samples(self._test))
 
-class _Pool:
-    """The images that some client has, each once; of a large set that is often a small part."""
+    def public_set(self) -> torch.Tensor:
+        """The unlabelled images that all clients have, upright, in one order: read when first asked for.
 
-    def __init__(self, x: np.ndarray, y: np.ndarray, members: list[np.ndarray]) -> None:
-        used = np.unique(np.concatenate(members))
-        self.x, self.y = x[used], y[used]
-        self.members = [np.searchsorted(used, indices) for indices in members]
+        Returns
+        -------
+        Tensor, (P, c, h, w), float32
+            Normalised by the statistics of the clients' images; one tensor for all, not to be written to.
+
+        Raises
+        ------
+        DataError
+            There is no such set, or its images are of another kind than the clients'.
+        """
+        if self._public is None:
+            if self._read_public is None:
+                raise DataError("this federation has no public set")
+            x = self._read_public()
+            if x.shape[1:] != self.image_shape:
+                raise DataError(
+                    f"the images of public-data are (c, h, w) = {x.shape[1:]}, the clients' are {self.image_shape}"
+                )
+            if x.dtype != self._x.dtype:
+                raise DataError(
+                    f"the images of public-data hold {x.dtype}, the clients' {self._x.dtype}: their scales may differ"
+                )
+            self._public = self._normalised(x)
+        return self._public
+
+    def _normalised(self, x: np.ndarray) -> torch.Tensor:
+        import torch
+
+        return torch.from_numpy(np.ascontiguousarray((x - self._mean) / self._deviation))
 
 
 def _channel_statistics(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -119,6 +172,21 @@ def _channel_statistics(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return mean, deviation
 
 
+_KEYS = (
+    "dataset",
+    "data-dir",
+    "partition",
+    "num-clients",
+    "num-groups",
+    "samples-per-client",
+    "with-replacement",
+    "dirichlet-alpha",
+    "public-data",
+    "public-size",
+    "seed",
+)
+
+
 def load_federation(run_config: Mapping[str, Any]) -> Federation:
     """The federation that a run config describes; the last ones asked for are kept.
 
@@ -126,7 +194,7 @@ def load_federation(run_config: Mapping[str, Any]) -> Federation:
     ----------
     run_config : mapping
         With the keys dataset, data-dir, partition, num-clients, num-groups, samples-per-client,
-        with-replacement and seed.
+        with-replacement, dirichlet-alpha, public-data, public-size and seed.
 
     Returns
     -------
@@ -136,24 +204,28 @@ def load_federation(run_config: Mapping[str, Any]) -> Federation:
     Raises
     ------
     DataError
-        Settings that do not fit each other or the data, or data that cannot be read.
+        Settings that do not fit each other or the data, or data that cannot be read. What is wrong with the
+        public set alone is said when it is asked for (`Federation.public_set`).
     """
-    keys = ("dataset", "data-dir", "partition", "num-clients", "num-groups", "samples-per-client")
-    return _load(*(run_config[key] for key in keys), run_config["with-replacement"], run_config["seed"])
+    return _load(**{key.replace("-", "_"): run_config[key] for key in _KEYS})
 
 
 @lru_cache(maxsize=2)
 def _load(
+    *,
     dataset: str,
     data_dir: str,
     partition: str,
     num_clients: int,
-    num_groups: int,
-    samples_per_client: int,
-    with_replacement: bool,
+    public_data: str,
+    public_size: int,
     seed: int,
+    **options: Any,
 ) -> Federation:
+    if public_size < 0:
+        raise DataError(f"public-size is {public_size}, allowed: 0 or more")
     images = load_images(dataset, data_dir)
+    source = public_source(public_data, dataset)
     parts = divide(
         partition,
         images.y_train,
@@ -161,9 +233,11 @@ def _load(
         images.num_classes,
         dataset=dataset,
         num_clients=num_clients,
-        num_groups=num_groups,
-        samples_per_client=samples_per_client,
-        with_replacement=with_replacement,
+        held_out=hold_out_size(public_size, len(images)) if source == dataset else 0,
         seed=seed,
+        **options,
     )
-    return Federation(images, parts, f"{dataset}, {partition}, {num_clients} clients")
+    public = partial(
+        public_images, source, dataset=dataset, data_dir=data_dir, size=public_size, spare=parts.spare, seed=seed
+    )
+    return Federation(images, parts, f"{dataset}, {partition}, {num_clients} clients", public)

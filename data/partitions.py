@@ -3,8 +3,10 @@
 flwr-datasets has IID, pathological and shard partitioners, but they take Hugging Face datasets (whose packages
 it brings along) and none knows groups of clients, so the few lines of drawing indices are here.
 
-Every partition first fixes how many images of each class each client has, a matrix of clients x classes, and
-then draws that many, without replacement over the whole federation.
+Every partition but `dirichlet` first fixes how many images of each class each client has, a matrix of clients x
+classes, and then draws that many, without replacement over the whole federation: training images from the dataset's
+training images, test images from its test images. `dirichlet` deals out both together, class by class, and cuts what
+each client got into parts for training, validation and test.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ PARTITIONS: dict[str, str] = {
     "practical": "groups of clients; 80% of a client's images from its group's classes, 20% from the others",
     "rotated": "groups of clients, classes uniform; the images of group g turned by 90 g degrees, up to 4 groups",
     "permuted": "groups of clients, classes uniform; each group has the labels permuted in its own way",
+    "dirichlet": "each class spread over the clients by Dir(dirichlet-alpha): small is skewed, large is even",
 }
 
 # (have (C,), sizes (m,)) -> (m, C): how many images of each class each client gets of `have` images a class
@@ -52,8 +55,11 @@ class Partition:
 
     Attributes
     ----------
-    train, test : list of ndarray
-        A client's indices into the training and the test images, in random order.
+    train, validation, test : list of ndarray
+        A client's images, in random order. One numbering serves all: 0 to n_train - 1 are the dataset's training
+        images, n_train and more its test images. Only dirichlet has images for validation.
+    spare : ndarray
+        The images that are left over for a public set: no client has them.
     groups : ndarray, (m,)
         The group of each client, 0 to G - 1; all 0 where there are none.
     quarter_turns : ndarray, (m,)
@@ -63,7 +69,9 @@ class Partition:
     """
 
     train: list[np.ndarray]
+    validation: list[np.ndarray]
     test: list[np.ndarray]
+    spare: np.ndarray
     groups: np.ndarray
     quarter_turns: np.ndarray
     label_maps: np.ndarray
@@ -80,15 +88,24 @@ def divide(
     num_groups: int,
     samples_per_client: int,
     with_replacement: bool,
+    dirichlet_alpha: float,
+    held_out: int,
     seed: int,
 ) -> Partition:
     """Divide a dataset among clients.
 
-    Clients are numbered by group, group g having clients i with i G // m = g. In `practical` the classes are
-    divided in order into as many sets as there are groups, their sizes differing by at most one (CIFAR-100's
-    in the order of their superclasses), and every client has equally many images. With the dataset and number
-    of clients of the FedAMP paper, samples_per_client 0, and num_groups 4 (the default) or the paper's own, it
-    is the paper's setting instead, its groups and sizes included.
+    In `dirichlet` (Yurochkin et al., ICML 2019, arXiv:1905.12022) the images of each class, training and test images
+    together, are spread over the clients by shares drawn from Dir(alpha), rounded by largest remainders. A client's k
+    images are then divided as in PerFed-CKT (Cho et al., 2021, arXiv:2109.08119, appendix E): in random order, they
+    are cut at r k, (r + 0.1) k and (r + 0.6) k, rounded, halves down, where r is 0.1, 0.3 or 0.4 at random. The parts
+    are for training, validation and test; the rest serves for nothing. Whoever has an image for training has one for
+    test, but a client may have no images at all.
+
+    In all others, clients are numbered by group, group g having clients i with i G // m = g. In `practical` the
+    classes are divided in order into as many sets as there are groups, their sizes differing by at most one
+    (CIFAR-100's in the order of their superclasses), and every client has equally many images. With the dataset and
+    number of clients of the FedAMP paper, samples_per_client 0, and num_groups 4 (the default) or the paper's own,
+    it is the paper's setting instead, its groups and sizes included.
 
     Where an amount does not divide by the classes it is spread over, the odd images go to one class after
     another, each client going on where the one before stopped, so that totals stay equal within one.
@@ -107,23 +124,32 @@ def divide(
     samples_per_client : int
         Training images a client. 0: as many as the classes last for without replacement, at most 40 for
         digits and 500 elsewhere. Test images: as many, at most an equal share of those there are; in
-        practical 100, other than for digits.
+        practical 100, other than for digits. In dirichlet: m times as many, drawn uniformly, are divided (an average
+        of so many a client, all parts together); 0: all there are but `held_out`.
     with_replacement : bool
         Whether a class that is used up starts anew. Test images, on which is only measured, always do; no
-        client gets an image twice unless it needs more of a class than there are.
+        client gets an image twice unless it needs more of a class than there are. Without meaning in dirichlet.
+    dirichlet_alpha : float
+        Above 0; counts in dirichlet.
+    held_out : int
+        Images that dirichlet with 0 samples per client leaves over.
     seed : int
         0 or more.
 
     Raises
     ------
     DataError
-        More clients than images, groups that do not fit, or a class with too few images.
+        More clients than images, groups that do not fit, or a class with too few images; in dirichlet, training
+        images for less than 2 clients.
     """
     m = num_clients
     if partition not in PARTITIONS:
         raise DataError(f"partition is {partition!r}, allowed: {', '.join(PARTITIONS)}")
     if not 1 <= m <= len(y_train):
         raise DataError(f"num-clients is {m}, allowed: 1 to {len(y_train)}, the number of training images")
+    if partition == "dirichlet":
+        y = np.concatenate([y_train, y_test])
+        return _dirichlet(y, num_classes, m, samples_per_client, dirichlet_alpha, held_out, seed)
     least = 2 if partition == "pathological" else 1
     if samples_per_client != 0 and samples_per_client < least:
         raise DataError(f"samples-per-client is {samples_per_client}, allowed with {partition}: 0 or {least} and more")
@@ -177,9 +203,13 @@ def divide(
         if len(missing):
             raise DataError(f"class {missing[0]} has no {name} images, and partition {partition} needs some")
 
+    train = _draw(y_train, train_counts, train_rng)
+    test = [len(y_train) + indices for indices in _draw(y_test, test_counts, test_rng)]
     return Partition(
-        train=_draw(y_train, train_counts, train_rng),
-        test=_draw(y_test, test_counts, test_rng),
+        train=train,
+        validation=[np.empty(0, int)] * m,
+        test=test,
+        spare=np.setdiff1d(np.arange(len(y_train) + len(y_test)), np.concatenate(train + test)),
         groups=groups,
         quarter_turns=groups if partition == "rotated" else np.zeros(m, int),
         label_maps=(
@@ -188,6 +218,65 @@ def divide(
             else np.tile(np.arange(num_classes), (m, 1))
         ),
     )
+
+
+def _dirichlet(
+    y: np.ndarray, num_classes: int, m: int, samples_per_client: int, alpha: float, held_out: int, seed: int
+) -> Partition:
+    """Divide the images with labels y (n,), those of training first: the partition `dirichlet` of `divide`."""
+    if not 0 < alpha < 1e100:  # beyond, the sum over clients would leave the range of floats
+        raise DataError(f"dirichlet-alpha is {alpha}, allowed: above 0 and below 1e100")
+    if not 0 <= samples_per_client <= len(y) // m:
+        raise DataError(
+            f"samples-per-client is {samples_per_client}, allowed with dirichlet: 0 to {len(y) // m}, as there are "
+            f"{len(y)} images for training, validation and test of {m} clients"
+        )
+    amount = m * samples_per_client or len(y) - held_out
+    if amount < m:
+        raise DataError(
+            f"a public set of {held_out} images leaves too few of all {len(y)} for {m} clients: take a smaller "
+            "public-size"
+        )
+
+    rng = np.random.default_rng([seed, 4])  # 0 to 3 are the other partitions'
+    order = rng.permutation(len(y))
+    dealt, spare = order[:amount], order[amount:]
+    labels = y[dealt]
+    owner = np.empty(amount, int)
+    for c in range(num_classes):
+        places = np.flatnonzero(labels == c)
+        counts = _apportion(rng.dirichlet(np.full(m, alpha)), len(places))
+        owner[places] = np.repeat(np.arange(m), counts)
+    dealt = dealt[np.lexsort((rng.random(amount), owner))]  # each client's in an order of its own
+    owned = np.split(dealt, np.cumsum(np.bincount(owner, minlength=m))[:-1])
+
+    # In tenths, so that halves are exact: with halves down no client has an image for training and none for test.
+    tenths = np.cumsum(np.column_stack([rng.choice([1, 3, 4], m), np.full((m, 2), [1, 5])]), axis=1)  # (m, 3)
+    cuts = [(ends * len(indices) + 4) // 10 for ends, indices in zip(tenths, owned, strict=True)]
+    train, validation, test, _ = zip(*map(np.split, owned, cuts), strict=True)
+    trainers = sum(len(indices) > 0 for indices in train)
+    if trainers < 2:
+        raise DataError(
+            f"{trainers} of {m} clients have training images, at least 2 must: take a larger dirichlet-alpha "
+            f"(it is {alpha}), other clients or more images"
+        )
+    return Partition(
+        train=list(train),
+        validation=list(validation),
+        test=list(test),
+        spare=spare,
+        groups=np.zeros(m, int),
+        quarter_turns=np.zeros(m, int),
+        label_maps=np.tile(np.arange(num_classes), (m, 1)),
+    )
+
+
+def _apportion(shares: np.ndarray, amount: int) -> np.ndarray:
+    """Whole numbers (m,) that add up to amount, in proportion to shares (m,) that add up to 1: largest remainders."""
+    quotas = shares * amount
+    counts = np.floor(quotas).astype(int)
+    counts[np.argsort(counts - quotas, kind="stable")[: amount - counts.sum()]] += 1
+    return counts
 
 
 def _check_groups(partition: str, num_groups: int, num_clients: int, num_classes: int) -> None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 def partition_figure(federation: Federation) -> Figure:
     """Draw the training images of each client by class as a heatmap."""
+    from matplotlib.colors import PowerNorm
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -25,12 +26,15 @@ def partition_figure(federation: Federation) -> Figure:
     height = np.clip((0.24 if few else 0.09) * m, 3, 16)
     figure = Figure(figsize=(width + 2.4, height + 1.1), dpi=120, layout="constrained")
     axes = figure.add_subplot()
+    # Beside clients with very many images, those with few would look as if they had none: a scale of square roots.
+    sizes = federation.train_sizes
+    norm = PowerNorm(0.5 if sizes.max() > 10 * np.median(sizes) else 1, vmin=0, vmax=max(counts.max(), 1))
     # One hue from light to dark reads the same with any colour vision; orange lines stand out from all of it.
-    image = axes.imshow(counts, cmap="Blues", vmin=0, vmax=max(counts.max(), 1), aspect="auto", interpolation="none")
+    image = axes.imshow(counts, cmap="Blues", norm=norm, aspect="auto", interpolation="none")
     if few:
         for client, label in np.argwhere(counts > 0):
             count = counts[client, label]
-            colour = "white" if count > 0.55 * counts.max() else "black"
+            colour = "white" if norm(count) > 0.55 else "black"
             axes.text(label, client, count, ha="center", va="center", fontsize=7, color=colour)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(nbins=25, steps=[1, 2, 5, 10], integer=True))

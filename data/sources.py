@@ -101,6 +101,20 @@ class Images:
     y_test: np.ndarray
     num_classes: int
 
+    def __len__(self) -> int:
+        """Number of training and test images together."""
+        return len(self.x_train) + len(self.x_test)
+
+    def pick(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Copies of some images (k, c, h, w) and their labels (k,); test images are numbered on from n_train."""
+        n_train = len(self.x_train)
+        late = indices >= n_train
+        x = np.empty((len(indices), *self.x_train.shape[1:]), np.result_type(self.x_train, self.x_test))
+        y = np.empty(len(indices), np.int64)
+        x[~late], y[~late] = self.x_train[indices[~late]], self.y_train[indices[~late]]
+        x[late], y[late] = self.x_test[indices[late] - n_train], self.y_test[indices[late] - n_train]
+        return x, y
+
 
 def load_images(dataset: str, data_dir: str = "") -> Images:
     """Read a dataset.
@@ -135,12 +149,12 @@ def load_images(dataset: str, data_dir: str = "") -> Images:
     if not os.path.exists(path) and data_dir:
         raise DataError(f"data-dir {path} does not exist: {needs}")
     if path.is_file():
-        return _checked(_read_npz(path), path, source)
+        return _checked(read_npz(path), path, source)
     if not source.torchvision:
         raise DataError(f"data-dir {path} is a folder: {needs}")
     if (path / f"{dataset}.npz").is_file():
         path = path / f"{dataset}.npz"
-        return _checked(_read_npz(path), path, source)
+        return _checked(read_npz(path), path, source)
     if not (path / source.folder).exists():
         _download(source, path, files)
     return _checked(_read_torchvision(source, path), path / source.folder, source)
@@ -157,8 +171,8 @@ def _digits() -> Images:
     return Images(x[train], y[train].astype(np.int64), x[test], y[test].astype(np.int64), 10)
 
 
-def _read_npz(path: Path) -> dict[str, np.ndarray]:
-    names = ("x_train", "y_train", "x_test", "y_test")
+def read_npz(path: Path, names: tuple[str, ...] = ("x_train", "y_train", "x_test", "y_test")) -> dict[str, np.ndarray]:
+    """The arrays of these names in an .npz file; DataError where it has not all of them or cannot be read."""
     try:
         with np.load(path, allow_pickle=False) as archive:
             missing = [name for name in names if name not in archive.files]
@@ -215,7 +229,7 @@ def _checked(arrays: dict[str, np.ndarray], where: Path, source: Source) -> Imag
     """Check the four arrays against each other and against what the dataset must be."""
     for part in ("train", "test"):
         x, y = arrays[f"x_{part}"], arrays[f"y_{part}"]
-        arrays[f"x_{part}"] = _checked_images(x, f"{where}: x_{part}")
+        arrays[f"x_{part}"] = checked_images(x, f"{where}: x_{part}")
         arrays[f"y_{part}"] = _checked_labels(y, f"{where}: y_{part}")
         if len(x) != len(y):
             raise DataError(f"{where}: x_{part} has {len(x)} images and y_{part} {len(y)} labels, they must be as many")
@@ -244,8 +258,8 @@ def _checked(arrays: dict[str, np.ndarray], where: Path, source: Source) -> Imag
     return Images(x_train, y_train, x_test, y_test, num_classes)
 
 
-def _checked_images(x: np.ndarray, name: str) -> np.ndarray:
-    """Images as (n, c, h, w), uint8 or float32."""
+def checked_images(x: np.ndarray, name: str) -> np.ndarray:
+    """Images (n, h, w) or (n, h, w, c) as (n, c, h, w), uint8 or float32; DataError for what is none."""
     if x.ndim == 3:
         x = x[..., None]
     if x.ndim != 4 or x.shape[-1] not in (1, 2, 3, 4):

@@ -6,13 +6,15 @@ import shutil
 from logging import INFO
 from typing import TYPE_CHECKING, Any
 
-from flwr.app import ConfigRecord, Context
+from flwr.app import ArrayRecord, ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
 from flwr.supercore import log
 
 from data import load_federation
 from strategies import REGISTRY, InlineGrid, make_model
 from strategies.messages import to_record
+from strategies.models import choose_model, parse_models
+from strategies.state import SavedModels, simulated
 
 from .config import Config, ConfigError, kebab
 from .results import RunFolder
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 CLIENT_APP = "client_app.app:app"  # as in pyproject.toml
 
 # The settings that clients need for their local work; they travel with every message.
-LOCAL_SETTINGS = ("seed", "local_epochs", "batch_size", "optimizer", "learning_rate", "momentum", "precision", "device")
+LOCAL_SETTINGS = ("seed", "local_epochs", "local_steps", "batch_size", "optimizer", "learning_rate", "momentum", "precision", "device")
 
 app = ServerApp()
 
@@ -65,22 +67,24 @@ def run(grid: Grid, config: Config) -> RunFolder:
         The settings cannot be used; nothing has been sent or written then.
     """
     federation = load_federation(config.run_config())
-    try:
+    check_data_and_models(config, federation)
+    initial_arrays, buffers = ArrayRecord(), None
+    if REGISTRY[config.strategy].models_travel:
         model = make_model(config.model, federation.image_shape, federation.num_classes, config.seed)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    strategy = make_strategy(config, buffers=[name for name, _ in model.named_buffers()])
+        initial_arrays = to_record({name: tensor.numpy() for name, tensor in model.state_dict().items()})
+        buffers = [name for name, _ in model.named_buffers()]
+    strategy = make_strategy(config, buffers)
     folder = RunFolder(config.run_config())
 
     def on_round(server_round: int) -> None:
-        if server_round == 1:
+        if server_round == strategy.first_round:
             _tell_who_is_missing(strategy, federation)
         folder.record_round(strategy)
 
     try:
         strategy.start(
             grid,
-            to_record({name: tensor.numpy() for name, tensor in model.state_dict().items()}),
+            initial_arrays,
             num_rounds=config.num_rounds,
             timeout=config.round_timeout,
             train_config=_local_settings(config),
@@ -91,9 +95,36 @@ def run(grid: Grid, config: Config) -> RunFolder:
         if not strategy.history.rounds:  # nothing happened that would be worth a folder
             shutil.rmtree(folder.path, ignore_errors=True)
         raise
-    folder.finish(strategy, federation)
+    # Models that never travelled are still on this disk, if the clients are.
+    kept = SavedModels(grid.run.run_id) if strategy.clients_keep_state and simulated(grid) else None
+    folder.finish(strategy, federation, kept)
     log(INFO, "kindred: results in %s", folder.path)
     return folder
+
+
+def check_data_and_models(config: Config, federation: Federation) -> None:
+    """Find out whether a method can work with these data and networks.
+
+    Raises
+    ------
+    ConfigError, DataError
+        What keeps it from doing so.
+    """
+    method = REGISTRY[config.strategy]
+    names = parse_models(config.model)
+    if len(names) > 1 and method.models_travel:
+        raise ConfigError(f"model is {config.model!r}, allowed with {config.strategy}: one network, for its models "
+                          "travel and are combined")
+    try:
+        for name in names:
+            if name == "auto":
+                choose_model(federation.image_shape)  # PyTorch takes a second to import
+            else:
+                make_model(name, federation.image_shape, federation.num_classes, config.seed)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if method.needs_public_set:
+        federation.public_set()
 
 
 def make_strategy(config: Config, buffers: list[str] | None = None) -> PersonalizedStrategy:

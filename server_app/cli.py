@@ -149,10 +149,16 @@ def _config(named: dict[str, str | None], assignments: Sequence[str]) -> Config:
         texts[key] = text
     kinds = {kebab(spec.name): str(spec.type) for spec in fields(Config)}
     config = Config.from_run_config({key: parse(text, kinds.get(key, "str")) for key, text in texts.items()})
+    from data import DATASETS
+
+    def absolute(path: str) -> str:
+        return os.path.abspath(os.path.expanduser(path))
+
     return replace(
         config,
-        data_dir=os.path.abspath(os.path.expanduser(config.data_dir)) if config.data_dir else "",
-        output_dir=os.path.abspath(os.path.expanduser(config.output_dir)),
+        data_dir=absolute(config.data_dir) if config.data_dir else "",
+        public_data=config.public_data if config.public_data in ("auto", *DATASETS) else absolute(config.public_data),
+        output_dir=absolute(config.output_dir),
     )
 
 
@@ -180,7 +186,7 @@ def check(
     """
     from data import load_federation
 
-    from .app import make_strategy
+    from .app import check_data_and_models, make_strategy
     from .config import ConfigError
 
     for key, value in config.run_config().items():
@@ -199,13 +205,7 @@ def check(
     federation = load_federation(config.run_config())
     for each in (config, *others):
         make_strategy(each)
-    if config.model != "auto" or config.dataset == "npz":  # PyTorch takes a second to import
-        from strategies import make_model
-
-        try:
-            make_model(config.model, federation.image_shape, federation.num_classes, config.seed)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
+        check_data_and_models(each, federation)
 
 
 def _check_gpus(config: Config, engine: Engine, gpus_per_client: float) -> None:

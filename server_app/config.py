@@ -15,7 +15,7 @@ from typing import Any
 
 from data import DATASETS, PARTITIONS
 from strategies import REGISTRY
-from strategies.models import MODELS
+from strategies.models import MODELS, parse_models
 
 
 class ConfigError(ValueError):
@@ -50,6 +50,13 @@ def _is_self_weight(value: Any) -> bool:
     return value in ("uniform", "none") or (isinstance(value, int | float) and 0 <= value <= 1)
 
 
+def _are_models(value: str) -> bool:
+    try:
+        return bool(parse_models(value))
+    except ValueError:
+        return False
+
+
 def setting(default: Any, allowed: tuple[str, Callable[[Any], bool]], meaning: str) -> Any:
     return field(default=default, metadata={"allowed": allowed, "meaning": meaning})
 
@@ -79,14 +86,39 @@ class Config:
     samples_per_client: int = setting(
         0,
         at_least(0),
-        "training images a client; 0: as the partition's paper says, else 40 for digits and at most 500 elsewhere",
+        "training images a client (dirichlet: images a client on average, for training, validation and test); "
+        "0: as the partition's paper says, else 40 for digits and at most 500 elsewhere",
     )
     with_replacement: bool = setting(
         False, TRUE_OR_FALSE, "draw images anew when a class is used up, instead of ending with an error"
     )
 
-    model: str = setting("auto", one_of("auto", *MODELS), "the network; auto: the one for the images' size")
-    local_epochs: int = setting(5, at_least(0), "epochs of local training a round")
+    dirichlet_alpha: float = setting(
+        0.1, above(0), "dirichlet: concentration; the smaller, the more clients' shares of a class differ"
+    )
+    public_data: str = setting(
+        "auto",
+        ANY_TEXT,
+        "PerFed-CKT: unlabelled images that all clients have: a dataset, or an .npz file with x; auto: images of the "
+        "dataset that no client has, for cifar10 images of cifar100",
+    )
+    public_size: int = setting(
+        0, at_least(0), "their number; 0: all of a file, else 2000, of the dataset itself a tenth of it at most"
+    )
+
+    model: str = setting(
+        "auto",
+        (f"auto, one of {', '.join(MODELS)}, or several separated by commas, smallest first", _are_models),
+        "the network; auto: the one for the images' size; of several, where models do not travel, the more images a "
+        "client has the likelier it gets a larger one",
+    )
+    local_epochs: int = setting(5, at_least(0), "epochs of local training a round; 0: local-steps steps instead")
+    local_steps: int = setting(
+        50,
+        at_least(1),
+        "steps of local training a round, each on images drawn at random (tau): always with PerFed-CKT, else where "
+        "local-epochs is 0",
+    )
     batch_size: int = setting(10, at_least(1), "images a step")
     optimizer: str = setting("adam", one_of("adam", "sgd"), "local optimiser")
     learning_rate: float = setting(0.002, above(0), "step size of the local optimiser")
@@ -120,6 +152,20 @@ class Config:
         0.01,
         at_least(0),
         "FedProx, FedProx-FT: weight mu of the proximal term, mu/2 times the squared distance from the global model",
+    )
+    num_clusters: int = setting(3, at_least(1), "PerFed-CKT: clusters of clients (c); 1: all learn from the mean of all")
+    distill_weight: float = setting(
+        2.0, at_least(0), "PerFed-CKT: weight of the squared distance from the centroid's probabilities (lambda)"
+    )
+    public_batch_size: int = setting(128, at_least(1), "PerFed-CKT: public images a step (b')")
+    warmup_rounds: int = setting(
+        0, at_least(0), "PerFed-CKT: rounds of training alone first; 0: a round in which untrained models speak"
+    )
+    min_cluster_size: int = setting(
+        1, at_least(1), "PerFed-CKT: clients that a cluster must have; smaller ones are merged into the nearest"
+    )
+    logits_dtype: str = setting(
+        "float32", one_of("float32", "float16"), "PerFed-CKT: in which probabilities travel"
     )
     finetune_epochs: int = setting(
         1, at_least(0), "FedAvg-FT, FedProx-FT: epochs by which a client tunes the global model for itself"

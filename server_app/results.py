@@ -24,8 +24,8 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from hashlib import sha256
 from importlib import metadata
@@ -36,10 +36,12 @@ from urllib.parse import quote
 import numpy as np
 
 from strategies.messages import ClientId, in_order, read_record
+from strategies.state import replacing
 
 from .config import ConfigError
 
 if TYPE_CHECKING:
+    from flwr.app import ArrayRecord
     from matplotlib.figure import Figure
     from rich.table import Table
 
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
 HISTORY_COLUMNS = ("round", "client", "status", "seconds", "bytes-down", "bytes-up")
 ROUNDS_COLUMNS = ("round", "asked", "answered", "seconds", "bytes-down", "bytes-up",
                   "accuracy", "accuracy-weighted", "accuracy-p10", "accuracy-best")
+SUMMED = ("floats", "bytes-fedavg")
 PACKAGES = ("kindred", "flwr", "torch", "numpy", "scikit-learn")
 
 
@@ -111,7 +114,12 @@ class RunFolder:
             with replacing(folder / f"round-{strategy.history.rounds[-1]['round']:04d}.npz") as temporary:
                 np.savez_compressed(temporary, clients=client_array(clients), weights=np.asarray(weights, np.float32))
 
-    def finish(self, strategy: PersonalizedStrategy, federation: Federation) -> dict[str, Any]:
+    def finish(
+        self,
+        strategy: PersonalizedStrategy,
+        federation: Federation,
+        personal_models: Mapping[ClientId, ArrayRecord] | None = None,
+    ) -> dict[str, Any]:
         """Write the models, the pictures and, last, the summary.
 
         Parameters
@@ -120,6 +128,8 @@ class RunFolder:
             After its run.
         federation : Federation
             Who has what, for the picture of the partition and the true groups in that of the collaboration.
+        personal_models : mapping, optional
+            By default those that reached the strategy.
 
         Returns
         -------
@@ -132,7 +142,7 @@ class RunFolder:
 
         history = strategy.history
         last = len(_training(self.settings, history))
-        models = self._save_models(strategy, last)
+        models = self._save_models(strategy.client_models() if personal_models is None else personal_models, last)
 
         setting = "{dataset}, {partition}, seed {seed}".format(**self.settings)
         name = self.settings["strategy"]
@@ -148,14 +158,13 @@ class RunFolder:
         _write_json(self.path / "summary.json", summary)
         return summary
 
-    def _save_models(self, strategy: PersonalizedStrategy, last: int) -> dict[ClientId, str]:
+    def _save_models(self, records: Mapping[ClientId, ArrayRecord], last: int) -> dict[ClientId, str]:
         """Write a file for each client's model; client -> path inside the run's folder."""
         from safetensors.numpy import save_file
 
         folder = self.path / "models"
         files: dict[ClientId, str] = {}
         taken: set[str] = set()
-        records = strategy.client_models()
         for client in in_order(records):
             file = model_file(client, taken)
             folder.mkdir(exist_ok=True)
@@ -209,23 +218,6 @@ class _GrowingTable:
         self.columns, self.written = columns, len(rows)
 
 
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`, with its ending, that takes its place if the block ends well.
-
-    If not, `path` is left as it was and the temporary file is gone.
-    """
-    temporary = path.with_name(f".{path.stem}.partial{path.suffix}")
-    try:
-        yield temporary
-        with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
 def client_array(clients: Sequence[ClientId]) -> np.ndarray:
     """Client ids as an array without objects: integers if all are (int64, else uint64), else text."""
     if all(isinstance(client, int) for client in clients):
@@ -271,7 +263,9 @@ def summarise(settings: Mapping[str, Any], history: History, models: Mapping[Cli
     dict
         `rounds` of training; as in the last line of rounds.csv `accuracy` (mean over clients),
         `accuracy-weighted`, `accuracy-p10`, `accuracy-best` (BMTA); `seconds`, `bytes-down` and `bytes-up` of the
-        whole run, a closing evaluation included; `seconds-per-round` of training; `clients`: a list of `client`,
+        whole run, a closing evaluation included; `seconds-per-round` of training; of PerFed-CKT `floats` (numbers
+        sent, as its paper counts them) and `bytes-fedavg` (what FedAvg would have sent with the same models, both
+        ways); `left-out`: a list of `client` and `reason`; `clients`: a list of `client`,
         its last known `accuracy` and its `model` file. What nobody reported is None.
     """
     training = _training(settings, history)
@@ -285,6 +279,9 @@ def summarise(settings: Mapping[str, Any], history: History, models: Mapping[Cli
         "seconds-per-round": float(sum(line["seconds"] for line in training)) / len(training) if training else None,
         "bytes-down": int(sum(line["bytes-down"] for line in history.rounds)),
         "bytes-up": int(sum(line["bytes-up"] for line in history.rounds)),
+        **{key: sum(line.get(key, 0) for line in history.rounds) for key in SUMMED
+           if any(key in line for line in history.rounds)},
+        "left-out": [{"client": client, "reason": history.left_out[client]} for client in in_order(history.left_out)],
         "clients": [{"client": client, "accuracy": accuracies.get(client), "model": models.get(client)}
                     for client in in_order({row["client"] for row in history.rows} | models.keys())],
     }
@@ -379,8 +376,8 @@ def compare_runs(folders: Sequence[Path], picture: Path, file: TextIO | None = N
 
 
 def _training(settings: Mapping[str, Any], history: History) -> list[dict[str, Any]]:
-    """The rounds without the closing evaluation that some methods add under the next number."""
-    return [line for line in history.rounds if line["round"] <= settings["num-rounds"]]
+    """The rounds without what some methods add: an exchange before the first, an evaluation after the last."""
+    return [line for line in history.rounds if 1 <= line["round"] <= settings["num-rounds"]]
 
 
 def _new_folder(parent: Path, name: str, made: list[Path]) -> Path:

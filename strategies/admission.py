@@ -6,6 +6,7 @@ Pure functions; the caller counts and logs what they refuse.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from flwr.app import MetricRecord, RecordDict
@@ -29,10 +30,13 @@ class Reply:
     arrays : dict of str to ndarray
         Views into the message: copy what is to outlive it. Empty where none was asked for.
     metrics : MetricRecord
+    config : dict
+        What the reply says besides numbers.
     """
 
     arrays: dict[str, np.ndarray]
     metrics: MetricRecord
+    config: dict[str, Any]
 
 
 def admit(content: RecordDict, weighted_by_key: str, layout: Layout | None = None) -> Reply:
@@ -74,4 +78,5 @@ def admit(content: RecordDict, weighted_by_key: str, layout: Layout | None = Non
             # A sum is finite if all terms are (or overflows): one pass, no mask of the array's size.
             if not np.isfinite(arrays[name].sum(dtype=np.float64)) and not np.isfinite(arrays[name]).all():
                 raise Refused(f"array {name!r} has values that are not finite")
-    return Reply(arrays, metrics)
+    config = {key: value for record in content.config_records.values() for key, value in record.items()}
+    return Reply(arrays, metrics, config)

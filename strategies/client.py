@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from logging import WARNING
 from typing import Any
 
 import numpy as np
 import torch
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.supercore import log
 
 from .messages import (
     ARRAYS,
@@ -18,11 +22,16 @@ from .messages import (
     CONFIG,
     FINETUNE_EPOCHS,
     IDENTITY_QUERY,
+    LOCAL_EPOCHS,
+    LOCAL_STEPS,
     METHOD,
     METRICS,
+    NUM_CLASSES,
     NUM_EXAMPLES,
+    NUM_PUBLIC,
     NUM_TEST_EXAMPLES,
     PROXIMAL_MU,
+    PUBLIC_SET,
     RECEIVED,
     SERVER_ROUND,
     TRAIN_LOSS,
@@ -34,7 +43,8 @@ from .messages import (
     to_record,
 )
 from .registry import REGISTRY
-from .training import evaluate, get_arrays, pick_device, set_arrays, train
+from .state import MODEL, ClientState
+from .training import evaluate, get_arrays, pick_device, predict, set_arrays, train
 
 # Sites whose data a process keeps at hand; those used least recently go first.
 SITES_KEPT = 256
@@ -55,12 +65,23 @@ class Site:
         Images (n, ...) of float32 and labels (n,) of int64.
     public : tensor, optional
         Unlabelled images (n, ...), the same at every client and in the same order.
+    validation : pair of tensors, optional
+        More labelled samples, on which the trained model is evaluated besides.
     """
 
     model: ModelFactory
     train: Samples
     test: Samples
     public: torch.Tensor | None = None
+    validation: Samples | None = None
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """What tells the public set from another, or from the same in another order: its shape and a hash."""
+        shape = "x".join(map(str, self.public.shape))
+        digest = hashlib.sha256(f"{self.public.dtype} {shape} ".encode())
+        digest.update(np.ascontiguousarray(self.public.cpu().numpy()))
+        return f"{shape}-{digest.hexdigest()[:16]}"
 
 
 LoadSite = Callable[[Context], Site]
@@ -78,8 +99,10 @@ class Visit:
     config : mapping
         The settings in the message.
     arrays : dict of str to ndarray
-        The model in the message; views, not to be written to.
+        The arrays in the message, such as a model; views, not to be written to.
     device : torch.device
+    state : ClientState
+        What the client keeps between messages.
     """
 
     client: ClientId
@@ -87,6 +110,7 @@ class Visit:
     config: Mapping[str, Any]
     arrays: dict[str, np.ndarray]
     device: torch.device
+    state: ClientState
 
     def model(self) -> torch.nn.Module:
         """The site's module, holding the model in the message."""
@@ -94,17 +118,41 @@ class Visit:
         set_arrays(model, self.arrays)
         return model
 
-    def train(self, model: torch.nn.Module, epochs: int, proximal_mu: float = 0.0, purpose: str = "train") -> float:
-        """Train on the site's training data with the settings in the message; the mean loss.
+    def own_model(self) -> torch.nn.Module:
+        """The site's module, holding the model that the client kept; the first time, a new one."""
+        kept = self.state.load(MODEL)
+        if kept is None:
+            with self._seeded(seed_for(self.config.get("seed", 0), self.client, MODEL)):
+                return self.site.model().to(self.device)
+        model = _module(self.site.model, self.device)
+        set_arrays(model, kept)
+        return model
 
-        All that is random in it depends on seed, client, round and purpose alone.
-        """
-        config = self.config
-        seed = seed_for(config.get("seed", 0), self.client, config.get(SERVER_ROUND, 0), purpose)
+    def keep(self, model: torch.nn.Module) -> None:
+        """Keep a model as the client's own."""
+        self.state.save(MODEL, get_arrays(model))
+
+    def seed(self, purpose: str) -> int:
+        """A seed that depends on the run's seed, client, round and purpose alone."""
+        return seed_for(self.config.get("seed", 0), self.client, self.config.get(SERVER_ROUND, 0), purpose)
+
+    @contextlib.contextmanager
+    def _seeded(self, seed: int) -> Iterator[None]:
+        """Have what PyTorch draws by itself, as for dropout or new weights, depend on a seed; then as before."""
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-            torch.manual_seed(seed)  # what layers draw, dropout for instance
+            torch.manual_seed(seed)
+            yield
+
+    def train(
+        self, model: torch.nn.Module, *, epochs: int = 0, steps: int = 0, proximal_mu: float = 0.0,
+        term: Callable[[], torch.Tensor] | None = None, purpose: str = "train",
+    ) -> float:
+        """Train on the site's training data with the settings in the message; the mean loss. See `training.train`."""
+        config = self.config
+        seed = self.seed(purpose)
+        with self._seeded(seed):
             return train(
-                model, *self.site.train, epochs=epochs, proximal_mu=proximal_mu,
+                model, *self.site.train, epochs=epochs, steps=steps, proximal_mu=proximal_mu, term=term,
                 generator=torch.Generator().manual_seed(seed),
                 batch_size=int(config.get("batch-size", 32)), optimizer=str(config.get("optimizer", "sgd")),
                 learning_rate=float(config.get("learning-rate", 0.01)), momentum=float(config.get("momentum", 0.0)),
@@ -113,12 +161,24 @@ class Visit:
 
     def tune(self, model: torch.nn.Module) -> None:
         """Fine-tune a model for this site by the epochs that the message asks for; no proximal term."""
-        self.train(model, int(self.config[FINETUNE_EPOCHS]), purpose="tune")
+        self.train(model, epochs=int(self.config[FINETUNE_EPOCHS]), purpose="tune")
 
     def evaluation(self, which: str, model: torch.nn.Module) -> dict[str, float]:
-        """Accuracy and loss of a model on the site's test data, as metrics."""
+        """Accuracy and loss of a model on the site's test data, as metrics; of a trained one, validation data too."""
         accuracy, loss = evaluate(model, *self.site.test)
-        return {f"{which}-accuracy": accuracy, f"{which}-loss": loss}
+        metrics = {f"{which}-accuracy": accuracy, f"{which}-loss": loss}
+        if which == TRAINED and self.site.validation is not None:
+            metrics["validation-accuracy"], metrics["validation-loss"] = evaluate(model, *self.site.validation)
+        return metrics
+
+    def counts(self) -> dict[str, int]:
+        """How many samples the client trains on and tests on, as metrics."""
+        return {NUM_EXAMPLES: len(self.site.train[1]), NUM_TEST_EXAMPLES: len(self.site.test[1])}
+
+    def separate_evaluation(self, model: torch.nn.Module) -> dict[str, float]:
+        """The metrics of a reply to EVALUATE."""
+        accuracy, loss = evaluate(model, *self.site.test)
+        return {"accuracy": accuracy, "loss": loss, NUM_EXAMPLES: len(self.site.test[1])}
 
 
 class LocalTraining:
@@ -137,11 +197,11 @@ class LocalTraining:
             visit.tune(model)
             metrics |= visit.evaluation(TUNED, model)
             set_arrays(model, visit.arrays)
+        epochs = int(visit.config.get(LOCAL_EPOCHS, 1))
+        steps = 0 if epochs else int(visit.config.get(LOCAL_STEPS, 0))
         proximal_mu = float(visit.config.get(PROXIMAL_MU, 0.0))
-        metrics[TRAIN_LOSS] = visit.train(model, int(visit.config.get("local-epochs", 1)), proximal_mu)
-        metrics |= visit.evaluation(TRAINED, model)
-        metrics[NUM_EXAMPLES] = len(visit.site.train[1])
-        metrics[NUM_TEST_EXAMPLES] = len(visit.site.test[1])
+        metrics[TRAIN_LOSS] = visit.train(model, epochs=epochs, steps=steps, proximal_mu=proximal_mu)
+        metrics |= visit.evaluation(TRAINED, model) | visit.counts()
         return RecordDict({ARRAYS: to_record(get_arrays(model)), METRICS: MetricRecord(metrics)})
 
     @staticmethod
@@ -152,8 +212,7 @@ class LocalTraining:
         if FINETUNE_EPOCHS in visit.config:
             visit.tune(model)
             content[ARRAYS] = to_record(get_arrays(model))
-        accuracy, loss = evaluate(model, *visit.site.test)
-        content[METRICS] = MetricRecord({"accuracy": accuracy, "loss": loss, NUM_EXAMPLES: len(visit.site.test[1])})
+        content[METRICS] = MetricRecord(visit.separate_evaluation(model))
         return content
 
 
@@ -173,7 +232,7 @@ def make_client_app(load_site: LoadSite) -> ClientApp:
 
     @app.query(IDENTITY_QUERY.partition(".")[2])
     def identity(message: Message, context: Context) -> Message:
-        return Message(RecordDict({CONFIG: ConfigRecord({CLIENT_ID: client_id(context)})}), reply_to=message)
+        return Message(RecordDict({CONFIG: ConfigRecord(_introduction(load_site, context))}), reply_to=message)
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
@@ -191,7 +250,8 @@ def make_client_app(load_site: LoadSite) -> ClientApp:
 def client_id(context: Context) -> ClientId:
     """Who a client is: node-config's `client-id`, else its partition, else its node id."""
     config = context.node_config
-    return config.get("client-id", config.get("partition-id", context.node_id))
+    name = config.get("client-id", config.get("partition-id"))
+    return name if isinstance(name, int | str) and not isinstance(name, bool) else context.node_id
 
 
 # The functions below are called by name from the ClientApp, which Flower copies to its workers:
@@ -209,7 +269,24 @@ def _visit(load_site: LoadSite, message: Message, context: Context) -> Visit:
     (arrays,) = message.content.array_records.values()
     device = pick_device(str(config.get("device", "auto")))
     client = client_id(context)
-    return Visit(client, _site(load_site, context, device), config, read_record(arrays), device)
+    state = ClientState(context.run_id, client, context.node_config.get("state-dir"))
+    return Visit(client, _site(load_site, context, device), config, read_record(arrays), device, state)
+
+
+def _introduction(load_site: LoadSite, context: Context) -> dict[str, Any]:
+    """What a client says of itself when it is first asked: who it is, and how much data it has."""
+    about: dict[str, Any] = {CLIENT_ID: client_id(context)}
+    try:
+        site = _site(load_site, context, pick_device("auto"))
+    except Exception as error:  # it still has a name; its first training reply will fail for the same reason
+        log(WARNING, "kindred: client %s cannot load its data: %s", about[CLIENT_ID], error)
+        return about
+    about[NUM_EXAMPLES] = len(site.train[1])
+    if site.public is not None:
+        model = _module(site.model, site.public.device)
+        num_classes = predict(model, site.public[:1]).shape[1]
+        about |= {PUBLIC_SET: site.fingerprint, NUM_PUBLIC: len(site.public), NUM_CLASSES: num_classes}
+    return about
 
 
 _sites: dict[Any, Site] = {}
@@ -225,8 +302,11 @@ def _site(load_site: LoadSite, context: Context, device: torch.device) -> Site:
     site = _sites.pop(key, None)
     if site is None:
         site = load_site(context)
-        public = None if site.public is None else site.public.to(device)
-        site = replace(site, train=_to(device, site.train), test=_to(device, site.test), public=public)
+        site = replace(
+            site, train=_to(device, site.train), test=_to(device, site.test),
+            public=None if site.public is None else site.public.to(device),
+            validation=None if site.validation is None else _to(device, site.validation),
+        )
         while len(_sites) >= SITES_KEPT:
             del _sites[next(iter(_sites))]
     _sites[key] = site

@@ -23,13 +23,17 @@ class History:
         One per round: `round`, `asked`, `answered`, `seconds`, `bytes-down`, `bytes-up`, and over the clients'
         last known personal accuracies (a client that sat out keeps its last): `accuracy` (plain mean),
         `accuracy-weighted` (by test size), `accuracy-p10` (bottom decile), `accuracy-best` (best plain mean so
-        far; BMTA in the FedAMP paper). All accuracies lie in [0, 1].
+        far; BMTA in the FedAMP paper). All accuracies lie in [0, 1]. What a method counts besides follows.
+    left_out : dict
+        client -> why it takes no part at all, such as having no data.
     """
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
         self.rounds: list[dict[str, Any]] = []
+        self.left_out: dict[ClientId, str] = {}
         self._open: dict[ClientId, dict[str, Any]] = {}  # rows of the round in progress
+        self._counted: dict[str, float] = {}  # what the method counts in it
         self._accuracy: dict[ClientId, tuple[float, float]] = {}  # last known, and its test size
 
     def add(self, row: dict[str, Any]) -> None:
@@ -41,9 +45,21 @@ class History:
                 together["evaluate-status"] = row["status"]
             first.update({**row, **together, "status": first["status"]})
 
+    def count(self, client: ClientId | None = None, **numbers: float) -> None:
+        """Add a method's own numbers to the round in progress, or to the row that one client has in it.
+
+        Names are given in snake_case and kept in kebab-case.
+        """
+        into = self._counted if client is None else self._open[client]
+        into.update({name.replace("_", "-"): number for name, number in numbers.items()})
+
+    def open_rows(self) -> list[dict[str, Any]]:
+        """The rows of the round in progress, in order of client."""
+        return [self._open[client] for client in in_order(self._open)]
+
     def close_round(self, server_round: int, seconds: float) -> dict[str, Any]:
         """End a round: add its rows in order of client, sum it up, and return the sum."""
-        rows = [self._open[client] for client in in_order(self._open)]
+        rows = self.open_rows()
         self._open = {}
         self.rows += rows
         line: dict[str, Any] = {
@@ -67,6 +83,8 @@ class History:
             line["accuracy-p10"] = float(np.quantile(known[:, 0], 0.1))
             before = self.rounds[-1].get("accuracy-best", 0.0) if self.rounds else 0.0
             line["accuracy-best"] = max(before, line["accuracy"])
+        line.update(self._counted)
+        self._counted = {}
         self.rounds.append(line)
         return line
 

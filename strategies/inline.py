@@ -7,6 +7,7 @@ tests, and for one fast GPU on which all clients' data stay. A client works when
 from __future__ import annotations
 
 import itertools
+import secrets
 import traceback
 from collections.abc import Iterable, Mapping
 from logging import DEBUG, ERROR
@@ -20,7 +21,6 @@ from flwr.supercore import log
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
-RUN_ID = 1
 FIRST_NODE_ID = 1001  # Flower keeps 1 for the SuperLink
 
 
@@ -39,17 +39,18 @@ class InlineGrid(Grid):
 
     def __init__(self, client_app: ClientApp, num_clients: int, run_config: Mapping[str, Any] | None = None) -> None:
         self._client_app = client_app
+        run_id = secrets.randbits(63)  # as Flower's: what clients keep is kept by run
         self._contexts = {
             FIRST_NODE_ID + i: Context(
-                run_id=RUN_ID, node_id=FIRST_NODE_ID + i, state=RecordDict(), run_config=dict(run_config or {}),
+                run_id=run_id, node_id=FIRST_NODE_ID + i, state=RecordDict(), run_config=dict(run_config or {}),
                 node_config={"partition-id": i, "num-partitions": num_clients})
             for i in range(num_clients)
         }
         self._waiting: dict[str, Message] = {}
         self._numbers = itertools.count(1)
-        self._run = Run.create_empty(run_id=RUN_ID)
+        self._run = Run.create_empty(run_id=run_id)
         # Messages take their sender from here; a process that runs a strategy by itself has not set it.
-        for name, value in (("task_id", 1), ("run_id", RUN_ID), ("node_id", 1)):
+        for name, value in (("task_id", 1), ("run_id", run_id), ("node_id", 1)):
             if getattr(TaskIdentity, f"_{name}") is None:
                 setattr(TaskIdentity, name, value)
 

@@ -3,7 +3,10 @@
 Server to client, TRAIN and EVALUATE: an ArrayRecord `arrays` (the model the client starts from or
 evaluates) and a ConfigRecord `config` (`server-round`, `method`, and the settings of local work).
 Client to server: an ArrayRecord `arrays` (the trained model) and a MetricRecord `metrics`.
-Server to client, QUERY with action `identity`: nothing; the reply's ConfigRecord holds `client-id`.
+Server to client, QUERY with action `identity`: nothing; the reply's ConfigRecord holds `client-id` and
+`num-examples` and, of a client that has a public set, its fingerprint `public-set`, `num-public` and `num-classes`.
+Where logits travel in place of models (PerFed-CKT), `arrays` holds `centroids` on the way down, `logits` on the
+way up, and the reply's ConfigRecord `config` the fingerprint again.
 These are the names of Flower's own FedAvg and FedProx, so that a ClientApp written for them takes part.
 """
 
@@ -28,10 +31,17 @@ SERVER_ROUND = "server-round"
 METHOD = "method"
 PROXIMAL_MU = "proximal-mu"
 FINETUNE_EPOCHS = "finetune-epochs"
+LOCAL_EPOCHS = "local-epochs"
+LOCAL_STEPS = "local-steps"
+
+PUBLIC_SET = "public-set"
+NUM_PUBLIC = "num-public"
+NUM_CLASSES = "num-classes"
 
 NUM_EXAMPLES = "num-examples"
 NUM_TEST_EXAMPLES = "num-test-examples"
 TRAIN_LOSS = "train-loss"
+MODEL_BYTES = "model-bytes"
 # Evaluations on a client's test data are named WHICH-accuracy and WHICH-loss. Which model:
 RECEIVED = "received"  # as it came from the server
 TRAINED = "trained"  # after local training

@@ -1,14 +1,15 @@
-"""The networks of the papers, by name.
+"""The networks of the papers, by name, and which of several a client gets.
 
 Each factory takes the images' shape (channels, height, width) and the number of classes, and returns a
-module that maps images (n, c, h, w) to logits (n, classes). Pooling comes before ReLU: the function is
-the same and ReLU works on a quarter of the values.
+module that maps images (n, c, h, w) to logits (n, classes). In those written here pooling comes before
+ReLU: the function is the same and ReLU works on a quarter of the values.
 """
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # reading the names of the models must not wait for PyTorch
@@ -91,12 +92,92 @@ def resnet18(image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
     return model
 
 
+def ckt_cnn(image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
+    """The small CNN of Cho et al., "Personalized Federated Learning for Heterogeneous Clients with
+    Clustered Knowledge Transfer" (PerFed-CKT), arXiv:2109.08119: 151,216 parameters for 32x32 colour
+    images and 10 classes.
+
+    The paper's (appendix E): two convolutions with max pooling; FC 120, 100, 84, 50; FC. Our choice,
+    where it says no more: the 5x5 kernels and the 6 and 16 channels of LeNet-5, padding that keeps the
+    images' size, 2x2 pooling, and ReLU.
+    """
+    from torch import nn
+
+    channels, height, width = _at_least(4, "ckt-cnn", image_shape)
+    return nn.Sequential(OrderedDict(
+        conv1=nn.Conv2d(channels, 6, 5, padding=2), pool1=nn.MaxPool2d(2), relu1=nn.ReLU(),
+        conv2=nn.Conv2d(6, 16, 5, padding=2), pool2=nn.MaxPool2d(2), relu2=nn.ReLU(),
+        flatten=nn.Flatten(),
+        fc1=nn.Linear(16 * (height // 4) * (width // 4), 120), relu3=nn.ReLU(),
+        fc2=nn.Linear(120, 100), relu4=nn.ReLU(),
+        fc3=nn.Linear(100, 84), relu5=nn.ReLU(),
+        fc4=nn.Linear(84, 50), relu6=nn.ReLU(),
+        fc5=nn.Linear(50, num_classes),
+    ))
+
+
+def vgg11(image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
+    """VGG11 of Simonyan and Zisserman, "Very Deep Convolutional Networks for Large-Scale Image
+    Recognition", ICLR 2015, arXiv:1409.1556, for small images, as PerFed-CKT uses it on CIFAR-10:
+    9,756,426 parameters for colour images and 10 classes.
+
+    torchvision's layers of convolution, batch normalisation, ReLU and 2x2 max pooling, then for each of
+    two times dropout, FC 512 and ReLU; FC. PerFed-CKT does not say how it fits torchvision's classifier
+    to 32x32 images, but its Table 1 fixes the size: HypCluster with c = 2 and C = 0.1 costs 2340e7
+    floats in 200 rounds of 10 uploads and 2 broadcasts, 9.75 million a model, as with two layers of 512.
+    The last stage leaves one pixel of 32x32 images; the mean over its pixels makes larger ones fit.
+
+    Weights are drawn as PyTorch's layers draw theirs, not as torchvision's VGG does: with its N(0, 0.01)
+    for linear layers of this width SGD does not get started. After 150 steps of 32 out of 400 images of
+    CIFAR-10 the loss is still log 10 = 2.30 with step sizes of 0.01 and 0.001, against 1.02 and 2.21.
+    """
+    return _vgg("vgg11", "A", image_shape, num_classes)
+
+
+def vgg13(image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
+    """VGG13, otherwise as `vgg11`: 9,941,322 parameters for colour images and 10 classes."""
+    return _vgg("vgg13", "B", image_shape, num_classes)
+
+
 MODELS: dict[str, Callable[[ImageShape, int], torch.nn.Module]] = {
     "digits-cnn": digits_cnn,
     "mcmahan-cnn": mcmahan_cnn,
     "cnn2": cnn2,
     "resnet18": resnet18,
+    "ckt-cnn": ckt_cnn,
+    "vgg11": vgg11,
+    "vgg13": vgg13,
 }
+
+
+def parse_models(text: str) -> list[str]:
+    """The names in a setting: one model for all clients, or several for `model_for_size` to choose from.
+
+    Parameters
+    ----------
+    text : str
+        "auto", or names of `MODELS` separated by commas, each once; blanks around them do no harm.
+
+    Returns
+    -------
+    list of str
+        In the order written; `["auto"]` for "auto".
+
+    Raises
+    ------
+    ValueError
+        Another name, a name twice, or "auto" beside others.
+    """
+    names = [name.strip() for name in text.split(",")]
+    if names == ["auto"]:
+        return names
+    for place, name in enumerate(names):
+        if name not in MODELS or name in names[:place]:
+            raise ValueError(
+                f"model is {text!r}, where {name!r} cannot stand; "
+                f"allowed: auto alone, or any of {', '.join(MODELS)}, each once, separated by commas"
+            )
+    return names
 
 
 def choose_model(image_shape: ImageShape) -> str:
@@ -118,6 +199,46 @@ def choose_model(image_shape: ImageShape) -> str:
         f"model auto knows 8x8, 28x28 grey and 32x32 images, these are {_described(image_shape)}; "
         f"choose one of {', '.join(MODELS)}"
     )
+
+
+def model_for_size(names: Sequence[str], num_examples: int, typical: float, seed: int) -> str:
+    """Draw a client's model: the more data it has, the likelier a larger one.
+
+    PerFed-CKT (section 5) gives a larger model with a probability "proportional to the client's dataset
+    size" and no formula. Ours, for K models: the place in `names` is Binomial(K - 1, r) with
+    r = n / (n + typical). One seed's draw never falls as n grows.
+
+    Parameters
+    ----------
+    names : sequence of str
+        One or more, from the smallest model to the largest.
+    num_examples : int
+        The client's number n of examples, 0 or more.
+    typical : float
+        Above 0: the n for which r is 1/2, the mean or median over clients for instance.
+    seed : int
+        0 or more. The same seed gives the same draw; clients need seeds of their own.
+
+    Returns
+    -------
+    str
+        One of `names`.
+
+    Raises
+    ------
+    ValueError
+        No names, or a number outside what is allowed.
+    """
+    import numpy as np
+
+    from .messages import check
+
+    check("names", names, len(names) >= 1, "one name or more")
+    check("num_examples", num_examples, 0 <= num_examples < math.inf, "0 or more")
+    check("typical", typical, 0 < typical < math.inf, "more than 0")
+    check("seed", seed, seed >= 0, "0 or more")
+    coins = np.random.default_rng(seed).random(len(names) - 1)  # the same whatever n is: hence monotone in n
+    return names[int((coins < num_examples / (num_examples + typical)).sum())]
 
 
 def make_model(name: str, image_shape: ImageShape, num_classes: int, seed: int) -> torch.nn.Module:
@@ -156,6 +277,24 @@ def make_model(name: str, image_shape: ImageShape, num_classes: int, seed: int) 
         # Not torch.manual_seed, which seeds the GPUs too.
         torch.random.default_generator.manual_seed(seed)
         return MODELS[name](image_shape, num_classes)
+
+
+def _vgg(name: str, configuration: str, image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
+    from torch import nn
+
+    from .compat import import_torchvision
+
+    channels, _, _ = _at_least(32, name, image_shape)
+    # Not torchvision's VGG class, which would first make and fill a classifier of 120 million parameters.
+    vgg = import_torchvision().models.vgg
+    features = vgg.make_layers(vgg.cfgs[configuration], batch_norm=True)
+    features[0] = nn.Conv2d(channels, 64, 3, padding=1)
+    return nn.Sequential(OrderedDict(
+        features=features, mean=nn.AdaptiveAvgPool2d(1), flatten=nn.Flatten(),
+        dropout1=nn.Dropout(), fc1=nn.Linear(512, 512), relu1=nn.ReLU(),
+        dropout2=nn.Dropout(), fc2=nn.Linear(512, 512), relu2=nn.ReLU(),
+        fc3=nn.Linear(512, num_classes),
+    ))
 
 
 def _at_least(side: int, name: str, image_shape: ImageShape) -> ImageShape:

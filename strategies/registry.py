@@ -25,6 +25,10 @@ class Method:
         What goes over the wire in a round.
     settings : tuple of str
         The strategy's arguments that are the method's own, by name.
+    models_travel : bool
+        Whether the server sees clients' models, which then must be alike.
+    needs_public_set : bool
+        Whether clients need unlabelled images that all have.
     """
 
     strategy_path: str
@@ -32,6 +36,8 @@ class Method:
     paper: str
     travels: str
     settings: tuple[str, ...] = ()
+    models_travel: bool = True
+    needs_public_set: bool = False
     client_path: str = LOCAL_TRAINING
 
     def strategy(self) -> type[Any]:
@@ -57,6 +63,17 @@ REGISTRY: dict[str, Method] = {
     ),
     "heurfedamp": Method(
         ".fedamp:HeurFedAMP", "HeurFedAMP", "Huang et al., AAAI 2021, arXiv:2007.03797", _MODEL_BOTH_WAYS, _FEDAMP
+    ),
+    "perfed-ckt": Method(
+        ".perfed_ckt:PerFedCKT",
+        "PerFed-CKT",
+        "Cho et al., 2021, arXiv:2109.08119",
+        "class probabilities on public images, both ways",
+        ("num_clusters", "distill_weight", "local_steps", "public_batch_size", "warmup_rounds", "min_cluster_size",
+         "logits_dtype"),
+        models_travel=False,
+        needs_public_set=True,
+        client_path=".perfed_ckt:CoDistillation",
     ),
     "local": Method(".baselines.local:Local", "Local", "training alone", "the client's own model, both ways"),
     "fedavg": Method(

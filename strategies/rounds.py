@@ -21,12 +21,13 @@ from flwr.serverapp.strategy import Result, Strategy
 from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 from flwr.supercore import log
 
-from .admission import Refused, Reply, admit
+from .admission import MAX_EXAMPLES, Refused, Reply, admit
 from .history import History
 from .messages import (
     CLIENT_ID,
     IDENTITY_QUERY,
     METHOD,
+    NUM_EXAMPLES,
     NUM_TEST_EXAMPLES,
     PERSONAL,
     SERVER_ROUND,
@@ -37,6 +38,7 @@ from .messages import (
     read_record,
     seed_for,
 )
+from .state import begin_simulation, simulated
 from .store import ClientModels, Layout
 
 # Replies are asked for at once, then after pauses that grow: a simulation is not slowed down,
@@ -99,6 +101,9 @@ class PersonalizedStrategy(Strategy):
     personal: str = TRAINED
     """Which evaluation is the method's result for a client: RECEIVED, TRAINED or TUNED."""
 
+    clients_keep_state: bool = False
+    """Whether clients keep something between rounds, on their own disk (`state.py`)."""
+
     def __init__(
         self,
         *,
@@ -141,11 +146,17 @@ class PersonalizedStrategy(Strategy):
         self._evaluated: set[ClientId] = set()  # who told its accuracy in that answer
         self._nodes: dict[ClientId, int] = {}  # the clients that are connected
         self._identities: dict[int, ClientId] = {}  # every node that was ever met
+        self._about: dict[int, Mapping[str, Any]] = {}  # what they said of themselves
         self._asked: dict[str, _Asked] = {}  # messages of the exchange in progress
         self._nodes_know_identity = True
         self._answered = False  # has any client, in any round
 
     # --- What a method says ---------------------------------------------------------------------------
+
+    @property
+    def first_round(self) -> int:
+        """1, or 0 where an exchange comes before the rounds of training."""
+        return 1
 
     def begin(self, initial_arrays: ArrayRecord) -> None:
         """Take the model that clients start from. Called once, before the first round."""
@@ -158,6 +169,30 @@ class PersonalizedStrategy(Strategy):
     def outgoing(self, server_round: int, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId, ArrayRecord]]:
         """The model that goes to each of these clients to train from, one after the other."""
         raise NotImplementedError
+
+    def unfit(self, newcomers: Mapping[ClientId, Mapping[str, Any]]) -> dict[ClientId, str]:
+        """Which of these clients, met just now, cannot take part, and why.
+
+        Parameters
+        ----------
+        newcomers : mapping
+            client -> what it said of itself; nothing where its ClientApp knows no such question.
+        """
+        reasons = {}
+        for client, about in newcomers.items():
+            examples = about.get(NUM_EXAMPLES, 1)
+            if examples == 0:
+                reasons[client] = "it has no training sample"
+            elif not isinstance(examples, int) or not 1 <= examples <= MAX_EXAMPLES:
+                reasons[client] = f"its {NUM_EXAMPLES} is {examples!r}, allowed: 1 to {MAX_EXAMPLES}"
+        return reasons
+
+    def chances(self, clients: Sequence[ClientId]) -> np.ndarray | None:
+        """How likely each client is to be drawn, shape (m,), summing to 1; None if all alike."""
+        return None
+
+    def inspect(self, client: ClientId, reply: Reply) -> None:
+        """Raise `Refused` where a training reply, good otherwise, is not what this method can use."""
 
     def take(self, client: ClientId, reply: Reply) -> None:
         """Take in an admitted training reply. Replies come in any order; the result must not depend on it."""
@@ -300,12 +335,15 @@ class PersonalizedStrategy(Strategy):
         result = Result(arrays=initial_arrays)
         self.history = History()
         self._answered = False
+        self._identities, self._about, self._nodes_know_identity = {}, {}, True
+        if self.clients_keep_state and simulated(grid):
+            begin_simulation(grid.run.run_id)
         self.begin(initial_arrays)
         started = time.monotonic()
         if evaluate_fn and (metrics := evaluate_fn(0, initial_arrays)) is not None:
             result.evaluate_metrics_serverapp[0] = metrics
 
-        for server_round in range(1, num_rounds + 1):
+        for server_round in range(self.first_round, num_rounds + 1):
             round_started = time.monotonic()
             self.meet(grid, timeout)
             _, metrics = self.aggregate_train(server_round, self._exchange(
@@ -345,7 +383,8 @@ class PersonalizedStrategy(Strategy):
         if count == len(clients):
             return clients
         rng = np.random.default_rng(seed_for(self.seed, purpose, server_round))
-        return [clients[i] for i in sorted(rng.choice(len(clients), count, replace=False))]
+        drawn = rng.choice(len(clients), count, replace=False, p=self.chances(clients))
+        return [clients[i] for i in sorted(drawn)]
 
     def meet(self, grid: Grid, timeout: float) -> None:
         """Wait until enough clients are connected, and learn who the new ones are."""
@@ -367,6 +406,19 @@ class PersonalizedStrategy(Strategy):
                     node_id, client, self._nodes[client])
             else:
                 self._nodes[client] = node_id
+        newcomers = {client: self._about.get(self._nodes[client], {}) for client in self.clients()
+                     if self._nodes[client] in new}
+        left_out = self.history.left_out
+        for client in newcomers:  # who comes back may have mended what was wrong
+            left_out.pop(client, None)
+        for client, reason in self.unfit(newcomers).items():
+            log(WARNING, "kindred: client %s takes no part: %s", client, reason)
+            left_out[client] = reason
+        for client in left_out:
+            self._nodes.pop(client, None)
+        if left_out and not self._nodes and not self.history.rows:
+            client = in_order(left_out)[0]
+            raise TooFewClients(f"no client can take part; client {client}: {left_out[client]}")
 
     def _wait_for_nodes(self, grid: Grid) -> list[int]:
         """The connected nodes, once there are enough and, at first, once their number stands still."""
@@ -375,7 +427,8 @@ class PersonalizedStrategy(Strategy):
         told = False
         while True:
             node_ids = sorted(grid.get_node_ids())
-            if len(node_ids) >= self.min_available_nodes:
+            of_use = any(self._identities.get(node_id) not in self.history.left_out for node_id in node_ids)
+            if len(node_ids) >= self.min_available_nodes and (of_use or not node_ids):
                 # At the start nodes come one after the other.
                 if self._identities or node_ids == seen:
                     return node_ids
@@ -404,9 +457,10 @@ class PersonalizedStrategy(Strategy):
                 elif reply.error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION:
                     self._identities[node_id] = node_id
                 continue
-            names = [record.get(CLIENT_ID) for record in reply.content.config_records.values()]
-            name = next((name for name in names if isinstance(name, int | str) and not isinstance(name, bool)), node_id)
-            self._identities[node_id] = name
+            about = {key: value for record in reply.content.config_records.values() for key, value in record.items()}
+            name = about.get(CLIENT_ID)
+            self._identities[node_id] = name if isinstance(name, int | str) and not isinstance(name, bool) else node_id
+            self._about[node_id] = about
 
     # --- An exchange ----------------------------------------------------------------------------------
 
@@ -456,6 +510,8 @@ class PersonalizedStrategy(Strategy):
         layout = None if evaluation and not message.content.array_records else self.layout
         try:
             reply = admit(message.content, self.weighted_by_key, layout)
+            if not evaluation:
+                self.inspect(asked.client, reply)
         except Refused as refusal:
             self._add_row(asked, server_round, f"refused: {refusal}", bytes_up)
             return None

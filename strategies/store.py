@@ -26,15 +26,17 @@ class Layout:
 
     Parameters
     ----------
-    record : ArrayRecord
-        A model, as from `ArrayRecord(module.state_dict())`.
+    record : ArrayRecord or mapping of str to ndarray
+        A model, as from `ArrayRecord(module.state_dict())`, or anything else that clients send.
     buffers : collection of str, optional
         Names of the entries that the optimiser does not train. By default those that end like the
         buffers of PyTorch's normalisation layers.
     """
 
-    def __init__(self, record: ArrayRecord, buffers: Collection[str] | None = None) -> None:
-        arrays = read_record(record)
+    def __init__(
+        self, record: ArrayRecord | Mapping[str, np.ndarray], buffers: Collection[str] | None = None
+    ) -> None:
+        arrays = read_record(record) if isinstance(record, ArrayRecord) else record
         if not arrays:
             raise ValueError("initial_arrays is empty: it must hold a model, e.g. ArrayRecord(module.state_dict())")
         if buffers is None:

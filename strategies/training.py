@@ -59,14 +59,16 @@ def train(
     x: Tensor,
     y: Tensor,
     *,
-    epochs: int,
     batch_size: int,
     optimizer: str,
     learning_rate: float,
     generator: torch.Generator,
+    epochs: int = 0,
+    steps: int = 0,
     momentum: float = 0.0,
     proximal_mu: float = 0.0,
     precision: str = "float32",
+    term: Callable[[], Tensor] | None = None,
 ) -> float:
     """Train a model in place, from the weights that it has.
 
@@ -81,6 +83,8 @@ def train(
         Labels, on the model's device.
     epochs : int
         0 or more. Each goes over all samples in a new random order.
+    steps : int
+        0 or more, in place of epochs: so many batches, of samples drawn independently (one may occur twice).
     batch_size : int
         1 or more. The last batch of an epoch is as large as what is left; a single sample that is left
         joins the batch before it, because batch normalisation cannot be trained on one.
@@ -96,12 +100,14 @@ def train(
         Weight mu of the proximal term, 0 or more. It acts on the trainable parameters, not on buffers.
     precision : {"float32", "bfloat16"}
         "bfloat16" computes by autocast; weights and updates remain float32.
+    term : callable, optional
+        Called at each step; a scalar tensor that is added to the loss, and depends on the model.
 
     Returns
     -------
     float
-        The mean of F_i over all samples of all epochs, each with the weights at its step, without the
-        proximal term. NaN where there was no step: no epochs or no samples.
+        The mean of F_i over all samples of all batches, each with the weights at its step, without the
+        proximal and the other term. NaN where there was no step: no epochs or no samples.
 
     Raises
     ------
@@ -109,16 +115,17 @@ def train(
         An argument outside what is allowed.
     """
     check("epochs", epochs, epochs >= 0, "0 or more")
+    check("steps", steps, steps == 0 or (steps > 0 and epochs == 0), "0 or more, with epochs 0")
     check("batch_size", batch_size, batch_size >= 1, "1 or more")
     check("optimizer", optimizer, optimizer in ("adam", "sgd"), "adam, sgd")
     check("learning_rate", learning_rate, 0 < learning_rate < math.inf, "more than 0")
     check("momentum", momentum, 0 <= momentum <= 1, "0 to 1")
     check("proximal_mu", proximal_mu, 0 <= proximal_mu < math.inf, "0 or more")
     check("precision", precision, precision in ("float32", "bfloat16"), "float32, bfloat16")
-    if epochs == 0 or len(y) == 0:
+    if epochs + steps == 0 or len(y) == 0:
         return math.nan
 
-    x = _channels_last(model, x)
+    x = channels_last(model, x)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     weights = [parameter.detach() for parameter in parameters]
     received = [weight.clone() for weight in weights] if proximal_mu else []
@@ -128,21 +135,49 @@ def train(
 
     model.train()
     model.zero_grad()
-    sizes = _batch_sizes(len(y), batch_size)
-    sums: list[Tensor] = []
-    with contextlib.nullcontext() if low_precision else _quick_convolutions(x, batch_size):
-        for _ in range(epochs):
-            order = torch.randperm(len(y), generator=generator).to(x.device)
-            losses: list[Tensor] = []
-            for images, labels in zip(x[order].split(sizes), y[order].split(sizes), strict=True):
+    losses: list[Tensor] = []
+    sizes: list[int] = []
+    # What else is in the loss is of larger batches.
+    plain = low_precision or term is not None
+    with contextlib.nullcontext() if plain else _quick_convolutions(x, batch_size):
+        for images, labels in _batches(x, y, epochs, steps, batch_size, generator):
+            with arithmetic:
+                logits = model(images)
+            loss = F.cross_entropy(logits.float() if low_precision else logits, labels)
+            losses.append(loss.detach())
+            sizes.append(len(labels))
+            if term is not None:
                 with arithmetic:
-                    logits = model(images)
-                loss = F.cross_entropy(logits.float() if low_precision else logits, labels)
-                loss.backward()
-                update(_gradients(parameters, weights, received, proximal_mu))
-                losses.append(loss.detach())
-            sums.append(torch.stack(losses).double() @ torch.tensor(sizes, dtype=torch.float64).to(x.device))
-    return float(torch.stack(sums).sum()) / (epochs * len(y))
+                    loss = loss + term()
+            loss.backward()
+            update(_gradients(parameters, weights, received, proximal_mu))
+    return float(torch.stack(losses).double() @ torch.tensor(sizes, dtype=torch.float64).to(x.device)) / sum(sizes)
+
+
+def predict(model: nn.Module, x: Tensor, batch_size: int = 128) -> np.ndarray:
+    """The class probabilities that a model gives; it keeps its mode.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Maps images to logits (n, classes).
+    x : tensor (n, ...)
+        Images, on the model's device.
+    batch_size : int
+        Images at a time.
+
+    Returns
+    -------
+    ndarray (n, classes), float32
+        Rows sum to 1.
+    """
+    x = channels_last(model, x)
+    was_training = model.training
+    model.eval()
+    with torch.inference_mode():
+        rows = [F.softmax(model(images).float(), dim=1) for images in x.split(batch_size)]
+    model.train(was_training)
+    return torch.cat(rows).cpu().numpy()
 
 
 def evaluate(model: nn.Module, x: Tensor, y: Tensor, batch_size: int = 128) -> tuple[float, float]:
@@ -168,7 +203,7 @@ def evaluate(model: nn.Module, x: Tensor, y: Tensor, batch_size: int = 128) -> t
     """
     if len(y) == 0:
         return math.nan, math.nan
-    x = _channels_last(model, x)
+    x = channels_last(model, x)
     correct, losses = [], []
     was_training = model.training
     model.eval()
@@ -228,8 +263,8 @@ def set_arrays(model: nn.Module, arrays: Mapping[str, np.ndarray]) -> None:
             tensor.copy_(host)
 
 
-def _channels_last(model: nn.Module, x: Tensor) -> Tensor:
-    """Put a network of images into channels-last layout, and return the images in it."""
+def channels_last(model: nn.Module, x: Tensor) -> Tensor:
+    """Put a network of images into channels-last layout, and return the images in it; values stay as they are."""
     if x.dim() != 4:
         return x
     model.to(memory_format=torch.channels_last)
@@ -250,6 +285,18 @@ def _quick_convolutions(x: Tensor, batch_size: int) -> Iterator[None]:
         yield
     finally:
         onednn.enabled = True
+
+
+def _batches(
+    x: Tensor, y: Tensor, epochs: int, steps: int, batch_size: int, generator: torch.Generator
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The batches of so many epochs, or of so many steps."""
+    sizes = _batch_sizes(len(y), batch_size)
+    for _ in range(epochs):
+        order = torch.randperm(len(y), generator=generator).to(x.device)
+        yield from zip(x[order].split(sizes), y[order].split(sizes), strict=True)
+    for drawn in torch.randint(len(y), (steps, batch_size), generator=generator).to(x.device):
+        yield x[drawn], y[drawn]
 
 
 def _batch_sizes(num_samples: int, batch_size: int) -> list[int]:

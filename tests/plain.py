@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterable
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, Error, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from strategies import InlineGrid
@@ -67,7 +67,57 @@ def plain_app(evaluates_in_training: bool = False) -> ClientApp:
     return app
 
 
-def closeness(w: np.ndarray, client: int) -> float:
+def logits_app(evaluates_in_training: bool = False) -> ClientApp:
+    """Clients of one number each, kept in their Context: steps towards their target, half as fast towards the
+    nearest centroid's. Class probabilities of three public inputs travel."""
+    app = ClientApp()
+    inputs = np.array([-1.0, 0.5, 2.0])
+
+    def probabilities(own: float) -> np.ndarray:
+        first = 1 / (1 + np.exp(-own * inputs))
+        return np.stack([first, 1 - first], axis=1).astype(np.float32)  # (P, N)
+
+    def kept(context) -> float:
+        return context.state["own"]["value"] if "own" in context.state else 0.1 * context.node_config["partition-id"]
+
+    @app.query("identity")
+    def identity(message, context):
+        client = context.node_config["partition-id"]
+        about = {"client-id": context.node_id, "num-examples": 10 * (client + 1),
+                 "public-set": "3-cafe", "num-public": 3, "num-classes": 2}
+        return Message(RecordDict({"config": ConfigRecord(about)}), reply_to=message)
+
+    @app.train()
+    def train(message, context):
+        client, config, own = context.node_config["partition-id"], message.content["config"], kept(context)
+        wanted = float(target(client)[0, 0])
+        pull = 0.0
+        if "centroids" in message.content["arrays"]:
+            centroids = message.content["arrays"]["centroids"].numpy().astype(np.float32)
+            nearest = np.square(centroids - probabilities(own)).sum(axis=(1, 2)).argmin()
+            pull = float(centroids[nearest][2, 0] - probabilities(own)[2, 0])
+        for _ in range(config["local-steps"]):
+            own += 0.1 * (wanted - own) + 0.05 * config["distill-weight"] * pull
+        context.state["own"] = ConfigRecord({"value": own})
+        metrics = {"train_loss": (own - wanted) ** 2, "num-examples": 10 * (client + 1), "model-bytes": 8}
+        if evaluates_in_training:
+            metrics |= {"trained-accuracy": closeness(own, client), "num-test-examples": 5}
+        logits = probabilities(own).astype(config["logits-dtype"])
+        return Message(RecordDict({
+            "arrays": ArrayRecord({"logits": _array(logits)}), "metrics": MetricRecord(metrics),
+            "config": ConfigRecord({"public-set": "3-cafe"})}), reply_to=message)
+
+    @app.evaluate()
+    def evaluate(message, context):
+        client, own = context.node_config["partition-id"], kept(context)
+        metrics = {"eval_loss": float(((own - target(client)) ** 2).sum()), "eval_acc": closeness(own, client),
+                   "num-examples": 5}
+        return Message(RecordDict({"metrics": MetricRecord(metrics)}), reply_to=message)
+
+    return app
+
+
+def closeness(w: np.ndarray | float, client: int) -> float:
     return float(np.exp(-np.abs(w - target(client)).mean()))
 
 
@@ -84,8 +134,8 @@ class ShuffledGrid(InlineGrid):
 
 
 class FaultyGrid(InlineGrid):
-    """`fate(round, client)` says what becomes of a training message: "ok", "error", "silent", or a function
-    that changes the reply's content."""
+    """`fate(round, client)` says what becomes of a training message: "ok", "error", "silent", "lost" (the client
+    works, its reply is an error), or a function that changes the reply's content."""
 
     def __init__(self, app: ClientApp, num_clients: int, fate: Callable[[int, int], object]) -> None:
         super().__init__(app, num_clients)
@@ -103,7 +153,9 @@ class FaultyGrid(InlineGrid):
             fate = self._fate(int(message.metadata.group_id), message.metadata.dst_node_id - 1001)
             if fate == "silent":
                 continue
-            if fate == "error":
+            if fate in ("error", "lost"):
+                if fate == "lost":
+                    self._answer(message)
                 reply = Message(Error(0, "the worker\nwas lost"), reply_to=self._waiting.pop(message_id))
                 # As Flower reports a node that died: signed by the SuperLink, not by the node.
                 reply.metadata.__dict__["_src_node_id"] = 1

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("strategies", "data", "server_app", "client_app")
 THIRD_PARTY = {
-    "strategies": {"flwr", "torch", "torchvision", "numpy", "scipy", "sklearn", "safetensors"},
+    "strategies": {"flwr", "torch", "torchvision", "numpy", "scipy", "sklearn", "threadpoolctl", "safetensors"},
 }
 # strategies.compat is where torchvision's ways are known.
 ALLOWED = {"strategies": set(), "data": {"strategies.compat"}, "client_app": {"data", "strategies"},

@@ -7,19 +7,28 @@ import io
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord
+from flwr.clientapp import ClientApp
 
 from strategies import REGISTRY, InlineGrid, PersonalizedStrategy
 
-from .plain import FaultyGrid, ShuffledGrid, initial, plain_app
+from .plain import FaultyGrid, ShuffledGrid, initial, logits_app, plain_app
 
 CLIENTS = 6
 ROUNDS = 4
 OWN_SETTINGS = {
     "sigma": 2.0, "self_weight": 0.3, "alpha": 10.0, "alpha_decay": 0.5, "alpha_decay_every": 2, "lam": 1.0,
     "proximal_mu": 0.5, "finetune_epochs": 1,
+    "num_clusters": 2, "distill_weight": 0.5, "local_steps": 10, "public_batch_size": 2, "warmup_rounds": 0,
+    "min_cluster_size": 1, "logits_dtype": "float32",
 }
 
 every_method = pytest.mark.parametrize("name", REGISTRY)
+where_models_travel = pytest.mark.parametrize("name", [name for name in REGISTRY if REGISTRY[name].models_travel])
+where_logits_travel = pytest.mark.parametrize("name", [name for name in REGISTRY if not REGISTRY[name].models_travel])
+
+
+def app_of(name: str, evaluates_in_training: bool = False) -> ClientApp:
+    return (plain_app if REGISTRY[name].models_travel else logits_app)(evaluates_in_training)
 
 
 def make(name: str, **settings) -> PersonalizedStrategy:
@@ -29,7 +38,7 @@ def make(name: str, **settings) -> PersonalizedStrategy:
 
 def run(name: str, grid: InlineGrid | None = None, timeout: float = 60, **settings) -> PersonalizedStrategy:
     strategy = make(name, **settings)
-    strategy.start(grid or InlineGrid(plain_app(), CLIENTS), initial(), ROUNDS, timeout)
+    strategy.start(grid or InlineGrid(app_of(name), CLIENTS), initial(), ROUNDS, timeout)
     return strategy
 
 
@@ -40,12 +49,13 @@ def values(record: ArrayRecord) -> dict[str, bytes]:
 def everything(strategy: PersonalizedStrategy) -> tuple:
     """All that a run comes to, but for the seconds it took."""
     models = {client: values(record) for client, record in strategy.client_models().items()}
+    models["global"] = values(strategy.global_arrays())
     clients, weights = strategy.collaboration()
     rows = [{key: row[key] for key in row if key != "seconds"} for row in strategy.history.rows]
     return models, clients, weights.tobytes(), rows
 
 
-@every_method
+@where_models_travel
 def test_a_run_gives_every_client_a_model_like_the_initial_one(name) -> None:
     strategy = run(name)
     models = strategy.client_models()
@@ -55,6 +65,15 @@ def test_a_run_gives_every_client_a_model_like_the_initial_one(name) -> None:
         assert {k: (a.dtype, tuple(a.shape)) for k, a in record.items()} == {
             k: (a.dtype, tuple(a.shape)) for k, a in initial().items()}
         assert all(np.isfinite(array.numpy()).all() for array in record.values())
+    assert weights.shape == (CLIENTS, CLIENTS) and (weights >= 0).all()
+    assert weights.sum(axis=1) == pytest.approx(1)
+
+
+@where_logits_travel
+def test_no_model_reaches_the_server_and_clients_are_named_all_the_same(name) -> None:
+    strategy = run(name)
+    clients, weights = strategy.collaboration()
+    assert strategy.client_models() == {} and clients == [1001 + i for i in range(CLIENTS)]
     assert weights.shape == (CLIENTS, CLIENTS) and (weights >= 0).all()
     assert weights.sum(axis=1) == pytest.approx(1)
 
@@ -71,7 +90,7 @@ def test_the_same_seed_gives_the_same_bits_and_another_draws_other_clients(name)
 def test_the_order_of_replies_changes_no_bit(name) -> None:
     reference = everything(run(name))
     for seed in range(3):
-        assert everything(run(name, ShuffledGrid(plain_app(), CLIENTS, seed))) == reference
+        assert everything(run(name, ShuffledGrid(app_of(name), CLIENTS, seed))) == reference
 
 
 @every_method
@@ -89,10 +108,10 @@ def test_an_ordinary_client_app_is_evaluated_by_flowers_own_exchange(name) -> No
 
 @every_method
 def test_clients_that_evaluate_while_they_train_are_not_asked_again(name) -> None:
-    strategy = run(name, InlineGrid(plain_app(evaluates_in_training=True), CLIENTS))
+    strategy = run(name, InlineGrid(app_of(name, evaluates_in_training=True), CLIENTS))
     rounds = strategy.history.rounds
     closing = strategy.personal != "trained"  # the last global model is still to be evaluated
-    assert [line["round"] for line in rounds] == list(range(1, ROUNDS + 1 + closing))
+    assert [line["round"] for line in rounds] == list(range(strategy.first_round, ROUNDS + 1 + closing))
     assert all("eval_acc" not in row for row in strategy.history.rows if row["round"] <= ROUNDS)
 
 
@@ -101,13 +120,14 @@ def test_clients_that_fail_do_not_hold_up_or_change_the_others(name) -> None:
     def fate(server_round: int, client: int) -> str:
         return {0: "error", 1: "silent"}.get(client, "ok") if server_round == 2 else "ok"
 
-    strategy = run(name, FaultyGrid(plain_app(), CLIENTS, fate), timeout=0.2)
+    strategy = run(name, FaultyGrid(app_of(name), CLIENTS, fate), timeout=0.2)
     rows = {(row["round"], row["client"] - 1001): row for row in strategy.history.rows}
     assert rows[2, 0]["status"] == "error 0: the worker"
     assert rows[2, 1]["status"] == "no answer within 0.2 s"
     assert all(row["status"] == "ok" for (r, c), row in rows.items() if r != 2 or c > 1)
-    assert [line["answered"] for line in strategy.history.rounds[:ROUNDS]] == [6, 4, 6, 6]
-    assert strategy.history.rounds[1]["asked"] == 6
+    lines = {line["round"]: line for line in strategy.history.rounds}
+    assert [lines[r]["answered"] for r in range(1, ROUNDS + 1)] == [6, 4, 6, 6]
+    assert lines[2]["asked"] == 6
 
 
 @every_method
@@ -115,33 +135,39 @@ def test_a_round_without_any_answer_changes_nothing(name) -> None:
     def without_round_3(server_round: int, client: int) -> str:
         return "error" if server_round == 3 else "ok"
 
-    seen = []
+    seen = {}
     strategy = make(name)
     strategy.start(
-        FaultyGrid(plain_app(), CLIENTS, without_round_3), initial(), ROUNDS,
-        on_round=lambda r: seen.append({c: values(m) for c, m in strategy.client_models().items()}))
-    assert seen[1] == seen[2] != seen[3]
-    assert strategy.history.rounds[2]["answered"] == 0
+        FaultyGrid(app_of(name), CLIENTS, without_round_3), initial(), ROUNDS,
+        on_round=lambda r: seen.update({r: everything(strategy)[0]}))
+    assert seen[2] == seen[3] != seen[4]
+    assert next(line for line in strategy.history.rounds if line["round"] == 3)["answered"] == 0
 
 
 def _nothing(content) -> None:
     content.clear()
 
 
+def _array_of(content) -> str:
+    return next(iter(content["arrays"]))  # the first
+
+
 def _nan(content) -> None:
-    content["arrays"]["layer.weight"] = Array(np.array([[1, np.nan], [0, 0]], np.float32))
+    values = content["arrays"][_array_of(content)].numpy().copy()
+    values[0, 1] = np.nan
+    content["arrays"][_array_of(content)] = Array(values)
 
 
 def _shape(content) -> None:
-    content["arrays"]["layer.weight"] = Array(np.zeros((2, 3), np.float32))
+    content["arrays"][_array_of(content)] = Array(np.zeros((2, 3), np.float32))
 
 
 def _double(content) -> None:
-    content["arrays"]["layer.weight"] = Array(np.zeros((2, 2)))
+    content["arrays"][_array_of(content)] = Array(content["arrays"][_array_of(content)].numpy().astype(np.float64))
 
 
 def _missing(content) -> None:
-    del content["arrays"]["layer.weight"]
+    del content["arrays"][_array_of(content)]
 
 
 def _extra(content) -> None:
@@ -152,14 +178,30 @@ def _giant(content) -> None:
     small = np.lib.format.header_data_from_array_1_0(np.zeros((2, 2), np.float32)) | {"shape": (2**40, 2**20)}
     header = io.BytesIO()
     np.lib.format.write_array_header_1_0(header, small)
-    content["arrays"]["layer.weight"] = Array("float32", (2**40, 2**20), "numpy.ndarray", header.getvalue() + b"1234")
+    content["arrays"][_array_of(content)] = Array("float32", (2**40, 2**20), "numpy.ndarray", header.getvalue() + b"1234")
 
 
 def _no_examples(content) -> None:
     content["metrics"]["num-examples"] = 0
 
 
-@every_method
+def _negative(content) -> None:
+    content["arrays"]["logits"] = Array(np.array([[0.5, 0.5], [1.5, -0.5], [1, 0]], np.float32))
+
+
+def _too_much(content) -> None:
+    content["arrays"]["logits"] = Array(np.array([[0.5, 0.5], [0.5, 0.5], [0.5, 0.502]], np.float32))
+
+
+def _other_public_set(content) -> None:
+    content["config"]["public-set"] = "3-beef"
+
+
+def _no_fingerprint(content) -> None:
+    content.config_records.clear()
+
+
+@where_models_travel
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
@@ -173,15 +215,42 @@ def _no_examples(content) -> None:
         (_no_examples, "refused: num-examples is 0, allowed: 1 to 1000000000000"),
     ],
 )
-def test_a_bad_reply_counts_like_no_reply_and_says_why(name, damage, reason) -> None:
+def test_a_bad_model_counts_like_no_reply_and_says_why(name, damage, reason) -> None:
+    check_that_it_counts_like_no_reply(name, damage, reason)
+
+
+@where_logits_travel
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (_nothing, "refused: it has 0 metric records, expected 1"),
+        (_nan, "refused: array 'logits' has values that are not finite"),
+        (_shape, "refused: array 'logits' is float32 (2, 3), expected float32 (3, 2)"),
+        (_double, "refused: array 'logits' is float64 (3, 2), expected float32 (3, 2)"),
+        (_missing, "refused: array 'logits' is missing"),
+        (_extra, "refused: array 'backdoor' is not part of the model"),
+        (_giant, f"refused: array 'logits' declares {2**62} bytes but carries 4"),
+        (_no_examples, "refused: num-examples is 0, allowed: 1 to 1000000000000"),
+        (_negative, "refused: logits of image 1 hold -0.5, allowed: 0 to 1"),
+        (_too_much, "refused: logits of image 2 sum to 1.002, allowed: 1 within 0.001"),
+        (_other_public_set, "refused: its public set is 3-beef, expected 3-cafe"),
+        (_no_fingerprint, "refused: its public set is None, expected 3-cafe"),
+    ],
+)
+def test_bad_logits_count_like_no_reply_and_say_why(name, damage, reason) -> None:
+    check_that_it_counts_like_no_reply(name, damage, reason)
+
+
+def check_that_it_counts_like_no_reply(name, damage, reason) -> None:
+    """A client whose reply is damaged in round 2 counts in it as one whose reply is lost."""
     def damaged(server_round: int, client: int) -> object:
         return damage if (server_round, client) == (2, 3) else "ok"
 
     def lost(server_round: int, client: int) -> object:
-        return "error" if (server_round, client) == (2, 3) else "ok"
+        return "lost" if (server_round, client) == (2, 3) else "ok"
 
-    bad = run(name, FaultyGrid(plain_app(), CLIENTS, damaged))
-    absent = run(name, FaultyGrid(plain_app(), CLIENTS, lost))
+    bad = run(name, FaultyGrid(app_of(name), CLIENTS, damaged))
+    absent = run(name, FaultyGrid(app_of(name), CLIENTS, lost))
     assert everything(bad)[:3] == everything(absent)[:3]
     (row,) = [row for row in bad.history.rows if row["status"] != "ok"]
     assert (row["round"], row["client"], row["status"]) == (2, 1004, reason)
@@ -189,7 +258,7 @@ def test_a_bad_reply_counts_like_no_reply_and_says_why(name, damage, reason) -> 
 
 @every_method
 def test_messages_share_nothing_that_one_client_could_change_for_another(name) -> None:
-    app = plain_app()
+    app = app_of(name)
     train = app._registered_funcs["train.default"]
 
     def greedy(message, context):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from data import DATASETS, PARTITIONS, DataError, Federation, load_federation, partition_figure
+from data import DATASETS, PARTITIONS, DataError, Federation, SiteData, load_federation, partition_figure
 from data.partitions import Partition
 from data.sources import Images
 
@@ -18,21 +18,31 @@ DIGITS = {
     "num-groups": 4,
     "samples-per-client": 0,
     "with-replacement": False,
+    "dirichlet-alpha": 0.5,
+    "public-data": "auto",
+    "public-size": 0,
     "seed": 0,
 }
 
 
 def small(x, turns=(0, 0), maps=((0, 1), (0, 1)), y=(0, 1, 0, 1)) -> Federation:
-    """Two clients; the first has the images 0 and 1, the second 3 and 2; both are tested on image 1."""
+    """Two clients; the first has the images 0 and 1, the second 3 and 2; both are tested on image 1 of the same four
+    images, and the second has image 2 of those for validation."""
     x, y = np.asarray(x), np.asarray(y)
     parts = Partition(
         train=[np.array([0, 1]), np.array([3, 2])],
-        test=[np.array([1]), np.array([1])],
+        validation=[np.array([], int), np.array([6])],
+        test=[np.array([5]), np.array([5])],
+        spare=np.array([2, 4, 7]),
         groups=np.array([0, 1]),
         quarter_turns=np.array(turns),
         label_maps=np.array(maps),
     )
     return Federation(Images(x, y, x, y, 2), parts)
+
+
+def tensors(data: SiteData):
+    return data.train, data.validation, data.test
 
 
 def test_images_have_mean_0_and_deviation_1_in_each_channel():
@@ -42,17 +52,42 @@ def test_images_have_mean_0_and_deviation_1_in_each_channel():
     x[:, 2] = 7  # does not vary
     federation = small(x)
     assert federation.image_shape == (3, 1, 2) and federation.num_classes == 2 and federation.num_clients == 2
-    x_train, y_train, x_test, y_test = federation.site_data(1)
+    data = federation.site_data(1)
+    (x_train, y_train), (x_validation, y_validation), (x_test, y_test) = data.train, data.validation, data.test
     assert x_train.tolist() == [[[[-1, 1]], [[-1, -1]], [[0, 0]]]] * 2
+    assert x_validation.tolist() == [[[[-1, 1]], [[-1, -1]], [[0, 0]]]]
     assert x_test.tolist() == [[[[-1, 1]], [[1, 1]], [[0, 0]]]]
-    assert y_train.tolist() == [1, 0] and y_test.tolist() == [1]  # client 1 has the images 3 and 2 in this order
+    assert y_train.tolist() == [1, 0]  # client 1 has the images 3 and 2 in this order
+    assert y_validation.tolist() == [0] and y_test.tolist() == [1]
     assert x_train.dtype == torch.float32 and y_train.dtype == torch.int64
+    assert federation.train_sizes.tolist() == [2, 2]
+
+
+def test_a_client_without_images_has_empty_tensors():
+    x, y = np.zeros((4, 3, 2, 2), np.uint8), np.array([0, 1, 0, 1])
+    none = np.array([], int)
+    parts = Partition(
+        train=[none, np.array([0, 1])],
+        validation=[none, none],
+        test=[none, np.array([4])],
+        spare=np.array([2, 3, 5, 6, 7]),
+        groups=np.zeros(2, int),
+        quarter_turns=np.array([1, 1]),
+        label_maps=np.tile([0, 1], (2, 1)),
+    )
+    federation = Federation(Images(x, y, x, y, 2), parts)
+    for images, labels in tensors(federation.site_data(0)):
+        assert images.shape == (0, 3, 2, 2) and images.dtype == torch.float32
+        assert labels.shape == (0,) and labels.dtype == torch.int64
+    assert federation.class_counts().tolist() == [[0, 0], [1, 1]]
+    assert federation.train_sizes.tolist() == [0, 2]
 
 
 def test_whole_numbers_and_floats_are_normalised_alike():
     x = np.random.default_rng(0).integers(0, 256, (4, 3, 5, 5), dtype=np.uint8)
-    for whole, floating in zip(small(x).site_data(0), small(x.astype(np.float32)).site_data(0), strict=True):
-        assert torch.allclose(whole, floating, atol=1e-6)
+    whole, floating = tensors(small(x).site_data(0)), tensors(small(x.astype(np.float32)).site_data(0))
+    for (one, _), (other, _) in zip(whole, floating, strict=True):
+        assert torch.allclose(one, other, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -61,9 +96,9 @@ def test_whole_numbers_and_floats_are_normalised_alike():
 )
 def test_rotated_images_are_turned_counter_clockwise(turns, seen):
     x = np.tile(np.array([[0, 0], [2, 2]], np.uint8), (4, 1, 1, 1))
-    x_train, _, x_test, _ = small(x, turns=(0, turns)).site_data(1)
-    assert x_train[0, 0].tolist() == x_test[0, 0].tolist() == seen
-    assert small(x, turns=(0, turns)).site_data(0)[0][0, 0].tolist() == [[-1, -1], [1, 1]]
+    for images, _ in tensors(small(x, turns=(0, turns)).site_data(1)):
+        assert images[0, 0].tolist() == seen
+    assert small(x, turns=(0, turns)).site_data(0).train[0][0, 0].tolist() == [[-1, -1], [1, 1]]
 
 
 def test_rotated_images_must_be_square():
@@ -73,8 +108,8 @@ def test_rotated_images_must_be_square():
 
 def test_permuted_labels_are_what_the_client_sees_everywhere():
     federation = small(np.zeros((4, 1, 2, 2), np.uint8), maps=((0, 1), (1, 0)), y=(0, 0, 1, 1))
-    assert [federation.site_data(client)[1].tolist() for client in (0, 1)] == [[0, 0], [0, 0]]
-    assert [federation.site_data(client)[3].tolist() for client in (0, 1)] == [[0], [1]]
+    assert [federation.site_data(client).train[1].tolist() for client in (0, 1)] == [[0, 0], [0, 0]]
+    assert [federation.site_data(client).test[1].tolist() for client in (0, 1)] == [[0], [1]]
     assert federation.class_counts().tolist() == [[2, 0], [2, 0]]
 
 
@@ -92,8 +127,9 @@ def test_the_default_federation():
     assert (federation.class_counts() == 4).all()
     images = []
     for client in range(20):
-        x_train, y_train, x_test, y_test = federation.site_data(client)
-        assert x_train.shape == x_test.shape == (40, 1, 8, 8)
+        data = federation.site_data(client)
+        x_train = data.train[0]
+        assert x_train.shape == data.test[0].shape == (40, 1, 8, 8) and data.validation[0].shape == (0, 1, 8, 8)
         turned_back = torch.rot90(x_train, -int(federation.groups[client]), dims=(2, 3))
         images += [image.numpy().tobytes() for image in turned_back]
     assert len(set(images)) == 800
@@ -119,21 +155,24 @@ def test_the_same_settings_give_the_same_data_in_any_order_of_asking(partition, 
     there = {client: one.site_data(client) for client in range(6)}
     back = {client: other.site_data(client) for client in reversed(range(6))}
     for client in range(6):
-        assert all(torch.equal(a, b) for a, b in zip(there[client], back[client], strict=True))
+        for (x, y), (x_back, y_back) in zip(tensors(there[client]), tensors(back[client]), strict=True):
+            assert torch.equal(x, x_back) and torch.equal(y, y_back)
+    assert torch.equal(one.public_set(), other.public_set())
     differently = load_federation(config | {"data-dir": str(file), "seed": 6})
-    assert not torch.equal(differently.site_data(0)[0], there[0][0])
+    assert not torch.equal(differently.site_data(0).train[0], there[0].train[0])
 
 
 def test_changing_a_clients_tensors_does_not_change_the_federation():
     federation = load_federation(DIGITS)
-    for tensor in federation.site_data(0):
+    for tensor in federation.site_data(0).train:
         tensor.zero_()
-    assert federation.site_data(0)[0].abs().sum() > 0 and federation.site_data(0)[1].sum() > 0
+    images, labels = federation.site_data(0).train
+    assert images.abs().sum() > 0 and labels.sum() > 0
 
 
 def test_every_name_has_a_description():
     assert set(DATASETS) == {"digits", "mnist", "fashion-mnist", "emnist", "cifar10", "cifar100", "npz"}
-    assert set(PARTITIONS) == {"iid", "pathological", "practical", "rotated", "permuted"}
+    assert set(PARTITIONS) == {"iid", "pathological", "practical", "rotated", "permuted", "dirichlet"}
     for text in [source.description for source in DATASETS.values()] + list(PARTITIONS.values()):
         assert text and "\n" not in text
 
@@ -144,6 +183,7 @@ def test_every_name_has_a_description():
         ({}, 3),
         ({"partition": "practical", "num-clients": 100, "num-groups": 7}, 6),
         ({"partition": "iid", "num-clients": 100, "samples-per-client": 5}, 0),
+        ({"partition": "dirichlet", "dirichlet-alpha": 0.01}, 0),  # some clients without images
     ],
 )
 def test_a_picture_has_a_line_between_groups(changes, lines, tmp_path):

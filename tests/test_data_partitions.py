@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,6 +11,8 @@ from hypothesis import strategies as st
 
 from data.partitions import PARTITIONS, divide
 from data.sources import DataError
+
+OTHERS = [partition for partition in PARTITIONS if partition != "dirichlet"]
 
 MNIST_TRAIN = [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
 MNIST_TEST = [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
@@ -27,14 +31,16 @@ def part(partition, train, test=None, **options):
         "num_groups": 2,
         "samples_per_client": 0,
         "with_replacement": False,
+        "dirichlet_alpha": 0.5,
+        "held_out": 0,
         "seed": 0,
     } | options
     return divide(partition, labels(train), labels(test or train), len(train), **options)
 
 
-def counts(indices, class_sizes) -> np.ndarray:
-    """Clients x classes."""
-    y = labels(class_sizes)
+def counts(indices, class_sizes, first=0) -> np.ndarray:
+    """Clients x classes of indices that count from `first`."""
+    y = np.concatenate([np.full(first, -1), labels(class_sizes)])
     return np.stack([np.bincount(y[index], minlength=len(class_sizes)) for index in indices])
 
 
@@ -61,11 +67,11 @@ def test_the_papers_practical_settings(dataset):
     train, test, clients, sizes, own_classes = PAPER[dataset]
     got = part("practical", train, test, dataset=dataset, num_clients=sum(clients), num_groups=4)
     assert got.groups.tolist() == np.repeat(range(len(clients)), clients).tolist()
-    for indices, class_sizes, sizes_due in (
-        (got.train, train, np.repeat(sizes, clients)),
-        (got.test, test, [100] * sum(clients)),
+    for indices, class_sizes, first, sizes_due in (
+        (got.train, train, 0, np.repeat(sizes, clients)),
+        (got.test, test, sum(train), [100] * sum(clients)),
     ):
-        table = counts(indices, class_sizes)
+        table = counts(indices, class_sizes, first)
         assert table.sum(1).tolist() == list(sizes_due)
         for group, own in enumerate(own_classes):
             mine = table[got.groups == group]
@@ -94,7 +100,7 @@ def test_the_papers_cifar100_has_a_superclass_for_each_group():
 def test_the_papers_test_images_serve_one_client_each_where_they_just_suffice(dataset, classes, test_images):
     train = [60000 // classes] * classes
     got = part("practical", train, [test_images] * classes, dataset=dataset, num_clients=100, num_groups=4)
-    assert sorted(np.concatenate(got.test).tolist()) == list(range(10000))
+    assert sorted(np.concatenate(got.test).tolist()) == list(range(60000, 70000))
 
 
 def test_the_papers_setting_gives_way_to_settings_of_ones_own():
@@ -132,7 +138,7 @@ def test_pathological_has_two_classes_a_client_and_no_groups():
     assert (table.sum(0) == 6000).all()  # 20 shards of 300 from each class
     assert (got.groups == 0).all()
     assert len({tuple(row) for row in table}) > 20  # of 45 possible pairs
-    assert ((counts(got.test, [1000] * 10) > 0) == (table > 0)).all()
+    assert ((counts(got.test, [1000] * 10, first=60000) > 0) == (table > 0)).all()
 
 
 def test_pathological_takes_more_shards_from_larger_classes():
@@ -159,8 +165,8 @@ def test_iid_divides_all_images():
 def test_conflicting_groups_have_uniform_classes_and_as_many_test_images(partition):
     got = part(partition, [100] * 5, num_clients=10, num_groups=4, samples_per_client=20)
     assert got.groups.tolist() == [0, 0, 0, 1, 1, 2, 2, 2, 3, 3]
-    for indices in (got.train, got.test):
-        assert (counts(indices, [100] * 5) == 4).all()
+    assert (counts(got.train, [100] * 5) == 4).all()
+    assert (counts(got.test, [100] * 5, first=500) == 4).all()
 
 
 def test_rotated_turns_and_permuted_relabels():
@@ -197,7 +203,15 @@ def test_test_sizes():
 @pytest.mark.parametrize(
     ("partition", "options", "words"),
     [
-        ("dirichlet", {}, ["dirichlet", "iid", "permuted"]),
+        ("shards", {}, ["shards", "iid", "permuted", "dirichlet"]),
+        ("dirichlet", {"dirichlet_alpha": 0.0}, ["dirichlet-alpha", "0.0", "above 0"]),
+        ("dirichlet", {"dirichlet_alpha": float("nan")}, ["dirichlet-alpha", "nan", "above 0"]),
+        ("dirichlet", {"dirichlet_alpha": float("inf")}, ["dirichlet-alpha", "inf", "below 1e100"]),
+        ("dirichlet", {"samples_per_client": 21}, ["samples-per-client", "21", "0 to 20", "80 images", "4 clients"]),
+        ("dirichlet", {"samples_per_client": -1}, ["samples-per-client", "-1", "0 to 20"]),
+        ("dirichlet", {"held_out": 77}, ["77 images", "all 80", "4 clients", "public-size"]),
+        ("dirichlet", {"num_clients": 1}, ["1 of 1 clients", "training images", "at least 2"]),
+        ("dirichlet", {"samples_per_client": 1}, ["of 4 clients", "training images", "dirichlet-alpha (it is 0.5)"]),
         ("iid", {"num_clients": 41}, ["num-clients", "41", "40"]),
         ("iid", {"num_clients": 0}, ["num-clients", "0"]),
         ("iid", {"samples_per_client": -1}, ["samples-per-client", "-1"]),
@@ -246,14 +260,14 @@ def test_with_replacement_starts_a_class_anew():
 def test_test_images_may_serve_several_clients_but_none_twice():
     got = part("practical", [1000] * 4, [40] * 4, num_clients=10, samples_per_client=100)
     assert all(len(index) == 100 for index in got.test)
-    table = counts(got.test, [40] * 4)
+    table = counts(got.test, [40] * 4, first=4000)
     assert table[0].tolist() == [40, 40, 10, 10]
     assert all(len(np.unique(index)) == 100 for index in got.test)
 
 
 @settings(max_examples=150, deadline=None)
 @given(
-    partition=st.sampled_from(list(PARTITIONS)),
+    partition=st.sampled_from(OTHERS),
     class_sizes=st.lists(st.integers(2, 60), min_size=2, max_size=8),
     test_sizes=st.integers(1, 30),
     num_clients=st.integers(1, 14),
@@ -285,8 +299,11 @@ def test_any_partition_holds_together(
     for one, other in ((got.train, again.train), (got.test, again.test)):
         assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
     assert np.array_equal(got.label_maps, again.label_maps)
+    assert [index.shape for index in got.validation] == [(0,)] * num_clients
+    had = set(np.concatenate(got.train + got.test).tolist())
+    assert set(got.spare.tolist()) == set(range(sum(class_sizes) + sum(test))) - had
 
-    table, test_table = counts(got.train, class_sizes), counts(got.test, test)
+    table, test_table = counts(got.train, class_sizes), counts(got.test, test, sum(class_sizes))
     assert len(got.train) == len(got.test) == len(got.groups) == num_clients
     assert len(set(table.sum(1))) == 1 and table.sum(1)[0] == (samples or table.sum(1)[0]) > 0
     assert len(set(test_table.sum(1))) == 1 and test_table.sum(1)[0] > 0
@@ -320,7 +337,7 @@ def test_any_partition_holds_together(
 
 @settings(max_examples=30, deadline=None)
 @given(
-    partition=st.sampled_from(list(PARTITIONS)),
+    partition=st.sampled_from(OTHERS),
     class_sizes=st.lists(st.integers(20, 90), min_size=4, max_size=8),
     num_clients=st.integers(4, 8),
 )
@@ -341,3 +358,148 @@ def test_another_seed_gives_another_partition():
 def test_a_clients_images_are_in_mixed_order():
     order = labels([100] * 5)[part("rotated", [100] * 5).train[0]]
     assert (np.diff(order) < 0).any() and (np.diff(order) > 0).any()
+
+
+PINNED = {
+    "iid": ("1ac72c077be14a2a", "25a0d42740322d1b"),
+    "pathological": ("e66898bb112fbdfc", "50128e9f1d975514"),
+    "practical": ("230e85de2ac5a99b", "9e9266ce7ad40199"),
+    "rotated": ("19fdd29ce462d0d6", "62a16d01e7fda4d1"),
+    "permuted": ("6c337f2325977971", "e6c393f815b3df99"),
+}
+
+
+@pytest.mark.parametrize("partition", PINNED)
+def test_a_seed_gives_the_same_images_from_version_to_version(partition):
+    sizes = {"train": [60, 50, 70, 40], "test": [20, 30, 10, 15]}
+    cases = (
+        {"num_clients": 6, "num_groups": 3, "seed": 3},
+        {"num_clients": 5, "num_groups": 2, "samples_per_client": 50, "with_replacement": True, "seed": 4},
+    )
+    digests = []
+    for options in cases:
+        got = part(partition, **sizes, **options)
+        test = [indices - 220 for indices in got.test]
+        arrays = [*got.train, *test, got.groups, got.quarter_turns, got.label_maps]
+        digests.append(sha256(b"".join(array.astype("<i8").tobytes() for array in arrays)).hexdigest()[:16])
+    assert tuple(digests) == PINNED[partition]
+
+
+# --- Dirichlet ----------------------------------------------------------------------------------------------
+
+
+def owned(got) -> list[np.ndarray]:
+    return [np.concatenate(parts) for parts in zip(got.train, got.validation, got.test, strict=True)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    class_sizes=st.lists(st.integers(2, 60), min_size=2, max_size=8),
+    test_sizes=st.integers(1, 30),
+    num_clients=st.integers(1, 14),
+    samples=st.integers(0, 20),
+    alpha=st.floats(0, 1e99, exclude_min=True),
+    held_out=st.integers(0, 20),
+    seed=st.integers(0, 2**40),
+)
+def test_dirichlet_holds_together(class_sizes, test_sizes, num_clients, samples, alpha, held_out, seed):
+    test = [test_sizes] * len(class_sizes)
+    n = sum(class_sizes) + sum(test)
+    options = {
+        "num_clients": num_clients,
+        "samples_per_client": samples,
+        "dirichlet_alpha": alpha,
+        "held_out": held_out,
+        "seed": seed,
+    }
+    try:
+        got = part("dirichlet", class_sizes, test, **options)
+    except DataError as error:
+        assert "\n" not in str(error)
+        return
+    again = part("dirichlet", class_sizes, test, **options)
+    for name in ("train", "validation", "test"):
+        pairs = zip(getattr(got, name), getattr(again, name), strict=True)
+        assert all(np.array_equal(one, other) for one, other in pairs)
+    assert np.array_equal(got.spare, again.spare)
+
+    used = np.concatenate([*owned(got), got.spare])
+    assert len(np.unique(used)) == len(used) and 0 <= used.min() and used.max() < n
+    assert len(got.spare) == (n - num_clients * samples if samples else held_out)
+    assert len(got.train) == len(got.validation) == len(got.test) == num_clients
+    assert sum(len(train) > 0 for train in got.train) >= 2
+    for train, test_part in zip(got.train, got.test, strict=True):
+        assert len(test_part) >= (len(train) > 0)
+    assert set(got.groups) == set(got.quarter_turns) == {0}
+    assert (got.label_maps == np.arange(len(class_sizes))).all()
+
+
+def test_dirichlet_parts_are_tenths_of_what_a_client_has():
+    # With so large an alpha, 10 clients have 100 images each.
+    got = part("dirichlet", [400, 400], [100, 100], num_clients=10, dirichlet_alpha=1e90)
+    sizes = {tuple(map(len, parts)) for parts in zip(got.train, got.validation, got.test, strict=True)}
+    assert sizes == {(10, 10, 50), (30, 10, 50), (40, 10, 50)}
+    # Training and test images of the dataset serve for all parts.
+    for indices in (got.train, got.validation, got.test):
+        assert np.concatenate(indices).min() < 800 <= np.concatenate(indices).max()
+
+
+@pytest.mark.parametrize(("k", "sizes"), [
+    (2, {(0, 0, 1), (1, 0, 1)}),
+    (5, {(0, 1, 2), (1, 1, 2), (2, 0, 3)}),
+    (15, {(1, 2, 7), (4, 2, 7), (6, 1, 8)}),
+])  # fmt: skip
+def test_dirichlet_rounds_the_parts_of_few_images(k, sizes):
+    train, test = [40, 40 * (k - 1)], [10, 10 * (k - 1)]  # k images for each of 50 clients
+    got = part("dirichlet", train, test, num_clients=50, dirichlet_alpha=1e90)
+    assert {tuple(map(len, parts)) for parts in zip(got.train, got.validation, got.test, strict=True)} == sizes
+
+
+def test_dirichlet_parts_of_a_client_have_its_mixture():
+    got = part("dirichlet", [4000] * 4, [1000] * 4, num_clients=3, dirichlet_alpha=1.0)
+    y = np.concatenate([labels([4000] * 4), labels([1000] * 4)])
+    for train, test in zip(got.train, got.test, strict=True):
+        shares = [np.bincount(y[indices], minlength=4) / len(indices) for indices in (train, test)]
+        assert abs(shares[0] - shares[1]).max() < 0.07
+
+
+def test_dirichlet_with_a_large_alpha_is_even_and_with_a_small_one_skewed():
+    tables = {}
+    for alpha in (0.05, 1e6):
+        got = part("dirichlet", [500] * 10, [100] * 10, num_clients=20, dirichlet_alpha=alpha)
+        y = np.concatenate([labels([500] * 10), labels([100] * 10)])
+        tables[alpha] = np.stack([np.bincount(y[indices], minlength=10) for indices in got.test])
+    assert (abs(tables[1e6].sum(1) - 150) <= 6).all() and tables[1e6].min() > 4
+    skewed = tables[0.05]
+    assert (skewed == 0).mean() > 0.5 and skewed.max(0).min() > 100  # few have much of a class, most nothing
+
+
+def test_dirichlet_takes_its_shares_from_the_distribution():
+    # The share of a client in a class is Beta(a, (m - 1) a): mean 1 / m, variance (m - 1) / (m^2 (m a + 1)).
+    shares = []
+    for seed in range(200):
+        got = part("dirichlet", [1000] * 5, [1000] * 5, num_clients=4, dirichlet_alpha=0.5, seed=seed)
+        y = np.concatenate([labels([1000] * 5)] * 2)
+        shares += [np.bincount(y[indices], minlength=5) / 1000 for indices in got.test]  # half of 2000 images
+    shares = np.concatenate(shares)
+    assert abs(shares.mean() - 0.25) < 0.002 and abs(shares.var() - 3 / (16 * 3)) < 0.004
+
+
+def test_dirichlet_divides_so_many_images_a_client_on_average():
+    got = part("dirichlet", [400, 400], [100, 100], num_clients=4, samples_per_client=100, dirichlet_alpha=1e90)
+    assert len(got.spare) == 600
+    assert {len(test) for test in got.test} <= {49, 50, 51}
+    everything = part("dirichlet", [400, 400], [100, 100], num_clients=4, dirichlet_alpha=1e90, held_out=200)
+    assert len(everything.spare) == 200
+    assert {len(test) for test in everything.test} <= {99, 100, 101}
+
+
+def test_dirichlet_leaves_clients_without_images():
+    got = part("dirichlet", [100, 100], [20, 20], num_clients=30, dirichlet_alpha=0.01)
+    assert sum(len(train) == 0 for train in got.train) > 15
+
+
+def test_another_seed_gives_another_dirichlet():
+    one, other = (part("dirichlet", [100] * 5, seed=seed, held_out=10) for seed in (0, 1))
+    assert set(one.spare) != set(other.spare)
+    assert [len(indices) for indices in one.test] != [len(indices) for indices in other.test]

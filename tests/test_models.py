@@ -1,14 +1,16 @@
-"""The networks: what they are made of, that a seed fixes them, and what images they refuse."""
+"""The networks: what they are made of, that a seed fixes them, what images they refuse, and who gets which."""
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 import torch
 
-from strategies.models import MODELS, choose_model, make_model
+from strategies.models import MODELS, choose_model, make_model, model_for_size, parse_models
 
 # name, image shape, classes, parameters by hand: kernel area * in * out + out of each convolution, in * out + out
 # of each FC.
@@ -26,7 +28,19 @@ HAND_COUNTED = [
     # 64: 4*(9*64*64 + 2*64) = 147968; 128: 525568; 256: 2099712; 512: 8393728;
     # stem 9*3*64 + 2*64 = 1856; FC 512 -> 10: 5130
     ("resnet18", (3, 32, 32), 10, 1856 + 147968 + 525568 + 2099712 + 8393728 + 5130),
+    # 25*3*6+6 = 456, 25*6*16+16 = 2416, 16*8*8 = 1024 -> 120: 123000, -> 100: 12100, -> 84: 8484, -> 50: 4250,
+    # -> 10: 510
+    ("ckt-cnn", (3, 32, 32), 10, 456 + 2416 + 123000 + 12100 + 8484 + 4250 + 510),
+    # 8 convolutions 9*in*out + out, with 2 numbers a channel for their batch normalisation:
+    # 3 -> 64: 1792 + 128, -> 128: 73856 + 256, -> 256: 295168 + 512, -> 256: 590080 + 512,
+    # -> 512: 1180160 + 1024, three times 512 -> 512: 2359808 + 1024;
+    # twice 512 -> 512: 262656, 512 -> 10: 5130
+    ("vgg11", (3, 32, 32), 10, 1920 + 74112 + 295680 + 590592 + 1181184 + 3 * 2360832 + 2 * 262656 + 5130),
+    # and 64 -> 64: 36928 + 128, 128 -> 128: 147584 + 256
+    ("vgg13", (3, 32, 32), 10, 9_756_426 + 37056 + 147840),
 ]
+
+SMALLEST = {"cnn2": 8, "resnet18": 8, "vgg11": 32, "vgg13": 32}  # the others: 4
 
 
 @pytest.mark.parametrize(("name", "image_shape", "num_classes", "count"), HAND_COUNTED)
@@ -39,12 +53,36 @@ def test_every_model_is_counted():
     assert {name for name, *_ in HAND_COUNTED} == set(MODELS)
 
 
+def test_vgg11_is_as_large_as_the_papers_communication_says():
+    """PerFed-CKT, Table 1, C = 0.1, millions of floats in 200 rounds: m = 10 uploads, c broadcasts."""
+    count = sum(parameter.numel() for parameter in make_model("vgg11", (3, 32, 32), 10, seed=0).parameters())
+    for broadcasts, millions in ((2, 23400), (3, 25400), (5, 29300), (6, 31200)):
+        assert count * 200 * (10 + broadcasts) / 1e6 == pytest.approx(millions, abs=100)  # it gives three figures
+
+
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("image_shape", [(1, 8, 8), (1, 28, 28), (3, 32, 32), (2, 13, 10)])
+@pytest.mark.parametrize("image_shape", [(1, 8, 8), (1, 28, 28), (3, 32, 32), (2, 13, 10), (2, 70, 45)])
 def test_logits_for_every_image(name, image_shape):
+    if min(image_shape[1:]) < SMALLEST.get(name, 4):
+        with pytest.raises(ValueError, match=f"{name} needs images of at least"):
+            make_model(name, image_shape, 7, seed=0)
+        return
     model = make_model(name, image_shape, 7, seed=0).eval()
     with torch.inference_mode():
-        assert model(torch.randn(3, *image_shape)).shape == (3, 7)
+        assert model(torch.randn(2, *image_shape)).shape == (2, 7)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_one_step_lowers_the_loss(name):
+    """Down the gradient by a little, in evaluation mode: dropout draws nothing, nor do batches move."""
+    model = make_model(name, (3, 32, 32), 3, seed=0).eval()
+    images, labels = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 2])
+    before = torch.nn.functional.cross_entropy(model(images), labels)
+    before.backward()
+    with torch.inference_mode():
+        for parameter in model.parameters():
+            parameter -= 1e-3 * parameter.grad
+        assert torch.nn.functional.cross_entropy(model(images), labels) < before
 
 
 def test_resnet18_keeps_small_images_large():
@@ -54,6 +92,35 @@ def test_resnet18_keeps_small_images_large():
     with torch.inference_mode():
         model(torch.randn(2, 3, 32, 32))
     assert seen == [(2, 512, 4, 4)]  # torchvision's own stem would leave 1x1
+
+
+@pytest.mark.parametrize(("side", "pixels"), [(32, 1), (63, 1), (64, 2)])
+def test_vgg_takes_the_mean_over_what_the_last_stage_leaves(side, pixels):
+    model = make_model("vgg11", (1, side, side), 10, seed=0).eval()
+    with torch.inference_mode():
+        images = torch.randn(2, 1, side, side)
+        features = model.features(images)
+        assert features.shape == (2, 512, pixels, pixels)
+        assert torch.allclose(model[3:](features.mean((2, 3))), model(images), atol=1e-6)
+
+
+def test_vgg_has_dropout_in_training_alone():
+    model = make_model("vgg13", (3, 32, 32), 10, seed=0)
+    images = torch.randn(2, 3, 32, 32)
+    with torch.inference_mode():
+        assert not torch.equal(model(images), model(images))
+        model.eval()
+        assert torch.equal(model(images), model(images))
+
+
+def test_vgg_draws_its_weights_as_pytorchs_layers_do():
+    """Uniform within 1 / sqrt(inputs); with torchvision's N(0, 0.01) in the linear layers it would not learn."""
+    model = make_model("vgg11", (3, 32, 32), 10, seed=0)
+    layers = [module for module in model.modules() if isinstance(module, torch.nn.Conv2d | torch.nn.Linear)]
+    assert len(layers) == 8 + 3
+    for layer in layers:
+        inputs = layer.weight[0].numel()
+        assert float(layer.weight.detach().std()) == pytest.approx((3 * inputs) ** -0.5, rel=0.05)
 
 
 def test_every_layer_matters():
@@ -85,7 +152,8 @@ def test_a_seed_fixes_the_weights_and_leaves_the_global_state(name):
     again = make_model(name, (3, 32, 32), 10, seed=5).state_dict()
     other = make_model(name, (3, 32, 32), 10, seed=6).state_dict()
     assert all(torch.equal(first[key], again[key]) for key in first)
-    assert not torch.equal(first["conv1.weight"], other["conv1.weight"])
+    weights = next(key for key in first if key.endswith(".weight"))
+    assert not torch.equal(first[weights], other[weights])
 
 
 @pytest.mark.parametrize(
@@ -97,6 +165,9 @@ def test_a_seed_fixes_the_weights_and_leaves_the_global_state(name):
         ("mcmahan-cnn", (1, 28, 2), 10, ["mcmahan-cnn", "4x4", "28x2"]),
         ("cnn2", (3, 7, 7), 10, ["cnn2", "8x8", "7x7"]),
         ("resnet18", (3, 4, 4), 10, ["resnet18", "8x8", "4x4"]),
+        ("ckt-cnn", (3, 3, 8), 10, ["ckt-cnn", "4x4", "3x8"]),
+        ("vgg11", (1, 28, 28), 10, ["vgg11", "32x32", "28x28"]),
+        ("vgg13", (3, 32, 31), 10, ["vgg13", "32x32", "32x31"]),
         ("vgg", (3, 32, 32), 10, ["'vgg'", "auto", *MODELS]),
         ("cnn2", (3, 32, 32), 1, ["num_classes is 1", "2 or more"]),
     ],
@@ -113,3 +184,76 @@ def test_names_are_there_before_pytorch():
     code = "import sys, strategies.models as m; print(len(m.MODELS), 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [str(len(MODELS)), "False"]
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("auto", ["auto"]),
+        ("cnn2", ["cnn2"]),
+        ("ckt-cnn,vgg11,vgg13", ["ckt-cnn", "vgg11", "vgg13"]),
+        (" vgg13, cnn2 ", ["vgg13", "cnn2"]),  # the order is the writer's
+    ],
+)
+def test_names_in_a_setting(text, names):
+    assert parse_models(text) == names
+
+
+@pytest.mark.parametrize(
+    ("text", "bad"),
+    [("vgg", "vgg"), ("cnn2,vgg", "vgg"), ("cnn2,auto", "auto"), ("auto,cnn2", "auto"), ("auto,auto", "auto"),
+     ("cnn2,vgg11,cnn2", "cnn2"), ("", ""), ("cnn2,", ""), ("vgg11 vgg13", "vgg11 vgg13"), ("VGG11", "VGG11")],
+)
+def test_a_bad_name_in_a_setting_is_named(text, bad):
+    with pytest.raises(ValueError) as refused:
+        parse_models(text)
+    assert str(refused.value) == (
+        f"model is {text!r}, where {bad!r} cannot stand; "
+        f"allowed: auto alone, or any of {', '.join(MODELS)}, each once, separated by commas"
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_examples", "typical", "shares"),
+    [
+        (100, 100, [1 / 4, 1 / 2, 1 / 4]),  # r = 1/2
+        (300, 100, [1 / 16, 6 / 16, 9 / 16]),  # r = 3/4
+        (25, 100.0, [16 / 25, 8 / 25, 1 / 25]),  # r = 1/5
+        (0, 100, [1, 0, 0]),
+        (7, 7, [1 / 2, 1 / 2]),
+        (100, 100, [1 / 8, 3 / 8, 3 / 8, 1 / 8]),
+        (5, 100, [1]),
+    ],
+)
+def test_a_models_chance_by_a_clients_size(num_examples, typical, shares):
+    draws, names = 4000, ["a", "b", "c", "d"][:len(shares)]
+    drawn = Counter(model_for_size(names, num_examples, typical, seed) for seed in range(draws))
+    for name, share in zip(names, shares, strict=True):
+        within = 4 * math.sqrt(share * (1 - share) / draws)  # four standard deviations
+        assert drawn[name] / draws == pytest.approx(share, abs=within)
+
+
+def test_more_data_never_give_a_smaller_model():
+    names = ["small", "medium", "large"]
+    for seed in range(40):
+        places = [names.index(model_for_size(names, n, 37.5, seed)) for n in range(0, 400, 3)]
+        assert places == sorted(places)
+        assert places == [names.index(model_for_size(names, n, 37.5, seed)) for n in range(0, 400, 3)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (([], 10, 5, 0), "names is [], allowed: one name or more"),
+        ((["a"], -1, 5, 0), "num_examples is -1, allowed: 0 or more"),
+        ((["a"], math.inf, 5, 0), "num_examples is inf, allowed: 0 or more"),
+        ((["a"], 10, 0, 0), "typical is 0, allowed: more than 0"),
+        ((["a"], 10, math.nan, 0), "typical is nan, allowed: more than 0"),
+        ((["a"], 10, math.inf, 0), "typical is inf, allowed: more than 0"),
+        ((["a"], 10, 5, -1), "seed is -1, allowed: 0 or more"),
+    ],
+)
+def test_a_draw_out_of_range_is_refused_in_one_line(arguments, text):
+    with pytest.raises(ValueError) as refused:
+        model_for_size(*arguments)
+    assert str(refused.value) == text

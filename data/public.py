@@ -1,0 +1,86 @@
+"""The public set: unlabelled images that every client has, the same ones in the same order."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+
+from .sources import DATASETS, DataError, checked_images, load_images, read_npz
+
+MOST = 2000
+"""Images of a public set whose size is not set; PerFed-CKT's number."""
+
+
+def public_source(public_data: str, dataset: str) -> str:
+    """What "auto" stands for: CIFAR-100 for CIFAR-10, as in PerFed-CKT, else a part of the dataset itself."""
+    if public_data != "auto":
+        return public_data
+    return "cifar100" if dataset == "cifar10" else dataset
+
+
+def hold_out_size(size: int, there: int) -> int:
+    """How many of all the images that a dataset has go into a public set taken from it; size 0: at most a tenth."""
+    return size or max(1, min(MOST, there // 10))
+
+
+def public_images(
+    source: str, *, dataset: str, data_dir: str, size: int, spare: np.ndarray, seed: int
+) -> np.ndarray:
+    """Read the images of the public set.
+
+    Parameters
+    ----------
+    source : str
+        Where they come from. `dataset` itself: those that no client has, drawn from `spare`. Another name of
+        `DATASETS`: drawn from its training images. Else the path of an .npz file with an array `x`, (n, h, w) or
+        (n, h, w, c): its first images.
+    dataset, data_dir : str
+        The clients' dataset, and where it lies; another dataset is looked for in the same folder.
+    size : int
+        Exactly so many images. 0: at most 2000, of the dataset itself at most a tenth; of a file all.
+    spare : ndarray
+        Indices of the images of `dataset` that no client has (see `Partition`).
+    seed : int
+        Decides the draw, and thereby the order.
+
+    Returns
+    -------
+    ndarray, (P, c, h, w), uint8 or float32
+        P is 1 or more.
+
+    Raises
+    ------
+    DataError
+        A source that is not there or cannot be read, or has too few images.
+    """
+    rng = np.random.default_rng([seed, 5])  # 0 to 4 draw the partition
+    own = source == dataset
+    if own:
+        images = load_images(dataset, data_dir)
+        order, most = rng.permutation(spare), hold_out_size(size, len(images))
+    elif source in DATASETS and source != "npz":
+        in_file = os.path.isfile(os.path.expanduser(data_dir))
+        x = load_images(source, str(Path(data_dir).parent) if in_file else data_dir).x_train
+        order, most = rng.permutation(len(x)), MOST
+    else:
+        path = Path(os.path.abspath(os.path.expanduser(source)))
+        if not path.is_file():
+            names = ", ".join(name for name in DATASETS if name != "npz")
+            raise DataError(f"public-data is {source!r}, allowed: auto, {names}, or an .npz file that is there")
+        x = checked_images(read_npz(path, ("x",))["x"], f"{path}: x")
+        order, most = np.arange(len(x)), len(x)
+
+    there = len(order)
+    wanted = size or min(most, there)
+    if there == 0:
+        raise DataError(
+            f"public-data is {source}, the clients' own dataset, and they leave no images of it: take a smaller "
+            "samples-per-client, or another public-data"
+        )
+    if wanted > there:
+        remedy = "; a smaller samples-per-client leaves more" if own else ""
+        raise DataError(f"public-size is {size}, and {source} has {there} images for the public set{remedy}")
+    chosen = order[:wanted]
+    return images.pick(chosen)[0] if own else x[chosen]

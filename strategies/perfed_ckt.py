@@ -1,0 +1,438 @@
+"""PerFed-CKT: clustered co-distillation among clients whose models differ and stay where they are.
+
+Y. J. Cho, J. Wang, T. Chiruvolu, G. Joshi: Personalized Federated Learning for Heterogeneous Clients with
+Clustered Knowledge Transfer. arXiv:2109.08119.
+
+Every client has a private labelled set B_k and the same unlabelled public set P, in the same order. What travels
+are "logits", which in the paper, and here, are softmax outputs: s_k, a row of N class probabilities for each of
+the |P| public images. Client k minimises (Eq. 1)
+
+    F_k(w) + lambda / |P| sum_{x in P} || sbar_k(x) - s(w, x) ||^2
+
+| paper | here |
+|---|---|
+| Algorithm 1, lines 6 and 7: c-means on the logits received | `cluster_logits` |
+| line 8: clients drawn without replacement, by the sizes of their data | `PerFedCKT.chances` |
+| line 11, Eq. 4: the nearest centroid for the current model | `nearest_centroid` |
+| lines 12 to 14, Eq. 2: tau steps on private and public mini-batches | `CoDistillation.train`, `distillation_term` |
+| line 3: the first logits, of models that have not been trained | round 0 |
+
+Where the paper is silent: samples of a mini-batch are drawn independently, so that a client with fewer than b
+samples takes part like any other. Private and public batches go through the model one after the other; batch
+normalisation sees both. With fewer distinct logits than clusters there are as many clusters as distinct logits.
+The logits of untrained models say nothing about the data: `warmup_rounds` replaces round 0 by rounds of training
+without the second term. A centroid of one client is that client's logits; `min_cluster_size` avoids it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+
+from .admission import Refused, Reply
+from .messages import (
+    ARRAYS,
+    CONFIG,
+    LOCAL_STEPS,
+    METRICS,
+    MODEL_BYTES,
+    NUM_CLASSES,
+    NUM_EXAMPLES,
+    NUM_PUBLIC,
+    NUM_TEST_EXAMPLES,
+    PUBLIC_SET,
+    TRAIN_LOSS,
+    TRAINED,
+    ClientId,
+    check,
+    in_order,
+    seed_for,
+    to_record,
+)
+from .rounds import PersonalizedStrategy
+from .store import Layout
+
+if TYPE_CHECKING:
+    import torch
+
+    from .client import Visit
+
+LOGITS = "logits"
+CENTROIDS = "centroids"
+DISTILL_WEIGHT = "distill-weight"
+PUBLIC_BATCH_SIZE = "public-batch-size"
+LOGITS_DTYPE = "logits-dtype"
+
+MOST_PUBLIC = 10**6  # images, and classes: what a client says of itself is not to be trusted
+
+# How far from 1 the probabilities of an image may sum up to: float16 is off by 5e-4 at the most.
+SUM_TOLERANCE = 1e-3
+
+# --- The mathematics ----------------------------------------------------------------------------------
+
+
+def cluster_logits(logits: np.ndarray, num_clusters: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Cluster clients by their logits with c-means (k-means); Algorithm 1, lines 6 and 7.
+
+    Parameters
+    ----------
+    logits : ndarray, shape (m, P, N)
+        A matrix for each client, in order of client.
+    num_clusters : int
+        c, 1 or more.
+    seed : int
+        Of k-means++, whose best of 10 starts is taken.
+
+    Returns
+    -------
+    centroids : ndarray, shape (c', P, N), of the logits' type
+        The mean of each cluster; c' is the least of c and the number of distinct matrices.
+    assignment : ndarray of int, shape (m,)
+        The cluster of each client, 0 to c' - 1, numbered in the order in which their first clients come.
+    """
+    from sklearn.cluster import KMeans
+    from threadpoolctl import threadpool_limits
+
+    check("num_clusters", num_clusters, num_clusters >= 1, "1 or more")
+    points = logits.reshape(len(logits), -1)  # (m, P N)
+    distinct = len({point.tobytes() for point in points})
+    labels = np.zeros(len(points), dtype=np.int64)  # (m,)
+    if min(num_clusters, distinct) > 1:
+        # k-means sees distances alone, and the points have the same ones in the space that they span.
+        coordinates = np.linalg.qr(points.T.astype(np.float32, copy=False), mode="r").T  # (m, min(m, P N))
+        means = KMeans(min(num_clusters, distinct), n_init=10, random_state=seed % 2**32)
+        with threadpool_limits(1, user_api="openmp"):  # sums of more threads have no fixed order
+            labels = means.fit_predict(coordinates)  # (m,)
+    return centroids_of(logits, labels)
+
+
+def centroids_of(logits: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The mean of each cluster, clusters numbered in the order in which their first clients come.
+
+    Parameters
+    ----------
+    logits : ndarray, shape (m, P, N)
+    labels : ndarray of int, shape (m,)
+        Any number for each cluster.
+
+    Returns
+    -------
+    As of `cluster_logits`.
+    """
+    _, first, inverse = np.unique(labels, return_index=True, return_inverse=True)
+    assignment = np.argsort(np.argsort(first))[inverse]  # (m,)
+    means = [logits[assignment == k].mean(axis=0, dtype=np.float64) for k in range(len(first))]  # c' of (P, N)
+    return np.stack(means).astype(logits.dtype), assignment
+
+
+def merge_small_clusters(
+    logits: np.ndarray, centroids: np.ndarray, assignment: np.ndarray, min_size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Merge each cluster of fewer clients into the nearest one, the smallest first, until none is too small.
+
+    Parameters
+    ----------
+    logits : ndarray, shape (m, P, N)
+    centroids, assignment
+        As from `cluster_logits`.
+    min_size : int
+        Clients that a cluster must have, 1 or more. One cluster of all is left as it is.
+
+    Returns
+    -------
+    As of `cluster_logits`.
+    """
+    while len(centroids) > 1:
+        sizes = np.bincount(assignment)  # (c',)
+        smallest = int(sizes.argmin())
+        if sizes[smallest] >= min_size:
+            break
+        others = np.delete(np.arange(len(centroids)), smallest)
+        nearest = others[nearest_centroid(centroids[smallest], centroids[others])]
+        centroids, assignment = centroids_of(logits, np.where(assignment == smallest, nearest, assignment))
+    return centroids, assignment
+
+
+def nearest_centroid(logits: np.ndarray, centroids: np.ndarray) -> int:
+    """The centroid nearest to a client's logits in squared l2 distance (Eq. 4); of equally near ones the first.
+
+    Parameters
+    ----------
+    logits : ndarray, shape (P, N)
+    centroids : ndarray, shape (c', P, N)
+    """
+    return int(np.square(centroids - logits).sum(axis=(1, 2), dtype=np.float64).argmin())  # of (c',)
+
+
+def distillation_term(probabilities: torch.Tensor, centroid: torch.Tensor, distill_weight: float) -> torch.Tensor:
+    """lambda / |P'| sum_{x in P'} || sbar(x) - s(w, x) ||^2 on a mini-batch P' (Eq. 1); its gradient is in Eq. 2.
+
+    Parameters
+    ----------
+    probabilities, centroid : tensor, shape (b', N)
+        s(w, x) and sbar(x).
+    distill_weight : float
+        lambda.
+
+    Returns
+    -------
+    tensor, shape ()
+    """
+    return distill_weight * (centroid - probabilities).square().sum(dim=1).mean()
+
+
+def floats_communicated(num_public: int, num_classes: int, uploads: int, num_centroids: int) -> int:
+    """|P| N (m + c): the floats of a round as the paper counts them, the centroids once, as a broadcast."""
+    return num_public * num_classes * (uploads + num_centroids)
+
+
+# --- The client ---------------------------------------------------------------------------------------
+
+
+class CoDistillation:
+    """The client half: a site trains the model that it keeps, and sends what that says about the public set."""
+
+    @staticmethod
+    def train(visit: Visit) -> RecordDict:
+        """Algorithm 1, lines 11 to 15."""
+        from torch import Generator, from_numpy, randint
+        from torch.nn.functional import softmax
+
+        from .training import channels_last, predict
+
+        site, config = visit.site, visit.config
+        if site.public is None:
+            raise ValueError(f"client {visit.client} has no public set (Site.public), which PerFed-CKT needs")
+        model = visit.own_model()
+        public = channels_last(model, site.public)
+        metrics: dict[str, float] = {}
+
+        distill_weight, term = float(config.get(DISTILL_WEIGHT, 0.0)), None
+        if CENTROIDS in visit.arrays:
+            centroids = visit.arrays[CENTROIDS].astype("float32")  # (c', P, N)
+            nearest = nearest_centroid(predict(model, public), centroids)
+            metrics["nearest-centroid"] = nearest
+            target = from_numpy(centroids[nearest]).to(visit.device)  # (P, N)
+            draws = Generator().manual_seed(visit.seed("public"))
+            size = int(config.get(PUBLIC_BATCH_SIZE, 128))
+
+            def term() -> torch.Tensor:
+                batch = randint(len(public), (size,), generator=draws).to(visit.device)
+                return distillation_term(softmax(model(public[batch]).float(), dim=1), target[batch], distill_weight)
+
+        loss = visit.train(model, steps=int(config[LOCAL_STEPS]), term=term if distill_weight else None)
+        visit.keep(model)
+        metrics |= {TRAIN_LOSS: loss, **visit.evaluation(TRAINED, model), **visit.counts(), MODEL_BYTES: _bytes(model)}
+        logits = predict(model, public).astype(str(config.get(LOGITS_DTYPE, "float32")))  # (P, N)
+        return RecordDict({
+            ARRAYS: to_record({LOGITS: logits}),
+            METRICS: MetricRecord(metrics),
+            CONFIG: ConfigRecord({PUBLIC_SET: site.fingerprint}),
+        })
+
+    @staticmethod
+    def evaluate(visit: Visit) -> RecordDict:
+        """Evaluate the model that the site keeps."""
+        return RecordDict({METRICS: MetricRecord(visit.separate_evaluation(visit.own_model()))})
+
+
+def _bytes(model: torch.nn.Module) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
+
+
+# --- The server ---------------------------------------------------------------------------------------
+
+
+class PerFedCKT(PersonalizedStrategy):
+    """PerFed-CKT as a Flower strategy. `start` needs no model: an empty ArrayRecord will do.
+
+    A client says what its public set is when it is first met. The set that most of them have (at a tie, that of
+    the first in order of client) is the one; clients with another are left out, by name.
+
+    Parameters
+    ----------
+    num_clusters : int
+        c, 1 or more; 1 is plain co-distillation. The paper's best is 3.
+    distill_weight : float (default: 2.0)
+        lambda, 0 or more; 0 is local training.
+    local_steps : int (default: 50)
+        tau, 1 or more.
+    public_batch_size : int (default: 128)
+        b', 1 or more.
+    warmup_rounds : int (default: 0)
+        Rounds, 0 or more, that train without distillation first. 0, the paper's, starts with round 0, in which
+        clients send the logits of their untrained models.
+    min_cluster_size : int (default: 1)
+        Clients, 1 or more, whose logits a centroid must be the mean of: smaller clusters are merged into the
+        nearest one, and where fewer clients than that answered no centroid is sent at all.
+    logits_dtype : {"float32", "float16"}
+        In which logits and centroids travel.
+    **settings
+        Those of `PersonalizedStrategy`.
+
+    Raises
+    ------
+    ValueError
+        An argument out of range, naming it.
+    """
+
+    name = "perfed-ckt"
+    clients_keep_state = True
+
+    def __init__(
+        self,
+        *,
+        num_clusters: int,
+        distill_weight: float = 2.0,
+        local_steps: int = 50,
+        public_batch_size: int = 128,
+        warmup_rounds: int = 0,
+        min_cluster_size: int = 1,
+        logits_dtype: str = "float32",
+        **settings: Any,
+    ) -> None:
+        super().__init__(**settings)
+        check("num_clusters", num_clusters, num_clusters >= 1, "1 or more")
+        check("distill_weight", distill_weight, 0 <= distill_weight < float("inf"), "0 or more")
+        check("local_steps", local_steps, local_steps >= 1, "1 or more")
+        check("public_batch_size", public_batch_size, public_batch_size >= 1, "1 or more")
+        check("warmup_rounds", warmup_rounds, warmup_rounds >= 0, "0 or more")
+        check("min_cluster_size", min_cluster_size, min_cluster_size >= 1, "1 or more")
+        check("logits_dtype", logits_dtype, logits_dtype in ("float32", "float16"), "float32, float16")
+        self.num_clusters = num_clusters
+        self.distill_weight = distill_weight
+        self.local_steps = local_steps
+        self.public_batch_size = public_batch_size
+        self.warmup_rounds = warmup_rounds
+        self.min_cluster_size = min_cluster_size
+        self.logits_dtype = logits_dtype
+
+    @property
+    def first_round(self) -> int:
+        return 0 if self.warmup_rounds == 0 else 1
+
+    def begin(self, initial_arrays: ArrayRecord) -> None:
+        """Forget all; `initial_arrays` is not used, for clients make their models themselves."""
+        self.public_set: tuple[str, int, int] | None = None  # fingerprint, |P|, N
+        self._sizes: dict[ClientId, int] = {}  # n_k
+        self._received: dict[ClientId, np.ndarray] = {}  # (P, N) each, of the round in progress
+        self._centroids: np.ndarray | None = None  # (c', P, N), of the last round with answers
+        self._sent: int = 0  # centroids that went out in the round in progress
+        self._cluster_of: dict[ClientId, int] = {}
+
+    def unfit(self, newcomers: Mapping[ClientId, Mapping[str, Any]]) -> dict[ClientId, str]:
+        reasons = super().unfit(newcomers)
+        stated = {client: _stated_set(about) for client, about in newcomers.items() if client not in reasons}
+        if self.public_set is None:
+            sets = [each for each in stated.values() if each is not None]
+            if not sets:
+                return reasons | dict.fromkeys(stated, "it states no public set")
+            self.public_set = max(sets, key=sets.count)  # at a tie the first, which is that of the first client
+            _, num_public, num_classes = self.public_set
+            shape = np.broadcast_to(np.zeros((), self.logits_dtype), (num_public, num_classes))
+            self.layout = Layout({LOGITS: shape})
+        for client, public_set in stated.items():
+            if public_set is None:
+                reasons[client] = "it states no public set"
+            elif public_set != self.public_set:
+                reasons[client] = f"it has {_described(public_set)}, expected {_described(self.public_set)}"
+            else:
+                self._sizes[client] = int(newcomers[client].get(NUM_EXAMPLES, 1))
+        return reasons
+
+    def chances(self, clients: Sequence[ClientId]) -> np.ndarray:
+        """p_k = n_k / sum n_k."""
+        sizes = np.array([self._sizes[client] for client in clients], dtype=np.float64)
+        return sizes / sizes.sum()
+
+    def round_config(self, server_round: int) -> dict[str, Any]:
+        return {
+            LOCAL_STEPS: self.local_steps if server_round > 0 else 0,
+            DISTILL_WEIGHT: self.distill_weight,
+            PUBLIC_BATCH_SIZE: self.public_batch_size,
+            LOGITS_DTYPE: self.logits_dtype,
+        }
+
+    def outgoing(self, server_round: int, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId, ArrayRecord]]:
+        self._received = {}
+        withheld = server_round <= self.warmup_rounds
+        record = ArrayRecord() if withheld else self.global_arrays()
+        self._sent = 0 if withheld or self._centroids is None else len(self._centroids)
+        return ((client, record) for client in clients)
+
+    def inspect(self, client: ClientId, reply: Reply) -> None:
+        fingerprint, _, _ = self.public_set
+        if (theirs := reply.config.get(PUBLIC_SET)) != fingerprint:
+            raise Refused(f"its public set is {theirs}, expected {fingerprint}")
+        logits = reply.arrays[LOGITS]  # (P, N)
+        if (lowest := logits.min()) < 0:
+            raise Refused(f"logits of image {int(logits.min(axis=1).argmin())} hold {lowest:g}, allowed: 0 to 1")
+        off = np.abs(logits.sum(axis=1, dtype=np.float64) - 1)  # (P,)
+        if (most := off.max()) > SUM_TOLERANCE:
+            image = int(off.argmax())
+            raise Refused(f"logits of image {image} sum to {logits[image].sum(dtype=np.float64):g}, "
+                          f"allowed: 1 within {SUM_TOLERANCE:g}" if np.isfinite(most) else "logits are not finite")
+
+    def take(self, client: ClientId, reply: Reply) -> None:
+        self._received[client] = reply.arrays[LOGITS].astype(np.float32)
+
+    def end_round(self, server_round: int, answered: Sequence[ClientId]) -> None:
+        self.history.count(clusters=0)
+        if answered:
+            self._cluster(server_round, answered)
+        _, num_public, num_classes = self.public_set
+        floats = floats_communicated(num_public, num_classes, len(answered), self._sent)
+        fedavg = 2 * sum(row.get(MODEL_BYTES, 0) for row in self.history.open_rows()) if server_round > 0 else 0
+        self.history.count(floats=floats, bytes_fedavg=fedavg)
+
+    def _cluster(self, server_round: int, answered: Sequence[ClientId]) -> None:
+        if len(answered) < self.min_cluster_size:
+            self._centroids, self._cluster_of = None, {}
+            return
+        logits = np.stack([self._received.pop(client) for client in answered])  # (m, P, N)
+        found = cluster_logits(logits, self.num_clusters, seed_for(self.seed, "clusters", server_round))
+        self._centroids, assignment = merge_small_clusters(logits, *found, self.min_cluster_size)
+        self._cluster_of = dict(zip(answered, assignment.tolist()))
+        self.history.count(clusters=len(self._centroids))
+        for client, cluster in self._cluster_of.items():
+            self.history.count(client, cluster=cluster)
+
+    def global_arrays(self) -> ArrayRecord:
+        """The centroids: all that the server has. Empty while there are none."""
+        if self._centroids is None:
+            return ArrayRecord()
+        return to_record({CENTROIDS: self._centroids.astype(self.logits_dtype)})
+
+    def personal_arrays(self, client: ClientId) -> ArrayRecord:
+        """Nothing: a client evaluates the model that it keeps."""
+        return ArrayRecord()
+
+    def client_models(self) -> dict[ClientId, ArrayRecord]:
+        """None: models stay with the clients."""
+        return {}
+
+    def collaboration(self) -> tuple[list[ClientId], np.ndarray]:
+        """Who shares a cluster in the last round: row i the shares of the clients in the centroid of i's cluster.
+
+        A client whose logits are in no cluster of that round has itself alone.
+        """
+        clients = in_order({*(row["client"] for row in self.history.rows), *self.clients()})
+        cluster = np.array([self._cluster_of.get(client, -1 - i) for i, client in enumerate(clients)])  # (m,)
+        together = cluster[:, None] == cluster[None, :]  # (m, m)
+        return clients, together / together.sum(axis=1, keepdims=True)
+
+
+def _stated_set(about: Mapping[str, Any]) -> tuple[str, int, int] | None:
+    """What a client says its public set is: fingerprint, |P|, N; None where that is no public set."""
+    fingerprint, *counts = (about.get(key) for key in (PUBLIC_SET, NUM_PUBLIC, NUM_CLASSES))
+    if not isinstance(fingerprint, str) or not all(isinstance(n, int) and 1 <= n <= MOST_PUBLIC for n in counts):
+        return None
+    return fingerprint, *counts
+
+
+def _described(public_set: tuple[str, int, int]) -> str:
+    fingerprint, num_public, num_classes = public_set
+    return f"the public set {fingerprint} ({num_public} images) with {num_classes} classes"
