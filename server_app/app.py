@@ -164,7 +164,7 @@ def _local_settings(config: Config) -> ConfigRecord:
 
 
 def _tell_who_is_missing(strategy: PersonalizedStrategy, federation: Federation) -> None:
-    here, all_of_them = len(strategy.clients()), federation.num_clients
+    here, all_of_them = len(strategy.clients()) + len(strategy.history.left_out), federation.num_clients
     if here < all_of_them:
         log(INFO, "kindred: %d of the federation's %d clients are here; for all of them in a simulation: "
             "flwr run . --stream --federation-config 'num-supernodes=%d client-resources-num-cpus=1'",

@@ -118,7 +118,7 @@ def collaboration_figure(
     ----------
     clients : sequence of m client ids
     weights : ndarray, shape (m, m)
-        Row i: the shares of all clients' models in what client i receives.
+        Row i: the shares of all clients in what client i receives.
     groups : sequence of m int, optional
         The true group of each client, where there are groups.
     title : str
@@ -139,7 +139,7 @@ def collaboration_figure(
     strongest = np.nanmax(shares, initial=0.0) or 1.0
     image = axes.imshow(shares, cmap=cmap, vmin=0.0, vmax=strongest)
     bar = figure.colorbar(image, ax=axes, shrink=0.85, pad=0.02)
-    bar.set_label("share of the other client's model")
+    bar.set_label("share of the other client")
     low, high = f"{own.min():.2f}", f"{own.max():.2f}"
     axes.set_title(f"grey: a client's own share, {low}" + (f" to {high}" if high != low else ""), fontsize=9.5)
 
@@ -158,8 +158,8 @@ def collaboration_figure(
         size = 8 if count <= 25 or count > MOST_NAMED else 6.5
         axes.set_xticks(ticks, names, fontsize=size, rotation=90 if size < 8 or max(map(len, names)) > 3 else 0)
         axes.set_yticks(ticks, names, fontsize=size)
-    axes.set_xlabel(f"client whose model is used{by_group}")
-    axes.set_ylabel(f"client that learns from it{by_group}")
+    axes.set_xlabel(f"client that is learnt from{by_group}")
+    axes.set_ylabel(f"client that learns{by_group}")
 
     if len(starts):
         width = 1.2 if len(starts) < 10 else 0.6

@@ -223,9 +223,10 @@ class CoDistillation:
                 batch = randint(len(public), (size,), generator=draws).to(visit.device)
                 return distillation_term(softmax(model(public[batch]).float(), dim=1), target[batch], distill_weight)
 
-        loss = visit.train(model, steps=int(config[LOCAL_STEPS]), term=term if distill_weight else None)
+        if steps := int(config[LOCAL_STEPS]):  # none in round 0
+            metrics[TRAIN_LOSS] = visit.train(model, steps=steps, term=term if distill_weight else None)
         visit.keep(model)
-        metrics |= {TRAIN_LOSS: loss, **visit.evaluation(TRAINED, model), **visit.counts(), MODEL_BYTES: _bytes(model)}
+        metrics |= {**visit.evaluation(TRAINED, model), **visit.counts(), MODEL_BYTES: _bytes(model)}
         logits = predict(model, public).astype(str(config.get(LOGITS_DTYPE, "float32")))  # (P, N)
         return RecordDict({
             ARRAYS: to_record({LOGITS: logits}),

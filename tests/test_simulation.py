@@ -34,22 +34,32 @@ def measured(folder: Path) -> list[dict]:
     return [{k: v for k, v in row.items() if k != "seconds"} for row in read_table(folder / "history.csv")]
 
 
-def test_the_simulation_and_the_in_process_engine_give_the_same_bits(tmp_path) -> None:
-    sets = [f"--set={name.replace('_', '-')}={value}" for name, value in SETTINGS.items()]
+CO_DISTILLATION = {"strategy": "perfed-ckt", "model": "digits-cnn,ckt-cnn", "local_steps": 10}
+
+
+@pytest.mark.parametrize(
+    ("changes", "rounds"), [({}, ["1/3", "2/3", "3/3"]), (CO_DISTILLATION, ["0/3", "1/3", "2/3", "3/3"])]
+)
+def test_the_simulation_and_the_in_process_engine_give_the_same_bits(tmp_path, changes, rounds) -> None:
+    settings = SETTINGS | changes
+    sets = [f"--set={name.replace('_', '-')}={value}" for name, value in settings.items()]
     done = subprocess.run(
         [KINDRED, "run", f"--output-dir={tmp_path / 'ray'}", *sets], cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
     progress = [line for line in done.stdout.splitlines() if line.startswith("round ")]
-    assert [line.split()[1] for line in progress] == ["1/3", "2/3", "3/3"]
+    assert [line.split()[1] for line in progress] == rounds
     assert all("6/6 clients" in line for line in progress)
     (simulated,) = (tmp_path / "ray").iterdir()
 
-    inline = run_inline(Config(**SETTINGS, output_dir=str(tmp_path / "inline"))).path
+    inline = run_inline(Config(**settings, output_dir=str(tmp_path / "inline"))).path
     assert models(simulated) == models(inline)
     assert measured(simulated) == measured(inline)
     matrices = [sorted((folder / "collaboration").iterdir()) for folder in (simulated, inline)]
     assert [path.read_bytes() for path in matrices[0]] == [path.read_bytes() for path in matrices[1]]
+    # Each client has the network that the size of its data gives it.
+    architectures = {frozenset(load_file(path)) for path in (simulated / "models").iterdir()}
+    assert len(architectures) == len(settings.get("model", "one").split(","))
 
 
 def test_flwr_run_works_by_itself_and_says_how_to_get_all_clients(tmp_path) -> None:
