@@ -20,6 +20,7 @@ test: $(INSTALLED)
 
 benchmarks: $(INSTALLED)
 	$(VENV)/bin/python -m benchmarks.cloud_models
+	$(VENV)/bin/python -m benchmarks.clustering
 	$(VENV)/bin/python -m benchmarks.wire
 	$(VENV)/bin/python -m benchmarks.simulation --data-dir '$(DATA_DIR)'
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -87,6 +88,23 @@ def test_the_example_gains_by_its_strategy_alone(task) -> None:
 
 
 # --- Flower's own command ---------------------------------------------------------------------------------
+
+
+def test_the_documented_perfed_ckt_works_as_written(wheel, tmp_path) -> None:
+    section = (ROOT / "docs" / "plugging-in.md").read_text().split("## PerFed-CKT")[1]
+    server, client = re.findall(r"```python\n(.*?)```", section, re.S)[:2]
+    library = tmp_path / "library"
+    pip("install", "--target", str(library), str(wheel))
+    (tmp_path / "client_side.py").write_text(client)
+    script = "from client_side import app\nfrom kindred import InlineGrid\ngrid = InlineGrid(app, 8)\n" + server
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(library), str(EXAMPLE), str(tmp_path)]),
+                                "XDG_STATE_HOME": str(tmp_path / "state")}
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    accuracies = ast.literal_eval(done.stdout)
+    assert list(accuracies) == list(range(8)) and np.mean(list(accuracies.values())) > 0.6
+    kept = sorted((tmp_path / "state" / "kindred").glob("run-*/client-*/model.safetensors"))
+    assert len(kept) == 8 and len({frozenset(load_file(path)) for path in kept}) == 2
 
 
 @pytest.fixture

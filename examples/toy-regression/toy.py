@@ -3,9 +3,9 @@
     python examples/toy-regression/toy.py [--seed N] [--draws N] [--noise SIGMA] [--output FILE.png]
 
 The toy example of PerFed-CKT (Cho et al., arXiv:2109.08119, Figure 1 and appendix E): the true model of client i is
-theta + zeta_i, theta uniform in [-10, 10]^2, zeta_i normal. Its second parameter, 2, 5 and 200, is taken for a
-variance, as in the paper's section 4. Private and public inputs are uniform in [-10, 10]^2, lambda is 50, and what
-travels is what the models say about the public inputs. As in section 4, clients begin with their own least-squares fit.
+theta + zeta_i, theta uniform in [-10, 10]^2, zeta_i from N(0, 2), N(0, 5) and N(0, 200), read as variances, as N(., .)
+is in the paper's section 4. Private and public inputs are uniform in [-10, 10]^2, lambda is 50, and what travels is
+what the models predict for the public inputs. As in section 4, clients begin with the least-squares fits of their own.
 """
 
 from __future__ import annotations
@@ -19,14 +19,11 @@ from matplotlib.figure import Figure
 
 VARIANCES = (2, 5, 200)  # of zeta_i
 DISTILL_WEIGHT = 50  # lambda
-# The paper gives neither. Labels spread by about 50; five of them with this noise leave clients 0 and 1 alone about as
-# far from their true models as in one cluster. Less noise (--noise) is better alone, more is better in clusters.
-SAMPLES, NOISE = 5, 20.0
-PUBLIC = 100
-# Lambda asks for small steps: the steepest curvature is about 2 (lambda + 1) 33. These ten reach a round's minimum.
+# The paper gives none of these. Labels spread by about 50; five with this noise leave clients 0 and 1 about as far from
+# their true models alone as with clusters: with less noise a client is better off alone, with more in a cluster.
+SAMPLES, NOISE, PUBLIC = 5, 20.0, 100
+# The curvature is about 2 (lambda + 1) 33, so steps must be small; ten of these reach the minimum of a round.
 ROUNDS, STEPS, STEP_SIZE = 10, 10, 2e-4
-
-ALONE, FEDAVG, AVERAGED, CLUSTERED = "alone", "FedAvg's global model", "distilled, c = 1", "distilled, c = 2"
 
 
 def draw(seed: int, noise: float) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -58,11 +55,11 @@ def compare(seed: int, noise: float) -> tuple[np.ndarray, dict[str, np.ndarray],
     """True models (3, 2), the models (3, 2) that each way ends with, and the clusters (3,)."""
     true, inputs, labels, public = draw(seed, noise)
     alone = np.stack([np.linalg.lstsq(x, y)[0] for x, y in zip(inputs, labels)])
+    fedavg = np.broadcast_to(alone.mean(axis=0), alone.shape)  # of clients of one size that train to the end
     averaged, _ = distil(alone, inputs, labels, public, num_clusters=1)
     clustered, clusters = distil(alone, inputs, labels, public, num_clusters=2)
-    # Clients of the same size that train to the end in every round: the global model is the mean of their fits.
-    fedavg = np.broadcast_to(alone.mean(axis=0), alone.shape)
-    return true, {ALONE: alone, FEDAVG: fedavg, AVERAGED: averaged, CLUSTERED: clustered}, clusters
+    models = {"alone": alone, "FedAvg": fedavg, "averaged, c = 1": averaged, "clustered, c = 2": clustered}
+    return true, models, clusters
 
 
 def distances(true: np.ndarray, models: dict[str, np.ndarray]) -> np.ndarray:
@@ -72,10 +69,10 @@ def distances(true: np.ndarray, models: dict[str, np.ndarray]) -> np.ndarray:
 
 def picture(true: np.ndarray, models: dict[str, np.ndarray]) -> Figure:
     """The plane of models, a panel for each client: the true models, and where the client's ends in each way."""
-    figure = Figure(figsize=(11, 4), dpi=150, layout="compressed", facecolor="white")
+    figure = Figure(figsize=(11, 3.8), dpi=150, layout="compressed", facecolor="white")
     styles = (("#0072B2", "o", 13), ("#000000", "X", 10), ("#D55E00", "s", 8), ("#009E73", "^", 9))  # Okabe and Ito's
     for client, axes in enumerate(figure.subplots(1, 3, sharex=True, sharey=True)):
-        axes.plot(*np.delete(true, client, axis=0).T, "*", color="#bbbbbb", markersize=13, label="true models of the others")
+        axes.plot(*np.delete(true, client, axis=0).T, "*", color="#bbbbbb", markersize=13, label="others' true models")
         axes.plot(*true[client], "*", color="#E69F00", markersize=16, label="true model")
         for (way, each), (colour, marker, size) in zip(models.items(), styles):
             axes.plot(*each[client], marker, color=colour, markersize=size, markeredgecolor="white", label=way)
@@ -83,7 +80,7 @@ def picture(true: np.ndarray, models: dict[str, np.ndarray]) -> Figure:
         axes.margins(0.12)
         axes.grid(color="#dddddd", linewidth=0.7)
     figure.supylabel("second weight", fontsize="medium")
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False, columnspacing=1.2)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
     return figure
 
 
@@ -98,11 +95,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the draw shown by itself and drawn")
     parser.add_argument("--draws", type=int, default=100, help="draws, of seeds 0, 1, ..., to take means over")
     parser.add_argument("--noise", type=float, default=NOISE, help="deviation of the labels' noise")
-    parser.add_argument("--output", type=Path, help="where to write the picture")
+    parser.add_argument("--output", metavar="FILE.png", help="where to write the picture")
     given = parser.parse_args()
     for name, least in (("seed", 0), ("draws", 1), ("noise", 0)):
         if not least <= getattr(given, name) < float("inf"):
             parser.error(f"--{name} is {getattr(given, name)}, allowed: {least} or more")
+    if given.output and not Path(given.output).absolute().parent.is_dir():
+        parser.error(f"--output is {given.output}, allowed: a file in a folder that is there")
 
     true, models, clusters = compare(given.seed, given.noise)
     print_table(f"distance from the true model, seed {given.seed}", dict(zip(models, distances(true, models))))
