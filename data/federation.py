@@ -68,8 +68,11 @@ class Federation:
         title: str = "",
         public: Callable[[], np.ndarray] | None = None,
     ) -> None:
-        if partition.quarter_turns.any() and images.x_train.shape[2] != images.x_train.shape[3]:
-            raise DataError(f"rotated needs square images, these are (c, h, w) = {images.x_train.shape[1:]}")
+        height, width = images.x_train.shape[2:]
+        if partition.quarter_turns.any() and (height != width or height == 1):
+            raise DataError(
+                f"rotated needs square images of more than one pixel, these are (c, h, w) = {images.x_train.shape[1:]}"
+            )
         self.num_clients = len(partition.groups)
         self.num_classes = images.num_classes
         self.image_shape: tuple[int, int, int] = images.x_train.shape[1:]

@@ -3,10 +3,10 @@
 flwr-datasets has IID, pathological and shard partitioners, but they take Hugging Face datasets (whose packages
 it brings along) and none knows groups of clients, so the few lines of drawing indices are here.
 
-Every partition but `dirichlet` first fixes how many images of each class each client has, a matrix of clients x
-classes, and then draws that many, without replacement over the whole federation: training images from the dataset's
-training images, test images from its test images. `dirichlet` deals out both together, class by class, and cuts what
-each client got into parts for training, validation and test.
+Most partitions first fix how many images of each class each client has, a matrix of clients x classes, and then draw
+that many, without replacement over the whole federation: training images from the dataset's training images, test
+images from its test images. Those of `DEALT` deal images out instead, class by class or cluster of classes by cluster,
+and cut what each client got into parts for training, validation and test.
 """
 
 from __future__ import annotations
@@ -26,7 +26,16 @@ PARTITIONS: dict[str, str] = {
     "rotated": "groups of clients, classes uniform; the images of group g turned by 90 g degrees, up to 4 groups",
     "permuted": "groups of clients, classes uniform; each group has the labels permuted in its own way",
     "dirichlet": "each class spread over the clients by Dir(dirichlet-alpha): small is skewed, large is even",
+    "label-groups": "groups of clients; each group has classes of its own, and its clients images of these alone",
+    "clustered-dirichlet": "classes in num-groups clusters, each spread over the clients by Dir(dirichlet-alpha)",
 }
+
+DEALT = ("dirichlet", "label-groups", "clustered-dirichlet")
+
+# The share of a dataset that label-groups and clustered-dirichlet deal out where samples-per-client is 0: of the two
+# CIFARs that of Sui et al., 2022 (arXiv:2210.06597, appendix D), of small images and features all.
+SUBSAMPLES = {"cifar10": 0.1, "cifar100": 0.15, "digits": 1.0, "office-home": 1.0}
+OTHER_SUBSAMPLES = 0.1
 
 # (have (C,), sizes (m,)) -> (m, C): how many images of each class each client gets of `have` images a class
 Share = Callable[[np.ndarray, np.ndarray], np.ndarray]
@@ -101,8 +110,18 @@ def divide(
     are for training, validation and test; the rest serves for nothing. Whoever has an image for training has one for
     test, but a client may have no images at all.
 
-    In all others, clients are numbered by group, group g having clients i with i G // m = g. In `practical` the
-    classes are divided in order into as many sets as there are groups, their sizes differing by at most one
+    `label-groups` and `clustered-dirichlet` are the settings of FedeRiCo (Sui et al., 2022, arXiv:2210.06597, section
+    4.1, appendices C and D). The classes are divided at random into G sets, their sizes differing by at most one.
+    Training images alone are taken, and of them at random 10% of CIFAR-10, 15% of CIFAR-100 and, our choice, all of
+    digits and 10% of any other images. Of Office-Home, which has no division of its own, all images are taken. In
+    label-groups a group's clients share the images of its set of classes equally, at random. In clustered-dirichlet,
+    which is FedEM's (Marfoq et al., NeurIPS 2021, arXiv:2108.10252), the images of each set are spread over all
+    clients by shares drawn from Dir(alpha), whatever their classes; there are no groups of clients, and a client may
+    have no images. A client's images, in random order, are cut into 80% for training, rounded down, and the rest for
+    test.
+
+    Where there are groups, clients are numbered by group, group g having clients i with i G // m = g. In `practical`
+    the classes are divided in order into as many sets as there are groups, their sizes differing by at most one
     (CIFAR-100's in the order of their superclasses), and every client has equally many images. With the dataset and
     number of clients of the FedAMP paper, samples_per_client 0, and num_groups 4 (the default) or the paper's own,
     it is the paper's setting instead, its groups and sizes included.
@@ -120,17 +139,19 @@ def divide(
     dataset : str
         A name of `DATASETS`; sets what 0 samples per client mean.
     num_clients, num_groups : int
-        num_groups counts in practical, rotated and permuted.
+        num_groups counts in practical, rotated, permuted, label-groups and clustered-dirichlet.
     samples_per_client : int
         Training images a client. 0: as many as the classes last for without replacement, at most 40 for
         digits and 500 elsewhere. Test images: as many, at most an equal share of those there are; in
-        practical 100, other than for digits. In dirichlet: m times as many, drawn uniformly, are divided (an average
-        of so many a client, all parts together); 0: all there are but `held_out`.
+        practical 100, other than for digits. In label-groups: a client's images, training and test together. In
+        dirichlet and clustered-dirichlet: m times as many, drawn uniformly, are divided (an average of so many a
+        client, all parts together). 0 in these three is described above; in dirichlet, all there are but `held_out`.
     with_replacement : bool
         Whether a class that is used up starts anew. Test images, on which is only measured, always do; no
-        client gets an image twice unless it needs more of a class than there are. Without meaning in dirichlet.
+        client gets an image twice unless it needs more of a class than there are. Without meaning in
+        dirichlet, label-groups and clustered-dirichlet.
     dirichlet_alpha : float
-        Above 0; counts in dirichlet.
+        Above 0; counts in dirichlet and clustered-dirichlet.
     held_out : int
         Images that dirichlet with 0 samples per client leaves over.
     seed : int
@@ -139,17 +160,33 @@ def divide(
     Raises
     ------
     DataError
-        More clients than images, groups that do not fit, or a class with too few images; in dirichlet, training
-        images for less than 2 clients.
+        More clients than images, groups that do not fit, or a class with too few images; in dirichlet and
+        clustered-dirichlet, training images for less than 2 clients.
     """
     m = num_clients
     if partition not in PARTITIONS:
         raise DataError(f"partition is {partition!r}, allowed: {', '.join(PARTITIONS)}")
     if not 1 <= m <= len(y_train):
         raise DataError(f"num-clients is {m}, allowed: 1 to {len(y_train)}, the number of training images")
-    if partition == "dirichlet":
+    if partition in DEALT:
         y = np.concatenate([y_train, y_test])
-        return _dirichlet(y, num_classes, m, samples_per_client, dirichlet_alpha, held_out, seed)
+        if partition == "dirichlet":
+            there, amount = len(y), len(y) - held_out
+        else:
+            there = len(y) if dataset == "office-home" else len(y_train)
+            amount = round(SUBSAMPLES.get(dataset, OTHER_SUBSAMPLES) * there)
+        return _dealt(
+            partition,
+            y,
+            num_classes,
+            there=there,
+            amount=amount,
+            num_clients=m,
+            num_groups=num_groups,
+            samples_per_client=samples_per_client,
+            alpha=dirichlet_alpha,
+            seed=seed,
+        )
     least = 2 if partition == "pathological" else 1
     if samples_per_client != 0 and samples_per_client < least:
         raise DataError(f"samples-per-client is {samples_per_client}, allowed with {partition}: 0 or {least} and more")
@@ -220,42 +257,64 @@ def divide(
     )
 
 
-def _dirichlet(
-    y: np.ndarray, num_classes: int, m: int, samples_per_client: int, alpha: float, held_out: int, seed: int
+def _dealt(
+    partition: str,
+    y: np.ndarray,
+    num_classes: int,
+    *,
+    there: int,
+    amount: int,
+    num_clients: int,
+    num_groups: int,
+    samples_per_client: int,
+    alpha: float,
+    seed: int,
 ) -> Partition:
-    """Divide the images with labels y (n,), those of training first: the partition `dirichlet` of `divide`."""
-    if not 0 < alpha < 1e100:  # beyond, the sum over clients would leave the range of floats
-        raise DataError(f"dirichlet-alpha is {alpha}, allowed: above 0 and below 1e100")
-    if not 0 <= samples_per_client <= len(y) // m:
-        raise DataError(
-            f"samples-per-client is {samples_per_client}, allowed with dirichlet: 0 to {len(y) // m}, as there are "
-            f"{len(y)} images for training, validation and test of {m} clients"
-        )
-    amount = m * samples_per_client or len(y) - held_out
-    if amount < m:
-        raise DataError(
-            f"a public set of {held_out} images leaves too few of all {len(y)} for {m} clients: take a smaller "
-            "public-size"
-        )
+    """The partitions of `DEALT`: see `divide`.
 
+    Of the images with labels y (n,), those of training first, the first `there` may be dealt; `amount` is how many are
+    where samples_per_client is 0.
+    """
+    m = num_clients
     rng = np.random.default_rng([seed, 4])  # 0 to 3 are the other partitions'
-    order = rng.permutation(len(y))
-    dealt, spare = order[:amount], order[amount:]
-    labels = y[dealt]
-    owner = np.empty(amount, int)
-    for c in range(num_classes):
-        places = np.flatnonzero(labels == c)
-        counts = _apportion(rng.dirichlet(np.full(m, alpha)), len(places))
-        owner[places] = np.repeat(np.arange(m), counts)
-    dealt = dealt[np.lexsort((rng.random(amount), owner))]  # each client's in an order of its own
+    set_of_class = np.arange(num_classes)  # what is dealt together: a class, or a set of them
+    if partition != "dirichlet":
+        _check_groups(partition, num_groups, m, num_classes)
+        for number, classes in enumerate(np.array_split(rng.permutation(num_classes), num_groups)):
+            set_of_class[classes] = number
+    order = rng.permutation(there)
+    sets = set_of_class[y[order]]
+
+    if partition == "label-groups":
+        groups = np.arange(m) * num_groups // m
+        taken = _take_by_group(sets, groups, samples_per_client, amount)
+        shares = (groups == np.arange(num_groups)[:, None]) / np.bincount(groups)[:, None]  # (G, m)
+    else:
+        groups = np.zeros(m, int)
+        taken = _take_for_all(partition, there, m, samples_per_client, amount)
+        if not 0 < alpha < 1e100:  # beyond, the sum over clients would leave the range of floats
+            raise DataError(f"dirichlet-alpha is {alpha}, allowed: above 0 and below 1e100")
+        shares = rng.dirichlet(np.full(m, alpha), set_of_class.max() + 1)  # (sets, m)
+
+    dealt, sets = order[taken], sets[taken]
+    owner = np.empty(len(dealt), int)
+    for number, share in enumerate(shares):
+        places = np.flatnonzero(sets == number)
+        owner[places] = np.repeat(np.arange(m), _apportion(share, len(places)))
+    dealt = dealt[np.lexsort((rng.random(len(dealt)), owner))]  # each client's in an order of its own
     owned = np.split(dealt, np.cumsum(np.bincount(owner, minlength=m))[:-1])
 
-    # In tenths, so that halves are exact: with halves down no client has an image for training and none for test.
-    tenths = np.cumsum(np.column_stack([rng.choice([1, 3, 4], m), np.full((m, 2), [1, 5])]), axis=1)  # (m, 3)
-    cuts = [(ends * len(indices) + 4) // 10 for ends, indices in zip(tenths, owned, strict=True)]
+    # In tenths, so that halves are exact. Down, so that no client has an image for training and none for test.
+    if partition == "dirichlet":
+        tenths = np.cumsum(np.column_stack([rng.choice([1, 3, 4], m), np.full((m, 2), [1, 5])]), axis=1)  # (m, 3)
+        down = 4  # halves
+    else:
+        tenths = np.tile([8, 8, 10], (m, 1))
+        down = 0  # all
+    cuts = [(ends * len(indices) + down) // 10 for ends, indices in zip(tenths, owned, strict=True)]
     train, validation, test, _ = zip(*map(np.split, owned, cuts), strict=True)
     trainers = sum(len(indices) > 0 for indices in train)
-    if trainers < 2:
+    if trainers < 2 and partition != "label-groups":
         raise DataError(
             f"{trainers} of {m} clients have training images, at least 2 must: take a larger dirichlet-alpha "
             f"(it is {alpha}), other clients or more images"
@@ -264,10 +323,60 @@ def _dirichlet(
         train=list(train),
         validation=list(validation),
         test=list(test),
-        spare=spare,
-        groups=np.zeros(m, int),
+        spare=np.concatenate([order[~taken], np.arange(there, len(y))]),
+        groups=groups,
         quarter_turns=np.zeros(m, int),
         label_maps=np.tile(np.arange(num_classes), (m, 1)),
+    )
+
+
+def _take_for_all(partition: str, there: int, m: int, samples_per_client: int, amount: int) -> np.ndarray:
+    """Which of so many images in random order are dealt to m clients: (there,), bool."""
+    if not 0 <= samples_per_client <= there // m:
+        parts = "training, validation and test" if partition == "dirichlet" else "training and test"
+        raise DataError(
+            f"samples-per-client is {samples_per_client}, allowed with {partition}: 0 to {there // m}, as there are "
+            f"{there} images for {parts} of {m} clients"
+        )
+    amount = m * samples_per_client or amount
+    if amount < m:
+        if partition == "dirichlet":
+            raise DataError(
+                f"a public set of {there - amount} images leaves too few of all {there} for {m} clients: take a "
+                "smaller public-size"
+            )
+        raise DataError(_too_few(partition, amount, there, m))
+    return np.arange(there) < amount
+
+
+def _take_by_group(sets: np.ndarray, groups: np.ndarray, samples_per_client: int, amount: int) -> np.ndarray:
+    """Which of the images in random order, group g's having the number g in sets (n,), are dealt: (n,), bool."""
+    clients = np.bincount(groups)  # (G,)
+    have = np.bincount(sets, minlength=len(clients))
+    poorest = int(np.argmin(have // clients))
+    most = have[poorest] // clients[poorest]
+    whose = f"group {poorest} has {have[poorest]} images of its classes for {clients[poorest]} clients"
+    if most < 2:
+        raise DataError(f"{whose}, and each client needs 2 or more: take fewer clients, or other groups")
+    if samples_per_client == 0:
+        taken = np.arange(len(sets)) < amount
+        if (np.bincount(sets[taken], minlength=len(clients)) < 2 * clients).any():
+            raise DataError(_too_few("label-groups", amount, len(sets), len(groups)))
+        return taken
+    if not 2 <= samples_per_client <= most:
+        raise DataError(
+            f"samples-per-client is {samples_per_client}, allowed with label-groups: 0 or 2 to {most}, as {whose}"
+        )
+    taken = np.zeros(len(sets), bool)
+    for group, size in enumerate(clients * samples_per_client):
+        taken[np.flatnonzero(sets == group)[:size]] = True
+    return taken
+
+
+def _too_few(partition: str, amount: int, there: int, m: int) -> str:
+    return (
+        f"{partition} takes {amount} of {there} images where samples-per-client is 0, too few for {m} clients: set "
+        "samples-per-client, or take fewer clients"
     )
 
 
@@ -281,8 +390,8 @@ def _apportion(shares: np.ndarray, amount: int) -> np.ndarray:
 
 def _check_groups(partition: str, num_groups: int, num_clients: int, num_classes: int) -> None:
     low = 2 if partition == "practical" else 1  # one group has no other classes to take 20% from
-    limits = {f"num-clients, {num_clients}": num_clients}
-    if partition == "practical":
+    limits = {} if partition == "clustered-dirichlet" else {f"num-clients, {num_clients}": num_clients}
+    if partition in ("practical", "label-groups", "clustered-dirichlet"):
         limits[f"the number of classes, {num_classes}"] = num_classes
     if partition == "rotated":
         limits["4, the different quarter turns"] = 4

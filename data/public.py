@@ -39,7 +39,7 @@ def public_images(
     dataset, data_dir : str
         The clients' dataset, and where it lies; another dataset is looked for in the same folder.
     size : int
-        Exactly so many images. 0: at most 2000, of the dataset itself at most a tenth; of a file all.
+        Exactly so many images. 0: of a file all, of a dataset 2000, of the clients' own a tenth if that is less.
     spare : ndarray
         Indices of the images of `dataset` that no client has (see `Partition`).
     seed : int
@@ -78,6 +78,11 @@ def public_images(
         raise DataError(
             f"public-data is {source}, the clients' own dataset, and they leave no images of it: take a smaller "
             "samples-per-client, or another public-data"
+        )
+    if own and not size and there < most:
+        raise DataError(
+            f"public-data is {source}, the clients' own dataset, of which they leave {there} images, too few for a "
+            f"public set, which has {most}: take a smaller samples-per-client, or public-size {there}"
         )
     if wanted > there:
         remedy = "; a smaller samples-per-client leaves more" if own else ""

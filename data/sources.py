@@ -1,4 +1,4 @@
-"""Where images come from: scikit-learn's digits, the sets that torchvision knows, and .npz files."""
+"""Where images come from: scikit-learn's digits, the sets that torchvision knows, .npz files, folders of images."""
 
 from __future__ import annotations
 
@@ -77,6 +77,10 @@ DATASETS: dict[str, Source] = {
         "32x32 colour photographs, 100 classes in 20 superclasses, 50,000 + 10,000 images, torchvision or npz",
         100, (3, 32, 32), "CIFAR100", "cifar-100-python",
     ),
+    "office-home": Source(
+        "features of photographs and drawings in folders DIR/domain/class, by ResNet-18, 512 numbers an image",
+        None, (512, 1, 1),
+    ),
     "npz": Source("any images, your own .npz file with x_train, y_train, x_test and y_test", None, None),
 }  # fmt: skip
 
@@ -88,7 +92,7 @@ class Images:
     Attributes
     ----------
     x_train, x_test : ndarray, (n, c, h, w), uint8 or float32
-        All finite.
+        All finite. Features are images of one pixel with as many channels.
     y_train, y_test : ndarray, (n,), int64
         0 to num_classes - 1; in training each class occurs.
     num_classes : int
@@ -125,7 +129,8 @@ def load_images(dataset: str, data_dir: str = "") -> Images:
         A name of `DATASETS`.
     data_dir : str
         An .npz file; or a folder with `<dataset>.npz` or with the files of torchvision, which are downloaded
-        into it when they are not there. "" is `DEFAULT_FOLDER`. Not used for digits.
+        into it when they are not there. "" is `DEFAULT_FOLDER`. For office-home the folder of the domains (see
+        `data.features.folder_features`). Not used for digits.
 
     Raises
     ------
@@ -141,6 +146,8 @@ def load_images(dataset: str, data_dir: str = "") -> Images:
     if source.torchvision:
         files = f"{dataset}.npz (x_train, y_train, x_test, y_test) or {source.folder}/ as torchvision writes it"
         needs = f"{dataset} needs a folder with {files}, or an empty one to download into"
+    elif dataset == "office-home":
+        needs = "office-home needs a folder with a folder for each domain, and in it one with images for each class"
     else:
         needs = f"{dataset} needs an .npz file with x_train, y_train, x_test and y_test"
     if not data_dir and not source.torchvision:
@@ -148,6 +155,12 @@ def load_images(dataset: str, data_dir: str = "") -> Images:
     path = Path(os.path.abspath(os.path.expanduser(data_dir or DEFAULT_FOLDER)))
     if not os.path.exists(path) and data_dir:
         raise DataError(f"data-dir {path} does not exist: {needs}")
+    if dataset == "office-home":
+        from .features import folder_features  # which takes from here what it says when something is wrong
+
+        if not path.is_dir():
+            raise DataError(f"data-dir {path} is a file: {needs}")
+        return folder_features(path)
     if path.is_file():
         return _checked(read_npz(path), path, source)
     if not source.torchvision:
@@ -178,7 +191,7 @@ def read_npz(path: Path, names: tuple[str, ...] = ("x_train", "y_train", "x_test
             missing = [name for name in names if name not in archive.files]
             arrays = {} if missing else {name: archive[name] for name in names}
     except Exception as error:  # a damaged archive fails in a dozen ways: zip, LZMA, headers, memory
-        raise DataError(f"{path} cannot be read as an .npz file of plain arrays: {_one_line(error)}") from error
+        raise DataError(f"{path} cannot be read as an .npz file of plain arrays: {one_line(error)}") from error
     if missing:
         raise DataError(f"{path} has no {', '.join(missing)}: it needs {', '.join(names)}")
     return arrays
@@ -190,7 +203,7 @@ def _reader(source: Source) -> type:
     try:
         return getattr(import_torchvision().datasets, source.torchvision)
     except ImportError as error:
-        text = f"{source.torchvision} is read by torchvision, an .npz file needs none: {_one_line(error)}"
+        text = f"{source.torchvision} is read by torchvision, an .npz file needs none: {one_line(error)}"
         raise DataError(text) from error
 
 
@@ -203,7 +216,7 @@ def _read_torchvision(source: Source, root: Path) -> dict[str, np.ndarray]:
             arrays[f"x_{part}"], arrays[f"y_{part}"] = np.asarray(images.data), np.asarray(images.targets)
     except Exception as error:  # torchvision asserts, unpacks and decodes; each fails in its own way
         where = root / source.folder
-        text = f"{where} is incomplete or damaged, remove it to have it downloaded anew: {_one_line(error)}"
+        text = f"{where} is incomplete or damaged, remove it to have it downloaded anew: {one_line(error)}"
         raise DataError(text) from error
     if source.torchvision == "EMNIST":  # its files hold each image mirrored at the diagonal
         arrays |= {name: x.transpose(0, 2, 1) for name, x in arrays.items() if name.startswith("x_")}
@@ -221,7 +234,7 @@ def _download(source: Source, root: Path, files: str) -> None:
                 os.replace(Path(partial, source.folder), root / source.folder)
     except Exception as error:  # no network, no room, no right to write
         raise DataError(
-            f"data-dir {root} has no {files}, and the download failed: {_one_line(error)}"
+            f"data-dir {root} has no {files}, and the download failed: {one_line(error)}"
         ) from error
 
 
@@ -288,5 +301,5 @@ def _checked_labels(y: np.ndarray, name: str) -> np.ndarray:
     return y.astype(np.int64)
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     return textwrap.shorten(str(error), 240) or type(error).__name__

@@ -116,6 +116,23 @@ def ckt_cnn(image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
     ))
 
 
+def office_mlp(image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
+    """The MLP of Sui et al., "Find Your Friends: Personalized Federated Learning with the Right
+    Collaborators" (FedeRiCo), arXiv:2210.06597, appendix D, for ResNet-18's features of Office-Home:
+    726,265 parameters for 512 features and 65 classes.
+
+    Two hidden layers, FC 1000 and FC 200, each with ReLU; FC. Larger images are flattened.
+    """
+    from torch import nn
+
+    return nn.Sequential(OrderedDict(
+        flatten=nn.Flatten(),
+        fc1=nn.Linear(math.prod(image_shape), 1000), relu1=nn.ReLU(),
+        fc2=nn.Linear(1000, 200), relu2=nn.ReLU(),
+        fc3=nn.Linear(200, num_classes),
+    ))
+
+
 def vgg11(image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
     """VGG11 of Simonyan and Zisserman, "Very Deep Convolutional Networks for Large-Scale Image
     Recognition", ICLR 2015, arXiv:1409.1556, for small images, as PerFed-CKT uses it on CIFAR-10:
@@ -145,6 +162,7 @@ MODELS: dict[str, Callable[[ImageShape, int], torch.nn.Module]] = {
     "cnn2": cnn2,
     "resnet18": resnet18,
     "ckt-cnn": ckt_cnn,
+    "office-mlp": office_mlp,
     "vgg11": vgg11,
     "vgg13": vgg13,
 }
@@ -195,8 +213,10 @@ def choose_model(image_shape: ImageShape) -> str:
         return "mcmahan-cnn"
     if size == [32, 32]:
         return "cnn2"
+    if size == [1, 1]:
+        return "office-mlp"
     raise ValueError(
-        f"model auto knows 8x8, 28x28 grey and 32x32 images, these are {_described(image_shape)}; "
+        f"model auto knows 8x8, 28x28 grey and 32x32 images and features (1x1), these are {_described(image_shape)}; "
         f"choose one of {', '.join(MODELS)}"
     )
 
@@ -241,8 +261,10 @@ def model_for_size(names: Sequence[str], num_examples: int, typical: float, seed
     return names[int((coins < num_examples / (num_examples + typical)).sum())]
 
 
-def make_model(name: str, image_shape: ImageShape, num_classes: int, seed: int) -> torch.nn.Module:
-    """Build a network with weights drawn from a seed; the global random state stays as it is.
+def make_model(
+    name: str, image_shape: ImageShape, num_classes: int, seed: int | None = None
+) -> torch.nn.Module:
+    """Build a network.
 
     Parameters
     ----------
@@ -252,8 +274,9 @@ def make_model(name: str, image_shape: ImageShape, num_classes: int, seed: int) 
         Channels, height, width.
     num_classes : int
         2 or more.
-    seed : int
-        The same seed gives the same bits.
+    seed : int, optional
+        Of the weights: the same seed gives the same bits, and PyTorch's random state stays as it is. By default
+        they are drawn from that state.
 
     Returns
     -------
@@ -273,6 +296,8 @@ def make_model(name: str, image_shape: ImageShape, num_classes: int, seed: int) 
         raise ValueError(f"model is {name!r}, allowed: auto, {', '.join(MODELS)}")
     if num_classes < 2:
         raise ValueError(f"num_classes is {num_classes}, allowed: 2 or more")
+    if seed is None:
+        return MODELS[name](image_shape, num_classes)
     with torch.random.fork_rng(devices=[]):
         # Not torch.manual_seed, which seeds the GPUs too.
         torch.random.default_generator.manual_seed(seed)

@@ -106,6 +106,12 @@ def test_rotated_images_must_be_square():
         small(np.zeros((4, 1, 2, 3), np.uint8), turns=(0, 1))
 
 
+def test_features_cannot_be_turned():
+    with pytest.raises(DataError, match=r"more than one pixel.*\(512, 1, 1\)"):
+        small(np.zeros((4, 512, 1, 1), np.float32), turns=(0, 1))
+    assert small(np.zeros((4, 512, 1, 1), np.float32)).site_data(0).train[0].shape == (2, 512, 1, 1)
+
+
 def test_permuted_labels_are_what_the_client_sees_everywhere():
     federation = small(np.zeros((4, 1, 2, 2), np.uint8), maps=((0, 1), (1, 0)), y=(0, 0, 1, 1))
     assert [federation.site_data(client).train[1].tolist() for client in (0, 1)] == [[0, 0], [0, 0]]
@@ -148,7 +154,9 @@ def test_the_same_settings_give_the_same_data_in_any_order_of_asking(partition, 
     }
     np.savez(file, **data)
     np.savez(tmp_path / "b.npz", **data)
-    config = DIGITS | {"dataset": "npz", "partition": partition, "num-clients": 6, "num-groups": 3, "seed": 5}
+    config = DIGITS | {
+        "dataset": "npz", "partition": partition, "num-clients": 6, "num-groups": 3, "public-size": 1, "seed": 5
+    }  # fmt: skip
     one = load_federation(config | {"data-dir": str(file)})
     other = load_federation(config | {"data-dir": str(tmp_path / "b.npz")})
     assert one is not other
@@ -171,8 +179,10 @@ def test_changing_a_clients_tensors_does_not_change_the_federation():
 
 
 def test_every_name_has_a_description():
-    assert set(DATASETS) == {"digits", "mnist", "fashion-mnist", "emnist", "cifar10", "cifar100", "npz"}
-    assert set(PARTITIONS) == {"iid", "pathological", "practical", "rotated", "permuted", "dirichlet"}
+    assert set(DATASETS) == {"digits", "mnist", "fashion-mnist", "emnist", "cifar10", "cifar100", "office-home", "npz"}
+    assert set(PARTITIONS) == {
+        "iid", "pathological", "practical", "rotated", "permuted", "dirichlet", "label-groups", "clustered-dirichlet"
+    }  # fmt: skip
     for text in [source.description for source in DATASETS.values()] + list(PARTITIONS.values()):
         assert text and "\n" not in text
 
@@ -184,6 +194,8 @@ def test_every_name_has_a_description():
         ({"partition": "practical", "num-clients": 100, "num-groups": 7}, 6),
         ({"partition": "iid", "num-clients": 100, "samples-per-client": 5}, 0),
         ({"partition": "dirichlet", "dirichlet-alpha": 0.01}, 0),  # some clients without images
+        ({"partition": "label-groups", "num-clients": 8}, 3),
+        ({"partition": "clustered-dirichlet", "dirichlet-alpha": 0.4}, 0),
     ],
 )
 def test_a_picture_has_a_line_between_groups(changes, lines, tmp_path):

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.partitions import PARTITIONS, divide
+from data.partitions import DEALT, PARTITIONS, divide
 from data.sources import DataError
 
-OTHERS = [partition for partition in PARTITIONS if partition != "dirichlet"]
+OTHERS = [partition for partition in PARTITIONS if partition not in DEALT]
 
 MNIST_TRAIN = [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
 MNIST_TEST = [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
@@ -212,6 +212,28 @@ def test_test_sizes():
         ("dirichlet", {"held_out": 77}, ["77 images", "all 80", "4 clients", "public-size"]),
         ("dirichlet", {"num_clients": 1}, ["1 of 1 clients", "training images", "at least 2"]),
         ("dirichlet", {"samples_per_client": 1}, ["of 4 clients", "training images", "dirichlet-alpha (it is 0.5)"]),
+        ("label-groups", {"num_groups": 5, "num_clients": 8}, ["num-groups", "5", "1 to 4", "number of classes"]),
+        ("label-groups", {"num_groups": 4, "num_clients": 3}, ["num-groups", "4", "1 to 3", "num-clients"]),
+        ("label-groups", {"num_groups": 0}, ["num-groups", "0", "1 to 4"]),
+        ("label-groups", {"samples_per_client": 1}, ["samples-per-client is 1", "0 or 2 to 10"]),
+        ("label-groups", {"samples_per_client": 11}, ["is 11", "0 or 2 to 10", "group 0 has 20 images", "2 clients"]),
+        ("label-groups", {"samples_per_client": -1}, ["samples-per-client is -1", "0 or 2 to 10"]),
+        ("label-groups", {"samples_per_client": 10**15}, ["samples-per-client", "0 or 2 to 10"]),
+        ("label-groups", {}, ["takes 4 of 40 images", "too few for 4 clients", "set samples-per-client"]),
+        (
+            "label-groups",
+            {"num_clients": 37, "num_groups": 3, "samples_per_client": 2},
+            ["10 images of its classes", "each client needs 2 or more", "fewer clients"],
+        ),
+        ("clustered-dirichlet", {"num_groups": 5, "num_clients": 8}, ["num-groups", "5", "1 to 4", "classes"]),
+        ("clustered-dirichlet", {"dirichlet_alpha": 0.0}, ["dirichlet-alpha", "0.0", "above 0"]),
+        ("clustered-dirichlet", {"samples_per_client": 11}, ["is 11", "0 to 10", "40 images for training and test of"]),
+        ("clustered-dirichlet", {"num_clients": 5}, ["takes 4 of 40 images", "too few for 5 clients"]),
+        (
+            "clustered-dirichlet",
+            {"num_groups": 1, "dirichlet_alpha": 1e-9},
+            ["1 of 4 clients", "training images", "dirichlet-alpha (it is 1e-09)"],
+        ),
         ("iid", {"num_clients": 41}, ["num-clients", "41", "40"]),
         ("iid", {"num_clients": 0}, ["num-clients", "0"]),
         ("iid", {"samples_per_client": -1}, ["samples-per-client", "-1"]),
@@ -366,6 +388,9 @@ PINNED = {
     "practical": ("230e85de2ac5a99b", "9e9266ce7ad40199"),
     "rotated": ("19fdd29ce462d0d6", "62a16d01e7fda4d1"),
     "permuted": ("6c337f2325977971", "e6c393f815b3df99"),
+    "dirichlet": ("141fcf5febb06a54", "c0762f82a1477457"),
+    "label-groups": ("1e840e5eba543af0", "2e19cc4461bf81a4"),
+    "clustered-dirichlet": ("92f406ee4ba3aa45", "a7bd0b0f33986b8c"),
 }
 
 
@@ -376,11 +401,15 @@ def test_a_seed_gives_the_same_images_from_version_to_version(partition):
         {"num_clients": 6, "num_groups": 3, "seed": 3},
         {"num_clients": 5, "num_groups": 2, "samples_per_client": 50, "with_replacement": True, "seed": 4},
     )
+    if partition in DEALT:
+        cases = (cases[0] | {"dataset": "digits"}, cases[1] | {"samples_per_client": 20, "held_out": 20})
     digests = []
     for options in cases:
         got = part(partition, **sizes, **options)
         test = [indices - 220 for indices in got.test]
         arrays = [*got.train, *test, got.groups, got.quarter_turns, got.label_maps]
+        if partition in DEALT:
+            arrays += [*got.validation, got.spare]
         digests.append(sha256(b"".join(array.astype("<i8").tobytes() for array in arrays)).hexdigest()[:16])
     assert tuple(digests) == PINNED[partition]
 
@@ -503,3 +532,177 @@ def test_another_seed_gives_another_dirichlet():
     one, other = (part("dirichlet", [100] * 5, seed=seed, held_out=10) for seed in (0, 1))
     assert set(one.spare) != set(other.spare)
     assert [len(indices) for indices in one.test] != [len(indices) for indices in other.test]
+
+
+# --- Label groups and clustered Dirichlet -------------------------------------------------------------------
+
+
+def both(indices, *class_sizes) -> np.ndarray:
+    """Clients x classes of indices that count on from the training images' labels to the test images'."""
+    y = np.concatenate([labels(sizes) for sizes in class_sizes])
+    return np.stack([np.bincount(y[index], minlength=len(class_sizes[0])) for index in indices])
+
+
+def classes_of_groups(got, class_sizes) -> list[set[int]]:
+    table = counts(owned(got), class_sizes)
+    return [set(np.flatnonzero(table[got.groups == group].sum(0)).tolist()) for group in range(got.groups[-1] + 1)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    partition=st.sampled_from(["label-groups", "clustered-dirichlet"]),
+    dataset=st.sampled_from(["npz", "digits", "office-home"]),
+    class_sizes=st.lists(st.integers(2, 60), min_size=2, max_size=8),
+    test_sizes=st.integers(1, 30),
+    num_clients=st.integers(2, 14),
+    num_groups=st.integers(1, 6),
+    samples=st.integers(0, 20),
+    alpha=st.floats(0, 1e99, exclude_min=True),
+    seed=st.integers(0, 2**40),
+)
+def test_settings_of_federico_hold_together(
+    partition, dataset, class_sizes, test_sizes, num_clients, num_groups, samples, alpha, seed
+):
+    test = [test_sizes] * len(class_sizes)
+    n_train, n = sum(class_sizes), sum(class_sizes) + sum(test)
+    options = {
+        "dataset": dataset,
+        "num_clients": num_clients,
+        "num_groups": num_groups,
+        "samples_per_client": samples,
+        "dirichlet_alpha": alpha,
+        "held_out": 5,
+        "seed": seed,
+    }
+    try:
+        got = part(partition, class_sizes, test, **options)
+    except DataError as error:
+        assert "\n" not in str(error)
+        return
+    again = part(partition, class_sizes, test, **options)
+    for name in ("train", "test"):
+        pairs = zip(getattr(got, name), getattr(again, name), strict=True)
+        assert all(np.array_equal(one, other) for one, other in pairs)
+    assert np.array_equal(got.spare, again.spare) and np.array_equal(got.groups, again.groups)
+
+    assert [len(index) for index in got.validation] == [0] * num_clients
+    used = np.concatenate(owned(got))
+    assert sorted(np.concatenate([used, got.spare]).tolist()) == list(range(n))  # every image once
+    there = n if dataset == "office-home" else n_train
+    assert used.max() < there
+    share = 0.1 if dataset == "npz" else 1
+    assert len(used) == (num_clients * samples if samples else round(share * there))
+    for train, test_part in zip(got.train, got.test, strict=True):
+        assert len(train) == (len(train) + len(test_part)) * 8 // 10
+    assert sum(len(train) > 0 for train in got.train) >= 2
+    assert set(got.quarter_turns) == {0} and (got.label_maps == np.arange(len(class_sizes))).all()
+
+    if partition == "clustered-dirichlet":
+        assert set(got.groups) == {0}
+        return
+    assert got.groups.tolist() == [client * num_groups // num_clients for client in range(num_clients)]
+    table = both(owned(got), class_sizes, test)
+    assert table.sum(1).min() >= 2 and all(len(train) and len(rest) for train, rest in zip(got.train, got.test))
+    own = [set(np.flatnonzero(table[got.groups == group].sum(0)).tolist()) for group in range(num_groups)]
+    assert sum(map(len, own)) == len(set.union(*own))  # disjoint
+    for group in range(num_groups):
+        assert np.ptp(table[got.groups == group].sum(1)) <= (0 if samples else 1)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "classes", "per_class", "groups", "images"),
+    [("cifar10", 10, 5000, 2, 625), ("cifar100", 100, 500, 4, 7500 / 8), ("mnist", 10, 6000, 4, 750)],
+)
+def test_label_groups_take_the_papers_share(dataset, classes, per_class, groups, images):
+    sizes = [per_class] * classes
+    got = part("label-groups", sizes, [10] * classes, dataset=dataset, num_clients=8, num_groups=groups)
+    totals = counts(owned(got), sizes).sum(1)
+    assert totals.sum() == 8 * images
+    assert totals == pytest.approx(images, rel=0.35 if classes % groups else 0.1)  # 2 or 3 classes a group, of 2.5
+    for train, test in zip(got.train, got.test, strict=True):
+        assert len(train) == pytest.approx(4 * len(test), abs=4)
+    # At random within the group's classes: no class is left out or dealt evenly.
+    own = [sorted(part) for part in classes_of_groups(got, sizes)]
+    assert sorted(sum(own, [])) == list(range(classes))
+    mine = counts(got.train, sizes)[0][own[0]]
+    assert mine.min() > 0 and np.ptp(mine) > 1
+
+
+def test_label_groups_of_digits_and_features_take_all():
+    sizes, tests = [30] * 4, [20] * 4
+    digits = part("label-groups", sizes, tests, dataset="digits")
+    assert sorted(np.concatenate(owned(digits))) == list(range(120)) and len(digits.spare) == 80
+    office = part("label-groups", sizes, tests, dataset="office-home")
+    assert sorted(np.concatenate(owned(office))) == list(range(200)) and len(office.spare) == 0
+
+
+def test_label_groups_sets_of_classes_are_nearly_equal_and_follow_the_seed():
+    found = set()
+    for seed in range(12):
+        got = part("label-groups", [40] * 7, dataset="digits", num_clients=6, num_groups=3, seed=seed)
+        own = classes_of_groups(got, [40] * 7)
+        assert [len(classes) for classes in own] == [3, 2, 2]
+        found.add(tuple(map(frozenset, own)))
+    assert len(found) > 8
+
+
+def test_label_groups_with_so_many_images_a_client():
+    # 8 clients in 4 groups of one class of 10 images: 5 images a client are all there are.
+    got = part("label-groups", [10] * 4, num_clients=8, num_groups=4, samples_per_client=5)
+    assert {tuple(map(len, parts)) for parts in zip(got.train, got.test, strict=True)} == {(4, 1)}
+    assert sorted(np.concatenate(owned(got))) == list(range(40))
+    few = part("label-groups", [10] * 4, num_clients=8, num_groups=4, samples_per_client=2)
+    assert {tuple(map(len, parts)) for parts in zip(few.train, few.test, strict=True)} == {(1, 1)}
+    assert len(few.spare) == 24 + 40
+
+
+def test_another_seed_gives_clients_other_images_of_one_set_of_classes():
+    one, other = (
+        part("label-groups", [50] * 4, num_groups=1, samples_per_client=10, seed=seed) for seed in (0, 1)
+    )
+    assert set(one.train[0]) != set(other.train[0])
+
+
+def test_parts_of_a_client_in_label_groups_are_cut_at_random():
+    got = part("label-groups", [2000] * 4, dataset="digits", num_clients=4, num_groups=2)
+    y = labels([2000] * 4)
+    for train, test in zip(got.train, got.test, strict=True):
+        assert abs(np.bincount(y[train], minlength=4) / len(train) - np.bincount(y[test], minlength=4) / len(test)
+                   ).max() < 0.07  # fmt: skip
+        assert (np.diff(y[train]) < 0).any() and (np.diff(y[train]) > 0).any()
+
+
+def test_clustered_dirichlet_spreads_clusters_and_not_classes():
+    sizes = [2000] * 12
+    got = part("clustered-dirichlet", sizes, dataset="digits", num_clients=10, num_groups=4, dirichlet_alpha=0.4)
+    shares = counts(owned(got), sizes) / 2000  # (m, C): of a class a client has about its share in the cluster
+    like = abs(shares[:, :, None] - shares[:, None, :]).max(0) < 0.06  # (C, C)
+    clusters = {tuple(row) for row in like.tolist()}
+    assert len(clusters) == 4 and (like.sum(1) == 3).all()
+    assert shares.max() > 0.3 and np.sort(shares, axis=0)[2].max() < 0.05  # skewed: some clients with next to none
+
+
+def test_clustered_dirichlet_takes_its_shares_from_the_distribution():
+    # As in dirichlet: mean 1 / m, variance (m - 1) / (m^2 (m a + 1)).
+    shares = []
+    for seed in range(300):
+        got = part("clustered-dirichlet", [500] * 4, dataset="digits", num_groups=2, dirichlet_alpha=0.4, seed=seed)
+        table = counts(owned(got), [500] * 4) / 500  # two classes of a cluster tell the same
+        first = table[:, 0]
+        partner = 1 + np.argmin(abs(table[:, 1:] - first[:, None]).sum(0))
+        others = [c for c in (1, 2, 3) if c != partner]
+        shares += [table[:, [0, partner]].mean(1), table[:, others].mean(1)]
+    shares = np.concatenate(shares)
+    assert abs(shares.mean() - 0.25) < 0.002 and abs(shares.var() - 3 / (16 * 2.6)) < 0.006
+
+
+def test_clustered_dirichlet_leaves_clients_without_images_and_follows_the_seed():
+    options = {"num_clients": 30, "num_groups": 4, "dirichlet_alpha": 0.02, "dataset": "digits"}
+    one, other = (part("clustered-dirichlet", [100] * 8, **options, seed=seed) for seed in (0, 1))
+    assert sum(len(train) == 0 for train in one.train) > 10
+    assert [len(train) for train in one.train] != [len(train) for train in other.train]
+
+
+def test_clustered_dirichlet_with_a_cluster_for_each_class_is_dirichlets_spread():
+    got = part("clustered-dirichlet", [300] * 5, dataset="digits", num_groups=5, dirichlet_alpha=1e90)
+    assert (counts(owned(got), [300] * 5) == 75).all()

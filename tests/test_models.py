@@ -31,6 +31,10 @@ HAND_COUNTED = [
     # 25*3*6+6 = 456, 25*6*16+16 = 2416, 16*8*8 = 1024 -> 120: 123000, -> 100: 12100, -> 84: 8484, -> 50: 4250,
     # -> 10: 510
     ("ckt-cnn", (3, 32, 32), 10, 456 + 2416 + 123000 + 12100 + 8484 + 4250 + 510),
+    # 512 -> 1000: 513000, -> 200: 200200, -> 65: 13065
+    ("office-mlp", (512, 1, 1), 65, 513_000 + 200_200 + 13_065),
+    # the first FC alone differs: 3*4*5 = 60 -> 1000: 61000
+    ("office-mlp", (3, 4, 5), 65, 61_000 + 200_200 + 13_065),
     # 8 convolutions 9*in*out + out, with 2 numbers a channel for their batch normalisation:
     # 3 -> 64: 1792 + 128, -> 128: 73856 + 256, -> 256: 295168 + 512, -> 256: 590080 + 512,
     # -> 512: 1180160 + 1024, three times 512 -> 512: 2359808 + 1024;
@@ -40,7 +44,7 @@ HAND_COUNTED = [
     ("vgg13", (3, 32, 32), 10, 9_756_426 + 37056 + 147840),
 ]
 
-SMALLEST = {"cnn2": 8, "resnet18": 8, "vgg11": 32, "vgg13": 32}  # the others: 4
+SMALLEST = {"cnn2": 8, "resnet18": 8, "vgg11": 32, "vgg13": 32, "office-mlp": 1}  # the others: 4
 
 
 @pytest.mark.parametrize(("name", "image_shape", "num_classes", "count"), HAND_COUNTED)
@@ -61,7 +65,7 @@ def test_vgg11_is_as_large_as_the_papers_communication_says():
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("image_shape", [(1, 8, 8), (1, 28, 28), (3, 32, 32), (2, 13, 10), (2, 70, 45)])
+@pytest.mark.parametrize("image_shape", [(1, 8, 8), (1, 28, 28), (3, 32, 32), (2, 13, 10), (2, 70, 45), (7, 1, 1)])
 def test_logits_for_every_image(name, image_shape):
     if min(image_shape[1:]) < SMALLEST.get(name, 4):
         with pytest.raises(ValueError, match=f"{name} needs images of at least"):
@@ -113,6 +117,16 @@ def test_vgg_has_dropout_in_training_alone():
         assert torch.equal(model(images), model(images))
 
 
+def test_office_mlp_is_three_layers_with_relu_between():
+    model = make_model("office-mlp", (2, 1, 1), 2, seed=0)
+    given = torch.tensor([[[[1.0]], [[-2.0]]]])
+    (w1, b1), (w2, b2), (w3, b3) = [
+        (layer.weight, layer.bias) for layer in model.modules() if isinstance(layer, torch.nn.Linear)
+    ]
+    hidden = torch.relu(w2 @ torch.relu(w1 @ torch.tensor([1.0, -2.0]) + b1) + b2)
+    assert torch.allclose(model(given)[0], w3 @ hidden + b3, atol=1e-6)
+
+
 def test_vgg_draws_its_weights_as_pytorchs_layers_do():
     """Uniform within 1 / sqrt(inputs); with torchvision's N(0, 0.01) in the linear layers it would not learn."""
     model = make_model("vgg11", (3, 32, 32), 10, seed=0)
@@ -133,7 +147,10 @@ def test_every_layer_matters():
 
 @pytest.mark.parametrize(
     ("image_shape", "name"),
-    [((1, 8, 8), "digits-cnn"), ((1, 28, 28), "mcmahan-cnn"), ((3, 32, 32), "cnn2"), ((1, 32, 32), "cnn2")],
+    [
+        ((1, 8, 8), "digits-cnn"), ((1, 28, 28), "mcmahan-cnn"), ((3, 32, 32), "cnn2"), ((1, 32, 32), "cnn2"),
+        ((512, 1, 1), "office-mlp"), ((3, 1, 1), "office-mlp"),
+    ],
 )
 def test_auto_goes_by_the_images_size(image_shape, name):
     assert choose_model(image_shape) == name
@@ -159,7 +176,8 @@ def test_a_seed_fixes_the_weights_and_leaves_the_global_state(name):
 @pytest.mark.parametrize(
     ("name", "image_shape", "num_classes", "words"),
     [
-        ("auto", (1, 20, 20), 10, ["auto", "20x20", "8x8", "28x28", "32x32", "mcmahan-cnn"]),
+        ("auto", (1, 20, 20), 10, ["auto", "20x20", "8x8", "28x28", "32x32", "1x1", "mcmahan-cnn"]),
+        ("auto", (512, 1, 2), 10, ["auto", "1x2 with 512 channels"]),
         ("auto", (3, 28, 28), 10, ["28x28 with 3 channels", "28x28 grey"]),
         ("digits-cnn", (1, 3, 8), 10, ["digits-cnn", "4x4", "3x8"]),
         ("mcmahan-cnn", (1, 28, 2), 10, ["mcmahan-cnn", "4x4", "28x2"]),

@@ -1,0 +1,206 @@
+"""Features of the images in a folder, by a network that is already trained: the dataset office-home.
+
+Office-Home (Venkateswara et al., CVPR 2017) has photographs and drawings of 65 kinds of things in four domains, in
+folders DIR/domain/class. As in FedeRiCo (Sui et al., 2022, arXiv:2210.06597, appendix D) the images of all domains are
+merged, and what clients learn from are the 512 numbers before the last layer of ResNet-18 as trained on ImageNet. They
+are computed once and kept in a file.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from hashlib import file_digest, sha256
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .sources import DEFAULT_FOLDER, DataError, Images, one_line, read_npz
+
+if TYPE_CHECKING:
+    import torch
+
+WEIGHTS = "resnet18.safetensors"
+SUFFIXES = frozenset((".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"))
+WIDTH = 512
+_BATCH = 64
+
+
+def folder_features(folder: Path) -> Images:
+    """The features of the images in a folder: computed by the CPU, or read if they have been.
+
+    An image is resized, cut and normalised as torchvision does for these weights. The features are kept in
+    `office-home-KEY.npz` in the folder, or in `DEFAULT_FOLDER` where the folder cannot be written; KEY follows from
+    the images' names and sizes and from the weights, so that other data are computed anew. Such files may be removed.
+
+    There is no division into training and test images: of each class, with its images in the order of their paths,
+    the second of every five is for test.
+
+    Parameters
+    ----------
+    folder : Path
+        Images are DOMAIN/CLASS/NAME with a suffix of `SUFFIXES`; all other files, and what is hidden, are left alone.
+        Classes are numbered in the order of their names. With `resnet18.safetensors`, a state dict of torchvision's
+        resnet18, for the weights; else torchvision downloads its own.
+
+    Returns
+    -------
+    Images
+        x (n, 512, 1, 1), float32, in the order of the images' paths.
+
+    Raises
+    ------
+    DataError
+        Too few classes or images, an image that cannot be read, weights that are not there or do not fit, or no
+        place to keep the features.
+    """
+    paths = _image_paths(folder)
+    names = sorted({path.parts[1] for path in paths})
+    y = np.array([names.index(path.parts[1]) for path in paths])
+    sizes = np.bincount(y)
+    if len(names) < 2:
+        raise DataError(f"{folder} has images of one class only, {names[0]}: 2 classes or more are needed")
+    if sizes.min() < 2:
+        raise DataError(f"{folder} has one image only of class {names[sizes.argmin()]}: 2 or more are needed")
+    x = _features(folder, paths).reshape(-1, WIDTH, 1, 1)
+    test = np.zeros(len(y), bool)
+    for label in range(len(names)):
+        test[np.flatnonzero(y == label)[1::5]] = True
+    return Images(x[~test], y[~test], x[test], y[test], len(names))
+
+
+def _image_paths(folder: Path) -> list[Path]:
+    """The images' paths from the folder on, in order."""
+
+    def visible(place: Path) -> list[Path]:
+        return [path for path in place.iterdir() if not path.name.startswith(".")]
+
+    try:
+        classes = [path for domain in visible(folder) if domain.is_dir() for path in visible(domain) if path.is_dir()]
+        files = [path for place in classes for path in visible(place)]
+        paths = [path.relative_to(folder) for path in files if path.suffix.lower() in SUFFIXES and path.is_file()]
+    except OSError as error:
+        raise DataError(f"{folder} cannot be read: {one_line(error)}") from error
+    if not paths:
+        raise DataError(
+            f"{folder} has no images: they must be DOMAIN/CLASS/NAME, with a suffix of {', '.join(sorted(SUFFIXES))}"
+        )
+    return sorted(paths, key=lambda path: path.parts)
+
+
+def _features(folder: Path, paths: list[Path]) -> np.ndarray:
+    """The features of the images (n, 512), float32: read if they are kept somewhere, else computed and kept."""
+    name = f"office-home-{_key(folder, paths)}.npz"
+    places = (folder, Path(DEFAULT_FOLDER).expanduser())
+    for place in places:
+        try:
+            x = read_npz(place / name, ("features",))["features"]
+        except DataError:  # not there, or damaged
+            continue
+        if x.shape == (len(paths), WIDTH) and x.dtype == np.float32 and np.isfinite(x).all():
+            return x
+    with _room(places) as partial:  # found first: computing takes minutes
+        x = _compute(folder, paths)
+        try:
+            np.savez(Path(partial, name), features=x)
+            os.replace(Path(partial, name), Path(partial).parent / name)
+        except OSError as error:
+            raise DataError(f"{Path(partial).parent / name} cannot be written: {one_line(error)}") from error
+    return x
+
+
+def _key(folder: Path, paths: list[Path]) -> str:
+    """What the features depend on, as 16 hexadecimal digits."""
+    key = sha256()
+    weights = folder / WEIGHTS
+    try:
+        if weights.is_file():
+            with open(weights, "rb") as file:
+                key.update(file_digest(file, "sha256").digest())
+        else:
+            key.update(_torchvision().models.ResNet18_Weights.IMAGENET1K_V1.url.encode())  # its name has a hash
+        for path in paths:
+            key.update(b"\0%s\0%d" % (os.fsencode(path), (folder / path).stat().st_size))
+    except OSError as error:
+        raise DataError(f"{folder} cannot be read: {one_line(error)}") from error
+    return key.hexdigest()[:16]
+
+
+def _room(places: tuple[Path, ...]) -> tempfile.TemporaryDirectory[str]:
+    """A folder for what is not yet whole, in the first of these places that can be written."""
+    reasons = []
+    for place in places:
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            return tempfile.TemporaryDirectory(dir=place, prefix=".office-home-")
+        except OSError as error:
+            reasons.append(one_line(error))
+    raise DataError(f"the features can be kept neither in {places[0]} nor in {places[1]}: {'; '.join(reasons)}")
+
+
+def _compute(folder: Path, paths: list[Path]) -> np.ndarray:
+    """The features of the images: (n, 512), float32."""
+    import torch
+    from PIL import Image
+
+    network = _network(folder)
+    prepare = _torchvision().models.ResNet18_Weights.IMAGENET1K_V1.transforms()
+
+    def prepared(path: Path) -> torch.Tensor:
+        try:
+            with Image.open(path) as image:
+                return prepare(image.convert("RGB"))  # (3, 224, 224)
+        except Exception as error:  # Pillow's readers fail in a dozen ways
+            raise DataError(f"{path} cannot be read as an image: {one_line(error)}") from error
+
+    x = np.empty((len(paths), WIDTH), np.float32)
+    with torch.inference_mode():
+        for start in range(0, len(paths), _BATCH):
+            some = slice(start, start + _BATCH)
+            x[some] = network(torch.stack([prepared(folder / path) for path in paths[some]])).numpy()
+    if not np.isfinite(x).all():
+        raise DataError(f"the weights of resnet18 for {folder} give features that are not finite")
+    return x
+
+
+def _network(folder: Path) -> torch.nn.Module:
+    """ResNet-18 without its last layer: images (n, 3, 224, 224) to features (n, 512)."""
+    import torch
+    from safetensors.torch import load_file
+
+    models = _torchvision().models
+    file = folder / WEIGHTS
+    if file.is_file():
+        try:
+            state = load_file(file)
+        except Exception as error:
+            raise DataError(f"{file} cannot be read as safetensors: {one_line(error)}") from error
+    else:
+        try:
+            state = models.ResNet18_Weights.IMAGENET1K_V1.get_state_dict(
+                progress=False, check_hash=True, weights_only=True
+            )
+        except Exception as error:  # no network, no room, a damaged file
+            raise DataError(
+                f"office-home needs the weights of torchvision's resnet18: {file}, its state dict, is not there, and "
+                f"the download failed: {one_line(error)}"
+            ) from error
+    with torch.random.fork_rng(devices=[]):  # whether features are kept must not show in what is drawn later
+        network = models.resnet18()
+    network.fc = torch.nn.Identity()
+    try:
+        network.load_state_dict({name: tensor for name, tensor in state.items() if not name.startswith("fc.")})
+    except RuntimeError as error:
+        raise DataError(f"{file} is no state dict of torchvision's resnet18: {one_line(error)}") from error
+    return network.eval()
+
+
+def _torchvision() -> ModuleType:
+    from strategies.compat import import_torchvision
+
+    try:
+        return import_torchvision()
+    except ImportError as error:
+        raise DataError(f"the features of office-home are computed by torchvision: {one_line(error)}") from error
