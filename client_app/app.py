@@ -8,7 +8,7 @@ from flwr.app import Context
 from torch import nn
 
 from data import load_federation
-from strategies import REGISTRY, Site, make_client_app, make_model
+from strategies import MODELS, REGISTRY, Site, make_client_app, make_model
 from strategies.client import ModelFactory, client_id
 from strategies.messages import seed_for
 from strategies.models import model_for_size, parse_models
@@ -27,16 +27,16 @@ def load_site(context: Context) -> Site:
     sizes = federation.train_sizes  # (m,)
     name = model_for_size(names, int(sizes[client]), float(sizes.mean()), seed_for(seed, client, "architecture"))
     return Site(
-        model=_factory(name, federation.image_shape, federation.num_classes, seed),
+        model=_factory(name, federation.image_shape, federation.num_classes),
         train=data.train, test=data.test, validation=data.validation if len(data.validation[1]) else None,
         public=federation.public_set() if REGISTRY[str(config["strategy"])].needs_public_set else None,
     )
 
 
-@functools.lru_cache(maxsize=4)  # one object for all clients, so that they share one module
-def _factory(name: str, image_shape: tuple[int, int, int], num_classes: int, seed: int) -> ModelFactory:
+@functools.lru_cache(maxsize=len(MODELS))  # one object for all clients, so that they share one module
+def _factory(name: str, image_shape: tuple[int, int, int], num_classes: int) -> ModelFactory:
     def factory() -> nn.Module:
-        return make_model(name, image_shape, num_classes, seed)
+        return make_model(name, image_shape, num_classes)
 
     return factory
 

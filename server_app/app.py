@@ -14,7 +14,7 @@ from data import load_federation
 from strategies import REGISTRY, InlineGrid, make_model
 from strategies.messages import to_record
 from strategies.models import choose_model, parse_models
-from strategies.state import SavedModels, simulated
+from strategies.state import SavedModels, end_simulation, simulated
 
 from .config import Config, ConfigError, kebab
 from .results import RunFolder
@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 CLIENT_APP = "client_app.app:app"  # as in pyproject.toml
 
 # The settings that clients need for their local work; they travel with every message.
-LOCAL_SETTINGS = ("seed", "local_epochs", "local_steps", "batch_size", "optimizer", "learning_rate", "momentum", "precision", "device")
+LOCAL_SETTINGS = (
+    "seed", "local_epochs", "local_steps", "batch_size", "optimizer", "learning_rate", "momentum", "precision",
+    "device",
+)
 
 app = ServerApp()
 
@@ -68,12 +71,17 @@ def run(grid: Grid, config: Config) -> RunFolder:
     """
     federation = load_federation(config.run_config())
     check_data_and_models(config, federation)
-    initial_arrays, buffers = ArrayRecord(), None
-    if REGISTRY[config.strategy].models_travel:
+    method = REGISTRY[config.strategy]
+    initial_arrays, given = ArrayRecord(), {}
+    if method.models_travel:
         model = make_model(config.model, federation.image_shape, federation.num_classes, config.seed)
         initial_arrays = to_record({name: tensor.numpy() for name, tensor in model.state_dict().items()})
-        buffers = [name for name, _ in model.named_buffers()]
-    strategy = make_strategy(config, buffers)
+        given["buffers"] = [name for name, _ in model.named_buffers()]
+    if method.needs_public_set:
+        from strategies.client import fingerprint_of
+
+        given["public_set"] = fingerprint_of(federation.public_set())
+    strategy = make_strategy(config, **given)
     folder = RunFolder(config.run_config())
 
     def on_round(server_round: int) -> None:
@@ -96,8 +104,10 @@ def run(grid: Grid, config: Config) -> RunFolder:
             shutil.rmtree(folder.path, ignore_errors=True)
         raise
     # Models that never travelled are still on this disk, if the clients are.
-    kept = SavedModels(grid.run.run_id) if strategy.clients_keep_state and simulated(grid) else None
-    folder.finish(strategy, federation, kept)
+    local = strategy.clients_keep_state and simulated(grid)
+    folder.finish(strategy, federation, SavedModels(grid.run.run_id) if local else None)
+    if local:
+        end_simulation(grid.run.run_id)
     log(INFO, "kindred: results in %s", folder.path)
     return folder
 
@@ -127,8 +137,14 @@ def check_data_and_models(config: Config, federation: Federation) -> None:
         federation.public_set()
 
 
-def make_strategy(config: Config, buffers: list[str] | None = None) -> PersonalizedStrategy:
+def make_strategy(config: Config, **given: Any) -> PersonalizedStrategy:
     """The strategy that the settings name, with its own settings among them.
+
+    Parameters
+    ----------
+    config : Config
+    **given
+        More of its arguments.
 
     Raises
     ------
@@ -147,7 +163,7 @@ def make_strategy(config: Config, buffers: list[str] | None = None) -> Personali
             min_available_nodes=config.min_available_clients,
             seed=config.seed,
             wait_timeout=config.wait_timeout,
-            buffers=buffers,
+            **given,
         )
     except ValueError as error:
         raise ConfigError(f"{config.strategy}: {_in_kebab(str(error), method.settings)}") from None

@@ -152,13 +152,13 @@ def _config(named: dict[str, str | None], assignments: Sequence[str]) -> Config:
     from data import DATASETS
 
     def absolute(path: str) -> str:
-        return os.path.abspath(os.path.expanduser(path))
+        return os.path.abspath(os.path.expanduser(path)) if path else ""
 
     return replace(
         config,
-        data_dir=absolute(config.data_dir) if config.data_dir else "",
+        data_dir=absolute(config.data_dir),
         public_data=config.public_data if config.public_data in ("auto", *DATASETS) else absolute(config.public_data),
-        output_dir=absolute(config.output_dir),
+        output_dir=absolute(config.output_dir or "."),
     )
 
 
@@ -185,6 +185,7 @@ def check(
         What it is.
     """
     from data import load_federation
+    from strategies.state import default_root
 
     from .app import check_data_and_models, make_strategy
     from .config import ConfigError
@@ -201,10 +202,13 @@ def check(
     if not 1 <= cpus_per_client <= cpus:
         raise ConfigError(f"--cpus-per-client is {cpus_per_client}, allowed: 1 to {cpus}, the CPUs of this machine")
     _check_gpus(config, engine, gpus_per_client)
-    _check_output_dir(config.output_dir)
+    _check_folder(f"output-dir is {config.output_dir!r}", config.output_dir, "name a folder that can be made")
     federation = load_federation(config.run_config())
     for each in (config, *others):
-        make_strategy(each)
+        if make_strategy(each).clients_keep_state:
+            root = default_root()
+            what = f"the folder of the clients' state is {str(root)!r}"
+            _check_folder(what, root, "set XDG_STATE_HOME to a folder that can be made")
         check_data_and_models(each, federation)
 
 
@@ -226,17 +230,16 @@ def _check_gpus(config: Config, engine: Engine, gpus_per_client: float) -> None:
         raise ConfigError(f"{asked}, but --gpus-per-client is 0: say which share of a GPU a client gets, such as 0.25")
 
 
-def _check_output_dir(output_dir: str) -> None:
+def _check_folder(what: str, folder: str | Path, remedy: str) -> None:
     from .config import ConfigError
 
-    nearest = Path(output_dir)  # that exists
+    nearest = Path(folder)  # that exists
     while not nearest.exists() and nearest != nearest.parent:
         nearest = nearest.parent
     try:
         os.rmdir(tempfile.mkdtemp(dir=nearest))
     except OSError as error:
-        raise ConfigError(f"output-dir is {output_dir!r}, but {nearest} cannot be written to ({error.strerror}); "
-                          "name a folder that can be made") from None
+        raise ConfigError(f"{what}, but {nearest} cannot be written to ({error.strerror}); {remedy}") from None
 
 
 def run_here(config: Config, threads: int) -> Outcome:

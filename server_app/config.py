@@ -130,7 +130,7 @@ class Config:
         "auto", one_of("auto", "cpu", "cuda"), "where clients train; auto: the GPU where there is one"
     )
 
-    fraction_train: float = setting(1.0, a_share(), "share of the clients that take part in a round")
+    fraction_train: float = setting(1.0, a_share(), "share of the clients that take part in a round, rounded down")
     min_train_clients: int = setting(2, at_least(1), "clients that take part in a round at the least")
     min_available_clients: int = setting(2, at_least(1), "clients to wait for before a round")
     wait_timeout: float = setting(300.0, above(0), "seconds to wait for them before the run ends")
@@ -153,7 +153,9 @@ class Config:
         at_least(0),
         "FedProx, FedProx-FT: weight mu of the proximal term, mu/2 times the squared distance from the global model",
     )
-    num_clusters: int = setting(3, at_least(1), "PerFed-CKT: clusters of clients (c); 1: all learn from the mean of all")
+    num_clusters: int = setting(
+        3, at_least(1), "PerFed-CKT: clusters of clients (c); 1: all learn from the mean of all"
+    )
     distill_weight: float = setting(
         2.0, at_least(0), "PerFed-CKT: weight of the squared distance from the centroid's probabilities (lambda)"
     )

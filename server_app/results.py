@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 HISTORY_COLUMNS = ("round", "client", "status", "seconds", "bytes-down", "bytes-up")
 ROUNDS_COLUMNS = ("round", "asked", "answered", "seconds", "bytes-down", "bytes-up",
-                  "accuracy", "accuracy-weighted", "accuracy-p10", "accuracy-best")
+                  "evaluated", "accuracy", "accuracy-weighted", "accuracy-p10", "accuracy-best")
 SUMMED = ("floats", "bytes-fedavg")
 PACKAGES = ("kindred", "flwr", "torch", "numpy", "scikit-learn")
 

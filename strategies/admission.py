@@ -5,6 +5,7 @@ Pure functions; the caller counts and logs what they refuse.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,6 @@ import numpy as np
 from flwr.app import MetricRecord, RecordDict
 
 from .messages import read_array
-from .store import Layout
 
 MAX_EXAMPLES = 10**12
 
@@ -39,17 +39,21 @@ class Reply:
     config: dict[str, Any]
 
 
-def admit(content: RecordDict, weighted_by_key: str, layout: Layout | None = None) -> Reply:
+Mismatch = Callable[[dict[str, np.ndarray]], str | None]
+
+
+def admit(content: RecordDict, weighted_by_key: str, mismatch: Mismatch | None = None) -> Reply:
     """Check a reply.
 
     Parameters
     ----------
     content : RecordDict
-        One MetricRecord and, with a layout, one ArrayRecord, under any names (as Flower's FedAvg has it).
+        One MetricRecord and, if arrays are due, one ArrayRecord, under any names (as Flower's FedAvg has it).
     weighted_by_key : str
         The metric that counts the client's samples: a whole number from 1 to `MAX_EXAMPLES`.
-    layout : Layout, optional
-        The model that the arrays must be: same names, shapes and types, all values finite.
+    mismatch : callable, optional
+        Given the arrays by name, says how their names, shapes and types are not those due, None if they are. Floats
+        must be finite besides. Left out where no arrays are due.
 
     Raises
     ------
@@ -63,7 +67,7 @@ def admit(content: RecordDict, weighted_by_key: str, layout: Layout | None = Non
     if not isinstance(examples, int | float) or examples != examples or not 1 <= examples <= MAX_EXAMPLES:
         raise Refused(f"{weighted_by_key} is {examples!r}, allowed: 1 to {MAX_EXAMPLES}")
     arrays: dict[str, np.ndarray] = {}
-    if layout is not None:
+    if mismatch is not None:
         if len(content.array_records) != 1:
             raise Refused(f"it has {len(content.array_records)} array records, expected 1")
         (record,) = content.array_records.values()
@@ -72,11 +76,12 @@ def admit(content: RecordDict, weighted_by_key: str, layout: Layout | None = Non
                 arrays[name] = read_array(array)
             except ValueError as error:
                 raise Refused(f"array {name!r} {error}") from None
-        if (difference := layout.mismatch(arrays)) is not None:
+        if (difference := mismatch(arrays)) is not None:
             raise Refused(difference)
-        for name in layout.slices:
+        for name, array in arrays.items():
             # A sum is finite if all terms are (or overflows): one pass, no mask of the array's size.
-            if not np.isfinite(arrays[name].sum(dtype=np.float64)) and not np.isfinite(arrays[name]).all():
+            if (np.issubdtype(array.dtype, np.floating) and not np.isfinite(array.sum(dtype=np.float64))
+                    and not np.isfinite(array).all()):
                 raise Refused(f"array {name!r} has values that are not finite")
     config = {key: value for record in content.config_records.values() for key, value in record.items()}
     return Reply(arrays, metrics, config)

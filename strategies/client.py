@@ -7,14 +7,12 @@ import functools
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from logging import WARNING
 from typing import Any
 
 import numpy as np
 import torch
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.supercore import log
 
 from .messages import (
     ARRAYS,
@@ -30,6 +28,7 @@ from .messages import (
     NUM_EXAMPLES,
     NUM_PUBLIC,
     NUM_TEST_EXAMPLES,
+    PROBLEM,
     PROXIMAL_MU,
     PUBLIC_SET,
     RECEIVED,
@@ -42,6 +41,7 @@ from .messages import (
     seed_for,
     to_record,
 )
+from .models import MODELS
 from .registry import REGISTRY
 from .state import MODEL, ClientState
 from .training import evaluate, get_arrays, pick_device, predict, set_arrays, train
@@ -75,13 +75,25 @@ class Site:
     public: torch.Tensor | None = None
     validation: Samples | None = None
 
-    @functools.cached_property
+    @property
     def fingerprint(self) -> str:
         """What tells the public set from another, or from the same in another order: its shape and a hash."""
-        shape = "x".join(map(str, self.public.shape))
-        digest = hashlib.sha256(f"{self.public.dtype} {shape} ".encode())
-        digest.update(np.ascontiguousarray(self.public.cpu().numpy()))
-        return f"{shape}-{digest.hexdigest()[:16]}"
+        return fingerprint_of(self.public)
+
+
+# Sites of a simulation share one public set: it is gone through, and copied, once.
+@functools.lru_cache(maxsize=4)
+def fingerprint_of(public: torch.Tensor) -> str:
+    """The fingerprint of a public set, see `Site.fingerprint`."""
+    shape = "x".join(map(str, public.shape))
+    digest = hashlib.sha256(f"{public.dtype} {shape} ".encode())
+    digest.update(np.ascontiguousarray(public.cpu().numpy()))
+    return f"{shape}-{digest.hexdigest()[:16]}"
+
+
+@functools.lru_cache(maxsize=4)
+def _public_on(device: torch.device, public: torch.Tensor) -> torch.Tensor:
+    return public.to(device)
 
 
 LoadSite = Callable[[Context], Site]
@@ -277,15 +289,14 @@ def _introduction(load_site: LoadSite, context: Context) -> dict[str, Any]:
     """What a client says of itself when it is first asked: who it is, and how much data it has."""
     about: dict[str, Any] = {CLIENT_ID: client_id(context)}
     try:
-        site = _site(load_site, context, pick_device("auto"))
-    except Exception as error:  # it still has a name; its first training reply will fail for the same reason
-        log(WARNING, "kindred: client %s cannot load its data: %s", about[CLIENT_ID], error)
-        return about
-    about[NUM_EXAMPLES] = len(site.train[1])
-    if site.public is not None:
-        model = _module(site.model, site.public.device)
-        num_classes = predict(model, site.public[:1]).shape[1]
-        about |= {PUBLIC_SET: site.fingerprint, NUM_PUBLIC: len(site.public), NUM_CLASSES: num_classes}
+        site = _site(load_site, context, pick_device(str(context.run_config.get("device", "auto"))))
+        about[NUM_EXAMPLES] = len(site.train[1])
+        if site.public is not None:
+            model = _module(site.model, site.public.device)
+            num_classes = predict(model, site.public[:1]).shape[1]
+            about |= {PUBLIC_SET: site.fingerprint, NUM_PUBLIC: len(site.public), NUM_CLASSES: num_classes}
+    except Exception as error:  # it still has a name
+        return {CLIENT_ID: about[CLIENT_ID], PROBLEM: f"{type(error).__name__}: {error}"}
     return about
 
 
@@ -304,7 +315,7 @@ def _site(load_site: LoadSite, context: Context, device: torch.device) -> Site:
         site = load_site(context)
         site = replace(
             site, train=_to(device, site.train), test=_to(device, site.test),
-            public=None if site.public is None else site.public.to(device),
+            public=None if site.public is None else _public_on(device, site.public),
             validation=None if site.validation is None else _to(device, site.validation),
         )
         while len(_sites) >= SITES_KEPT:
@@ -318,6 +329,6 @@ def _to(device: torch.device, samples: Samples) -> Samples:
     return x.to(device), y.to(device)
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=len(MODELS))
 def _module(factory: ModelFactory, device: torch.device) -> torch.nn.Module:
     return factory().to(device)

@@ -257,7 +257,7 @@ class FedAMP(StoredModels):
         alpha = self.alpha * self.alpha_decay ** ((server_round - 1) // self.alpha_decay_every)
         return max(alpha, sys.float_info.min)
 
-    def round_config(self, server_round: int) -> dict[str, Any]:
+    def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
         return {PROXIMAL_MU: self.lam / self.alpha_at(server_round)}
 
     def outgoing(self, server_round: int, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId, ArrayRecord]]:

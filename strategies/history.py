@@ -21,9 +21,10 @@ class History:
         `personal-accuracy` and `personal-loss` are the method's own choice.
     rounds : list of dict
         One per round: `round`, `asked`, `answered`, `seconds`, `bytes-down`, `bytes-up`, and over the clients'
-        last known personal accuracies (a client that sat out keeps its last): `accuracy` (plain mean),
-        `accuracy-weighted` (by test size), `accuracy-p10` (bottom decile), `accuracy-best` (best plain mean so
-        far; BMTA in the FedAMP paper). All accuracies lie in [0, 1]. What a method counts besides follows.
+        last known personal accuracies (a client that sat out keeps its last): `evaluated` (of how many), `accuracy`
+        (plain mean), `accuracy-weighted` (by test size), `accuracy-p10` (bottom decile), `accuracy-best` (best plain
+        mean so far, over as many clients; BMTA in the FedAMP paper). All accuracies lie in [0, 1]. What a method
+        counts besides follows.
     left_out : dict
         client -> why it takes no part at all, such as having no data.
     """
@@ -78,11 +79,13 @@ class History:
                 self._accuracy[row["client"]] = (accuracy, size if counted else 1)
         if self._accuracy:
             known = np.array([self._accuracy[client] for client in in_order(self._accuracy)])  # (m, 2)
+            line["evaluated"] = len(known)
             line["accuracy"] = float(known[:, 0].mean())
             line["accuracy-weighted"] = float(np.average(known[:, 0], weights=known[:, 1]))
             line["accuracy-p10"] = float(np.quantile(known[:, 0], 0.1))
-            before = self.rounds[-1].get("accuracy-best", 0.0) if self.rounds else 0.0
-            line["accuracy-best"] = max(before, line["accuracy"])
+            before = self.rounds[-1] if self.rounds else {}
+            same = before.get("evaluated") == len(known)  # means over more clients are not comparable
+            line["accuracy-best"] = max(before["accuracy-best"] if same else 0.0, line["accuracy"])
         line.update(self._counted)
         self._counted = {}
         self.rounds.append(line)

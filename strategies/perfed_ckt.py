@@ -27,10 +27,12 @@ without the second term. A centroid of one client is that client's logits; `min_
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from logging import INFO, WARNING
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.supercore import log
 
 from .admission import Refused, Reply
 from .messages import (
@@ -42,7 +44,6 @@ from .messages import (
     NUM_CLASSES,
     NUM_EXAMPLES,
     NUM_PUBLIC,
-    NUM_TEST_EXAMPLES,
     PUBLIC_SET,
     TRAIN_LOSS,
     TRAINED,
@@ -66,7 +67,9 @@ DISTILL_WEIGHT = "distill-weight"
 PUBLIC_BATCH_SIZE = "public-batch-size"
 LOGITS_DTYPE = "logits-dtype"
 
-MOST_PUBLIC = 10**6  # images, and classes: what a client says of itself is not to be trusted
+# What a client says of itself is not to be trusted.
+MOST_PUBLIC = 10**6  # images, and classes
+MOST_BYTES = 10**15
 
 # How far from 1 the probabilities of an image may sum up to: float16 is off by 5e-4 at the most.
 SUM_TOLERANCE = 1e-3
@@ -225,9 +228,11 @@ class CoDistillation:
 
         if steps := int(config[LOCAL_STEPS]):  # none in round 0
             metrics[TRAIN_LOSS] = visit.train(model, steps=steps, term=term if distill_weight else None)
+        logits = predict(model, public).astype(str(config.get(LOGITS_DTYPE, "float32")))  # (P, N)
+        if not np.isfinite(logits).all():
+            raise ValueError("the trained model gives no finite probabilities; the one kept before stays")
         visit.keep(model)
         metrics |= {**visit.evaluation(TRAINED, model), **visit.counts(), MODEL_BYTES: _bytes(model)}
-        logits = predict(model, public).astype(str(config.get(LOGITS_DTYPE, "float32")))  # (P, N)
         return RecordDict({
             ARRAYS: to_record({LOGITS: logits}),
             METRICS: MetricRecord(metrics),
@@ -250,8 +255,9 @@ def _bytes(model: torch.nn.Module) -> int:
 class PerFedCKT(PersonalizedStrategy):
     """PerFed-CKT as a Flower strategy. `start` needs no model: an empty ArrayRecord will do.
 
-    A client says what its public set is when it is first met. The set that most of them have (at a tie, that of
-    the first in order of client) is the one; clients with another are left out, by name.
+    A client says what its public set is when it is first met; clients with another one are left out, by name. What a
+    client kept it goes on with: a second `start` in the same Flower run does not begin with untrained models, unless
+    it is a simulation.
 
     Parameters
     ----------
@@ -271,6 +277,9 @@ class PerFedCKT(PersonalizedStrategy):
         nearest one, and where fewer clients than that answered no centroid is sent at all.
     logits_dtype : {"float32", "float16"}
         In which logits and centroids travel.
+    public_set : str, optional
+        The fingerprint (`Site.fingerprint`) of the public set that clients must have. By default it is the set that
+        most of the clients that are met first have; at a tie, that of the first in order of client.
     **settings
         Those of `PersonalizedStrategy`.
 
@@ -293,6 +302,7 @@ class PerFedCKT(PersonalizedStrategy):
         warmup_rounds: int = 0,
         min_cluster_size: int = 1,
         logits_dtype: str = "float32",
+        public_set: str | None = None,
         **settings: Any,
     ) -> None:
         super().__init__(**settings)
@@ -310,6 +320,7 @@ class PerFedCKT(PersonalizedStrategy):
         self.warmup_rounds = warmup_rounds
         self.min_cluster_size = min_cluster_size
         self.logits_dtype = logits_dtype
+        self._expected = public_set
 
     @property
     def first_round(self) -> int:
@@ -324,21 +335,21 @@ class PerFedCKT(PersonalizedStrategy):
         self._sent: int = 0  # centroids that went out in the round in progress
         self._cluster_of: dict[ClientId, int] = {}
 
-    def unfit(self, newcomers: Mapping[ClientId, Mapping[str, Any]]) -> dict[ClientId, str]:
-        reasons = super().unfit(newcomers)
+    def introduce(self, newcomers: Mapping[ClientId, Mapping[str, Any]]) -> dict[ClientId, str]:
+        reasons = super().introduce(newcomers)
         stated = {client: _stated_set(about) for client, about in newcomers.items() if client not in reasons}
         if self.public_set is None:
-            sets = [each for each in stated.values() if each is not None]
+            sets = [each for each in stated.values() if each is not None and self._expected in (None, each[0])]
             if not sets:
-                return reasons | dict.fromkeys(stated, "it states no public set")
+                wanted = f", expected {self._expected}" if self._expected else ""
+                return reasons | {client: f"it has {_described(each)}{wanted}" for client, each in stated.items()}
             self.public_set = max(sets, key=sets.count)  # at a tie the first, which is that of the first client
+            log(INFO, "kindred: clients need %s", _described(self.public_set))
             _, num_public, num_classes = self.public_set
             shape = np.broadcast_to(np.zeros((), self.logits_dtype), (num_public, num_classes))
             self.layout = Layout({LOGITS: shape})
         for client, public_set in stated.items():
-            if public_set is None:
-                reasons[client] = "it states no public set"
-            elif public_set != self.public_set:
+            if public_set != self.public_set:
                 reasons[client] = f"it has {_described(public_set)}, expected {_described(self.public_set)}"
             else:
                 self._sizes[client] = int(newcomers[client].get(NUM_EXAMPLES, 1))
@@ -349,7 +360,7 @@ class PerFedCKT(PersonalizedStrategy):
         sizes = np.array([self._sizes[client] for client in clients], dtype=np.float64)
         return sizes / sizes.sum()
 
-    def round_config(self, server_round: int) -> dict[str, Any]:
+    def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
         return {
             LOCAL_STEPS: self.local_steps if server_round > 0 else 0,
             DISTILL_WEIGHT: self.distill_weight,
@@ -372,25 +383,31 @@ class PerFedCKT(PersonalizedStrategy):
         if (lowest := logits.min()) < 0:
             raise Refused(f"logits of image {int(logits.min(axis=1).argmin())} hold {lowest:g}, allowed: 0 to 1")
         off = np.abs(logits.sum(axis=1, dtype=np.float64) - 1)  # (P,)
-        if (most := off.max()) > SUM_TOLERANCE:
+        if off.max() > SUM_TOLERANCE:
             image = int(off.argmax())
             raise Refused(f"logits of image {image} sum to {logits[image].sum(dtype=np.float64):g}, "
-                          f"allowed: 1 within {SUM_TOLERANCE:g}" if np.isfinite(most) else "logits are not finite")
+                          f"allowed: 1 within {SUM_TOLERANCE:g}")
 
     def take(self, client: ClientId, reply: Reply) -> None:
         self._received[client] = reply.arrays[LOGITS].astype(np.float32)
 
     def end_round(self, server_round: int, answered: Sequence[ClientId]) -> None:
+        if self.public_set is None:  # nobody has said who it is yet
+            return
         self.history.count(clusters=0)
         if answered:
             self._cluster(server_round, answered)
         _, num_public, num_classes = self.public_set
         floats = floats_communicated(num_public, num_classes, len(answered), self._sent)
-        fedavg = 2 * sum(row.get(MODEL_BYTES, 0) for row in self.history.open_rows()) if server_round > 0 else 0
+        sizes = [row.get(MODEL_BYTES) for row in self.history.open_rows()]
+        known = [size for size in sizes if isinstance(size, int) and 0 <= size <= MOST_BYTES]
+        fedavg = 2 * sum(known) if server_round > 0 else 0
         self.history.count(floats=floats, bytes_fedavg=fedavg)
 
     def _cluster(self, server_round: int, answered: Sequence[ClientId]) -> None:
         if len(answered) < self.min_cluster_size:
+            log(WARNING, "kindred: round %d: no centroids, for %d clients answered and min_cluster_size is %d",
+                server_round, len(answered), self.min_cluster_size)
             self._centroids, self._cluster_of = None, {}
             return
         logits = np.stack([self._received.pop(client) for client in answered])  # (m, P, N)
@@ -434,6 +451,8 @@ def _stated_set(about: Mapping[str, Any]) -> tuple[str, int, int] | None:
     return fingerprint, *counts
 
 
-def _described(public_set: tuple[str, int, int]) -> str:
+def _described(public_set: tuple[str, int, int] | None) -> str:
+    if public_set is None:
+        return "no public set"
     fingerprint, num_public, num_classes = public_set
     return f"the public set {fingerprint} ({num_public} images) with {num_classes} classes"

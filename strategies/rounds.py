@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from logging import INFO, WARNING
 from typing import Any
 
@@ -30,6 +31,7 @@ from .messages import (
     NUM_EXAMPLES,
     NUM_TEST_EXAMPLES,
     PERSONAL,
+    PROBLEM,
     SERVER_ROUND,
     TRAINED,
     ClientId,
@@ -142,14 +144,14 @@ class PersonalizedStrategy(Strategy):
         self.wait_timeout = wait_timeout
         self.buffers = buffers
         self.history = History()
-        self._trained: set[ClientId] = set()  # who answered in this round
-        self._evaluated: set[ClientId] = set()  # who told its accuracy in that answer
+        self._silent: set[ClientId] | None = None  # who may be asked for an evaluation; None: all
         self._nodes: dict[ClientId, int] = {}  # the clients that are connected
         self._identities: dict[int, ClientId] = {}  # every node that was ever met
         self._about: dict[int, Mapping[str, Any]] = {}  # what they said of themselves
+        self._introduced: dict[ClientId, int] = {}  # as which node a client was last introduced to the method
         self._asked: dict[str, _Asked] = {}  # messages of the exchange in progress
         self._nodes_know_identity = True
-        self._answered = False  # has any client, in any round
+        self._answered = False  # has any client, in any round of training
 
     # --- What a method says ---------------------------------------------------------------------------
 
@@ -162,21 +164,26 @@ class PersonalizedStrategy(Strategy):
         """Take the model that clients start from. Called once, before the first round."""
         raise NotImplementedError
 
-    def round_config(self, server_round: int) -> dict[str, Any]:
-        """Settings that go to every client in this round, besides the caller's own."""
+    def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
+        """Settings that go to a client with the arrays made for it just now, besides the caller's own."""
         return {}
 
     def outgoing(self, server_round: int, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId, ArrayRecord]]:
         """The model that goes to each of these clients to train from, one after the other."""
         raise NotImplementedError
 
-    def unfit(self, newcomers: Mapping[ClientId, Mapping[str, Any]]) -> dict[ClientId, str]:
-        """Which of these clients, met just now, cannot take part, and why.
+    def introduce(self, newcomers: Mapping[ClientId, Mapping[str, Any]]) -> dict[ClientId, str]:
+        """Take note of what clients that were met just now say of themselves.
 
         Parameters
         ----------
         newcomers : mapping
-            client -> what it said of itself; nothing where its ClientApp knows no such question.
+            client -> what it said; nothing where its ClientApp knows no such question.
+
+        Returns
+        -------
+        dict
+            client -> why it cannot take part, of those that cannot.
         """
         reasons = {}
         for client, about in newcomers.items():
@@ -190,6 +197,13 @@ class PersonalizedStrategy(Strategy):
     def chances(self, clients: Sequence[ClientId]) -> np.ndarray | None:
         """How likely each client is to be drawn, shape (m,), summing to 1; None if all alike."""
         return None
+
+    def mismatch(self, client: ClientId, arrays: Mapping[str, np.ndarray]) -> str | None:
+        """Say in a few words how the arrays of a training reply are not what this client is to send; None if they are.
+
+        By default they are to be the model of `layout`, which `begin` sets.
+        """
+        return self.layout.mismatch(arrays)
 
     def inspect(self, client: ClientId, reply: Reply) -> None:
         """Raise `Refused` where a training reply, good otherwise, is not what this method can use."""
@@ -228,7 +242,6 @@ class PersonalizedStrategy(Strategy):
         """
         raise NotImplementedError
 
-    # The model that replies to TRAIN must hold; set by `begin`.
     layout: Layout
 
     # --- Flower's interface ---------------------------------------------------------------------------
@@ -255,20 +268,21 @@ class PersonalizedStrategy(Strategy):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Take in the training replies of a round as they come. The models stay here: no arrays are returned."""
         contents: dict[ClientId, RecordDict] = {}
-        self._evaluated = set()
+        evaluated: set[ClientId] = set()  # who told its accuracy in its answer
         for message in replies:
             if (found := self._admitted(message, server_round, evaluation=False)) is not None:
                 client, reply = found
                 self.take(client, reply)
                 if f"{self.personal}-accuracy" in reply.metrics:
-                    self._evaluated.add(client)
+                    evaluated.add(client)
                 contents[client] = RecordDict({"metrics": reply.metrics})
         answered = in_order(contents)
-        self._trained = set(answered)
+        # Clients that evaluate while they train have said all there is to say; who sits out keeps its last.
+        self._silent = set(answered) - evaluated if evaluated else None
         self.end_round(server_round, answered)
         if not answered:
             return None, None
-        self._answered = True
+        self._answered = self._answered or server_round > 0
         return None, self.train_metrics_aggr_fn([contents[client] for client in answered], self.weighted_by_key)
 
     def configure_evaluate(
@@ -276,10 +290,7 @@ class PersonalizedStrategy(Strategy):
     ) -> Iterable[Message]:
         """Make the messages by which clients evaluate their personal models, one at a time."""
         clients = self.sample(server_round, self.fraction_evaluate, self.min_evaluate_nodes, "evaluate")
-        if self._evaluated:
-            # Clients that evaluate while they train have said all there is to say; who sits out keeps its last.
-            clients = [client for client in clients if client in self._trained - self._evaluated]
-        for client in clients:
+        for client in clients if self._silent is None else in_order(self._silent.intersection(clients)):
             yield self._message(client, self.personal_arrays(client), config, server_round, MessageType.EVALUATE)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
@@ -335,12 +346,12 @@ class PersonalizedStrategy(Strategy):
         result = Result(arrays=initial_arrays)
         self.history = History()
         self._answered = False
-        self._identities, self._about, self._nodes_know_identity = {}, {}, True
+        self._identities, self._about, self._introduced, self._nodes_know_identity = {}, {}, {}, True
         if self.clients_keep_state and simulated(grid):
             begin_simulation(grid.run.run_id)
         self.begin(initial_arrays)
         started = time.monotonic()
-        if evaluate_fn and (metrics := evaluate_fn(0, initial_arrays)) is not None:
+        if evaluate_fn and self.first_round > 0 and (metrics := evaluate_fn(0, initial_arrays)) is not None:
             result.evaluate_metrics_serverapp[0] = metrics
 
         for server_round in range(self.first_round, num_rounds + 1):
@@ -360,10 +371,12 @@ class PersonalizedStrategy(Strategy):
             raise TooFewClients(f"no client gave a usable answer in any of the {num_rounds} rounds; "
                                 f"client {self.history.rows[-1]['client']}: {self.history.rows[-1]['status']}"
                                 if self.history.rows else "no client was asked in any round")
-        if self.personal != TRAINED and self.fraction_evaluate and num_rounds not in result.evaluate_metrics_clientapp:
-            # Replies of a round speak of the model that it started from: the last one still needs a word.
+        # Replies of a round may speak of the model that it started from: the last one still needs a word. And who was
+        # never drawn has said nothing yet.
+        told = self.personal == TRAINED or num_rounds in result.evaluate_metrics_clientapp
+        self._silent = self._nodes.keys() - {row["client"] for row in self.history.rows} if told else None
+        if self.fraction_evaluate and self._silent != set():
             closing_started = time.monotonic()
-            self._evaluated = set()
             self._evaluate(grid, result, evaluate_config, timeout, num_rounds + 1)
             self._close_round(num_rounds + 1, num_rounds, time.monotonic() - closing_started, on_round)
         result.arrays = self.global_arrays()
@@ -407,11 +420,12 @@ class PersonalizedStrategy(Strategy):
             else:
                 self._nodes[client] = node_id
         newcomers = {client: self._about.get(self._nodes[client], {}) for client in self.clients()
-                     if self._nodes[client] in new}
+                     if self._introduced.get(client) != self._nodes[client]}
+        self._introduced |= {client: self._nodes[client] for client in newcomers}
         left_out = self.history.left_out
         for client in newcomers:  # who comes back may have mended what was wrong
             left_out.pop(client, None)
-        for client, reason in self.unfit(newcomers).items():
+        for client, reason in self.introduce(newcomers).items():
             log(WARNING, "kindred: client %s takes no part: %s", client, reason)
             left_out[client] = reason
         for client in left_out:
@@ -428,7 +442,7 @@ class PersonalizedStrategy(Strategy):
         while True:
             node_ids = sorted(grid.get_node_ids())
             of_use = any(self._identities.get(node_id) not in self.history.left_out for node_id in node_ids)
-            if len(node_ids) >= self.min_available_nodes and (of_use or not node_ids):
+            if len(node_ids) >= self.min_available_nodes and of_use:
                 # At the start nodes come one after the other.
                 if self._identities or node_ids == seen:
                     return node_ids
@@ -436,7 +450,8 @@ class PersonalizedStrategy(Strategy):
             elif time.monotonic() > deadline:
                 raise TooFewClients(
                     f"{len(node_ids)} clients are connected after {self.wait_timeout:g} s, "
-                    f"{self.min_available_nodes} are needed (min_available_nodes)")
+                    + (f"{self.min_available_nodes} are needed (min_available_nodes)" if of_use or not node_ids
+                       else "and none of them can take part"))
             elif not told:
                 log(INFO, "kindred: waiting for clients: %d of %d are here", len(node_ids), self.min_available_nodes)
                 told = True
@@ -459,7 +474,13 @@ class PersonalizedStrategy(Strategy):
                 continue
             about = {key: value for record in reply.content.config_records.values() for key, value in record.items()}
             name = about.get(CLIENT_ID)
-            self._identities[node_id] = name if isinstance(name, int | str) and not isinstance(name, bool) else node_id
+            client = name if isinstance(name, int | str) and not isinstance(name, bool) else node_id
+            if PROBLEM in about:  # it may pass: the client is asked again before the next round
+                reason = first_line(str(about[PROBLEM]))
+                log(WARNING, "kindred: client %s cannot load its data: %s", client, reason)
+                self.history.left_out[client] = f"it cannot load its data: {reason}"
+                continue
+            self._identities[node_id] = client
             self._about[node_id] = about
 
     # --- An exchange ----------------------------------------------------------------------------------
@@ -467,7 +488,7 @@ class PersonalizedStrategy(Strategy):
     def _message(
         self, client: ClientId, arrays: ArrayRecord, config: ConfigRecord, server_round: int, message_type: str
     ) -> Message:
-        settings = ConfigRecord({**config, **self.round_config(server_round)})
+        settings = ConfigRecord({**config, **self.round_config(server_round, client)})
         settings[SERVER_ROUND] = server_round
         settings[METHOD] = self.name
         content = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: settings})
@@ -507,9 +528,9 @@ class PersonalizedStrategy(Strategy):
             self._add_row(asked, server_round, reason, 0)
             return None
         bytes_up = payload_bytes(message.content)
-        layout = None if evaluation and not message.content.array_records else self.layout
+        due = None if evaluation and not message.content.array_records else partial(self.mismatch, asked.client)
         try:
-            reply = admit(message.content, self.weighted_by_key, layout)
+            reply = admit(message.content, self.weighted_by_key, due)
             if not evaluation:
                 self.inspect(asked.client, reply)
         except Refused as refusal:

@@ -8,7 +8,7 @@ a simulation it travels with every message.
 
 At a site the folders stay: the personal model in them is what the site took part for. In a simulation the
 clients share a disk with the server, which marks the run's folder as simulated (`begin_simulation`) and removes
-those of simulations that are over; the last one's stay until the next begins.
+those of simulations that are over, unless `end_simulation` did.
 """
 
 from __future__ import annotations
@@ -87,6 +87,9 @@ class ClientState:
 
         for folder in (self._run.parent, self._run, self.folder):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for partial in self.folder.glob(".*.partial.safetensors"):
+            if not _is_running(int(partial.name.split(".")[-3])):  # it was killed while it saved
+                partial.unlink(missing_ok=True)
         whole = {key: np.asarray(array, order="C") for key, array in arrays.items()}  # save_file writes memory as it is
         with replacing(self._path(name)) as temporary:
             save_file(whole, temporary, {"client": json.dumps(self.client)})
@@ -143,7 +146,8 @@ def simulated(grid: Grid) -> bool:
 def begin_simulation(run_id: int) -> None:
     """Mark a run as simulated, and remove the folders of simulated runs that are over.
 
-    The mark is a lock that this process holds until it begins another simulation or ends, however it ends.
+    The mark is a lock that this process holds until it ends, however it ends, or begins another simulation: a process
+    has one at a time.
     """
     while _marks:
         _marks.pop().close()
@@ -154,7 +158,7 @@ def begin_simulation(run_id: int) -> None:
         for mark in root.glob(f"run-*/{_SIMULATED}"):
             with suppress(OSError), open(mark) as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(mark.parent, ignore_errors=True)
+                _remove(mark.parent)
         folder = _run_folder(run_id, root)
         folder.mkdir(mode=0o700, exist_ok=True)
         mark = open(folder / _SIMULATED, "w")  # stays open, and so locked
@@ -162,7 +166,19 @@ def begin_simulation(run_id: int) -> None:
         _marks.append(mark)
 
 
+def end_simulation(run_id: int) -> None:
+    """Remove what the clients of a simulated run kept."""
+    _remove(_run_folder(run_id, default_root()))
+
+
 _marks: list[IO[str]] = []
+
+
+def _remove(folder: Path) -> None:
+    """Remove a simulated run's folder, the mark last: what is interrupted is then taken up the next time."""
+    for path in folder.glob("client-*"):
+        shutil.rmtree(path, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
@@ -181,6 +197,16 @@ def replacing(path: Path) -> Iterator[Path]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it is another user's
+        pass
+    return True
 
 
 @contextmanager

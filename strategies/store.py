@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Generic, TypeVar
 
 import numpy as np
 from flwr.app import ArrayRecord
@@ -87,6 +88,46 @@ class Layout:
         })
 
 
+Item = TypeVar("Item")
+
+
+class InTurn(Generic[Item]):
+    """Hands on what clients send in a given order, however it comes: sums then have the same bits.
+
+    What comes before its turn waits; the rest is handed on at once and not kept.
+
+    Parameters
+    ----------
+    order : sequence of client ids
+        Of those who may send something.
+    hand_on : callable
+        Given a client and what it sent.
+    """
+
+    def __init__(self, order: Sequence[ClientId], hand_on: Callable[[ClientId, Item], None]) -> None:
+        self._turns = list(reversed(order))
+        self._waiting: dict[ClientId, Item] = {}
+        self._hand_on = hand_on
+
+    def add(self, client: ClientId, item: Item) -> None:
+        """Take what a client sent."""
+        self._waiting[client] = item
+        while self._turns and self._turns[-1] in self._waiting:
+            self._next()
+
+    def finish(self) -> None:
+        """Hand on what still waits: for clients that sent nothing."""
+        while self._waiting:
+            if self._turns[-1] in self._waiting:
+                self._next()
+            else:
+                self._turns.pop()
+
+    def _next(self) -> None:
+        client = self._turns.pop()
+        self._hand_on(client, self._waiting.pop(client))
+
+
 class ClientModels(Mapping[ClientId, ArrayRecord]):
     """The last model of each client, held once, as the rows of one (m, d) matrix.
 
@@ -132,6 +173,10 @@ class ClientModels(Mapping[ClientId, ArrayRecord]):
             self._index[client] = len(self._index)
         self.layout.flatten(arrays, self._rows[self._index[client]])
         self._integers[client] = self.layout.integer_arrays(arrays)
+
+    def row(self, client: ClientId) -> np.ndarray:
+        """The floats of a client's model, shape (d,): a view, to be changed in place."""
+        return self._rows[self._index[client]]
 
     def blocks(self, clients: Sequence[ClientId], stop: int | None = None) -> Iterator[tuple[slice, np.ndarray]]:
         """Go through the models of these clients, some columns at a time.

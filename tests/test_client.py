@@ -134,6 +134,21 @@ def test_a_site_that_cannot_be_loaded_is_reported_by_client_and_holds_up_nobody(
 
     strategy = make("heurfedamp")
     strategy.start(InlineGrid(make_client_app(broken), CLIENTS), to_record(get_arrays(network())), 1, 60)
-    status = {row["client"]: row["status"] for row in strategy.history.rows}
-    assert status.pop(2) == "error 2: FileNotFoundError: no folder /data/site"
-    assert set(status.values()) == {"ok"}
+    assert strategy.history.left_out == {2: "it cannot load its data: FileNotFoundError: no folder /data/site"}
+    assert {row["client"]: row["status"] for row in strategy.history.rows} == {
+        client: "ok" for client in range(CLIENTS) if client != 2}
+
+
+def test_a_site_that_can_be_loaded_later_takes_part_from_then_on() -> None:
+    attempts = []
+
+    def slow(context) -> Site:
+        if context.node_config["partition-id"] == 2 and len(attempts) < 2:
+            attempts.append(context)
+            raise FileNotFoundError("no folder /data/site")
+        return load_site(context)
+
+    strategy = make("heurfedamp")
+    strategy.start(InlineGrid(make_client_app(slow), CLIENTS), to_record(get_arrays(network())), 4, 60)
+    assert strategy.history.left_out == {}
+    assert [row["round"] for row in strategy.history.rows if row["client"] == 2] == [3, 4]

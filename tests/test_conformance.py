@@ -178,7 +178,8 @@ def _giant(content) -> None:
     small = np.lib.format.header_data_from_array_1_0(np.zeros((2, 2), np.float32)) | {"shape": (2**40, 2**20)}
     header = io.BytesIO()
     np.lib.format.write_array_header_1_0(header, small)
-    content["arrays"][_array_of(content)] = Array("float32", (2**40, 2**20), "numpy.ndarray", header.getvalue() + b"1234")
+    data = header.getvalue() + b"1234"
+    content["arrays"][_array_of(content)] = Array("float32", (2**40, 2**20), "numpy.ndarray", data)
 
 
 def _no_examples(content) -> None:

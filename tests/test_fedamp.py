@@ -159,8 +159,8 @@ def test_weights_are_a_convex_combination_whatever_comes(models, alpha, sigma, s
 def test_alpha_decays_every_so_many_rounds_and_sets_the_proximal_weight() -> None:
     method = FedAMP(sigma=1.0, alpha=100.0, alpha_decay=0.1, alpha_decay_every=30, lam=2.0)
     assert [method.alpha_at(k) for k in (1, 30, 31, 60, 61)] == pytest.approx([100, 100, 10, 10, 1])
-    assert method.round_config(1) == {"proximal-mu": pytest.approx(0.02)}
-    assert method.round_config(31) == {"proximal-mu": pytest.approx(0.2)}
+    assert method.round_config(1, 0) == {"proximal-mu": pytest.approx(0.02)}
+    assert method.round_config(31, 0) == {"proximal-mu": pytest.approx(0.2)}
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,9 @@ def test_clusters_are_those_of_scikit_learn_on_the_same_matrix() -> None:
     assert centroids == pytest.approx(theirs.reshape(3, 40, 5)[order], abs=1e-6)
 
 
-@given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 3), st.integers(2, 4), st.integers(1, 4), st.integers(0, 99))
+@given(
+    st.integers(1, 6), st.integers(1, 6), st.integers(1, 3), st.integers(2, 4), st.integers(1, 4), st.integers(0, 99)
+)
 def test_every_cluster_has_clients_and_is_their_mean(m, c, num_public, num_classes, min_size, seed) -> None:
     rng = np.random.default_rng(seed)
     logits = rng.dirichlet(np.full(num_classes, 0.1), (m, num_public)).astype(np.float32).round(1)
@@ -308,8 +310,8 @@ EXPECTED = "expected the public set 3-cafe (3 images) with 2 classes"
     [
         ({"public-set": "3-beef"}, f"it has the public set 3-beef (3 images) with 2 classes, {EXPECTED}"),
         ({"num-classes": 5}, f"it has the public set 3-cafe (3 images) with 5 classes, {EXPECTED}"),
-        ({"public-set": 7}, "it states no public set"),
-        ({"num-public": 2**60}, "it states no public set"),
+        ({"public-set": 7}, f"it has no public set, {EXPECTED}"),
+        ({"num-public": 2**60}, f"it has no public set, {EXPECTED}"),
         ({"num-examples": 0}, "it has no training sample"),
         ({"num-examples": "many"}, "its num-examples is 'many', allowed: 1 to 1000000000000"),
     ],
@@ -324,8 +326,51 @@ def test_a_client_that_does_not_fit_is_left_out_by_name(about, reason) -> None:
 def test_without_any_public_set_there_is_no_run() -> None:
     app = logits_app()
     del app._registered_funcs["query.identity"]
-    with pytest.raises(TooFewClients, match="no client can take part; client 1001: it states no public set"):
+    with pytest.raises(TooFewClients, match="no client can take part; client 1001: it has no public set"):
         run_plain(grid=InlineGrid(app, 3))
+
+
+def test_the_public_set_that_is_asked_for_counts_and_not_the_first_that_comes() -> None:
+    strategy = PerFedCKT(num_clusters=2, public_set="3-beef")
+    with pytest.raises(TooFewClients, match="no client gave a usable answer"):  # 1003's replies say another set again
+        strategy.start(InlineGrid(stating(**{"public-set": "3-beef"}), 3), ArrayRecord(), 1, 60)
+    assert strategy.clients() == [1003] and set(strategy.history.left_out) == {1001, 1002}
+    assert "expected the public set 3-beef" in strategy.history.left_out[1001]
+    with pytest.raises(TooFewClients, match="it has the public set 3-cafe .*, expected 3-dead"):
+        run_plain(public_set="3-dead")
+
+
+class DeafGrid(InlineGrid):
+    """Nobody answers when all are first asked who they are: one node, then the others."""
+
+    deaf_to = 4  # questions
+
+    def push_messages(self, messages):
+        messages = list(messages)
+        ids = super().push_messages(messages)
+        if self.deaf_to and messages[0].metadata.message_type == "query.identity":
+            self.deaf_to -= 1
+            del self._waiting[ids[0]]
+        return ids
+
+
+def test_a_run_begins_when_clients_have_said_who_they_are() -> None:
+    strategy = run_plain(grid=DeafGrid(logits_app(), 4), wait_timeout=0.3)
+    assert [line["answered"] for line in strategy.history.rounds] == [0, 4, 4, 4]
+
+
+@pytest.mark.parametrize("size", [float("inf"), float("nan"), -1, 10**18, 1.5])
+def test_an_impossible_model_size_counts_as_none(size) -> None:
+    def fate(server_round: int, client: int):
+        return (lambda content: content["metrics"].update({"model-bytes": size})) if client == 1 else "ok"
+
+    strategy = run_plain(grid=FaultyGrid(logits_app(), 4, fate))
+    assert [line["bytes-fedavg"] for line in strategy.history.rounds] == [0, 48, 48, 48]
+
+
+def test_answers_before_any_training_make_no_run() -> None:
+    with pytest.raises(TooFewClients, match="no client gave a usable answer in any of the 3 rounds"):
+        run_plain(grid=FaultyGrid(logits_app(), 4, lambda server_round, client: "error" if server_round else "ok"))
 
 
 # --- The rounds, with networks ------------------------------------------------------------------------
@@ -467,6 +512,29 @@ def test_clients_of_few_samples_take_part_and_those_of_none_are_left_out(name) -
     assert np.isfinite(strategy.history.rounds[-1]["accuracy"])
 
 
+class Exploding(PerFedCKT):
+    def round_config(self, server_round, client):
+        return super().round_config(server_round, client) | ({"distill-weight": 1e300} if server_round == 2 else {})
+
+
+def test_a_model_that_is_no_longer_finite_does_not_take_the_place_of_the_last_good_one() -> None:
+    strategy, _ = run_networks(sites(), Exploding(num_clusters=2, local_steps=4, public_batch_size=6))
+    status = {number: {row["status"] for row in strategy.history.rows if row["round"] == number} for number in range(4)}
+    assert status.pop(2) == {"error 2: ValueError: the trained model gives no finite probabilities; "
+                             "the one kept before stays"}
+    assert all(each == {"ok"} for each in status.values())
+
+
+def test_clients_that_were_never_drawn_are_evaluated_in_the_end() -> None:
+    strategy, _ = run_networks(sites(), PerFedCKT(num_clusters=2, local_steps=4, public_batch_size=6,
+                                                  fraction_train=0.25, min_train_nodes=1), rounds=1)
+    before, last = strategy.history.rounds[1:]
+    assert (before["round"], last["round"]) == (1, 2) and before["evaluated"] < last["evaluated"] == 4
+    drawn = {row["client"] for row in strategy.history.rows if row["round"] < 2}
+    assert {row["client"] for row in strategy.history.rows if row["round"] == 2} == set(range(4)) - drawn
+    assert last["accuracy-best"] == last["accuracy"]  # what was best before was of fewer clients
+
+
 def test_a_client_without_a_public_set_says_so() -> None:
-    with pytest.raises(TooFewClients, match="client 0: it states no public set"):
+    with pytest.raises(TooFewClients, match="client 0: it has no public set"):
         run_networks(sites({number: {"public": None} for number in range(4)}))

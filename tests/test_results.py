@@ -180,13 +180,13 @@ def test_tables_after_each_round(tmp_path):
         "2,1,ok,0.5,100,30,0.9,30,0.25\n"
     )
     header, first, second = (folder.path / "rounds.csv").read_text().splitlines()
-    assert header == ("round,asked,answered,seconds,bytes-down,bytes-up,"
+    assert header == ("round,asked,answered,seconds,bytes-down,bytes-up,evaluated,"
                       "accuracy,accuracy-weighted,accuracy-p10,accuracy-best")
     # Means of .5 and .7, then of .5 (carried forward) and .9; weights 10 and 30; deciles a tenth of the way up.
     assert first.startswith("1,2,2,2.0,200,60,")
-    assert [float(cell) for cell in first.split(",")[6:]] == pytest.approx([0.6, 0.65, 0.52, 0.6])
+    assert [float(cell) for cell in first.split(",")[6:]] == pytest.approx([2, 0.6, 0.65, 0.52, 0.6])
     assert second.startswith("2,2,1,2.0,200,60,")
-    assert [float(cell) for cell in second.split(",")[6:]] == pytest.approx([0.7, 0.8, 0.54, 0.7])
+    assert [float(cell) for cell in second.split(",")[6:]] == pytest.approx([2, 0.7, 0.8, 0.54, 0.7])
 
 
 def test_no_reply_at_all_still_gives_tables(tmp_path):

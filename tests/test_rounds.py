@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from strategies import FedAvg, InlineGrid, Local, TooFewClients
 from strategies.baselines.fedavg import WeightedMean
 from strategies.messages import in_order, read_array, to_record
+from strategies.store import InTurn
 
 from .plain import FaultyGrid, initial, plain_app
 
@@ -50,6 +51,36 @@ def test_the_second_node_with_a_taken_name_is_left_out(caplog) -> None:
     strategy.start(InlineGrid(app, 3), initial(), 1)
     assert [row["client"] for row in strategy.history.rows] == [1, 2]
     assert "kindred: node 1002 says it is client 1, as node 1001 does; it is left out" in caplog.messages
+
+
+class Leaving(InlineGrid):
+    """The first node is gone after so many rounds."""
+
+    def __init__(self, app, num_clients: int, rounds: int) -> None:
+        super().__init__(app, num_clients)
+        self._rounds = rounds
+
+    def push_messages(self, messages):
+        messages = list(messages)
+        if any(message.metadata.group_id == str(self._rounds + 1) for message in messages):
+            self._contexts.pop(1001, None)
+        return super().push_messages(messages)
+
+
+def test_who_takes_over_a_name_is_heard_anew() -> None:
+    """A site that was left out mends what was wrong and comes back while its old node is still listed."""
+    app = plain_app()
+
+    @app.query("identity")
+    def identity(message, context):
+        number = context.node_config["partition-id"]
+        about = {"client-id": max(number, 1), "num-examples": number}  # client 1: without data, and with
+        return Message(RecordDict({"config": ConfigRecord(about)}), reply_to=message)
+
+    strategy = Local()
+    strategy.start(Leaving(app, 4, rounds=2), initial(), 4)
+    assert [row["round"] for row in strategy.history.rows if row["client"] == 1] == [4]
+    assert strategy.history.left_out == {}
 
 
 def test_too_few_clients_end_the_run_when_the_wait_is_over() -> None:
@@ -258,9 +289,11 @@ def test_a_weighted_mean_has_the_same_bits_in_every_order(order, weights) -> Non
     rows = np.random.default_rng(0).normal(size=(5, 7)).astype(np.float32)
 
     def mean(sequence) -> np.ndarray:
-        total = WeightedMean(range(6), 7, np.dtype(np.float32))  # client 5 never comes
+        total = WeightedMean(7, np.dtype(np.float32))
+        terms = InTurn(range(-1, 6), lambda client, term: total.add(client, *term))  # the first and the last never come
         for client in sequence:
-            total.add(client, weights[client], rows[client].copy())
+            terms.add(client, (weights[client], rows[client].copy()))
+        terms.finish()
         return total.result()
 
     assert mean(order).tobytes() == mean(range(5)).tobytes()

@@ -24,7 +24,7 @@ import strategies.client
 from strategies import InlineGrid, PerFedCKT, Site, make_client_app
 from strategies.client import Visit
 from strategies.messages import in_order, read_record
-from strategies.state import ClientState, SavedModels, begin_simulation, default_root
+from strategies.state import ClientState, SavedModels, begin_simulation, default_root, end_simulation
 from strategies.training import get_arrays
 
 from .test_conformance import everything, values
@@ -143,6 +143,25 @@ def test_a_damaged_file_is_an_error_that_names_it(tmp_path, damage) -> None:
     assert "\n" not in text and not (tmp_path / "touched").exists()
     path.unlink()
     assert state.load("model") is None
+
+
+def test_what_a_killed_process_left_is_removed_and_what_another_writes_is_not(tmp_path) -> None:
+    state = ClientState(1, 7, tmp_path)
+    state.save("model", {"a": np.zeros(3)})
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    for pid in (gone.pid, os.getppid()):
+        (state.folder / f".model.{pid}.partial.safetensors").write_bytes(b"half")
+    state.save("model", {"a": np.ones(3)})
+    assert files_in(state.folder) == {"model.safetensors", f".model.{os.getppid()}.partial.safetensors"}
+
+
+def test_a_simulation_that_is_over_can_be_removed_at_once(root) -> None:
+    begin_simulation(5)
+    ClientState(5, 1).save("model", {"a": np.zeros(3)})
+    end_simulation(5)
+    assert not (root / "run-5").exists()
+    begin_simulation(6)
 
 
 def test_objects_are_not_saved() -> None:

@@ -23,15 +23,13 @@ from flwr.app import ArrayRecord
 from ..admission import Reply
 from ..messages import FINETUNE_EPOCHS, PROXIMAL_MU, RECEIVED, TUNED, ClientId, check, to_record
 from ..rounds import PersonalizedStrategy
-from ..store import Layout
+from ..store import InTurn, Layout
 
 # --- The mathematics ----------------------------------------------------------------------------------
 
 
 class WeightedMean:
-    """sum_k n_k w_k / sum_k n_k, summed in a given order however the terms come.
-
-    Terms that come before their turn wait; the others are added at once and not kept.
+    """sum_k n_k w_k / sum_k n_k.
 
     Attributes
     ----------
@@ -39,30 +37,19 @@ class WeightedMean:
         client -> n_k of the terms in the sum, in its order.
     """
 
-    def __init__(self, order: Sequence[ClientId], size: int, dtype: np.dtype) -> None:
-        self._turns = list(reversed(order))
-        self._waiting: dict[ClientId, tuple[float, np.ndarray]] = {}
+    def __init__(self, size: int, dtype: np.dtype) -> None:
         self._sum = np.zeros(size, dtype)  # (d,)
         self.weights: dict[ClientId, float] = {}
 
     def add(self, client: ClientId, weight: float, row: np.ndarray) -> None:
-        """Add a client's term; row has shape (d,) and may be changed."""
-        self._waiting[client] = (weight, row)
-        while self._turns and self._turns[-1] in self._waiting:
-            self._sum_up(self._turns.pop())
-
-    def result(self) -> np.ndarray | None:
-        """The mean, shape (d,), of all that came; None if nothing did."""
-        for client in reversed(self._turns):
-            if client in self._waiting:
-                self._sum_up(client)
-        return self._sum / sum(self.weights.values()) if self.weights else None
-
-    def _sum_up(self, client: ClientId) -> None:
-        weight, row = self._waiting.pop(client)
+        """Add a client's term; row has shape (d,) and is changed."""
         row *= weight
         self._sum += row
         self.weights[client] = weight
+
+    def result(self) -> np.ndarray | None:
+        """The mean, shape (d,), of all that came; None if nothing did."""
+        return self._sum / sum(self.weights.values()) if self.weights else None
 
 
 # --- The client ---------------------------------------------------------------------------------------
@@ -92,7 +79,9 @@ class FedAvg(PersonalizedStrategy):
         self._sent: dict[ClientId, float] = {}  # the same of the global model that was sent last
 
     def outgoing(self, server_round: int, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId, ArrayRecord]]:
-        self._mean = WeightedMean(clients, self.layout.size, self.layout.dtype)
+        self._mean = WeightedMean(self.layout.size, self.layout.dtype)
+        self._terms: InTurn[tuple[float, np.ndarray]] = InTurn(
+            clients, lambda client, term: self._mean.add(client, *term))
         self._sent = self._examples
         self._counters: dict[ClientId, Mapping[str, np.ndarray]] = {}
         return ((client, self._global) for client in clients)
@@ -101,9 +90,10 @@ class FedAvg(PersonalizedStrategy):
         row = np.empty(self.layout.size, self.layout.dtype)  # (d,)
         self.layout.flatten(reply.arrays, row)
         self._counters[client] = self.layout.integer_arrays(reply.arrays)
-        self._mean.add(client, float(reply.metrics[self.weighted_by_key]), row)
+        self._terms.add(client, (float(reply.metrics[self.weighted_by_key]), row))
 
     def end_round(self, server_round: int, answered: Sequence[ClientId]) -> None:
+        self._terms.finish()
         mean = self._mean.result()
         if mean is not None:
             self._examples = self._mean.weights
@@ -146,8 +136,8 @@ class FedProx(FedAvg):
         check("proximal_mu", proximal_mu, proximal_mu >= 0, "0 or more")
         self.proximal_mu = proximal_mu
 
-    def round_config(self, server_round: int) -> dict[str, Any]:
-        return {**super().round_config(server_round), PROXIMAL_MU: self.proximal_mu}
+    def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
+        return {**super().round_config(server_round, client), PROXIMAL_MU: self.proximal_mu}
 
 
 class FineTuned(FedAvg):
@@ -172,8 +162,8 @@ class FineTuned(FedAvg):
         super().begin(initial_arrays)
         self._tuned: dict[ClientId, ArrayRecord] = {}
 
-    def round_config(self, server_round: int) -> dict[str, Any]:
-        return {**super().round_config(server_round), FINETUNE_EPOCHS: self.finetune_epochs}
+    def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
+        return {**super().round_config(server_round, client), FINETUNE_EPOCHS: self.finetune_epochs}
 
     def take_evaluation(self, client: ClientId, reply: Reply) -> None:
         if reply.arrays:
