@@ -21,6 +21,7 @@ test: $(INSTALLED)
 benchmarks: $(INSTALLED)
 	$(VENV)/bin/python -m benchmarks.cloud_models
 	$(VENV)/bin/python -m benchmarks.clustering
+	$(VENV)/bin/python -m benchmarks.collaboration
 	$(VENV)/bin/python -m benchmarks.wire
 	$(VENV)/bin/python -m benchmarks.simulation --data-dir '$(DATA_DIR)'
 

@@ -14,7 +14,7 @@ from data import load_federation
 from strategies import REGISTRY, InlineGrid, make_model
 from strategies.messages import to_record
 from strategies.models import choose_model, parse_models
-from strategies.state import SavedModels, end_simulation, simulated
+from strategies.state import MIXTURE, SavedModels, end_simulation, saved_files, simulated
 
 from .config import Config, ConfigError, kebab
 from .results import RunFolder
@@ -105,7 +105,8 @@ def run(grid: Grid, config: Config) -> RunFolder:
         raise
     # Models that never travelled are still on this disk, if the clients are.
     local = strategy.clients_keep_state and simulated(grid)
-    folder.finish(strategy, federation, SavedModels(grid.run.run_id) if local else None)
+    kept = None if method.models_travel or not local else SavedModels(grid.run.run_id)
+    folder.finish(strategy, federation, kept, saved_files(grid.run.run_id, MIXTURE) if local else {})
     if local:
         end_simulation(grid.run.run_id)
     log(INFO, "kindred: results in %s", folder.path)

@@ -81,20 +81,22 @@ class Config:
     partition: str = setting("rotated", one_of(*PARTITIONS), "how clients' data differ")
     num_clients: int = setting(20, at_least(2), "clients among whom the data are divided")
     num_groups: int = setting(
-        4, at_least(1), "groups of like clients, where the partition has groups and no sizes of its own"
+        4, at_least(1), "groups of like clients, where the partition has groups and no sizes of its own; "
+        "clustered-dirichlet: of classes"
     )
     samples_per_client: int = setting(
         0,
         at_least(0),
-        "training images a client (dirichlet: images a client on average, for training, validation and test); "
-        "0: as the partition's paper says, else 40 for digits and at most 500 elsewhere",
+        "training images a client (dirichlet, label-groups, clustered-dirichlet: images for training and test, on "
+        "average); 0: as the partition's paper says, else 40 for digits and at most 500 elsewhere",
     )
     with_replacement: bool = setting(
         False, TRUE_OR_FALSE, "draw images anew when a class is used up, instead of ending with an error"
     )
 
     dirichlet_alpha: float = setting(
-        0.1, above(0), "dirichlet: concentration; the smaller, the more clients' shares of a class differ"
+        0.1, above(0), "dirichlet, clustered-dirichlet: concentration; the smaller, the more clients' shares of a "
+        "class, or cluster, differ"
     )
     public_data: str = setting(
         "auto",
@@ -168,6 +170,37 @@ class Config:
     )
     logits_dtype: str = setting(
         "float32", one_of("float32", "float16"), "PerFed-CKT: in which probabilities travel"
+    )
+    num_neighbours: int = setting(
+        3, at_least(0), "FedeRiCo: models of others that a client works on in a round (M); 0 is local training"
+    )
+    epsilon: float = setting(0.3, within(0, 1), "FedeRiCo: probability of a random neighbour instead of the best")
+    beta: float = setting(0.6, a_share(), "FedeRiCo: momentum of the moving average of losses; 1: the last alone")
+    likelihood: str = setting(
+        "mean", one_of("mean", "sum"), "FedeRiCo: over a client's samples, the loss that weights go by; sum: the paper's"
+    )
+    temperature: float = setting(1.0, at_least(1e-9), "FedeRiCo: weights are a softmax of the losses divided by it")
+    m_step: str = setting(
+        "epochs",
+        one_of("epochs", "steps", "gradient"),
+        "FedeRiCo: work on each model in a round: local-epochs epochs (where that is 0, local-steps steps), "
+        "local-steps steps, or one gradient over all data, by which the server moves the model with optimizer",
+    )
+    min_weight: float = setting(
+        0.001, within(0, 1), "FedeRiCo: updates with a smaller weight are neither computed nor sent"
+    )
+    mixture: str = setting(
+        "probabilities", one_of("probabilities", "logits"), "FedeRiCo: what a client's prediction mixes"
+    )
+    mixture_threshold: float = setting(
+        0.01, within(0, 1), "FedeRiCo: models with a smaller weight have no part in the prediction"
+    )
+    share_absent: bool = setting(
+        True, TRUE_OR_FALSE, "FedeRiCo: whether models of clients that are not connected stay available to others"
+    )
+    selection: str = setting(
+        "server", one_of("server", "relay"),
+        "FedeRiCo: who holds the losses and chooses neighbours: the server, or each client, with the server as a relay",
     )
     finetune_epochs: int = setting(
         1, at_least(0), "FedAvg-FT, FedProx-FT: epochs by which a client tunes the global model for itself"

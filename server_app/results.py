@@ -5,6 +5,7 @@
     rounds.csv                       a line per round; grows every round
     collaboration/round-0003.npz     clients (m,), weights (m, m) float32: whose model counts how much for whom
     models/client-ID.safetensors     each client's personal model, after the last round
+    mixtures/client-ID.safetensors   FedeRiCo: the models that a client predicts with, and their shares
     accuracy.png, collaboration.png, partition.png
     summary.json                     the figures of the whole run; written last
 
@@ -23,6 +24,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -119,6 +121,7 @@ class RunFolder:
         strategy: PersonalizedStrategy,
         federation: Federation,
         personal_models: Mapping[ClientId, ArrayRecord] | None = None,
+        mixtures: Mapping[ClientId, Path] | None = None,
     ) -> dict[str, Any]:
         """Write the models, the pictures and, last, the summary.
 
@@ -130,6 +133,8 @@ class RunFolder:
             Who has what, for the picture of the partition and the true groups in that of the collaboration.
         personal_models : mapping, optional
             By default those that reached the strategy.
+        mixtures : mapping, optional
+            The file of each client's mixture, to be copied.
 
         Returns
         -------
@@ -142,6 +147,7 @@ class RunFolder:
 
         history = strategy.history
         last = len(_training(self.settings, history))
+        self._copy_files("mixtures", mixtures or {})
         models = self._save_models(strategy.client_models() if personal_models is None else personal_models, last)
 
         setting = "{dataset}, {partition}, seed {seed}".format(**self.settings)
@@ -175,6 +181,13 @@ class RunFolder:
                 save_file(arrays, temporary, about)
             files[client] = f"models/{file}"
         return files
+
+    def _copy_files(self, name: str, files: Mapping[ClientId, Path]) -> None:
+        taken: set[str] = set()
+        for client in in_order(files):
+            (self.path / name).mkdir(exist_ok=True)
+            with replacing(self.path / name / model_file(client, taken)) as temporary:
+                shutil.copyfile(files[client], temporary)
 
     def _save_picture(self, name: str, figure: Figure) -> None:
         with replacing(self.path / name) as temporary:

@@ -33,10 +33,12 @@ from .messages import (
     PUBLIC_SET,
     RECEIVED,
     SERVER_ROUND,
+    SHARE_MODEL,
     TRAIN_LOSS,
     TRAINED,
     TUNED,
     ClientId,
+    check,
     read_record,
     seed_for,
     to_record,
@@ -44,7 +46,7 @@ from .messages import (
 from .models import MODELS
 from .registry import REGISTRY
 from .state import MODEL, ClientState
-from .training import evaluate, get_arrays, pick_device, predict, set_arrays, train
+from .training import evaluate, get_arrays, mean_gradient, pick_device, predict, set_arrays, train
 
 # Sites whose data a process keeps at hand; those used least recently go first.
 SITES_KEPT = 256
@@ -115,6 +117,8 @@ class Visit:
     device : torch.device
     state : ClientState
         What the client keeps between messages.
+    node_config : mapping
+        What the site has set.
     """
 
     client: ClientId
@@ -123,11 +127,12 @@ class Visit:
     arrays: dict[str, np.ndarray]
     device: torch.device
     state: ClientState
+    node_config: Mapping[str, Any]
 
-    def model(self) -> torch.nn.Module:
-        """The site's module, holding the model in the message."""
+    def model(self, arrays: Mapping[str, np.ndarray] | None = None) -> torch.nn.Module:
+        """The site's module, holding these arrays, by default those in the message; there is but one."""
         model = _module(self.site.model, self.device)
-        set_arrays(model, self.arrays)
+        set_arrays(model, self.arrays if arrays is None else arrays)
         return model
 
     def own_model(self) -> torch.nn.Module:
@@ -136,9 +141,7 @@ class Visit:
         if kept is None:
             with self._seeded(seed_for(self.config.get("seed", 0), self.client, MODEL)):
                 return self.site.model().to(self.device)
-        model = _module(self.site.model, self.device)
-        set_arrays(model, kept)
-        return model
+        return self.model(kept)
 
     def keep(self, model: torch.nn.Module) -> None:
         """Keep a model as the client's own."""
@@ -151,8 +154,11 @@ class Visit:
     @contextlib.contextmanager
     def _seeded(self, seed: int) -> Iterator[None]:
         """Have what PyTorch draws by itself, as for dropout or new weights, depend on a seed; then as before."""
-        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-            torch.manual_seed(seed)
+        on_gpu = self.device.type == "cuda"
+        with torch.random.fork_rng(devices=[self.device] if on_gpu else []):
+            torch.random.default_generator.manual_seed(seed)  # torch.manual_seed asks for GPUs at every call
+            if on_gpu:
+                torch.cuda.manual_seed(seed)
             yield
 
     def train(
@@ -170,6 +176,11 @@ class Visit:
                 learning_rate=float(config.get("learning-rate", 0.01)), momentum=float(config.get("momentum", 0.0)),
                 precision=str(config.get("precision", "float32")),
             )
+
+    def gradient(self, model: torch.nn.Module) -> dict[str, np.ndarray]:
+        """The gradient of the mean loss over the site's training data. See `training.mean_gradient`."""
+        with self._seeded(self.seed("gradient")):
+            return mean_gradient(model, *self.site.train)
 
     def tune(self, model: torch.nn.Module) -> None:
         """Fine-tune a model for this site by the epochs that the message asks for; no proximal term."""
@@ -259,6 +270,19 @@ def make_client_app(load_site: LoadSite) -> ClientApp:
     return app
 
 
+def true_or_false(node_config: Mapping[str, Any], key: str, default: bool) -> bool:
+    """What a site has set in its node config.
+
+    Raises
+    ------
+    ValueError
+        Neither true nor false, without quotes: what is for the site's protection is not guessed at.
+    """
+    value = node_config.get(key, default)
+    check(key, value, isinstance(value, bool), "true, false")
+    return value
+
+
 def client_id(context: Context) -> ClientId:
     """Who a client is: node-config's `client-id`, else its partition, else its node id."""
     config = context.node_config
@@ -282,7 +306,8 @@ def _visit(load_site: LoadSite, message: Message, context: Context) -> Visit:
     device = pick_device(str(config.get("device", "auto")))
     client = client_id(context)
     state = ClientState(context.run_id, client, context.node_config.get("state-dir"))
-    return Visit(client, _site(load_site, context, device), config, read_record(arrays), device, state)
+    return Visit(client, _site(load_site, context, device), config, read_record(arrays), device, state,
+                 context.node_config)
 
 
 def _introduction(load_site: LoadSite, context: Context) -> dict[str, Any]:
@@ -290,7 +315,7 @@ def _introduction(load_site: LoadSite, context: Context) -> dict[str, Any]:
     about: dict[str, Any] = {CLIENT_ID: client_id(context)}
     try:
         site = _site(load_site, context, pick_device(str(context.run_config.get("device", "auto"))))
-        about[NUM_EXAMPLES] = len(site.train[1])
+        about |= {NUM_EXAMPLES: len(site.train[1]), SHARE_MODEL: true_or_false(context.node_config, SHARE_MODEL, True)}
         if site.public is not None:
             model = _module(site.model, site.public.device)
             num_classes = predict(model, site.public[:1]).shape[1]

@@ -5,7 +5,8 @@ evaluates) and a ConfigRecord `config` (`server-round`, `method`, and the settin
 Client to server: an ArrayRecord `arrays` (the trained model) and a MetricRecord `metrics`.
 Server to client, QUERY with action `identity`: nothing; the reply's ConfigRecord holds `client-id` and
 `num-examples` and, of a client that has a public set, its fingerprint `public-set`, `num-public` and `num-classes`; or
-`client-id` and the `problem` for which it cannot say more.
+`client-id` and the `problem` for which it cannot say more. `share-model` is false where the site does not want other
+sites to have its model.
 Where logits travel in place of models (PerFed-CKT), `arrays` holds `centroids` on the way down, `logits` on the
 way up, and the reply's ConfigRecord `config` the fingerprint again.
 These are the names of Flower's own FedAvg and FedProx, so that a ClientApp written for them takes part.
@@ -38,6 +39,7 @@ LOCAL_STEPS = "local-steps"
 PUBLIC_SET = "public-set"
 NUM_PUBLIC = "num-public"
 NUM_CLASSES = "num-classes"
+SHARE_MODEL = "share-model"
 PROBLEM = "problem"
 
 NUM_EXAMPLES = "num-examples"

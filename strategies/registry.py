@@ -75,6 +75,15 @@ REGISTRY: dict[str, Method] = {
         needs_public_set=True,
         client_path=".perfed_ckt:CoDistillation",
     ),
+    "federico": Method(
+        ".federico:FedeRiCo",
+        "FedeRiCo",
+        "Sui et al., 2022, arXiv:2210.06597",
+        "the client's and its neighbours' models, down; their weighted updates, up",
+        ("num_neighbours", "epsilon", "beta", "likelihood", "temperature", "m_step", "optimizer", "learning_rate",
+         "min_weight", "mixture", "mixture_threshold", "share_absent", "selection"),
+        client_path=".federico:Collaboration",
+    ),
     "local": Method(".baselines.local:Local", "Local", "training alone", "the client's own model, both ways"),
     "fedavg": Method(
         ".baselines.fedavg:FedAvg", "FedAvg", "McMahan et al., AISTATS 2017, arXiv:1602.05629", _MODEL_BOTH_WAYS

@@ -219,6 +219,10 @@ class PersonalizedStrategy(Strategy):
         """End a round in which these clients (in order) answered. Without any, nothing changes."""
         raise NotImplementedError
 
+    def notes(self, client: ClientId) -> dict[str, Any]:
+        """What the history is to say of the last message to a client."""
+        return {}
+
     def global_arrays(self) -> ArrayRecord:
         """The global model; the plain mean of the clients' models where there is none."""
         raise NotImplementedError
@@ -477,8 +481,8 @@ class PersonalizedStrategy(Strategy):
             client = name if isinstance(name, int | str) and not isinstance(name, bool) else node_id
             if PROBLEM in about:  # it may pass: the client is asked again before the next round
                 reason = first_line(str(about[PROBLEM]))
-                log(WARNING, "kindred: client %s cannot load its data: %s", client, reason)
-                self.history.left_out[client] = f"it cannot load its data: {reason}"
+                log(WARNING, "kindred: client %s cannot introduce itself: %s", client, reason)
+                self.history.left_out[client] = f"it cannot introduce itself: {reason}"
                 continue
             self._identities[node_id] = client
             self._about[node_id] = about
@@ -551,7 +555,8 @@ class PersonalizedStrategy(Strategy):
         if status != "ok":
             log(WARNING, "kindred: round %d goes on without client %s: %s", server_round, asked.client, status)
         row = {
-            **(metrics or {}),  # whatever a client calls its metrics, the columns below are the engine's
+            **(metrics or {}),  # whatever a client calls its metrics, the columns below are not its own
+            **self.notes(asked.client),
             "round": server_round, "client": asked.client, "status": status,
             "seconds": time.monotonic() - asked.sent_at, "bytes-down": asked.bytes_down, "bytes-up": bytes_up,
         }
@@ -642,7 +647,14 @@ def mean_metrics(contents: list[RecordDict], weighted_by_key: str) -> MetricReco
 
 def payload_bytes(content: RecordDict) -> int:
     """Bytes that the records of a message hold: arrays with their headers, metrics and settings."""
-    return sum(record.count_bytes() for record in content.values())
+    return sum(_count_bytes(record) for record in content.values())
+
+
+def _count_bytes(record: ArrayRecord | MetricRecord | ConfigRecord) -> int:
+    try:
+        return record.count_bytes()
+    except (IndexError, ValueError):  # of an empty list or text in a record, which Flower takes and cannot count
+        return 0
 
 
 def first_line(text: str) -> str:

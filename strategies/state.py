@@ -32,7 +32,9 @@ from flwr.supercore import log
 
 from .messages import ClientId, in_order, to_record
 
-MODEL = "model"  # the name under which a personal model is kept
+# Names under which a client keeps
+MODEL = "model"  # its personal model
+MIXTURE = "mixture"  # models that it predicts with together
 _SIMULATED = ".simulated"
 
 
@@ -81,8 +83,8 @@ class ClientState:
         except FileNotFoundError:
             return None
 
-    def save(self, name: str, arrays: Mapping[str, np.ndarray]) -> None:
-        """Keep arrays under a name in place of the last ones."""
+    def save(self, name: str, arrays: Mapping[str, np.ndarray], about: Mapping[str, str] | None = None) -> None:
+        """Keep arrays under a name, with texts about them, in place of the last ones."""
         from safetensors.numpy import save_file
 
         for folder in (self._run.parent, self._run, self.folder):
@@ -92,17 +94,36 @@ class ClientState:
                 partial.unlink(missing_ok=True)
         whole = {key: np.asarray(array, order="C") for key, array in arrays.items()}  # save_file writes memory as it is
         with replacing(self._path(name)) as temporary:
-            save_file(whole, temporary, {"client": json.dumps(self.client)})
+            save_file(whole, temporary, {"client": json.dumps(self.client), **(about or {})})
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.safetensors"
 
 
+def saved_files(run_id: int, name: str) -> dict[ClientId, Path]:
+    """The files that the clients of a run keep under a name on this machine; a damaged one is left out, with a warning.
+
+    Returns
+    -------
+    dict
+        client -> path
+    """
+    from safetensors import safe_open
+
+    files: dict[ClientId, Path] = {}
+    for path in _run_folder(run_id, default_root()).glob(f"client-*/{name}.safetensors"):
+        try:
+            with _reading(path), safe_open(path, "numpy") as file:
+                files[json.loads(file.metadata()["client"])] = path
+        except ValueError as error:
+            log(WARNING, "kindred: %s", error)
+    return files
+
+
 class SavedModels(Mapping[ClientId, ArrayRecord]):
     """The personal models that the clients of a run keep on this machine, each read when it is asked for.
 
-    As a mapping it goes from client ids, in order, to records. A file that is damaged is left out with a warning:
-    the other clients' models are good.
+    As a mapping it goes from client ids, in order, to records.
 
     Parameters
     ----------
@@ -110,15 +131,7 @@ class SavedModels(Mapping[ClientId, ArrayRecord]):
     """
 
     def __init__(self, run_id: int) -> None:
-        from safetensors import safe_open
-
-        self._files: dict[ClientId, Path] = {}
-        for path in _run_folder(run_id, default_root()).glob(f"client-*/{MODEL}.safetensors"):
-            try:
-                with _reading(path), safe_open(path, "numpy") as file:
-                    self._files[json.loads(file.metadata()["client"])] = path
-            except ValueError as error:
-                log(WARNING, "kindred: %s", error)
+        self._files = saved_files(run_id, MODEL)
 
     def __getitem__(self, client: ClientId) -> ArrayRecord:
         from safetensors.numpy import load_file

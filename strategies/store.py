@@ -57,13 +57,17 @@ class Layout:
         wide = any(self.dtypes[name] == np.float64 for name in floats)
         self.dtype = np.dtype(np.float64 if wide else np.float32)
 
-    def mismatch(self, arrays: Mapping[str, np.ndarray]) -> str | None:
-        """Say in a few words how arrays differ from this model's; None if they do not."""
-        for name in self.shapes:
+    def mismatch(self, arrays: Mapping[str, np.ndarray], whole: bool = True) -> str | None:
+        """Say in a few words how arrays differ from this model's; None if they do not.
+
+        With `whole` false they may be some of the floats alone.
+        """
+        due = self.shapes if whole else self.slices
+        for name in self.shapes if whole else ():
             if name not in arrays:
                 return f"array {name!r} is missing"
         for name, array in arrays.items():
-            if name not in self.shapes:
+            if name not in due:
                 return f"array {name!r} is not part of the model"
             if array.shape != self.shapes[name] or array.dtype != self.dtypes[name]:
                 return (f"array {name!r} is {array.dtype} {array.shape}, "

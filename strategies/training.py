@@ -154,6 +154,37 @@ def train(
     return float(torch.stack(losses).double() @ torch.tensor(sizes, dtype=torch.float64).to(x.device)) / sum(sizes)
 
 
+def mean_gradient(model: nn.Module, x: Tensor, y: Tensor, batch_size: int = 128) -> dict[str, np.ndarray]:
+    """The gradient of the mean cross-entropy over all samples, at the weights that a model has.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Maps images to logits (n, classes). Left in training mode: normalisation layers go by the batch.
+    x : tensor (n, ...)
+        Images, on the model's device.
+    y : tensor (n,) of int64
+        Labels, on the model's device; one at least.
+    batch_size : int
+        Images at a time, as for `train`.
+
+    Returns
+    -------
+    dict of str to ndarray
+        For each parameter that is trained, by its name in the state dict.
+    """
+    x = channels_last(model, x)
+    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    model.train()
+    model.zero_grad()
+    sizes = _batch_sizes(len(y), batch_size)
+    for images, labels in zip(x.split(sizes), y.split(sizes), strict=True):
+        (F.cross_entropy(model(images), labels, reduction="sum") / len(y)).backward()
+    values = list(parameters.values())
+    gradients = _gradients(values, [value.detach() for value in values], [], 0.0)
+    return {name: gradient.cpu().numpy().copy(order="C") for name, gradient in zip(parameters, gradients, strict=True)}
+
+
 def predict(model: nn.Module, x: Tensor, batch_size: int = 128) -> np.ndarray:
     """The class probabilities that a model gives; it keeps its mode.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterable
 
@@ -111,6 +112,55 @@ def logits_app(evaluates_in_training: bool = False) -> ClientApp:
     def evaluate(message, context):
         client, own = context.node_config["partition-id"], kept(context)
         metrics = {"eval_loss": float(((own - target(client)) ** 2).sum()), "eval_acc": closeness(own, client),
+                   "num-examples": 5}
+        return Message(RecordDict({"metrics": MetricRecord(metrics)}), reply_to=message)
+
+    return app
+
+
+def collaboration_app(evaluates_in_training: bool = False) -> ClientApp:
+    """FedeRiCo's client with the clients of `plain_app`: each model's loss is its distance from the client's target."""
+    app = ClientApp()
+
+    def loss(w: np.ndarray, client: int) -> float:
+        return float(((w - target(client)) ** 2).mean())
+
+    def shares(scores: np.ndarray, rest: float = -np.inf) -> np.ndarray:
+        return np.exp(scores) / (np.exp(scores).sum() + np.exp(rest))
+
+    def weights_of(arrays: ArrayRecord, count: int, client: int) -> list[np.ndarray]:
+        own = np.full((2, 2), 0.1 * client, np.float32)
+        return [arrays[f"{k}/layer.weight"].numpy() if f"{k}/layer.weight" in arrays else own for k in range(count)]
+
+    @app.train()
+    def train(message, context):
+        client = context.node_config["partition-id"]
+        config, arrays = message.content["config"], message.content["arrays"]
+        models = weights_of(arrays, len(json.loads(config["models"])), client)
+        losses = [loss(w, client) for w in models]
+        smoothed = (1 - config["beta"]) * np.array(config["smoothed-losses"]) + config["beta"] * np.array(losses)
+        weights = shares(-smoothed / config["temperature"], config["log-rest"])
+        sent = {}
+        if "0/layer.weight" not in arrays:
+            sent |= {"model/layer.weight": models[0], "model/norm.running_mean": np.zeros(3, np.float32),
+                     "model/norm.num_batches_tracked": np.array(0)}
+        for k, (w, weight) in enumerate(zip(models, weights)):
+            sent[f"{k}/layer.weight"] = (weight * 0.6 * (target(client) - w)).astype(np.float32)
+        sent["0/norm.running_mean"] = np.full(3, client + 1, np.float32)
+        metrics = {"train_loss": losses[0], "num-examples": 10 * (client + 1)}
+        if evaluates_in_training:
+            metrics |= {"mixture-accuracy": closeness(models[0], client), "num-test-examples": 5}
+        return Message(RecordDict({
+            "arrays": ArrayRecord({name: _array(array) for name, array in sent.items()}),
+            "metrics": MetricRecord(metrics), "config": ConfigRecord({"losses": losses})}), reply_to=message)
+
+    @app.evaluate()
+    def evaluate(message, context):
+        client, config = context.node_config["partition-id"], message.content["config"]
+        models = weights_of(message.content["arrays"], len(json.loads(config["models"])), client)
+        weights = shares(-np.array(config["smoothed-losses"]) / config["temperature"])
+        metrics = {"eval_loss": float(sum(weight * loss(w, client) for w, weight in zip(models, weights))),
+                   "eval_acc": float(sum(weight * closeness(w, client) for w, weight in zip(models, weights))),
                    "num-examples": 5}
         return Message(RecordDict({"metrics": MetricRecord(metrics)}), reply_to=message)
 

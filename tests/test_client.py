@@ -134,7 +134,7 @@ def test_a_site_that_cannot_be_loaded_is_reported_by_client_and_holds_up_nobody(
 
     strategy = make("heurfedamp")
     strategy.start(InlineGrid(make_client_app(broken), CLIENTS), to_record(get_arrays(network())), 1, 60)
-    assert strategy.history.left_out == {2: "it cannot load its data: FileNotFoundError: no folder /data/site"}
+    assert strategy.history.left_out == {2: "it cannot introduce itself: FileNotFoundError: no folder /data/site"}
     assert {row["client"]: row["status"] for row in strategy.history.rows} == {
         client: "ok" for client in range(CLIENTS) if client != 2}
 

@@ -11,7 +11,7 @@ from flwr.clientapp import ClientApp
 
 from strategies import REGISTRY, InlineGrid, PersonalizedStrategy
 
-from .plain import FaultyGrid, ShuffledGrid, initial, logits_app, plain_app
+from .plain import FaultyGrid, ShuffledGrid, collaboration_app, initial, logits_app, plain_app
 
 CLIENTS = 6
 ROUNDS = 4
@@ -20,15 +20,21 @@ OWN_SETTINGS = {
     "proximal_mu": 0.5, "finetune_epochs": 1,
     "num_clusters": 2, "distill_weight": 0.5, "local_steps": 10, "public_batch_size": 2, "warmup_rounds": 0,
     "min_cluster_size": 1, "logits_dtype": "float32",
+    "num_neighbours": 2, "epsilon": 0.3, "beta": 0.6, "likelihood": "mean", "temperature": 0.5, "m_step": "epochs",
+    "optimizer": "adam", "learning_rate": 0.1, "min_weight": 0.001, "mixture": "probabilities",
+    "mixture_threshold": 0.01, "share_absent": True, "selection": "server",
 }
+# What the clients of a method must be able to do beyond training a model as FedProx's do.
+APPS = {"perfed-ckt": logits_app, "federico": collaboration_app}
 
 every_method = pytest.mark.parametrize("name", REGISTRY)
 where_models_travel = pytest.mark.parametrize("name", [name for name in REGISTRY if REGISTRY[name].models_travel])
+where_trained_models_travel = pytest.mark.parametrize("name", [name for name in REGISTRY if name not in APPS])
 where_logits_travel = pytest.mark.parametrize("name", [name for name in REGISTRY if not REGISTRY[name].models_travel])
 
 
 def app_of(name: str, evaluates_in_training: bool = False) -> ClientApp:
-    return (plain_app if REGISTRY[name].models_travel else logits_app)(evaluates_in_training)
+    return APPS.get(name, plain_app)(evaluates_in_training)
 
 
 def make(name: str, **settings) -> PersonalizedStrategy:
@@ -202,7 +208,15 @@ def _no_fingerprint(content) -> None:
     content.config_records.clear()
 
 
-@where_models_travel
+def _few_losses(content) -> None:
+    content["config"]["losses"] = [0.5]
+
+
+def _again_a_model(content) -> None:
+    content["arrays"] = ArrayRecord({f"model/{name}": array for name, array in initial().items()})
+
+
+@where_trained_models_travel
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
@@ -218,6 +232,24 @@ def _no_fingerprint(content) -> None:
 )
 def test_a_bad_model_counts_like_no_reply_and_says_why(name, damage, reason) -> None:
     check_that_it_counts_like_no_reply(name, damage, reason)
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (_nothing, "refused: it has 0 metric records, expected 1"),
+        (_nan, "refused: array '0/layer.weight' has values that are not finite"),
+        (_shape, "refused: array 'layer.weight' is float32 (2, 3), expected float32 (2, 2)"),
+        (_double, "refused: array 'layer.weight' is float64 (2, 2), expected float32 (2, 2)"),
+        (_extra, "refused: arrays 'backdoor' are of no model that was sent"),
+        (_giant, f"refused: array '0/layer.weight' declares {2**62} bytes but carries 4"),
+        (_no_examples, "refused: num-examples is 0, allowed: 1 to 1000000000000"),
+        (_few_losses, "refused: its losses are [0.5], expected 3 numbers up to 1e+12"),
+        (_again_a_model, "refused: it holds a model where an update is due"),
+    ],
+)
+def test_bad_updates_count_like_no_reply_and_say_why(damage, reason) -> None:
+    check_that_it_counts_like_no_reply("federico", damage, reason)
 
 
 @where_logits_travel

@@ -90,21 +90,42 @@ def test_the_example_gains_by_its_strategy_alone(task) -> None:
 # --- Flower's own command ---------------------------------------------------------------------------------
 
 
-def test_the_documented_perfed_ckt_works_as_written(wheel, tmp_path) -> None:
-    section = (ROOT / "docs" / "plugging-in.md").read_text().split("## PerFed-CKT")[1]
-    server, client = re.findall(r"```python\n(.*?)```", section, re.S)[:2]
-    library = tmp_path / "library"
-    pip("install", "--target", str(library), str(wheel))
+@pytest.fixture(scope="module")
+def library(wheel, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("library")
+    pip("install", "--target", str(folder), str(wheel))
+    return folder
+
+
+def run_the_document(tmp_path, library, server_section: str, client_section: str) -> tuple[dict, list[Path]]:
+    """Run a ServerApp and a ClientApp of the document as they stand there; accuracies, and files that clients keep."""
+    def blocks(section: str) -> list[str]:
+        text = (ROOT / "docs" / "plugging-in.md").read_text().split(section)[1].split("\n## ")[0]
+        return re.findall(r"```python\n(.*?)```", text, re.S)
+
+    (client,) = [block for block in blocks(client_section) if "make_client_app" in block]
     (tmp_path / "client_side.py").write_text(client)
-    script = "from client_side import app\nfrom kindred import InlineGrid\ngrid = InlineGrid(app, 8)\n" + server
+    script = "from client_side import app\nfrom kindred import InlineGrid\ngrid = InlineGrid(app, 8)\n"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(library), str(EXAMPLE), str(tmp_path)]),
                                 "XDG_STATE_HOME": str(tmp_path / "state")}
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", script + blocks(server_section)[0]], cwd=tmp_path, env=environment,
+                          capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     accuracies = ast.literal_eval(done.stdout)
-    assert list(accuracies) == list(range(8)) and np.mean(list(accuracies.values())) > 0.6
-    kept = sorted((tmp_path / "state" / "kindred").glob("run-*/client-*/model.safetensors"))
+    assert list(accuracies) == list(range(8))
+    return accuracies, sorted((tmp_path / "state" / "kindred").glob("run-*/client-*/*.safetensors"))
+
+
+def test_the_documented_perfed_ckt_works_as_written(library, tmp_path) -> None:
+    accuracies, kept = run_the_document(tmp_path, library, "## PerFed-CKT", "## PerFed-CKT")
+    assert np.mean(list(accuracies.values())) > 0.6
     assert len(kept) == 8 and len({frozenset(load_file(path)) for path in kept}) == 2
+
+
+def test_the_documented_federico_works_as_written(library, tmp_path) -> None:
+    accuracies, kept = run_the_document(tmp_path, library, "## FedeRiCo", "## A ClientApp for every method")
+    assert np.mean(list(accuracies.values())) > 0.6
+    assert [path.name for path in kept] == ["mixture.safetensors"] * 8
 
 
 @pytest.fixture

@@ -34,11 +34,17 @@ def measured(folder: Path) -> list[dict]:
     return [{k: v for k, v in row.items() if k != "seconds"} for row in read_table(folder / "history.csv")]
 
 
+COLLABORATION = {"strategy": "federico", "partition": "label-groups", "selection": "relay"}
 CO_DISTILLATION = {"strategy": "perfed-ckt", "model": "digits-cnn,ckt-cnn", "local_steps": 10}
 
 
 @pytest.mark.parametrize(
-    ("changes", "rounds"), [({}, ["1/3", "2/3", "3/3"]), (CO_DISTILLATION, ["0/3", "1/3", "2/3", "3/3"])]
+    ("changes", "rounds"),
+    [
+        ({}, ["1/3", "2/3", "3/3"]),
+        (CO_DISTILLATION, ["0/3", "1/3", "2/3", "3/3"]),
+        (COLLABORATION, ["1/3", "2/3", "3/3"]),
+    ],
 )
 def test_the_simulation_and_the_in_process_engine_give_the_same_bits(tmp_path, changes, rounds) -> None:
     settings = SETTINGS | changes

@@ -5,13 +5,12 @@ It imports `kindred`, which may not meet `strategies` in one process: everything
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+from .examples import calculated, python
 
 TOY = Path(__file__).parent.parent / "examples" / "toy-regression"
 DRAWS = 20
@@ -34,15 +33,9 @@ print(json.dumps({{
 """
 
 
-def python(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, *arguments], cwd=TOY, capture_output=True, text=True, timeout=120)
-
-
 @pytest.fixture(scope="module")
 def outcome() -> dict:
-    done = python("-c", CALCULATIONS)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return calculated(TOY, CALCULATIONS)
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +74,7 @@ def test_the_steps_of_a_round_end_at_its_minimum(outcome, models) -> None:
 
 def test_the_command_prints_what_the_readme_says_and_draws(tmp_path) -> None:
     picture = tmp_path / "toy.png"
-    done = python("toy.py", "--draws", "1", "--output", str(picture))
+    done = python(TOY, "toy.py", "--draws", "1", "--output", str(picture))
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.split("\n\n")
     assert first in (TOY / "README.md").read_text().replace("\n    ", "\n")
@@ -91,6 +84,6 @@ def test_the_command_prints_what_the_readme_says_and_draws(tmp_path) -> None:
 
 @pytest.mark.parametrize("name, value", [("seed", "-1"), ("draws", "0"), ("noise", "nan")])
 def test_an_option_out_of_range_is_named(name, value) -> None:
-    done = python("toy.py", f"--{name}", value)
+    done = python(TOY, "toy.py", f"--{name}", value)
     assert done.returncode == 2
     assert f"--{name} is {value}, allowed: " in done.stderr

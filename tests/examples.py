@@ -1,0 +1,20 @@
+"""Running an example's code. It imports `kindred`, which may not meet `strategies` in one process: it gets its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, *arguments], cwd=folder, capture_output=True, text=True, timeout=120)
+
+
+def calculated(folder: Path, code: str) -> Any:
+    """What the code prints, as JSON."""
+    done = python(folder, "-c", code)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
