@@ -9,29 +9,41 @@ import functools
 from flwr.app import Context
 from torch import nn
 
-from data import load_federation
+from data import Sites, load_federation
 from strategies import MODELS, REGISTRY, Site, make_client_app, make_model
 from strategies.client import ModelFactory, client_id
 from strategies.messages import seed_for
-from strategies.models import model_for_size, parse_models
+from strategies.models import choose_model, model_for_size, parse_models
 
 
 def load_site(context: Context) -> Site:
-    """The part of the federation's data that is this client's, and the network of the run."""
-    federation = load_federation(context.run_config)
-    client = client_id(context)
-    if not isinstance(client, int) or not 0 <= client < federation.num_clients:
-        raise ValueError(f"client {client} has no data: the federation has clients 0 to {federation.num_clients - 1} "
-                         "(num-clients)")
-    data = federation.site_data(client)
-    config = context.run_config
-    names, seed = parse_models(str(config["model"])), int(config["seed"])
-    sizes = federation.train_sizes  # (m,)
-    name = model_for_size(names, int(sizes[client]), float(sizes.mean()), seed_for(seed, client, "architecture"))
+    """The client's data, its own or its part of the federation's, and the network of the run."""
+    config, client = context.run_config, client_id(context)
+    needs_public = REGISTRY[str(config["strategy"])].needs_public_set
+    public = None
+    if config["dataset"] == "sites":
+        federation = Sites.of(config)
+        data = federation.site_data(context.node_config)
+        typical = int(config["samples-per-client"])
+        if needs_public:
+            public = federation.public_set(context.node_config)
+    else:
+        federation = load_federation(config)
+        if not isinstance(client, int) or not 0 <= client < federation.num_clients:
+            raise ValueError(f"client {client} has no data: the federation has clients 0 to "
+                             f"{federation.num_clients - 1} (num-clients)")
+        data = federation.site_data(client)
+        typical = float(federation.train_sizes.mean())
+        if needs_public:
+            public = federation.public_set()
+    size = len(data.train[1])
+    seed = seed_for(int(config["seed"]), client, "architecture")
+    name = model_for_size(parse_models(str(config["model"])), size, typical or size, seed)
+    name = choose_model(federation.image_shape) if name == "auto" else name
     return Site(
         model=_factory(name, federation.image_shape, federation.num_classes),
         train=data.train, test=data.test, validation=data.validation if len(data.validation[1]) else None,
-        public=federation.public_set() if REGISTRY[str(config["strategy"])].needs_public_set else None,
+        public=public, about=federation.task.to_metadata(name),
     )
 
 

@@ -3,6 +3,11 @@
 from .federation import Federation, SiteData, load_federation
 from .partitions import PARTITIONS
 from .picture import partition_figure
+from .sites import Sites, read_site
 from .sources import DATASETS, DataError
+from .task import Task
 
-__all__ = ["DATASETS", "PARTITIONS", "DataError", "Federation", "SiteData", "load_federation", "partition_figure"]
+__all__ = [
+    "DATASETS", "PARTITIONS", "DataError", "Federation", "SiteData", "Sites", "Task", "load_federation",
+    "partition_figure", "read_site",
+]

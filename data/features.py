@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .sources import DEFAULT_FOLDER, DataError, Images, one_line, read_npz
+from .sources import DEFAULT_FOLDER, SUFFIXES, DataError, Images, one_line, read_image, read_npz
 
 if TYPE_CHECKING:
     import torch
 
 WEIGHTS = "resnet18.safetensors"
-SUFFIXES = frozenset((".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"))
 WIDTH = 512
 _BATCH = 64
 
@@ -33,7 +32,8 @@ def folder_features(folder: Path) -> Images:
 
     An image is resized, cut and normalised as torchvision does for these weights. The features are kept in
     `office-home-KEY.npz` in the folder, or in `DEFAULT_FOLDER` where the folder cannot be written; KEY follows from
-    the images' names and sizes and from the weights, so that other data are computed anew. Such files may be removed.
+    the images' names, sizes and times and from the weights, so that other data are computed anew. Such files may be
+    removed.
 
     There is no division into training and test images: of each class, with its images in the order of their paths,
     the second of every five is for test.
@@ -122,7 +122,8 @@ def _key(folder: Path, paths: list[Path]) -> str:
         else:
             key.update(_torchvision().models.ResNet18_Weights.IMAGENET1K_V1.url.encode())  # its name has a hash
         for path in paths:
-            key.update(b"\0%s\0%d" % (os.fsencode(path), (folder / path).stat().st_size))
+            about = (folder / path).stat()
+            key.update(b"\0%s\0%d\0%d" % (os.fsencode(path), about.st_size, about.st_mtime_ns))
     except OSError as error:
         raise DataError(f"{folder} cannot be read: {one_line(error)}") from error
     return key.hexdigest()[:16]
@@ -143,23 +144,15 @@ def _room(places: tuple[Path, ...]) -> tempfile.TemporaryDirectory[str]:
 def _compute(folder: Path, paths: list[Path]) -> np.ndarray:
     """The features of the images: (n, 512), float32."""
     import torch
-    from PIL import Image
 
     network = _network(folder)
     prepare = _torchvision().models.ResNet18_Weights.IMAGENET1K_V1.transforms()
-
-    def prepared(path: Path) -> torch.Tensor:
-        try:
-            with Image.open(path) as image:
-                return prepare(image.convert("RGB"))  # (3, 224, 224)
-        except Exception as error:  # Pillow's readers fail in a dozen ways
-            raise DataError(f"{path} cannot be read as an image: {one_line(error)}") from error
 
     x = np.empty((len(paths), WIDTH), np.float32)
     with torch.inference_mode():
         for start in range(0, len(paths), _BATCH):
             some = slice(start, start + _BATCH)
-            x[some] = network(torch.stack([prepared(folder / path) for path in paths[some]])).numpy()
+            x[some] = network(torch.stack([prepare(read_image(folder / path)) for path in paths[some]])).numpy()
     if not np.isfinite(x).all():
         raise DataError(f"the weights of resnet18 for {folder} give features that are not finite")
     return x

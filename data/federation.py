@@ -12,6 +12,7 @@ import numpy as np
 from .partitions import Partition, divide
 from .public import hold_out_size, public_images, public_source
 from .sources import DataError, Images, load_images
+from .task import Task
 
 if TYPE_CHECKING:
     import torch
@@ -59,6 +60,8 @@ class Federation:
     train_sizes : ndarray, (m,), int
         Training images of each client; some may have none.
     title : str
+    task : Task
+        What its models take and give.
     """
 
     def __init__(
@@ -82,7 +85,7 @@ class Federation:
         self.title = title
         self._label_maps = partition.label_maps
         mean, deviation = _channel_statistics(images.x_train)
-        self._mean, self._deviation = (a.astype(np.float32)[:, None, None] for a in (mean, deviation))
+        self.task = Task(self.image_shape, self.num_classes, tuple(mean.tolist()), tuple(deviation.tolist()))
         # Only the images that some client has are kept, each once; of a large set that is often a small part.
         parts = (partition.train, partition.validation, partition.test)
         used = np.unique(np.concatenate([indices for part in parts for indices in part]))
@@ -153,7 +156,7 @@ class Federation:
     def _normalised(self, x: np.ndarray) -> torch.Tensor:
         import torch
 
-        return torch.from_numpy(np.ascontiguousarray((x - self._mean) / self._deviation))
+        return torch.from_numpy(self.task.normalised(x))
 
 
 def _channel_statistics(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -60,16 +60,12 @@ def public_images(
     if own:
         images = load_images(dataset, data_dir)
         order, most = rng.permutation(spare), hold_out_size(size, len(images))
-    elif source in DATASETS and source != "npz":
+    elif source in DATASETS and source not in ("npz", "sites"):
         in_file = os.path.isfile(os.path.expanduser(data_dir))
         x = load_images(source, str(Path(data_dir).parent) if in_file else data_dir).x_train
         order, most = rng.permutation(len(x)), MOST
     else:
-        path = Path(os.path.abspath(os.path.expanduser(source)))
-        if not path.is_file():
-            names = ", ".join(name for name in DATASETS if name != "npz")
-            raise DataError(f"public-data is {source!r}, allowed: auto, {names}, or an .npz file that is there")
-        x = checked_images(read_npz(path, ("x",))["x"], f"{path}: x")
+        x = read_public(source)
         order, most = np.arange(len(x)), len(x)
 
     there = len(order)
@@ -89,3 +85,12 @@ def public_images(
         raise DataError(f"public-size is {size}, and {source} has {there} images for the public set{remedy}")
     chosen = order[:wanted]
     return images.pick(chosen)[0] if own else x[chosen]
+
+
+def read_public(source: str | os.PathLike[str]) -> np.ndarray:
+    """The images in an .npz file with an array `x`, (P, c, h, w), uint8 or float32; DataError where it holds none."""
+    path = Path(os.path.abspath(os.path.expanduser(source)))
+    if not path.is_file():
+        names = ", ".join(name for name in DATASETS if name not in ("npz", "sites"))
+        raise DataError(f"public-data is {str(source)!r}, allowed: auto, {names}, or an .npz file that is there")
+    return checked_images(read_npz(path, ("x",))["x"], f"{path}: x")

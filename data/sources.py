@@ -7,12 +7,19 @@ import tempfile
 import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+if TYPE_CHECKING:
+    import PIL.Image
+
 DEFAULT_FOLDER = "~/.cache/kindred"
 """Where datasets that torchvision downloads lie unless data-dir says otherwise."""
+
+
+SUFFIXES = frozenset((".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"))
+"""What the names of image files end in."""
 
 
 class DataError(ValueError):
@@ -81,6 +88,7 @@ DATASETS: dict[str, Source] = {
         "features of photographs and drawings in folders DIR/domain/class, by ResNet-18, 512 numbers an image",
         None, (512, 1, 1),
     ),
+    "sites": Source("each client's own, on machines of their own", None, None),
     "npz": Source("any images, your own .npz file with x_train, y_train, x_test and y_test", None, None),
 }  # fmt: skip
 
@@ -142,6 +150,8 @@ def load_images(dataset: str, data_dir: str = "") -> Images:
         raise DataError(f"dataset is {dataset!r}, allowed: {', '.join(DATASETS)}")
     if dataset == "digits":
         return _digits()
+    if dataset == "sites":
+        raise DataError("dataset is 'sites', whose data are on machines of their own and cannot be divided here")
     source = DATASETS[dataset]
     if source.torchvision:
         files = f"{dataset}.npz (x_train, y_train, x_test, y_test) or {source.folder}/ as torchvision writes it"
@@ -197,6 +207,17 @@ def read_npz(path: Path, names: tuple[str, ...] = ("x_train", "y_train", "x_test
     return arrays
 
 
+def read_image(path: Path, mode: str = "RGB") -> PIL.Image.Image:
+    """An image of a file in Pillow's mode ("RGB", "L" for grey); DataError where it cannot be read."""
+    from PIL import Image
+
+    try:
+        with Image.open(path) as image:
+            return image.convert(mode)
+    except Exception as error:  # Pillow's readers fail in a dozen ways
+        raise DataError(f"{path} cannot be read as an image: {one_line(error)}") from error
+
+
 def _reader(source: Source) -> type:
     from strategies.compat import import_torchvision
 
@@ -238,8 +259,8 @@ def _download(source: Source, root: Path, files: str) -> None:
         ) from error
 
 
-def _checked(arrays: dict[str, np.ndarray], where: Path, source: Source) -> Images:
-    """Check the four arrays against each other and against what the dataset must be."""
+def checked_parts(arrays: dict[str, np.ndarray], where: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Images and labels for training and for test, checked against each other; DataError for what does not fit."""
     for part in ("train", "test"):
         x, y = arrays[f"x_{part}"], arrays[f"y_{part}"]
         arrays[f"x_{part}"] = checked_images(x, f"{where}: x_{part}")
@@ -247,9 +268,17 @@ def _checked(arrays: dict[str, np.ndarray], where: Path, source: Source) -> Imag
         if len(x) != len(y):
             raise DataError(f"{where}: x_{part} has {len(x)} images and y_{part} {len(y)} labels, they must be as many")
     x_train, y_train, x_test, y_test = (arrays[name] for name in ("x_train", "y_train", "x_test", "y_test"))
+    if x_train.shape[1:] != x_test.shape[1:]:
+        raise DataError(
+            f"{where}: x_train has images of (c, h, w) = {x_train.shape[1:]}, x_test of {x_test.shape[1:]}"
+        )
+    return x_train, y_train, x_test, y_test
+
+
+def _checked(arrays: dict[str, np.ndarray], where: Path, source: Source) -> Images:
+    """Check the four arrays against each other and against what the dataset must be."""
+    x_train, y_train, x_test, y_test = checked_parts(arrays, where)
     shape = x_train.shape[1:]
-    if shape != x_test.shape[1:]:
-        raise DataError(f"{where}: x_train has images of (c, h, w) = {shape}, x_test of {x_test.shape[1:]}")
     if source.image_shape not in (None, shape):
         raise DataError(
             f"{where}: x_train has images of (c, h, w) = {shape} where {source.image_shape} is due; "

@@ -10,17 +10,16 @@ from flwr.app import ArrayRecord, ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
 from flwr.supercore import log
 
-from data import load_federation
+from data import Federation, Sites, load_federation
 from strategies import REGISTRY, InlineGrid, make_model
 from strategies.messages import to_record
 from strategies.models import choose_model, parse_models
-from strategies.state import MIXTURE, SavedModels, end_simulation, saved_files, simulated
+from strategies.state import MIXTURE, MODEL, end_simulation, saved_files, simulated
 
 from .config import Config, ConfigError, kebab
 from .results import RunFolder
 
 if TYPE_CHECKING:
-    from data import Federation
     from strategies import PersonalizedStrategy
 
 CLIENT_APP = "client_app.app:app"  # as in pyproject.toml
@@ -30,6 +29,9 @@ LOCAL_SETTINGS = (
     "seed", "local_epochs", "local_steps", "batch_size", "optimizer", "learning_rate", "momentum", "precision",
     "device",
 )
+
+# The folders of the results for what clients have kept on this disk, in a simulation.
+KEPT = {"models": MODEL, "mixtures": MIXTURE}
 
 app = ServerApp()
 
@@ -69,7 +71,7 @@ def run(grid: Grid, config: Config) -> RunFolder:
     ConfigError, DataError
         The settings cannot be used; nothing has been sent or written then.
     """
-    federation = load_federation(config.run_config())
+    federation = Sites.of(config.run_config()) if config.dataset == "sites" else load_federation(config.run_config())
     check_data_and_models(config, federation)
     method = REGISTRY[config.strategy]
     initial_arrays, given = ArrayRecord(), {}
@@ -77,7 +79,7 @@ def run(grid: Grid, config: Config) -> RunFolder:
         model = make_model(config.model, federation.image_shape, federation.num_classes, config.seed)
         initial_arrays = to_record({name: tensor.numpy() for name, tensor in model.state_dict().items()})
         given["buffers"] = [name for name, _ in model.named_buffers()]
-    if method.needs_public_set:
+    if method.needs_public_set and isinstance(federation, Federation):
         from strategies.client import fingerprint_of
 
         given["public_set"] = fingerprint_of(federation.public_set())
@@ -85,7 +87,7 @@ def run(grid: Grid, config: Config) -> RunFolder:
     folder = RunFolder(config.run_config())
 
     def on_round(server_round: int) -> None:
-        if server_round == strategy.first_round:
+        if server_round == strategy.first_round and isinstance(federation, Federation):
             _tell_who_is_missing(strategy, federation)
         folder.record_round(strategy)
 
@@ -105,15 +107,17 @@ def run(grid: Grid, config: Config) -> RunFolder:
         raise
     # Models that never travelled are still on this disk, if the clients are.
     local = strategy.clients_keep_state and simulated(grid)
-    kept = None if method.models_travel or not local else SavedModels(grid.run.run_id)
-    folder.finish(strategy, federation, kept, saved_files(grid.run.run_id, MIXTURE) if local else {})
+    kept = {name: saved_files(grid.run.run_id, file) for name, file in KEPT.items()} if local else {}
+    name = choose_model(federation.image_shape) if config.model == "auto" else config.model
+    folder.finish(strategy, federation if isinstance(federation, Federation) else None,
+                  federation.task.to_metadata(name), kept)
     if local:
         end_simulation(grid.run.run_id)
     log(INFO, "kindred: results in %s", folder.path)
     return folder
 
 
-def check_data_and_models(config: Config, federation: Federation) -> None:
+def check_data_and_models(config: Config, federation: Federation | Sites) -> None:
     """Find out whether a method can work with these data and networks.
 
     Raises
@@ -134,7 +138,7 @@ def check_data_and_models(config: Config, federation: Federation) -> None:
                 make_model(name, federation.image_shape, federation.num_classes, config.seed)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    if method.needs_public_set:
+    if method.needs_public_set and isinstance(federation, Federation):
         federation.public_set()
 
 

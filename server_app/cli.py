@@ -132,6 +132,8 @@ def datasets() -> None:
 
 def main() -> None:
     """Run the command line."""
+    from . import machines, predict  # noqa: F401  they add keys, server and site; predict and evaluate
+
     app(prog_name="kindred")
 
 

@@ -78,6 +78,11 @@ class Config:
 
     dataset: str = setting("digits", one_of(*DATASETS), "the images")
     data_dir: str = setting("", ANY_TEXT, "folder (or .npz file) of the dataset; digits needs none")
+    image_shape: str = setting("", ANY_TEXT, "sites: channels x height x width that every site's images have: 1x28x28")
+    num_classes: int = setting(0, at_least(0), "sites: how many classes there are")
+    class_names: str = setting("", ANY_TEXT, "sites: the classes in order, separated by commas, where data have names")
+    input_mean: float = setting(0.5, within(-1e6, 1e6), "sites: taken off the images' numbers (bytes count as 0 to 1)")
+    input_deviation: float = setting(0.5, above(0), "sites: what the images' numbers are then divided by")
     partition: str = setting("rotated", one_of(*PARTITIONS), "how clients' data differ")
     num_clients: int = setting(20, at_least(2), "clients among whom the data are divided")
     num_groups: int = setting(
@@ -177,7 +182,9 @@ class Config:
     epsilon: float = setting(0.3, within(0, 1), "FedeRiCo: probability of a random neighbour instead of the best")
     beta: float = setting(0.6, a_share(), "FedeRiCo: momentum of the moving average of losses; 1: the last alone")
     likelihood: str = setting(
-        "mean", one_of("mean", "sum"), "FedeRiCo: over a client's samples, the loss that weights go by; sum: the paper's"
+        "mean",
+        one_of("mean", "sum"),
+        "FedeRiCo: the loss, over a client's samples, that weights go by; the paper's is the sum",
     )
     temperature: float = setting(1.0, at_least(1e-9), "FedeRiCo: weights are a softmax of the losses divided by it")
     m_step: str = setting(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from strategies.messages import PERSONAL, RECEIVED, TRAINED, TUNED, ClientId, in_order
+from strategies.state import MIXTURE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito's
 DASHES = ("-", "--", "-.", ":", (0, (6, 1.5, 1, 1.5, 1, 1.5)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+MIXED = "mixture of models"
 MOST_NAMED = 40  # clients whose names find room along an axis of the heatmap
 LONGEST_NAME = 14  # characters of a client's name in a picture
 
@@ -89,11 +91,12 @@ def accuracy_figure(rows: Sequence[Mapping[str, Any]], title: str) -> Figure:
     name = f"mean over {of}"
     if _same(rows, RECEIVED) is False:
         name += f", {_stage(rows)}"
+        other = "own model alone, as received" if _stage(rows) == MIXED else "before local training (model as received)"
         numbers, _, received = carried_forward(rows, f"{RECEIVED}-accuracy")
-        # A closing evaluation is of the personal models alone.
+        # A closing evaluation may be of the personal models alone.
         told = np.isin(numbers, [row["round"] for row in rows if np.isfinite(row.get(f"{RECEIVED}-accuracy", np.nan))])
         axes.plot(numbers[told], 100 * np.nanmean(received[told], axis=1), color=COLOURS[1], linestyle="--",
-                  marker="s" if marker else None, markersize=4, label="mean, before local training (model as received)")
+                  marker="s" if marker else None, markersize=4, label=f"mean, {other}")
     axes.plot(rounds, mean, color=COLOURS[0], linewidth=2, marker=marker, markersize=4.5, label=name)
     best = int(mean.argmax())
     axes.plot(rounds[best], mean[best], linestyle="none", marker="*", markersize=15, color="#000000",
@@ -218,7 +221,7 @@ def comparison_figure(runs: Sequence[tuple[str, Sequence[Mapping[str, Any]]]], t
 
 def _stage(rows: Sequence[Mapping[str, Any]]) -> str:
     """Which of the reported models the personal accuracy is of, in words."""
-    for stage, words in ((TRAINED, "after local training"), (TUNED, "after fine-tuning")):
+    for stage, words in ((TRAINED, "after local training"), (TUNED, "after fine-tuning"), (MIXTURE, MIXED)):
         if _same(rows, stage):
             return words
     return "personal model"

@@ -81,7 +81,8 @@ class RunFolder:
     def __init__(self, run_config: Mapping[str, Any]) -> None:
         self.settings = dict(run_config)
         started = datetime.now(UTC)
-        name = "{:%Y%m%d-%H%M%S}-{strategy}-{dataset}-{partition}-seed{seed}".format(started, **self.settings)
+        data = what_data(self.settings).replace(", ", "-")
+        name = f"{started:%Y%m%d-%H%M%S}-{self.settings['strategy']}-{data}-seed{self.settings['seed']}"
         config = {
             "settings": self.settings,
             "seed": self.settings["seed"],
@@ -119,9 +120,9 @@ class RunFolder:
     def finish(
         self,
         strategy: PersonalizedStrategy,
-        federation: Federation,
-        personal_models: Mapping[ClientId, ArrayRecord] | None = None,
-        mixtures: Mapping[ClientId, Path] | None = None,
+        federation: Federation | None,
+        about: Mapping[str, str] | None = None,
+        kept: Mapping[str, Mapping[ClientId, Path]] | None = None,
     ) -> dict[str, Any]:
         """Write the models, the pictures and, last, the summary.
 
@@ -129,12 +130,14 @@ class RunFolder:
         ----------
         strategy : PersonalizedStrategy
             After its run.
-        federation : Federation
-            Who has what, for the picture of the partition and the true groups in that of the collaboration.
-        personal_models : mapping, optional
-            By default those that reached the strategy.
-        mixtures : mapping, optional
-            The file of each client's mixture, to be copied.
+        federation : Federation, optional
+            Who has what, for the picture of the partition and the true groups in that of the collaboration; None
+            where sites have data of their own.
+        about : mapping of str to str, optional
+            What to write beside each model, such as which network it is.
+        kept : mapping, optional
+            folder of the results -> client -> file that the client has kept, to be copied. Without any in "models"
+            these are the models that reached the strategy.
 
         Returns
         -------
@@ -147,24 +150,27 @@ class RunFolder:
 
         history = strategy.history
         last = len(_training(self.settings, history))
-        self._copy_files("mixtures", mixtures or {})
-        models = self._save_models(strategy.client_models() if personal_models is None else personal_models, last)
+        copies = {name: self._copy_files(name, files) for name, files in (kept or {}).items()}
+        models = copies.get("models") or self._save_models(strategy.client_models(), last, about or {})
 
-        setting = "{dataset}, {partition}, seed {seed}".format(**self.settings)
+        setting = f"{what_data(self.settings)}, seed {self.settings['seed']}"
         name = self.settings["strategy"]
         self._save_picture("accuracy.png", pictures.accuracy_figure(history.rows, f"{name} on {setting}"))
         clients, weights = strategy.collaboration()
         if clients:
             title = f"Who learns from whom: {name}, round {last}, {setting}"
-            groups = true_groups(clients, federation)
+            groups = true_groups(clients, federation) if federation else None
             self._save_picture("collaboration.png", pictures.collaboration_figure(clients, weights, groups, title))
-        self._save_picture("partition.png", partition_figure(federation))
+        if federation:
+            self._save_picture("partition.png", partition_figure(federation))
 
         summary = summarise(self.settings, history, models)
         _write_json(self.path / "summary.json", summary)
         return summary
 
-    def _save_models(self, records: Mapping[ClientId, ArrayRecord], last: int) -> dict[ClientId, str]:
+    def _save_models(
+        self, records: Mapping[ClientId, ArrayRecord], last: int, about: Mapping[str, str]
+    ) -> dict[ClientId, str]:
         """Write a file for each client's model; client -> path inside the run's folder."""
         from safetensors.numpy import save_file
 
@@ -174,20 +180,23 @@ class RunFolder:
         for client in in_order(records):
             file = model_file(client, taken)
             folder.mkdir(exist_ok=True)
-            about = {"strategy": str(self.settings["strategy"]), "round": str(last), "client": str(client)}
+            texts = {"strategy": str(self.settings["strategy"]), "round": str(last), "client": str(client), **about}
             # save_file writes an array's memory as it lies there.
             arrays = {key: np.asarray(array, order="C") for key, array in read_record(records[client]).items()}
             with replacing(folder / file) as temporary:
-                save_file(arrays, temporary, about)
+                save_file(arrays, temporary, texts)
             files[client] = f"models/{file}"
         return files
 
-    def _copy_files(self, name: str, files: Mapping[ClientId, Path]) -> None:
+    def _copy_files(self, name: str, files: Mapping[ClientId, Path]) -> dict[ClientId, str]:
+        """Copy a file of each client; client -> path inside the run's folder."""
         taken: set[str] = set()
-        for client in in_order(files):
+        copies = {client: f"{name}/{model_file(client, taken)}" for client in in_order(files)}
+        for client, copy in copies.items():
             (self.path / name).mkdir(exist_ok=True)
-            with replacing(self.path / name / model_file(client, taken)) as temporary:
+            with replacing(self.path / copy) as temporary:
                 shutil.copyfile(files[client], temporary)
+        return copies
 
     def _save_picture(self, name: str, figure: Figure) -> None:
         with replacing(self.path / name) as temporary:
@@ -229,6 +238,11 @@ class _GrowingTable:
                 os.truncate(self.path, size)
                 raise
         self.columns, self.written = columns, len(rows)
+
+
+def what_data(settings: Mapping[str, Any]) -> str:
+    """The dataset, and how it was divided; sites have data of their own, which nobody divides."""
+    return "sites" if settings["dataset"] == "sites" else f"{settings['dataset']}, {settings['partition']}"
 
 
 def client_array(clients: Sequence[ClientId]) -> np.ndarray:
@@ -382,7 +396,7 @@ def compare_runs(folders: Sequence[Path], picture: Path, file: TextIO | None = N
     console.print(comparison_table(summaries, console.is_terminal))
     runs = [(summary["strategy"], read_table(folder / "rounds.csv"))
             for summary, folder in zip(summaries, folders, strict=True)]
-    settings = {"{dataset}, {partition}, seed {seed}".format(**summary) for summary in summaries}
+    settings = {f"{what_data(summary)}, seed {summary['seed']}" for summary in summaries}
     figure = comparison_figure(runs, settings.pop() if len(settings) == 1 else "Runs compared")
     with replacing(picture) as temporary:
         figure.savefig(temporary)

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ from .messages import (
     PROXIMAL_MU,
     PUBLIC_SET,
     RECEIVED,
+    REPORT_WEIGHTS,
     SERVER_ROUND,
     SHARE_MODEL,
     TRAIN_LOSS,
@@ -45,11 +46,12 @@ from .messages import (
 )
 from .models import MODELS
 from .registry import REGISTRY
-from .state import MODEL, ClientState
+from .state import BEST, MODEL, ClientState
 from .training import evaluate, get_arrays, mean_gradient, pick_device, predict, set_arrays, train
 
 # Sites whose data a process keeps at hand; those used least recently go first.
 SITES_KEPT = 256
+STATE_DIR = "state-dir"  # in the node config of a site
 
 ModelFactory = Callable[[], torch.nn.Module]
 Samples = tuple[torch.Tensor, torch.Tensor]
@@ -69,6 +71,8 @@ class Site:
         Unlabelled images (n, ...), the same at every client and in the same order.
     validation : pair of tensors, optional
         More labelled samples, on which the trained model is evaluated besides.
+    about : mapping of str to str
+        What is written beside the models that the site keeps, such as which network they are.
     """
 
     model: ModelFactory
@@ -76,6 +80,7 @@ class Site:
     test: Samples
     public: torch.Tensor | None = None
     validation: Samples | None = None
+    about: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def fingerprint(self) -> str:
@@ -143,9 +148,17 @@ class Visit:
                 return self.site.model().to(self.device)
         return self.model(kept)
 
-    def keep(self, model: torch.nn.Module) -> None:
-        """Keep a model as the client's own."""
-        self.state.save(MODEL, get_arrays(model))
+    @property
+    def is_site(self) -> bool:
+        """Whether the client is a site of its own, which keeps what it gets out of the run (node config: state-dir)."""
+        return STATE_DIR in self.node_config
+
+    def keep(self, model: torch.nn.Module, accuracy: float) -> None:
+        """Keep a model as the client's own; at a site the best one so far as well."""
+        arrays, about = get_arrays(model), {**self.site.about, "accuracy": repr(accuracy)}
+        self.state.save(MODEL, arrays, about)
+        if self.is_site and not accuracy < float(self.state.about(BEST).get("accuracy", "-inf")):
+            self.state.save(BEST, arrays, about)
 
     def seed(self, purpose: str) -> int:
         """A seed that depends on the run's seed, client, round and purpose alone."""
@@ -216,15 +229,18 @@ class LocalTraining:
         """Train from the received model; the reply holds the trained one and the evaluations of both."""
         model = visit.model()
         metrics = visit.evaluation(RECEIVED, model)
+        _keep_at_site(visit, RECEIVED, model, metrics)
         if FINETUNE_EPOCHS in visit.config:
             visit.tune(model)
             metrics |= visit.evaluation(TUNED, model)
+            _keep_at_site(visit, TUNED, model, metrics)
             set_arrays(model, visit.arrays)
         epochs = int(visit.config.get(LOCAL_EPOCHS, 1))
         steps = 0 if epochs else int(visit.config.get(LOCAL_STEPS, 0))
         proximal_mu = float(visit.config.get(PROXIMAL_MU, 0.0))
         metrics[TRAIN_LOSS] = visit.train(model, epochs=epochs, steps=steps, proximal_mu=proximal_mu)
         metrics |= visit.evaluation(TRAINED, model) | visit.counts()
+        _keep_at_site(visit, TRAINED, model, metrics)
         return RecordDict({ARRAYS: to_record(get_arrays(model)), METRICS: MetricRecord(metrics)})
 
     @staticmethod
@@ -235,8 +251,18 @@ class LocalTraining:
         if FINETUNE_EPOCHS in visit.config:
             visit.tune(model)
             content[ARRAYS] = to_record(get_arrays(model))
-        content[METRICS] = MetricRecord(visit.separate_evaluation(model))
+        metrics = visit.separate_evaluation(model)
+        if visit.is_site:
+            visit.keep(model, metrics["accuracy"])
+        content[METRICS] = MetricRecord(metrics)
         return content
+
+
+def _keep_at_site(visit: Visit, which: str, model: torch.nn.Module, metrics: Mapping[str, float]) -> None:
+    """Keep a model at a site if it is what the method has for a client."""
+    method = REGISTRY.get(str(visit.config.get(METHOD)))
+    if visit.is_site and which == (method.strategy().personal if method else TRAINED):
+        visit.keep(model, metrics[f"{which}-accuracy"])
 
 
 def make_client_app(load_site: LoadSite) -> ClientApp:
@@ -260,12 +286,14 @@ def make_client_app(load_site: LoadSite) -> ClientApp:
     @app.train()
     def train(message: Message, context: Context) -> Message:
         visit = _visit(load_site, message, context)
-        return Message(_half(visit).train(visit), reply_to=message)
+        with visit.state.locked() if visit.is_site else contextlib.nullcontext():
+            return Message(_half(visit).train(visit), reply_to=message)
 
     @app.evaluate()
     def evaluate(message: Message, context: Context) -> Message:
         visit = _visit(load_site, message, context)
-        return Message(_half(visit).evaluate(visit), reply_to=message)
+        with visit.state.locked() if visit.is_site else contextlib.nullcontext():
+            return Message(_half(visit).evaluate(visit), reply_to=message)
 
     return app
 
@@ -305,7 +333,7 @@ def _visit(load_site: LoadSite, message: Message, context: Context) -> Visit:
     (arrays,) = message.content.array_records.values()
     device = pick_device(str(config.get("device", "auto")))
     client = client_id(context)
-    state = ClientState(context.run_id, client, context.node_config.get("state-dir"))
+    state = ClientState(context.run_id, client, context.node_config.get(STATE_DIR))
     return Visit(client, _site(load_site, context, device), config, read_record(arrays), device, state,
                  context.node_config)
 
@@ -316,6 +344,7 @@ def _introduction(load_site: LoadSite, context: Context) -> dict[str, Any]:
     try:
         site = _site(load_site, context, pick_device(str(context.run_config.get("device", "auto"))))
         about |= {NUM_EXAMPLES: len(site.train[1]), SHARE_MODEL: true_or_false(context.node_config, SHARE_MODEL, True)}
+        true_or_false(context.node_config, REPORT_WEIGHTS, False)
         if site.public is not None:
             model = _module(site.model, site.public.device)
             num_classes = predict(model, site.public[:1]).shape[1]

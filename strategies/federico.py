@@ -60,6 +60,7 @@ from .messages import (
     METRICS,
     NUM_EXAMPLES,
     RECEIVED,
+    REPORT_WEIGHTS,
     SHARE_MODEL,
     TRAIN_LOSS,
     ClientId,
@@ -88,9 +89,15 @@ SMOOTHED = "smoothed-losses"
 LOG_REST = "log-rest"
 LOSSES = "losses"
 NEIGHBOURS = "neighbours"
+CHOICE_SEED = "choice-seed"
 WEIGHTS = "weights"
 WEIGHTS_OF = "weights-of"
-REPORT_WEIGHTS = "report-weights"  # in a site's node config: whether the server may know them where it need not
+
+WISHES = 2
+"""How many clients a client wants the models of, over those it gets: the others stand in for who cannot be had."""
+
+LARGEST = 1e15
+"""The largest number in an update: sums of such, and of their squares, stay far from what float32 cannot hold."""
 
 USELESS = 1e12
 """The loss of a model whose loss is not finite, or larger."""
@@ -253,14 +260,18 @@ class Losses:
         seen = in_order(self.smoothed)
         return seen, collaborator_weights(self.of(seen), temperature)
 
-    def choose(self, others: Sequence[ClientId], epsilon: float, seed: int) -> list[ClientId]:
-        """The others in the order in which `choose_neighbours` draws them."""
-        return [others[i] for i in choose_neighbours(self.of(others), epsilon, seed)]
+    def choose(self, others: Sequence[ClientId], epsilon: float, seed: int, most: int) -> list[ClientId]:
+        """The first of the others in the order in which `choose_neighbours` draws them, `most` at most."""
+        return [others[i] for i in choose_neighbours(self.of(others), epsilon, seed)[:most]]
 
-    def mixture(self, own: ClientId, temperature: float, threshold: float) -> list[ClientId]:
-        """Whose models the client predicts with: its own, and the others with a weight of the threshold or more."""
+    def mixture(self, own: ClientId, temperature: float, threshold: float, most: int) -> list[ClientId]:
+        """Whose models the client predicts with: its own, and the others with a weight of the threshold or more.
+
+        Of the others the `most` with the highest weights, these first.
+        """
         seen, weights = self.weights(temperature)
-        return [own, *(client for client, weight in zip(seen, weights) if client != own and weight >= threshold)]
+        best_first = [seen[place] for place in np.argsort(-weights, kind="stable") if weights[place] >= threshold]
+        return [own, *(client for client in best_first if client != own)][: 1 + most]
 
 
 class SGDStep:
@@ -367,13 +378,6 @@ class Mixture:
         except (SafetensorError, KeyError, ValueError) as error:
             raise ValueError(f"{path} holds no mixture of models ({error})") from None
 
-    def keep(self, visit: Visit) -> None:
-        """Write the file in the folder of the client's state."""
-        arrays: Arrays = {"shares": self.shares}
-        for place, model in enumerate(self.models):
-            arrays |= with_prefix(place, model)
-        visit.state.save(MIXTURE, arrays, {"clients": encode(self.clients), "kind": self.kind})
-
     def predict(self, module: torch.nn.Module, x: torch.Tensor) -> np.ndarray:
         """Class probabilities, (n, N), of images x (n, ...); the module, of the models' kind, ends as the last one."""
         from .training import predict, set_arrays
@@ -391,9 +395,12 @@ class Collaboration:
     @staticmethod
     def train(visit: Visit) -> RecordDict:
         """Algorithm 1, lines 9 to 21."""
+        from .client import true_or_false
         from .training import evaluate, predict
 
         config, site = visit.config, visit.site
+        if config[SHARE_MODEL] and not true_or_false(visit.node_config, SHARE_MODEL, True):
+            raise ValueError(f"{SHARE_MODEL} is false at this site, and the server has not heard of it")
         clients, models, is_new = _at_hand(visit)
         scale = len(site.train[1]) if config["likelihood"] == "sum" else 1
         table = _load_losses(visit) if config["selection"] == "relay" else None
@@ -416,17 +423,22 @@ class Collaboration:
         sent = with_prefix(NEW_MODEL, models[0]) if is_new else {}
         for place, (arrays, weight) in enumerate(zip(models, weights.tolist())):
             if weight >= max(float(config["min-weight"]), SMALLEST):
-                sent |= with_prefix(place, _update(visit, arrays, weight, scale, own=place == 0))
+                update = _update(visit, arrays, weight, scale, own=place == 0)
+                if all(np.isfinite(array).all() for array in update.values()):
+                    sent |= with_prefix(place, update)
 
+        metrics: dict[str, Any] = {}
         if table is None:
             told: dict[str, Any] = {LOSSES: losses}
+            metrics[TRAIN_LOSS] = losses[0] / scale
         else:
             table.update(clients, losses, beta)
             _save_losses(visit, table)
             told = _wishes(visit, table)
         shares = mixture_shares(weights, float(config["mixture-threshold"]))
-        metrics = {TRAIN_LOSS: losses[0] / scale, **visit.counts(),
-                   **_scores(visit, np.stack(probabilities), shares, f"{MIXTURE}-")}
+        if visit.is_site:  # should the run end before its closing evaluation
+            _keep_mixture(visit, clients, models, shares)
+        metrics |= {**visit.counts(), **_scores(visit, np.stack(probabilities), shares, f"{MIXTURE}-")}
         return RecordDict({ARRAYS: to_record(sent), METRICS: MetricRecord(metrics), CONFIG: ConfigRecord(told)})
 
     @staticmethod
@@ -440,9 +452,7 @@ class Collaboration:
         weights = collaborator_weights(smoothed, float(config["temperature"]))
         shares = mixture_shares(weights, float(config["mixture-threshold"]))  # (k,)
         probabilities = np.stack([predict(visit.model(arrays), visit.site.test[0]) for arrays in models])  # (k, n, N)
-        counted = np.flatnonzero(shares)
-        kind = str(config["mixture"])
-        Mixture([clients[i] for i in counted], shares[counted], [models[i] for i in counted], kind).keep(visit)
+        _keep_mixture(visit, clients, models, shares)
         metrics = _scores(visit, probabilities, shares) | {NUM_EXAMPLES: len(visit.site.test[1])}
         return RecordDict({METRICS: MetricRecord(metrics)})
 
@@ -470,13 +480,23 @@ def _update(visit: Visit, arrays: Arrays, weight: float, scale: float, *, own: b
     else:
         epochs = int(config.get(LOCAL_EPOCHS, 1)) if config["m-step"] == "epochs" else 0
         visit.train(model, epochs=epochs, steps=0 if epochs else int(config.get(LOCAL_STEPS, 1)))
-        trained, parameters = get_arrays(model), {name for name, _ in model.named_parameters()}
+        trained, parameters = get_arrays(model), {name for name, _ in model.named_parameters(remove_duplicate=False)}
         update = {name: weight * (trained[name] - arrays[name]) for name in arrays if name in parameters}
     if own:
         now = get_arrays(model)
         update |= {name: now[name] - arrays[name] for name in arrays
                    if name not in update and np.issubdtype(now[name].dtype, np.floating)}
     return update
+
+
+def _keep_mixture(visit: Visit, clients: Sequence[ClientId], models: Sequence[Arrays], shares: np.ndarray) -> None:
+    """Write the file that `Mixture.load` reads, in the folder of the client's state."""
+    counted = np.flatnonzero(shares)
+    arrays: Arrays = {"shares": shares[counted]}
+    for place, i in enumerate(counted):
+        arrays |= with_prefix(place, models[i])
+    about = {"clients": encode([clients[i] for i in counted]), "kind": str(visit.config["mixture"])}
+    visit.state.save(MIXTURE, arrays, {**about, **visit.site.about})
 
 
 def _scores(visit: Visit, probabilities: np.ndarray, shares: np.ndarray, prefix: str = "") -> dict[str, float]:
@@ -495,12 +515,15 @@ def _wishes(visit: Visit, table: Losses) -> dict[str, Any]:
 
     config = visit.config
     temperature = float(config["temperature"])
-    others = [client for client in decode(config[CLIENTS]) if client != visit.client]
+    own, most = decode(config[MODELS])[0], int(config["num-neighbours"])
+    others = [client for client in decode(config[CLIENTS]) if client != own]
     told = {
-        NEIGHBOURS: encode(table.choose(others, float(config["epsilon"]), visit.seed(NEIGHBOURS))),
-        MIXTURE: encode(table.mixture(visit.client, temperature, float(config["mixture-threshold"]))),
+        NEIGHBOURS: encode(table.choose(others, float(config["epsilon"]), config[CHOICE_SEED], WISHES * most)),
+        MIXTURE: encode(table.mixture(own, temperature, float(config["mixture-threshold"]), most)),
     }
-    if true_or_false(visit.node_config, REPORT_WEIGHTS, "partition-id" in visit.node_config):
+    # A client that has nothing but a number in its node config is one of a simulation.
+    is_simulated = "partition-id" in visit.node_config and "client-id" not in visit.node_config and not visit.is_site
+    if true_or_false(visit.node_config, REPORT_WEIGHTS, is_simulated):
         seen, weights = table.weights(temperature)
         told |= {WEIGHTS_OF: encode(seen), WEIGHTS: weights.tolist()}
     return told
@@ -551,6 +574,7 @@ class FedeRiCo(StoredModels):
         What a client's prediction mixes.
     mixture_threshold : float (default: 0.01)
         0 to 1; models with a smaller weight have no part in the prediction.
+        Of the others at most num_neighbours have part in it.
     share_absent : bool (default: True)
         Whether models of clients that are not connected remain available to others.
     selection : {"server", "relay"}
@@ -617,21 +641,23 @@ class FedeRiCo(StoredModels):
         super().begin(initial_arrays)
         self._private: set[ClientId] = set()  # who does not share its model
         self._losses: dict[ClientId, Losses] = {}  # with selection "server"
-        self._choices: dict[ClientId, list[ClientId]] = {}  # all others in the order in which a client wants them
+        self._choices: dict[ClientId, list[ClientId]] = {}  # others in the order in which a client wants them
         self._mixtures: dict[ClientId, list[ClientId]] = {}  # whose models a client predicts with
         self._weights: dict[ClientId, dict[ClientId, float]] = {}  # w_ij, as far as the server knows
         self._at_hand: dict[ClientId, list[ClientId]] = {}  # whose models the last message to a client holds
         self._steps: dict[ClientId, AdamStep | SGDStep] = {}
+        self._packed: dict[ClientId, ArrayRecord] = {}  # models as they are now, each packed once
 
     def introduce(self, newcomers: Mapping[ClientId, Mapping[str, Any]]) -> dict[ClientId, str]:
-        for client, about in newcomers.items():
-            (self._private.discard if about.get(SHARE_MODEL, True) else self._private.add)(client)
+        # Once said it stays: a node that takes over a name must not give away what the site has kept to itself.
+        self._private |= {client for client, about in newcomers.items() if not about.get(SHARE_MODEL, True)}
         return super().introduce(newcomers)
 
     def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
         at_hand = self._at_hand[client]
         config = {
             MODELS: encode(at_hand),
+            SHARE_MODEL: client not in self._private,
             "selection": self.selection,
             "beta": self.beta,
             "likelihood": self.likelihood,
@@ -642,7 +668,10 @@ class FedeRiCo(StoredModels):
             "mixture-threshold": self.mixture_threshold,
         }
         if self.selection == "relay":
-            return config | {"epsilon": self.epsilon, CLIENTS: encode(self._directory)}
+            return config | {
+                "num-neighbours": self.num_neighbours, "epsilon": self.epsilon, CLIENTS: encode(self._directory),
+                CHOICE_SEED: self._choice_seed(client),
+            }
         losses = self._losses.get(client, Losses())
         return config | {
             SMOOTHED: losses.of(at_hand).tolist(),
@@ -657,9 +686,9 @@ class FedeRiCo(StoredModels):
         self.models.reserve(len(self._nodes))
         self._updates: InTurn[Arrays] = InTurn(clients, self._add_updates)
         self._gradients: dict[ClientId, np.ndarray] = {}  # of shape (d,): sums
-        packed: dict[ClientId, ArrayRecord] = {}  # a model that goes to several is packed once
+        self._packed = {}
         for client in clients:
-            yield client, self._models_for(client, self._neighbours(client), packed)
+            yield client, self._models_for(client, self._neighbours(client))
 
     def _sharing(self) -> list[ClientId]:
         """Whose models others may have, in order."""
@@ -679,23 +708,24 @@ class FedeRiCo(StoredModels):
         return [other for other in dict.fromkeys(wanted) if other in shared and other in self.models]
 
     def _choose(self, client: ClientId) -> None:
-        """Draw all others for the client's next round."""
+        """Draw others for the client's next round."""
         others = [other for other in self._directory if other != client]
         losses = self._losses.get(client, Losses())
-        seed = seed_for(self.seed, client, self._round, NEIGHBOURS)
-        self._choices[client] = losses.choose(others, self.epsilon, seed)
+        self._choices[client] = losses.choose(
+            others, self.epsilon, self._choice_seed(client), WISHES * self.num_neighbours)
 
-    def _models_for(
-        self, client: ClientId, others: Sequence[ClientId], packed: dict[ClientId, ArrayRecord]
-    ) -> ArrayRecord:
+    def _choice_seed(self, client: ClientId) -> int:
+        return seed_for(self.seed, client, self._round, NEIGHBOURS)
+
+    def _models_for(self, client: ClientId, others: Sequence[ClientId]) -> ArrayRecord:
         """The client's own model, as far as there is one, and those of others."""
         self._at_hand[client] = [client, *others]
         record = ArrayRecord()
         for place, owner in enumerate(self._at_hand[client]):
             if owner in self.models:
-                if owner not in packed:
-                    packed[owner] = self.models[owner]
-                record.update(with_prefix(place, packed[owner]))
+                if owner not in self._packed:
+                    self._packed[owner] = self.models[owner]
+                record.update(with_prefix(place, self._packed[owner]))
                 self._models_sent += 1
         return record
 
@@ -712,6 +742,11 @@ class FedeRiCo(StoredModels):
                 return f"arrays {prefix!r} are of no model that was sent"
             if (difference := self.layout.mismatch(update, whole=False)) is not None:
                 return difference
+            for name, array in update.items():
+                if prefix != "0" and self.layout.slices[name].start >= self.layout.num_parameters:
+                    return f"array {name!r} is the owner's alone to change"
+                if array.size and max(array.max(), -array.min()) > LARGEST:
+                    return f"array {name!r} holds {max(array.max(), -array.min()):g}, allowed: up to {LARGEST:g}"
         return None
 
     def inspect(self, client: ClientId, reply: Reply) -> None:
@@ -727,7 +762,8 @@ class FedeRiCo(StoredModels):
             losses = self._losses.setdefault(client, Losses())
             losses.update(at_hand, reply.config[LOSSES], self.beta)
             self._choose(client)
-            self._mixtures[client] = losses.mixture(client, self.temperature, self.mixture_threshold)
+            self._mixtures[client] = losses.mixture(
+                client, self.temperature, self.mixture_threshold, self.num_neighbours)
             self._weights[client] = dict(zip(*losses.weights(self.temperature)))
         else:
             self._choices[client] = decode(reply.config.get(NEIGHBOURS))
@@ -751,6 +787,7 @@ class FedeRiCo(StoredModels):
                 row[self.layout.slices[name]] += array.reshape(-1)
 
     def end_round(self, server_round: int, answered: Sequence[ClientId]) -> None:
+        self._packed = {}
         self._updates.finish()
         trained = self.layout.num_parameters
         for owner in in_order(self._gradients):
@@ -773,7 +810,7 @@ class FedeRiCo(StoredModels):
     def personal_arrays(self, client: ClientId) -> ArrayRecord:
         """All models of the client's mixture, its own first."""
         others = [] if client in self._private else self._available(client, self._mixtures.get(client, []))
-        return self._models_for(client, others, {})
+        return self._models_for(client, others[: self.num_neighbours])
 
     def collaboration(self) -> tuple[list[ClientId], np.ndarray]:
         """The weights w_ij, as far as the server knows them: the row of a client that keeps them to itself is 0."""
@@ -786,7 +823,7 @@ class FedeRiCo(StoredModels):
 def _reported(config: Mapping[str, Any]) -> dict[ClientId, float]:
     """The weights that a client agreed to tell; nothing if they are not weights."""
     clients, weights = decode(config.get(WEIGHTS_OF)), config.get(WEIGHTS)
-    if (not isinstance(weights, list) or len(weights) != len(clients)
+    if (not isinstance(weights, list) or len(weights) != len(clients) or len(set(clients)) != len(clients)
             or not all(isinstance(weight, float) and 0 <= weight <= 1 for weight in weights)
             or not abs(sum(weights) - 1) < 1e-6):
         return {}

@@ -39,7 +39,9 @@ LOCAL_STEPS = "local-steps"
 PUBLIC_SET = "public-set"
 NUM_PUBLIC = "num-public"
 NUM_CLASSES = "num-classes"
+# In a site's node config: whether other sites may have its model, and the server know its weights.
 SHARE_MODEL = "share-model"
+REPORT_WEIGHTS = "report-weights"
 PROBLEM = "problem"
 
 NUM_EXAMPLES = "num-examples"

@@ -231,8 +231,8 @@ class CoDistillation:
         logits = predict(model, public).astype(str(config.get(LOGITS_DTYPE, "float32")))  # (P, N)
         if not np.isfinite(logits).all():
             raise ValueError("the trained model gives no finite probabilities; the one kept before stays")
-        visit.keep(model)
         metrics |= {**visit.evaluation(TRAINED, model), **visit.counts(), MODEL_BYTES: _bytes(model)}
+        visit.keep(model, metrics[f"{TRAINED}-accuracy"])
         return RecordDict({
             ARRAYS: to_record({LOGITS: logits}),
             METRICS: MetricRecord(metrics),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from logging import INFO, WARNING
 from typing import Any
@@ -55,11 +55,12 @@ class TooFewClients(RuntimeError):
 
 @dataclass(frozen=True)
 class _Asked:
-    """A message that is out."""
+    """A message that is out, and what the history is to say of it."""
 
     client: ClientId
     sent_at: float
     bytes_down: int
+    notes: dict[str, Any]
 
 
 class PersonalizedStrategy(Strategy):
@@ -144,9 +145,11 @@ class PersonalizedStrategy(Strategy):
         self.wait_timeout = wait_timeout
         self.buffers = buffers
         self.history = History()
-        self._silent: set[ClientId] | None = None  # who may be asked for an evaluation; None: all
+        self._silent: set[ClientId] | None = None  # who may be asked for an evaluation in this round; None: all
+        self._evaluated_apart: set[ClientId] = set()  # whose personal model was evaluated by itself in this round
+        self._closing: list[ClientId] = []  # who is to be asked after the last round
         self._nodes: dict[ClientId, int] = {}  # the clients that are connected
-        self._identities: dict[int, ClientId] = {}  # every node that was ever met
+        self._identities: dict[int, ClientId] = {}  # the clients of the nodes that were there last
         self._about: dict[int, Mapping[str, Any]] = {}  # what they said of themselves
         self._introduced: dict[ClientId, int] = {}  # as which node a client was last introduced to the method
         self._asked: dict[str, _Asked] = {}  # messages of the exchange in progress
@@ -242,7 +245,8 @@ class PersonalizedStrategy(Strategy):
         -------
         clients : list of m client ids, in order
         weights : ndarray, shape (m, m)
-            Row i holds the shares of the clients' models in what client i last received; rows sum to 1.
+            Row i holds the shares of the clients' models in what client i last received, or predicts with; rows sum
+            to 1, or are 0 where the server is not to know.
         """
         raise NotImplementedError
 
@@ -272,6 +276,7 @@ class PersonalizedStrategy(Strategy):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Take in the training replies of a round as they come. The models stay here: no arrays are returned."""
         contents: dict[ClientId, RecordDict] = {}
+        self._evaluated_apart = set()
         evaluated: set[ClientId] = set()  # who told its accuracy in its answer
         for message in replies:
             if (found := self._admitted(message, server_round, evaluation=False)) is not None:
@@ -293,7 +298,8 @@ class PersonalizedStrategy(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Make the messages by which clients evaluate their personal models, one at a time."""
-        clients = self.sample(server_round, self.fraction_evaluate, self.min_evaluate_nodes, "evaluate")
+        clients = self._closing or self.sample(
+            server_round, self.fraction_evaluate, self.min_evaluate_nodes, "evaluate")
         for client in clients if self._silent is None else in_order(self._silent.intersection(clients)):
             yield self._message(client, self.personal_arrays(client), config, server_round, MessageType.EVALUATE)
 
@@ -304,6 +310,7 @@ class PersonalizedStrategy(Strategy):
             if (found := self._admitted(message, server_round, evaluation=True)) is not None:
                 client, reply = found
                 self.take_evaluation(client, reply)
+                self._evaluated_apart.add(client)
                 contents[client] = RecordDict({"metrics": reply.metrics})
         if not contents:
             return None
@@ -350,6 +357,7 @@ class PersonalizedStrategy(Strategy):
         result = Result(arrays=initial_arrays)
         self.history = History()
         self._answered = False
+        self._closing = []
         self._identities, self._about, self._introduced, self._nodes_know_identity = {}, {}, {}, True
         if self.clients_keep_state and simulated(grid):
             begin_simulation(grid.run.run_id)
@@ -377,10 +385,11 @@ class PersonalizedStrategy(Strategy):
                                 if self.history.rows else "no client was asked in any round")
         # Replies of a round may speak of the model that it started from: the last one still needs a word. And who was
         # never drawn has said nothing yet.
-        told = self.personal == TRAINED or num_rounds in result.evaluate_metrics_clientapp
-        self._silent = self._nodes.keys() - {row["client"] for row in self.history.rows} if told else None
-        if self.fraction_evaluate and self._silent != set():
+        told = {row["client"] for row in self.history.rows} if self.personal == TRAINED else self._evaluated_apart
+        self._closing = [client for client in self.clients() if client not in told]
+        if self.fraction_evaluate and self._closing:
             closing_started = time.monotonic()
+            self._silent = None
             self._evaluate(grid, result, evaluate_config, timeout, num_rounds + 1)
             self._close_round(num_rounds + 1, num_rounds, time.monotonic() - closing_started, on_round)
         result.arrays = self.global_arrays()
@@ -406,6 +415,10 @@ class PersonalizedStrategy(Strategy):
     def meet(self, grid: Grid, timeout: float) -> None:
         """Wait until enough clients are connected, and learn who the new ones are."""
         node_ids = self._wait_for_nodes(grid)
+        for absent in self._identities.keys() - set(node_ids):  # who comes back may say something else
+            client = self._identities.pop(absent)
+            if self._introduced.get(client) == absent:
+                del self._introduced[client]
         new = sorted(set(node_ids) - self._identities.keys())
         if new and self._nodes_know_identity:
             log(INFO, "Asking clients for their names; an error about a query named identity does no harm")
@@ -480,6 +493,8 @@ class PersonalizedStrategy(Strategy):
             name = about.get(CLIENT_ID)
             client = name if isinstance(name, int | str) and not isinstance(name, bool) else node_id
             if PROBLEM in about:  # it may pass: the client is asked again before the next round
+                if client in self._identities.values():  # another node is that client
+                    continue
                 reason = first_line(str(about[PROBLEM]))
                 log(WARNING, "kindred: client %s cannot introduce itself: %s", client, reason)
                 self.history.left_out[client] = f"it cannot introduce itself: {reason}"
@@ -511,10 +526,13 @@ class PersonalizedStrategy(Strategy):
         self._asked = {}
         for message in messages:
             client = client_of[message.metadata.dst_node_id]
-            asked = _Asked(client, time.monotonic(), payload_bytes(message.content))
+            notes = self.notes(client)
+            if message.metadata.message_type == MessageType.EVALUATE:  # it may join a row of training
+                notes = {f"evaluate-{key}": value for key, value in notes.items()}
+            asked = _Asked(client, time.monotonic(), payload_bytes(message.content), notes)
             message_id = _push(grid, message)
             if message_id is None:
-                self._add_row(asked, server_round, "its message could not be sent", 0)
+                self._add_row(replace(asked, notes={}), server_round, "its message could not be sent", 0)
             else:
                 self._asked[message_id] = asked
         waiting = set(self._asked)
@@ -556,7 +574,7 @@ class PersonalizedStrategy(Strategy):
             log(WARNING, "kindred: round %d goes on without client %s: %s", server_round, asked.client, status)
         row = {
             **(metrics or {}),  # whatever a client calls its metrics, the columns below are not its own
-            **self.notes(asked.client),
+            **asked.notes,
             "round": server_round, "client": asked.client, "status": status,
             "seconds": time.monotonic() - asked.sent_at, "bytes-down": asked.bytes_down, "bytes-up": bytes_up,
         }

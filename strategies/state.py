@@ -26,14 +26,14 @@ from typing import IO
 from urllib.parse import quote
 
 import numpy as np
-from flwr.app import ArrayRecord
 from flwr.serverapp import Grid
 from flwr.supercore import log
 
-from .messages import ClientId, in_order, to_record
+from .messages import ClientId
 
 # Names under which a client keeps
 MODEL = "model"  # its personal model
+BEST = "best"  # the best of these so far
 MIXTURE = "mixture"  # models that it predicts with together
 _SIMULATED = ".simulated"
 
@@ -87,14 +87,35 @@ class ClientState:
         """Keep arrays under a name, with texts about them, in place of the last ones."""
         from safetensors.numpy import save_file
 
-        for folder in (self._run.parent, self._run, self.folder):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._make_folder()
         for partial in self.folder.glob(".*.partial.safetensors"):
             if not _is_running(int(partial.name.split(".")[-3])):  # it was killed while it saved
                 partial.unlink(missing_ok=True)
         whole = {key: np.asarray(array, order="C") for key, array in arrays.items()}  # save_file writes memory as it is
         with replacing(self._path(name)) as temporary:
             save_file(whole, temporary, {"client": json.dumps(self.client), **(about or {})})
+
+    def about(self, name: str) -> dict[str, str]:
+        """The texts saved with the arrays of a name; none if there are none, or the file is damaged."""
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(self._path(name), "numpy") as file:
+                return file.metadata() or {}
+        except (FileNotFoundError, SafetensorError):
+            return {}
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other processes out of the folder, or wait until one that works in it is done."""
+        self._make_folder()
+        with open(self.folder / ".lock", "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def _make_folder(self) -> None:
+        for folder in (self._run.parent, self._run, self.folder):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.safetensors"
@@ -118,31 +139,6 @@ def saved_files(run_id: int, name: str) -> dict[ClientId, Path]:
         except ValueError as error:
             log(WARNING, "kindred: %s", error)
     return files
-
-
-class SavedModels(Mapping[ClientId, ArrayRecord]):
-    """The personal models that the clients of a run keep on this machine, each read when it is asked for.
-
-    As a mapping it goes from client ids, in order, to records.
-
-    Parameters
-    ----------
-    run_id : int
-    """
-
-    def __init__(self, run_id: int) -> None:
-        self._files = saved_files(run_id, MODEL)
-
-    def __getitem__(self, client: ClientId) -> ArrayRecord:
-        from safetensors.numpy import load_file
-
-        return to_record(load_file(self._files[client]))
-
-    def __iter__(self) -> Iterator[ClientId]:
-        return iter(in_order(self._files))
-
-    def __len__(self) -> int:
-        return len(self._files)
 
 
 def simulated(grid: Grid) -> bool:

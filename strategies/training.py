@@ -174,15 +174,19 @@ def mean_gradient(model: nn.Module, x: Tensor, y: Tensor, batch_size: int = 128)
         For each parameter that is trained, by its name in the state dict.
     """
     x = channels_last(model, x)
-    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    named = dict(model.named_parameters(remove_duplicate=False))  # shared ones under each of their names
+    parameters = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
     model.train()
     model.zero_grad()
     sizes = _batch_sizes(len(y), batch_size)
     for images, labels in zip(x.split(sizes), y.split(sizes), strict=True):
         (F.cross_entropy(model(images), labels, reduction="sum") / len(y)).backward()
-    values = list(parameters.values())
-    gradients = _gradients(values, [value.detach() for value in values], [], 0.0)
-    return {name: gradient.cpu().numpy().copy(order="C") for name, gradient in zip(parameters, gradients, strict=True)}
+    gradients = {}
+    for name, parameter in parameters.items():
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        gradients[name] = gradient.detach().cpu().numpy().copy(order="C")
+    model.zero_grad()
+    return gradients
 
 
 def predict(model: nn.Module, x: Tensor, batch_size: int = 128) -> np.ndarray:

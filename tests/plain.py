@@ -9,8 +9,11 @@ from collections.abc import Callable, Iterable
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from safetensors.numpy import load_file
 
 from strategies import InlineGrid
+from strategies.messages import in_order, to_record
+from strategies.state import saved_files
 
 SIZE = 4
 
@@ -165,6 +168,12 @@ def collaboration_app(evaluates_in_training: bool = False) -> ClientApp:
         return Message(RecordDict({"metrics": MetricRecord(metrics)}), reply_to=message)
 
     return app
+
+
+def saved_models(run_id: int) -> dict[object, ArrayRecord]:
+    """The models that the clients of a run keep on this machine, in order of client."""
+    files = saved_files(run_id, "model")
+    return {client: to_record(load_file(files[client])) for client in in_order(files)}
 
 
 def closeness(w: np.ndarray | float, client: int) -> float:

@@ -179,7 +179,8 @@ def test_changing_a_clients_tensors_does_not_change_the_federation():
 
 
 def test_every_name_has_a_description():
-    assert set(DATASETS) == {"digits", "mnist", "fashion-mnist", "emnist", "cifar10", "cifar100", "office-home", "npz"}
+    assert set(DATASETS) == {"digits", "mnist", "fashion-mnist", "emnist", "cifar10", "cifar100", "office-home",
+                             "sites", "npz"}
     assert set(PARTITIONS) == {
         "iid", "pathological", "practical", "rotated", "permuted", "dirichlet", "label-groups", "clustered-dirichlet"
     }  # fmt: skip

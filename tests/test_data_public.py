@@ -44,7 +44,7 @@ def numbers(x) -> list[int]:
 
 def seen(federation, normalised) -> list[int]:
     """The numbers of normalised images."""
-    mean, deviation = federation._mean, federation._deviation
+    mean, deviation = (np.float32(of)[:, None, None] for of in (federation.task.mean, federation.task.deviation))
     return numbers(np.rint(normalised.numpy() * deviation + mean))
 
 
@@ -152,7 +152,7 @@ def test_images_of_a_file_keep_its_order(file, tmp_path, shape):
     x = np.random.default_rng(0).integers(0, 256, (30, *shape), dtype=np.uint8)
     np.savez(tmp_path / "public.npz", x=x)
     public_of = federation(file, public_data=str(tmp_path / "public.npz"))
-    (mean,), (deviation,) = public_of._mean, public_of._deviation
+    (mean,), (deviation,) = np.float32(public_of.task.mean), np.float32(public_of.task.deviation)
     wanted = (x.reshape(30, 1, 6, 6) - mean) / deviation  # on the scale of the clients' images
     assert np.array_equal(public_of.public_set().numpy(), wanted)
     first = federation(file, public_data=str(tmp_path / "public.npz"), public_size=7).public_set()

@@ -111,8 +111,10 @@ def test_who_has_not_been_seen_counts_0_for_the_choice_and_not_for_the_weights()
     assert table.of(["a", "new"]).tolist() == [1.0, 0.0]
     clients, weights = table.weights(1.0)
     assert clients == ["a", "b"] and weights == pytest.approx([0.75, 0.25])
-    assert [table.choose(["a", "b", "new"], 0.0, seed) for seed in range(5)] == [["new", "a", "b"]] * 5
-    assert table.mixture("me", 1.0, 0.5) == ["me", "a"] and table.mixture("b", 1.0, 0.2) == ["b", "a"]
+    assert [table.choose(["a", "b", "new"], 0.0, seed, 3) for seed in range(5)] == [["new", "a", "b"]] * 5
+    assert table.choose(["a", "b", "new"], 0.0, 0, 2) == ["new", "a"] and table.choose(["a"], 0.0, 0, 0) == []
+    assert table.mixture("me", 1.0, 0.5, 3) == ["me", "a"] and table.mixture("b", 1.0, 0.2, 3) == ["b", "a"]
+    assert table.mixture("me", 1.0, 0.0, 1) == ["me", "a"] and table.mixture("me", 1.0, 0.0, 0) == ["me"]
 
 
 def test_without_exploration_the_best_are_chosen_in_order_and_equals_by_chance() -> None:
@@ -320,10 +322,10 @@ def run(
 
 
 def outcome(strategy: FedeRiCo) -> tuple:
-    """All that a run comes to, but for seconds and bytes."""
+    """All that a run comes to, but for seconds, bytes, and the loss that a relay is not told."""
     models, clients, weights, rows = everything(strategy)
     return models, clients, weights, [
-        {key: row[key] for key in row if key not in ("bytes-up", "bytes-down")} for row in rows]
+        {key: row[key] for key in row if key not in ("bytes-up", "bytes-down", "train-loss")} for row in rows]
 
 
 @cache
@@ -361,8 +363,8 @@ def differ(models: Mapping[str, np.ndarray], others: Mapping[str, np.ndarray]) -
 
 def neighbours(strategy: FedeRiCo, server_round: int, client: Any = None) -> Any:
     """Whose models went to a client in a round, or to each client: client -> list."""
-    found = {row["client"]: json.loads(row["neighbours"]) for row in strategy.history.rows
-             if row["round"] == server_round}
+    found = {row["client"]: json.loads(row["neighbours"] if "neighbours" in row else row["evaluate-neighbours"])
+             for row in strategy.history.rows if row["round"] == server_round}
     return found if client is None else found[client]
 
 
@@ -676,7 +678,7 @@ def test_a_relay_is_not_told_losses_and_weights_only_if_the_site_agrees(grid, ag
     for each in grid.training():
         assert set(each.up["config"]) == {"neighbours", "mixture"} | ({"weights", "weights-of"} if agreed else set())
         assert set(each.up["metrics"]) == {
-            "train-loss", "num-examples", "num-test-examples", "mixture-accuracy", "mixture-loss",
+            "num-examples", "num-test-examples", "mixture-accuracy", "mixture-loss",
             "received-accuracy", "received-loss"}
         assert not {"smoothed-losses", "log-rest"} & set(each.down["config"])
     clients, weights = strategy.collaboration()
@@ -733,8 +735,7 @@ def test_malformed_wishes_do_no_harm(wish, due) -> None:
     assert statuses(strategy) == {"ok"}
     assert [neighbours(strategy, server_round, 2) for server_round in (1, 2, 3)] == [[], due, due]
     assert all(len(neighbours(strategy, 3, client)) == 2 for client in (0, 1, 3, 4))
-    everyone = [other for other in dict.fromkeys(decode(wish)) if other in (0, 1, 3, 4)]
-    assert neighbours(strategy, 4, 2) == everyone  # the closing evaluation is of as many models as there are
+    assert neighbours(strategy, 4, 2) == due  # nor does it get more in the closing evaluation
 
 
 def test_a_relay_for_clients_that_have_nobody_to_wish_for() -> None:
@@ -816,6 +817,8 @@ WEIGHT, BIAS = np.ones((2, 4), np.float32), np.ones(2, np.float32)
         (arrays(at1_bias=BIAS.astype(np.float64)), "array 'bias' is float64 (2,), expected float32 (2,)", 2),
         (arrays(at0_backdoor=BIAS), "array 'backdoor' is not part of the model", 2),
         (arrays(at2_bias=BIAS * np.nan), "array '2/bias' has values that are not finite", 2),
+        (arrays(at2_bias=np.full_like(BIAS, 1e20)), "array 'bias' holds 1e+20, allowed: up to 1e+15", 2),
+        (arrays(at2_bias=np.full_like(BIAS, -2e15)), "array 'bias' holds 2e+15, allowed: up to 1e+15", 2),
         (arrays(model_weight=WEIGHT, model_bias=BIAS), "it holds a model where an update is due", 2),
         (arrays(model_weight=None, model_bias=None), "its model is missing", 1),
         (arrays(model_bias=None), "array 'bias' is missing", 1),
@@ -1027,7 +1030,7 @@ def test_what_a_client_keeps_predicts_without_a_server(mixture, selection) -> No
         accuracy, loss = accuracy_and_loss(probabilities, labels.numpy())
         assert (accuracy, loss) == (last[client]["personal-accuracy"], pytest.approx(last[client]["personal-loss"]))
         assert loaded.kind == mixture and loaded.shares.sum() == pytest.approx(1) and (loaded.shares > 0).all()
-        assert set(loaded.clients) <= {client, *json.loads(last[client]["neighbours"])}
+        assert set(loaded.clients) <= {client, *json.loads(last[client]["evaluate-neighbours"])}
         for owner, model in zip(loaded.clients, loaded.models):
             assert not differ(model, after[5].models[owner])
         own, _ = accuracy_and_loss(probabilities_of([after[5].models[client]], client)[0], labels.numpy())
@@ -1132,3 +1135,88 @@ def test_who_keeps_the_losses_and_whether_absent_clients_share_reach_the_clients
     """What these two come to is tested above; here, that nothing else does."""
     assert outcome(run(selection="relay")) == plain_outcome() == outcome(run(share_absent=False))
     assert everything(run(selection="relay")) != everything(run())
+
+
+# --- Clients that mean no good, and sites that trust nobody --------------------------------------------
+
+
+def test_a_site_that_does_not_share_refuses_a_server_that_has_not_heard_it() -> None:
+    """As when the first client asked knows no question, so that nobody else is asked."""
+    grid = Wiretap()
+    for number in range(CLIENTS):
+        config_of(grid, number)["client-id"] = 1001 + number
+    config_of(grid, 1)["share-model"] = False
+
+    class Silent(FedeRiCo):
+        def introduce(self, newcomers):
+            return super().introduce(dict.fromkeys(newcomers, {}))
+
+    strategy = run(grid, strategy=Silent(num_neighbours=2, seed=SEED))
+    status = {row["client"]: row["status"] for row in strategy.history.rows if row["round"] == 3}
+    assert status.pop(1002).endswith("share-model is false at this site, and the server has not heard of it")
+    assert set(status.values()) == {"ok"} and 1002 not in strategy.client_models()
+
+
+def test_a_client_that_tells_no_accuracy_takes_the_closing_evaluation_from_nobody() -> None:
+    def mute(content) -> None:
+        for name in ("mixture-accuracy", "mixture-loss"):
+            del content["metrics"][name]
+
+    grid = FaultyGrid(APP, CLIENTS, lambda server_round, client: mute if (server_round, client) == (3, 2) else "ok")
+    strategy = run(grid, 3)
+    assert set(neighbours(strategy, 4)) == {0, 1, 3, 4}
+    row = next(row for row in strategy.history.rows if (row["round"], row["client"]) == (3, 2))
+    # What it was sent to train and what it was sent to evaluate are both on record.
+    assert len(json.loads(row["neighbours"])) == 2 and "evaluate-neighbours" in row
+    assert len(saved_files(grid.run.run_id, MIXTURE)) == CLIENTS
+
+
+@both_selections
+def test_the_final_mixture_holds_no_more_models_than_a_round(selection) -> None:
+    strategy = run(num_neighbours=1, selection=selection, mixture_threshold=0.0)
+    assert all(len(others) == 1 for others in neighbours(strategy, 4).values())
+
+
+@both_selections
+def test_the_strategys_own_seed_is_the_one_that_counts(selection) -> None:
+    grids = {seed: Wiretap() for seed in (0, 7)}
+    chosen = {seed: [neighbours(run(grid, selection=selection, seed=seed), r) for r in (2, 3)]
+              for seed, grid in grids.items()}
+    assert chosen[0] != chosen[7]
+    assert chosen[7] == [neighbours(run(seed=7), r) for r in (2, 3)]
+
+
+def test_the_buffers_of_a_model_are_its_owners_alone_to_change() -> None:
+    def meddle(content) -> None:
+        name = next(key for key in content["arrays"] if key.endswith("running_var")).partition("/")[2]
+        content["arrays"][f"1/{name}"] = Array(np.full(tuple(content["arrays"][f"0/{name}"].shape), -50, np.float32))
+
+    def fate(server_round: int, client: int) -> object:
+        return meddle if (server_round, client) == (2, 3) else "ok"
+
+    strategy = run(FaultyGrid(APPS[normalised], CLIENTS, fate), 3, normalised)
+    (row,) = [row for row in strategy.history.rows if row["status"] != "ok"]
+    assert (row["round"], row["client"]) == (2, 3) and "running_var' is the owner's alone to change" in row["status"]
+
+
+class Tied(nn.Module):
+    """One parameter under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 2)
+        self.b = nn.Linear(4, 2)
+        self.b.weight = self.a.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(x) + self.b(x)
+
+
+@pytest.mark.parametrize("m_step", ["epochs", "gradient"])
+def test_a_parameter_with_two_names_moves_under_both(m_step) -> None:
+    grid = InlineGrid(app_of(Tied), CLIENTS)
+    strategy = FedeRiCo(num_neighbours=2, seed=SEED, m_step=m_step)
+    config = ConfigRecord(LOCAL)
+    strategy.start(grid, initial(Tied), 3, 60, config, config)
+    for model in strategy.client_models().values():
+        assert values(model)["a.weight"] == values(model)["b.weight"]

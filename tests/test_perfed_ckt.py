@@ -23,10 +23,9 @@ from strategies.perfed_ckt import (
     merge_small_clusters,
     nearest_centroid,
 )
-from strategies.state import SavedModels
 from strategies.training import get_arrays, train
 
-from .plain import FaultyGrid, logits_app
+from .plain import FaultyGrid, logits_app, saved_models
 from .test_conformance import values
 
 # --- The mathematics ----------------------------------------------------------------------------------
@@ -413,7 +412,7 @@ def run_networks(load_site, strategy=None, rounds: int = 3, grid_type=InlineGrid
 def test_models_that_differ_learn_from_each_other() -> None:
     strategy, grid = run_networks(sites())
     assert all(row["status"] == "ok" for row in strategy.history.rows)
-    models = SavedModels(grid.run.run_id)
+    models = saved_models(grid.run.run_id)
     assert in_order(models) == [0, 1, 2, 3]
     for number in range(4):
         kept = MODELS[ARCHITECTURES[number % 2]]((1, 8, 8), 4)
@@ -427,12 +426,12 @@ def test_without_weight_it_is_local_training_to_the_last_bit() -> None:
     load_site = sites(architectures=("digits-cnn",))
     strategy = PerFedCKT(num_clusters=2, distill_weight=0.0, local_steps=4)
     _, grid = run_networks(load_site, strategy)
-    models = {number: values(record) for number, record in SavedModels(grid.run.run_id).items()}
+    models = {number: values(record) for number, record in saved_models(grid.run.run_id).items()}
     initial = ArrayRecord({k: client.to_record({k: v})[k] for k, v in get_arrays(FACTORIES["digits-cnn"]()).items()})
     local, _ = run_networks(load_site, Local(), initial=initial)
     assert models == {number: values(record) for number, record in local.client_models().items()}
     _, grid = run_networks(load_site)
-    assert models != {number: values(record) for number, record in SavedModels(grid.run.run_id).items()}
+    assert models != {number: values(record) for number, record in saved_models(grid.run.run_id).items()}
 
 
 class Wiretap(InlineGrid):

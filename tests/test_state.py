@@ -24,9 +24,10 @@ import strategies.client
 from strategies import InlineGrid, PerFedCKT, Site, make_client_app
 from strategies.client import Visit
 from strategies.messages import in_order, read_record
-from strategies.state import ClientState, SavedModels, begin_simulation, default_root, end_simulation
+from strategies.state import ClientState, begin_simulation, default_root, end_simulation
 from strategies.training import get_arrays
 
+from .plain import saved_models
 from .test_conformance import everything, values
 
 ROOT = Path(__file__).parent.parent
@@ -291,12 +292,12 @@ def test_a_simulation_removes_those_whose_process_is_gone_and_no_other(root) -> 
     with Simulation() as ends, Simulation() as dies, Simulation() as lives:
         for number, simulation in enumerate((ends, dies, lives), start=1):
             simulation.begin(number)
-        assert [len(SavedModels(number)) for number in (1, 2, 3)] == [1, 1, 1]
+        assert [len(saved_models(number)) for number in (1, 2, 3)] == [1, 1, 1]
         ends.process.communicate()
         assert ends.process.returncode == 0
         dies.process.kill()
         dies.process.wait()
-        assert [len(SavedModels(number)) for number in (1, 2, 3)] == [1, 1, 1]  # until the next begins
+        assert [len(saved_models(number)) for number in (1, 2, 3)] == [1, 1, 1]  # until the next begins
         before = files_in(root)
         begin_simulation(4)
         assert before - files_in(root) == {f"run-{n}/{f}" for n in (1, 2)
@@ -322,7 +323,7 @@ def test_two_simulations_that_begin_at_once_both_live(root, monkeypatch) -> None
         begin_simulation(1)
         other.wait()
         assert {path.name for path in root.glob("run-*")} == {"run-1", "run-2"}
-        assert files_in(root / "run-1") == {".simulated"} and len(SavedModels(2)) == 1
+        assert files_in(root / "run-1") == {".simulated"} and len(saved_models(2)) == 1
 
 
 def test_a_simulation_that_begins_again_begins_with_nothing(root) -> None:
@@ -330,7 +331,7 @@ def test_a_simulation_that_begins_again_begins_with_nothing(root) -> None:
         simulation.begin(1)
         ClientState(1, "of the first time").save("model", {"w": np.ones(1)})
         simulation.begin(1)
-        assert list(SavedModels(1)) == [0]
+        assert list(saved_models(1)) == [0]
 
 
 def test_saved_models_are_those_of_one_run_by_the_ids_that_clients_have() -> None:
@@ -343,12 +344,12 @@ def test_saved_models_are_those_of_one_run_by_the_ids_that_clients_have() -> Non
         ClientState(1, client).save("other", {"w": np.ones(1)})
     ClientState(1, "without a model").save("other", {"w": np.ones(1)})
     ClientState(2, "of another run").save("model", {"w": np.ones(1)})
-    models = SavedModels(1)
+    models = saved_models(1)
     assert list(models) == in_order(clients) and len(models) == len(clients)
     assert {type(client) for client in models} == {int, str}
     for client, model in kept.items():
         assert isinstance(models[client], ArrayRecord) and same(read_record(models[client]), model)
-    assert "of another run" not in models and dict(SavedModels(3)) == {}
+    assert "of another run" not in models and dict(saved_models(3)) == {}
 
 
 # --- Clients that keep their model ----------------------------------------------------------------------
@@ -397,7 +398,7 @@ def run(grid: InlineGrid | None = None, *, seed: int = 0, fraction_train: float 
 
 
 def kept_by(grid: InlineGrid) -> dict:
-    return {client: values(model) for client, model in SavedModels(grid.run.run_id).items()}
+    return {client: values(model) for client, model in saved_models(grid.run.run_id).items()}
 
 
 def test_a_client_starts_from_the_model_that_it_saved_when_it_last_took_part(monkeypatch) -> None:
@@ -413,7 +414,7 @@ def test_a_client_starts_from_the_model_that_it_saved_when_it_last_took_part(mon
 
     def on_disk() -> dict:
         return {client: {name: array.tobytes() for name, array in read_record(model).items()}
-                for client, model in SavedModels(grid.run.run_id).items()}
+                for client, model in saved_models(grid.run.run_id).items()}
 
     monkeypatch.setattr(Visit, "own_model", watched)
     _, strategy = run(grid, on_round=lambda r: after.append(on_disk()))
@@ -474,7 +475,7 @@ def test_a_damaged_model_is_an_error_of_its_client_and_the_round_goes_on_without
             assert row["status"] == "ok"
     assert [line["answered"] for line in strategy.history.rounds] == [4, 4, 3, 3, 3, 3, 3]
     caplog.clear()
-    assert list(SavedModels(grid.run.run_id)) == [0, 1, 3]  # the others' are not lost with it
+    assert list(saved_models(grid.run.run_id)) == [0, 1, 3]  # the others' are not lost with it
     assert [message.startswith(f"kindred: {path} is damaged (") for message in caplog.messages] == [True]
 
 
@@ -490,9 +491,10 @@ def test_the_node_config_says_where_a_client_keeps_its_folder(tmp_path, root) ->
     both = {path.relative_to(tmp_path): path.read_bytes() for path in (tmp_path / "site").rglob("*.safetensors")}
 
     def paths(grid: InlineGrid) -> set[Path]:
-        return {Path("site", str(max(client, 1)), f"run-{grid.run.run_id}", f"client-{client}", "model.safetensors")
-                for client in range(CLIENTS)}
+        return {Path("site", str(max(client, 1)), f"run-{grid.run.run_id}", f"client-{client}", f"{name}.safetensors")
+                for client in range(CLIENTS) for name in ("model", "best")}
 
     assert kept.keys() == paths(grids[0]) and both.keys() == paths(grids[0]) | paths(grids[1])
-    assert both | kept == both and len(set(both.values())) == 2 * CLIENTS  # none took another's place
+    models = {content for path, content in both.items() if path.stem == "model"}
+    assert both | kept == both and len(models) == 2 * CLIENTS  # none took another's place
     assert not list(root.rglob("*.safetensors")) and first[1] == {}

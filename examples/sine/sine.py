@@ -59,8 +59,8 @@ def collaborate(
         gradients = np.zeros_like(lines)
         for client, (x, y, table) in enumerate(zip(inputs, labels, losses)):
             others = [other for other in range(CLIENTS) if other != client]
-            drawn = table.choose(others, EPSILON, seed=int(rng.integers(2**32)))
-            at_hand = [client, *drawn[: num_neighbours if number >= ALONE else 0]]  # k of them
+            most = num_neighbours if number >= ALONE else 0
+            at_hand = [client, *table.choose(others, EPSILON, int(rng.integers(2**32)), most)]  # k of them
             seen = features(x)[at_hand]  # (k, n, 2)
             off = np.einsum("knd,kd->kn", seen, lines[at_hand]) - y
             table.update(at_hand, (off**2).sum(axis=1) / (2 * noise**2), BETA)

@@ -1,0 +1,224 @@
+"""A site's own data, on its own machine: an .npz file, folders of images, or tables."""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .federation import SiteData
+from .public import read_public
+from .sources import SUFFIXES, DataError, Images, checked_parts, one_line, read_image, read_npz
+from .task import Task
+
+if TYPE_CHECKING:
+    import torch
+
+LABEL = "label"
+"""The column of a table that holds the labels."""
+
+KINDS = (
+    "an .npz file with x_train, y_train, x_test and y_test; a folder with train/ and test/, each with a folder of "
+    "images for each class; or a folder with train.csv and test.csv, numbers with a column `label`"
+)
+
+
+class Sites:
+    """A federation of sites that have their data themselves.
+
+    Parameters
+    ----------
+    task : Task
+        What all these must have in common.
+
+    Attributes
+    ----------
+    task : Task
+    image_shape : tuple of int
+        (channels, height, width).
+    num_classes : int
+    """
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.image_shape = task.image_shape
+        self.num_classes = task.num_classes
+
+    @classmethod
+    def of(cls, run_config: Mapping[str, Any]) -> Sites:
+        """The sites of a run, by its keys image-shape, num-classes, class-names, input-mean and input-deviation.
+
+        Raises
+        ------
+        DataError
+            One that is missing or out of range.
+        """
+        shape = str(run_config["image-shape"])
+        if not re.fullmatch(r"[1-9]\d{0,5}x[1-9]\d{0,4}x[1-9]\d{0,4}", shape):
+            raise DataError(f"image-shape is {shape!r}, allowed: channels x height x width, such as 1x28x28")
+        names = tuple(name.strip() for name in str(run_config["class-names"]).split(",") if name.strip())
+        num_classes = int(run_config["num-classes"]) or len(names)
+        if num_classes < 2:
+            raise DataError(f"num-classes is {run_config['num-classes']}, allowed: 2 or more, or class-names")
+        if len(set(names)) != len(names) or (names and len(names) != num_classes):
+            raise DataError(f"class-names has {len(names)} names, {len(set(names))} different ones, where num-classes "
+                            f"is {num_classes}")
+        channels, height, width = map(int, shape.split("x"))
+        mean, deviation = (float(run_config["input-mean"]),), (float(run_config["input-deviation"]),)
+        return cls(Task((channels, height, width), num_classes, mean, deviation, 255, names))
+
+    def site_data(self, node_config: Mapping[str, Any]) -> SiteData:
+        """The data in the node config's `data-dir`.
+
+        Raises
+        ------
+        DataError
+            They cannot be read, or are not of this shape and these classes.
+        """
+        import torch
+
+        if "data-dir" not in node_config:
+            raise DataError(f"data-dir is not in the node config, allowed: {KINDS}")
+        images = read_site(node_config["data-dir"], self.task.class_names)
+        if images.num_classes > self.num_classes:
+            raise DataError(f"labels go up to {images.num_classes - 1}, expected {self.num_classes} classes")
+        x_train, x_test = self._normalised(images.x_train), self._normalised(images.x_test)
+        nothing = x_train[:0], torch.empty(0, dtype=torch.int64)
+        return SiteData((x_train, torch.from_numpy(images.y_train)), nothing, (x_test, torch.from_numpy(images.y_test)))
+
+    def public_set(self, node_config: Mapping[str, Any]) -> torch.Tensor:
+        """The unlabelled images in the node config's `public-data`, an .npz file with an array `x`.
+
+        Raises
+        ------
+        DataError
+            They cannot be read, or are not of this shape.
+        """
+        if "public-data" not in node_config:
+            raise DataError("public-data is not in the node config, allowed: an .npz file with x, the same everywhere")
+        return self._normalised(read_public(node_config["public-data"]))
+
+    def _normalised(self, x: np.ndarray) -> torch.Tensor:
+        import torch
+
+        return torch.from_numpy(self.task.normalised(x))
+
+
+def read_site(data_dir: str | os.PathLike[str], class_names: Sequence[str] = ()) -> Images:
+    """Read the data of one site.
+
+    Parameters
+    ----------
+    data_dir : path
+        An .npz file with `x_train`, `y_train`, `x_test` and `y_test`. Or a folder with `train` and `test`, each with
+        a folder of images for each class; all images are of one size, and grey if all of them are. Or a folder with
+        `train.csv` and `test.csv`: a header, numbers, and the column `label`; a row is an image of one pixel with as
+        many channels as there are other columns.
+    class_names : sequence of str
+        What folders, or texts in the column `label`, stand for class 0, 1, and so on. Without them names that are
+        all whole numbers are the classes themselves; others are refused, for they may differ from site to site.
+
+    Returns
+    -------
+    Images
+        num_classes is the largest label and 1, or the number of names: a site need not have images of every class.
+
+    Raises
+    ------
+    DataError
+        Nothing there, or not what it should be.
+    """
+    path = Path(os.path.abspath(os.path.expanduser(data_dir)))
+    if path.is_file() and path.suffix == ".npz":
+        arrays = checked_parts(read_npz(path), path)
+    elif path.is_dir() and (path / "train.csv").is_file():
+        arrays = _tables(path, class_names)
+    elif path.is_dir() and (path / "train").is_dir():
+        arrays = _image_folders(path, class_names)
+    else:
+        raise DataError(f"data-dir is {str(path)!r}, allowed: {KINDS}")
+    x_train, y_train, x_test, y_test = arrays
+    largest = int(max(y_train.max(), y_test.max()))
+    if class_names and largest >= len(class_names):
+        raise DataError(f"{path} has a label {largest}, and class-names has {len(class_names)} names")
+    return Images(x_train, y_train, x_test, y_test, len(class_names) or largest + 1)
+
+
+def class_labels(names: Sequence[str], class_names: Sequence[str], where: Path) -> list[int]:
+    """The class that each name stands for."""
+    if class_names:
+        for name in names:
+            if name not in class_names:
+                raise DataError(f"{where} has a class {name!r}, and class-names are {', '.join(class_names)}")
+        return [class_names.index(name) for name in names]
+    for name in names:
+        if not (name.isascii() and name.isdecimal()):
+            raise DataError(f"{where} has a class {name!r}: classes that are not numbers need class-names, in one "
+                            "order for all sites")
+    return [int(name) for name in names]
+
+
+def _image_folders(folder: Path, class_names: Sequence[str]) -> tuple[np.ndarray, ...]:
+    files: dict[str, list[Path]] = {}
+    labels: dict[str, list[int]] = {}
+    for part in ("train", "test"):
+        try:
+            paths = sorted(path for path in (folder / part).glob("*/*") if path.suffix.lower() in SUFFIXES)
+        except OSError as error:
+            raise DataError(f"{folder / part} cannot be read: {one_line(error)}") from error
+        if not paths:
+            raise DataError(f"{folder / part} has no images: they must be CLASS/NAME, with a suffix of "
+                            f"{', '.join(sorted(SUFFIXES))}")
+        files[part] = paths
+        labels[part] = class_labels([path.parent.name for path in paths], class_names, folder / part)
+    images = {part: [read_image(path) for path in paths] for part, paths in files.items()}
+    first = images["train"][0].size
+    for part, paths in files.items():
+        for path, image in zip(paths, images[part], strict=True):
+            if image.size != first:
+                raise DataError(f"{path} has {image.width}x{image.height} pixels, {files['train'][0]} has "
+                                f"{first[0]}x{first[1]}: they must be of one size")
+    x = {part: np.stack([np.asarray(image) for image in each]) for part, each in images.items()}  # (n, h, w, 3)
+    if all((each == each[..., :1]).all() for each in x.values()):
+        x = {part: each[..., :1] for part, each in x.items()}
+    arrays = {f"x_{part}": each for part, each in x.items()}
+    return checked_parts(arrays | {f"y_{part}": np.array(each) for part, each in labels.items()}, folder)
+
+
+def _tables(folder: Path, class_names: Sequence[str]) -> tuple[np.ndarray, ...]:
+    x_train, y_train, columns = _table(folder / "train.csv", class_names)
+    x_test, y_test, others = _table(folder / "test.csv", class_names)
+    if columns != others:
+        raise DataError(f"{folder / 'test.csv'} has the columns {', '.join(others)}, train.csv {', '.join(columns)}: "
+                        "they must be the same, in one order")
+    return x_train, y_train, x_test, y_test
+
+
+def _table(path: Path, class_names: Sequence[str]) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    """Images of one pixel (n, c, 1, 1), labels (n,), and what the channels are called."""
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            header, *rows = [row for row in csv.reader(file) if row] or [[]]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{path} cannot be read: {one_line(error)}") from error
+    if header.count(LABEL) != 1 or len(header) < 2:
+        raise DataError(f"{path} has the columns {', '.join(header) or 'none'}, it needs one called {LABEL} and others")
+    if not rows:
+        raise DataError(f"{path} has no rows")
+    at = header.index(LABEL)
+    for number, row in enumerate(rows, start=2):
+        if len(row) != len(header):
+            raise DataError(f"{path}: line {number} has {len(row)} cells, the header {len(header)}")
+    labels = class_labels([row[at].strip() for row in rows], class_names, path)
+    try:
+        x = np.array([row[:at] + row[at + 1 :] for row in rows], dtype=np.float32)  # (n, c)
+    except ValueError as error:
+        raise DataError(f"{path} has a cell that is no number: {one_line(error)}") from error
+    if not np.isfinite(x).all():
+        raise DataError(f"{path} has values that are not finite")
+    return x[:, :, None, None], np.array(labels, dtype=np.int64), header[:at] + header[at + 1 :]

@@ -1,0 +1,781 @@
+"""A federation of real machines: `kindred keys`, `kindred server`, `kindred site`.
+
+Each is a thin wrapper of commands that can be typed just as well, and prints them: `kindred keys` those of openssl
+and ssh-keygen that would make the like, the others `flower-superlink`, `flwr supernode register` and
+`flower-supernode`. What they add: checks before anything starts, one folder for all that Flower writes, a SuperNode
+that is started again, an end that leaves no process, and a SuperLink that takes orders from its own machine alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import http.client
+import ipaddress
+import json
+import os
+import re
+import shlex
+import socket
+import ssl
+import subprocess
+import sys
+import sysconfig
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .cli import APP_DIR, _end, _option, app
+from .flower import CONNECTION, MARK, STARTUP_TIMEOUT, _kill, _Signalled, _signals_as_exceptions, toml
+
+if TYPE_CHECKING:
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+
+    Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+CA, SERVER = "ca", "server"  # names of certificates, and so of no site
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+CA_DAYS, SERVER_DAYS = 3650, 825  # the latter is the most that clients on macOS accept
+PORT = 8000  # Flower's
+GRACE = 10.0  # s in which a process that is asked to end may do so; a SuperNode says goodbye to the SuperLink
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # s before a SuperNode is started again
+STEADY = 60.0  # s after which a SuperNode that ends has nothing to do with the time before
+
+# A command of Flower's that ends, with what it started, when this process does, even by SIGKILL.
+START = """
+import os, runpy, sys, threading, time
+import psutil
+
+def end_with(parent):
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    for process in psutil.Process().children(recursive=True):
+        process.kill()
+    os._exit(1)
+
+threading.Thread(target=end_with, args=(int(sys.argv.pop(1)),), daemon=True).start()
+{first}
+sys.argv.pop(0)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+GUARD = f"""
+sys.path.insert(0, {str(APP_DIR)!r})
+from server_app.machines import guard_superlink
+sys.path.pop(0)
+guard_superlink()
+"""
+
+# One process registers all sites: importing flwr takes longer than the rest. A line of JSON says how each went.
+REGISTER = f"""
+import contextlib, io, json, sys
+from flwr.cli.app import app
+app.rich_markup_mode = None  # errors in a line, not in a box
+for public_key, name in zip(sys.argv[1::2], sys.argv[2::2]):
+    said, code = io.StringIO(), 0
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            app(["supernode", "register", public_key, {CONNECTION!r}, "--name", name])
+        except SystemExit as ended:
+            code = ended.code
+    print(json.dumps([name, code or 0, said.getvalue()]), flush=True)
+"""
+
+
+# --- kindred keys ---
+
+
+@app.command()
+def keys(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the keys.")],
+    server: Annotated[
+        str, _option("server", "NAMES", "Names and IP addresses under which sites reach the server: fl.example.org.")
+    ] = "",
+    sites: Annotated[str, _option("sites", "NAMES", "Sites to make a key for: lyon,oslo.")] = "",
+) -> None:
+    """Make what the server and the sites prove with who they are; what is there already stays as it is."""
+    names, site_names = parse_server_names(server), parse_sites(sites)
+    folder = _absolute(folder, "DIR")
+    if not names and not (folder / f"{SERVER}.crt").exists():
+        _end(2, f"--server is not given, and {folder} has no {SERVER}.crt: name the server, as in "
+                "--server fl.example.org,192.0.2.7")
+    with _own_folder(folder):
+        for path, like in make_keys(folder, names, site_names):
+            print(f"made {path}\n  like: {like}", flush=True)
+    until = _load_certificate(folder / f"{SERVER}.crt").not_valid_after_utc
+    print(f"\nthe server's certificate is for {', '.join(map(str, _names_in(folder)))}, until {until:%Y-%m-%d}\n"
+          "a site's machine needs ca.crt and the site's .key; ca.key is for further certificates alone: keep it apart")
+
+
+def parse_sites(text: str) -> list[str]:
+    """Read the names of sites; ends the command where one is none."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        _check_site_name("--sites", name)
+    for name in names:  # file systems that ignore case must not mix up their keys
+        if [other.lower() for other in names].count(name.lower()) > 1:
+            _end(2, f"--sites is {text!r}, but {name!r} is in it twice, upper and lower case aside")
+    return names
+
+
+def _check_site_name(option: str, name: str) -> None:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name) or name.lower() in (CA, SERVER):
+        _end(2, f"{option} is {name!r}, allowed: up to 64 letters, digits, and . _ - behind the first, "
+                f"but for {CA} and {SERVER}")
+
+
+def parse_server_names(text: str) -> list[str | Address]:
+    """Read the names and addresses of the server; ends the command where one is none."""
+    names: list[str | Address] = []
+    label = r"(?!-)[A-Za-z0-9-]{1,63}(?<!-)"
+    for part in (part.strip() for part in text.split(",") if part.strip()):
+        name = _address(part) or part
+        digits = re.fullmatch(r"[\d.]+", part)  # an address with something wrong, rather than a name
+        if isinstance(name, str) and (digits or len(name) > 253 or not re.fullmatch(rf"{label}(\.{label})*", name)):
+            _end(2, f"--server is {part!r}, allowed: names and IP addresses of the server, with commas between them")
+        if not isinstance(name, str) and name.is_unspecified:
+            _end(2, f"--server is {part!r}, allowed: addresses under which sites reach the server")
+        names.append(name.lower() if isinstance(name, str) else name)
+    return names
+
+
+def make_keys(folder: Path, names: Sequence[str | Address], sites: Iterable[str]) -> Iterator[tuple[Path, str]]:
+    """Make the keys and certificates that a folder lacks.
+
+    Parameters
+    ----------
+    folder : Path
+    names : sequence of str and IP addresses
+        What the server's certificate is for, besides loopback.
+    sites : iterable of str
+
+    Yields
+    ------
+    tuple of Path and str
+        A file, and a command that would make the like.
+    """
+    from cryptography import x509
+    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+    def files(name: str) -> tuple[Path, Path]:
+        return folder / f"{name}.key", folder / f"{name}.crt"
+
+    request = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-384 -noenc"
+    (ca_key, ca), (server_key, server) = files(CA), files(SERVER)
+    if server.exists():
+        _check_certificate_names(folder, names)
+    else:
+        if not ca.exists():
+            if not ca_key.exists():
+                _write(ca_key, _private_pem(_new_key()))
+            extensions = [
+                (x509.BasicConstraints(ca=True, path_length=0), True),
+                (_key_usage(key_cert_sign=True, crl_sign=True), True),
+            ]
+            key = _load_pem_key(ca_key)
+            _write(ca, _certificate("kindred CA", key, extensions, CA_DAYS, None, key), 0o644)
+            yield ca, (f'{request} -days {CA_DAYS} -subj "/CN=kindred CA" '
+                       f"-addext keyUsage=critical,keyCertSign,cRLSign -keyout {ca_key.name} -out {ca.name}")
+        if not ca_key.exists():
+            _end(2, f"{ca_key} is not there, and {server.name} must be signed with it")
+        if not server_key.exists():
+            _write(server_key, _private_pem(_new_key()))
+        all_names = list(dict.fromkeys([*(_address(name) or name for name in LOOPBACK), *names]))
+        extensions = [
+            (x509.BasicConstraints(ca=False, path_length=None), True),
+            (_key_usage(digital_signature=True), True),
+            (x509.ExtendedKeyUsage([x509.ExtendedKeyUsageOID.SERVER_AUTH]), False),
+            (x509.SubjectAlternativeName(
+                [x509.DNSName(name) if isinstance(name, str) else x509.IPAddress(name) for name in all_names]
+            ), False),
+        ]
+        certificate = _certificate("kindred server", _load_pem_key(server_key), extensions, SERVER_DAYS,
+                                   _load_certificate(ca).subject, _load_pem_key(ca_key))
+        _write(server, certificate, 0o644)
+        kinds = ",".join(f"{'DNS' if isinstance(name, str) else 'IP'}:{name}" for name in all_names)
+        yield server, (f"{request} -CA {ca.name} -CAkey {ca_key.name} -days {SERVER_DAYS} "
+                       f'-subj "/CN=kindred server" -addext basicConstraints=critical,CA:FALSE '
+                       f"-addext keyUsage=critical,digitalSignature -addext extendedKeyUsage=serverAuth "
+                       f"-addext subjectAltName={kinds} -keyout {server_key.name} -out {server.name}")
+    for site in sites:
+        private, public = folder / f"{site}.key", folder / f"{site}.pub"
+        if public.exists():  # the private key may have gone to the site
+            continue
+        if not private.exists():
+            _write(private, _private_openssh(_new_key()))
+        key = _load_site_key(private)
+        _write(public, key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + f" {site}\n".encode(),
+               0o644)
+        yield private, (f'ssh-keygen -t ecdsa -b 384 -N "" -C {site} -f {private.name}; '
+                        f"mv {private.name}.pub {public.name}")
+
+
+def _certificate(
+    name: str, key: EllipticCurvePrivateKey, extensions: Iterable[tuple[x509.ExtensionType, bool]], days: int,
+    issuer: x509.Name | None, issuer_key: EllipticCurvePrivateKey,
+) -> bytes:
+    from cryptography import x509
+    from cryptography.hazmat.primitives.hashes import SHA384
+    from cryptography.hazmat.primitives.serialization import Encoding
+
+    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+    now = datetime.now(UTC)
+    builder = (
+        x509.CertificateBuilder().subject_name(subject).issuer_name(issuer or subject).public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - timedelta(days=1)).not_valid_after(now + timedelta(days=days))  # clocks may be off
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key()), critical=False)
+    )  # fmt: skip
+    for extension, critical in extensions:
+        builder = builder.add_extension(extension, critical)
+    return builder.sign(issuer_key, SHA384()).public_bytes(Encoding.PEM)
+
+
+def _key_usage(**used: bool) -> x509.KeyUsage:
+    from cryptography import x509
+
+    usages = ("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement",
+              "key_cert_sign", "crl_sign", "encipher_only", "decipher_only")
+    return x509.KeyUsage(**{usage: used.get(usage, False) for usage in usages})
+
+
+def _new_key() -> EllipticCurvePrivateKey:
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    return ec.generate_private_key(ec.SECP384R1())
+
+
+def _private_pem(key: EllipticCurvePrivateKey) -> bytes:
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+
+
+def _private_openssh(key: EllipticCurvePrivateKey) -> bytes:  # the one form that flower-supernode reads
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+    return key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
+
+
+def _write(path: Path, content: bytes, mode: int = 0o600) -> None:
+    """Write a file, whole or not at all."""
+    from strategies.state import replacing
+
+    with replacing(path) as temporary:
+        temporary.touch(mode=mode)
+        temporary.write_bytes(content)
+
+
+def _load_pem_key(path: Path) -> Any:
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+    return _read(path, lambda content: load_pem_private_key(content, None), "a private key in PEM")
+
+
+def _load_site_key(path: Path) -> EllipticCurvePrivateKey:
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+    from cryptography.hazmat.primitives.serialization import load_ssh_private_key
+
+    allowed = "a private key as `kindred keys` or ssh-keygen -t ecdsa makes it, without a password"
+    key = _read(path, lambda content: load_ssh_private_key(content, None), allowed)
+    if not isinstance(key, EllipticCurvePrivateKey):
+        _end(2, f"{path} holds a key of another kind, allowed: {allowed}")
+    return key
+
+
+def _check_public_key(path: Path) -> None:
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
+    from cryptography.hazmat.primitives.serialization import load_ssh_public_key
+
+    allowed = "a public key as `kindred keys` or ssh-keygen -t ecdsa makes it"
+    if not isinstance(_read(path, load_ssh_public_key, allowed), EllipticCurvePublicKey):
+        _end(2, f"{path} holds a key of another kind, allowed: {allowed}")
+
+
+def _load_certificate(path: Path) -> x509.Certificate:
+    from cryptography import x509
+
+    return _read(path, x509.load_pem_x509_certificate, "a certificate in PEM")
+
+
+def _read(path: Path, load: Callable[[bytes], Any], allowed: str) -> Any:
+    from cryptography.exceptions import UnsupportedAlgorithm
+
+    try:
+        return load(path.read_bytes())
+    except OSError as error:
+        _end(2, f"{path} cannot be read ({error.strerror}), allowed: {allowed}")
+    except (ValueError, TypeError, UnsupportedAlgorithm):  # TypeError: it has a password
+        _end(2, f"{path} is none that can be used, allowed: {allowed}")
+
+
+def _names_in(folder: Path) -> list[str | Address]:
+    """What the server's certificate in a folder is for."""
+    from cryptography import x509
+
+    extensions = _load_certificate(folder / f"{SERVER}.crt").extensions
+    try:
+        names = extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return []
+    return [*names.get_values_for_type(x509.DNSName), *names.get_values_for_type(x509.IPAddress)]
+
+
+def _check_certificate_names(folder: Path, names: Iterable[str | Address]) -> None:
+    there = _names_in(folder)
+    if lacking := [str(name) for name in names if name not in there]:
+        path = folder / f"{SERVER}.crt"
+        _end(2, f"{path} is for {', '.join(map(str, there)) or 'no name'}, not for {', '.join(lacking)}; remove it to "
+                "have `kindred keys DIR --server NAMES` make another")
+
+
+# --- kindred server ---
+
+
+@app.command("server")
+def serve(
+    keys: Annotated[Path | None, _option("keys", "DIR", "What `kindred keys` made: TLS, and sites must prove who "
+                                                        "they are.")] = None,
+    host: Annotated[
+        str, _option("host", "HOST", "Address to listen on (default 127.0.0.1; 0.0.0.0: all of this machine).")
+    ] = LOOPBACK[1],
+    port: Annotated[int, _option("port", "PORT", f"Port to listen on (default {PORT}).")] = PORT,
+    state: Annotated[Path | None, _option("state", "DIR", "Folder of the database and all else that is kept.")] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Without TLS and authentication.")] = False,
+) -> None:
+    """Start the server: a SuperLink, on which runs are then started from this machine."""
+    from strategies.state import default_root
+
+    name = _host(host, "--host")
+    if keys and insecure:
+        _end(2, "--keys and --insecure are both given, allowed: one of them")
+    if not keys and not insecure and not _is_loopback(name):
+        _end(2, f"--host is {host!r}, which is reached from outside: give --keys DIR (or --insecure)")
+    _check_port("--port", port)
+    if keys:
+        keys = _absolute(keys, "--keys")
+        _check_server_keys(keys, name)
+    state = _absolute(state or default_root() / "server", "--state")
+    reached = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(str(name), str(name))
+    address = _with_port(reached, port)
+    command = ["flower-superlink", "--host", str(name), "--port", str(port), "--database", str(state / "superlink.db")]
+    connection: dict[str, Any] = {"address": address}
+    if keys:
+        command += ["--ssl-ca-certfile", str(keys / "ca.crt"), "--ssl-certfile", str(keys / "server.crt"),
+                    "--ssl-keyfile", str(keys / "server.key"), "--enable-supernode-auth"]
+        connection["root-certificates"] = str(keys / "ca.crt")
+    else:
+        command.append("--insecure")
+        connection["insecure"] = True
+        _warn_of_no_tls(name)
+
+    with _own_folder(state), _processes_that_end() as mark:
+        _check_port_is_free("--port", str(name), port)
+        _write(state / "config.toml", (
+            f"[superlink]\n{toml({'default': CONNECTION})}[superlink.{CONNECTION}]\n{toml(connection)}"
+        ).encode())  # fmt: skip
+        settings = {"FLWR_HOME": str(state), "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1", **_QUIET}
+        superlink = _start(command, settings, state, mark, first=GUARD)
+        _wait_until_it_answers(superlink, reached, port, keys)
+        for site in sorted(keys.glob("*.pub")) if keys else []:
+            _show_command(["flwr", "supernode", "register", str(site), CONNECTION, "--name", site.stem],
+                          {"FLWR_HOME": str(state)})
+        if keys:
+            _register(sorted(keys.glob("*.pub")), settings, state, mark)
+        print(f"the server is ready on {address}; it takes runs and registrations from this machine alone. To run:")
+        _show_command(["flwr", "run", str(APP_DIR), CONNECTION, "--stream"], {"FLWR_HOME": str(state)})
+        code = superlink.wait()
+        _end(1, f"flower-superlink ended with code {code}")
+
+
+def _check_server_keys(folder: Path, host: str | Address) -> None:
+    from cryptography.exceptions import InvalidSignature
+
+    ca, server = (_load_certificate(folder / f"{name}.crt") for name in (CA, SERVER))
+    if _load_pem_key(folder / f"{SERVER}.key").public_key() != server.public_key():
+        _end(2, f"{folder / 'server.key'} is not the key of server.crt")
+    try:
+        server.verify_directly_issued_by(ca)
+    except (ValueError, TypeError, InvalidSignature):
+        _end(2, f"{folder / 'server.crt'} is not signed by ca.crt")
+    for name, certificate in ((CA, ca), (SERVER, server)):
+        since, until = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+        if not since <= datetime.now(UTC) <= until:
+            _end(2, f"{folder / name}.crt is valid from {since:%Y-%m-%d} to {until:%Y-%m-%d}; remove it to have "
+                    "`kindred keys` make another")
+    if isinstance(host, str) or not host.is_unspecified:
+        _check_certificate_names(folder, [host])
+    for public_key in folder.glob("*.pub"):
+        _check_public_key(public_key)
+        _check_site_name(f"the name of {public_key}", public_key.stem)
+
+
+def _wait_until_it_answers(superlink: subprocess.Popen[bytes], host: str, port: int, keys: Path | None) -> None:
+    context = ssl.create_default_context(cafile=keys / "ca.crt") if keys else None
+    deadline = time.monotonic() + STARTUP_TIMEOUT
+    while superlink.poll() is None and time.monotonic() < deadline:
+        connection = (http.client.HTTPSConnection(host, port, timeout=1, context=context) if context
+                      else http.client.HTTPConnection(host, port, timeout=1))
+        with contextlib.suppress(OSError, http.client.HTTPException), contextlib.closing(connection):
+            connection.request("GET", "/health")
+            if connection.getresponse().status == 200:
+                return
+        time.sleep(0.1)
+    if superlink.poll() is None:
+        _end(1, f"flower-superlink does not answer on {host}:{port} after {STARTUP_TIMEOUT:.0f} s")
+    _end(1, f"flower-superlink ended with code {superlink.returncode}")
+
+
+def _register(public_keys: Sequence[Path], settings: Mapping[str, str], state: Path, mark: str) -> None:
+    """Register the sites whose public keys these are, but for those that are registered."""
+    arguments = [text for path in public_keys for text in (str(path), path.stem)]
+    flwr = subprocess.run(
+        [sys.executable, "-P", "-c", REGISTER, *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        env=_environment(settings, mark), cwd=state, start_new_session=True, encoding="utf-8",
+    )  # fmt: skip
+    for line in flwr.stdout.splitlines():
+        name, code, said = json.loads(line)
+        if code and "already in use" not in said:
+            _end(1, f"{name} cannot be registered: {' '.join(said.split())}")
+        print(f"{name} is registered{' already' if code else ''}", flush=True)
+    if flwr.returncode:
+        _end(1, f"flwr supernode register ended with code {flwr.returncode}")
+
+
+def guard_superlink() -> None:
+    """Have the SuperLink that this process will start take orders from this machine alone."""
+    from flwr.superlink import main
+
+    create_app = main.create_app
+
+    def create_guarded_app(*args: Any, **kwargs: Any) -> Any:
+        superlink = create_app(*args, **kwargs)
+        superlink.add_middleware(OwnMachineAlone)
+        return superlink
+
+    main.create_app = create_guarded_app
+
+
+class OwnMachineAlone:
+    """ASGI middleware: other machines reach what SuperNodes need, and nothing else.
+
+    Flower's SuperLink has everything on one port: whoever reaches it could register a key of his own, or start a run,
+    which is code, at the server and at every site. Authentication of SuperNodes alone keeps nobody out.
+    """
+
+    OPEN = ("/v1/fleet/", "/health")
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
+        """Pass a request on, or answer it with 403."""
+        if scope["type"] == "http" and not scope["path"].startswith(self.OPEN) and not self._comes_from_here(scope):
+            await send({"type": "http.response.start", "status": 403, "headers": [(b"content-type", b"text/plain")]})
+            await send({"type": "http.response.body", "body": b"allowed from the server's own machine alone\n"})
+            return
+        await self.app(scope, receive, send)
+
+    @staticmethod
+    def _comes_from_here(scope: Mapping[str, Any]) -> bool:
+        client, server = (_address(str(end[0])) if end else None for end in (scope["client"], scope["server"]))
+        return client is not None and (client.is_loopback or client == server)
+
+
+# --- kindred site ---
+
+
+@app.command()
+def site(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="What the site is called; whole numbers are numbers.")],
+    server: Annotated[str, _option("server", "HOST:PORT", "Where the server is.")],
+    data_dir: Annotated[Path, _option("data-dir", "PATH", "The site's data: .npz file, folder of images, or tables.")],
+    public_data: Annotated[Path | None, _option("public-data", "FILE", "Unlabelled images, the same at each site: "
+                                                                       "an .npz file with x.")] = None,
+    ca: Annotated[Path | None, _option("ca", "FILE", "The ca.crt of `kindred keys`.")] = None,
+    key: Annotated[Path | None, _option("key", "FILE", "The site's private key.")] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Without TLS and authentication.")] = False,
+    state_dir: Annotated[Path | None, _option("state-dir", "DIR", "Folder of what the site keeps.")] = None,
+    threads: Annotated[int | None, _option("threads", "N", "CPU threads to compute with (default: all CPUs).")] = None,
+    port: Annotated[int | None, _option("port", "PORT", "Port that the SuperNode uses within this machine.")] = None,
+    no_share_model: Annotated[bool, typer.Option("--no-share-model", help="Keep the model from other sites; "
+                                                                          "FedeRiCo.")] = False,
+    report_weights: Annotated[bool, typer.Option("--report-weights", help="Let the server know the site's weights; "
+                                                                          "FedeRiCo.")] = False,
+    class_names: Annotated[str, _option("class-names", "NAMES", "The run's class-names, where the data have names for "
+                                                                "classes: to check them.")] = "",
+    check: Annotated[bool, typer.Option("--check", help="Check and print, start nothing.")] = False,
+) -> None:
+    """Take part as a site with data of its own: check the data, then keep a SuperNode running."""
+    from strategies.state import default_root
+
+    _check_site_name("NAME", name)
+    host, superlink_port = parse_server(server)
+    if insecure and (ca or key):
+        _end(2, "--insecure is given beside --ca or --key, allowed: --insecure, or both of these")
+    if (ca is None) != (key is None):
+        _end(2, f"--{'key' if ca else 'ca'} is not given, allowed: --ca and --key together")
+    if not (ca and key) and not insecure and not _is_loopback(host):
+        _end(2, f"--server is {server!r}, another machine: give --ca FILE and --key FILE (or --insecure)")
+    cpus = os.cpu_count() or 1
+    threads = cpus if threads is None else threads
+    if not 1 <= threads <= cpus:
+        _end(2, f"--threads is {threads}, allowed: 1 to {cpus}, the CPUs of this machine")
+    if port is not None:
+        _check_port("--port", port)
+    node: dict[str, str | int | bool] = {"client-id": client_id(name)}
+    node["data-dir"] = str(_absolute(data_dir, "--data-dir"))
+    if public_data:
+        node["public-data"] = str(_absolute(public_data, "--public-data"))
+    state = _absolute(state_dir or default_root(), "--state-dir")
+    node["state-dir"] = str(state)
+    if no_share_model:
+        node["share-model"] = False
+    if report_weights:
+        node["report-weights"] = True
+    if ca and key:
+        ca, key = _absolute(ca, "--ca"), _absolute(key, "--key")
+        _load_certificate(ca)
+        _load_site_key(key)
+        if key.stat().st_mode & 0o077:
+            _end(2, f"--key is {str(key)!r}, which others on this machine can read: chmod 600 {shlex.quote(str(key))}")
+        proof = ["--root-certificates", str(ca), "--auth-supernode-private-key", str(key)]
+    else:
+        proof = ["--insecure"]
+        _warn_of_no_tls(host)
+    _tell_about_data(name, node, [part.strip() for part in class_names.split(",") if part.strip()])
+
+    def command(port: int) -> list[str]:
+        return ["flower-supernode", "--superlink", _with_port(host, superlink_port), *proof, "--host", LOOPBACK[1],
+                "--port", str(port), "--node-config", node_config(node)]
+
+    home = state / f"flower-{name}"
+    settings = {"FLWR_HOME": str(home), "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads),
+                "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1", **_QUIET}  # s; a poll costs some ms
+    if check:
+        _show_command(command(port or 9094), settings)
+        return
+    with _own_folder(state, alone=False), _own_folder(home):
+        _keep_running(lambda: command(_port_for_supernode(port)), settings, home, bool(key))
+
+
+def client_id(name: str) -> str | int:
+    """What a site is called in its node config: a name, or the number that it writes."""
+    return int(name) if re.fullmatch(r"0|[1-9]\d{0,17}", name, re.ASCII) else name
+
+
+def parse_server(text: str) -> tuple[str | Address, int]:
+    """Read HOST:PORT; ends the command where it is none."""
+    found = re.fullmatch(r"(\[[^][]+\]|[^:]+):(\d{1,5})", text, re.ASCII)
+    if not found or not 1 <= int(found[2]) <= 65535:
+        _end(2, f"--server is {text!r}, allowed: HOST:PORT, with a port from 1 to 65535")
+    return _host(found[1].strip("[]"), "--server"), int(found[2])
+
+
+def node_config(values: Mapping[str, str | int | bool]) -> str:
+    """Write a node config as flower-supernode reads it: TOML, in which no text may contain a quotation mark."""
+
+    def text(value: str | int | bool) -> str:
+        if isinstance(value, str):
+            return '"' + value.replace("\\", "\\\\").replace('"', "\\u0022") + '"'
+        return str(value).lower()
+
+    return " ".join(f"{key}={text(value)}" for key, value in values.items())
+
+
+def _tell_about_data(name: str, node: Mapping[str, Any], class_names: Sequence[str]) -> None:
+    """Check a site's data, and print what the server learns of them."""
+    from data import DataError
+    from data.public import read_public
+    from data.sites import read_site
+
+    try:
+        images = read_site(node["data-dir"], class_names)
+        public = read_public(node["public-data"]) if "public-data" in node else None
+    except DataError as error:
+        _end(2, str(error))
+    shape, told = "x".join(map(str, images.x_train.shape[1:])), ""
+    if public is not None:
+        if public.shape[1:] != images.x_train.shape[1:]:
+            _end(2, f"public-data has images of {'x'.join(map(str, public.shape[1:]))}, the site's are {shape} "
+                    "(channels x height x width)")
+        told = f", {len(public)} public images and their fingerprint"
+    print(f"{name}: {len(images.x_train)} images of {shape} to train on, {len(images.x_test)} to test on\n"
+          f"told to the server: the name {name}, {len(images.x_train)} training samples, {images.num_classes} classes"
+          f"{told}; then what a method sends, see `kindred strategies`\n"
+          f"stays here: the data in {node['data-dir']}, and what the site keeps in {node['state-dir']}", flush=True)
+
+
+def _port_for_supernode(port: int | None) -> int:
+    if port is not None:
+        _check_port_is_free("--port", LOOPBACK[1], port)
+        return port
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK[1], 0))
+        return probe.getsockname()[1]
+
+
+def _keep_running(command: Callable[[], list[str]], settings: Mapping[str, str], home: Path, with_key: bool) -> None:
+    """Run a SuperNode, and start it again when it ends, until this process is asked to end."""
+    with _processes_that_end() as mark:
+        pause = FIRST_PAUSE
+        while True:
+            began = time.monotonic()
+            supernode = _start(command(), settings, home, mark)
+            code = supernode.wait()
+            _kill(mark)  # what it started, such as a client at work on a message
+            lasted = time.monotonic() - began
+            if lasted > STEADY:
+                pause = FIRST_PAUSE
+            refused = with_key and code > 0 and lasted < STEADY
+            hint = "; a server refuses keys that it has not registered, and one that was in use less than a minute ago"
+            print(f"kindred: flower-supernode ended with code {code}, and is started again in {pause:g} s"
+                  f"{hint if refused else ''}", file=sys.stderr, flush=True)
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+
+# --- what they share ---
+
+_QUIET = {"FLWR_DISABLE_UPDATE_CHECK": "1", "FLWR_TELEMETRY_ENABLED": "0"}
+
+
+def _address(text: str) -> Address | None:
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        return None
+    return getattr(address, "ipv4_mapped", None) or address
+
+
+def _host(text: str, option: str) -> str | Address:
+    """A host's name or address; ends the command where it is none."""
+    if not re.fullmatch(r"[A-Za-z0-9.:-]+", text):
+        _end(2, f"{option} is {text!r}, allowed: a name or an IP address")
+    return _address(text) or text.lower()
+
+
+def _with_port(host: str | Address, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in str(host) else f"{host}:{port}"
+
+
+def _is_loopback(host: str | Address) -> bool:
+    return host == "localhost" if isinstance(host, str) else host.is_loopback
+
+
+def _warn_of_no_tls(host: str | Address) -> None:
+    where = "within this machine" if _is_loopback(host) else "FOR ALL TO READ AND CHANGE on the way"
+    print(f"kindred: without TLS and authentication: models and metrics travel as they are, {where}",
+          file=sys.stderr, flush=True)
+
+
+def _absolute(path: Path, option: str) -> Path:
+    text = os.path.abspath(os.path.expanduser(path))
+    if re.search(r"[\x00-\x1f\x7f\ud800-\udfff]", text):
+        _end(2, f"{option} is {text!r}, allowed: a path in UTF-8 without control characters")
+    return Path(text)
+
+
+def _check_port(option: str, port: int) -> None:
+    if not 1 <= port <= 65535:
+        _end(2, f"{option} is {port}, allowed: 1 to 65535")
+
+
+def _check_port_is_free(option: str, host: str, port: int) -> None:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of the last server may linger
+            probe.bind(address)
+    except OSError as error:
+        _end(2, f"{option} is {port}, which cannot be listened on at {host}: {error.strerror}")
+
+
+@contextmanager
+def _own_folder(folder: Path, alone: bool = True) -> Iterator[None]:
+    """Make a folder that its user alone can enter, and have it for this process alone unless told otherwise."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if folder.stat().st_mode & 0o077:
+            _end(2, f"{folder} is open to others on this machine, allowed: a folder of yours alone; "
+                    f"chmod 700 {shlex.quote(str(folder))}")
+        lock = open(folder / ".lock", "w") if alone else None
+    except OSError as error:
+        _end(2, f"{folder} cannot be used as a folder: {error.strerror}")
+    if lock is None:
+        yield
+        return
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            _end(2, f"{folder} is in use by another `kindred` that runs")
+        for partial in folder.glob(".*.partial.*"):  # of one that was killed as it wrote
+            partial.unlink()
+        yield
+
+
+@contextmanager
+def _processes_that_end() -> Iterator[str]:
+    """Yield a mark for processes; at the end of the block, which a signal may bring about, none is left that has it."""
+    mark = uuid.uuid4().hex
+    with _signals_as_exceptions() as signals:
+        try:
+            try:
+                yield mark
+            finally:
+                signals.heeded = False
+                _ask_to_end(mark)
+                _kill(mark)
+        except _Signalled as signalled:
+            print(f"kindred: ended by {signalled.number.name}", file=sys.stderr, flush=True)
+
+
+def _ask_to_end(mark: str) -> None:
+    import psutil
+
+    children = [child for child in psutil.Process().children() if _has_mark(child, mark)]
+    for child in children:
+        with contextlib.suppress(psutil.Error):
+            child.terminate()
+    psutil.wait_procs(children, GRACE)
+
+
+def _has_mark(process: Any, mark: str) -> bool:
+    import psutil
+
+    try:
+        return process.environ().get(MARK) == mark
+    except psutil.Error:
+        return False
+
+
+def _environment(settings: Mapping[str, str], mark: str) -> dict[str, str]:
+    proxied = [os.environ[name] for name in ("no_proxy", "NO_PROXY") if os.environ.get(name)]
+    path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
+    return os.environ | {MARK: mark, "PATH": path, "no_proxy": ",".join([*LOOPBACK, *proxied[:1]])} | dict(settings)
+
+
+def _start(
+    command: Sequence[str], settings: Mapping[str, str], directory: Path, mark: str, first: str = ""
+) -> subprocess.Popen[bytes]:
+    """Print a command of Flower's and start it; what it says goes where this process's words go."""
+    _show_command(command, settings)
+    script = os.path.join(sysconfig.get_path("scripts"), command[0])
+    return subprocess.Popen(
+        [sys.executable, "-P", "-c", START.format(first=first), str(os.getpid()), script, *command[1:]],
+        stdin=subprocess.DEVNULL, env=_environment(settings, mark), cwd=directory, start_new_session=True,
+    )  # fmt: skip
+
+
+def _show_command(command: Sequence[str], settings: Mapping[str, str]) -> None:
+    words = [f"{name}={shlex.quote(value)}" for name, value in settings.items()]
+    print(f"$ {' '.join(words)} {shlex.join(command)}", flush=True)

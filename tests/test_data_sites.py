@@ -1,0 +1,239 @@
+"""Sites' own data: every form they may have, what is said where they do not fit, and a federation of them."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from client_app.app import app
+from data import DataError, Sites, Task, read_site
+from server_app.app import run
+from server_app.config import Config
+from server_app.results import read_summary, read_table
+from strategies import InlineGrid
+from strategies.state import ClientState
+
+RUN_CONFIG = {"image-shape": "1x4x6", "num-classes": 3, "class-names": "", "input-mean": 0.5, "input-deviation": 0.25}
+
+
+def refusal(call) -> str:
+    with pytest.raises(DataError) as caught:
+        call()
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+def npz(path: Path, shape=(4, 6), train: int = 6, labels=(0, 1, 2), **changes) -> Path:
+    rng = np.random.default_rng(0)
+    sizes = {"train": train, "test": 3}
+    arrays = {f"x_{part}": rng.integers(0, 256, (n, *shape)).astype(np.uint8) for part, n in sizes.items()}
+    arrays |= {f"y_{part}": np.resize(labels, n) for part, n in sizes.items()}
+    np.savez(path, **(arrays | changes))
+    return path
+
+
+def folders(path: Path, names=("0", "2"), mode: str = "L", size=(6, 4)) -> Path:
+    for part, count in (("train", 2), ("test", 1)):
+        for k, name in enumerate(names):
+            (path / part / name).mkdir(parents=True)
+            for i in range(count):
+                Image.new(mode, size, 10 * k + i if mode == "L" else (k, i, 9)).save(path / part / name / f"{i}.png")
+    return path
+
+
+def tables(path: Path, labels=("0", "1")) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / "train.csv").write_text(f"height,label,width\n1.5,{labels[0]},2\n-3,{labels[1]},4e1\n")
+    (path / "test.csv").write_text(f"height,label,width\n7,{labels[1]},8\n")
+    return path
+
+
+def test_an_npz_file(tmp_path) -> None:
+    images = read_site(npz(tmp_path / "a.npz", labels=(0, 2)))  # no image of class 1 here
+    assert images.x_train.shape == (6, 1, 4, 6) and images.x_train.dtype == np.uint8
+    assert images.y_test.tolist() == [0, 2, 0] and images.num_classes == 3
+
+
+@pytest.mark.parametrize(("mode", "channels"), [("L", 1), ("RGB", 3)])
+def test_folders_of_images(tmp_path, mode, channels) -> None:
+    images = read_site(folders(tmp_path, mode=mode))
+    assert images.x_train.shape == (4, channels, 4, 6) and images.x_test.shape == (2, channels, 4, 6)
+    assert images.y_train.tolist() == [0, 0, 2, 2] and images.y_test.tolist() == [0, 2]
+    assert images.x_train[3].max() == (11 if mode == "L" else 9)
+
+
+def test_tables_are_images_of_one_pixel(tmp_path) -> None:
+    images = read_site(tables(tmp_path))
+    assert images.x_train.tolist() == [[[[1.5]], [[2.0]]], [[[-3.0]], [[40.0]]]] and images.x_train.dtype == np.float32
+    assert images.y_train.tolist() == [0, 1] and images.x_test.ravel().tolist() == [7, 8]
+
+
+def test_names_of_classes_have_the_order_that_the_run_gives_them(tmp_path) -> None:
+    names = ("dog", "cat", "owl")
+    images = read_site(folders(tmp_path / "images", names=("cat", "dog")), names)
+    assert images.y_train.tolist() == [1, 1, 0, 0] and images.num_classes == 3
+    assert read_site(tables(tmp_path / "table", labels=("owl", "cat")), names).y_train.tolist() == [2, 1]
+    text = refusal(lambda: read_site(tmp_path / "images", ("dog", "owl")))
+    assert "'cat'" in text and "dog, owl" in text
+    assert "class-names" in refusal(lambda: read_site(tmp_path / "images"))
+
+
+def damaged(path: Path) -> Path:
+    (folders(path) / "train" / "0" / "1.png").write_bytes(b"no image")
+    return path
+
+
+def of_two_sizes(path: Path) -> Path:
+    Image.new("L", (6, 5)).save(folders(path) / "test" / "2" / "0.png")
+    return path
+
+
+def edited(path: Path, old: str, new: str) -> Path:
+    file = tables(path) / "train.csv"
+    file.write_text(file.read_text().replace(old, new))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda path: path / "nothing", ["data-dir", "nothing", "train.csv"]),
+        (lambda path: npz(path / "a.npz", y_train=np.arange(5)), ["a.npz", "6 images", "5 labels"]),
+        (damaged, ["1.png", "image"]),
+        (of_two_sizes, ["0.png", "6x5", "6x4"]),
+        (lambda path: edited(path, "label", "class"), ["train.csv", "label"]),
+        (lambda path: edited(path, "4e1", "many"), ["train.csv", "many"]),
+        (lambda path: edited(path, "4e1", "inf"), ["train.csv", "finite"]),
+        (lambda path: edited(path, ",4e1", ""), ["line 3", "2 cells", "3"]),
+        (lambda path: edited(path, "height", "depth"), ["depth", "height"]),
+        (lambda path: edited(path, "\n1.5,0,2\n-3,1,4e1", ""), ["train.csv", "no rows"]),
+    ],
+)
+def test_what_does_not_fit_is_said_in_one_line(tmp_path, make, words) -> None:
+    text = refusal(lambda: read_site(make(tmp_path)))
+    assert all(word in text for word in words), text
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"image-shape": ""}, ["image-shape", "1x28x28"]),
+        ({"image-shape": "28x28"}, ["image-shape", "'28x28'"]),
+        ({"image-shape": "0x28x28"}, ["image-shape"]),
+        ({"num-classes": 1}, ["num-classes is 1"]),
+        ({"num-classes": 0}, ["num-classes is 0"]),
+        ({"class-names": "a,b"}, ["class-names has 2 names", "3"]),
+        ({"class-names": "a,b,a"}, ["class-names", "2 different"]),
+    ],
+)
+def test_what_sites_must_have_in_common_is_checked(changes, words) -> None:
+    text = refusal(lambda: Sites.of(RUN_CONFIG | changes))
+    assert all(word in text for word in words), text
+
+
+def test_sites_see_their_images_on_one_scale(tmp_path) -> None:
+    sites = Sites.of(RUN_CONFIG)
+    data = sites.site_data({"data-dir": str(npz(tmp_path / "a.npz"))})
+    raw = read_site(tmp_path / "a.npz").x_train
+    assert torch.allclose(data.train[0], (torch.from_numpy(raw.astype(np.float32)) / 255 - 0.5) / 0.25)
+    assert data.train[0].shape == (6, 1, 4, 6) and data.test[1].dtype == torch.int64 and len(data.validation[1]) == 0
+    np.savez(tmp_path / "public.npz", x=raw[:, 0])
+    assert torch.equal(sites.public_set({"public-data": str(tmp_path / "public.npz")}), data.train[0])
+
+
+def test_another_shape_or_more_classes_are_refused_with_what_was_expected(tmp_path) -> None:
+    sites = Sites.of(RUN_CONFIG)
+    text = refusal(lambda: sites.site_data({"data-dir": str(npz(tmp_path / "a.npz", shape=(6, 4)))}))
+    assert "1x6x4" in text and "expected 1x4x6" in text
+    text = refusal(lambda: sites.site_data({"data-dir": str(npz(tmp_path / "b.npz", labels=(0, 3)))}))
+    assert "3" in text and "expected 3 classes" in text
+    assert "data-dir" in refusal(lambda: sites.site_data({}))
+    assert "public-data" in refusal(lambda: sites.public_set({}))
+
+
+SITES = {"dataset": "sites", "image_shape": "1x8x8", "num_classes": 10, "num_rounds": 2, "local_epochs": 1}
+
+
+def grid_of(tmp_path, config: Config, broken: bool = False) -> InlineGrid:
+    """Four sites with digits of their own, one of them of another size if asked for."""
+    x, y = load_digits(return_X_y=True)
+    x = x.reshape(-1, 8, 8).astype(np.uint8) * 15
+    grid = InlineGrid(app, 4, config.run_config())
+    np.savez(tmp_path / "public.npz", x=x[400:500])
+    for number, context in enumerate(grid._contexts.values()):
+        own = slice(50 * number, 50 * number + 40), slice(50 * number + 40, 50 * number + 50)
+        cut = 7 if broken and number == 2 else 8
+        np.savez(tmp_path / f"{number}.npz", x_train=x[own[0], :cut], y_train=y[own[0]],
+                 x_test=x[own[1], :cut], y_test=y[own[1]])
+        context.node_config.clear()
+        context.node_config.update({"client-id": f"site-{number}", "data-dir": str(tmp_path / f"{number}.npz"),
+                                    "public-data": str(tmp_path / "public.npz")})
+    return grid
+
+
+@pytest.mark.parametrize("strategy", ["heurfedamp", "federico", "perfed-ckt"])
+def test_sites_with_data_of_their_own_learn_together(tmp_path, strategy) -> None:
+    config = Config(**SITES, strategy=strategy, output_dir=str(tmp_path / "results"))
+    folder = run(grid_of(tmp_path, config), config)
+    rows = (folder.path / "history.csv").read_text().splitlines()
+    assert all(",ok," in row for row in rows[1:]) and len(rows) > 8
+    assert "-sites-" in folder.path.name and not (folder.path / "partition.png").exists()
+    assert {path.name for path in (folder.path / "models").iterdir()} == {
+        f"client-site-{number}.safetensors" for number in range(4)}
+    assert (folder.path / "collaboration.png").exists()
+
+
+def test_a_site_that_does_not_fit_is_left_out_by_name_and_the_others_go_on(tmp_path) -> None:
+    config = Config(**SITES, strategy="local", output_dir=str(tmp_path / "results"))
+    folder = run(grid_of(tmp_path, config, broken=True), config)
+    (left_out,) = read_summary(folder.path)["left-out"]
+    assert left_out["client"] == "site-2" and "images are 1x7x8, expected 1x8x8" in left_out["reason"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "files"),
+    [("heurfedamp", {"model", "best"}), ("fedavg", {"model", "best"}), ("fedavg-ft", {"model", "best"}),
+     ("perfed-ckt", {"model", "best"}), ("federico", {"mixture"})],
+)
+def test_what_a_site_gets_out_of_a_run_stays_with_it(tmp_path, strategy, files) -> None:
+    config = Config(**SITES | {"num_rounds": 3}, strategy=strategy, output_dir=str(tmp_path / "results"))
+    grid = grid_of(tmp_path, config)
+    for context in grid._contexts.values():
+        context.node_config["state-dir"] = str(tmp_path / "kept")
+    folder = run(grid, config)
+    for number in range(4):
+        state = ClientState(grid.run.run_id, f"site-{number}", tmp_path / "kept")
+        assert {path.stem for path in state.folder.glob("*.safetensors")} == files
+        assert state.folder.stat().st_mode & 0o777 == 0o700
+        rows = [row for row in read_table(folder.path / "history.csv") if row["client"] == f"site-{number}"]
+        accuracies = [row["personal-accuracy"] for row in rows if "personal-accuracy" in row]
+        for name in files:
+            model, task = Task.from_metadata(state.about(name))
+            assert model == "digits-cnn" and (task.image_shape, task.num_classes) == ((1, 8, 8), 10)
+        if "model" in files:
+            assert float(state.about("model")["accuracy"]) == accuracies[-1]
+            assert float(state.about("best")["accuracy"]) == max(accuracies)
+
+
+def test_a_site_works_on_one_message_at_a_time(tmp_path) -> None:
+    state = ClientState(1, "lyon", tmp_path)
+    order = []
+
+    def second() -> None:
+        with state.locked():
+            order.append("second")
+
+    with state.locked():
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join(0.2)
+        order.append("first")
+    thread.join(10)
+    assert order == ["first", "second"]

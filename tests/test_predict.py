@@ -1,0 +1,548 @@
+"""Using a model's file: predictions, an evaluation, and what is said about files that do not fit."""
+
+from __future__ import annotations
+
+import csv
+import errno
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import typer
+from matplotlib.image import imread
+from PIL import Image
+from safetensors.numpy import load_file, save_file
+from safetensors.torch import save_file as save_tensors
+from typer.testing import CliRunner
+
+from data import Task, load_federation
+from server_app import predict
+from server_app.app import run_inline
+from server_app.cli import app
+from server_app.config import Config
+from server_app.predict import confusion_figure, evaluation
+from server_app.results import read_table
+from strategies import Mixture, make_model
+from strategies.training import get_arrays, set_arrays
+from strategies.training import predict as predicted_by
+
+ROOT = Path(__file__).resolve().parent.parent
+NAMES = ("cat", "dog", "owl")
+
+
+def kindred(*arguments: object):
+    return CliRunner().invoke(app, list(map(str, arguments)))
+
+
+def refused(*arguments: object) -> str:
+    """What is said about what cannot be used: one line, and nothing else."""
+    done = kindred(*arguments)
+    assert done.exit_code == 2, done.output
+    assert done.stdout == "" and done.stderr.startswith("kindred: ") and done.stderr.count("\n") == 1, done.output
+    return done.stderr
+
+
+def table_of(text: str) -> tuple[list[str], list[list[str]]]:
+    header, *rows = csv.reader(io.StringIO(text))
+    return header, rows
+
+
+def known_arrays() -> dict[str, np.ndarray]:
+    """An office-mlp of 2 features and 3 classes whose logits for (a, b), none negative, are (0, a ln 2, b ln 2)."""
+    arrays = {name: np.zeros_like(array) for name, array in get_arrays(make_model("office-mlp", (2, 1, 1), 3)).items()}
+    for layer in ("fc1", "fc2"):
+        arrays[f"{layer}.weight"][[0, 1], [0, 1]] = 1
+    arrays["fc3.weight"][[1, 2], [0, 1]] = np.log(2)
+    return arrays
+
+
+def known_task(**changes) -> Task:
+    # Features are doubled, and 1 is taken off.
+    fields = {"image_shape": (2, 1, 1), "num_classes": 3, "mean": (0.5,), "deviation": (0.5,), "class_names": NAMES}
+    return Task(**{**fields, **changes})
+
+
+@pytest.fixture
+def known(tmp_path) -> Path:
+    save_file(known_arrays(), tmp_path / "known.safetensors", known_task().to_metadata("office-mlp"))
+    return tmp_path / "known.safetensors"
+
+
+def random_model(path: Path, shape=(1, 8, 8), **changes) -> tuple[Path, Task, torch.nn.Module]:
+    task = Task(shape, 3, mean=(0.5,), deviation=(0.25,), full=255, **changes)
+    model = make_model("digits-cnn", shape, 3, seed=1)
+    save_file(get_arrays(model), path, task.to_metadata("digits-cnn"))
+    return path, task, model
+
+
+def mixture(path: Path, task: Task, shares=(0.25, 0.75), kind="probabilities", places=(0, 1)) -> Path:
+    arrays = {"shares": np.array(shares)}
+    for place in places:
+        model = get_arrays(make_model("digits-cnn", task.image_shape, 3, seed=place))
+        arrays |= {f"{place}/{name}": array for name, array in model.items()}
+    save_file(arrays, path, {"clients": '[7, "b"]', "kind": kind, **task.to_metadata("digits-cnn")})
+    return path
+
+
+def images(n: int = 5, shape=(8, 8)) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (n, *shape)).astype(np.uint8)
+
+
+# --- kindred predict ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("label", ["", "label,"])
+def test_probabilities_that_can_be_checked_by_hand(known, tmp_path, label) -> None:
+    # (0.5, 0.5) becomes (0, 0), (1, 0.5) (1, 0), (1, 1.5) (1, 2): logits 0 0 0, 0 ln2 0, 0 ln2 2ln2
+    rows = "{}0.5,0.5\n{}1,0.5\n\n{}1,1.5\n".replace("{}", "no class," if label else "")
+    (tmp_path / "in.csv").write_text(f"\ufeff{label}width,height\n{rows}", encoding="utf-8")  # as spreadsheets write it
+    done = kindred("predict", "--model", known, "--input", tmp_path / "in.csv")
+    assert done.exit_code == 0 and done.stderr == ""
+    header, rows = table_of(done.stdout)
+    assert header == ["input", "label", "probability-cat", "probability-dog", "probability-owl"]
+    assert [row[:2] for row in rows] == [["0", "cat"], ["1", "dog"], ["2", "owl"]]
+    due = np.array([[1 / 3, 1 / 3, 1 / 3], [1 / 4, 1 / 2, 1 / 4], [1 / 7, 2 / 7, 4 / 7]])
+    assert np.allclose(np.array([row[2:] for row in rows], float), due, atol=1e-7)
+
+
+def test_a_models_file_and_a_table_give_the_bits_that_training_gives(tmp_path) -> None:
+    file, task, model = random_model(tmp_path / "a.safetensors")
+    np.savez(tmp_path / "in.npz", x_test=images())
+    done = kindred("predict", "--model", file, "--input", tmp_path / "in.npz", "--output", tmp_path / "out.csv")
+    assert (done.exit_code, done.output) == (0, "")
+    header, rows = table_of((tmp_path / "out.csv").read_text())
+    due = predicted_by(model, torch.from_numpy(task.normalised(images()[:, None])))
+    assert header[2:] == ["probability-0", "probability-1", "probability-2"]
+    assert np.array_equal(np.array([row[2:] for row in rows], np.float32), due)
+    assert [row[:2] for row in rows] == [[str(i), str(label)] for i, label in enumerate(due.argmax(axis=1))]
+    assert {path.name for path in tmp_path.iterdir()} == {"a.safetensors", "in.npz", "out.csv"}
+
+
+@pytest.mark.parametrize("kind", ["probabilities", "logits"])
+def test_a_mixture_mixes_what_its_models_give(tmp_path, kind) -> None:
+    task = random_model(tmp_path / "a.safetensors")[1]
+    file = mixture(tmp_path / "mixture.safetensors", task, kind=kind)
+    np.savez(tmp_path / "in.npz", x=images(), x_test=images()[:1])
+    done = kindred("predict", "--model", file, "--input", tmp_path / "in.npz")
+    found = np.array([row[2:] for row in table_of(done.stdout)[1]], float)
+    x = torch.from_numpy(task.normalised(images()[:, None]))
+    parts = [predicted_by(make_model("digits-cnn", (1, 8, 8), 3, seed=place), x).astype(float) for place in (0, 1)]
+    due = 0.25 * parts[0] + 0.75 * parts[1] if kind == "probabilities" else parts[0] ** 0.25 * parts[1] ** 0.75
+    assert np.allclose(found, due / due.sum(axis=1, keepdims=True), atol=1e-6)
+    assert not np.allclose(found, parts[1], atol=1e-3)
+    module = make_model("digits-cnn", (1, 8, 8), 3)
+    assert np.array_equal(found.astype(np.float32), Mixture.load(file).predict(module, x).astype(np.float32))
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_images_of_a_folder_in_the_order_of_their_paths(tmp_path, channels) -> None:
+    file, task, model = random_model(tmp_path / "a.safetensors", (channels, 8, 8))
+    colours = images(4, (8, 8, 3))
+    places = ("b.png", "a/z.bmp", "a/b/c.PNG", "a.png")
+    for place, image in zip(places, colours, strict=True):
+        (tmp_path / "in" / place).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(tmp_path / "in" / place)
+    (tmp_path / "in" / "notes.txt").write_text("no image")
+    (tmp_path / "in" / "a" / "._z.png").write_text("hidden")
+    given = [Image.fromarray(image) if channels == 3 else Image.fromarray(image).convert("L") for image in colours]
+    x = np.stack([np.asarray(image).reshape(8, 8, channels) for image in given]).transpose(0, 3, 1, 2)
+    due = dict(zip(places, predicted_by(model, torch.from_numpy(task.normalised(x))), strict=True))
+
+    rows = table_of(kindred("predict", "--model", file, "--input", tmp_path / "in").stdout)[1]
+    assert [row[0] for row in rows] == ["a/b/c.PNG", "a/z.bmp", "a.png", "b.png"]
+    for name, label, *probabilities in rows:
+        assert np.allclose(np.array(probabilities, np.float32), due[name], atol=1e-6)
+        assert label == str(due[name].argmax())
+    (alone,) = table_of(kindred("predict", "--model", file, "--input", tmp_path / "in" / "a" / "z.bmp").stdout)[1]
+    assert alone[0] == "z.bmp" and np.allclose(np.array(alone[2:], np.float32), due["a/z.bmp"], atol=1e-6)
+
+
+def test_names_of_files_and_classes_may_be_anything(tmp_path) -> None:
+    file, task, _ = random_model(tmp_path / "a.safetensors", class_names=('a,"b"', "[red]", "π"))
+    (tmp_path / "in").mkdir()
+    for name in (b"caf\xe9.png", b'1,"2"\n3.png'):
+        with open(os.fsencode(tmp_path / "in") + b"/" + name, "wb") as written:
+            Image.fromarray(images(1)[0]).save(written, "PNG")
+    done = kindred("predict", "--model", file, "--input", tmp_path / "in", "--output", tmp_path / "out.csv")
+    assert done.exit_code == 0, done.output
+    with open(tmp_path / "out.csv", encoding="utf-8", newline="") as written:
+        header, *rows = csv.reader(written)
+    assert header[2:] == ['probability-a,"b"', "probability-[red]", "probability-π"]
+    assert [row[0] for row in rows] == ['1,"2"\n3.png', "caf\\udce9.png"]
+    shown = kindred("evaluate", "--model", file, "--data-dir", site(tmp_path / "site.npz", task)).stdout
+    assert all(f" {name} " in shown for name in task.class_names)
+
+
+def test_an_output_is_replaced_when_it_is_whole_and_else_left_alone(tmp_path, monkeypatch) -> None:
+    file, _, _ = random_model(tmp_path / "a.safetensors")
+    np.savez(tmp_path / "in.npz", x=images())
+    (tmp_path / "out.csv").write_text("the last one")
+    arguments = ("predict", "--model", file, "--input", tmp_path / "in.npz", "--output", tmp_path / "out.csv")
+
+    def full(path: Path, content: bytes) -> None:
+        with open(path, "wb") as written:
+            written.write(content[:20])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        assert "No space left" in refused(*arguments)
+    assert (tmp_path / "out.csv").read_text() == "the last one" and len(list(tmp_path.iterdir())) == 3
+    assert kindred(*arguments).exit_code == 0
+    assert (tmp_path / "out.csv").read_text().startswith("input,label,")
+
+
+def test_outputs_that_cannot_be_written(tmp_path) -> None:
+    file, task, _ = random_model(tmp_path / "a.safetensors")
+    np.savez(tmp_path / "in.npz", x=images())
+    os.mkfifo(tmp_path / "pipe")
+    arguments = ("predict", "--model", file, "--input", tmp_path / "in.npz", "--output")
+    for where in (tmp_path / "nowhere" / "out.csv", tmp_path, tmp_path / "pipe", tmp_path / "in.npz" / "out.csv", ""):
+        assert "--output is " in refused(*arguments, where)
+    assert (tmp_path / "pipe").is_fifo()
+    data = site(tmp_path / "site.npz", task)
+    done = kindred("evaluate", "--model", file, "--data-dir", data, "--output-dir", tmp_path / "in.npz")
+    assert done.exit_code == 2 and done.stderr.count("\n") == 1 and "--output-dir is " in done.stderr
+
+
+class Full(io.BytesIO):
+    def write(self, content: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_standard_output_that_cannot_be_written(tmp_path, monkeypatch, capsys) -> None:
+    file, _, _ = random_model(tmp_path / "a.safetensors")
+    np.savez(tmp_path / "in.npz", x=images())
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(Full()))
+    with pytest.raises(typer.Exit) as ended:
+        predict.predict(file, tmp_path / "in.npz")
+    line = capsys.readouterr().err
+    assert ended.value.exit_code == 2 and line.count("\n") == 1 and "No space left" in line
+
+
+# --- What cannot be used --------------------------------------------------------------------------------
+
+
+def without(arrays: dict, name: str) -> dict:
+    return {key: array for key, array in arrays.items() if key != name}
+
+
+def saved(path: Path, arrays=None, network="office-mlp", task=None, **texts) -> Path:
+    about = known_task().to_metadata(network) | ({"task": json.dumps(task)} if task is not None else {}) | texts
+    save_file(known_arrays() if arrays is None else arrays, path, about)
+    return path
+
+
+def written(path: Path, content: bytes) -> Path:
+    path.write_bytes(content)
+    return path
+
+
+def plain(path: Path, about: dict | None) -> Path:
+    save_file(known_arrays(), path, about)
+    return path
+
+
+def of_bfloat16(path: Path) -> Path:
+    tensors = {name: torch.from_numpy(array).bfloat16() for name, array in known_arrays().items()}
+    save_tensors(tensors, path, known_task().to_metadata("office-mlp"))
+    return path
+
+
+def cut(path: Path) -> Path:
+    return written(path, saved(path).read_bytes()[:-100])
+
+
+TASK = json.loads(known_task().to_metadata("")["task"])
+GREY = Task((1, 8, 8), 3, (0.5,), (0.25,), 255)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda path: path, ["no file"]),
+        (lambda path: path.parent, ["no file"]),
+        (lambda path: written(path, b""), ["cannot be read"]),
+        (lambda path: written(path, b"PK and no model"), ["cannot be read"]),
+        (cut, ["cannot be read"]),
+        (of_bfloat16, ["cannot be read", "bfloat16"]),
+        (lambda path: plain(path, None), ["no model of kindred's"]),
+        (lambda path: plain(path, {"client": "0"}), ["no model of kindred's"]),
+        (lambda path: plain(path, {"model": "office-mlp"}), ["no model of kindred's"]),
+        (lambda path: saved(path, network="gpt"), ["cannot be used", "'gpt'", "digits-cnn"]),
+        (lambda path: saved(path, network="digits-cnn"), ["cannot be used", "4x4", "1x1"]),
+        (lambda path: saved(path, without(known_arrays(), "fc3.bias")), ["fc3.bias", "missing"]),
+        (lambda path: saved(path, {**known_arrays(), "fc4": np.ones(1)}), ["fc4"]),
+        (lambda path: saved(path, {**known_arrays(), "fc3.bias": np.ones(4)}), ["fc3.bias", "(4,)", "(3,)"]),
+        (lambda path: saved(path, {**known_arrays(), "fc3.bias": np.full(3, np.nan)}), ["not finite"]),
+        (lambda path: saved(path, model="office-mlp", task=[]), ["cannot be used"]),
+        (lambda path: saved(path, task={}), ["cannot be used", "image_shape"]),
+        (lambda path: plain(path, {"model": "office-mlp", "task": "{"}), ["cannot be used"]),
+        (lambda path: saved(path, task=TASK | {"image_shape": "2x1x1"}), ["cannot be used"]),
+        (lambda path: saved(path, task=TASK | {"image_shape": [-2, 1, 1]}), ["cannot be used"]),
+        (lambda path: saved(path, task=TASK | {"num_classes": 1}), ["cannot be used"]),
+        (lambda path: saved(path, task=TASK | {"class_names": ["cat", "dog"]}), ["3 classes", "2 names"]),
+        (lambda path: saved(path, task=TASK | {"class_names": ["cat", "dog", "o\nwl"]}), [r"'o\nwl'"]),
+        (lambda path: saved(path, task=TASK | {"class_names": ["cat", "dog", "\ud800"]}), [r"'\ud800'"]),
+        (lambda path: saved(path, task=TASK | {"class_names": ["cat", "dog", 7]}), ["cannot be used"]),
+        (lambda path: saved(path, task=TASK | {"mean": [1, 2, 3]}), ["cannot be used"]),
+        (lambda path: saved(path, task=TASK | {"deviation": ["x"]}), ["cannot be used"]),
+        (lambda path: saved(path, task=TASK | {"pickle": 1}), ["cannot be used", "pickle"]),
+        (lambda path: mixture(path, GREY, shares=(0.5, 0.75)), ["shares", "0.75"]),
+        (lambda path: mixture(path, GREY, shares=(1.5, -0.5)), ["shares", "-0.5"]),
+        (lambda path: mixture(path, GREY, shares=(np.nan, 1)), ["shares", "nan"]),
+        (lambda path: mixture(path, GREY, shares=(1.0,)), ["shares", "[1.0]"]),
+        (lambda path: mixture(path, GREY, kind="votes"), ["'votes'", "logits"]),
+        (lambda path: mixture(path, GREY, places=(0,)), ["no mixture"]),
+    ],
+)
+def test_what_is_no_model_is_said_in_one_line(tmp_path, make, says) -> None:
+    (tmp_path / "in").mkdir()
+    file = make(tmp_path / "a.safetensors")
+    line = refused("predict", "--model", file, "--input", tmp_path / "in")
+    assert all(word in line for word in [str(file), *says]), line
+    assert refused("evaluate", "--model", file, "--data-dir", tmp_path / "in") == line
+
+
+def npz(path: Path, **arrays) -> Path:
+    np.savez(path / "in.npz", **arrays)
+    return path / "in.npz"
+
+
+def picture(path: Path, size=(8, 8), name="a.png") -> Path:
+    (path / "in").mkdir(exist_ok=True)
+    Image.new("L", size).save(path / "in" / name)
+    return path / "in"
+
+
+def of_two_sizes(path: Path) -> Path:
+    picture(path, (8, 8), "a.png")
+    return picture(path, (8, 7), "b.png")
+
+
+INPUTS = [
+    (lambda path: path / "nothing.npz", ["--input", "nothing.npz", "image", ".npz", ".csv"]),
+    (lambda path: written(path / "in.txt", b"1"), ["--input", "in.txt", ".csv"]),
+    (lambda path: npz(path, y=images()), ["in.npz", "neither x nor x_test"]),
+    (lambda path: npz(path, x=images()[:0]), ["in.npz: x", "empty"]),
+    (lambda path: npz(path, x=images().astype(int)), ["in.npz: x", "int64"]),
+    (lambda path: npz(path, x=images().reshape(5, 64)), ["in.npz: x", "(5, 64)"]),
+    (lambda path: npz(path, x=np.array([{}])), ["in.npz", "plain arrays"]),
+    (lambda path: npz(path, x=images(5, (8, 7))), ["in.npz", "images are 1x8x7, expected 1x8x8"]),
+    (lambda path: npz(path, x=images(5, (8, 8, 3))), ["in.npz", "images are 3x8x8, expected 1x8x8"]),
+    (lambda path: written(path / "in.npz", b"no archive"), ["in.npz", "plain arrays"]),
+    (lambda path: path, ["no images", ".png"]),
+    (of_two_sizes, ["b.png", "images are 1x7x8, expected 1x8x8"]),
+    (lambda path: written(picture(path) / "two\nlines.png", b"no image").parent, ["two lines.png", "read as an image"]),
+    (lambda path: written(path / "in.png", b"no image"), ["in.png", "read as an image"]),
+    (lambda path: written(path / "in.csv", b"a,b\n1,2\n"), ["in.csv", "images are 2x1x1, expected 1x8x8"]),
+    (lambda path: written(path / "in.csv", b""), ["in.csv", "no columns"]),
+    (lambda path: written(path / "in.csv", b"label\n1\n"), ["in.csv", "no columns besides label"]),
+    (lambda path: written(path / "in.csv", b"a,b\n"), ["in.csv", "no rows"]),
+    (lambda path: written(path / "in.csv", b"0.5,3\n1,2\n"), ["in.csv", "header"]),
+    (lambda path: written(path / "in.csv", b"-1e5,3\n1,2\n"), ["in.csv", "header"]),
+    (lambda path: written(path / "in.csv", b"a,a\n1,2\n"), ["in.csv", "header"]),
+    (lambda path: written(path / "in.csv", b"0,1\n1,2\n3\n"), ["in.csv", "row 1 has 1 cells, the header 2"]),
+    (lambda path: written(path / "in.csv", b"a,b\n1,many\n"), ["in.csv", "many"]),
+    (lambda path: written(path / "in.csv", b"a,b\n1,1e99\n"), ["in.csv", "finite"]),
+    (lambda path: written(path / "in.csv", b"a,b\n1,\xff\n"), ["in.csv", "cannot be read"]),
+]
+
+
+@pytest.mark.parametrize(("make", "says"), INPUTS)
+def test_an_input_that_does_not_fit_is_said_in_one_line(tmp_path, make, says) -> None:
+    (tmp_path / "data").mkdir()
+    file = random_model(tmp_path / "a.safetensors")[0]
+    output = tmp_path / "out.csv"
+    given = make(tmp_path / "data")
+    line = refused("predict", "--model", file, "--input", given, "--output", output)
+    assert all(word in line for word in says), line
+    assert not output.exists()
+
+
+def test_a_folder_that_cannot_be_read_is_not_left_out(tmp_path, monkeypatch) -> None:
+    file = random_model(tmp_path / "a.safetensors")[0]
+    (picture(tmp_path) / "closed").mkdir()
+    scandir = os.scandir
+
+    def guarded(place):  # root may read everything
+        if Path(place).name == "closed":
+            raise PermissionError(errno.EACCES, "Permission denied", str(place))
+        return scandir(place)
+
+    monkeypatch.setattr(os, "scandir", guarded)
+    line = refused("predict", "--model", file, "--input", tmp_path / "in")
+    assert "closed" in line and "cannot be read" in line
+
+
+def test_images_for_a_model_of_features(known, tmp_path) -> None:
+    arrays = get_arrays(make_model("office-mlp", (5, 1, 1), 3))
+    save_file(arrays, known, known_task(image_shape=(5, 1, 1)).to_metadata("office-mlp"))
+    line = refused("predict", "--model", known, "--input", picture(tmp_path))
+    assert "5 channels" in line and ".csv" in line
+
+
+def test_numbers_too_large_for_the_model(known, tmp_path) -> None:
+    line = refused("predict", "--model", known, "--input", written(tmp_path / "in.csv", b"a,b\n3e38,3e38\n"))
+    assert "not finite" in line
+
+
+def test_what_is_required_is_code_2() -> None:
+    assert kindred("predict").exit_code == kindred("evaluate").exit_code == 2
+
+
+# --- kindred evaluate -----------------------------------------------------------------------------------
+
+
+def site(path: Path, task: Task, labels=(0, 1, 2)) -> Path:
+    """A site's file with the images as training and as test images."""
+    x, y = images(6, task.image_shape[1:]), np.resize(labels, 6)
+    np.savez(path, x_train=x, y_train=y, x_test=x, y_test=y)
+    return path
+
+
+def test_an_evaluation_that_can_be_checked_by_hand() -> None:
+    probabilities = np.array([[0.5, 0.25, 0.25, 0], [0.25, 0.5, 0.25, 0], [0.5, 0.25, 0.25, 0], [0, 0, 1, 0]])
+    found = evaluation(probabilities, np.array([0, 0, 1, 2]), ["a", "b", "c", "d"])
+    assert found == {
+        "images": 4, "accuracy": 0.5, "loss": pytest.approx(np.log([2, 4, 4, 1]).mean()),
+        "classes": [
+            {"class": "a", "images": 2, "accuracy": 0.5, "precision": 0.5},
+            {"class": "b", "images": 1, "accuracy": 0.0, "precision": 0.0},
+            {"class": "c", "images": 1, "accuracy": 1.0, "precision": 1.0},
+            {"class": "d", "images": 0, "accuracy": None, "precision": None},
+        ],
+        "confusion": [[1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0]],
+    }  # fmt: skip
+
+
+def test_what_an_evaluation_prints_and_leaves(known, tmp_path) -> None:
+    # By hand, as above: the model says cat, dog, owl, owl; it is cat, dog, dog, owl.
+    (tmp_path / "site").mkdir()
+    rows = "0.5,0.5,cat\n1,0.5,dog\n1,1.5,dog\n0.5,1,owl\n"
+    for part, lines in (("train", "0.5,0.5,owl\n"), ("test", rows)):
+        (tmp_path / "site" / f"{part}.csv").write_text(f"width,height,label\n{lines}")
+    out = tmp_path / "new" / "out"
+    done = kindred("evaluate", "--model", known, "--data-dir", tmp_path / "site", "--output-dir", out)
+    assert done.exit_code == 0 and done.stderr == ""
+    loss = np.log([3, 2, 7 / 2, 2]).mean()
+    first, _, _, *lines = done.stdout.splitlines()
+    assert first == f"accuracy 75.0 %, mean cross-entropy {loss:.4f}, 4 images"
+    table = [line.split() for line in lines if line.strip()]
+    assert table[-3:] == [["cat", "1", "100.0", "100.0"], ["dog", "2", "50.0", "100.0"], ["owl", "1", "100.0", "50.0"]]
+
+    found = json.loads((out / "evaluation.json").read_text())
+    assert found["accuracy"] == 0.75 and found["loss"] == pytest.approx(loss)
+    assert found["model"] == str(known) and found["confusion"] == [[1, 0, 0], [0, 1, 1], [0, 0, 1]]
+    assert (out / "confusion.png").read_bytes().startswith(b"\x89PNG") and imread(out / "confusion.png").shape[0] > 600
+    assert {path.name for path in out.iterdir()} == {"evaluation.json", "confusion.png"}
+
+
+def texts_of(figure) -> dict[tuple[float, float], str]:
+    return {text.get_position(): text.get_text() for text in figure.axes[0].texts}
+
+
+def test_a_confusion_picture_says_how_many_of_each_class_are_taken_for_what() -> None:
+    figure = confusion_figure(np.array([[90, 10, 0], [0, 5, 0], [0, 0, 0]]), ["cat", "cost $5 $", "owl"], "title")
+    figure.canvas.draw()  # whatever the names are
+    assert texts_of(figure) == {(0, 0): "90", (1, 0): "10", (1, 1): "5"}  # (predicted, true)
+    axes = figure.axes[0]
+    assert (axes.get_ylabel(), axes.get_xlabel()) == ("true class", "predicted class")
+    assert [text.get_text() for text in axes.get_yticklabels()] == ["cat", r"cost \$5 \$", "owl"]
+    shares = axes.images[0].get_array()
+    assert np.allclose(shares[:2], [[0.9, 0.1, 0], [0, 1, 0]]) and np.isnan(np.array(shares[2])).all()
+    assert "no images" in axes.get_title()
+    colours = {text.get_text(): text.get_color() for text in axes.texts}
+    assert colours["90"] == "white" and colours["10"] == "black"
+
+
+def test_counts_stay_away_where_there_is_no_room() -> None:
+    many = confusion_figure(np.full((100, 100), 7), [f"class {i}" for i in range(100)], "title")
+    assert texts_of(many) == {} and len(many.axes[0].get_yticks()) <= 40
+    assert len(texts_of(confusion_figure(np.full((10, 10), 1234), list("abcdefghij"), "title"))) == 100
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda path: path / "nothing", ["data-dir", "nothing"]),
+        (lambda path: written(path / "a.npz", b"no archive"), ["a.npz"]),
+        (lambda path: site(path / "a.npz", GREY, labels=(0, 3)), ["a.npz", "labels up to 3", "3 classes"]),
+        (lambda path: site(path / "a.npz", Task((1, 7, 8), 3, (0,), (1,))), ["a.npz", "1x7x8, expected 1x8x8"]),
+    ],
+)
+def test_data_that_do_not_fit_are_said_in_one_line(tmp_path, make, says) -> None:
+    file = random_model(tmp_path / "a.safetensors")[0]
+    line = refused("evaluate", "--model", file, "--data-dir", make(tmp_path))
+    assert all(word in line for word in says), line
+
+
+# --- After a run ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("strategy", "rounds", "folder", "stage"),
+    [("heurfedamp", 1, "models", "trained"), ("federico", 2, "mixtures", "personal")],  # at first each has but its own
+)
+def test_a_clients_file_does_on_its_images_as_well_as_its_run_says(tmp_path, strategy, rounds, folder, stage) -> None:
+    config = Config(strategy=strategy, partition="iid", num_clients=2, num_rounds=rounds, samples_per_client=400,
+                    output_dir=str(tmp_path / "results"))
+    results = run_inline(config).path
+    federation = load_federation(config.run_config())
+    task = federation.task
+    accuracies = []
+    for client in (0, 1):
+        data = federation.site_data(client)
+        arrays = {}
+        for part, (x, y) in (("train", data.train), ("test", data.test)):
+            (mean,), (deviation,) = task.mean, task.deviation
+            raw = np.rint(x.numpy() * deviation + mean).astype(np.uint8)
+            assert np.array_equal(task.normalised(raw), x.numpy())
+            arrays |= {f"x_{part}": raw[:, 0], f"y_{part}": y.numpy()}
+        np.savez(tmp_path / "site.npz", **arrays)
+
+        file = results / folder / f"client-{client}.safetensors"
+        out = tmp_path / f"out-{client}"
+        done = kindred("evaluate", "--model", file, "--data-dir", tmp_path / "site.npz", "--output-dir", out)
+        assert done.exit_code == 0, done.output
+        found = json.loads((out / "evaluation.json").read_text())
+        *_, last = (row for row in read_table(results / "history.csv") if row["client"] == client)
+        assert found["accuracy"] == last[f"{stage}-accuracy"] and found["images"] == len(data.test[1])
+        assert found["loss"] == pytest.approx(last[f"{stage}-loss"], rel=1e-5)
+        accuracies.append(found["accuracy"])
+
+        rows = table_of(kindred("predict", "--model", file, "--input", tmp_path / "site.npz").stdout)[1]
+        probabilities = np.array([row[2:] for row in rows], float)
+        assert np.mean(probabilities.argmax(axis=1) == data.test[1].numpy()) == found["accuracy"]
+        if folder == "models":
+            model = make_model("digits-cnn", (1, 8, 8), 10)
+            set_arrays(model, load_file(file))
+            assert np.array_equal(probabilities.astype(np.float32), predicted_by(model, data.test[0]))
+        else:
+            together = Mixture.load(file)
+            mixed = together.predict(make_model("digits-cnn", (1, 8, 8), 10), data.test[0])
+            assert len(together.models) == 2
+            assert np.array_equal(probabilities.astype(np.float32), mixed.astype(np.float32))
+    assert 0.2 < min(accuracies) < max(accuracies) < 1
+
+
+def test_the_command_as_it_is_typed(known, tmp_path) -> None:
+    table = written(tmp_path / "in.csv", b"a,b\n1,0.5\n")
+    command = [sys.executable, "strategies/__main__.py", "predict", f"--model={known}", f"--input={table}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[1].startswith("0,dog,0.25,0.5,0.25")
+
+
+def test_the_commands_wait_for_nothing_heavy_before_they_start() -> None:
+    script = "import sys; sys.path.insert(0, sys.argv[1]); from server_app import predict; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-P", "-c", script, str(ROOT)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert not {"torch", "ray", "flwr", "sklearn", "matplotlib"} & set(done.stdout.split())
+    assert callable(predict.predict)
