@@ -201,11 +201,7 @@ def _tables(folder: Path, class_names: Sequence[str]) -> tuple[np.ndarray, ...]:
 
 def _table(path: Path, class_names: Sequence[str]) -> tuple[np.ndarray, np.ndarray, list[str]]:
     """Images of one pixel (n, c, 1, 1), labels (n,), and what the channels are called."""
-    try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
-            header, *rows = [row for row in csv.reader(file) if row] or [[]]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{path} cannot be read: {one_line(error)}") from error
+    header, rows = read_rows(path)
     if header.count(LABEL) != 1 or len(header) < 2:
         raise DataError(f"{path} has the columns {', '.join(header) or 'none'}, it needs one called {LABEL} and others")
     if not rows:
@@ -215,10 +211,27 @@ def _table(path: Path, class_names: Sequence[str]) -> tuple[np.ndarray, np.ndarr
         if len(row) != len(header):
             raise DataError(f"{path}: line {number} has {len(row)} cells, the header {len(header)}")
     labels = class_labels([row[at].strip() for row in rows], class_names, path)
+    x = pixels([row[:at] + row[at + 1 :] for row in rows], path)
+    return x, np.array(labels, dtype=np.int64), header[:at] + header[at + 1 :]
+
+
+def read_rows(path: Path) -> tuple[list[str], list[list[str]]]:
+    """The header of a table and its rows, as texts, without empty lines; DataError where it cannot be read."""
     try:
-        x = np.array([row[:at] + row[at + 1 :] for row in rows], dtype=np.float32)  # (n, c)
+        with open(path, encoding="utf-8-sig", newline="") as file:  # spreadsheets put a mark first
+            header, *rows = [row for row in csv.reader(file) if row] or [[]]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{path} cannot be read: {one_line(error)}") from error
+    return header, rows
+
+
+def pixels(cells: Sequence[Sequence[str]], path: Path) -> np.ndarray:
+    """Rows of c numbers as images of one pixel (n, c, 1, 1), float32; DataError where a cell holds none."""
+    try:
+        with np.errstate(over="ignore"):  # refused below
+            x = np.array(cells, dtype=np.float32)  # (n, c)
     except ValueError as error:
         raise DataError(f"{path} has a cell that is no number: {one_line(error)}") from error
     if not np.isfinite(x).all():
-        raise DataError(f"{path} has values that are not finite")
-    return x[:, :, None, None], np.array(labels, dtype=np.int64), header[:at] + header[at + 1 :]
+        raise DataError(f"{path} has values that are not finite in float32")
+    return x[:, :, None, None]

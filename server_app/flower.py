@@ -39,11 +39,11 @@ MARK = "KINDRED_RUN"  # an environment variable that every process of a run inhe
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 BAD_INPUT = ("ConfigError", "DataError")  # exceptions of the app that say: change a setting
 
-# Should this process be killed, the SuperLink sees to the end of what it started, and of itself.
-SUPERLINK = """
+# Begins what a process of ours runs: should ours, its first argument, be killed, it sees to the end of what it started,
+# and of itself.
+END_WITH_PARENT = """
 import os, sys, threading, time
 import psutil
-from flwr.superlink.cli import flower_superlink
 
 def end_with(parent):
     while os.getppid() == parent:
@@ -53,6 +53,10 @@ def end_with(parent):
     os._exit(1)
 
 threading.Thread(target=end_with, args=(int(sys.argv.pop(1)),), daemon=True).start()
+"""
+
+SUPERLINK = f"""{END_WITH_PARENT}
+from flwr.superlink.cli import flower_superlink
 flower_superlink()
 """
 

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .cli import APP_DIR, _end, _option, app
-from .flower import CONNECTION, MARK, STARTUP_TIMEOUT, _kill, _Signalled, _signals_as_exceptions, toml
+from .flower import CONNECTION, END_WITH_PARENT, MARK, STARTUP_TIMEOUT, _kill, _Signalled, _signals_as_exceptions, toml
 
 if TYPE_CHECKING:
     from cryptography import x509
@@ -49,18 +49,8 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # s before a SuperNode is started again
 STEADY = 60.0  # s after which a SuperNode that ends has nothing to do with the time before
 
 # A command of Flower's that ends, with what it started, when this process does, even by SIGKILL.
-START = """
-import os, runpy, sys, threading, time
-import psutil
-
-def end_with(parent):
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    for process in psutil.Process().children(recursive=True):
-        process.kill()
-    os._exit(1)
-
-threading.Thread(target=end_with, args=(int(sys.argv.pop(1)),), daemon=True).start()
+START = END_WITH_PARENT + """
+import runpy
 {first}
 sys.argv.pop(0)
 runpy.run_path(sys.argv[0], run_name="__main__")

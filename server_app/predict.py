@@ -271,14 +271,9 @@ def _npz(path: Path) -> np.ndarray:
 def _table(path: Path) -> np.ndarray:
     """Images of one pixel (n, c, 1, 1), float32."""
     from data import DataError
-    from data.sites import LABEL
-    from data.sources import one_line
+    from data.sites import LABEL, pixels, read_rows
 
-    try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
-            header, *rows = [row for row in csv.reader(file) if row] or [[]]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{path} cannot be read: {one_line(error)}") from error
+    header, rows = read_rows(path)
     columns = [place for place, name in enumerate(header) if name != LABEL]
     # Whole numbers are fine as names; a row of measurements that was taken for a header would be lost without a word.
     measured = [name for name in header if re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?", name.strip(), re.IGNORECASE)]
@@ -289,14 +284,7 @@ def _table(path: Path) -> np.ndarray:
     for number, row in enumerate(rows):
         if len(row) != len(header):
             raise DataError(f"{path}: row {number} has {len(row)} cells, the header {len(header)}")
-    try:
-        with np.errstate(over="ignore"):  # refused below
-            x = np.array([[row[place] for place in columns] for row in rows], dtype=np.float32)  # (n, c)
-    except ValueError as error:
-        raise DataError(f"{path} has a cell that is no number: {one_line(error)}") from error
-    if not np.isfinite(x).all():
-        raise DataError(f"{path} has values that are not finite in float32")
-    return x[:, :, None, None]
+    return pixels([[row[place] for place in columns] for row in rows], path)
 
 
 def _test_part(data_dir: Path, task: Task) -> tuple[np.ndarray, np.ndarray]:
