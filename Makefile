@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install run test benchmarks clean
+.PHONY: install run test test-deployment benchmarks clean
 
 install: $(INSTALLED)
 
@@ -18,11 +18,15 @@ run: $(INSTALLED)
 test: $(INSTALLED)
 	$(VENV)/bin/python -m pytest --durations=10
 
+test-deployment: $(INSTALLED)
+	$(VENV)/bin/python -m pytest --durations=10 -m deployment
+
 benchmarks: $(INSTALLED)
 	$(VENV)/bin/python -m benchmarks.cloud_models
 	$(VENV)/bin/python -m benchmarks.clustering
 	$(VENV)/bin/python -m benchmarks.collaboration
 	$(VENV)/bin/python -m benchmarks.wire
+	$(VENV)/bin/python -m benchmarks.latency
 	$(VENV)/bin/python -m benchmarks.simulation --data-dir '$(DATA_DIR)'
 
 clean:

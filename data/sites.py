@@ -157,9 +157,9 @@ def class_labels(names: Sequence[str], class_names: Sequence[str], where: Path) 
                 raise DataError(f"{where} has a class {name!r}, and class-names are {', '.join(class_names)}")
         return [class_names.index(name) for name in names]
     for name in names:
-        if not (name.isascii() and name.isdecimal()):
-            raise DataError(f"{where} has a class {name!r}: classes that are not numbers need class-names, in one "
-                            "order for all sites")
+        if not (name.isascii() and name.isdecimal() and len(name) < 10):
+            raise DataError(f"{where} has a class {name!r}: classes that are not numbers from 0 to 999999999 need "
+                            "class-names, in one order for all sites")
     return [int(name) for name in names]
 
 

@@ -27,8 +27,23 @@ if TYPE_CHECKING:
 
 APP_DIR = Path(__file__).resolve().parent.parent
 
+UsageError = typer.BadParameter.__base__  # click's, which is a part of typer
+
+
+class Commands(typer.core.TyperGroup):
+    """The commands; one that is not given as it should be ends with one line."""
+
+    def invoke(self, ctx: typer.Context) -> Any:
+        """Run the command that the context names."""
+        try:
+            return super().invoke(ctx)
+        except UsageError as error:
+            command, message = (error.ctx or ctx).command_path, error.format_message().rstrip(".")
+            _end(error.exit_code, f"{message[:1].lower()}{message[1:]}; see `{command} --help`")
+
+
 app = typer.Typer(
-    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
+    cls=Commands, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Personalised federated learning: a model for every client, learnt with the clients that resemble it.",
 )  # fmt: skip

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import http.client
-import ipaddress
 import json
 import os
 import re
@@ -31,37 +30,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from . import hooks
 from .cli import APP_DIR, _end, _option, app
-from .flower import CONNECTION, END_WITH_PARENT, MARK, STARTUP_TIMEOUT, _kill, _Signalled, _signals_as_exceptions, toml
+from .flower import CONNECTION, MARK, STARTUP_TIMEOUT, _kill, _Signalled, _signals_as_exceptions, toml
+from .hooks import Address, address_of
 
 if TYPE_CHECKING:
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
-
-    Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 CA, SERVER = "ca", "server"  # names of certificates, and so of no site
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 CA_DAYS, SERVER_DAYS = 3650, 825  # the latter is the most that clients on macOS accept
 PORT = 8000  # Flower's
 GRACE = 10.0  # s in which a process that is asked to end may do so; a SuperNode says goodbye to the SuperLink
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # s before a SuperNode is started again
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # s before a SuperNode is started again, or a server looks for new keys
 STEADY = 60.0  # s after which a SuperNode that ends has nothing to do with the time before
-
-# A command of Flower's that ends, with what it started, when this process does, even by SIGKILL.
-START = END_WITH_PARENT + """
-import runpy
-{first}
-sys.argv.pop(0)
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-GUARD = f"""
-sys.path.insert(0, {str(APP_DIR)!r})
-from server_app.machines import guard_superlink
-sys.path.pop(0)
-guard_superlink()
-"""
 
 # One process registers all sites: importing flwr takes longer than the rest. A line of JSON says how each went.
 REGISTER = f"""
@@ -126,7 +110,7 @@ def parse_server_names(text: str) -> list[str | Address]:
     names: list[str | Address] = []
     label = r"(?!-)[A-Za-z0-9-]{1,63}(?<!-)"
     for part in (part.strip() for part in text.split(",") if part.strip()):
-        name = _address(part) or part
+        name = address_of(part) or part
         digits = re.fullmatch(r"[\d.]+", part)  # an address with something wrong, rather than a name
         if isinstance(name, str) and (digits or len(name) > 253 or not re.fullmatch(rf"{label}(\.{label})*", name)):
             _end(2, f"--server is {part!r}, allowed: names and IP addresses of the server, with commas between them")
@@ -159,25 +143,27 @@ def make_keys(folder: Path, names: Sequence[str | Address], sites: Iterable[str]
 
     request = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-384 -noenc"
     (ca_key, ca), (server_key, server) = files(CA), files(SERVER)
+    if not ca.exists():
+        if not ca_key.exists():
+            if server.exists():
+                _end(2, f"{ca} is not there, nor {ca_key.name}, with which it could be made again")
+            _write(ca_key, _private_pem(_new_key()))
+        extensions = [
+            (x509.BasicConstraints(ca=True, path_length=0), True),
+            (_key_usage(key_cert_sign=True, crl_sign=True), True),
+        ]
+        key = _load_pem_key(ca_key)
+        _write(ca, _certificate("kindred CA", key, extensions, CA_DAYS, None, key), 0o644)
+        yield ca, (f'{request} -days {CA_DAYS} -subj "/CN=kindred CA" '
+                   f"-addext keyUsage=critical,keyCertSign,cRLSign -keyout {ca_key.name} -out {ca.name}")
     if server.exists():
         _check_certificate_names(folder, names)
     else:
-        if not ca.exists():
-            if not ca_key.exists():
-                _write(ca_key, _private_pem(_new_key()))
-            extensions = [
-                (x509.BasicConstraints(ca=True, path_length=0), True),
-                (_key_usage(key_cert_sign=True, crl_sign=True), True),
-            ]
-            key = _load_pem_key(ca_key)
-            _write(ca, _certificate("kindred CA", key, extensions, CA_DAYS, None, key), 0o644)
-            yield ca, (f'{request} -days {CA_DAYS} -subj "/CN=kindred CA" '
-                       f"-addext keyUsage=critical,keyCertSign,cRLSign -keyout {ca_key.name} -out {ca.name}")
         if not ca_key.exists():
             _end(2, f"{ca_key} is not there, and {server.name} must be signed with it")
         if not server_key.exists():
             _write(server_key, _private_pem(_new_key()))
-        all_names = list(dict.fromkeys([*(_address(name) or name for name in LOOPBACK), *names]))
+        all_names = list(dict.fromkeys([*(address_of(name) or name for name in LOOPBACK), *names]))
         extensions = [
             (x509.BasicConstraints(ca=False, path_length=None), True),
             (_key_usage(digital_signature=True), True),
@@ -372,18 +358,26 @@ def serve(
         _write(state / "config.toml", (
             f"[superlink]\n{toml({'default': CONNECTION})}[superlink.{CONNECTION}]\n{toml(connection)}"
         ).encode())  # fmt: skip
-        settings = {"FLWR_HOME": str(state), "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1", **_QUIET}
-        superlink = _start(command, settings, state, mark, first=GUARD)
+        settings = {
+            "FLWR_HOME": str(state), "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1", **_QUIET,
+            # What would lead past the guard: an address that a client claims, and ports of their own.
+            "FORWARDED_ALLOW_IPS": LOOPBACK[1], "FLWR_INTERNAL_GRPC_CONTROL_API": "0",
+            "FLWR_INTERNAL_GRPC_FLEET_API": "0",
+        }  # fmt: skip
+        superlink = _start(command, settings, state, mark, hooks.guard_superlink)
         _wait_until_it_answers(superlink, reached, port, keys)
-        for site in sorted(keys.glob("*.pub")) if keys else []:
-            _show_command(["flwr", "supernode", "register", str(site), CONNECTION, "--name", site.stem],
-                          {"FLWR_HOME": str(state)})
-        if keys:
-            _register(sorted(keys.glob("*.pub")), settings, state, mark)
-        print(f"the server is ready on {address}; it takes runs and registrations from this machine alone. To run:")
+        known: set[bytes] = set()
+        if keys and not _register_new(keys, known, settings, state, mark):
+            _end(1, "not all sites can be registered")
+        print(f"the server is ready, and listens on {_with_port(name, port)}; it takes runs and registrations from "
+              "this machine alone. To run:")
         _show_command(["flwr", "run", str(APP_DIR), CONNECTION, "--stream"], {"FLWR_HOME": str(state)})
-        code = superlink.wait()
-        _end(1, f"flower-superlink ended with code {code}")
+        pause = FIRST_PAUSE
+        while superlink.poll() is None:
+            time.sleep(pause)
+            if keys:
+                pause = FIRST_PAUSE if _register_new(keys, known, settings, state, mark) else LONGEST_PAUSE
+        _end(1, f"flower-superlink ended with code {superlink.returncode}")
 
 
 def _check_server_keys(folder: Path, host: str | Address) -> None:
@@ -403,9 +397,17 @@ def _check_server_keys(folder: Path, host: str | Address) -> None:
                     "`kindred keys` make another")
     if isinstance(host, str) or not host.is_unspecified:
         _check_certificate_names(folder, [host])
-    for public_key in folder.glob("*.pub"):
-        _check_public_key(public_key)
-        _check_site_name(f"the name of {public_key}", public_key.stem)
+    _check_public_keys(_public_keys(folder))
+
+
+def _public_keys(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.glob("*.pub")) if not path.name.startswith(".")]  # but not one in the making
+
+
+def _check_public_keys(paths: Iterable[Path]) -> None:
+    for path in paths:
+        _check_public_key(path)
+        _check_site_name(f"the name of {path}", path.stem)
 
 
 def _wait_until_it_answers(superlink: subprocess.Popen[bytes], host: str, port: int, keys: Path | None) -> None:
@@ -424,60 +426,49 @@ def _wait_until_it_answers(superlink: subprocess.Popen[bytes], host: str, port: 
     _end(1, f"flower-superlink ended with code {superlink.returncode}")
 
 
-def _register(public_keys: Sequence[Path], settings: Mapping[str, str], state: Path, mark: str) -> None:
-    """Register the sites whose public keys these are, but for those that are registered."""
+def _register_new(folder: Path, known: set[bytes], settings: Mapping[str, str], state: Path, mark: str) -> bool:
+    """Register the sites whose public keys are not known yet; those then are, and those that are none.
+
+    Returns
+    -------
+    bool
+        Whether all could be registered.
+    """
+    new: dict[Path, bytes] = {}
+    for path in _public_keys(folder):
+        with contextlib.suppress(OSError, typer.Exit):  # it has gone, or a line has said what is wrong with it
+            if (content := path.read_bytes()) not in known:
+                known.add(content)
+                _check_public_keys([path])
+                new[path] = content
+    failed = _register(list(new), settings, state, mark) if new else []
+    known.difference_update(new[path] for path in failed)
+    return not failed
+
+
+def _register(public_keys: Sequence[Path], settings: Mapping[str, str], state: Path, mark: str) -> list[Path]:
+    """Register the sites whose public keys these are; those with which that failed."""
+    for path in public_keys:
+        _show_command(["flwr", "supernode", "register", str(path), CONNECTION, "--name", path.stem],
+                      {"FLWR_HOME": str(state)})
     arguments = [text for path in public_keys for text in (str(path), path.stem)]
     flwr = subprocess.run(
         [sys.executable, "-P", "-c", REGISTER, *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         env=_environment(settings, mark), cwd=state, start_new_session=True, encoding="utf-8",
     )  # fmt: skip
-    for line in flwr.stdout.splitlines():
-        name, code, said = json.loads(line)
+    outcomes = {name: (code, said) for name, code, said in map(json.loads, flwr.stdout.splitlines())}
+    failed = []
+    for path in public_keys:
+        code, said = outcomes.get(path.stem, (flwr.returncode, "flwr ended before"))
+        node = re.search(r"SuperNode (\d+)", said)
         if code and "already in use" not in said:
-            _end(1, f"{name} cannot be registered: {' '.join(said.split())}")
-        print(f"{name} is registered{' already' if code else ''}", flush=True)
-    if flwr.returncode:
-        _end(1, f"flwr supernode register ended with code {flwr.returncode}")
-
-
-def guard_superlink() -> None:
-    """Have the SuperLink that this process will start take orders from this machine alone."""
-    from flwr.superlink import main
-
-    create_app = main.create_app
-
-    def create_guarded_app(*args: Any, **kwargs: Any) -> Any:
-        superlink = create_app(*args, **kwargs)
-        superlink.add_middleware(OwnMachineAlone)
-        return superlink
-
-    main.create_app = create_guarded_app
-
-
-class OwnMachineAlone:
-    """ASGI middleware: other machines reach what SuperNodes need, and nothing else.
-
-    Flower's SuperLink has everything on one port: whoever reaches it could register a key of his own, or start a run,
-    which is code, at the server and at every site. Authentication of SuperNodes alone keeps nobody out.
-    """
-
-    OPEN = ("/v1/fleet/", "/health")
-
-    def __init__(self, app: Any) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
-        """Pass a request on, or answer it with 403."""
-        if scope["type"] == "http" and not scope["path"].startswith(self.OPEN) and not self._comes_from_here(scope):
-            await send({"type": "http.response.start", "status": 403, "headers": [(b"content-type", b"text/plain")]})
-            await send({"type": "http.response.body", "body": b"allowed from the server's own machine alone\n"})
-            return
-        await self.app(scope, receive, send)
-
-    @staticmethod
-    def _comes_from_here(scope: Mapping[str, Any]) -> bool:
-        client, server = (_address(str(end[0])) if end else None for end in (scope["client"], scope["server"]))
-        return client is not None and (client.is_loopback or client == server)
+            failed.append(path)
+            print(f"kindred: {path.stem} cannot be registered: {' '.join(said.split())}", file=sys.stderr, flush=True)
+        elif code:
+            print(f"{path.stem} is known already: registered, or withdrawn", flush=True)
+        else:
+            print(f"{path.stem} is registered{f' as SuperNode {node[1]}' if node else ''}", flush=True)
+    return failed
 
 
 # --- kindred site ---
@@ -549,7 +540,7 @@ def site(
 
     home = state / f"flower-{name}"
     settings = {"FLWR_HOME": str(home), "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads),
-                "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1", **_QUIET}  # s; a poll costs some ms
+                "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2", **_QUIET}  # s; a poll costs some ms
     if check:
         _show_command(command(port or 9094), settings)
         return
@@ -597,10 +588,12 @@ def _tell_about_data(name: str, node: Mapping[str, Any], class_names: Sequence[s
         if public.shape[1:] != images.x_train.shape[1:]:
             _end(2, f"public-data has images of {'x'.join(map(str, public.shape[1:]))}, the site's are {shape} "
                     "(channels x height x width)")
-        told = f", {len(public)} public images and their fingerprint"
-    print(f"{name}: {len(images.x_train)} images of {shape} to train on, {len(images.x_test)} to test on\n"
-          f"told to the server: the name {name}, {len(images.x_train)} training samples, {images.num_classes} classes"
-          f"{told}; then what a method sends, see `kindred strategies`\n"
+        told = f", with PerFed-CKT that it has {len(public)} public images and their fingerprint"
+    share = "others may" if node.get("share-model", True) else "no other site may"
+    train, test, top = len(images.x_train), len(images.x_test), images.num_classes - 1
+    print(f"{name}: {train} images of {shape} to train on, {test} to test on, labels up to {top}\n"
+          f"told to the server at first: the name {name}, {train} training samples, the number of classes of the run's "
+          f"network, that {share} have its model{told}; then what the method sends, see `kindred strategies`\n"
           f"stays here: the data in {node['data-dir']}, and what the site keeps in {node['state-dir']}", flush=True)
 
 
@@ -619,14 +612,15 @@ def _keep_running(command: Callable[[], list[str]], settings: Mapping[str, str],
         pause = FIRST_PAUSE
         while True:
             began = time.monotonic()
-            supernode = _start(command(), settings, home, mark)
+            supernode = _start(command(), settings, home, mark, hooks.quicken_supernode)
             code = supernode.wait()
             _kill(mark)  # what it started, such as a client at work on a message
             lasted = time.monotonic() - began
             if lasted > STEADY:
                 pause = FIRST_PAUSE
             refused = with_key and code > 0 and lasted < STEADY
-            hint = "; a server refuses keys that it has not registered, and one that was in use less than a minute ago"
+            hint = ("; a server refuses keys that it has not registered or has withdrawn, and one that was in use less "
+                    "than a minute ago")
             print(f"kindred: flower-supernode ended with code {code}, and is started again in {pause:g} s"
                   f"{hint if refused else ''}", file=sys.stderr, flush=True)
             time.sleep(pause)
@@ -638,19 +632,11 @@ def _keep_running(command: Callable[[], list[str]], settings: Mapping[str, str],
 _QUIET = {"FLWR_DISABLE_UPDATE_CHECK": "1", "FLWR_TELEMETRY_ENABLED": "0"}
 
 
-def _address(text: str) -> Address | None:
-    try:
-        address = ipaddress.ip_address(text)
-    except ValueError:
-        return None
-    return getattr(address, "ipv4_mapped", None) or address
-
-
 def _host(text: str, option: str) -> str | Address:
     """A host's name or address; ends the command where it is none."""
     if not re.fullmatch(r"[A-Za-z0-9.:-]+", text):
         _end(2, f"{option} is {text!r}, allowed: a name or an IP address")
-    return _address(text) or text.lower()
+    return address_of(text) or text.lower()
 
 
 def _with_port(host: str | Address, port: int) -> str:
@@ -755,14 +741,14 @@ def _environment(settings: Mapping[str, str], mark: str) -> dict[str, str]:
 
 
 def _start(
-    command: Sequence[str], settings: Mapping[str, str], directory: Path, mark: str, first: str = ""
+    command: Sequence[str], settings: Mapping[str, str], directory: Path, mark: str, hook: Callable[[], None]
 ) -> subprocess.Popen[bytes]:
     """Print a command of Flower's and start it; what it says goes where this process's words go."""
     _show_command(command, settings)
     script = os.path.join(sysconfig.get_path("scripts"), command[0])
     return subprocess.Popen(
-        [sys.executable, "-P", "-c", START.format(first=first), str(os.getpid()), script, *command[1:]],
-        stdin=subprocess.DEVNULL, env=_environment(settings, mark), cwd=directory, start_new_session=True,
+        hooks.command(script, command[1:], hook), stdin=subprocess.DEVNULL, env=_environment(settings, mark),
+        cwd=directory, start_new_session=True,
     )  # fmt: skip
 
 

@@ -343,15 +343,25 @@ def _introduction(load_site: LoadSite, context: Context) -> dict[str, Any]:
     about: dict[str, Any] = {CLIENT_ID: client_id(context)}
     try:
         site = _site(load_site, context, pick_device(str(context.run_config.get("device", "auto"))))
-        about |= {NUM_EXAMPLES: len(site.train[1]), SHARE_MODEL: true_or_false(context.node_config, SHARE_MODEL, True)}
+        about |= {NUM_EXAMPLES: len(site.train[1]), NUM_CLASSES: _num_classes(site),
+                  SHARE_MODEL: true_or_false(context.node_config, SHARE_MODEL, True)}
         true_or_false(context.node_config, REPORT_WEIGHTS, False)
         if site.public is not None:
-            model = _module(site.model, site.public.device)
-            num_classes = predict(model, site.public[:1]).shape[1]
-            about |= {PUBLIC_SET: site.fingerprint, NUM_PUBLIC: len(site.public), NUM_CLASSES: num_classes}
+            about |= {PUBLIC_SET: site.fingerprint, NUM_PUBLIC: len(site.public)}
     except Exception as error:  # it still has a name
         return {CLIENT_ID: about[CLIENT_ID], PROBLEM: f"{type(error).__name__}: {error}"}
     return about
+
+
+def _num_classes(site: Site) -> int:
+    """The classes of a site's network, once it has taken an image; ValueError where a label is none of them."""
+    x, y = site.train
+    if not len(y):
+        return 0
+    num_classes = predict(_module(site.model, x.device), x[:1]).shape[1]
+    if not 0 <= int(y.min()) <= int(y.max()) < num_classes:
+        raise ValueError(f"labels go from {int(y.min())} to {int(y.max())}, its network has {num_classes} classes")
+    return num_classes
 
 
 _sites: dict[Any, Site] = {}

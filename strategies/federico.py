@@ -589,6 +589,7 @@ class FedeRiCo(StoredModels):
     """
 
     name = "federico"
+    needs_shared_models = False
     personal = MIXTURE
     clients_keep_state = True
 

@@ -3,10 +3,10 @@
 Server to client, TRAIN and EVALUATE: an ArrayRecord `arrays` (the model the client starts from or
 evaluates) and a ConfigRecord `config` (`server-round`, `method`, and the settings of local work).
 Client to server: an ArrayRecord `arrays` (the trained model) and a MetricRecord `metrics`.
-Server to client, QUERY with action `identity`: nothing; the reply's ConfigRecord holds `client-id` and
-`num-examples` and, of a client that has a public set, its fingerprint `public-set`, `num-public` and `num-classes`; or
-`client-id` and the `problem` for which it cannot say more. `share-model` is false where the site does not want other
-sites to have its model.
+Server to client, QUERY with action `identity`: nothing; the reply's ConfigRecord holds `client-id`, `num-examples`,
+`num-classes` and `share-model`, false where the site does not want other sites to have its model, and, of a client that
+has a public set, its fingerprint `public-set` and `num-public`; or `client-id` and the `problem` for which it cannot
+say more.
 Where logits travel in place of models (PerFed-CKT), `arrays` holds `centroids` on the way down, `logits` on the
 way up, and the reply's ConfigRecord `config` the fingerprint again.
 These are the names of Flower's own FedAvg and FedProx, so that a ClientApp written for them takes part.

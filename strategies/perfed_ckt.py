@@ -290,6 +290,7 @@ class PerFedCKT(PersonalizedStrategy):
     """
 
     name = "perfed-ckt"
+    needs_shared_models = False
     clients_keep_state = True
 
     def __init__(

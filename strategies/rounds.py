@@ -33,6 +33,7 @@ from .messages import (
     PERSONAL,
     PROBLEM,
     SERVER_ROUND,
+    SHARE_MODEL,
     TRAINED,
     ClientId,
     check,
@@ -47,6 +48,8 @@ from .store import ClientModels, Layout
 # and a SuperLink on the other side of a network is not asked all the time.
 NODES_PAUSE = 0.1
 FIRST_PAUSE, PAUSE_GROWTH, LONGEST_PAUSE = 0.01, 1.3, 1.0
+# A message is for its exchange alone: who was away, or is slow, is not to work on those of rounds that are over.
+CLOCKS = 600.0  # s by which the clocks of a site and of the server may differ
 
 
 class TooFewClients(RuntimeError):
@@ -106,6 +109,9 @@ class PersonalizedStrategy(Strategy):
 
     clients_keep_state: bool = False
     """Whether clients keep something between rounds, on their own disk (`state.py`)."""
+
+    needs_shared_models: bool = True
+    """Whether others receive something of each client's model, so that one that does not share it is left out."""
 
     def __init__(
         self,
@@ -195,6 +201,8 @@ class PersonalizedStrategy(Strategy):
                 reasons[client] = "it has no training sample"
             elif not isinstance(examples, int) or not 1 <= examples <= MAX_EXAMPLES:
                 reasons[client] = f"its {NUM_EXAMPLES} is {examples!r}, allowed: 1 to {MAX_EXAMPLES}"
+            elif self.needs_shared_models and about.get(SHARE_MODEL) is False:
+                reasons[client] = f"its {SHARE_MODEL} is false, and {self.name} mixes all models"
         return reasons
 
     def chances(self, clients: Sequence[ClientId]) -> np.ndarray | None:
@@ -421,7 +429,7 @@ class PersonalizedStrategy(Strategy):
                 del self._introduced[client]
         new = sorted(set(node_ids) - self._identities.keys())
         if new and self._nodes_know_identity:
-            log(INFO, "Asking clients for their names; an error about a query named identity does no harm")
+            log(INFO, "Asking clients for their names; an app without an answer logs an error, which does no harm")
         # One node first: a ClientApp that knows no such query is not asked once more by each node.
         for group in (new[:1], new[1:]):
             if group and self._nodes_know_identity:
@@ -476,12 +484,12 @@ class PersonalizedStrategy(Strategy):
 
     def _identify(self, grid: Grid, node_ids: Sequence[int], timeout: float) -> None:
         """Ask nodes for their clients' ids. Who has none goes by its node id; who does not answer is asked again."""
-        asked = {}
+        asked, timeout = {}, min(timeout, self.wait_timeout)
         for node_id in node_ids:
-            message = Message(RecordDict(), node_id, IDENTITY_QUERY)
+            message = Message(RecordDict(), node_id, IDENTITY_QUERY, ttl=timeout + CLOCKS)
             if (message_id := _push(grid, message)) is not None:
                 asked[message_id] = node_id
-        for reply in _pull(grid, asked.keys(), time.monotonic() + min(timeout, self.wait_timeout)):
+        for reply in _pull(grid, asked.keys(), time.monotonic() + timeout):
             node_id = asked[reply.metadata.reply_to_message_id]
             if reply.has_error():
                 if "No query function registered" in reply.error.reason:
@@ -530,6 +538,7 @@ class PersonalizedStrategy(Strategy):
             if message.metadata.message_type == MessageType.EVALUATE:  # it may join a row of training
                 notes = {f"evaluate-{key}": value for key, value in notes.items()}
             asked = _Asked(client, time.monotonic(), payload_bytes(message.content), notes)
+            message.metadata.ttl = timeout + CLOCKS
             message_id = _push(grid, message)
             if message_id is None:
                 self._add_row(replace(asked, notes={}), server_round, "its message could not be sent", 0)

@@ -6,7 +6,7 @@ import io
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from strategies import REGISTRY, InlineGrid, PersonalizedStrategy
@@ -82,6 +82,34 @@ def test_no_model_reaches_the_server_and_clients_are_named_all_the_same(name) ->
     assert strategy.client_models() == {} and clients == [1001 + i for i in range(CLIENTS)]
     assert weights.shape == (CLIENTS, CLIENTS) and (weights >= 0).all()
     assert weights.sum(axis=1) == pytest.approx(1)
+
+
+@every_method
+def test_of_a_client_that_does_not_share_its_model_nothing_reaches_others(name) -> None:
+    app, private = app_of(name), 1001 + CLIENTS // 2
+    known = app._registered_funcs.pop("query.identity", None)
+
+    @app.query("identity")
+    def identity(message, context):
+        if known:
+            reply = known(message, context)
+        else:
+            about = ConfigRecord({"client-id": context.node_id, "num-examples": 10})
+            reply = Message(RecordDict({"config": about}), reply_to=message)
+        reply.content["config"]["share-model"] = context.node_id != private
+        return reply
+
+    strategy = run(name, InlineGrid(app, CLIENTS))
+    took_part = {row["client"] for row in strategy.history.rows if row["status"] == "ok"}
+    if strategy.needs_shared_models:
+        assert strategy.history.left_out == {private: f"its share-model is false, and {name} mixes all models"}
+        assert took_part == {1001 + i for i in range(CLIENTS)} - {private}
+    else:
+        assert strategy.history.left_out == {}
+        assert private in took_part
+    clients, weights = strategy.collaboration()
+    if REGISTRY[name].models_travel and private in clients:
+        assert np.delete(weights, clients.index(private), axis=0)[:, clients.index(private)].tolist() == [0] * 5
 
 
 @every_method

@@ -113,6 +113,7 @@ def edited(path: Path, old: str, new: str) -> Path:
         (lambda path: edited(path, "4e1", "inf"), ["train.csv", "finite"]),
         (lambda path: edited(path, ",4e1", ""), ["line 3", "2 cells", "3"]),
         (lambda path: edited(path, "height", "depth"), ["depth", "height"]),
+        (lambda path: tables(path, labels=("1" * 26, "0")), ["1" * 26, "0 to 999999999", "class-names"]),
         (lambda path: edited(path, "\n1.5,0,2\n-3,1,4e1", ""), ["train.csv", "no rows"]),
     ],
 )

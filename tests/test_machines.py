@@ -1,25 +1,17 @@
-"""Real machines: keys, the server, the sites; what bad input gets, and the real thing on loopback."""
+"""Real machines: keys, the server, the sites; what bad input gets. The real thing is in test_deployment.py."""
 
 from __future__ import annotations
 
 import asyncio
-import http.client
-import json
 import os
 import re
 import shlex
-import signal
 import socket
-import ssl
 import stat
-import subprocess
-import sys
-import time
 from ipaddress import ip_address
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -34,10 +26,8 @@ from typer.testing import CliRunner
 
 from server_app import machines
 from server_app.cli import app
-from server_app.machines import OwnMachineAlone, client_id, node_config
-
-ROOT = Path(__file__).resolve().parent.parent
-COMMAND = [sys.executable, str(ROOT / "strategies" / "__main__.py")]
+from server_app.hooks import OwnMachineAlone
+from server_app.machines import client_id, node_config
 
 
 def kindred(*arguments: object, code: int = 0) -> str:
@@ -116,6 +106,21 @@ def test_a_second_call_adds_what_is_missing_and_changes_nothing(tmp_path) -> Non
     (folder / "server.crt").unlink()
     assert "ca.key is not there" in kindred("keys", folder, "--server", "fl.example.org", code=2)
     assert contents(folder).keys() == (after.keys() | {"porto.key", "porto.pub"}) - {"ca.key", "server.crt"}
+
+
+def test_a_certificate_of_the_ca_is_made_again_with_its_key(tmp_path) -> None:
+    folder = tmp_path / "keys"
+    kindred("keys", folder, "--server", "fl.example.org")
+    before = contents(folder)
+    (folder / "ca.crt").unlink()
+    kindred("keys", folder)
+    after = contents(folder)
+    assert {name for name in after if after[name] != before[name]} == {"ca.crt"}
+    ca, server = (x509.load_pem_x509_certificate(after[f"{name}.crt"]) for name in ("ca", "server"))
+    server.verify_directly_issued_by(ca)
+    for name in ("ca.crt", "ca.key"):
+        (folder / name).unlink()
+    assert "ca.crt is not there, nor ca.key" in kindred("keys", folder, code=2)
 
 
 @pytest.mark.parametrize("writes", range(6))
@@ -257,8 +262,9 @@ def test_check_tells_what_the_server_learns_and_starts_nothing(tmp_path, data, m
         "--ca", made_keys / "ca.crt", "--key", made_keys / "lyon.key", "--state-dir", tmp_path / "state",
         "--threads", 1, "--port", 9123, "--no-share-model", "--report-weights", "--check",
     )  # fmt: skip
-    assert "40 images of 1x8x8 to train on, 20 to test on" in said
-    assert "told to the server: the name lyon, 40 training samples, 10 classes, 30 public images" in said
+    assert "40 images of 1x8x8 to train on, 20 to test on, labels up to 9" in said
+    assert "told to the server at first: the name lyon, 40 training samples, " in said
+    assert "that no other site may have its model, with PerFed-CKT that it has 30 public images and their " in said
     command = said.splitlines()[-1]
     assert "OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 " in command
     assert "FLWR_TELEMETRY_ENABLED=0 " in command
@@ -336,132 +342,3 @@ def test_other_machines_reach_what_supernodes_need_and_nothing_else(path, client
     asyncio.run(OwnMachineAlone(superlink)(scope, None, send))
     assert passed == ([path] if passes else [])
     assert [answer.get("status") for answer in answers] == ([] if passes else [403, None])
-
-
-# --- the real thing ---
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-class Machines:
-    """Commands of kindred that run, all that they say, and every process that has to do with them."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.running: dict[str, subprocess.Popen[bytes]] = {}
-
-    def start(self, name: str, *arguments: object) -> subprocess.Popen[bytes]:
-        with open(self.folder / f"{name}.log", "ab") as log:
-            self.running[name] = subprocess.Popen(
-                [*COMMAND, *map(str, arguments)], cwd=self.folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                start_new_session=True,
-            )  # fmt: skip
-        return self.running[name]
-
-    def said(self, name: str) -> str:
-        return (self.folder / f"{name}.log").read_text(errors="replace")
-
-    def wait_for(self, name: str, text: str, seconds: float = 40) -> None:
-        deadline = time.monotonic() + seconds
-        while text not in self.said(name):
-            assert time.monotonic() < deadline, f"{name} does not say {text!r}:\n{self.said(name)}"
-            assert self.running[name].poll() is None, f"{name} ended:\n{self.said(name)}"
-            time.sleep(0.05)
-
-    def supernode(self, name: str) -> psutil.Process | None:
-        children = psutil.Process(self.running[name].pid).children()
-        return next((child for child in children if child.status() != psutil.STATUS_ZOMBIE), None)
-
-    def processes(self) -> list[str]:
-        found = []
-        for process in psutil.process_iter(["environ", "status", "cmdline"]):
-            home = (process.info["environ"] or {}).get("FLWR_HOME", "")
-            if home.startswith(str(self.folder)) and process.info["status"] != psutil.STATUS_ZOMBIE:
-                found.append(" ".join(process.info["cmdline"] or []))
-        return found
-
-    def end(self) -> dict[str, int]:
-        for process in self.running.values():
-            process.terminate()
-        return {name: process.wait(20) for name, process in self.running.items()}
-
-
-@pytest.fixture
-def real(tmp_path):
-    real = Machines(tmp_path)
-    yield real
-    for process in real.running.values():
-        process.kill()
-        process.wait()
-
-
-@pytest.mark.engine
-def test_sites_with_tls_and_authentication_on_loopback(real, tmp_path) -> None:
-    kindred("keys", tmp_path / "keys", "--server", "localhost", "--sites", "lyon,oslo")
-    kindred("keys", tmp_path / "other", "--server", "localhost", "--sites", "eve")
-    port, state = free_port(), tmp_path / "server"
-    server = ("server", "--keys", "keys", "--port", port, "--state", state)
-
-    def site(name: str, key: str) -> tuple[object, ...]:
-        data = write_digits(tmp_path / f"{name}.npz")
-        return ("site", name, "--server", f"localhost:{port}", "--data-dir", data, "--ca", "keys/ca.crt", "--key", key,
-                "--threads", 1, "--state-dir", f"{name}-state")
-
-    def nodes() -> list[dict[str, str]]:
-        flwr = [str(Path(sys.executable).parent / "flwr"), "supernode", "list", "kindred", "--format", "json"]
-        quiet = {"FLWR_HOME": str(state), "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
-        listed = subprocess.run(flwr, env=os.environ | quiet, stdout=subprocess.PIPE, check=True, text=True).stdout
-        return json.loads(listed[listed.index("{") :])["nodes"]
-
-    real.start("server", *server)
-    real.wait_for("server", "the server is ready")
-    assert "lyon is registered\noslo is registered\n" in real.said("server")
-    assert f"flower-superlink --host 127.0.0.1 --port {port} --database {state}/superlink.db" in real.said("server")
-    real.start("lyon", *site("lyon", "keys/lyon.key"))
-    real.start("oslo", *site("oslo", "keys/oslo.key"))
-    real.start("eve", *site("eve", "other/eve.key"))
-    for name in ("lyon", "oslo"):
-        real.wait_for(name, "SuperNode ID: ")
-    assert [node["status"] for node in nodes()] == ["online", "online"]
-    real.wait_for("eve", "a server refuses keys that it has not registered")
-    assert "SuperNode ID" not in real.said("eve")
-
-    context = ssl.create_default_context(cafile=tmp_path / "keys" / "ca.crt")
-    for origin, expected in (("192.0.2.9", 403), ("127.0.0.1", 415)):  # 415: it came through, and is no protobuf
-        connection = http.client.HTTPSConnection("localhost", port, context=context, timeout=10)
-        connection.request("POST", "/v1/control/register-node", headers={"X-Forwarded-For": origin})
-        assert connection.getresponse().status == expected
-        connection.close()
-
-    second = subprocess.run(
-        [*COMMAND, *map(str, site("lyon", "keys/lyon.key"))], cwd=tmp_path, capture_output=True, text=True, timeout=30
-    )
-    assert second.returncode == 2
-    assert "flower-lyon is in use" in second.stderr
-
-    killed = real.supernode("lyon")
-    killed.kill()
-    real.wait_for("lyon", "flower-supernode ended with code -9, and is started again in 1 s")
-    deadline = time.monotonic() + 20
-    while (again := real.supernode("lyon")) is None or again.pid == killed.pid:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-    assert real.end() == {"server": 0, "lyon": 0, "oslo": 0, "eve": 0}
-    assert real.processes() == []
-    assert "kindred: ended by SIGTERM" in real.said("server")
-    assert stat.S_IMODE((tmp_path / "lyon-state").stat().st_mode) == 0o700
-
-    process = real.start("again", *server)
-    real.wait_for("again", "the server is ready")
-    assert "lyon is registered already\noslo is registered already\n" in real.said("again")
-    assert len(nodes()) == 2
-    process.send_signal(signal.SIGKILL)
-    deadline = time.monotonic() + 10
-    while real.processes():
-        assert time.monotonic() < deadline, real.processes()
-        time.sleep(0.1)

@@ -10,7 +10,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strategies import FedAvg, InlineGrid, Local, TooFewClients
+from strategies import FedAvg, InlineGrid, Local, TooFewClients, rounds
 from strategies.baselines.fedavg import WeightedMean
 from strategies.messages import in_order, read_array, to_record
 from strategies.store import InTurn
@@ -122,6 +122,20 @@ def test_a_round_ends_at_its_timeout_and_a_late_reply_counts_nowhere() -> None:
     assert 0.5 <= time.monotonic() - started < 3
     rows = [(row["round"], row["client"], row["status"]) for row in strategy.history.rows]
     assert rows == [(1, 1001, "no answer within 0.5 s"), (1, 1002, "ok"), (2, 1001, "ok"), (2, 1002, "ok")]
+
+
+def test_a_message_is_not_handed_out_long_after_its_round() -> None:
+    lifetimes = []
+
+    class Noting(InlineGrid):
+        def push_messages(self, messages):
+            messages = list(messages)
+            lifetimes.extend(message.metadata.ttl for message in messages)
+            return super().push_messages(messages)
+
+    FedAvg().start(Noting(plain_app(), 2), initial(), 1, timeout=30)
+    assert len(lifetimes) >= 4  # an identity query, one training and two evaluations at the least
+    assert set(lifetimes) == {30 + rounds.CLOCKS}
 
 
 def test_draws_depend_on_seed_round_and_clients_alone() -> None:

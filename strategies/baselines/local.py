@@ -25,6 +25,7 @@ class Local(StoredModels):
     """
 
     name = "local"
+    needs_shared_models = False
 
     def outgoing(self, server_round: int, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId, ArrayRecord]]:
         self.welcome(clients)

@@ -1,0 +1,195 @@
+"""What differs in Flower's processes where `kindred server` and `kindred site` start them.
+
+A hook is a function here that such a process calls before Flower's command begins:
+
+- `guard_superlink`: the SuperLink takes orders from its own machine alone;
+- `quicken_supernode`: the SuperNode does not wait 3 s before it asks for messages again where there was one just now,
+  and has `warm_up` called in the flower-superexec that it starts;
+- `warm_up`: a client at work on a message is a fork of a process that has imported PyTorch and Flower, instead of a
+  new one that first spends seconds on it.
+
+Each puts something else in the place of a name in one of Flower's modules, and so belongs to the version of Flower
+that pyproject.toml names.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from .flower import END_WITH_PARENT
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+# A command of Flower's that ends, with what it started, when the process that its first argument names does, even by
+# SIGKILL.
+START = f"""{END_WITH_PARENT}
+import runpy
+hook = sys.argv.pop(1)
+if hook:
+    sys.path.insert(0, {str(Path(__file__).resolve().parent.parent)!r})
+    from server_app import hooks
+    sys.path.pop(0)
+    getattr(hooks, hook)()
+sys.argv.pop(0)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+# Starts a process for each line of arguments that it reads, until there are no more.
+FORKS = """
+import json, os, signal, sys
+import torch
+from flwr.supernode.cli import flwr_clientapp
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the processes
+for line in sys.stdin:
+    if os.fork() == 0:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        sys.argv = json.loads(line)
+        sys.exit(flwr_clientapp())
+"""
+
+# Pauses of a SuperNode, in s. The longer it has had no message, the longer it waits before it asks again, up to
+# Flower's 3 s: a round takes a tenth longer at the most, and many sites that wait for one do not keep the server busy.
+ANSWER_PAUSE, FIRST_PAUSE, GROWTH = 0.1, 0.5, 1 / 10
+
+
+def command(script: str, arguments: Sequence[str], hook: Callable[[], None] | None = None) -> list[str]:
+    """The command that runs one of Flower's, with a hook, and that ends when this process does.
+
+    Parameters
+    ----------
+    script : str
+        Its path.
+    arguments : sequence of str
+    hook : callable, optional
+        One of this module's.
+    """
+    return [sys.executable, "-P", "-c", START, str(os.getpid()), hook.__name__ if hook else "", script, *arguments]
+
+
+def quicken_supernode() -> None:
+    """Shorten the pauses of the SuperNode that this process will start, and its clients' start."""
+    from flwr.supernode import start_client_internal
+
+    pauses = Pauses()
+
+    def start_superexec(arguments: Sequence[str]) -> subprocess.Popen[bytes]:
+        script = os.path.join(os.path.dirname(sys.argv[0]), arguments[0])  # beside flower-supernode
+        pauses.superexec = subprocess.Popen(command(script, arguments[1:], warm_up))
+        return pauses.superexec
+
+    start_client_internal.time = pauses
+    start_client_internal.subprocess = SimpleNamespace(Popen=start_superexec)
+
+
+class Pauses:
+    """Stands for the module `time` in a SuperNode, which pauses 3 s without a message, 0.5 s for a client's answer.
+
+    Attributes
+    ----------
+    superexec : Popen or None
+        The process that starts clients. Without it the SuperNode would take messages, and answer none.
+    """
+
+    def __init__(self) -> None:
+        self.busy_at = time.monotonic()
+        self.superexec: subprocess.Popen[bytes] | None = None
+
+    def sleep(self, seconds: float) -> None:
+        """Pause for as long as it makes sense, and not for longer than this."""
+        if self.superexec is not None and self.superexec.poll() is not None:
+            print(f"kindred: flower-superexec ended with code {self.superexec.returncode}", file=sys.stderr, flush=True)
+            os._exit(1)  # to be started again as a whole
+        now = time.monotonic()
+        if seconds < 1:
+            self.busy_at = now
+            time.sleep(min(ANSWER_PAUSE, seconds))
+        else:
+            time.sleep(min(max((now - self.busy_at) * GROWTH, FIRST_PAUSE), seconds))
+
+
+def warm_up() -> None:
+    """Have clients at work be forks of a process that has imported what takes time."""
+    if sys.platform != "linux":  # on macOS a process may fork only before it has imported such libraries
+        return
+    from flwr.supercore.superexec.executor import subprocess_executor
+
+    def start_forks() -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-P", "-c", FORKS], stdin=subprocess.PIPE)
+
+    forks = start_forks()
+
+    def start(arguments: Sequence[str], **settings: Any) -> subprocess.Popen[bytes]:
+        nonlocal forks
+        if arguments[0] != "flwr-clientapp":
+            return subprocess.Popen(arguments, **settings)
+        line = json.dumps(arguments).encode() + b"\n"
+        try:
+            forks.stdin.write(line)
+            forks.stdin.flush()
+        except OSError:  # it has ended, as for want of memory
+            forks = start_forks()
+            forks.stdin.write(line)
+            forks.stdin.flush()
+        return forks
+
+    subprocess_executor.subprocess = SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL)
+
+
+def guard_superlink() -> None:
+    """Have the SuperLink that this process will start take orders from this machine alone."""
+    from flwr.superlink import main
+
+    create_app = main.create_app
+
+    def create_guarded_app(*args: Any, **kwargs: Any) -> Any:
+        superlink = create_app(*args, **kwargs)
+        superlink.add_middleware(OwnMachineAlone)
+        return superlink
+
+    main.create_app = create_guarded_app
+
+
+class OwnMachineAlone:
+    """ASGI middleware: other machines reach what SuperNodes need, and nothing else.
+
+    Flower's SuperLink has everything on one port: whoever reaches it could register a key of his own, or start a run,
+    which is code, at the server and at every site. Authentication of SuperNodes alone keeps nobody out.
+    """
+
+    OPEN = ("/v1/fleet/", "/health")
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
+        """Pass a request on, or answer it with 403."""
+        is_open = scope["type"] == "http" and scope["path"].startswith(self.OPEN)
+        if scope["type"] == "lifespan" or is_open or self._comes_from_here(scope):
+            await self.app(scope, receive, send)
+        else:
+            await send({"type": "http.response.start", "status": 403, "headers": [(b"content-type", b"text/plain")]})
+            await send({"type": "http.response.body", "body": b"allowed from the server's own machine alone\n"})
+
+    @staticmethod
+    def _comes_from_here(scope: Mapping[str, Any]) -> bool:
+        client, server = (address_of(str(end[0])) if end else None for end in (scope["client"], scope["server"]))
+        return client is not None and (client.is_loopback or client == server)
+
+
+def address_of(text: str) -> Address | None:
+    """The IP address that a text is, IPv4 in place of IPv6 where it is both; None if it is none."""
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        return None
+    return getattr(address, "ipv4_mapped", None) or address

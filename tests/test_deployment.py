@@ -1,0 +1,314 @@
+"""The real thing on loopback: a SuperLink and three SuperNodes with TLS and authentication, and what can befall them.
+
+All tests use the same server and sites, one after the other; the last one ends them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import http.client
+import json
+import os
+import re
+import shlex
+import ssl
+import stat
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Error, Message
+from flwr.common.constant import ErrorCode
+from safetensors.numpy import load_file
+
+from client_app.app import app as client_app
+from data import Sites, load_federation
+from server_app.app import run, run_inline
+from server_app.config import Config, kebab
+from server_app.results import read_table
+from strategies import InlineGrid
+from strategies.state import MIXTURE, MODEL, ClientState
+
+from .machines import KINDRED, SCRIPTS, Machines, free_port, wait_until
+
+pytestmark = pytest.mark.deployment
+
+CLIENTS = (0, 1, 2)
+SETTINGS = {"seed": 3, "num_rounds": 3, "samples_per_client": 40, "device": "cpu"}
+DIGITS = {"dataset": "digits", "partition": "rotated", "num_clients": len(CLIENTS), "num_groups": len(CLIENTS)}
+PERFED_CKT = {"strategy": "perfed-ckt", "num_clusters": 2}
+
+FEDERATION = load_federation(Config(**SETTINGS, **DIGITS).run_config())
+TASK = FEDERATION.task
+SITES = {"dataset": "sites", "image_shape": "1x8x8", "num_classes": 10,
+         "input_mean": TASK.mean[0], "input_deviation": TASK.deviation[0]}  # fmt: skip
+
+
+def site_file(folder: Path, client: int) -> Path:
+    return folder / f"site-{client}.npz"
+
+
+def write_data(folder: Path) -> None:
+    """The images of the federation as sites have them, whole numbers from 0 to 16, each site its own."""
+
+    def numbers(x: Any) -> np.ndarray:
+        return np.rint(x.numpy()[:, 0].astype(np.float64) * TASK.deviation[0] + TASK.mean[0])
+
+    for client in CLIENTS:
+        data = FEDERATION.site_data(client)
+        arrays = {"train": data.train, "test": data.test}
+        np.savez(site_file(folder, client), **{f"x_{part}": numbers(x) for part, (x, _) in arrays.items()},
+                 **{f"y_{part}": y.numpy() for part, (_, y) in arrays.items()})
+    np.savez(folder / "public.npz", x=numbers(FEDERATION.public_set()))
+
+
+class Deployment(Machines):
+    """A server and its sites."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.address = f"localhost:{free_port()}"
+        self.state = folder / "server"
+
+    def start_server(self, name: str = "server") -> None:
+        port = self.address.partition(":")[2]
+        self.start(name, KINDRED, "server", "--keys", "keys", "--port", port, "--state", self.state)
+        self.wait_for(name, "the server is ready")
+
+    def site(self, name: object, *proof: object) -> list[object]:
+        """The command for a site; with the data of site 0 where it is none of the three."""
+        data = site_file(self.folder, name if name in CLIENTS else 0)
+        return [KINDRED, "site", name, "--server", self.address, "--data-dir", data, "--public-data", "public.npz",
+                "--threads", 1, "--state-dir", f"state-{name}", *proof]
+
+    def flwr(self, *arguments: str) -> dict[str, Any]:
+        quiet = {"FLWR_HOME": str(self.state), "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
+        done = subprocess.run([os.path.join(SCRIPTS, "flwr"), *arguments, "kindred", "--format", "json"],
+                              env=os.environ | quiet, stdout=subprocess.PIPE, check=True, text=True)
+        return json.loads(done.stdout[done.stdout.index("{") :])
+
+    def start_run(self, **settings: Any) -> None:
+        """As the server says that a run is started."""
+        printed = re.search(r"^\$ (FLWR_HOME=\S+ flwr run .*)$", self.said("server"), re.MULTILINE)[1]
+        config = " ".join(f"{kebab(name)}={json.dumps(value)}" for name, value in {**SITES, **settings}.items())
+        self.start("run", "env", *shlex.split(printed), "--run-config", config)
+
+    def results(self) -> set[Path]:
+        return set(self.state.glob("results/*"))
+
+    def finish_run(self) -> tuple[int, Path]:
+        """Wait for a run to end; its id and the folder of its results."""
+        self.running.pop("run").wait(400)
+        last = max(self.flwr("list")["runs"], key=lambda each: each["pending-at"])
+        assert last["status"] == "finished:completed", self.said("run")
+        return int(last["run-id"]), max(self.results())  # they begin with the time
+
+    def kept(self, run_id: int, name: str) -> dict[int, dict[str, np.ndarray] | None]:
+        """What each site keeps under a name."""
+        return {client: ClientState(run_id, client, self.folder / f"state-{client}").load(name) for client in CLIENTS}
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("real")
+    write_data(folder)
+    real = Deployment(folder)
+    subprocess.run([KINDRED, "keys", "keys", "--server", "localhost", "--sites", "0,1"], cwd=folder, check=True)
+    subprocess.run([KINDRED, "keys", "other", "--server", "localhost", "--sites", "eve"], cwd=folder, check=True)
+    try:
+        real.start_server()
+        (folder / "keys" / "1-copied-in-part.pub").write_text("ecdsa-sha2-nistp384 AAAA")
+        subprocess.run([KINDRED, "keys", "keys", "--sites", "2"], cwd=folder, check=True)  # the server notices
+        real.wait_for("server", "2 is registered as SuperNode ")
+        for client in CLIENTS:
+            real.start(f"site-{client}", *real.site(client, "--ca", "keys/ca.crt", "--key", f"keys/{client}.key"))
+        for client in CLIENTS:
+            real.wait_for(f"site-{client}", "SuperNode ID: ")
+        yield real
+    finally:
+        real.kill()
+
+
+def files_in(folder: Path) -> dict[int, dict[str, np.ndarray]]:
+    return {client: load_file(folder / f"client-{client}.safetensors") for client in CLIENTS}
+
+
+def different(found: Mapping[int, Mapping[str, np.ndarray] | None], expected: Mapping[int, Any]) -> list[str]:
+    """The arrays of clients that are not the same in both, bit for bit."""
+
+    def bits(models: Mapping[int, Mapping[str, np.ndarray] | None]) -> dict[str, tuple[Any, ...]]:
+        return {f"client {client}: {name}": (array.dtype, array.shape, array.tobytes())
+                for client, arrays in models.items() for name, array in (arrays or {}).items()}
+
+    ours, theirs = bits(found), bits(expected)
+    return sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
+
+
+def measured(folder: Path) -> list[dict[str, Any]]:
+    """The history but for the seconds."""
+    rows = sorted(read_table(folder / "history.csv"), key=lambda row: (row["round"], row["client"]))
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
+
+
+def simulate(folder: Path, **settings: Any) -> Path:
+    return run_inline(Config(**settings, **DIGITS, output_dir=str(folder))).path
+
+
+def test_sites_train_on_what_a_simulation_trains_on(tmp_path) -> None:
+    write_data(tmp_path)
+    sites = Sites.of(Config(**SETTINGS, **SITES).run_config())
+    for client in CLIENTS:
+        ours, theirs = sites.site_data({"data-dir": str(site_file(tmp_path, client))}), FEDERATION.site_data(client)
+        for part in ("train", "validation", "test"):
+            for tensor, expected in zip(getattr(ours, part), getattr(theirs, part)):
+                assert tensor.dtype == expected.dtype
+                assert tensor.numpy().tobytes() == expected.numpy().tobytes(), (client, part)
+        assert len(ours.train[0]) == 40
+    public = sites.public_set({"public-data": str(tmp_path / "public.npz")})
+    assert public.numpy().tobytes() == FEDERATION.public_set().numpy().tobytes()
+
+
+def test_only_those_who_prove_who_they_are_get_in(real) -> None:
+    said, port = real.said("server"), real.address.partition(":")[2]
+    assert re.search(r"^0 is registered as SuperNode \d+\n1 is registered as SuperNode \d+$", said, re.MULTILINE)
+    assert f"flower-superlink --host 127.0.0.1 --port {port} --database {real.state}/superlink.db" in said
+    assert "1-copied-in-part.pub is none that can be used" in said
+    (real.folder / "keys" / "1-copied-in-part.pub").unlink()
+    registered = [node["node-id"] for node in real.flwr("supernode", "list")["nodes"] if node["status"] == "online"]
+    assert len(registered) == len(CLIENTS)
+    real.start("eve", *real.site("eve", "--ca", "keys/ca.crt", "--key", "other/eve.key"))
+    real.start("mallory", *real.site("mallory", "--insecure"))
+    real.wait_for("eve", "a server refuses keys that it has not registered")
+    real.wait_for("mallory", "without TLS and authentication")
+    real.wait_for("mallory", "Connection attempt failed")
+    nodes = real.flwr("supernode", "list")["nodes"]
+    assert [node["node-id"] for node in nodes if node["status"] == "online"] == registered
+    assert len(nodes) == len(CLIENTS)
+    assert real.end("eve", "mallory") == {"eve": 0, "mallory": 0}
+    assert "SuperNode ID" not in real.said("eve") + real.said("mallory")
+
+    host, port = real.address.split(":")
+    with pytest.raises((ConnectionError, http.client.HTTPException)):
+        plaintext = http.client.HTTPConnection(host, int(port), timeout=10)
+        plaintext.request("GET", "/health")
+        plaintext.getresponse()
+    context = ssl.create_default_context(cafile=real.folder / "keys" / "ca.crt")
+    for origin, expected in (("192.0.2.9", 403), ("127.0.0.1", 415)):  # 415: it came through, and is no protobuf
+        connection = http.client.HTTPSConnection(host, int(port), context=context, timeout=10)
+        connection.request("POST", "/v1/control/register-node", headers={"X-Forwarded-For": origin})
+        assert connection.getresponse().status == expected
+        connection.close()
+
+    second = subprocess.run(list(map(str, real.site(0, "--ca", "keys/ca.crt", "--key", "keys/0.key"))),
+                            cwd=real.folder, capture_output=True, text=True, timeout=30)
+    assert second.returncode == 2
+    assert "flower-0 is in use" in second.stderr
+
+
+def test_heurfedamp_gives_what_a_simulation_gives(real, tmp_path) -> None:
+    settings = {**SETTINGS, "strategy": "heurfedamp", "local_epochs": 2}
+    real.start_run(**settings)
+    simulated = simulate(tmp_path, **settings)
+    run_id, results = real.finish_run()
+    expected = files_in(simulated / "models")
+    assert different(files_in(results / "models"), expected) == []
+    assert different(real.kept(run_id, MODEL), expected) == []
+    assert measured(results) == measured(simulated)
+
+
+def test_perfed_ckt_gives_what_a_simulation_gives_and_no_model_leaves_a_site(real, tmp_path) -> None:
+    settings = {**SETTINGS, **PERFED_CKT, "model": "digits-cnn,ckt-cnn", "local_steps": 10}
+    real.start_run(**settings)
+    simulated = simulate(tmp_path, **settings)
+    run_id, results = real.finish_run()
+    expected = files_in(simulated / "models")
+    assert different(real.kept(run_id, MODEL), expected) == []
+    assert len({frozenset(arrays) for arrays in expected.values()}) == 2
+    assert measured(results) == measured(simulated)
+    assert list(results.rglob("*.safetensors")) == []
+
+
+def test_federico_gives_what_a_simulation_gives(real, tmp_path) -> None:
+    settings = {**SETTINGS, "strategy": "federico", "selection": "relay", "local_epochs": 1}
+    real.start_run(**settings)
+    simulated = simulate(tmp_path, **settings)
+    run_id, results = real.finish_run()
+    assert different(files_in(results / "models"), files_in(simulated / "models")) == []
+    mixtures = files_in(simulated / "mixtures")
+    assert different(real.kept(run_id, MIXTURE), mixtures) == []
+    assert max(len(arrays["shares"]) for arrays in mixtures.values()) > 1
+
+
+class WithoutAnswer(InlineGrid):
+    """A client that does nothing in a round."""
+
+    def __init__(self, config: Config, client: int, server_round: int) -> None:
+        super().__init__(client_app, config.num_clients, config.run_config())
+        self._absent = (client, str(server_round))
+
+    def _answer(self, message: Message) -> Message:
+        node_config = self._contexts[message.metadata.dst_node_id].node_config
+        if (node_config["partition-id"], message.metadata.group_id) == self._absent:
+            return Message(Error(ErrorCode.NODE_UNAVAILABLE, "it was killed"), reply_to=message)
+        return super()._answer(message)
+
+
+def is_locked(path: Path) -> bool:
+    with open(path) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def test_a_round_ends_without_a_site_that_is_killed_and_the_site_returns_with_its_model(real, tmp_path) -> None:
+    # The server waits for the site to return, after the one round in which it is killed.
+    settings = {**SETTINGS, **PERFED_CKT, "num_rounds": 4, "local_steps": 500, "min_available_clients": len(CLIENTS),
+                "round_timeout": 120.0}  # fmt: skip
+    client, fatal_round = 1, 2
+    site, pattern = f"site-{client}", f"state-{client}/run-*/client-{client}/{MODEL}.safetensors"
+    others, earlier = real.results(), set(real.folder.glob(pattern))
+    real.start_run(**settings)
+    (kept,) = wait_until(lambda: set(real.folder.glob(pattern)) - earlier, 200, lambda: real.said("run"))
+    (results,) = real.results() - others
+    wait_until((results / "collaboration" / f"round-{fatal_round - 1:04d}.npz").exists, 120, lambda: real.said("run"))
+    lock = kept.with_name(".lock")
+    wait_until(lambda: is_locked(lock), 60, lambda: real.said(site))
+    before, supernode = kept.read_bytes(), real.supernode(site)
+    supernode.kill()
+    real.wait_for(site, "flower-supernode ended with code -9, and is started again in 1 s")
+    wait_until(lambda: not is_locked(lock), 10)  # the client at work has been killed too
+    assert kept.read_bytes() == before  # else that was too late
+    assert wait_until(lambda: real.supernode(site), 30).pid != supernode.pid
+
+    config = Config(**settings, **DIGITS, output_dir=str(tmp_path))
+    simulated = run(WithoutAnswer(config, client, fatal_round), config).path
+    run_id, _ = real.finish_run()
+    assert different(real.kept(run_id, MODEL), files_in(simulated / "models")) == []
+    (lost,) = [row for row in measured(results) if row["status"] != "ok"]
+    assert (lost["round"], lost["client"]) == (fatal_round, client)
+    ours, theirs = ([row for row in measured(folder) if row["status"] == "ok"] for folder in (results, simulated))
+    assert ours == theirs
+    assert [(row["round"], row["client"]) for row in ours if row["round"] > fatal_round] == [
+        (later, each) for later in (3, 4) for each in CLIENTS
+    ]  # fmt: skip
+
+
+def test_every_process_ends_and_a_server_that_is_started_again_knows_its_sites(real) -> None:
+    assert len(real.processes()) >= 1 + len(CLIENTS)
+    assert real.end() == {"server": 0, "site-0": 0, "site-1": 0, "site-2": 0}
+    assert real.processes() == []
+    assert "kindred: ended by SIGTERM" in real.said("server")
+    for folder in (real.state, *(real.folder / f"state-{client}" for client in CLIENTS)):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+    real.start_server("again")
+    for client in CLIENTS:
+        real.wait_for("again", f"{client} is known already: registered, or withdrawn\n")
+    assert len(real.flwr("supernode", "list")["nodes"]) == len(CLIENTS)
+    real.kill()
+    wait_until(lambda: not real.processes(), 10, lambda: "\n".join(real.processes()))

@@ -1,0 +1,97 @@
+"""The example of a server and three sites, run as a user would."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+RUN = Path(__file__).parent.parent / "examples" / "three-sites" / "run"
+SITES = ("lyon", "oslo", "porto")
+
+pytestmark = pytest.mark.deployment
+
+
+def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return subprocess.Popen(
+        [RUN, *arguments], env=os.environ | quiet | {"PATH": path, "FOLDER": str(folder)},
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8",
+        start_new_session=True,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path) -> Iterator[Path]:
+    yield tmp_path / "three sites"
+    for process in processes(tmp_path):
+        process.kill()
+
+
+def processes(folder: Path) -> list[psutil.Process]:
+    """What runs and has to do with a folder."""
+    return [
+        process for process in psutil.process_iter(["environ", "status"])
+        if (process.info["environ"] or {}).get("FOLDER", "").startswith(str(folder))
+        and process.info["status"] != psutil.STATUS_ZOMBIE
+    ]
+
+
+def test_it_ends_with_a_model_and_labels_at_each_site_and_no_process(folder) -> None:
+    process = start(folder, "federico", "num-rounds=2", "local-epochs=1", 'optimizer="sgd"')
+    said, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, said
+    assert processes(folder) == []
+    assert "round 2/2" in said
+    assert '"status": "finished:completed"' in said
+    for site in SITES:
+        assert len(list(folder.glob(f"{site}/state/run-*/client-{site}-*/mixture.safetensors"))) == 1
+    (results,) = folder.glob("server/state/results/*")
+    assert json.loads((results / "config.json").read_text())["settings"]["optimizer"] == "sgd"
+    assert "rm -r" in said.splitlines()[-1]
+    assert str(folder) in said.splitlines()[-1]
+
+    evaluation = json.loads((folder / "porto" / "evaluation" / "evaluation.json").read_text())
+    assert evaluation["images"] == 200
+    with open(folder / "porto" / "labels.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 200
+    assert {row["label"] for row in rows} <= set("0123456789")
+    # Whoever copies the commands must get what the script got: those at a site name the site's own files alone.
+    for site in SITES:
+        (command,) = [line for line in said.splitlines() if line.startswith(f"$ kindred site {site} ")]
+        assert f"--key {site}/{site}.key --data-dir {site}/data.npz" in command
+        assert not (folder / "keys" / f"{site}.key").exists()
+
+
+def test_a_run_that_fails_is_said_to_and_leaves_no_process(folder) -> None:
+    process = start(folder, "nonsense")
+    said, _ = process.communicate(timeout=200)
+    assert process.returncode == 1, said
+    assert processes(folder) == []
+    assert "strategy is 'nonsense'" in said
+    assert "the run has not been completed" in said
+
+
+def test_a_signal_ends_all_that_was_started(folder) -> None:
+    process = start(folder)
+    deadline = time.monotonic() + 200
+    while not list(folder.glob("*/state/run-*")):  # a site is at work
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.2)
+    assert len(processes(folder)) > 4
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 143, said
+    assert processes(folder) == []
