@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install run test test-deployment benchmarks clean
+.PHONY: install run test test-faults test-deployment benchmarks clean
 
 install: $(INSTALLED)
 
@@ -17,6 +17,9 @@ run: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(VENV)/bin/python -m pytest --durations=10
+
+test-faults: $(INSTALLED)
+	$(VENV)/bin/python -m pytest --durations=10 -m faults
 
 test-deployment: $(INSTALLED)
 	$(VENV)/bin/python -m pytest --durations=10 -m deployment

@@ -85,6 +85,8 @@ def run(grid: Grid, config: Config) -> RunFolder:
         given["public_set"] = fingerprint_of(federation.public_set())
     strategy = make_strategy(config, **given)
     folder = RunFolder(config.run_config())
+    if config.checkpoint_every:
+        log(INFO, "kindred: writing to %s, with which --resume goes on should the run be cut short", folder.path)
 
     def on_round(server_round: int) -> None:
         if server_round == strategy.first_round and isinstance(federation, Federation):
@@ -100,19 +102,20 @@ def run(grid: Grid, config: Config) -> RunFolder:
             train_config=_local_settings(config),
             evaluate_config=_local_settings(config),
             on_round=on_round,
+            checkpoints=folder.checkpoints(),
         )
     except BaseException:
-        if not strategy.history.rounds:  # nothing happened that would be worth a folder
+        if not strategy.history.rounds and not config.resume:  # nothing happened that would be worth a folder
             shutil.rmtree(folder.path, ignore_errors=True)
         raise
     # Models that never travelled are still on this disk, if the clients are.
     local = strategy.clients_keep_state and simulated(grid)
-    kept = {name: saved_files(grid.run.run_id, file) for name, file in KEPT.items()} if local else {}
+    kept = {name: saved_files(strategy.run_id, file) for name, file in KEPT.items()} if local else {}
     name = choose_model(federation.image_shape) if config.model == "auto" else config.model
     folder.finish(strategy, federation if isinstance(federation, Federation) else None,
                   federation.task.to_metadata(name), kept)
     if local:
-        end_simulation(grid.run.run_id)
+        end_simulation(strategy.run_id)
     log(INFO, "kindred: results in %s", folder.path)
     return folder
 
@@ -168,6 +171,9 @@ def make_strategy(config: Config, **given: Any) -> PersonalizedStrategy:
             min_available_nodes=config.min_available_clients,
             seed=config.seed,
             wait_timeout=config.wait_timeout,
+            max_strikes=config.max_strikes,
+            max_update_norm=config.max_update_norm,
+            max_empty_rounds=config.max_empty_rounds,
             **given,
         )
     except ValueError as error:

@@ -86,6 +86,9 @@ def run(
     gpus_per_client: Annotated[
         float, _option("gpus-per-client", "SHARE", "Share of a GPU that a client at work has (ray; default 0).")
     ] = 0.0,
+    resume: Annotated[
+        Path | None, _option("resume", "DIR", "Go on with the run in this folder, which was cut short.")
+    ] = None,
     against: Annotated[
         str, _option("against", "NAMES", "Methods to run after it, in this process, to compare: local,fedavg.")
     ] = "",
@@ -100,9 +103,9 @@ def run(
         "num-clients": clients, "num-rounds": rounds, "seed": seed, "output-dir": output_dir,
     }  # fmt: skip
     try:
-        config = _config(named, settings or [])
+        config = _config(named, settings or [], resume)
         names = dict.fromkeys(name.strip() for name in against.split(",") if name.strip())
-        others = [replace(config, strategy=name) for name in names if name != config.strategy]
+        others = [replace(config, strategy=name, resume="") for name in names if name != config.strategy]
         check(config, others, engine, cpus_per_client, gpus_per_client)
     except (ConfigError, DataError) as error:
         _end(2, str(error))
@@ -152,9 +155,10 @@ def main() -> None:
     app(prog_name="kindred")
 
 
-def _config(named: dict[str, str | None], assignments: Sequence[str]) -> Config:
-    """The settings of a command; a ConfigError says what cannot be used."""
+def _config(named: dict[str, str | None], assignments: Sequence[str], resume: Path | None) -> Config:
+    """The settings of a command, besides those of the run that it goes on with; a ConfigError says what is wrong."""
     from .config import Config, ConfigError, kebab
+    from .results import check_resumable, read_settings
 
     texts = {key: text for key, text in named.items() if text is not None}
     for assignment in assignments:
@@ -165,18 +169,25 @@ def _config(named: dict[str, str | None], assignments: Sequence[str]) -> Config:
             raise ConfigError(f"{key} is given twice: {texts[key]!r} and {text!r}")
         texts[key] = text
     kinds = {kebab(spec.name): str(spec.type) for spec in fields(Config)}
-    config = Config.from_run_config({key: parse(text, kinds.get(key, "str")) for key, text in texts.items()})
+    if resume:
+        texts["resume"] = os.path.abspath(os.path.expanduser(resume))
+    before = read_settings(resume) if resume else {}
+    given = {key: parse(text, kinds.get(key, "str")) for key, text in texts.items()}
+    config = Config.from_run_config(before | given)
     from data import DATASETS
 
     def absolute(path: str) -> str:
         return os.path.abspath(os.path.expanduser(path)) if path else ""
 
-    return replace(
+    config = replace(
         config,
         data_dir=absolute(config.data_dir),
         public_data=config.public_data if config.public_data in ("auto", *DATASETS) else absolute(config.public_data),
         output_dir=absolute(config.output_dir or "."),
     )
+    if config.resume:
+        check_resumable(config.run_config())
+    return config
 
 
 def parse(text: str, kind: str) -> bool | int | float | str:

@@ -75,6 +75,13 @@ class Config:
     seed: int = setting(0, at_least(0), "seed of everything random: data, sampling, models, batches")
     num_rounds: int = setting(15, at_least(1), "rounds of training")
     output_dir: str = setting("results", ANY_TEXT, "folder under which each run makes a folder of its own")
+    resume: str = setting(
+        "", ANY_TEXT, "folder of a run that was not finished, to go on with; all other settings must be its own"
+    )
+    checkpoint_every: int = setting(
+        1, at_least(0), "rounds after which the state is saved, to go on from when the run is cut short; 0: never"
+    )
+    keep_checkpoints: int = setting(2, at_least(1), "how many of the last states are kept")
 
     dataset: str = setting("digits", one_of(*DATASETS), "the images")
     data_dir: str = setting("", ANY_TEXT, "folder (or .npz file) of the dataset; digits needs none")
@@ -142,6 +149,21 @@ class Config:
     min_available_clients: int = setting(2, at_least(1), "clients to wait for before a round")
     wait_timeout: float = setting(300.0, above(0), "seconds to wait for them before the run ends")
     round_timeout: float = setting(3600.0, above(0), "seconds after which a round ends with those who answered")
+    max_strikes: int = setting(
+        3, at_least(0), "refused replies in a row after which a client is left out for as many rounds; 0: never"
+    )
+    max_update_norm: float = setting(
+        0.0, at_least(0), "L2 norm, over the parameters, above which a client's update is refused; 0: no bound. "
+        "PerFed-CKT, whose clients send probabilities, has none"
+    )
+    max_empty_rounds: int = setting(5, at_least(1), "rounds in a row without a usable answer after which the run ends")
+
+    store: str = setting(
+        "memory",
+        one_of("memory", "disk"),
+        "FedAMP, HeurFedAMP, Local, FedeRiCo: where the server keeps all clients' models; disk: in a file in "
+        "$XDG_STATE_HOME/kindred (~/.local/state/kindred), with memory for the clients of a round alone",
+    )
 
     sigma: float = setting(100.0, above(0), "FedAMP: scale of the squared distance; HeurFedAMP: scale of the cosine")
     self_weight: float | str = setting(

@@ -6,6 +6,7 @@
     collaboration/round-0003.npz     clients (m,), weights (m, m) float32: whose model counts how much for whom
     models/client-ID.safetensors     each client's personal model, after the last round
     mixtures/client-ID.safetensors   FedeRiCo: the models that a client predicts with, and their shares
+    checkpoints/round-0003-SHA256.npz  the state after a round, as long as the run has not been finished
     accuracy.png, collaboration.png, partition.png
     summary.json                     the figures of the whole run; written last
 
@@ -37,6 +38,7 @@ from urllib.parse import quote
 
 import numpy as np
 
+from strategies.checkpoint import Checkpoints
 from strategies.messages import ClientId, in_order, read_record
 from strategies.state import replacing
 
@@ -64,8 +66,9 @@ class RunFolder:
     Parameters
     ----------
     run_config : mapping
-        All settings, kebab-case, as from `Config.run_config()`. The folder is made in `output-dir` and named
-        by the time (UTC), strategy, dataset, partition and seed; it never takes the place of another.
+        All settings, kebab-case, as from `Config.run_config()`. The folder is the one that `resume` names, or it is
+        made in `output-dir` and named by the time (UTC), strategy, dataset, partition and seed; it never takes the
+        place of another.
 
     Attributes
     ----------
@@ -75,11 +78,21 @@ class RunFolder:
     Raises
     ------
     ConfigError
-        Nothing can be written in `output-dir`. Nothing is left behind then.
+        Nothing can be written in `output-dir`; nothing is left behind then. Or `resume` is not the folder of a run
+        with these settings that has not been finished.
     """
 
     def __init__(self, run_config: Mapping[str, Any]) -> None:
         self.settings = dict(run_config)
+        if self.settings["resume"]:
+            self.path = Path(self.settings["resume"])
+            check_resumable(self.settings)
+        else:
+            self._make()
+        self._history = _GrowingTable(self.path / "history.csv", HISTORY_COLUMNS)
+        self._rounds = _GrowingTable(self.path / "rounds.csv", ROUNDS_COLUMNS)
+
+    def _make(self) -> None:
         started = datetime.now(UTC)
         data = what_data(self.settings).replace(", ", "-")
         name = f"{started:%Y%m%d-%H%M%S}-{self.settings['strategy']}-{data}-seed{self.settings['seed']}"
@@ -103,8 +116,11 @@ class RunFolder:
                 f"output-dir is {self.settings['output-dir']!r}, where nothing can be written ({reason}); "
                 "name a folder that can be made and written"
             ) from None
-        self._history = _GrowingTable(self.path / "history.csv", HISTORY_COLUMNS)
-        self._rounds = _GrowingTable(self.path / "rounds.csv", ROUNDS_COLUMNS)
+
+    def checkpoints(self) -> Checkpoints | None:
+        """Where the run's state is kept, if it is (`checkpoint-every`, `keep-checkpoints`)."""
+        every, keep = self.settings["checkpoint-every"], self.settings["keep-checkpoints"]
+        return Checkpoints(self.path / "checkpoints", every, keep) if every else None
 
     def record_round(self, strategy: PersonalizedStrategy) -> None:
         """Write what the strategy's last round added: lines of the two tables, and the collaboration matrix."""
@@ -166,6 +182,7 @@ class RunFolder:
 
         summary = summarise(self.settings, history, models)
         _write_json(self.path / "summary.json", summary)
+        shutil.rmtree(self.path / "checkpoints", ignore_errors=True)  # there is nothing left to go on with
         return summary
 
     def _save_models(
@@ -224,7 +241,7 @@ class _GrowingTable:
         columns = dict(self.columns)
         for row in added:
             columns.update(dict.fromkeys(row))
-        if not self.path.exists() or len(columns) > len(self.columns):
+        if not self.written or len(columns) > len(self.columns):
             with replacing(self.path) as temporary:
                 temporary.write_bytes(_csv_lines(columns, rows, header=True))
         elif added:
@@ -238,6 +255,32 @@ class _GrowingTable:
                 os.truncate(self.path, size)
                 raise
         self.columns, self.written = columns, len(rows)
+
+
+def read_settings(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """The settings of the run in a folder of results; ConfigError where there is none that can be gone on with."""
+    try:
+        settings = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))["settings"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"resume is {str(folder)!r}, which has no config.json of a run ({error})") from None
+    if Path(folder, "summary.json").exists():
+        raise ConfigError(f"resume is {str(folder)!r}, whose run has been finished")
+    return settings
+
+
+def check_resumable(run_config: Mapping[str, Any]) -> None:
+    """Find out whether the run in the folder `resume` has these settings, but for where folders lie.
+
+    Raises
+    ------
+    ConfigError
+        It has not, or there is none, or it has been finished.
+    """
+    before = read_settings(run_config["resume"])
+    keys = [key for key in before | dict(run_config) if key not in ("resume", "output-dir")]
+    if differing := [key for key in keys if before.get(key) != run_config.get(key)]:
+        what = ", ".join(f"{key} was {before.get(key)!r} and is {run_config.get(key)!r}" for key in differing)
+        raise ConfigError(f"resume is {run_config['resume']!r}, a run with other settings: {what}")
 
 
 def what_data(settings: Mapping[str, Any]) -> str:
@@ -292,7 +335,8 @@ def summarise(settings: Mapping[str, Any], history: History, models: Mapping[Cli
         `accuracy-weighted`, `accuracy-p10`, `accuracy-best` (BMTA); `seconds`, `bytes-down` and `bytes-up` of the
         whole run, a closing evaluation included; `seconds-per-round` of training; of PerFed-CKT `floats` (numbers
         sent, as its paper counts them) and `bytes-fedavg` (what FedAvg would have sent with the same models, both
-        ways); `left-out`: a list of `client` and `reason`; `clients`: a list of `client`,
+        ways); `left-out`: a list of `client` and `reason`; `refused`: a list of
+        `client` and `reasons`, of replies, with how many there were of each; `clients`: a list of `client`,
         its last known `accuracy` and its `model` file. What nobody reported is None.
     """
     training = _training(settings, history)
@@ -309,6 +353,7 @@ def summarise(settings: Mapping[str, Any], history: History, models: Mapping[Cli
         **{key: sum(line.get(key, 0) for line in history.rounds) for key in SUMMED
            if any(key in line for line in history.rounds)},
         "left-out": [{"client": client, "reason": history.left_out[client]} for client in in_order(history.left_out)],
+        "refused": [{"client": client, "reasons": reasons} for client, reasons in history.refused().items()],
         "clients": [{"client": client, "accuracy": accuracies.get(client), "model": models.get(client)}
                     for client in in_order({row["client"] for row in history.rows} | models.keys())],
     }

@@ -37,6 +37,8 @@ _HOMES = {
     "FedProxFT": "baselines.fedavg",
     "PersonalizedStrategy": "rounds",
     "TooFewClients": "rounds",
+    "WorkerDied": "rounds",
+    "Checkpoints": "checkpoint",
     "History": "history",
     "Site": "client",
     "make_client_app": "client",

@@ -5,7 +5,8 @@ Pure functions; the caller counts and logs what they refuse.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import reprlib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,11 @@ from flwr.app import MetricRecord, RecordDict
 
 from .messages import read_array
 
+REFUSED = "refused: "  # how the status of a refused reply begins; its reason follows
 MAX_EXAMPLES = 10**12
+MAX_METRICS = 1000  # each is a column of the history
+MAX_NAME = 200  # characters
+NUMBERS = -(2**63), 2**64 - 1  # what whole numbers a message can carry
 
 
 class Refused(ValueError):
@@ -48,9 +53,10 @@ def admit(content: RecordDict, weighted_by_key: str, mismatch: Mismatch | None =
     Parameters
     ----------
     content : RecordDict
-        One MetricRecord and, if arrays are due, one ArrayRecord, under any names (as Flower's FedAvg has it).
+        One MetricRecord and, if arrays are due, one ArrayRecord, under any names (as Flower's FedAvg has it); besides
+        these one ConfigRecord at the most.
     weighted_by_key : str
-        The metric that counts the client's samples: a whole number from 1 to `MAX_EXAMPLES`.
+        The metric that counts the client's samples: a whole number from 1 to `MAX_EXAMPLES`, 10.0 for 10 too.
     mismatch : callable, optional
         Given the arrays by name, says how their names, shapes and types are not those due, None if they are. Floats
         must be finite besides. Left out where no arrays are due.
@@ -62,10 +68,13 @@ def admit(content: RecordDict, weighted_by_key: str, mismatch: Mismatch | None =
     """
     if len(content.metric_records) != 1:
         raise Refused(f"it has {len(content.metric_records)} metric records, expected 1")
+    if len(content.config_records) > 1:
+        raise Refused(f"it has {len(content.config_records)} config records, expected 1 at the most")
     (metrics,) = content.metric_records.values()
+    _check_metrics(metrics)
     examples = metrics.get(weighted_by_key)
-    if not isinstance(examples, int | float) or examples != examples or not 1 <= examples <= MAX_EXAMPLES:
-        raise Refused(f"{weighted_by_key} is {examples!r}, allowed: 1 to {MAX_EXAMPLES}")
+    if not _is_count(examples):
+        raise Refused(f"{weighted_by_key} is {reprlib.repr(examples)}, allowed: 1 to {MAX_EXAMPLES}")
     arrays: dict[str, np.ndarray] = {}
     if mismatch is not None:
         if len(content.array_records) != 1:
@@ -75,7 +84,7 @@ def admit(content: RecordDict, weighted_by_key: str, mismatch: Mismatch | None =
             try:
                 arrays[name] = read_array(array)
             except ValueError as error:
-                raise Refused(f"array {name!r} {error}") from None
+                raise Refused(f"array {reprlib.repr(name)} {error}") from None
         if (difference := mismatch(arrays)) is not None:
             raise Refused(difference)
         for name, array in arrays.items():
@@ -83,6 +92,37 @@ def admit(content: RecordDict, weighted_by_key: str, mismatch: Mismatch | None =
                 raise Refused(f"array {name!r} has values that are not finite")
     config = {key: value for record in content.config_records.values() for key, value in record.items()}
     return Reply(arrays, metrics, config)
+
+
+def is_name(name: object) -> bool:
+    """Whether this can name a client or a metric: a text of one line, or a whole number that a message can carry."""
+    if isinstance(name, str):
+        return 1 <= len(name) <= MAX_NAME and name.isprintable()
+    return isinstance(name, int) and not isinstance(name, bool) and NUMBERS[0] <= name <= NUMBERS[1]
+
+
+def norm(arrays: Iterable[np.ndarray]) -> float:
+    """The L2 norm of all values together."""
+    with np.errstate(over="ignore"):
+        return float(np.sqrt(sum(np.square(array, dtype=np.float64).sum() for array in arrays)))
+
+
+def _check_metrics(metrics: MetricRecord) -> None:
+    """Refuse metrics that cannot become columns of a table."""
+    if len(metrics) > MAX_METRICS:
+        raise Refused(f"it has {len(metrics)} metrics, allowed: up to {MAX_METRICS}")
+    for name, value in metrics.items():
+        if not is_name(name):
+            raise Refused(f"a metric is called {reprlib.repr(name)}, allowed: 1 to {MAX_NAME} printable characters")
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, int) and not NUMBERS[0] <= number <= NUMBERS[1]:
+                raise Refused(f"metric {name!r} has a number of more than 64 bits")
+
+
+def _is_count(examples: object) -> bool:
+    """Whether this is a number of samples. Flower's apps may send a whole number as a float."""
+    return (isinstance(examples, int | float) and not isinstance(examples, bool)
+            and 1 <= examples <= MAX_EXAMPLES and examples == int(examples))
 
 
 def _is_finite(values: np.ndarray) -> bool:

@@ -11,15 +11,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from .messages import (
     ARRAYS,
+    ATTEMPT,
     CLIENT_ID,
     CONFIG,
     FINETUNE_EPOCHS,
     IDENTITY_QUERY,
+    KEEP_FROM,
     LOCAL_EPOCHS,
     LOCAL_STEPS,
     METHOD,
@@ -33,6 +35,7 @@ from .messages import (
     PUBLIC_SET,
     RECEIVED,
     REPORT_WEIGHTS,
+    RUN,
     SERVER_ROUND,
     SHARE_MODEL,
     TRAIN_LOSS,
@@ -333,7 +336,14 @@ def _visit(load_site: LoadSite, message: Message, context: Context) -> Visit:
     (arrays,) = message.content.array_records.values()
     device = pick_device(str(config.get("device", "auto")))
     client = client_id(context)
-    state = ClientState(context.run_id, client, context.node_config.get(STATE_DIR))
+    run, server_round = str(config.get(RUN, context.run_id)), int(config.get(SERVER_ROUND, 0))
+    check(RUN, run, run.isascii() and run.isdecimal(), "a number")  # it becomes part of a path
+    repeats = ATTEMPT in config  # the server tells which state a round starts from
+    evaluates = message.metadata.message_type == MessageType.EVALUATE
+    state = ClientState(
+        int(run), client, context.node_config.get(STATE_DIR), server_round=server_round,
+        before=server_round + evaluates if repeats else None, keep_from=config.get(KEEP_FROM),
+        attempt=int(config.get(ATTEMPT, 0)))
     return Visit(client, _site(load_site, context, device), config, read_record(arrays), device, state,
                  context.node_config)
 

@@ -246,6 +246,7 @@ class FedAMP(StoredModels):
         self._weights: dict[ClientId, dict[ClientId, float]] = {}
         self._scaled = False
 
+    STATE = (*StoredModels.STATE, "_weights", "_scaled")
     _self_weights = "0 to 1, 'uniform' or None"
 
     @staticmethod

@@ -51,7 +51,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
-from .admission import Refused, Reply
+from .admission import Refused, Reply, norm
 from .messages import (
     ARRAYS,
     CONFIG,
@@ -592,6 +592,7 @@ class FedeRiCo(StoredModels):
     needs_shared_models = False
     personal = MIXTURE
     clients_keep_state = True
+    STATE = (*StoredModels.STATE, "_private", "_choices", "_mixtures", "_weights", "_directory", "_round")
 
     def __init__(
         self,
@@ -648,6 +649,20 @@ class FedeRiCo(StoredModels):
         self._at_hand: dict[ClientId, list[ClientId]] = {}  # whose models the last message to a client holds
         self._steps: dict[ClientId, AdamStep | SGDStep] = {}
         self._packed: dict[ClientId, ArrayRecord] = {}  # models as they are now, each packed once
+        self._models_sent = 0
+        self._directory: list[ClientId] = []  # whose models could be had in the last round
+        self._round = 0
+
+    def state(self) -> dict[str, Any]:
+        losses = {client: (table.latest, table.smoothed) for client, table in self._losses.items()}
+        return {**super().state(), "losses": losses, "steps": {owner: vars(s) for owner, s in self._steps.items()}}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        own = dict(state)
+        self._losses = {client: Losses(*table) for client, table in own.pop("losses").items()}
+        for owner, attributes in own.pop("steps").items():
+            vars(self._step_of(owner)).update(attributes)
+        super().restore(own)
 
     def introduce(self, newcomers: Mapping[ClientId, Mapping[str, Any]]) -> dict[ClientId, str]:
         # Once said it stays: a node that takes over a name must not give away what the site has kept to itself.
@@ -757,6 +772,12 @@ class FedeRiCo(StoredModels):
                     or not all(isinstance(loss, int | float) and abs(loss) <= USELESS for loss in losses)):
                 raise Refused(f"its losses are {reprlib.repr(losses)}, expected {due} numbers up to {USELESS:g}")
 
+    def update_norm(self, client: ClientId, arrays: Mapping[str, np.ndarray]) -> float:
+        """Of the largest among the updates of models; the model that a client starts with is none."""
+        trained = {name for name, place in self.layout.slices.items() if place.stop <= self.layout.num_parameters}
+        updates = (update for prefix, update in by_prefix(arrays).items() if prefix != NEW_MODEL)
+        return max((norm(update[name] for name in update.keys() & trained) for update in updates), default=0.0)
+
     def take(self, client: ClientId, reply: Reply) -> None:
         at_hand = self._at_hand[client]
         if self.selection == "server":
@@ -793,9 +814,7 @@ class FedeRiCo(StoredModels):
         trained = self.layout.num_parameters
         for owner in in_order(self._gradients):
             row, gradient = self.models.row(owner), self._gradients.pop(owner)
-            if owner not in self._steps:
-                self._steps[owner] = (AdamStep if self.optimizer == "adam" else SGDStep)(self.learning_rate)
-            self._steps[owner](row[:trained], gradient[:trained])
+            self._step_of(owner)(row[:trained], gradient[:trained])
             row[trained:] += gradient[trained:]  # what normalisation layers count
         rows = self.history.open_rows()
         self.history.count(
@@ -803,6 +822,12 @@ class FedeRiCo(StoredModels):
             updates_withheld=sum(row.get("updates-withheld", 0) for row in rows if row["client"] in answered),
         )
         super().end_round(server_round, answered)
+
+    def _step_of(self, owner: ClientId) -> AdamStep | SGDStep:
+        """How a model moves by the sum of its gradients; it remembers the last ones."""
+        if owner not in self._steps:
+            self._steps[owner] = (AdamStep if self.optimizer == "adam" else SGDStep)(self.learning_rate)
+        return self._steps[owner]
 
     def notes(self, client: ClientId) -> dict[str, Any]:
         """Whose models the client received besides its own."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from .admission import MAX_EXAMPLES, REFUSED
 from .messages import NUM_TEST_EXAMPLES, PERSONAL, ClientId, in_order
 
 
@@ -36,6 +37,15 @@ class History:
         self._open: dict[ClientId, dict[str, Any]] = {}  # rows of the round in progress
         self._counted: dict[str, float] = {}  # what the method counts in it
         self._accuracy: dict[ClientId, tuple[float, float]] = {}  # last known, and its test size
+
+    def state(self) -> dict[str, Any]:
+        """What `restore` needs, between two rounds."""
+        return {"rows": self.rows, "rounds": self.rounds, "left_out": self.left_out, "accuracy": self._accuracy}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` gave."""
+        self.rows, self.rounds, self.left_out = state["rows"], state["rounds"], state["left_out"]
+        self._accuracy = state["accuracy"]
 
     def add(self, row: dict[str, Any]) -> None:
         """Add what a client did in the round in progress; a second exchange of the round joins its first row."""
@@ -73,9 +83,9 @@ class History:
         }
         for row in rows:
             accuracy = row.get(f"{PERSONAL}-accuracy")
-            if accuracy is not None and np.isfinite(accuracy):
+            if accuracy is not None and 0 <= accuracy <= 1:
                 size = row.get(NUM_TEST_EXAMPLES)
-                counted = isinstance(size, int | float) and np.isfinite(size) and size > 0
+                counted = isinstance(size, int | float) and 0 < size <= MAX_EXAMPLES
                 self._accuracy[row["client"]] = (accuracy, size if counted else 1)
         if self._accuracy:
             known = np.array([self._accuracy[client] for client in in_order(self._accuracy)])  # (m, 2)
@@ -94,3 +104,14 @@ class History:
     def last_accuracies(self) -> dict[ClientId, float]:
         """Each client's last known personal accuracy, in order of client."""
         return {client: self._accuracy[client][0] for client in in_order(self._accuracy)}
+
+    def refused(self) -> dict[ClientId, dict[str, int]]:
+        """Of the clients with replies that were refused, in order: reason -> how many."""
+        counts: dict[ClientId, dict[str, int]] = {}
+        for row in self.rows:
+            for status in (row["status"], row.get("evaluate-status", "")):
+                if status.startswith(REFUSED):
+                    reasons = counts.setdefault(row["client"], {})
+                    reason = status.removeprefix(REFUSED)
+                    reasons[reason] = reasons.get(reason, 0) + 1
+        return {client: counts[client] for client in in_order(counts)}

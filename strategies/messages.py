@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import struct
 from collections.abc import Iterable, Mapping
 
 import numpy as np
@@ -30,6 +29,11 @@ IDENTITY_QUERY = "query.identity"
 CLIENT_ID = "client-id"
 
 SERVER_ROUND = "server-round"
+# For what a client keeps: the run as it was first called, how often it has been gone on with, and the round from which
+# it may have to go on again.
+RUN = "run"
+ATTEMPT = "attempt"
+KEEP_FROM = "keep-from"
 METHOD = "method"
 PROXIMAL_MU = "proximal-mu"
 FINETUNE_EPOCHS = "finetune-epochs"
@@ -104,7 +108,7 @@ def read_array(array: Array) -> np.ndarray:
         version = np.lib.format.read_magic(stream)
         headers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
         shape, fortran_order, dtype = headers[version](stream)
-    except (ValueError, KeyError, EOFError, struct.error) as error:
+    except Exception as error:  # whatever comes of parsing bytes that may be anything
         raise ValueError("carries no readable NumPy array") from error
     if dtype.hasobject or str(dtype) != array.dtype or shape != tuple(array.shape):
         raise ValueError(f"declares {array.dtype} {tuple(array.shape)} but carries {dtype} {shape}")
@@ -114,8 +118,11 @@ def read_array(array: Array) -> np.ndarray:
         count *= length
     if carried != count * dtype.itemsize:
         raise ValueError(f"declares {count * dtype.itemsize} bytes but carries {carried}")
-    flat = np.frombuffer(array.data, dtype, count, stream.tell())
-    return flat.reshape(shape, order="F" if fortran_order else "C")
+    try:
+        flat = np.frombuffer(array.data, dtype, count, stream.tell())
+        return flat.reshape(shape, order="F" if fortran_order else "C")
+    except (ValueError, OverflowError, TypeError) as error:  # a shape without elements may still be impossible
+        raise ValueError(f"carries {dtype} {shape}, which is no array") from error
 
 
 def read_record(record: ArrayRecord) -> dict[str, np.ndarray]:

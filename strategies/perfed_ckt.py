@@ -292,6 +292,7 @@ class PerFedCKT(PersonalizedStrategy):
     name = "perfed-ckt"
     needs_shared_models = False
     clients_keep_state = True
+    STATE = (*PersonalizedStrategy.STATE, "public_set", "_sizes", "_centroids", "_cluster_of")
 
     def __init__(
         self,
@@ -346,15 +347,18 @@ class PerFedCKT(PersonalizedStrategy):
                 return reasons | {client: f"it has {_described(each)}{wanted}" for client, each in stated.items()}
             self.public_set = max(sets, key=sets.count)  # at a tie the first, which is that of the first client
             log(INFO, "kindred: clients need %s", _described(self.public_set))
-            _, num_public, num_classes = self.public_set
-            shape = np.broadcast_to(np.zeros((), self.logits_dtype), (num_public, num_classes))
-            self.layout = Layout({LOGITS: shape})
         for client, public_set in stated.items():
             if public_set != self.public_set:
                 reasons[client] = f"it has {_described(public_set)}, expected {_described(self.public_set)}"
             else:
                 self._sizes[client] = int(newcomers[client].get(NUM_EXAMPLES, 1))
         return reasons
+
+    @property
+    def layout(self) -> Layout:
+        """Of the logits that clients send."""
+        _, num_public, num_classes = self.public_set
+        return Layout({LOGITS: np.broadcast_to(np.zeros((), self.logits_dtype), (num_public, num_classes))})
 
     def chances(self, clients: Sequence[ClientId]) -> np.ndarray:
         """p_k = n_k / sum n_k."""

@@ -54,7 +54,7 @@ def _load(path: str) -> type[Any]:
     return getattr(import_module(module, __package__), name)
 
 
-_FEDAMP = ("sigma", "self_weight", "alpha", "alpha_decay", "alpha_decay_every", "lam")
+_FEDAMP = ("sigma", "self_weight", "alpha", "alpha_decay", "alpha_decay_every", "lam", "store")
 _MODEL_BOTH_WAYS = "the model, both ways"
 
 REGISTRY: dict[str, Method] = {
@@ -81,10 +81,12 @@ REGISTRY: dict[str, Method] = {
         "Sui et al., 2022, arXiv:2210.06597",
         "the client's and its neighbours' models, down; their weighted updates, up",
         ("num_neighbours", "epsilon", "beta", "likelihood", "temperature", "m_step", "optimizer", "learning_rate",
-         "min_weight", "mixture", "mixture_threshold", "share_absent", "selection"),
+         "min_weight", "mixture", "mixture_threshold", "share_absent", "selection", "store"),
         client_path=".federico:Collaboration",
     ),
-    "local": Method(".baselines.local:Local", "Local", "training alone", "the client's own model, both ways"),
+    "local": Method(
+        ".baselines.local:Local", "Local", "training alone", "the client's own model, both ways", ("store",)
+    ),
     "fedavg": Method(
         ".baselines.fedavg:FedAvg", "FedAvg", "McMahan et al., AISTATS 2017, arXiv:1602.05629", _MODEL_BOTH_WAYS
     ),

@@ -7,31 +7,37 @@ done with an admitted reply (`take`), and what its models are (`client_models`, 
 
 from __future__ import annotations
 
+import re
+import reprlib
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from logging import INFO, WARNING
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
-from flwr.common.constant import ErrorCode
+from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 from flwr.supercore import log
 
-from .admission import MAX_EXAMPLES, Refused, Reply, admit
+from .admission import MAX_EXAMPLES, MAX_NAME, REFUSED, Refused, Reply, admit, is_name, norm
+from .checkpoint import Checkpoints
 from .history import History
 from .messages import (
+    ATTEMPT,
     CLIENT_ID,
     IDENTITY_QUERY,
+    KEEP_FROM,
     METHOD,
     NUM_EXAMPLES,
     NUM_TEST_EXAMPLES,
     PERSONAL,
     PROBLEM,
+    RUN,
     SERVER_ROUND,
     SHARE_MODEL,
     TRAINED,
@@ -52,8 +58,21 @@ FIRST_PAUSE, PAUSE_GROWTH, LONGEST_PAUSE = 0.01, 1.3, 1.0
 CLOCKS = 600.0  # s by which the clocks of a site and of the server may differ
 
 
+# What comes of unpacking a reply that somebody made up, rather than of the way to the SuperLink.
+UNREADABLE = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
+
+# What Ray says of a process that is gone for good.
+DEAD_WORKER = re.compile(r"ray\.exceptions\.(ActorDied|RayActor|OutOfMemory|WorkerCrashed)Error")
+
+LONGEST_LINE = 300  # characters of what a client has to say
+
+
 class TooFewClients(RuntimeError):
-    """Fewer clients than a round needs were there when the wait was over."""
+    """Fewer clients than a round needs were there when the wait was over, or none gave a usable answer."""
+
+
+class WorkerDied(RuntimeError):
+    """A process of the simulation in which clients work is gone, and the simulation does without it badly."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +80,7 @@ class _Asked:
     """A message that is out, and what the history is to say of it."""
 
     client: ClientId
+    node_id: int
     sent_at: float
     bytes_down: int
     notes: dict[str, Any]
@@ -91,6 +111,13 @@ class PersonalizedStrategy(Strategy):
     wait_timeout : float (default: 300.0)
         Seconds to wait for `min_available_nodes` before the run ends with `TooFewClients`, and for the names of
         clients that are new.
+    max_strikes : int (default: 3)
+        A client of which this many training replies in a row were refused is left out for as many rounds, and for one
+        more each time that the next one is refused too. 0 leaves nobody out.
+    max_update_norm : float (default: 0.0)
+        The L2 norm, over the parameters, above which an update is refused; see `update_norm`. 0 sets no bound.
+    max_empty_rounds : int (default: 5)
+        Rounds in a row without any usable answer, 1 or more, after which the run ends with `TooFewClients`.
     buffers : collection of str, optional
         Names of model entries that are not trained; by default those named like the buffers of PyTorch's
         normalisation layers. They are averaged but take no part in distances and cosines.
@@ -110,6 +137,9 @@ class PersonalizedStrategy(Strategy):
     clients_keep_state: bool = False
     """Whether clients keep something between rounds, on their own disk (`state.py`)."""
 
+    STATE: tuple[str, ...] = ("history", "run_id", "_answered", "_evaluated_apart", "_strikes", "_resting")
+    """The attributes that a run goes on from, besides the arguments of `__init__` and `start`. See `state`."""
+
     needs_shared_models: bool = True
     """Whether others receive something of each client's model, so that one that does not share it is left out."""
 
@@ -128,6 +158,9 @@ class PersonalizedStrategy(Strategy):
         evaluate_metrics_aggr_fn: Callable[[list[RecordDict], str], MetricRecord] | None = None,
         seed: int = 0,
         wait_timeout: float = 300.0,
+        max_strikes: int = 3,
+        max_update_norm: float = 0.0,
+        max_empty_rounds: int = 5,
         buffers: Collection[str] | None = None,
     ) -> None:
         check("fraction_train", fraction_train, 0 <= fraction_train <= 1, "0 to 1")
@@ -137,6 +170,9 @@ class PersonalizedStrategy(Strategy):
         check("min_available_nodes", min_available_nodes, min_available_nodes >= 1, "1 or more")
         check("seed", seed, seed >= 0, "0 or more")
         check("wait_timeout", wait_timeout, wait_timeout > 0, "more than 0")
+        check("max_strikes", max_strikes, max_strikes >= 0, "0 or more")
+        check("max_update_norm", max_update_norm, max_update_norm >= 0, "0 or more")
+        check("max_empty_rounds", max_empty_rounds, max_empty_rounds >= 1, "1 or more")
         self.fraction_train = fraction_train
         self.fraction_evaluate = fraction_evaluate
         self.min_train_nodes = min_train_nodes if fraction_train else 0
@@ -149,6 +185,9 @@ class PersonalizedStrategy(Strategy):
         self.evaluate_metrics_aggr_fn = evaluate_metrics_aggr_fn or mean_metrics
         self.seed = seed
         self.wait_timeout = wait_timeout
+        self.max_strikes = max_strikes
+        self.max_update_norm = max_update_norm
+        self.max_empty_rounds = max_empty_rounds
         self.buffers = buffers
         self.history = History()
         self._silent: set[ClientId] | None = None  # who may be asked for an evaluation in this round; None: all
@@ -158,9 +197,16 @@ class PersonalizedStrategy(Strategy):
         self._identities: dict[int, ClientId] = {}  # the clients of the nodes that were there last
         self._about: dict[int, Mapping[str, Any]] = {}  # what they said of themselves
         self._introduced: dict[ClientId, int] = {}  # as which node a client was last introduced to the method
+        self._doubles: set[int] = set()  # nodes with a name that is another's
+        self._strikes: dict[ClientId, int] = {}  # refused replies in a row
+        self._resting: dict[ClientId, int] = {}  # until which round a client is left out for them
+        self._empty_rounds = 0  # in a row
         self._asked: dict[str, _Asked] = {}  # messages of the exchange in progress
         self._nodes_know_identity = True
         self._answered = False  # has any client, in any round of training
+        self.run_id = 0  # of the run as it began; going on with it is another to Flower
+        self._attempt = 0  # when it began, or was last gone on with, in ns since 1970
+        self._checkpoints: Checkpoints | None = None
 
     # --- What a method says ---------------------------------------------------------------------------
 
@@ -219,6 +265,10 @@ class PersonalizedStrategy(Strategy):
     def inspect(self, client: ClientId, reply: Reply) -> None:
         """Raise `Refused` where a training reply, good otherwise, is not what this method can use."""
 
+    def update_norm(self, client: ClientId, arrays: Mapping[str, np.ndarray]) -> float:
+        """The L2 norm, over the parameters, of the update in a training reply; 0 where there is nothing to bound."""
+        return 0.0
+
     def take(self, client: ClientId, reply: Reply) -> None:
         """Take in an admitted training reply. Replies come in any order; the result must not depend on it."""
         raise NotImplementedError
@@ -260,6 +310,18 @@ class PersonalizedStrategy(Strategy):
 
     layout: Layout
 
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint at the end of a round holds; see `checkpoint.pack` for what can be in it."""
+        return {name: getattr(self, name) for name in self.STATE}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave, after `begin`."""
+        for name, value in state.items():
+            if hasattr(mine := getattr(self, name), "restore"):
+                mine.restore(value)
+            else:
+                setattr(self, name, value)
+
     # --- Flower's interface ---------------------------------------------------------------------------
 
     def summary(self) -> None:
@@ -275,6 +337,7 @@ class PersonalizedStrategy(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Make the training messages of a round, one at a time."""
+        self._end_rests(server_round)
         clients = self.sample(server_round, self.fraction_train, self.min_train_nodes)
         for client, record in self.outgoing(server_round, clients):
             yield self._message(client, record, config, server_round, MessageType.TRAIN)
@@ -297,6 +360,7 @@ class PersonalizedStrategy(Strategy):
         # Clients that evaluate while they train have said all there is to say; who sits out keeps its last.
         self._silent = set(answered) - evaluated if evaluated else None
         self.end_round(server_round, answered)
+        self._empty_rounds = 0 if answered else self._empty_rounds + 1
         if not answered:
             return None, None
         self._answered = self._answered or server_round > 0
@@ -334,6 +398,7 @@ class PersonalizedStrategy(Strategy):
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
         on_round: Callable[[int], None] | None = None,
+        checkpoints: Checkpoints | None = None,
     ) -> Result:
         """Run the method.
 
@@ -345,6 +410,9 @@ class PersonalizedStrategy(Strategy):
             Seconds after which an exchange ends with those who answered.
         on_round : callable, optional
             Called with the round's number when it is over.
+        checkpoints : Checkpoints, optional
+            Where the state is kept. If there is one already, the run goes on from it, with the same bits as if it had
+            never ended, provided that all arguments are those it began with.
 
         Returns
         -------
@@ -354,8 +422,11 @@ class PersonalizedStrategy(Strategy):
         Raises
         ------
         TooFewClients
-            Fewer than `min_available_nodes` clients after `wait_timeout` seconds, or no usable answer of any
-            client in any round.
+            Fewer than `min_available_nodes` clients after `wait_timeout` seconds, no usable answer of any client in
+            any round, or in `max_empty_rounds` rounds in a row; the state was saved before that.
+        WorkerDied
+            In a simulation: a process in which clients work is gone. The last state that was saved is of the round
+            before, or an earlier one.
         """
         check("num_rounds", num_rounds, num_rounds >= 1, "1 or more")
         log(INFO, "Starting %s strategy:", type(self).__name__)
@@ -366,15 +437,28 @@ class PersonalizedStrategy(Strategy):
         self.history = History()
         self._answered = False
         self._closing = []
+        self._strikes, self._resting, self._empty_rounds, self._doubles = {}, {}, 0, set()
         self._identities, self._about, self._introduced, self._nodes_know_identity = {}, {}, {}, True
-        if self.clients_keep_state and simulated(grid):
-            begin_simulation(grid.run.run_id)
+        self.run_id = grid.run.run_id
+        self._attempt = time.time_ns()
+        self._checkpoints = checkpoints
+        self._evaluated_apart = set()
         self.begin(initial_arrays)
+        first = self.first_round
+        if checkpoints and (found := checkpoints.load()):
+            last, state = found
+            self.restore(state["strategy"])
+            for kind, metrics in state["result"].items():
+                vars(result)[kind] = {server_round: MetricRecord(m) for server_round, m in metrics.items()}
+            log(INFO, "kindred: goes on after round %d, from %s", last, checkpoints.folder)
+            first = last + 1
+        if self.clients_keep_state and simulated(grid):
+            begin_simulation(self.run_id, checkpoints and checkpoints.folder)
         started = time.monotonic()
-        if evaluate_fn and self.first_round > 0 and (metrics := evaluate_fn(0, initial_arrays)) is not None:
+        if evaluate_fn and first == self.first_round > 0 and (metrics := evaluate_fn(0, initial_arrays)) is not None:
             result.evaluate_metrics_serverapp[0] = metrics
 
-        for server_round in range(self.first_round, num_rounds + 1):
+        for server_round in range(first, num_rounds + 1):
             round_started = time.monotonic()
             self.meet(grid, timeout)
             _, metrics = self.aggregate_train(server_round, self._exchange(
@@ -386,11 +470,20 @@ class PersonalizedStrategy(Strategy):
             self._close_round(server_round, num_rounds, time.monotonic() - round_started, on_round)
             if evaluate_fn and (metrics := evaluate_fn(server_round, self.global_arrays())) is not None:
                 result.evaluate_metrics_serverapp[server_round] = metrics
+            given_up = self._empty_rounds >= self.max_empty_rounds
+            if checkpoints and (server_round % checkpoints.every == 0 or server_round == num_rounds or given_up):
+                kinds = ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp")
+                checkpoints.save(server_round, {
+                    "strategy": self, "result": {kind: dict(getattr(result, kind)) for kind in kinds}})
+            if given_up:
+                self._give_up()
 
         if not self._answered:
             raise TooFewClients(f"no client gave a usable answer in any of the {num_rounds} rounds; "
                                 f"client {self.history.rows[-1]['client']}: {self.history.rows[-1]['status']}"
                                 if self.history.rows else "no client was asked in any round")
+        if first > num_rounds:  # nobody has been met since it was cut short
+            self.meet(grid, timeout)
         # Replies of a round may speak of the model that it started from: the last one still needs a word. And who was
         # never drawn has said nothing yet.
         told = {row["client"] for row in self.history.rows} if self.personal == TRAINED else self._evaluated_apart
@@ -412,7 +505,7 @@ class PersonalizedStrategy(Strategy):
 
     def sample(self, server_round: int, fraction: float, at_least: int, purpose: str = "train") -> list[ClientId]:
         """Draw clients for a round, without replacement; the draw depends on seed, round and client ids alone."""
-        clients = self.clients()
+        clients = [client for client in self.clients() if client not in self._resting]
         count = min(max(int(len(clients) * fraction), at_least), len(clients))
         if count == len(clients):
             return clients
@@ -436,14 +529,18 @@ class PersonalizedStrategy(Strategy):
                 self._identify(grid, group, timeout)
             if not self._nodes_know_identity:
                 self._identities |= {node_id: node_id for node_id in group}
-        self._nodes = {}
+        # A name stays with the node that had it first, as long as that one is connected.
+        self._nodes = {client: node_id for client, node_id in self._introduced.items()
+                       if self._identities.get(node_id) == client}
+        doubles = set()
         for node_id in sorted(set(node_ids) & self._identities.keys()):
             client = self._identities[node_id]
-            if client in self._nodes:
-                log(WARNING, "kindred: node %d says it is client %s, as node %d does; it is left out",
-                    node_id, client, self._nodes[client])
-            else:
-                self._nodes[client] = node_id
+            if (owner := self._nodes.setdefault(client, node_id)) != node_id:
+                doubles.add(node_id)
+                if node_id not in self._doubles:
+                    log(WARNING, "kindred: node %d says it is client %s, as node %d does; it is left out",
+                        node_id, client, owner)
+        self._doubles = doubles
         newcomers = {client: self._about.get(self._nodes[client], {}) for client in self.clients()
                      if self._introduced.get(client) != self._nodes[client]}
         self._introduced |= {client: self._nodes[client] for client in newcomers}
@@ -451,6 +548,7 @@ class PersonalizedStrategy(Strategy):
         for client in newcomers:  # who comes back may have mended what was wrong
             left_out.pop(client, None)
         for client, reason in self.introduce(newcomers).items():
+            reason = first_line(reason)
             log(WARNING, "kindred: client %s takes no part: %s", client, reason)
             left_out[client] = reason
         for client in left_out:
@@ -491,15 +589,23 @@ class PersonalizedStrategy(Strategy):
                 asked[message_id] = node_id
         for reply in _pull(grid, asked.keys(), time.monotonic() + timeout):
             node_id = asked[reply.metadata.reply_to_message_id]
+            if not _is_from(node_id, reply):
+                log(WARNING, "kindred: a reply that node %d was asked for came from node %d; it is not used",
+                    node_id, reply.metadata.src_node_id)
+                continue
             if reply.has_error():
                 if "No query function registered" in reply.error.reason:
                     self._nodes_know_identity = False
                 elif reply.error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION:
                     self._identities[node_id] = node_id
                 continue
-            about = {key: value for record in reply.content.config_records.values() for key, value in record.items()}
-            name = about.get(CLIENT_ID)
-            client = name if isinstance(name, int | str) and not isinstance(name, bool) else node_id
+            content = content_of(reply)
+            about = {key: value for record in content.config_records.values() for key, value in record.items()}
+            client = about.get(CLIENT_ID, node_id)
+            if not is_name(client):
+                log(WARNING, "kindred: node %d calls itself %s, allowed: a whole number, or 1 to %d printable "
+                    "characters; it goes by its number", node_id, reprlib.repr(client), MAX_NAME)
+                client = node_id
             if PROBLEM in about:  # it may pass: the client is asked again before the next round
                 if client in self._identities.values():  # another node is that client
                     continue
@@ -517,6 +623,9 @@ class PersonalizedStrategy(Strategy):
     ) -> Message:
         settings = ConfigRecord({**config, **self.round_config(server_round, client)})
         settings[SERVER_ROUND] = server_round
+        oldest = self._checkpoints.oldest if self._checkpoints else server_round - 1
+        settings[KEEP_FROM] = -1 if oldest is None else oldest
+        settings[RUN], settings[ATTEMPT] = f"{self.run_id:020}", self._attempt  # of one length in every run
         settings[METHOD] = self.name
         content = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: settings})
         return Message(content, self._nodes[client], message_type, group_id=str(server_round))
@@ -537,7 +646,8 @@ class PersonalizedStrategy(Strategy):
             notes = self.notes(client)
             if message.metadata.message_type == MessageType.EVALUATE:  # it may join a row of training
                 notes = {f"evaluate-{key}": value for key, value in notes.items()}
-            asked = _Asked(client, time.monotonic(), payload_bytes(message.content), notes)
+            asked = _Asked(
+                client, message.metadata.dst_node_id, time.monotonic(), payload_bytes(message.content), notes)
             message.metadata.ttl = timeout + CLOCKS
             message_id = _push(grid, message)
             if message_id is None:
@@ -554,32 +664,68 @@ class PersonalizedStrategy(Strategy):
     def _admitted(self, message: Message, server_round: int, *, evaluation: bool) -> tuple[ClientId, Reply] | None:
         """Check a reply and note it in the history; None if nothing of it is to be used."""
         asked = self._asked[message.metadata.reply_to_message_id]
+        if not _is_from(asked.node_id, message):  # no strike: whose fault it is, nobody knows
+            sender = message.metadata.src_node_id
+            self._add_row(asked, server_round, f"{REFUSED}it came from node {sender}, expected {asked.node_id}", 0)
+            return None
         if message.has_error():
             reason = f"error {message.error.code}: {first_line(message.error.reason)}"
             self._add_row(asked, server_round, reason, 0)
             return None
-        bytes_up = payload_bytes(message.content)
-        due = None if evaluation and not message.content.array_records else partial(self.mismatch, asked.client)
+        content = content_of(message)
+        bytes_up = payload_bytes(content)
+        due = None if evaluation and not content.array_records else partial(self.mismatch, asked.client)
         try:
-            reply = admit(message.content, self.weighted_by_key, due)
+            reply = admit(content, self.weighted_by_key, due)
             if not evaluation:
                 self.inspect(asked.client, reply)
+                self._bound(asked.client, reply)
         except Refused as refusal:
-            self._add_row(asked, server_round, f"refused: {refusal}", bytes_up)
+            self._add_row(asked, server_round, f"{REFUSED}{refusal}", bytes_up)
+            if not evaluation:
+                self._strike(asked.client, server_round)
             return None
-        # Numbers alone go into rows, and the method's own choice of accuracy is not the client's to name.
+        if not evaluation:
+            self._strikes.pop(asked.client, None)
+        # Numbers alone go into rows, and the engine's own columns are not the client's to name.
         metrics = {key: value for key, value in reply.metrics.items()
-                   if isinstance(value, int | float) and not key.startswith(f"{PERSONAL}-")}
+                   if isinstance(value, int | float) and not key.startswith((f"{PERSONAL}-", "evaluate-"))}
         if evaluation:
             metrics[NUM_TEST_EXAMPLES] = metrics.pop(self.weighted_by_key)
         self._add_row(asked, server_round, "ok", bytes_up, metrics, evaluation=evaluation)
         return asked.client, reply
+
+    def _bound(self, client: ClientId, reply: Reply) -> None:
+        """Refuse an update that is larger than `max_update_norm`."""
+        if self.max_update_norm and (size := self.update_norm(client, reply.arrays)) > self.max_update_norm:
+            raise Refused(f"its update has norm {size:g}, allowed: up to {self.max_update_norm:g}")
+
+    def _strike(self, client: ClientId, server_round: int) -> None:
+        """Count a refused reply, and leave the client out for a while if it is one too many in a row."""
+        strikes = self._strikes[client] = self._strikes.get(client, 0) + 1
+        if 0 < self.max_strikes <= strikes:
+            self._resting[client] = server_round + strikes
+            log(WARNING, "kindred: client %s is left out of the next %d rounds, for %d of its replies in a row were "
+                "refused", client, strikes, strikes)
+
+    def _end_rests(self, server_round: int) -> None:
+        for client in in_order(client for client, last in self._resting.items() if last < server_round):
+            del self._resting[client]
+            log(INFO, "kindred: client %s may take part again, from round %d", client, server_round)
+
+    def _give_up(self) -> NoReturn:
+        """End a run that has been going on without anybody for too long."""
+        last = next((row for row in reversed(self.history.rows) if row["status"] != "ok"), None)
+        raise TooFewClients(
+            f"no client gave a usable answer in {self._empty_rounds} rounds in a row (max_empty_rounds), so the run "
+            "ends; " + (f"client {last['client']}: {last['status']}" if last else "no client was asked"))
 
     def _add_row(
         self, asked: _Asked, server_round: int, status: str, bytes_up: int, metrics: Mapping[str, Any] | None = None,
         *, evaluation: bool = False,
     ) -> None:
         if status != "ok":
+            status = first_line(status)
             log(WARNING, "kindred: round %d goes on without client %s: %s", server_round, asked.client, status)
         row = {
             **(metrics or {}),  # whatever a client calls its metrics, the columns below are not its own
@@ -616,6 +762,14 @@ class PersonalizedStrategy(Strategy):
 class StoredModels(PersonalizedStrategy):
     """Base of the methods in which every client's trained model reaches the server and is kept there.
 
+    Parameters
+    ----------
+    store : {"memory", "disk"}
+        Where the models are kept. On disk they are in a file, and memory holds little more than the models of those
+        who take part in a round; results are the same, bit for bit. See `ClientModels`.
+    **settings
+        Those of `PersonalizedStrategy`.
+
     Attributes
     ----------
     models : ClientModels
@@ -624,12 +778,18 @@ class StoredModels(PersonalizedStrategy):
         Those whose model of the last round is at hand. A round without answers changes nothing.
     """
 
+    STATE = (*PersonalizedStrategy.STATE, "models", "online")
     models: ClientModels
+
+    def __init__(self, *, store: str = "memory", **settings: Any) -> None:
+        super().__init__(**settings)
+        check("store", store, store in ("memory", "disk"), "memory, disk")
+        self.store = store
 
     def begin(self, initial_arrays: ArrayRecord) -> None:
         self.initial = initial_arrays
         self.layout = Layout(initial_arrays, self.buffers)
-        self.models = ClientModels(self.layout)
+        self.models = ClientModels(self.layout, self.store)
         self.online: list[ClientId] = []
 
     def welcome(self, clients: Sequence[ClientId]) -> None:
@@ -641,6 +801,14 @@ class StoredModels(PersonalizedStrategy):
 
     def take(self, client: ClientId, reply: Reply) -> None:
         self.models.put(client, reply.arrays)
+
+    def update_norm(self, client: ClientId, arrays: Mapping[str, np.ndarray]) -> float:
+        """Of the change since the client's last model, which is at the server; what it was sent is not kept."""
+        row = np.empty(self.layout.size, self.layout.dtype)  # (d,)
+        self.layout.flatten(arrays, row)
+        trained = self.layout.num_parameters
+        with np.errstate(over="ignore"):
+            return norm([row[:trained] - self.models.row(client)[:trained]])
 
     def end_round(self, server_round: int, answered: Sequence[ClientId]) -> None:
         if answered:
@@ -684,9 +852,16 @@ def _count_bytes(record: ArrayRecord | MetricRecord | ConfigRecord) -> int:
         return 0
 
 
+def content_of(message: Message) -> RecordDict:
+    """What a reply carries; nothing, if it does not even carry that."""
+    return message.content if message.has_content() else RecordDict()
+
+
 def first_line(text: str) -> str:
-    """The first line of a text that says something."""
-    return next((line.strip() for line in text.splitlines() if line.strip()), "no reason given")
+    """The first line of a text that says something, fit for a log: printable, and not too long."""
+    line = next((line.strip() for line in text.splitlines() if line.strip()), "no reason given")
+    line = "".join(character if character.isprintable() else "?" for character in line[: LONGEST_LINE + 1])
+    return line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]}..."
 
 
 def progress(line: dict[str, Any], num_rounds: int) -> str:
@@ -714,13 +889,52 @@ def _pull(grid: Grid, message_ids: Collection[str], deadline: float) -> Iterator
     pause = FIRST_PAUSE
     while waiting:
         arrived = False
-        for reply in grid.pull_messages(sorted(waiting)):
+        for reply in _readable(grid, sorted(waiting)):
             if reply.metadata.reply_to_message_id in waiting:
                 waiting.remove(reply.metadata.reply_to_message_id)
                 arrived = True
+                _check_worker(grid, reply)
                 yield reply
         if not waiting or time.monotonic() >= deadline:
             return
         pause = FIRST_PAUSE if arrived else min(pause * PAUSE_GROWTH, LONGEST_PAUSE)
         if not arrived:
             time.sleep(min(pause, max(deadline - time.monotonic(), 0)))
+
+
+def _readable(grid: Grid, message_ids: Sequence[str]) -> list[Message]:
+    """The replies that are there; none, if one of them cannot be unpacked.
+
+    The SuperLink does not hand it out again, and answers in its stead when it is asked the next time.
+    """
+    try:
+        return list(grid.pull_messages(message_ids))
+    except Exception as error:
+        if not isinstance(error, UNREADABLE) and type(error).__name__ != "DecodeError":  # protobuf's, within Flower
+            raise
+        log(WARNING, "kindred: a reply cannot be unpacked, and those that came with it are lost: %s: %s",
+            type(error).__name__, first_line(str(error)))
+        return []
+
+
+def _is_from(node_id: int, reply: Message) -> bool:
+    """Whether a reply is this node's, or the SuperLink's word that the node is gone."""
+    sender = reply.metadata.src_node_id
+    return sender == node_id or (sender == SUPERLINK_NODE_ID and reply.has_error())
+
+
+def _check_worker(grid: Grid, reply: Message) -> None:
+    """End the run where a process of the simulation has died, by what Ray says of it.
+
+    Flower hands it messages as before, and to it first, for it is never busy: from then on they fail at once.
+
+    Raises
+    ------
+    WorkerDied
+    """
+    if reply.has_error() and reply.error.code == ErrorCode.UNKNOWN and DEAD_WORKER.search(reply.error.reason):
+        if simulated(grid):  # what a client far away says has no such weight
+            raise WorkerDied(
+                "a process in which clients of the simulation work died, most often for want of memory, and Flower "
+                "goes on giving it messages, so the run ends; with more CPUs for each client fewer work at a time "
+                f"({first_line(reply.error.reason)})")

@@ -1,10 +1,15 @@
 """What a client keeps between messages: files in a folder of its own, written whole or not at all.
 
     ROOT/run-RUN/client-ID/NAME.safetensors
+    ROOT/run-RUN/client-ID/.NAME.round-0007.safetensors
 
 ROOT is the node config's `state-dir`, else `$XDG_STATE_HOME/kindred`, else `~/.local/state/kindred`; only its
 user can read it. Flower's Context would do for small things, but a SuperNode forgets it when it restarts, and in
 a simulation it travels with every message.
+
+What is kept is the state after a round. As long as the server may go on from an earlier round, after it was killed,
+the states after earlier rounds are kept too of what rounds start from, under names with a dot; a round that is repeated
+starts from the state before it.
 
 At a site the folders stay: the personal model in them is what the site took part for. In a simulation the
 clients share a disk with the server, which marks the run's folder as simulated (`begin_simulation`) and removes
@@ -22,7 +27,7 @@ from contextlib import contextmanager, suppress
 from hashlib import sha256
 from logging import WARNING
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 from urllib.parse import quote
 
 import numpy as np
@@ -55,19 +60,36 @@ class ClientState:
     client : int or str
     root : path, optional
         By default `default_root()`.
+    server_round : int (default: 0)
+        The round in which something is saved.
+    before : int, optional
+        What is loaded was saved in a round before this one; by default the last.
+    keep_from : int, optional
+        The round after which the server may have to go on again; by default there is none.
+    attempt : int (default: 0)
+        Grows each time that the server goes on with the run. What was saved in the same attempt is not older than what
+        is saved now, unless a message comes late.
 
     Attributes
     ----------
     folder : Path
     """
 
-    def __init__(self, run_id: int, client: ClientId, root: str | os.PathLike[str] | None = None) -> None:
+    def __init__(
+        self, run_id: int, client: ClientId, root: str | os.PathLike[str] | None = None, *, server_round: int = 0,
+        before: int | None = None, keep_from: int | None = None, attempt: int = 0,
+    ) -> None:
         self.client = client
+        self._round = server_round
+        self._before = before
+        self._keep_from = server_round if keep_from is None else keep_from
+        self._attempt = attempt
+        self._loaded: set[str] = set()  # what rounds start from; of all else the last state is enough
         self._run = _run_folder(run_id, Path(root).expanduser() if root else default_root())
         self.folder = self._run / _folder_name(client)
 
     def load(self, name: str) -> dict[str, np.ndarray] | None:
-        """The arrays saved last under a name; None if there are none.
+        """The arrays saved last under a name, before the round that `before` says; None if there are none.
 
         Raises
         ------
@@ -76,34 +98,60 @@ class ClientState:
         """
         from safetensors.numpy import load_file
 
+        self._loaded.add(name)
         path = self._path(name)
-        try:
-            with _reading(path):
-                return load_file(path)
-        except FileNotFoundError:
-            return None
+        with _reading(path):
+            _texts(path)
+        for version in self._versions(name):
+            if self._before is None or version.round < self._before:
+                with _reading(version.path):
+                    return load_file(version.path)
+        return None
 
     def save(self, name: str, arrays: Mapping[str, np.ndarray], about: Mapping[str, str] | None = None) -> None:
-        """Keep arrays under a name, with texts about them, in place of the last ones."""
+        """Keep arrays under a name, with texts about them, in place of the last ones.
+
+        Raises
+        ------
+        ValueError
+            A later round has been at work here, in the same attempt: the message for this one comes late.
+        """
         from safetensors.numpy import save_file
 
         self._make_folder()
+        last = next(iter(self._versions(name)), None)
+        if last and last.round > self._round and last.attempt >= self._attempt:
+            raise ValueError(f"round {self._round} is over: {last.path} is of round {last.round}")
+        if last and last.path == self._path(name) and last.round < self._round and name in self._loaded:
+            _link(last.path, self.folder / f".{name}.round-{last.round:04d}.safetensors")
         for partial in self.folder.glob(".*.partial.safetensors"):
             if not _is_running(int(partial.name.split(".")[-3])):  # it was killed while it saved
                 partial.unlink(missing_ok=True)
         whole = {key: np.asarray(array, order="C") for key, array in arrays.items()}  # save_file writes memory as it is
         with replacing(self._path(name)) as temporary:
-            save_file(whole, temporary, {"client": json.dumps(self.client), **(about or {})})
+            save_file(whole, temporary, {
+                "client": json.dumps(self.client), "round": str(self._round), "attempt": str(self._attempt),
+                **(about or {})})
+        _, *earlier = versions = self._versions(name)
+        needed = next((version.round for version in versions if version.round <= self._keep_from), 0)
+        for version in earlier:
+            if not needed <= version.round < self._round:
+                version.path.unlink(missing_ok=True)
 
     def about(self, name: str) -> dict[str, str]:
         """The texts saved with the arrays of a name; none if there are none, or the file is damaged."""
-        from safetensors import SafetensorError, safe_open
+        with suppress(ValueError), _reading(self._path(name)):
+            return _texts(self._path(name)) or {}
+        return {}
 
-        try:
-            with safe_open(self._path(name), "numpy") as file:
-                return file.metadata() or {}
-        except (FileNotFoundError, SafetensorError):
-            return {}
+    def _versions(self, name: str) -> list[_Version]:
+        """What is kept under a name and not damaged: the last, then those of earlier rounds, from the last back."""
+        found = []
+        for path in (self._path(name), *self.folder.glob(f".{name}.round-*.safetensors")):
+            with suppress(ValueError), _reading(path):
+                if (about := _texts(path)) is not None:
+                    found.append(_Version(path, int(about.get("round", 0)), int(about.get("attempt", 0))))
+        return found[:1] + sorted(found[1:], key=lambda version: -version.round)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -119,6 +167,32 @@ class ClientState:
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.safetensors"
+
+
+class _Version(NamedTuple):
+    path: Path
+    round: int
+    attempt: int
+
+
+def _texts(path: Path) -> dict[str, str] | None:
+    """The texts in a file; None if there is no file."""
+    from safetensors import safe_open
+
+    try:
+        with safe_open(path, "numpy") as file:
+            return file.metadata() or {}
+    except FileNotFoundError:
+        return None
+
+
+def _link(path: Path, other: Path) -> None:
+    """Have a file under another name as well; where the file system cannot, a copy."""
+    other.unlink(missing_ok=True)
+    try:
+        os.link(path, other)
+    except OSError:
+        shutil.copyfile(path, other)
 
 
 def saved_files(run_id: int, name: str) -> dict[ClientId, Path]:
@@ -152,8 +226,11 @@ def simulated(grid: Grid) -> bool:
     return isinstance(grid, InMemoryGrid)
 
 
-def begin_simulation(run_id: int) -> None:
+def begin_simulation(run_id: int, checkpoints: Path | None = None) -> None:
     """Mark a run as simulated, and remove the folders of simulated runs that are over.
+
+    A run that was not brought to its end and has checkpoints, in the folder given here, may be gone on with: what its
+    clients keep stays as long as these are there.
 
     The mark is a lock that this process holds until it ends, however it ends, or begins another simulation: a process
     has one at a time.
@@ -165,13 +242,16 @@ def begin_simulation(run_id: int) -> None:
     with open(root / ".lock", "w") as one_at_a_time:
         fcntl.flock(one_at_a_time, fcntl.LOCK_EX)
         for mark in root.glob(f"run-*/{_SIMULATED}"):
-            with suppress(OSError), open(mark) as file:
+            with suppress(OSError), open(mark, encoding="utf-8") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _remove(mark.parent)
+                again = mark.parent == _run_folder(run_id, root)
+                if not _holds_checkpoints(str(checkpoints or "") if again else file.read()):
+                    _remove(mark.parent)
         folder = _run_folder(run_id, root)
         folder.mkdir(mode=0o700, exist_ok=True)
-        mark = open(folder / _SIMULATED, "w")  # stays open, and so locked
+        mark = open(folder / _SIMULATED, "w", encoding="utf-8")  # stays open, and so locked
         fcntl.flock(mark, fcntl.LOCK_EX)
+        print(checkpoints or "", file=mark, end="", flush=True)
         _marks.append(mark)
 
 
@@ -181,6 +261,10 @@ def end_simulation(run_id: int) -> None:
 
 
 _marks: list[IO[str]] = []
+
+
+def _holds_checkpoints(folder: str) -> bool:
+    return bool(folder) and any(Path(folder).glob("round-*.npz"))
 
 
 def _remove(folder: Path) -> None:

@@ -1,20 +1,35 @@
-"""Models as rows of one matrix: the form in which the server keeps and combines them."""
+"""Models as rows of one matrix: the form in which the server keeps and combines them.
+
+The matrix is in memory, or in a file that is mapped into it. What is read or written of a mapped file counts as the
+process's memory until it is let go (`let_go`). That loses nothing: the system has it, and writes it to the disk in its
+own time.
+"""
 
 from __future__ import annotations
 
+import math
+import mmap
+import os
+import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Generic, TypeVar
+from typing import IO, Any, Generic, TypeVar
 
 import numpy as np
 from flwr.app import ArrayRecord
 
 from .messages import ClientId, in_order, read_record, to_record
+from .state import default_root
 
-# Columns that one step of a blocked computation takes at a time: 100 models of it are 26 MB.
+# Columns that one step of a blocked computation takes at the most, and numbers, whose copies are then few beside the
+# models kept.
 BLOCK = 1 << 16
+AT_ONCE = 1 << 16
+
+# Rows of a mapped file that are read before they are let go.
+MAPPED_AT_ONCE = 64
 
 # Sums that are made at a time: many enough for an efficient matrix product, few beside the models kept.
-SUMS_AT_ONCE = 64
+SUMS_AT_ONCE = 16
 
 # What PyTorch calls the buffers of its normalisation layers.
 NORMALISATION_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
@@ -141,17 +156,21 @@ class ClientModels(Mapping[ClientId, ArrayRecord]):
     ----------
     layout : Layout
         Of all clients' models.
+    store : {"memory", "disk"}
+        Where the matrix is. On disk it is a file without a name in `state.default_root()`, which is gone when the
+        process ends, however it ends.
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, store: str = "memory") -> None:
         self.layout = layout
+        self._file = _file_without_name() if store == "disk" else None
         self._rows = np.empty((0, layout.size), layout.dtype)
         self._sums = self._rows  # kept from round to round: new memory costs as much as the product
         self._index: dict[ClientId, int] = {}
         self._integers: dict[ClientId, dict[str, np.ndarray]] = {}
 
     def __getitem__(self, client: ClientId) -> ArrayRecord:
-        return self.layout.record(self._rows[self._index[client]], self._integers[client])
+        return self.layout.record(self.row(client), self._integers[client])
 
     def __iter__(self) -> Iterator[ClientId]:
         return iter(in_order(self._index))
@@ -163,23 +182,27 @@ class ClientModels(Mapping[ClientId, ArrayRecord]):
         return client in self._index
 
     def reserve(self, count: int) -> None:
-        """Make room for `count` models in all. Memory is taken as models come, not before."""
+        """Make room for `count` models in all. Memory is taken as models come, not before; a file, at once."""
         if count > len(self._rows):
-            rows = np.empty((count, self.layout.size), self.layout.dtype)
-            used = len(self._index)
-            rows[:used] = self._rows[:used]
-            self._rows = rows
+            shape, used = (count, self.layout.size), len(self._index)
+            if self._file is None:
+                rows = np.empty(shape, self.layout.dtype)
+                rows[:used] = self._rows[:used]
+                self._rows = rows
+            else:  # what it holds stays where it is
+                self._rows = _mapped(self._file.fileno(), shape, self.layout.dtype)
 
     def put(self, client: ClientId, arrays: Mapping[str, np.ndarray]) -> None:
         """Keep a client's model in place of its last one."""
         if client not in self._index:
             self.reserve(len(self._index) + 1)
             self._index[client] = len(self._index)
-        self.layout.flatten(arrays, self._rows[self._index[client]])
+        self.layout.flatten(arrays, self.row(client))
         self._integers[client] = self.layout.integer_arrays(arrays)
 
     def row(self, client: ClientId) -> np.ndarray:
         """The floats of a client's model, shape (d,): a view, to be changed in place."""
+        let_go(self._rows)  # those asked for before
         return self._rows[self._index[client]]
 
     def blocks(self, clients: Sequence[ClientId], stop: int | None = None) -> Iterator[tuple[slice, np.ndarray]]:
@@ -190,17 +213,24 @@ class ClientModels(Mapping[ClientId, ArrayRecord]):
         columns : slice
             At most BLOCK columns, up to `stop` (default all).
         block : ndarray, shape (len(clients), columns)
-            A view where the clients' rows follow each other, else a copy.
+            A view where the clients' rows are in memory and follow each other, else a copy.
         """
         index = [self._index[client] for client in clients]
-        if index == list(range(index[0], index[0] + len(index))):
-            rows: slice | list[int] = slice(index[0], index[0] + len(index))
-        else:
-            rows = index
         stop = self.layout.size if stop is None else stop
-        for start in range(0, stop, BLOCK):
-            columns = slice(start, min(start + BLOCK, stop))
-            yield columns, self._rows[rows, columns]
+        step = min(BLOCK, max(AT_ONCE // len(index), 1))
+        for start in range(0, stop, step):
+            columns = slice(start, min(start + step, stop))
+            if self._file is not None:
+                block = np.empty((len(index), columns.stop - start), self.layout.dtype)
+                for first in range(0, len(index), MAPPED_AT_ONCE):
+                    some = slice(first, first + MAPPED_AT_ONCE)
+                    block[some] = self._rows[index[some], columns]
+                    let_go(self._rows)
+                yield columns, block
+            elif index == list(range(index[0], index[0] + len(index))):
+                yield columns, self._rows[index[0] : index[0] + len(index), columns]
+            else:
+                yield columns, self._rows[index, columns]
 
     def combinations(self, weights: np.ndarray, senders: Sequence[ClientId]) -> Iterator[np.ndarray]:
         """Weighted sums of clients' models, one after the other.
@@ -229,3 +259,55 @@ class ClientModels(Mapping[ClientId, ArrayRecord]):
     def combined_record(self, row: np.ndarray, client: ClientId) -> ArrayRecord:
         """A combined model for a client: floats from `row`, integer buffers the client's own."""
         return self.layout.record(row, self._integers[client])
+
+    def state(self) -> dict[str, Any]:
+        """What `restore` needs: the clients in the order of their rows, a view of these, and the integer buffers."""
+        let_go(self._rows)
+        return {"clients": list(self._index), "rows": self._rows[: len(self._index)], "integers": self._integers}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave, whose arrays are this object's own from now on."""
+        rows = state["rows"]
+        if self._file is None:
+            self._rows = rows
+        else:
+            self.reserve(len(rows))
+            for first in range(0, len(rows), MAPPED_AT_ONCE):
+                some = slice(first, first + MAPPED_AT_ONCE)
+                self._rows[some] = rows[some]
+                let_go(self._rows)
+                let_go(rows)
+        self._index = {client: place for place, client in enumerate(state["clients"])}
+        self._integers = {client: dict(state["integers"][client]) for client in self._index}
+
+
+def let_go(array: np.ndarray) -> None:
+    """Have the pages of a mapped file that an array lies in count as the process's memory no more; else do nothing.
+
+    The array stays as it is: pages come back as they are used.
+    """
+    base: Any = array
+    while isinstance(base, np.ndarray):
+        base = base.base
+    if isinstance(base, mmap.mmap):
+        base.madvise(mmap.MADV_DONTNEED)
+
+
+def _file_without_name() -> IO[bytes]:
+    root = default_root()
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return tempfile.TemporaryFile(dir=root)
+
+
+def _mapped(file: int, shape: tuple[int, int], dtype: np.dtype[Any]) -> np.ndarray:
+    """The matrix that a file holds from its start; the file becomes as long as that if it is shorter."""
+    size = max(math.prod(shape) * dtype.itemsize, 1)
+    if hasattr(os, "posix_fallocate"):  # without room on the disk, to write into the mapping would end the process
+        try:
+            os.posix_fallocate(file, 0, size)
+        except OSError as error:
+            raise OSError(error.errno, f"store is 'disk', where {shape[0]} models take {size} bytes, but "
+                          f"{default_root()} has no room for them ({error.strerror})") from None
+    else:
+        os.truncate(file, size)
+    return np.ndarray(shape, dtype, mmap.mmap(file, size))

@@ -22,7 +22,7 @@ OWN_SETTINGS = {
     "min_cluster_size": 1, "logits_dtype": "float32",
     "num_neighbours": 2, "epsilon": 0.3, "beta": 0.6, "likelihood": "mean", "temperature": 0.5, "m_step": "epochs",
     "optimizer": "adam", "learning_rate": 0.1, "min_weight": 0.001, "mixture": "probabilities",
-    "mixture_threshold": 0.01, "share_absent": True, "selection": "server",
+    "mixture_threshold": 0.01, "share_absent": True, "selection": "server", "store": "memory",
 }
 # What the clients of a method must be able to do beyond training a model as FedProx's do.
 APPS = {"perfed-ckt": logits_app, "federico": collaboration_app}

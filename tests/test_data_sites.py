@@ -211,7 +211,8 @@ def test_what_a_site_gets_out_of_a_run_stays_with_it(tmp_path, strategy, files) 
     folder = run(grid, config)
     for number in range(4):
         state = ClientState(grid.run.run_id, f"site-{number}", tmp_path / "kept")
-        assert {path.stem for path in state.folder.glob("*.safetensors")} == files
+        assert {path.stem for path in state.folder.glob("[!.]*.safetensors")} == files
+        assert bool(list(state.folder.glob(".*.safetensors"))) == (strategy == "perfed-ckt")  # what it goes on from
         assert state.folder.stat().st_mode & 0o777 == 0o700
         rows = [row for row in read_table(folder.path / "history.csv") if row["client"] == f"site-{number}"]
         accuracies = [row["personal-accuracy"] for row in rows if "personal-accuracy" in row]

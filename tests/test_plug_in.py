@@ -113,7 +113,7 @@ def run_the_document(tmp_path, library, server_section: str, client_section: str
     assert done.returncode == 0, done.stderr
     accuracies = ast.literal_eval(done.stdout)
     assert list(accuracies) == list(range(8))
-    return accuracies, sorted((tmp_path / "state" / "kindred").glob("run-*/client-*/*.safetensors"))
+    return accuracies, sorted((tmp_path / "state" / "kindred").glob("run-*/client-*/[!.]*.safetensors"))
 
 
 def test_the_documented_perfed_ckt_works_as_written(library, tmp_path) -> None:

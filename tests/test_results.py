@@ -328,7 +328,7 @@ def test_finished_run(tmp_path, federation):
         "strategy": "heurfedamp", "dataset": "digits", "partition": "rotated", "seed": 0, "rounds": 2,
         "accuracy": pytest.approx(0.7), "accuracy-weighted": pytest.approx(0.8),
         "accuracy-p10": pytest.approx(0.54), "accuracy-best": pytest.approx(0.7),
-        "seconds": 4.0, "seconds-per-round": 2.0, "bytes-down": 400, "bytes-up": 120, "left-out": [],
+        "seconds": 4.0, "seconds-per-round": 2.0, "bytes-down": 400, "bytes-up": 120, "left-out": [], "refused": [],
         "clients": [{"client": 0, "accuracy": 0.5, "model": "models/client-0.safetensors"},
                     {"client": 1, "accuracy": 0.9, "model": "models/client-1.safetensors"}],
     }

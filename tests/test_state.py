@@ -165,6 +165,65 @@ def test_a_simulation_that_is_over_can_be_removed_at_once(root) -> None:
     begin_simulation(6)
 
 
+def state_in(server_round: int, keep_from: int, attempt: int = 1) -> ClientState:
+    return ClientState(1, 0, server_round=server_round, before=server_round, keep_from=keep_from, attempt=attempt)
+
+
+def number(arrays: dict[str, np.ndarray] | None) -> int | None:
+    return None if arrays is None else int(arrays["w"][0])
+
+
+def train(server_round: int, keep_from: int, attempt: int = 1) -> int | None:
+    """What a client starts from in a round, in which it saves the number of the round."""
+    state = state_in(server_round, keep_from, attempt)
+    before = number(state.load("model"))
+    state.save("model", {"w": np.array([server_round])})
+    return before
+
+
+def test_a_round_that_is_repeated_starts_from_the_state_before_it() -> None:
+    assert [train(r, keep_from=r - 1) for r in (1, 2, 3)] == [None, 1, 2]
+    assert train(3, keep_from=2, attempt=2) == 2  # the server was killed in round 3
+    assert train(4, keep_from=3, attempt=2) == 3
+    assert files_in(state_in(5, 4).folder) == {"model.safetensors", ".model.round-0003.safetensors"}
+
+
+def test_as_many_states_are_kept_as_the_server_may_go_back() -> None:
+    for r in range(1, 7):
+        train(r, keep_from=max(r - 3, -1))
+    earlier = {f".model.round-000{r}.safetensors" for r in (3, 4, 5)}
+    assert files_in(state_in(7, 0).folder) == {"model.safetensors", *earlier}
+    assert train(4, keep_from=3, attempt=2) == 3  # two checkpoints were damaged
+    assert files_in(state_in(5, 0).folder) == {"model.safetensors", ".model.round-0003.safetensors"}
+    assert train(7, keep_from=3, attempt=2) == 4  # the client was not asked in rounds 5 and 6
+    assert number(state_in(6, 3).load("model")) == 4
+
+
+def test_what_comes_late_changes_nothing() -> None:
+    train(1, keep_from=0)
+    train(2, keep_from=1)
+    late = state_in(1, 0)
+    with pytest.raises(ValueError, match=r"round 1 is over: .*model.safetensors is of round 2"):
+        late.save("model", {"w": np.array([9])})
+    assert number(state_in(3, 2).load("model")) == 2
+
+
+def test_an_evaluation_sees_what_its_own_round_has_left() -> None:
+    train(1, keep_from=0)
+    train(2, keep_from=1)
+    assert number(ClientState(1, 0, server_round=2, before=3).load("model")) == 2
+    assert number(ClientState(1, 0).load("model")) == 2  # who asks for no round gets the last
+
+
+def test_where_files_cannot_have_two_names_a_copy_is_kept(monkeypatch) -> None:
+    def refuse(*paths):
+        raise OSError("not on this file system")
+
+    monkeypatch.setattr(os, "link", refuse)
+    assert [train(r, keep_from=r - 1) for r in (1, 2)] == [None, 1]
+    assert number(state_in(2, 1).load("model")) == 1
+
+
 def test_objects_are_not_saved() -> None:
     state = ClientState(1, 0)
     with pytest.raises(Exception, match="object"):
@@ -486,9 +545,9 @@ def test_the_node_config_says_where_a_client_keeps_its_folder(tmp_path, root) ->
             # Clients 0 and 1 share a folder, as on one machine.
             context.node_config["state-dir"] = str(tmp_path / "site" / str(max(client, 1)))
     first, _ = run(grids[0], fraction_train=1.0)
-    kept = {path.relative_to(tmp_path): path.read_bytes() for path in (tmp_path / "site").rglob("*.safetensors")}
+    kept = {path.relative_to(tmp_path): path.read_bytes() for path in (tmp_path / "site").rglob("[!.]*.safetensors")}
     run(grids[1], seed=1, fraction_train=1.0)
-    both = {path.relative_to(tmp_path): path.read_bytes() for path in (tmp_path / "site").rglob("*.safetensors")}
+    both = {path.relative_to(tmp_path): path.read_bytes() for path in (tmp_path / "site").rglob("[!.]*.safetensors")}
 
     def paths(grid: InlineGrid) -> set[Path]:
         return {Path("site", str(max(client, 1)), f"run-{grid.run.run_id}", f"client-{client}", f"{name}.safetensors")

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 from flwr.app import ArrayRecord
 
-from ..admission import Reply
-from ..messages import FINETUNE_EPOCHS, PROXIMAL_MU, RECEIVED, TUNED, ClientId, check, to_record
+from ..admission import Reply, norm
+from ..messages import FINETUNE_EPOCHS, PROXIMAL_MU, RECEIVED, TUNED, ClientId, check, read_record, to_record
 from ..rounds import PersonalizedStrategy
 from ..store import InTurn, Layout
 
@@ -71,6 +71,7 @@ class FedAvg(PersonalizedStrategy):
 
     name = "fedavg"
     personal = RECEIVED
+    STATE = (*PersonalizedStrategy.STATE, "_global", "_examples", "_sent")
 
     def begin(self, initial_arrays: ArrayRecord) -> None:
         self.layout = Layout(initial_arrays, self.buffers)
@@ -85,6 +86,13 @@ class FedAvg(PersonalizedStrategy):
         self._sent = self._examples
         self._counters: dict[ClientId, Mapping[str, np.ndarray]] = {}
         return ((client, self._global) for client in clients)
+
+    def update_norm(self, client: ClientId, arrays: Mapping[str, np.ndarray]) -> float:
+        """Of the change since the global model, which the client was sent."""
+        sent, layout = read_record(self._global), self.layout
+        trained = [name for name, place in layout.slices.items() if place.stop <= layout.num_parameters]
+        with np.errstate(over="ignore"):
+            return norm(arrays[name] - sent[name] for name in trained)
 
     def take(self, client: ClientId, reply: Reply) -> None:
         row = np.empty(self.layout.size, self.layout.dtype)  # (d,)
@@ -152,6 +160,7 @@ class FineTuned(FedAvg):
     """
 
     personal = TUNED
+    STATE = (*FedAvg.STATE, "_tuned")
 
     def __init__(self, *, finetune_epochs: int = 1, **settings: Any) -> None:
         super().__init__(**settings)

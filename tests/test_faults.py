@@ -1,0 +1,829 @@
+"""What bad replies, missing clients and dead workers do to a run, and to the results of the others: nothing."""
+
+from __future__ import annotations
+
+import io
+import random
+import subprocess
+import sysconfig
+import threading
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from google.protobuf.message import DecodeError
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
+
+from server_app.flower import MARK, _processes
+from server_app.results import summarise
+from strategies import REGISTRY, FedAMP, FedAvg, FedeRiCo, InlineGrid, Local, TooFewClients, WorkerDied
+from strategies.admission import MAX_EXAMPLES, MAX_METRICS, MAX_NAME, Refused, admit
+from strategies.checkpoint import Checkpoints
+from strategies.messages import read_array, read_record, to_record
+
+from .plain import FaultyGrid, collaboration_app, initial, plain_app, target
+from .test_conformance import APPS, app_of, every_method, everything, make, values
+
+CLIENTS, ATTACKERS, ROUNDS = 6, (1, 3, 4), 4
+METHODS = ("fedavg", "heurfedamp", "perfed-ckt", "federico")
+
+# --- Malformed replies --------------------------------------------------------------------------------
+
+Damage = Callable[[Message], None]
+names = st.text(max_size=8) | st.sampled_from(["arrays", "metrics", "config", "../../x", "a\nb", "\x1b[2J", "x" * 300])
+not_counts = (
+    st.integers(max_value=0) | st.integers(min_value=MAX_EXAMPLES + 1)
+    | st.floats().filter(lambda x: not (x.is_integer() and 1 <= x <= MAX_EXAMPLES)) | st.lists(st.integers(1, 9))
+)
+
+
+def with_content(change: Callable[[RecordDict], None]) -> Damage:
+    return lambda message: change(message.content)
+
+
+def first_array(content: RecordDict) -> tuple[ArrayRecord, str]:
+    (record,) = content.array_records.values()
+    return record, sorted(record)[0]
+
+
+def array_of(dtype: str, shape: object, data: bytes) -> Array:
+    """An entry as the wire may bring it, which `Array` itself would not make."""
+    array = Array("float32", (1,), "numpy.ndarray", data)
+    vars(array).update(dtype=dtype, shape=shape)
+    return array
+
+
+def header(text: str) -> bytes:
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode("latin1", "replace")
+
+
+# Damage that any reply can have.
+def records(draw) -> Damage:
+    which = draw(st.sampled_from(["none", "metrics", "twice", "configs", "nothing"]))
+
+    def change(message: Message) -> None:
+        content = message.content
+        if which == "none":
+            content.clear()
+        elif which == "metrics":
+            content.metric_records.clear()
+        elif which == "twice":
+            content["again"] = MetricRecord(dict(content["metrics"]))
+        elif which == "configs":
+            content["one"], content["two"] = ConfigRecord({"a": 1}), ConfigRecord({"a": 2})
+        else:
+            vars(message)["_content"] = None
+    return change
+
+
+def count(draw) -> Damage:
+    examples = draw(st.none() | not_counts)
+
+    def change(content: RecordDict) -> None:
+        if examples is None:
+            del content["metrics"]["num-examples"]
+        else:
+            content["metrics"]["num-examples"] = examples
+    return with_content(change)
+
+
+def metric(draw) -> Damage:
+    found = draw(st.sampled_from([
+        {"": 1.0}, {"a\nb": 1.0}, {"x" * (MAX_NAME + 1): 1.0}, {"big": 2**64}, {"big": [1, 10**5000]},
+        {f"m{i}": 1.0 for i in range(MAX_METRICS)}]))
+    return with_content(lambda content: content["metrics"].update(found))
+
+
+def sender(draw) -> Damage:
+    node_id = draw(st.sampled_from([1, 1001, 1003]) | st.integers(10**6, 2**63))
+    return lambda message: message.metadata.__dict__.update(_src_node_id=node_id)
+
+
+# Damage to what a training reply carries.
+def array_bytes(draw) -> Damage:
+    data = draw(
+        st.binary(max_size=60) | st.binary(max_size=60).map(lambda tail: b"\x93NUMPY\x01\x00" + tail)
+        | st.text(max_size=40).map(header)
+        | st.sampled_from(["(" * 9000, "{" * 90, "{[]: 1}", "{'descr': 'O'}", "1" * 5000]).map(header))
+    dtype, shape = draw(st.sampled_from(["float32", "object", "x" * 999])), draw(npst.array_shapes(min_dims=0))
+
+    def change(content: RecordDict) -> None:
+        record, name = first_array(content)
+        record[name] = array_of(dtype, shape, data)
+    return with_content(change)
+
+
+def array_sizes(draw) -> Damage:
+    shape = draw(st.sampled_from([
+        (2**40, 2**20), (2**70, 0), (0, 2**62), (-1, -4), (-2, 2), (1,) * 99, (3, 3), (True, 1), (2**62, 2**62, 2)]))
+    dtype = draw(st.sampled_from(["<f4", "<f8", "|O", "|V0", "<U0", "|b1", ">f4"]))
+    data = header(repr({"descr": dtype, "fortran_order": draw(st.booleans()), "shape": shape}))
+    data += draw(st.sampled_from([b"", b"1234", bytes(16)]))
+    declared = draw(st.sampled_from(["float32", "float64", "object", "|V0", str(np.dtype(dtype))]))
+
+    def change(content: RecordDict) -> None:
+        record, name = first_array(content)
+        record[name] = array_of(declared, shape, data)
+    return with_content(change)
+
+
+def array_cut(draw) -> Damage:
+    cut, longer = draw(st.integers(1, 500)), draw(st.binary(max_size=9))
+
+    def change(content: RecordDict) -> None:
+        record, name = first_array(content)
+        whole = record[name]
+        data = whole.data + longer if longer else whole.data[:-cut]
+        record[name] = array_of(whole.dtype, whole.shape, data)
+    return with_content(change)
+
+
+def array_declared(draw) -> Damage:
+    changes = draw(st.sampled_from([
+        {"dtype": "float64"}, {"dtype": ""}, {"shape": (4,)}, {"shape": (2**40, 2**20)}, {"stype": "torch"},
+        {"stype": "pickle"}]))
+
+    def change(content: RecordDict) -> None:
+        record, name = first_array(content)
+        whole = record[name]
+        record[name] = array_of(whole.dtype, whole.shape, whole.data)
+        vars(record[name]).update(changes)
+    return with_content(change)
+
+
+def array_of_another_kind(draw) -> Damage:
+    dtype = draw(st.sampled_from(["float16", "float64", "int32", "bool", "complex64", "<U3", ">f4", "M8[s]"]))
+    other = np.zeros(draw(npst.array_shapes(min_dims=0, max_dims=3, max_side=3)), dtype)
+
+    def change(content: RecordDict) -> None:
+        record, name = first_array(content)
+        record[name] = Array(other)
+    return with_content(change)
+
+
+def array_not_finite(draw) -> Damage:
+    value, place = draw(st.sampled_from([np.nan, np.inf, -np.inf])), draw(st.integers(0, 99))
+
+    def change(content: RecordDict) -> None:
+        record, name = next((r, n) for r in content.array_records.values() for n in r if r[n].dtype == "float32")
+        changed = record[name].numpy().copy()
+        changed.reshape(-1)[place % changed.size] = value
+        record[name] = Array(changed)
+    return with_content(change)
+
+
+def array_names(draw) -> Damage:
+    added, arrays = draw(names), draw(st.sampled_from(["rename", "add", "records", "no record"]))
+
+    def change(content: RecordDict) -> None:
+        record, name = first_array(content)
+        if arrays == "records":
+            content["more"] = ArrayRecord({"x": Array(np.zeros(1))})
+        elif arrays == "no record":
+            content.array_records.clear()
+        else:
+            record[f"?{added}"] = record.pop(name) if arrays == "rename" else Array(np.zeros(1))
+    return with_content(change)
+
+
+def method_config(draw) -> Damage:
+    """What two methods say besides arrays."""
+    key = draw(st.sampled_from(["public-set", "losses"]))
+    value = draw(st.sampled_from(["", "x" * 10**5, 1, [1e13], [], [float("nan")], b"3-cafe", ["3-cafe"], 2**63 - 1]))
+
+    def change(content: RecordDict) -> None:
+        content["config"].clear()
+        content["config"][key] = value
+    return with_content(change)
+
+
+ANY = (records, count, metric, sender)
+ARRAYS = (array_bytes, array_sizes, array_cut, array_declared, array_of_another_kind, array_not_finite, array_names)
+
+
+def a_damage(*kinds) -> st.SearchStrategy[Damage]:
+    return st.composite(lambda draw: draw(st.sampled_from(kinds))(draw))()
+
+
+class Attacked(InlineGrid):
+    """Replies of some clients are damaged, or all lost where there is no damage."""
+
+    def __init__(self, name: str, training: list[Damage], evaluation: list[Damage]) -> None:
+        super().__init__(app_of(name), CLIENTS)
+        self._damages = {"train": iter(training), "evaluate": iter(evaluation)}
+        self.damaged = 0
+
+    def pull_messages(self, message_ids):
+        replies = list(super().pull_messages(message_ids))
+        for reply in replies:
+            kind = reply.metadata.message_type
+            if kind in self._damages and reply.metadata.src_node_id - 1001 in ATTACKERS:
+                self.damaged += 1
+                if (damage := next(self._damages[kind], None)) is None:
+                    vars(reply).update(_content=None, _error=Error(0, "lost"))
+                else:
+                    damage(reply)
+        return replies
+
+
+def attack(name: str, training: list[Damage], evaluation: list[Damage]) -> tuple[tuple, int, set[str]]:
+    """Run a method; what it comes to for the honest, the replies that were damaged, and how these were noted."""
+    grid = Attacked(name, training, evaluation)
+    strategy = make(name, max_strikes=0)
+    strategy.start(grid, initial(), ROUNDS)
+    models, clients, weights, rows = everything(strategy)
+    theirs = [row for row in rows if row["client"] - 1001 in ATTACKERS]
+    trained = [row for row in theirs if row["round"] <= ROUNDS]  # and evaluated; some are evaluated once more
+    assert len(trained) == len(ATTACKERS) * (ROUNDS + 1 - strategy.first_round)
+    noted = {row[key].split(":")[0] for row in theirs for key in ("status", "evaluate-status") if key in row}
+    return (models, clients, weights, [row for row in rows if row not in theirs]), grid.damaged, noted
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("runs", [5, pytest.param(110, marks=pytest.mark.faults)])
+def test_malformed_replies_change_nothing_for_the_honest(name, runs) -> None:
+    """Every one is refused, and honest results have the bits of a run in which those replies never came."""
+    reference, _, noted = attack(name, [], [])
+    assert noted == {"error 0"}
+    most = len(ATTACKERS) * (ROUNDS + 2)
+    kinds = (*ANY, *ARRAYS, *([method_config] if name in APPS else []))
+    damaged = 0
+
+    @settings(max_examples=runs, deadline=None, database=None, derandomize=True, print_blob=False,
+              suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example])
+    @given(*(st.lists(a_damage(*some), min_size=most, max_size=most) for some in (kinds, ANY)))
+    def attacked(training, evaluation) -> None:
+        nonlocal damaged
+        honest, count, noted = attack(name, training, evaluation)
+        assert honest == reference
+        assert noted == {"refused"}
+        damaged += count
+
+    attacked()
+    assert damaged >= 2 * len(ATTACKERS) * ROUNDS * runs  # 10,560 in the long form of all four methods
+
+
+@settings(max_examples=300, deadline=None)
+@given(a_damage(*ARRAYS))
+def test_admission_refuses_with_one_kind_of_exception(damage) -> None:
+    weights = np.ones((2, 2), np.float32)
+    content = RecordDict({"arrays": to_record({"w": weights}), "metrics": MetricRecord({"num-examples": 1})})
+    message = Message(content, 7, "train")
+    damage(message)
+
+    def mismatch(arrays) -> str | None:
+        (array,) = arrays.values() if list(arrays) == ["w"] else [None]
+        return None if array is not None and (array.shape, array.dtype) == (weights.shape, weights.dtype) else "differs"
+
+    with pytest.raises(Refused) as refusal:
+        admit(message.content, "num-examples", mismatch)
+    assert str(refusal.value)
+
+
+def test_what_declares_more_than_it_carries_costs_no_memory() -> None:
+    shape = (2**20, 2**10)  # 4 GiB
+    text = io.BytesIO()
+    np.lib.format.write_array_header_1_0(text, {"descr": "<f4", "fortran_order": False, "shape": shape})
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="declares 4294967296 bytes but carries 4"):
+            read_array(Array("float32", shape, "numpy.ndarray", text.getvalue() + b"1234"))
+        assert tracemalloc.get_traced_memory()[1] < 10**6
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("examples", [1, 10.0, MAX_EXAMPLES])
+def test_a_whole_number_of_examples_is_one(examples) -> None:
+    assert admit(RecordDict({"m": MetricRecord({"n": examples})}), "n").metrics["n"] == examples
+
+
+@pytest.mark.parametrize("examples", [0, -1, 0.5, 1.5, float("nan"), float("inf"), MAX_EXAMPLES + 1, [1], [], True])
+def test_anything_else_is_none(examples) -> None:
+    metrics = MetricRecord()
+    vars(metrics)["_data"]["n"] = examples  # Flower itself takes no bool
+    with pytest.raises(Refused, match="n is .*, allowed: 1 to 1000000000000"):
+        admit(RecordDict({"m": metrics}), "n")
+
+
+def test_what_a_client_has_to_say_is_one_short_printable_line(caplog) -> None:
+    def grid_of(reason: str):
+        def shout(content: RecordDict) -> None:
+            content["arrays"][reason] = Array(np.zeros(1))
+        return FaultyGrid(plain_app(), 2, lambda r, c: shout if c == 1 else "ok")
+
+    strategy = Local()
+    strategy.start(grid_of("\x1b[31mred\nalert\u2028" + "!" * 10**5), initial(), 1)
+    status = strategy.history.rows[1]["status"]
+    assert status.startswith("refused: array '\\x1b[31mred\\nalert") and len(status) < 320 and status.isprintable()
+    assert all(len(line) < 500 and line.isprintable() for line in caplog.messages if line.startswith("kindred: "))
+
+
+# --- Who a reply is from ------------------------------------------------------------------------------
+
+
+def named_app(names: list[object]):
+    app = plain_app(True)
+
+    @app.query("identity")
+    def identity(message, context):
+        client = names[context.node_config["partition-id"]]
+        return Message(RecordDict({"config": ConfigRecord({"client-id": client})}), reply_to=message)
+
+    return app
+
+
+class Present(InlineGrid):
+    """Node i is connected while `there(round, i)`."""
+
+    def __init__(self, app, num_clients: int, there: Callable[[int, int], bool]) -> None:
+        super().__init__(app, num_clients)
+        self._there, self.round = there, 1
+
+    def get_node_ids(self):
+        return [node for node in super().get_node_ids() if self._there(self.round, node - 1001)]
+
+    def next(self, server_round: int) -> None:
+        self.round = server_round + 1
+
+
+def test_a_name_stays_with_the_node_that_had_it_first(caplog) -> None:
+    """A node with a lower number comes in round 2 and says that it is lyon too; in round 4 the first has gone."""
+    grid = Present(named_app(["lyon", "oslo", "lyon"]), 3, lambda r, i: r >= 2 if i == 0 else i == 1 or r < 4)
+    strategy, seen = Local(), {}
+
+    def on_round(server_round: int) -> None:
+        seen[server_round] = strategy._nodes["lyon"]
+        grid.next(server_round)
+
+    strategy.start(grid, initial(), 5, on_round=on_round)
+    assert seen == {1: 1003, 2: 1003, 3: 1003, 4: 1001, 5: 1001}
+    said = [line for line in caplog.messages if "is left out" in line]
+    assert said == ["kindred: node 1001 says it is client lyon, as node 1003 does; it is left out"]
+
+
+@pytest.mark.parametrize("name", ["", "a\nb", "x" * (MAX_NAME + 1), 2**64, 1.5, True, b"lyon", ["lyon"]], ids=repr)
+def test_a_name_that_is_none_is_not_taken(name, caplog) -> None:
+    strategy = Local()
+    strategy.start(InlineGrid(named_app([name, "oslo"]), 2), initial(), 1)
+    assert strategy.clients() == [1001, "oslo"]
+    assert any(line.startswith("kindred: node 1001 calls itself") for line in caplog.messages)
+
+
+def test_a_reply_of_another_node_is_refused_without_a_strike() -> None:
+    """Whoever answers in another's name could have it left out."""
+    def spoofed(server_round: int, client: int) -> object:
+        return "ok"
+
+    class Spoofing(FaultyGrid):
+        def pull_messages(self, message_ids):
+            replies = list(super().pull_messages(message_ids))
+            for reply in replies:
+                if reply.metadata.message_type == "train" and reply.metadata.src_node_id == 1002:
+                    reply.metadata.__dict__["_src_node_id"] = 1003
+            return replies
+
+    strategy = Local(max_strikes=1)
+    strategy.start(Spoofing(plain_app(True), 3, spoofed), initial(), 3)
+    rows = [row["status"] for row in strategy.history.rows if row["client"] == 1002]
+    assert rows == ["refused: it came from node 1003, expected 1002"] * 3
+    assert values(strategy.client_models()[1002]) == values(initial())
+
+
+def test_a_name_that_another_node_tells_is_not_taken(caplog) -> None:
+    class Spoofing(InlineGrid):
+        def pull_messages(self, message_ids):
+            replies = list(super().pull_messages(message_ids))
+            for reply in replies:
+                if reply.metadata.message_type.startswith("query") and reply.metadata.src_node_id == 1002:
+                    reply.metadata.__dict__["_src_node_id"] = 1003
+            return replies
+
+    strategy = Local()
+    strategy.start(Spoofing(named_app(["a", "b", "c"]), 3), initial(), 1)
+    assert strategy.clients() == ["a", "c"]
+    assert "kindred: a reply that node 1002 was asked for came from node 1003; it is not used" in caplog.messages
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("children"), KeyError("x"), RecursionError("deep"), DecodeError("wire")])
+def test_a_reply_that_flower_cannot_unpack_ends_nothing(error, caplog) -> None:
+    """As the grid of a SuperLink does: it raises, and asked again says that the reply is gone."""
+    class Unpacking(FaultyGrid):
+        raised = False
+
+        def pull_messages(self, message_ids):
+            asked = [self._waiting[i].metadata.message_type for i in message_ids if i in self._waiting]
+            if "train" in asked and not Unpacking.raised:
+                Unpacking.raised = True
+                raise error
+            return super().pull_messages(message_ids)
+
+    fate = {(1, 1): "error"}
+    strategy = Local()
+    strategy.start(Unpacking(plain_app(), 2, lambda r, c: fate.get((r, c), "ok")), initial(), 2)
+    assert [row["status"][:7] for row in strategy.history.rows] == ["ok", "error 0", "ok", "ok"]
+    assert any("a reply cannot be unpacked" in line for line in caplog.messages)
+
+
+def test_a_superlink_that_is_gone_ends_the_run() -> None:
+    class Gone(InlineGrid):
+        def pull_messages(self, message_ids):
+            raise ConnectionError("refused")
+
+    with pytest.raises(ConnectionError):
+        Local().start(Gone(plain_app(), 2), initial(), 1)
+
+
+# --- Refused again and again --------------------------------------------------------------------------
+
+
+def bad(content: RecordDict) -> None:
+    content["metrics"]["num-examples"] = 0
+
+
+def worse(content: RecordDict) -> None:
+    content["arrays"].clear()
+
+
+def test_a_client_that_is_refused_time_and_again_is_left_out_for_a_while(caplog) -> None:
+    caplog.set_level("INFO")
+    strategy = Local(max_strikes=2)
+    strategy.start(FaultyGrid(plain_app(True), 3, lambda r, c: bad if c == 1 and r < 9 else "ok"), initial(), 12)
+    asked = [row["round"] for row in strategy.history.rows if row["client"] == 1002]
+    assert asked == [1, 2, 5, 9, 10, 11, 12]  # two strikes and two rounds off, a third and three
+    assert strategy._strikes == {} == strategy._resting
+    said = [line for line in caplog.messages if "1002" in line and "goes on without" not in line]
+    assert said == [
+        "kindred: client 1002 is left out of the next 2 rounds, for 2 of its replies in a row were refused",
+        "kindred: client 1002 may take part again, from round 5",
+        "kindred: client 1002 is left out of the next 3 rounds, for 3 of its replies in a row were refused",
+        "kindred: client 1002 may take part again, from round 9",
+    ]
+
+
+def test_who_is_left_out_is_so_after_a_resume(tmp_path) -> None:
+    """Cut short after round 2, in which the second strike fell."""
+    def run(folder: Path, rounds: int) -> Local:
+        strategy = Local(max_strikes=2)
+        grid = FaultyGrid(named_app(["a", "b", "c"]), 3, lambda r, c: bad if c == 1 else "ok")
+        strategy.start(grid, initial(), rounds, checkpoints=Checkpoints(folder))
+        return strategy
+
+    run(tmp_path / "one", 2)
+    resumed, whole = run(tmp_path / "one", 7), run(tmp_path / "other", 7)
+    assert [row["round"] for row in whole.history.rows if row["client"] == "b"] == [1, 2, 5]
+    assert everything(resumed) == everything(whole)
+
+
+@pytest.mark.parametrize("fates", [
+    (bad, "ok", bad, bad, "ok", bad),  # not in a row
+    ("error",) * 6,
+    ("lost", "silent", "error") * 2,
+])
+def test_who_errs_or_is_silent_or_mends_its_ways_is_not_left_out(fates) -> None:
+    strategy = Local(max_strikes=3)
+    grid = FaultyGrid(plain_app(True), 2, lambda r, c: fates[r - 1] if c == 1 else "ok")
+    strategy.start(grid, initial(), len(fates), timeout=0.1)
+    assert [line["asked"] for line in strategy.history.rounds] == [2] * len(fates)
+
+
+def test_refusals_are_counted_by_client_and_reason() -> None:
+    fates = {(1, 0): bad, (2, 0): worse, (3, 0): bad, (2, 2): worse, (3, 2): "error"}
+    strategy = Local()
+    strategy.start(FaultyGrid(plain_app(True), 3, lambda r, c: fates.get((r, c), "ok")), initial(), 3)
+    examples, arrays = "num-examples is 0, allowed: 1 to 1000000000000", "array 'layer.weight' is missing"
+    assert strategy.history.refused() == {1001: {examples: 2, arrays: 1}, 1003: {arrays: 1}}
+    settings_of = {"strategy": "local", "dataset": "digits", "partition": "iid", "seed": 0, "num-rounds": 3}
+    assert summarise(settings_of, strategy.history, {})["refused"] == [
+        {"client": 1001, "reasons": {examples: 2, arrays: 1}}, {"client": 1003, "reasons": {arrays: 1}}]
+
+
+# --- Outliers -----------------------------------------------------------------------------------------
+
+
+def further(by: float) -> Callable[[RecordDict], None]:
+    def change(content: RecordDict) -> None:
+        for name, array in content["arrays"].items():
+            if name in ("layer.weight", "0/layer.weight"):  # FedeRiCo: the update of its own model
+                content["arrays"][name] = Array(array.numpy() + np.float32(by))
+    return change
+
+
+@pytest.mark.parametrize(("strategy", "app"), [
+    (FedAvg, plain_app), (Local, plain_app), (lambda **more: FedAMP(sigma=1.0, **more), plain_app),
+    (FedeRiCo, collaboration_app)], ids=["fedavg", "local", "fedamp", "federico"])
+def test_an_update_with_too_large_a_norm_is_refused(strategy, app) -> None:
+    def run(bound: float, by: float):
+        one = strategy(max_update_norm=bound)
+        one.start(FaultyGrid(app(True), 4, lambda r, c: further(by) if (r, c) == (2, 1) else "ok"), initial(), 3)
+        return [row["status"] for row in one.history.rows if row["status"] != "ok"]
+
+    assert run(0, 50) == run(30, 5) == []
+    for by in (50, 1e6, 1e14):
+        (status,) = run(30, by)
+        assert status.endswith(", allowed: up to 30")
+        assert float(status.split()[5].rstrip(",")) == pytest.approx(2 * by, rel=0.1)
+
+
+def test_the_norm_is_of_what_changes_in_the_parameters_alone() -> None:
+    strategy = FedAvg(max_update_norm=1e9)
+    strategy.start(InlineGrid(plain_app(), 2), initial(), 1)
+    sent = read_record(strategy.global_arrays())
+    moved = {name: array + 3 for name, array in sent.items()}
+    assert strategy.update_norm(1001, moved) == pytest.approx(6)  # four weights; the running mean is none
+
+
+# --- Nobody there -------------------------------------------------------------------------------------
+
+
+def test_empty_rounds_in_a_row_end_the_run() -> None:
+    strategy = Local(max_empty_rounds=3)
+    fate = {1: "error", 2: "error", 3: "ok"}
+    with pytest.raises(TooFewClients) as ended:
+        strategy.start(FaultyGrid(plain_app(), 2, lambda r, c: fate.get(r, "error")), initial(), 20)
+    assert str(ended.value) == ("no client gave a usable answer in 3 rounds in a row (max_empty_rounds), "
+                                "so the run ends; client 1002: error 0: the worker")
+    assert [line["answered"] for line in strategy.history.rounds] == [0, 0, 2, 0, 0, 0]
+    assert len(strategy.client_models()) == 2
+
+
+@every_method
+def test_a_run_in_which_all_are_refused_and_left_out_ends_with_a_reason(name) -> None:
+    strategy = make(name, max_strikes=1, max_empty_rounds=4)
+    with pytest.raises(TooFewClients, match="4 rounds in a row .*client 1003: refused: num-examples is 0"):
+        strategy.start(FaultyGrid(app_of(name), 3, lambda r, c: bad if r > 1 else "ok"), initial(), 20)
+    asked = [line["asked"] for line in strategy.history.rounds if line["round"] > 0]
+    assert asked == [3, 3, 3 if asked[2] else 0, *asked[3:]] and 0 in asked  # rounds in which all sit out
+
+
+DEAD = ("<class 'ray.exceptions.ActorDiedError'>:<'The actor died unexpectedly before finishing this task.\n"
+        "\tclass_name: ClientAppActor\n\tpid: 4242'>")
+
+
+@pytest.mark.parametrize("when", ["query.identity", "train", "evaluate"])
+def test_a_dead_worker_ends_a_simulation_and_is_called_so(when) -> None:
+    class Dying(InlineGrid):
+        def pull_messages(self, message_ids):
+            replies = list(super().pull_messages(message_ids))
+            for reply in replies:
+                if reply.metadata.message_type == when and reply.metadata.group_id in ("", "2"):
+                    vars(reply).update(_content=None, _error=Error(0, DEAD))
+            return replies
+
+    strategy = Local()
+    with pytest.raises(WorkerDied, match="for want of memory.*ActorDiedError") as ended:
+        strategy.start(Dying(named_app(["a", "b"]) if when.startswith("query") else plain_app(), 2), initial(), 4)
+    assert "\n" not in str(ended.value)
+    assert [line["round"] for line in strategy.history.rounds] == ([] if when.startswith("query") else [1])
+
+
+@pytest.mark.engine
+def test_a_worker_that_is_killed_ends_a_simulation_in_the_engine(tmp_path) -> None:
+    command = [Path(sysconfig.get_path("scripts")) / "kindred", "run", f"--output-dir={tmp_path / 'results'}",
+               "--clients=2", "--rounds=300", *(f"--set={each}=2" for each in ("num-groups", "samples-per-client"))]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
+        said = [line for line in iter(run.stdout.readline, "") if kill_a_worker(run.pid, line)]
+    assert run.returncode == 1
+    assert said[-1].startswith("kindred: WorkerDied: a process in which clients of the simulation work died"), said
+    (folder,) = (tmp_path / "results").iterdir()
+    assert list((folder / "checkpoints").iterdir())
+
+
+def kill_a_worker(pid: int, line: str) -> bool:
+    """Kill one of Ray's actors, of this run alone, when it has said that the first round is over."""
+    if line.startswith("round   1/"):
+        marks = {child.environ().get(MARK) for child in psutil.Process(pid).children()} - {None}
+        workers = [process for mark in marks for process in _processes(mark) if "ClientAppActor" in process.name()]
+        workers[0].kill()
+    return True
+
+
+def test_a_client_far_away_cannot_end_a_run_by_what_it_says(monkeypatch) -> None:
+    monkeypatch.setattr("strategies.rounds.simulated", lambda grid: False)
+
+    def say(message: Message) -> None:
+        vars(message).update(_content=None, _error=Error(0, DEAD))
+
+    strategy = make("fedavg")
+    strategy.start(Attacked("fedavg", [say] * 12, [say] * 12), initial(), ROUNDS)
+    assert [line["answered"] for line in strategy.history.rounds[:ROUNDS]] == [3] * ROUNDS
+
+
+# --- Half of the clients fail in every round ----------------------------------------------------------
+
+MANY, LONG = 20, 30
+
+
+def fates_of(seed: int) -> dict[tuple[int, int], str]:
+    """(round, client) -> what becomes of half of the clients in each round. Who crashes is away in the next one."""
+    rng = random.Random(seed)
+    fates: dict[tuple[int, int], str] = {}
+    for r in range(1, LONG + 1):
+        away = [c for c in range(MANY) if fates.get((r - 1, c)) == "crash"]
+        fates |= {(r, c): "away" for c in away}
+        others = [c for c in range(MANY) if c not in away]
+        fates |= {(r, c): rng.choice(["error", "silent", "crash"]) for c in rng.sample(others, MANY // 2 - len(away))}
+    return fates
+
+
+class Failing(FaultyGrid):
+    """Clients fail as `fates_of` has it."""
+
+    def __init__(self, fates: dict[tuple[int, int], str]) -> None:
+        super().__init__(plain_app(), MANY, lambda r, c: {"crash": "error"}.get(fate := fates.get((r, c), "ok"), fate))
+        self._fates, self._number = fates, 1
+
+    def get_node_ids(self):
+        return [node for node in super().get_node_ids() if self._fates.get((self._number, node - 1001)) != "away"]
+
+    def next(self, server_round: int) -> None:
+        self._number = server_round + 1
+
+
+def trained(w: np.ndarray, client: int, mu: float = 0.0) -> np.ndarray:
+    """What `plain_app` makes of a model: 2 x 2 weights, three running means, one counter in one vector of 8."""
+    weights, received = w[:4].copy(), w[:4]
+    for _ in range(10):
+        weights -= 0.1 * ((weights - target(client).reshape(-1)) + mu * (weights - received))
+    return np.concatenate([weights, w[4:] + client + 1])
+
+
+def fedavg_in_numpy(rounds: list[tuple[list[int], list[int]]]) -> list[np.ndarray]:
+    """The global model after each round, of (asked, answered) in each."""
+    model, after = np.zeros(8), []
+    for _, answered in rounds:
+        if answered:
+            counter = trained(model, answered[0])[7]  # nobody averages counters
+            model = np.average([trained(model, c) for c in answered], axis=0, weights=[10 * (c + 1) for c in answered])
+            model[7] = counter
+        after.append(model)
+    return after
+
+
+def fedamp_in_numpy(rounds: list[tuple[list[int], list[int]]], heuristic: bool) -> list[dict[int, np.ndarray]]:
+    """All clients' models after each round: Eq. 5 or the cosine form, with self-weight 0.3."""
+    models: dict[int, np.ndarray] = {}
+    online: list[int] = []
+    after = []
+    for number, (asked, answered) in enumerate(rounds, start=1):
+        mu = 1 / (10 * 0.5 ** ((number - 1) // 10))  # lambda / alpha_k
+        for c in asked:
+            models.setdefault(c, np.zeros(8))
+        cloud = {}
+        for i in asked:
+            others = [j for j in online if j != i]
+            if not others:
+                cloud[i] = models[i].copy()
+                continue
+            scores = []
+            for j in others:
+                a, b = models[i][:4], models[j][:4]
+                if heuristic:
+                    length = np.linalg.norm(a) * np.linalg.norm(b)
+                    scores.append(2.0 * (a @ b / length if length else 0.0))
+                else:
+                    scores.append(-((a - b) ** 2).sum() / 2.0)
+            shares = np.exp(np.array(scores) - max(scores))
+            shares *= 0.7 / shares.sum()
+            cloud[i] = 0.3 * models[i] + sum(share * models[j] for share, j in zip(shares, others))
+            cloud[i][7] = models[i][7]
+        models = {**models, **{c: trained(cloud[c], c, mu) for c in answered}}
+        online = answered or online
+        after.append(models)
+    return after
+
+
+def alone_in_numpy(rounds: list[tuple[list[int], list[int]]]) -> list[dict[int, np.ndarray]]:
+    models: dict[int, np.ndarray] = {}
+    after = []
+    for asked, answered in rounds:
+        models = {**{c: np.zeros(8) for c in asked}, **models}
+        models |= {c: trained(models[c], c) for c in answered}
+        after.append(models)
+    return after
+
+
+def flat(record: ArrayRecord) -> np.ndarray:
+    return np.concatenate([array.reshape(-1).astype(np.float64) for array in read_record(record).values()])
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedamp", "heurfedamp", "local"])
+def test_half_of_the_clients_fail_in_every_round(name) -> None:
+    """20 clients, 30 rounds: errors, silence and crashes. The state is what NumPy makes of those who answered."""
+    fates = fates_of(seed=7)
+    assert {fate: sum(f == fate for f in fates.values()) > 40 for fate in ("error", "silent", "crash", "away")} == {
+        "error": True, "silent": True, "crash": True, "away": True}
+    grid = Failing(fates)
+    own = {"sigma": 2.0, "self_weight": 0.3, "alpha": 10.0, "alpha_decay": 0.5, "alpha_decay_every": 10}
+    strategy = REGISTRY[name].strategy()(fraction_evaluate=0.0, **(own if "amp" in name else {}))
+    rounds = [([c for c in range(MANY) if fates.get((r, c)) != "away"], [c for c in range(MANY) if (r, c) not in fates])
+              for r in range(1, LONG + 1)]
+    assert [len(answered) for _, answered in rounds] == [MANY // 2] * LONG
+    seen: list[dict[int, dict[str, bytes]]] = [{}]
+    after: list[dict[int, np.ndarray]] = []
+
+    def on_round(server_round: int) -> None:
+        grid.next(server_round)
+        if name == "fedavg":
+            after.append({0: flat(strategy.global_arrays())})
+            return
+        records = {client - 1001: record for client, record in strategy.client_models().items()}
+        seen.append({client: values(record) for client, record in records.items()})
+        after.append({client: flat(record) for client, record in records.items()})
+        for client, before in seen[-2].items():
+            if client not in rounds[server_round - 1][1]:
+                assert seen[-1][client] == before, (server_round, client)
+
+    strategy.start(grid, initial(), LONG, timeout=0.05, on_round=on_round)
+    lines = strategy.history.rounds
+    assert [(line["asked"], line["answered"]) for line in lines] == [(len(a), len(b)) for a, b in rounds]
+    if name == "fedavg":
+        expected = [{0: model} for model in fedavg_in_numpy(rounds)]
+    elif name == "local":
+        expected = alone_in_numpy(rounds)
+    else:
+        expected = fedamp_in_numpy(rounds, heuristic=name == "heurfedamp")
+    for found, due in zip(after, expected, strict=True):
+        assert found.keys() == due.keys()
+        for client in due:
+            assert found[client] == pytest.approx(due[client], rel=1e-4, abs=1e-5)
+
+
+@every_method
+def test_a_run_in_which_half_fail_in_every_round_ends_and_gives_the_same_bits_twice(name) -> None:
+    rng = random.Random(name)
+    fates = {(r, c): rng.choice(["error", "lost", "silent", bad]) for r in range(10) for c in rng.sample(range(6), 3)}
+
+    def run():
+        strategy = make(name, max_strikes=0)
+        strategy.start(FaultyGrid(app_of(name), 6, lambda r, c: fates.get((r, c), "ok")), initial(), 9, timeout=0.1)
+        return strategy
+
+    strategy = run()
+    assert {line["answered"] for line in strategy.history.rounds if 1 <= line["round"] <= 9} == {3}
+    assert all(np.isfinite(flat(record)).all() for record in strategy.client_models().values())
+    assert everything(run()) == everything(strategy)
+
+
+# --- Stragglers ---------------------------------------------------------------------------------------
+
+
+class Threads(InlineGrid):
+    """Every client works in a thread of its own, and answers when it is done; `late` are replies of rounds gone by."""
+
+    def __init__(self, app, num_clients: int) -> None:
+        super().__init__(app, num_clients)
+        self._done: dict[str, Message] = {}
+        self.late: list[Message] = []
+
+    def push_messages(self, messages):
+        messages = list(messages)
+        ids = list(super().push_messages(messages))
+        for message_id, message in zip(ids, messages, strict=True):
+            threading.Thread(target=self._work, args=(message_id, message), daemon=True).start()
+        return ids
+
+    def _work(self, message_id: str, message: Message) -> None:
+        self._done[message_id] = self._answer(message)
+
+    def pull_messages(self, message_ids):
+        asked = set(message_ids)
+        self.late += [self._done.pop(i) for i in list(self._done) if i not in asked]
+        return [self._done.pop(i) for i in asked if i in self._done] + self.late
+
+
+def test_a_straggler_holds_no_round_up_and_its_late_replies_count_in_none() -> None:
+    app, timeout = plain_app(True), 0.3
+    train = app._registered_funcs["train.default"]
+
+    def slow(message, context):
+        if context.node_config["partition-id"] == 1 and message.metadata.group_id == "1":
+            time.sleep(10 * timeout)
+        return train(message, context)
+
+    app._registered_funcs["train.default"] = slow
+    grid, strategy = Threads(app, 3), Local()
+    went_on: list[float] = []
+
+    def on_round(server_round: int) -> None:
+        if server_round > 1:
+            time.sleep(timeout)
+        went_on.append(time.monotonic())
+
+    started = time.monotonic()
+    strategy.start(grid, initial(), 14, timeout=timeout, on_round=on_round)
+    assert went_on[0] - started < timeout + 5
+    assert any(reply.metadata.group_id == "1" for reply in grid.late)  # it did come, in the middle of a later round
+    statuses = [row["status"] for row in strategy.history.rows if row["client"] == 1002]
+    assert statuses == [f"no answer within {timeout:g} s", *["ok"] * 13]
+    only = Local()  # the straggler's model has come as far as 13 rounds bring it
+    only.start(InlineGrid(plain_app(True), 3), initial(), 13)
+    assert values(strategy.client_models()[1002]) == values(only.client_models()[1002])
