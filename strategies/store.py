@@ -20,16 +20,19 @@ from flwr.app import ArrayRecord
 from .messages import ClientId, in_order, read_record, to_record
 from .state import default_root
 
-# Columns that one step of a blocked computation takes at the most, and numbers, whose copies are then few beside the
-# models kept.
+# Columns that one step of a blocked computation takes at the most, and its share of the numbers kept, for it may be a
+# copy; fewer numbers than the least would not be worth a step.
 BLOCK = 1 << 16
-AT_ONCE = 1 << 16
+SHARE = 1 / 128
+AT_LEAST = 1 << 16
 
 # Rows of a mapped file that are read before they are let go.
 MAPPED_AT_ONCE = 64
 
-# Sums that are made at a time: many enough for an efficient matrix product, few beside the models kept.
-SUMS_AT_ONCE = 16
+# Sums that are made at a time: many enough for an efficient matrix product, and few beside the models kept where these
+# are not many numbers, which are quickly gone through again.
+SUMS_AT_ONCE, FEW_SUMS = 64, 16
+NOT_MANY = 1 << 24
 
 # What PyTorch calls the buffers of its normalisation layers.
 NORMALISATION_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
@@ -217,7 +220,8 @@ class ClientModels(Mapping[ClientId, ArrayRecord]):
         """
         index = [self._index[client] for client in clients]
         stop = self.layout.size if stop is None else stop
-        step = min(BLOCK, max(AT_ONCE // len(index), 1))
+        numbers = max(AT_LEAST, int(SHARE * len(self) * self.layout.size))
+        step = min(BLOCK, max(numbers // len(index), 1))
         for start in range(0, stop, step):
             columns = slice(start, min(start + step, stop))
             if self._file is not None:
@@ -247,7 +251,8 @@ class ClientModels(Mapping[ClientId, ArrayRecord]):
             To be used before the next is asked for: the memory is used again.
         """
         weights = weights.astype(self.layout.dtype)  # (r, m)
-        groups = np.array_split(weights, -(-len(weights) // SUMS_AT_ONCE)) if len(weights) else []
+        at_once = FEW_SUMS if len(self) * self.layout.size < NOT_MANY else SUMS_AT_ONCE
+        groups = np.array_split(weights, -(-len(weights) // at_once)) if len(weights) else []
         if groups and len(groups[0]) > len(self._sums):
             self._sums = np.empty((len(groups[0]), self.layout.size), self.layout.dtype)
         for group in groups:  # (g, m)

@@ -82,7 +82,7 @@ def test_models_of_counters_alone_can_be_kept(kept) -> None:
 @in_each_store
 @pytest.mark.parametrize("clients", [[0, 1, 2], [2, 0, 3], [1]], ids=str)
 def test_blocks_are_the_clients_columns_one_after_the_other(kept, clients, monkeypatch) -> None:
-    monkeypatch.setattr(store, "AT_ONCE", 100)
+    monkeypatch.setattr(store, "AT_LEAST", 100)
     monkeypatch.setattr(store, "MAPPED_AT_ONCE", 2)
     models = filled(kept, [0, 1, 2, 3], 250)
     blocks = list(models.blocks(clients, 240))
