@@ -60,16 +60,33 @@ def _option(name: str, metavar: str, meaning: str) -> Any:
     return typer.Option(f"--{name}", metavar=metavar, help=meaning, show_default=False)
 
 
+# Options that more than one command has.
+Dataset = Annotated[str | None, _option("dataset", "NAME", "The images; see `kindred datasets`.")]
+DataDir = Annotated[str | None, _option("data-dir", "PATH", "Folder or .npz file of the dataset.")]
+Partition = Annotated[
+    str | None, _option("partition", "NAME", "How clients' data differ; see `kindred datasets`.")
+]
+Clients = Annotated[str | None, _option("clients", "N", "Clients among whom the data are divided.")]
+Rounds = Annotated[str | None, _option("rounds", "N", "Rounds of training.")]
+EngineChoice = Annotated[
+    Engine,
+    typer.Option(help="ray (default): Flower's simulation engine, clients in parallel. inline: in this process.",
+                 show_default=False),
+]
+CpusPerClient = Annotated[int, _option("cpus-per-client", "N", "CPUs that a client at work has (default 1).")]
+GpusPerClient = Annotated[
+    float, _option("gpus-per-client", "SHARE", "Share of a GPU that a client at work has (ray; default 0).")
+]
+
+
 @app.command()
 def run(
     strategy: Annotated[str | None, _option("strategy", "NAME", "The method; see `kindred strategies`.")] = None,
-    dataset: Annotated[str | None, _option("dataset", "NAME", "The images; see `kindred datasets`.")] = None,
-    data_dir: Annotated[str | None, _option("data-dir", "PATH", "Folder or .npz file of the dataset.")] = None,
-    partition: Annotated[
-        str | None, _option("partition", "NAME", "How clients' data differ; see `kindred datasets`.")
-    ] = None,
-    clients: Annotated[str | None, _option("clients", "N", "Clients among whom the data are divided.")] = None,
-    rounds: Annotated[str | None, _option("rounds", "N", "Rounds of training.")] = None,
+    dataset: Dataset = None,
+    data_dir: DataDir = None,
+    partition: Partition = None,
+    clients: Clients = None,
+    rounds: Rounds = None,
     seed: Annotated[str | None, _option("seed", "N", "Seed of everything random.")] = None,
     output_dir: Annotated[
         str | None, _option("output-dir", "PATH", "Folder in which the run makes a folder of its own.")
@@ -77,15 +94,9 @@ def run(
     settings: Annotated[
         list[str] | None, _option("set", "KEY=VALUE", "Any setting of docs/configuration.md; may be repeated.")
     ] = None,
-    engine: Annotated[
-        Engine,
-        typer.Option(help="ray (default): Flower's simulation engine, clients in parallel. inline: in this process.",
-                     show_default=False),
-    ] = Engine.ray,
-    cpus_per_client: Annotated[int, _option("cpus-per-client", "N", "CPUs that a client at work has (default 1).")] = 1,
-    gpus_per_client: Annotated[
-        float, _option("gpus-per-client", "SHARE", "Share of a GPU that a client at work has (ray; default 0).")
-    ] = 0.0,
+    engine: EngineChoice = Engine.ray,
+    cpus_per_client: CpusPerClient = 1,
+    gpus_per_client: GpusPerClient = 0.0,
     resume: Annotated[
         Path | None, _option("resume", "DIR", "Go on with the run in this folder, which was cut short.")
     ] = None,
@@ -128,13 +139,11 @@ def compare(
                      "--set NAME:strategy=METHOD.")
     ] = "",
     preset: Annotated[str, _option("preset", "NAME", "A paper's settings and numbers; see `kindred presets`.")] = "",
-    dataset: Annotated[str | None, _option("dataset", "NAME", "The images; see `kindred datasets`.")] = None,
-    data_dir: Annotated[str | None, _option("data-dir", "PATH", "Folder or .npz file of the dataset.")] = None,
-    partition: Annotated[
-        str | None, _option("partition", "NAME", "How clients' data differ; see `kindred datasets`.")
-    ] = None,
-    clients: Annotated[str | None, _option("clients", "N", "Clients among whom the data are divided.")] = None,
-    rounds: Annotated[str | None, _option("rounds", "N", "Rounds of training.")] = None,
+    dataset: Dataset = None,
+    data_dir: DataDir = None,
+    partition: Partition = None,
+    clients: Clients = None,
+    rounds: Rounds = None,
     seeds: Annotated[str, _option("seeds", "LIST", "Seeds, each of a run of every method: 0,1,2 (default 0).")] = "",
     settings: Annotated[
         list[str] | None, _option("set", "KEY=VALUE", "Any setting of docs/configuration.md, for all; NAME:KEY=VALUE: "
@@ -150,15 +159,9 @@ def compare(
     output_dir: Annotated[
         str | None, _option("output-dir", "PATH", "Folder of the runs; those that are there are not run again.")
     ] = None,
-    engine: Annotated[
-        Engine,
-        typer.Option(help="ray (default): Flower's simulation engine, clients in parallel. inline: in this process.",
-                     show_default=False),
-    ] = Engine.ray,
-    cpus_per_client: Annotated[int, _option("cpus-per-client", "N", "CPUs that a client at work has (default 1).")] = 1,
-    gpus_per_client: Annotated[
-        float, _option("gpus-per-client", "SHARE", "Share of a GPU that a client at work has (ray; default 0).")
-    ] = 0.0,
+    engine: EngineChoice = Engine.ray,
+    cpus_per_client: CpusPerClient = 1,
+    gpus_per_client: GpusPerClient = 0.0,
 ) -> None:
     """Run methods with the same data and seeds, and put what comes out side by side.
 

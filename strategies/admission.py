@@ -72,7 +72,7 @@ def admit(content: RecordDict, weighted_by_key: str, mismatch: Mismatch | None =
     (metrics,) = content.metric_records.values()
     _check_metrics(metrics)
     examples = metrics.get(weighted_by_key)
-    if not _is_count(examples):
+    if not is_count(examples):
         raise Refused(f"{weighted_by_key} is {reprlib.repr(examples)}, allowed: 1 to {MAX_EXAMPLES}")
     arrays: dict[str, np.ndarray] = {}
     if mismatch is not None:
@@ -111,10 +111,10 @@ def _check_metrics(metrics: MetricRecord) -> None:
                 raise Refused(f"metric {name!r} has a number of more than 64 bits")
 
 
-def _is_count(examples: object) -> bool:
+def is_count(examples: object, least: int = 1) -> bool:
     """Whether this is a number of samples. Flower's apps may send a whole number as a float."""
     return (isinstance(examples, int | float) and not isinstance(examples, bool)
-            and 1 <= examples <= MAX_EXAMPLES and examples == int(examples))
+            and least <= examples <= MAX_EXAMPLES and examples == int(examples))
 
 
 def _check_values(name: str, values: np.ndarray) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from .admission import MAX_EXAMPLES, REFUSED
+from .admission import MAX_EXAMPLES, REFUSED, is_count
 from .messages import NUM_TEST_EXAMPLES, PERSONAL, SAMPLES_PREDICTED, SAMPLES_TRAINED, ClientId, in_order
 
 COMPUTE = (SAMPLES_TRAINED, SAMPLES_PREDICTED)
@@ -86,7 +86,7 @@ class History:
             "bytes-down": sum(row["bytes-down"] for row in rows),
             "bytes-up": sum(row["bytes-up"] for row in rows),
             **{key: sum(counts) for key in COMPUTE
-               if (counts := [int(row[key]) for row in rows if _is_count(row.get(key))])},
+               if (counts := [int(row[key]) for row in rows if is_count(row.get(key), least=0)])},
         }
         for row in rows:
             accuracy = row.get(f"{PERSONAL}-accuracy")
@@ -123,8 +123,3 @@ class History:
                     reason = status.removeprefix(REFUSED)
                     reasons[reason] = reasons.get(reason, 0) + 1
         return {client: counts[client] for client in in_order(counts)}
-
-
-def _is_count(value: object) -> bool:
-    """Whether this, which a client said, can be a number of samples."""
-    return isinstance(value, int | float) and 0 <= value <= MAX_EXAMPLES and value == int(value)

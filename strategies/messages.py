@@ -175,6 +175,12 @@ def decode(text: Any) -> list[ClientId]:
     return [client for client in listed if is_name(client)]
 
 
+def in_a_row(arrays: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The models that `with_prefix` put together under the prefixes 0, 1, 2 and so on."""
+    parts = by_prefix(arrays)
+    return [parts[str(place)] for place in range(len(parts))]
+
+
 def read_record(record: ArrayRecord) -> dict[str, np.ndarray]:
     """View all arrays of a record by name; see `read_array`."""
     return {name: read_array(array) for name, array in record.items()}

@@ -209,10 +209,6 @@ class APFL(PlainSGD):
         super().take(client, reply)
         self._shares[client] = float(reply.metrics[MIXING_WEIGHT])
 
-    def client_models(self) -> dict[ClientId, ArrayRecord]:
-        """None: personal models stay with the clients."""
-        return {}
-
     def collaboration(self) -> tuple[list[ClientId], np.ndarray]:
         """alpha_i of the client itself, and of the rest the clients' shares in the global model that was sent last."""
         clients, shares = super().collaboration()  # (m, m)

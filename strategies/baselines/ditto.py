@@ -25,10 +25,9 @@ Where we depart from the paper or it is silent:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from flwr.app import ArrayRecord, MetricRecord, RecordDict
+from flwr.app import MetricRecord, RecordDict
 
 from ..messages import ARRAYS, METRICS, OWN, RECEIVED, TRAIN_LOSS, TRAINED, ClientId, check, to_record
 from ..state import MODEL
@@ -104,7 +103,3 @@ class Ditto(FedAvg):
 
     def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
         return {**super().round_config(server_round, client), DITTO_LAMBDA: self.ditto_lambda}
-
-    def client_models(self) -> Mapping[ClientId, ArrayRecord]:
-        """None: personal models stay with the clients."""
-        return {}

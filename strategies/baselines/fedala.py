@@ -237,7 +237,3 @@ class FedALA(FedAvg):
     def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
         return {**super().round_config(server_round, client), HEAD: self._head, ALA_SHARE: self.ala_share,
                 ALA_LEARNING_RATE: self.ala_learning_rate}
-
-    def client_models(self) -> Mapping[ClientId, ArrayRecord]:
-        """None: what the clients have made of the global model stays with them."""
-        return {}

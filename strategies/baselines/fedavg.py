@@ -111,8 +111,8 @@ class FedAvg(PersonalizedStrategy):
         return self._global
 
     def client_models(self) -> dict[ClientId, ArrayRecord]:
-        """The global model, for every client."""
-        return {client: self._global for client in self.clients()}
+        """The global model, for every client; none where personal models stay with the clients."""
+        return {} if self.model_stays else {client: self._global for client in self.clients()}
 
     def collaboration(self) -> tuple[list[ClientId], np.ndarray]:
         """The shares of the clients in the global model that was sent last, the same for every client."""

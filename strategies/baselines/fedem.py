@@ -49,6 +49,7 @@ from ..messages import (
     ClientId,
     by_prefix,
     check,
+    in_a_row,
     read_record,
     to_record,
     with_prefix,
@@ -104,7 +105,7 @@ class MixtureTraining:
 
         from ..training import get_arrays
 
-        components, shares = _components(visit), _shares(visit)
+        components, shares = in_a_row(visit.arrays), _shares(visit)
         metrics = _scores(visit, components, shares, f"{MIXTURE}-")
         if visit.is_site:  # should the run end before its closing evaluation
             keep_mixture(visit, range(len(components)), components, shares)
@@ -124,18 +125,13 @@ class MixtureTraining:
     @staticmethod
     def evaluate(visit: Visit) -> RecordDict:
         """Evaluate the mixture of the components in the message, and keep it."""
-        components = _components(visit)
+        components = in_a_row(visit.arrays)
         known = visit.state.load(SHARES)
         shares = known[SHARES] if known else new_shares(responsibilities(
             _equal(len(components)), _likelihoods(visit, components)))
         keep_mixture(visit, range(len(components)), components, shares)
         metrics = _scores(visit, components, shares) | {NUM_EXAMPLES: len(visit.site.test[1])}
         return RecordDict({METRICS: MetricRecord(metrics)})
-
-
-def _components(visit: Visit) -> list[Arrays]:
-    parts = by_prefix(visit.arrays)
-    return [parts[str(m)] for m in range(len(parts))]
 
 
 def _equal(count: int) -> np.ndarray:
@@ -145,7 +141,7 @@ def _equal(count: int) -> np.ndarray:
 def _shares(visit: Visit) -> np.ndarray:
     """pi_t of the round before; equal ones before the first."""
     known = visit.state.load(SHARES)
-    return known[SHARES] if known else _equal(len(_components(visit)))
+    return known[SHARES] if known else _equal(len(in_a_row(visit.arrays)))
 
 
 def _likelihoods(visit: Visit, components: Sequence[Arrays]) -> np.ndarray:

@@ -51,9 +51,9 @@ from ..messages import (
     TRAIN_LOSS,
     TRAINED,
     ClientId,
-    by_prefix,
     check,
     encode,
+    in_a_row,
     in_order,
     seed_for,
     to_record,
@@ -144,8 +144,7 @@ class WeighedModels:
         from ..training import get_arrays
 
         training, validation = _split(visit)
-        parts = by_prefix(visit.arrays)
-        models = [parts[str(place)] for place in range(len(parts))]
+        models = in_a_row(visit.arrays)
         weights = _weigh(visit, models, validation)
         model = visit.model(combined(models, weights) if weights.any() else models[0])
         visit.state.save(BEFORE, get_arrays(model))

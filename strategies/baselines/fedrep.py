@@ -172,7 +172,3 @@ class FedRep(FedAvg):
         """The body, and the first head for a client that may have none."""
         body = self.global_arrays()
         return body if client in self._have_heads else ArrayRecord({**body, **self._head})
-
-    def client_models(self) -> Mapping[ClientId, ArrayRecord]:
-        """None: heads stay with the clients."""
-        return {}

@@ -43,8 +43,8 @@ from ..messages import (
     TRAIN_LOSS,
     TRAINED,
     ClientId,
-    by_prefix,
     check,
+    in_a_row,
     read_record,
     to_record,
 )
@@ -94,9 +94,9 @@ class BestOfClusters:
 
 
 def _chosen(visit: Visit) -> tuple[int, torch.nn.Module]:
-    models = by_prefix(visit.arrays)
-    cluster = nearest_model([visit.loss(visit.model(models[str(i)])) for i in range(len(models))])
-    return cluster, visit.model(models[str(cluster)])
+    models = in_a_row(visit.arrays)
+    cluster = nearest_model([visit.loss(visit.model(arrays)) for arrays in models])
+    return cluster, visit.model(models[cluster])
 
 
 # --- The server ---------------------------------------------------------------------------------------
