@@ -30,6 +30,7 @@ benchmarks: $(INSTALLED)
 	$(VENV)/bin/python -m benchmarks.collaboration
 	$(VENV)/bin/python -m benchmarks.wire
 	$(VENV)/bin/python -m benchmarks.latency
+	$(VENV)/bin/python -m benchmarks.training
 	$(VENV)/bin/python -m benchmarks.simulation --data-dir '$(DATA_DIR)'
 
 clean:

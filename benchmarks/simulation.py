@@ -1,11 +1,21 @@
-"""Flower's simulation of a round over the same work in a bare PyTorch loop.
+"""Flower's simulation of a round over the same work in a bare PyTorch loop, and what each method costs over FedAvg.
 
-    python -m benchmarks.simulation [--data-dir DIR] [--rounds N]
+    python -m benchmarks.simulation [--strategies NAME,...|all] [--data-dir DIR] [--rounds N]
 
-20 clients, Fashion-MNIST practical non-IID with 300 samples a client, McMahan CNN, HeurFedAMP, 2 epochs a round
-with batches of 100 and Adam. The simulation runs one-thread clients on all cores; the bare loop is one process
-with all cores and does, for each client, the steps of torch.optim.Adam on the same batches and the same two
-evaluations on the client's test data, nothing else. DIR holds Fashion-MNIST as for `kindred run --data-dir`.
+20 clients, Fashion-MNIST practical non-IID with 300 samples a client, McMahan CNN, 2 epochs a round with batches of 100
+and Adam; HeurFedAMP, if no others are named. DIR holds Fashion-MNIST as for `kindred run --data-dir`.
+
+The simulation runs one-thread clients on all cores. The bare loop is one process with all cores and does, client by
+client, what the method's clients did in the same rounds, and nothing else: as many steps on batches of 100, as many
+predictions, and the same evaluations on test data. How many, the run's history tells (`samples-trained`,
+`samples-predicted`, which models were evaluated). Not done in the bare loop: a method's own arithmetic on weights, such
+as a proximal term, means and distances at the server, k-means, and whatever has to do with messages and files. FedDF's
+server computes with networks itself, and the bare loop does that too.
+
+Counted are the last third of the rounds, so that none is that finds its way in: in a comparison the last of 3, of one
+method the last three of 10, unless `--rounds` says otherwise. Settings are such that batches are full and that methods
+compare: PerFed-CKT makes as many steps as 2 epochs have, FedRep trains the last layers for 2 epochs and the others for
+2, public batches have 100 images, the public set has 500; all else is as of `kindred run`.
 """
 
 from __future__ import annotations
@@ -14,87 +24,264 @@ import argparse
 import os
 import tempfile
 import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from server_app.config import Config
+from strategies import REGISTRY
+from strategies.messages import NUM_EXAMPLES, OWN, RECEIVED, SAMPLES_PREDICTED, SAMPLES_TRAINED, TRAINED, TUNED, decode
+from strategies.state import MIXTURE
 
 CLIENTS, SAMPLES, EPOCHS, BATCH = 20, 300, 2, 100
+AT_ONCE = 500  # images, where no gradient is asked for
 
 
-def settings(data_dir: str, rounds: int, output_dir: str) -> Config:
+def settings(strategy: str, data_dir: str, rounds: int, output_dir: str) -> Config:
     return Config(
-        strategy="heurfedamp", dataset="fashion-mnist", data_dir=data_dir, partition="practical", num_clients=CLIENTS,
+        strategy=strategy, dataset="fashion-mnist", data_dir=data_dir, partition="practical", num_clients=CLIENTS,
         samples_per_client=SAMPLES, model="mcmahan-cnn", num_rounds=rounds, local_epochs=EPOCHS, batch_size=BATCH,
-        learning_rate=1e-3, output_dir=output_dir)
+        learning_rate=1e-3, output_dir=output_dir, local_steps=EPOCHS * SAMPLES // BATCH, head_epochs=EPOCHS,
+        public_batch_size=BATCH, public_size=500, validation_share=1 / 3, ala_share=2 / 3)
 
 
-def simulated(config: Config) -> float:
-    """Median seconds of a round after the first, in Flower's simulation engine."""
+# --- What a round needs -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a client computes in a round.
+
+    Attributes
+    ----------
+    whole, head : int
+        Samples that go through the network forward and backward, for all weights and for those of the last layers.
+    predicted : int
+        Samples that go forward alone.
+    tests : int
+        Models evaluated on the test data.
+    batches_a_step : int
+        Of how many batches a step's gradient is.
+    """
+
+    whole: int
+    head: int
+    predicted: int
+    tests: int
+    batches_a_step: int = 1
+
+
+def work_of(row: Mapping[str, Any], config: Config) -> Work:
+    """What a client did in a round, from its row of the history."""
+    method, trained = REGISTRY[config.strategy], int(row[SAMPLES_TRAINED])
+    # Where a part of the network has layers of its own: the message's epochs are for the other part, or the whole.
+    whole = min(trained, config.local_epochs * int(row[NUM_EXAMPLES])) if "head_layers" in method.settings else trained
+    if method.strategy().personal == MIXTURE:
+        tests = 1 + len(decode(row["neighbours"])) if "neighbours" in row else config.num_components
+    else:
+        tests = sum(row.get(f"{which}-accuracy") is not None for which in (RECEIVED, TRAINED, TUNED, OWN))
+    # A step of PerFed-CKT is on a private batch and a public one.
+    return Work(whole, trained - whole, int(row[SAMPLES_PREDICTED]), tests, 1 if method.models_travel else 2)
+
+
+def work_of_server(config: Config, answered: int, num_public: int) -> Work:
+    """What the server computes with networks: FedDF, the clients' predictions and its own steps."""
+    if not REGISTRY[config.strategy].distils:
+        return Work(0, 0, 0, 0)
+    return Work(config.distill_steps * config.public_batch_size, 0, answered * num_public, 0)
+
+
+# --- The two ways to do it ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A run in Flower's simulation engine, of which some of the rounds count.
+
+    Attributes
+    ----------
+    rounds : list of dict
+        Their lines of rounds.csv.
+    rows : list of list of dict
+        Of each the clients' rows of history.csv.
+    """
+
+    rounds: list[dict[str, Any]]
+    rows: list[list[dict[str, Any]]]
+
+    def median(self, column: str) -> float:
+        return float(np.median([line[column] for line in self.rounds]))
+
+
+def simulated(config: Config) -> Simulated:
+    """Run a method in Flower's simulation engine."""
     from server_app.flower import run_simulation
     from server_app.results import read_table
 
     outcome = run_simulation(
         config.run_config(), app_dir=Path(__file__).parent.parent, num_clients=config.num_clients,
-        on_line=lambda line: print("   ", line))
+        on_line=lambda line: print("   ", line, flush=True))
     if outcome.code:
         raise SystemExit(outcome.reason)
-    folder = outcome.results
-    return float(np.median([row["seconds"] for row in read_table(folder / "rounds.csv")][1:]))
+    folder, last = outcome.results, config.num_rounds
+    counted = range(last - max(last // 3, 1) + 1, last + 1)
+    lines = {line["round"]: line for line in read_table(folder / "rounds.csv")}
+    history = read_table(folder / "history.csv")
+    rows = [[row for row in history if row["round"] == number] for number in counted]
+    if failed := [row for each in rows for row in each if row["status"] != "ok"]:
+        raise SystemExit(f"{config.strategy}: client {failed[0]['client']}: {failed[0]['status']}")
+    return Simulated([lines[number] for number in counted], rows)
 
 
-def bare(config: Config, rounds: int) -> float:
-    """Median seconds of a round after the first, in a plain loop."""
+def bare(config: Config, rounds: Sequence[Sequence[Mapping[str, Any]]]) -> float:
+    """Median seconds of these rounds, given by their clients' rows, in a plain loop."""
     import torch
-    from torch.nn.functional import cross_entropy
 
     from data import load_federation
     from strategies import make_model
+    from strategies.store import last_layers
 
     torch.set_num_threads(os.cpu_count() or 1)
     federation = load_federation(config.run_config())
-    sites = [federation.site_data(client) for client in range(CLIENTS)]
-    models = [make_model(config.model, federation.image_shape, federation.num_classes, 0) for _ in sites]
+    sites = [federation.site_data(client) for client in range(config.num_clients)]
+    model = make_model(config.model, federation.image_shape, federation.num_classes, 0)
+    head = last_layers(model.state_dict(), config.head_layers)
+    needs_public = REGISTRY[config.strategy].needs_public_set
+    public = federation.public_set() if needs_public else sites[0].train[0][:0]
+    # Of public images nobody knows the labels: any will do.
+    public_samples = public, torch.zeros(len(public), dtype=torch.int64)
     seconds = []
-    for _ in range(rounds):
+    for rows in (rounds[0][:1], *rounds):  # the first visit of all, for the sake of what is made once, does not count
         started = time.perf_counter()
-        for model, site in zip(models, sites):
-            x, y = site.train
-            evaluate(model, *site.test)
-            optimizer = torch.optim.Adam(model.parameters(), lr=config.learning_rate)
-            model.train()
-            for _ in range(EPOCHS):
-                for batch in torch.randperm(len(y)).split(BATCH):
-                    optimizer.zero_grad()
-                    cross_entropy(model(x[batch]), y[batch]).backward()
-                    optimizer.step()
-            evaluate(model, *site.test)
+        for row in rows:
+            site = sites[row["client"]]
+            do(model, work_of(row, config), config, site.train, site.test, head)
+        do(model, work_of_server(config, len(rows), len(public)), config, public_samples, public_samples, head)
         seconds.append(time.perf_counter() - started)
     return float(np.median(seconds[1:]))
 
 
-def evaluate(model, x, y) -> float:
+def do(model: Any, work: Work, config: Config, train: tuple[Any, Any], test: tuple[Any, Any], head: list[str]) -> None:
+    """A client's work, in PyTorch as it comes."""
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    x, y = train
+    for _ in range(work.tests):
+        evaluate(model, *test)
+    for count in _parts(work.predicted, AT_ONCE):
+        predict(model, next(drawn(x, y, count))[0])
+    plain = "sgd_learning_rate" in REGISTRY[config.strategy].settings
+    for samples, names in ((work.head, head), (work.whole, None)):
+        if not samples:
+            continue
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(names is None or name in names)
+        weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = (torch.optim.SGD(weights, config.sgd_learning_rate) if plain
+                     else torch.optim.Adam(weights, config.learning_rate))
+        model.train()
+        batches = drawn(x, y, BATCH)
+        for number, count in enumerate(_parts(samples, BATCH)):
+            images, labels = (part[:count] for part in next(batches))
+            if number % work.batches_a_step == 0:
+                optimizer.zero_grad()
+            cross_entropy(model(images), labels).backward()
+            if (number + 1) % work.batches_a_step == 0:
+                optimizer.step()
+
+
+def drawn(x: Any, y: Any, size: int) -> Iterator[tuple[Any, Any]]:
+    """Batches of a client's samples, epoch after epoch; where it has fewer, of some more than once."""
+    import torch
+
+    while True:
+        order = torch.randperm(len(y))
+        while len(order) < size:
+            order = torch.cat([order, torch.randperm(len(y))])
+        for batch in order.split(size):
+            if len(batch) == size:
+                yield x[batch], y[batch]
+
+
+def predict(model: Any, x: Any) -> Any:
     import torch
 
     model.eval()
     with torch.inference_mode():
-        return float((model(x).argmax(1) == y).float().mean())
+        return model(x)
+
+
+def evaluate(model: Any, x: Any, y: Any) -> float:
+    return float((predict(model, x).argmax(1) == y).float().mean())
+
+
+def _parts(total: int, size: int) -> list[int]:
+    full, left = divmod(total, size)
+    return [size] * full + ([left] if left else [])
+
+
+# --- The table ----------------------------------------------------------------------------------------
+
+
+def table(found: Mapping[str, tuple[Simulated, float]]) -> str:
+    """Markdown: a line for each method; over FedAvg, where that is one of them.
+
+    Parameters
+    ----------
+    found : mapping
+        method -> the run, and the seconds of a round in the bare loop.
+    """
+    head = ["method", "simulated, s", "bare, s", "ratio", "trained on", "predicted for", "MB down", "MB up"]
+    reference = found["fedavg"][0] if "fedavg" in found else None
+    if reference:
+        head += ["time", "trained on", "predicted for", "down", "up"]
+    lines = [head, ["---", *["---:"] * (len(head) - 1)]]
+    columns = SAMPLES_TRAINED, SAMPLES_PREDICTED, "bytes-down", "bytes-up"
+    for name, (run, seconds) in found.items():
+        ours, costs = run.median("seconds"), [run.median(column) for column in columns]
+        line = [name, f"{ours:.2f}", f"{seconds:.2f}", f"{ours / seconds:.2f}",
+                *(f"{cost:,.0f}" for cost in costs[:2]), *(f"{cost / 1e6:.1f}" for cost in costs[2:])]
+        if reference:
+            # FedAvg predicts nothing: of what it trains on.
+            theirs = [reference.median(column) for column in ("seconds", SAMPLES_TRAINED, *columns[:1], *columns[2:])]
+            line += [f"{cost / their:.2f}" for cost, their in zip((ours, *costs), theirs)]
+        lines.append(line)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _strategies(text: str) -> list[str]:
+    names: Iterable[str] = REGISTRY if text == "all" else text.split(",")
+    if unknown := [name for name in names if name not in REGISTRY]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]} is no method, allowed: all, {', '.join(REGISTRY)}")
+    return list(names)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not what is allowed: 1 or more")
+    return int(text)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--strategies", type=_strategies, default="heurfedamp", help="names, by commas, or all")
     parser.add_argument("--data-dir", default="", help="folder of Fashion-MNIST (default: as of kindred run)")
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=_positive, help="default: 10; of several methods 3")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        config = settings(arguments.data_dir and os.path.abspath(arguments.data_dir), arguments.rounds, folder)
-        # The machine's speed drifts: the loop is timed before and after.
-        before = bare(config, 3)
-        simulation = simulated(config)
-        after = bare(config, 3)
-    print(f"a round in the simulation {simulation:.2f} s, in the bare loop {before:.2f} and {after:.2f} s")
-    print(f"simulation over bare loop: {simulation / ((before + after) / 2):.2f}")
+    rounds = arguments.rounds or (10 if len(arguments.strategies) == 1 else 3)
+    found = {}
+    for name in arguments.strategies:
+        print(name, flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            config = settings(name, arguments.data_dir and os.path.abspath(arguments.data_dir), rounds, folder)
+            run = simulated(config)
+        found[name] = run, bare(config, run.rows)
+    over = "; over FedAvg on the right (predicted for: over the samples that FedAvg trains on)"
+    print(f"\nA round{over if 'fedavg' in found else ''}:\n\n{table(found)}")
 
 
 if __name__ == "__main__":

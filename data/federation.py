@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -99,6 +100,16 @@ class Federation:
         )
         self._read_public = public
         self._public: torch.Tensor | None = None
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of who has which images and labels: another one where any differs, whatever files they came from."""
+        digest = sha256(repr(self.task).encode())
+        arrays = (self._x, self._y, self.quarter_turns, self._label_maps, *self._train, *self._validation, *self._test)
+        for array in arrays:
+            digest.update(f"{array.dtype} {array.shape} ".encode())
+            digest.update(np.ascontiguousarray(array))
+        return digest.hexdigest()[:16]
 
     def class_counts(self) -> np.ndarray:
         """Training images of each client by label, as the client sees the labels: (m, C), int."""

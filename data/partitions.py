@@ -1,36 +1,32 @@
-"""Who has which images.
+"""Who has which images: a function for each way to divide a dataset, and a line for each at the end.
 
 flwr-datasets has IID, pathological and shard partitioners, but they take Hugging Face datasets (whose packages
 it brings along) and none knows groups of clients, so the few lines of drawing indices are here.
 
 Most partitions first fix how many images of each class each client has, a matrix of clients x classes, and then draw
-that many, without replacement over the whole federation: training images from the dataset's training images, test
-images from its test images. Those of `DEALT` deal images out instead, class by class or cluster of classes by cluster,
-and cut what each client got into parts for training, validation and test.
+that many (`draw`), without replacement over the whole federation: training images from the dataset's training images,
+test images from its test images. dirichlet, label-groups and clustered-dirichlet deal images out instead (`_deal`),
+class by class or cluster of classes by cluster, and cut what each client got into parts for training, validation and
+test.
+
+Where there are groups, clients are numbered by group, group g having clients i with i G // m = g. Where an amount does
+not divide by the classes it is spread over, the odd images go to one class after another, each client going on where
+the one before stopped, so that totals stay equal within one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 
+from strategies.extensions import Registry
+
 from .sources import CIFAR100_SUPERCLASSES, DataError
-
-PARTITIONS: dict[str, str] = {
-    "iid": "every client a uniform draw from all data",
-    "pathological": "two classes a client, drawn client by client, no groups",
-    "practical": "groups of clients; 80% of a client's images from its group's classes, 20% from the others",
-    "rotated": "groups of clients, classes uniform; the images of group g turned by 90 g degrees, up to 4 groups",
-    "permuted": "groups of clients, classes uniform; each group has the labels permuted in its own way",
-    "dirichlet": "each class spread over the clients by Dir(dirichlet-alpha): small is skewed, large is even",
-    "label-groups": "groups of clients; each group has classes of its own, and its clients images of these alone",
-    "clustered-dirichlet": "classes in num-groups clusters, each spread over the clients by Dir(dirichlet-alpha)",
-}
-
-DEALT = ("dirichlet", "label-groups", "clustered-dirichlet")
 
 # The share of a dataset that label-groups and clustered-dirichlet deal out where samples-per-client is 0: of the two
 # CIFARs that of Sui et al., 2022 (arXiv:2210.06597, appendix D), of small images and features all.
@@ -86,50 +82,11 @@ class Partition:
     label_maps: np.ndarray
 
 
-def divide(
-    partition: str,
-    y_train: np.ndarray,
-    y_test: np.ndarray,
-    num_classes: int,
-    *,
-    dataset: str,
-    num_clients: int,
-    num_groups: int,
-    samples_per_client: int,
-    with_replacement: bool,
-    dirichlet_alpha: float,
-    held_out: int,
-    seed: int,
-) -> Partition:
-    """Divide a dataset among clients.
+@dataclass(frozen=True)
+class Request:
+    """A dataset to be divided, and the settings.
 
-    In `dirichlet` (Yurochkin et al., ICML 2019, arXiv:1905.12022) the images of each class, training and test images
-    together, are spread over the clients by shares drawn from Dir(alpha), rounded by largest remainders. A client's k
-    images are then divided as in PerFed-CKT (Cho et al., 2021, arXiv:2109.08119, appendix E): in random order, they
-    are cut at r k, (r + 0.1) k and (r + 0.6) k, rounded, halves down, where r is 0.1, 0.3 or 0.4 at random. The parts
-    are for training, validation and test; the rest serves for nothing. Whoever has an image for training has one for
-    test, but a client may have no images at all.
-
-    `label-groups` and `clustered-dirichlet` are the settings of FedeRiCo (Sui et al., 2022, arXiv:2210.06597, section
-    4.1, appendices C and D). The classes are divided at random into G sets, their sizes differing by at most one.
-    Training images alone are taken, and of them at random 10% of CIFAR-10, 15% of CIFAR-100 and, our choice, all of
-    digits and 10% of any other images. Of Office-Home, which has no division of its own, all images are taken. In
-    label-groups a group's clients share the images of its set of classes equally, at random. In clustered-dirichlet,
-    which is FedEM's (Marfoq et al., NeurIPS 2021, arXiv:2108.10252), the images of each set are spread over all
-    clients by shares drawn from Dir(alpha), whatever their classes; there are no groups of clients, and a client may
-    have no images. A client's images, in random order, are cut into 80% for training, rounded down, and the rest for
-    test.
-
-    Where there are groups, clients are numbered by group, group g having clients i with i G // m = g. In `practical`
-    the classes are divided in order into as many sets as there are groups, their sizes differing by at most one
-    (CIFAR-100's in the order of their superclasses), and every client has equally many images. With the dataset and
-    number of clients of the FedAMP paper, samples_per_client 0, and num_groups 4 (the default) or the paper's own,
-    it is the paper's setting instead, its groups and sizes included.
-
-    Where an amount does not divide by the classes it is spread over, the odd images go to one class after
-    another, each client going on where the one before stopped, so that totals stay equal within one.
-
-    Parameters
+    Attributes
     ----------
     partition : str
         A name of `PARTITIONS`.
@@ -139,23 +96,80 @@ def divide(
     dataset : str
         A name of `DATASETS`; sets what 0 samples per client mean.
     num_clients, num_groups : int
-        num_groups counts in practical, rotated, permuted, label-groups and clustered-dirichlet.
     samples_per_client : int
         Training images a client. 0: as many as the classes last for without replacement, at most 40 for
-        digits and 500 elsewhere. Test images: as many, at most an equal share of those there are; in
-        practical 100, other than for digits. In label-groups: a client's images, training and test together. In
-        dirichlet and clustered-dirichlet: m times as many, drawn uniformly, are divided (an average of so many a
-        client, all parts together). 0 in these three is described above; in dirichlet, all there are but `held_out`.
+        digits and 500 elsewhere, but for what a partition says. Test images: as many, at most an equal share of those
+        there are. In partitions that are marked `total`: training and test images together.
     with_replacement : bool
         Whether a class that is used up starts anew. Test images, on which is only measured, always do; no
-        client gets an image twice unless it needs more of a class than there are. Without meaning in
-        dirichlet, label-groups and clustered-dirichlet.
+        client gets an image twice unless it needs more of a class than there are.
     dirichlet_alpha : float
-        Above 0; counts in dirichlet and clustered-dirichlet.
+        Above 0.
     held_out : int
         Images that dirichlet with 0 samples per client leaves over.
     seed : int
         0 or more.
+    """
+
+    partition: str
+    y_train: np.ndarray
+    y_test: np.ndarray
+    num_classes: int
+    dataset: str
+    num_clients: int
+    num_groups: int
+    samples_per_client: int
+    with_replacement: bool
+    dirichlet_alpha: float
+    held_out: int
+    seed: int
+
+    def rng(self, part: int) -> np.random.Generator:
+        """Random numbers for a part of the work: 0 for classes, 1 and 2 for draws, 3 for labels, 4 for dealing."""
+        return np.random.default_rng([self.seed, part])  # 5 draws the public set
+
+    @cached_property
+    def have_train(self) -> np.ndarray:
+        """Training images of each class, (C,)."""
+        return np.bincount(self.y_train, minlength=self.num_classes)
+
+    @cached_property
+    def have_test(self) -> np.ndarray:
+        """Test images of each class, (C,)."""
+        return np.bincount(self.y_test, minlength=self.num_classes)
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A way to divide a dataset.
+
+    Attributes
+    ----------
+    description : str
+        One line: who has what.
+    divide : callable
+        Takes a `Request`, returns a `Partition`; DataError where that cannot be.
+    settings : tuple of str
+        The settings that count in it, besides num-clients and samples-per-client.
+    total : bool
+        Whether samples-per-client counts all images of a client, not its training images alone.
+    """
+
+    description: str
+    divide: Callable[[Request], Partition]
+    settings: tuple[str, ...] = ()
+    total: bool = False
+
+
+def divide(
+    partition: str, y_train: np.ndarray, y_test: np.ndarray, num_classes: int, **settings: Any
+) -> Partition:
+    """Divide a dataset among clients.
+
+    Parameters
+    ----------
+    partition, y_train, y_test, num_classes, **settings
+        As in `Request`.
 
     Raises
     ------
@@ -163,193 +177,245 @@ def divide(
         More clients than images, groups that do not fit, or a class with too few images; in dirichlet and
         clustered-dirichlet, training images for less than 2 clients.
     """
-    m = num_clients
+    ask = Request(partition, y_train, y_test, num_classes, **settings)
     if partition not in PARTITIONS:
         raise DataError(f"partition is {partition!r}, allowed: {', '.join(PARTITIONS)}")
-    if not 1 <= m <= len(y_train):
-        raise DataError(f"num-clients is {m}, allowed: 1 to {len(y_train)}, the number of training images")
-    if partition in DEALT:
-        y = np.concatenate([y_train, y_test])
-        if partition == "dirichlet":
-            there, amount = len(y), len(y) - held_out
-        else:
-            there = len(y) if dataset == "office-home" else len(y_train)
-            amount = round(SUBSAMPLES.get(dataset, OTHER_SUBSAMPLES) * there)
-        return _dealt(
-            partition,
-            y,
-            num_classes,
-            there=there,
-            amount=amount,
-            num_clients=m,
-            num_groups=num_groups,
-            samples_per_client=samples_per_client,
-            alpha=dirichlet_alpha,
-            seed=seed,
+    if not 1 <= ask.num_clients <= len(y_train):
+        raise DataError(
+            f"num-clients is {ask.num_clients}, allowed: 1 to {len(y_train)}, the number of training images"
         )
-    least = 2 if partition == "pathological" else 1
-    if samples_per_client != 0 and samples_per_client < least:
-        raise DataError(f"samples-per-client is {samples_per_client}, allowed with {partition}: 0 or {least} and more")
-    if samples_per_client * (1 if with_replacement else m) > len(y_train):
+    return PARTITIONS[partition].divide(ask)
+
+
+# --- Partitions that draw so many images of each class ------------------------------------------------
+
+
+def _iid(ask: Request) -> Partition:
+    check_size(ask)
+    seed = int(ask.rng(0).integers(2**63))  # what is random in a rule is drawn once
+    return _draw_shares(ask, lambda have, sizes: _iid_counts(have, sizes, seed))
+
+
+def _pathological(ask: Request) -> Partition:
+    check_size(ask, least=2)
+    pairs = _class_pairs(ask.have_train, ask.num_clients, ask.rng(0))
+    return _draw_shares(ask, lambda have, sizes: _pair_counts(pairs, sizes, ask.num_classes), least=2)
+
+
+def _practical(ask: Request) -> Partition:
+    """Own and other classes, 80/20, by groups.
+
+    The classes are divided in order into as many sets as there are groups, their sizes differing by at most one
+    (CIFAR-100's in the order of their superclasses), and every client has equally many images, 100 for test other than
+    for digits. With the dataset and number of clients of the FedAMP paper, samples_per_client 0, and num_groups 4 (the
+    default) or the paper's own, it is the paper's setting instead, its groups and sizes included.
+    """
+    check_size(ask)
+    paper, own = PAPER_SETTINGS.get(ask.dataset), {}
+    order = np.arange(ask.num_classes)
+    if ask.dataset == "cifar100":
+        order = np.argsort(CIFAR100_SUPERCLASSES, kind="stable")
+    if (paper and ask.samples_per_client == 0 and ask.num_clients == sum(paper.clients)
+            and ask.num_groups in (4, len(paper.clients))):
+        groups, widths = np.repeat(np.arange(len(paper.clients)), paper.clients), paper.classes
+        own = {"train_sizes": np.repeat(paper.train_sizes, paper.clients),
+               "advice": "a samples-per-client of your own instead of the paper's sizes, "}
+    else:
+        groups = in_groups(ask, _as_clients(ask) | _as_classes(ask), least=2)  # one has no other classes
+        widths = [len(part) for part in np.array_split(order, ask.num_groups)]
+    if ask.dataset != "digits":
+        own["test_size"] = min(100, len(ask.y_test))
+    return _draw_shares(ask, lambda _, sizes: _practical_counts(sizes, groups, order, widths), groups=groups, **own)
+
+
+def _rotated(ask: Request) -> Partition:
+    check_size(ask)
+    groups = in_groups(ask, _as_clients(ask) | {"4, the different quarter turns": 4})
+    return _draw_shares(ask, lambda _, sizes: even(ask, sizes), groups=groups, quarter_turns=groups)
+
+
+def _permuted(ask: Request) -> Partition:
+    check_size(ask)
+    orders = {"the different orders of the classes": math.factorial(ask.num_classes)} if ask.num_classes < 20 else {}
+    groups = in_groups(ask, _as_clients(ask) | orders)
+    label_maps = _permutations(ask.num_groups, ask.num_classes, ask.rng(3))[groups]
+    return _draw_shares(ask, lambda _, sizes: even(ask, sizes), groups=groups, label_maps=label_maps)
+
+
+def check_size(ask: Request, least: int = 1) -> None:
+    """Check samples_per_client; DataError where it is below `least`, or there are not as many images."""
+    n, m, size = len(ask.y_train), ask.num_clients, ask.samples_per_client
+    if size != 0 and size < least:
+        raise DataError(f"samples-per-client is {size}, allowed with {ask.partition}: 0 or {least} and more")
+    if size * (1 if ask.with_replacement else m) > n:
         remedy = f"{m} clients: take less of either, or with-replacement=true"
         raise DataError(
-            f"there are {len(y_train)} training images, too few for samples-per-client {samples_per_client} with "
-            + ("even one client" if with_replacement else remedy)
+            f"there are {n} training images, too few for samples-per-client {size} with "
+            + ("even one client" if ask.with_replacement else remedy)
         )
 
-    paper = PAPER_SETTINGS.get(dataset) if partition == "practical" and samples_per_client == 0 else None
-    if paper and (m != sum(paper.clients) or num_groups not in (4, len(paper.clients))):
-        paper = None
-    if paper:
-        groups = np.repeat(np.arange(len(paper.clients)), paper.clients)
-    elif partition in ("practical", "rotated", "permuted"):
-        _check_groups(partition, num_groups, m, num_classes)
-        groups = np.arange(m) * num_groups // m
-    else:
-        groups = np.zeros(m, int)
 
-    class_rng, train_rng, test_rng, label_rng = (np.random.default_rng([seed, part]) for part in range(4))
-    have_train, have_test = (np.bincount(y, minlength=num_classes) for y in (y_train, y_test))
-    share = _share(partition, have_train, groups, dataset, paper, class_rng)
-    if paper:
-        train_sizes = np.repeat(paper.train_sizes, paper.clients)
-    else:
-        most = min(40 if dataset == "digits" else 500, len(y_train) // m)
-        train_sizes = np.full(m, samples_per_client or _largest_size(share, have_train, m, least, most))
-    train_counts = share(have_train, train_sizes)
-    short = train_counts.sum(0) > have_train
-    if short.any() and not with_replacement:
-        worst = int(np.argmax(np.where(short, train_counts.sum(0) - have_train, 0)))
-        size_advice = ""
-        if samples_per_client:
-            size_advice = f"a smaller samples-per-client (it is {samples_per_client}), "
-        elif paper:
-            size_advice = "a samples-per-client of your own instead of the paper's sizes, "
+def _as_clients(ask: Request) -> dict[str, int]:
+    return {f"num-clients, {ask.num_clients}": ask.num_clients}
+
+
+def _as_classes(ask: Request) -> dict[str, int]:
+    return {f"the number of classes, {ask.num_classes}": ask.num_classes}
+
+
+def check_groups(ask: Request, at_most: Mapping[str, int], least: int = 1) -> None:
+    """Check num_groups against the least of some numbers, named by what they are; DataError where it is not allowed."""
+    reason, high = min(at_most.items(), key=lambda item: item[1])
+    if not least <= ask.num_groups <= high:
         raise DataError(
-            f"class {worst} has {have_train[worst]} training images and the {m} clients need "
-            f"{train_counts[:, worst].sum()} of it: take fewer clients, {size_advice}or with-replacement=true"
+            f"num-groups is {ask.num_groups}, allowed with {ask.partition}: {least} to {high} (at most {reason})"
         )
 
-    if partition == "practical" and dataset != "digits":
-        test_size = min(100, len(y_test))
-    else:
-        test_size = max(least, min(int(train_sizes[0]), len(y_test) // m))
-    test_counts = share(have_test, np.full(m, test_size))
-    for name, have, counts in (("training", have_train, train_counts), ("test", have_test, test_counts)):
+
+def in_groups(ask: Request, at_most: Mapping[str, int], least: int = 1) -> np.ndarray:
+    """The group of each client, (m,), once num_groups has been checked."""
+    check_groups(ask, at_most, least)
+    return np.arange(ask.num_clients) * ask.num_groups // ask.num_clients
+
+
+def _draw_shares(
+    ask: Request, share: Share, *, least: int = 1, train_sizes: np.ndarray | None = None,
+    test_size: int | None = None, **more: Any,
+) -> Partition:
+    """Draw what a rule gives to clients of equal size, unless train_sizes (m,) says otherwise; more: see `draw`."""
+    m = ask.num_clients
+    if train_sizes is None:
+        most = min(40 if ask.dataset == "digits" else 500, len(ask.y_train) // m)
+        size = ask.samples_per_client or _largest_size(share, ask.have_train, m, least, most)
+        train_sizes = np.full(m, size)
+    if test_size is None:
+        test_size = max(least, min(int(train_sizes[0]), len(ask.y_test) // m))
+    return draw(ask, share(ask.have_train, train_sizes), share(ask.have_test, np.full(m, test_size)), **more)
+
+
+def draw(
+    ask: Request, train_counts: np.ndarray, test_counts: np.ndarray, *, advice: str = "", **seen: np.ndarray
+) -> Partition:
+    """Draw so many images of each class, (m, C), for each client; DataError where a class has too few.
+
+    `advice` is what else could be changed then, `seen` groups, quarter_turns or label_maps of the `Partition`.
+    """
+    m = ask.num_clients
+    short = train_counts.sum(0) - ask.have_train  # (C,)
+    if (short > 0).any() and not ask.with_replacement:
+        worst = int(np.argmax(short))
+        if ask.samples_per_client:
+            advice = f"a smaller samples-per-client (it is {ask.samples_per_client}), "
+        raise DataError(
+            f"class {worst} has {ask.have_train[worst]} training images and the {m} clients need "
+            f"{train_counts[:, worst].sum()} of it: take fewer clients, {advice}or with-replacement=true"
+        )
+    for name, have, counts in (("training", ask.have_train, train_counts), ("test", ask.have_test, test_counts)):
         missing = np.flatnonzero((have == 0) & (counts.sum(0) > 0))
         if len(missing):
-            raise DataError(f"class {missing[0]} has no {name} images, and partition {partition} needs some")
+            raise DataError(f"class {missing[0]} has no {name} images, and partition {ask.partition} needs some")
 
-    train = _draw(y_train, train_counts, train_rng)
-    test = [len(y_train) + indices for indices in _draw(y_test, test_counts, test_rng)]
-    return Partition(
-        train=train,
-        validation=[np.empty(0, int)] * m,
-        test=test,
-        spare=np.setdiff1d(np.arange(len(y_train) + len(y_test)), np.concatenate(train + test)),
-        groups=groups,
-        quarter_turns=groups if partition == "rotated" else np.zeros(m, int),
-        label_maps=(
-            _permutations(num_groups, num_classes, label_rng)[groups]
-            if partition == "permuted"
-            else np.tile(np.arange(num_classes), (m, 1))
-        ),
-    )
+    n = len(ask.y_train)
+    train = _pick(ask.y_train, train_counts, ask.rng(1))
+    test = [n + indices for indices in _pick(ask.y_test, test_counts, ask.rng(2))]
+    spare = np.setdiff1d(np.arange(n + len(ask.y_test)), np.concatenate(train + test))
+    return _partition(ask, train, [np.empty(0, int)] * m, test, spare, **seen)
 
 
-def _dealt(
-    partition: str,
-    y: np.ndarray,
-    num_classes: int,
-    *,
-    there: int,
-    amount: int,
-    num_clients: int,
-    num_groups: int,
-    samples_per_client: int,
-    alpha: float,
-    seed: int,
-) -> Partition:
-    """The partitions of `DEALT`: see `divide`.
+# --- Partitions that deal images out ------------------------------------------------------------------
 
-    Of the images with labels y (n,), those of training first, the first `there` may be dealt; `amount` is how many are
-    where samples_per_client is 0.
+
+def _dirichlet(ask: Request) -> Partition:
+    """Each class spread by Dir(alpha): Yurochkin et al., ICML 2019, arXiv:1905.12022.
+
+    The images of each class, training and test images together, are spread over the clients by shares drawn from
+    Dir(alpha), rounded by largest remainders. A client's k images are then divided as in PerFed-CKT (Cho et al., 2021,
+    arXiv:2109.08119, appendix E): in random order, they are cut at r k, (r + 0.1) k and (r + 0.6) k, rounded, halves
+    down, where r is 0.1, 0.3 or 0.4 at random. The parts are for training, validation and test; the rest serves for
+    nothing. Whoever has an image for training has one for test, but a client may have no images at all.
+
+    samples_per_client times m images, drawn uniformly, are divided (an average of so many a client, all parts
+    together); where it is 0 all there are but `held_out`.
     """
-    m = num_clients
-    rng = np.random.default_rng([seed, 4])  # 0 to 3 are the other partitions'
-    set_of_class = np.arange(num_classes)  # what is dealt together: a class, or a set of them
-    if partition != "dirichlet":
-        _check_groups(partition, num_groups, m, num_classes)
-        for number, classes in enumerate(np.array_split(rng.permutation(num_classes), num_groups)):
-            set_of_class[classes] = number
+    m, rng = ask.num_clients, ask.rng(4)
+    y = np.concatenate([ask.y_train, ask.y_test])
+    order = rng.permutation(len(y))
+    amount = _amount(
+        ask, len(y), len(y) - ask.held_out, "training, validation and test",
+        f"a public set of {ask.held_out} images leaves too few of all {len(y)} for {m} clients: take a smaller "
+        "public-size",
+    )  # fmt: skip
+    taken = np.arange(len(y)) < amount
+    owned = _deal(order[taken], y[order[taken]], _dirichlet_shares(ask, ask.num_classes, rng), rng)
+    tenths = np.cumsum(np.column_stack([rng.choice([1, 3, 4], m), np.full((m, 2), [1, 5])]), axis=1)  # (m, 3)
+    return _check_trainers(ask, _cut(ask, owned, tenths, order[~taken], down=4))  # halves
+
+
+def _label_groups(ask: Request) -> Partition:
+    """Groups with classes of their own, as in FedeRiCo: Sui et al., 2022, arXiv:2210.06597, section 4.1, appendix C, D.
+
+    The classes are divided at random into G sets, their sizes differing by at most one. Training images alone are
+    taken, and of them at random 10% of CIFAR-10, 15% of CIFAR-100 and, our choice, all of digits and 10% of any other
+    images. Of Office-Home, which has no division of its own, all images are taken. A group's clients share the images
+    of its set of classes equally, at random. A client's images, in random order, are cut into 80% for training, rounded
+    down, and the rest for test.
+    """
+    groups = in_groups(ask, _as_clients(ask) | _as_classes(ask))
+    rng = ask.rng(4)
+    order, sets, rest, amount = _class_sets(ask, rng)
+    taken = _take_by_group(ask, sets, groups, amount)
+    shares = (groups == np.arange(ask.num_groups)[:, None]) / np.bincount(groups)[:, None]  # (G, m)
+    owned = _deal(order[taken], sets[taken], shares, rng)
+    return _cut(ask, owned, TRAIN_AND_TEST, np.concatenate([order[~taken], rest]), groups=groups)
+
+
+def _clustered_dirichlet(ask: Request) -> Partition:
+    """Clusters of classes spread by Dir(alpha), as in FedEM: Marfoq et al., NeurIPS 2021, arXiv:2108.10252.
+
+    Images, sets of classes and parts are those of `_label_groups`, but the images of each set are spread over all
+    clients by shares drawn from Dir(alpha), whatever their classes; there are no groups of clients, and a client may
+    have no images. samples_per_client is an average.
+    """
+    check_groups(ask, _as_classes(ask))
+    rng = ask.rng(4)
+    order, sets, rest, amount = _class_sets(ask, rng)
+    amount = _amount(ask, len(order), amount, "training and test", _too_few(ask, amount, len(order)))
+    taken = np.arange(len(order)) < amount
+    owned = _deal(order[taken], sets[taken], _dirichlet_shares(ask, ask.num_groups, rng), rng)
+    return _check_trainers(ask, _cut(ask, owned, TRAIN_AND_TEST, np.concatenate([order[~taken], rest])))
+
+
+TRAIN_AND_TEST = np.array([[8, 8, 10]])  # tenths of a client's images: where those for training and validation end
+
+
+def _class_sets(ask: Request, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+    """The images that may be dealt, in random order (n,); the number of each one's set of classes (n,); the images that
+    may not; how many are dealt where samples_per_client is 0."""
+    set_of_class = np.empty(ask.num_classes, int)
+    for number, classes in enumerate(np.array_split(rng.permutation(ask.num_classes), ask.num_groups)):
+        set_of_class[classes] = number
+    y = np.concatenate([ask.y_train, ask.y_test])
+    there = len(y) if ask.dataset == "office-home" else len(ask.y_train)
     order = rng.permutation(there)
-    sets = set_of_class[y[order]]
+    amount = round(SUBSAMPLES.get(ask.dataset, OTHER_SUBSAMPLES) * there)
+    return order, set_of_class[y[order]], np.arange(there, len(y)), amount
 
-    if partition == "label-groups":
-        groups = np.arange(m) * num_groups // m
-        taken = _take_by_group(sets, groups, samples_per_client, amount)
-        shares = (groups == np.arange(num_groups)[:, None]) / np.bincount(groups)[:, None]  # (G, m)
-    else:
-        groups = np.zeros(m, int)
-        taken = _take_for_all(partition, there, m, samples_per_client, amount)
-        if not 0 < alpha < 1e100:  # beyond, the sum over clients would leave the range of floats
-            raise DataError(f"dirichlet-alpha is {alpha}, allowed: above 0 and below 1e100")
-        shares = rng.dirichlet(np.full(m, alpha), set_of_class.max() + 1)  # (sets, m)
 
-    dealt, sets = order[taken], sets[taken]
-    owner = np.empty(len(dealt), int)
-    for number, share in enumerate(shares):
-        places = np.flatnonzero(sets == number)
-        owner[places] = np.repeat(np.arange(m), _apportion(share, len(places)))
-    dealt = dealt[np.lexsort((rng.random(len(dealt)), owner))]  # each client's in an order of its own
-    owned = np.split(dealt, np.cumsum(np.bincount(owner, minlength=m))[:-1])
-
-    # In tenths, so that halves are exact. Down, so that no client has an image for training and none for test.
-    if partition == "dirichlet":
-        tenths = np.cumsum(np.column_stack([rng.choice([1, 3, 4], m), np.full((m, 2), [1, 5])]), axis=1)  # (m, 3)
-        down = 4  # halves
-    else:
-        tenths = np.tile([8, 8, 10], (m, 1))
-        down = 0  # all
-    cuts = [(ends * len(indices) + down) // 10 for ends, indices in zip(tenths, owned, strict=True)]
-    train, validation, test, _ = zip(*map(np.split, owned, cuts), strict=True)
-    trainers = sum(len(indices) > 0 for indices in train)
-    if trainers < 2 and partition != "label-groups":
+def _amount(ask: Request, there: int, amount: int, parts: str, too_few: str) -> int:
+    """How many of the images that are there are dealt; `amount` where samples_per_client is 0."""
+    m, size = ask.num_clients, ask.samples_per_client
+    if not 0 <= size <= there // m:
         raise DataError(
-            f"{trainers} of {m} clients have training images, at least 2 must: take a larger dirichlet-alpha "
-            f"(it is {alpha}), other clients or more images"
+            f"samples-per-client is {size}, allowed with {ask.partition}: 0 to {there // m}, as there are {there} "
+            f"images for {parts} of {m} clients"
         )
-    return Partition(
-        train=list(train),
-        validation=list(validation),
-        test=list(test),
-        spare=np.concatenate([order[~taken], np.arange(there, len(y))]),
-        groups=groups,
-        quarter_turns=np.zeros(m, int),
-        label_maps=np.tile(np.arange(num_classes), (m, 1)),
-    )
-
-
-def _take_for_all(partition: str, there: int, m: int, samples_per_client: int, amount: int) -> np.ndarray:
-    """Which of so many images in random order are dealt to m clients: (there,), bool."""
-    if not 0 <= samples_per_client <= there // m:
-        parts = "training, validation and test" if partition == "dirichlet" else "training and test"
-        raise DataError(
-            f"samples-per-client is {samples_per_client}, allowed with {partition}: 0 to {there // m}, as there are "
-            f"{there} images for {parts} of {m} clients"
-        )
-    amount = m * samples_per_client or amount
+    amount = m * size or amount
     if amount < m:
-        if partition == "dirichlet":
-            raise DataError(
-                f"a public set of {there - amount} images leaves too few of all {there} for {m} clients: take a "
-                "smaller public-size"
-            )
-        raise DataError(_too_few(partition, amount, there, m))
-    return np.arange(there) < amount
+        raise DataError(too_few)
+    return amount
 
 
-def _take_by_group(sets: np.ndarray, groups: np.ndarray, samples_per_client: int, amount: int) -> np.ndarray:
+def _take_by_group(ask: Request, sets: np.ndarray, groups: np.ndarray, amount: int) -> np.ndarray:
     """Which of the images in random order, group g's having the number g in sets (n,), are dealt: (n,), bool."""
     clients = np.bincount(groups)  # (G,)
     have = np.bincount(sets, minlength=len(clients))
@@ -358,29 +424,88 @@ def _take_by_group(sets: np.ndarray, groups: np.ndarray, samples_per_client: int
     whose = f"group {poorest} has {have[poorest]} images of its classes for {clients[poorest]} clients"
     if most < 2:
         raise DataError(f"{whose}, and each client needs 2 or more: take fewer clients, or other groups")
-    if samples_per_client == 0:
+    if ask.samples_per_client == 0:
         taken = np.arange(len(sets)) < amount
         if (np.bincount(sets[taken], minlength=len(clients)) < 2 * clients).any():
-            raise DataError(_too_few("label-groups", amount, len(sets), len(groups)))
+            raise DataError(_too_few(ask, amount, len(sets)))
         return taken
-    if not 2 <= samples_per_client <= most:
+    if not 2 <= ask.samples_per_client <= most:
         raise DataError(
-            f"samples-per-client is {samples_per_client}, allowed with label-groups: 0 or 2 to {most}, as {whose}"
+            f"samples-per-client is {ask.samples_per_client}, allowed with label-groups: 0 or 2 to {most}, as {whose}"
         )
     taken = np.zeros(len(sets), bool)
-    for group, size in enumerate(clients * samples_per_client):
+    for group, size in enumerate(clients * ask.samples_per_client):
         taken[np.flatnonzero(sets == group)[:size]] = True
     return taken
 
 
-def _too_few(partition: str, amount: int, there: int, m: int) -> str:
+def _too_few(ask: Request, amount: int, there: int) -> str:
     return (
-        f"{partition} takes {amount} of {there} images where samples-per-client is 0, too few for {m} clients: set "
-        "samples-per-client, or take fewer clients"
+        f"{ask.partition} takes {amount} of {there} images where samples-per-client is 0, too few for "
+        f"{ask.num_clients} clients: set samples-per-client, or take fewer clients"
     )
 
 
-def _apportion(shares: np.ndarray, amount: int) -> np.ndarray:
+def _dirichlet_shares(ask: Request, num_sets: int, rng: np.random.Generator) -> np.ndarray:
+    """Every client's share in each of some sets, (sets, m)."""
+    alpha = ask.dirichlet_alpha
+    if not 0 < alpha < 1e100:  # beyond, the sum over clients would leave the range of floats
+        raise DataError(f"dirichlet-alpha is {alpha}, allowed: above 0 and below 1e100")
+    return rng.dirichlet(np.full(ask.num_clients, alpha), num_sets)
+
+
+def _deal(images: np.ndarray, sets: np.ndarray, shares: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
+    """Deal images (n,) of so many sets, given by number (n,), to clients by their shares in each, (sets, m)."""
+    m = shares.shape[1]
+    owner = np.empty(len(images), int)
+    for number, share in enumerate(shares):
+        places = np.flatnonzero(sets == number)
+        owner[places] = np.repeat(np.arange(m), apportion(share, len(places)))
+    images = images[np.lexsort((rng.random(len(images)), owner))]  # each client's in an order of its own
+    return np.split(images, np.cumsum(np.bincount(owner, minlength=m))[:-1])
+
+
+def _cut(
+    ask: Request, owned: list[np.ndarray], tenths: np.ndarray, spare: np.ndarray, down: int = 0, **seen: np.ndarray
+) -> Partition:
+    """Cut each client's images at so many tenths, (m, 3) or (1, 3), for training, validation and test.
+
+    In tenths, so that halves are exact. Rounded down, all where `down` is 0 and halves where it is 4, so that no client
+    has an image for training and none for test.
+    """
+    tenths = np.resize(tenths, (len(owned), 3))
+    cuts = [(ends * len(images) + down) // 10 for ends, images in zip(tenths, owned, strict=True)]
+    train, validation, test, _ = zip(*map(np.split, owned, cuts), strict=True)
+    return _partition(ask, list(train), list(validation), list(test), spare, **seen)
+
+
+def _check_trainers(ask: Request, partition: Partition) -> Partition:
+    trainers = sum(len(images) > 0 for images in partition.train)
+    if trainers < 2:
+        raise DataError(
+            f"{trainers} of {ask.num_clients} clients have training images, at least 2 must: take a larger "
+            f"dirichlet-alpha (it is {ask.dirichlet_alpha}), other clients or more images"
+        )
+    return partition
+
+
+# --- What the functions above are made of -------------------------------------------------------------
+
+
+def _partition(ask: Request, *images: Any, **seen: np.ndarray) -> Partition:
+    """A partition without groups, of upright images with their own labels, but for what `seen` says."""
+    m = ask.num_clients
+    plain = {"groups": np.zeros(m, int), "quarter_turns": np.zeros(m, int),
+             "label_maps": np.tile(np.arange(ask.num_classes), (m, 1))}
+    return Partition(*images, **(plain | seen))
+
+
+def even(ask: Request, amounts: np.ndarray) -> np.ndarray:
+    """Spread each client's amount (m,) equally over all classes: (m, C)."""
+    return spread(amounts, np.arange(ask.num_classes), ask.num_classes)
+
+
+def apportion(shares: np.ndarray, amount: int) -> np.ndarray:
     """Whole numbers (m,) that add up to amount, in proportion to shares (m,) that add up to 1: largest remainders."""
     quotas = shares * amount
     counts = np.floor(quotas).astype(int)
@@ -388,44 +513,7 @@ def _apportion(shares: np.ndarray, amount: int) -> np.ndarray:
     return counts
 
 
-def _check_groups(partition: str, num_groups: int, num_clients: int, num_classes: int) -> None:
-    low = 2 if partition == "practical" else 1  # one group has no other classes to take 20% from
-    limits = {} if partition == "clustered-dirichlet" else {f"num-clients, {num_clients}": num_clients}
-    if partition in ("practical", "label-groups", "clustered-dirichlet"):
-        limits[f"the number of classes, {num_classes}"] = num_classes
-    if partition == "rotated":
-        limits["4, the different quarter turns"] = 4
-    if partition == "permuted" and num_classes < 20:
-        limits["the different orders of the classes"] = math.factorial(num_classes)
-    reason, high = min(limits.items(), key=lambda item: item[1])
-    if not low <= num_groups <= high:
-        raise DataError(f"num-groups is {num_groups}, allowed with {partition}: {low} to {high} (at most {reason})")
-
-
-def _share(
-    partition: str,
-    have_train: np.ndarray,
-    groups: np.ndarray,
-    dataset: str,
-    paper: PaperSetting | None,
-    rng: np.random.Generator,
-) -> Share:
-    """The rule by which a partition divides images; what is random in it is drawn here, once."""
-    num_classes = len(have_train)
-    if partition == "iid":
-        seed = int(rng.integers(2**63))
-        return lambda have, sizes: _iid_counts(have, sizes, seed)
-    if partition == "pathological":
-        pairs = _class_pairs(have_train, len(groups), rng)
-        return lambda have, sizes: _pair_counts(pairs, sizes, num_classes)
-    if partition == "practical":
-        order = np.argsort(CIFAR100_SUPERCLASSES, kind="stable") if dataset == "cifar100" else np.arange(num_classes)
-        widths = paper.classes if paper else [len(part) for part in np.array_split(order, groups[-1] + 1)]
-        return lambda have, sizes: _practical_counts(sizes, groups, order, widths)
-    return lambda have, sizes: _spread(sizes, np.arange(num_classes), num_classes)
-
-
-def _spread(amounts: np.ndarray, classes: np.ndarray, num_classes: int) -> np.ndarray:
+def spread(amounts: np.ndarray, classes: np.ndarray, num_classes: int) -> np.ndarray:
     """Spread each client's amount (m,) equally over some classes (k,), odd images in turn: (m, C)."""
     extra = amounts % len(classes)  # (m,)
     turn = (np.arange(len(classes)) - (np.cumsum(extra) - extra)[:, None]) % len(classes)  # (m, k)
@@ -445,8 +533,8 @@ def _practical_counts(sizes: np.ndarray, groups: np.ndarray, order: np.ndarray, 
         members = groups == group
         own = (4 * sizes[members] + 2) // 5  # 80%, rounded
         cyclic = np.roll(order, width - end)
-        counts[members] = _spread(own, cyclic[:width], len(order))
-        counts[members] += _spread(sizes[members] - own, cyclic[width:], len(order))
+        counts[members] = spread(own, cyclic[:width], len(order))
+        counts[members] += spread(sizes[members] - own, cyclic[width:], len(order))
     return counts
 
 
@@ -493,7 +581,7 @@ def _largest_size(share: Share, have: np.ndarray, num_clients: int, least: int, 
     return least
 
 
-def _draw(labels: np.ndarray, counts: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
+def _pick(labels: np.ndarray, counts: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
     """Draw counts (m, C) images for each client; a class that is used up begins again from its first."""
     m, num_classes = counts.shape
     picks, owners = [], []
@@ -515,3 +603,35 @@ def _permutations(num_groups: int, num_classes: int, rng: np.random.Generator) -
         if order not in orders:
             orders.append(order)
     return np.array(orders)
+
+
+PARTITIONS: Registry[Scheme] = Registry("kindred.partitions", Scheme, {
+    "iid": Scheme("every client a uniform draw from all data", _iid, ("with-replacement",)),
+    "pathological": Scheme(
+        "two classes a client, drawn client by client, no groups", _pathological, ("with-replacement",),
+    ),
+    "practical": Scheme(
+        "groups of clients; 80% of a client's images from its group's classes, 20% from the others",
+        _practical, ("num-groups", "with-replacement"),
+    ),
+    "rotated": Scheme(
+        "groups of clients, classes uniform; the images of group g turned by 90 g degrees, up to 4 groups",
+        _rotated, ("num-groups", "with-replacement"),
+    ),
+    "permuted": Scheme(
+        "groups of clients, classes uniform; each group has the labels permuted in its own way",
+        _permuted, ("num-groups", "with-replacement"),
+    ),
+    "dirichlet": Scheme(
+        "each class spread over the clients by Dir(dirichlet-alpha): small is skewed, large is even",
+        _dirichlet, ("dirichlet-alpha",), total=True,
+    ),
+    "label-groups": Scheme(
+        "groups of clients; each group has classes of its own, and its clients images of these alone",
+        _label_groups, ("num-groups",), total=True,
+    ),
+    "clustered-dirichlet": Scheme(
+        "classes in num-groups clusters, each spread over the clients by Dir(dirichlet-alpha)",
+        _clustered_dirichlet, ("num-groups", "dirichlet-alpha"), total=True,
+    ),
+})  # fmt: skip

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import tempfile
 import textwrap
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from strategies.extensions import Registry
 
 if TYPE_CHECKING:
     import PIL.Image
@@ -33,64 +36,6 @@ CIFAR100_SUPERCLASSES = (
     16, 4, 17, 4, 2, 0, 17, 4, 18, 17, 10, 3, 2, 12, 12, 16, 12, 1, 9, 19, 2, 10, 0, 1, 16,
     12, 9, 13, 15, 13, 16, 19, 2, 4, 6, 19, 5, 5, 8, 19, 18, 1, 2, 15, 6, 0, 17, 8, 14, 13,
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Source:
-    """A dataset that can be asked for by name.
-
-    Attributes
-    ----------
-    description : str
-        One line: images, classes, size, where from.
-    num_classes : int or None
-        None where the file decides.
-    image_shape : tuple of int or None
-        (channels, height, width); None where the file decides.
-    torchvision : str
-        Name of the class in `torchvision.datasets`; "" where there is none.
-    folder : str
-        The folder in which that class keeps its files.
-    options : dict
-        Further arguments of that class.
-    """
-
-    description: str
-    num_classes: int | None
-    image_shape: tuple[int, int, int] | None
-    torchvision: str = ""
-    folder: str = ""
-    options: dict[str, Any] = field(default_factory=dict)
-
-
-DATASETS: dict[str, Source] = {
-    "digits": Source("8x8 grey digits, 10 classes, 899 + 898 images, part of scikit-learn", 10, (1, 8, 8)),
-    "mnist": Source(
-        "28x28 grey digits, 10 classes, 60,000 + 10,000 images, torchvision or npz", 10, (1, 28, 28), "MNIST", "MNIST"
-    ),
-    "fashion-mnist": Source(
-        "28x28 grey clothes, 10 classes, 60,000 + 10,000 images, torchvision or npz",
-        10, (1, 28, 28), "FashionMNIST", "FashionMNIST",
-    ),
-    "emnist": Source(
-        "28x28 grey digits and letters (byclass), 62 classes, 697,932 + 116,323 images, torchvision or npz",
-        62, (1, 28, 28), "EMNIST", "EMNIST", {"split": "byclass"},
-    ),
-    "cifar10": Source(
-        "32x32 colour photographs, 10 classes, 50,000 + 10,000 images, torchvision or npz",
-        10, (3, 32, 32), "CIFAR10", "cifar-10-batches-py",
-    ),
-    "cifar100": Source(
-        "32x32 colour photographs, 100 classes in 20 superclasses, 50,000 + 10,000 images, torchvision or npz",
-        100, (3, 32, 32), "CIFAR100", "cifar-100-python",
-    ),
-    "office-home": Source(
-        "features of photographs and drawings in folders DIR/domain/class, by ResNet-18, 512 numbers an image",
-        None, (512, 1, 1),
-    ),
-    "sites": Source("each client's own, on machines of their own", None, None),
-    "npz": Source("any images, your own .npz file with x_train, y_train, x_test and y_test", None, None),
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -128,6 +73,25 @@ class Images:
         return x, y
 
 
+@dataclass(frozen=True)
+class Source:
+    """A dataset that can be asked for by name.
+
+    Attributes
+    ----------
+    description : str
+        One line: images, classes, size, where from.
+    read : callable
+        Takes data-dir, "" where it is not set, and returns `Images`; DataError where there are none.
+    num_classes : int or None
+        None where the data decide.
+    """
+
+    description: str
+    read: Callable[[str], Images]
+    num_classes: int | None = None
+
+
 def load_images(dataset: str, data_dir: str = "") -> Images:
     """Read a dataset.
 
@@ -148,42 +112,20 @@ def load_images(dataset: str, data_dir: str = "") -> Images:
     """
     if dataset not in DATASETS:
         raise DataError(f"dataset is {dataset!r}, allowed: {', '.join(DATASETS)}")
-    if dataset == "digits":
-        return _digits()
-    if dataset == "sites":
-        raise DataError("dataset is 'sites', whose data are on machines of their own and cannot be divided here")
-    source = DATASETS[dataset]
-    if source.torchvision:
-        files = f"{dataset}.npz (x_train, y_train, x_test, y_test) or {source.folder}/ as torchvision writes it"
-        needs = f"{dataset} needs a folder with {files}, or an empty one to download into"
-    elif dataset == "office-home":
-        needs = "office-home needs a folder with a folder for each domain, and in it one with images for each class"
-    else:
-        needs = f"{dataset} needs an .npz file with x_train, y_train, x_test and y_test"
-    if not data_dir and not source.torchvision:
+    return DATASETS[dataset].read(data_dir)
+
+
+def there(data_dir: str, needs: str) -> Path:
+    """The path that data-dir names; DataError, which says what is needed, where it is not set or there is nothing."""
+    if not data_dir:
         raise DataError(f"data-dir is not set: {needs}")
-    path = Path(os.path.abspath(os.path.expanduser(data_dir or DEFAULT_FOLDER)))
-    if not os.path.exists(path) and data_dir:
+    path = Path(os.path.abspath(os.path.expanduser(data_dir)))
+    if not os.path.exists(path):
         raise DataError(f"data-dir {path} does not exist: {needs}")
-    if dataset == "office-home":
-        from .features import folder_features  # which takes from here what it says when something is wrong
-
-        if not path.is_dir():
-            raise DataError(f"data-dir {path} is a file: {needs}")
-        return folder_features(path)
-    if path.is_file():
-        return _checked(read_npz(path), path, source)
-    if not source.torchvision:
-        raise DataError(f"data-dir {path} is a folder: {needs}")
-    if (path / f"{dataset}.npz").is_file():
-        path = path / f"{dataset}.npz"
-        return _checked(read_npz(path), path, source)
-    if not (path / source.folder).exists():
-        _download(source, path, files)
-    return _checked(_read_torchvision(source, path), path / source.folder, source)
+    return path
 
 
-def _digits() -> Images:
+def _digits(data_dir: str) -> Images:
     """scikit-learn's digits, always in the same halves, each class in as equal parts as can be."""
     from sklearn.datasets import load_digits
 
@@ -218,45 +160,105 @@ def read_image(path: Path, mode: str = "RGB") -> PIL.Image.Image:
         raise DataError(f"{path} cannot be read as an image: {one_line(error)}") from error
 
 
-def _reader(source: Source) -> type:
-    from strategies.compat import import_torchvision
-
-    try:
-        return getattr(import_torchvision().datasets, source.torchvision)
-    except ImportError as error:
-        text = f"{source.torchvision} is read by torchvision, an .npz file needs none: {one_line(error)}"
-        raise DataError(text) from error
+def _npz(data_dir: str) -> Images:
+    needs = "npz needs an .npz file with x_train, y_train, x_test and y_test"
+    path = there(data_dir, needs)
+    if not path.is_file():
+        raise DataError(f"data-dir {path} is a folder: {needs}")
+    return _checked(read_npz(path), path)
 
 
-def _read_torchvision(source: Source, root: Path) -> dict[str, np.ndarray]:
-    reader = _reader(source)
-    arrays: dict[str, np.ndarray] = {}
-    try:
-        for part, train in (("train", True), ("test", False)):
-            images = reader(root, train=train, **source.options)
-            arrays[f"x_{part}"], arrays[f"y_{part}"] = np.asarray(images.data), np.asarray(images.targets)
-    except Exception as error:  # torchvision asserts, unpacks and decodes; each fails in its own way
-        where = root / source.folder
-        text = f"{where} is incomplete or damaged, remove it to have it downloaded anew: {one_line(error)}"
-        raise DataError(text) from error
-    if source.torchvision == "EMNIST":  # its files hold each image mirrored at the diagonal
-        arrays |= {name: x.transpose(0, 2, 1) for name, x in arrays.items() if name.startswith("x_")}
-    return arrays
+def _office_home(data_dir: str) -> Images:
+    from .features import folder_features  # which takes from here what it says when something is wrong
+
+    needs = "office-home needs a folder with a folder for each domain, and in it one with images for each class"
+    path = there(data_dir, needs)
+    if not path.is_dir():
+        raise DataError(f"data-dir {path} is a file: {needs}")
+    return folder_features(path)
 
 
-def _download(source: Source, root: Path, files: str) -> None:
-    """Let torchvision download into a folder of its own first, so that nothing half-written stays behind."""
-    reader = _reader(source)
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=root, prefix=".download-") as partial:
-            reader(partial, train=True, download=True, **source.options)
-            if not (root / source.folder).exists():  # another process may have been quicker
-                os.replace(Path(partial, source.folder), root / source.folder)
-    except Exception as error:  # no network, no room, no right to write
-        raise DataError(
-            f"data-dir {root} has no {files}, and the download failed: {one_line(error)}"
-        ) from error
+def _sites(data_dir: str) -> Images:
+    raise DataError("dataset is 'sites', whose data are on machines of their own and cannot be divided here")
+
+
+@dataclass(frozen=True)
+class _Published:
+    """Reads a dataset that torchvision knows: from an .npz file or, downloaded where need be, as torchvision keeps it.
+
+    Attributes
+    ----------
+    name : str
+        The dataset's.
+    num_classes : int
+    image_shape : tuple of int
+        (channels, height, width).
+    torchvision : str
+        Name of the class in `torchvision.datasets`.
+    folder : str
+        The folder in which that class keeps its files.
+    options : dict
+        Further arguments of that class.
+    """
+
+    name: str
+    num_classes: int
+    image_shape: tuple[int, int, int]
+    torchvision: str
+    folder: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self, data_dir: str) -> Images:
+        files = f"{self.name}.npz (x_train, y_train, x_test, y_test) or {self.folder}/ as torchvision writes it"
+        if data_dir:
+            path = there(data_dir, f"{self.name} needs a folder with {files}, or an empty one to download into")
+        else:
+            path = Path(os.path.abspath(os.path.expanduser(DEFAULT_FOLDER)))
+        if (path / f"{self.name}.npz").is_file():
+            path = path / f"{self.name}.npz"
+        if path.is_file():
+            return _checked(read_npz(path), path, self.num_classes, self.image_shape)
+        if not (path / self.folder).exists():
+            self._download(path, files)
+        return _checked(self._read(path), path / self.folder, self.num_classes, self.image_shape)
+
+    def _class(self) -> type:
+        from strategies.compat import import_torchvision
+
+        try:
+            return getattr(import_torchvision().datasets, self.torchvision)
+        except ImportError as error:
+            text = f"{self.torchvision} is read by torchvision, an .npz file needs none: {one_line(error)}"
+            raise DataError(text) from error
+
+    def _read(self, root: Path) -> dict[str, np.ndarray]:
+        reader = self._class()
+        arrays: dict[str, np.ndarray] = {}
+        try:
+            for part, train in (("train", True), ("test", False)):
+                images = reader(root, train=train, **self.options)
+                arrays[f"x_{part}"], arrays[f"y_{part}"] = np.asarray(images.data), np.asarray(images.targets)
+        except Exception as error:  # torchvision asserts, unpacks and decodes; each fails in its own way
+            where = root / self.folder
+            text = f"{where} is incomplete or damaged, remove it to have it downloaded anew: {one_line(error)}"
+            raise DataError(text) from error
+        if self.torchvision == "EMNIST":  # its files hold each image mirrored at the diagonal
+            arrays |= {name: x.transpose(0, 2, 1) for name, x in arrays.items() if name.startswith("x_")}
+        return arrays
+
+    def _download(self, root: Path, files: str) -> None:
+        """Let torchvision download into a folder of its own first, so that nothing half-written stays behind."""
+        reader = self._class()
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=root, prefix=".download-") as partial:
+                reader(partial, train=True, download=True, **self.options)
+                if not (root / self.folder).exists():  # another process may have been quicker
+                    os.replace(Path(partial, self.folder), root / self.folder)
+        except Exception as error:  # no network, no room, no right to write
+            raise DataError(
+                f"data-dir {root} has no {files}, and the download failed: {one_line(error)}"
+            ) from error
 
 
 def checked_parts(arrays: dict[str, np.ndarray], where: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -275,16 +277,18 @@ def checked_parts(arrays: dict[str, np.ndarray], where: Path) -> tuple[np.ndarra
     return x_train, y_train, x_test, y_test
 
 
-def _checked(arrays: dict[str, np.ndarray], where: Path, source: Source) -> Images:
-    """Check the four arrays against each other and against what the dataset must be."""
+def _checked(
+    arrays: dict[str, np.ndarray], where: Path, num_classes: int = 0, image_shape: tuple[int, int, int] | None = None
+) -> Images:
+    """Check the four arrays against each other, and against what the dataset must be where that is known."""
     x_train, y_train, x_test, y_test = checked_parts(arrays, where)
     shape = x_train.shape[1:]
-    if source.image_shape not in (None, shape):
+    if image_shape not in (None, shape):
         raise DataError(
-            f"{where}: x_train has images of (c, h, w) = {shape} where {source.image_shape} is due; "
+            f"{where}: x_train has images of (c, h, w) = {shape} where {image_shape} is due; "
             "dataset=npz takes any images"
         )
-    num_classes = source.num_classes or int(max(y_train.max(), y_test.max())) + 1
+    num_classes = num_classes or int(max(y_train.max(), y_test.max())) + 1
     for name, y in (("y_train", y_train), ("y_test", y_test)):
         if y.max() >= num_classes:
             raise DataError(f"{where}: {name} has a label {y.max()}, allowed: 0 to {num_classes - 1}")
@@ -332,3 +336,37 @@ def _checked_labels(y: np.ndarray, name: str) -> np.ndarray:
 
 def one_line(error: Exception) -> str:
     return textwrap.shorten(str(error), 240) or type(error).__name__
+
+
+def _published(description: str, name: str, num_classes: int, *details: Any) -> Source:
+    return Source(f"{description}, torchvision or npz", _Published(name, num_classes, *details), num_classes)
+
+
+DATASETS: Registry[Source] = Registry("kindred.datasets", Source, {
+    "digits": Source("8x8 grey digits, 10 classes, 899 + 898 images, part of scikit-learn", _digits, 10),
+    "mnist": _published(
+        "28x28 grey digits, 10 classes, 60,000 + 10,000 images", "mnist", 10, (1, 28, 28), "MNIST", "MNIST"
+    ),
+    "fashion-mnist": _published(
+        "28x28 grey clothes, 10 classes, 60,000 + 10,000 images",
+        "fashion-mnist", 10, (1, 28, 28), "FashionMNIST", "FashionMNIST",
+    ),
+    "emnist": _published(
+        "28x28 grey digits and letters (byclass), 62 classes, 697,932 + 116,323 images",
+        "emnist", 62, (1, 28, 28), "EMNIST", "EMNIST", {"split": "byclass"},
+    ),
+    "cifar10": _published(
+        "32x32 colour photographs, 10 classes, 50,000 + 10,000 images",
+        "cifar10", 10, (3, 32, 32), "CIFAR10", "cifar-10-batches-py",
+    ),
+    "cifar100": _published(
+        "32x32 colour photographs, 100 classes in 20 superclasses, 50,000 + 10,000 images",
+        "cifar100", 100, (3, 32, 32), "CIFAR100", "cifar-100-python",
+    ),
+    "office-home": Source(
+        "features of photographs and drawings in folders DIR/domain/class, by ResNet-18, 512 numbers an image",
+        _office_home,
+    ),
+    "sites": Source("each client's own, on machines of their own", _sites),
+    "npz": Source("any images, your own .npz file with x_train, y_train, x_test and y_test", _npz),
+})  # fmt: skip

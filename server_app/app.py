@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import fields
 from functools import partial
+from inspect import signature
 from logging import INFO, WARNING
 from typing import TYPE_CHECKING, Any
 
@@ -12,13 +14,13 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.supercore import log
 
 from data import DATASETS, Federation, Sites, load_federation
-from strategies import REGISTRY, InlineGrid, make_model
+from strategies import REGISTRY, InlineGrid, Method, make_model
 from strategies.messages import to_record, with_prefix
 from strategies.models import choose_model, parse_models
 from strategies.state import MIXTURE, MODEL, NotResumable, end_simulation, saved_files, simulated
 from strategies.store import last_layers
 
-from .config import Config, ConfigError, kebab
+from .config import Config, ConfigError, assigned, kebab, parse
 from .results import RunFolder
 
 if TYPE_CHECKING:
@@ -98,7 +100,7 @@ def run(grid: Grid, config: Config) -> RunFolder:
         given["public_set"] = fingerprint_of(federation.public_set())
     strategy = make_strategy(config, **given)
     groups = federation.groups.tolist() if isinstance(federation, Federation) and federation.groups.any() else None
-    folder = RunFolder(config.run_config(), groups)
+    folder = RunFolder(config.run_config(), groups, images_of(config, federation))
     with folder.locked():
         _train(grid, config, federation, strategy, initial_arrays, folder)
     return folder
@@ -157,6 +159,17 @@ def _train(
     if local:
         end_simulation(strategy.run_id)
     log(INFO, "kindred: results in %s", folder.path)
+
+
+def images_of(config: Config, federation: Federation | Sites) -> str | None:
+    """What says which images a run has, public ones where it needs them; None where sites have data of their own."""
+    if not isinstance(federation, Federation):
+        return None
+    if not REGISTRY[config.strategy].needs_public_set:
+        return federation.fingerprint
+    from strategies.client import fingerprint_of
+
+    return f"{federation.fingerprint}, public {fingerprint_of(federation.public_set())}"
 
 
 def check_data_and_models(config: Config, federation: Federation | Sites) -> None:
@@ -238,7 +251,10 @@ def make_strategy(config: Config, **given: Any) -> PersonalizedStrategy:
         A setting that this method does not take.
     """
     method = REGISTRY[config.strategy]
-    own: dict[str, Any] = {name: getattr(config, name) for name in method.settings}
+    if method.strategy().name != config.strategy:
+        raise ConfigError(f"the name of {method.strategy_path} is {method.strategy().name!r}, and it is registered as "
+                          f"{config.strategy!r}: they must be the same")
+    own = _own_settings(config, method)
     if own.get("self_weight") == "none":
         own["self_weight"] = None
     try:
@@ -256,6 +272,23 @@ def make_strategy(config: Config, **given: Any) -> PersonalizedStrategy:
         )
     except ValueError as error:
         raise ConfigError(f"{config.strategy}: {_in_kebab(str(error), method.settings)}") from None
+
+
+def _own_settings(config: Config, method: Method) -> dict[str, Any]:
+    """The settings of a method: those of Config, and of the others those that are set, of the type of their default."""
+    known, others = {spec.name for spec in fields(config)}, assigned(config.method_settings)
+    own: dict[str, Any] = {name: getattr(config, name) for name in method.settings if name in known}
+    for name in method.settings:
+        if name in known or kebab(name) not in others:
+            continue
+        argument = signature(method.strategy()).parameters.get(name)
+        if argument is None or argument.default is argument.empty:
+            raise ConfigError(f"{config.strategy}: its strategy has no argument {name} with a default, and must have")
+        text, kind = others[kebab(name)], type(argument.default).__name__
+        own[name] = parse(text, kind)
+        if type(own[name]).__name__ != kind:
+            raise ConfigError(f"{kebab(name)} is {text!r}, allowed with {config.strategy}: {kind}")
+    return own
 
 
 def _in_kebab(text: str, names: tuple[str, ...]) -> str:

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from strategies.extensions import ExtensionError
+
 # What takes time to import is imported where it is needed: `kindred --help` needs nothing of it.
 if TYPE_CHECKING:
     from rich.table import Column, Table
@@ -37,6 +39,8 @@ class Commands(typer.core.TyperGroup):
         """Run the command that the context names."""
         try:
             return super().invoke(ctx)
+        except ExtensionError as error:
+            _end(2, str(error))
         except UsageError as error:
             command, message = (error.ctx or ctx).command_path, error.format_message().rstrip(".")
             _end(error.exit_code, f"{message[:1].lower()}{message[1:]}; see `{command} --help`")
@@ -183,7 +187,7 @@ def compare(
         for_all, own = [], {}
         for assignment in settings or []:
             name, colon, rest = assignment.partition(":")
-            if colon and "=" not in name:
+            if colon and "=" not in name and "=" in rest:
                 own.setdefault(name, []).append(rest)
             else:
                 for_all.append(assignment)
@@ -194,7 +198,7 @@ def compare(
             seeds=_whole_numbers("--seeds", seeds), reference=reference, scale=scale,
             preset=load_preset(preset) if preset else None,
         )  # fmt: skip
-        for config in plan.configs.values():
+        for _, config in plan.runs:
             check_machine(config, engine, cpus_per_client, gpus_per_client)
         unusable = {}
         for name, config in plan.configs.items():
@@ -252,11 +256,19 @@ def strategies() -> None:
 
 @app.command()
 def datasets() -> None:
-    """List the datasets and the ways to divide them."""
+    """List the datasets, the ways to divide them, and the networks."""
     from data import DATASETS, PARTITIONS
+    from strategies.models import MODELS
 
     _print_table(("dataset", "images"), ((name, source.description) for name, source in DATASETS.items()))
-    _print_table(("partition", "who has what"), PARTITIONS.items())
+    _print_table(("partition", "who has what", "settings that count"), (
+        (name, scheme.description, ", ".join(scheme.settings)) for name, scheme in PARTITIONS.items()))
+    _print_table(("model", "network"), ((name, _beginning(model)) for name, model in MODELS.items()))
+
+
+def _beginning(thing: Any) -> str:
+    """The first paragraph of a docstring, in one line."""
+    return " ".join((thing.__doc__ or "").partition("\n\n")[0].split())
 
 
 def main() -> None:
@@ -283,7 +295,7 @@ def _config(named: Mapping[str, str | None], assignments: Sequence[str], resume:
 
 def given_settings(named: Mapping[str, str | None], assignments: Sequence[str]) -> dict[str, Any]:
     """The settings that a command's options and its --set say, each read as its kind; ConfigError where they cannot."""
-    from .config import Config, ConfigError, kebab
+    from .config import Config, ConfigError, kebab, parse
 
     texts = {key: text for key, text in named.items() if text is not None}
     for assignment in assignments:
@@ -301,21 +313,9 @@ def _whole_numbers(option: str, text: str) -> list[int]:
     from .config import ConfigError
 
     try:
-        return [int(word) for word in text.split(",") if word.strip()]
+        return [int(word) for word in text.split(",")] if text else []
     except ValueError:
         raise ConfigError(f"{option} is {text!r}, allowed: whole numbers separated by commas") from None
-
-
-def parse(text: str, kind: str) -> bool | int | float | str:
-    """Read a value as the kind that its setting has; text that is none of the kind stays text."""
-    if kind == "bool":
-        return {"true": True, "false": False}.get(text.lower(), text)
-    for read in {"int": (int,), "float": (float,), "float | str": (float,)}.get(kind, ()):
-        try:
-            return read(text)
-        except ValueError:
-            pass
-    return text
 
 
 def check(

@@ -2,8 +2,8 @@
 
 A comparison is a `Plan`: names with the settings of each, and seeds. `carry_out` runs what has not been run yet and
 gives the content of comparison.json; the tables, the CSV file, the Markdown file and the picture are made of that
-alone. A run is known by the hash of its settings, so that whatever lies in `output-dir` is not run again, whoever ran
-it, and what was cut short is gone on with.
+alone. A run is known by the hash of its settings and images, so that whatever lies in `output-dir` is not run again,
+whoever ran it, and what was cut short is gone on with.
 
     compare-WHAT-HASH/comparison.json   everything; the same comparison always has the same folder
     compare-WHAT-HASH/comparison.csv    a line for each run, and for the mean and deviation of each method
@@ -29,11 +29,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.stats import wilcoxon
 
-from data import DATASETS, load_federation
+from data import DATASETS, PARTITIONS, DataError, load_federation
 from data.federation import KEYS
-from data.partitions import DEALT
 from strategies.state import replacing
 
+from .app import images_of
 from .config import Config, ConfigError
 from .flower import Outcome
 from .pictures import comparison_figure
@@ -120,6 +120,11 @@ class Plan:
         return f"{self.what}, {seeds}" + (f", scale {self.scale:g}" if self.scale != 1 else "")
 
     @property
+    def runs(self) -> list[tuple[str, Config]]:
+        """The name and the settings of every run, seed by seed, so that there is soon something whole."""
+        return [(name, replace(config, seed=seed)) for seed in self.seeds for name, config in self.configs.items()]
+
+    @property
     def folder(self) -> Path:
         """Where the comparison is written: always the same for the same runs and reference."""
         runs = [(name, run_hash(config.run_config())) for name, config in self.configs.items()]
@@ -173,7 +178,7 @@ def make_plan(
     if stray := [name for name in own if name not in names]:
         raise ConfigError(f"--set {stray[0]}: is for no method that is compared; these are {', '.join(names)}")
     for key, instead in (("strategy", "--strategies"), ("seed", "--seeds"), ("resume", "the command again")):
-        if key in given:
+        if key in given or key != "strategy" and any(key in alone for alone in own.values()):
             raise ConfigError(f"--set {key} is not for a comparison: use {instead}")
     reference = reference or (preset.reference if preset and preset.reference in names else names[0])
     if reference not in names:
@@ -204,7 +209,7 @@ def make_plan(
     changed |= {f"{name}:{key}": value for name in own if preset for key, value in own[name].items()}
     return Plan(
         common=common, configs=configs, seeds=list(seeds), reference=reference, scale=scale,
-        own={name: {key: configs[name].run_config()[key] for key in keys} for name, keys in own_settings.items()},
+        own={name: {key: configs[name].settings()[key] for key in keys} for name, keys in own_settings.items()},
         scaled=scaled if scale != 1 else {}, preset=preset, changed=changed,
     )  # fmt: skip
 
@@ -214,7 +219,7 @@ def images_a_client(config: Config) -> float:
     if config.samples_per_client:
         return config.samples_per_client
     federation = load_federation(config.run_config())
-    return round(float((federation.sizes if config.partition in DEALT else federation.train_sizes).mean()), 1)
+    return round(float((federation.sizes if PARTITIONS[config.partition].total else federation.train_sizes).mean()), 1)
 
 
 def shrunk(config: Config, scale: float, images: float) -> Config:
@@ -229,15 +234,14 @@ def shrunk(config: Config, scale: float, images: float) -> Config:
     })
 
 
-def run_hash(settings: Mapping[str, Any]) -> str:
-    """The name of a run: of all settings that its results depend on.
+def run_hash(settings: Mapping[str, Any], images: str | None = None) -> str:
+    """The name of a run: of its images (`app.images_of`) and of all settings that its results depend on.
 
-    These are all but where folders lie and how the state is kept. A data-dir counts where it says which images they
-    are.
+    These are all but where folders lie and how the state is kept. Of a run that has no record of its images a data-dir
+    counts where it says which they are.
     """
-    source = DATASETS[settings["dataset"]]
-    beside = BESIDE if source.num_classes is None else (*BESIDE, "data-dir")
-    kept = {key: value for key, value in settings.items() if key not in beside}
+    beside = (*BESIDE, "data-dir") if images or DATASETS[settings["dataset"]].num_classes else BESIDE
+    kept = {key: value for key, value in settings.items() if key not in beside} | ({"images": images} if images else {})
     return sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
@@ -246,7 +250,8 @@ def known_runs(output_dir: Path) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for path in sorted(output_dir.glob("*/config.json")):
         try:
-            key = run_hash(_read_config(path.parent)["settings"])
+            config = _read_config(path.parent)
+            key = run_hash(config["settings"], config.get("images"))
         except (ConfigError, KeyError, TypeError):  # of something else, or of another version
             continue
         if key not in found or is_finished(path.parent) or not is_finished(found[key]):
@@ -285,16 +290,15 @@ def carry_out(
     """
     known = known_runs(Path(plan.common.output_dir))
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in plan.configs}
-    todo = [(seed, name) for seed in plan.seeds for name in plan.configs]  # by seed: soon there is something whole
     code = 0
-    for number, (seed, name) in enumerate(todo, 1):
-        config = replace(plan.configs[name], seed=seed)
-        head = f"run {number}/{len(todo)}  {name}, seed {seed}"
-        key = run_hash(config.run_config())
-        folder = known.get(key)
+    todo = plan.runs
+    for number, (name, config) in enumerate(todo, 1):
+        head = f"run {number}/{len(todo)}  {name}, seed {config.seed}"
+        key = run_hash(config.run_config(), _images(config))
+        folder = known.get(key) or known.get(run_hash(config.run_config()))  # the latter: of no record
         if folder and is_finished(folder):
             how, outcome = "reused", Outcome(0, "", folder)
-            say(f"{head}: reused, {folder}{_unlike(folder, config)}")
+            say(f"{head}: reused, {folder}{_unlike(folder)}")
         elif name in unusable:
             how, outcome = "failed", Outcome(2, unusable[name])
         elif folder:
@@ -309,7 +313,7 @@ def carry_out(
             code = outcome.code
             say(f"{head}: {outcome.reason}; the same command goes on")
             break
-        run: dict[str, Any] = {"seed": seed, "how": how, "hash": key}
+        run: dict[str, Any] = {"seed": config.seed, "how": how, "hash": key}
         if outcome.code == 0:
             folder = known[key] = outcome.results
             run |= {"folder": os.path.relpath(folder, plan.folder), "versions": _read_config(folder).get("versions"),
@@ -325,13 +329,21 @@ def carry_out(
     return content_of(plan, runs, command), code
 
 
-def _unlike(folder: Path, config: Config) -> str:
+def _images(config: Config) -> str | None:
+    """What says which images a run would have; None where it cannot have them, of which the run itself will tell."""
+    try:
+        return images_of(config, load_federation(config.run_config()))
+    except DataError:
+        return None
+
+
+def _unlike(folder: Path) -> str:
     """In which ways a run of the same settings may still be another one."""
     before = _read_config(folder)
     told = [f"{name} was {version}" for name, version in (before.get("versions") or {}).items()
             if version != _versions().get(name)]
-    if DATASETS[config.dataset].torchvision and before["settings"]["data-dir"] != config.data_dir:
-        told.append(f"data-dir was {before['settings']['data-dir']!r}")
+    if not before.get("images"):
+        told.append("which images it had is not on record")
     return f" ({', '.join(told)})" if told else ""
 
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any
 
 from data import DATASETS, PARTITIONS
 from strategies import REGISTRY
+from strategies.extensions import Registry
 from strategies.models import MODELS, parse_models
 
 
@@ -43,12 +45,20 @@ def one_of(*names: str) -> tuple[str, Callable[[Any], bool]]:
     return "one of " + ", ".join(names), lambda value: value in names
 
 
+def registered(registry: Registry, command: str) -> tuple[str, Callable[[Any], bool], str]:
+    return *one_of(*registry), f"a name that `kindred {command}` lists"
+
+
 ANY_TEXT = ("any text", lambda value: True)
 TRUE_OR_FALSE = ("true or false", lambda value: True)
 
 
 def _is_self_weight(value: Any) -> bool:
     return value in ("uniform", "none") or (isinstance(value, int | float) and 0 <= value <= 1)
+
+
+def _are_assignments(value: str) -> bool:
+    return all(re.fullmatch(r"[\w-]+=\S+", word) for word in value.split())
 
 
 def _are_models(value: str) -> bool:
@@ -58,7 +68,8 @@ def _are_models(value: str) -> bool:
         return False
 
 
-def setting(default: Any, allowed: tuple[str, Callable[[Any], bool]], meaning: str) -> Any:
+def setting(default: Any, allowed: tuple[str, Callable[[Any], bool], *tuple[str, ...]], meaning: str) -> Any:
+    """A setting: what is allowed, in words, and whether a value is; in other words for the table, if it has others."""
     return field(default=default, metadata={"allowed": allowed, "meaning": meaning})
 
 
@@ -72,7 +83,7 @@ class Config:
         A value of another type than the default's, or out of its range.
     """
 
-    strategy: str = setting("heurfedamp", one_of(*REGISTRY), "the method")
+    strategy: str = setting("heurfedamp", registered(REGISTRY, "strategies"), "the method")
     seed: int = setting(0, at_least(0), "seed of everything random: data, sampling, models, batches")
     num_rounds: int = setting(15, at_least(1), "rounds of training")
     output_dir: str = setting("results", ANY_TEXT, "folder under which each run makes a folder of its own")
@@ -84,14 +95,14 @@ class Config:
     )
     keep_checkpoints: int = setting(2, at_least(1), "how many of the last states are kept")
 
-    dataset: str = setting("digits", one_of(*DATASETS), "the images")
+    dataset: str = setting("digits", registered(DATASETS, "datasets"), "the images")
     data_dir: str = setting("", ANY_TEXT, "folder (or .npz file) of the dataset; digits needs none")
     image_shape: str = setting("", ANY_TEXT, "sites: channels x height x width that every site's images have: 1x28x28")
     num_classes: int = setting(0, at_least(0), "sites: how many classes there are")
     class_names: str = setting("", ANY_TEXT, "sites: the classes in order, separated by commas, where data have names")
     input_mean: float = setting(0.5, within(-1e6, 1e6), "sites: taken off the images' numbers (bytes count as 0 to 1)")
     input_deviation: float = setting(0.5, above(0), "sites: what the images' numbers are then divided by")
-    partition: str = setting("rotated", one_of(*PARTITIONS), "how clients' data differ")
+    partition: str = setting("rotated", registered(PARTITIONS, "datasets"), "how clients' data differ")
     num_clients: int = setting(20, at_least(2), "clients among whom the data are divided")
     num_groups: int = setting(
         4, at_least(1), "groups of like clients, where the partition has groups and no sizes of its own; "
@@ -123,7 +134,8 @@ class Config:
 
     model: str = setting(
         "auto",
-        (f"auto, one of {', '.join(MODELS)}, or several separated by commas, smallest first", _are_models),
+        (f"auto, one of {', '.join(MODELS)}, or several separated by commas, smallest first", _are_models,
+         "auto, a name that `kindred datasets` lists, or several separated by commas, smallest first"),
         "the network; auto: the one for the images' size; of several, where models do not travel, the more images a "
         "client has the likelier it gets a larger one",
     )
@@ -275,13 +287,25 @@ class Config:
     ala_share: float = setting(0.8, a_share(), "FedALA: share of the training images by which weights are learned (s)")
     ala_learning_rate: float = setting(1.0, above(0), "FedALA: step size of these weights (eta)")
 
+    method_settings: str = setting(
+        "", ("key=value, separated by blanks", _are_assignments), "settings of added methods that are not in this "
+        "table; `--set key=value` puts them here"
+    )
+
     def __post_init__(self) -> None:
         for spec in fields(self):
             _check(spec, getattr(self, spec.name))
+        given = assigned(self.method_settings).keys()
+        if given and (stray := given - _added_settings()):  # which imports what is installed
+            known = ", ".join(_added_settings()) or "none"
+            raise ConfigError(f"method-settings has {min(stray)}, allowed: settings of added methods, {known}")
 
     @classmethod
     def from_run_config(cls, run_config: Mapping[str, Any]) -> Config:
         """Read a run config with kebab-case keys; keys that are left out have their default.
+
+        Settings of added methods may be among the keys: Flower, which knows the others alone, gets them in
+        `method_settings`.
 
         Raises
         ------
@@ -289,14 +313,21 @@ class Config:
             An unknown key, a wrong type or a value out of range.
         """
         known = {kebab(spec.name): spec for spec in fields(cls)}
-        for key in run_config:
-            if key not in known:
-                raise ConfigError(f"unknown setting {key}; known: {', '.join(known)}")
-        return cls(**{known[key].name: _as_declared(known[key], value) for key, value in run_config.items()})
+        values = {known[key].name: _as_declared(known[key], value) for key, value in run_config.items() if key in known}
+        if added := {key: value for key, value in run_config.items() if key not in known}:
+            if stray := added.keys() - _added_settings():
+                raise ConfigError(f"unknown setting {min(stray)}; known: {', '.join((*known, *_added_settings()))}")
+            both = assigned(values.get("method_settings", "")) | added
+            values["method_settings"] = " ".join(f"{key}={both[key]}" for key in sorted(both))
+        return cls(**values)
 
     def run_config(self) -> dict[str, Any]:
         """The settings as a Flower run config, kebab-case."""
         return {kebab(spec.name): getattr(self, spec.name) for spec in fields(self)}
+
+    def settings(self) -> dict[str, Any]:
+        """All settings by their names in kebab-case, those of added methods, as texts, among them."""
+        return self.run_config() | assigned(self.method_settings)
 
     def absolute(self) -> Config:
         """The same, with paths that do not depend on the working directory."""
@@ -315,6 +346,30 @@ def kebab(name: str) -> str:
     return name.replace("_", "-")
 
 
+def assigned(text: str) -> dict[str, str]:
+    """Settings written as `method_settings` are."""
+    return {key: value for key, _, value in (word.partition("=") for word in text.split())}
+
+
+def _added_settings() -> list[str]:
+    """The settings of all methods that are no fields of Config."""
+    fields_of_config = {spec.name for spec in fields(Config)}
+    names = (name for method in REGISTRY.values() for name in method.settings)
+    return [kebab(name) for name in dict.fromkeys(names) if name not in fields_of_config]
+
+
+def parse(text: str, kind: str) -> bool | int | float | str:
+    """Read a value as the kind that its setting has; text that is none of the kind stays text."""
+    if kind == "bool":
+        return {"true": True, "false": False}.get(text.lower(), text)
+    for read in {"int": (int,), "float": (float,), "float | str": (float,)}.get(kind, ()):
+        try:
+            return read(text)
+        except ValueError:
+            pass
+    return text
+
+
 def _as_declared(spec: Field, value: Any) -> Any:
     """Whole numbers stand for floats too: 1 is 1.0 where a float is asked for."""
     if "float" in str(spec.type) and type(value) is int:
@@ -323,7 +378,7 @@ def _as_declared(spec: Field, value: Any) -> Any:
 
 
 def _check(spec: Field, value: Any) -> None:
-    allowed, holds = spec.metadata["allowed"]
+    allowed, holds, *_ = spec.metadata["allowed"]
     types = {"int": (int,), "float": (float,), "str": (str,), "bool": (bool,), "float | str": (float, str)}[
         str(spec.type)
     ]
@@ -337,8 +392,9 @@ def table() -> str:
     for spec in fields(Config):
         kind = str(spec.type).replace(" | ", " or ")
         default = json.dumps(spec.default)
-        allowed, meaning = spec.metadata["allowed"][0], spec.metadata["meaning"]
-        lines.append(f"| `{kebab(spec.name)}` | {kind} | {default} | {allowed} | {meaning} |")
+        allowed, _, *in_the_table = spec.metadata["allowed"]
+        meaning = spec.metadata["meaning"]
+        lines.append(f"| `{kebab(spec.name)}` | {kind} | {default} | {(*in_the_table, allowed)[0]} | {meaning} |")
     return "\n".join(lines)
 
 

@@ -37,7 +37,7 @@ ATTEMPTS = 3  # to start a SuperLink on a port that nobody takes in the meantime
 STARTUP_TIMEOUT = 60.0  # s
 MARK = "KINDRED_RUN"  # an environment variable that every process of a run inherits
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-BAD_INPUT = ("ConfigError", "DataError")  # exceptions of the app that say: change a setting
+BAD_INPUT = ("ConfigError", "DataError", "ExtensionError")  # exceptions of the app that say: change a setting
 
 # Begins what a process of ours runs: should ours, its first argument, be killed, it sees to the end of what it started,
 # and of itself.

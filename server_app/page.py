@@ -94,6 +94,7 @@ pre { background: var(--card); border-radius: 8px; padding: 0.75rem; margin: 0.5
 img { max-width: 100%; max-height: 36rem; height: auto; width: auto;
   background: #ffffff; border-radius: 8px; display: block; }
 a { color: var(--c0); }
+@page { margin: 1.4cm; }
 @media print {
   :root { --paper: #ffffff; --card: #f6f7f9; --ink: #000000; --soft: #444444; --rule: #cccccc; --grid: #e6e9ec;
     --note: #fff4d6;
@@ -120,7 +121,7 @@ const COLOURS = 7, DASHES = ["", "7 4", "8 3 2 3", "2 3", "10 2 2 2 2 2"], SHAPE
 const VIRIDIS = ["440154", "48186a", "472d7b", "424086", "3b528b", "33638d", "2c728e", "26828e", "21918c", "1fa088",
   "28ae80", "3fbc73", "5ec962", "84d44b", "addc30", "d8e219", "fde725"].map(text =>
   [0, 2, 4].map(at => parseInt(text.slice(at, at + 2), 16)));
-const OWN = [176, 176, 176];
+const OWN = [176, 176, 176, 255];
 const kept = { round: null, edges: 2 };  // what the reader has chosen; no round is the last one
 const plots = [];  // { box, draw }: boxes that are drawn as wide as they are
 const PRINTED = 330;  // pixels: how wide a column is on paper
@@ -287,6 +288,14 @@ function legend(lines, bandName) {
       s("rect", { width: 20, height: 12, fill: lines.length === 1 ? colour(lines[0].i) : "var(--soft)",
         "fill-opacity": 0.2 })), bandName));
 }
+// What rounds besides those of training are; pairs: the rounds of a curve, and how many were asked for.
+function besides(pairs) {
+  const told = [
+    pairs.some(([rounds]) => rounds.includes(0)) && "Round 0 is what came before training.",
+    pairs.some(([rounds, asked]) => rounds.some(number => number > asked))
+      && "A round beyond those of training is a closing evaluation, of the models that the last one left."];
+  return told.filter(Boolean).join(" ") || null;
+}
 const figure = (title, ...children) => h("figure", {}, title && h("h3", {}, title), ...children);
 const section = (title, ...children) => h("section", {}, h("h2", {}, title), ...children);
 
@@ -333,7 +342,7 @@ function run(data) {
         lineFigure({ title: "Over rounds", whole: true, xName: "round", lines: [
           { name: "mean over clients", x: curve.rounds, y: curve.mean, low: curve.p10, high: curve.p90, i: 0,
             titles: inRounds }],
-          bandName: "bottom to top decile of clients" }),
+          bandName: "bottom to top decile of clients", caption: besides([[curve.rounds, data.asked]]) }),
         against("Against bytes", curve.bytes.map(v => v / bytes[1]), `${bytes[0]} sent, both ways`),
         samples && against("Against the clients' work", curve.samples.map(v => v / samples[1]),
           `${samples[0]} samples trained on`.trim()),
@@ -520,12 +529,13 @@ function matrix(width, found, { weight, own, bytes }, strongest, number) {
   canvas.width = canvas.height = cell * count;
   const context = canvas.getContext("2d");
   const scale = found.strongest[found.rounds.indexOf(number)] / strongest / 255;
-  const paints = Array.from({ length: 256 }, (_, value) => `rgb(${viridis(value * scale)})`);
-  for (let i = 0; i < count; i++)
-    for (let j = 0; j < count; j++) {
-      context.fillStyle = i === j ? `rgb(${OWN})` : paints[bytes[i * count + j]];
-      context.fillRect(j * cell, i * cell, cell, cell);
-    }
+  const paints = Array.from({ length: 256 }, (_, value) => [...viridis(value * scale), 255]);
+  const pixels = context.createImageData(canvas.width, canvas.height);
+  for (let at = 0; at < canvas.width * canvas.height; at++) {
+    const i = Math.floor(at / canvas.width / cell), j = Math.floor(at % canvas.width / cell);
+    pixels.data.set(i === j ? OWN : paints[bytes[i * count + j]], 4 * at);
+  }
+  context.putImageData(pixels, 0, 0);
   const place = i => side * i / count;
   const size = Math.min(11, side / count);
   const strongestPair = best(count, weight);
@@ -578,8 +588,16 @@ function colourBar(strongest) {
 }
 
 function strongestOf(count, weight, i, most) {
-  return Array.from({ length: count }, (_, j) => j).filter(j => j !== i && weight(i, j) > 0)
-    .sort((a, b) => weight(i, b) - weight(i, a) || a - b).slice(0, most);
+  const found = [];  // not by sorting all, which of a thousand clients takes seconds
+  for (let j = 0; j < count; j++) {
+    const value = j === i ? 0 : weight(i, j);
+    if (value <= 0 || (found.length === most && value <= weight(i, found[most - 1]))) continue;
+    let at = found.length;
+    while (at > 0 && weight(i, found[at - 1]) < value) at--;
+    found.splice(at, 0, j);
+    if (found.length > most) found.pop();
+  }
+  return found;
 }
 
 function graph(width, found, { weight, own, bytes }, strongest, number) {
@@ -602,10 +620,10 @@ function graph(width, found, { weight, own, bytes }, strongest, number) {
     : `${plural(edges.length, "arrow")}, from the ${kept.edges} strongest helpers of each client.`);
   return drawing(side, side, label,
     s("defs", {}, Array.from({ length: COLOURS }, (_, i) => s("marker", { id: `arrow${i}`, viewBox: "0 0 8 8",
-      refX: 7, refY: 4, markerWidth: 7, markerHeight: 7, markerUnits: "userSpaceOnUse", orient: "auto" },
+      refX: 1, refY: 4, markerWidth: 14, markerHeight: 14, markerUnits: "userSpaceOnUse", orient: "auto" },
       s("path", { d: "M0 1L8 4L0 7Z", fill: colour(i) })))),
     edges.map(([from, to, value]) => {
-      const [ax, ay] = place(from, radius - size), [bx, by] = place(to, radius - size - 2);
+      const [ax, ay] = place(from, radius - size), [bx, by] = place(to, radius - size - (named ? 13 : 2));
       const bend = 0.35;
       const [cx, cy] = [middle + ((ax + bx) / 2 - middle) * bend, middle + ((ay + by) / 2 - middle) * bend];
       const share = value / strongest;
@@ -739,7 +757,8 @@ function comparison(data) {
     section("Accuracy", h("p", { class: "soft" }, "Mean over clients of each one's accuracy on its own test images" +
       (band ? "; the line is the mean over seeds." : ".")),
       h("div", { class: "pair" },
-        lineFigure({ title: "Over rounds", lines: lines("rounds", 1), xName: "round", whole: true, bandName: band }),
+        lineFigure({ title: "Over rounds", lines: lines("rounds", 1), xName: "round", whole: true, bandName: band,
+          caption: besides(curves.map(([method]) => [method.curve.rounds, method.asked])) }),
         lineFigure({ title: "Against bytes", lines: lines("bytes", bytes[1]), xName: `${bytes[0]} sent, both ways`,
           bandName: band }),
         lines("samples", 1).length > 0 && lineFigure({ title: "Against the clients' work",

@@ -38,7 +38,7 @@ from .results import read_table, what_data
 REPORT = "report.html"
 COMPARISON = "comparison.json"
 MOST_ROUNDS = 50  # matrices that the page holds
-MATRIX_BYTES = 1_000_000  # and their size in all, a byte for a weight
+MATRIX_BYTES = 4_000_000  # and their size in all, a byte for a weight
 TEXTS = ("client", "status", "evaluate-status", "personal")  # of a row; all else in it that is shown are numbers
 MOST_LISTED = 200  # clients whose replies were not used
 OPTIONS = {"strategy": "strategy", "dataset": "dataset", "data-dir": "data-dir", "partition": "partition",
@@ -381,6 +381,7 @@ def comparison_content(folder: Path) -> dict[str, Any]:
                 "name": name,
                 "strategy": found["strategy"],
                 "settings": list(found["settings"].items()),
+                "asked": found["settings"].get("num-rounds", common["num-rounds"]),
                 "runs": [{key: run[key] for key in ("seed", "name", "report", "failed")} for run in runs],
                 "curve": _over_seeds([run["curve"] for run in runs if run["curve"]]),
                 "accuracies": [value for run in runs for value in run["accuracies"]],

@@ -1,6 +1,6 @@
 """What a run leaves behind: one folder, complete once it holds summary.json.
 
-    config.json                      settings, seed, true groups, versions, platform, start (UTC); written first
+    config.json                      settings, seed, true groups, images, versions, platform, start (UTC); written first
     history.csv                      a line per round and client; grows every round
     rounds.csv                       a line per round; grows every round
     collaboration/round-0003.npz     clients (m,), weights (m, m) float32: whose model counts how much for whom
@@ -77,6 +77,8 @@ class RunFolder:
         place of another.
     groups : sequence of int, optional
         The true group of each client of the federation, where there are groups.
+    images : str, optional
+        What says which images the run has; see `app.images_of`.
 
     Attributes
     ----------
@@ -87,25 +89,31 @@ class RunFolder:
     ------
     ConfigError
         Nothing can be written in `output-dir`; nothing is left behind then. Or `resume` is not the folder of a run
-        with these settings that has not been finished.
+        with these settings and images that has not been finished.
     """
 
-    def __init__(self, run_config: Mapping[str, Any], groups: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, run_config: Mapping[str, Any], groups: Sequence[int] | None = None, images: str | None = None
+    ) -> None:
         self.settings = dict(run_config)
         if self.settings["resume"]:
             self.path = Path(self.settings["resume"]).expanduser().absolute()
             check_resumable(self.settings)
-            before = _read_config(self.path).get("versions")
+            config = _read_config(self.path)
+            if None not in (images, config.get("images")) and images != config["images"]:
+                raise ConfigError(f"resume is {self.settings['resume']!r}, a run with other images: the files of its "
+                                  "data have been changed since")
+            before = config.get("versions")
             if changed := [name for name, now in _versions().items() if before and before.get(name) != now]:
                 log(WARNING, "kindred: the run goes on with other versions than it began with, and may not come to "
                     "the same bits: %s", ", ".join(f"{name} was {before.get(name)} and is {_versions()[name]}"
                                                    for name in changed))
         else:
-            self._make(groups)
+            self._make(groups, images)
         self._history = _GrowingTable(self.path / "history.csv", HISTORY_COLUMNS)
         self._rounds = _GrowingTable(self.path / "rounds.csv", ROUNDS_COLUMNS)
 
-    def _make(self, groups: Sequence[int] | None) -> None:
+    def _make(self, groups: Sequence[int] | None, images: str | None) -> None:
         started = datetime.now(UTC)
         data = what_data(self.settings).replace(", ", "-")
         name = f"{started:%Y%m%d-%H%M%S}-{self.settings['strategy']}-{data}-seed{self.settings['seed']}"
@@ -113,6 +121,7 @@ class RunFolder:
             "settings": self.settings,
             "seed": self.settings["seed"],
             "groups": groups,
+            "images": images,
             "started": f"{started:%Y-%m-%dT%H:%M:%SZ}",
             "versions": _versions(),
             "platform": platform.platform(),

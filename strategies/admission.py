@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from flwr.app import MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
-from .messages import MAX_NAME, NUMBERS, is_name, read_array
+from .messages import MAX_NAME, NUMBERS, is_name, read_array, records_of
 
 REFUSED = "refused: "  # how the status of a refused reply begins; its reason follows
 MAX_EXAMPLES = 10**12
@@ -65,20 +65,22 @@ def admit(content: RecordDict, weighted_by_key: str, mismatch: Mismatch | None =
     Refused
         With the reason, in a few words.
     """
-    if len(content.metric_records) != 1:
-        raise Refused(f"it has {len(content.metric_records)} metric records, expected 1")
-    if len(content.config_records) > 1:
-        raise Refused(f"it has {len(content.config_records)} config records, expected 1 at the most")
-    (metrics,) = content.metric_records.values()
+    all_metrics, configs = records_of(content, MetricRecord), records_of(content, ConfigRecord)
+    if len(all_metrics) != 1:
+        raise Refused(f"it has {len(all_metrics)} metric records, expected 1")
+    if len(configs) > 1:
+        raise Refused(f"it has {len(configs)} config records, expected 1 at the most")
+    (metrics,) = all_metrics
     _check_metrics(metrics)
     examples = metrics.get(weighted_by_key)
     if not is_count(examples):
         raise Refused(f"{weighted_by_key} is {reprlib.repr(examples)}, allowed: 1 to {MAX_EXAMPLES}")
     arrays: dict[str, np.ndarray] = {}
     if mismatch is not None:
-        if len(content.array_records) != 1:
-            raise Refused(f"it has {len(content.array_records)} array records, expected 1")
-        (record,) = content.array_records.values()
+        records = records_of(content, ArrayRecord)
+        if len(records) != 1:
+            raise Refused(f"it has {len(records)} array records, expected 1")
+        (record,) = records
         for name, array in record.items():
             try:
                 arrays[name] = read_array(array)
@@ -89,7 +91,7 @@ def admit(content: RecordDict, weighted_by_key: str, mismatch: Mismatch | None =
         for name, array in arrays.items():
             if np.issubdtype(array.dtype, np.floating):
                 _check_values(name, array.reshape(-1))
-    config = {key: value for record in content.config_records.values() for key, value in record.items()}
+    config = {key: value for record in configs for key, value in record.items()}
     return Reply(arrays, metrics, config)
 
 

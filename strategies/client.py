@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from .messages import (
@@ -48,6 +48,7 @@ from .messages import (
     ClientId,
     check,
     read_record,
+    records_of,
     seed_for,
     to_record,
 )
@@ -422,9 +423,9 @@ def _half(visit: Visit) -> Any:
 
 
 def _visit(load_site: LoadSite, message: Message, context: Context) -> Visit:
-    configs = message.content.config_records
-    config = dict(next(iter(configs.values()))) if configs else {}
-    (arrays,) = message.content.array_records.values()
+    configs = records_of(message.content, ConfigRecord)
+    config = dict(configs[0]) if configs else {}
+    (arrays,) = records_of(message.content, ArrayRecord)
     device = pick_device(str(config.get("device", "auto")))
     client = client_id(context)
     run, server_round = str(config.get(RUN, context.run_id)), int(config.get(SERVER_ROUND, 0))

@@ -45,6 +45,9 @@ SelfWeight = float | Literal["uniform"]
 Blocks = Callable[[], Iterator[np.ndarray]]
 """Goes through the columns of an (m, d) matrix, some at a time: each of shape (m, b)."""
 
+NOBODYS: tuple[list[ClientId], list[ClientId], np.ndarray] = ([], [], np.zeros((0, 0)))
+"""Weights of a round: who received something, of whom, and how much of each, (r, m)."""
+
 
 # --- The mathematics ----------------------------------------------------------------------------------
 
@@ -243,7 +246,7 @@ class FedAMP(StoredModels):
         self.alpha_decay_every = alpha_decay_every
         self.lam = lam
         self.self_weight = self_weight
-        self._weights: dict[ClientId, dict[ClientId, float]] = {}
+        self._weights = NOBODYS
         self._scaled = False
 
     STATE = (*StoredModels.STATE, "_weights", "_scaled")
@@ -262,7 +265,7 @@ class FedAMP(StoredModels):
         return {PROXIMAL_MU: self.lam / self.alpha_at(server_round)}
 
     def outgoing(self, server_round: int, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId, ArrayRecord]]:
-        self._weights = {}
+        self._weights = NOBODYS
         self.welcome(clients)
         if not self.online:  # nobody has trained yet: every model is the initial one
             yield from ((client, self.initial) for client in clients)
@@ -270,8 +273,8 @@ class FedAMP(StoredModels):
         at_hand = in_order({*self.online, *clients})
         weights = self._xi(at_hand, server_round)  # (m, m)
         row_of = {client: row for row, client in enumerate(at_hand)}
-        self._weights = {c: dict(zip(at_hand, weights[row_of[c]].tolist())) for c in clients}
         rows = weights[[row_of[client] for client in clients]]  # (r, m)
+        self._weights = (list(clients), at_hand, rows)
         for client, cloud_model in zip(clients, self.models.combinations(rows, at_hand)):
             yield client, self.models.combined_record(cloud_model, client)
 
@@ -298,9 +301,11 @@ class FedAMP(StoredModels):
         clients = in_order({*self.models, *self.clients()})
         column = {client: i for i, client in enumerate(clients)}
         weights = np.eye(len(clients))
-        for client, row in self._weights.items():
-            weights[column[client]] = 0
-            weights[column[client], [column[c] for c in row]] = list(row.values())
+        receivers, senders, received = self._weights
+        if receivers:
+            rows = [column[client] for client in receivers]
+            weights[rows] = 0
+            weights[np.ix_(rows, [column[client] for client in senders])] = received
         return clients, weights
 
 

@@ -44,6 +44,7 @@ from __future__ import annotations
 import json
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -138,7 +139,7 @@ def log_sum_exp(scores: np.ndarray) -> float:
     return float(highest + np.log(np.exp(scores - highest).sum()))
 
 
-def choose_neighbours(smoothed: np.ndarray, epsilon: float, seed: int) -> np.ndarray:
+def choose_neighbours(smoothed: np.ndarray, epsilon: float, seed: int, most: int | None = None) -> np.ndarray:
     """Epsilon-greedy choice; Algorithm 1, line 7.
 
     Each draw is uniform over those that are left with probability epsilon, and otherwise the one with the highest
@@ -151,17 +152,19 @@ def choose_neighbours(smoothed: np.ndarray, epsilon: float, seed: int) -> np.nda
     epsilon : float
         0 to 1.
     seed : int
+    most : int, optional
+        How many are drawn; all by default. With fewer the first ones are the same.
 
     Returns
     -------
     ndarray of int, shape (k,)
-        All of them, in the order drawn: the first M are the neighbours, the next stand in for who cannot be had.
+        In the order drawn: the first M are the neighbours, the next stand in for who cannot be had.
     """
     rng = np.random.default_rng(seed)
     shuffled = rng.permutation(len(smoothed))
     left = shuffled[np.argsort(np.asarray(smoothed)[shuffled], kind="stable")].tolist()  # best first
-    explores = rng.random(len(left)) < epsilon
-    anywhere = rng.random(len(left))
+    explores = (rng.random(len(left)) < epsilon)[:most]
+    anywhere = rng.random(len(left))[:most]
     return np.array([left.pop(int(at * len(left)) if explore else 0) for explore, at in zip(explores, anywhere)], int)
 
 
@@ -201,7 +204,7 @@ class Losses:
 
     def of(self, clients: Sequence[ClientId]) -> np.ndarray:
         """Lhat_ij, shape (k,): 0 of who has not been seen."""
-        return np.array([self.smoothed.get(client, 0.0) for client in clients], dtype=np.float64)
+        return np.fromiter(map(self.smoothed.get, clients, repeat(0.0)), np.float64, len(clients))
 
     def update(self, clients: Sequence[ClientId], losses: Sequence[float], beta: float) -> None:
         """Take in the losses of the models at hand; those of the others stay, and enter the average again."""
@@ -223,7 +226,7 @@ class Losses:
 
     def choose(self, others: Sequence[ClientId], epsilon: float, seed: int, most: int) -> list[ClientId]:
         """The first of the others in the order in which `choose_neighbours` draws them, `most` at most."""
-        return [others[i] for i in choose_neighbours(self.of(others), epsilon, seed)[:most]]
+        return [others[i] for i in choose_neighbours(self.of(others), epsilon, seed, most)]
 
     def mixture(self, own: ClientId, temperature: float, threshold: float, most: int) -> list[ClientId]:
         """Whose models the client predicts with: its own, and the others with a weight of the threshold or more.
@@ -576,8 +579,10 @@ class FedeRiCo(StoredModels):
 
     def _sharing(self) -> list[ClientId]:
         """Whose models others may have, in order."""
-        there = {*self._nodes, *self.models} if self.share_absent else self._nodes.keys()
-        return in_order(there - self._private)
+        return in_order(filter(self._shares, {*self._nodes, *self.models}))
+
+    def _shares(self, client: ClientId) -> bool:
+        return client not in self._private and (self.share_absent or client in self._nodes)
 
     def _neighbours(self, client: ClientId) -> list[ClientId]:
         if client in self._private:
@@ -588,8 +593,8 @@ class FedeRiCo(StoredModels):
 
     def _available(self, client: ClientId, wanted: Sequence[ClientId]) -> list[ClientId]:
         """Those of the wanted clients, without the client itself, whose models can be had."""
-        shared = set(self._sharing()) - {client}
-        return [other for other in dict.fromkeys(wanted) if other in shared and other in self.models]
+        return [other for other in dict.fromkeys(wanted)
+                if other != client and other in self.models and self._shares(other)]
 
     def _known(self, wanted: Sequence[ClientId]) -> list[ClientId]:
         """Those of the wanted clients that there are, each once: what a client wishes is kept from round to round."""

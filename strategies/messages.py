@@ -19,10 +19,12 @@ import hashlib
 import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
-from flwr.app import Array, ArrayRecord
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+
+Record = TypeVar("Record", ArrayRecord, MetricRecord, ConfigRecord)
 
 ARRAYS = "arrays"
 CONFIG = "config"
@@ -144,6 +146,15 @@ def read_array(array: Array) -> np.ndarray:
         return flat.reshape(shape, order="F" if fortran_order else "C")
     except (ValueError, OverflowError, TypeError) as error:  # a shape without elements may still be impossible
         raise ValueError(f"carries {dtype} {shape}, which is no array") from error
+
+
+def records_of(content: RecordDict, kind: type[Record]) -> list[Record]:
+    """The records of one kind in a message.
+
+    Flower's own views of them (`array_records` and so on) refer to themselves: what they are of, arrays and all, would
+    stay in memory until Python looks for such circles.
+    """
+    return [record for record in content.values() if isinstance(record, kind)]
 
 
 def with_prefix(prefix: object, arrays: Mapping[str, Any]) -> dict[str, Any]:

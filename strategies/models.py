@@ -12,6 +12,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from .extensions import Registry
+
 if TYPE_CHECKING:  # reading the names of the models must not wait for PyTorch
     import torch
 
@@ -156,7 +158,7 @@ def vgg13(image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
     return _vgg("vgg13", "B", image_shape, num_classes)
 
 
-MODELS: dict[str, Callable[[ImageShape, int], torch.nn.Module]] = {
+MODELS: Registry[Callable[[ImageShape, int], torch.nn.Module]] = Registry("kindred.models", Callable, {
     "digits-cnn": digits_cnn,
     "mcmahan-cnn": mcmahan_cnn,
     "cnn2": cnn2,
@@ -165,7 +167,7 @@ MODELS: dict[str, Callable[[ImageShape, int], torch.nn.Module]] = {
     "office-mlp": office_mlp,
     "vgg11": vgg11,
     "vgg13": vgg13,
-}
+})
 
 
 def parse_models(text: str) -> list[str]:

@@ -1,10 +1,12 @@
-"""The methods by name: a line of registration for each. Nothing is imported until it is asked for."""
+"""The methods by name: an entry for each. Nothing is imported until it is asked for."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
+
+from .extensions import Registry
 
 LOCAL_TRAINING = ".client:LocalTraining"
 
@@ -16,7 +18,7 @@ class Method:
     Attributes
     ----------
     strategy_path, client_path : str
-        `.module:Class` of the server half and of the client half.
+        `.module:Class`, or elsewhere `package.module:Class`, of the server half and of the client half.
     title : str
         The method's name as papers write it.
     paper : str
@@ -26,7 +28,8 @@ class Method:
     stays : str
         What a client keeps from round to round, if anything.
     settings : tuple of str
-        The strategy's arguments that are the method's own, by name.
+        The strategy's arguments that are the method's own, by name. Each may be set by its name; one that the
+        application knows nothing else of has the type of its default.
     models_travel : bool
         Whether the server sees clients' models.
     mixed_networks : bool
@@ -75,7 +78,7 @@ def _load(path: str) -> type[Any]:
 _FEDAMP = ("sigma", "self_weight", "alpha", "alpha_decay", "alpha_decay_every", "lam", "store")
 _MODEL_BOTH_WAYS = "the model, both ways"
 
-REGISTRY: dict[str, Method] = {
+REGISTRY: Registry[Method] = Registry("kindred.methods", Method, {
     "fedamp": Method(
         ".fedamp:FedAMP",
         "FedAMP",
@@ -243,4 +246,4 @@ REGISTRY: dict[str, Method] = {
         settings=("head_layers", "ala_share", "ala_learning_rate"),
         client_path=".baselines.fedala:AdaptiveAggregation",
     ),
-}
+})

@@ -49,6 +49,7 @@ from .messages import (
     in_order,
     is_name,
     read_record,
+    records_of,
     seed_for,
 )
 from .registry import REGISTRY
@@ -744,7 +745,7 @@ class PersonalizedStrategy(Strategy):
             return None
         content = content_of(message)
         bytes_up = payload_bytes(content)
-        due = None if evaluation and not content.array_records else partial(self.mismatch, asked.client)
+        due = None if evaluation and not records_of(content, ArrayRecord) else partial(self.mismatch, asked.client)
         try:
             reply = admit(content, self.weighted_by_key, due)
             if not evaluation:

@@ -5,7 +5,8 @@ Client i minimises F_i(w) + mu/2 ||w - w_received||^2, F_i the mean cross-entrop
 Images and labels lie on the model's device; nothing per sample happens in Python and nothing waits for
 the device before the end. Networks of images are put into channels-last layout, which changes no value;
 the updates are torch's fused kernels, called directly: importing `torch.optim`'s machinery costs a new
-process about a second, and each message to a deployed client is one.
+process about a second, and each message to a deployed client is one. On a GPU the steps that repeat are
+CUDA graphs (`graphs`).
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from . import graphs
 from .messages import check
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-Update = Callable[[list["Tensor"]], None]
+Descent = Callable[[list["Tensor"]], None]
 
 # On the CPU oneDNN sets each convolution up anew, which for images as small as the digits takes longer
 # than the work; without it batches of fewer than 16 go to NNPACK. In batches of 10 this is 1.8 times as
@@ -135,23 +137,33 @@ def train(
         return math.nan
 
     x = channels_last(model, x)
-    weights = trained_weights(model)
-    if proximal_mu:
-        towards = [weight.clone() for weight in weights] if towards is None else towards
-    update = _adam(weights, learning_rate) if optimizer == "adam" else _sgd(weights, learning_rate, momentum)
     samples = (x, y) if sample_weights is None else (x, y, sample_weights)
+    sizes = [batch_size] * steps or _batch_sizes(len(y), batch_size) * epochs
+    usual = sizes[0]
+    rule = (optimizer, learning_rate, momentum, proximal_mu, correction is not None)
+
+    repeated, graph = None, None
+    if x.device.type in graphs.CAPTURE and term is None:
+        repeated = graphs.graphs_of(model)
+        shapes = tuple((usual, *part.shape[1:], part.dtype) for part in samples)
+        key = (shapes, rule, precision, graphs.places(model))
+        graph = repeated.get(key)
+    update = Update(trained_weights(model), *rule) if graph is None else graph.update
+    update.start(towards, correction)
+
     losses: list[Tensor] = []
-    sizes: list[int] = []
     with differentiating(model, x, batch_size, precision, term) as gradients_of:
-        for images, labels, *factors in batches(samples, epochs, steps, batch_size, generator):
-            loss, gradients = gradients_of(images, labels, *factors)
-            losses.append(loss)
-            sizes.append(len(labels))
-            if proximal_mu:
-                torch._foreach_add_(gradients, torch._foreach_sub(weights, towards), alpha=proximal_mu)
-            if correction is not None:
-                torch._foreach_add_(gradients, correction)
+        def step(*batch: Tensor) -> Tensor:
+            loss, gradients = gradients_of(*batch)
             update(gradients)
+            return loss
+
+        if repeated is not None and graph is None and repeated.pays(key, sizes.count(usual)):
+            rows = torch.arange(usual, device=x.device) % len(y)
+            graph = repeated.capture(key, model, step, update, [part[rows] for part in samples])
+        for batch in batches(samples, epochs, steps, batch_size, generator):
+            take = step if graph is None or len(batch[0]) != usual else graph
+            losses.append(take(*batch))
     return float(torch.stack(losses).double() @ torch.tensor(sizes, dtype=torch.float64).to(x.device)) / sum(sizes)
 
 
@@ -178,7 +190,9 @@ class Gradients:
         self._term = term
         self._low = precision == "bfloat16"
         device = self._parameters[0].device.type if self._parameters else "cpu"
-        self._arithmetic = torch.autocast(device, torch.bfloat16) if self._low else contextlib.nullcontext()
+        # Without a cache of converted weights: a step uses each once, and a CUDA graph must hold the conversion.
+        self._arithmetic = (torch.autocast(device, torch.bfloat16, cache_enabled=False) if self._low
+                            else contextlib.nullcontext())
 
     def __call__(self, images: Tensor, labels: Tensor, factors: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
         """The mean loss of a batch, without the term, and its gradient for each of `trained_weights`.
@@ -415,8 +429,8 @@ def batches(
     """
     count, device = len(samples[0]), samples[0].device
     sizes = _batch_sizes(count, batch_size)
-    for _ in range(epochs):
-        order = torch.randperm(count, generator=generator).to(device)
+    # All of them first: a copy from the host waits until the device has done what was asked of it before.
+    for order in [torch.randperm(count, generator=generator).to(device) for _ in range(epochs)]:
         yield from zip(*(part[order].split(sizes) for part in samples), strict=True)
     for drawn in torch.randint(count, (steps, batch_size), generator=generator).to(device):
         yield tuple(part[drawn] for part in samples)
@@ -437,31 +451,80 @@ def _batch_sizes(num_samples: int, batch_size: int) -> list[int]:
     return sizes
 
 
-def _adam(weights: list[Tensor], learning_rate: float) -> Update:
-    """Adam of Kingma and Ba, arXiv:1412.6980, with the paper's defaults."""
-    first = [torch.zeros_like(weight) for weight in weights]
-    second = [torch.zeros_like(weight) for weight in weights]
-    step = torch.zeros((), dtype=torch.float32, device=weights[0].device)
+class Update:
+    """What a step does to the weights, given their gradients: the proximal term, the correction and the optimiser.
+
+    Parameters
+    ----------
+    weights : list of tensors
+        As `trained_weights` gives them.
+    optimizer, learning_rate, momentum, proximal_mu
+        As for `train`.
+    corrected : bool
+        Whether there is a correction.
+
+    Attributes
+    ----------
+    memory : list of tensors
+        What it remembers from one step to the next. These, and all that it reads, stay where they are.
+    """
+
+    def __init__(
+        self, weights: list[Tensor], optimizer: str, learning_rate: float, momentum: float, proximal_mu: float,
+        corrected: bool,
+    ) -> None:
+        self._weights = weights
+        self._mu = proximal_mu
+        self._towards = [torch.empty_like(weight) for weight in weights] if proximal_mu else []
+        self._correction = [torch.empty_like(weight) for weight in weights] if corrected else []
+        if optimizer == "adam":
+            self._descend, self.memory = _adam(weights, learning_rate)
+        else:
+            self._descend, self.memory = _sgd(weights, learning_rate, momentum)
+
+    def start(self, towards: Sequence[Tensor] | None, correction: Sequence[Tensor] | None) -> None:
+        """Forget the steps before. The proximal term pulls to `towards`, by default to the weights as they are."""
+        for tensor in self.memory:
+            tensor.zero_()
+        if self._towards:
+            torch._foreach_copy_(self._towards, self._weights if towards is None else list(towards))
+        if self._correction:
+            torch._foreach_copy_(self._correction, list(correction))
+
+    def __call__(self, gradients: list[Tensor]) -> None:
+        """Take a step, with gradients that are nobody else's."""
+        if self._towards:
+            torch._foreach_add_(gradients, torch._foreach_sub(self._weights, self._towards), alpha=self._mu)
+        if self._correction:
+            torch._foreach_add_(gradients, self._correction)
+        self._descend(gradients)
+
+
+def _adam(weights: list[Tensor], learning_rate: float) -> tuple[Descent, list[Tensor]]:
+    """Adam of Kingma and Ba, arXiv:1412.6980, with the paper's defaults; and what it remembers."""
+    first = [torch.empty_like(weight) for weight in weights]
+    second = [torch.empty_like(weight) for weight in weights]
+    step = torch.empty((), dtype=torch.float32, device=weights[0].device)
     steps = [step] * len(weights)
 
-    def update(gradients: list[Tensor]) -> None:
+    def descend(gradients: list[Tensor]) -> None:
         step.add_(1)
         torch._fused_adam_(
             weights, gradients, first, second, [], steps, lr=learning_rate, beta1=0.9, beta2=0.999,
             weight_decay=0.0, eps=1e-8, amsgrad=False, maximize=False,
         )
 
-    return update
+    return descend, [*first, *second, step]
 
 
-def _sgd(weights: list[Tensor], learning_rate: float, momentum: float) -> Update:
-    """SGD; with momentum as torch has it: v = momentum v + g, w = w - learning_rate v."""
-    velocity = [torch.zeros_like(weight) for weight in weights] if momentum else []
+def _sgd(weights: list[Tensor], learning_rate: float, momentum: float) -> tuple[Descent, list[Tensor]]:
+    """SGD, and what it remembers; with momentum as torch has it: v = momentum v + g, w = w - learning_rate v."""
+    velocity = [torch.empty_like(weight) for weight in weights] if momentum else []
 
-    def update(gradients: list[Tensor]) -> None:
+    def descend(gradients: list[Tensor]) -> None:
         torch._fused_sgd_(
             weights, gradients, velocity, weight_decay=0.0, momentum=momentum, lr=learning_rate,
             dampening=0.0, nesterov=False, maximize=False, is_first_step=False,
         )
 
-    return update
+    return descend, velocity

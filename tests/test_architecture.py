@@ -15,9 +15,9 @@ PACKAGES = ("strategies", "data", "server_app", "client_app")
 THIRD_PARTY = {
     "strategies": {"flwr", "torch", "torchvision", "numpy", "scipy", "sklearn", "threadpoolctl", "safetensors"},
 }
-# strategies.compat is where torchvision's ways are known.
-ALLOWED = {"strategies": set(), "data": {"strategies.compat"}, "client_app": {"data", "strategies"},
-           "server_app": {"data", "strategies"}}
+# strategies.compat is where torchvision's ways are known, strategies.extensions where names are looked up.
+ALLOWED = {"strategies": set(), "data": {"strategies.compat", "strategies.extensions"},
+           "client_app": {"data", "strategies"}, "server_app": {"data", "strategies"}}
 
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from data import DATASETS, PARTITIONS
-from server_app.cli import app, parse
-from strategies import REGISTRY
+from server_app.cli import app
+from server_app.config import parse
+from strategies import MODELS, REGISTRY
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMAND = [sys.executable, str(ROOT / "strategies" / "__main__.py")]
@@ -128,7 +129,7 @@ def test_the_lists_name_everything_there_is() -> None:
         assert f" {name} " in methods.output and method.paper in methods.output
     listed = CliRunner().invoke(app, ["datasets"])
     assert listed.exit_code == 0
-    for name in (*DATASETS, *PARTITIONS):
+    for name in (*DATASETS, *PARTITIONS, *MODELS):
         assert f" {name} " in listed.output
 
 

@@ -17,6 +17,7 @@ from matplotlib.image import imread
 from typer.testing import CliRunner
 
 from data import DATASETS
+from data.federation import _load as loaded
 from data.partitions import divide
 from server_app import compare as comparing
 from server_app.app import LOCAL_SETTINGS, make_strategy
@@ -181,7 +182,9 @@ def test_a_method_that_cannot_work_is_one_line_and_loses_no_other(compared):
         (["--strategies=local,[b]"], ["--strategies", "[b]"]),
         (["--preset=fedamp-table9"], ["--preset", "fedamp-table9", "fedamp-table3-fmnist"]),
         (["--strategies=local", "--seeds=0,x"], ["--seeds", "0,x", "whole numbers"]),
-        (["--strategies=local", "--seeds=-1"], ["seed", "-1", "0 or more"]),
+        (["--strategies=local", "--seeds=0,-1"], ["seed", "-1", "0 or more"]),
+        (["--strategies=local", f"--seeds=0,{2**63}"], ["seed", str(2**63), "2^63"]),
+        (["--strategies=local", "--seeds=,"], ["--seeds", "','", "whole numbers"]),
         (["--strategies=local", "--scale=0"], ["--scale", "0", "at most 1"]),
         (["--strategies=local", "--scale=nan"], ["--scale", "nan"]),
         (["--strategies=local", "--scale=1.5"], ["--scale", "1.5"]),
@@ -191,6 +194,8 @@ def test_a_method_that_cannot_work_is_one_line_and_loses_no_other(compared):
         (["--strategies=local", "--set=local:sigme=1"], ["sigme", "sigma"]),
         (["--strategies=local", "--set=local:num-clients=9"], ["local:num-clients", "all"]),
         (["--strategies=local", "--set=seed=1"], ["seed", "--seeds"]),
+        (["--strategies=local", "--set=local:seed=1"], ["seed", "--seeds"]),
+        (["--strategies=local", "--set=local:"], ["'local:'", "key=value"]),
         (["--strategies=local", "--clients=5000"], ["num-clients", "5000", "images"]),
         (["--strategies=local", "--dataset=npz"], ["data-dir is not set", "npz"]),
         (["--strategies=local", "--cpus-per-client=0"], ["--cpus-per-client", "0"]),
@@ -216,7 +221,7 @@ def pretended(accuracies: dict[tuple[str, int], list[float]], failing: tuple[tup
         if who in failing:
             return Outcome(1, "it broke\nin two lines")
         found = accuracies[who]
-        folder = RunFolder(config.run_config())
+        folder = RunFolder(config.run_config(), images=comparing._images(config))
         mean = statistics.mean(found)
         (folder.path / "rounds.csv").write_text(f"round,accuracy\n1,{mean + 0.1}\n2,{mean}\n")
         (folder.path / "summary.json").write_text(json.dumps({
@@ -265,19 +270,44 @@ def test_a_run_that_fails_is_left_out_of_the_means(tmp_path):
     assert {path.name for path in plan.folder.iterdir()} >= files
 
 
-def test_what_was_run_elsewhere_with_other_versions_or_data_is_reused_and_said(tmp_path):
-    plan = make_plan(["local"], {"output-dir": str(tmp_path), "dataset": "mnist", "data-dir": "here"}, {})
+def test_what_was_run_with_other_versions_or_without_a_record_of_its_images_is_reused_and_said(tmp_path):
+    plan = make_plan(["local"], {"output-dir": str(tmp_path)}, {})
     carry_out(plan, pretended({("local", 0): [0.5, 0.7]}), lambda line: None, {}, ["kindred"])
     (path,) = tmp_path.glob("*/config.json")
     config = json.loads(path.read_text())
     config["versions"]["torch"] = "2.0"
-    config["settings"]["data-dir"] = "/there"
+    config["images"] = None
     path.write_text(json.dumps(config))
     (tmp_path / "not-a-run").mkdir()
     (tmp_path / "not-a-run" / "config.json").write_text('{"settings": {"dataset": "cheese"}}')
     said = []
     carry_out(plan, pretended({}), said.append, {}, ["kindred"])
-    assert said == [f"run 1/1  local, seed 0: reused, {path.parent} (torch was 2.0, data-dir was '/there')"]
+    unlike = "torch was 2.0, which images it had is not on record"
+    assert said == [f"run 1/1  local, seed 0: reused, {path.parent} ({unlike})"]
+
+
+def test_a_file_of_other_images_is_another_run_and_one_that_was_moved_is_not(tmp_path):
+    def write(name: str, seed: int) -> str:
+        images = np.random.default_rng(seed).integers(0, 256, (2, 80, 4, 4), dtype=np.uint8)
+        labels = np.arange(80) % 2
+        np.savez(tmp_path / name, x_train=images[0], y_train=labels, x_test=images[1], y_test=labels)
+        return str(tmp_path / name)
+
+    def said(data_dir: str, execute) -> list[str]:
+        lines = []
+        given = {"dataset": "npz", "data-dir": data_dir, "partition": "iid", "num-clients": 2, "samples-per-client": 10,
+                 "output-dir": str(tmp_path / "results")}
+        carry_out(make_plan(["local"], given, {}), execute, lines.append, {}, ["kindred"])
+        return lines
+
+    execute = pretended({("local", 0): [0.5, 0.7]})
+    assert said(write("a.npz", 0), execute) == ["run 1/1  local, seed 0"]
+    (tmp_path / "a.npz").rename(tmp_path / "b.npz")
+    assert "reused" in said(str(tmp_path / "b.npz"), execute)[0]
+    loaded.cache_clear()  # a new command would read the file again
+    assert said(write("b.npz", 1), execute) == ["run 1/1  local, seed 0"]
+    loaded.cache_clear()
+    assert "reused" in said(write("c.npz", 0), execute)[0] and "reused" in said(str(tmp_path / "b.npz"), execute)[0]
 
 
 @pytest.mark.parametrize(
@@ -306,15 +336,18 @@ def test_a_run_is_known_by_what_its_results_depend_on():
     others = [{"seed": 1}, {"strategy": "local"}, {"sigma": 99.0}, {"num-rounds": 16}, {"precision": "bfloat16"}]
     assert len({run_hash(base | other) for other in [{}, *others]}) == 6
     for dataset in ("npz", "office-home"):  # where the folder says which images they are
-        assert len({run_hash(base | {"dataset": dataset, "data-dir": place}) for place in ("a", "b")}) == 2
+        settings = [base | {"dataset": dataset, "data-dir": place} for place in ("a", "b")]
+        assert len({run_hash(each) for each in settings}) == 2 and len({run_hash(each, "1") for each in settings}) == 1
+    assert len({run_hash(base, images) for images in (None, "1", "2")}) == 3
 
 
 def test_a_finished_run_is_taken_before_one_that_was_cut_short(tmp_path):
     config = Config(strategy="local", output_dir=str(tmp_path))
     done = pretended({("local", 0): [0.5]})(config).results
-    cut = RunFolder(config.run_config()).path
+    images = comparing._images(config)
+    cut = RunFolder(config.run_config(), images=images).path
     assert cut.name > done.name
-    assert comparing.known_runs(tmp_path) == {run_hash(config.run_config()): done}
+    assert comparing.known_runs(tmp_path) == {run_hash(config.run_config(), images): done}
 
 
 # --- Scale --------------------------------------------------------------------------------------------------
@@ -393,12 +426,19 @@ def test_the_presets_have_the_papers_numbers_and_settings():
     assert rico.paper["federico"] == {"mean": 56.61, "std": 2.51} and rico.paper["clustered-fl"]["mean"] == 11.50
     assert load_preset("federico-table1-cifar100-4").paper["federico"]["mean"] == 41.41
     ckt = load_preset("perfed-ckt-table1-10")
+    assert ckt.paper["fedavg"] == {"mean": 15.53, "std": 1.42, "floats": 2150e7}
     assert ckt.paper["perfed-ckt-3"] == {"mean": 74.31, "std": 0.40, "floats": 5.2e7}
     assert ckt.paper["fedfomo"]["floats"] == 3900e7 and ckt.strategies["perfed-ckt-3"]["num-clusters"] == 3
     assert load_preset("perfed-ckt-table2-15").paper["perfed-ckt-2"]["mean"] == 76.14
 
 
-def test_what_the_command_says_counts_over_the_preset(tmp_path):
+@pytest.fixture
+def without_images(monkeypatch):
+    """Whose images nobody looks for, as where they would have to be downloaded."""
+    monkeypatch.setattr(comparing, "_images", lambda config: None)
+
+
+def test_what_the_command_says_counts_over_the_preset(tmp_path, without_images):
     preset = load_preset("fedamp-table3-fmnist")
     plan = make_plan(["local", "scaffold", "fedamp", "fedrep"],
                      {"num-rounds": 10, "batch-size": 50, "output-dir": str(tmp_path)}, {"fedamp": {"sigma": 7.0}},
@@ -421,7 +461,7 @@ def test_what_the_command_says_counts_over_the_preset(tmp_path):
     assert "Best first, here: local, fedamp, scaffold." in said
 
 
-def test_what_a_paper_counted_stands_beside_what_was_counted(tmp_path):
+def test_what_a_paper_counted_stands_beside_what_was_counted(tmp_path, without_images):
     plan = make_plan(["local", "perfed-ckt-3"], {"output-dir": str(tmp_path)}, {},
                      preset=load_preset("perfed-ckt-table1-10"), seeds=[0, 1])
     execute = pretended({(name, seed): [0.5, 0.6] for name in ("local", "perfed-ckt") for seed in (0, 1)})

@@ -71,7 +71,7 @@ def initial_of(name: str) -> ArrayRecord:
 def make(name: str, network=Plain, images=POINTS, **settings) -> PersonalizedStrategy:
     """A method; the network and unlabelled images of its clients are for those whose server works with them."""
     method = REGISTRY[name]
-    own = {key: OWN_SETTINGS[key] for key in method.settings}
+    own = {key: OWN_SETTINGS[key] for key in method.settings if key in OWN_SETTINGS}  # else the default
     if method.distils:
         own |= {"models": {"network": network}, "public": images, "device": "cpu"}
     return method.strategy()(**(own | settings))

@@ -184,7 +184,7 @@ def test_every_name_has_a_description():
     assert set(PARTITIONS) == {
         "iid", "pathological", "practical", "rotated", "permuted", "dirichlet", "label-groups", "clustered-dirichlet"
     }  # fmt: skip
-    for text in [source.description for source in DATASETS.values()] + list(PARTITIONS.values()):
+    for text in [entry.description for entry in (*DATASETS.values(), *PARTITIONS.values())]:
         assert text and "\n" not in text
 
 

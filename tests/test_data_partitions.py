@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.partitions import DEALT, PARTITIONS, divide
+from data.partitions import PARTITIONS, divide
 from data.sources import DataError
 
-OTHERS = [partition for partition in PARTITIONS if partition not in DEALT]
+DEALT = [name for name, scheme in PARTITIONS.items() if scheme.total]
+OTHERS = [name for name in PARTITIONS if name not in DEALT]
 
 MNIST_TRAIN = [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
 MNIST_TEST = [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]

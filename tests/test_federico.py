@@ -126,7 +126,9 @@ def test_without_exploration_the_best_are_chosen_in_order_and_equals_by_chance()
 
 @given(st.lists(st.floats(0, 10), max_size=8), st.floats(0, 1), st.integers(0, 99))
 def test_every_choice_is_an_order_of_all(smoothed, epsilon, seed) -> None:
-    assert sorted(choose_neighbours(np.array(smoothed), epsilon, seed)) == list(range(len(smoothed)))
+    everybody = choose_neighbours(np.array(smoothed), epsilon, seed).tolist()
+    assert sorted(everybody) == list(range(len(smoothed)))
+    assert choose_neighbours(np.array(smoothed), epsilon, seed, most=2).tolist() == everybody[:2]
 
 
 def test_frequencies_of_the_choice() -> None:

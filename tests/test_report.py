@@ -177,9 +177,9 @@ def test_a_file_that_is_damaged_is_named_and_the_others_are_shown(tmp_path):
 
 def test_a_matrix_of_too_many_clients_is_left_out(tmp_path):
     folder = a_run(tmp_path, TWO_ROUNDS).path
-    np.savez_compressed(folder / "collaboration" / "round-0003.npz", clients=np.arange(1200),
-                        weights=np.eye(1200, dtype=np.float32))
-    assert run_content(folder)["collaboration"] == {"too-many": 1200, "rounds": []}
+    np.savez_compressed(folder / "collaboration" / "round-0003.npz", clients=np.arange(2100),
+                        weights=np.eye(2100, dtype=np.float32))
+    assert run_content(folder)["collaboration"] == {"too-many": 2100, "rounds": []}
 
 
 def test_what_is_not_whole_yet_is_left_out(tmp_path):
@@ -355,6 +355,17 @@ def test_a_hundred_clients_and_rounds_stay_below_three_megabytes(tmp_path):
     assert set(np.diff(found["rounds"])) == {2, 3}
 
 
+def test_of_a_thousand_clients_some_rounds_are_kept_and_the_page_says_how_many(tmp_path):
+    folder = a_run(tmp_path, TWO_ROUNDS).path
+    weights = np.full((1000, 1000), 0.001, np.float32)
+    for number in range(1, 11):
+        np.savez_compressed(folder / "collaboration" / f"round-{number:04d}.npz", clients=np.arange(1000),
+                            weights=weights)
+    found = run_content(folder)["collaboration"]
+    assert (found["rounds"], found["of"]) == ([1, 4, 7, 10], 10)
+    assert write_report(folder).stat().st_size < 6e6
+
+
 def luminance(colour):
     parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
     linear = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
@@ -528,6 +539,13 @@ def test_every_figure_is_told_in_words_and_nothing_is_wider_than_a_phone(browser
             assert cut_off == []
             dark = tab.evaluate("getComputedStyle(document.body).backgroundColor") != "rgb(255, 255, 255)"
             assert dark == (scheme == "dark")
+
+
+def test_a_closing_evaluation_is_told_from_a_round_of_training(browser, results, run, comparison):
+    (local,) = results.glob("*-local-*-seed0/report.html")
+    for path, has in ((run / "report.html", True), (local, False), (comparison / "report.html", False)):
+        with opened(browser, path.as_uri()) as tab:
+            assert tab.locator("figcaption", has_text="closing evaluation").count() == has
 
 
 def test_on_paper_the_tables_are_open_and_fit(browser, comparison):

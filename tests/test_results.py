@@ -96,6 +96,13 @@ def full_disk():
 # --- The folder and its configuration -------------------------------------------------------------------
 
 
+def test_a_run_is_not_gone_on_with_on_other_images(tmp_path):
+    path = RunFolder(settings(tmp_path), images="1").path
+    with pytest.raises(ConfigError, match="resume is .* other images"):
+        RunFolder(settings(tmp_path, resume=str(path)), images="2")
+    assert RunFolder(settings(tmp_path, resume=str(path)), images="1").path == path
+
+
 def test_configuration_holds_all_settings_versions_seed_and_start(tmp_path):
     before = datetime.now(UTC).replace(microsecond=0)
     folder = RunFolder(settings(tmp_path / "new" / "results", seed=7))

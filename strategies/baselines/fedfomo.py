@@ -36,6 +36,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -261,9 +262,9 @@ class FedFomo(StoredModels):
         others = [other for other in there if other != client]
         worth = self._affinities.get(client, {})
         order = choose_neighbours(
-            np.array([-worth.get(other, 0.0) for other in others]), self.epsilon,
-            seed_for(self.seed, client, server_round, NEIGHBOURS))
-        return [others[i] for i in order[: self.num_neighbours]]
+            -np.fromiter(map(worth.get, others, repeat(0.0)), np.float64, len(others)), self.epsilon,
+            seed_for(self.seed, client, server_round, NEIGHBOURS), self.num_neighbours)
+        return [others[i] for i in order]
 
     def inspect(self, client: ClientId, reply: Reply) -> None:
         weights, due = reply.config.get(WEIGHTS), len(self._at_hand[client])

@@ -1,0 +1,452 @@
+"""How the cost of a round grows: with the number of clients, and with the size of the model.
+
+    python -m benchmarks.scale [--methods NAME,...|all] [--clients 10,100,1000]
+
+Prints Markdown tables, for every registered method with its default settings and all clients in every round: bytes a
+round, the server's seconds a round and its peak memory, with 10, 100 and 1,000 clients of a model of 3,700 numbers,
+with 8 clients of models of 1, 10 and 45 MB, and with 30 and 300 clients of a model of 1 MB; how each grows; and what
+that comes to with 100,000 clients.
+
+Each measurement is in a process of its own, and that process is the server: its clients make up their answers one at a
+time, when they are asked for, and what they are sent is counted and let go, as over a network. So seconds are those of
+the strategy, not of clients and grid, and memory is the strategy's alone: what a SuperLink holds of messages that are
+under way comes on top, a round's bytes at the most. Memory is the highest over three rounds and the closing evaluation,
+seconds are of the rounds after the first.
+
+Clients are of 8 kinds, and their models differ accordingly; in Clustered FL clusters are divided in each of the rounds.
+PerFed-CKT sends no model: its public set has 2,000 images of 10 classes throughout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+from strategies import REGISTRY, InlineGrid
+from strategies.messages import (
+    ARRAYS,
+    CLIENT_ID,
+    CONFIG,
+    METHOD,
+    METHODS,
+    METRICS,
+    NUM_CLASSES,
+    NUM_EXAMPLES,
+    NUM_PUBLIC,
+    NUM_TEST_EXAMPLES,
+    PUBLIC_SET,
+    TUNED,
+    by_prefix,
+    decode,
+    records_of,
+    to_record,
+    with_prefix,
+)
+
+CLIENTS = (10, 100, 1000)
+MEGABYTES, FEW_CLIENTS = (1, 10, 45), 8
+MANY, MANY_MEGABYTES = (30, 300), 1
+FAR = 100_000
+ROUNDS = 3
+
+INPUTS, CLASSES, HIDDEN = 64, 10, 50
+PUBLIC, KINDS = 2000, 8
+
+Arrays = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a round comes to.
+
+    Attributes
+    ----------
+    messages : int
+        To clients; each has a reply.
+    down, up : int
+        Bytes.
+    seconds : float
+        Of the server.
+    memory : int
+        Bytes that the process had above what it had before the run, at the highest.
+    """
+
+    messages: int
+    down: int
+    up: int
+    seconds: float
+    memory: int
+
+
+# --- The model and the clients ------------------------------------------------------------------------
+
+
+def hidden_for(megabytes: float) -> int:
+    """How wide the network of two layers is whose numbers, float32, take so many megabytes."""
+    return max(round(megabytes * 1e6 / 4 / (INPUTS + CLASSES)), 1)
+
+
+def network(hidden: int) -> Any:
+    """The network itself, for a server that works with it."""
+    from collections import OrderedDict
+
+    from torch import nn
+
+    return nn.Sequential(OrderedDict(
+        body=nn.Linear(INPUTS, hidden, bias=False), act=nn.ReLU(), head=nn.Linear(hidden, CLASSES, bias=False)))
+
+
+def model_of(hidden: int) -> Arrays:
+    """What its state dict holds."""
+    rng = np.random.default_rng(0)
+    return {"body.weight": rng.standard_normal((hidden, INPUTS), np.float32) / np.float32(INPUTS**0.5),
+            "head.weight": rng.standard_normal((CLASSES, hidden), np.float32) / np.float32(hidden**0.5)}
+
+
+def trained(model: Arrays, client: int) -> Arrays:
+    """A client's model: another number of the body for each kind of clients, and for each client."""
+    body = model["body.weight"].copy()
+    body.flat[client % KINDS] += 1
+    body.flat[KINDS + client % (body.size - KINDS)] += 0.5
+    return {**model, "body.weight": body}
+
+
+def answer(model: Arrays, client: int, config: ConfigRecord, received: Sequence[str]) -> RecordDict:
+    """What a client sends back to TRAIN, as far as it matters to the server: all in the form that the method has it.
+
+    Parameters
+    ----------
+    model : dict of str to ndarray
+        What all clients have begun with.
+    client : int
+    config : ConfigRecord
+        That of the message.
+    received : sequence of str
+        The names of the arrays in the message.
+    """
+    name = str(config[METHOD])
+    metrics: dict[str, float] = {NUM_EXAMPLES: 10, NUM_TEST_EXAMPLES: 5,
+                                 f"{REGISTRY[name].strategy().personal}-accuracy": 0.5}
+    told: dict[str, Any] = {}
+    if name == "perfed-ckt":
+        arrays, told = {"logits": probabilities(client)}, {PUBLIC_SET: "public"}
+    else:
+        arrays = trained(model, client)
+    places = list(by_prefix(dict.fromkeys(received)))
+    if name == "fedem":
+        arrays = {key: array for place in places for key, array in with_prefix(place, arrays).items()}
+    elif name == "federico":
+        at_hand = decode(config["models"])
+        told = {"losses": [0.1 if (other - client) % KINDS == 0 else 1.0 for other in at_hand]}
+        arrays = {} if "0" in places else with_prefix("model", arrays)
+        for place in range(len(at_hand)):
+            arrays |= with_prefix(place, {key: np.full_like(array, 1e-3) for key, array in model.items()})
+    elif name == "fedfomo":
+        told = {"weights": [1.0, *[0.0] * (len(places) - 1)]}
+    elif name == "hypcluster":
+        metrics["cluster"] = client % len(places)
+    elif name == "scaffold":
+        arrays |= with_prefix("control", {key: np.zeros_like(array) for key, array in model.items()})
+    elif name == "apfl":
+        metrics["mixing-weight"] = 0.5
+    elif name == "fedrep":
+        arrays = {key: array for key, array in arrays.items() if key not in config["head"]}
+    return RecordDict({ARRAYS: to_record(arrays), METRICS: MetricRecord(metrics), CONFIG: ConfigRecord(told)})
+
+
+def probabilities(client: int) -> np.ndarray:
+    """Class probabilities for the public images, shape (P, N)."""
+    kind, own = (np.random.default_rng(seed) for seed in (client % KINDS, KINDS + client))
+    scores = 2 * kind.random((PUBLIC, CLASSES), np.float32) + own.random((PUBLIC, CLASSES), np.float32)
+    return scores / scores.sum(axis=1, keepdims=True)
+
+
+def introduction(client: int) -> ConfigRecord:
+    return ConfigRecord({CLIENT_ID: client, METHODS: list(REGISTRY), NUM_EXAMPLES: 10, PUBLIC_SET: "public",
+                         NUM_PUBLIC: PUBLIC, NUM_CLASSES: CLASSES})
+
+
+class ServerAlone(InlineGrid):
+    """Clients that take no memory, and whose time is told apart.
+
+    Attributes
+    ----------
+    messages : int
+        That were sent.
+    seconds : float
+        What grid and clients have taken.
+    """
+
+    def __init__(self, model: Arrays, num_clients: int) -> None:
+        super().__init__(ClientApp(), num_clients)
+        self._model = model
+        self._received: dict[str, list[str]] = {}  # the names of the arrays in a message
+        self.messages, self.seconds = 0, 0.0
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        ids: list[str] = []
+        for message in messages:
+            started = time.perf_counter()
+            names = [key for record in records_of(message.content, ArrayRecord) for key in record]
+            message.content = RecordDict({key: record for key, record in message.content.items()
+                                          if not isinstance(record, ArrayRecord)})
+            (message_id,) = super().push_messages([message])
+            self._received[message_id] = names
+            ids.append(message_id)
+            self.messages += 1
+            self.seconds += time.perf_counter() - started
+        return ids
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        started = time.perf_counter()
+        replies = []
+        if (message_id := next((each for each in message_ids if each in self._waiting), None)) is not None:
+            message = self._waiting.pop(message_id)
+            replies = [Message(self._reply(message, self._received.pop(message_id)), reply_to=message)]
+        self.seconds += time.perf_counter() - started
+        return replies
+
+    def _reply(self, message: Message, received: Sequence[str]) -> RecordDict:
+        client = self._contexts[message.metadata.dst_node_id].node_config["partition-id"]
+        if message.metadata.message_type.startswith(MessageType.QUERY):
+            return RecordDict({CONFIG: introduction(client)})
+        (config,) = records_of(message.content, ConfigRecord)
+        if message.metadata.message_type == MessageType.TRAIN:
+            return answer(self._model, client, config, received)
+        content = RecordDict({METRICS: MetricRecord({"accuracy": 0.5, NUM_EXAMPLES: 5})})
+        if REGISTRY[str(config[METHOD])].strategy().personal == TUNED:
+            content[ARRAYS] = to_record(trained(self._model, client))
+        return content
+
+
+# --- Measuring ----------------------------------------------------------------------------------------
+
+
+def measure(name: str, clients: int, hidden: int = HIDDEN, store: str = "memory") -> Measured:
+    """Run a method in this process.
+
+    Raises
+    ------
+    RuntimeError
+        A reply was not used: what clients send is not what the method wants.
+    """
+    _run(name, 3, 2, "memory")  # what is imported, or made once and for all, is not the run's
+    gc.collect()
+    return _run(name, clients, hidden, store)
+
+
+def _run(name: str, clients: int, hidden: int, store: str) -> Measured:
+    from server_app.app import make_strategy
+    from server_app.config import Config
+
+    given: dict[str, Any] = {}
+    if REGISTRY[name].distils:
+        import torch
+
+        given = {"models": {"network": lambda: network(hidden)}, "device": "cpu",
+                 "public": torch.rand(PUBLIC, INPUTS, generator=torch.Generator().manual_seed(0))}
+    model = model_of(hidden)
+    initial = to_record(model) if REGISTRY[name].models_travel else ArrayRecord()
+    strategy = make_strategy(Config(strategy=name, store=store, num_clients=clients), **given)
+    grid = ServerAlone(model, clients)
+    seconds, messages = [], []
+    before, forget = memory_now(), forget_peak()
+    began, of_others, sent = time.perf_counter(), 0.0, 0
+
+    def on_round(server_round: int) -> None:
+        nonlocal began, of_others, sent
+        now = time.perf_counter()
+        if 1 < server_round <= ROUNDS:
+            seconds.append(now - began - (grid.seconds - of_others))
+            messages.append(grid.messages - sent)
+        began, of_others, sent = time.perf_counter(), grid.seconds, grid.messages
+
+    strategy.start(grid, initial, ROUNDS, on_round=on_round)
+    peak = forget()
+    if refused := [row["status"] for row in strategy.history.rows if row["status"] != "ok"]:
+        raise RuntimeError(f"{name}: {refused[0]}")
+    (line,) = (line for line in strategy.history.rounds if line["round"] == ROUNDS)
+    return Measured(messages[-1], line["bytes-down"], line["bytes-up"], float(np.median(seconds)),
+                    max(peak - before, 0))
+
+
+def memory_now() -> int:
+    return psutil.Process().memory_info().rss
+
+
+def forget_peak() -> Callable[[], int]:
+    """Begin anew with the highest memory of this process; returns what tells it, in bytes."""
+    status = Path("/proc/self/status")
+    if status.exists():  # Linux: the kernel's own record
+        Path("/proc/self/clear_refs").write_text("5")
+        return lambda: next(1024 * int(line.split()[1]) for line in status.read_text().splitlines()
+                            if line.startswith("VmHWM"))
+    import resource
+
+    return lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def in_a_process(name: str, clients: int, hidden: int = HIDDEN, store: str = "memory") -> Measured:
+    """`measure` in a process of its own."""
+    print(f"{name}: {clients} clients, {4 * hidden * (INPUTS + CLASSES) / 1e6:.3g} MB, {store}", file=sys.stderr)
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        return process.submit(measure, name, clients, hidden, store).result()
+
+
+# --- How it grows -------------------------------------------------------------------------------------
+
+
+def growth(sizes: Sequence[float], costs: Sequence[float]) -> float:
+    """The exponent a of cost ~ size^a: the slope of a line through the points' logarithms.
+
+    Of the largest sizes, those within a factor of 10 of the last: below them what a round costs in any case may hide
+    how it grows.
+    """
+    points = [(size, max(cost, 1e-12)) for size, cost in zip(sizes, costs) if 10 * size >= max(sizes)]
+    if len(points) < 2:
+        return float("nan")
+    return round(float(np.polyfit(*np.log(points).T, 1)[0]), 3)
+
+
+def at(far: float, sizes: Sequence[float], costs: Sequence[float]) -> float:
+    """What the cost comes to at another size, from the last one measured."""
+    return costs[-1] * (far / sizes[-1]) ** growth(sizes, costs)
+
+
+# --- Tables -------------------------------------------------------------------------------------------
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Markdown."""
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def size_text(count: float) -> str:
+    """Bytes, to two or three figures."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if count < 999.5 or unit == "TB":
+            return f"{count:.0f} {unit}" if unit == "B" or count >= 99.5 else f"{count:.2g} {unit}"
+        count /= 1000
+    raise AssertionError
+
+
+def time_text(seconds: float) -> str:
+    for unit, length in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:,.0f} {unit}" if seconds >= 99.5 * length else f"{seconds / length:.2g} {unit}"
+    return f"{seconds:.2g} s" if seconds >= 0.0095 else f"{1000 * seconds:.2g} ms"
+
+
+COSTS: dict[str, tuple[Callable[[Measured], float], Callable[[float], str]]] = {
+    "down": (lambda found: found.down, size_text),
+    "up": (lambda found: found.up, size_text),
+    "server's time": (lambda found: found.seconds, time_text),
+    "memory": (lambda found: found.memory, size_text),
+}
+
+
+def cost_tables(
+    found: dict[str, list[Measured]], on_disk: dict[str, Measured], sizes: Sequence[float], symbol: str, unit: str
+) -> str:
+    """Two tables, of traffic and of the server: a row for each method, a column for each size, and how it grows.
+
+    Parameters
+    ----------
+    found : dict
+        method -> what was measured at each of the sizes.
+    on_disk : dict
+        method -> the same at the last size with the models on disk.
+    symbol, unit : str
+        What grows, as in m^2, and the word behind its numbers.
+    """
+    texts = []
+    for costs, more in ((("down", "up"), False), (("server's time", "memory"), True)):
+        head = ["method", *([] if more else ["messages"])]
+        for cost in costs:
+            head += [f"{cost}, {size:,g} {unit}" for size in sizes] + [f"~ {symbol}^"]
+        head += ["memory, store=disk"] if more else []
+        rows = []
+        for name, line in found.items():
+            row = [name, *([] if more else [" / ".join(f"{each.messages:,}" for each in line)])]
+            for cost in costs:
+                of, text = COSTS[cost]
+                values = [of(each) for each in line]
+                row += [*map(text, values), f"{growth(sizes, values) + 0:.1f}"]
+            row += [size_text(on_disk[name].memory) if name in on_disk else ""] if more else []
+            rows.append(row)
+        texts.append(table(head, rows))
+    return "\n\n".join(texts)
+
+
+def far_table(columns: Sequence[tuple[str, Sequence[float], dict[str, list[Measured]]]]) -> str:
+    """What a round comes to with `FAR` clients, for each of these series of measurements."""
+    head = ["method"] + [f"{cost}, {what}" for what, _, _ in columns for cost in COSTS]
+    rows = [[name] + [text(at(FAR, sizes, [of(each) for each in found[name]]))
+                      for _, sizes, found in columns for of, text in COSTS.values()]
+            for name in columns[0][2]]
+    return table(head, rows)
+
+
+def report(methods: Sequence[str], clients: Sequence[int], megabytes: Sequence[float], many: Sequence[int]) -> str:
+    """Measure, and put it into tables."""
+    with_store = [name for name in methods if "store" in REGISTRY[name].settings]
+    wide = {size: hidden_for(size) for size in (*megabytes, MANY_MEGABYTES)}
+    by_clients = {name: [in_a_process(name, m) for m in clients] for name in methods}
+    by_size = {name: [in_a_process(name, FEW_CLIENTS, wide[size]) for size in megabytes] for name in methods}
+    by_many = {name: [in_a_process(name, m, wide[MANY_MEGABYTES]) for m in many] for name in methods}
+    clients_disk = {name: in_a_process(name, clients[-1], store="disk") for name in with_store}
+    size_disk = {name: in_a_process(name, FEW_CLIENTS, wide[megabytes[-1]], "disk") for name in with_store}
+    many_disk = {name: in_a_process(name, many[-1], wide[MANY_MEGABYTES], "disk") for name in with_store}
+    numbers = HIDDEN * (INPUTS + CLASSES)
+    return "\n\n".join([
+        f"A round with a model of {numbers:,} numbers ({size_text(4 * numbers)}), m clients, all of them in it:",
+        cost_tables(by_clients, clients_disk, clients, "m", "clients"),
+        f"A round with {FEW_CLIENTS} clients, models of d bytes:",
+        cost_tables(by_size, size_disk, megabytes, "d", "MB"),
+        f"A round with a model of {MANY_MEGABYTES:g} MB, m clients, all of them in it:",
+        cost_tables(by_many, many_disk, many, "m", "clients"),
+        f"A round with {FAR:,} clients, all of them in it, if it goes on like that:",
+        far_table([(size_text(4 * numbers), clients, by_clients), (f"{MANY_MEGABYTES:g} MB", many, by_many)]),
+    ])
+
+
+def _methods(text: str) -> list[str]:
+    names = list(REGISTRY) if text == "all" else text.split(",")
+    if unknown := [name for name in names if name not in REGISTRY]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]} is no method, allowed: all, {', '.join(REGISTRY)}")
+    return names
+
+
+def _counts(text: str) -> list[int]:
+    counts = sorted({int(part) for part in text.split(",") if part.isdecimal()})
+    if len(counts) != len(text.split(",")) or counts[0] < 2:
+        raise argparse.ArgumentTypeError(f"{text!r} is not what is allowed: different numbers of 2 or more, by commas")
+    return counts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--methods", type=_methods, default="all", help="names, by commas; all by default")
+    parser.add_argument("--clients", type=_counts, default=list(CLIENTS), help="by commas (default: 10,100,1000)")
+    arguments = parser.parse_args()
+    os.environ["FLWR_LOG_LEVEL"] = "ERROR"
+    print(report(arguments.methods, arguments.clients, MEGABYTES, MANY))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Blend: a client trains from a blend of the global model and its own.
+
+    w_k <- local training from  (1 - s) w + s w_k,     w <- sum_k n_k w_k / sum_k n_k
+
+with s the setting own-share. 0 is FedAvg, judged after local training; 1 is training alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from flwr.app import MetricRecord, RecordDict
+
+from strategies.baselines.fedavg import FedAvg
+from strategies.messages import ARRAYS, METRICS, OWN, TRAIN_LOSS, ClientId, check, to_record
+from strategies.registry import Method
+from strategies.state import MODEL
+
+if TYPE_CHECKING:
+    from strategies.client import Visit
+
+OWN_SHARE = "own-share"
+
+
+def blended(received: Mapping[str, np.ndarray], own: Mapping[str, np.ndarray], s: float) -> dict[str, np.ndarray]:
+    """(1 - s) w + s w_k, in the types of w; what counts, such as batches seen, is w's."""
+    return {name: ((1 - s) * w + s * own[name]).astype(w.dtype) if w.dtype.kind == "f" else w
+            for name, w in received.items()}
+
+
+class BlendedTraining:
+    """The client half: what a site does with a message."""
+
+    @staticmethod
+    def train(visit: Visit) -> RecordDict:
+        from strategies.training import get_arrays
+
+        own = visit.state.load(MODEL) or visit.arrays  # the first time there is none
+        model = visit.model(blended(visit.arrays, own, float(visit.config[OWN_SHARE])))
+        metrics = {TRAIN_LOSS: visit.train(model)}
+        metrics |= visit.evaluation(OWN, model) | visit.counts()  # which keeps it, being the method's result
+        return RecordDict({ARRAYS: to_record(get_arrays(model)), METRICS: MetricRecord(metrics)})
+
+    @staticmethod
+    def evaluate(visit: Visit) -> RecordDict:
+        model = visit.model(visit.state.load(MODEL))
+        return RecordDict({METRICS: MetricRecord(visit.separate_evaluation(model))})
+
+
+class Blend(FedAvg):
+    """The server half: FedAvg that tells clients s.
+
+    Parameters
+    ----------
+    own_share : float (default: 0.5)
+        s, 0 to 1.
+    **settings
+        Those of `PersonalizedStrategy`.
+    """
+
+    name = "blend"
+    personal = OWN  # whose accuracy counts
+    clients_keep_state = True
+    model_stays = True
+
+    def __init__(self, *, own_share: float = 0.5, **settings: Any) -> None:
+        super().__init__(**settings)
+        check("own_share", own_share, 0 <= own_share <= 1, "0 to 1")
+        self.own_share = own_share
+
+    def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
+        return {**super().round_config(server_round, client), OWN_SHARE: self.own_share}
+
+
+BLEND = Method(
+    f"{__name__}:Blend", "Blend", "docs/extending.md", "the model, both ways", "its own model",
+    settings=("own_share",), client_path=f"{__name__}:BlendedTraining",
+)  # fmt: skip

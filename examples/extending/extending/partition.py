@@ -1,0 +1,22 @@
+"""Clients that differ in how much they have: the same mixture of classes, amounts drawn from Dir(dirichlet-alpha)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from data.partitions import Partition, Request, Scheme, apportion, check_size, draw, even
+
+
+def divide(ask: Request) -> Partition:
+    """On average samples-per-client images, where that is 0 an equal part of all; as many test images for everyone."""
+    check_size(ask)
+    m = ask.num_clients
+    average = ask.samples_per_client or ask.have_train.min() * ask.num_classes // m  # for which every class lasts
+    shares = ask.rng(0).dirichlet(np.full(m, ask.dirichlet_alpha))  # (m,)
+    return draw(ask, even(ask, apportion(shares, m * average)), even(ask, np.full(m, len(ask.y_test) // m)))
+
+
+AMOUNTS = Scheme(
+    "classes uniform; amounts drawn from Dir(dirichlet-alpha): small is skewed, large is even", divide,
+    settings=("dirichlet-alpha", "with-replacement"),
+)  # fmt: skip

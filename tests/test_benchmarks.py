@@ -1,0 +1,188 @@
+"""What the benchmarks count and compute, by hand and beside what really happens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from flwr.app import ConfigRecord
+
+from benchmarks import scale, simulation
+from benchmarks.simulation import Work, do, work_of, work_of_server
+from server_app.config import Config
+from strategies import REGISTRY, InlineGrid, make_client_app
+from strategies.messages import to_record
+from strategies.training import get_arrays
+
+from .plain import Small, small, small_site
+from .test_conformance import OWN_SETTINGS, make
+
+# --- How cost grows -----------------------------------------------------------------------------------
+
+
+def test_growth_is_the_slope_of_the_largest_sizes() -> None:
+    assert scale.growth([10, 100], [3 * 10**2, 3 * 100**2]) == pytest.approx(2)
+    assert scale.growth([1, 2, 4], [7, 7 * 2**1.5, 7 * 4**1.5]) == pytest.approx(1.5)
+    assert scale.growth([10, 100, 1000], [999, 5, 5000]) == pytest.approx(3)  # 10 is too far from 1000
+    assert scale.at(100_000, [10, 100, 1000], [999, 2, 200]) == pytest.approx(200 * 100**2)
+
+
+# Arrays in a message down and up, in models of 3,700 numbers: with the other settings' defaults, and 6 clients.
+MODEL, BODY = 3700, 3200
+FLOATS = {
+    "perfed-ckt": (3 * 2000 * 10, 2000 * 10),  # |P| N: c = 3 centroids down, class probabilities up
+    "federico": (4 * MODEL, 4 * MODEL),  # the client's own and M = 3 neighbours'
+    "scaffold": (2 * MODEL, 2 * MODEL),  # control variates besides
+    "hypcluster": (3 * MODEL, MODEL),
+    "fedfomo": (4 * MODEL, MODEL),
+    "fedem": (3 * MODEL, 3 * MODEL),
+    "fedrep": (BODY, BODY),
+}
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_messages_and_bytes_of_a_round_are_what_the_method_says(name, monkeypatch) -> None:
+    monkeypatch.setattr(scale, "ROUNDS", 2)
+    clients = 6
+    if name == "feddf":  # what it distils from is no matter of messages
+        monkeypatch.setattr(scale, "PUBLIC", 20)
+    found = scale.measure(name, clients)
+    down, up = (4 * clients * floats for floats in FLOATS.get(name, (MODEL, MODEL)))
+    assert found.messages == clients
+    # Headers and settings are some hundred bytes for each array.
+    assert down <= found.down <= 1.03 * down + 500 * clients
+    assert up <= found.up <= 1.03 * up + 500 * clients
+    assert 0 < found.seconds < 60
+
+
+def test_memory_is_that_of_the_models_that_the_server_keeps() -> None:
+    """12 models of 4 MB in memory; on disk, one or two at a time. Nothing of what is under way."""
+    models, wide = 12 * 4e6, scale.hidden_for(4)
+    assert models < scale.in_a_process("local", 12, wide).memory < 1.5 * models
+    assert scale.in_a_process("local", 12, wide, "disk").memory < 0.75 * models
+
+
+def test_the_command_prints_what_was_measured(monkeypatch, capsys) -> None:
+    def measured(name, clients, hidden=scale.HIDDEN, store="memory"):
+        size = 4 * hidden * 74
+        return scale.Measured(clients, clients * size, 2 * clients * size, clients**2 * 1e-3,
+                              (1 if store == "disk" else clients) * size)
+
+    monkeypatch.setattr(scale, "in_a_process", measured)
+    monkeypatch.setattr("sys.argv", ["scale", "--methods", "fedavg,local", "--clients", "3,6"])
+    scale.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert "| fedavg | 3 / 6 | 44 kB | 89 kB | 1.0 | 89 kB | 178 kB | 1.0 |" in lines
+    assert "| local | 9 ms | 0.036 s | 2.0 | 44 kB | 89 kB | 1.0 | 15 kB |" in lines
+    assert "| fedavg | 64 ms | 64 ms | 64 ms | 0.0 | 8 MB | 80 MB | 360 MB | 1.0 |  |" in [
+        line.replace("0.064 s", "64 ms") for line in lines]
+    # 100,000 clients: 1.48 GB and 2.96 GB; (10^5)^2 ms are 116 days.
+    assert "| fedavg | 1.5 GB | 3 GB | 116 days | 1.5 GB | 100 GB | 200 GB | 116 days | 100 GB |" in lines
+
+
+@pytest.mark.parametrize(("arguments", "complaint"), [
+    (["--methods", "fedavg,nosuch"], "nosuch is no method, allowed: all, fedamp"),
+    (["--clients", "10,1"], "'10,1' is not what is allowed: different numbers of 2 or more"),
+    (["--clients", "ten"], "'ten' is not what is allowed"),
+])
+def test_arguments_that_cannot_be_used_are_named(arguments, complaint, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("sys.argv", ["scale", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        scale.main()
+    assert ended.value.code == 2 and complaint in capsys.readouterr().err
+
+
+# --- The bare loop ------------------------------------------------------------------------------------
+
+
+class Counted(Small):
+    """Notes how many samples go through it, and whether gradients are asked for."""
+
+    seen: list[tuple[int, bool]] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append((len(x), torch.is_grad_enabled()))
+        return super().forward(x)
+
+
+def counted() -> Counted:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Counted()
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_the_work_of_a_round_is_what_went_through_the_network(name) -> None:
+    points = torch.linspace(-1, 1, 16).reshape(8, 2)
+
+    def site(context):
+        return replace(small_site(context.node_config["partition-id"]), model=counted, public=points)
+
+    strategy = make(name, network=small, images=points, fraction_evaluate=0.0)
+    config = Config(strategy=name, local_epochs=2, num_components=OWN_SETTINGS["num_components"])
+    works: dict[int, list[Work]] = {}
+    seen: dict[int, list[tuple[int, bool]]] = {}
+
+    def on_round(server_round: int) -> None:
+        rows = [row for row in strategy.history.rows if row["round"] == server_round]
+        works[server_round] = [work_of(row, config) for row in rows]
+        seen[server_round] = list(Counted.seen)
+        Counted.seen.clear()
+
+    settings = ConfigRecord({"local-epochs": 2, "batch-size": 5, "optimizer": "sgd", "learning-rate": 0.1,
+                             "device": "cpu"})
+    initial = to_record(get_arrays(small())) if REGISTRY[name].models_travel else to_record({})
+    Counted.seen.clear()
+    strategy.start(InlineGrid(make_client_app(site), 4, {"of": name}), initial, 3, train_config=settings,
+                   on_round=on_round)
+    for server_round in (2, 3):  # in the first one clients look whether the network takes an image
+        work, happened = works[server_round], seen[server_round]
+        assert len(work) == 4
+        assert sum(each.whole + each.head for each in work) == sum(n for n, gradients in happened if gradients)
+        assert sum(each.predicted + 5 * each.tests for each in work) == sum(n for n, grads in happened if not grads)
+    assert any(each.head for each in works[3]) == (name in ("fedrep", "fedala"))
+
+
+@pytest.mark.parametrize("name", ["heurfedamp", "perfed-ckt", "fedrep"])
+def test_the_bare_loop_does_that_work(name) -> None:
+    model, config = counted(), Config(strategy=name)
+    x, y = torch.rand(300, 2), torch.zeros(300, dtype=torch.int64)
+    row = {"samples-trained": 600, "samples-predicted": 700, "num-examples": 300, "received-accuracy": 0.5,
+           "trained-accuracy": 0.5, "personal-accuracy": 0.5}
+    work = work_of(row, replace(config, local_epochs=1))
+    before = [weight.detach().clone() for weight in model.parameters()]
+    Counted.seen.clear()
+    do(model, work, config, (x, y), (x[:7], y[:7]), ["head.weight", "head.bias"])
+    assert Counted.seen == [(7, False)] * 2 + [(300, False)] * 0 + [(500, False), (200, False)] + [(100, True)] * 6
+    assert (work.whole, work.head) == ((300, 300) if name == "fedrep" else (600, 0))
+    assert not any(torch.equal(*each) for each in zip(before, model.parameters()))
+
+
+def test_of_heurfedamp_it_is_two_epochs_and_two_evaluations() -> None:
+    """The settings of the benchmark: 300 samples a client, batches of 100."""
+    config = simulation.settings("heurfedamp", "", 10, "")
+    row = {"samples-trained": 600, "samples-predicted": 0, "num-examples": 300, "received-accuracy": 0.5,
+           "trained-accuracy": 0.5, "personal-accuracy": 0.5}
+    assert work_of(row, config) == Work(whole=2 * 300, head=0, predicted=0, tests=2)
+    assert work_of_server(config, 20, 500) == Work(0, 0, 0, 0)
+
+
+def test_the_server_of_feddf_predicts_with_all_models_and_distils() -> None:
+    config = simulation.settings("feddf", "", 3, "")
+    assert work_of_server(config, 20, 500) == Work(whole=200 * 100, head=0, predicted=20 * 500, tests=0)
+
+
+def test_the_table_puts_costs_over_fedavg() -> None:
+    def run(seconds, trained, predicted, down, up):
+        line = {"seconds": seconds, "samples-trained": trained, "samples-predicted": predicted, "bytes-down": down,
+                "bytes-up": up}
+        return simulation.Simulated([line], [])
+
+    found = {"fedavg": (run(2.0, 12000, 0, 100e6, 100e6), 4.0), "fedem": (run(5.0, 36000, 3000, 300e6, 250e6), 5.0)}
+    lines = simulation.table(found).splitlines()
+    assert lines[2] == ("| fedavg | 2.00 | 4.00 | 0.50 | 12,000 | 0 | 100.0 | 100.0 | 1.00 | 1.00 | 0.00 | 1.00 "
+                        "| 1.00 |")
+    assert lines[3] == ("| fedem | 5.00 | 5.00 | 1.00 | 36,000 | 3,000 | 300.0 | 250.0 | 2.50 | 3.00 | 0.25 | 3.00 "
+                        "| 2.50 |")
+    assert "over" not in simulation.table({"fedem": found["fedem"]}) and len(lines[0].split("|")) == 15
