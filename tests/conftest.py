@@ -1,11 +1,15 @@
-"""One thread for all: two cores are soon oversubscribed, and results then have the same bits everywhere."""
+"""One thread for all, and in what tests start: threads that wait for a core that others have make everything many
+times slower, and results have the same bits everywhere."""
 
 from __future__ import annotations
+
+import os
 
 import pytest
 import torch
 
 torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
 
 
 @pytest.fixture(scope="session", autouse=True)
