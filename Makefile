@@ -31,7 +31,8 @@ benchmarks: $(INSTALLED)
 	$(VENV)/bin/python -m benchmarks.wire
 	$(VENV)/bin/python -m benchmarks.latency
 	$(VENV)/bin/python -m benchmarks.training
-	$(VENV)/bin/python -m benchmarks.simulation --data-dir '$(DATA_DIR)'
+	$(VENV)/bin/python -m benchmarks.simulation --strategies all --data-dir '$(DATA_DIR)'
+	$(VENV)/bin/python -m benchmarks.scale
 
 clean:
 	rm -rf $(VENV) .kindred build dist *.egg-info

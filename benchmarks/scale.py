@@ -338,18 +338,21 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def size_text(count: float) -> str:
     """Bytes, to two or three figures."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if count < 999.5 or unit == "TB":
-            return f"{count:.0f} {unit}" if unit == "B" or count >= 99.5 else f"{count:.2g} {unit}"
-        count /= 1000
-    raise AssertionError
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= 0.9995 * size:
+            return f"{_figures(count / size)} {unit}"
+    return f"{count:.0f} B"
 
 
 def time_text(seconds: float) -> str:
-    for unit, length in (("days", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:,.0f} {unit}" if seconds >= 99.5 * length else f"{seconds / length:.2g} {unit}"
-    return f"{seconds:.2g} s" if seconds >= 0.0095 else f"{1000 * seconds:.2g} ms"
+    for unit, length in (("days", 86400), ("h", 3600), ("min", 60), ("s", 1)):
+        if seconds >= 1.995 * length:
+            return f"{_figures(seconds / length)} {unit}"
+    return f"{_figures(1000 * seconds)} ms"
+
+
+def _figures(number: float) -> str:
+    return f"{number:,.0f}" if number >= 9.95 else f"{number:.2g}"
 
 
 COSTS: dict[str, tuple[Callable[[Measured], float], Callable[[float], str]]] = {
