@@ -1,1 +1,22 @@
 """Measurements, each printed as ratios from one run: python -m benchmarks.NAME."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+
+
+def methods_named(text: str) -> list[str]:
+    """The methods that an option names, by commas, or all."""
+    from strategies import REGISTRY
+
+    names = list(REGISTRY) if text == "all" else text.split(",")
+    if unknown := [name for name in names if name not in REGISTRY]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]} is no method, allowed: all, {', '.join(REGISTRY)}")
+    return names
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table: the first column to the left, the others, numbers, to the right."""
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

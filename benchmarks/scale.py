@@ -57,6 +57,8 @@ from strategies.messages import (
     with_prefix,
 )
 
+from . import markdown, methods_named
+
 CLIENTS = (10, 100, 1000)
 MEGABYTES, FEW_CLIENTS = (1, 10, 45), 8
 MANY, MANY_MEGABYTES = (30, 300), 1
@@ -288,16 +290,16 @@ def memory_now() -> int:
     return psutil.Process().memory_info().rss
 
 
-def forget_peak() -> Callable[[], int]:
+def forget_peak() -> Callable[[], float]:
     """Begin anew with the highest memory of this process; returns what tells it, in bytes."""
     status = Path("/proc/self/status")
     if status.exists():  # Linux: the kernel's own record
         Path("/proc/self/clear_refs").write_text("5")
         return lambda: next(1024 * int(line.split()[1]) for line in status.read_text().splitlines()
                             if line.startswith("VmHWM"))
-    import resource
+    from .cloud_models import peak
 
-    return lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return peak
 
 
 def in_a_process(name: str, clients: int, hidden: int = HIDDEN, store: str = "memory") -> Measured:
@@ -328,12 +330,6 @@ def at(far: float, sizes: Sequence[float], costs: Sequence[float]) -> float:
 
 
 # --- Tables -------------------------------------------------------------------------------------------
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Markdown."""
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def size_text(count: float) -> str:
@@ -392,7 +388,7 @@ def cost_tables(
                 row += [*map(text, values), f"{growth(sizes, values) + 0:.1f}"]
             row += [size_text(on_disk[name].memory) if name in on_disk else ""] if more else []
             rows.append(row)
-        texts.append(table(head, rows))
+        texts.append(markdown(head, rows))
     return "\n\n".join(texts)
 
 
@@ -402,7 +398,7 @@ def far_table(columns: Sequence[tuple[str, Sequence[float], dict[str, list[Measu
     rows = [[name] + [text(at(FAR, sizes, [of(each) for each in found[name]]))
                       for _, sizes, found in columns for of, text in COSTS.values()]
             for name in columns[0][2]]
-    return table(head, rows)
+    return markdown(head, rows)
 
 
 def report(methods: Sequence[str], clients: Sequence[int], megabytes: Sequence[float], many: Sequence[int]) -> str:
@@ -428,13 +424,6 @@ def report(methods: Sequence[str], clients: Sequence[int], megabytes: Sequence[f
     ])
 
 
-def _methods(text: str) -> list[str]:
-    names = list(REGISTRY) if text == "all" else text.split(",")
-    if unknown := [name for name in names if name not in REGISTRY]:
-        raise argparse.ArgumentTypeError(f"{unknown[0]} is no method, allowed: all, {', '.join(REGISTRY)}")
-    return names
-
-
 def _counts(text: str) -> list[int]:
     counts = sorted({int(part) for part in text.split(",") if part.isdecimal()})
     if len(counts) != len(text.split(",")) or counts[0] < 2:
@@ -444,7 +433,7 @@ def _counts(text: str) -> list[int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--methods", type=_methods, default="all", help="names, by commas; all by default")
+    parser.add_argument("--methods", type=methods_named, default="all", help="names, by commas; all by default")
     parser.add_argument("--clients", type=_counts, default=list(CLIENTS), help="by commas (default: 10,100,1000)")
     arguments = parser.parse_args()
     os.environ["FLWR_LOG_LEVEL"] = "ERROR"

@@ -24,7 +24,7 @@ import argparse
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,8 @@ from server_app.config import Config
 from strategies import REGISTRY
 from strategies.messages import NUM_EXAMPLES, OWN, RECEIVED, SAMPLES_PREDICTED, SAMPLES_TRAINED, TRAINED, TUNED, decode
 from strategies.state import MIXTURE
+
+from . import markdown, methods_named
 
 CLIENTS, SAMPLES, EPOCHS, BATCH = 20, 300, 2, 100
 AT_ONCE = 500  # images, where no gradient is asked for
@@ -239,7 +241,7 @@ def table(found: Mapping[str, tuple[Simulated, float]]) -> str:
     reference = found["fedavg"][0] if "fedavg" in found else None
     if reference:
         head += ["time", "trained on", "predicted for", "down", "up"]
-    lines = [head, ["---", *["---:"] * (len(head) - 1)]]
+    lines = []
     columns = SAMPLES_TRAINED, SAMPLES_PREDICTED, "bytes-down", "bytes-up"
     for name, (run, seconds) in found.items():
         ours, costs = run.median("seconds"), [run.median(column) for column in columns]
@@ -250,14 +252,7 @@ def table(found: Mapping[str, tuple[Simulated, float]]) -> str:
             theirs = [reference.median(column) for column in ("seconds", SAMPLES_TRAINED, *columns[:1], *columns[2:])]
             line += [f"{cost / their:.2f}" for cost, their in zip((ours, *costs), theirs)]
         lines.append(line)
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _strategies(text: str) -> list[str]:
-    names: Iterable[str] = REGISTRY if text == "all" else text.split(",")
-    if unknown := [name for name in names if name not in REGISTRY]:
-        raise argparse.ArgumentTypeError(f"{unknown[0]} is no method, allowed: all, {', '.join(REGISTRY)}")
-    return list(names)
+    return markdown(head, lines)
 
 
 def _positive(text: str) -> int:
@@ -268,7 +263,7 @@ def _positive(text: str) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--strategies", type=_strategies, default="heurfedamp", help="names, by commas, or all")
+    parser.add_argument("--strategies", type=methods_named, default="heurfedamp", help="names, by commas, or all")
     parser.add_argument("--data-dir", default="", help="folder of Fashion-MNIST (default: as of kindred run)")
     parser.add_argument("--rounds", type=_positive, help="default: 10; of several methods 3")
     arguments = parser.parse_args()
