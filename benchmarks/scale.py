@@ -229,7 +229,7 @@ class ServerAlone(InlineGrid):
         (config,) = records_of(message.content, ConfigRecord)
         if message.metadata.message_type == MessageType.TRAIN:
             return answer(self._model, client, config, received)
-        content = RecordDict({METRICS: MetricRecord({"accuracy": 0.5, NUM_EXAMPLES: 5})})
+        content = RecordDict({METRICS: MetricRecord({"accuracy": 0.5, "loss": 1.0, NUM_EXAMPLES: 5})})
         if REGISTRY[str(config[METHOD])].strategy().personal == TUNED:
             content[ARRAYS] = to_record(trained(self._model, client))
         return content

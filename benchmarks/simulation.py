@@ -33,7 +33,17 @@ import numpy as np
 
 from server_app.config import Config
 from strategies import REGISTRY
-from strategies.messages import NUM_EXAMPLES, OWN, RECEIVED, SAMPLES_PREDICTED, SAMPLES_TRAINED, TRAINED, TUNED, decode
+from strategies.messages import (
+    HALFWAY,
+    NUM_EXAMPLES,
+    OWN,
+    RECEIVED,
+    SAMPLES_PREDICTED,
+    SAMPLES_TRAINED,
+    TRAINED,
+    TUNED,
+    decode,
+)
 from strategies.state import MIXTURE
 
 from . import markdown, methods_named
@@ -84,7 +94,7 @@ def work_of(row: Mapping[str, Any], config: Config) -> Work:
     if method.strategy().personal == MIXTURE:
         tests = 1 + len(decode(row["neighbours"])) if "neighbours" in row else config.num_components
     else:
-        tests = sum(row.get(f"{which}-accuracy") is not None for which in (RECEIVED, TRAINED, TUNED, OWN))
+        tests = sum(row.get(f"{which}-accuracy") is not None for which in (RECEIVED, TRAINED, TUNED, OWN, HALFWAY))
     # A step of PerFed-CKT is on a private batch and a public one.
     return Work(whole, trained - whole, int(row[SAMPLES_PREDICTED]), tests, 1 if method.models_travel else 2)
 

@@ -30,6 +30,7 @@ _HOMES = {
     "choose_neighbours": "federico",
     "collaborator_weights": "federico",
     "Mixture": "mixture",
+    "Kindred": "kindred",
     "Local": "baselines.local",
     "FedAvg": "baselines.fedavg",
     "FedProx": "baselines.fedavg",

@@ -33,21 +33,16 @@ from logging import WARNING
 from typing import Any, Literal
 
 import numpy as np
-from flwr.app import ArrayRecord
 from flwr.supercore import log
 from scipy.special import log_softmax, logsumexp
 
 from .messages import PROXIMAL_MU, ClientId, check, in_order
-from .rounds import StoredModels
+from .rounds import CloudModels
 from .store import BLOCK
 
 SelfWeight = float | Literal["uniform"]
 Blocks = Callable[[], Iterator[np.ndarray]]
 """Goes through the columns of an (m, d) matrix, some at a time: each of shape (m, b)."""
-
-NOBODYS: tuple[list[ClientId], list[ClientId], np.ndarray] = ([], [], np.zeros((0, 0)))
-"""Weights of a round: who received something, of whom, and how much of each, (r, m)."""
-
 
 # --- The mathematics ----------------------------------------------------------------------------------
 
@@ -195,7 +190,7 @@ def _blocks_of(models: np.ndarray) -> Iterator[np.ndarray]:
 # --- The server ---------------------------------------------------------------------------------------
 
 
-class FedAMP(StoredModels):
+class FedAMP(CloudModels):
     """FedAMP as a Flower strategy.
 
     Parameters
@@ -246,10 +241,9 @@ class FedAMP(StoredModels):
         self.alpha_decay_every = alpha_decay_every
         self.lam = lam
         self.self_weight = self_weight
-        self._weights = NOBODYS
         self._scaled = False
 
-    STATE = (*StoredModels.STATE, "_weights", "_scaled")
+    STATE = (*CloudModels.STATE, "_scaled")
     _self_weights = "0 to 1, 'uniform' or None"
 
     @staticmethod
@@ -264,19 +258,15 @@ class FedAMP(StoredModels):
     def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
         return {PROXIMAL_MU: self.lam / self.alpha_at(server_round)}
 
-    def outgoing(self, server_round: int, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId, ArrayRecord]]:
-        self._weights = NOBODYS
-        self.welcome(clients)
-        if not self.online:  # nobody has trained yet: every model is the initial one
-            yield from ((client, self.initial) for client in clients)
-            return
-        at_hand = in_order({*self.online, *clients})
+    def cloud_weights(
+        self, server_round: int, clients: Sequence[ClientId]
+    ) -> tuple[list[ClientId], np.ndarray]:
+        at_hand = in_order({*self.online, *clients}) if self.online else []
+        if not at_hand:
+            return [], np.zeros((len(clients), 0))
         weights = self._xi(at_hand, server_round)  # (m, m)
         row_of = {client: row for row, client in enumerate(at_hand)}
-        rows = weights[[row_of[client] for client in clients]]  # (r, m)
-        self._weights = (list(clients), at_hand, rows)
-        for client, cloud_model in zip(clients, self.models.combinations(rows, at_hand)):
-            yield client, self.models.combined_record(cloud_model, client)
+        return at_hand, weights[[row_of[client] for client in clients]]
 
     def _xi(self, at_hand: Sequence[ClientId], server_round: int) -> np.ndarray:
         distances = squared_distances(lambda: self._parameters(at_hand), len(at_hand))  # (m, m)
@@ -295,18 +285,6 @@ class FedAMP(StoredModels):
     def _heard(self, at_hand: Sequence[ClientId]) -> np.ndarray:
         online = set(self.online)
         return np.array([client in online for client in at_hand])
-
-    def collaboration(self) -> tuple[list[ClientId], np.ndarray]:
-        """The weights xi of the last round; a client that received nothing has its own model alone."""
-        clients = in_order({*self.models, *self.clients()})
-        column = {client: i for i, client in enumerate(clients)}
-        weights = np.eye(len(clients))
-        receivers, senders, received = self._weights
-        if receivers:
-            rows = [column[client] for client in receivers]
-            weights[rows] = 0
-            weights[np.ix_(rows, [column[client] for client in senders])] = received
-        return clients, weights
 
 
 class HeurFedAMP(FedAMP):

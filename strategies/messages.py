@@ -44,6 +44,7 @@ PROXIMAL_MU = "proximal-mu"
 FINETUNE_EPOCHS = "finetune-epochs"
 LOCAL_EPOCHS = "local-epochs"
 LOCAL_STEPS = "local-steps"
+PROBE = "probe"  # what a model is called that a client evaluates for the server's sake, and that is not its own
 
 METHODS = "methods"
 NETWORK = "network"
@@ -67,6 +68,7 @@ RECEIVED = "received"  # as it came from the server
 TRAINED = "trained"  # after local training
 TUNED = "tuned"  # the received one, fine-tuned for this client alone
 OWN = "own"  # another that the client has for itself, besides the one that goes to and fro
+HALFWAY = "halfway"  # between the one from the server and the client's last one after training
 AFTER_TRAINING = (TRAINED, OWN)  # those of which the last training reply tells, so that nothing is left to say
 PERSONAL = "personal"  # the method's own choice among these: its result for this client
 

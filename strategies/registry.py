@@ -38,6 +38,8 @@ class Method:
         Whether unlabelled images are needed that all have.
     distils : bool
         Whether the server alone needs them, and the networks: its half takes `models`, `public` and `device`.
+    any_client : bool
+        Whether a client that only trains the model that it is sent can take part, though our half does more.
     """
 
     strategy_path: str
@@ -50,6 +52,7 @@ class Method:
     mixed_networks: bool = False
     needs_public_set: bool = False
     distils: bool = False
+    any_client: bool = False
     client_path: str = LOCAL_TRAINING
 
     @property
@@ -59,7 +62,7 @@ class Method:
         An ordinary one, which trains the model that it is sent, would fail, or take part in another method under this
         one's name. Where no model travels clients are known by their public set.
         """
-        return self.models_travel and self.client_path != LOCAL_TRAINING
+        return self.models_travel and self.client_path != LOCAL_TRAINING and not self.any_client
 
     def strategy(self) -> type[Any]:
         """The server half, a `PersonalizedStrategy`."""
@@ -115,6 +118,16 @@ REGISTRY: Registry[Method] = Registry("kindred.methods", Method, {
         settings=("num_neighbours", "epsilon", "beta", "likelihood", "temperature", "m_step", "optimizer",
                   "learning_rate", "min_weight", "mixture", "mixture_threshold", "share_absent", "selection", "store"),
         client_path=".federico:Collaboration",
+    ),
+    "kindred": Method(
+        ".kindred:Kindred",
+        "Kindred",
+        "of this library: docs/kindred.md",
+        "the model, both ways; in every second round two more to evaluate, down",
+        "its last model",
+        settings=("store",),
+        any_client=True,
+        client_path=".kindred:Probed",
     ),
     "local": Method(
         ".baselines.local:Local",

@@ -26,7 +26,7 @@ from flwr.supercore import log
 
 from .admission import MAX_EXAMPLES, REFUSED, Refused, Reply, admit, norm
 from .checkpoint import Checkpoints
-from .history import History
+from .history import COMPUTE, History
 from .messages import (
     AFTER_TRAINING,
     ATTEMPT,
@@ -39,6 +39,7 @@ from .messages import (
     NUM_EXAMPLES,
     NUM_TEST_EXAMPLES,
     PERSONAL,
+    PROBE,
     PROBLEM,
     RUN,
     SERVER_ROUND,
@@ -74,6 +75,9 @@ DEAD_WORKER = re.compile(r"ray\.exceptions\.(ActorDied|RayActor|OutOfMemory|Work
 
 LONGEST_LINE = 300  # characters of what a client has to say
 
+# What ordinary evaluate functions call what they found.
+ORDINARY_NAMES = {"accuracy": ("accuracy", "eval_accuracy", "eval_acc"), "loss": ("loss", "eval_loss")}
+
 
 class TooFewClients(RuntimeError):
     """Fewer clients than a round needs were there when the wait was over, or none gave a usable answer."""
@@ -93,6 +97,7 @@ class _Asked:
     bytes_down: int
     notes: dict[str, Any]
     to_train: bool
+    probe: str  # what the model is called, if it is for a probe
 
 
 class PersonalizedStrategy(Strategy):
@@ -293,6 +298,9 @@ class PersonalizedStrategy(Strategy):
 
     def take_evaluation(self, client: ClientId, reply: Reply) -> None:
         """Take in an admitted evaluation reply; its arrays, if any, are a personal model."""
+
+    def take_probe(self, client: ClientId, probe: str, loss: float) -> None:
+        """Take in the loss that a client found for the model of a message to evaluate whose settings hold PROBE."""
 
     def end_round(self, server_round: int, answered: Sequence[ClientId]) -> None:
         """End a round in which these clients (in order) answered. Without any, nothing changes."""
@@ -715,7 +723,8 @@ class PersonalizedStrategy(Strategy):
                 notes = {f"evaluate-{key}": value for key, value in notes.items()}
             asked = _Asked(
                 client, message.metadata.dst_node_id, time.monotonic(), payload_bytes(message.content), notes,
-                message.metadata.message_type == MessageType.TRAIN)
+                message.metadata.message_type == MessageType.TRAIN,
+                str(message.content[self.configrecord_key].get(PROBE, "")))
             message.metadata.ttl = timeout + CLOCKS
             message_id = _push(grid, message)
             if message_id is None:
@@ -748,6 +757,12 @@ class PersonalizedStrategy(Strategy):
         due = None if evaluation and not records_of(content, ArrayRecord) else partial(self.mismatch, asked.client)
         try:
             reply = admit(content, self.weighted_by_key, due)
+            if asked.probe:
+                loss = _told(reply.metrics, "loss")
+                self._add_row(asked, server_round, "ok", bytes_up, {
+                    f"{asked.probe}-loss": loss, **{key: reply.metrics[key] for key in COMPUTE if key in reply.metrics}})
+                self.take_probe(asked.client, asked.probe, loss)
+                return None
             if not evaluation:
                 self.inspect(asked.client, reply)
                 self._bound(asked.client, reply)
@@ -807,8 +822,7 @@ class PersonalizedStrategy(Strategy):
             "seconds": time.monotonic() - asked.sent_at, "bytes-down": asked.bytes_down, "bytes-up": bytes_up,
         }
         # An evaluation by itself is of the personal model, under the name that an ordinary evaluate function uses.
-        ordinary = {"accuracy": ("accuracy", "eval_accuracy", "eval_acc"), "loss": ("loss", "eval_loss")}
-        for measure, names in ordinary.items():
+        for measure, names in ORDINARY_NAMES.items():
             for key in names if evaluation else (f"{self.personal}-{measure}",):
                 if key in row:
                     if measure == "loss" or 0 <= row[key] <= 1:
@@ -903,6 +917,70 @@ class StoredModels(PersonalizedStrategy):
         return self.models
 
 
+# Of a round: who received something, of whom, and how much of each, (r, m).
+NOBODYS: tuple[list[ClientId], list[ClientId], np.ndarray] = ([], [], np.zeros((0, 0)))
+
+
+class CloudModels(StoredModels):
+    """Base of the methods in which a client trains from a weighted sum of the clients' models, its cloud model.
+
+    Parameters
+    ----------
+    **settings
+        Those of `StoredModels`.
+    """
+
+    STATE = (*StoredModels.STATE, "_weights")
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._weights = NOBODYS
+
+    def cloud_weights(
+        self, server_round: int, clients: Sequence[ClientId]
+    ) -> tuple[list[ClientId], np.ndarray]:
+        """What the cloud models of these clients are made of.
+
+        Returns
+        -------
+        senders : list of m client ids
+            None while nobody has trained yet, and every model is the initial one.
+        weights : ndarray, shape (r, m)
+            Rows sum to 1.
+        """
+        raise NotImplementedError
+
+    def outgoing(self, server_round: int, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId, ArrayRecord]]:
+        self._weights = NOBODYS
+        self.welcome(clients)
+        senders, rows = self.cloud_weights(server_round, clients)
+        if senders:
+            self._weights = (list(clients), senders, rows)
+        yield from zip(clients, self.clouds(clients, senders, rows))
+
+    def clouds(
+        self, clients: Sequence[ClientId], senders: Sequence[ClientId], rows: np.ndarray
+    ) -> Iterator[ArrayRecord]:
+        """The cloud models of these clients, one after the other; the initial one, if there are no senders."""
+        if not senders:
+            yield from (self.initial for _ in clients)
+            return
+        for client, cloud_model in zip(clients, self.models.combinations(rows, senders)):
+            yield self.models.combined_record(cloud_model, client)
+
+    def collaboration(self) -> tuple[list[ClientId], np.ndarray]:
+        """The weights of the last round; a client that received nothing has its own model alone."""
+        clients = in_order({*self.models, *self.clients()})
+        column = {client: i for i, client in enumerate(clients)}
+        weights = np.eye(len(clients))
+        receivers, senders, received = self._weights
+        if receivers:
+            rows = [column[client] for client in receivers]
+            weights[rows] = 0
+            weights[np.ix_(rows, [column[client] for client in senders])] = received
+        return clients, weights
+
+
 def mean_metrics(contents: list[RecordDict], weighted_by_key: str) -> MetricRecord:
     """Flower's weighted mean, of the metrics that all of these clients report in one form (a number, n numbers)."""
     def form(value: Any) -> int | None:
@@ -924,6 +1002,14 @@ def _count_bytes(record: ArrayRecord | MetricRecord | ConfigRecord) -> int:
         return record.count_bytes()
     except (IndexError, ValueError):  # of an empty list or text in a record, which Flower takes and cannot count
         return 0
+
+
+def _told(metrics: Mapping[str, Any], measure: str) -> float:
+    """What an evaluation says of its model, by any of the names for it; `Refused` where it says nothing of use."""
+    found = next((metrics[name] for name in ORDINARY_NAMES[measure] if name in metrics), None)
+    if not isinstance(found, int | float) or not np.isfinite(found):
+        raise Refused(f"its {measure} is {reprlib.repr(found)}, expected a finite number")
+    return float(found)
 
 
 def content_of(message: Message) -> RecordDict:

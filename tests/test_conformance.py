@@ -13,7 +13,6 @@ from flwr.clientapp import ClientApp
 from strategies import REGISTRY, InlineGrid, PersonalizedStrategy, TooFewClients
 from strategies.checkpoint import pack
 from strategies.messages import AFTER_TRAINING, TRAIN_LOSS, to_record
-from strategies.registry import LOCAL_TRAINING
 from strategies.training import get_arrays
 
 from .plain import (
@@ -48,7 +47,7 @@ OWN_SETTINGS = {
 }
 # Methods whose clients do more than to train a model as FedProx's do: written by somebody else, or our own.
 APPS = {"perfed-ckt": logits_app, "federico": collaboration_app}
-OWN_CLIENTS = [name for name, method in REGISTRY.items() if method.client_path != LOCAL_TRAINING and name not in APPS]
+OWN_CLIENTS = [name for name, method in REGISTRY.items() if method.needs_our_client and name not in APPS]
 
 every_method = pytest.mark.parametrize("name", REGISTRY)
 where_models_travel = pytest.mark.parametrize("name", [name for name in REGISTRY if REGISTRY[name].models_travel])

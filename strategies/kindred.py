@@ -1,0 +1,303 @@
+"""Kindred: every client starts from the mean of all where that is enough, and from those like it where it is not.
+
+A method of this library; docs/kindred.md has what it is worth, and what else was tried. There is nothing to set for a
+data set. w_i is the model of client i after its last training, n_i its number of samples. A round:
+
+| step | here |
+|---|---|
+| S_ij = cos(w_i - wbar, w_j - wbar), wbar the mean model | `centred_cosines` |
+| P_ij = softmax_{j != i}(SHARPNESS S_ij + log n_j), who is like i | `kin_weights` |
+| v_i = sum_j P_ij w_j, the model of i's kin; g_i = sum_{j != i} n_j w_j / sum_{j != i} n_j, that of all others | `probe_weights` |
+| in every second round each client tells its losses l(v_i) and l(g_i) on its own training data | `Probed.evaluate` |
+| a: 1 less how far the losses of the g_i have fallen for each step that those of the v_i have | `kin_share` |
+| u_i = (1 - a) g + a ((1 - s_i) v_i + s_i w_i), g the mean of all, s_i = 1 / (1 + 1 / sum_j P_ij^2) | `start_weights` |
+| the client trains from u_i, which gives the next w_i | `Probed.train` |
+| its personal model is (u_i + w_i) / 2, with the u_i that comes after its w_i | `Kindred.personal_arrays` |
+
+Why:
+- What clients have in common says nothing about who is like whom, so it is taken off: cosines of whole models all lie
+  within a hundredth of 1, and those of differences from the mean anywhere from -1 to 1, whatever the network. One
+  sharpness therefore does for all data; from 4 to 10 it makes next to no difference.
+- Client i has no part in v_i and g_i, so their losses on its training data are honest, and no data are held out.
+- Which of two means has the lower loss now says nothing about which is the better start. Where only the proportions of
+  classes differ, kin always have the lower loss, and the mean of all is the better start, for local training sets the
+  proportions right. Where tasks conflict, one model cannot learn them all. What tells the two apart is whether the mean
+  of all goes on learning as the kin do. Losses count by their logarithm: both then fall by the same amount if the one
+  is always a multiple of the other.
+- Halfway between its start and what training makes of it a model is better than either in most settings. The mean of
+  the two costs nothing to use.
+
+Clients that sit out keep their last model, and are heard while they are away. Cosines see parameters only; floating
+buffers are combined like parameters, integer buffers are the client's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+from scipy.special import softmax
+
+from .admission import Reply
+from .messages import ARRAYS, HALFWAY, METRICS, NUM_EXAMPLES, PROBE, ClientId, in_order, read_record, seed_for
+from .rounds import CloudModels
+
+if TYPE_CHECKING:
+    from .client import Samples, Visit
+
+SHARPNESS = 6.0
+PRIOR = 0.25
+"""How many natural logarithms of a fall in loss the first guess is worth, that all have half of what the kin have."""
+
+PROBE_EVERY = 2  # rounds
+PROBE_SHARE = 0.3
+"""Of the samples that a client trains on in a round, how many it predicts for to probe a model: a tenth of its work."""
+
+KIN, ALL = "kin", "all"  # what the two probes are called
+LAST = "last"  # under which name a client keeps its model after training
+
+# --- The mathematics ----------------------------------------------------------------------------------
+
+
+def centred_cosines(blocks: Iterable[np.ndarray], rows: Sequence[int], m: int) -> np.ndarray:
+    """S_ij = cos(w_i - wbar, w_j - wbar) for the clients in some rows and all m, from products over blocks of columns.
+
+    Parameters
+    ----------
+    blocks : iterable of ndarray
+        The columns of the matrix of models, (m, d), some at a time: each of shape (m, b).
+    rows : sequence of r ints
+        Which clients' rows to compute.
+    m : int
+
+    Returns
+    -------
+    ndarray, shape (r, m)
+        0 where one of the two does not differ from the mean.
+    """
+    products, squares = np.zeros((len(rows), m)), np.zeros(m)
+    for block in blocks:  # (m, b)
+        differences = block - block.mean(axis=0)  # (m, b)
+        products += differences[rows] @ differences.T  # (r, m)
+        squares += np.einsum("mb,mb->m", differences, differences)  # (m,)
+    norms = np.where(squares > 0, np.sqrt(squares), np.inf)  # (m,)
+    return products / norms[rows, None] / norms[None, :]  # (r, m)
+
+
+def kin_weights(cosines: np.ndarray, samples: np.ndarray, own: np.ndarray) -> np.ndarray:
+    """P_ij = softmax_{j != i}(SHARPNESS S_ij + log n_j).
+
+    Parameters
+    ----------
+    cosines : ndarray, shape (r, m)
+    samples : ndarray, shape (m,)
+        n_j, above 0.
+    own : ndarray of bool, shape (r, m)
+        Which of the m a row's client is.
+
+    Returns
+    -------
+    ndarray, shape (r, m)
+        Rows sum to 1, or are 0 where there is nobody else.
+    """
+    scores = np.where(own, -np.inf, SHARPNESS * cosines + np.log(samples))  # (r, m)
+    alone = own.all(axis=1)  # (r,)
+    return np.where(alone[:, None], 0.0, softmax(np.where(alone[:, None], 0.0, scores), axis=1))
+
+
+def probe_weights(kin: np.ndarray, samples: np.ndarray, own: np.ndarray) -> dict[str, np.ndarray]:
+    """Of what v_i and g_i are made, each of shape (r, m): client i has no part in either. Arguments as before."""
+    others = np.where(own, 0.0, samples)  # (r, m)
+    return {KIN: kin, ALL: others / others.sum(axis=1, keepdims=True)}
+
+
+def kin_share(first: Mapping[str, float], last: Mapping[str, float]) -> float:
+    """a = 1 - (f(g) + PRIOR / 2) / (f(v) + PRIOR), f the fall of the logarithm of a loss; cut off at 0 and 1.
+
+    Parameters
+    ----------
+    first, last : mapping
+        The losses of "kin" and "all" when they were first told and when last, above 0; sums over the same clients.
+
+    Returns
+    -------
+    float
+        In [0, 1]: one half where nothing has fallen yet.
+    """
+    falls = {probe: max(float(np.log(first[probe] / last[probe])), 0.0) for probe in (KIN, ALL)}
+    return float(np.clip(1 - (falls[ALL] + PRIOR / 2) / (falls[KIN] + PRIOR), 0, 1))
+
+
+def start_weights(kin: np.ndarray, samples: np.ndarray, own: np.ndarray, share: float) -> np.ndarray:
+    """Of what u_i = (1 - a) g + a ((1 - s_i) v_i + s_i w_i) is made, given a; the others as of `kin_weights`.
+
+    Returns
+    -------
+    ndarray, shape (r, m)
+        Rows sum to 1. A client that has no model yet gets g, and who is alone its own.
+    """
+    everybody = samples / samples.sum()  # (m,)
+    squares = np.square(kin).sum(axis=1, keepdims=True)  # (r, 1)
+    own_share = np.where(squares > 0, squares / (squares + 1), 1.0)  # (r, 1): s_i
+    personal = (1 - own_share) * kin + own_share * own  # (r, m)
+    known = own.any(axis=1, keepdims=True)  # (r, 1)
+    return np.where(known, (1 - share) * everybody + share * personal, everybody)
+
+
+# --- The client ---------------------------------------------------------------------------------------
+
+
+class Probed:
+    """The client half: local training, and besides it the losses of the models that the server asks about.
+
+    An ordinary ClientApp does as well. It finds the losses on the data that its evaluate function takes.
+    """
+
+    @staticmethod
+    def train(visit: Visit) -> RecordDict:
+        """Train from u_i; the evaluations are of u_i, of the trained model, and of what lies between u_i and the last."""
+        from .client import LocalTraining
+
+        last = visit.state.load(LAST)
+        halfway = visit.evaluation(HALFWAY, visit.model(halfway_between(visit.arrays, last or visit.arrays)))
+        content = LocalTraining.train(visit)
+        content[METRICS].update(halfway)
+        visit.state.save(LAST, read_record(content[ARRAYS]))
+        return content
+
+    @staticmethod
+    def evaluate(visit: Visit) -> RecordDict:
+        """Tell the loss of a model that is probed, on some of the training data; evaluate any other on test data."""
+        from .client import LocalTraining
+
+        if PROBE not in visit.config:
+            return LocalTraining.evaluate(visit)
+        samples = _probe_samples(visit)
+        loss = visit.loss(visit.model(), samples)
+        return RecordDict({METRICS: MetricRecord({"loss": loss, NUM_EXAMPLES: len(samples[1])})})
+
+
+def halfway_between(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The mean of two models; integer buffers are the second one's."""
+    return {name: ((array + other[name]) / 2).astype(array.dtype) if np.issubdtype(array.dtype, np.floating)
+            else other[name] for name, array in one.items()}
+
+
+def _probe_samples(visit: Visit) -> Samples:
+    """The training data, or as many as are in proportion to the training, the same in all rounds."""
+    from torch import from_numpy
+
+    x, y = visit.site.train
+    count = max(int(PROBE_SHARE * (visit.epochs * len(y) + visit.steps * visit.batch_size)), 1)
+    if count >= len(y):
+        return x, y
+    rng = np.random.default_rng(seed_for(visit.config.get("seed", 0), visit.client, PROBE))
+    drawn = from_numpy(np.sort(rng.permutation(len(y))[:count])).to(visit.device)
+    return x[drawn], y[drawn]
+
+
+# --- The server ---------------------------------------------------------------------------------------
+
+
+class Kindred(CloudModels):
+    """Kindred as a Flower strategy. It has no settings of its own.
+
+    Where `fraction_evaluate` is 0 nothing is probed, and a stays one half.
+
+    Parameters
+    ----------
+    **settings
+        Those of `StoredModels`.
+    """
+
+    name = "kindred"
+    personal = HALFWAY
+    clients_keep_state = True
+    STATE = (*CloudModels.STATE, "_samples", "_share", "_first", "_last")
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._samples: dict[ClientId, float] = {}  # n_i of those that have trained
+        self._share = 0.5  # a
+        self._first: dict[ClientId, dict[str, float]] = {}  # what a client said of the probes the first time,
+        self._last: dict[ClientId, dict[str, float]] = {}  # and in a later round
+        self._told: dict[ClientId, dict[str, float]] = {}  # and in this one
+
+    def cloud_weights(
+        self, server_round: int, clients: Sequence[ClientId]
+    ) -> tuple[list[ClientId], np.ndarray]:
+        senders, kin, samples, own = self._kin(clients)
+        return senders, start_weights(kin, samples, own, self._share) if senders else kin
+
+    def _kin(self, clients: Sequence[ClientId]) -> tuple[list[ClientId], np.ndarray, np.ndarray, np.ndarray]:
+        """Who has trained, m clients in order; P, (r, m); n, (m,); which of the m each of these clients is, (r, m)."""
+        senders = [client for client in in_order(self._samples) if client not in self.history.left_out]
+        samples = np.array([self._samples[client] for client in senders])  # (m,)
+        own = np.array([[client == sender for sender in senders] for client in clients], bool)  # (r, m)
+        own = own.reshape(len(clients), len(senders))
+        kin = np.zeros(own.shape)
+        place = {client: i for i, client in enumerate(senders)}
+        if known := [i for i, client in enumerate(clients) if client in place]:
+            rows = [place[clients[i]] for i in known]
+            blocks = (block for _, block in self.models.blocks(senders, self.layout.num_parameters))
+            kin[known] = kin_weights(centred_cosines(blocks, rows, len(senders)), samples, own[known])
+        return senders, kin, samples, own
+
+    def take(self, client: ClientId, reply: Reply) -> None:
+        super().take(client, reply)
+        self._samples[client] = float(reply.metrics[self.weighted_by_key])
+
+    def end_round(self, server_round: int, answered: Sequence[ClientId]) -> None:
+        super().end_round(server_round, answered)
+        self.history.count(kin_share=self._share)
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        self._told = {}
+        if server_round % PROBE_EVERY == 1 and not self._closing:
+            yield from self._probes(server_round, config)
+        yield from super().configure_evaluate(server_round, arrays, config, grid)
+
+    def _probes(self, server_round: int, config: ConfigRecord) -> Iterator[Message]:
+        """Have those that trained in this round tell what v_i and g_i are worth to them."""
+        clients = [client for client in self.online if client in self._nodes]
+        senders, kin, samples, own = self._kin(clients)
+        if len(senders) < 2:
+            return
+        for probe, rows in probe_weights(kin, samples, own).items():
+            settings = ConfigRecord({**config, PROBE: probe})
+            for client, record in zip(clients, self.clouds(clients, senders, rows)):
+                yield self._message(client, record, settings, server_round, MessageType.EVALUATE)
+
+    def take_probe(self, client: ClientId, probe: str, loss: float) -> None:
+        self._told.setdefault(client, {})[probe] = max(loss, np.finfo(np.float32).tiny)
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        metrics = super().aggregate_evaluate(server_round, replies)
+        for client in in_order(self._told):
+            if len(losses := self._told[client]) == 2:
+                (self._last if client in self._first else self._first)[client] = losses
+        if again := in_order(self._last):
+            self._share = kin_share(*({probe: sum(told[client][probe] for client in again) for probe in (KIN, ALL)}
+                                      for told in (self._first, self._last)))
+        return metrics
+
+    def personal_arrays(self, client: ClientId) -> ArrayRecord:
+        self.welcome([client])
+        return next(self._personal([client]))
+
+    def client_models(self) -> Mapping[ClientId, ArrayRecord]:
+        clients = in_order(self._samples)
+        return dict(zip(clients, self._personal(clients)))
+
+    def _personal(self, clients: Sequence[ClientId]) -> Iterator[ArrayRecord]:
+        """The personal models of these clients: halfway from each one's own to what it would start from next."""
+        senders, kin, samples, own = self._kin(clients)
+        if not senders:
+            return self.clouds(clients, senders, kin)
+        starts = start_weights(kin, samples, own, self._share)  # (r, m)
+        return self.clouds(clients, senders, np.where(own.any(axis=1, keepdims=True), (starts + own) / 2, starts))

@@ -1,0 +1,270 @@
+"""Kindred: its steps by hand, what is probed and told, and that it follows what the losses say."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from flwr.app import ConfigRecord
+from hypothesis import given
+from hypothesis import strategies as st
+
+from strategies import FedAvg, InlineGrid, Kindred, Site, make_client_app
+from strategies.kindred import (
+    ALL,
+    KIN,
+    SHARPNESS,
+    centred_cosines,
+    halfway_between,
+    kin_share,
+    kin_weights,
+    probe_weights,
+    start_weights,
+)
+from strategies.messages import to_record
+from strategies.training import get_arrays
+
+from . import by_hand
+from .by_hand import Client, weights_of
+from .plain import FaultyGrid, initial, plain_app, small, small_app, small_site
+from .test_conformance import CLIENTS as MANY
+from .test_conformance import ROUNDS, run
+
+# --- The mathematics ----------------------------------------------------------------------------------
+
+CROSS = np.array([[3.0, 1.0], [1.0, 3.0], [-1.0, 1.0], [1.0, -1.0]])  # (1, 1) and a step of 2 to each side
+
+
+def cosines_of(models: np.ndarray, rows=None, blocks=None) -> np.ndarray:
+    rows = range(len(models)) if rows is None else rows
+    return centred_cosines(blocks or [models], list(rows), len(models))
+
+
+def test_cosines_are_of_what_tells_models_from_their_mean() -> None:
+    expected = [[1, 0, -1, 0], [0, 1, 0, -1], [-1, 0, 1, 0], [0, -1, 0, 1]]
+    assert cosines_of(CROSS).tolist() == expected
+    assert cosines_of(1000 + CROSS / 8).tolist() == expected  # what all have in common, and the scale, do not count
+    assert cosines_of(CROSS, rows=[2, 0]).tolist() == [expected[2], expected[0]]
+    assert cosines_of(CROSS, blocks=[CROSS[:, :1], CROSS[:, 1:]]).tolist() == expected
+
+
+def test_a_model_that_is_the_mean_is_like_nobody() -> None:
+    assert cosines_of(np.array([[1.0, 2.0], [1.0, 2.0]])).tolist() == [[0, 0], [0, 0]]
+    assert cosines_of(np.array([[2.0], [1.0], [0.0]])).tolist() == [[1, 0, -1], [0, 0, 0], [-1, 0, 1]]
+
+
+def test_kin_are_weighed_by_likeness_and_by_samples() -> None:
+    own = np.eye(3, dtype=bool)[:1]
+    doubled = np.log(2) / SHARPNESS  # so much more of a cosine doubles a weight
+    weigh = lambda cosines, samples: kin_weights(np.array([cosines]), np.array(samples), own)[0]  # noqa: E731
+    assert weigh([1.0, doubled, 0.0], [9.0, 1.0, 1.0]) == pytest.approx([0, 2 / 3, 1 / 3])
+    assert weigh([1.0, 0.3, 0.3], [9.0, 1.0, 4.0]) == pytest.approx([0, 1 / 5, 4 / 5])
+    assert weigh([1.0, doubled, 0.0], [1.0, 3.0, 2.0]) == pytest.approx([0, 3 / 4, 1 / 4])
+
+
+def test_nobody_has_a_part_in_what_it_is_to_judge() -> None:
+    own = np.eye(3, dtype=bool)
+    samples = np.array([1.0, 1.0, 2.0])
+    kin = kin_weights(np.zeros((3, 3)), samples, own)
+    probes = probe_weights(kin, samples, own)
+    assert list(probes) == [KIN, ALL]
+    for weights in probes.values():  # nobody is like anybody here: kin are all others
+        assert weights.tolist() == [[0, pytest.approx(1 / 3), pytest.approx(2 / 3)],
+                                    [pytest.approx(1 / 3), 0, pytest.approx(2 / 3)], [0.5, 0.5, 0]]
+
+
+@pytest.mark.parametrize(("kin", "everybody", "share"), [
+    ((0.0, 0.0), (0.0, 0.0), 0.5),  # nothing is known yet
+    ((0.0, 1.0), (0.0, 1.0), 0.1),  # 1 - 1.125 / 1.25: both learn alike
+    ((0.0, 1.0), (0.0, 0.0), 0.9),  # 1 - 0.125 / 1.25: kin alone learn
+    ((0.0, 1.0), (3.0, 4.0), 0.1),  # from twenty times the loss, as quickly
+    ((0.0, 0.0), (0.0, 1.0), 0.0),  # 1 - 1.125 / 0.25: all alone learn
+    ((0.0, -2.0), (0.0, -1.0), 0.5),  # what rises has not fallen
+])
+def test_the_share_of_kin_is_what_all_fall_behind_by(kin, everybody, share) -> None:
+    first, last = ({KIN: float(np.exp(-kin[when])), ALL: float(np.exp(3 - everybody[when]))} for when in (0, 1))
+    assert kin_share(first, last) == pytest.approx(share)
+
+
+def test_where_a_client_starts() -> None:
+    samples = np.array([1.0, 1.0, 2.0])
+    own, kin = np.eye(3, dtype=bool)[:1], np.array([[0.0, 0.5, 0.5]])
+    assert start_weights(kin, samples, own, 0.0).tolist() == [[0.25, 0.25, 0.5]]  # FedAvg's model
+    assert start_weights(kin, samples, own, 1.0) == pytest.approx(np.full((1, 3), 1 / 3))  # as one of three alike
+    assert start_weights(kin, samples, own, 0.5) == pytest.approx(np.array([[7, 7, 10]]) / 24)
+    one = np.array([[0.0, 0.0, 1.0]])
+    assert start_weights(one, samples, own, 1.0).tolist() == [[0.5, 0, 0.5]]
+
+
+def test_a_client_without_a_model_starts_from_the_mean_and_one_that_is_alone_from_its_own() -> None:
+    samples = np.array([1.0, 3.0])
+    assert start_weights(np.zeros((1, 2)), samples, np.zeros((1, 2), bool), 1.0).tolist() == [[0.25, 0.75]]
+    alone = np.ones((1, 1), bool)
+    assert kin_weights(np.ones((1, 1)), np.ones(1), alone).tolist() == [[0.0]]
+    assert start_weights(np.zeros((1, 1)), np.ones(1), alone, 0.5).tolist() == [[1.0]]
+
+
+@given(st.integers(2, 6), st.integers(0, 2**32 - 1), st.floats(0, 1), st.floats(1e-3, 1e6))
+def test_starts_are_mixtures_whatever_the_models(m, seed, share, scale) -> None:
+    rng = np.random.default_rng(seed)
+    models, samples = (scale * rng.standard_normal((m, 5))).astype(np.float32), rng.integers(1, 1000, m).astype(float)
+    own = np.eye(m, dtype=bool)
+    kin = kin_weights(cosines_of(models), samples, own)
+    starts = start_weights(kin, samples, own, share)
+    for weights in (kin, starts, *probe_weights(kin, samples, own).values()):
+        assert (weights >= 0).all() and weights.sum(axis=1) == pytest.approx(1)
+    assert not np.diagonal(kin).any()
+
+
+def test_halfway_lies_between_and_counts_as_the_client_does() -> None:
+    found = halfway_between({"w": np.array([1.0, 3.0], np.float32), "n": np.array(7)},
+                            {"w": np.array([2.0, -3.0], np.float32), "n": np.array(4)})
+    assert found["w"].tolist() == [1.5, 0.0] and found["w"].dtype == np.float32 and found["n"] == 4
+
+
+# --- Rounds by hand -----------------------------------------------------------------------------------
+
+CLIENTS = [Client(1.0, 0, 1), Client(2.0, 0, 3), Client(1.0, 1, 2), Client(1.5, 1, 2)]
+SAMPLES = np.array([1.0, 3.0, 2.0, 2.0])
+FIRST = np.array([0.1, -0.1])
+OWN = np.eye(4, dtype=bool)
+
+
+def by_four(rounds: int, **more) -> Kindred:
+    return by_hand.start(Kindred(**more), CLIENTS, FIRST, rounds)
+
+
+def next_starts(models: np.ndarray, share: float) -> np.ndarray:
+    kin = kin_weights(cosines_of(models), SAMPLES, OWN)
+    return start_weights(kin, SAMPLES, OWN, share) @ models
+
+
+def test_two_rounds() -> None:
+    trained = np.array([client.step(FIRST) for client in CLIENTS])
+    starts = next_starts(trained, 0.5)
+    one = by_four(1)
+    for client, model in one.client_models().items():
+        assert weights_of(model) == pytest.approx((starts[client] + trained[client]) / 2, abs=1e-6)
+    two = by_four(2)
+    again = np.array([client.step(start) for client, start in zip(CLIENTS, starts)])
+    starts = next_starts(again, 0.5)
+    for client, model in two.client_models().items():
+        assert weights_of(model) == pytest.approx((starts[client] + again[client]) / 2, abs=1e-6)
+    assert weights_of(two.global_arrays()) == pytest.approx(again.mean(axis=0), abs=1e-6)
+    clients, weights = two.collaboration()
+    kin = kin_weights(cosines_of(trained), SAMPLES, OWN)
+    assert clients == [0, 1, 2, 3] and weights == pytest.approx(start_weights(kin, SAMPLES, OWN, 0.5), abs=1e-6)
+
+
+def test_what_is_probed_in_every_second_round() -> None:
+    trained = np.array([client.step(FIRST) for client in CLIENTS])
+    strategy = by_four(3)
+    kin = kin_weights(cosines_of(trained), SAMPLES, OWN)
+    rows = {(row["round"], row["client"]): row for row in strategy.history.rows}
+    for probe, weights in probe_weights(kin, SAMPLES, OWN).items():
+        for i, client in enumerate(CLIENTS):
+            assert rows[1, i][f"{probe}-loss"] == pytest.approx(client.loss(weights[i] @ trained), rel=1e-5)
+            assert f"{probe}-loss" in rows[3, i] and f"{probe}-loss" not in rows[2, i]
+    assert [line["kin-share"] for line in strategy.history.rounds if "kin-share" in line] == [0.5, 0.5, 0.5]
+    told = [{probe: sum(rows[r, i][f"{probe}-loss"] for i in range(4)) for probe in (KIN, ALL)} for r in (1, 3)]
+    assert strategy._share == pytest.approx(kin_share(*told)) and strategy._share > 0.6
+
+
+def test_what_the_client_says_of_the_model_halfway() -> None:
+    trained = np.array([client.step(FIRST) for client in CLIENTS])
+    starts = next_starts(trained, 0.5)
+    rows = {(row["round"], row["client"]): row for row in by_four(2).history.rows}
+    again = np.array([client.step(start) for client, start in zip(CLIENTS, starts)])
+    last = (next_starts(again, 0.5) + again) / 2
+    for i, client in enumerate(CLIENTS):
+        assert rows[1, i]["personal-loss"] == pytest.approx(client.loss(FIRST), rel=1e-5)  # it has no other yet
+        assert rows[2, i]["personal-loss"] == pytest.approx(client.loss((starts[i] + trained[i]) / 2), rel=1e-5)
+        assert rows[3, i]["personal-loss"] == pytest.approx(client.loss(last[i]), rel=1e-5)  # the closing evaluation
+
+
+def test_nothing_is_probed_without_evaluations_or_without_another() -> None:
+    for strategy in (by_four(3, fraction_evaluate=0),
+                     by_hand.start(Kindred(min_available_nodes=1), CLIENTS[:1], FIRST, 3)):
+        assert not any("kin-loss" in row for row in strategy.history.rows)
+        assert strategy._share == 0.5
+    assert weights_of(strategy.client_models()[0]) == pytest.approx(
+        CLIENTS[0].step(CLIENTS[0].step(CLIENTS[0].step(FIRST))), abs=1e-6)
+
+
+# --- What it costs ------------------------------------------------------------------------------------
+
+
+def test_bytes_are_one_and_a_half_times_those_of_fedavg() -> None:
+    def moved(strategy) -> float:
+        settings = ConfigRecord(by_hand.SETTINGS)
+        strategy.start(InlineGrid(small_app(), MANY), to_record(get_arrays(small())), 8, 60, settings, settings)
+        return sum(row["bytes-down"] + row["bytes-up"] for row in strategy.history.rows if row["round"] <= 8)
+
+    assert 1.4 < moved(Kindred()) / moved(FedAvg()) < 1.6
+
+
+@pytest.mark.parametrize(("epochs", "steps", "share"), [(1, 0, 0.3), (2, 0, 0.6), (5, 0, 1.0), (0, 2, 0.3)])
+def test_a_probe_is_a_tenth_of_the_work_of_training(epochs, steps, share) -> None:
+    """In every second round two: a prediction is a third of a step, so that all probes are a tenth of the training."""
+    def site(context) -> Site:
+        return small_site(3)  # 40 samples
+
+    settings = ConfigRecord({**by_hand.SETTINGS, "local-epochs": epochs, "local-steps": steps, "batch-size": 20})
+    strategy = Kindred()
+    strategy.start(InlineGrid(make_client_app(site), 2), to_record(get_arrays(small())), 4, 60, settings, settings)
+    worked = {number: [row["samples-predicted"] for row in strategy.history.rows if row["round"] == number]
+              for number in range(1, 5)}
+    assert worked == {1: [2 * share * 40] * 2, 2: [0, 0], 3: [2 * share * 40] * 2, 4: [0, 0]}
+
+
+# --- Somebody else's ClientApp ------------------------------------------------------------------------
+
+
+def test_an_ordinary_client_tells_the_losses_when_it_evaluates() -> None:
+    strategy = run("kindred")  # of `plain_app`, where what clients want lies on a line, from 0 to 5
+    rows = strategy.history.rows
+    assert len(rows) == ROUNDS * MANY
+    for row in rows:
+        assert ("kin-loss" in row and "all-loss" in row) == (row["round"] % 2 == 1)
+        assert row["personal-accuracy"] == row["eval_acc"]  # of its own model, not of one that was probed
+    last = [row for row in rows if row["round"] == 3]
+    assert sum(row["kin-loss"] for row in last) < sum(row["all-loss"] for row in last)
+    shares = [line["kin-share"] for line in strategy.history.rounds]
+    assert shares[:3] == [0.5] * 3 and shares[3] > 0.6
+    clients, weights = strategy.collaboration()
+    for i in range(MANY):  # its kin are on its side of the mean
+        same = np.arange(MANY) // 3 == i // 3
+        assert weights[i, same].sum() > 2 * weights[i, ~same].sum()
+
+
+@pytest.mark.parametrize("loss", [None, float("nan"), float("inf")])
+def test_who_tells_no_loss_is_not_counted(loss) -> None:
+    app = plain_app()
+    evaluate = app._registered_funcs["evaluate.default"]
+
+    def mute(message, context):
+        reply = evaluate(message, context)
+        if "probe" in message.content["config"] and context.node_config["partition-id"] == 2:
+            metrics = reply.content["metrics"]
+            del metrics["eval_loss"]
+            if loss is not None:
+                metrics["eval_loss"] = loss
+        return reply
+
+    app._registered_funcs["evaluate.default"] = mute
+    strategy = Kindred()
+    strategy.start(InlineGrid(app, MANY), initial(), ROUNDS, 60)
+    told = {row["client"] for row in strategy.history.rows if "kin-loss" in row}
+    assert told == {1001 + i for i in range(MANY)} - {1003}
+    (refused,) = strategy.history.refused().items()
+    assert refused == (1003, {f"its loss is {loss}, expected a finite number": 2})
+    assert all("personal-accuracy" in row for row in strategy.history.rows if row["client"] == 1003)
+
+
+def test_who_is_away_is_heard_all_the_same() -> None:
+    def fate(server_round: int, client: int) -> str:
+        return "error" if client == 1 and server_round > 1 else "ok"
+
+    strategy = Kindred()
+    strategy.start(FaultyGrid(plain_app(), MANY, fate), initial(), 3, 60)
+    clients, weights = strategy.collaboration()
+    assert weights[0, 1] > weights[0, 3] > 0  # though it has fewer samples
