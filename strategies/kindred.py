@@ -7,7 +7,7 @@ data set. w_i is the model of client i after its last training, n_i its number o
 |---|---|
 | S_ij = cos(w_i - wbar, w_j - wbar), wbar the mean model | `centred_cosines` |
 | P_ij = softmax_{j != i}(SHARPNESS S_ij + log n_j), who is like i | `kin_weights` |
-| v_i = sum_j P_ij w_j, the model of i's kin; g_i = sum_{j != i} n_j w_j / sum_{j != i} n_j, that of all others | `probe_weights` |
+| v_i = sum_j P_ij w_j, the model of i's kin; g_i = sum_{j != i} n_j w_j / sum_{j != i} n_j, of all | `probe_weights` |
 | in every second round each client tells its losses l(v_i) and l(g_i) on its own training data | `Probed.evaluate` |
 | a: 1 less how far the losses of the g_i have fallen for each step that those of the v_i have | `kin_share` |
 | u_i = (1 - a) g + a ((1 - s_i) v_i + s_i w_i), g the mean of all, s_i = 1 / (1 + 1 / sum_j P_ij^2) | `start_weights` |
@@ -17,7 +17,7 @@ data set. w_i is the model of client i after its last training, n_i its number o
 Why:
 - What clients have in common says nothing about who is like whom, so it is taken off: cosines of whole models all lie
   within a hundredth of 1, and those of differences from the mean anywhere from -1 to 1, whatever the network. One
-  sharpness therefore does for all data; from 4 to 10 it makes next to no difference.
+  sharpness therefore does for all data.
 - Client i has no part in v_i and g_i, so their losses on its training data are honest, and no data are held out.
 - Which of two means has the lower loss now says nothing about which is the better start. Where only the proportions of
   classes differ, kin always have the lower loss, and the mean of all is the better start, for local training sets the
@@ -158,7 +158,7 @@ class Probed:
 
     @staticmethod
     def train(visit: Visit) -> RecordDict:
-        """Train from u_i; the evaluations are of u_i, of the trained model, and of what lies between u_i and the last."""
+        """Train from u_i; evaluated are u_i, the trained model, and what lies between u_i and the one trained last."""
         from .client import LocalTraining
 
         last = visit.state.load(LAST)
@@ -235,13 +235,14 @@ class Kindred(CloudModels):
     def _kin(self, clients: Sequence[ClientId]) -> tuple[list[ClientId], np.ndarray, np.ndarray, np.ndarray]:
         """Who has trained, m clients in order; P, (r, m); n, (m,); which of the m each of these clients is, (r, m)."""
         senders = [client for client in in_order(self._samples) if client not in self.history.left_out]
-        samples = np.array([self._samples[client] for client in senders])  # (m,)
-        own = np.array([[client == sender for sender in senders] for client in clients], bool)  # (r, m)
-        own = own.reshape(len(clients), len(senders))
-        kin = np.zeros(own.shape)
         place = {client: i for i, client in enumerate(senders)}
-        if known := [i for i, client in enumerate(clients) if client in place]:
-            rows = [place[clients[i]] for i in known]
+        samples = np.array([self._samples[client] for client in senders])  # (m,)
+        known = [i for i, client in enumerate(clients) if client in place]
+        rows = [place[clients[i]] for i in known]
+        own = np.zeros((len(clients), len(senders)), bool)  # (r, m)
+        own[known, rows] = True
+        kin = np.zeros(own.shape)  # (r, m)
+        if known:
             blocks = (block for _, block in self.models.blocks(senders, self.layout.num_parameters))
             kin[known] = kin_weights(centred_cosines(blocks, rows, len(senders)), samples, own[known])
         return senders, kin, samples, own

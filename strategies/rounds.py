@@ -759,8 +759,8 @@ class PersonalizedStrategy(Strategy):
             reply = admit(content, self.weighted_by_key, due)
             if asked.probe:
                 loss = _told(reply.metrics, "loss")
-                self._add_row(asked, server_round, "ok", bytes_up, {
-                    f"{asked.probe}-loss": loss, **{key: reply.metrics[key] for key in COMPUTE if key in reply.metrics}})
+                worked = {key: reply.metrics[key] for key in COMPUTE if key in reply.metrics}
+                self._add_row(asked, server_round, "ok", bytes_up, {f"{asked.probe}-loss": loss, **worked})
                 self.take_probe(asked.client, asked.probe, loss)
                 return None
             if not evaluation:

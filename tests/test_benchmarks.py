@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from flwr.app import ConfigRecord
 
-from benchmarks import scale, simulation
+from benchmarks import ablation, scale, simulation
 from benchmarks.simulation import Work, do, work_of, work_of_server
 from server_app.config import Config
 from strategies import REGISTRY, InlineGrid, make_client_app
@@ -193,3 +194,40 @@ def test_the_table_puts_costs_over_fedavg() -> None:
     assert lines[3] == ("| fedem | 5.00 | 5.00 | 1.00 | 36,000 | 3,000 | 300.0 | 250.0 | 2.50 | 3.00 | 0.25 | 3.00 "
                         "| 2.50 |")
     assert "over" not in simulation.table({"fedem": found["fedem"]}) and len(lines[0].split("|")) == 15
+
+
+# --- Kindred with a step left out ---------------------------------------------------------------------
+
+
+def test_each_variant_leaves_out_what_it_says() -> None:
+    models = np.array([[3.0, 4.0], [4.0, 3.0], [-3.0, -4.0]])
+    assert ablation.plain_cosines([models[:, :1], models[:, 1:]], [0, 2], 3) == pytest.approx(
+        np.array([[1, 0.96, -1], [-1, -0.96, 1]]))
+    samples, own, kin = np.array([1.0, 1.0, 2.0]), np.eye(3, dtype=bool)[:1], np.array([[0.0, 0.5, 0.5]])
+    assert ablation.whole_probes(kin, samples, own)["all"].tolist() == [[0.25, 0.25, 0.5]]
+    assert ablation.whole_probes(kin, samples, own)["kin"][0, 0] == pytest.approx(1 / 3)
+    assert ablation.with_share(0.0)(kin, samples, own, 0.7).tolist() == [[0.25, 0.25, 0.5]]
+    assert ablation.without_own(kin, samples, own, 1.0).tolist() == kin.tolist()
+    assert ablation.without_own(kin, samples, np.zeros((1, 3), bool), 1.0).tolist() == [[0.25, 0.25, 0.5]]
+
+
+def test_a_run_with_other_functions_is_another_run_and_leaves_the_method_as_it_was(tmp_path) -> None:
+    config = Config(strategy="kindred", num_clients=4, samples_per_client=10, num_rounds=2, local_epochs=1)
+    as_it_is = ablation.measure(config, {})
+    assert set(as_it_is) == {"personal", "trained", "received"} and len(set(as_it_is.values())) > 1
+    never = ablation.measure(config, {"kin_weights": lambda cosines, samples, own: np.where(own, 0, 1 / 3)})
+    assert never != as_it_is and ablation.measure(config, {}) == as_it_is
+
+
+def test_the_table_has_a_line_for_each_way_and_a_column_for_each_partition(monkeypatch) -> None:
+    def measured(config, changes) -> dict[str, float]:
+        accuracy = 0.5 + 0.1 * config.seed + 0.01 * len(changes)
+        return {"personal": accuracy, "trained": 0.25, "received": 0.125 if config.partition == "iid" else 0.0}
+
+    monkeypatch.setattr(ablation, "measure", measured)
+    lines = ablation.table(["iid", "rotated"], [0, 2], num_rounds=3).splitlines()
+    assert lines[0] == "| Kindred | iid | rotated |"
+    assert lines[2:5] == ["| as it is | 60.0 | 60.0 |", "| after training, not halfway | 25.0 | 25.0 |",
+                          "| the start, not halfway | 12.5 | 0.0 |"]
+    assert [line.split(" | ")[0] for line in lines[5:]] == [f"| {name}" for name in ablation.VARIANTS]
+    assert lines[5].endswith("| 61.0 | 61.0 |")

@@ -1,0 +1,114 @@
+"""Kindred with one of its steps left out, on scikit-learn's digits divided in seven ways.
+
+    python -m benchmarks.ablation [--partitions NAME,...] [--seeds N,...] [--rounds N]
+
+20 clients with about 40 images each, all else as of `kindred run`; Dirichlet has alpha 0.1. Printed is the mean
+accuracy over clients at the end, in percent, as a mean over seeds. The first row is the method; the next two are the
+same runs with another model as the client's own: the one after its last training, and the start that came before it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from server_app.app import run_inline
+from server_app.config import Config
+from server_app.results import read_table
+from strategies import kindred
+from strategies.messages import PERSONAL, RECEIVED, TRAINED
+
+from . import markdown
+
+PARTITIONS = ("iid", "pathological", "practical", "label-groups", "dirichlet", "rotated", "permuted")
+STAGES = {PERSONAL: "as it is", TRAINED: "after training, not halfway", RECEIVED: "the start, not halfway"}
+
+centred_cosines, start_weights = kindred.centred_cosines, kindred.start_weights
+
+
+def plain_cosines(blocks: Iterable[np.ndarray], rows: Sequence[int], m: int) -> np.ndarray:
+    """cos(w_i, w_j): with the models' negatives beside them the mean is 0."""
+    return centred_cosines((np.concatenate([block, -block]) for block in blocks), rows, 2 * m)[:, :m]
+
+
+def whole_probes(kin: np.ndarray, samples: np.ndarray, own: np.ndarray) -> dict[str, np.ndarray]:
+    """Probes in which the client has its part."""
+    return {kindred.KIN: start_weights(kin, samples, own, 1.0), kindred.ALL: start_weights(kin, samples, own, 0.0)}
+
+
+def with_share(share: float) -> Callable[..., np.ndarray]:
+    """Starts with a given share of the kin."""
+    return lambda kin, samples, own, _: start_weights(kin, samples, own, share)
+
+
+def without_own(kin: np.ndarray, samples: np.ndarray, own: np.ndarray, share: float) -> np.ndarray:
+    """Starts with s_i = 0."""
+    return np.where(own.any(axis=1, keepdims=True), (1 - share) * samples / samples.sum() + share * kin,
+                    samples / samples.sum())
+
+
+VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    "cosines of whole models": {"centred_cosines": plain_cosines},
+    "sharpness 3, not 6": {"SHARPNESS": 3.0},
+    "sharpness 12, not 6": {"SHARPNESS": 12.0},
+    "probes with the client's part": {"probe_weights": whole_probes},
+    "no probes: a = 0, all": {"start_weights": with_share(0.0)},
+    "no probes: a = 1/2": {"start_weights": with_share(0.5)},
+    "no probes: a = 1, kin": {"start_weights": with_share(1.0)},
+    "nothing of its own: s = 0": {"start_weights": without_own},
+}
+"""What is put in place of what in strategies/kindred.py."""
+
+
+def measure(config: Config, changes: Mapping[str, Any]) -> dict[str, float]:
+    """The mean accuracy over clients at the end of a run, of each of `STAGES`."""
+    with contextlib.ExitStack() as changed, tempfile.TemporaryDirectory() as folder:
+        for name, other in changes.items():
+            changed.enter_context(patch.object(kindred, name, other))
+        return last_accuracies(run_inline(replace(config, output_dir=folder)).path)
+
+
+def last_accuracies(results: Path) -> dict[str, float]:
+    """Of each stage the mean over clients, from the folder of a run."""
+    last: dict[str, dict[Any, float]] = {stage: {} for stage in STAGES}
+    for row in read_table(results / "history.csv"):  # the last one that tells counts
+        for stage in STAGES:
+            if (accuracy := row.get(f"{stage}-accuracy")) is not None:
+                last[stage][row["client"]] = accuracy
+    return {stage: float(np.mean(list(accuracies.values()))) for stage, accuracies in last.items()}
+
+
+def table(partitions: Sequence[str], seeds: Sequence[int], **settings: Any) -> str:
+    """Markdown: a line for each way to run it, a column for each partition."""
+    lines: dict[str, list[str]] = {}
+    for partition in partitions:
+        configs = [Config(strategy="kindred", partition=partition, seed=seed, dirichlet_alpha=0.1, **settings)
+                   for seed in seeds]
+        for name, changes in {STAGES[PERSONAL]: {}, **VARIANTS}.items():
+            print(f"{partition}: {name}", flush=True)
+            found = [measure(config, changes) for config in configs]
+            for stage, words in STAGES.items() if not changes else [(PERSONAL, name)]:
+                lines.setdefault(words, []).append(f"{100 * np.mean([run[stage] for run in found]):.1f}")
+    return markdown(["Kindred", *partitions], ([name, *cells] for name, cells in lines.items()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--partitions", default=",".join(PARTITIONS), help="by commas (default: %(default)s)")
+    parser.add_argument("--seeds", default="0", help="by commas (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=15, help="default: %(default)s")
+    given = parser.parse_args()
+    seeds = [int(seed) for seed in given.seeds.split(",")]
+    print(f"\n{table(given.partitions.split(','), seeds, num_rounds=given.rounds)}")
+
+
+if __name__ == "__main__":
+    main()
