@@ -225,6 +225,7 @@ class Kindred(CloudModels):
         self._first: dict[ClientId, dict[str, float]] = {}  # what a client said of the probes the first time,
         self._last: dict[ClientId, dict[str, float]] = {}  # and in a later round
         self._told: dict[ClientId, dict[str, float]] = {}  # and in this one
+        self._fresh: list[ClientId] = []  # who trained in this round
 
     def cloud_weights(
         self, server_round: int, clients: Sequence[ClientId]
@@ -253,6 +254,7 @@ class Kindred(CloudModels):
 
     def end_round(self, server_round: int, answered: Sequence[ClientId]) -> None:
         super().end_round(server_round, answered)
+        self._fresh = list(answered)
         self.history.count(kin_share=self._share)
 
     def configure_evaluate(
@@ -265,9 +267,9 @@ class Kindred(CloudModels):
 
     def _probes(self, server_round: int, config: ConfigRecord) -> Iterator[Message]:
         """Have those that trained in this round tell what v_i and g_i are worth to them."""
-        clients = [client for client in self.online if client in self._nodes]
+        clients = self._fresh
         senders, kin, samples, own = self._kin(clients)
-        if len(senders) < 2:
+        if len(senders) < 2 or not clients:
             return
         for probe, rows in probe_weights(kin, samples, own).items():
             settings = ConfigRecord({**config, PROBE: probe})

@@ -268,3 +268,14 @@ def test_who_is_away_is_heard_all_the_same() -> None:
     strategy.start(FaultyGrid(plain_app(), MANY, fate), initial(), 3, 60)
     clients, weights = strategy.collaboration()
     assert weights[0, 1] > weights[0, 3] > 0  # though it has fewer samples
+
+
+def test_only_who_trained_in_a_round_is_probed_in_it() -> None:
+    def fate(server_round: int, client: int) -> str:
+        return "error" if server_round == 3 and client < 2 or server_round == 5 else "ok"
+
+    strategy = Kindred()
+    strategy.start(FaultyGrid(plain_app(), MANY, fate), initial(), 5, 60)
+    probed = {number: {row["client"] - 1001 for row in strategy.history.rows
+                       if row["round"] == number and "kin-loss" in row} for number in range(1, 6)}
+    assert probed == {1: set(range(MANY)), 2: set(), 3: set(range(2, MANY)), 4: set(), 5: set()}
