@@ -19,7 +19,8 @@ class History:
     ----------
     rows : list of dict
         One per round and client that was asked: `round`, `client`, `status` ("ok", or why nothing of it was
-        used), `evaluate-status` (why a separate evaluation failed, where it did), `seconds` from sending to
+        used), `evaluate-status` (why a separate evaluation failed, where it did; of another model that was to be
+        evaluated it has that one's name), `seconds` from sending to
         reply, `bytes-down`, `bytes-up` (payload), and the numbers that the client reported, by their names;
         `personal-accuracy` and `personal-loss` are the method's own choice.
     rounds : list of dict
@@ -117,7 +118,7 @@ class History:
         """Of the clients with replies that were refused, in order: reason -> how many."""
         counts: dict[ClientId, dict[str, int]] = {}
         for row in self.rows:
-            for status in (row["status"], row.get("evaluate-status", "")):
+            for status in (value for key, value in row.items() if f"-{key}".endswith("-status")):
                 if status.startswith(REFUSED):
                     reasons = counts.setdefault(row["client"], {})
                     reason = status.removeprefix(REFUSED)

@@ -8,7 +8,7 @@ data set. w_i is the model of client i after its last training, n_i its number o
 | S_ij = cos(w_i - wbar, w_j - wbar), wbar the mean model | `centred_cosines` |
 | P_ij = softmax_{j != i}(SHARPNESS S_ij + log n_j), who is like i | `kin_weights` |
 | v_i = sum_j P_ij w_j, the model of i's kin; g_i = sum_{j != i} n_j w_j / sum_{j != i} n_j, of all | `probe_weights` |
-| in every second round each client tells its losses l(v_i) and l(g_i) on its own training data | `Probed.evaluate` |
+| every second round those who trained tell their losses l(v_i), l(g_i) on their own training data | `Probed.evaluate` |
 | a: 1 less how far the losses of the g_i have fallen for each step that those of the v_i have | `kin_share` |
 | u_i = (1 - a) g + a ((1 - s_i) v_i + s_i w_i), g the mean of all, s_i = 1 / (1 + 1 / sum_j P_ij^2) | `start_weights` |
 | the client trains from u_i, which gives the next w_i | `Probed.train` |
@@ -27,7 +27,9 @@ Why:
 - Halfway between its start and what training makes of it a model is better than either in most settings. The mean of
   the two costs nothing to use.
 
-Clients that sit out keep their last model, and are heard while they are away. Cosines see parameters only; floating
+Clients that sit out keep their last model, and their kin hear it while they are away; g is of those who trained in the
+last round, as FedAvg's. Where few train in a round, models also resemble each other for having been trained as often,
+and kin are told less well. Cosines see parameters only; floating
 buffers are combined like parameters, integer buffers are the client's own.
 """
 
@@ -42,7 +44,20 @@ from flwr.serverapp import Grid
 from scipy.special import softmax
 
 from .admission import Reply
-from .messages import ARRAYS, HALFWAY, METRICS, NUM_EXAMPLES, PROBE, ClientId, in_order, read_record, seed_for
+from .messages import (
+    ARRAYS,
+    HALFWAY,
+    LOCAL_EPOCHS,
+    LOCAL_STEPS,
+    METRICS,
+    NUM_EXAMPLES,
+    PROBE,
+    SERVER_ROUND,
+    ClientId,
+    in_order,
+    read_record,
+    seed_for,
+)
 from .rounds import CloudModels
 
 if TYPE_CHECKING:
@@ -57,7 +72,10 @@ PROBE_SHARE = 0.3
 """Of the samples that a client trains on in a round, how many it predicts for to probe a model: a tenth of its work."""
 
 KIN, ALL = "kin", "all"  # what the two probes are called
+LEAST_LOSS, LARGEST_LOSS = 1e-30, 1e30
 LAST = "last"  # under which name a client keeps its model after training
+TRAINED_IN = "trained-in"  # the round of the model that the server has of a client; 0 if it has none
+WORK = (LOCAL_EPOCHS, LOCAL_STEPS, "batch-size")  # settings that say how much a client trains
 
 # --- The mathematics ----------------------------------------------------------------------------------
 
@@ -108,9 +126,17 @@ def kin_weights(cosines: np.ndarray, samples: np.ndarray, own: np.ndarray) -> np
     return np.where(alone[:, None], 0.0, softmax(np.where(alone[:, None], 0.0, scores), axis=1))
 
 
-def probe_weights(kin: np.ndarray, samples: np.ndarray, own: np.ndarray) -> dict[str, np.ndarray]:
-    """Of what v_i and g_i are made, each of shape (r, m): client i has no part in either. Arguments as before."""
-    others = np.where(own, 0.0, samples)  # (r, m)
+def probe_weights(kin: np.ndarray, latest: np.ndarray, own: np.ndarray) -> dict[str, np.ndarray]:
+    """Of what v_i and g_i are made, each of shape (r, m): client i has no part in either.
+
+    Parameters
+    ----------
+    kin : ndarray, shape (r, m)
+    latest : ndarray, shape (m,)
+        n_j of those who trained in the last round, 0 of the others; for each row somebody else is among them.
+    own : ndarray of bool, shape (r, m)
+    """
+    others = np.where(own, 0.0, latest)  # (r, m)
     return {KIN: kin, ALL: others / others.sum(axis=1, keepdims=True)}
 
 
@@ -131,15 +157,15 @@ def kin_share(first: Mapping[str, float], last: Mapping[str, float]) -> float:
     return float(np.clip(1 - (falls[ALL] + PRIOR / 2) / (falls[KIN] + PRIOR), 0, 1))
 
 
-def start_weights(kin: np.ndarray, samples: np.ndarray, own: np.ndarray, share: float) -> np.ndarray:
-    """Of what u_i = (1 - a) g + a ((1 - s_i) v_i + s_i w_i) is made, given a; the others as of `kin_weights`.
+def start_weights(kin: np.ndarray, latest: np.ndarray, own: np.ndarray, share: float) -> np.ndarray:
+    """Of what u_i = (1 - a) g + a ((1 - s_i) v_i + s_i w_i) is made, given a; the others as of `probe_weights`.
 
     Returns
     -------
     ndarray, shape (r, m)
         Rows sum to 1. A client that has no model yet gets g, and who is alone its own.
     """
-    everybody = samples / samples.sum()  # (m,)
+    everybody = latest / latest.sum()  # (m,)
     squares = np.square(kin).sum(axis=1, keepdims=True)  # (r, 1)
     own_share = np.where(squares > 0, squares / (squares + 1), 1.0)  # (r, 1): s_i
     personal = (1 - own_share) * kin + own_share * own  # (r, m)
@@ -161,11 +187,14 @@ class Probed:
         """Train from u_i; evaluated are u_i, the trained model, and what lies between u_i and the one trained last."""
         from .client import LocalTraining
 
-        last = visit.state.load(LAST)
-        halfway = visit.evaluation(HALFWAY, visit.model(halfway_between(visit.arrays, last or visit.arrays)))
+        last = visit.state.load(LAST) or {}
+        if not np.array_equal(last.pop(TRAINED_IN, -1), visit.config[TRAINED_IN]):
+            last = visit.arrays  # the server has not got it, or another
+        halfway = visit.evaluation(HALFWAY, visit.model(halfway_between(visit.arrays, last)))
         content = LocalTraining.train(visit)
         content[METRICS].update(halfway)
-        visit.state.save(LAST, read_record(content[ARRAYS]))
+        trained = {TRAINED_IN: np.array(visit.config[SERVER_ROUND])}
+        visit.state.save(LAST, {**read_record(content[ARRAYS]), **trained})
         return content
 
     @staticmethod
@@ -216,28 +245,43 @@ class Kindred(CloudModels):
     name = "kindred"
     personal = HALFWAY
     clients_keep_state = True
-    STATE = (*CloudModels.STATE, "_samples", "_share", "_first", "_last")
+    STATE = (*CloudModels.STATE, "_samples", "_trained_in", "_share", "_first", "_last")
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
+    def begin(self, initial_arrays: ArrayRecord) -> None:
+        super().begin(initial_arrays)
         self._samples: dict[ClientId, float] = {}  # n_i of those that have trained
+        self._trained_in: dict[ClientId, int] = {}  # and the round in which they did so last
         self._share = 0.5  # a
         self._first: dict[ClientId, dict[str, float]] = {}  # what a client said of the probes the first time,
         self._last: dict[ClientId, dict[str, float]] = {}  # and in a later round
         self._told: dict[ClientId, dict[str, float]] = {}  # and in this one
-        self._fresh: list[ClientId] = []  # who trained in this round
+
+    def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
+        return {**super().round_config(server_round, client), TRAINED_IN: self._trained_in.get(client, 0)}
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        self._work = {key: config[key] for key in WORK if key in config}
+        # Not as soon as the losses are told: until then personal models are what was evaluated.
+        if again := [client for client in in_order(self._last) if client in self._nodes]:
+            self._share = kin_share(*({probe: sum(told[client][probe] for client in again) for probe in (KIN, ALL)}
+                                      for told in (self._first, self._last)))
+        return super().configure_train(server_round, arrays, config, grid)
 
     def cloud_weights(
         self, server_round: int, clients: Sequence[ClientId]
     ) -> tuple[list[ClientId], np.ndarray]:
-        senders, kin, samples, own = self._kin(clients)
-        return senders, start_weights(kin, samples, own, self._share) if senders else kin
+        senders, kin, latest, own = self._kin(clients)
+        return senders, start_weights(kin, latest, own, self._share) if senders else kin
 
     def _kin(self, clients: Sequence[ClientId]) -> tuple[list[ClientId], np.ndarray, np.ndarray, np.ndarray]:
-        """Who has trained, m clients in order; P, (r, m); n, (m,); which of the m each of these clients is, (r, m)."""
+        """Who has trained, m clients in order, and of these clients P, (r, m); `latest`, (m,); `own`, (r, m)."""
         senders = [client for client in in_order(self._samples) if client not in self.history.left_out]
         place = {client: i for i, client in enumerate(senders)}
         samples = np.array([self._samples[client] for client in senders])  # (m,)
+        rounds = np.array([self._trained_in[client] for client in senders])  # (m,)
+        latest = np.where(rounds == rounds.max(initial=0), samples, 0.0)  # (m,)
         known = [i for i, client in enumerate(clients) if client in place]
         rows = [place[clients[i]] for i in known]
         own = np.zeros((len(clients), len(senders)), bool)  # (r, m)
@@ -246,7 +290,7 @@ class Kindred(CloudModels):
         if known:
             blocks = (block for _, block in self.models.blocks(senders, self.layout.num_parameters))
             kin[known] = kin_weights(centred_cosines(blocks, rows, len(senders)), samples, own[known])
-        return senders, kin, samples, own
+        return senders, kin, latest, own
 
     def take(self, client: ClientId, reply: Reply) -> None:
         super().take(client, reply)
@@ -254,7 +298,7 @@ class Kindred(CloudModels):
 
     def end_round(self, server_round: int, answered: Sequence[ClientId]) -> None:
         super().end_round(server_round, answered)
-        self._fresh = list(answered)
+        self._trained_in |= dict.fromkeys(answered, server_round)
         self.history.count(kin_share=self._share)
 
     def configure_evaluate(
@@ -267,40 +311,69 @@ class Kindred(CloudModels):
 
     def _probes(self, server_round: int, config: ConfigRecord) -> Iterator[Message]:
         """Have those that trained in this round tell what v_i and g_i are worth to them."""
-        clients = self._fresh
-        senders, kin, samples, own = self._kin(clients)
-        if len(senders) < 2 or not clients:
+        clients = [client for client in in_order(self._trained_in) if self._trained_in[client] == server_round]
+        if len(clients) < 3:  # with two both are the other one's model
             return
-        for probe, rows in probe_weights(kin, samples, own).items():
-            settings = ConfigRecord({**config, PROBE: probe})
+        senders, kin, latest, own = self._kin(clients)
+        settings = ConfigRecord({**config, **self._work})
+        for probe, rows in probe_weights(kin, latest, own).items():
             for client, record in zip(clients, self.clouds(clients, senders, rows)):
-                yield self._message(client, record, settings, server_round, MessageType.EVALUATE)
+                yield self._message(client, record, settings, server_round, MessageType.EVALUATE, probe)
 
     def take_probe(self, client: ClientId, probe: str, loss: float) -> None:
-        self._told.setdefault(client, {})[probe] = max(loss, np.finfo(np.float32).tiny)
+        self._told.setdefault(client, {})[probe] = min(max(loss, LEAST_LOSS), LARGEST_LOSS)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         metrics = super().aggregate_evaluate(server_round, replies)
         for client in in_order(self._told):
             if len(losses := self._told[client]) == 2:
                 (self._last if client in self._first else self._first)[client] = losses
-        if again := in_order(self._last):
-            self._share = kin_share(*({probe: sum(told[client][probe] for client in again) for probe in (KIN, ALL)}
-                                      for told in (self._first, self._last)))
         return metrics
 
+    def global_arrays(self) -> ArrayRecord:
+        """g, the mean of the models of those who trained in the last round, weighted by samples."""
+        senders, _, latest, _ = self._kin([])
+        if not senders:
+            return self.initial
+        mean = next(self.models.combinations(latest[None, :] / latest.sum(), senders))
+        return self.models.combined_record(mean, senders[0])
+
     def personal_arrays(self, client: ClientId) -> ArrayRecord:
-        self.welcome([client])
-        return next(self._personal([client]))
+        return next(self.personal_models([client]))
+
+    def personal_models(self, clients: Sequence[ClientId]) -> Iterator[ArrayRecord]:
+        """Halfway from each one's own model to what it would start from next; who is left out keeps its own."""
+        self.welcome(clients)
+        senders, kin, latest, own = self._kin(clients)
+        rows = kin
+        if senders:
+            starts = start_weights(kin, latest, own, self._share)  # (r, m)
+            rows = np.where(own.any(axis=1, keepdims=True), (starts + own) / 2, starts)  # (r, m)
+        for client, record in zip(clients, self.clouds(clients, senders, rows)):
+            yield self.models[client] if client in self._samples and client not in senders else record
 
     def client_models(self) -> Mapping[ClientId, ArrayRecord]:
-        clients = in_order(self._samples)
-        return dict(zip(clients, self._personal(clients)))
+        return _PersonalModels(self, in_order(self._samples))
 
-    def _personal(self, clients: Sequence[ClientId]) -> Iterator[ArrayRecord]:
-        """The personal models of these clients: halfway from each one's own to what it would start from next."""
-        senders, kin, samples, own = self._kin(clients)
-        if not senders:
-            return self.clouds(clients, senders, kin)
-        starts = start_weights(kin, samples, own, self._share)  # (r, m)
-        return self.clouds(clients, senders, np.where(own.any(axis=1, keepdims=True), (starts + own) / 2, starts))
+
+class _PersonalModels(Mapping[ClientId, ArrayRecord]):
+    """The personal models of clients, made as they are asked for: nobody holds all of them."""
+
+    def __init__(self, strategy: Kindred, clients: Sequence[ClientId]) -> None:
+        self._strategy = strategy
+        self._clients = clients
+
+    def __getitem__(self, client: ClientId) -> ArrayRecord:
+        if client not in self._clients:
+            raise KeyError(client)
+        return self._strategy.personal_arrays(client)
+
+    def __iter__(self) -> Iterator[ClientId]:
+        return iter(self._clients)
+
+    def __len__(self) -> int:
+        return len(self._clients)
+
+    def items(self) -> Iterator[tuple[ClientId, ArrayRecord]]:  # type: ignore[override]
+        """Together, which takes a few products of matrices, and the same bits as an evaluation of all has."""
+        return zip(self._clients, self._strategy.personal_models(self._clients))

@@ -44,7 +44,7 @@ PROXIMAL_MU = "proximal-mu"
 FINETUNE_EPOCHS = "finetune-epochs"
 LOCAL_EPOCHS = "local-epochs"
 LOCAL_STEPS = "local-steps"
-PROBE = "probe"  # what a model is called that a client evaluates for the server's sake, and that is not its own
+PROBE = "probed-model"  # what a model is called that a client evaluates for the server's sake, and that is not its own
 
 METHODS = "methods"
 NETWORK = "network"

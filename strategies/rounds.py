@@ -318,6 +318,10 @@ class PersonalizedStrategy(Strategy):
         """The model that an evaluation of this client is of."""
         raise NotImplementedError
 
+    def personal_models(self, clients: Sequence[ClientId]) -> Iterator[ArrayRecord]:
+        """The same of each of these clients, one after the other."""
+        return (self.personal_arrays(client) for client in clients)
+
     def client_models(self) -> Mapping[ClientId, ArrayRecord]:
         """Each client's personal model, as far as models reach the server."""
         raise NotImplementedError
@@ -398,8 +402,9 @@ class PersonalizedStrategy(Strategy):
         """Make the messages by which clients evaluate their personal models, one at a time."""
         clients = self._closing or self.sample(
             server_round, self.fraction_evaluate, self.min_evaluate_nodes, "evaluate")
-        for client in clients if self._silent is None else in_order(self._silent.intersection(clients)):
-            yield self._message(client, self.personal_arrays(client), config, server_round, MessageType.EVALUATE)
+        asked = clients if self._silent is None else in_order(self._silent.intersection(clients))
+        for client, record in zip(asked, self.personal_models(asked)):
+            yield self._message(client, record, config, server_round, MessageType.EVALUATE)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Take in the evaluation replies of a round."""
@@ -694,9 +699,13 @@ class PersonalizedStrategy(Strategy):
     # --- An exchange ----------------------------------------------------------------------------------
 
     def _message(
-        self, client: ClientId, arrays: ArrayRecord, config: ConfigRecord, server_round: int, message_type: str
+        self, client: ClientId, arrays: ArrayRecord, config: ConfigRecord, server_round: int, message_type: str,
+        probe: str = "",
     ) -> Message:
         settings = ConfigRecord({**config, **self.round_config(server_round, client)})
+        settings.pop(PROBE, None)  # it is not the caller's to say
+        if probe:
+            settings[PROBE] = probe
         settings[SERVER_ROUND] = server_round
         oldest = self._checkpoints.oldest if self._checkpoints else server_round - 1
         settings[KEEP_FROM] = -1 if oldest is None else oldest
@@ -759,7 +768,8 @@ class PersonalizedStrategy(Strategy):
             reply = admit(content, self.weighted_by_key, due)
             if asked.probe:
                 loss = _told(reply.metrics, "loss")
-                worked = {key: reply.metrics[key] for key in COMPUTE if key in reply.metrics}
+                worked = {key: reply.metrics[key] for key in COMPUTE
+                          if isinstance(reply.metrics.get(key), int | float)}
                 self._add_row(asked, server_round, "ok", bytes_up, {f"{asked.probe}-loss": loss, **worked})
                 self.take_probe(asked.client, asked.probe, loss)
                 return None
@@ -815,6 +825,8 @@ class PersonalizedStrategy(Strategy):
         if status != "ok":
             status = first_line(status)
             log(WARNING, "kindred: round %d goes on without client %s: %s", server_round, asked.client, status)
+            if asked.probe:  # replies of an exchange come in any order: each has a column of its own
+                metrics, status = {f"{asked.probe}-status": status}, "ok"
         row = {
             **(metrics or {}),  # whatever a client calls its metrics, the columns below are not its own
             **asked.notes,
@@ -932,8 +944,8 @@ class CloudModels(StoredModels):
 
     STATE = (*StoredModels.STATE, "_weights")
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
+    def begin(self, initial_arrays: ArrayRecord) -> None:
+        super().begin(initial_arrays)
         self._weights = NOBODYS
 
     def cloud_weights(
@@ -944,7 +956,7 @@ class CloudModels(StoredModels):
         Returns
         -------
         senders : list of m client ids
-            None while nobody has trained yet, and every model is the initial one.
+            Nobody while no client has trained yet, and every model is the initial one.
         weights : ndarray, shape (r, m)
             Rows sum to 1.
         """
