@@ -39,20 +39,20 @@ def plain_cosines(blocks: Iterable[np.ndarray], rows: Sequence[int], m: int) -> 
     return centred_cosines((np.concatenate([block, -block]) for block in blocks), rows, 2 * m)[:, :m]
 
 
-def whole_probes(kin: np.ndarray, samples: np.ndarray, own: np.ndarray) -> dict[str, np.ndarray]:
+def whole_probes(kin: np.ndarray, latest: np.ndarray, own: np.ndarray) -> dict[str, np.ndarray]:
     """Probes in which the client has its part."""
-    return {kindred.KIN: start_weights(kin, samples, own, 1.0), kindred.ALL: start_weights(kin, samples, own, 0.0)}
+    return {kindred.KIN: start_weights(kin, latest, own, 1.0), kindred.ALL: start_weights(kin, latest, own, 0.0)}
 
 
 def with_share(share: float) -> Callable[..., np.ndarray]:
     """Starts with a given share of the kin."""
-    return lambda kin, samples, own, _: start_weights(kin, samples, own, share)
+    return lambda kin, latest, own, _: start_weights(kin, latest, own, share)
 
 
-def without_own(kin: np.ndarray, samples: np.ndarray, own: np.ndarray, share: float) -> np.ndarray:
+def without_own(kin: np.ndarray, latest: np.ndarray, own: np.ndarray, share: float) -> np.ndarray:
     """Starts with s_i = 0."""
-    return np.where(own.any(axis=1, keepdims=True), (1 - share) * samples / samples.sum() + share * kin,
-                    samples / samples.sum())
+    return np.where(own.any(axis=1, keepdims=True), (1 - share) * latest / latest.sum() + share * kin,
+                    latest / latest.sum())
 
 
 VARIANTS: Mapping[str, Mapping[str, Any]] = {

@@ -26,6 +26,7 @@ from urllib.parse import quote
 import numpy as np
 
 from strategies import REGISTRY
+from strategies.history import is_status, statuses
 from strategies.messages import HALFWAY, PERSONAL, RECEIVED, SAMPLES_TRAINED, TRAINED, TUNED, ClientId, in_order
 from strategies.state import MIXTURE, replacing
 
@@ -39,7 +40,7 @@ REPORT = "report.html"
 COMPARISON = "comparison.json"
 MOST_ROUNDS = 50  # matrices that the page holds
 MATRIX_BYTES = 4_000_000  # and their size in all, a byte for a weight
-TEXTS = ("client", "status", "personal")  # of a row, and each ...-status; all else in it that is shown are numbers
+TEXTS = ("client", "personal")  # of a row, besides what becomes of replies; all else in it that is shown are numbers
 MOST_LISTED = 200  # clients whose replies were not used
 OPTIONS = {"strategy": "strategy", "dataset": "dataset", "data-dir": "data-dir", "partition": "partition",
            "num-clients": "clients", "num-rounds": "rounds", "seed": "seed"}  # of `kindred run`, by setting
@@ -264,9 +265,9 @@ def _unused(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Replies that were not used, with how many of each client and reason, and in which rounds first and last."""
     found: dict[tuple[ClientId, str], list[int]] = {}
     for row in rows:
-        for status in (value for key, value in row.items() if f"-{key}".endswith("-status")):
+        for status in statuses(row):
             if status != "ok":
-                found.setdefault((row["client"], str(status)), []).append(row["round"])
+                found.setdefault((row["client"], status), []).append(row["round"])
     order = in_order({client for client, _ in found})
     listed = sorted(found, key=lambda each: order.index(each[0]))
     return {"number": sum(map(len, found.values())), "reasons": len(found), "listed": [
@@ -467,7 +468,7 @@ def _table(path: Path, *needed: str) -> list[dict[str, Any]]:
     """
     try:
         rows = [{key: value for key, value in row.items()
-                 if key in TEXTS or key.endswith("-status") or (not isinstance(value, str) and np.isfinite(value))}
+                 if key in TEXTS or is_status(key) or (not isinstance(value, str) and np.isfinite(value))}
                 for row in read_table(path)]
         for key in needed:
             if any(key not in row for row in rows):

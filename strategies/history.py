@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,16 @@ from .admission import MAX_EXAMPLES, REFUSED, is_count
 from .messages import NUM_TEST_EXAMPLES, PERSONAL, SAMPLES_PREDICTED, SAMPLES_TRAINED, ClientId, in_order
 
 COMPUTE = (SAMPLES_TRAINED, SAMPLES_PREDICTED)
+
+
+def is_status(key: str) -> bool:
+    """Whether a column of a row says what became of a reply."""
+    return key == "status" or key.endswith("-status")
+
+
+def statuses(row: Mapping[str, Any]) -> Iterator[str]:
+    """What became of a client's replies in a round; a number under such a name is a metric of the client's own."""
+    return (value for key, value in row.items() if is_status(key) and isinstance(value, str))
 
 
 class History:
@@ -118,7 +129,7 @@ class History:
         """Of the clients with replies that were refused, in order: reason -> how many."""
         counts: dict[ClientId, dict[str, int]] = {}
         for row in self.rows:
-            for status in (value for key, value in row.items() if f"-{key}".endswith("-status")):
+            for status in statuses(row):
                 if status.startswith(REFUSED):
                     reasons = counts.setdefault(row["client"], {})
                     reason = status.removeprefix(REFUSED)

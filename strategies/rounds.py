@@ -767,7 +767,7 @@ class PersonalizedStrategy(Strategy):
         try:
             reply = admit(content, self.weighted_by_key, due)
             if asked.probe:
-                loss = _told(reply.metrics, "loss")
+                loss = _loss_in(reply.metrics)
                 worked = {key: reply.metrics[key] for key in COMPUTE
                           if isinstance(reply.metrics.get(key), int | float)}
                 self._add_row(asked, server_round, "ok", bytes_up, {f"{asked.probe}-loss": loss, **worked})
@@ -1016,11 +1016,11 @@ def _count_bytes(record: ArrayRecord | MetricRecord | ConfigRecord) -> int:
         return 0
 
 
-def _told(metrics: Mapping[str, Any], measure: str) -> float:
-    """What an evaluation says of its model, by any of the names for it; `Refused` where it says nothing of use."""
-    found = next((metrics[name] for name in ORDINARY_NAMES[measure] if name in metrics), None)
+def _loss_in(metrics: Mapping[str, Any]) -> float:
+    """The loss that an evaluation tells, by any of its names; `Refused` where it tells none of use."""
+    found = next((metrics[name] for name in ORDINARY_NAMES["loss"] if name in metrics), None)
     if not isinstance(found, int | float) or not np.isfinite(found):
-        raise Refused(f"its {measure} is {reprlib.repr(found)}, expected a finite number")
+        raise Refused(f"its loss is {reprlib.repr(found)}, expected a finite number")
     return float(found)
 
 

@@ -349,3 +349,18 @@ def test_who_is_left_out_later_keeps_its_own_model() -> None:
     strategy.history.left_out[1002] = "it has no data any more"
     assert values(strategy.client_models()[1002]) == own
     assert values(strategy.client_models()[1001]) != values(strategy.models[1001])
+
+
+def test_a_metric_that_is_called_like_a_status_is_none() -> None:
+    app = plain_app()
+    train = app._registered_funcs["train.default"]
+
+    def odd(message, context):
+        reply = train(message, context)
+        reply.content["metrics"]["odd-status"] = 0.5
+        return reply
+
+    app._registered_funcs["train.default"] = odd
+    strategy = Kindred()
+    strategy.start(InlineGrid(app, MANY), initial(), 2, 60)
+    assert strategy.history.refused() == {} and strategy.history.rows[0]["odd-status"] == 0.5
