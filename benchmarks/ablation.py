@@ -40,30 +40,46 @@ def plain_cosines(blocks: Iterable[np.ndarray], rows: Sequence[int], m: int) -> 
 
 
 def whole_probes(kin: np.ndarray, latest: np.ndarray, own: np.ndarray) -> dict[str, np.ndarray]:
-    """Probes in which the client has its part."""
-    return {kindred.KIN: start_weights(kin, latest, own, 1.0), kindred.ALL: start_weights(kin, latest, own, 0.0)}
+    """Means in which the client has its part: one more of its kin, and one of all."""
+    squares = np.square(kin).sum(axis=1, keepdims=True)  # (r, 1)
+    with_own = np.where(own.any(axis=1, keepdims=True), (kin + squares * own) / (1 + squares), kin)
+    return {kindred.KIN: with_own, kindred.ALL: np.tile(latest / latest.sum(), (len(own), 1))}
 
 
-def with_share(share: float) -> Callable[..., np.ndarray]:
-    """Starts with a given share of the kin."""
-    return lambda kin, latest, own, _: start_weights(kin, latest, own, share)
+def starts(share: float | None = None, counted: bool = True) -> Callable[..., np.ndarray]:
+    """Starts with a given share of the kin, if any, and with the losses counted or not."""
+    def weights(
+        probes: Mapping[str, np.ndarray], samples: np.ndarray, own: np.ndarray, found: float,
+        likelihoods: Mapping[str, np.ndarray],
+    ) -> np.ndarray:
+        even = {probe: np.ones(len(own)) for probe in likelihoods}
+        return start_weights(probes, samples, own, found if share is None else share, likelihoods if counted else even)
+
+    return weights
 
 
-def without_own(kin: np.ndarray, latest: np.ndarray, own: np.ndarray, share: float) -> np.ndarray:
-    """Starts with s_i = 0."""
-    return np.where(own.any(axis=1, keepdims=True), (1 - share) * latest / latest.sum() + share * kin,
-                    latest / latest.sum())
+def without_own(
+    probes: Mapping[str, np.ndarray], samples: np.ndarray, own: np.ndarray, share: float,
+    likelihoods: Mapping[str, np.ndarray],
+) -> np.ndarray:
+    """Starts in which the client's own model has no part."""
+    weights = np.where(own, 0.0, start_weights(probes, samples, own, share, likelihoods))  # (r, m)
+    others = weights.sum(axis=1, keepdims=True)
+    return np.where(others > 0, weights / np.where(others > 0, others, 1), probes[kindred.ALL])
 
 
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "cosines of whole models": {"centred_cosines": plain_cosines},
-    "sharpness 3, not 6": {"SHARPNESS": 3.0},
-    "sharpness 12, not 6": {"SHARPNESS": 12.0},
-    "probes with the client's part": {"probe_weights": whole_probes},
-    "no probes: a = 0, all": {"start_weights": with_share(0.0)},
-    "no probes: a = 1/2": {"start_weights": with_share(0.5)},
-    "no probes: a = 1, kin": {"start_weights": with_share(1.0)},
-    "nothing of its own: s = 0": {"start_weights": without_own},
+    "sharpness 5, not 10": {"SHARPNESS": 5.0},
+    "sharpness 20, not 10": {"SHARPNESS": 20.0},
+    "the client has its part in both means": {"probe_weights": whole_probes},
+    "exp(-l) = 1: models speak by their samples alone": {"start_weights": starts(counted=False)},
+    "a not decided: to the power of 1, not 3": {"DECIDEDNESS": 1},
+    "a = 0: the mean of all, no kin": {"start_weights": starts(0.0)},
+    "a = 1/2": {"start_weights": starts(0.5)},
+    "a = 1: kin alone": {"start_weights": starts(1.0)},
+    "nothing probed: a = 1/2, exp(-l) = 1": {"start_weights": starts(0.5, counted=False)},
+    "nothing of its own in the start": {"start_weights": without_own},
 }
 """What is put in place of what in strategies/kindred.py."""
 

@@ -1,4 +1,4 @@
-"""Kindred: every client starts from the mean of all where that is enough, and from those like it where it is not.
+"""Kindred: every client starts from its own model, that of its kin, and that of all, each as far as it has earned it.
 
 A method of this library; docs/kindred.md has what it is worth, and what else was tried. There is nothing to set for a
 data set. w_i is the model of client i after its last training, n_i its number of samples. A round:
@@ -9,8 +9,9 @@ data set. w_i is the model of client i after its last training, n_i its number o
 | P_ij = softmax_{j != i}(SHARPNESS S_ij + log n_j), who is like i | `kin_weights` |
 | v_i = sum_j P_ij w_j, the model of i's kin; g_i = sum_{j != i} n_j w_j / sum_{j != i} n_j, of all | `probe_weights` |
 | every second round those who trained tell their losses l(v_i), l(g_i) on their own training data | `Probed.evaluate` |
-| a: 1 less how far the losses of the g_i have fallen for each step that those of the v_i have | `kin_share` |
-| u_i = (1 - a) g + a ((1 - s_i) v_i + s_i w_i), g the mean of all, s_i = 1 / (1 + 1 / sum_j P_ij^2) | `start_weights` |
+| a: by how much the losses of the v_i fall ahead of those of the g_i | `kin_share` |
+| u_i: the mean of w_i by n_i, v_i by a N(v_i) exp(-l(v_i)), g_i by (1 - a) N(g_i) exp(-l(g_i)) | `start_weights` |
+| N: how many samples speak in a mean of others | `samples_behind` |
 | the client trains from u_i, which gives the next w_i | `Probed.train` |
 | its personal model is (u_i + w_i) / 2, with the u_i that comes after its w_i | `Kindred.personal_arrays` |
 
@@ -19,6 +20,9 @@ Why:
   within a hundredth of 1, and those of differences from the mean anywhere from -1 to 1, whatever the network. One
   sharpness therefore does for all data.
 - Client i has no part in v_i and g_i, so their losses on its training data are honest, and no data are held out.
+- A model speaks for as many samples as went into it, as in FedAvg, each counted by exp(-l): the probability, as a
+  geometric mean over i's samples, that it gives to the right class. Where nobody else's model is of use to a client, it
+  goes on from its own; where all are alike and a is 0, what comes out is FedAvg.
 - Which of two means has the lower loss now says nothing about which is the better start. Where only the proportions of
   classes differ, kin always have the lower loss, and the mean of all is the better start, for local training sets the
   proportions right. Where tasks conflict, one model cannot learn them all. What tells the two apart is whether the mean
@@ -27,9 +31,10 @@ Why:
 - Halfway between its start and what training makes of it a model is better than either in most settings. The mean of
   the two costs nothing to use.
 
-Clients that sit out keep their last model, and their kin hear it while they are away; g is of those who trained in the
-last round, as FedAvg's. Where few train in a round, models also resemble each other for having been trained as often,
-and kin are told less well. Cosines see parameters only; floating
+Clients that sit out keep their last model, and their kin hear it while they are away; g_i is of those who trained in
+the last round, as FedAvg's, and speaks for all who ever have. Who has not told the losses lately is given the mean of
+those who have. Where few train in a round, models also resemble each other for having been trained as often, and kin
+are told less well. Losses are cross-entropies in nats, a mean over samples. Cosines see parameters only; floating
 buffers are combined like parameters, integer buffers are the client's own.
 """
 
@@ -63,9 +68,12 @@ from .rounds import CloudModels
 if TYPE_CHECKING:
     from .client import Samples, Visit
 
-SHARPNESS = 6.0
-PRIOR = 0.25
-"""How many natural logarithms of a fall in loss the first guess is worth, that all have half of what the kin have."""
+SHARPNESS = 10.0
+PRIOR = 0.5
+"""How many natural logarithms of a fall in loss the first guess is worth, that kin and all learn alike."""
+
+DECIDEDNESS = 3
+"""The power of the odds of kin against all: how soon a is nearly 0 or 1."""
 
 PROBE_EVERY = 2  # rounds
 PROBE_SHARE = 0.3
@@ -133,15 +141,16 @@ def probe_weights(kin: np.ndarray, latest: np.ndarray, own: np.ndarray) -> dict[
     ----------
     kin : ndarray, shape (r, m)
     latest : ndarray, shape (m,)
-        n_j of those who trained in the last round, 0 of the others; for each row somebody else is among them.
+        n_j of those who trained in the last round, 0 of the others. Who was the only one is g_i for itself as well.
     own : ndarray of bool, shape (r, m)
     """
     others = np.where(own, 0.0, latest)  # (r, m)
+    others = np.where(others.any(axis=1, keepdims=True), others, latest)
     return {KIN: kin, ALL: others / others.sum(axis=1, keepdims=True)}
 
 
 def kin_share(first: Mapping[str, float], last: Mapping[str, float]) -> float:
-    """a = 1 - (f(g) + PRIOR / 2) / (f(v) + PRIOR), f the fall of the logarithm of a loss; cut off at 0 and 1.
+    """a = q^3 / (q^3 + (1 - q)^3), q = 1 - (f(g) + PRIOR / 2) / (max(f(v), f(g)) + PRIOR), f the fall of log loss.
 
     Parameters
     ----------
@@ -151,26 +160,64 @@ def kin_share(first: Mapping[str, float], last: Mapping[str, float]) -> float:
     Returns
     -------
     float
-        In [0, 1]: one half where nothing has fallen yet.
+        In [0, 1]: one half where nothing has fallen yet, near 0 where both fall alike, near 1 where kin's alone fall.
     """
     falls = {probe: max(float(np.log(first[probe] / last[probe])), 0.0) for probe in (KIN, ALL)}
-    return float(np.clip(1 - (falls[ALL] + PRIOR / 2) / (falls[KIN] + PRIOR), 0, 1))
+    behind = (falls[ALL] + PRIOR / 2) / (max(falls.values()) + PRIOR)  # 1 - q
+    return float((1 - behind) ** DECIDEDNESS / ((1 - behind) ** DECIDEDNESS + behind**DECIDEDNESS))
 
 
-def start_weights(kin: np.ndarray, latest: np.ndarray, own: np.ndarray, share: float) -> np.ndarray:
-    """Of what u_i = (1 - a) g + a ((1 - s_i) v_i + s_i w_i) is made, given a; the others as of `probe_weights`.
+def samples_behind(weights: np.ndarray, samples: np.ndarray) -> np.ndarray:
+    """N = sum_j P_ij n_j / sum_j P_ij^2: of m clients' samples, how many a mean of their models amounts to.
+
+    That is all n_j where P_ij is in proportion to n_j, and n_j where P_ij is 1 for one j alone.
+
+    Parameters
+    ----------
+    weights : ndarray, shape (r, m)
+        Rows sum to 1, or are 0.
+    samples : ndarray, shape (m,)
+
+    Returns
+    -------
+    ndarray, shape (r,)
+        0 for a row of zeros.
+    """
+    squares = np.square(weights).sum(axis=1)  # (r,)
+    return weights @ samples / np.where(squares > 0, squares, np.inf)
+
+
+def start_weights(
+    probes: Mapping[str, np.ndarray], samples: np.ndarray, own: np.ndarray, share: float,
+    likelihoods: Mapping[str, np.ndarray],
+) -> np.ndarray:
+    """Of what u_i is made: w_i by n_i, v_i by a N(v_i) exp(-l(v_i)), g_i by (1 - a) N(g_i) exp(-l(g_i)).
+
+    Parameters
+    ----------
+    probes : mapping
+        As of `probe_weights`: of what "kin", v_i, and "all", g_i, are made, each of shape (r, m).
+    samples : ndarray, shape (m,)
+        n_j, above 0.
+    own : ndarray of bool, shape (r, m)
+        Which of the m a row's client is; none, where it has no model yet.
+    share : float
+        a, in [0, 1].
+    likelihoods : mapping
+        exp(-l(v_i)) and exp(-l(g_i)), each of shape (r,), in [0, 1].
 
     Returns
     -------
     ndarray, shape (r, m)
-        Rows sum to 1. A client that has no model yet gets g, and who is alone its own.
+        Rows sum to 1. A client that has no model yet gets g_i, and who is alone its own.
     """
-    everybody = latest / latest.sum()  # (m,)
-    squares = np.square(kin).sum(axis=1, keepdims=True)  # (r, 1)
-    own_share = np.where(squares > 0, squares / (squares + 1), 1.0)  # (r, 1): s_i
-    personal = (1 - own_share) * kin + own_share * own  # (r, m)
-    known = own.any(axis=1, keepdims=True)  # (r, 1)
-    return np.where(known, (1 - share) * everybody + share * personal, everybody)
+    behind = {KIN: samples_behind(probes[KIN], samples), ALL: np.where(own, 0.0, samples).sum(axis=1)}  # (r,) each
+    shares = {KIN: share, ALL: 1 - share}
+    voices = own * samples  # (r, m)
+    for probe, weights in probes.items():
+        voices = voices + (shares[probe] * behind[probe] * likelihoods[probe])[:, None] * weights
+    voices = np.where(own.any(axis=1, keepdims=True), voices, probes[ALL])
+    return voices / voices.sum(axis=1, keepdims=True)
 
 
 # --- The client ---------------------------------------------------------------------------------------
@@ -245,7 +292,7 @@ class Kindred(CloudModels):
     name = "kindred"
     personal = HALFWAY
     clients_keep_state = True
-    STATE = (*CloudModels.STATE, "_samples", "_trained_in", "_share", "_first", "_last")
+    STATE = (*CloudModels.STATE, "_samples", "_trained_in", "_share", "_first", "_last", "_counted", "_told")
 
     def begin(self, initial_arrays: ArrayRecord) -> None:
         super().begin(initial_arrays)
@@ -253,8 +300,9 @@ class Kindred(CloudModels):
         self._trained_in: dict[ClientId, int] = {}  # and the round in which they did so last
         self._share = 0.5  # a
         self._first: dict[ClientId, dict[str, float]] = {}  # what a client said of the probes the first time,
-        self._last: dict[ClientId, dict[str, float]] = {}  # and in a later round
-        self._told: dict[ClientId, dict[str, float]] = {}  # and in this one
+        self._last: dict[ClientId, dict[str, float]] = {}  # and the last time
+        self._counted: dict[ClientId, dict[str, float]] = {}  # what was said in the last exchange that had any,
+        self._told: dict[ClientId, dict[str, float]] = {}  # and in this round's, which counts from the next one on
 
     def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
         return {**super().round_config(server_round, client), TRAINED_IN: self._trained_in.get(client, 0)}
@@ -264,16 +312,37 @@ class Kindred(CloudModels):
     ) -> Iterable[Message]:
         self._work = {key: config[key] for key in WORK if key in config}
         # Not as soon as the losses are told: until then personal models are what was evaluated.
-        if again := [client for client in in_order(self._last) if client in self._nodes]:
-            self._share = kin_share(*({probe: sum(told[client][probe] for client in again) for probe in (KIN, ALL)}
-                                      for told in (self._first, self._last)))
+        if told := {client: self._told[client] for client in in_order(self._told) if len(self._told[client]) == 2}:
+            self._first, self._last, self._counted = told | self._first, self._last | told, told
+        if again := [client for client in in_order(self._last)
+                     if client in self._nodes and self._last[client] != self._first[client]]:
+            self._share = kin_share(*({probe: sum(losses[client][probe] for client in again) for probe in (KIN, ALL)}
+                                      for losses in (self._first, self._last)))
         return super().configure_train(server_round, arrays, config, grid)
 
     def cloud_weights(
         self, server_round: int, clients: Sequence[ClientId]
     ) -> tuple[list[ClientId], np.ndarray]:
+        senders, rows, _ = self._starts(clients)
+        return senders, rows
+
+    def _starts(self, clients: Sequence[ClientId]) -> tuple[list[ClientId], np.ndarray, np.ndarray]:
+        """Who has trained, m clients in order; of what these clients' u_i are made, (r, m); `own`, (r, m)."""
         senders, kin, latest, own = self._kin(clients)
-        return senders, start_weights(kin, latest, own, self._share) if senders else kin
+        if not senders:
+            return senders, kin, own
+        samples = np.array([self._samples[client] for client in senders])  # (m,)
+        rows = start_weights(probe_weights(kin, latest, own), samples, own, self._share, self._likelihoods(clients))
+        return senders, rows, own
+
+    def _likelihoods(self, clients: Sequence[ClientId]) -> dict[str, np.ndarray]:
+        """exp(-l) of both probes, (r,) each: as told, else the mean of what others told, and 1 where nobody did."""
+        found = {}
+        for probe in (KIN, ALL):
+            told = {client: float(np.exp(-losses[probe])) for client, losses in self._counted.items()}
+            usual = sum(told.values()) / len(told) if told else 1.0
+            found[probe] = np.array([told.get(client, usual) for client in clients])
+        return found
 
     def _kin(self, clients: Sequence[ClientId]) -> tuple[list[ClientId], np.ndarray, np.ndarray, np.ndarray]:
         """Who has trained, m clients in order, and of these clients P, (r, m); `latest`, (m,); `own`, (r, m)."""
@@ -323,13 +392,6 @@ class Kindred(CloudModels):
     def take_probe(self, client: ClientId, probe: str, loss: float) -> None:
         self._told.setdefault(client, {})[probe] = min(max(loss, LEAST_LOSS), LARGEST_LOSS)
 
-    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        metrics = super().aggregate_evaluate(server_round, replies)
-        for client in in_order(self._told):
-            if len(losses := self._told[client]) == 2:
-                (self._last if client in self._first else self._first)[client] = losses
-        return metrics
-
     def global_arrays(self) -> ArrayRecord:
         """g, the mean of the models of those who trained in the last round, weighted by samples."""
         senders, _, latest, _ = self._kin([])
@@ -344,11 +406,8 @@ class Kindred(CloudModels):
     def personal_models(self, clients: Sequence[ClientId]) -> Iterator[ArrayRecord]:
         """Halfway from each one's own model to what it would start from next; who is left out keeps its own."""
         self.welcome(clients)
-        senders, kin, latest, own = self._kin(clients)
-        rows = kin
-        if senders:
-            starts = start_weights(kin, latest, own, self._share)  # (r, m)
-            rows = np.where(own.any(axis=1, keepdims=True), (starts + own) / 2, starts)  # (r, m)
+        senders, starts, own = self._starts(clients)
+        rows = np.where(own.any(axis=1, keepdims=True), (starts + own) / 2, starts)  # (r, m)
         for client, record in zip(clients, self.clouds(clients, senders, rows)):
             yield self.models[client] if client in self._samples and client not in senders else record
 

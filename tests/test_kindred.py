@@ -18,6 +18,7 @@ from strategies.kindred import (
     kin_share,
     kin_weights,
     probe_weights,
+    samples_behind,
     start_weights,
 )
 from strategies.messages import to_record
@@ -72,44 +73,70 @@ def test_nobody_has_a_part_in_what_it_is_to_judge() -> None:
                                     [pytest.approx(1 / 3), 0, pytest.approx(2 / 3)], [0.5, 0.5, 0]]
 
 
-@pytest.mark.parametrize(("kin", "everybody", "share"), [
-    ((0.0, 0.0), (0.0, 0.0), 0.5),  # nothing is known yet
-    ((0.0, 1.0), (0.0, 1.0), 0.1),  # 1 - 1.125 / 1.25: both learn alike
-    ((0.0, 1.0), (0.0, 0.0), 0.9),  # 1 - 0.125 / 1.25: kin alone learn
-    ((0.0, 1.0), (3.0, 4.0), 0.1),  # from twenty times the loss, as quickly
-    ((0.0, 0.0), (0.0, 1.0), 0.0),  # 1 - 1.125 / 0.25: all alone learn
-    ((0.0, -2.0), (0.0, -1.0), 0.5),  # what rises has not fallen
+def test_who_alone_trained_in_the_last_round_is_what_there_is_to_start_from() -> None:
+    own, latest = np.eye(2, dtype=bool), np.array([0.0, 3.0])
+    probes = probe_weights(np.array([[0.0, 1.0], [1.0, 0.0]]), latest, own)
+    assert probes[ALL].tolist() == [[0, 1], [0, 1]]
+
+
+@pytest.mark.parametrize(("kin", "everybody", "odds"), [
+    ((0.0, 0.0), (0.0, 0.0), 1),  # nothing is known yet
+    ((0.0, 0.5), (0.0, 0.5), (0.25 / 0.75) ** 3),  # both learn alike
+    ((0.0, 0.5), (0.0, 0.0), (0.75 / 0.25) ** 3),  # kin alone learn
+    ((0.0, 1.0), (3.0, 4.0), (0.25 / 1.25) ** 3),  # from twenty times the loss, as quickly
+    ((0.0, 0.0), (0.0, 0.5), (0.25 / 0.75) ** 3),  # all alone learn
+    ((0.0, 0.5), (0.0, 0.25), 1),  # half as much is between the two
+    ((0.0, -2.0), (0.0, -1.0), 1),  # what rises has not fallen
 ])
-def test_the_share_of_kin_is_what_all_fall_behind_by(kin, everybody, share) -> None:
+def test_the_share_of_kin_is_what_all_fall_behind_by(kin, everybody, odds) -> None:
     first, last = ({KIN: float(np.exp(-kin[when])), ALL: float(np.exp(3 - everybody[when]))} for when in (0, 1))
-    assert kin_share(first, last) == pytest.approx(share)
+    assert kin_share(first, last) == pytest.approx(odds / (1 + odds))
+
+
+def test_how_many_samples_speak_in_a_mean() -> None:
+    samples = np.array([1.0, 1.0, 2.0, 4.0])
+    weights = np.array([[0, 0.5, 0.5, 0], [0, 0, 0, 1.0], samples / 8, [0, 0, 0, 0]])
+    assert samples_behind(weights, samples).tolist() == [3, 4, 8, 0]
+
+
+def starts_of(
+    kin: np.ndarray, samples: np.ndarray, own: np.ndarray, share: float, likelihoods: tuple[float, float] = (1.0, 1.0)
+) -> np.ndarray:
+    found = {probe: np.full(len(own), value) for probe, value in zip((KIN, ALL), likelihoods)}
+    return start_weights(probe_weights(kin, samples, own), samples, own, share, found)
 
 
 def test_where_a_client_starts() -> None:
     samples = np.array([1.0, 1.0, 2.0])
     own, kin = np.eye(3, dtype=bool)[:1], np.array([[0.0, 0.5, 0.5]])
-    assert start_weights(kin, samples, own, 0.0).tolist() == [[0.25, 0.25, 0.5]]  # FedAvg's model
-    assert start_weights(kin, samples, own, 1.0) == pytest.approx(np.full((1, 3), 1 / 3))  # as one of three alike
-    assert start_weights(kin, samples, own, 0.5) == pytest.approx(np.array([[7, 7, 10]]) / 24)
+    assert starts_of(kin, samples, own, 0.0).tolist() == [[0.25, 0.25, 0.5]]  # FedAvg's model
+    assert starts_of(kin, samples, own, 1.0).tolist() == [[0.25, 0.375, 0.375]]  # own by 1, kin by 3
+    assert starts_of(kin, samples, own, 0.5).tolist() == [[0.25, 0.3125, 0.4375]]
+    assert starts_of(kin, samples, own, 1.0, (1 / 3, 1.0)).tolist() == [[0.5, 0.25, 0.25]]  # kin err: by 1 as well
+    assert starts_of(kin, samples, own, 0.0, (1.0, 1 / 3)) == pytest.approx(np.array([[1 / 2, 1 / 6, 1 / 3]]))
+    assert starts_of(kin, samples, own, 0.5, (0.0, 0.0)).tolist() == [[1, 0, 0]]  # nobody is of use to it
     one = np.array([[0.0, 0.0, 1.0]])
-    assert start_weights(one, samples, own, 1.0).tolist() == [[0.5, 0, 0.5]]
+    assert starts_of(one, samples, own, 1.0) == pytest.approx(np.array([[1 / 3, 0, 2 / 3]]))
 
 
 def test_a_client_without_a_model_starts_from_the_mean_and_one_that_is_alone_from_its_own() -> None:
     samples = np.array([1.0, 3.0])
-    assert start_weights(np.zeros((1, 2)), samples, np.zeros((1, 2), bool), 1.0).tolist() == [[0.25, 0.75]]
+    for likelihood in (1.0, 0.0):
+        assert starts_of(np.zeros((1, 2)), samples, np.zeros((1, 2), bool), 1.0, (1.0, likelihood)).tolist() == [
+            [0.25, 0.75]]
     alone = np.ones((1, 1), bool)
     assert kin_weights(np.ones((1, 1)), np.ones(1), alone).tolist() == [[0.0]]
-    assert start_weights(np.zeros((1, 1)), np.ones(1), alone, 0.5).tolist() == [[1.0]]
+    assert starts_of(np.zeros((1, 1)), np.ones(1), alone, 0.5).tolist() == [[1.0]]
 
 
-@given(st.integers(2, 6), st.integers(0, 2**32 - 1), st.floats(0, 1), st.floats(1e-3, 1e6))
-def test_starts_are_mixtures_whatever_the_models(m, seed, share, scale) -> None:
+@given(st.integers(2, 6), st.integers(0, 2**32 - 1), st.floats(0, 1), st.floats(1e-3, 1e6),
+       st.tuples(st.floats(0, 1), st.floats(0, 1)))
+def test_starts_are_mixtures_whatever_the_models(m, seed, share, scale, likelihoods) -> None:
     rng = np.random.default_rng(seed)
     models, samples = (scale * rng.standard_normal((m, 5))).astype(np.float32), rng.integers(1, 1000, m).astype(float)
     own = np.eye(m, dtype=bool)
     kin = kin_weights(cosines_of(models), samples, own)
-    starts = start_weights(kin, samples, own, share)
+    starts = starts_of(kin, samples, own, share, likelihoods)
     for weights in (kin, starts, *probe_weights(kin, samples, own).values()):
         assert (weights >= 0).all() and weights.sum(axis=1) == pytest.approx(1)
     assert not np.diagonal(kin).any()
@@ -133,26 +160,35 @@ def by_four(rounds: int, **more) -> Kindred:
     return by_hand.start(Kindred(**more), CLIENTS, FIRST, rounds)
 
 
-def next_starts(models: np.ndarray, share: float) -> np.ndarray:
-    kin = kin_weights(cosines_of(models), SAMPLES, OWN)
-    return start_weights(kin, SAMPLES, OWN, share) @ models
+def next_starts(models: np.ndarray, share: float, judged: np.ndarray | None = None) -> np.ndarray:
+    """u_i, where the clients have told what the v_i and g_i of `judged` are worth to them."""
+    start = lambda models, probes, likelihoods: start_weights(  # noqa: E731
+        probes, SAMPLES, OWN, share, likelihoods) @ models
+    told = {KIN: np.ones(4), ALL: np.ones(4)} if judged is None else {
+        probe: np.exp([-client.loss(row @ judged) for client, row in zip(CLIENTS, weights)])
+        for probe, weights in probes_of(judged).items()}
+    return start(models, probes_of(models), told)
+
+
+def probes_of(models: np.ndarray) -> dict[str, np.ndarray]:
+    return probe_weights(kin_weights(cosines_of(models), SAMPLES, OWN), SAMPLES, OWN)
 
 
 def test_two_rounds() -> None:
     trained = np.array([client.step(FIRST) for client in CLIENTS])
-    starts = next_starts(trained, 0.5)
     one = by_four(1)
+    halfway = (next_starts(trained, 0.5) + trained) / 2  # what was told in the first round counts from the next on
     for client, model in one.client_models().items():
-        assert weights_of(model) == pytest.approx((starts[client] + trained[client]) / 2, abs=1e-6)
+        assert weights_of(model) == pytest.approx(halfway[client], abs=1e-6)
     two = by_four(2)
+    starts = next_starts(trained, 0.5, judged=trained)
     again = np.array([client.step(start) for client, start in zip(CLIENTS, starts)])
-    starts = next_starts(again, 0.5)
+    halfway = (next_starts(again, 0.5, judged=trained) + again) / 2
     for client, model in two.client_models().items():
-        assert weights_of(model) == pytest.approx((starts[client] + again[client]) / 2, abs=1e-6)
+        assert weights_of(model) == pytest.approx(halfway[client], abs=1e-6)
     assert weights_of(two.global_arrays()) == pytest.approx(SAMPLES @ again / 8, abs=1e-6)
     clients, weights = two.collaboration()
-    kin = kin_weights(cosines_of(trained), SAMPLES, OWN)
-    assert clients == [0, 1, 2, 3] and weights == pytest.approx(start_weights(kin, SAMPLES, OWN, 0.5), abs=1e-6)
+    assert clients == [0, 1, 2, 3] and weights @ trained == pytest.approx(starts, abs=1e-6)
 
 
 def test_what_is_probed_in_every_second_round() -> None:
@@ -172,10 +208,10 @@ def test_what_is_probed_in_every_second_round() -> None:
 
 def test_what_the_client_says_of_the_model_halfway() -> None:
     trained = np.array([client.step(FIRST) for client in CLIENTS])
-    starts = next_starts(trained, 0.5)
+    starts = next_starts(trained, 0.5, judged=trained)
     rows = {(row["round"], row["client"]): row for row in by_four(2).history.rows}
     again = np.array([client.step(start) for client, start in zip(CLIENTS, starts)])
-    last = (next_starts(again, 0.5) + again) / 2
+    last = (next_starts(again, 0.5, judged=trained) + again) / 2
     for i, client in enumerate(CLIENTS):
         assert rows[1, i]["personal-loss"] == pytest.approx(client.loss(FIRST), rel=1e-5)  # it has no other yet
         assert rows[2, i]["personal-loss"] == pytest.approx(client.loss((starts[i] + trained[i]) / 2), rel=1e-5)
