@@ -31,7 +31,7 @@ from . import markdown
 PARTITIONS = ("iid", "pathological", "practical", "label-groups", "dirichlet", "rotated", "permuted")
 STAGES = {PERSONAL: "as it is", TRAINED: "after training, not halfway", RECEIVED: "the start, not halfway"}
 
-centred_cosines, start_weights = kindred.centred_cosines, kindred.start_weights
+centred_cosines, own_share, start_weights = kindred.centred_cosines, kindred.own_share, kindred.start_weights
 
 
 def plain_cosines(blocks: Iterable[np.ndarray], rows: Sequence[int], m: int) -> np.ndarray:
@@ -40,46 +40,39 @@ def plain_cosines(blocks: Iterable[np.ndarray], rows: Sequence[int], m: int) -> 
 
 
 def whole_probes(kin: np.ndarray, latest: np.ndarray, own: np.ndarray) -> dict[str, np.ndarray]:
-    """Means in which the client has its part: one more of its kin, and one of all."""
-    squares = np.square(kin).sum(axis=1, keepdims=True)  # (r, 1)
-    with_own = np.where(own.any(axis=1, keepdims=True), (kin + squares * own) / (1 + squares), kin)
-    return {kindred.KIN: with_own, kindred.ALL: np.tile(latest / latest.sum(), (len(own), 1))}
+    """Probes in which the client has its part, as one more of its kin."""
+    squares = np.square(kin).sum(axis=1)  # (r,)
+    own_shares = squares / (1 + squares)
+    return {kindred.KIN: start_weights(kin, latest, own, 1.0, own_shares),
+            kindred.ALL: start_weights(kin, latest, own, 0.0, own_shares)}
 
 
-def starts(share: float | None = None, counted: bool = True) -> Callable[..., np.ndarray]:
-    """Starts with a given share of the kin, if any, and with the losses counted or not."""
-    def weights(
-        probes: Mapping[str, np.ndarray], samples: np.ndarray, own: np.ndarray, found: float,
-        likelihoods: Mapping[str, np.ndarray],
-    ) -> np.ndarray:
-        even = {probe: np.ones(len(own)) for probe in likelihoods}
-        return start_weights(probes, samples, own, found if share is None else share, likelihoods if counted else even)
-
-    return weights
+def with_share(share: float) -> Callable[..., np.ndarray]:
+    """Starts with a given share of the kin."""
+    return lambda kin, latest, own, _, own_shares: start_weights(kin, latest, own, share, own_shares)
 
 
-def without_own(
-    probes: Mapping[str, np.ndarray], samples: np.ndarray, own: np.ndarray, share: float,
-    likelihoods: Mapping[str, np.ndarray],
-) -> np.ndarray:
-    """Starts in which the client's own model has no part."""
-    weights = np.where(own, 0.0, start_weights(probes, samples, own, share, likelihoods))  # (r, m)
-    others = weights.sum(axis=1, keepdims=True)
-    return np.where(others > 0, weights / np.where(others > 0, others, 1), probes[kindred.ALL])
+def unjudged(kin: np.ndarray, samples: np.ndarray, own: np.ndarray, likelihoods: np.ndarray) -> np.ndarray:
+    """c_i with exp(-l(v_i)) = 1."""
+    return own_share(kin, samples, own, np.ones(len(likelihoods)))
+
+
+def nothing(kin: np.ndarray, samples: np.ndarray, own: np.ndarray, likelihoods: np.ndarray) -> np.ndarray:
+    """c_i = 0, but for a client that has nobody."""
+    return np.where(kin.any(axis=1), 0.0, own_share(kin, samples, own, likelihoods))
 
 
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "cosines of whole models": {"centred_cosines": plain_cosines},
     "sharpness 5, not 10": {"SHARPNESS": 5.0},
     "sharpness 20, not 10": {"SHARPNESS": 20.0},
-    "the client has its part in both means": {"probe_weights": whole_probes},
-    "exp(-l) = 1: models speak by their samples alone": {"start_weights": starts(counted=False)},
-    "a not decided: to the power of 1, not 3": {"DECIDEDNESS": 1},
-    "a = 0: the mean of all, no kin": {"start_weights": starts(0.0)},
-    "a = 1/2": {"start_weights": starts(0.5)},
-    "a = 1: kin alone": {"start_weights": starts(1.0)},
-    "nothing probed: a = 1/2, exp(-l) = 1": {"start_weights": starts(0.5, counted=False)},
-    "nothing of its own in the start": {"start_weights": without_own},
+    "probes with the client's part": {"probe_weights": whole_probes},
+    "a = 0: the mean of all": {"start_weights": with_share(0.0)},
+    "a = 1/2": {"start_weights": with_share(0.5)},
+    "a = 1: kin alone": {"start_weights": with_share(1.0)},
+    "exp(-l) = 1: kin are not judged": {"own_share": unjudged},
+    "nothing probed: a = 1/2, exp(-l) = 1": {"start_weights": with_share(0.5), "own_share": unjudged},
+    "nothing of its own: c = 0": {"own_share": nothing},
 }
 """What is put in place of what in strategies/kindred.py."""
 

@@ -1,4 +1,4 @@
-"""Kindred: every client starts from its own model, that of its kin, and that of all, each as far as it has earned it.
+"""Kindred: every client starts from the mean of all where that is enough, and from those like it where it is not.
 
 A method of this library; docs/kindred.md has what it is worth, and what else was tried. There is nothing to set for a
 data set. w_i is the model of client i after its last training, n_i its number of samples. A round:
@@ -10,8 +10,9 @@ data set. w_i is the model of client i after its last training, n_i its number o
 | v_i = sum_j P_ij w_j, the model of i's kin; g_i = sum_{j != i} n_j w_j / sum_{j != i} n_j, of all | `probe_weights` |
 | every second round those who trained tell their losses l(v_i), l(g_i) on their own training data | `Probed.evaluate` |
 | a: by how much the losses of the v_i fall ahead of those of the g_i | `kin_share` |
-| u_i: the mean of w_i by n_i, v_i by a N(v_i) exp(-l(v_i)), g_i by (1 - a) N(g_i) exp(-l(g_i)) | `start_weights` |
-| N: how many samples speak in a mean of others | `samples_behind` |
+| N_i = sum_j P_ij n_j / sum_j P_ij^2, how many samples speak in v_i | `samples_behind` |
+| c_i = n_i / (n_i + N_i exp(-l(v_i))), how far a client goes on from its own | `own_share` |
+| u_i = (1 - a) g + a ((1 - c_i) v_i + c_i w_i), g the mean of all | `start_weights` |
 | the client trains from u_i, which gives the next w_i | `Probed.train` |
 | its personal model is (u_i + w_i) / 2, with the u_i that comes after its w_i | `Kindred.personal_arrays` |
 
@@ -20,9 +21,8 @@ Why:
   within a hundredth of 1, and those of differences from the mean anywhere from -1 to 1, whatever the network. One
   sharpness therefore does for all data.
 - Client i has no part in v_i and g_i, so their losses on its training data are honest, and no data are held out.
-- A model speaks for as many samples as went into it, as in FedAvg, each counted by exp(-l): the probability, as a
-  geometric mean over i's samples, that it gives to the right class. Where nobody else's model is of use to a client, it
-  goes on from its own; where all are alike and a is 0, what comes out is FedAvg.
+- A model speaks for as many samples as went into it, those of others by exp(-l): the probability, as a geometric mean
+  over i's samples, that it gives to the right class. A client that has no kin worth the name goes on from its own.
 - Which of two means has the lower loss now says nothing about which is the better start. Where only the proportions of
   classes differ, kin always have the lower loss, and the mean of all is the better start, for local training sets the
   proportions right. Where tasks conflict, one model cannot learn them all. What tells the two apart is whether the mean
@@ -31,11 +31,11 @@ Why:
 - Halfway between its start and what training makes of it a model is better than either in most settings. The mean of
   the two costs nothing to use.
 
-Clients that sit out keep their last model, and their kin hear it while they are away; g_i is of those who trained in
-the last round, as FedAvg's, and speaks for all who ever have. Who has not told the losses lately is given the mean of
-those who have. Where few train in a round, models also resemble each other for having been trained as often, and kin
-are told less well. Losses are cross-entropies in nats, a mean over samples. Cosines see parameters only; floating
-buffers are combined like parameters, integer buffers are the client's own.
+Clients that sit out keep their last model, and their kin hear it while they are away; g is of those who trained in the
+last round, as FedAvg's. Who has not told its losses lately is given the mean of those who have. Where few train in a
+round, models also resemble each other for having been trained as often, and kin are told less well. Losses are
+cross-entropies in nats, a mean over samples. Cosines see parameters only; floating buffers are combined like
+parameters, integer buffers are the client's own.
 """
 
 from __future__ import annotations
@@ -71,9 +71,6 @@ if TYPE_CHECKING:
 SHARPNESS = 10.0
 PRIOR = 0.5
 """How many natural logarithms of a fall in loss the first guess is worth, that kin and all learn alike."""
-
-DECIDEDNESS = 3
-"""The power of the odds of kin against all: how soon a is nearly 0 or 1."""
 
 PROBE_EVERY = 2  # rounds
 PROBE_SHARE = 0.3
@@ -141,16 +138,15 @@ def probe_weights(kin: np.ndarray, latest: np.ndarray, own: np.ndarray) -> dict[
     ----------
     kin : ndarray, shape (r, m)
     latest : ndarray, shape (m,)
-        n_j of those who trained in the last round, 0 of the others. Who was the only one is g_i for itself as well.
+        n_j of those who trained in the last round, 0 of the others; for each row somebody else is among them.
     own : ndarray of bool, shape (r, m)
     """
     others = np.where(own, 0.0, latest)  # (r, m)
-    others = np.where(others.any(axis=1, keepdims=True), others, latest)
     return {KIN: kin, ALL: others / others.sum(axis=1, keepdims=True)}
 
 
 def kin_share(first: Mapping[str, float], last: Mapping[str, float]) -> float:
-    """a = q^3 / (q^3 + (1 - q)^3), q = 1 - (f(g) + PRIOR / 2) / (max(f(v), f(g)) + PRIOR), f the fall of log loss.
+    """a = q^2 / (q^2 + (1 - q)^2), q = 1 - (f(g) + PRIOR / 2) / (max(f(v), f(g)) + PRIOR), f the fall of log loss.
 
     Parameters
     ----------
@@ -164,17 +160,17 @@ def kin_share(first: Mapping[str, float], last: Mapping[str, float]) -> float:
     """
     falls = {probe: max(float(np.log(first[probe] / last[probe])), 0.0) for probe in (KIN, ALL)}
     behind = (falls[ALL] + PRIOR / 2) / (max(falls.values()) + PRIOR)  # 1 - q
-    return float((1 - behind) ** DECIDEDNESS / ((1 - behind) ** DECIDEDNESS + behind**DECIDEDNESS))
+    return float((1 - behind) ** 2 / ((1 - behind) ** 2 + behind**2))
 
 
-def samples_behind(weights: np.ndarray, samples: np.ndarray) -> np.ndarray:
-    """N = sum_j P_ij n_j / sum_j P_ij^2: of m clients' samples, how many a mean of their models amounts to.
+def samples_behind(kin: np.ndarray, samples: np.ndarray) -> np.ndarray:
+    """N_i = sum_j P_ij n_j / sum_j P_ij^2: of m clients' samples, how many the mean of i's kin amounts to.
 
     That is all n_j where P_ij is in proportion to n_j, and n_j where P_ij is 1 for one j alone.
 
     Parameters
     ----------
-    weights : ndarray, shape (r, m)
+    kin : ndarray, shape (r, m)
         Rows sum to 1, or are 0.
     samples : ndarray, shape (m,)
 
@@ -183,41 +179,46 @@ def samples_behind(weights: np.ndarray, samples: np.ndarray) -> np.ndarray:
     ndarray, shape (r,)
         0 for a row of zeros.
     """
-    squares = np.square(weights).sum(axis=1)  # (r,)
-    return weights @ samples / np.where(squares > 0, squares, np.inf)
+    squares = np.square(kin).sum(axis=1)  # (r,)
+    return kin @ samples / np.where(squares > 0, squares, np.inf)
 
 
-def start_weights(
-    probes: Mapping[str, np.ndarray], samples: np.ndarray, own: np.ndarray, share: float,
-    likelihoods: Mapping[str, np.ndarray],
-) -> np.ndarray:
-    """Of what u_i is made: w_i by n_i, v_i by a N(v_i) exp(-l(v_i)), g_i by (1 - a) N(g_i) exp(-l(g_i)).
+def own_share(kin: np.ndarray, samples: np.ndarray, own: np.ndarray, likelihoods: np.ndarray) -> np.ndarray:
+    """c_i = n_i / (n_i + N_i exp(-l(v_i))).
 
     Parameters
     ----------
-    probes : mapping
-        As of `probe_weights`: of what "kin", v_i, and "all", g_i, are made, each of shape (r, m).
+    kin : ndarray, shape (r, m)
     samples : ndarray, shape (m,)
         n_j, above 0.
     own : ndarray of bool, shape (r, m)
         Which of the m a row's client is; none, where it has no model yet.
-    share : float
-        a, in [0, 1].
-    likelihoods : mapping
-        exp(-l(v_i)) and exp(-l(g_i)), each of shape (r,), in [0, 1].
+    likelihoods : ndarray, shape (r,)
+        exp(-l(v_i)), in [0, 1].
+
+    Returns
+    -------
+    ndarray, shape (r,)
+        1 where there is nobody else, 0 for a client that has no model yet.
+    """
+    mine = own @ samples  # (r,)
+    return np.where(mine > 0, mine / np.where(mine > 0, mine + samples_behind(kin, samples) * likelihoods, 1), 0.0)
+
+
+def start_weights(
+    kin: np.ndarray, latest: np.ndarray, own: np.ndarray, share: float, own_shares: np.ndarray
+) -> np.ndarray:
+    """Of what u_i = (1 - a) g + a ((1 - c_i) v_i + c_i w_i) is made, given a and c_i; the others as of `probe_weights`.
 
     Returns
     -------
     ndarray, shape (r, m)
-        Rows sum to 1. A client that has no model yet gets g_i, and who is alone its own.
+        Rows sum to 1. A client that has no model yet gets g, and who is alone its own.
     """
-    behind = {KIN: samples_behind(probes[KIN], samples), ALL: np.where(own, 0.0, samples).sum(axis=1)}  # (r,) each
-    shares = {KIN: share, ALL: 1 - share}
-    voices = own * samples  # (r, m)
-    for probe, weights in probes.items():
-        voices = voices + (shares[probe] * behind[probe] * likelihoods[probe])[:, None] * weights
-    voices = np.where(own.any(axis=1, keepdims=True), voices, probes[ALL])
-    return voices / voices.sum(axis=1, keepdims=True)
+    everybody = latest / latest.sum()  # (m,)
+    c = own_shares[:, None]  # (r, 1)
+    known = own.any(axis=1, keepdims=True)  # (r, 1)
+    return np.where(known, (1 - share) * everybody + share * ((1 - c) * kin + c * own), everybody)
 
 
 # --- The client ---------------------------------------------------------------------------------------
@@ -332,17 +333,14 @@ class Kindred(CloudModels):
         if not senders:
             return senders, kin, own
         samples = np.array([self._samples[client] for client in senders])  # (m,)
-        rows = start_weights(probe_weights(kin, latest, own), samples, own, self._share, self._likelihoods(clients))
-        return senders, rows, own
+        own_shares = own_share(kin, samples, own, self._likelihoods(clients))
+        return senders, start_weights(kin, latest, own, self._share, own_shares), own
 
-    def _likelihoods(self, clients: Sequence[ClientId]) -> dict[str, np.ndarray]:
-        """exp(-l) of both probes, (r,) each: as told, else the mean of what others told, and 1 where nobody did."""
-        found = {}
-        for probe in (KIN, ALL):
-            told = {client: float(np.exp(-losses[probe])) for client, losses in self._counted.items()}
-            usual = sum(told.values()) / len(told) if told else 1.0
-            found[probe] = np.array([told.get(client, usual) for client in clients])
-        return found
+    def _likelihoods(self, clients: Sequence[ClientId]) -> np.ndarray:
+        """exp(-l(v_i)), (r,): as told, else the mean of what others told, and 1 where nobody did."""
+        told = {client: float(np.exp(-losses[KIN])) for client, losses in self._counted.items()}
+        usual = sum(told.values()) / len(told) if told else 1.0
+        return np.array([told.get(client, usual) for client in clients])
 
     def _kin(self, clients: Sequence[ClientId]) -> tuple[list[ClientId], np.ndarray, np.ndarray, np.ndarray]:
         """Who has trained, m clients in order, and of these clients P, (r, m); `latest`, (m,); `own`, (r, m)."""

@@ -12,7 +12,7 @@ from flwr.app import ConfigRecord
 from benchmarks import ablation, scale, simulation
 from benchmarks.simulation import Work, do, work_of, work_of_server
 from server_app.config import Config
-from strategies import REGISTRY, InlineGrid, kindred, make_client_app
+from strategies import REGISTRY, InlineGrid, make_client_app
 from strategies.messages import to_record
 from strategies.training import get_arrays
 
@@ -205,23 +205,19 @@ def test_each_variant_leaves_out_what_it_says() -> None:
         np.array([[1, 0.96, -1], [-1, -0.96, 1]]))
     samples, own, kin = np.array([1.0, 1.0, 2.0]), np.eye(3, dtype=bool)[:1], np.array([[0.0, 0.5, 0.5]])
     whole = ablation.whole_probes(kin, samples, own)
-    assert whole["all"].tolist() == [[0.25, 0.25, 0.5]]
-    assert whole["kin"][0] == pytest.approx([1 / 3] * 3)  # one of three alike
-    probes, half = kindred.probe_weights(kin, samples, own), {name: np.array([0.5]) for name in ("kin", "all")}
-    assert ablation.starts()(probes, samples, own, 0.7, half).tolist() == kindred.start_weights(
-        probes, samples, own, 0.7, half).tolist()
-    assert ablation.starts(1.0)(probes, samples, own, 0.7, half)[0] == pytest.approx([0.4, 0.3, 0.3])  # 1 to 3 / 2
-    assert ablation.starts(0.0, counted=False)(probes, samples, own, 0.7, half).tolist() == [[0.25, 0.25, 0.5]]
-    assert ablation.without_own(probes, samples, own, 1.0, half) == pytest.approx(kin)
-    nobody = {name: np.zeros(1) for name in half}
-    assert ablation.without_own(probes, samples, own, 1.0, nobody).tolist() == probes["all"].tolist()
+    assert whole["all"].tolist() == [[0.25, 0.25, 0.5]] and whole["kin"][0] == pytest.approx([1 / 3] * 3)
+    assert ablation.with_share(0.0)(kin, samples, own, 0.7, np.zeros(1)).tolist() == [[0.25, 0.25, 0.5]]
+    assert ablation.with_share(1.0)(kin, samples, own, 0.7, np.zeros(1)).tolist() == kin.tolist()
+    assert ablation.unjudged(kin, samples, own, np.zeros(1)).tolist() == [0.25]  # its 1 sample and 3 of others
+    assert ablation.nothing(kin, samples, own, np.ones(1)).tolist() == [0]
+    assert ablation.nothing(0 * kin, samples, own, np.ones(1)).tolist() == [1]
 
 
 def test_a_run_with_other_functions_is_another_run_and_leaves_the_method_as_it_was(tmp_path) -> None:
     config = Config(strategy="kindred", num_clients=4, samples_per_client=10, num_rounds=2, local_epochs=1)
     as_it_is = ablation.measure(config, {})
     assert set(as_it_is) == {"personal", "trained", "received"} and len(set(as_it_is.values())) > 1
-    never = ablation.measure(config, {"start_weights": lambda probes, *others: probes["all"]})
+    never = ablation.measure(config, {"start_weights": lambda kin, latest, own, *others: own.astype(float)})
     assert never != as_it_is and ablation.measure(config, {}) == as_it_is
 
 

@@ -17,6 +17,7 @@ from strategies.kindred import (
     halfway_between,
     kin_share,
     kin_weights,
+    own_share,
     probe_weights,
     samples_behind,
     start_weights,
@@ -73,18 +74,12 @@ def test_nobody_has_a_part_in_what_it_is_to_judge() -> None:
                                     [pytest.approx(1 / 3), 0, pytest.approx(2 / 3)], [0.5, 0.5, 0]]
 
 
-def test_who_alone_trained_in_the_last_round_is_what_there_is_to_start_from() -> None:
-    own, latest = np.eye(2, dtype=bool), np.array([0.0, 3.0])
-    probes = probe_weights(np.array([[0.0, 1.0], [1.0, 0.0]]), latest, own)
-    assert probes[ALL].tolist() == [[0, 1], [0, 1]]
-
-
 @pytest.mark.parametrize(("kin", "everybody", "odds"), [
     ((0.0, 0.0), (0.0, 0.0), 1),  # nothing is known yet
-    ((0.0, 0.5), (0.0, 0.5), (0.25 / 0.75) ** 3),  # both learn alike
-    ((0.0, 0.5), (0.0, 0.0), (0.75 / 0.25) ** 3),  # kin alone learn
-    ((0.0, 1.0), (3.0, 4.0), (0.25 / 1.25) ** 3),  # from twenty times the loss, as quickly
-    ((0.0, 0.0), (0.0, 0.5), (0.25 / 0.75) ** 3),  # all alone learn
+    ((0.0, 0.5), (0.0, 0.5), (0.25 / 0.75) ** 2),  # both learn alike
+    ((0.0, 0.5), (0.0, 0.0), (0.75 / 0.25) ** 2),  # kin alone learn
+    ((0.0, 1.0), (3.0, 4.0), (0.25 / 1.25) ** 2),  # from twenty times the loss, as quickly
+    ((0.0, 0.0), (0.0, 0.5), (0.25 / 0.75) ** 2),  # all alone learn
     ((0.0, 0.5), (0.0, 0.25), 1),  # half as much is between the two
     ((0.0, -2.0), (0.0, -1.0), 1),  # what rises has not fallen
 ])
@@ -95,48 +90,45 @@ def test_the_share_of_kin_is_what_all_fall_behind_by(kin, everybody, odds) -> No
 
 def test_how_many_samples_speak_in_a_mean() -> None:
     samples = np.array([1.0, 1.0, 2.0, 4.0])
-    weights = np.array([[0, 0.5, 0.5, 0], [0, 0, 0, 1.0], samples / 8, [0, 0, 0, 0]])
-    assert samples_behind(weights, samples).tolist() == [3, 4, 8, 0]
+    kin = np.array([[0, 0.5, 0.5, 0], [0, 0, 0, 1.0], samples / 8, [0, 0, 0, 0]])
+    assert samples_behind(kin, samples).tolist() == [3, 4, 8, 0]
 
 
-def starts_of(
-    kin: np.ndarray, samples: np.ndarray, own: np.ndarray, share: float, likelihoods: tuple[float, float] = (1.0, 1.0)
-) -> np.ndarray:
-    found = {probe: np.full(len(own), value) for probe, value in zip((KIN, ALL), likelihoods)}
-    return start_weights(probe_weights(kin, samples, own), samples, own, share, found)
+@pytest.mark.parametrize(("likelihood", "share"), [(1.0, 1 / 4), (1 / 3, 1 / 2), (0.0, 1.0)])
+def test_a_client_goes_on_from_its_own_the_more_the_worse_its_kin_do(likelihood, share) -> None:
+    samples, kin, own = np.array([1.0, 1.0, 2.0]), np.array([[0.0, 0.5, 0.5]]), np.eye(3, dtype=bool)[:1]
+    assert own_share(kin, samples, own, np.array([likelihood])) == pytest.approx([share])
+    assert own_share(0 * kin, samples, own, np.array([likelihood])).tolist() == [1]  # it has nobody
+    assert own_share(kin, samples, ~own & False, np.array([likelihood])).tolist() == [0]  # it has no model yet
 
 
 def test_where_a_client_starts() -> None:
     samples = np.array([1.0, 1.0, 2.0])
     own, kin = np.eye(3, dtype=bool)[:1], np.array([[0.0, 0.5, 0.5]])
-    assert starts_of(kin, samples, own, 0.0).tolist() == [[0.25, 0.25, 0.5]]  # FedAvg's model
-    assert starts_of(kin, samples, own, 1.0).tolist() == [[0.25, 0.375, 0.375]]  # own by 1, kin by 3
-    assert starts_of(kin, samples, own, 0.5).tolist() == [[0.25, 0.3125, 0.4375]]
-    assert starts_of(kin, samples, own, 1.0, (1 / 3, 1.0)).tolist() == [[0.5, 0.25, 0.25]]  # kin err: by 1 as well
-    assert starts_of(kin, samples, own, 0.0, (1.0, 1 / 3)) == pytest.approx(np.array([[1 / 2, 1 / 6, 1 / 3]]))
-    assert starts_of(kin, samples, own, 0.5, (0.0, 0.0)).tolist() == [[1, 0, 0]]  # nobody is of use to it
-    one = np.array([[0.0, 0.0, 1.0]])
-    assert starts_of(one, samples, own, 1.0) == pytest.approx(np.array([[1 / 3, 0, 2 / 3]]))
+    start = lambda share, own_share: start_weights(kin, samples, own, share, np.array([own_share]))[0]  # noqa: E731
+    assert start(0.0, 0.5).tolist() == [0.25, 0.25, 0.5]  # FedAvg's model
+    assert start(1.0, 0.5).tolist() == [0.5, 0.25, 0.25]
+    assert start(1.0, 0.0).tolist() == [0, 0.5, 0.5]
+    assert start(0.5, 0.5).tolist() == [0.375, 0.25, 0.375]
 
 
 def test_a_client_without_a_model_starts_from_the_mean_and_one_that_is_alone_from_its_own() -> None:
-    samples = np.array([1.0, 3.0])
-    for likelihood in (1.0, 0.0):
-        assert starts_of(np.zeros((1, 2)), samples, np.zeros((1, 2), bool), 1.0, (1.0, likelihood)).tolist() == [
-            [0.25, 0.75]]
+    samples, nobody = np.array([1.0, 3.0]), np.zeros((1, 2), bool)
+    assert start_weights(np.zeros((1, 2)), samples, nobody, 1.0, np.zeros(1)).tolist() == [[0.25, 0.75]]
     alone = np.ones((1, 1), bool)
     assert kin_weights(np.ones((1, 1)), np.ones(1), alone).tolist() == [[0.0]]
-    assert starts_of(np.zeros((1, 1)), np.ones(1), alone, 0.5).tolist() == [[1.0]]
+    assert start_weights(np.zeros((1, 1)), np.ones(1), alone, 0.5, np.ones(1)).tolist() == [[1.0]]
 
 
-@given(st.integers(2, 6), st.integers(0, 2**32 - 1), st.floats(0, 1), st.floats(1e-3, 1e6),
-       st.tuples(st.floats(0, 1), st.floats(0, 1)))
-def test_starts_are_mixtures_whatever_the_models(m, seed, share, scale, likelihoods) -> None:
+@given(st.integers(2, 6), st.integers(0, 2**32 - 1), st.floats(0, 1), st.floats(1e-3, 1e6), st.floats(0, 1))
+def test_starts_are_mixtures_whatever_the_models(m, seed, share, scale, likelihood) -> None:
     rng = np.random.default_rng(seed)
     models, samples = (scale * rng.standard_normal((m, 5))).astype(np.float32), rng.integers(1, 1000, m).astype(float)
     own = np.eye(m, dtype=bool)
     kin = kin_weights(cosines_of(models), samples, own)
-    starts = starts_of(kin, samples, own, share, likelihoods)
+    own_shares = own_share(kin, samples, own, np.full(m, likelihood))
+    assert ((0 < own_shares) & (own_shares <= 1)).all()
+    starts = start_weights(kin, samples, own, share, own_shares)
     for weights in (kin, starts, *probe_weights(kin, samples, own).values()):
         assert (weights >= 0).all() and weights.sum(axis=1) == pytest.approx(1)
     assert not np.diagonal(kin).any()
@@ -161,13 +153,11 @@ def by_four(rounds: int, **more) -> Kindred:
 
 
 def next_starts(models: np.ndarray, share: float, judged: np.ndarray | None = None) -> np.ndarray:
-    """u_i, where the clients have told what the v_i and g_i of `judged` are worth to them."""
-    start = lambda models, probes, likelihoods: start_weights(  # noqa: E731
-        probes, SAMPLES, OWN, share, likelihoods) @ models
-    told = {KIN: np.ones(4), ALL: np.ones(4)} if judged is None else {
-        probe: np.exp([-client.loss(row @ judged) for client, row in zip(CLIENTS, weights)])
-        for probe, weights in probes_of(judged).items()}
-    return start(models, probes_of(models), told)
+    """u_i, where the clients have told what the v_i of `judged` are worth to them."""
+    kin = probes_of(models)[KIN]
+    told = np.ones(4) if judged is None else np.exp(
+        [-client.loss(row @ judged) for client, row in zip(CLIENTS, probes_of(judged)[KIN])])
+    return start_weights(kin, SAMPLES, OWN, share, own_share(kin, SAMPLES, OWN, told)) @ models
 
 
 def probes_of(models: np.ndarray) -> dict[str, np.ndarray]:
