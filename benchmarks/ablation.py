@@ -29,7 +29,7 @@ from strategies.messages import PERSONAL, RECEIVED, TRAINED
 from . import markdown
 
 PARTITIONS = ("iid", "pathological", "practical", "label-groups", "dirichlet", "rotated", "permuted")
-STAGES = {PERSONAL: "as it is", TRAINED: "after training, not halfway", RECEIVED: "the start, not halfway"}
+STAGES = {PERSONAL: "as it is", TRAINED: "the model after training: t = 1", RECEIVED: "the start before it: t = 0"}
 
 centred_cosines, own_share, start_weights = kindred.centred_cosines, kindred.own_share, kindred.start_weights
 
@@ -73,6 +73,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "exp(-l) = 1: kin are not judged": {"own_share": unjudged},
     "nothing probed: a = 1/2, exp(-l) = 1": {"start_weights": with_share(0.5), "own_share": unjudged},
     "nothing of its own: c = 0": {"own_share": nothing},
+    "halfway everywhere: t = 1/2": {"kept_share": lambda likelihoods, share: 0.5},
 }
 """What is put in place of what in strategies/kindred.py."""
 

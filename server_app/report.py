@@ -46,7 +46,7 @@ OPTIONS = {"strategy": "strategy", "dataset": "dataset", "data-dir": "data-dir",
            "num-clients": "clients", "num-rounds": "rounds", "seed": "seed"}  # of `kindred run`, by setting
 PLACES = ("output-dir", "resume")  # settings that say where a run is, and not what it does
 STAGES = {RECEIVED: "model as received", TRAINED: "after local training", TUNED: "after fine-tuning",
-          HALFWAY: "halfway to the next start", MIXTURE: "mixture of models", PERSONAL: "personal model"}
+          HALFWAY: "between start and own", MIXTURE: "mixture of models", PERSONAL: "personal model"}
 
 
 def write_report(folder: Path, summary: Mapping[str, Any] | None = None) -> Path:

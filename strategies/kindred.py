@@ -14,7 +14,7 @@ data set. w_i is the model of client i after its last training, n_i its number o
 | c_i = n_i / (n_i + N_i exp(-l(v_i))), how far a client goes on from its own | `own_share` |
 | u_i = (1 - a) g + a ((1 - c_i) v_i + c_i w_i), g the mean of all | `start_weights` |
 | the client trains from u_i, which gives the next w_i | `Probed.train` |
-| its personal model is (u_i + w_i) / 2, with the u_i that comes after its w_i | `Kindred.personal_arrays` |
+| t: how far, at most halfway, its personal model (1 - t) u_i + t w_i keeps to w_i, u_i coming after it | `kept_share` |
 
 Why:
 - What clients have in common says nothing about who is like whom, so it is taken off: cosines of whole models all lie
@@ -28,8 +28,9 @@ Why:
   proportions right. Where tasks conflict, one model cannot learn them all. What tells the two apart is whether the mean
   of all goes on learning as the kin do. Losses count by their logarithm: both then fall by the same amount if the one
   is always a multiple of the other.
-- Halfway between its start and what training makes of it a model is better than either in most settings. The mean of
-  the two costs nothing to use.
+- Halfway between its start and what training makes of it a model is better than either where clients differ from those
+  they start with, and worse than the start where they do not: then training alone only forgets. Clients differ from
+  all by as much as kin know their data better, and from the start by as much of that as a has not made up for.
 
 Clients that sit out keep their last model, and their kin hear it while they are away; g is of those who trained in the
 last round, as FedAvg's. Who has not told its losses lately is given the mean of those who have. Where few train in a
@@ -79,6 +80,7 @@ PROBE_SHARE = 0.3
 KIN, ALL = "kin", "all"  # what the two probes are called
 LEAST_LOSS, LARGEST_LOSS = 1e-30, 1e30
 LAST = "last"  # under which name a client keeps its model after training
+KEPT = "kept-share"  # t
 TRAINED_IN = "trained-in"  # the round of the model that the server has of a client; 0 if it has none
 WORK = (LOCAL_EPOCHS, LOCAL_STEPS, "batch-size")  # settings that say how much a client trains
 
@@ -163,6 +165,28 @@ def kin_share(first: Mapping[str, float], last: Mapping[str, float]) -> float:
     return float((1 - behind) ** 2 / ((1 - behind) ** 2 + behind**2))
 
 
+def kept_share(likelihoods: Mapping[str, np.ndarray], share: float) -> float:
+    """t = min(1/2, 2 (1 - a) log(L(g) / L(v))), L the negative logarithm of the mean of exp(-l) over clients.
+
+    A mean of probabilities, since the loss of a model that does not know a client's classes has no bound.
+
+    Parameters
+    ----------
+    likelihoods : mapping
+        exp(-l) of "kin" and "all", each of shape (r,), in [0, 1]: of the same r clients, one at least.
+    share : float
+        a.
+
+    Returns
+    -------
+    float
+        In [0, 1/2]: 0 where kin know no client's data better than all do, or where it starts from kin alone.
+    """
+    losses = {probe: max(-float(np.log(max(likelihoods[probe].mean(), LEAST_LOSS))), LEAST_LOSS)
+              for probe in (KIN, ALL)}
+    return float(np.clip(2 * (1 - share) * np.log(losses[ALL] / losses[KIN]), 0, 0.5))
+
+
 def samples_behind(kin: np.ndarray, samples: np.ndarray) -> np.ndarray:
     """N_i = sum_j P_ij n_j / sum_j P_ij^2: of m clients' samples, how many the mean of i's kin amounts to.
 
@@ -232,13 +256,13 @@ class Probed:
 
     @staticmethod
     def train(visit: Visit) -> RecordDict:
-        """Train from u_i; evaluated are u_i, the trained model, and what lies between u_i and the one trained last."""
+        """Train from u_i; evaluated are u_i, the trained model, and the personal one, between u_i and the last."""
         from .client import LocalTraining
 
         last = visit.state.load(LAST) or {}
         if not np.array_equal(last.pop(TRAINED_IN, -1), visit.config[TRAINED_IN]):
             last = visit.arrays  # the server has not got it, or another
-        halfway = visit.evaluation(HALFWAY, visit.model(halfway_between(visit.arrays, last)))
+        halfway = visit.evaluation(HALFWAY, visit.model(between(visit.arrays, last, float(visit.config[KEPT]))))
         content = LocalTraining.train(visit)
         content[METRICS].update(halfway)
         trained = {TRAINED_IN: np.array(visit.config[SERVER_ROUND])}
@@ -257,10 +281,10 @@ class Probed:
         return RecordDict({METRICS: MetricRecord({"loss": loss, NUM_EXAMPLES: len(samples[1])})})
 
 
-def halfway_between(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The mean of two models; integer buffers are the second one's."""
-    return {name: ((array + other[name]) / 2).astype(array.dtype) if np.issubdtype(array.dtype, np.floating)
-            else other[name] for name, array in one.items()}
+def between(start: Mapping[str, np.ndarray], last: Mapping[str, np.ndarray], kept: float) -> dict[str, np.ndarray]:
+    """(1 - t) u_i + t w_i; integer buffers are the client's own."""
+    return {name: ((1 - kept) * array + kept * last[name]).astype(array.dtype)
+            if np.issubdtype(array.dtype, np.floating) else last[name] for name, array in start.items()}
 
 
 def _probe_samples(visit: Visit) -> Samples:
@@ -293,20 +317,21 @@ class Kindred(CloudModels):
     name = "kindred"
     personal = HALFWAY
     clients_keep_state = True
-    STATE = (*CloudModels.STATE, "_samples", "_trained_in", "_share", "_first", "_last", "_counted", "_told")
+    STATE = (*CloudModels.STATE, "_samples", "_trained_in", "_share", "_kept", "_first", "_last", "_counted", "_told")
 
     def begin(self, initial_arrays: ArrayRecord) -> None:
         super().begin(initial_arrays)
         self._samples: dict[ClientId, float] = {}  # n_i of those that have trained
         self._trained_in: dict[ClientId, int] = {}  # and the round in which they did so last
-        self._share = 0.5  # a
+        self._share, self._kept = 0.5, 0.5  # a, t
         self._first: dict[ClientId, dict[str, float]] = {}  # what a client said of the probes the first time,
         self._last: dict[ClientId, dict[str, float]] = {}  # and the last time
         self._counted: dict[ClientId, dict[str, float]] = {}  # what was said in the last exchange that had any,
         self._told: dict[ClientId, dict[str, float]] = {}  # and in this round's, which counts from the next one on
 
     def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
-        return {**super().round_config(server_round, client), TRAINED_IN: self._trained_in.get(client, 0)}
+        trained_in = self._trained_in.get(client, 0)
+        return {**super().round_config(server_round, client), TRAINED_IN: trained_in, KEPT: self._kept}
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -319,6 +344,8 @@ class Kindred(CloudModels):
                      if client in self._nodes and self._last[client] != self._first[client]]:
             self._share = kin_share(*({probe: sum(losses[client][probe] for client in again) for probe in (KIN, ALL)}
                                       for losses in (self._first, self._last)))
+        if told:
+            self._kept = kept_share({probe: self._likelihoods(list(told), probe) for probe in (KIN, ALL)}, self._share)
         return super().configure_train(server_round, arrays, config, grid)
 
     def cloud_weights(
@@ -333,12 +360,12 @@ class Kindred(CloudModels):
         if not senders:
             return senders, kin, own
         samples = np.array([self._samples[client] for client in senders])  # (m,)
-        own_shares = own_share(kin, samples, own, self._likelihoods(clients))
+        own_shares = own_share(kin, samples, own, self._likelihoods(clients, KIN))
         return senders, start_weights(kin, latest, own, self._share, own_shares), own
 
-    def _likelihoods(self, clients: Sequence[ClientId]) -> np.ndarray:
-        """exp(-l(v_i)), (r,): as told, else the mean of what others told, and 1 where nobody did."""
-        told = {client: float(np.exp(-losses[KIN])) for client, losses in self._counted.items()}
+    def _likelihoods(self, clients: Sequence[ClientId], probe: str) -> np.ndarray:
+        """exp(-l) of a probe, (r,): as told, else the mean of what others told, and 1 where nobody did."""
+        told = {client: float(np.exp(-losses[probe])) for client, losses in self._counted.items()}
         usual = sum(told.values()) / len(told) if told else 1.0
         return np.array([told.get(client, usual) for client in clients])
 
@@ -366,7 +393,7 @@ class Kindred(CloudModels):
     def end_round(self, server_round: int, answered: Sequence[ClientId]) -> None:
         super().end_round(server_round, answered)
         self._trained_in |= dict.fromkeys(answered, server_round)
-        self.history.count(kin_share=self._share)
+        self.history.count(kin_share=self._share, kept_share=self._kept)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -402,10 +429,11 @@ class Kindred(CloudModels):
         return next(self.personal_models([client]))
 
     def personal_models(self, clients: Sequence[ClientId]) -> Iterator[ArrayRecord]:
-        """Halfway from each one's own model to what it would start from next; who is left out keeps its own."""
+        """Between what each would start from next and its own model; who is left out keeps its own."""
         self.welcome(clients)
         senders, starts, own = self._starts(clients)
-        rows = np.where(own.any(axis=1, keepdims=True), (starts + own) / 2, starts)  # (r, m)
+        known = own.any(axis=1, keepdims=True)  # (r, 1)
+        rows = np.where(known, (1 - self._kept) * starts + self._kept * own, starts)  # (r, m)
         for client, record in zip(clients, self.clouds(clients, senders, rows)):
             yield self.models[client] if client in self._samples and client not in senders else record
 

@@ -8,13 +8,14 @@ from flwr.app import ConfigRecord
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strategies import FedAvg, InlineGrid, Kindred, Site, make_client_app
+from strategies import FedAvg, InlineGrid, Kindred, Site, kindred, make_client_app
 from strategies.kindred import (
     ALL,
     KIN,
     SHARPNESS,
+    between,
     centred_cosines,
-    halfway_between,
+    kept_share,
     kin_share,
     kin_weights,
     own_share,
@@ -134,10 +135,24 @@ def test_starts_are_mixtures_whatever_the_models(m, seed, share, scale, likeliho
     assert not np.diagonal(kin).any()
 
 
-def test_halfway_lies_between_and_counts_as_the_client_does() -> None:
-    found = halfway_between({"w": np.array([1.0, 3.0], np.float32), "n": np.array(7)},
-                            {"w": np.array([2.0, -3.0], np.float32), "n": np.array(4)})
-    assert found["w"].tolist() == [1.5, 0.0] and found["w"].dtype == np.float32 and found["n"] == 4
+@pytest.mark.parametrize(("kin", "everybody", "share", "kept"), [
+    ([0.5, 0.5], [0.5, 0.5], 0.0, 0.0),  # kin know no better
+    ([0.25, 0.25], [0.5, 0.5], 0.0, 0.0),  # or worse
+    ([0.5, 0.5], [0.25, 0.25], 0.0, 0.5),  # half the loss: 2 log 2, cut off
+    ([0.5, 0.5], [0.25, 0.25], 0.75, np.log(2) / 2),
+    ([1.0, 0.0], [0.25, 0.25], 0.75, np.log(2) / 2),  # the mean of probabilities
+    ([0.5, 0.5], [0.25, 0.25], 1.0, 0.0),  # it starts from kin alone
+    ([1.0, 1.0], [1.0, 1.0], 0.0, 0.0),
+    ([0.0, 0.0], [0.0, 0.0], 0.0, 0.0),
+])
+def test_a_personal_model_keeps_to_its_own_as_far_as_its_start_lags_behind_its_kin(kin, everybody, share, kept) -> None:
+    assert kept_share({KIN: np.array(kin), ALL: np.array(everybody)}, share) == pytest.approx(kept)
+
+
+def test_a_personal_model_lies_between_and_counts_as_the_client_does() -> None:
+    found = between({"w": np.array([1.0, 3.0], np.float32), "n": np.array(7)},
+                    {"w": np.array([2.0, -3.0], np.float32), "n": np.array(4)}, 0.25)
+    assert found["w"].tolist() == [1.25, 1.5] and found["w"].dtype == np.float32 and found["n"] == 4
 
 
 # --- Rounds by hand -----------------------------------------------------------------------------------
@@ -152,11 +167,16 @@ def by_four(rounds: int, **more) -> Kindred:
     return by_hand.start(Kindred(**more), CLIENTS, FIRST, rounds)
 
 
+def told_of(models: np.ndarray) -> dict[str, np.ndarray]:
+    """exp(-l(v_i)) and exp(-l(g_i))."""
+    return {probe: np.exp([-client.loss(row @ models) for client, row in zip(CLIENTS, weights)])
+            for probe, weights in probes_of(models).items()}
+
+
 def next_starts(models: np.ndarray, share: float, judged: np.ndarray | None = None) -> np.ndarray:
     """u_i, where the clients have told what the v_i of `judged` are worth to them."""
+    told = np.ones(4) if judged is None else told_of(judged)[KIN]
     kin = probes_of(models)[KIN]
-    told = np.ones(4) if judged is None else np.exp(
-        [-client.loss(row @ judged) for client, row in zip(CLIENTS, probes_of(judged)[KIN])])
     return start_weights(kin, SAMPLES, OWN, share, own_share(kin, SAMPLES, OWN, told)) @ models
 
 
@@ -164,7 +184,14 @@ def probes_of(models: np.ndarray) -> dict[str, np.ndarray]:
     return probe_weights(kin_weights(cosines_of(models), SAMPLES, OWN), SAMPLES, OWN)
 
 
-def test_two_rounds() -> None:
+@pytest.fixture
+def kept(monkeypatch) -> float:
+    """t once losses have been told, whatever they are."""
+    monkeypatch.setattr(kindred, "kept_share", lambda likelihoods, share: 0.25)
+    return 0.25
+
+
+def test_two_rounds(kept) -> None:
     trained = np.array([client.step(FIRST) for client in CLIENTS])
     one = by_four(1)
     halfway = (next_starts(trained, 0.5) + trained) / 2  # what was told in the first round counts from the next on
@@ -173,12 +200,22 @@ def test_two_rounds() -> None:
     two = by_four(2)
     starts = next_starts(trained, 0.5, judged=trained)
     again = np.array([client.step(start) for client, start in zip(CLIENTS, starts)])
-    halfway = (next_starts(again, 0.5, judged=trained) + again) / 2
+    personal = (1 - kept) * next_starts(again, 0.5, judged=trained) + kept * again
     for client, model in two.client_models().items():
-        assert weights_of(model) == pytest.approx(halfway[client], abs=1e-6)
+        assert weights_of(model) == pytest.approx(personal[client], abs=1e-6)
     assert weights_of(two.global_arrays()) == pytest.approx(SAMPLES @ again / 8, abs=1e-6)
     clients, weights = two.collaboration()
     assert clients == [0, 1, 2, 3] and weights @ trained == pytest.approx(starts, abs=1e-6)
+
+
+def test_how_much_is_kept_is_judged_by_what_was_told_last() -> None:
+    one_apart = [Client(1.0, 0, 1), Client(2.0, 0, 3), Client(1.0, 1, 2), Client(1.5, 0, 2)]
+    strategy = by_hand.start(Kindred(), one_apart, FIRST, 4)
+    told = {probe: np.exp([-row[f"{probe}-loss"] for row in strategy.history.rows if row["round"] == 3])
+            for probe in (KIN, ALL)}
+    found = [line["kept-share"] for line in strategy.history.rounds if "kept-share" in line]
+    assert found[0] == 0.5 and found[1] == found[2]
+    assert 0.1 < found[3] < 0.4 and found[3] == pytest.approx(kept_share(told, strategy._share))
 
 
 def test_what_is_probed_in_every_second_round() -> None:
@@ -196,16 +233,17 @@ def test_what_is_probed_in_every_second_round() -> None:
     assert shares[3] == pytest.approx(kin_share(*told)) and shares[3] > 0.6
 
 
-def test_what_the_client_says_of_the_model_halfway() -> None:
+def test_what_the_client_says_of_its_personal_model(kept) -> None:
     trained = np.array([client.step(FIRST) for client in CLIENTS])
     starts = next_starts(trained, 0.5, judged=trained)
     rows = {(row["round"], row["client"]): row for row in by_four(2).history.rows}
     again = np.array([client.step(start) for client, start in zip(CLIENTS, starts)])
-    last = (next_starts(again, 0.5, judged=trained) + again) / 2
+    second = (1 - kept) * starts + kept * trained
+    third = (1 - kept) * next_starts(again, 0.5, judged=trained) + kept * again
     for i, client in enumerate(CLIENTS):
         assert rows[1, i]["personal-loss"] == pytest.approx(client.loss(FIRST), rel=1e-5)  # it has no other yet
-        assert rows[2, i]["personal-loss"] == pytest.approx(client.loss((starts[i] + trained[i]) / 2), rel=1e-5)
-        assert rows[3, i]["personal-loss"] == pytest.approx(client.loss(last[i]), rel=1e-5)  # the closing evaluation
+        assert rows[2, i]["personal-loss"] == pytest.approx(client.loss(second[i]), rel=1e-5)
+        assert rows[3, i]["personal-loss"] == pytest.approx(client.loss(third[i]), rel=1e-5)  # the closing evaluation
 
 
 def test_nothing_is_probed_without_evaluations_or_without_another() -> None:
