@@ -71,7 +71,7 @@ if TYPE_CHECKING:
 
 SHARPNESS = 10.0
 PRIOR = 0.5
-"""How many natural logarithms of a fall in loss the first guess is worth, that kin and all learn alike."""
+"""How many natural logarithms of a fall in loss the first guess is worth, that all have half of what the kin have."""
 
 PROBE_EVERY = 2  # rounds
 PROBE_SHARE = 0.3
