@@ -306,7 +306,7 @@ def _probe_samples(visit: Visit) -> Samples:
 class Kindred(CloudModels):
     """Kindred as a Flower strategy. It has no settings of its own.
 
-    Where `fraction_evaluate` is 0 nothing is probed, and a stays one half.
+    Where `fraction_evaluate` is 0 nothing is probed, and a and t stay one half.
 
     Parameters
     ----------
@@ -356,10 +356,10 @@ class Kindred(CloudModels):
 
     def _starts(self, clients: Sequence[ClientId]) -> tuple[list[ClientId], np.ndarray, np.ndarray]:
         """Who has trained, m clients in order; of what these clients' u_i are made, (r, m); `own`, (r, m)."""
-        senders, kin, latest, own = self._kin(clients)
+        senders, samples, latest = self._trained()
+        kin, own = self._kin(clients, senders, samples)
         if not senders:
             return senders, kin, own
-        samples = np.array([self._samples[client] for client in senders])  # (m,)
         own_shares = own_share(kin, samples, own, self._likelihoods(clients, KIN))
         return senders, start_weights(kin, latest, own, self._share, own_shares), own
 
@@ -369,13 +369,18 @@ class Kindred(CloudModels):
         usual = sum(told.values()) / len(told) if told else 1.0
         return np.array([told.get(client, usual) for client in clients])
 
-    def _kin(self, clients: Sequence[ClientId]) -> tuple[list[ClientId], np.ndarray, np.ndarray, np.ndarray]:
-        """Who has trained, m clients in order, and of these clients P, (r, m); `latest`, (m,); `own`, (r, m)."""
+    def _trained(self) -> tuple[list[ClientId], np.ndarray, np.ndarray]:
+        """Who has trained, m clients in order, with n_j, (m,), and `latest`, (m,)."""
         senders = [client for client in in_order(self._samples) if client not in self.history.left_out]
-        place = {client: i for i, client in enumerate(senders)}
         samples = np.array([self._samples[client] for client in senders])  # (m,)
         rounds = np.array([self._trained_in[client] for client in senders])  # (m,)
-        latest = np.where(rounds == rounds.max(initial=0), samples, 0.0)  # (m,)
+        return senders, samples, np.where(rounds == rounds.max(initial=0), samples, 0.0)
+
+    def _kin(
+        self, clients: Sequence[ClientId], senders: Sequence[ClientId], samples: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Of these clients P and `own`, (r, m) each, given who has trained."""
+        place = {client: i for i, client in enumerate(senders)}
         known = [i for i, client in enumerate(clients) if client in place]
         rows = [place[clients[i]] for i in known]
         own = np.zeros((len(clients), len(senders)), bool)  # (r, m)
@@ -384,7 +389,7 @@ class Kindred(CloudModels):
         if known:
             blocks = (block for _, block in self.models.blocks(senders, self.layout.num_parameters))
             kin[known] = kin_weights(centred_cosines(blocks, rows, len(senders)), samples, own[known])
-        return senders, kin, latest, own
+        return kin, own
 
     def take(self, client: ClientId, reply: Reply) -> None:
         super().take(client, reply)
@@ -408,7 +413,8 @@ class Kindred(CloudModels):
         clients = [client for client in in_order(self._trained_in) if self._trained_in[client] == server_round]
         if len(clients) < 3:  # with two both are the other one's model
             return
-        senders, kin, latest, own = self._kin(clients)
+        senders, samples, latest = self._trained()
+        kin, own = self._kin(clients, senders, samples)
         settings = ConfigRecord({**config, **self._work})
         for probe, rows in probe_weights(kin, latest, own).items():
             for client, record in zip(clients, self.clouds(clients, senders, rows)):
@@ -419,7 +425,7 @@ class Kindred(CloudModels):
 
     def global_arrays(self) -> ArrayRecord:
         """g, the mean of the models of those who trained in the last round, weighted by samples."""
-        senders, _, latest, _ = self._kin([])
+        senders, _, latest = self._trained()
         if not senders:
             return self.initial
         mean = next(self.models.combinations(latest[None, :] / latest.sum(), senders))
