@@ -31,7 +31,8 @@ from . import markdown
 PARTITIONS = ("iid", "pathological", "practical", "label-groups", "dirichlet", "rotated", "permuted")
 STAGES = {PERSONAL: "as it is", TRAINED: "the model after training: t = 1", RECEIVED: "the start before it: t = 0"}
 
-centred_cosines, own_share, start_weights = kindred.centred_cosines, kindred.own_share, kindred.start_weights
+centred_cosines, kin_share = kindred.centred_cosines, kindred.kin_share
+own_share, start_weights = kindred.own_share, kindred.start_weights
 
 
 def plain_cosines(blocks: Iterable[np.ndarray], rows: Sequence[int], m: int) -> np.ndarray:
@@ -41,8 +42,7 @@ def plain_cosines(blocks: Iterable[np.ndarray], rows: Sequence[int], m: int) -> 
 
 def whole_probes(kin: np.ndarray, latest: np.ndarray, own: np.ndarray) -> dict[str, np.ndarray]:
     """Probes in which the client has its part, as one more of its kin."""
-    squares = np.square(kin).sum(axis=1)  # (r,)
-    own_shares = squares / (1 + squares)
+    own_shares = own_share(kin, np.ones(len(latest)), own, np.ones(len(kin)))
     return {kindred.KIN: start_weights(kin, latest, own, 1.0, own_shares),
             kindred.ALL: start_weights(kin, latest, own, 0.0, own_shares)}
 
@@ -63,17 +63,20 @@ def nothing(kin: np.ndarray, samples: np.ndarray, own: np.ndarray, likelihoods: 
 
 
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    "logits not adjusted": {"ADJUSTMENT": 0.0},
+    "logits adjusted in full": {"ADJUSTMENT": 1.0},
     "cosines of whole models": {"centred_cosines": plain_cosines},
     "sharpness 5, not 10": {"SHARPNESS": 5.0},
     "sharpness 20, not 10": {"SHARPNESS": 20.0},
     "probes with the client's part": {"probe_weights": whole_probes},
+    "a without regard to t": {"kin_share": lambda first, last, kept: kin_share(first, last, 0.0)},
     "a = 0: the mean of all": {"start_weights": with_share(0.0)},
     "a = 1/2": {"start_weights": with_share(0.5)},
     "a = 1: kin alone": {"start_weights": with_share(1.0)},
     "exp(-l) = 1: kin are not judged": {"own_share": unjudged},
     "nothing probed: a = 1/2, exp(-l) = 1": {"start_weights": with_share(0.5), "own_share": unjudged},
     "nothing of its own: c = 0": {"own_share": nothing},
-    "halfway everywhere: t = 1/2": {"kept_share": lambda likelihoods, share: 0.5},
+    "halfway everywhere: t = 1/2": {"kept_share": lambda losses: 0.5},
 }
 """What is put in place of what in strategies/kindred.py."""
 

@@ -34,7 +34,7 @@ import numpy as np
 from server_app.config import Config
 from strategies import REGISTRY
 from strategies.messages import (
-    HALFWAY,
+    BETWEEN,
     NUM_EXAMPLES,
     OWN,
     RECEIVED,
@@ -94,7 +94,7 @@ def work_of(row: Mapping[str, Any], config: Config) -> Work:
     if method.strategy().personal == MIXTURE:
         tests = 1 + len(decode(row["neighbours"])) if "neighbours" in row else config.num_components
     else:
-        tests = sum(row.get(f"{which}-accuracy") is not None for which in (RECEIVED, TRAINED, TUNED, OWN, HALFWAY))
+        tests = sum(row.get(f"{which}-accuracy") is not None for which in (RECEIVED, TRAINED, TUNED, OWN, BETWEEN))
     # A step of PerFed-CKT is on a private batch and a public one.
     return Work(whole, trained - whole, int(row[SAMPLES_PREDICTED]), tests, 1 if method.models_travel else 2)
 

@@ -27,7 +27,7 @@ import numpy as np
 
 from strategies import REGISTRY
 from strategies.history import is_status, statuses
-from strategies.messages import HALFWAY, PERSONAL, RECEIVED, SAMPLES_TRAINED, TRAINED, TUNED, ClientId, in_order
+from strategies.messages import BETWEEN, PERSONAL, RECEIVED, SAMPLES_TRAINED, TRAINED, TUNED, ClientId, in_order
 from strategies.state import MIXTURE, replacing
 
 from .config import Config, ConfigError
@@ -46,7 +46,7 @@ OPTIONS = {"strategy": "strategy", "dataset": "dataset", "data-dir": "data-dir",
            "num-clients": "clients", "num-rounds": "rounds", "seed": "seed"}  # of `kindred run`, by setting
 PLACES = ("output-dir", "resume")  # settings that say where a run is, and not what it does
 STAGES = {RECEIVED: "model as received", TRAINED: "after local training", TUNED: "after fine-tuning",
-          HALFWAY: "between start and own", MIXTURE: "mixture of models", PERSONAL: "personal model"}
+          BETWEEN: "between start and own", MIXTURE: "mixture of models", PERSONAL: "personal model"}
 
 
 def write_report(folder: Path, summary: Mapping[str, Any] | None = None) -> Path:

@@ -5,54 +5,65 @@ data set. w_i is the model of client i after its last training, n_i its number o
 
 | step | here |
 |---|---|
+| o_i = ADJUSTMENT log(K pi_i), pi_i the proportions of the client's K classes, by its labels | `logit_adjustment` |
+| a client adds o_i to its logits whenever it trains or predicts, and takes it off what it sends | `adjusted` |
 | S_ij = cos(w_i - wbar, w_j - wbar), wbar the mean model | `centred_cosines` |
 | P_ij = softmax_{j != i}(SHARPNESS S_ij + log n_j), who is like i | `kin_weights` |
 | v_i = sum_j P_ij w_j, the model of i's kin; g_i = sum_{j != i} n_j w_j / sum_{j != i} n_j, of all | `probe_weights` |
 | every second round those who trained tell their losses l(v_i), l(g_i) on their own training data | `Probed.evaluate` |
-| a: by how much the losses of the v_i fall ahead of those of the g_i | `kin_share` |
+| and, on a tenth of their samples that they left out then, the losses on the way from u_i to w_i | `Probed.train` |
+| t: which place on that way, from 0 to 1, these speak for | `kept_share` |
+| a: by how much the losses of the v_i fall ahead of those of the g_i, and t^2 at least | `kin_share` |
 | N_i = sum_j P_ij n_j / sum_j P_ij^2, how many samples speak in v_i | `samples_behind` |
 | c_i = n_i / (n_i + N_i exp(-l(v_i))), how far a client goes on from its own | `own_share` |
 | u_i = (1 - a) g + a ((1 - c_i) v_i + c_i w_i), g the mean of all | `start_weights` |
 | the client trains from u_i, which gives the next w_i | `Probed.train` |
-| t: how far, at most halfway, its personal model (1 - t) u_i + t w_i keeps to w_i, u_i coming after it | `kept_share` |
+| its personal model is (1 - t) u_i + t w_i, u_i coming after w_i | `between` |
 
 Why:
+- Clients that have few of some class learn, from that alone, to say less often that it is this one. That is no
+  knowledge about images, it differs from client to client, and the mean of models forgets it. So it is not left to the
+  weights: logits are adjusted by the logarithm of the classes' proportions (Menon et al., Long-tail learning via logit
+  adjustment, ICLR 2021, arXiv:2007.07314; for clients' own proportions Chen and Chao, On Bridging Generic and
+  Personalized Federated Learning for Image Classification, ICLR 2022, arXiv:2107.00778). By half: with all of it a
+  client that lacks a class would teach nothing about it, and its outputs for that class would drift.
 - What clients have in common says nothing about who is like whom, so it is taken off: cosines of whole models all lie
   within a hundredth of 1, and those of differences from the mean anywhere from -1 to 1, whatever the network. One
   sharpness therefore does for all data.
-- Client i has no part in v_i and g_i, so their losses on its training data are honest, and no data are held out.
+- Client i has no part in v_i and g_i, so their losses on its training data are honest. What its own training is worth
+  only samples can tell that it did not see; in turn each is left out once in twenty rounds.
 - A model speaks for as many samples as went into it, those of others by exp(-l): the probability, as a geometric mean
   over i's samples, that it gives to the right class. A client that has no kin worth the name goes on from its own.
-- Which of two means has the lower loss now says nothing about which is the better start. Where only the proportions of
-  classes differ, kin always have the lower loss, and the mean of all is the better start, for local training sets the
-  proportions right. Where tasks conflict, one model cannot learn them all. What tells the two apart is whether the mean
-  of all goes on learning as the kin do. Losses count by their logarithm: both then fall by the same amount if the one
-  is always a multiple of the other.
-- Halfway between its start and what training makes of it a model is better than either where clients differ from those
-  they start with, and worse than the start where they do not: then training alone only forgets. Clients differ from
-  all by as much as kin know their data better, and from the start by as much of that as a has not made up for.
+- Which of two means has the lower loss now says little about which is the better start. Where tasks conflict, one model
+  cannot learn them all. What tells is whether the mean of all goes on learning as the kin do. Losses count by their
+  logarithm: both then fall by the same amount if the one is always a multiple of the other.
+- Where clients do best to keep most of what their own training makes, they are better off without the mean of all.
 
 Clients that sit out keep their last model, and their kin hear it while they are away; g is of those who trained in the
 last round, as FedAvg's. Who has not told its losses lately is given the mean of those who have. Where few train in a
 round, models also resemble each other for having been trained as often, and kin are told less well. Losses are
 cross-entropies in nats, a mean over samples. Cosines see parameters only; floating buffers are combined like
-parameters, integer buffers are the client's own.
+parameters, integer buffers are the client's own. Logits are adjusted by the network's last bias; a network whose last
+layer has none goes without.
 """
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
-from scipy.special import softmax
+from scipy.special import gammaln, softmax
 
-from .admission import Reply
+from .admission import Refused, Reply
 from .messages import (
     ARRAYS,
-    HALFWAY,
+    BETWEEN,
+    CONFIG,
     LOCAL_EPOCHS,
     LOCAL_STEPS,
     METRICS,
@@ -63,17 +74,26 @@ from .messages import (
     in_order,
     read_record,
     seed_for,
+    to_record,
 )
 from .rounds import CloudModels
 
 if TYPE_CHECKING:
+    from flwr.app import Array
+
     from .client import Samples, Visit
 
 SHARPNESS = 10.0
 PRIOR = 0.5
 """How many natural logarithms of a fall in loss the first guess is worth, that all have half of what the kin have."""
 
+ADJUSTMENT = 0.5
+CONCENTRATIONS = np.geomspace(0.02, 200, 41)
+"""Of the Dirichlet distributions that classes' proportions may come from: those of one class to those of all alike."""
+
 PROBE_EVERY = 2  # rounds
+FOLDS = 10  # into how many parts a client divides its samples, to leave one out in turn
+PLACES = np.linspace(0, 1, 5)  # on the way from u_i to w_i
 PROBE_SHARE = 0.3
 """Of the samples that a client trains on in a round, how many it predicts for to probe a model: a tenth of its work."""
 
@@ -81,10 +101,36 @@ KIN, ALL = "kin", "all"  # what the two probes are called
 LEAST_LOSS, LARGEST_LOSS = 1e-30, 1e30
 LAST = "last"  # under which name a client keeps its model after training
 KEPT = "kept-share"  # t
+FOLD = "fold"  # which part of its samples a client leaves out of this round's training; none without it
+ADJUSTED_BY = "logit-adjustment"  # o_i, in the reply
+FOLD_LOSSES = "fold-losses"  # of the samples left out, summed: at each of PLACES, in the reply
+LARGEST_ADJUSTMENT = 100.0
 TRAINED_IN = "trained-in"  # the round of the model that the server has of a client; 0 if it has none
 WORK = (LOCAL_EPOCHS, LOCAL_STEPS, "batch-size")  # settings that say how much a client trains
 
 # --- The mathematics ----------------------------------------------------------------------------------
+
+
+def logit_adjustment(counts: np.ndarray) -> np.ndarray:
+    """o_i = ADJUSTMENT log(K pi_i), pi_i the posterior mean of K classes' proportions.
+
+    A priori they are Dirichlet with one concentration alpha for all classes, which is any of CONCENTRATIONS:
+    pi_i = sum_alpha p(alpha | counts) (counts + alpha) / (n_i + K alpha).
+
+    Parameters
+    ----------
+    counts : ndarray of int, shape (K,)
+        How many samples of each class a client has.
+
+    Returns
+    -------
+    ndarray, shape (K,)
+        0 where there are no samples.
+    """
+    alpha, classes, n = CONCENTRATIONS[:, None], len(counts), counts.sum()
+    evidence = (gammaln(counts + alpha) - gammaln(alpha)).sum(axis=1) + (
+        gammaln(classes * alpha) - gammaln(n + classes * alpha))[:, 0]  # (alphas,)
+    return ADJUSTMENT * np.log(classes * softmax(evidence) @ ((counts + alpha) / (n + classes * alpha)))
 
 
 def centred_cosines(blocks: Iterable[np.ndarray], rows: Sequence[int], m: int) -> np.ndarray:
@@ -147,44 +193,44 @@ def probe_weights(kin: np.ndarray, latest: np.ndarray, own: np.ndarray) -> dict[
     return {KIN: kin, ALL: others / others.sum(axis=1, keepdims=True)}
 
 
-def kin_share(first: Mapping[str, float], last: Mapping[str, float]) -> float:
-    """a = q^2 / (q^2 + (1 - q)^2), q = 1 - (f(g) + PRIOR / 2) / (max(f(v), f(g)) + PRIOR), f the fall of log loss.
+def kin_share(first: Mapping[str, float], last: Mapping[str, float], kept: float) -> float:
+    """a = max(t^2, q^2 / (q^2 + (1 - q)^2)), where 1 - q = (f(g) + PRIOR / 2) / (max(f(v), f(g)) + PRIOR).
+
+    f is by how much the logarithm of a loss has fallen, 0 at least.
 
     Parameters
     ----------
     first, last : mapping
         The losses of "kin" and "all" when they were first told and when last, above 0; sums over the same clients.
+    kept : float
+        t, in [0, 1].
 
     Returns
     -------
     float
-        In [0, 1]: one half where nothing has fallen yet, near 0 where both fall alike, near 1 where kin's alone fall.
+        In [0, 1]. But for t it is one half where nothing has fallen yet, near 0 where both fall alike, near 1 where
+        kin's alone fall.
     """
     falls = {probe: max(float(np.log(first[probe] / last[probe])), 0.0) for probe in (KIN, ALL)}
     behind = (falls[ALL] + PRIOR / 2) / (max(falls.values()) + PRIOR)  # 1 - q
-    return float((1 - behind) ** 2 / ((1 - behind) ** 2 + behind**2))
+    return max(kept**2, (1 - behind) ** 2 / ((1 - behind) ** 2 + behind**2))
 
 
-def kept_share(likelihoods: Mapping[str, np.ndarray], share: float) -> float:
-    """t = min(1/2, 2 (1 - a) log(L(g) / L(v))), L the negative logarithm of the mean of exp(-l) over clients.
-
-    A mean of probabilities, since the loss of a model that does not know a client's classes has no bound.
+def kept_share(losses: np.ndarray) -> float:
+    """t = sum_k PLACES_k exp(-losses_k) / sum_k exp(-losses_k): the posterior mean, all places being equally likely.
 
     Parameters
     ----------
-    likelihoods : mapping
-        exp(-l) of "kin" and "all", each of shape (r,), in [0, 1]: of the same r clients, one at least.
-    share : float
-        a.
+    losses : ndarray, shape (5,)
+        Of the samples that were left out of training, of all clients, summed: the loss in nats at each of PLACES
+        between u_i (0) and w_i (1).
 
     Returns
     -------
     float
-        In [0, 1/2]: 0 where kin know no client's data better than all do, or where it starts from kin alone.
+        In [0, 1]: one half where nothing is known.
     """
-    losses = {probe: max(-float(np.log(max(likelihoods[probe].mean(), LEAST_LOSS))), LEAST_LOSS)
-              for probe in (KIN, ALL)}
-    return float(np.clip(2 * (1 - share) * np.log(losses[ALL] / losses[KIN]), 0, 0.5))
+    return float(softmax(-losses) @ PLACES)
 
 
 def samples_behind(kin: np.ndarray, samples: np.ndarray) -> np.ndarray:
@@ -249,9 +295,10 @@ def start_weights(
 
 
 class Probed:
-    """The client half: local training, and besides it the losses of the models that the server asks about.
+    """The client half: local training, and besides it the losses that the server asks about.
 
-    An ordinary ClientApp does as well. It finds the losses on the data that its evaluate function takes.
+    An ordinary ClientApp does as well. It finds the losses on the data that its evaluate function takes, leaves no
+    samples out, and its logits are not adjusted.
     """
 
     @staticmethod
@@ -259,15 +306,23 @@ class Probed:
         """Train from u_i; evaluated are u_i, the trained model, and the personal one, between u_i and the last."""
         from .client import LocalTraining
 
+        adjustment = _adjustment(visit)
+        visit = replace(visit, arrays=adjusted(visit.arrays, adjustment))
         last = visit.state.load(LAST) or {}
         if not np.array_equal(last.pop(TRAINED_IN, -1), visit.config[TRAINED_IN]):
             last = visit.arrays  # the server has not got it, or another
-        halfway = visit.evaluation(HALFWAY, visit.model(between(visit.arrays, last, float(visit.config[KEPT]))))
-        content = LocalTraining.train(visit)
-        content[METRICS].update(halfway)
-        trained = {TRAINED_IN: np.array(visit.config[SERVER_ROUND])}
-        visit.state.save(LAST, {**read_record(content[ARRAYS]), **trained})
-        return content
+        personal = visit.model(between(visit.arrays, last, float(visit.config[KEPT])))
+        metrics = visit.evaluation(BETWEEN, personal) | visit.counts()
+        left_out, rest = _divided(visit)
+        content = LocalTraining.train(replace(visit, site=replace(visit.site, train=rest)))
+        content[METRICS].update(metrics)
+        trained = read_record(content[ARRAYS])
+        visit.state.save(LAST, {**trained, TRAINED_IN: np.array(visit.config[SERVER_ROUND])})
+        told = {ADJUSTED_BY: adjustment.tolist()} if len(adjustment) else {}
+        if count := len(left_out[1]):
+            told[FOLD_LOSSES] = [count * visit.loss(visit.model(between(visit.arrays, trained, place)), left_out)
+                                 for place in PLACES]
+        return RecordDict({**content, ARRAYS: to_record(adjusted(trained, -adjustment)), CONFIG: ConfigRecord(told)})
 
     @staticmethod
     def evaluate(visit: Visit) -> RecordDict:
@@ -275,9 +330,9 @@ class Probed:
         from .client import LocalTraining
 
         if PROBE not in visit.config:
-            return LocalTraining.evaluate(visit)
+            return LocalTraining.evaluate(visit)  # a personal model, whose logits the server has adjusted
         samples = _probe_samples(visit)
-        loss = visit.loss(visit.model(), samples)
+        loss = visit.loss(visit.model(adjusted(visit.arrays, _adjustment(visit))), samples)
         return RecordDict({METRICS: MetricRecord({"loss": loss, NUM_EXAMPLES: len(samples[1])})})
 
 
@@ -285,6 +340,42 @@ def between(start: Mapping[str, np.ndarray], last: Mapping[str, np.ndarray], kep
     """(1 - t) u_i + t w_i; integer buffers are the client's own."""
     return {name: ((1 - kept) * array + kept * last[name]).astype(array.dtype)
             if np.issubdtype(array.dtype, np.floating) else last[name] for name, array in start.items()}
+
+
+def output_bias(model: Mapping[str, np.ndarray | Array]) -> str | None:
+    """The entry of a model that is added to its logits: the last one, if it is a vector beside a matrix, else none."""
+    if len(model) < 2:
+        return None
+    *_, (matrix, weights), (vector, bias) = model.items()
+    of_one_layer = matrix.rpartition(".")[0] == vector.rpartition(".")[0]
+    return vector if of_one_layer and len(weights.shape) == 2 and bias.shape == weights.shape[:1] else None
+
+
+def adjusted(arrays: Mapping[str, np.ndarray], adjustment: np.ndarray) -> dict[str, np.ndarray]:
+    """A model whose logits are higher by `adjustment`, of shape (K,), or (0,) for one without an output bias."""
+    if not len(adjustment):
+        return dict(arrays)
+    name = output_bias(arrays)
+    return {**arrays, name: (arrays[name] + adjustment).astype(arrays[name].dtype)}
+
+
+def _adjustment(visit: Visit) -> np.ndarray:
+    """o_i, (K,); (0,) where the network has no output bias."""
+    name = output_bias(visit.arrays)
+    if name is None:
+        return np.zeros(0)
+    return logit_adjustment(np.bincount(visit.site.train[1].cpu().numpy(), minlength=len(visit.arrays[name])))
+
+
+def _divided(visit: Visit) -> tuple[Samples, Samples]:
+    """The training data that are left out in this round, and the rest, which has one sample at least."""
+    from torch import from_numpy
+
+    x, y = visit.site.train
+    order = np.random.default_rng(seed_for(visit.config.get("seed", 0), visit.client, FOLD)).permutation(len(y))
+    fold = np.array_split(order, FOLDS)[visit.config[FOLD]] if FOLD in visit.config and len(y) > 1 else order[:0]
+    left_out, rest = (from_numpy(np.sort(part)).to(visit.device) for part in (fold, np.setdiff1d(order, fold)))
+    return (x[left_out], y[left_out]), (x[rest], y[rest]) if len(fold) else (x, y)
 
 
 def _probe_samples(visit: Visit) -> Samples:
@@ -306,7 +397,7 @@ def _probe_samples(visit: Visit) -> Samples:
 class Kindred(CloudModels):
     """Kindred as a Flower strategy. It has no settings of its own.
 
-    Where `fraction_evaluate` is 0 nothing is probed, and a and t stay one half.
+    Where `fraction_evaluate` is 0 nothing is probed; a is then one half, or t^2 where that is more.
 
     Parameters
     ----------
@@ -315,9 +406,10 @@ class Kindred(CloudModels):
     """
 
     name = "kindred"
-    personal = HALFWAY
+    personal = BETWEEN
     clients_keep_state = True
-    STATE = (*CloudModels.STATE, "_samples", "_trained_in", "_share", "_kept", "_first", "_last", "_counted", "_told")
+    STATE = (*CloudModels.STATE, "_samples", "_trained_in", "_share", "_kept", "_first", "_last", "_counted", "_told",
+             "_adjustments", "_fold_losses", "_left_out")
 
     def begin(self, initial_arrays: ArrayRecord) -> None:
         super().begin(initial_arrays)
@@ -328,10 +420,15 @@ class Kindred(CloudModels):
         self._last: dict[ClientId, dict[str, float]] = {}  # and the last time
         self._counted: dict[ClientId, dict[str, float]] = {}  # what was said in the last exchange that had any,
         self._told: dict[ClientId, dict[str, float]] = {}  # and in this round's, which counts from the next one on
+        self._fold_losses = np.zeros(len(PLACES))  # those told so far, the older the less
+        self._left_out: dict[ClientId, np.ndarray] = {}  # those of this round, which count from the next one on
+        self._adjustments: dict[ClientId, np.ndarray] = {}  # o_i, of those that adjust their logits
+        self._output_bias = output_bias(initial_arrays)
 
     def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
-        trained_in = self._trained_in.get(client, 0)
-        return {**super().round_config(server_round, client), TRAINED_IN: trained_in, KEPT: self._kept}
+        fold = {FOLD: server_round // PROBE_EVERY % FOLDS} if _is_probed(server_round) else {}
+        return {**super().round_config(server_round, client), TRAINED_IN: self._trained_in.get(client, 0),
+                KEPT: self._kept, **fold}
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -340,12 +437,15 @@ class Kindred(CloudModels):
         # Not as soon as the losses are told: until then personal models are what was evaluated.
         if told := {client: self._told[client] for client in in_order(self._told) if len(self._told[client]) == 2}:
             self._first, self._last, self._counted = told | self._first, self._last | told, told
-        if again := [client for client in in_order(self._last)
-                     if client in self._nodes and self._last[client] != self._first[client]]:
-            self._share = kin_share(*({probe: sum(losses[client][probe] for client in again) for probe in (KIN, ALL)}
-                                      for losses in (self._first, self._last)))
-        if told:
-            self._kept = kept_share({probe: self._likelihoods(list(told), probe) for probe in (KIN, ALL)}, self._share)
+        if self._left_out:
+            told_now = sum(self._left_out[client] for client in in_order(self._left_out))
+            self._fold_losses = self._fold_losses / 2 + told_now
+            self._kept, self._left_out = kept_share(self._fold_losses), {}
+        again = [client for client in in_order(self._last)
+                 if client in self._nodes and self._last[client] != self._first[client]]
+        first, last = ({probe: sum((losses[client][probe] for client in again), start=LEAST_LOSS)
+                        for probe in (KIN, ALL)} for losses in (self._first, self._last))
+        self._share = kin_share(first, last, self._kept)
         return super().configure_train(server_round, arrays, config, grid)
 
     def cloud_weights(
@@ -360,12 +460,12 @@ class Kindred(CloudModels):
         kin, own = self._kin(clients, senders, samples)
         if not senders:
             return senders, kin, own
-        own_shares = own_share(kin, samples, own, self._likelihoods(clients, KIN))
+        own_shares = own_share(kin, samples, own, self._likelihoods(clients))
         return senders, start_weights(kin, latest, own, self._share, own_shares), own
 
-    def _likelihoods(self, clients: Sequence[ClientId], probe: str) -> np.ndarray:
-        """exp(-l) of a probe, (r,): as told, else the mean of what others told, and 1 where nobody did."""
-        told = {client: float(np.exp(-losses[probe])) for client, losses in self._counted.items()}
+    def _likelihoods(self, clients: Sequence[ClientId]) -> np.ndarray:
+        """exp(-l(v_i)), (r,): as told, else the mean of what others told, and 1 where nobody did."""
+        told = {client: float(np.exp(-losses[KIN])) for client, losses in self._counted.items()}
         usual = sum(told.values()) / len(told) if told else 1.0
         return np.array([told.get(client, usual) for client in clients])
 
@@ -391,9 +491,22 @@ class Kindred(CloudModels):
             kin[known] = kin_weights(centred_cosines(blocks, rows, len(senders)), samples, own[known])
         return kin, own
 
+    def inspect(self, client: ClientId, reply: Reply) -> None:
+        classes = 0 if self._output_bias is None else self.initial[self._output_bias].shape[0]
+        for key, count, least, most in ((ADJUSTED_BY, classes, -LARGEST_ADJUSTMENT, LARGEST_ADJUSTMENT),
+                                        (FOLD_LOSSES, len(PLACES), 0, LARGEST_LOSS)):
+            told = reply.config.get(key)
+            if told is not None and not (isinstance(told, list) and len(told) == count and all(
+                    isinstance(number, int | float) and least <= number <= most for number in told)):
+                raise Refused(
+                    f"its {key} are {reprlib.repr(told)}, expected {count} numbers from {least:g} to {most:g}")
+
     def take(self, client: ClientId, reply: Reply) -> None:
         super().take(client, reply)
         self._samples[client] = float(reply.metrics[self.weighted_by_key])
+        if FOLD_LOSSES in reply.config:
+            self._left_out[client] = np.array(reply.config[FOLD_LOSSES], float)
+        self._adjustments[client] = np.array(reply.config.get(ADJUSTED_BY, ()), float)
 
     def end_round(self, server_round: int, answered: Sequence[ClientId]) -> None:
         super().end_round(server_round, answered)
@@ -404,7 +517,7 @@ class Kindred(CloudModels):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         self._told = {}
-        if server_round % PROBE_EVERY == 1 and not self._closing:
+        if _is_probed(server_round) and not self._closing:
             yield from self._probes(server_round, config)
         yield from super().configure_evaluate(server_round, arrays, config, grid)
 
@@ -441,10 +554,17 @@ class Kindred(CloudModels):
         known = own.any(axis=1, keepdims=True)  # (r, 1)
         rows = np.where(known, (1 - self._kept) * starts + self._kept * own, starts)  # (r, m)
         for client, record in zip(clients, self.clouds(clients, senders, rows)):
-            yield self.models[client] if client in self._samples and client not in senders else record
+            mine = self.models[client] if client in self._samples and client not in senders else record
+            adjustment = self._adjustments.get(client, ())
+            yield to_record(adjusted(read_record(mine), adjustment)) if len(adjustment) else mine
 
     def client_models(self) -> Mapping[ClientId, ArrayRecord]:
         return _PersonalModels(self, in_order(self._samples))
+
+
+def _is_probed(server_round: int) -> bool:
+    """Whether clients tell of losses in this round."""
+    return server_round % PROBE_EVERY == 1
 
 
 class _PersonalModels(Mapping[ClientId, ArrayRecord]):

@@ -68,7 +68,7 @@ RECEIVED = "received"  # as it came from the server
 TRAINED = "trained"  # after local training
 TUNED = "tuned"  # the received one, fine-tuned for this client alone
 OWN = "own"  # another that the client has for itself, besides the one that goes to and fro
-HALFWAY = "halfway"  # between the one from the server and the client's last one, at most halfway
+BETWEEN = "between"  # somewhere between the one from the server and the client's last one
 AFTER_TRAINING = (TRAINED, OWN)  # those of which the last training reply tells, so that nothing is left to say
 PERSONAL = "personal"  # the method's own choice among these: its result for this client
 

@@ -76,7 +76,7 @@ def plain_app(evaluates_in_training: bool = False) -> ClientApp:
         if evaluates_in_training:
             metrics |= {"trained-accuracy": closeness(w, client), "num-test-examples": 5,
                         "received-accuracy": closeness(received["layer.weight"], client),
-                        "tuned-accuracy": closeness(w, client), "halfway-accuracy": closeness(w, client)}
+                        "tuned-accuracy": closeness(w, client), "between-accuracy": closeness(w, client)}
         return Message(RecordDict({"arrays": ArrayRecord(reply), "metrics": MetricRecord(metrics)}), reply_to=message)
 
     @app.evaluate()

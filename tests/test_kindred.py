@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+import torch
 from flwr.app import ConfigRecord
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,18 +15,22 @@ from strategies import FedAvg, InlineGrid, Kindred, Site, kindred, make_client_a
 from strategies.kindred import (
     ALL,
     KIN,
+    PLACES,
     SHARPNESS,
+    adjusted,
     between,
     centred_cosines,
     kept_share,
     kin_share,
     kin_weights,
+    logit_adjustment,
+    output_bias,
     own_share,
     probe_weights,
     samples_behind,
     start_weights,
 )
-from strategies.messages import to_record
+from strategies.messages import read_record, to_record
 from strategies.training import get_arrays
 
 from . import by_hand
@@ -86,7 +93,9 @@ def test_nobody_has_a_part_in_what_it_is_to_judge() -> None:
 ])
 def test_the_share_of_kin_is_what_all_fall_behind_by(kin, everybody, odds) -> None:
     first, last = ({KIN: float(np.exp(-kin[when])), ALL: float(np.exp(3 - everybody[when]))} for when in (0, 1))
-    assert kin_share(first, last) == pytest.approx(odds / (1 + odds))
+    share = odds / (1 + odds)
+    assert kin_share(first, last, 0.0) == pytest.approx(share)
+    assert kin_share(first, last, 0.7) == pytest.approx(max(share, 0.49))  # who keeps to its own leaves the others
 
 
 def test_how_many_samples_speak_in_a_mean() -> None:
@@ -135,18 +144,69 @@ def test_starts_are_mixtures_whatever_the_models(m, seed, share, scale, likeliho
     assert not np.diagonal(kin).any()
 
 
-@pytest.mark.parametrize(("kin", "everybody", "share", "kept"), [
-    ([0.5, 0.5], [0.5, 0.5], 0.0, 0.0),  # kin know no better
-    ([0.25, 0.25], [0.5, 0.5], 0.0, 0.0),  # or worse
-    ([0.5, 0.5], [0.25, 0.25], 0.0, 0.5),  # half the loss: 2 log 2, cut off
-    ([0.5, 0.5], [0.25, 0.25], 0.75, np.log(2) / 2),
-    ([1.0, 0.0], [0.25, 0.25], 0.75, np.log(2) / 2),  # the mean of probabilities
-    ([0.5, 0.5], [0.25, 0.25], 1.0, 0.0),  # it starts from kin alone
-    ([1.0, 1.0], [1.0, 1.0], 0.0, 0.0),
-    ([0.0, 0.0], [0.0, 0.0], 0.0, 0.0),
+@pytest.mark.parametrize(("losses", "kept"), [
+    ([0.0] * 5, 1 / 2),  # nothing is known
+    ([7.0] * 5, 1 / 2),
+    ([0.0, 1e3, 1e3, 1e3, 1e3], 0.0),  # training has only spoilt it
+    ([1e30, 1e30, 1e30, 1e30, 0.0], 1.0),
+    ([0.0, 1e3, np.log(3), 1e3, 1e3], 1 / 8),  # three to one for 0 against 1/2
+    ([1e3, 2.0, 2.0, 2.0, 1e3], 1 / 2),
 ])
-def test_a_personal_model_keeps_to_its_own_as_far_as_its_start_lags_behind_its_kin(kin, everybody, share, kept) -> None:
-    assert kept_share({KIN: np.array(kin), ALL: np.array(everybody)}, share) == pytest.approx(kept)
+def test_how_much_is_kept_is_what_samples_say_that_were_left_out(losses, kept) -> None:
+    assert kept_share(np.array(losses)) == pytest.approx(kept)
+
+
+def test_logits_are_adjusted_by_half_the_log_of_proportions(monkeypatch) -> None:
+    monkeypatch.setattr(kindred, "CONCENTRATIONS", np.array([1.0]))  # Laplace's rule: one more of each class
+    assert logit_adjustment(np.array([3, 0])) == pytest.approx(np.log([2 * 4 / 5, 2 * 1 / 5]) / 2)
+    assert logit_adjustment(np.array([1, 4, 1])) == pytest.approx(np.log([3 * 2 / 9, 3 * 5 / 9, 3 * 2 / 9]) / 2)
+    monkeypatch.setattr(kindred, "CONCENTRATIONS", np.array([1.0, 2.0]))  # two of one class: 1/3 and 3/10 likely
+    expected = (10 * (3 / 4) + 9 * (4 / 6)) / 19
+    assert logit_adjustment(np.array([2, 0])) == pytest.approx(np.log([2 * expected, 2 * (1 - expected)]) / 2)
+
+
+def test_how_skewed_classes_are_is_told_from_how_many_samples_there_are() -> None:
+    assert logit_adjustment(np.zeros(10, int)) == pytest.approx(np.zeros(10))
+    assert logit_adjustment(np.full(4, 25)) == pytest.approx(np.zeros(4))
+    chance = logit_adjustment(np.array([6, 4, 3, 5, 2, 4, 5, 3, 4, 4]))  # as uneven as chance makes it
+    assert np.abs(chance).max() < 0.1
+    few, many = (logit_adjustment(np.array([n, n] + [0] * 8)) for n in (1, 20))
+    for two in (few, many):
+        assert (two[:2] > 0).all() and (two[2:] < 0).all()
+    assert many[9] < few[9] - 1  # what is still missing after 40 samples is not going to come
+
+
+@given(st.lists(st.integers(0, 10**6), min_size=1, max_size=100))
+def test_adjustments_are_of_proportions_whatever_the_counts(counts) -> None:
+    found = logit_adjustment(np.array(counts))
+    assert np.exp(found / kindred.ADJUSTMENT).mean() == pytest.approx(1)
+    assert (np.diff(found[np.argsort(counts, kind="stable")]) >= -1e-12).all()
+
+
+def shapes(**entries) -> dict[str, np.ndarray]:
+    return {name.replace("_", "."): np.zeros(shape, np.float32) for name, shape in entries.items()}
+
+
+@pytest.mark.parametrize(("model", "found"), [
+    (shapes(fc_weight=(3, 5), fc_bias=(3,)), "fc.bias"),
+    (shapes(conv_weight=(3, 1, 2, 2), fc_weight=(3, 5), fc_bias=(3,)), "fc.bias"),
+    (shapes(fc_weight=(3, 5)), None),
+    (shapes(fc_weight=(5, 3), norm_bias=(5,)), None),  # not of one layer
+    (shapes(fc_weight=(3, 5), fc_bias=(1,)), None),
+    (shapes(norm_weight=(3,), norm_bias=(3,)), None),
+    (shapes(weight=(2, 2), bias=(2,)), "bias"),
+    ({}, None),
+])
+def test_what_is_added_to_logits_is_the_last_bias(model, found) -> None:
+    assert output_bias(model) == found
+
+
+def test_an_adjustment_moves_the_last_bias_alone() -> None:
+    model = {"fc.weight": np.ones((2, 3), np.float32), "fc.bias": np.array([1.0, 2.0], np.float32)}
+    found = adjusted(model, np.array([0.5, -0.5]))
+    assert found["fc.bias"].tolist() == [1.5, 1.5] and found["fc.bias"].dtype == np.float32
+    assert found["fc.weight"] is model["fc.weight"] and model["fc.bias"].tolist() == [1, 2]
+    assert adjusted(model, np.zeros(0)) == model
 
 
 def test_a_personal_model_lies_between_and_counts_as_the_client_does() -> None:
@@ -187,7 +247,7 @@ def probes_of(models: np.ndarray) -> dict[str, np.ndarray]:
 @pytest.fixture
 def kept(monkeypatch) -> float:
     """t once losses have been told, whatever they are."""
-    monkeypatch.setattr(kindred, "kept_share", lambda likelihoods, share: 0.25)
+    monkeypatch.setattr(kindred, "kept_share", lambda losses: 0.25)
     return 0.25
 
 
@@ -208,14 +268,18 @@ def test_two_rounds(kept) -> None:
     assert clients == [0, 1, 2, 3] and weights @ trained == pytest.approx(starts, abs=1e-6)
 
 
-def test_how_much_is_kept_is_judged_by_what_was_told_last() -> None:
-    one_apart = [Client(1.0, 0, 1), Client(2.0, 0, 3), Client(1.0, 1, 2), Client(1.5, 0, 2)]
-    strategy = by_hand.start(Kindred(), one_apart, FIRST, 4)
-    told = {probe: np.exp([-row[f"{probe}-loss"] for row in strategy.history.rows if row["round"] == 3])
-            for probe in (KIN, ALL)}
+def test_how_much_is_kept_is_judged_by_samples_that_were_left_out() -> None:
+    """Who has one sample leaves none out, and the others one; of older losses half remain."""
+    strategy = by_four(4)
+    models = np.array([client.step(FIRST) for client in CLIENTS])
+    told = sum(np.array([client.loss((1 - place) * FIRST + place * model) for place in PLACES])
+               for client, model in zip(CLIENTS[1:], models[1:]))
     found = [line["kept-share"] for line in strategy.history.rounds if "kept-share" in line]
-    assert found[0] == 0.5 and found[1] == found[2]
-    assert 0.1 < found[3] < 0.4 and found[3] == pytest.approx(kept_share(told, strategy._share))
+    assert found[0] == 0.5 and found[1] == found[2] == pytest.approx(kept_share(told), rel=1e-5) and found[1] > 0.55
+    three = by_four(3)
+    assert sorted(three._left_out) == [1, 2, 3] and three._fold_losses == pytest.approx(told, rel=1e-5)
+    assert strategy._fold_losses == pytest.approx(told / 2 + sum(three._left_out.values()), rel=1e-5)
+    assert found[3] == kept_share(strategy._fold_losses)
 
 
 def test_what_is_probed_in_every_second_round() -> None:
@@ -230,7 +294,7 @@ def test_what_is_probed_in_every_second_round() -> None:
     shares = [line["kin-share"] for line in by_four(4).history.rounds if "kin-share" in line]
     assert shares[:3] == [0.5] * 3  # until there is a second time to compare with the first
     told = [{probe: sum(rows[r, i][f"{probe}-loss"] for i in range(4)) for probe in (KIN, ALL)} for r in (1, 3)]
-    assert shares[3] == pytest.approx(kin_share(*told)) and shares[3] > 0.6
+    assert shares[3] == pytest.approx(kin_share(*told, kept=0.0)) and shares[3] > 0.6
 
 
 def test_what_the_client_says_of_its_personal_model(kept) -> None:
@@ -278,7 +342,94 @@ def test_a_probe_is_a_tenth_of_the_work_of_training(epochs, steps, share) -> Non
     strategy.start(InlineGrid(make_client_app(site), 3), to_record(get_arrays(small())), 4, 60, settings)
     worked = {number: [row["samples-predicted"] for row in strategy.history.rows if row["round"] == number]
               for number in range(1, 5)}
-    assert worked == {1: [2 * share * 40] * 3, 2: [0] * 3, 3: [2 * share * 40] * 3, 4: [0] * 3}
+    told = [2 * share * 40 + 5 * 4] * 3  # and at five places of the tenth that was left out
+    assert worked == {1: told, 2: [0] * 3, 3: told, 4: [0] * 3}
+
+
+# --- What a client leaves out, and how it adjusts its logits ------------------------------------------
+
+
+class Counting(Kindred):
+    """Keeps what clients have told."""
+
+    def take(self, client, reply) -> None:
+        super().take(client, reply)
+        self.told = {**getattr(self, "told", {}), (len(self.history.rounds), client): dict(reply.config)}
+
+
+def trained_by(sites, rounds: int, strategy: Kindred | None = None, **settings) -> Kindred:
+    strategy = strategy or Counting()
+    config = ConfigRecord({**by_hand.SETTINGS, **settings})
+    strategy.start(InlineGrid(make_client_app(lambda context: sites[context.node_config["partition-id"]]), len(sites)),
+                   to_record(get_arrays(small())), rounds, 60, config, config)
+    return strategy
+
+
+def test_every_sample_is_left_out_once_in_twenty_rounds(monkeypatch) -> None:
+    left_out: dict[int, list[int]] = {i: [] for i in range(3)}
+    divided = kindred._divided
+
+    def noting(visit):
+        found = divided(visit)
+        (x, _), (rest, _) = found
+        left_out[visit.client] += [int(value) for value in x[:, 0]]
+        assert len(x) + len(rest) == len(visit.site.train[1]) and len(rest)
+        assert (visit.config["server-round"] % 2 == 1) or len(x) == 0
+        return found
+
+    monkeypatch.setattr(kindred, "_divided", noting)
+    sites = []
+    for count in (1, 4, 25):
+        site = small_site(3)
+        x = torch.arange(count, dtype=torch.float32)[:, None].expand(count, 2)
+        sites.append(replace(site, train=(x.clone(), site.train[1][:count])))
+    strategy = trained_by(sites, 20)
+    assert left_out[0] == [] and sorted(left_out[1]) == list(range(4)) and sorted(left_out[2]) == list(range(25))
+    assert {row["num-examples"] for row in strategy.history.rows if row["client"] == 2 and row["round"] <= 20} == {25}
+
+
+def test_models_travel_unadjusted_and_personal_ones_come_adjusted() -> None:
+    """With a step size of next to nothing nobody learns: what differs is what was added."""
+    sites = [replace(small_site(3), train=(small_site(3).train[0], torch.full((40,), label))) for label in (0, 1, 1)]
+    strategy = trained_by(sites, 2, **{"learning-rate": 1e-12})
+    initial_bias = get_arrays(small())
+    name = list(initial_bias)[-1]
+    for client, label in enumerate((0, 1, 1)):
+        counts = np.zeros(len(initial_bias[name]), int)
+        counts[label] = 40
+        expected = logit_adjustment(counts)
+        assert read_record(strategy.models[client])[name] == pytest.approx(initial_bias[name], abs=1e-5)
+        personal = read_record(strategy.client_models()[client])[name]
+        assert personal - initial_bias[name] == pytest.approx(expected, abs=1e-5)
+    assert read_record(strategy.global_arrays())[name] == pytest.approx(initial_bias[name], abs=1e-5)
+    closing = {row["client"]: row for row in strategy.history.rows if row["round"] == 3}
+    before = {row["client"]: row for row in strategy.history.rows if row["round"] == 2}
+    for client in range(3):  # whoever has adjusted it; running statistics alone have moved on
+        assert closing[client]["personal-loss"] == pytest.approx(before[client]["between-loss"], rel=0.02)
+
+
+@pytest.mark.parametrize(("key", "told"), [
+    ("logit-adjustment", [0.0]), ("logit-adjustment", "none"), ("logit-adjustment", [float("nan")] * 10),
+    ("logit-adjustment", [1e3] * 10), ("fold-losses", [1.0] * 4), ("fold-losses", [float("nan")] * 5),
+    ("fold-losses", [-1.0] * 5), ("fold-losses", ["1"] * 5),
+])
+def test_what_cannot_be_is_refused(key, told) -> None:
+    sites = [small_site(seed) for seed in range(4)]
+    app = make_client_app(lambda context: sites[context.node_config["partition-id"]])
+    train = app._registered_funcs["train.default"]
+
+    def odd(message, context):
+        reply = train(message, context)
+        if context.node_config["partition-id"] == 1:
+            reply.content["config"][key] = told
+        return reply
+
+    app._registered_funcs["train.default"] = odd
+    strategy, config = Kindred(), ConfigRecord(by_hand.SETTINGS)
+    strategy.start(InlineGrid(app, 4), to_record(get_arrays(small())), 2, 60, config, config)
+    (client, reasons), = strategy.history.refused().items()
+    assert client == 1 and all(reason.startswith(f"its {key} are ") for reason in reasons)
+    assert {row["client"] for row in strategy.history.rows if "personal-accuracy" in row} == {0, 1, 2, 3}
 
 
 # --- Somebody else's ClientApp ------------------------------------------------------------------------
@@ -360,7 +511,7 @@ def test_a_model_that_was_refused_is_not_what_the_client_goes_on_from() -> None:
     assert "refused" in rows[1, 1]["status"]
     others = [0, 2, 3]
     mean = SAMPLES[others] @ trained[others] / SAMPLES[others].sum()
-    assert rows[2, 1]["halfway-loss"] == pytest.approx(CLIENTS[1].loss(mean), rel=1e-5)  # it has but what it received
+    assert rows[2, 1]["between-loss"] == pytest.approx(CLIENTS[1].loss(mean), rel=1e-5)  # it has but what it received
 
 
 @pytest.mark.parametrize("name", ["fedavg", "kindred"])
@@ -397,8 +548,8 @@ def test_it_begins_anew_when_it_is_started_again() -> None:
         assert len(strategy.client_models()) == clients
     fresh = Kindred()
     fresh.start(InlineGrid(plain_app(), 3), initial(), ROUNDS, 60)
-    for client, record in fresh.client_models().items():
-        assert values(record) == values(strategy.client_models()[client])
+    for (_, one), (_, other) in zip(fresh.client_models().items(), strategy.client_models().items(), strict=True):
+        assert values(one) == values(other)
 
 
 def test_the_mean_of_all_is_of_those_who_trained_in_the_last_round() -> None:
