@@ -10,6 +10,7 @@ import torch
 from flwr.app import ConfigRecord
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import load_file
 
 from strategies import FedAvg, InlineGrid, Kindred, Site, kindred, make_client_app
 from strategies.kindred import (
@@ -406,6 +407,19 @@ def test_models_travel_unadjusted_and_personal_ones_come_adjusted() -> None:
     before = {row["client"]: row for row in strategy.history.rows if row["round"] == 2}
     for client in range(3):  # whoever has adjusted it; running statistics alone have moved on
         assert closing[client]["personal-loss"] == pytest.approx(before[client]["between-loss"], rel=0.02)
+
+
+def test_a_site_keeps_the_personal_model_that_the_server_has_made_for_it(tmp_path) -> None:
+    sites = [small_site(seed) for seed in range(3)]
+    grid = InlineGrid(make_client_app(lambda context: sites[context.node_config["partition-id"]]), 3)
+    for client, context in enumerate(grid._contexts.values()):
+        context.node_config["state-dir"] = str(tmp_path / str(client))
+    strategy, config = Kindred(), ConfigRecord(by_hand.SETTINGS)
+    strategy.start(grid, to_record(get_arrays(small())), 3, 60, config, config)
+    for client, record in strategy.client_models().items():
+        kept = load_file(next(tmp_path.glob(f"{client}/run-*/client-{client}/model.safetensors")))
+        assert {name: array.tobytes() for name, array in kept.items()} == {
+            name: array.tobytes() for name, array in read_record(record).items()}
 
 
 @pytest.mark.parametrize(("key", "told"), [
