@@ -11,8 +11,8 @@ data set. w_i is the model of client i after its last training, n_i its number o
 | P_ij = softmax_{j != i}(SHARPNESS S_ij + log n_j), who is like i | `kin_weights` |
 | v_i = sum_j P_ij w_j, the model of i's kin; g_i = sum_{j != i} n_j w_j / sum_{j != i} n_j, of all | `probe_weights` |
 | every second round those who trained tell their losses l(v_i), l(g_i) on their own training data | `Probed.evaluate` |
-| and, on a tenth of their samples that they left out then, the losses on the way from u_i to w_i | `Probed.train` |
-| t: which place on that way, from 0 to 1, these speak for | `kept_share` |
+| in the others, of a tenth of their samples, then left out, those on the way from u_i to w_i | `Probed.train` |
+| t: which place on that way, from 0 to 1, these speak for | `doubting_loss`, `kept_share` |
 | a: by how much the losses of the v_i fall ahead of those of the g_i, and t^2 at least | `kin_share` |
 | N_i = sum_j P_ij n_j / sum_j P_ij^2, how many samples speak in v_i | `samples_behind` |
 | c_i = n_i / (n_i + N_i exp(-l(v_i))), how far a client goes on from its own | `own_share` |
@@ -21,17 +21,17 @@ data set. w_i is the model of client i after its last training, n_i its number o
 | its personal model is (1 - t) u_i + t w_i, u_i coming after w_i | `between` |
 
 Why:
-- Clients that have few of some class learn, from that alone, to say less often that it is this one. That is no
-  knowledge about images, it differs from client to client, and the mean of models forgets it. So it is not left to the
-  weights: logits are adjusted by the logarithm of the classes' proportions (Menon et al., Long-tail learning via logit
-  adjustment, ICLR 2021, arXiv:2007.07314; for clients' own proportions Chen and Chao, On Bridging Generic and
-  Personalized Federated Learning for Image Classification, ICLR 2022, arXiv:2107.00778). By half: with all of it a
-  client that lacks a class would teach nothing about it, and its outputs for that class would drift.
+- Clients that have few of some class learn from that alone to predict it less often. That says nothing about images, it
+  differs from client to client, and the mean of models forgets it. So it is not left to the weights: logits are
+  adjusted by the logarithm of the classes' proportions (Menon et al., Long-tail learning via logit adjustment, ICLR
+  2021, arXiv:2007.07314; for clients' own proportions Chen and Chao, On Bridging Generic and Personalized Federated
+  Learning for Image Classification, ICLR 2022, arXiv:2107.00778). By half: with all of it a client that lacks a class
+  would teach nothing about it, and its outputs for that class would drift.
 - What clients have in common says nothing about who is like whom, so it is taken off: cosines of whole models all lie
   within a hundredth of 1, and those of differences from the mean anywhere from -1 to 1, whatever the network. One
   sharpness therefore does for all data.
-- Client i has no part in v_i and g_i, so their losses on its training data are honest. What its own training is worth
-  only samples can tell that it did not see; in turn each is left out once in twenty rounds.
+- Client i has no part in v_i and g_i, so their losses on its training data are honest, but for what others have from
+  models that it had a part in. What its own training is worth only samples can tell that this training did not see.
 - A model speaks for as many samples as went into it, those of others by exp(-l): the probability, as a geometric mean
   over i's samples, that it gives to the right class. A client that has no kin worth the name goes on from its own.
 - Which of two means has the lower loss now says little about which is the better start. Where tasks conflict, one model
@@ -43,16 +43,17 @@ Clients that sit out keep their last model, and their kin hear it while they are
 last round, as FedAvg's. Who has not told its losses lately is given the mean of those who have. Where few train in a
 round, models also resemble each other for having been trained as often, and kin are told less well. Losses are
 cross-entropies in nats, a mean over samples. Cosines see parameters only; floating buffers are combined like
-parameters, integer buffers are the client's own. Logits are adjusted by the network's last bias; a network whose last
-layer has none goes without.
+parameters, integer buffers are the client's own. Logits are adjusted by the bias that is added to them; a network that
+has none goes without.
 """
 
 from __future__ import annotations
 
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
@@ -79,7 +80,7 @@ from .messages import (
 from .rounds import CloudModels
 
 if TYPE_CHECKING:
-    from flwr.app import Array
+    import torch
 
     from .client import Samples, Visit
 
@@ -89,22 +90,25 @@ PRIOR = 0.5
 
 ADJUSTMENT = 0.5
 CONCENTRATIONS = np.geomspace(0.02, 200, 41)
-"""Of the Dirichlet distributions that classes' proportions may come from: those of one class to those of all alike."""
+"""Of the Dirichlet distributions that classes' proportions may come from: small where most samples are of one class."""
 
-PROBE_EVERY = 2  # rounds
 FOLDS = 10  # into how many parts a client divides its samples, to leave one out in turn
 PLACES = np.linspace(0, 1, 5)  # on the way from u_i to w_i
-PROBE_SHARE = 0.3
-"""Of the samples that a client trains on in a round, how many it predicts for to probe a model: a tenth of its work."""
+DOUBT = 0.1  # share of labels taken to be anybody's guess, where models are judged by samples left out
+PREDICTED_SHARE = 0.3
+"""For how many samples a client predicts to judge a model, at most, to one that it trains on: a tenth of the work."""
 
 KIN, ALL = "kin", "all"  # what the two probes are called
 LEAST_LOSS, LARGEST_LOSS = 1e-30, 1e30
 LAST = "last"  # under which name a client keeps its model after training
 KEPT = "kept-share"  # t
 FOLD = "fold"  # which part of its samples a client leaves out of this round's training; none without it
-ADJUSTED_BY = "logit-adjustment"  # o_i, in the reply
-FOLD_LOSSES = "fold-losses"  # of the samples left out, summed: at each of PLACES, in the reply
+IS_ADJUSTED = "is-adjusted"  # whether o_i is in the personal model that the server sends
+OUTPUT_BIAS = "output-bias"  # what is added to the logits, by its name in the model; in the reply, as are
+ADJUSTMENT_TOLD = "logit-adjustment"  # o_i,
+FOLD_LOSSES = "fold-losses"  # and of the samples left out the summed losses at PLACES
 LARGEST_ADJUSTMENT = 100.0
+LARGEST_FOLD_LOSS = 20.0  # of a sample: log(K / DOUBT) is below it for up to 48 million classes
 TRAINED_IN = "trained-in"  # the round of the model that the server has of a client; 0 if it has none
 WORK = (LOCAL_EPOCHS, LOCAL_STEPS, "batch-size")  # settings that say how much a client trains
 
@@ -114,7 +118,7 @@ WORK = (LOCAL_EPOCHS, LOCAL_STEPS, "batch-size")  # settings that say how much a
 def logit_adjustment(counts: np.ndarray) -> np.ndarray:
     """o_i = ADJUSTMENT log(K pi_i), pi_i the posterior mean of K classes' proportions.
 
-    A priori they are Dirichlet with one concentration alpha for all classes, which is any of CONCENTRATIONS:
+    A priori they are Dirichlet with one concentration alpha for all classes, any of CONCENTRATIONS alike:
     pi_i = sum_alpha p(alpha | counts) (counts + alpha) / (n_i + K alpha).
 
     Parameters
@@ -203,17 +207,37 @@ def kin_share(first: Mapping[str, float], last: Mapping[str, float], kept: float
     first, last : mapping
         The losses of "kin" and "all" when they were first told and when last, above 0; sums over the same clients.
     kept : float
-        t, in [0, 1].
+        t, in [0, 1]; 0 where it is not known.
 
     Returns
     -------
     float
-        In [0, 1]. But for t it is one half where nothing has fallen yet, near 0 where both fall alike, near 1 where
-        kin's alone fall.
+        In [0, 1]. With t = 0: one half where nothing has fallen yet, near 0 where both fall alike, near 1 where kin's
+        alone fall.
     """
     falls = {probe: max(float(np.log(first[probe] / last[probe])), 0.0) for probe in (KIN, ALL)}
     behind = (falls[ALL] + PRIOR / 2) / (max(falls.values()) + PRIOR)  # 1 - q
     return max(kept**2, (1 - behind) ** 2 / ((1 - behind) ** 2 + behind**2))
+
+
+def doubting_loss(probabilities: np.ndarray, labels: np.ndarray) -> float:
+    """- sum log((1 - DOUBT) p + DOUBT / K), p what each label is given: the loss where some labels are anybody's guess.
+
+    What is sure of itself and wrong, as a model is that has learnt its few samples by heart, does not decide alone.
+
+    Parameters
+    ----------
+    probabilities : ndarray, shape (n, K)
+    labels : ndarray of int, shape (n,)
+
+    Returns
+    -------
+    float
+        In nats, 0 or more.
+    """
+    n, classes = probabilities.shape
+    given = probabilities[np.arange(n), labels].astype(float)  # (n,)
+    return max(-float(np.log((1 - DOUBT) * given + DOUBT / classes).sum()), 0.0)
 
 
 def kept_share(losses: np.ndarray) -> float:
@@ -222,7 +246,7 @@ def kept_share(losses: np.ndarray) -> float:
     Parameters
     ----------
     losses : ndarray, shape (5,)
-        Of the samples that were left out of training, of all clients, summed: the loss in nats at each of PLACES
+        Of the samples that were left out of training, of all clients, summed: their `doubting_loss` at each of PLACES
         between u_i (0) and w_i (1).
 
     Returns
@@ -306,8 +330,8 @@ class Probed:
         """Train from u_i; evaluated are u_i, the trained model, and the personal one, between u_i and the last."""
         from .client import LocalTraining
 
-        adjustment = _adjustment(visit)
-        visit = replace(visit, arrays=adjusted(visit.arrays, adjustment))
+        adjustment = Adjustment.of(visit)
+        visit = replace(visit, arrays=adjustment.added(visit.arrays))
         last = visit.state.load(LAST) or {}
         if not np.array_equal(last.pop(TRAINED_IN, -1), visit.config[TRAINED_IN]):
             last = visit.arrays  # the server has not got it, or another
@@ -318,21 +342,24 @@ class Probed:
         content[METRICS].update(metrics)
         trained = read_record(content[ARRAYS])
         visit.state.save(LAST, {**trained, TRAINED_IN: np.array(visit.config[SERVER_ROUND])})
-        told = {ADJUSTED_BY: adjustment.tolist()} if len(adjustment) else {}
-        if count := len(left_out[1]):
-            told[FOLD_LOSSES] = [count * visit.loss(visit.model(between(visit.arrays, trained, place)), left_out)
+        told = adjustment.told()
+        if len(left_out[1]):
+            x, y = left_out[0], left_out[1].cpu().numpy()
+            told[FOLD_LOSSES] = [doubting_loss(visit.predict(visit.model(between(visit.arrays, trained, place)), x), y)
                                  for place in PLACES]
-        return RecordDict({**content, ARRAYS: to_record(adjusted(trained, -adjustment)), CONFIG: ConfigRecord(told)})
+        return RecordDict({**content, ARRAYS: to_record(adjustment.removed(trained)), CONFIG: ConfigRecord(told)})
 
     @staticmethod
     def evaluate(visit: Visit) -> RecordDict:
         """Tell the loss of a model that is probed, on some of the training data; evaluate any other on test data."""
         from .client import LocalTraining
 
+        if PROBE in visit.config or not visit.config[IS_ADJUSTED]:
+            visit = replace(visit, arrays=Adjustment.of(visit).added(visit.arrays))
         if PROBE not in visit.config:
-            return LocalTraining.evaluate(visit)  # a personal model, whose logits the server has adjusted
+            return LocalTraining.evaluate(visit)
         samples = _probe_samples(visit)
-        loss = visit.loss(visit.model(adjusted(visit.arrays, _adjustment(visit))), samples)
+        loss = visit.loss(visit.model(), samples)
         return RecordDict({METRICS: MetricRecord({"loss": loss, NUM_EXAMPLES: len(samples[1])})})
 
 
@@ -342,40 +369,96 @@ def between(start: Mapping[str, np.ndarray], last: Mapping[str, np.ndarray], kep
             if np.issubdtype(array.dtype, np.floating) else last[name] for name, array in start.items()}
 
 
-def output_bias(model: Mapping[str, np.ndarray | Array]) -> str | None:
-    """The entry of a model that is added to its logits: the last one, if it is a vector beside a matrix, else none."""
-    if len(model) < 2:
+@dataclass(frozen=True)
+class Adjustment:
+    """What is added to a model's logits, of shape (K,), and the name of the bias in which it lies; None for neither."""
+
+    name: str | None = None
+    logits: np.ndarray = field(default_factory=lambda: np.zeros(0))
+
+    @classmethod
+    def of(cls, visit: Visit) -> Adjustment:
+        """o_i, by the labels of the client's training data."""
+        name = _output_bias(visit)
+        if name is None:
+            return cls()
+        labels = visit.site.train[1].cpu().numpy()
+        return cls(name, logit_adjustment(np.bincount(labels, minlength=len(visit.arrays[name]))))
+
+    def added(self, arrays: Mapping[str, np.ndarray], sign: int = 1) -> dict[str, np.ndarray]:
+        """A model that has it in it."""
+        if self.name is None:
+            return dict(arrays)
+        return {**arrays, self.name: (arrays[self.name] + sign * self.logits).astype(arrays[self.name].dtype)}
+
+    def removed(self, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """A model that had it in it."""
+        return self.added(arrays, -1)
+
+    def told(self) -> dict[str, Any]:
+        """As the server is told."""
+        return {} if self.name is None else {OUTPUT_BIAS: self.name, ADJUSTMENT_TOLD: self.logits.tolist()}
+
+
+def output_bias(model: torch.nn.Module, images: torch.Tensor) -> str | None:
+    """The parameter that is added to the logits, by its name: that to which the gradient of r.logits is r itself.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Maps images to logits (n, K); it keeps its mode.
+    images : tensor (n, ...)
+        For their shape: the gradient is taken at noise, for at an image of ones a factor looks like what is added.
+
+    Returns
+    -------
+    str or None
+        None if there is no such parameter.
+    """
+    import torch
+
+    was_training = model.training
+    model.eval()
+    noise = torch.randn(images[:1].shape, generator=torch.Generator().manual_seed(0))
+    logits = model(noise.to(images))[0]  # (K,)
+    model.train(was_training)
+    r = torch.arange(1, len(logits) + 1).to(logits)  # (K,)
+    candidates = {name: parameter for name, parameter in model.named_parameters()
+                  if parameter.requires_grad and parameter.shape == logits.shape}
+    if not candidates:
         return None
-    *_, (matrix, weights), (vector, bias) = model.items()
-    of_one_layer = matrix.rpartition(".")[0] == vector.rpartition(".")[0]
-    return vector if of_one_layer and len(weights.shape) == 2 and bias.shape == weights.shape[:1] else None
+    gradients = torch.autograd.grad(r @ logits, list(candidates.values()), allow_unused=True)
+    return next((name for name, gradient in zip(candidates, gradients, strict=True)
+                 if gradient is not None and torch.equal(gradient, r)), None)
 
 
-def adjusted(arrays: Mapping[str, np.ndarray], adjustment: np.ndarray) -> dict[str, np.ndarray]:
-    """A model whose logits are higher by `adjustment`, of shape (K,), or (0,) for one without an output bias."""
-    if not len(adjustment):
-        return dict(arrays)
-    name = output_bias(arrays)
-    return {**arrays, name: (arrays[name] + adjustment).astype(arrays[name].dtype)}
+_output_biases: WeakKeyDictionary[torch.nn.Module, str | None] = WeakKeyDictionary()
 
 
-def _adjustment(visit: Visit) -> np.ndarray:
-    """o_i, (K,); (0,) where the network has no output bias."""
-    name = output_bias(visit.arrays)
-    if name is None:
-        return np.zeros(0)
-    return logit_adjustment(np.bincount(visit.site.train[1].cpu().numpy(), minlength=len(visit.arrays[name])))
+def _output_bias(visit: Visit) -> str | None:
+    model = visit.model()
+    if model not in _output_biases:
+        _output_biases[model] = output_bias(model, visit.site.train[0])
+    return _output_biases[model]
 
 
 def _divided(visit: Visit) -> tuple[Samples, Samples]:
-    """The training data that are left out in this round, and the rest, which has one sample at least."""
+    """The training data that are left out in this round, and the rest: two or more, if there are as many."""
     from torch import from_numpy
 
     x, y = visit.site.train
     order = np.random.default_rng(seed_for(visit.config.get("seed", 0), visit.client, FOLD)).permutation(len(y))
-    fold = np.array_split(order, FOLDS)[visit.config[FOLD]] if FOLD in visit.config and len(y) > 1 else order[:0]
+    fold = np.array_split(order, FOLDS)[visit.config[FOLD]] if FOLD in visit.config else order[:0]
+    fold = fold[:max(_affordable(visit) // len(PLACES), 1)]
+    if len(fold) == 0 or len(y) - len(fold) < 2:  # batch normalisation cannot be trained on one sample
+        return (x[:0], y[:0]), (x, y)
     left_out, rest = (from_numpy(np.sort(part)).to(visit.device) for part in (fold, np.setdiff1d(order, fold)))
-    return (x[left_out], y[left_out]), (x[rest], y[rest]) if len(fold) else (x, y)
+    return (x[left_out], y[left_out]), (x[rest], y[rest])
+
+
+def _affordable(visit: Visit) -> int:
+    """How many samples the client can predict for in a tenth of the work of its training."""
+    return int(PREDICTED_SHARE * (visit.epochs * len(visit.site.train[1]) + visit.steps * visit.batch_size))
 
 
 def _probe_samples(visit: Visit) -> Samples:
@@ -383,7 +466,7 @@ def _probe_samples(visit: Visit) -> Samples:
     from torch import from_numpy
 
     x, y = visit.site.train
-    count = max(int(PROBE_SHARE * (visit.epochs * len(y) + visit.steps * visit.batch_size)), 1)
+    count = max(_affordable(visit), 1)
     if count >= len(y):
         return x, y
     rng = np.random.default_rng(seed_for(visit.config.get("seed", 0), visit.client, PROBE))
@@ -422,18 +505,18 @@ class Kindred(CloudModels):
         self._told: dict[ClientId, dict[str, float]] = {}  # and in this round's, which counts from the next one on
         self._fold_losses = np.zeros(len(PLACES))  # those told so far, the older the less
         self._left_out: dict[ClientId, np.ndarray] = {}  # those of this round, which count from the next one on
-        self._adjustments: dict[ClientId, np.ndarray] = {}  # o_i, of those that adjust their logits
-        self._output_bias = output_bias(initial_arrays)
+        self._adjustments: dict[ClientId, dict[str, Any]] = {}  # what those told that adjust their logits
 
     def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
-        fold = {FOLD: server_round // PROBE_EVERY % FOLDS} if _is_probed(server_round) else {}
-        return {**super().round_config(server_round, client), TRAINED_IN: self._trained_in.get(client, 0),
-                KEPT: self._kept, **fold}
+        config = {**super().round_config(server_round, client), TRAINED_IN: self._trained_in.get(client, 0),
+                  KEPT: self._kept, IS_ADJUSTED: client in self._adjustments}
+        return config if _is_probed(server_round) else {**config, FOLD: (server_round // 2 - 1) % FOLDS}
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         self._work = {key: config[key] for key in WORK if key in config}
+        self._samples_are_left_out = not _is_probed(server_round)
         # Not as soon as the losses are told: until then personal models are what was evaluated.
         if told := {client: self._told[client] for client in in_order(self._told) if len(self._told[client]) == 2}:
             self._first, self._last, self._counted = told | self._first, self._last | told, told
@@ -445,7 +528,7 @@ class Kindred(CloudModels):
                  if client in self._nodes and self._last[client] != self._first[client]]
         first, last = ({probe: sum((losses[client][probe] for client in again), start=LEAST_LOSS)
                         for probe in (KIN, ALL)} for losses in (self._first, self._last))
-        self._share = kin_share(first, last, self._kept)
+        self._share = kin_share(first, last, self._kept if self._fold_losses.any() else 0.0)
         return super().configure_train(server_round, arrays, config, grid)
 
     def cloud_weights(
@@ -492,21 +575,24 @@ class Kindred(CloudModels):
         return kin, own
 
     def inspect(self, client: ClientId, reply: Reply) -> None:
-        classes = 0 if self._output_bias is None else self.initial[self._output_bias].shape[0]
-        for key, count, least, most in ((ADJUSTED_BY, classes, -LARGEST_ADJUSTMENT, LARGEST_ADJUSTMENT),
-                                        (FOLD_LOSSES, len(PLACES), 0, LARGEST_LOSS)):
-            told = reply.config.get(key)
-            if told is not None and not (isinstance(told, list) and len(told) == count and all(
-                    isinstance(number, int | float) and least <= number <= most for number in told)):
-                raise Refused(
-                    f"its {key} are {reprlib.repr(told)}, expected {count} numbers from {least:g} to {most:g}")
+        name, adjustment = reply.config.get(OUTPUT_BIAS), reply.config.get(ADJUSTMENT_TOLD)
+        if name is not None or adjustment is not None:
+            bias = self.initial.get(name)
+            if bias is None or len(bias.shape) != 1 or name not in self.layout.parameters:
+                raise Refused(f"its {OUTPUT_BIAS} is {reprlib.repr(name)}, expected the name of a vector of the model")
+            _check_numbers(ADJUSTMENT_TOLD, adjustment, bias.shape[0], -LARGEST_ADJUSTMENT, LARGEST_ADJUSTMENT)
+        if (losses := reply.config.get(FOLD_LOSSES)) is not None:
+            most = LARGEST_FOLD_LOSS * np.ceil(reply.metrics[self.weighted_by_key] / FOLDS)
+            _check_numbers(FOLD_LOSSES, losses, len(PLACES), 0, most)
 
     def take(self, client: ClientId, reply: Reply) -> None:
         super().take(client, reply)
         self._samples[client] = float(reply.metrics[self.weighted_by_key])
-        if FOLD_LOSSES in reply.config:
+        if FOLD_LOSSES in reply.config and self._samples_are_left_out:
             self._left_out[client] = np.array(reply.config[FOLD_LOSSES], float)
-        self._adjustments[client] = np.array(reply.config.get(ADJUSTED_BY, ()), float)
+        self._adjustments.pop(client, None)
+        if OUTPUT_BIAS in reply.config:
+            self._adjustments[client] = {key: reply.config[key] for key in (OUTPUT_BIAS, ADJUSTMENT_TOLD)}
 
     def end_round(self, server_round: int, answered: Sequence[ClientId]) -> None:
         super().end_round(server_round, answered)
@@ -555,16 +641,24 @@ class Kindred(CloudModels):
         rows = np.where(known, (1 - self._kept) * starts + self._kept * own, starts)  # (r, m)
         for client, record in zip(clients, self.clouds(clients, senders, rows)):
             mine = self.models[client] if client in self._samples and client not in senders else record
-            adjustment = self._adjustments.get(client, ())
-            yield to_record(adjusted(read_record(mine), adjustment)) if len(adjustment) else mine
+            if told := self._adjustments.get(client):
+                adjustment = Adjustment(told[OUTPUT_BIAS], np.array(told[ADJUSTMENT_TOLD]))
+                mine = to_record(adjustment.added(read_record(mine)))
+            yield mine
 
     def client_models(self) -> Mapping[ClientId, ArrayRecord]:
         return _PersonalModels(self, in_order(self._samples))
 
 
 def _is_probed(server_round: int) -> bool:
-    """Whether clients tell of losses in this round."""
-    return server_round % PROBE_EVERY == 1
+    """Whether models are probed in this round. In the others clients leave samples out."""
+    return server_round % 2 == 1
+
+
+def _check_numbers(name: str, told: object, count: int, least: float, most: float) -> None:
+    if not (isinstance(told, list) and len(told) == count
+            and all(isinstance(number, int | float) and least <= number <= most for number in told)):
+        raise Refused(f"its {name} are {reprlib.repr(told)}, expected {count} numbers from {least:g} to {most:g}")
 
 
 class _PersonalModels(Mapping[ClientId, ArrayRecord]):
