@@ -9,7 +9,8 @@ knows the name of its network, `network`, and of one that has a public set, its 
 `num-public`; of one made by `make_client_app` the `methods` that it knows; or `client-id` and the `problem` for which
 it cannot say more.
 Where logits travel in place of models (PerFed-CKT), `arrays` holds `centroids` on the way down, `logits` on the
-way up, and the reply's ConfigRecord `config` the fingerprint again.
+way up, and the reply's ConfigRecord `config` the fingerprint again. What else a method's clients tell, besides numbers
+for the history, is in that record too, by names that the method's file has.
 These are the names of Flower's own FedAvg and FedProx, so that a ClientApp written for them takes part.
 """
 

@@ -35,7 +35,7 @@ from strategies.kindred import (
 from strategies.messages import read_record, to_record
 from strategies.training import evaluate, get_arrays, set_arrays
 
-from . import by_hand
+from . import by_hand, plain
 from .by_hand import Client, weights_of
 from .plain import FaultyGrid, initial, plain_app, small, small_app, small_site
 from .test_conformance import CLIENTS as MANY
@@ -505,6 +505,14 @@ def test_an_ordinary_client_tells_the_losses_when_it_evaluates() -> None:
     for i in range(MANY):  # its kin are on its side of the mean
         same = np.arange(MANY) // 3 == i // 3
         assert weights[i, same].sum() > 2 * weights[i, ~same].sum()
+
+
+def test_ordinary_clients_that_are_alike_come_to_follow_the_mean_of_all(monkeypatch) -> None:
+    """They leave no samples out: t is not known, and has no say in a."""
+    monkeypatch.setattr(plain, "target", lambda client: np.ones((2, 2), np.float32))
+    strategy = Kindred()
+    strategy.start(InlineGrid(plain_app(), MANY), initial(), 6, 60)
+    assert strategy._share < 0.1 and strategy._kept == 0.5
 
 
 @pytest.mark.parametrize("loss", [None, float("nan"), float("inf")])
