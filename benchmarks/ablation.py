@@ -76,6 +76,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "exp(-l) = 1: kin are not judged": {"own_share": unjudged},
     "nothing probed: a = 1/2, exp(-l) = 1": {"start_weights": with_share(0.5), "own_share": unjudged},
     "nothing of its own: c = 0": {"own_share": nothing},
+    "t by the plain loss": {"DOUBT": 1e-6},
     "halfway everywhere: t = 1/2": {"kept_share": lambda losses: 0.5},
 }
 """What is put in place of what in strategies/kindred.py."""
