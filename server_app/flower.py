@@ -436,10 +436,17 @@ def _signals_as_exceptions() -> Iterator[_Signals]:
 
 
 def _kill(mark: str) -> None:
-    """Kill every process of the run, until there is none."""
+    """Kill every process of the run, until there is none. All are stopped before: none is to start another unseen."""
     deadline = time.monotonic() + 15
-    while (processes := _processes(mark)) and time.monotonic() < deadline:
-        for process in processes:
+    while (processes := set(_processes(mark))) and time.monotonic() < deadline:
+        stopped: set[psutil.Process] = set()
+        while more := processes - stopped:
+            for process in more:
+                with suppress(psutil.Error):
+                    process.suspend()
+            stopped |= more
+            processes = set(_processes(mark))
+        for process in stopped:
             with suppress(psutil.Error):
                 process.kill()
         time.sleep(0.05)
