@@ -438,21 +438,21 @@ def _signals_as_exceptions() -> Iterator[_Signals]:
 def _kill(mark: str) -> None:
     """Kill every process of the run, until there is none. All are stopped before: none is to start another unseen."""
     deadline = time.monotonic() + 15
-    while (processes := set(_processes(mark))) and time.monotonic() < deadline:
+    while (processes := _processes(mark)) and time.monotonic() < deadline:
         stopped: set[psutil.Process] = set()
         while more := processes - stopped:
             for process in more:
                 with suppress(psutil.Error):
                     process.suspend()
             stopped |= more
-            processes = set(_processes(mark))
+            processes = _processes(mark)
         for process in stopped:
             with suppress(psutil.Error):
                 process.kill()
         time.sleep(0.05)
 
 
-def _processes(mark: str) -> list[psutil.Process]:
+def _processes(mark: str) -> set[psutil.Process]:
     """The processes that have the mark, and those they started: Ray's actors write over their environment."""
     alive: dict[int, psutil.Process] = {}
     parents: dict[int, int] = {}
@@ -467,4 +467,4 @@ def _processes(mark: str) -> list[psutil.Process]:
                 found.add(process.pid)
     while more := {pid for pid, parent in parents.items() if parent in found} - found:
         found |= more
-    return [alive[pid] for pid in found]
+    return {alive[pid] for pid in found}

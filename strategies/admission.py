@@ -113,6 +113,12 @@ def _check_metrics(metrics: MetricRecord) -> None:
                 raise Refused(f"metric {name!r} has a number of more than 64 bits")
 
 
+def are_numbers(told: object, count: int, least: float, most: float) -> bool:
+    """Whether this is a list of so many numbers, none of them out of bounds or NaN."""
+    return (isinstance(told, list) and len(told) == count
+            and all(isinstance(number, int | float) and least <= number <= most for number in told))
+
+
 def is_count(examples: object, least: int = 1) -> bool:
     """Whether this is a number of samples. Flower's apps may send a whole number as a float."""
     return (isinstance(examples, int | float) and not isinstance(examples, bool)

@@ -165,9 +165,14 @@ class Visit:
         method = REGISTRY.get(str(self.config.get(METHOD)))
         return method.strategy() if method else None
 
+    @property
+    def module(self) -> torch.nn.Module:
+        """The site's module, holding what it was last given; there is but one."""
+        return _module(self.site.model, self.device)
+
     def model(self, arrays: Mapping[str, np.ndarray] | None = None) -> torch.nn.Module:
-        """The site's module, holding these arrays, by default those in the message; there is but one."""
-        model = _module(self.site.model, self.device)
+        """The site's module, holding these arrays, by default those in the message."""
+        model = self.module
         set_arrays(model, self.arrays if arrays is None else arrays)
         return model
 
@@ -201,6 +206,12 @@ class Visit:
     def seed(self, purpose: str) -> int:
         """A seed that depends on the run's seed, client, round and purpose alone."""
         return seed_for(self.config.get("seed", 0), self.client, self.config.get(SERVER_ROUND, 0), purpose)
+
+    def samples_at(self, places: np.ndarray) -> Samples:
+        """Some of the training data, by their places (k,)."""
+        x, y = self.site.train
+        at = torch.from_numpy(places).to(self.device)
+        return x[at], y[at]
 
     @property
     def epochs(self) -> int:

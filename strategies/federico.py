@@ -50,7 +50,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
-from .admission import Refused, Reply, norm
+from .admission import Refused, Reply, are_numbers, norm
 from .messages import (
     ARRAYS,
     CONFIG,
@@ -643,8 +643,7 @@ class FedeRiCo(StoredModels):
     def inspect(self, client: ClientId, reply: Reply) -> None:
         if self.selection == "server":
             losses, due = reply.config.get(LOSSES), len(self._at_hand[client])
-            if (not isinstance(losses, list) or len(losses) != due
-                    or not all(isinstance(loss, int | float) and abs(loss) <= USELESS for loss in losses)):
+            if not are_numbers(losses, due, -USELESS, USELESS):
                 raise Refused(f"its losses are {reprlib.repr(losses)}, expected {due} numbers up to {USELESS:g}")
 
     def update_norm(self, client: ClientId, arrays: Mapping[str, np.ndarray]) -> float:

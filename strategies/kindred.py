@@ -6,7 +6,7 @@ data set. w_i is the model of client i after its last training, n_i its number o
 | step | here |
 |---|---|
 | o_i = ADJUSTMENT log(K pi_i), pi_i the proportions of the client's K classes, by its labels | `logit_adjustment` |
-| a client adds o_i to its logits whenever it trains or predicts, and takes it off what it sends | `adjusted` |
+| a client adds o_i to its logits whenever it trains or predicts, and takes it off what it sends | `Adjustment` |
 | S_ij = cos(w_i - wbar, w_j - wbar), wbar the mean model | `centred_cosines` |
 | P_ij = softmax_{j != i}(SHARPNESS S_ij + log n_j), who is like i | `kin_weights` |
 | v_i = sum_j P_ij w_j, the model of i's kin; g_i = sum_{j != i} n_j w_j / sum_{j != i} n_j, of all | `probe_weights` |
@@ -60,7 +60,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricReco
 from flwr.serverapp import Grid
 from scipy.special import gammaln, softmax
 
-from .admission import Refused, Reply
+from .admission import Refused, Reply, are_numbers
 from .messages import (
     ARRAYS,
     BETWEEN,
@@ -102,8 +102,6 @@ KIN, ALL = "kin", "all"  # what the two probes are called
 LEAST_LOSS, LARGEST_LOSS = 1e-30, 1e30
 LAST = "last"  # under which name a client keeps its model after training
 KEPT = "kept-share"  # t
-FOLD = "fold"  # which part of its samples a client leaves out of this round's training; none without it
-IS_ADJUSTED = "is-adjusted"  # whether o_i is in the personal model that the server sends
 OUTPUT_BIAS = "output-bias"  # what is added to the logits, by its name in the model; in the reply, as are
 ADJUSTMENT_TOLD = "logit-adjustment"  # o_i,
 FOLD_LOSSES = "fold-losses"  # and of the samples left out the summed losses at PLACES
@@ -354,7 +352,8 @@ class Probed:
         """Tell the loss of a model that is probed, on some of the training data; evaluate any other on test data."""
         from .client import LocalTraining
 
-        if PROBE in visit.config or not visit.config[IS_ADJUSTED]:
+        # Personal models of those that have trained come adjusted.
+        if PROBE in visit.config or not visit.config[TRAINED_IN]:
             visit = replace(visit, arrays=Adjustment.of(visit).added(visit.arrays))
         if PROBE not in visit.config:
             return LocalTraining.evaluate(visit)
@@ -436,24 +435,22 @@ _output_biases: WeakKeyDictionary[torch.nn.Module, str | None] = WeakKeyDictiona
 
 
 def _output_bias(visit: Visit) -> str | None:
-    model = visit.model()
-    if model not in _output_biases:
-        _output_biases[model] = output_bias(model, visit.site.train[0])
-    return _output_biases[model]
+    if visit.module not in _output_biases:
+        _output_biases[visit.module] = output_bias(visit.model(), visit.site.train[0])
+    return _output_biases[visit.module]
 
 
 def _divided(visit: Visit) -> tuple[Samples, Samples]:
     """The training data that are left out in this round, and the rest: two or more, if there are as many."""
-    from torch import from_numpy
-
     x, y = visit.site.train
-    order = np.random.default_rng(seed_for(visit.config.get("seed", 0), visit.client, FOLD)).permutation(len(y))
-    fold = np.array_split(order, FOLDS)[visit.config[FOLD]] if FOLD in visit.config else order[:0]
+    order = _shuffled(visit, "fold")
+    server_round = visit.config[SERVER_ROUND]
+    fold = np.array_split(order, FOLDS)[(server_round // 2 - 1) % FOLDS]
     fold = fold[:max(_affordable(visit) // len(PLACES), 1)]
-    if len(fold) == 0 or len(y) - len(fold) < 2:  # batch normalisation cannot be trained on one sample
+    # Batch normalisation cannot be trained on one sample.
+    if _is_probed(server_round) or len(fold) == 0 or len(y) - len(fold) < 2:
         return (x[:0], y[:0]), (x, y)
-    left_out, rest = (from_numpy(np.sort(part)).to(visit.device) for part in (fold, np.setdiff1d(order, fold)))
-    return (x[left_out], y[left_out]), (x[rest], y[rest])
+    return visit.samples_at(np.sort(fold)), visit.samples_at(np.setdiff1d(order, fold))
 
 
 def _affordable(visit: Visit) -> int:
@@ -463,15 +460,16 @@ def _affordable(visit: Visit) -> int:
 
 def _probe_samples(visit: Visit) -> Samples:
     """The training data, or as many as are in proportion to the training, the same in all rounds."""
-    from torch import from_numpy
-
-    x, y = visit.site.train
     count = max(_affordable(visit), 1)
-    if count >= len(y):
-        return x, y
-    rng = np.random.default_rng(seed_for(visit.config.get("seed", 0), visit.client, PROBE))
-    drawn = from_numpy(np.sort(rng.permutation(len(y))[:count])).to(visit.device)
-    return x[drawn], y[drawn]
+    if count >= len(visit.site.train[1]):
+        return visit.site.train
+    return visit.samples_at(np.sort(_shuffled(visit, PROBE)[:count]))
+
+
+def _shuffled(visit: Visit, purpose: str) -> np.ndarray:
+    """The places of the training data, in an order that is the same in all rounds."""
+    seed = seed_for(visit.config.get("seed", 0), visit.client, purpose)
+    return np.random.default_rng(seed).permutation(len(visit.site.train[1]))
 
 
 # --- The server ---------------------------------------------------------------------------------------
@@ -508,24 +506,24 @@ class Kindred(CloudModels):
         self._adjustments: dict[ClientId, dict[str, Any]] = {}  # what those told that adjust their logits
 
     def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
-        config = {**super().round_config(server_round, client), TRAINED_IN: self._trained_in.get(client, 0),
-                  KEPT: self._kept, IS_ADJUSTED: client in self._adjustments}
-        return config if _is_probed(server_round) else {**config, FOLD: (server_round // 2 - 1) % FOLDS}
+        trained_in = self._trained_in.get(client, 0)
+        return {**super().round_config(server_round, client), TRAINED_IN: trained_in, KEPT: self._kept}
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         self._work = {key: config[key] for key in WORK if key in config}
-        self._samples_are_left_out = not _is_probed(server_round)
         # Not as soon as the losses are told: until then personal models are what was evaluated.
         if told := {client: self._told[client] for client in in_order(self._told) if len(self._told[client]) == 2}:
             self._first, self._last, self._counted = told | self._first, self._last | told, told
-        if self._left_out:
+        if self._left_out and not _is_probed(server_round - 1):
             told_now = sum(self._left_out[client] for client in in_order(self._left_out))
             self._fold_losses = self._fold_losses / 2 + told_now
-            self._kept, self._left_out = kept_share(self._fold_losses), {}
+            self._kept = kept_share(self._fold_losses)
+        self._left_out = {}
         again = [client for client in in_order(self._last)
                  if client in self._nodes and self._last[client] != self._first[client]]
+        # Where nobody has told twice, nothing has fallen yet.
         first, last = ({probe: sum((losses[client][probe] for client in again), start=LEAST_LOSS)
                         for probe in (KIN, ALL)} for losses in (self._first, self._last))
         self._share = kin_share(first, last, self._kept if self._fold_losses.any() else 0.0)
@@ -588,7 +586,7 @@ class Kindred(CloudModels):
     def take(self, client: ClientId, reply: Reply) -> None:
         super().take(client, reply)
         self._samples[client] = float(reply.metrics[self.weighted_by_key])
-        if FOLD_LOSSES in reply.config and self._samples_are_left_out:
+        if FOLD_LOSSES in reply.config:
             self._left_out[client] = np.array(reply.config[FOLD_LOSSES], float)
         self._adjustments.pop(client, None)
         if OUTPUT_BIAS in reply.config:
@@ -656,8 +654,7 @@ def _is_probed(server_round: int) -> bool:
 
 
 def _check_numbers(name: str, told: object, count: int, least: float, most: float) -> None:
-    if not (isinstance(told, list) and len(told) == count
-            and all(isinstance(number, int | float) and least <= number <= most for number in told)):
+    if not are_numbers(told, count, least, most):
         raise Refused(f"its {name} are {reprlib.repr(told)}, expected {count} numbers from {least:g} to {most:g}")
 
 

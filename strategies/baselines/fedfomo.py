@@ -167,16 +167,12 @@ class WeighedModels:
 
 def _split(visit: Visit) -> tuple[Samples, Samples]:
     """The samples to train on, and those to weigh models by."""
-    from torch import from_numpy
-
     site = visit.site
     if site.validation is not None and len(site.validation[1]):
         return site.train, site.validation
-    x, y = site.train
     seed = seed_for(visit.config.get("seed", 0), visit.client, "validation")
-    places = split(len(y), float(visit.config[VALIDATION_SHARE]), seed)
-    training, validation = (from_numpy(part).to(visit.device) for part in places)
-    return (x[training], y[training]), (x[validation], y[validation])
+    training, validation = split(len(site.train[1]), float(visit.config[VALIDATION_SHARE]), seed)
+    return visit.samples_at(training), visit.samples_at(validation)
 
 
 def _weigh(visit: Visit, models: Sequence[Arrays], validation: Samples) -> np.ndarray:
