@@ -63,8 +63,9 @@ def nothing(kin: np.ndarray, samples: np.ndarray, own: np.ndarray, likelihoods: 
 
 
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
-    "logits not adjusted": {"ADJUSTMENT": 0.0},
+    "logits not adjusted": {"ADJUSTMENT": 0.0, "PROBE_ADJUSTMENT": 0.0},
     "logits adjusted in full": {"ADJUSTMENT": 1.0},
+    "probes adjusted by half, as models are": {"PROBE_ADJUSTMENT": 0.5},
     "cosines of whole models": {"centred_cosines": plain_cosines},
     "sharpness 5, not 10": {"SHARPNESS": 5.0},
     "sharpness 20, not 10": {"SHARPNESS": 20.0},
@@ -77,7 +78,8 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "nothing probed: a = 1/2, exp(-l) = 1": {"start_weights": with_share(0.5), "own_share": unjudged},
     "nothing of its own: c = 0": {"own_share": nothing},
     "t by the plain loss": {"DOUBT": 1e-6},
-    "halfway everywhere: t = 1/2": {"kept_share": lambda losses: 0.5},
+    "t by the last samples alone": {"JUMP": 1.0},
+    "halfway everywhere: t = 1/2": {"place_probabilities": lambda before, losses: np.eye(5)[2]},
 }
 """What is put in place of what in strategies/kindred.py."""
 

@@ -13,9 +13,10 @@ as a proximal term, means and distances at the server, k-means, and whatever has
 server computes with networks itself, and the bare loop does that too.
 
 Counted are the last third of the rounds, so that none is that finds its way in: in a comparison the last of 3, of one
-method the last three of 10, unless `--rounds` says otherwise. Settings are such that batches are full and that methods
-compare: PerFed-CKT makes as many steps as 2 epochs have, FedRep trains the last layers for 2 epochs and the others for
-2, public batches have 100 images, the public set has 500; all else is as of `kindred run`.
+method the last three of 10, unless `--rounds` says otherwise. Two more follow, for a run's last rounds may be others
+(Kindred's are). Settings are such that batches are full and that methods compare: PerFed-CKT makes as many steps as 2
+epochs have, FedRep trains the last layers for 2 epochs and the others for 2, public batches have 100 images, the public
+set has 500; all else is as of `kindred run`.
 """
 
 from __future__ import annotations
@@ -49,15 +50,16 @@ from strategies.state import MIXTURE
 from . import markdown, methods_named
 
 CLIENTS, SAMPLES, EPOCHS, BATCH = 20, 300, 2, 100
+NOT_COUNTED = 2  # rounds at the end
 AT_ONCE = 500  # images, where no gradient is asked for
 
 
 def settings(strategy: str, data_dir: str, rounds: int, output_dir: str) -> Config:
     return Config(
         strategy=strategy, dataset="fashion-mnist", data_dir=data_dir, partition="practical", num_clients=CLIENTS,
-        samples_per_client=SAMPLES, model="mcmahan-cnn", num_rounds=rounds, local_epochs=EPOCHS, batch_size=BATCH,
-        learning_rate=1e-3, output_dir=output_dir, local_steps=EPOCHS * SAMPLES // BATCH, head_epochs=EPOCHS,
-        public_batch_size=BATCH, public_size=500, validation_share=1 / 3, ala_share=2 / 3)
+        samples_per_client=SAMPLES, model="mcmahan-cnn", num_rounds=rounds + NOT_COUNTED, local_epochs=EPOCHS,
+        batch_size=BATCH, learning_rate=1e-3, output_dir=output_dir, local_steps=EPOCHS * SAMPLES // BATCH,
+        head_epochs=EPOCHS, public_batch_size=BATCH, public_size=500, validation_share=1 / 3, ala_share=2 / 3)
 
 
 # --- What a round needs -------------------------------------------------------------------------------
@@ -138,7 +140,7 @@ def simulated(config: Config) -> Simulated:
         on_line=lambda line: print("   ", line, flush=True))
     if outcome.code:
         raise SystemExit(outcome.reason)
-    folder, last = outcome.results, config.num_rounds
+    folder, last = outcome.results, config.num_rounds - NOT_COUNTED
     counted = range(last - max(last // 3, 1) + 1, last + 1)
     lines = {line["round"]: line for line in read_table(folder / "rounds.csv")}
     history = read_table(folder / "history.csv")

@@ -5,14 +5,14 @@ data set. w_i is the model of client i after its last training, n_i its number o
 
 | step | here |
 |---|---|
-| o_i = ADJUSTMENT log(K pi_i), pi_i the proportions of the client's K classes, by its labels | `logit_adjustment` |
-| a client adds o_i to its logits whenever it trains or predicts, and takes it off what it sends | `Adjustment` |
+| o_i = log(K pi_i), pi_i the proportions of the client's K classes, by its labels | `log_proportions` |
+| a client adds o_i / 2 to its logits whenever it trains or predicts, and takes it off what it sends | `Adjustment` |
 | S_ij = cos(w_i - wbar, w_j - wbar), wbar the mean model | `centred_cosines` |
 | P_ij = softmax_{j != i}(SHARPNESS S_ij + log n_j), who is like i | `kin_weights` |
 | v_i = sum_j P_ij w_j, the model of i's kin; g_i = sum_{j != i} n_j w_j / sum_{j != i} n_j, of all | `probe_weights` |
-| every second round those who trained tell their losses l(v_i), l(g_i) on their own training data | `Probed.evaluate` |
-| in the others, of a tenth of their samples, then left out, those on the way from u_i to w_i | `Probed.train` |
-| t: which place on that way, from 0 to 1, these speak for | `doubting_loss`, `kept_share` |
+| every second round those who trained tell l(v_i), l(g_i), the losses on their data, o_i added | `Probed.evaluate` |
+| in the others a tenth of the samples is left out; next time they tell its losses from u_i to w_i | `Probed.train` |
+| t: which place on that way, from 0 to 1, these speak for | `doubting_loss`, `place_probabilities` |
 | a: by how much the losses of the v_i fall ahead of those of the g_i, and t^2 at least | `kin_share` |
 | N_i = sum_j P_ij n_j / sum_j P_ij^2, how many samples speak in v_i | `samples_behind` |
 | c_i = n_i / (n_i + N_i exp(-l(v_i))), how far a client goes on from its own | `own_share` |
@@ -26,7 +26,8 @@ Why:
   adjusted by the logarithm of the classes' proportions (Menon et al., Long-tail learning via logit adjustment, ICLR
   2021, arXiv:2007.07314; for clients' own proportions Chen and Chao, On Bridging Generic and Personalized Federated
   Learning for Image Classification, ICLR 2022, arXiv:2107.00778). By half: with all of it a client that lacks a class
-  would teach nothing about it, and its outputs for that class would drift.
+  would teach nothing about it, and its outputs for that class would drift. But by all of it where means of others'
+  models are judged: that they do not know which classes a client has is no reason to think that tasks conflict.
 - What clients have in common says nothing about who is like whom, so it is taken off: cosines of whole models all lie
   within a hundredth of 1, and those of differences from the mean anywhere from -1 to 1, whatever the network. One
   sharpness therefore does for all data.
@@ -38,6 +39,10 @@ Why:
   cannot learn them all. What tells is whether the mean of all goes on learning as the kin do. Losses count by their
   logarithm: both then fall by the same amount if the one is always a multiple of the other.
 - Where clients do best to keep most of what their own training makes, they are better off without the mean of all.
+- How much that is changes while they learn, mostly in the first rounds. So a place that was the best is taken to be so
+  the next time but for one time in a hundred, which bounds how much is remembered.
+
+At the end nothing is probed and no sample left out any more, for nobody would use what is told.
 
 Clients that sit out keep their last model, and their kin hear it while they are away; g is of those who trained in the
 last round, as FedAvg's. Who has not told its losses lately is given the mean of those who have. Where few train in a
@@ -88,33 +93,37 @@ SHARPNESS = 10.0
 PRIOR = 0.5
 """How many natural logarithms of a fall in loss the first guess is worth, that all have half of what the kin have."""
 
-ADJUSTMENT = 0.5
+ADJUSTMENT = 0.5  # how much of o_i is added to the logits of models that clients train or use,
+PROBE_ADJUSTMENT = 1.0  # and to those of the two that are judged
 CONCENTRATIONS = np.geomspace(0.02, 200, 41)
 """Of the Dirichlet distributions that classes' proportions may come from: small where most samples are of one class."""
 
 FOLDS = 10  # into how many parts a client divides its samples, to leave one out in turn
-PLACES = np.linspace(0, 1, 5)  # on the way from u_i to w_i
+PLACES = np.linspace(0, 1, 5)  # on the way from u_i to w_i, u_i coming after w_i
+JUMP = 0.01  # probability that the best of them may be any, the next time that losses are told
 DOUBT = 0.1  # share of labels taken to be anybody's guess, where models are judged by samples left out
 PREDICTED_SHARE = 0.3
 """For how many samples a client predicts to judge a model, at most, to one that it trains on: a tenth of the work."""
 
 KIN, ALL = "kin", "all"  # what the two probes are called
 LEAST_LOSS, LARGEST_LOSS = 1e-30, 1e30
-LAST = "last"  # under which name a client keeps its model after training
+LAST = "last"  # under which name a client keeps its model after training,
+LEFT_OUT = "left-out"  # with the places of the samples that were left out,
+TRAINED_IN = "trained-in"  # and the round; in a message that of the model that the server has of it, 0 if it has none
 KEPT = "kept-share"  # t
 OUTPUT_BIAS = "output-bias"  # what is added to the logits, by its name in the model; in the reply, as are
-ADJUSTMENT_TOLD = "logit-adjustment"  # o_i,
+ADJUSTMENT_TOLD = "logit-adjustment"  # ADJUSTMENT o_i,
 FOLD_LOSSES = "fold-losses"  # and of the samples left out the summed losses at PLACES
 LARGEST_ADJUSTMENT = 100.0
 LARGEST_FOLD_LOSS = 20.0  # of a sample: log(K / DOUBT) is below it for up to 48 million classes
-TRAINED_IN = "trained-in"  # the round of the model that the server has of a client; 0 if it has none
+LEAVES_OUT = "leaves-out"  # whether the client leaves samples out in this round
 WORK = (LOCAL_EPOCHS, LOCAL_STEPS, "batch-size")  # settings that say how much a client trains
 
 # --- The mathematics ----------------------------------------------------------------------------------
 
 
-def logit_adjustment(counts: np.ndarray) -> np.ndarray:
-    """o_i = ADJUSTMENT log(K pi_i), pi_i the posterior mean of K classes' proportions.
+def log_proportions(counts: np.ndarray) -> np.ndarray:
+    """o_i = log(K pi_i), pi_i the posterior mean of K classes' proportions.
 
     A priori they are Dirichlet with one concentration alpha for all classes, any of CONCENTRATIONS alike:
     pi_i = sum_alpha p(alpha | counts) (counts + alpha) / (n_i + K alpha).
@@ -132,7 +141,7 @@ def logit_adjustment(counts: np.ndarray) -> np.ndarray:
     alpha, classes, n = CONCENTRATIONS[:, None], len(counts), counts.sum()
     evidence = (gammaln(counts + alpha) - gammaln(alpha)).sum(axis=1) + (
         gammaln(classes * alpha) - gammaln(n + classes * alpha))[:, 0]  # (alphas,)
-    return ADJUSTMENT * np.log(classes * softmax(evidence) @ ((counts + alpha) / (n + classes * alpha)))
+    return np.log(classes * softmax(evidence) @ ((counts + alpha) / (n + classes * alpha)))
 
 
 def centred_cosines(blocks: Iterable[np.ndarray], rows: Sequence[int], m: int) -> np.ndarray:
@@ -238,21 +247,25 @@ def doubting_loss(probabilities: np.ndarray, labels: np.ndarray) -> float:
     return max(-float(np.log((1 - DOUBT) * given + DOUBT / classes).sum()), 0.0)
 
 
-def kept_share(losses: np.ndarray) -> float:
-    """t = sum_k PLACES_k exp(-losses_k) / sum_k exp(-losses_k): the posterior mean, all places being equally likely.
+def place_probabilities(before: np.ndarray, losses: np.ndarray) -> np.ndarray:
+    """p_k ~ ((1 - JUMP) before_k + JUMP / 5) exp(-losses_k): which of PLACES is the best one now.
+
+    That is the filter of a hidden Markov model, in which the best place jumps to any of them with probability JUMP.
 
     Parameters
     ----------
+    before : ndarray, shape (5,)
+        These probabilities as of the last time; at first all alike.
     losses : ndarray, shape (5,)
         Of the samples that were left out of training, of all clients, summed: their `doubting_loss` at each of PLACES
         between u_i (0) and w_i (1).
 
     Returns
     -------
-    float
-        In [0, 1]: one half where nothing is known.
+    ndarray, shape (5,)
+        Sums to 1. t = sum_k PLACES_k p_k is the mean.
     """
-    return float(softmax(-losses) @ PLACES)
+    return softmax(np.log((1 - JUMP) * before + JUMP / len(PLACES)) - losses)
 
 
 def samples_behind(kin: np.ndarray, samples: np.ndarray) -> np.ndarray:
@@ -325,26 +338,35 @@ class Probed:
 
     @staticmethod
     def train(visit: Visit) -> RecordDict:
-        """Train from u_i; evaluated are u_i, the trained model, and the personal one, between u_i and the last."""
+        """Train from u_i; evaluated are u_i, the trained model, and the personal one, between u_i and the last.
+
+        Told is how good the places between u_i and the last are, by the samples that the last has not seen.
+        """
         from .client import LocalTraining
 
-        adjustment = Adjustment.of(visit)
+        adjustment = Adjustment.of(visit, ADJUSTMENT)
         visit = replace(visit, arrays=adjustment.added(visit.arrays))
+        told = adjustment.told()
         last = visit.state.load(LAST) or {}
+        unseen = last.pop(LEFT_OUT, np.zeros(0, int))
         if not np.array_equal(last.pop(TRAINED_IN, -1), visit.config[TRAINED_IN]):
-            last = visit.arrays  # the server has not got it, or another
+            last, unseen = visit.arrays, unseen[:0]  # the server has not got it, or another
+        unseen = unseen[unseen < len(visit.site.train[1])]  # a site may have come back with fewer
+        if len(unseen):
+            x, y = visit.samples_at(unseen)
+            told[FOLD_LOSSES] = [
+                doubting_loss(visit.predict(visit.model(between(visit.arrays, last, place)), x), y.cpu().numpy())
+                for place in PLACES]
         personal = visit.model(between(visit.arrays, last, float(visit.config[KEPT])))
         metrics = visit.evaluation(BETWEEN, personal) | visit.counts()
-        left_out, rest = _divided(visit)
-        content = LocalTraining.train(replace(visit, site=replace(visit.site, train=rest)))
+        left_out = _left_out(visit)
+        rest = np.setdiff1d(np.arange(len(visit.site.train[1])), left_out)
+        train = visit.samples_at(rest) if len(left_out) else visit.site.train
+        content = LocalTraining.train(replace(visit, site=replace(visit.site, train=train)))
         content[METRICS].update(metrics)
         trained = read_record(content[ARRAYS])
-        visit.state.save(LAST, {**trained, TRAINED_IN: np.array(visit.config[SERVER_ROUND])})
-        told = adjustment.told()
-        if len(left_out[1]):
-            x, y = left_out[0], left_out[1].cpu().numpy()
-            told[FOLD_LOSSES] = [doubting_loss(visit.predict(visit.model(between(visit.arrays, trained, place)), x), y)
-                                 for place in PLACES]
+        visit.state.save(
+            LAST, {**trained, TRAINED_IN: np.array(visit.config[SERVER_ROUND]), LEFT_OUT: left_out})
         return RecordDict({**content, ARRAYS: to_record(adjustment.removed(trained)), CONFIG: ConfigRecord(told)})
 
     @staticmethod
@@ -352,13 +374,12 @@ class Probed:
         """Tell the loss of a model that is probed, on some of the training data; evaluate any other on test data."""
         from .client import LocalTraining
 
-        # Personal models of those that have trained come adjusted.
-        if PROBE in visit.config or not visit.config[TRAINED_IN]:
-            visit = replace(visit, arrays=Adjustment.of(visit).added(visit.arrays))
         if PROBE not in visit.config:
+            if not visit.config[TRAINED_IN]:  # personal models of those that have trained come adjusted
+                visit = replace(visit, arrays=Adjustment.of(visit, ADJUSTMENT).added(visit.arrays))
             return LocalTraining.evaluate(visit)
         samples = _probe_samples(visit)
-        loss = visit.loss(visit.model(), samples)
+        loss = visit.loss(visit.model(Adjustment.of(visit, PROBE_ADJUSTMENT).added(visit.arrays)), samples)
         return RecordDict({METRICS: MetricRecord({"loss": loss, NUM_EXAMPLES: len(samples[1])})})
 
 
@@ -376,13 +397,13 @@ class Adjustment:
     logits: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
     @classmethod
-    def of(cls, visit: Visit) -> Adjustment:
-        """o_i, by the labels of the client's training data."""
+    def of(cls, visit: Visit, share: float) -> Adjustment:
+        """So much of o_i, by the labels of the client's training data."""
         name = _output_bias(visit)
         if name is None:
             return cls()
         labels = visit.site.train[1].cpu().numpy()
-        return cls(name, logit_adjustment(np.bincount(labels, minlength=len(visit.arrays[name]))))
+        return cls(name, share * log_proportions(np.bincount(labels, minlength=len(visit.arrays[name]))))
 
     def added(self, arrays: Mapping[str, np.ndarray], sign: int = 1) -> dict[str, np.ndarray]:
         """A model that has it in it."""
@@ -440,17 +461,13 @@ def _output_bias(visit: Visit) -> str | None:
     return _output_biases[visit.module]
 
 
-def _divided(visit: Visit) -> tuple[Samples, Samples]:
-    """The training data that are left out in this round, and the rest: two or more, if there are as many."""
-    x, y = visit.site.train
+def _left_out(visit: Visit) -> np.ndarray:
+    """The places of the training data that are left out in this round; two or more remain, if there are as many."""
     order = _shuffled(visit, "fold")
-    server_round = visit.config[SERVER_ROUND]
-    fold = np.array_split(order, FOLDS)[(server_round // 2 - 1) % FOLDS]
+    fold = np.array_split(order, FOLDS)[(visit.config[SERVER_ROUND] // 2 - 1) % FOLDS]
     fold = fold[:max(_affordable(visit) // len(PLACES), 1)]
     # Batch normalisation cannot be trained on one sample.
-    if _is_probed(server_round) or len(fold) == 0 or len(y) - len(fold) < 2:
-        return (x[:0], y[:0]), (x, y)
-    return visit.samples_at(np.sort(fold)), visit.samples_at(np.setdiff1d(order, fold))
+    return np.sort(fold) if visit.config[LEAVES_OUT] and len(order) - len(fold) >= 2 else fold[:0]
 
 
 def _affordable(visit: Visit) -> int:
@@ -490,7 +507,7 @@ class Kindred(CloudModels):
     personal = BETWEEN
     clients_keep_state = True
     STATE = (*CloudModels.STATE, "_samples", "_trained_in", "_share", "_kept", "_first", "_last", "_counted", "_told",
-             "_adjustments", "_fold_losses", "_left_out")
+             "_adjustments", "_places", "_fold_losses")
 
     def begin(self, initial_arrays: ArrayRecord) -> None:
         super().begin(initial_arrays)
@@ -501,13 +518,14 @@ class Kindred(CloudModels):
         self._last: dict[ClientId, dict[str, float]] = {}  # and the last time
         self._counted: dict[ClientId, dict[str, float]] = {}  # what was said in the last exchange that had any,
         self._told: dict[ClientId, dict[str, float]] = {}  # and in this round's, which counts from the next one on
-        self._fold_losses = np.zeros(len(PLACES))  # those told so far, the older the less
-        self._left_out: dict[ClientId, np.ndarray] = {}  # those of this round, which count from the next one on
+        self._places = np.full(len(PLACES), 1 / len(PLACES))  # how probably each of PLACES is the best one
+        self._fold_losses: dict[ClientId, np.ndarray] = {}  # this round's losses there: they count from the next on
         self._adjustments: dict[ClientId, dict[str, Any]] = {}  # what those told that adjust their logits
 
     def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
         trained_in = self._trained_in.get(client, 0)
-        return {**super().round_config(server_round, client), TRAINED_IN: trained_in, KEPT: self._kept}
+        return {**super().round_config(server_round, client), TRAINED_IN: trained_in, KEPT: self._kept,
+                LEAVES_OUT: server_round % 2 == 0 and server_round < self.last_round - 1}
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -516,17 +534,17 @@ class Kindred(CloudModels):
         # Not as soon as the losses are told: until then personal models are what was evaluated.
         if told := {client: self._told[client] for client in in_order(self._told) if len(self._told[client]) == 2}:
             self._first, self._last, self._counted = told | self._first, self._last | told, told
-        if self._left_out and not _is_probed(server_round - 1):
-            told_now = sum(self._left_out[client] for client in in_order(self._left_out))
-            self._fold_losses = self._fold_losses / 2 + told_now
-            self._kept = kept_share(self._fold_losses)
-        self._left_out = {}
+        if self._fold_losses:
+            losses = sum(self._fold_losses[client] for client in in_order(self._fold_losses))
+            self._places = place_probabilities(self._places, losses)
+            self._kept = float(self._places @ PLACES)
+        self._fold_losses = {}
         again = [client for client in in_order(self._last)
                  if client in self._nodes and self._last[client] != self._first[client]]
         # Where nobody has told twice, nothing has fallen yet.
         first, last = ({probe: sum((losses[client][probe] for client in again), start=LEAST_LOSS)
                         for probe in (KIN, ALL)} for losses in (self._first, self._last))
-        self._share = kin_share(first, last, self._kept if self._fold_losses.any() else 0.0)
+        self._share = kin_share(first, last, self._kept if np.ptp(self._places) else 0.0)
         return super().configure_train(server_round, arrays, config, grid)
 
     def cloud_weights(
@@ -587,7 +605,7 @@ class Kindred(CloudModels):
         super().take(client, reply)
         self._samples[client] = float(reply.metrics[self.weighted_by_key])
         if FOLD_LOSSES in reply.config:
-            self._left_out[client] = np.array(reply.config[FOLD_LOSSES], float)
+            self._fold_losses[client] = np.array(reply.config[FOLD_LOSSES], float)
         self._adjustments.pop(client, None)
         if OUTPUT_BIAS in reply.config:
             self._adjustments[client] = {key: reply.config[key] for key in (OUTPUT_BIAS, ADJUSTMENT_TOLD)}
@@ -601,7 +619,7 @@ class Kindred(CloudModels):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         self._told = {}
-        if _is_probed(server_round) and not self._closing:
+        if server_round % 2 == 1 and server_round < self.last_round:
             yield from self._probes(server_round, config)
         yield from super().configure_evaluate(server_round, arrays, config, grid)
 
@@ -646,11 +664,6 @@ class Kindred(CloudModels):
 
     def client_models(self) -> Mapping[ClientId, ArrayRecord]:
         return _PersonalModels(self, in_order(self._samples))
-
-
-def _is_probed(server_round: int) -> bool:
-    """Whether models are probed in this round. In the others clients leave samples out."""
-    return server_round % 2 == 1
 
 
 def _check_numbers(name: str, told: object, count: int, least: float, most: float) -> None:

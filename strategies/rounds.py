@@ -210,6 +210,7 @@ class PersonalizedStrategy(Strategy):
         self._silent: set[ClientId] | None = None  # who may be asked for an evaluation in this round; None: all
         self._evaluated_apart: set[ClientId] = set()  # whose personal model was evaluated by itself in this round
         self._closing: list[ClientId] = []  # who is to be asked after the last round
+        self.last_round = 0  # of the run that was started
         self._nodes: dict[ClientId, int] = {}  # the clients that are connected
         self._identities: dict[int, ClientId] = {}  # the clients of the nodes that were there last
         self._about: dict[int, Mapping[str, Any]] = {}  # what they said of themselves
@@ -472,6 +473,7 @@ class PersonalizedStrategy(Strategy):
         self.history = History()
         self._answered = False
         self._closing = []
+        self.last_round = num_rounds
         self._strikes, self._resting, self._empty_rounds, self._doubles = {}, {}, 0, set()
         self._identities, self._about, self._introduced, self._nodes_know_identity = {}, {}, {}, True
         self._queries, self._registered, self._owners = {}, {}, {}

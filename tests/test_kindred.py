@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from strategies import FedAvg, InlineGrid, Kindred, Site, kindred, make_client_app
+from strategies.client import LocalTraining
 from strategies.kindred import (
     ALL,
     KIN,
@@ -22,12 +23,12 @@ from strategies.kindred import (
     between,
     centred_cosines,
     doubting_loss,
-    kept_share,
     kin_share,
     kin_weights,
-    logit_adjustment,
+    log_proportions,
     output_bias,
     own_share,
+    place_probabilities,
     probe_weights,
     samples_behind,
     start_weights,
@@ -155,7 +156,16 @@ def test_starts_are_mixtures_whatever_the_models(m, seed, share, scale, likeliho
     ([1e3, 2.0, 2.0, 2.0, 1e3], 1 / 2),
 ])
 def test_how_much_is_kept_is_what_samples_say_that_were_left_out(losses, kept) -> None:
-    assert kept_share(np.array(losses)) == pytest.approx(kept)
+    assert place_probabilities(np.full(5, 1 / 5), np.array(losses)) @ PLACES == pytest.approx(kept)
+
+
+def test_what_was_best_is_best_again_but_for_one_time_in_a_hundred() -> None:
+    sure = np.array([0.0, 0.0, 0.0, 0.0, 1.0])
+    again = place_probabilities(sure, np.zeros(5))
+    assert again == pytest.approx([0.002, 0.002, 0.002, 0.002, 0.992])
+    assert place_probabilities(again, np.zeros(5)) == pytest.approx([*[0.00398] * 4, 0.98408])
+    doubted = place_probabilities(sure, np.array([0.0, 99, 99, 99, np.log(496)]))  # it was sure, to 496 to one
+    assert doubted == pytest.approx([0.5, 0, 0, 0, 0.5])
 
 
 def test_what_is_sure_and_wrong_does_not_decide_alone() -> None:
@@ -164,30 +174,30 @@ def test_what_is_sure_and_wrong_does_not_decide_alone() -> None:
     assert doubting_loss(sure[:0], np.array([], int)) == 0
 
 
-def test_logits_are_adjusted_by_half_the_log_of_proportions(monkeypatch) -> None:
+def test_the_log_of_proportions(monkeypatch) -> None:
     monkeypatch.setattr(kindred, "CONCENTRATIONS", np.array([1.0]))  # Laplace's rule: one more of each class
-    assert logit_adjustment(np.array([3, 0])) == pytest.approx(np.log([2 * 4 / 5, 2 * 1 / 5]) / 2)
-    assert logit_adjustment(np.array([1, 4, 1])) == pytest.approx(np.log([3 * 2 / 9, 3 * 5 / 9, 3 * 2 / 9]) / 2)
+    assert log_proportions(np.array([3, 0])) == pytest.approx(np.log([2 * 4 / 5, 2 * 1 / 5]))
+    assert log_proportions(np.array([1, 4, 1])) == pytest.approx(np.log([3 * 2 / 9, 3 * 5 / 9, 3 * 2 / 9]))
     monkeypatch.setattr(kindred, "CONCENTRATIONS", np.array([1.0, 2.0]))  # two of one class: 1/3 and 3/10 likely
     expected = (10 * (3 / 4) + 9 * (4 / 6)) / 19
-    assert logit_adjustment(np.array([2, 0])) == pytest.approx(np.log([2 * expected, 2 * (1 - expected)]) / 2)
+    assert log_proportions(np.array([2, 0])) == pytest.approx(np.log([2 * expected, 2 * (1 - expected)]))
 
 
 def test_how_skewed_classes_are_is_told_from_how_many_samples_there_are() -> None:
-    assert logit_adjustment(np.zeros(10, int)) == pytest.approx(np.zeros(10))
-    assert logit_adjustment(np.full(4, 25)) == pytest.approx(np.zeros(4))
-    chance = logit_adjustment(np.array([6, 4, 3, 5, 2, 4, 5, 3, 4, 4]))  # as uneven as chance makes it
-    assert np.abs(chance).max() < 0.1
-    few, many = (logit_adjustment(np.array([n, n] + [0] * 8)) for n in (1, 20))
+    assert log_proportions(np.zeros(10, int)) == pytest.approx(np.zeros(10))
+    assert log_proportions(np.full(4, 25)) == pytest.approx(np.zeros(4))
+    chance = log_proportions(np.array([6, 4, 3, 5, 2, 4, 5, 3, 4, 4]))  # as uneven as chance makes it
+    assert np.abs(chance).max() < 0.2
+    few, many = (log_proportions(np.array([n, n] + [0] * 8)) for n in (1, 20))
     for two in (few, many):
         assert (two[:2] > 0).all() and (two[2:] < 0).all()
-    assert many[9] < few[9] - 1  # what is still missing after 40 samples is not going to come
+    assert many[9] < few[9] - 2  # what is still missing after 40 samples is not going to come
 
 
 @given(st.lists(st.integers(0, 10**6), min_size=1, max_size=100))
-def test_adjustments_are_of_proportions_whatever_the_counts(counts) -> None:
-    found = logit_adjustment(np.array(counts))
-    assert np.exp(found / kindred.ADJUSTMENT).mean() == pytest.approx(1)
+def test_they_are_of_proportions_whatever_the_counts(counts) -> None:
+    found = log_proportions(np.array(counts))
+    assert np.exp(found).mean() == pytest.approx(1)
     assert (np.diff(found[np.argsort(counts, kind="stable")]) >= -1e-12).all()
 
 
@@ -275,7 +285,7 @@ def probes_of(models: np.ndarray) -> dict[str, np.ndarray]:
 @pytest.fixture
 def kept(monkeypatch) -> float:
     """t once losses have been told, whatever they are."""
-    monkeypatch.setattr(kindred, "kept_share", lambda losses: 0.25)
+    monkeypatch.setattr(kindred, "place_probabilities", lambda before, losses: np.eye(5)[1])
     return 0.25
 
 
@@ -296,47 +306,62 @@ def test_two_rounds() -> None:
     assert clients == [0, 1, 2, 3] and weights @ trained == pytest.approx(starts, abs=1e-6)
 
 
-def test_how_much_is_kept_is_judged_by_samples_that_were_left_out(kept) -> None:
-    """In every second round: who has fewer than three samples leaves none out, the other one; older ones count half."""
+def test_how_much_is_kept_is_judged_by_samples_that_were_left_out(monkeypatch) -> None:
+    """In every second round: who has fewer than three samples leaves none out, the other one; told in the next."""
+    told = []
+
+    def noting(before, losses):
+        told.append((before, losses, place_probabilities(before, losses)))
+        return told[-1][-1]
+
+    monkeypatch.setattr(kindred, "place_probabilities", noting)
+    strategy = by_four(7)
     trained = np.array([client.step(FIRST) for client in CLIENTS])
-    start = next_starts(trained, 0.5, judged=trained)[1]
-    way = [(1 - place) * start + place * CLIENTS[1].step(start) for place in PLACES]
-    expected = [-np.log(0.9 * np.exp(-CLIENTS[1].loss(w)) + 0.1 / 2) for w in way]
-    assert by_four(1)._left_out == {}
-    two, three, four, five = by_four(2), by_four(3), by_four(4), by_four(5)
-    assert list(two._left_out) == [1] and two._left_out[1] == pytest.approx(expected, rel=1e-5)
-    assert three._left_out == {} and three._fold_losses.tolist() == two._left_out[1].tolist()
-    assert five._fold_losses == pytest.approx(two._left_out[1] / 2 + four._left_out[1])
-    found = [line["kept-share"] for line in five.history.rounds if "kept-share" in line]
-    assert found[:5] == [0.5, 0.5, 0.25, 0.25, 0.25]  # what is told counts from the next round on
+    starts = next_starts(trained, 0.5, judged=trained)
+    again = np.array([client.step(start) for client, start in zip(CLIENTS, starts)])
+    new, mine = next_starts(again, 0.5, judged=trained)[1], again[1]  # what it received in round 3, and made in round 2
+    way = [(1 - place) * new + place * mine for place in PLACES]
+    (first, losses, second), (before, _, third) = told
+    assert first.tolist() == [0.2] * 5 and before.tolist() == second.tolist()
+    assert losses == pytest.approx([-np.log(0.9 * np.exp(-CLIENTS[1].loss(w)) + 0.1 / 2) for w in way], rel=1e-5)
+    found = [line["kept-share"] for line in strategy.history.rounds if "kept-share" in line]
+    assert found[:7] == [0.5] * 3 + [second @ PLACES] * 2 + [third @ PLACES] * 2  # what is told counts from the next on
+    trained_on = {row["round"]: row["samples-trained"] for row in strategy.history.rows
+                  if row["client"] == 1 and row["round"] <= 7}
+    assert trained_on == {1: 3, 2: 2, 3: 3, 4: 2, 5: 3, 6: 3, 7: 3}  # in round 6 nobody is left to heed what is told
 
 
 def test_what_is_probed_in_every_second_round() -> None:
     trained = np.array([client.step(FIRST) for client in CLIENTS])
-    strategy = by_four(3)
+    strategy = by_four(4)
     kin = kin_weights(cosines_of(trained), SAMPLES, OWN)
     rows = {(row["round"], row["client"]): row for row in strategy.history.rows}
     for probe, weights in probe_weights(kin, SAMPLES, OWN).items():
         for i, client in enumerate(CLIENTS):
             assert rows[1, i][f"{probe}-loss"] == pytest.approx(client.loss(weights[i] @ trained), rel=1e-5)
             assert f"{probe}-loss" in rows[3, i] and f"{probe}-loss" not in rows[2, i]
-    shares = [line["kin-share"] for line in by_four(4).history.rounds if "kin-share" in line]
+    assert not any("kin-loss" in row for row in by_four(3).history.rows if row["round"] == 3)  # it would be of no use
+    shares = [line["kin-share"] for line in strategy.history.rounds if "kin-share" in line]
     assert shares[:3] == [0.5] * 3  # until there is a second time to compare with the first
     told = [{probe: sum(rows[r, i][f"{probe}-loss"] for i in range(4)) for probe in (KIN, ALL)} for r in (1, 3)]
     assert shares[3] == pytest.approx(kin_share(*told, kept=0.0)) and shares[3] > 0.6
 
 
 def test_what_the_client_says_of_its_personal_model(kept) -> None:
-    trained = np.array([client.step(FIRST) for client in CLIENTS])
-    starts = next_starts(trained, 0.5, judged=trained)
-    rows = {(row["round"], row["client"]): row for row in by_four(3).history.rows}
-    again = np.array([client.step(start) for client, start in zip(CLIENTS, starts)])
-    second = (starts + trained) / 2
-    third = (1 - kept) * next_starts(again, 0.5, judged=trained) + kept * again
+    strategy = by_four(4)
+    first = np.array([client.step(FIRST) for client in CLIENTS])
+    starts = {2: next_starts(first, 0.5, judged=first)}
+    second = np.array([client.step(start) for client, start in zip(CLIENTS, starts[2])])
+    starts[3] = next_starts(second, 0.5, judged=first)
+    third = np.array([client.step(start) for client, start in zip(CLIENTS, starts[3])])
+    lines = {line["round"]: line for line in strategy.history.rounds}
+    starts[4] = next_starts(third, lines[4]["kin-share"], judged=third)
+    rows = {(row["round"], row["client"]): row for row in strategy.history.rows}
     for i, client in enumerate(CLIENTS):
         assert rows[1, i]["personal-loss"] == pytest.approx(client.loss(FIRST), rel=1e-5)  # it has no other yet
-        assert rows[2, i]["personal-loss"] == pytest.approx(client.loss(second[i]), rel=1e-5)
-        assert rows[3, i]["personal-loss"] == pytest.approx(client.loss(third[i]), rel=1e-5)
+        for number, last, t in ((2, first, 0.5), (3, second, 0.5), (4, third, kept)):
+            personal = (1 - t) * starts[number][i] + t * last[i]
+            assert rows[number, i]["personal-loss"] == pytest.approx(client.loss(personal), rel=1e-5)
 
 
 def test_nothing_is_probed_without_evaluations_or_without_another() -> None:
@@ -357,25 +382,27 @@ def test_bytes_are_one_and_a_half_times_those_of_fedavg() -> None:
         strategy.start(InlineGrid(small_app(), MANY), to_record(get_arrays(small())), 8, 60, settings, settings)
         return sum(row["bytes-down"] + row["bytes-up"] for row in strategy.history.rows if row["round"] <= 8)
 
-    assert 1.4 < moved(Kindred()) / moved(FedAvg()) < 1.6
+    assert 1.4 < moved(Kindred()) / moved(FedAvg()) < 1.62  # of models this small the settings are a tenth
 
 
 @pytest.mark.parametrize(("epochs", "steps", "share"), [(1, 0, 0.3), (2, 0, 0.6), (5, 0, 1.0), (0, 2, 0.3)])
 def test_a_probe_is_a_tenth_of_the_work_of_training(epochs, steps, share) -> None:
     """In every second round two: a prediction is a third of a step, so that all probes are a tenth of the training.
 
-    And in the others five places, of a tenth of the samples or fewer: together a tenth of that round's training.
+    And in the others a tenth of the samples or fewer are left out, and predicted for at five places in the next round:
+    together a tenth of a round's training.
     """
     def site(context) -> Site:
         return small_site(3)  # 40 samples
 
     settings = ConfigRecord({**by_hand.SETTINGS, "local-epochs": epochs, "local-steps": steps, "batch-size": 20})
     strategy = Kindred()
-    strategy.start(InlineGrid(make_client_app(site), 3), to_record(get_arrays(small())), 4, 60, settings)
+    strategy.start(InlineGrid(make_client_app(site), 3), to_record(get_arrays(small())), 6, 60, settings)
     worked = {number: [row["samples-predicted"] for row in strategy.history.rows if row["round"] == number]
-              for number in range(1, 5)}
-    probes, places = [2 * share * 40] * 3, [5 * min(4, share * 40 // 5)] * 3
-    assert worked == {1: probes, 2: places, 3: probes, 4: places}
+              for number in range(1, 7)}
+    probes, places = 2 * share * 40, 5 * min(4, share * 40 // 5)
+    assert worked == {1: [probes] * 3, 2: [0] * 3, 3: [probes + places] * 3, 4: [0] * 3, 5: [probes + places] * 3,
+                      6: [0] * 3}
 
 
 # --- What a client leaves out, and how it adjusts its logits ------------------------------------------
@@ -390,32 +417,41 @@ def trained_by(sites, rounds: int, grid=InlineGrid, fate=(), **settings) -> Kind
 
 def test_every_sample_is_left_out_once_in_twenty_rounds(monkeypatch) -> None:
     left_out: dict[int, list[int]] = {i: [] for i in range(3)}
-    divided = kindred._divided
+    train = LocalTraining.train
 
     def noting(visit):
-        found = divided(visit)
-        (x, _), (rest, _) = found
-        left_out[visit.client] += [int(value) for value in x[:, 0]]
-        assert len(x) + len(rest) == len(visit.site.train[1]) and len(rest) >= 2  # for batch normalisation
-        assert visit.config["server-round"] % 2 == 0 or len(x) == 0
-        return found
+        x, (server_round, client) = visit.site.train[0], (visit.config["server-round"], visit.client)
+        missing = set(range(counts[client])) - {int(value) for value in x[:, 0]}
+        left_out[client] += missing
+        assert len(x) >= 2 and len(missing) == counts[client] - len(x)  # for batch normalisation
+        assert server_round % 2 == 0 or not missing
+        return train(visit)
 
-    monkeypatch.setattr(kindred, "_divided", noting)
+    monkeypatch.setattr(LocalTraining, "train", noting)
     counts, sites = (2, 4, 25), []
     for count in counts:
         site = small_site(3)
         x = torch.arange(count, dtype=torch.float32)[:, None].expand(count, 2)
         sites.append(replace(site, train=(x.clone(), site.train[1][:count])))
-    strategy = trained_by(sites, 20, **{"local-epochs": 5})
+    strategy = trained_by(sites, 22, **{"local-epochs": 5})
     assert left_out[0] == [] and sorted(left_out[1]) == list(range(4)) and sorted(left_out[2]) == list(range(25))
-    rows = [row for row in strategy.history.rows if row["round"] <= 20]
+    rows = [row for row in strategy.history.rows if row["round"] <= 22]
     assert all(row["status"] == "ok" and row["num-examples"] == counts[row["client"]] for row in rows)
 
 
 def test_few_steps_leave_few_samples_out() -> None:
-    strategy = trained_by([small_site(9)] * 3, 2, **{"local-epochs": 0, "local-steps": 5, "batch-size": 10})
-    worked = [row for row in strategy.history.rows if row["round"] == 2]
-    assert [row["samples-predicted"] for row in worked] == [5 * 3] * 3  # of 50 samples' training a tenth, not 5 * 10
+    strategy = trained_by([small_site(9)] * 3, 4, **{"local-epochs": 0, "local-steps": 5, "batch-size": 10})
+    worked = [row for row in strategy.history.rows if row["round"] == 3]
+    assert [row["samples-predicted"] for row in worked] == [2 * 15 + 5 * 3] * 3  # of 50 samples' training, each a tenth
+
+
+def test_a_site_that_comes_back_with_fewer_samples_tells_of_those_it_has(monkeypatch) -> None:
+    left_out = kindred._left_out
+    monkeypatch.setattr(kindred, "_left_out", lambda visit: np.append(left_out(visit), 99))  # of 40
+    strategy = trained_by([small_site(3)] * 3, 4, **{"local-epochs": 5, "batch-size": 20})
+    rows = [row for row in strategy.history.rows if row["round"] == 3]
+    assert [row["samples-predicted"] for row in rows] == [2 * 40 + 5 * 4] * 3
+    assert strategy.history.refused() == {}
 
 
 def test_models_travel_unadjusted_and_personal_ones_come_adjusted() -> None:
@@ -427,7 +463,7 @@ def test_models_travel_unadjusted_and_personal_ones_come_adjusted() -> None:
     for client, label in enumerate((0, 1, 1)):
         counts = np.zeros(len(initial_bias[name]), int)
         counts[label] = 40
-        expected = logit_adjustment(counts)
+        expected = log_proportions(counts) / 2
         assert read_record(strategy.models[client])[name] == pytest.approx(initial_bias[name], abs=1e-5)
         personal = read_record(strategy.client_models()[client])[name]
         assert personal - initial_bias[name] == pytest.approx(expected, abs=1e-5)
@@ -444,7 +480,7 @@ def test_who_has_never_trained_adjusts_what_it_is_given_itself() -> None:
     (closing,) = (row for row in strategy.history.rows if row["round"] == 3 and row["client"] == 3)
     model = small()
     name = output_bias(model, sites[3].train[0])
-    adjustment = Adjustment(name, logit_adjustment(np.array([0, 0, 40])))
+    adjustment = Adjustment(name, log_proportions(np.array([0, 0, 40])) / 2)
     set_arrays(model, adjustment.added(read_record(strategy.global_arrays())))
     assert closing["personal-loss"] == pytest.approx(evaluate(model, *sites[3].test)[1], rel=1e-5)
 
