@@ -79,7 +79,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "nothing of its own: c = 0": {"own_share": nothing},
     "t by the plain loss": {"DOUBT": 1e-6},
     "t by the last samples alone": {"JUMP": 1.0},
-    "halfway everywhere: t = 1/2": {"place_probabilities": lambda before, losses: np.eye(5)[2]},
+    "halfway everywhere: t = 1/2": {"place_probabilities": lambda before, losses: np.eye(len(kindred.PLACES))[2]},
 }
 """What is put in place of what in strategies/kindred.py."""
 

@@ -26,8 +26,8 @@ Why:
   adjusted by the logarithm of the classes' proportions (Menon et al., Long-tail learning via logit adjustment, ICLR
   2021, arXiv:2007.07314; for clients' own proportions Chen and Chao, On Bridging Generic and Personalized Federated
   Learning for Image Classification, ICLR 2022, arXiv:2107.00778). By half: with all of it a client that lacks a class
-  would teach nothing about it, and its outputs for that class would drift. But by all of it where means of others'
-  models are judged: that they do not know which classes a client has is no reason to think that tasks conflict.
+  would teach nothing about it, and its outputs for that class would drift. Means of others' models are judged with all
+  of it: not to know which classes a client has is no conflict of tasks.
 - What clients have in common says nothing about who is like whom, so it is taken off: cosines of whole models all lie
   within a hundredth of 1, and those of differences from the mean anywhere from -1 to 1, whatever the network. One
   sharpness therefore does for all data.
@@ -39,10 +39,11 @@ Why:
   cannot learn them all. What tells is whether the mean of all goes on learning as the kin do. Losses count by their
   logarithm: both then fall by the same amount if the one is always a multiple of the other.
 - Where clients do best to keep most of what their own training makes, they are better off without the mean of all.
-- How much that is changes while they learn, mostly in the first rounds. So a place that was the best is taken to be so
-  the next time but for one time in a hundred, which bounds how much is remembered.
+- How much that is changes while they learn, mostly in the first rounds. So a place that was the best is taken to be the
+  best the next time too, but for one time in a hundred, which bounds how much is remembered.
 
-At the end nothing is probed and no sample left out any more, for nobody would use what is told.
+At the end nothing is probed and no sample left out any more, for nobody would use what is told; so with fewer than
+four rounds a and t remain one half.
 
 Clients that sit out keep their last model, and their kin hear it while they are away; g is of those who trained in the
 last round, as FedAvg's. Who has not told its losses lately is given the mean of those who have. Where few train in a
@@ -100,7 +101,7 @@ CONCENTRATIONS = np.geomspace(0.02, 200, 41)
 
 FOLDS = 10  # into how many parts a client divides its samples, to leave one out in turn
 PLACES = np.linspace(0, 1, 5)  # on the way from u_i to w_i, u_i coming after w_i
-JUMP = 0.01  # probability that the best of them may be any, the next time that losses are told
+JUMP = 0.01  # probability that the best of them is drawn anew, the next time that losses are told
 DOUBT = 0.1  # share of labels taken to be anybody's guess, where models are judged by samples left out
 PREDICTED_SHARE = 0.3
 """For how many samples a client predicts to judge a model, at most, to one that it trains on: a tenth of the work."""
@@ -463,11 +464,12 @@ def _output_bias(visit: Visit) -> str | None:
 
 def _left_out(visit: Visit) -> np.ndarray:
     """The places of the training data that are left out in this round; two or more remain, if there are as many."""
+    if not visit.config[LEAVES_OUT]:
+        return np.zeros(0, int)
     order = _shuffled(visit, "fold")
     fold = np.array_split(order, FOLDS)[(visit.config[SERVER_ROUND] // 2 - 1) % FOLDS]
     fold = fold[:max(_affordable(visit) // len(PLACES), 1)]
-    # Batch normalisation cannot be trained on one sample.
-    return np.sort(fold) if visit.config[LEAVES_OUT] and len(order) - len(fold) >= 2 else fold[:0]
+    return np.sort(fold) if len(order) - len(fold) >= 2 else fold[:0]  # batch normalisation needs two
 
 
 def _affordable(visit: Visit) -> int:
@@ -525,7 +527,10 @@ class Kindred(CloudModels):
     def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
         trained_in = self._trained_in.get(client, 0)
         return {**super().round_config(server_round, client), TRAINED_IN: trained_in, KEPT: self._kept,
-                LEAVES_OUT: server_round % 2 == 0 and server_round < self.last_round - 1}
+                LEAVES_OUT: self._leaves_out(server_round)}
+
+    def _leaves_out(self, server_round: int) -> bool:
+        return server_round % 2 == 0 and 0 < server_round < self.last_round - 1
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -541,7 +546,7 @@ class Kindred(CloudModels):
         self._fold_losses = {}
         again = [client for client in in_order(self._last)
                  if client in self._nodes and self._last[client] != self._first[client]]
-        # Where nobody has told twice, nothing has fallen yet.
+        # Where nobody has told twice nothing has fallen yet, and t is not known where all places are alike.
         first, last = ({probe: sum((losses[client][probe] for client in again), start=LEAST_LOSS)
                         for probe in (KIN, ALL)} for losses in (self._first, self._last))
         self._share = kin_share(first, last, self._kept if np.ptp(self._places) else 0.0)
@@ -593,7 +598,7 @@ class Kindred(CloudModels):
     def inspect(self, client: ClientId, reply: Reply) -> None:
         name, adjustment = reply.config.get(OUTPUT_BIAS), reply.config.get(ADJUSTMENT_TOLD)
         if name is not None or adjustment is not None:
-            bias = self.initial.get(name)
+            bias = self.initial.get(name) if isinstance(name, str) else None
             if bias is None or len(bias.shape) != 1 or name not in self.layout.parameters:
                 raise Refused(f"its {OUTPUT_BIAS} is {reprlib.repr(name)}, expected the name of a vector of the model")
             _check_numbers(ADJUSTMENT_TOLD, adjustment, bias.shape[0], -LARGEST_ADJUSTMENT, LARGEST_ADJUSTMENT)
@@ -604,7 +609,7 @@ class Kindred(CloudModels):
     def take(self, client: ClientId, reply: Reply) -> None:
         super().take(client, reply)
         self._samples[client] = float(reply.metrics[self.weighted_by_key])
-        if FOLD_LOSSES in reply.config:
+        if FOLD_LOSSES in reply.config and self._leaves_out(self._trained_in.get(client, 0)):
             self._fold_losses[client] = np.array(reply.config[FOLD_LOSSES], float)
         self._adjustments.pop(client, None)
         if OUTPUT_BIAS in reply.config:
@@ -626,7 +631,7 @@ class Kindred(CloudModels):
     def _probes(self, server_round: int, config: ConfigRecord) -> Iterator[Message]:
         """Have those that trained in this round tell what v_i and g_i are worth to them."""
         clients = [client for client in in_order(self._trained_in) if self._trained_in[client] == server_round]
-        if len(clients) < 3:  # with two both are the other one's model
+        if len(clients) < 3:  # with two g_i is the other one's model
             return
         senders, samples, latest = self._trained()
         kin, own = self._kin(clients, senders, samples)

@@ -500,9 +500,10 @@ def test_a_site_keeps_the_personal_model_that_the_server_has_made_for_it(tmp_pat
 
 @pytest.mark.parametrize(("key", "told"), [
     ("logit-adjustment", [0.0]), ("logit-adjustment", "none"), ("logit-adjustment", [float("nan")] * 3),
-    ("logit-adjustment", [1e3] * 3), ("output-bias", "nowhere"), ("output-bias", 1), ("output-bias", "hidden.weight"),
-    ("output-bias", "norm.running_mean"), ("fold-losses", [1.0] * 4), ("fold-losses", [float("nan")] * 5),
-    ("fold-losses", [-1.0] * 5), ("fold-losses", ["1"] * 5), ("fold-losses", [41.0] * 5),
+    ("logit-adjustment", [1e3] * 3), ("output-bias", "nowhere"), ("output-bias", 1), ("output-bias", ["hidden.bias"]),
+    ("output-bias", "hidden.weight"), ("output-bias", "norm.running_mean"), ("fold-losses", [1.0] * 4),
+    ("fold-losses", [float("nan")] * 5), ("fold-losses", [-1.0] * 5), ("fold-losses", ["1"] * 5),
+    ("fold-losses", [41.0] * 5),
 ])
 def test_what_cannot_be_is_refused(key, told) -> None:
     sites = [small_site(seed) for seed in range(4)]
@@ -521,6 +522,20 @@ def test_what_cannot_be_is_refused(key, told) -> None:
     (client, reasons), = strategy.history.refused().items()
     assert client == 1 and all(reason.startswith((f"its {key} are ", f"its {key} is ")) for reason in reasons)
     assert {row["client"] for row in strategy.history.rows if "personal-accuracy" in row} == {0, 1, 2, 3}
+
+
+def test_who_tells_of_samples_that_it_was_not_to_leave_out_is_not_heard() -> None:
+    def telling(rounds: int) -> Kindred:
+        def fate(server_round, client):
+            def tell(content) -> None:
+                content["config"]["fold-losses"] = [30.0, 30.0, 30.0, 30.0, 0.0]
+            return tell if client == 1 else "ok"
+
+        return trained_by([small_site(seed) for seed in range(3)], rounds, FaultyGrid, (fate,))
+
+    assert telling(3)._kept == 0.5
+    heard = [line["kept-share"] for line in telling(4).history.rounds if "kept-share" in line]
+    assert heard[:3] == [0.5] * 3 and heard[3] > 0.9  # what it tells in round 3 of those of round 2
 
 
 # --- Somebody else's ClientApp ------------------------------------------------------------------------
