@@ -436,9 +436,14 @@ def _signals_as_exceptions() -> Iterator[_Signals]:
 
 
 def _kill(mark: str) -> None:
-    """Kill every process of the run, until there is none. All are stopped before: none is to start another unseen."""
+    """Kill every process of the run and wait until there is none.
+
+    All are stopped before: none is to start another unseen. Those killed are remembered: one that takes its
+    time to end has lost the parent it was found by.
+    """
     deadline = time.monotonic() + 15
-    while (processes := _processes(mark)) and time.monotonic() < deadline:
+    ours: set[psutil.Process] = set()
+    while (processes := _processes(mark) | set(filter(_is_alive, ours))) and time.monotonic() < deadline:
         stopped: set[psutil.Process] = set()
         while more := processes - stopped:
             for process in more:
@@ -449,7 +454,15 @@ def _kill(mark: str) -> None:
         for process in stopped:
             with suppress(psutil.Error):
                 process.kill()
+        ours |= stopped
         time.sleep(0.05)
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _processes(mark: str) -> set[psutil.Process]:

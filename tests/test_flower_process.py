@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -217,6 +218,34 @@ def test_runs_that_are_ended_leave_no_process(app_dir) -> None:
     finally:
         for process in runs:
             process.kill()
+            process.communicate()
+
+
+def test_a_process_that_takes_its_time_to_end_is_waited_for(monkeypatch) -> None:
+    """Its parent has gone by then, and it bears no mark itself."""
+    sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+    start_it = f"import subprocess; print(subprocess.Popen({sleep}, env={{}}).pid, flush=True); {sleep[-1]}"
+    parent = subprocess.Popen(
+        [sys.executable, "-c", start_it], stdout=subprocess.PIPE, text=True, env={**os.environ, flower.MARK: "a-run"}
+    )
+    child = psutil.Process(int(parent.stdout.readline()))
+    kill, killed = psutil.Process.kill, []
+
+    def slow(process: psutil.Process) -> None:
+        killed.append(process)
+        if process != child or killed.count(child) > 2:
+            kill(process)
+
+    try:
+        monkeypatch.setattr(psutil.Process, "kill", slow)
+        flower._kill("a-run")
+        assert running([psutil.Process(parent.pid), child]) == []
+        assert killed.count(child) == 3
+    finally:
+        for process in running([child]):
+            kill(process)
+        parent.kill()
+        parent.communicate()
 
 
 @pytest.mark.engine
