@@ -508,14 +508,14 @@ class Kindred(CloudModels):
     name = "kindred"
     personal = BETWEEN
     clients_keep_state = True
-    STATE = (*CloudModels.STATE, "_samples", "_trained_in", "_share", "_kept", "_first", "_last", "_counted", "_told",
+    STATE = (*CloudModels.STATE, "_samples", "_trained_in", "_share", "_first", "_last", "_counted", "_told",
              "_adjustments", "_places", "_fold_losses")
 
     def begin(self, initial_arrays: ArrayRecord) -> None:
         super().begin(initial_arrays)
         self._samples: dict[ClientId, float] = {}  # n_i of those that have trained
         self._trained_in: dict[ClientId, int] = {}  # and the round in which they did so last
-        self._share, self._kept = 0.5, 0.5  # a, t
+        self._share = 0.5  # a
         self._first: dict[ClientId, dict[str, float]] = {}  # what a client said of the probes the first time,
         self._last: dict[ClientId, dict[str, float]] = {}  # and the last time
         self._counted: dict[ClientId, dict[str, float]] = {}  # what was said in the last exchange that had any,
@@ -528,6 +528,11 @@ class Kindred(CloudModels):
         trained_in = self._trained_in.get(client, 0)
         return {**super().round_config(server_round, client), TRAINED_IN: trained_in, KEPT: self._kept,
                 LEAVES_OUT: self._leaves_out(server_round)}
+
+    @property
+    def _kept(self) -> float:
+        """t, one half until something is told."""
+        return float(self._places @ PLACES)
 
     def _leaves_out(self, server_round: int) -> bool:
         return server_round % 2 == 0 and 0 < server_round < self.last_round - 1
@@ -542,7 +547,6 @@ class Kindred(CloudModels):
         if self._fold_losses:
             losses = sum(self._fold_losses[client] for client in in_order(self._fold_losses))
             self._places = place_probabilities(self._places, losses)
-            self._kept = float(self._places @ PLACES)
         self._fold_losses = {}
         again = [client for client in in_order(self._last)
                  if client in self._nodes and self._last[client] != self._first[client]]
