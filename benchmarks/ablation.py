@@ -52,6 +52,11 @@ def with_share(share: float) -> Callable[..., np.ndarray]:
     return lambda kin, latest, own, _, own_shares: start_weights(kin, latest, own, share, own_shares)
 
 
+def by_mean(ahead: Sequence[float], own_worth: float) -> float:
+    """a with the mean of the q_i in place of their median."""
+    return kin_share([float(np.mean(ahead))] if len(ahead) else [], own_worth)
+
+
 def unjudged(kin: np.ndarray, samples: np.ndarray, own: np.ndarray, likelihoods: np.ndarray) -> np.ndarray:
     """c_i with exp(-l(v_i)) = 1."""
     return own_share(kin, samples, own, np.ones(len(likelihoods)))
@@ -70,14 +75,16 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "sharpness 5, not 10": {"SHARPNESS": 5.0},
     "sharpness 20, not 10": {"SHARPNESS": 20.0},
     "probes with the client's part": {"probe_weights": whole_probes},
-    "a without regard to t": {"kin_share": lambda first, last, kept: kin_share(first, last, 0.0)},
+    "a without regard to t and y": {"kin_share": lambda ahead, _: kin_share(ahead, 0.0)},
+    "a without regard to y: t^2 at least": {"own_likelihood": lambda loss, samples: 1.0},
+    "a by the mean client, not the median": {"kin_share": by_mean},
     "a = 0: the mean of all": {"start_weights": with_share(0.0)},
     "a = 1/2": {"start_weights": with_share(0.5)},
     "a = 1: kin alone": {"start_weights": with_share(1.0)},
     "exp(-l) = 1: kin are not judged": {"own_share": unjudged},
     "nothing probed: a = 1/2, exp(-l) = 1": {"start_weights": with_share(0.5), "own_share": unjudged},
     "nothing of its own: c = 0": {"own_share": nothing},
-    "t by the plain loss": {"DOUBT": 1e-6},
+    "t and y by the plain loss": {"DOUBT": 1e-6},
     "t by the last samples alone": {"JUMP": 1.0},
     "halfway everywhere: t = 1/2": {"place_probabilities": lambda before, losses: np.eye(len(kindred.PLACES))[2]},
 }

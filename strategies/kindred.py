@@ -13,7 +13,9 @@ data set. w_i is the model of client i after its last training, n_i its number o
 | every second round those who trained tell l(v_i), l(g_i), the losses on their data, o_i added | `Probed.evaluate` |
 | in the others a tenth of the samples is left out; next time they tell its losses from u_i to w_i | `Probed.train` |
 | t: which place on that way, from 0 to 1, these speak for | `doubting_loss`, `place_probabilities` |
-| a: by how much the losses of the v_i fall ahead of those of the g_i, and t^2 at least | `kin_share` |
+| y: what the w_i give to the labels of those samples, from 0 to 1 | `own_likelihood` |
+| q_i: how far the loss of v_i falls ahead of that of g_i | `kin_ahead` |
+| a: by the median of the q_i, and (t y)^2 at least | `kin_share` |
 | N_i = sum_j P_ij n_j / sum_j P_ij^2, how many samples speak in v_i | `samples_behind` |
 | c_i = n_i / (n_i + N_i exp(-l(v_i))), how far a client goes on from its own | `own_share` |
 | u_i = (1 - a) g + a ((1 - c_i) v_i + c_i w_i), g the mean of all | `start_weights` |
@@ -38,9 +40,12 @@ Why:
 - Which of two means has the lower loss now says little about which is the better start. Where tasks conflict, one model
   cannot learn them all. What tells is whether the mean of all goes on learning as the kin do. Losses count by their
   logarithm: both then fall by the same amount if the one is always a multiple of the other.
-- Where clients do best to keep most of what their own training makes, they are better off without the mean of all.
-- How much that is changes while they learn, mostly in the first rounds. So a place that was the best is taken to be the
-  best the next time too, but for one time in a hundred, which bounds how much is remembered.
+- It is the median client that counts: where tasks conflict they do so for most, and with classes in other proportions a
+  few clients that the mean of all serves badly have most of the losses.
+- Where clients do best to keep most of what their own training makes, and that is right on samples it has not seen,
+  they are better off without the mean of all. Where it is wrong on those, they have much to learn yet.
+- How much that is to be kept changes while they learn, mostly in the first rounds. So a place that was the best is
+  taken to be the best the next time too, but for one time in a hundred, which bounds how much is remembered.
 
 At the end nothing is probed and no sample left out any more, for nobody would use what is told; so with fewer than
 four rounds a and t remain one half.
@@ -66,7 +71,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricReco
 from flwr.serverapp import Grid
 from scipy.special import gammaln, softmax
 
-from .admission import Refused, Reply, are_numbers
+from .admission import Refused, Reply, are_numbers, is_count
 from .messages import (
     ARRAYS,
     BETWEEN,
@@ -114,7 +119,8 @@ TRAINED_IN = "trained-in"  # and the round; in a message that of the model that 
 KEPT = "kept-share"  # t
 OUTPUT_BIAS = "output-bias"  # what is added to the logits, by its name in the model; in the reply, as are
 ADJUSTMENT_TOLD = "logit-adjustment"  # ADJUSTMENT o_i,
-FOLD_LOSSES = "fold-losses"  # and of the samples left out the summed losses at PLACES
+FOLD_LOSSES = "fold-losses"  # and of the samples left out the summed losses at PLACES,
+FOLD_SAMPLES = "fold-samples"  # and how many there were
 LARGEST_ADJUSTMENT = 100.0
 LARGEST_FOLD_LOSS = 20.0  # of a sample: log(K / DOUBT) is below it for up to 48 million classes
 LEAVES_OUT = "leaves-out"  # whether the client leaves samples out in this round
@@ -205,27 +211,42 @@ def probe_weights(kin: np.ndarray, latest: np.ndarray, own: np.ndarray) -> dict[
     return {KIN: kin, ALL: others / others.sum(axis=1, keepdims=True)}
 
 
-def kin_share(first: Mapping[str, float], last: Mapping[str, float], kept: float) -> float:
-    """a = max(t^2, q^2 / (q^2 + (1 - q)^2)), where 1 - q = (f(g) + PRIOR / 2) / (max(f(v), f(g)) + PRIOR).
+def kin_ahead(first: Mapping[str, float], last: Mapping[str, float]) -> float:
+    """q_i = 1 - (f(g) + PRIOR / 2) / (max(f(v), f(g)) + PRIOR).
 
     f is by how much the logarithm of a loss has fallen, 0 at least.
 
     Parameters
     ----------
     first, last : mapping
-        The losses of "kin" and "all" when they were first told and when last, above 0; sums over the same clients.
-    kept : float
-        t, in [0, 1]; 0 where it is not known.
+        A client's losses of "kin" and "all" when it first told them and when last, above 0.
 
     Returns
     -------
     float
-        In [0, 1]. With t = 0: one half where nothing has fallen yet, near 0 where both fall alike, near 1 where kin's
-        alone fall.
+        In (0, 1). One half where nothing has fallen yet, near 0 where both fall alike, near 1 where kin's alone falls.
     """
     falls = {probe: max(float(np.log(first[probe] / last[probe])), 0.0) for probe in (KIN, ALL)}
-    behind = (falls[ALL] + PRIOR / 2) / (max(falls.values()) + PRIOR)  # 1 - q
-    return max(kept**2, (1 - behind) ** 2 / ((1 - behind) ** 2 + behind**2))
+    return 1 - (falls[ALL] + PRIOR / 2) / (max(falls.values()) + PRIOR)
+
+
+def kin_share(ahead: Sequence[float], own_worth: float) -> float:
+    """a = max((t y)^2, q^2 / (q^2 + (1 - q)^2)), q the median of the q_i.
+
+    Parameters
+    ----------
+    ahead : sequence of float
+        q_i of the clients whose losses have changed since they first told them; of none, q is 1/2.
+    own_worth : float
+        t y, in [0, 1]; 0 where it is not known.
+
+    Returns
+    -------
+    float
+        In [0, 1].
+    """
+    q = float(np.median(ahead)) if len(ahead) else 0.5
+    return max(own_worth**2, q**2 / (q**2 + (1 - q) ** 2))
 
 
 def doubting_loss(probabilities: np.ndarray, labels: np.ndarray) -> float:
@@ -267,6 +288,26 @@ def place_probabilities(before: np.ndarray, losses: np.ndarray) -> np.ndarray:
         Sums to 1. t = sum_k PLACES_k p_k is the mean.
     """
     return softmax(np.log((1 - JUMP) * before + JUMP / len(PLACES)) - losses)
+
+
+def own_likelihood(loss: float, samples: float) -> float:
+    """y = exp(-L / n) / (1 - DOUBT), 1 at most: about what the w_i give to a label not seen, as a geometric mean.
+
+    Of the last time alone, for it rises while the clients learn.
+
+    Parameters
+    ----------
+    loss : float
+        L, the `doubting_loss` of the samples that were left out, of all clients, at w_i.
+    samples : float
+        n, how many these are, above 0.
+
+    Returns
+    -------
+    float
+        In [0, 1].
+    """
+    return min(float(np.exp(-loss / samples)) / (1 - DOUBT), 1.0)
 
 
 def samples_behind(kin: np.ndarray, samples: np.ndarray) -> np.ndarray:
@@ -355,6 +396,7 @@ class Probed:
         unseen = unseen[unseen < len(visit.site.train[1])]  # a site may have come back with fewer
         if len(unseen):
             x, y = visit.samples_at(unseen)
+            told[FOLD_SAMPLES] = len(unseen)
             told[FOLD_LOSSES] = [
                 doubting_loss(visit.predict(visit.model(between(visit.arrays, last, place)), x), y.cpu().numpy())
                 for place in PLACES]
@@ -497,7 +539,7 @@ def _shuffled(visit: Visit, purpose: str) -> np.ndarray:
 class Kindred(CloudModels):
     """Kindred as a Flower strategy. It has no settings of its own.
 
-    Where `fraction_evaluate` is 0 nothing is probed; a is then one half, or t^2 where that is more.
+    Where `fraction_evaluate` is 0 nothing is probed; a is then one half, or (t y)^2 where that is more.
 
     Parameters
     ----------
@@ -509,7 +551,7 @@ class Kindred(CloudModels):
     personal = BETWEEN
     clients_keep_state = True
     STATE = (*CloudModels.STATE, "_samples", "_trained_in", "_share", "_first", "_last", "_counted", "_told",
-             "_adjustments", "_places", "_fold_losses")
+             "_adjustments", "_places", "_own_likelihood", "_folds")
 
     def begin(self, initial_arrays: ArrayRecord) -> None:
         super().begin(initial_arrays)
@@ -521,7 +563,8 @@ class Kindred(CloudModels):
         self._counted: dict[ClientId, dict[str, float]] = {}  # what was said in the last exchange that had any,
         self._told: dict[ClientId, dict[str, float]] = {}  # and in this round's, which counts from the next one on
         self._places = np.full(len(PLACES), 1 / len(PLACES))  # how probably each of PLACES is the best one
-        self._fold_losses: dict[ClientId, np.ndarray] = {}  # this round's losses there: they count from the next on
+        self._own_likelihood = 0.0  # y, 0 until something is told
+        self._folds: dict[ClientId, np.ndarray] = {}  # this round's losses there, and of how many samples, (5 + 1,)
         self._adjustments: dict[ClientId, dict[str, Any]] = {}  # what those told that adjust their logits
 
     def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
@@ -544,16 +587,14 @@ class Kindred(CloudModels):
         # Not as soon as the losses are told: until then personal models are what was evaluated.
         if told := {client: self._told[client] for client in in_order(self._told) if len(self._told[client]) == 2}:
             self._first, self._last, self._counted = told | self._first, self._last | told, told
-        if self._fold_losses:
-            losses = sum(self._fold_losses[client] for client in in_order(self._fold_losses))
-            self._places = place_probabilities(self._places, losses)
-        self._fold_losses = {}
-        again = [client for client in in_order(self._last)
+        if self._folds:
+            *losses, samples = sum(self._folds[client] for client in in_order(self._folds))
+            self._places = place_probabilities(self._places, np.array(losses))
+            self._own_likelihood = own_likelihood(losses[-1], samples)
+        self._folds = {}
+        ahead = [kin_ahead(self._first[client], self._last[client]) for client in in_order(self._last)
                  if client in self._nodes and self._last[client] != self._first[client]]
-        # Where nobody has told twice nothing has fallen yet, and t is not known where all places are alike.
-        first, last = ({probe: sum((losses[client][probe] for client in again), start=LEAST_LOSS)
-                        for probe in (KIN, ALL)} for losses in (self._first, self._last))
-        self._share = kin_share(first, last, self._kept if np.ptp(self._places) else 0.0)
+        self._share = kin_share(ahead, self._kept * self._own_likelihood)
         return super().configure_train(server_round, arrays, config, grid)
 
     def cloud_weights(
@@ -607,14 +648,18 @@ class Kindred(CloudModels):
                 raise Refused(f"its {OUTPUT_BIAS} is {reprlib.repr(name)}, expected the name of a vector of the model")
             _check_numbers(ADJUSTMENT_TOLD, adjustment, bias.shape[0], -LARGEST_ADJUSTMENT, LARGEST_ADJUSTMENT)
         if (losses := reply.config.get(FOLD_LOSSES)) is not None:
-            most = LARGEST_FOLD_LOSS * np.ceil(reply.metrics[self.weighted_by_key] / FOLDS)
-            _check_numbers(FOLD_LOSSES, losses, len(PLACES), 0, most)
+            # Of those that it had then: a site may have come back with fewer.
+            most = float(np.ceil(self._samples.get(client, reply.metrics[self.weighted_by_key]) / FOLDS))
+            samples = reply.config.get(FOLD_SAMPLES)
+            if not is_count(samples) or samples > most:
+                raise Refused(f"its {FOLD_SAMPLES} is {reprlib.repr(samples)}, expected a number from 1 to {most:g}")
+            _check_numbers(FOLD_LOSSES, losses, len(PLACES), 0, LARGEST_FOLD_LOSS * samples)
 
     def take(self, client: ClientId, reply: Reply) -> None:
         super().take(client, reply)
         self._samples[client] = float(reply.metrics[self.weighted_by_key])
         if FOLD_LOSSES in reply.config and self._leaves_out(self._trained_in.get(client, 0)):
-            self._fold_losses[client] = np.array(reply.config[FOLD_LOSSES], float)
+            self._folds[client] = np.array([*reply.config[FOLD_LOSSES], reply.config[FOLD_SAMPLES]], float)
         self._adjustments.pop(client, None)
         if OUTPUT_BIAS in reply.config:
             self._adjustments[client] = {key: reply.config[key] for key in (OUTPUT_BIAS, ADJUSTMENT_TOLD)}
@@ -622,7 +667,7 @@ class Kindred(CloudModels):
     def end_round(self, server_round: int, answered: Sequence[ClientId]) -> None:
         super().end_round(server_round, answered)
         self._trained_in |= dict.fromkeys(answered, server_round)
-        self.history.count(kin_share=self._share, kept_share=self._kept)
+        self.history.count(kin_share=self._share, kept_share=self._kept, own_likelihood=self._own_likelihood)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

@@ -23,10 +23,12 @@ from strategies.kindred import (
     between,
     centred_cosines,
     doubting_loss,
+    kin_ahead,
     kin_share,
     kin_weights,
     log_proportions,
     output_bias,
+    own_likelihood,
     own_share,
     place_probabilities,
     probe_weights,
@@ -85,20 +87,36 @@ def test_nobody_has_a_part_in_what_it_is_to_judge() -> None:
                                     [pytest.approx(1 / 3), 0, pytest.approx(2 / 3)], [0.5, 0.5, 0]]
 
 
-@pytest.mark.parametrize(("kin", "everybody", "odds"), [
-    ((0.0, 0.0), (0.0, 0.0), 1),  # nothing is known yet
-    ((0.0, 0.5), (0.0, 0.5), (0.25 / 0.75) ** 2),  # both learn alike
-    ((0.0, 0.5), (0.0, 0.0), (0.75 / 0.25) ** 2),  # kin alone learn
-    ((0.0, 1.0), (3.0, 4.0), (0.25 / 1.25) ** 2),  # from twenty times the loss, as quickly
-    ((0.0, 0.0), (0.0, 0.5), (0.25 / 0.75) ** 2),  # all alone learn
-    ((0.0, 0.5), (0.0, 0.25), 1),  # half as much is between the two
-    ((0.0, -2.0), (0.0, -1.0), 1),  # what rises has not fallen
+@pytest.mark.parametrize(("kin", "everybody", "ahead"), [
+    ((0.0, 0.0), (0.0, 0.0), 1 / 2),  # nothing is known yet
+    ((0.0, 0.5), (0.0, 0.5), 1 / 4),  # both learn alike
+    ((0.0, 0.5), (0.0, 0.0), 3 / 4),  # kin alone learn
+    ((0.0, 1.0), (3.0, 4.0), 1 / 6),  # from twenty times the loss, as quickly
+    ((0.0, 0.0), (0.0, 0.5), 1 / 4),  # all alone learn
+    ((0.0, 0.5), (0.0, 0.25), 1 / 2),  # half as much is between the two
+    ((0.0, -2.0), (0.0, -1.0), 1 / 2),  # what rises has not fallen
 ])
-def test_the_share_of_kin_is_what_all_fall_behind_by(kin, everybody, odds) -> None:
+def test_kin_are_ahead_by_what_all_fall_behind(kin, everybody, ahead) -> None:
     first, last = ({KIN: float(np.exp(-kin[when])), ALL: float(np.exp(3 - everybody[when]))} for when in (0, 1))
-    share = odds / (1 + odds)
-    assert kin_share(first, last, 0.0) == pytest.approx(share)
-    assert kin_share(first, last, 0.7) == pytest.approx(max(share, 0.49))  # who keeps to its own leaves the others
+    assert kin_ahead(first, last) == pytest.approx(ahead)
+
+
+@pytest.mark.parametrize(("ahead", "share"), [
+    ([], 1 / 2), ([1 / 4], 1 / 10), ([3 / 4], 9 / 10),
+    ([1 / 4, 1 / 4, 1.0], 1 / 10), ([0.0, 1 / 4, 1 / 4], 1 / 10),  # one client, whatever it says, is one of many
+    ([1 / 4, 1 / 2, 1 / 4, 1 / 2], 9 / 34),
+])
+def test_the_share_of_kin_is_by_the_median_of_clients_and_by_how_settled_they_are(ahead, share) -> None:
+    assert kin_share(ahead, 0.0) == pytest.approx(share)
+    assert kin_share(ahead, 0.7) == pytest.approx(max(share, 0.49))  # who keeps to its own leaves the others
+
+
+def test_what_the_own_models_give_to_labels_they_have_not_seen() -> None:
+    probabilities = np.array([[0.8, 0.2], [0.2, 0.8]])  # of the first label, twice
+    loss = doubting_loss(probabilities, np.zeros(2, int))
+    assert own_likelihood(loss, 2) == pytest.approx(np.sqrt((0.8 + 1 / 18) * (0.2 + 1 / 18)))
+    assert own_likelihood(doubting_loss(np.eye(2), np.arange(2)), 2) == 1
+    assert own_likelihood(1e6, 1) == 0
 
 
 def test_how_many_samples_speak_in_a_mean() -> None:
@@ -324,8 +342,10 @@ def test_how_much_is_kept_is_judged_by_samples_that_were_left_out(monkeypatch) -
     (first, losses, second), (before, _, third) = told
     assert first.tolist() == [0.2] * 5 and before.tolist() == second.tolist()
     assert losses == pytest.approx([-np.log(0.9 * np.exp(-CLIENTS[1].loss(w)) + 0.1 / 2) for w in way], rel=1e-5)
-    found = [line["kept-share"] for line in strategy.history.rounds if "kept-share" in line]
-    assert found[:7] == [0.5] * 3 + [second @ PLACES] * 2 + [third @ PLACES] * 2  # what is told counts from the next on
+    found = [(line["kept-share"], line["own-likelihood"]) for line in strategy.history.rounds if "kept-share" in line]
+    then, later = (min(np.exp(-losses[-1]) / 0.9, 1) for _, losses, _ in told)
+    assert found[:7] == [pytest.approx(pair) for pair in (  # what is told counts from the next on
+        [(0.5, 0)] * 3 + [(second @ PLACES, then)] * 2 + [(third @ PLACES, later)] * 2)]
     trained_on = {row["round"]: row["samples-trained"] for row in strategy.history.rows
                   if row["client"] == 1 and row["round"] <= 7}
     assert trained_on == {1: 3, 2: 2, 3: 3, 4: 2, 5: 3, 6: 3, 7: 3}  # in round 6 nobody is left to heed what is told
@@ -343,8 +363,9 @@ def test_what_is_probed_in_every_second_round() -> None:
     assert not any("kin-loss" in row for row in by_four(3).history.rows if row["round"] == 3)  # it would be of no use
     shares = [line["kin-share"] for line in strategy.history.rounds if "kin-share" in line]
     assert shares[:3] == [0.5] * 3  # until there is a second time to compare with the first
-    told = [{probe: sum(rows[r, i][f"{probe}-loss"] for i in range(4)) for probe in (KIN, ALL)} for r in (1, 3)]
-    assert shares[3] == pytest.approx(kin_share(*told, kept=0.0)) and shares[3] > 0.6
+    told = [[{probe: rows[r, i][f"{probe}-loss"] for probe in (KIN, ALL)} for r in (1, 3)] for i in range(4)]
+    q = np.median([kin_ahead(*losses) for losses in told])
+    assert shares[3] == pytest.approx(q**2 / (q**2 + (1 - q) ** 2)) and shares[3] > 0.6
 
 
 def test_what_the_client_says_of_its_personal_model(kept) -> None:
@@ -446,11 +467,22 @@ def test_few_steps_leave_few_samples_out() -> None:
 
 
 def test_a_site_that_comes_back_with_fewer_samples_tells_of_those_it_has(monkeypatch) -> None:
-    left_out = kindred._left_out
-    monkeypatch.setattr(kindred, "_left_out", lambda visit: np.append(left_out(visit), 99))  # of 40
-    strategy = trained_by([small_site(3)] * 3, 4, **{"local-epochs": 5, "batch-size": 20})
-    rows = [row for row in strategy.history.rows if row["round"] == 3]
-    assert [row["samples-predicted"] for row in rows] == [2 * 40 + 5 * 4] * 3
+    """That may be more than a tenth of what it has now."""
+    train, told = kindred.Probed.train, []
+
+    def fewer(visit):
+        if visit.config["server-round"] > 2:
+            x, y = visit.site.train
+            visit = replace(visit, site=replace(visit.site, train=(x[:180], y[:180])))
+        content = train(visit)
+        told.append(content["config"].get("fold-samples", 0))
+        return content
+
+    monkeypatch.setattr(kindred.Probed, "train", staticmethod(fewer))
+    site = small_site(3)
+    site = replace(site, train=(site.train[0].repeat(5, 1), site.train[1].repeat(5)))  # 200
+    strategy = trained_by([site] * 6, 4, **{"local-epochs": 5, "batch-size": 20})
+    assert 18 < max(told) <= 20 and any(0 < count < 20 for count in told)
     assert strategy.history.refused() == {}
 
 
@@ -503,7 +535,8 @@ def test_a_site_keeps_the_personal_model_that_the_server_has_made_for_it(tmp_pat
     ("logit-adjustment", [1e3] * 3), ("output-bias", "nowhere"), ("output-bias", 1), ("output-bias", ["hidden.bias"]),
     ("output-bias", "hidden.weight"), ("output-bias", "norm.running_mean"), ("fold-losses", [1.0] * 4),
     ("fold-losses", [float("nan")] * 5), ("fold-losses", [-1.0] * 5), ("fold-losses", ["1"] * 5),
-    ("fold-losses", [41.0] * 5),
+    ("fold-losses", [21.0] * 5), ("fold-samples", 0), ("fold-samples", 1.5), ("fold-samples", 5),
+    ("fold-samples", float("inf")), ("fold-samples", True), ("fold-samples", [1]), ("fold-samples", "1"),
 ])
 def test_what_cannot_be_is_refused(key, told) -> None:
     sites = [small_site(seed) for seed in range(4)]
@@ -513,7 +546,8 @@ def test_what_cannot_be_is_refused(key, told) -> None:
     def odd(message, context):
         reply = train(message, context)
         if context.node_config["partition-id"] == 1:
-            reply.content["config"][key] = told
+            folds = {"fold-losses": [1.0] * 5, "fold-samples": 1} if key.startswith("fold") else {}
+            reply.content["config"].update(folds | {key: told})
         return reply
 
     app._registered_funcs["train.default"] = odd
@@ -528,21 +562,46 @@ def test_who_tells_of_samples_that_it_was_not_to_leave_out_is_not_heard() -> Non
     def telling(rounds: int) -> Kindred:
         def fate(server_round, client):
             def tell(content) -> None:
-                content["config"]["fold-losses"] = [30.0, 30.0, 30.0, 30.0, 0.0]
+                content["config"].update({"fold-losses": [20.0, 20.0, 20.0, 20.0, 0.0], "fold-samples": 1})
             return tell if client == 1 else "ok"
 
         return trained_by([small_site(seed) for seed in range(3)], rounds, FaultyGrid, (fate,))
 
-    assert telling(3)._kept == 0.5
+    assert telling(3)._kept == 0.5 and telling(3)._own_likelihood == 0
     heard = [line["kept-share"] for line in telling(4).history.rounds if "kept-share" in line]
     assert heard[:3] == [0.5] * 3 and heard[3] > 0.9  # what it tells in round 3 of those of round 2
+
+
+def test_those_whose_own_models_are_right_leave_the_mean_of_all(monkeypatch) -> None:
+    """t and y are of all samples that were left out; y of the last time alone."""
+    monkeypatch.setattr(kindred, "kin_ahead", lambda first, last: 0.5)
+    told = {(3, 0): (0.9, 4), (3, 1): (0.6, 2), (5, 2): (3.0, 2)}  # by (round, client): the loss at w_i, of how many
+
+    def fate(server_round, client):
+        def tell(content) -> None:
+            for key in ("fold-losses", "fold-samples"):
+                content["config"].pop(key, None)
+            if (server_round, client) in told:
+                loss, samples = told[server_round, client]
+                content["config"].update({"fold-losses": [20.0, 20.0, 20.0, 20.0, loss], "fold-samples": samples})
+        return tell
+
+    strategy = trained_by([small_site(3)] * 3, 8, FaultyGrid, (fate,))
+    assert strategy.history.refused() == {}
+    found = [(line["own-likelihood"], line["kin-share"]) for line in strategy.history.rounds if "kin-share" in line]
+    assert found[2] == (0, 0.5)
+    then, later = np.exp(-1.5 / 6) / 0.9, np.exp(-3.0 / 2) / 0.9
+    assert found[3] == (pytest.approx(then), pytest.approx(then**2, rel=1e-3))  # t is nearly 1
+    assert found[5] == (pytest.approx(later), 0.5)
 
 
 # --- Somebody else's ClientApp ------------------------------------------------------------------------
 
 
-def test_an_ordinary_client_tells_the_losses_when_it_evaluates() -> None:
-    strategy = run("kindred")  # of `plain_app`, where what clients want lies on a line, from 0 to 5
+def test_an_ordinary_client_tells_the_losses_when_it_evaluates(monkeypatch) -> None:
+    # Two groups: on a line those in the middle do well by the mean of all.
+    monkeypatch.setattr(plain, "target", lambda client: np.full((2, 2), client // 3 * 5, np.float32))
+    strategy = run("kindred")
     rows = strategy.history.rows
     assert len(rows) == ROUNDS * MANY
     for row in rows:
@@ -643,8 +702,9 @@ def test_no_client_ends_the_run_or_spoils_the_share_with_what_it_tells_of_a_prob
 
     def wild(message, context):
         reply = evaluate(message, context)
-        if "probed-model" in message.content["config"] and context.node_config["partition-id"] < 2:
-            reply.content["metrics"]["eval_loss"] = 1.7e308
+        config, client = message.content["config"], context.node_config["partition-id"]
+        if "probed-model" in config and client < 2:
+            reply.content["metrics"]["eval_loss"] = 0.0 if (config["server-round"] > 1) == client else 1.7e308
             reply.content["metrics"]["samples-predicted"] = [1, 2]
         return reply
 
@@ -652,7 +712,11 @@ def test_no_client_ends_the_run_or_spoils_the_share_with_what_it_tells_of_a_prob
     strategy = Kindred()
     strategy.start(InlineGrid(app, MANY), initial(), ROUNDS, 60)
     assert all(row["status"] == "ok" for row in strategy.history.rows)
-    assert 0 <= strategy._share <= 1
+    losses = {(row["round"], row["client"]): {probe: row[f"{probe}-loss"] for probe in (KIN, ALL)}
+              for row in strategy.history.rows if "kin-loss" in row}
+    clients = sorted(client for server_round, client in losses if server_round == 1)
+    others = [kin_ahead(losses[1, client], losses[3, client]) for client in clients[2:]]
+    assert kin_share([min(others)], 0.0) <= strategy._share <= kin_share([max(others)], 0.0)
 
 
 def test_it_begins_anew_when_it_is_started_again() -> None:
