@@ -648,11 +648,9 @@ class Kindred(CloudModels):
                 raise Refused(f"its {OUTPUT_BIAS} is {reprlib.repr(name)}, expected the name of a vector of the model")
             _check_numbers(ADJUSTMENT_TOLD, adjustment, bias.shape[0], -LARGEST_ADJUSTMENT, LARGEST_ADJUSTMENT)
         if (losses := reply.config.get(FOLD_LOSSES)) is not None:
-            # Of those that it had then: a site may have come back with fewer.
-            most = float(np.ceil(self._samples.get(client, reply.metrics[self.weighted_by_key]) / FOLDS))
             samples = reply.config.get(FOLD_SAMPLES)
-            if not is_count(samples) or samples > most:
-                raise Refused(f"its {FOLD_SAMPLES} is {reprlib.repr(samples)}, expected a number from 1 to {most:g}")
+            if not is_count(samples):
+                raise Refused(f"its {FOLD_SAMPLES} is {reprlib.repr(samples)}, expected a number from 1")
             _check_numbers(FOLD_LOSSES, losses, len(PLACES), 0, LARGEST_FOLD_LOSS * samples)
 
     def take(self, client: ClientId, reply: Reply) -> None:

@@ -429,9 +429,9 @@ def test_a_probe_is_a_tenth_of_the_work_of_training(epochs, steps, share) -> Non
 # --- What a client leaves out, and how it adjusts its logits ------------------------------------------
 
 
-def trained_by(sites, rounds: int, grid=InlineGrid, fate=(), **settings) -> Kindred:
+def trained_by(sites, rounds: int, grid=InlineGrid, fate=(), strategy: Kindred | None = None, **settings) -> Kindred:
     app = make_client_app(lambda context: sites[context.node_config["partition-id"]])
-    strategy, config = Kindred(), ConfigRecord({**by_hand.SETTINGS, **settings})
+    strategy, config = strategy or Kindred(), ConfigRecord({**by_hand.SETTINGS, **settings})
     strategy.start(grid(app, len(sites), *fate), to_record(get_arrays(small())), rounds, 60, config, config)
     return strategy
 
@@ -486,6 +486,13 @@ def test_a_site_that_comes_back_with_fewer_samples_tells_of_those_it_has(monkeyp
     assert strategy.history.refused() == {}
 
 
+def test_who_weighs_clients_by_something_else_hears_them_all_the_same() -> None:
+    strategy = trained_by([small_site(3)] * 3, 5, strategy=Kindred(weighted_by_key="num-test-examples"),
+                          **{"local-epochs": 5, "batch-size": 20})  # 5 to test on, and 4 of 40 left out
+    told = [line["own-likelihood"] > 0 for line in strategy.history.rounds if "own-likelihood" in line]
+    assert told[:5] == [False] * 3 + [True] * 2
+
+
 def test_models_travel_unadjusted_and_personal_ones_come_adjusted() -> None:
     """With a step size of next to nothing nobody learns: what differs is what was added."""
     sites = [replace(small_site(3), train=(small_site(3).train[0], torch.full((40,), label))) for label in (0, 1, 1)]
@@ -535,7 +542,7 @@ def test_a_site_keeps_the_personal_model_that_the_server_has_made_for_it(tmp_pat
     ("logit-adjustment", [1e3] * 3), ("output-bias", "nowhere"), ("output-bias", 1), ("output-bias", ["hidden.bias"]),
     ("output-bias", "hidden.weight"), ("output-bias", "norm.running_mean"), ("fold-losses", [1.0] * 4),
     ("fold-losses", [float("nan")] * 5), ("fold-losses", [-1.0] * 5), ("fold-losses", ["1"] * 5),
-    ("fold-losses", [21.0] * 5), ("fold-samples", 0), ("fold-samples", 1.5), ("fold-samples", 5),
+    ("fold-losses", [21.0] * 5), ("fold-samples", 0), ("fold-samples", 1.5), ("fold-samples", 1e300),
     ("fold-samples", float("inf")), ("fold-samples", True), ("fold-samples", [1]), ("fold-samples", "1"),
 ])
 def test_what_cannot_be_is_refused(key, told) -> None:
