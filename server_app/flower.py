@@ -442,31 +442,27 @@ def _kill(mark: str) -> None:
     time to end has lost the parent it was found by.
     """
     deadline = time.monotonic() + 15
-    ours: set[psutil.Process] = set()
-    while (processes := _processes(mark) | set(filter(_is_alive, ours))) and time.monotonic() < deadline:
+    killed: set[psutil.Process] = set()
+    while (processes := _processes(mark, killed)) and time.monotonic() < deadline:
         stopped: set[psutil.Process] = set()
         while more := processes - stopped:
             for process in more:
                 with suppress(psutil.Error):
                     process.suspend()
             stopped |= more
-            processes = _processes(mark)
+            processes = _processes(mark, killed)
         for process in stopped:
             with suppress(psutil.Error):
                 process.kill()
-        ours |= stopped
+        killed |= stopped
         time.sleep(0.05)
 
 
-def _is_alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+def _processes(mark: str, known: set[psutil.Process]) -> set[psutil.Process]:
+    """Those that run of the known processes and of all that have the mark, and what they started.
 
-
-def _processes(mark: str) -> set[psutil.Process]:
-    """The processes that have the mark, and those they started: Ray's actors write over their environment."""
+    Ray's actors write over their environment.
+    """
     alive: dict[int, psutil.Process] = {}
     parents: dict[int, int] = {}
     found: set[int] = set()
@@ -476,7 +472,7 @@ def _processes(mark: str) -> set[psutil.Process]:
                 continue
             parents[process.pid] = process.ppid()
             alive[process.pid] = process
-            if process.environ().get(MARK) == mark:
+            if process in known or process.environ().get(MARK) == mark:
                 found.add(process.pid)
     while more := {pid for pid, parent in parents.items() if parent in found} - found:
         found |= more

@@ -403,9 +403,10 @@ class Probed:
         personal = visit.model(between(visit.arrays, last, float(visit.config[KEPT])))
         metrics = visit.evaluation(BETWEEN, personal) | visit.counts()
         left_out = _left_out(visit)
-        rest = np.setdiff1d(np.arange(len(visit.site.train[1])), left_out)
-        train = visit.samples_at(rest) if len(left_out) else visit.site.train
-        content = LocalTraining.train(replace(visit, site=replace(visit.site, train=train)))
+        if len(left_out):
+            rest = np.setdiff1d(np.arange(len(visit.site.train[1])), left_out)
+            visit = replace(visit, site=replace(visit.site, train=visit.samples_at(rest)))
+        content = LocalTraining.train(visit)
         content[METRICS].update(metrics)
         trained = read_record(content[ARRAYS])
         visit.state.save(
@@ -588,8 +589,9 @@ class Kindred(CloudModels):
         if told := {client: self._told[client] for client in in_order(self._told) if len(self._told[client]) == 2}:
             self._first, self._last, self._counted = told | self._first, self._last | told, told
         if self._folds:
-            *losses, samples = sum(self._folds[client] for client in in_order(self._folds))
-            self._places = place_probabilities(self._places, np.array(losses))
+            folds = sum(self._folds[client] for client in in_order(self._folds))
+            losses, samples = folds[:-1], folds[-1]
+            self._places = place_probabilities(self._places, losses)
             self._own_likelihood = own_likelihood(losses[-1], samples)
         self._folds = {}
         ahead = [kin_ahead(self._first[client], self._last[client]) for client in in_order(self._last)

@@ -512,7 +512,7 @@ class PersonalizedStrategy(Strategy):
                 result.train_metrics_clientapp[server_round] = metrics
             if self.fraction_evaluate:
                 self._evaluate(grid, result, evaluate_config, timeout, server_round)
-            self._close_round(server_round, num_rounds, time.monotonic() - round_started, on_round)
+            self._close_round(server_round, time.monotonic() - round_started, on_round)
             if evaluate_fn and (metrics := evaluate_fn(server_round, self.global_arrays())) is not None:
                 result.evaluate_metrics_serverapp[server_round] = metrics
             given_up = self._empty_rounds >= self.max_empty_rounds
@@ -539,7 +539,7 @@ class PersonalizedStrategy(Strategy):
             closing_started = time.monotonic()
             self._silent = None
             self._evaluate(grid, result, evaluate_config, timeout, num_rounds + 1)
-            self._close_round(num_rounds + 1, num_rounds, time.monotonic() - closing_started, on_round)
+            self._close_round(num_rounds + 1, time.monotonic() - closing_started, on_round)
         result.arrays = self.global_arrays()
         log(INFO, "%s finished %d rounds in %.1f s", self.name, num_rounds, time.monotonic() - started)
         return result
@@ -852,11 +852,9 @@ class PersonalizedStrategy(Strategy):
         if metrics is not None:
             result.evaluate_metrics_clientapp[server_round] = metrics
 
-    def _close_round(
-        self, server_round: int, num_rounds: int, seconds: float, on_round: Callable[[int], None] | None
-    ) -> None:
+    def _close_round(self, server_round: int, seconds: float, on_round: Callable[[int], None] | None) -> None:
         line = self.history.close_round(server_round, seconds, self.personal)
-        log(INFO, "%s", progress(line, num_rounds))
+        log(INFO, "%s", progress(line, self.last_round))
         if on_round:
             on_round(server_round)
 

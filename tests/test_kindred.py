@@ -106,7 +106,7 @@ def test_kin_are_ahead_by_what_all_fall_behind(kin, everybody, ahead) -> None:
     ([1 / 4, 1 / 4, 1.0], 1 / 10), ([0.0, 1 / 4, 1 / 4], 1 / 10),  # one client, whatever it says, is one of many
     ([1 / 4, 1 / 2, 1 / 4, 1 / 2], 9 / 34),
 ])
-def test_the_share_of_kin_is_by_the_median_of_clients_and_by_how_settled_they_are(ahead, share) -> None:
+def test_the_share_of_kin_is_by_the_median_of_clients_and_by_what_their_own_is_worth(ahead, share) -> None:
     assert kin_share(ahead, 0.0) == pytest.approx(share)
     assert kin_share(ahead, 0.7) == pytest.approx(max(share, 0.49))  # who keeps to its own leaves the others
 
