@@ -23,7 +23,7 @@ import tempfile
 import time
 import tomllib
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -458,7 +458,7 @@ def _kill(mark: str) -> None:
         time.sleep(0.05)
 
 
-def _processes(mark: str, known: set[psutil.Process]) -> set[psutil.Process]:
+def _processes(mark: str, known: Collection[psutil.Process] = ()) -> set[psutil.Process]:
     """Those that run of the known processes and of all that have the mark, and what they started.
 
     Ray's actors write over their environment.
