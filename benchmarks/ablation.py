@@ -52,9 +52,9 @@ def with_share(share: float) -> Callable[..., np.ndarray]:
     return lambda kin, latest, own, _, own_shares: start_weights(kin, latest, own, share, own_shares)
 
 
-def by_mean(ahead: Sequence[float], own_worth: float) -> float:
+def by_mean(ahead: Sequence[float], worth: float) -> float:
     """a with the mean of the q_i in place of their median."""
-    return kin_share([float(np.mean(ahead))] if len(ahead) else [], own_worth)
+    return kin_share([float(np.mean(ahead))] if len(ahead) else [], worth)
 
 
 def unjudged(kin: np.ndarray, samples: np.ndarray, own: np.ndarray, likelihoods: np.ndarray) -> np.ndarray:
@@ -76,7 +76,8 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "sharpness 20, not 10": {"SHARPNESS": 20.0},
     "probes with the client's part": {"probe_weights": whole_probes},
     "a without regard to t and y": {"kin_share": lambda ahead, _: kin_share(ahead, 0.0)},
-    "a without regard to y: t^2 at least": {"own_likelihood": lambda loss, samples: 1.0},
+    "a without regard to t": {"own_worth": lambda kept, likelihood: likelihood**2},
+    "a without regard to y": {"own_worth": lambda kept, likelihood: min(2 * kept, 1.0)},
     "a by the mean client, not the median": {"kin_share": by_mean},
     "a = 0: the mean of all": {"start_weights": with_share(0.0)},
     "a = 1/2": {"start_weights": with_share(0.5)},
@@ -84,6 +85,9 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "exp(-l) = 1: kin are not judged": {"own_share": unjudged},
     "nothing probed: a = 1/2, exp(-l) = 1": {"start_weights": with_share(0.5), "own_share": unjudged},
     "nothing of its own: c = 0": {"own_share": nothing},
+    "no momentum: beta = 0": {"MOMENTUM": 0.0},
+    "the same momentum to the end": {"momentum": lambda server_round, last_round: kindred.MOMENTUM},
+    "the last models alone at the end": {"TAIL": float("inf")},
     "t and y by the plain loss": {"DOUBT": 1e-6},
     "t by the last samples alone": {"JUMP": 1.0},
     "halfway everywhere: t = 1/2": {"place_probabilities": lambda before, losses: np.eye(len(kindred.PLACES))[2]},

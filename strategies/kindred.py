@@ -13,13 +13,15 @@ data set. w_i is the model of client i after its last training, n_i its number o
 | every second round those who trained tell l(v_i), l(g_i), the losses on their data, o_i added | `Probed.evaluate` |
 | in the others a tenth of the samples is left out; next time they tell its losses from u_i to w_i | `Probed.train` |
 | t: which place on that way, from 0 to 1, these speak for | `doubting_loss`, `place_probabilities` |
-| y: what the w_i give to the labels of those samples, from 0 to 1 | `own_likelihood` |
+| y: what the w_i gave to the labels of those samples the first time, from 0 to 1 | `own_likelihood` |
 | q_i: how far the loss of v_i falls ahead of that of g_i | `kin_ahead` |
-| a: by the median of the q_i, and (t y)^2 at least | `kin_share` |
+| a: by the median of the q_i, or by min(2 t, 1) y^2 where that is more | `own_worth`, `kin_share` |
 | N_i = sum_j P_ij n_j / sum_j P_ij^2, how many samples speak in v_i | `samples_behind` |
 | c_i = n_i / (n_i + N_i exp(-l(v_i))), how far a client goes on from its own | `own_share` |
-| u_i = (1 - a) g + a ((1 - c_i) v_i + c_i w_i), g the mean of all | `start_weights` |
+| G = g + beta (g - g'), g the mean of all models, g' that of the round before; beta is 0 in the end | `momentum` |
+| u_i = (1 - a) G + a ((1 - c_i) v_i + c_i w_i) | `start_weights` |
 | the client trains from u_i, which gives the next w_i | `Probed.train` |
+| after the last of ten rounds or more w_i is the mean of that and the one before | `Kindred.take` |
 | its personal model is (1 - t) u_i + t w_i, u_i coming after w_i | `between` |
 
 Why:
@@ -42,8 +44,14 @@ Why:
   logarithm: both then fall by the same amount if the one is always a multiple of the other.
 - It is the median client that counts: where tasks conflict they do so for most, and with classes in other proportions a
   few clients that the mean of all serves badly have most of the losses.
-- Where clients do best to keep most of what their own training makes, and that is right on samples it has not seen,
-  they are better off without the mean of all. Where it is wrong on those, they have much to learn yet.
+- Where clients do best to keep what their own training makes, and that was right on samples it had not seen, they are
+  better off without the mean of all. Where it was wrong on those, they have much to learn. The first time counts: later
+  it is what they have learnt from others that makes their models right.
+- The mean of all moves the same way for many rounds: clients train from where it will be (Nesterov's method; momentum
+  at the server is of Hsu et al., Measuring the effects of non-identical data distribution for federated visual
+  classification, 2019, arXiv:1909.06335). What that overshoots is to be gone at the end, so there is less of it from
+  round to round. Kin are few, and learn much by heart, so their mean is left where it is.
+- With few samples each training leaves a model somewhere around where it should be: the mean of two is nearer.
 - How much that is to be kept changes while they learn, mostly in the first rounds. So a place that was the best is
   taken to be the best the next time too, but for one time in a hundred, which bounds how much is remembered.
 
@@ -98,6 +106,9 @@ if TYPE_CHECKING:
 SHARPNESS = 10.0
 PRIOR = 0.5
 """How many natural logarithms of a fall in loss the first guess is worth, that all have half of what the kin have."""
+
+MOMENTUM = 0.5
+TAIL = 10  # rounds: a run of so many or more ends with the mean of clients' last two models
 
 ADJUSTMENT = 0.5  # how much of o_i is added to the logits of models that clients train or use,
 PROBE_ADJUSTMENT = 1.0  # and to those of the two that are judged
@@ -230,23 +241,41 @@ def kin_ahead(first: Mapping[str, float], last: Mapping[str, float]) -> float:
     return 1 - (falls[ALL] + PRIOR / 2) / (max(falls.values()) + PRIOR)
 
 
-def kin_share(ahead: Sequence[float], own_worth: float) -> float:
-    """a = max((t y)^2, q^2 / (q^2 + (1 - q)^2)), q the median of the q_i.
+def kin_share(ahead: Sequence[float], worth: float) -> float:
+    """a = z^2 / (z^2 + (1 - z)^2), z the median of the q_i, or what clients' own training is worth where that is more.
 
     Parameters
     ----------
     ahead : sequence of float
-        q_i of the clients whose losses have changed since they first told them; of none, q is 1/2.
-    own_worth : float
-        t y, in [0, 1]; 0 where it is not known.
+        q_i of the clients whose losses have changed since they first told them; of none the median is 1/2.
+    worth : float
+        As of `own_worth`; 0 where it is not known.
 
     Returns
     -------
     float
         In [0, 1].
     """
-    q = float(np.median(ahead)) if len(ahead) else 0.5
-    return max(own_worth**2, q**2 / (q**2 + (1 - q) ** 2))
+    z = max(float(np.median(ahead)) if len(ahead) else 0.5, worth)
+    return z**2 / (z**2 + (1 - z) ** 2)
+
+
+def own_worth(kept: float, likelihood: float) -> float:
+    """min(2 t, 1) y^2: near 1 where clients keep half of their own training or more, and that was right.
+
+    Parameters
+    ----------
+    kept : float
+        t, in [0, 1].
+    likelihood : float
+        y, in [0, 1], as of `own_likelihood`.
+
+    Returns
+    -------
+    float
+        In [0, 1].
+    """
+    return min(2 * kept, 1.0) * likelihood**2
 
 
 def doubting_loss(probabilities: np.ndarray, labels: np.ndarray) -> float:
@@ -290,24 +319,20 @@ def place_probabilities(before: np.ndarray, losses: np.ndarray) -> np.ndarray:
     return softmax(np.log((1 - JUMP) * before + JUMP / len(PLACES)) - losses)
 
 
-def own_likelihood(loss: float, samples: float) -> float:
-    """y = exp(-L / n) / (1 - DOUBT), 1 at most: about what the w_i give to a label not seen, as a geometric mean.
-
-    Of the last time alone, for it rises while the clients learn.
+def own_likelihood(losses: Sequence[float]) -> float:
+    """y = exp(-mean_i L_i) / (1 - DOUBT), 1 at most: about what the w_i gave to a label not seen, as a geometric mean.
 
     Parameters
     ----------
-    loss : float
-        L, the `doubting_loss` of the samples that were left out, of all clients, at w_i.
-    samples : float
-        n, how many these are, above 0.
+    losses : sequence of float
+        L_i, for each client that has told it the `doubting_loss` of a sample that was left out, at w_i, as a mean.
 
     Returns
     -------
     float
-        In [0, 1].
+        In [0, 1]; 0 if nobody has told any.
     """
-    return min(float(np.exp(-loss / samples)) / (1 - DOUBT), 1.0)
+    return min(float(np.exp(-np.mean(losses))) / (1 - DOUBT), 1.0) if len(losses) else 0.0
 
 
 def samples_behind(kin: np.ndarray, samples: np.ndarray) -> np.ndarray:
@@ -355,7 +380,7 @@ def own_share(kin: np.ndarray, samples: np.ndarray, own: np.ndarray, likelihoods
 def start_weights(
     kin: np.ndarray, latest: np.ndarray, own: np.ndarray, share: float, own_shares: np.ndarray
 ) -> np.ndarray:
-    """Of what u_i = (1 - a) g + a ((1 - c_i) v_i + c_i w_i) is made, given a and c_i; the others as of `probe_weights`.
+    """Of what (1 - a) g + a ((1 - c_i) v_i + c_i w_i) is made, given a and c_i; the others as of `probe_weights`.
 
     Returns
     -------
@@ -366,6 +391,11 @@ def start_weights(
     c = own_shares[:, None]  # (r, 1)
     known = own.any(axis=1, keepdims=True)  # (r, 1)
     return np.where(known, (1 - share) * everybody + share * ((1 - c) * kin + c * own), everybody)
+
+
+def momentum(server_round: int, last_round: int) -> float:
+    """beta = MOMENTUM (1 - r / T) for the starts of round r of T."""
+    return MOMENTUM * max(1 - server_round / last_round, 0.0)
 
 
 # --- The client ---------------------------------------------------------------------------------------
@@ -540,7 +570,7 @@ def _shuffled(visit: Visit, purpose: str) -> np.ndarray:
 class Kindred(CloudModels):
     """Kindred as a Flower strategy. It has no settings of its own.
 
-    Where `fraction_evaluate` is 0 nothing is probed; a is then one half, or (t y)^2 where that is more.
+    Where `fraction_evaluate` is 0 nothing is probed; a is then one half, or more by `own_worth`.
 
     Parameters
     ----------
@@ -552,7 +582,7 @@ class Kindred(CloudModels):
     personal = BETWEEN
     clients_keep_state = True
     STATE = (*CloudModels.STATE, "_samples", "_trained_in", "_share", "_first", "_last", "_counted", "_told",
-             "_adjustments", "_places", "_own_likelihood", "_folds")
+             "_adjustments", "_places", "_folds", "_first_folds", "_mean", "_step")
 
     def begin(self, initial_arrays: ArrayRecord) -> None:
         super().begin(initial_arrays)
@@ -564,8 +594,10 @@ class Kindred(CloudModels):
         self._counted: dict[ClientId, dict[str, float]] = {}  # what was said in the last exchange that had any,
         self._told: dict[ClientId, dict[str, float]] = {}  # and in this round's, which counts from the next one on
         self._places = np.full(len(PLACES), 1 / len(PLACES))  # how probably each of PLACES is the best one
-        self._own_likelihood = 0.0  # y, 0 until something is told
         self._folds: dict[ClientId, np.ndarray] = {}  # this round's losses there, and of how many samples, (5 + 1,)
+        self._first_folds: dict[ClientId, float] = {}  # L_i, of the first time that a client told any
+        self._mean: np.ndarray | None = None  # g, its parameters alone, (p,),
+        self._step: np.ndarray | None = None  # and beta (g - g') for the next starts, where it is not 0
         self._adjustments: dict[ClientId, dict[str, Any]] = {}  # what those told that adjust their logits
 
     def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
@@ -578,6 +610,11 @@ class Kindred(CloudModels):
         """t, one half until something is told."""
         return float(self._places @ PLACES)
 
+    @property
+    def _own_likelihood(self) -> float:
+        """y, 0 until something is told."""
+        return own_likelihood([self._first_folds[client] for client in in_order(self._first_folds)])
+
     def _leaves_out(self, server_round: int) -> bool:
         return server_round % 2 == 0 and 0 < server_round < self.last_round - 1
 
@@ -589,14 +626,13 @@ class Kindred(CloudModels):
         if told := {client: self._told[client] for client in in_order(self._told) if len(self._told[client]) == 2}:
             self._first, self._last, self._counted = told | self._first, self._last | told, told
         if self._folds:
-            folds = sum(self._folds[client] for client in in_order(self._folds))
-            losses, samples = folds[:-1], folds[-1]
-            self._places = place_probabilities(self._places, losses)
-            self._own_likelihood = own_likelihood(losses[-1], samples)
+            folds = {client: self._folds[client] for client in in_order(self._folds)}
+            self._places = place_probabilities(self._places, sum(folds.values())[:-1])
+            self._first_folds = {client: told[-2] / told[-1] for client, told in folds.items()} | self._first_folds
         self._folds = {}
         ahead = [kin_ahead(self._first[client], self._last[client]) for client in in_order(self._last)
                  if client in self._nodes and self._last[client] != self._first[client]]
-        self._share = kin_share(ahead, self._kept * self._own_likelihood)
+        self._share = kin_share(ahead, own_worth(self._kept, self._own_likelihood))
         return super().configure_train(server_round, arrays, config, grid)
 
     def cloud_weights(
@@ -604,6 +640,20 @@ class Kindred(CloudModels):
     ) -> tuple[list[ClientId], np.ndarray]:
         senders, rows, _ = self._starts(clients)
         return senders, rows
+
+    def clouds(
+        self, clients: Sequence[ClientId], senders: Sequence[ClientId], rows: np.ndarray, kept: float = 0.0
+    ) -> Iterator[ArrayRecord]:
+        """What clients start from, or what is between that and their own: g has its momentum in it."""
+        if self._step is None or not senders:
+            yield from super().clouds(clients, senders, rows)
+            return
+        known = set(senders)
+        for client, model in zip(clients, self.models.combinations(rows, senders)):
+            share = (1 - kept) * (1 - self._share) if client in known else 1.0  # of g
+            with np.errstate(over="ignore"):
+                model[:len(self._step)] += share * self._step
+            yield self.models.combined_record(self._finite(model), client)
 
     def _starts(self, clients: Sequence[ClientId]) -> tuple[list[ClientId], np.ndarray, np.ndarray]:
         """Who has trained, m clients in order; of what these clients' u_i are made, (r, m); `own`, (r, m)."""
@@ -656,7 +706,12 @@ class Kindred(CloudModels):
             _check_numbers(FOLD_LOSSES, losses, len(PLACES), 0, LARGEST_FOLD_LOSS * samples)
 
     def take(self, client: ClientId, reply: Reply) -> None:
-        super().take(client, reply)
+        if self.last_round >= TAIL and self._trained_in.get(client) == self.last_round - 1:
+            before = self.models.row(client).copy()  # (d,)
+            super().take(client, reply)
+            self.models.row(client)[:] = before / 2 + self.models.row(client) / 2
+        else:
+            super().take(client, reply)
         self._samples[client] = float(reply.metrics[self.weighted_by_key])
         if FOLD_LOSSES in reply.config and self._leaves_out(self._trained_in.get(client, 0)):
             self._folds[client] = np.array([*reply.config[FOLD_LOSSES], reply.config[FOLD_SAMPLES]], float)
@@ -667,7 +722,28 @@ class Kindred(CloudModels):
     def end_round(self, server_round: int, answered: Sequence[ClientId]) -> None:
         super().end_round(server_round, answered)
         self._trained_in |= dict.fromkeys(answered, server_round)
+        if answered:
+            self._move(momentum(server_round + 1, self.last_round))
         self.history.count(kin_share=self._share, kept_share=self._kept, own_likelihood=self._own_likelihood)
+
+    def _move(self, beta: float) -> None:
+        """Find the step by which g is to be ahead of itself in the next round."""
+        senders, _, latest = self._trained()
+        before, self._mean, self._step = self._mean, None, None
+        if beta and senders:
+            self._mean = self._mean_of(senders, latest)[:self.layout.num_parameters].copy()
+            if before is not None:
+                with np.errstate(over="ignore"):
+                    self._step = self._finite(beta * (self._mean - before))
+
+    def _finite(self, floats: np.ndarray) -> np.ndarray:
+        """What has gone beyond the largest number, put back to it."""
+        largest = np.finfo(self.layout.dtype).max
+        return np.clip(floats, -largest, largest, out=floats)
+
+    def _mean_of(self, senders: Sequence[ClientId], latest: np.ndarray) -> np.ndarray:
+        """g, shape (d,), to be used before another sum is asked for."""
+        return next(self.models.combinations(latest[None, :] / latest.sum(), senders))
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -686,7 +762,7 @@ class Kindred(CloudModels):
         kin, own = self._kin(clients, senders, samples)
         settings = ConfigRecord({**config, **self._work})
         for probe, rows in probe_weights(kin, latest, own).items():
-            for client, record in zip(clients, self.clouds(clients, senders, rows)):
+            for client, record in zip(clients, super().clouds(clients, senders, rows)):
                 yield self._message(client, record, settings, server_round, MessageType.EVALUATE, probe)
 
     def take_probe(self, client: ClientId, probe: str, loss: float) -> None:
@@ -697,8 +773,7 @@ class Kindred(CloudModels):
         senders, _, latest = self._trained()
         if not senders:
             return self.initial
-        mean = next(self.models.combinations(latest[None, :] / latest.sum(), senders))
-        return self.models.combined_record(mean, senders[0])
+        return self.models.combined_record(self._mean_of(senders, latest), senders[0])
 
     def personal_arrays(self, client: ClientId) -> ArrayRecord:
         return next(self.personal_models([client]))
@@ -709,7 +784,7 @@ class Kindred(CloudModels):
         senders, starts, own = self._starts(clients)
         known = own.any(axis=1, keepdims=True)  # (r, 1)
         rows = np.where(known, (1 - self._kept) * starts + self._kept * own, starts)  # (r, m)
-        for client, record in zip(clients, self.clouds(clients, senders, rows)):
+        for client, record in zip(clients, self.clouds(clients, senders, rows, self._kept)):
             mine = self.models[client] if client in self._samples and client not in senders else record
             if told := self._adjustments.get(client):
                 adjustment = Adjustment(told[OUTPUT_BIAS], np.array(told[ADJUSTMENT_TOLD]))

@@ -27,9 +27,11 @@ from strategies.kindred import (
     kin_share,
     kin_weights,
     log_proportions,
+    momentum,
     output_bias,
     own_likelihood,
     own_share,
+    own_worth,
     place_probabilities,
     probe_weights,
     samples_behind,
@@ -91,13 +93,14 @@ def test_nobody_has_a_part_in_what_it_is_to_judge() -> None:
     ((0.0, 0.0), (0.0, 0.0), 1 / 2),  # nothing is known yet
     ((0.0, 0.5), (0.0, 0.5), 1 / 4),  # both learn alike
     ((0.0, 0.5), (0.0, 0.0), 3 / 4),  # kin alone learn
-    ((0.0, 1.0), (3.0, 4.0), 1 / 6),  # from twenty times the loss, as quickly
+    ((-3.0, -2.0), (0.0, 1.0), 1 / 6),  # from twenty times the loss, as quickly
+    ((0.5, 0.5), (0.0, 0.0), 1 / 2),  # better from the first is not ahead: nothing has fallen
     ((0.0, 0.0), (0.0, 0.5), 1 / 4),  # all alone learn
     ((0.0, 0.5), (0.0, 0.25), 1 / 2),  # half as much is between the two
     ((0.0, -2.0), (0.0, -1.0), 1 / 2),  # what rises has not fallen
 ])
 def test_kin_are_ahead_by_what_all_fall_behind(kin, everybody, ahead) -> None:
-    first, last = ({KIN: float(np.exp(-kin[when])), ALL: float(np.exp(3 - everybody[when]))} for when in (0, 1))
+    first, last = ({KIN: float(np.exp(-kin[when])), ALL: float(np.exp(-everybody[when]))} for when in (0, 1))
     assert kin_ahead(first, last) == pytest.approx(ahead)
 
 
@@ -108,15 +111,28 @@ def test_kin_are_ahead_by_what_all_fall_behind(kin, everybody, ahead) -> None:
 ])
 def test_the_share_of_kin_is_by_the_median_of_clients_and_by_what_their_own_is_worth(ahead, share) -> None:
     assert kin_share(ahead, 0.0) == pytest.approx(share)
-    assert kin_share(ahead, 0.7) == pytest.approx(max(share, 0.49))  # who keeps to its own leaves the others
+    assert kin_share(ahead, 2 / 3) == pytest.approx(max(share, 4 / 5))  # who keeps to its own leaves the others
+
+
+@pytest.mark.parametrize(("kept", "likelihood", "worth"), [
+    (1.0, 1.0, 1.0), (0.5, 0.9, 0.81), (1.0, 0.9, 0.81),  # half of it kept is enough
+    (0.25, 0.9, 0.405), (0.0, 1.0, 0.0), (1.0, 0.0, 0.0),
+])
+def test_what_their_own_training_is_worth_to_clients(kept, likelihood, worth) -> None:
+    assert own_worth(kept, likelihood) == pytest.approx(worth)
 
 
 def test_what_the_own_models_give_to_labels_they_have_not_seen() -> None:
-    probabilities = np.array([[0.8, 0.2], [0.2, 0.8]])  # of the first label, twice
-    loss = doubting_loss(probabilities, np.zeros(2, int))
-    assert own_likelihood(loss, 2) == pytest.approx(np.sqrt((0.8 + 1 / 18) * (0.2 + 1 / 18)))
-    assert own_likelihood(doubting_loss(np.eye(2), np.arange(2)), 2) == 1
-    assert own_likelihood(1e6, 1) == 0
+    probabilities = np.array([[0.8, 0.2], [0.2, 0.8]])  # of the first label
+    losses = [doubting_loss(row[None], np.zeros(1, int)) for row in probabilities]
+    assert own_likelihood(losses) == pytest.approx(np.sqrt((0.8 + 1 / 18) * (0.2 + 1 / 18)))
+    assert own_likelihood([doubting_loss(np.eye(2), np.arange(2))]) == 1
+    assert own_likelihood([1e6]) == 0 and own_likelihood([]) == 0
+
+
+def test_momentum_is_gone_in_the_last_round() -> None:
+    assert [momentum(server_round, 4) for server_round in range(6)] == pytest.approx(
+        [0.5, 0.375, 0.25, 0.125, 0, 0])
 
 
 def test_how_many_samples_speak_in_a_mean() -> None:
@@ -289,11 +305,15 @@ def told_of(models: np.ndarray) -> dict[str, np.ndarray]:
             for probe, weights in probes_of(models).items()}
 
 
-def next_starts(models: np.ndarray, share: float, judged: np.ndarray | None = None) -> np.ndarray:
-    """u_i, where the clients have told what the v_i of `judged` are worth to them."""
+def next_starts(
+    models: np.ndarray, share: float, judged: np.ndarray | None = None, before: np.ndarray | None = None, beta=0.0
+) -> np.ndarray:
+    """u_i, where clients have told what the v_i of `judged` are worth to them, and had the models `before` a round ago.
+    """
     told = np.ones(4) if judged is None else told_of(judged)[KIN]
     kin = probes_of(models)[KIN]
-    return start_weights(kin, SAMPLES, OWN, share, own_share(kin, SAMPLES, OWN, told)) @ models
+    starts = start_weights(kin, SAMPLES, OWN, share, own_share(kin, SAMPLES, OWN, told)) @ models
+    return starts if before is None else starts + (1 - share) * beta * SAMPLES @ (models - before) / SAMPLES.sum()
 
 
 def probes_of(models: np.ndarray) -> dict[str, np.ndarray]:
@@ -337,15 +357,16 @@ def test_how_much_is_kept_is_judged_by_samples_that_were_left_out(monkeypatch) -
     trained = np.array([client.step(FIRST) for client in CLIENTS])
     starts = next_starts(trained, 0.5, judged=trained)
     again = np.array([client.step(start) for client, start in zip(CLIENTS, starts)])
-    new, mine = next_starts(again, 0.5, judged=trained)[1], again[1]  # what it received in round 3, and made in round 2
+    # What it received in round 3, and made in round 2.
+    new, mine = next_starts(again, 0.5, judged=trained, before=trained, beta=0.5 * 4 / 7)[1], again[1]
     way = [(1 - place) * new + place * mine for place in PLACES]
     (first, losses, second), (before, _, third) = told
     assert first.tolist() == [0.2] * 5 and before.tolist() == second.tolist()
     assert losses == pytest.approx([-np.log(0.9 * np.exp(-CLIENTS[1].loss(w)) + 0.1 / 2) for w in way], rel=1e-5)
+    likelihood = min(np.exp(-losses[-1]) / 0.9, 1)  # of the first time
     found = [(line["kept-share"], line["own-likelihood"]) for line in strategy.history.rounds if "kept-share" in line]
-    then, later = (min(np.exp(-losses[-1]) / 0.9, 1) for _, losses, _ in told)
     assert found[:7] == [pytest.approx(pair) for pair in (  # what is told counts from the next on
-        [(0.5, 0)] * 3 + [(second @ PLACES, then)] * 2 + [(third @ PLACES, later)] * 2)]
+        [(0.5, 0)] * 3 + [(second @ PLACES, likelihood)] * 2 + [(third @ PLACES, likelihood)] * 2)]
     trained_on = {row["round"]: row["samples-trained"] for row in strategy.history.rows
                   if row["client"] == 1 and row["round"] <= 7}
     assert trained_on == {1: 3, 2: 2, 3: 3, 4: 2, 5: 3, 6: 3, 7: 3}  # in round 6 nobody is left to heed what is told
@@ -364,8 +385,10 @@ def test_what_is_probed_in_every_second_round() -> None:
     shares = [line["kin-share"] for line in strategy.history.rounds if "kin-share" in line]
     assert shares[:3] == [0.5] * 3  # until there is a second time to compare with the first
     told = [[{probe: rows[r, i][f"{probe}-loss"] for probe in (KIN, ALL)} for r in (1, 3)] for i in range(4)]
-    q = np.median([kin_ahead(*losses) for losses in told])
-    assert shares[3] == pytest.approx(q**2 / (q**2 + (1 - q) ** 2)) and shares[3] > 0.6
+    lines = {line["round"]: line for line in strategy.history.rounds}
+    worth = min(2 * lines[4]["kept-share"], 1) * lines[4]["own-likelihood"] ** 2
+    z = max(np.median([kin_ahead(*losses) for losses in told]), worth)
+    assert shares[3] == pytest.approx(z**2 / (z**2 + (1 - z) ** 2)) and shares[3] > 0.6
 
 
 def test_what_the_client_says_of_its_personal_model(kept) -> None:
@@ -373,7 +396,7 @@ def test_what_the_client_says_of_its_personal_model(kept) -> None:
     first = np.array([client.step(FIRST) for client in CLIENTS])
     starts = {2: next_starts(first, 0.5, judged=first)}
     second = np.array([client.step(start) for client, start in zip(CLIENTS, starts[2])])
-    starts[3] = next_starts(second, 0.5, judged=first)
+    starts[3] = next_starts(second, 0.5, judged=first, before=first, beta=0.5 / 4)
     third = np.array([client.step(start) for client, start in zip(CLIENTS, starts[3])])
     lines = {line["round"]: line for line in strategy.history.rounds}
     starts[4] = next_starts(third, lines[4]["kin-share"], judged=third)
@@ -392,6 +415,59 @@ def test_nothing_is_probed_without_evaluations_or_without_another() -> None:
         assert strategy._share == 0.5
     assert weights_of(strategy.client_models()[0]) == pytest.approx(
         CLIENTS[0].step(CLIENTS[0].step(CLIENTS[0].step(FIRST))), abs=1e-6)
+
+
+def test_the_mean_of_all_goes_ahead_of_itself_with_parameters_alone(monkeypatch) -> None:
+    """In whatever is made of it: starts, personal models, and the whole of it for who has no model yet."""
+    monkeypatch.setattr(kindred, "kin_share", lambda ahead, worth: 0.75)
+    strategy = trained_by([small_site(seed) for seed in range(3)], 4, FaultyGrid,
+                          (lambda r, c: "error" if c == 2 else "ok",))
+    step = np.arange(strategy.layout.num_parameters, dtype=np.float32)
+
+    def floats(record) -> np.ndarray:
+        row = np.empty(strategy.layout.size, np.float32)
+        strategy.layout.flatten(read_record(record), row)
+        return row
+
+    plain = [floats(record) for _, record in strategy.outgoing(5, range(3))]
+    personal = [floats(record) for record in strategy.personal_models(range(3))]
+    strategy._step = step
+    for before, after, share in ((plain, [floats(record) for _, record in strategy.outgoing(5, range(3))], 0.25),
+                                 (personal, [floats(record) for record in strategy.personal_models(range(3))],
+                                  0.25 * (1 - strategy._kept))):
+        for client, expected in enumerate((share, share, 1.0)):
+            moved = after[client] - before[client]
+            assert moved[:len(step)] == pytest.approx(expected * step, rel=1e-3, abs=1e-4)
+            assert not moved[len(step):].any() and len(moved) > len(step)  # running statistics
+    strategy._step = np.full_like(step, np.finfo(np.float32).max)
+    assert all(np.isfinite(floats(record)).all() for _, record in strategy.outgoing(5, range(3)))
+
+
+def test_a_run_ends_with_the_mean_of_the_last_two_models(monkeypatch) -> None:
+    def fate(server_round: int, client: int) -> str:
+        return "error" if (server_round, client) in ((9, 1), (10, 2)) else "ok"
+
+    def models_of(tail: int) -> dict[int, np.ndarray]:
+        monkeypatch.setattr(kindred, "TAIL", tail)
+        ends.clear()
+        by_hand.start(Kindred(), CLIENTS, FIRST, 10, FaultyGrid(by_hand.app_of(CLIENTS), 4, fate))
+        return dict(ends)
+
+    ends: dict[int, np.ndarray] = {}
+    end_round = Kindred.end_round
+
+    def noting(self, server_round, answered):
+        end_round(self, server_round, answered)
+        ends[server_round] = np.array([weights_of(record) for _, record in sorted(self.models.items())])
+
+    monkeypatch.setattr(Kindred, "end_round", noting)
+    plain, found = models_of(11), models_of(10)
+    assert (found[9] == plain[9]).all()
+    mean = (plain[9] + plain[10]) / 2
+    assert np.abs(mean[0] - plain[10][0]).max() > 1e-4
+    # Who was away in round 9 has but the last one, and who was in round 10 the one of round 9.
+    expected = [mean[0], plain[10][1], plain[9][2], mean[3]]
+    assert found[10] == pytest.approx(np.array(expected), abs=1e-6)
 
 
 # --- What it costs ------------------------------------------------------------------------------------
@@ -580,9 +656,10 @@ def test_who_tells_of_samples_that_it_was_not_to_leave_out_is_not_heard() -> Non
 
 
 def test_those_whose_own_models_are_right_leave_the_mean_of_all(monkeypatch) -> None:
-    """t and y are of all samples that were left out; y of the last time alone."""
+    """t is of all samples that were left out; y of the first that a client told of, all clients alike."""
     monkeypatch.setattr(kindred, "kin_ahead", lambda first, last: 0.5)
-    told = {(3, 0): (0.9, 4), (3, 1): (0.6, 2), (5, 2): (3.0, 2)}  # by (round, client): the loss at w_i, of how many
+    # By (round, client): the loss at w_i, of how many samples.
+    told = {(3, 0): (0.9, 4), (3, 1): (0.6, 2), (5, 0): (0.0, 4), (5, 2): (3.0, 2)}
 
     def fate(server_round, client):
         def tell(content) -> None:
@@ -597,8 +674,8 @@ def test_those_whose_own_models_are_right_leave_the_mean_of_all(monkeypatch) -> 
     assert strategy.history.refused() == {}
     found = [(line["own-likelihood"], line["kin-share"]) for line in strategy.history.rounds if "kin-share" in line]
     assert found[2] == (0, 0.5)
-    then, later = np.exp(-1.5 / 6) / 0.9, np.exp(-3.0 / 2) / 0.9
-    assert found[3] == (pytest.approx(then), pytest.approx(then**2, rel=1e-3))  # t is nearly 1
+    then, later = np.exp(-(0.9 / 4 + 0.6 / 2) / 2) / 0.9, np.exp(-(0.9 / 4 + 0.6 / 2 + 3.0 / 2) / 3) / 0.9
+    assert found[3] == (pytest.approx(then), pytest.approx(then**4 / (then**4 + (1 - then**2) ** 2)))  # t is nearly 1
     assert found[5] == (pytest.approx(later), 0.5)
 
 
