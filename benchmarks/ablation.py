@@ -4,7 +4,8 @@
 
 20 clients with about 40 images each, all else as of `kindred run`; Dirichlet has alpha 0.1. Printed is the mean
 accuracy over clients at the end, in percent, as a mean over seeds. The first row is the method; the next two are the
-same runs with another model as the client's own: the one after its last training, and the start that came before it.
+same runs with another model as the client's own: the one after its last training, before that is averaged with the one
+before, and the start that it came from.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from strategies.messages import PERSONAL, RECEIVED, TRAINED
 from . import markdown
 
 PARTITIONS = ("iid", "pathological", "practical", "label-groups", "dirichlet", "rotated", "permuted")
-STAGES = {PERSONAL: "as it is", TRAINED: "the model after training: t = 1", RECEIVED: "the start before it: t = 0"}
+STAGES = {PERSONAL: "as it is", TRAINED: "the model after the last training", RECEIVED: "the start before it"}
 
 centred_cosines, kin_share = kindred.centred_cosines, kindred.kin_share
 own_share, start_weights = kindred.own_share, kindred.start_weights
@@ -45,11 +46,6 @@ def whole_probes(kin: np.ndarray, latest: np.ndarray, own: np.ndarray) -> dict[s
     own_shares = own_share(kin, np.ones(len(latest)), own, np.ones(len(kin)))
     return {kindred.KIN: start_weights(kin, latest, own, 1.0, own_shares),
             kindred.ALL: start_weights(kin, latest, own, 0.0, own_shares)}
-
-
-def with_share(share: float) -> Callable[..., np.ndarray]:
-    """Starts with a given share of the kin."""
-    return lambda kin, latest, own, _, own_shares: start_weights(kin, latest, own, share, own_shares)
 
 
 def by_mean(ahead: Sequence[float], worth: float) -> float:
@@ -79,11 +75,11 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "a without regard to t": {"own_worth": lambda kept, likelihood: likelihood**2},
     "a without regard to y": {"own_worth": lambda kept, likelihood: min(2 * kept, 1.0)},
     "a by the mean client, not the median": {"kin_share": by_mean},
-    "a = 0: the mean of all": {"start_weights": with_share(0.0)},
-    "a = 1/2": {"start_weights": with_share(0.5)},
-    "a = 1: kin alone": {"start_weights": with_share(1.0)},
+    "a = 0: the mean of all": {"kin_share": lambda ahead, worth: 0.0},
+    "a = 1/2": {"kin_share": lambda ahead, worth: 0.5},
+    "a = 1: kin alone": {"kin_share": lambda ahead, worth: 1.0},
     "exp(-l) = 1: kin are not judged": {"own_share": unjudged},
-    "nothing probed: a = 1/2, exp(-l) = 1": {"start_weights": with_share(0.5), "own_share": unjudged},
+    "nothing probed: a = 1/2, exp(-l) = 1": {"kin_share": lambda ahead, worth: 0.5, "own_share": unjudged},
     "nothing of its own: c = 0": {"own_share": nothing},
     "no momentum: beta = 0": {"MOMENTUM": 0.0},
     "the same momentum to the end": {"momentum": lambda server_round, last_round: kindred.MOMENTUM},

@@ -21,7 +21,7 @@ data set. w_i is the model of client i after its last training, n_i its number o
 | G = g + beta (g - g'), g the mean of all models, g' that of the round before; beta is 0 in the end | `momentum` |
 | u_i = (1 - a) G + a ((1 - c_i) v_i + c_i w_i) | `start_weights` |
 | the client trains from u_i, which gives the next w_i | `Probed.train` |
-| after the last of ten rounds or more w_i is the mean of that and the one before | `Kindred.take` |
+| after the last round, of ten or more: w_i is the mean of those of the last two rounds, if i trained in both | `take` |
 | its personal model is (1 - t) u_i + t w_i, u_i coming after w_i | `between` |
 
 Why:
@@ -60,7 +60,8 @@ four rounds a and t remain one half.
 
 Clients that sit out keep their last model, and their kin hear it while they are away; g is of those who trained in the
 last round, as FedAvg's. Who has not told its losses lately is given the mean of those who have. Where few train in a
-round, models also resemble each other for having been trained as often, and kin are told less well. Losses are
+round, models also resemble each other for having been trained as often, and kin are told less well; and g has momentum
+only as far as it is of those who trained in the round before as well. Losses are
 cross-entropies in nats, a mean over samples. Cosines see parameters only; floating buffers are combined like
 parameters, integer buffers are the client's own. Logits are adjusted by the bias that is added to them; a network that
 has none goes without.
@@ -69,7 +70,7 @@ has none goes without.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -108,7 +109,7 @@ PRIOR = 0.5
 """How many natural logarithms of a fall in loss the first guess is worth, that all have half of what the kin have."""
 
 MOMENTUM = 0.5
-TAIL = 10  # rounds: a run of so many or more ends with the mean of clients' last two models
+TAIL = 10  # rounds: a run of so many or more ends with the mean of clients' models of the last two
 
 ADJUSTMENT = 0.5  # how much of o_i is added to the logits of models that clients train or use,
 PROBE_ADJUSTMENT = 1.0  # and to those of the two that are judged
@@ -385,7 +386,7 @@ def start_weights(
     Returns
     -------
     ndarray, shape (r, m)
-        Rows sum to 1. A client that has no model yet gets g, and who is alone its own.
+        Rows sum to 1. A client that has no model yet gets g, and who is alone its own; g has no momentum here.
     """
     everybody = latest / latest.sum()  # (m,)
     c = own_shares[:, None]  # (r, 1)
@@ -394,8 +395,8 @@ def start_weights(
 
 
 def momentum(server_round: int, last_round: int) -> float:
-    """beta = MOMENTUM (1 - r / T) for the starts of round r of T."""
-    return MOMENTUM * max(1 - server_round / last_round, 0.0)
+    """beta = MOMENTUM (1 - r / T) for the starts of round r of T, and 0 after the last."""
+    return MOMENTUM * max(1 - server_round / max(last_round, 1), 0.0)
 
 
 # --- The client ---------------------------------------------------------------------------------------
@@ -582,7 +583,7 @@ class Kindred(CloudModels):
     personal = BETWEEN
     clients_keep_state = True
     STATE = (*CloudModels.STATE, "_samples", "_trained_in", "_share", "_first", "_last", "_counted", "_told",
-             "_adjustments", "_places", "_folds", "_first_folds", "_mean", "_step")
+             "_adjustments", "_places", "_folds", "_first_folds", "_mean", "_moved", "_beta")
 
     def begin(self, initial_arrays: ArrayRecord) -> None:
         super().begin(initial_arrays)
@@ -597,7 +598,8 @@ class Kindred(CloudModels):
         self._folds: dict[ClientId, np.ndarray] = {}  # this round's losses there, and of how many samples, (5 + 1,)
         self._first_folds: dict[ClientId, float] = {}  # L_i, of the first time that a client told any
         self._mean: np.ndarray | None = None  # g, its parameters alone, (p,),
-        self._step: np.ndarray | None = None  # and beta (g - g') for the next starts, where it is not 0
+        self._moved: np.ndarray | None = None  # and g - g', None until there are two of them
+        self._beta = 0.0  # of the next starts
         self._adjustments: dict[ClientId, dict[str, Any]] = {}  # what those told that adjust their logits
 
     def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
@@ -613,7 +615,8 @@ class Kindred(CloudModels):
     @property
     def _own_likelihood(self) -> float:
         """y, 0 until something is told."""
-        return own_likelihood([self._first_folds[client] for client in in_order(self._first_folds)])
+        return own_likelihood([self._first_folds[client] for client in in_order(self._first_folds)
+                               if client in self._nodes])
 
     def _leaves_out(self, server_round: int) -> bool:
         return server_round % 2 == 0 and 0 < server_round < self.last_round - 1
@@ -645,15 +648,20 @@ class Kindred(CloudModels):
         self, clients: Sequence[ClientId], senders: Sequence[ClientId], rows: np.ndarray, kept: float = 0.0
     ) -> Iterator[ArrayRecord]:
         """What clients start from, or what is between that and their own: g has its momentum in it."""
-        if self._step is None or not senders:
+        if self._moved is None or not self._beta or not senders:
             yield from super().clouds(clients, senders, rows)
             return
+        step = self._beta * self._moved  # (p,)
+        # Of float16, say: no mean of models is beyond its largest number, but what goes ahead of one may be.
+        narrow = [(self.layout.slices[name], np.finfo(self.layout.dtypes[name]).max)
+                  for name in self.layout.parameters if self.layout.dtypes[name] != self.layout.dtype]
         known = set(senders)
         for client, model in zip(clients, self.models.combinations(rows, senders)):
             share = (1 - kept) * (1 - self._share) if client in known else 1.0  # of g
-            with np.errstate(over="ignore"):
-                model[:len(self._step)] += share * self._step
-            yield self.models.combined_record(self._finite(model), client)
+            model[:len(step)] += share * step
+            for place, largest in narrow:
+                np.clip(model[place], -largest, largest, out=model[place])
+            yield self.models.combined_record(model, client)
 
     def _starts(self, clients: Sequence[ClientId]) -> tuple[list[ClientId], np.ndarray, np.ndarray]:
         """Who has trained, m clients in order; of what these clients' u_i are made, (r, m); `own`, (r, m)."""
@@ -721,25 +729,26 @@ class Kindred(CloudModels):
 
     def end_round(self, server_round: int, answered: Sequence[ClientId]) -> None:
         super().end_round(server_round, answered)
+        last = max(self._trained_in.values(), default=0)
+        again = {client for client in answered if self._trained_in.get(client) == last}
         self._trained_in |= dict.fromkeys(answered, server_round)
         if answered:
-            self._move(momentum(server_round + 1, self.last_round))
+            self._move(again)
+            self._beta = momentum(server_round + 1, self.last_round)
         self.history.count(kin_share=self._share, kept_share=self._kept, own_likelihood=self._own_likelihood)
 
-    def _move(self, beta: float) -> None:
-        """Find the step by which g is to be ahead of itself in the next round."""
-        senders, _, latest = self._trained()
-        before, self._mean, self._step = self._mean, None, None
-        if beta and senders:
-            self._mean = self._mean_of(senders, latest)[:self.layout.num_parameters].copy()
-            if before is not None:
-                with np.errstate(over="ignore"):
-                    self._step = self._finite(beta * (self._mean - before))
+    def _move(self, again: Collection[ClientId]) -> None:
+        """Find how g has moved on: by as much of it as these are, who trained in the last round and the one before.
 
-    def _finite(self, floats: np.ndarray) -> np.ndarray:
-        """What has gone beyond the largest number, put back to it."""
-        largest = np.finfo(self.layout.dtype).max
-        return np.clip(floats, -largest, largest, out=floats)
+        The means of a few who are drawn anew differ for that alone.
+        """
+        senders, _, latest = self._trained()
+        if not senders:
+            return
+        before, self._mean = self._mean, self._mean_of(senders, latest)[:self.layout.num_parameters].copy()  # (p,)
+        if before is not None:
+            share = float(latest @ [client in again for client in senders] / latest.sum())
+            self._moved = share * (self._mean - before)
 
     def _mean_of(self, senders: Sequence[ClientId], latest: np.ndarray) -> np.ndarray:
         """g, shape (d,), to be used before another sum is asked for."""

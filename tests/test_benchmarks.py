@@ -206,8 +206,8 @@ def test_each_variant_leaves_out_what_it_says() -> None:
     samples, own, kin = np.array([1.0, 1.0, 2.0]), np.eye(3, dtype=bool)[:1], np.array([[0.0, 0.5, 0.5]])
     whole = ablation.whole_probes(kin, samples, own)
     assert whole["all"].tolist() == [[0.25, 0.25, 0.5]] and whole["kin"][0] == pytest.approx([1 / 3] * 3)
-    assert ablation.with_share(0.0)(kin, samples, own, 0.7, np.zeros(1)).tolist() == [[0.25, 0.25, 0.5]]
-    assert ablation.with_share(1.0)(kin, samples, own, 0.7, np.zeros(1)).tolist() == kin.tolist()
+    assert ablation.VARIANTS["a = 1: kin alone"]["kin_share"]([0.2], 0.3) == 1
+    assert ablation.by_mean([0.0, 0.0, 0.75 * 3], 0.0) == pytest.approx(0.9)
     assert ablation.unjudged(kin, samples, own, np.zeros(1)).tolist() == [0.25]  # its 1 sample and 3 of others
     assert ablation.nothing(kin, samples, own, np.ones(1)).tolist() == [0]
     assert ablation.nothing(0 * kin, samples, own, np.ones(1)).tolist() == [1]
@@ -229,7 +229,7 @@ def test_the_table_has_a_line_for_each_way_and_a_column_for_each_partition(monke
     monkeypatch.setattr(ablation, "measure", measured)
     lines = ablation.table(["iid", "rotated"], [0, 2], num_rounds=3).splitlines()
     assert lines[0] == "| Kindred | iid | rotated |"
-    assert lines[2:5] == ["| as it is | 60.0 | 60.0 |", "| the model after training: t = 1 | 25.0 | 25.0 |",
-                          "| the start before it: t = 0 | 12.5 | 0.0 |"]
+    assert lines[2:5] == ["| as it is | 60.0 | 60.0 |", "| the model after the last training | 25.0 | 25.0 |",
+                          "| the start before it | 12.5 | 0.0 |"]
     assert [line.split(" | ")[0] for line in lines[5:]] == [f"| {name}" for name in ablation.VARIANTS]
     assert lines[5].endswith("| 62.0 | 62.0 |")  # it changes two things

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from flwr.app import ConfigRecord
+from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
@@ -133,6 +133,7 @@ def test_what_the_own_models_give_to_labels_they_have_not_seen() -> None:
 def test_momentum_is_gone_in_the_last_round() -> None:
     assert [momentum(server_round, 4) for server_round in range(6)] == pytest.approx(
         [0.5, 0.375, 0.25, 0.125, 0, 0])
+    assert momentum(1, 0) == 0
 
 
 def test_how_many_samples_speak_in_a_mean() -> None:
@@ -429,9 +430,10 @@ def test_the_mean_of_all_goes_ahead_of_itself_with_parameters_alone(monkeypatch)
         strategy.layout.flatten(read_record(record), row)
         return row
 
+    assert strategy._beta == 0 and strategy._moved is not None  # the run is over
     plain = [floats(record) for _, record in strategy.outgoing(5, range(3))]
     personal = [floats(record) for record in strategy.personal_models(range(3))]
-    strategy._step = step
+    strategy._moved, strategy._beta = 2 * step, 0.5
     for before, after, share in ((plain, [floats(record) for _, record in strategy.outgoing(5, range(3))], 0.25),
                                  (personal, [floats(record) for record in strategy.personal_models(range(3))],
                                   0.25 * (1 - strategy._kept))):
@@ -439,18 +441,59 @@ def test_the_mean_of_all_goes_ahead_of_itself_with_parameters_alone(monkeypatch)
             moved = after[client] - before[client]
             assert moved[:len(step)] == pytest.approx(expected * step, rel=1e-3, abs=1e-4)
             assert not moved[len(step):].any() and len(moved) > len(step)  # running statistics
-    strategy._step = np.full_like(step, np.finfo(np.float32).max)
-    assert all(np.isfinite(floats(record)).all() for _, record in strategy.outgoing(5, range(3)))
 
 
-def test_a_run_ends_with_the_mean_of_the_last_two_models(monkeypatch) -> None:
+def test_what_goes_ahead_of_narrow_numbers_stays_among_them() -> None:
+    sent = []
+
+    def train(message, context):
+        server_round = message.content["config"]["server-round"]
+        (array,) = read_record(message.content["arrays"]).values()
+        sent.append((server_round, float(array[0])))
+        trained = to_record({"weight": np.full(2, min(20_000 + 40_000 * (server_round - 1), 60_000), np.float16)})
+        return Message(RecordDict({"arrays": trained, "metrics": MetricRecord({"num-examples": 1})}), reply_to=message)
+
+    app = plain_app()
+    app._registered_funcs["train.default"] = train
+    strategy = Kindred(fraction_evaluate=0)
+    strategy.start(InlineGrid(app, 4), to_record({"weight": np.zeros(2, np.float16)}), 10, 60)
+    # In the third round 60,000 + 0.35 / 2 * 40,000 is beyond what float16 has; nothing moves from then on.
+    assert sent == [(number, value) for number, value in [(1, 0), (2, 20_000), (3, 65_504), *((r, 60_000) for r in
+                    range(4, 11))] for _ in range(4)]
+
+
+@pytest.mark.parametrize(("fate", "share", "last"), [
+    (lambda r, c: "ok", 1.0, 3),
+    (lambda r, c: "error" if r == 3 and c == 1 else "ok", 1.0, 3),  # the others were there before
+    (lambda r, c: "error" if r == 2 and c == 1 else "ok", 5 / 8, 3),  # it has 3 of 8 samples
+    (lambda r, c: "error" if (r == 2) == (c < 2) else "ok", 0.0, 3),
+    (lambda r, c: "error" if r == 3 else "ok", 1.0, 2),  # nothing has changed
+])
+def test_the_mean_moves_as_far_as_it_is_of_the_same_clients(monkeypatch, fate, share, last) -> None:
+    found = {}
+    end_round = Kindred.end_round
+
+    def noting(self, server_round, answered):
+        end_round(self, server_round, answered)
+        found[server_round] = (weights_of(self.global_arrays()), self._moved, self._beta)
+
+    monkeypatch.setattr(Kindred, "end_round", noting)
+    by_hand.start(Kindred(), CLIENTS, FIRST, 4, FaultyGrid(by_hand.app_of(CLIENTS), 4, fate))
+    means = {number: mean for number, (mean, _, _) in found.items()}
+    assert found[1][1] is None
+    assert found[3][1] == pytest.approx(share * (means[last] - means[last - 1]), abs=1e-6)
+    assert found[2][2] == 0.125 and found[3][2] == (0 if last == 3 else 0.125)
+
+
+@pytest.mark.parametrize("store", ["memory", "disk"])
+def test_a_run_ends_with_the_mean_of_the_last_two_models(monkeypatch, store) -> None:
     def fate(server_round: int, client: int) -> str:
         return "error" if (server_round, client) in ((9, 1), (10, 2)) else "ok"
 
     def models_of(tail: int) -> dict[int, np.ndarray]:
         monkeypatch.setattr(kindred, "TAIL", tail)
         ends.clear()
-        by_hand.start(Kindred(), CLIENTS, FIRST, 10, FaultyGrid(by_hand.app_of(CLIENTS), 4, fate))
+        by_hand.start(Kindred(store=store), CLIENTS, FIRST, 10, FaultyGrid(by_hand.app_of(CLIENTS), 4, fate))
         return dict(ends)
 
     ends: dict[int, np.ndarray] = {}
