@@ -52,8 +52,9 @@ Why:
   classification, 2019, arXiv:1909.06335). What that overshoots is to be gone at the end, so there is less of it from
   round to round. Kin are few, and learn much by heart, so their mean is left where it is.
 - With few samples each training leaves a model somewhere around where it should be: the mean of two is nearer.
-- How much that is to be kept changes while they learn, mostly in the first rounds. So a place that was the best is
-  taken to be the best the next time too, but for one time in a hundred, which bounds how much is remembered.
+- How much of their training clients are to keep changes while they learn, mostly in the first rounds. So a place that
+  was the best is taken to be the best the next time too, but for one time in a hundred, which bounds how much is
+  remembered.
 
 At the end nothing is probed and no sample left out any more, for nobody would use what is told; so with fewer than
 four rounds a and t remain one half.
@@ -61,10 +62,10 @@ four rounds a and t remain one half.
 Clients that sit out keep their last model, and their kin hear it while they are away; g is of those who trained in the
 last round, as FedAvg's. Who has not told its losses lately is given the mean of those who have. Where few train in a
 round, models also resemble each other for having been trained as often, and kin are told less well; and g has momentum
-only as far as it is of those who trained in the round before as well. Losses are
-cross-entropies in nats, a mean over samples. Cosines see parameters only; floating buffers are combined like
-parameters, integer buffers are the client's own. Logits are adjusted by the bias that is added to them; a network that
-has none goes without.
+only as far as it is of those who trained in the round before as well. Losses are cross-entropies in nats, a mean over
+samples. Cosines see parameters only, and parameters alone have momentum; floating buffers are combined like parameters,
+integer buffers are the client's own. Logits are adjusted by the bias that is added to them; a network that has none
+goes without.
 """
 
 from __future__ import annotations
