@@ -33,7 +33,7 @@ PARTITIONS = ("iid", "pathological", "practical", "label-groups", "dirichlet", "
 STAGES = {PERSONAL: "as it is", TRAINED: "the model after the last training", RECEIVED: "the start before it"}
 
 centred_cosines, kin_share = kindred.centred_cosines, kindred.kin_share
-own_share, start_weights = kindred.own_share, kindred.start_weights
+own_share, own_worth, start_weights = kindred.own_share, kindred.own_worth, kindred.start_weights
 
 
 def plain_cosines(blocks: Iterable[np.ndarray], rows: Sequence[int], m: int) -> np.ndarray:
@@ -72,8 +72,8 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "sharpness 20, not 10": {"SHARPNESS": 20.0},
     "probes with the client's part": {"probe_weights": whole_probes},
     "a without regard to t and y": {"kin_share": lambda ahead, _: kin_share(ahead, 0.0)},
-    "a without regard to t": {"own_worth": lambda kept, likelihood: likelihood**2},
-    "a without regard to y": {"own_worth": lambda kept, likelihood: min(2 * kept, 1.0)},
+    "a without regard to t": {"own_worth": lambda kept, likelihood: own_worth(1.0, likelihood)},
+    "a without regard to y": {"own_worth": lambda kept, likelihood: own_worth(kept, 1.0)},
     "a by the mean client, not the median": {"kin_share": by_mean},
     "a = 0: the mean of all": {"kin_share": lambda ahead, worth: 0.0},
     "a = 1/2": {"kin_share": lambda ahead, worth: 0.5},

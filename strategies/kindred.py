@@ -584,7 +584,7 @@ class Kindred(CloudModels):
     personal = BETWEEN
     clients_keep_state = True
     STATE = (*CloudModels.STATE, "_samples", "_trained_in", "_share", "_first", "_last", "_counted", "_told",
-             "_adjustments", "_places", "_folds", "_first_folds", "_mean", "_moved", "_beta")
+             "_adjustments", "_places", "_folds", "_first_folds", "_mean", "_moved")
 
     def begin(self, initial_arrays: ArrayRecord) -> None:
         super().begin(initial_arrays)
@@ -600,7 +600,6 @@ class Kindred(CloudModels):
         self._first_folds: dict[ClientId, float] = {}  # L_i, of the first time that a client told any
         self._mean: np.ndarray | None = None  # g, its parameters alone, (p,),
         self._moved: np.ndarray | None = None  # and g - g', None until there are two of them
-        self._beta = 0.0  # of the next starts
         self._adjustments: dict[ClientId, dict[str, Any]] = {}  # what those told that adjust their logits
 
     def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
@@ -619,6 +618,11 @@ class Kindred(CloudModels):
         return own_likelihood([self._first_folds[client] for client in in_order(self._first_folds)
                                if client in self._nodes])
 
+    @property
+    def _last_trained(self) -> int:
+        """The last round in which anybody trained, 0 before the first."""
+        return max(self._trained_in.values(), default=0)
+
     def _leaves_out(self, server_round: int) -> bool:
         return server_round % 2 == 0 and 0 < server_round < self.last_round - 1
 
@@ -632,7 +636,7 @@ class Kindred(CloudModels):
         if self._folds:
             folds = {client: self._folds[client] for client in in_order(self._folds)}
             self._places = place_probabilities(self._places, sum(folds.values())[:-1])
-            self._first_folds = {client: told[-2] / told[-1] for client, told in folds.items()} | self._first_folds
+            self._first_folds = {client: fold[-2] / fold[-1] for client, fold in folds.items()} | self._first_folds
         self._folds = {}
         ahead = [kin_ahead(self._first[client], self._last[client]) for client in in_order(self._last)
                  if client in self._nodes and self._last[client] != self._first[client]]
@@ -649,10 +653,11 @@ class Kindred(CloudModels):
         self, clients: Sequence[ClientId], senders: Sequence[ClientId], rows: np.ndarray, kept: float = 0.0
     ) -> Iterator[ArrayRecord]:
         """What clients start from, or what is between that and their own: g has its momentum in it."""
-        if self._moved is None or not self._beta or not senders:
+        beta = momentum(self._last_trained + 1, self.last_round)
+        if self._moved is None or not beta or not senders:
             yield from super().clouds(clients, senders, rows)
             return
-        step = self._beta * self._moved  # (p,)
+        step = beta * self._moved  # (p,)
         # Of float16, say: no mean of models is beyond its largest number, but what goes ahead of one may be.
         narrow = [(self.layout.slices[name], np.finfo(self.layout.dtypes[name]).max)
                   for name in self.layout.parameters if self.layout.dtypes[name] != self.layout.dtype]
@@ -715,12 +720,11 @@ class Kindred(CloudModels):
             _check_numbers(FOLD_LOSSES, losses, len(PLACES), 0, LARGEST_FOLD_LOSS * samples)
 
     def take(self, client: ClientId, reply: Reply) -> None:
-        if self.last_round >= TAIL and self._trained_in.get(client) == self.last_round - 1:
-            before = self.models.row(client).copy()  # (d,)
-            super().take(client, reply)
+        averaged = self.last_round >= TAIL and self._trained_in.get(client) == self.last_round - 1
+        before = self.models.row(client).copy() if averaged else None  # (d,)
+        super().take(client, reply)
+        if before is not None:
             self.models.row(client)[:] = before / 2 + self.models.row(client) / 2
-        else:
-            super().take(client, reply)
         self._samples[client] = float(reply.metrics[self.weighted_by_key])
         if FOLD_LOSSES in reply.config and self._leaves_out(self._trained_in.get(client, 0)):
             self._folds[client] = np.array([*reply.config[FOLD_LOSSES], reply.config[FOLD_SAMPLES]], float)
@@ -730,12 +734,11 @@ class Kindred(CloudModels):
 
     def end_round(self, server_round: int, answered: Sequence[ClientId]) -> None:
         super().end_round(server_round, answered)
-        last = max(self._trained_in.values(), default=0)
+        last = self._last_trained
         again = {client for client in answered if self._trained_in.get(client) == last}
         self._trained_in |= dict.fromkeys(answered, server_round)
         if answered:
             self._move(again)
-            self._beta = momentum(server_round + 1, self.last_round)
         self.history.count(kin_share=self._share, kept_share=self._kept, own_likelihood=self._own_likelihood)
 
     def _move(self, again: Collection[ClientId]) -> None:

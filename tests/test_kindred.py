@@ -430,10 +430,14 @@ def test_the_mean_of_all_goes_ahead_of_itself_with_parameters_alone(monkeypatch)
         strategy.layout.flatten(read_record(record), row)
         return row
 
-    assert strategy._beta == 0 and strategy._moved is not None  # the run is over
+    assert strategy._moved is not None
     plain = [floats(record) for _, record in strategy.outgoing(5, range(3))]
     personal = [floats(record) for record in strategy.personal_models(range(3))]
-    strategy._moved, strategy._beta = 2 * step, 0.5
+    strategy._moved = step
+    for before, after in zip(plain, [floats(record) for _, record in strategy.outgoing(5, range(3))]):
+        assert (after == before).all()  # the run is over
+    strategy._moved = 2 * step
+    monkeypatch.setattr(kindred, "momentum", lambda server_round, last_round: 0.5)
     for before, after, share in ((plain, [floats(record) for _, record in strategy.outgoing(5, range(3))], 0.25),
                                  (personal, [floats(record) for record in strategy.personal_models(range(3))],
                                   0.25 * (1 - strategy._kept))):
@@ -475,7 +479,8 @@ def test_the_mean_moves_as_far_as_it_is_of_the_same_clients(monkeypatch, fate, s
 
     def noting(self, server_round, answered):
         end_round(self, server_round, answered)
-        found[server_round] = (weights_of(self.global_arrays()), self._moved, self._beta)
+        found[server_round] = (weights_of(self.global_arrays()), self._moved,
+                               momentum(self._last_trained + 1, self.last_round))
 
     monkeypatch.setattr(Kindred, "end_round", noting)
     by_hand.start(Kindred(), CLIENTS, FIRST, 4, FaultyGrid(by_hand.app_of(CLIENTS), 4, fate))
