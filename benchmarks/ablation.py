@@ -1,11 +1,12 @@
 """Kindred with one of its steps left out, on scikit-learn's digits divided in seven ways.
 
-    python -m benchmarks.ablation [--partitions NAME,...] [--seeds N,...] [--rounds N]
+    python -m benchmarks.ablation [--partitions NAME,...] [--seeds N,...] [--rounds N] [--others]
 
 20 clients with about 40 images each, all else as of `kindred run`; Dirichlet has alpha 0.1. Printed is the mean
 accuracy over clients at the end, in percent, as a mean over seeds. The first row is the method; the next two are the
 same runs with another model as the client's own: the one after its last training, before that is averaged with the one
-before, and the start that it came from.
+before, and the start that it came from. With --others it is other methods that are run, their labels smoothed as
+Kindred's are, wherever they train as everybody does.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from server_app.app import run_inline
 from server_app.config import Config
 from server_app.results import read_table
 from strategies import kindred
+from strategies.client import Visit
 from strategies.messages import PERSONAL, RECEIVED, TRAINED
 
 from . import markdown
@@ -34,6 +36,7 @@ STAGES = {PERSONAL: "as it is", TRAINED: "the model after the last training", RE
 
 centred_cosines, kin_share = kindred.centred_cosines, kindred.kin_share
 own_share, own_worth, start_weights = kindred.own_share, kindred.own_worth, kindred.start_weights
+train_as_asked = Visit.train
 
 
 def plain_cosines(blocks: Iterable[np.ndarray], rows: Sequence[int], m: int) -> np.ndarray:
@@ -84,11 +87,26 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "no momentum: beta = 0": {"MOMENTUM": 0.0},
     "the same momentum to the end": {"momentum": lambda server_round, last_round: kindred.MOMENTUM},
     "the last models alone at the end": {"TAIL": float("inf")},
-    "t and y by the plain loss": {"DOUBT": 1e-6},
+    "labels not smoothed": {"SMOOTHING": 0.0},
+    "no proximal term": {"PROXIMAL": 0.0},
+    "labels not smoothed, no proximal term": {"SMOOTHING": 0.0, "PROXIMAL": 0.0},
+    "t and y by labels smoothed as for training": {"JUDGED_SMOOTHING": kindred.SMOOTHING},
+    "t and y by labels not smoothed": {"JUDGED_SMOOTHING": 0.0},
     "t by the last samples alone": {"JUMP": 1.0},
     "halfway everywhere: t = 1/2": {"place_probabilities": lambda before, losses: np.eye(len(kindred.PLACES))[2]},
 }
 """What is put in place of what in strategies/kindred.py."""
+
+OTHERS: Mapping[str, Mapping[str, Any]] = {
+    "local": {}, "fedavg": {}, "fedavg-ft": {"finetune_epochs": 5}, "fedprox-ft": {"finetune_epochs": 5}, "ditto": {},
+    "heurfedamp": {},
+}
+"""Methods with their settings, to be run with smoothed labels."""
+
+
+def on_smoothed_labels(visit: Visit, *given: Any, **settings: Any) -> float:
+    """In place of `Visit.train`."""
+    return train_as_asked(visit, *given, **{"label_smoothing": kindred.SMOOTHING, **settings})
 
 
 def measure(config: Config, changes: Mapping[str, Any]) -> dict[str, float]:
@@ -106,7 +124,7 @@ def last_accuracies(results: Path) -> dict[str, float]:
         for stage in STAGES:
             if (accuracy := row.get(f"{stage}-accuracy")) is not None:
                 last[stage][row["client"]] = accuracy
-    return {stage: float(np.mean(list(accuracies.values()))) for stage, accuracies in last.items()}
+    return {stage: float(np.mean(list(accuracies.values()))) for stage, accuracies in last.items() if accuracies}
 
 
 def table(partitions: Sequence[str], seeds: Sequence[int], **settings: Any) -> str:
@@ -123,14 +141,31 @@ def table(partitions: Sequence[str], seeds: Sequence[int], **settings: Any) -> s
     return markdown(["Kindred", *partitions], ([name, *cells] for name, cells in lines.items()))
 
 
+def table_of_others(partitions: Sequence[str], seeds: Sequence[int], **settings: Any) -> str:
+    """Markdown: a line for each of `OTHERS`, a column for each partition."""
+    lines = []
+    for name, more in OTHERS.items():
+        cells = []
+        for partition in partitions:
+            print(f"{partition}: {name}", flush=True)
+            with patch.object(Visit, "train", on_smoothed_labels):
+                found = [measure(Config(strategy=name, partition=partition, seed=seed, dirichlet_alpha=0.1,
+                                        **{**settings, **more}), {})[PERSONAL] for seed in seeds]
+            cells.append(f"{100 * np.mean(found):.1f}")
+        lines.append([name, *cells])
+    return markdown(["with smoothed labels", *partitions], lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--partitions", default=",".join(PARTITIONS), help="by commas (default: %(default)s)")
     parser.add_argument("--seeds", default="0", help="by commas (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=15, help="default: %(default)s")
+    parser.add_argument("--others", action="store_true", help="other methods, with smoothed labels")
     given = parser.parse_args()
     seeds = [int(seed) for seed in given.seeds.split(",")]
-    print(f"\n{table(given.partitions.split(','), seeds, num_rounds=given.rounds)}")
+    tabulate = table_of_others if given.others else table
+    print(f"\n{tabulate(given.partitions.split(','), seeds, num_rounds=given.rounds)}")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from .messages import (
     FINETUNE_EPOCHS,
     IDENTITY_QUERY,
     KEEP_FROM,
+    LABEL_SMOOTHING,
     LOCAL_EPOCHS,
     LOCAL_STEPS,
     METHOD,
@@ -262,7 +263,7 @@ class Visit:
         message = {
             "batch_size": self.batch_size, "optimizer": str(config.get("optimizer", "sgd")),
             "learning_rate": float(config.get("learning-rate", 0.01)), "momentum": float(config.get("momentum", 0.0)),
-            "precision": self.precision,
+            "label_smoothing": float(config.get(LABEL_SMOOTHING, 0.0)), "precision": self.precision,
         }
         with self._seeded(seed):
             return train(model, x, y, epochs=epochs, steps=steps, generator=torch.Generator().manual_seed(seed),
@@ -337,7 +338,7 @@ class LocalTraining:
     """The client half of the methods whose clients train the model they receive.
 
     These are FedAMP and HeurFedAMP (Eq. 6), Local, FedAvg, FedProx and the fine-tuned forms. The weight
-    of the proximal term and the epochs of fine-tuning are in the message.
+    of the proximal term, the smoothing of labels and the epochs of fine-tuning are in the message.
     """
 
     @staticmethod

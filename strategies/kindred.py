@@ -12,7 +12,7 @@ data set. w_i is the model of client i after its last training, n_i its number o
 | v_i = sum_j P_ij w_j, the model of i's kin; g_i = sum_{j != i} n_j w_j / sum_{j != i} n_j, of all | `probe_weights` |
 | every second round those who trained tell l(v_i), l(g_i), the losses on their data, o_i added | `Probed.evaluate` |
 | in the others a tenth of the samples is left out; next time they tell its losses from u_i to w_i | `Probed.train` |
-| t: which place on that way, from 0 to 1, these speak for | `doubting_loss`, `place_probabilities` |
+| t: which place on that way, from 0 to 1, these speak for | `smoothed_divergence`, `place_probabilities` |
 | y: what the w_i gave to the labels of those samples the first time, from 0 to 1 | `own_likelihood` |
 | q_i: how far the loss of v_i falls ahead of that of g_i | `kin_ahead` |
 | a: by the median of the q_i, or by min(2 t, 1) y^2 where that is more | `own_worth`, `kin_share` |
@@ -20,7 +20,7 @@ data set. w_i is the model of client i after its last training, n_i its number o
 | c_i = n_i / (n_i + N_i exp(-l(v_i))), how far a client goes on from its own | `own_share` |
 | G = g + beta (g - g'), g the mean of all models, g' that of the round before; beta is 0 in the end | `momentum` |
 | u_i = (1 - a) G + a ((1 - c_i) v_i + c_i w_i) | `start_weights` |
-| the client trains from u_i, which gives the next w_i | `Probed.train` |
+| the client trains from u_i, with smoothed labels and FedProx's term, which gives the next w_i | `Probed.train` |
 | after the last round, of ten or more: w_i is the mean of those of the last two rounds, if i trained in both | `take` |
 | its personal model is (1 - t) u_i + t w_i, u_i coming after w_i | `between` |
 
@@ -32,6 +32,10 @@ Why:
   Learning for Image Classification, ICLR 2022, arXiv:2107.00778). By half: with all of it a client that lacks a class
   would teach nothing about it, and its outputs for that class would drift. Means of others' models are judged with all
   of it: not to know which classes a client has is no conflict of tasks.
+- Few samples are soon learnt by heart. What is left to learn then is to be surer of them, and every client goes its own
+  way to that. With smoothed labels (Szegedy et al., Rethinking the Inception architecture for computer vision, CVPR
+  2016, arXiv:1512.00567) it comes to an end. FedProx's term (Li et al., Federated optimization in heterogeneous
+  networks, MLSys 2020, arXiv:1812.06127) keeps models near to where they started from as well.
 - What clients have in common says nothing about who is like whom, so it is taken off: cosines of whole models all lie
   within a hundredth of 1, and those of differences from the mean anywhere from -1 to 1, whatever the network. One
   sharpness therefore does for all data.
@@ -52,6 +56,8 @@ Why:
   classification, 2019, arXiv:1909.06335). What that overshoots is to be gone at the end, so there is less of it from
   round to round. Kin are few, and learn much by heart, so their mean is left where it is.
 - With few samples each training leaves a model somewhere around where it should be: the mean of two is nearer.
+- A mean of models is less sure than one model, and as often right. So models are not judged by how sure they are: the
+  labels of samples that were left out are smoothed more than those that are trained on.
 - How much of their training clients are to keep changes while they learn, mostly in the first rounds. So a place that
   was the best is taken to be the best the next time too, but for one time in a hundred, which bounds how much is
   remembered.
@@ -79,18 +85,20 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
-from scipy.special import gammaln, softmax
+from scipy.special import gammaln, rel_entr, softmax
 
 from .admission import Refused, Reply, are_numbers, is_count
 from .messages import (
     ARRAYS,
     BETWEEN,
     CONFIG,
+    LABEL_SMOOTHING,
     LOCAL_EPOCHS,
     LOCAL_STEPS,
     METRICS,
     NUM_EXAMPLES,
     PROBE,
+    PROXIMAL_MU,
     SERVER_ROUND,
     ClientId,
     in_order,
@@ -114,13 +122,15 @@ TAIL = 10  # rounds: a run of so many or more ends with the mean of clients' mod
 
 ADJUSTMENT = 0.5  # how much of o_i is added to the logits of models that clients train or use,
 PROBE_ADJUSTMENT = 1.0  # and to those of the two that are judged
+SMOOTHING = 0.1  # share of each label that is given to all classes alike, where clients train,
+JUDGED_SMOOTHING = 0.3  # and where models are judged by samples left out
+PROXIMAL = 0.01  # weight of the proximal term, mu/2 times the squared distance from u_i
 CONCENTRATIONS = np.geomspace(0.02, 200, 41)
 """Of the Dirichlet distributions that classes' proportions may come from: small where most samples are of one class."""
 
 FOLDS = 10  # into how many parts a client divides its samples, to leave one out in turn
 PLACES = np.linspace(0, 1, 5)  # on the way from u_i to w_i, u_i coming after w_i
 JUMP = 0.01  # probability that the best of them is drawn anew, the next time that losses are told
-DOUBT = 0.1  # share of labels taken to be anybody's guess, where models are judged by samples left out
 PREDICTED_SHARE = 0.3
 """For how many samples a client predicts to judge a model, at most, to one that it trains on: a tenth of the work."""
 
@@ -135,7 +145,8 @@ ADJUSTMENT_TOLD = "logit-adjustment"  # ADJUSTMENT o_i,
 FOLD_LOSSES = "fold-losses"  # and of the samples left out the summed losses at PLACES,
 FOLD_SAMPLES = "fold-samples"  # and how many there were
 LARGEST_ADJUSTMENT = 100.0
-LARGEST_FOLD_LOSS = 20.0  # of a sample: log(K / DOUBT) is below it for up to 48 million classes
+LEAST_PROBABILITY = 1e-8  # that counts in a loss of samples left out,
+LARGEST_FOLD_LOSS = 20.0  # which of a sample is therefore below this
 LEAVES_OUT = "leaves-out"  # whether the client leaves samples out in this round
 WORK = (LOCAL_EPOCHS, LOCAL_STEPS, "batch-size")  # settings that say how much a client trains
 
@@ -280,14 +291,13 @@ def own_worth(kept: float, likelihood: float) -> float:
     return min(2 * kept, 1.0) * likelihood**2
 
 
-def doubting_loss(probabilities: np.ndarray, labels: np.ndarray) -> float:
-    """- sum log((1 - DOUBT) p + DOUBT / K), p what each label is given: the loss where some labels are anybody's guess.
-
-    What is sure of itself and wrong, as a model is that has learnt its few samples by heart, does not decide alone.
+def smoothed_divergence(probabilities: np.ndarray, labels: np.ndarray) -> float:
+    """sum KL(q, p) of predictions p from labels q that are smoothed by JUDGED_SMOOTHING.
 
     Parameters
     ----------
     probabilities : ndarray, shape (n, K)
+        Of less than LEAST_PROBABILITY that is taken.
     labels : ndarray of int, shape (n,)
 
     Returns
@@ -296,8 +306,10 @@ def doubting_loss(probabilities: np.ndarray, labels: np.ndarray) -> float:
         In nats, 0 or more.
     """
     n, classes = probabilities.shape
-    given = probabilities[np.arange(n), labels].astype(float)  # (n,)
-    return max(-float(np.log((1 - DOUBT) * given + DOUBT / classes).sum()), 0.0)
+    smoothed = np.full((n, classes), JUDGED_SMOOTHING / classes)  # q, (n, K)
+    smoothed[np.arange(n), labels] += 1 - JUDGED_SMOOTHING
+    predicted = np.maximum(probabilities.astype(float), LEAST_PROBABILITY)  # p, (n, K)
+    return max(float(rel_entr(smoothed, predicted).sum()), 0.0)
 
 
 def place_probabilities(before: np.ndarray, losses: np.ndarray) -> np.ndarray:
@@ -310,7 +322,7 @@ def place_probabilities(before: np.ndarray, losses: np.ndarray) -> np.ndarray:
     before : ndarray, shape (5,)
         These probabilities as of the last time; at first all alike.
     losses : ndarray, shape (5,)
-        Of the samples that were left out of training, of all clients, summed: their `doubting_loss` at each of PLACES
+        Of the samples that were left out of training, of all clients, summed: `smoothed_divergence` at each of PLACES
         between u_i (0) and w_i (1).
 
     Returns
@@ -322,19 +334,19 @@ def place_probabilities(before: np.ndarray, losses: np.ndarray) -> np.ndarray:
 
 
 def own_likelihood(losses: Sequence[float]) -> float:
-    """y = exp(-mean_i L_i) / (1 - DOUBT), 1 at most: about what the w_i gave to a label not seen, as a geometric mean.
+    """y = exp(-mean_i L_i): 1 where the w_i gave to each class what the smoothed label of a sample not seen gives it.
 
     Parameters
     ----------
     losses : sequence of float
-        L_i, for each client that has told it the `doubting_loss` of a sample that was left out, at w_i, as a mean.
+        L_i, for each client that has told it the `smoothed_divergence` of a sample left out, at w_i, as a mean.
 
     Returns
     -------
     float
         In [0, 1]; 0 if nobody has told any.
     """
-    return min(float(np.exp(-np.mean(losses))) / (1 - DOUBT), 1.0) if len(losses) else 0.0
+    return float(np.exp(-np.mean(losses))) if len(losses) else 0.0
 
 
 def samples_behind(kin: np.ndarray, samples: np.ndarray) -> np.ndarray:
@@ -430,7 +442,7 @@ class Probed:
             x, y = visit.samples_at(unseen)
             told[FOLD_SAMPLES] = len(unseen)
             told[FOLD_LOSSES] = [
-                doubting_loss(visit.predict(visit.model(between(visit.arrays, last, place)), x), y.cpu().numpy())
+                smoothed_divergence(visit.predict(visit.model(between(visit.arrays, last, place)), x), y.cpu().numpy())
                 for place in PLACES]
         personal = visit.model(between(visit.arrays, last, float(visit.config[KEPT])))
         metrics = visit.evaluation(BETWEEN, personal) | visit.counts()
@@ -605,7 +617,8 @@ class Kindred(CloudModels):
     def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
         trained_in = self._trained_in.get(client, 0)
         return {**super().round_config(server_round, client), TRAINED_IN: trained_in, KEPT: self._kept,
-                LEAVES_OUT: self._leaves_out(server_round)}
+                LEAVES_OUT: self._leaves_out(server_round), LABEL_SMOOTHING: SMOOTHING,
+                PROXIMAL_MU: PROXIMAL}
 
     @property
     def _kept(self) -> float:

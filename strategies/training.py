@@ -72,6 +72,7 @@ def train(
     towards: Sequence[Tensor] | None = None,
     correction: Sequence[Tensor] | None = None,
     sample_weights: Tensor | None = None,
+    label_smoothing: float = 0.0,
     precision: str = "float32",
     term: Callable[[], Tensor] | None = None,
 ) -> float:
@@ -109,6 +110,8 @@ def train(
         What is added to every gradient, one for each of `trained_weights`.
     sample_weights : tensor (n,), optional
         A factor on the loss of each sample; what is minimised is the mean of the products.
+    label_smoothing : float
+        0 to 1: so much of each label is given to all classes alike.
     precision : {"float32", "bfloat16"}
         "bfloat16" computes by autocast; weights and updates remain float32.
     term : callable, optional
@@ -117,8 +120,8 @@ def train(
     Returns
     -------
     float
-        The mean of F_i over all samples of all batches, each with the weights at its step, without the
-        proximal and the other term. NaN where there was no step: no epochs or no samples.
+        The mean of F_i over all samples of all batches, each with the weights at its step, of smoothed labels if they
+        are, without the proximal and the other term. NaN where there was no step: no epochs or no samples.
 
     Raises
     ------
@@ -132,6 +135,7 @@ def train(
     check("learning_rate", learning_rate, 0 < learning_rate < math.inf, "more than 0")
     check("momentum", momentum, 0 <= momentum <= 1, "0 to 1")
     check("proximal_mu", proximal_mu, 0 <= proximal_mu < math.inf, "0 or more")
+    check("label_smoothing", label_smoothing, 0 <= label_smoothing <= 1, "0 to 1")
     check("precision", precision, precision in ("float32", "bfloat16"), "float32, bfloat16")
     if epochs + steps == 0 or len(y) == 0:
         return math.nan
@@ -146,13 +150,13 @@ def train(
     if x.device.type in graphs.CAPTURE and term is None:
         repeated = graphs.graphs_of(model)
         shapes = tuple((usual, *part.shape[1:], part.dtype) for part in samples)
-        key = (shapes, rule, precision, graphs.places(model))
+        key = (shapes, rule, label_smoothing, precision, graphs.places(model))
         graph = repeated.get(key)
     update = Update(trained_weights(model), *rule) if graph is None else graph.update
     update.start(towards, correction)
 
     losses: list[Tensor] = []
-    with differentiating(model, x, batch_size, precision, term) as gradients_of:
+    with differentiating(model, x, batch_size, precision, term, label_smoothing) as gradients_of:
         def step(*batch: Tensor) -> Tensor:
             loss, gradients = gradients_of(*batch)
             update(gradients)
@@ -180,14 +184,18 @@ class Gradients:
     model : torch.nn.Module
         Maps images to logits (n, classes).
     precision : {"float32", "bfloat16"}
-    term : callable, optional
+    term, label_smoothing
         As for `train`.
     """
 
-    def __init__(self, model: nn.Module, precision: str = "float32", term: Callable[[], Tensor] | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, precision: str = "float32", term: Callable[[], Tensor] | None = None,
+        label_smoothing: float = 0.0,
+    ) -> None:
         self._model = model
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._term = term
+        self._smoothing = label_smoothing
         self._low = precision == "bfloat16"
         device = self._parameters[0].device.type if self._parameters else "cpu"
         # Without a cache of converted weights: a step uses each once, and a CUDA graph must hold the conversion.
@@ -203,9 +211,10 @@ class Gradients:
             logits = self._model(images)
         logits = logits.float() if self._low else logits
         if factors is None:
-            loss = F.cross_entropy(logits, labels)
+            loss = F.cross_entropy(logits, labels, label_smoothing=self._smoothing)
         else:
-            loss = (factors * F.cross_entropy(logits, labels, reduction="none")).mean()
+            each = F.cross_entropy(logits, labels, reduction="none", label_smoothing=self._smoothing)  # (b,)
+            loss = (factors * each).mean()
         plain = loss.detach()
         if self._term is not None:
             with self._arithmetic:
@@ -222,7 +231,7 @@ class Gradients:
 @contextlib.contextmanager
 def differentiating(
     model: nn.Module, x: Tensor, batch_size: int, precision: str = "float32",
-    term: Callable[[], Tensor] | None = None,
+    term: Callable[[], Tensor] | None = None, label_smoothing: float = 0.0,
 ) -> Iterator[Gradients]:
     """Have a model in training mode, and what makes batches of these images quick; yields its `Gradients`."""
     model.train()
@@ -230,7 +239,7 @@ def differentiating(
     # What else is in the loss is of larger batches.
     plain = precision == "float32" and term is None
     with _quick_convolutions(x, batch_size) if plain else contextlib.nullcontext():
-        yield Gradients(model, precision, term)
+        yield Gradients(model, precision, term, label_smoothing)
 
 
 def mean_gradient(model: nn.Module, x: Tensor, y: Tensor, batch_size: int = 128) -> dict[str, np.ndarray]:

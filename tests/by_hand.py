@@ -30,12 +30,13 @@ class TwoWeights(torch.nn.Module):
 
 @dataclass(frozen=True)
 class Client:
-    """A client with equal samples: a number, its class, and how many of them there are."""
+    """A client with equal samples: a number, its class, how many of them there are, and how it smooths labels."""
 
     x: float
     label: int
     count: int = 1
     validation: tuple[float, int] | None = None
+    smoothing: float = 0.0
 
     def site(self) -> Site:
         held_out = None if self.validation is None else samples(*self.validation, 1)
@@ -48,7 +49,8 @@ class Client:
 
     def step(self, w: np.ndarray, q: float = 1.0) -> np.ndarray:
         """What an epoch makes of the weights (2,): one step on the mean of q times the loss."""
-        return w - RATE * q * self.x * (probabilities(w, self.x) - np.eye(2)[self.label])
+        label = (1 - self.smoothing) * np.eye(2)[self.label] + self.smoothing / 2
+        return w - RATE * q * self.x * (probabilities(w, self.x) - label)
 
 
 def samples(x: float, label: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -233,3 +233,25 @@ def test_the_table_has_a_line_for_each_way_and_a_column_for_each_partition(monke
                           "| the start before it | 12.5 | 0.0 |"]
     assert [line.split(" | ")[0] for line in lines[5:]] == [f"| {name}" for name in ablation.VARIANTS]
     assert lines[5].endswith("| 62.0 | 62.0 |")  # it changes two things
+
+
+def test_other_methods_run_on_smoothed_labels(monkeypatch) -> None:
+    asked = []
+    monkeypatch.setattr(ablation, "train_as_asked", lambda visit, *given, **settings: asked.append(settings))
+    ablation.on_smoothed_labels(None, "model", proximal_mu=0.1)
+    assert asked == [{"label_smoothing": 0.1, "proximal_mu": 0.1}]
+    monkeypatch.undo()
+
+    ran = []
+
+    def measured(config, changes) -> dict[str, float]:
+        assert not changes and ablation.Visit.train is ablation.on_smoothed_labels
+        ran.append((config.strategy, config.finetune_epochs))
+        return {"personal": 0.5 + 0.1 * config.seed}
+
+    monkeypatch.setattr(ablation, "measure", measured)
+    lines = ablation.table_of_others(["iid", "rotated"], [0, 2], num_rounds=3).splitlines()
+    assert lines[0] == "| with smoothed labels | iid | rotated |"
+    assert lines[2:] == [f"| {name} | 60.0 | 60.0 |" for name in ablation.OTHERS]
+    assert ("fedprox-ft", 5) in ran and len(ran) == 4 * len(ablation.OTHERS)
+    assert ablation.Visit.train is ablation.train_as_asked

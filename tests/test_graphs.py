@@ -90,6 +90,8 @@ CASES = {
     "towards": {"proximal_mu": 0.5, "towards": True},
     "correction": {"optimizer": "sgd", "correction": True},
     "weights": {"weighted": True},
+    "smoothed": {"label_smoothing": 0.1},
+    "weights, smoothed": {"weighted": True, "label_smoothing": 0.1},
     "all": {"optimizer": "sgd", "momentum": 0.5, "proximal_mu": 0.5, "towards": True, "correction": True,
             "weighted": True},
     "bfloat16": {"precision": "bfloat16"},
@@ -126,6 +128,7 @@ def test_every_method_gives_the_same_bits(capture, monkeypatch, name):
 @pytest.mark.parametrize("change", [
     {"learning_rate": 0.02}, {"optimizer": "sgd"}, {"optimizer": "sgd", "momentum": 0.5}, {"proximal_mu": 1.0},
     {"proximal_mu": 2.0}, {"correction": True}, {"weighted": True}, {"precision": "bfloat16"}, {"batch_size": 3},
+    {"label_smoothing": 0.1},
 ])
 def test_another_setting_is_another_graph(capture, monkeypatch, change):
     model = network()

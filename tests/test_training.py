@@ -75,6 +75,19 @@ def test_proximal_term(mu):
     assert loss == pytest.approx((math.log(2) + math.log1p(math.exp(-0.1))) / 2, abs=1e-6)
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.2, 1.0])
+def test_smoothed_labels(smoothing):
+    # Class 0 is given 1 - smoothing / 2: gradient of the loss at 0 -(1 - smoothing) / 2 and as much the other way.
+    model = two_weights()
+    loss = train(model, *ONE, **SETTINGS | {"epochs": 2}, label_smoothing=smoothing, generator=order())
+    w = 0.05 * (1 - smoothing)
+    q = 1 / (1 + math.exp(2 * w))  # of class 1
+    second = w - 0.1 * (smoothing / 2 - q)
+    assert model.weight.flatten().tolist() == pytest.approx([second, -second], abs=1e-7)
+    smoothed = -(1 - smoothing / 2) * math.log(1 - q) - smoothing / 2 * math.log(q)
+    assert loss == pytest.approx((math.log(2) + smoothed) / 2, abs=1e-6)
+
+
 def test_gradients_from_before_do_not_count():
     model = two_weights()
     (100 * model.weight.sum()).backward()
@@ -395,6 +408,8 @@ def test_evaluation_of_nothing_is_no_number():
     ("momentum", 1.5, "0 to 1"),
     ("proximal_mu", -0.1, "0 or more"),
     ("proximal_mu", math.inf, "0 or more"),
+    ("label_smoothing", -0.1, "0 to 1"),
+    ("label_smoothing", math.nan, "0 to 1"),
     ("precision", "float16", "float32, bfloat16"),
 ])
 def test_bad_settings_are_refused_before_any_step(name, value, allowed):
