@@ -6,7 +6,7 @@
 accuracy over clients at the end, in percent, as a mean over seeds. The first row is the method; the next two are the
 same runs with another model as the client's own: the one after its last training, before that is averaged with the one
 before, and the start that it came from. With --others it is other methods that are run, their labels smoothed as
-Kindred's are, wherever they train as everybody does.
+Kindred's are.
 """
 
 from __future__ import annotations
@@ -51,11 +51,6 @@ def whole_probes(kin: np.ndarray, latest: np.ndarray, own: np.ndarray) -> dict[s
             kindred.ALL: start_weights(kin, latest, own, 0.0, own_shares)}
 
 
-def by_mean(ahead: Sequence[float], worth: float) -> float:
-    """a with the mean of the q_i in place of their median."""
-    return kin_share([float(np.mean(ahead))] if len(ahead) else [], worth)
-
-
 def unjudged(kin: np.ndarray, samples: np.ndarray, own: np.ndarray, likelihoods: np.ndarray) -> np.ndarray:
     """c_i with exp(-l(v_i)) = 1."""
     return own_share(kin, samples, own, np.ones(len(likelihoods)))
@@ -69,17 +64,13 @@ def nothing(kin: np.ndarray, samples: np.ndarray, own: np.ndarray, likelihoods: 
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "logits not adjusted": {"ADJUSTMENT": 0.0, "PROBE_ADJUSTMENT": 0.0},
     "logits adjusted in full": {"ADJUSTMENT": 1.0},
-    "probes adjusted by half, as models are": {"PROBE_ADJUSTMENT": 0.5},
     "cosines of whole models": {"centred_cosines": plain_cosines},
     "sharpness 5, not 10": {"SHARPNESS": 5.0},
     "sharpness 20, not 10": {"SHARPNESS": 20.0},
     "probes with the client's part": {"probe_weights": whole_probes},
     "a without regard to t and y": {"kin_share": lambda ahead, _: kin_share(ahead, 0.0)},
-    "a without regard to t": {"own_worth": lambda kept, likelihood: own_worth(1.0, likelihood)},
-    "a without regard to y": {"own_worth": lambda kept, likelihood: own_worth(kept, 1.0)},
-    "a by the mean client, not the median": {"kin_share": by_mean},
+    "a without regard to y": {"own_worth": lambda kept, probability: own_worth(kept, 1.0)},
     "a = 0: the mean of all": {"kin_share": lambda ahead, worth: 0.0},
-    "a = 1/2": {"kin_share": lambda ahead, worth: 0.5},
     "a = 1: kin alone": {"kin_share": lambda ahead, worth: 1.0},
     "exp(-l) = 1: kin are not judged": {"own_share": unjudged},
     "nothing probed: a = 1/2, exp(-l) = 1": {"kin_share": lambda ahead, worth: 0.5, "own_share": unjudged},
@@ -90,27 +81,25 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "labels not smoothed": {"SMOOTHING": 0.0},
     "no proximal term": {"PROXIMAL": 0.0},
     "labels not smoothed, no proximal term": {"SMOOTHING": 0.0, "PROXIMAL": 0.0},
-    "t and y by labels smoothed as for training": {"JUDGED_SMOOTHING": kindred.SMOOTHING},
-    "t and y by labels not smoothed": {"JUDGED_SMOOTHING": 0.0},
-    "t by the last samples alone": {"JUMP": 1.0},
+    "t by labels smoothed as for training": {"JUDGED_SMOOTHING": kindred.SMOOTHING},
     "halfway everywhere: t = 1/2": {"place_probabilities": lambda before, losses: np.eye(len(kindred.PLACES))[2]},
 }
 """What is put in place of what in strategies/kindred.py."""
 
 OTHERS: Mapping[str, Mapping[str, Any]] = {
     "local": {}, "fedavg": {}, "fedavg-ft": {"finetune_epochs": 5}, "fedprox-ft": {"finetune_epochs": 5}, "ditto": {},
-    "heurfedamp": {},
+    "heurfedamp": {}, "fedprox": {}, "hypcluster": {"num_clusters": 4},
 }
 """Methods with their settings, to be run with smoothed labels."""
 
 
 def on_smoothed_labels(visit: Visit, *given: Any, **settings: Any) -> float:
     """In place of `Visit.train`."""
-    return train_as_asked(visit, *given, **{"label_smoothing": kindred.SMOOTHING, **settings})
+    return train_as_asked(visit, *given, **{**settings, "label_smoothing": kindred.SMOOTHING})
 
 
 def measure(config: Config, changes: Mapping[str, Any]) -> dict[str, float]:
-    """The mean accuracy over clients at the end of a run, of each of `STAGES`."""
+    """The mean accuracy over clients at the end of a run, of those of `STAGES` that the method has."""
     with contextlib.ExitStack() as changed, tempfile.TemporaryDirectory() as folder:
         for name, other in changes.items():
             changed.enter_context(patch.object(kindred, name, other))
@@ -118,7 +107,7 @@ def measure(config: Config, changes: Mapping[str, Any]) -> dict[str, float]:
 
 
 def last_accuracies(results: Path) -> dict[str, float]:
-    """Of each stage the mean over clients, from the folder of a run."""
+    """Of each stage that was evaluated the mean over clients, from the folder of a run."""
     last: dict[str, dict[Any, float]] = {stage: {} for stage in STAGES}
     for row in read_table(results / "history.csv"):  # the last one that tells counts
         for stage in STAGES:

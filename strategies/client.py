@@ -263,7 +263,7 @@ class Visit:
         message = {
             "batch_size": self.batch_size, "optimizer": str(config.get("optimizer", "sgd")),
             "learning_rate": float(config.get("learning-rate", 0.01)), "momentum": float(config.get("momentum", 0.0)),
-            "label_smoothing": float(config.get(LABEL_SMOOTHING, 0.0)), "precision": self.precision,
+            "precision": self.precision,
         }
         with self._seeded(seed):
             return train(model, x, y, epochs=epochs, steps=steps, generator=torch.Generator().manual_seed(seed),
@@ -350,7 +350,9 @@ class LocalTraining:
             visit.tune(model)
             metrics |= visit.evaluation(TUNED, model)
             set_arrays(model, visit.arrays)
-        metrics[TRAIN_LOSS] = visit.train(model, proximal_mu=float(visit.config.get(PROXIMAL_MU, 0.0)))
+        metrics[TRAIN_LOSS] = visit.train(
+            model, proximal_mu=float(visit.config.get(PROXIMAL_MU, 0.0)),
+            label_smoothing=float(visit.config.get(LABEL_SMOOTHING, 0.0)))
         metrics |= visit.evaluation(TRAINED, model) | visit.counts()
         return RecordDict({ARRAYS: to_record(get_arrays(model)), METRICS: MetricRecord(metrics)})
 

@@ -13,12 +13,12 @@ data set. w_i is the model of client i after its last training, n_i its number o
 | every second round those who trained tell l(v_i), l(g_i), the losses on their data, o_i added | `Probed.evaluate` |
 | in the others a tenth of the samples is left out; next time they tell its losses from u_i to w_i | `Probed.train` |
 | t: which place on that way, from 0 to 1, these speak for | `smoothed_divergence`, `place_probabilities` |
-| y: what the w_i gave to the labels of those samples the first time, from 0 to 1 | `own_likelihood` |
+| y: the probability that the w_i gave to the labels of those samples the first time | `own_probability` |
 | q_i: how far the loss of v_i falls ahead of that of g_i | `kin_ahead` |
 | a: by the median of the q_i, or by min(2 t, 1) y^2 where that is more | `own_worth`, `kin_share` |
 | N_i = sum_j P_ij n_j / sum_j P_ij^2, how many samples speak in v_i | `samples_behind` |
 | c_i = n_i / (n_i + N_i exp(-l(v_i))), how far a client goes on from its own | `own_share` |
-| G = g + beta (g - g'), g the mean of all models, g' that of the round before; beta is 0 in the end | `momentum` |
+| G = g + beta (g - g'), g the mean of all models, g' that of the round before; beta falls to 0 | `momentum` |
 | u_i = (1 - a) G + a ((1 - c_i) v_i + c_i w_i) | `start_weights` |
 | the client trains from u_i, with smoothed labels and FedProx's term, which gives the next w_i | `Probed.train` |
 | after the last round, of ten or more: w_i is the mean of those of the last two rounds, if i trained in both | `take` |
@@ -56,8 +56,8 @@ Why:
   classification, 2019, arXiv:1909.06335). What that overshoots is to be gone at the end, so there is less of it from
   round to round. Kin are few, and learn much by heart, so their mean is left where it is.
 - With few samples each training leaves a model somewhere around where it should be: the mean of two is nearer.
-- A mean of models is less sure than one model, and as often right. So models are not judged by how sure they are: the
-  labels of samples that were left out are smoothed more than those that are trained on.
+- A mean of models is less sure than one model, and as often right. So the labels that models are judged by are smoothed
+  more than those that are trained on: to be surer than that counts against a model.
 - How much of their training clients are to keep changes while they learn, mostly in the first rounds. So a place that
   was the best is taken to be the best the next time too, but for one time in a hundred, which bounds how much is
   remembered.
@@ -123,7 +123,7 @@ TAIL = 10  # rounds: a run of so many or more ends with the mean of clients' mod
 ADJUSTMENT = 0.5  # how much of o_i is added to the logits of models that clients train or use,
 PROBE_ADJUSTMENT = 1.0  # and to those of the two that are judged
 SMOOTHING = 0.1  # share of each label that is given to all classes alike, where clients train,
-JUDGED_SMOOTHING = 0.3  # and where models are judged by samples left out
+JUDGED_SMOOTHING = 0.3  # and where t is judged by samples left out
 PROXIMAL = 0.01  # weight of the proximal term, mu/2 times the squared distance from u_i
 CONCENTRATIONS = np.geomspace(0.02, 200, 41)
 """Of the Dirichlet distributions that classes' proportions may come from: small where most samples are of one class."""
@@ -143,10 +143,11 @@ KEPT = "kept-share"  # t
 OUTPUT_BIAS = "output-bias"  # what is added to the logits, by its name in the model; in the reply, as are
 ADJUSTMENT_TOLD = "logit-adjustment"  # ADJUSTMENT o_i,
 FOLD_LOSSES = "fold-losses"  # and of the samples left out the summed losses at PLACES,
+FOLD_PROBABILITY = "fold-probability"  # what the last model gave to their labels, summed,
 FOLD_SAMPLES = "fold-samples"  # and how many there were
 LARGEST_ADJUSTMENT = 100.0
-LEAST_PROBABILITY = 1e-8  # that counts in a loss of samples left out,
-LARGEST_FOLD_LOSS = 20.0  # which of a sample is therefore below this
+LEAST_PROBABILITY = 1e-8  # that counts in a loss of samples left out
+LARGEST_FOLD_LOSS = 20.0  # of a sample, more than -log(LEAST_PROBABILITY) = 18.4, which no divergence is above
 LEAVES_OUT = "leaves-out"  # whether the client leaves samples out in this round
 WORK = (LOCAL_EPOCHS, LOCAL_STEPS, "batch-size")  # settings that say how much a client trains
 
@@ -273,22 +274,22 @@ def kin_share(ahead: Sequence[float], worth: float) -> float:
     return z**2 / (z**2 + (1 - z) ** 2)
 
 
-def own_worth(kept: float, likelihood: float) -> float:
+def own_worth(kept: float, probability: float) -> float:
     """min(2 t, 1) y^2: near 1 where clients keep half of their own training or more, and that was right.
 
     Parameters
     ----------
     kept : float
         t, in [0, 1].
-    likelihood : float
-        y, in [0, 1], as of `own_likelihood`.
+    probability : float
+        y, in [0, 1], as of `own_probability`.
 
     Returns
     -------
     float
         In [0, 1].
     """
-    return min(2 * kept, 1.0) * likelihood**2
+    return min(2 * kept, 1.0) * probability**2
 
 
 def smoothed_divergence(probabilities: np.ndarray, labels: np.ndarray) -> float:
@@ -297,7 +298,7 @@ def smoothed_divergence(probabilities: np.ndarray, labels: np.ndarray) -> float:
     Parameters
     ----------
     probabilities : ndarray, shape (n, K)
-        Of less than LEAST_PROBABILITY that is taken.
+        Those below LEAST_PROBABILITY are taken to be that.
     labels : ndarray of int, shape (n,)
 
     Returns
@@ -333,20 +334,20 @@ def place_probabilities(before: np.ndarray, losses: np.ndarray) -> np.ndarray:
     return softmax(np.log((1 - JUMP) * before + JUMP / len(PLACES)) - losses)
 
 
-def own_likelihood(losses: Sequence[float]) -> float:
-    """y = exp(-mean_i L_i): 1 where the w_i gave to each class what the smoothed label of a sample not seen gives it.
+def own_probability(told: Sequence[float]) -> float:
+    """y, the mean over clients of what the w_i gave to the label of a sample left out.
 
     Parameters
     ----------
-    losses : sequence of float
-        L_i, for each client that has told it the `smoothed_divergence` of a sample left out, at w_i, as a mean.
+    told : sequence of float
+        For each client that has told any the mean over the samples, in [0, 1].
 
     Returns
     -------
     float
         In [0, 1]; 0 if nobody has told any.
     """
-    return float(np.exp(-np.mean(losses))) if len(losses) else 0.0
+    return float(np.mean(told)) if len(told) else 0.0
 
 
 def samples_behind(kin: np.ndarray, samples: np.ndarray) -> np.ndarray:
@@ -408,7 +409,10 @@ def start_weights(
 
 
 def momentum(server_round: int, last_round: int) -> float:
-    """beta = MOMENTUM (1 - r / T) for the starts of round r of T, and 0 after the last."""
+    """beta = MOMENTUM (1 - r / T) for what is made in round r of T, and 0 after the last.
+
+    Round r is the one that follows the last in which anybody trained.
+    """
     return MOMENTUM * max(1 - server_round / max(last_round, 1), 0.0)
 
 
@@ -419,7 +423,7 @@ class Probed:
     """The client half: local training, and besides it the losses that the server asks about.
 
     An ordinary ClientApp does as well. It finds the losses on the data that its evaluate function takes, leaves no
-    samples out, and its logits are not adjusted.
+    samples out, and its logits are not adjusted; it smooths labels and has the proximal term if it heeds the message.
     """
 
     @staticmethod
@@ -439,11 +443,12 @@ class Probed:
             last, unseen = visit.arrays, unseen[:0]  # the server has not got it, or another
         unseen = unseen[unseen < len(visit.site.train[1])]  # a site may have come back with fewer
         if len(unseen):
-            x, y = visit.samples_at(unseen)
-            told[FOLD_SAMPLES] = len(unseen)
-            told[FOLD_LOSSES] = [
-                smoothed_divergence(visit.predict(visit.model(between(visit.arrays, last, place)), x), y.cpu().numpy())
-                for place in PLACES]
+            x, labels = visit.samples_at(unseen)
+            labels = labels.cpu().numpy()
+            predicted = [visit.predict(visit.model(between(visit.arrays, last, place)), x) for place in PLACES]
+            told[FOLD_LOSSES] = [smoothed_divergence(probabilities, labels) for probabilities in predicted]
+            told[FOLD_PROBABILITY] = min(float(predicted[-1][np.arange(len(labels)), labels].sum()), len(labels))
+            told[FOLD_SAMPLES] = len(labels)
         personal = visit.model(between(visit.arrays, last, float(visit.config[KEPT])))
         metrics = visit.evaluation(BETWEEN, personal) | visit.counts()
         left_out = _left_out(visit)
@@ -608,8 +613,8 @@ class Kindred(CloudModels):
         self._counted: dict[ClientId, dict[str, float]] = {}  # what was said in the last exchange that had any,
         self._told: dict[ClientId, dict[str, float]] = {}  # and in this round's, which counts from the next one on
         self._places = np.full(len(PLACES), 1 / len(PLACES))  # how probably each of PLACES is the best one
-        self._folds: dict[ClientId, np.ndarray] = {}  # this round's losses there, and of how many samples, (5 + 1,)
-        self._first_folds: dict[ClientId, float] = {}  # L_i, of the first time that a client told any
+        self._folds: dict[ClientId, np.ndarray] = {}  # this round's losses there, probability and samples, (5 + 1 + 1,)
+        self._first_folds: dict[ClientId, float] = {}  # the mean probability of the first time that a client told any
         self._mean: np.ndarray | None = None  # g, its parameters alone, (p,),
         self._moved: np.ndarray | None = None  # and g - g', None until there are two of them
         self._adjustments: dict[ClientId, dict[str, Any]] = {}  # what those told that adjust their logits
@@ -626,10 +631,10 @@ class Kindred(CloudModels):
         return float(self._places @ PLACES)
 
     @property
-    def _own_likelihood(self) -> float:
+    def _own_probability(self) -> float:
         """y, 0 until something is told."""
-        return own_likelihood([self._first_folds[client] for client in in_order(self._first_folds)
-                               if client in self._nodes])
+        return own_probability([self._first_folds[client] for client in in_order(self._first_folds)
+                                if client in self._nodes])
 
     @property
     def _last_trained(self) -> int:
@@ -648,12 +653,12 @@ class Kindred(CloudModels):
             self._first, self._last, self._counted = told | self._first, self._last | told, told
         if self._folds:
             folds = {client: self._folds[client] for client in in_order(self._folds)}
-            self._places = place_probabilities(self._places, sum(folds.values())[:-1])
+            self._places = place_probabilities(self._places, sum(folds.values())[:-2])
             self._first_folds = {client: fold[-2] / fold[-1] for client, fold in folds.items()} | self._first_folds
         self._folds = {}
         ahead = [kin_ahead(self._first[client], self._last[client]) for client in in_order(self._last)
                  if client in self._nodes and self._last[client] != self._first[client]]
-        self._share = kin_share(ahead, own_worth(self._kept, self._own_likelihood))
+        self._share = kin_share(ahead, own_worth(self._kept, self._own_probability))
         return super().configure_train(server_round, arrays, config, grid)
 
     def cloud_weights(
@@ -731,6 +736,8 @@ class Kindred(CloudModels):
             if not is_count(samples):
                 raise Refused(f"its {FOLD_SAMPLES} is {reprlib.repr(samples)}, expected a number from 1")
             _check_numbers(FOLD_LOSSES, losses, len(PLACES), 0, LARGEST_FOLD_LOSS * samples)
+            if not are_numbers([given := reply.config.get(FOLD_PROBABILITY)], 1, 0, samples):
+                raise Refused(f"its {FOLD_PROBABILITY} is {reprlib.repr(given)}, expected a number from 0 to {samples}")
 
     def take(self, client: ClientId, reply: Reply) -> None:
         averaged = self.last_round >= TAIL and self._trained_in.get(client) == self.last_round - 1
@@ -740,7 +747,8 @@ class Kindred(CloudModels):
             self.models.row(client)[:] = before / 2 + self.models.row(client) / 2
         self._samples[client] = float(reply.metrics[self.weighted_by_key])
         if FOLD_LOSSES in reply.config and self._leaves_out(self._trained_in.get(client, 0)):
-            self._folds[client] = np.array([*reply.config[FOLD_LOSSES], reply.config[FOLD_SAMPLES]], float)
+            self._folds[client] = np.array(
+                [*reply.config[FOLD_LOSSES], reply.config[FOLD_PROBABILITY], reply.config[FOLD_SAMPLES]], float)
         self._adjustments.pop(client, None)
         if OUTPUT_BIAS in reply.config:
             self._adjustments[client] = {key: reply.config[key] for key in (OUTPUT_BIAS, ADJUSTMENT_TOLD)}
@@ -752,7 +760,7 @@ class Kindred(CloudModels):
         self._trained_in |= dict.fromkeys(answered, server_round)
         if answered:
             self._move(again)
-        self.history.count(kin_share=self._share, kept_share=self._kept, own_likelihood=self._own_likelihood)
+        self.history.count(kin_share=self._share, kept_share=self._kept, own_probability=self._own_probability)
 
     def _move(self, again: Collection[ClientId]) -> None:
         """Find how g has moved on: by as much of it as these are, who trained in the last round and the one before.

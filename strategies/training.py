@@ -209,7 +209,8 @@ class Gradients:
         """
         with self._arithmetic:
             logits = self._model(images)
-        logits = logits.float() if self._low else logits
+        if logits.dtype in (torch.float16, torch.bfloat16):
+            logits = logits.float()  # sums over classes may be beyond float16
         if factors is None:
             loss = F.cross_entropy(logits, labels, label_smoothing=self._smoothing)
         else:

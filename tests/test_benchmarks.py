@@ -207,7 +207,6 @@ def test_each_variant_leaves_out_what_it_says() -> None:
     whole = ablation.whole_probes(kin, samples, own)
     assert whole["all"].tolist() == [[0.25, 0.25, 0.5]] and whole["kin"][0] == pytest.approx([1 / 3] * 3)
     assert ablation.VARIANTS["a = 1: kin alone"]["kin_share"]([0.2], 0.3) == 1
-    assert ablation.by_mean([0.0, 0.0, 0.75 * 3], 0.0) == pytest.approx(0.9)
     assert ablation.unjudged(kin, samples, own, np.zeros(1)).tolist() == [0.25]  # its 1 sample and 3 of others
     assert ablation.nothing(kin, samples, own, np.ones(1)).tolist() == [0]
     assert ablation.nothing(0 * kin, samples, own, np.ones(1)).tolist() == [1]
@@ -238,7 +237,7 @@ def test_the_table_has_a_line_for_each_way_and_a_column_for_each_partition(monke
 def test_other_methods_run_on_smoothed_labels(monkeypatch) -> None:
     asked = []
     monkeypatch.setattr(ablation, "train_as_asked", lambda visit, *given, **settings: asked.append(settings))
-    ablation.on_smoothed_labels(None, "model", proximal_mu=0.1)
+    ablation.on_smoothed_labels(None, "model", proximal_mu=0.1, label_smoothing=0.0)
     assert asked == [{"label_smoothing": 0.1, "proximal_mu": 0.1}]
     monkeypatch.undo()
 

@@ -29,7 +29,7 @@ from strategies.kindred import (
     log_proportions,
     momentum,
     output_bias,
-    own_likelihood,
+    own_probability,
     own_share,
     own_worth,
     place_probabilities,
@@ -115,17 +115,17 @@ def test_the_share_of_kin_is_by_the_median_of_clients_and_by_what_their_own_is_w
     assert kin_share(ahead, 2 / 3) == pytest.approx(max(share, 4 / 5))  # who keeps to its own leaves the others
 
 
-@pytest.mark.parametrize(("kept", "likelihood", "worth"), [
+@pytest.mark.parametrize(("kept", "probability", "worth"), [
     (1.0, 1.0, 1.0), (0.5, 0.9, 0.81), (1.0, 0.9, 0.81),  # half of it kept is enough
     (0.25, 0.9, 0.405), (0.0, 1.0, 0.0), (1.0, 0.0, 0.0),
 ])
-def test_what_their_own_training_is_worth_to_clients(kept, likelihood, worth) -> None:
-    assert own_worth(kept, likelihood) == pytest.approx(worth)
+def test_what_their_own_training_is_worth_to_clients(kept, probability, worth) -> None:
+    assert own_worth(kept, probability) == pytest.approx(worth)
 
 
 def test_what_the_own_models_give_to_labels_they_have_not_seen() -> None:
-    assert own_likelihood([np.log(2), np.log(8)]) == pytest.approx(1 / 4)  # the geometric mean of 1/2 and 1/8
-    assert own_likelihood([0.0]) == 1 and own_likelihood([1e6]) == 0 and own_likelihood([]) == 0
+    assert own_probability([1 / 2, 1 / 4]) == 3 / 8
+    assert own_probability([1.0]) == 1 and own_probability([]) == 0
 
 
 def test_momentum_is_gone_in_the_last_round() -> None:
@@ -217,6 +217,12 @@ def test_what_is_sure_and_wrong_counts_for_no_more_than_the_server_takes(rows, l
     total = rows.sum(axis=1, keepdims=True)
     probabilities = np.where(total > 0, rows / np.where(total > 0, total, 1), 1 / 4)
     assert 0 <= smoothed_divergence(probabilities, np.array(labels)) <= 3 * kindred.LARGEST_FOLD_LOSS
+
+
+@pytest.mark.parametrize("classes", [1, 2, 10, 1000])
+def test_who_is_sure_and_wrong_is_within_the_bound(classes) -> None:
+    wrong = np.eye(classes, dtype=np.float32)[:1]
+    assert 0 <= smoothed_divergence(wrong, np.array([classes - 1])) <= -np.log(1e-8) < kindred.LARGEST_FOLD_LOSS
 
 
 def test_the_log_of_proportions(monkeypatch) -> None:
@@ -386,10 +392,10 @@ def test_how_much_is_kept_is_judged_by_samples_that_were_left_out(monkeypatch) -
     assert first.tolist() == [0.2] * 5 and before.tolist() == second.tolist()
     right = [np.exp(-CLIENTS[1].loss(w)) for w in way]
     assert losses == pytest.approx([0.85 * np.log(0.85 / p) + 0.15 * np.log(0.15 / (1 - p)) for p in right], abs=1e-6)
-    likelihood = np.exp(-losses[-1])  # of the first time
-    found = [(line["kept-share"], line["own-likelihood"]) for line in strategy.history.rounds if "kept-share" in line]
+    given = right[-1]  # the first time
+    found = [(line["kept-share"], line["own-probability"]) for line in strategy.history.rounds if "kept-share" in line]
     assert found[:7] == [pytest.approx(pair) for pair in (  # what is told counts from the next on
-        [(0.5, 0)] * 3 + [(second @ PLACES, likelihood)] * 2 + [(third @ PLACES, likelihood)] * 2)]
+        [(0.5, 0)] * 3 + [(second @ PLACES, given)] * 2 + [(third @ PLACES, given)] * 2)]
     trained_on = {row["round"]: row["samples-trained"] for row in strategy.history.rows
                   if row["client"] == 1 and row["round"] <= 7}
     assert trained_on == {1: 3, 2: 2, 3: 3, 4: 2, 5: 3, 6: 3, 7: 3}  # in round 6 nobody is left to heed what is told
@@ -409,7 +415,7 @@ def test_what_is_probed_in_every_second_round() -> None:
     assert shares[:3] == [0.5] * 3  # until there is a second time to compare with the first
     told = [[{probe: rows[r, i][f"{probe}-loss"] for probe in (KIN, ALL)} for r in (1, 3)] for i in range(4)]
     lines = {line["round"]: line for line in strategy.history.rounds}
-    worth = min(2 * lines[4]["kept-share"], 1) * lines[4]["own-likelihood"] ** 2
+    worth = min(2 * lines[4]["kept-share"], 1) * lines[4]["own-probability"] ** 2
     z = max(np.median([kin_ahead(*losses) for losses in told]), worth)
     assert shares[3] == pytest.approx(z**2 / (z**2 + (1 - z) ** 2)) and shares[3] > 0.6
 
@@ -635,7 +641,7 @@ def test_a_site_that_comes_back_with_fewer_samples_tells_of_those_it_has(monkeyp
 def test_who_weighs_clients_by_something_else_hears_them_all_the_same() -> None:
     strategy = trained_by([small_site(3)] * 3, 5, strategy=Kindred(weighted_by_key="num-test-examples"),
                           **{"local-epochs": 5, "batch-size": 20})  # 5 to test on, and 4 of 40 left out
-    told = [line["own-likelihood"] > 0 for line in strategy.history.rounds if "own-likelihood" in line]
+    told = [line["own-probability"] > 0 for line in strategy.history.rounds if "own-probability" in line]
     assert told[:5] == [False] * 3 + [True] * 2
 
 
@@ -688,8 +694,10 @@ def test_a_site_keeps_the_personal_model_that_the_server_has_made_for_it(tmp_pat
     ("logit-adjustment", [1e3] * 3), ("output-bias", "nowhere"), ("output-bias", 1), ("output-bias", ["hidden.bias"]),
     ("output-bias", "hidden.weight"), ("output-bias", "norm.running_mean"), ("fold-losses", [1.0] * 4),
     ("fold-losses", [float("nan")] * 5), ("fold-losses", [-1.0] * 5), ("fold-losses", ["1"] * 5),
-    ("fold-losses", [21.0] * 5), ("fold-samples", 0), ("fold-samples", 1.5), ("fold-samples", 1e300),
-    ("fold-samples", float("inf")), ("fold-samples", True), ("fold-samples", [1]), ("fold-samples", "1"),
+    ("fold-losses", [21.0] * 5), ("fold-probability", 1.5), ("fold-probability", -0.5), ("fold-probability", [0.5]),
+    ("fold-probability", float("nan")), ("fold-probability", "1"), ("fold-samples", 0), ("fold-samples", 1.5),
+    ("fold-samples", 1e300), ("fold-samples", float("inf")), ("fold-samples", True), ("fold-samples", [1]),
+    ("fold-samples", "1"),
 ])
 def test_what_cannot_be_is_refused(key, told) -> None:
     sites = [small_site(seed) for seed in range(4)]
@@ -699,8 +707,8 @@ def test_what_cannot_be_is_refused(key, told) -> None:
     def odd(message, context):
         reply = train(message, context)
         if context.node_config["partition-id"] == 1:
-            folds = {"fold-losses": [1.0] * 5, "fold-samples": 1} if key.startswith("fold") else {}
-            reply.content["config"].update(folds | {key: told})
+            folds = {"fold-losses": [1.0] * 5, "fold-probability": 0.5, "fold-samples": 1}
+            reply.content["config"].update((folds if key in folds else {}) | {key: told})
         return reply
 
     app._registered_funcs["train.default"] = odd
@@ -715,12 +723,13 @@ def test_who_tells_of_samples_that_it_was_not_to_leave_out_is_not_heard() -> Non
     def telling(rounds: int) -> Kindred:
         def fate(server_round, client):
             def tell(content) -> None:
-                content["config"].update({"fold-losses": [20.0, 20.0, 20.0, 20.0, 0.0], "fold-samples": 1})
+                content["config"].update(
+                    {"fold-losses": [20.0, 20.0, 20.0, 20.0, 0.0], "fold-probability": 1.0, "fold-samples": 1})
             return tell if client == 1 else "ok"
 
         return trained_by([small_site(seed) for seed in range(3)], rounds, FaultyGrid, (fate,))
 
-    assert telling(3)._kept == 0.5 and telling(3)._own_likelihood == 0
+    assert telling(3)._kept == 0.5 and telling(3)._own_probability == 0
     heard = [line["kept-share"] for line in telling(4).history.rounds if "kept-share" in line]
     assert heard[:3] == [0.5] * 3 and heard[3] > 0.9  # what it tells in round 3 of those of round 2
 
@@ -728,25 +737,25 @@ def test_who_tells_of_samples_that_it_was_not_to_leave_out_is_not_heard() -> Non
 def test_those_whose_own_models_are_right_leave_the_mean_of_all(monkeypatch) -> None:
     """t is of all samples that were left out; y of the first that a client told of, all clients alike."""
     monkeypatch.setattr(kindred, "kin_ahead", lambda first, last: 0.5)
-    # By (round, client): the loss at w_i, of how many samples.
-    told = {(3, 0): (0.9, 4), (3, 1): (0.6, 2), (5, 0): (0.0, 4), (5, 2): (3.0, 2)}
+    # By (round, client): what w_i gave to the labels, and of how many samples.
+    told = {(3, 0): (3.8, 4), (3, 1): (1.7, 2), (5, 0): (0.4, 4), (5, 2): (0.1, 2)}
 
     def fate(server_round, client):
         def tell(content) -> None:
-            for key in ("fold-losses", "fold-samples"):
+            for key in ("fold-losses", "fold-probability", "fold-samples"):
                 content["config"].pop(key, None)
             if (server_round, client) in told:
-                loss, samples = told[server_round, client]
-                content["config"].update({"fold-losses": [20.0, 20.0, 20.0, 20.0, loss], "fold-samples": samples})
+                given, samples = told[server_round, client]
+                content["config"].update({"fold-losses": [20.0, 20.0, 20.0, 20.0, 0.0], "fold-probability": given,
+                                          "fold-samples": samples})
         return tell
 
     strategy = trained_by([small_site(3)] * 3, 8, FaultyGrid, (fate,))
     assert strategy.history.refused() == {}
-    found = [(line["own-likelihood"], line["kin-share"]) for line in strategy.history.rounds if "kin-share" in line]
+    found = [(line["own-probability"], line["kin-share"]) for line in strategy.history.rounds if "kin-share" in line]
     assert found[2] == (0, 0.5)
-    then, later = np.exp(-(0.9 / 4 + 0.6 / 2) / 2), np.exp(-(0.9 / 4 + 0.6 / 2 + 3.0 / 2) / 3)
-    assert found[3] == (pytest.approx(then), pytest.approx(then**4 / (then**4 + (1 - then**2) ** 2)))  # t is nearly 1
-    assert found[5] == (pytest.approx(later), 0.5)
+    assert found[3] == (pytest.approx(0.9), pytest.approx(0.81**2 / (0.81**2 + 0.19**2)))  # t is nearly 1
+    assert found[5] == (pytest.approx((0.95 + 0.85 + 0.05) / 3), 0.5)
 
 
 # --- Somebody else's ClientApp ------------------------------------------------------------------------

@@ -88,6 +88,13 @@ def test_smoothed_labels(smoothing):
     assert loss == pytest.approx((math.log(2) + smoothed) / 2, abs=1e-6)
 
 
+def test_the_smoothed_loss_of_float16_is_finite():
+    model = nn.Linear(2, 1000).half()
+    x, y = torch.ones(64, 2, dtype=torch.float16), torch.arange(64)
+    loss = train(model, x, y, **SETTINGS | {"batch_size": 64}, label_smoothing=0.1, generator=order())
+    assert 6 < loss < 8  # about ln 1000
+
+
 def test_gradients_from_before_do_not_count():
     model = two_weights()
     (100 * model.weight.sum()).backward()
