@@ -117,32 +117,33 @@ def last_accuracies(results: Path) -> dict[str, float]:
 
 
 def table(partitions: Sequence[str], seeds: Sequence[int], **settings: Any) -> str:
-    """Markdown: a line for each way to run it, a column for each partition."""
-    lines: dict[str, list[str]] = {}
-    for partition in partitions:
-        configs = [Config(strategy="kindred", partition=partition, seed=seed, dirichlet_alpha=0.1, **settings)
-                   for seed in seeds]
-        for name, changes in {STAGES[PERSONAL]: {}, **VARIANTS}.items():
-            print(f"{partition}: {name}", flush=True)
-            found = [measure(config, changes) for config in configs]
-            for stage, words in STAGES.items() if not changes else [(PERSONAL, name)]:
-                lines.setdefault(words, []).append(f"{100 * np.mean([run[stage] for run in found]):.1f}")
-    return markdown(["Kindred", *partitions], ([name, *cells] for name, cells in lines.items()))
+    """Markdown: a line for each way to run Kindred, a column for each partition."""
+    settings = {**settings, "strategy": "kindred"}
+    ways = {name: (settings, changes) for name, changes in {STAGES[PERSONAL]: {}, **VARIANTS}.items()}
+    return _table("Kindred", ways, partitions, seeds)
 
 
 def table_of_others(partitions: Sequence[str], seeds: Sequence[int], **settings: Any) -> str:
     """Markdown: a line for each of `OTHERS`, a column for each partition."""
-    lines = []
-    for name, more in OTHERS.items():
-        cells = []
-        for partition in partitions:
+    ways = {name: ({**settings, **more, "strategy": name}, {}) for name, more in OTHERS.items()}
+    with patch.object(Visit, "train", on_smoothed_labels):
+        return _table("with smoothed labels", ways, partitions, seeds)
+
+
+def _table(
+    head: str, ways: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]], partitions: Sequence[str],
+    seeds: Sequence[int],
+) -> str:
+    """Markdown: a line for each way, which is settings and changes; for Kindred as it is one for each stage."""
+    lines: dict[str, list[str]] = {}
+    for partition in partitions:
+        for name, (settings, changes) in ways.items():
             print(f"{partition}: {name}", flush=True)
-            with patch.object(Visit, "train", on_smoothed_labels):
-                found = [measure(Config(strategy=name, partition=partition, seed=seed, dirichlet_alpha=0.1,
-                                        **{**settings, **more}), {})[PERSONAL] for seed in seeds]
-            cells.append(f"{100 * np.mean(found):.1f}")
-        lines.append([name, *cells])
-    return markdown(["with smoothed labels", *partitions], lines)
+            found = [measure(Config(**settings, partition=partition, seed=seed, dirichlet_alpha=0.1), changes)
+                     for seed in seeds]
+            for stage, words in STAGES.items() if name == STAGES[PERSONAL] else [(PERSONAL, name)]:
+                lines.setdefault(words, []).append(f"{100 * np.mean([run[stage] for run in found]):.1f}")
+    return markdown([head, *partitions], ([name, *cells] for name, cells in lines.items()))
 
 
 def main() -> None:

@@ -613,17 +613,14 @@ class Kindred(CloudModels):
         self._counted: dict[ClientId, dict[str, float]] = {}  # what was said in the last exchange that had any,
         self._told: dict[ClientId, dict[str, float]] = {}  # and in this round's, which counts from the next one on
         self._places = np.full(len(PLACES), 1 / len(PLACES))  # how probably each of PLACES is the best one
-        self._folds: dict[ClientId, np.ndarray] = {}  # this round's losses there, probability and samples, (5 + 1 + 1,)
-        self._first_folds: dict[ClientId, float] = {}  # the mean probability of the first time that a client told any
+        self._folds: dict[ClientId, np.ndarray] = {}  # this round's losses there, and the mean probability, (5 + 1,)
+        self._first_folds: dict[ClientId, float] = {}  # that probability, of the first time that a client told any
         self._mean: np.ndarray | None = None  # g, its parameters alone, (p,),
         self._moved: np.ndarray | None = None  # and g - g', None until there are two of them
         self._adjustments: dict[ClientId, dict[str, Any]] = {}  # what those told that adjust their logits
 
     def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
-        trained_in = self._trained_in.get(client, 0)
-        return {**super().round_config(server_round, client), TRAINED_IN: trained_in, KEPT: self._kept,
-                LEAVES_OUT: self._leaves_out(server_round), LABEL_SMOOTHING: SMOOTHING,
-                PROXIMAL_MU: PROXIMAL}
+        return {**super().round_config(server_round, client), TRAINED_IN: self._trained_in.get(client, 0)}
 
     @property
     def _kept(self) -> float:
@@ -653,13 +650,15 @@ class Kindred(CloudModels):
             self._first, self._last, self._counted = told | self._first, self._last | told, told
         if self._folds:
             folds = {client: self._folds[client] for client in in_order(self._folds)}
-            self._places = place_probabilities(self._places, sum(folds.values())[:-2])
-            self._first_folds = {client: fold[-2] / fold[-1] for client, fold in folds.items()} | self._first_folds
+            self._places = place_probabilities(self._places, sum(folds.values())[:-1])
+            self._first_folds = {client: fold[-1] for client, fold in folds.items()} | self._first_folds
         self._folds = {}
         ahead = [kin_ahead(self._first[client], self._last[client]) for client in in_order(self._last)
                  if client in self._nodes and self._last[client] != self._first[client]]
         self._share = kin_share(ahead, own_worth(self._kept, self._own_probability))
-        return super().configure_train(server_round, arrays, config, grid)
+        training = {KEPT: self._kept, LEAVES_OUT: self._leaves_out(server_round), LABEL_SMOOTHING: SMOOTHING,
+                    PROXIMAL_MU: PROXIMAL}
+        return super().configure_train(server_round, arrays, ConfigRecord({**config, **training}), grid)
 
     def cloud_weights(
         self, server_round: int, clients: Sequence[ClientId]
@@ -747,8 +746,8 @@ class Kindred(CloudModels):
             self.models.row(client)[:] = before / 2 + self.models.row(client) / 2
         self._samples[client] = float(reply.metrics[self.weighted_by_key])
         if FOLD_LOSSES in reply.config and self._leaves_out(self._trained_in.get(client, 0)):
-            self._folds[client] = np.array(
-                [*reply.config[FOLD_LOSSES], reply.config[FOLD_PROBABILITY], reply.config[FOLD_SAMPLES]], float)
+            probability = reply.config[FOLD_PROBABILITY] / reply.config[FOLD_SAMPLES]
+            self._folds[client] = np.array([*reply.config[FOLD_LOSSES], probability], float)
         self._adjustments.pop(client, None)
         if OUTPUT_BIAS in reply.config:
             self._adjustments[client] = {key: reply.config[key] for key in (OUTPUT_BIAS, ADJUSTMENT_TOLD)}

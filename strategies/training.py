@@ -196,11 +196,10 @@ class Gradients:
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._term = term
         self._smoothing = label_smoothing
-        self._low = precision == "bfloat16"
         device = self._parameters[0].device.type if self._parameters else "cpu"
         # Without a cache of converted weights: a step uses each once, and a CUDA graph must hold the conversion.
-        self._arithmetic = (torch.autocast(device, torch.bfloat16, cache_enabled=False) if self._low
-                            else contextlib.nullcontext())
+        self._arithmetic = (torch.autocast(device, torch.bfloat16, cache_enabled=False)
+                            if precision == "bfloat16" else contextlib.nullcontext())
 
     def __call__(self, images: Tensor, labels: Tensor, factors: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
         """The mean loss of a batch, without the term, and its gradient for each of `trained_weights`.

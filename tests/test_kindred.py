@@ -555,7 +555,7 @@ def test_bytes_are_one_and_a_half_times_those_of_fedavg() -> None:
         strategy.start(InlineGrid(small_app(), MANY), to_record(get_arrays(small())), 8, 60, settings, settings)
         return sum(row["bytes-down"] + row["bytes-up"] for row in strategy.history.rows if row["round"] <= 8)
 
-    assert 1.4 < moved(Kindred()) / moved(FedAvg()) < 1.65  # of models this small the settings are a tenth
+    assert 1.4 < moved(Kindred()) / moved(FedAvg()) < 1.62  # of models this small the settings are a tenth
 
 
 @pytest.mark.parametrize(("epochs", "steps", "share"), [(1, 0, 0.3), (2, 0, 0.6), (5, 0, 1.0), (0, 2, 0.3)])
