@@ -35,7 +35,7 @@ PARTITIONS = ("iid", "pathological", "practical", "label-groups", "dirichlet", "
 STAGES = {PERSONAL: "as it is", TRAINED: "the model after the last training", RECEIVED: "the start before it"}
 
 centred_cosines, kin_share = kindred.centred_cosines, kindred.kin_share
-own_share, own_worth, start_weights = kindred.own_share, kindred.own_worth, kindred.start_weights
+own_share, start_weights = kindred.own_share, kindred.start_weights
 train_as_asked = Visit.train
 
 
@@ -68,15 +68,13 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "sharpness 5, not 10": {"SHARPNESS": 5.0},
     "sharpness 20, not 10": {"SHARPNESS": 20.0},
     "probes with the client's part": {"probe_weights": whole_probes},
-    "a without regard to t and y": {"kin_share": lambda ahead, _: kin_share(ahead, 0.0)},
-    "a without regard to y": {"own_worth": lambda kept, probability: own_worth(kept, 1.0)},
-    "a = 0: the mean of all": {"kin_share": lambda ahead, worth: 0.0},
-    "a = 1: kin alone": {"kin_share": lambda ahead, worth: 1.0},
+    "a without regard to t": {"kin_share": lambda ahead, kept: kin_share(ahead, 0.0)},
+    "a = 0: the mean of all": {"kin_share": lambda ahead, kept: 0.0},
+    "a = 1: kin alone": {"kin_share": lambda ahead, kept: 1.0},
     "exp(-l) = 1: kin are not judged": {"own_share": unjudged},
-    "nothing probed: a = 1/2, exp(-l) = 1": {"kin_share": lambda ahead, worth: 0.5, "own_share": unjudged},
+    "nothing probed: a = 1/2, exp(-l) = 1": {"kin_share": lambda ahead, kept: 0.5, "own_share": unjudged},
     "nothing of its own: c = 0": {"own_share": nothing},
     "no momentum: beta = 0": {"MOMENTUM": 0.0},
-    "the same momentum to the end": {"momentum": lambda server_round, last_round: kindred.MOMENTUM},
     "the last models alone at the end": {"TAIL": float("inf")},
     "labels not smoothed": {"SMOOTHING": 0.0},
     "no proximal term": {"PROXIMAL": 0.0},

@@ -13,12 +13,11 @@ data set. w_i is the model of client i after its last training, n_i its number o
 | every second round those who trained tell l(v_i), l(g_i), the losses on their data, o_i added | `Probed.evaluate` |
 | in the others a tenth of the samples is left out; next time they tell its losses from u_i to w_i | `Probed.train` |
 | t: which place on that way, from 0 to 1, these speak for | `smoothed_divergence`, `place_probabilities` |
-| y: the probability that the w_i gave to the labels of those samples the first time | `own_probability` |
 | q_i: how far the loss of v_i falls ahead of that of g_i | `kin_ahead` |
-| a: by the median of the q_i, or by min(2 t, 1) y^2 where that is more | `own_worth`, `kin_share` |
+| a: near 1 where the median q of the q_i or t is, by z = 1 - (1 - q) (1 - t) | `kin_share` |
 | N_i = sum_j P_ij n_j / sum_j P_ij^2, how many samples speak in v_i | `samples_behind` |
 | c_i = n_i / (n_i + N_i exp(-l(v_i))), how far a client goes on from its own | `own_share` |
-| G = g + beta (g - g'), g the mean of all models, g' that of the round before; beta falls to 0 | `momentum` |
+| G = g + MOMENTUM (g - g'), g the mean of all models, g' that of the round before | `clouds` |
 | u_i = (1 - a) G + a ((1 - c_i) v_i + c_i w_i) | `start_weights` |
 | the client trains from u_i, with smoothed labels and FedProx's term, which gives the next w_i | `Probed.train` |
 | after the last round, of ten or more: w_i is the mean of those of the last two rounds, if i trained in both | `take` |
@@ -48,13 +47,12 @@ Why:
   logarithm: both then fall by the same amount if the one is always a multiple of the other.
 - It is the median client that counts: where tasks conflict they do so for most, and with classes in other proportions a
   few clients that the mean of all serves badly have most of the losses.
-- Where clients do best to keep what their own training makes, and that was right on samples it had not seen, they are
-  better off without the mean of all. Where it was wrong on those, they have much to learn. The first time counts: later
-  it is what they have learnt from others that makes their models right.
+- Where clients do best to keep what their own training makes, the mean of all is of less use to them: that they must
+  leave it again each time says so as well as its loss does.
 - The mean of all moves the same way for many rounds: clients train from where it will be (Nesterov's method; momentum
   at the server is of Hsu et al., Measuring the effects of non-identical data distribution for federated visual
-  classification, 2019, arXiv:1909.06335). What that overshoots is to be gone at the end, so there is less of it from
-  round to round. Kin are few, and learn much by heart, so their mean is left where it is.
+  classification, 2019, arXiv:1909.06335). What that overshoots is to be gone at the end, so the personal models that
+  come after the last round have none of it. Kin are few, and learn much by heart, so their mean is left where it is.
 - With few samples each training leaves a model somewhere around where it should be: the mean of two is nearer.
 - A mean of models is less sure than one model, and as often right. So the labels that models are judged by are smoothed
   more than those that are trained on: to be surer than that counts against a model.
@@ -143,7 +141,6 @@ KEPT = "kept-share"  # t
 OUTPUT_BIAS = "output-bias"  # what is added to the logits, by its name in the model; in the reply, as are
 ADJUSTMENT_TOLD = "logit-adjustment"  # ADJUSTMENT o_i,
 FOLD_LOSSES = "fold-losses"  # and of the samples left out the summed losses at PLACES,
-FOLD_PROBABILITY = "fold-probability"  # what the last model gave to their labels, summed,
 FOLD_SAMPLES = "fold-samples"  # and how many there were
 LARGEST_ADJUSTMENT = 100.0
 LEAST_PROBABILITY = 1e-8  # that counts in a loss of samples left out
@@ -255,41 +252,24 @@ def kin_ahead(first: Mapping[str, float], last: Mapping[str, float]) -> float:
     return 1 - (falls[ALL] + PRIOR / 2) / (max(falls.values()) + PRIOR)
 
 
-def kin_share(ahead: Sequence[float], worth: float) -> float:
-    """a = z^2 / (z^2 + (1 - z)^2), z the median of the q_i, or what clients' own training is worth where that is more.
+def kin_share(ahead: Sequence[float], kept: float) -> float:
+    """a = z^2 / (z^2 + (1 - z)^2), z = 1 - (1 - q) (1 - t), q the median of the q_i.
 
     Parameters
     ----------
     ahead : sequence of float
         q_i of the clients whose losses have changed since they first told them; of none the median is 1/2.
-    worth : float
-        As of `own_worth`; 0 where it is not known.
-
-    Returns
-    -------
-    float
-        In [0, 1].
-    """
-    z = max(float(np.median(ahead)) if len(ahead) else 0.5, worth)
-    return z**2 / (z**2 + (1 - z) ** 2)
-
-
-def own_worth(kept: float, probability: float) -> float:
-    """min(2 t, 1) y^2: near 1 where clients keep half of their own training or more, and that was right.
-
-    Parameters
-    ----------
     kept : float
-        t, in [0, 1].
-    probability : float
-        y, in [0, 1], as of `own_probability`.
+        t, in [0, 1]; 0 where nothing was told of it.
 
     Returns
     -------
     float
         In [0, 1].
     """
-    return min(2 * kept, 1.0) * probability**2
+    q = float(np.median(ahead)) if len(ahead) else 0.5
+    z = 1 - (1 - q) * (1 - kept)
+    return z**2 / (z**2 + (1 - z) ** 2)
 
 
 def smoothed_divergence(probabilities: np.ndarray, labels: np.ndarray) -> float:
@@ -332,22 +312,6 @@ def place_probabilities(before: np.ndarray, losses: np.ndarray) -> np.ndarray:
         Sums to 1. t = sum_k PLACES_k p_k is the mean.
     """
     return softmax(np.log((1 - JUMP) * before + JUMP / len(PLACES)) - losses)
-
-
-def own_probability(told: Sequence[float]) -> float:
-    """y, the mean over clients of what the w_i gave to the label of a sample left out.
-
-    Parameters
-    ----------
-    told : sequence of float
-        For each client that has told any the mean over the samples, in [0, 1].
-
-    Returns
-    -------
-    float
-        In [0, 1]; 0 if nobody has told any.
-    """
-    return float(np.mean(told)) if len(told) else 0.0
 
 
 def samples_behind(kin: np.ndarray, samples: np.ndarray) -> np.ndarray:
@@ -408,14 +372,6 @@ def start_weights(
     return np.where(known, (1 - share) * everybody + share * ((1 - c) * kin + c * own), everybody)
 
 
-def momentum(server_round: int, last_round: int) -> float:
-    """beta = MOMENTUM (1 - r / T) for what is made in round r of T, and 0 after the last.
-
-    Round r is the one that follows the last in which anybody trained.
-    """
-    return MOMENTUM * max(1 - server_round / max(last_round, 1), 0.0)
-
-
 # --- The client ---------------------------------------------------------------------------------------
 
 
@@ -447,7 +403,6 @@ class Probed:
             labels = labels.cpu().numpy()
             predicted = [visit.predict(visit.model(between(visit.arrays, last, place)), x) for place in PLACES]
             told[FOLD_LOSSES] = [smoothed_divergence(probabilities, labels) for probabilities in predicted]
-            told[FOLD_PROBABILITY] = min(float(predicted[-1][np.arange(len(labels)), labels].sum()), len(labels))
             told[FOLD_SAMPLES] = len(labels)
         personal = visit.model(between(visit.arrays, last, float(visit.config[KEPT])))
         metrics = visit.evaluation(BETWEEN, personal) | visit.counts()
@@ -589,7 +544,7 @@ def _shuffled(visit: Visit, purpose: str) -> np.ndarray:
 class Kindred(CloudModels):
     """Kindred as a Flower strategy. It has no settings of its own.
 
-    Where `fraction_evaluate` is 0 nothing is probed; a is then one half, or more by `own_worth`.
+    Where `fraction_evaluate` is 0 nothing is probed; a is then one half, or more by t.
 
     Parameters
     ----------
@@ -601,7 +556,7 @@ class Kindred(CloudModels):
     personal = BETWEEN
     clients_keep_state = True
     STATE = (*CloudModels.STATE, "_samples", "_trained_in", "_share", "_first", "_last", "_counted", "_told",
-             "_adjustments", "_places", "_folds", "_first_folds", "_mean", "_moved")
+             "_adjustments", "_places", "_folds", "_mean", "_moved")
 
     def begin(self, initial_arrays: ArrayRecord) -> None:
         super().begin(initial_arrays)
@@ -612,9 +567,8 @@ class Kindred(CloudModels):
         self._last: dict[ClientId, dict[str, float]] = {}  # and the last time
         self._counted: dict[ClientId, dict[str, float]] = {}  # what was said in the last exchange that had any,
         self._told: dict[ClientId, dict[str, float]] = {}  # and in this round's, which counts from the next one on
-        self._places = np.full(len(PLACES), 1 / len(PLACES))  # how probably each of PLACES is the best one
-        self._folds: dict[ClientId, np.ndarray] = {}  # this round's losses there, and the mean probability, (5 + 1,)
-        self._first_folds: dict[ClientId, float] = {}  # that probability, of the first time that a client told any
+        self._places: np.ndarray | None = None  # how probably each of PLACES is the best one, once any losses are told
+        self._folds: dict[ClientId, np.ndarray] = {}  # this round's losses there, (5,)
         self._mean: np.ndarray | None = None  # g, its parameters alone, (p,),
         self._moved: np.ndarray | None = None  # and g - g', None until there are two of them
         self._adjustments: dict[ClientId, dict[str, Any]] = {}  # what those told that adjust their logits
@@ -625,13 +579,7 @@ class Kindred(CloudModels):
     @property
     def _kept(self) -> float:
         """t, one half until something is told."""
-        return float(self._places @ PLACES)
-
-    @property
-    def _own_probability(self) -> float:
-        """y, 0 until something is told."""
-        return own_probability([self._first_folds[client] for client in in_order(self._first_folds)
-                                if client in self._nodes])
+        return 0.5 if self._places is None else float(self._places @ PLACES)
 
     @property
     def _last_trained(self) -> int:
@@ -649,13 +597,12 @@ class Kindred(CloudModels):
         if told := {client: self._told[client] for client in in_order(self._told) if len(self._told[client]) == 2}:
             self._first, self._last, self._counted = told | self._first, self._last | told, told
         if self._folds:
-            folds = {client: self._folds[client] for client in in_order(self._folds)}
-            self._places = place_probabilities(self._places, sum(folds.values())[:-1])
-            self._first_folds = {client: fold[-1] for client, fold in folds.items()} | self._first_folds
+            before = np.full(len(PLACES), 1 / len(PLACES)) if self._places is None else self._places
+            self._places = place_probabilities(before, sum(self._folds[client] for client in in_order(self._folds)))
         self._folds = {}
         ahead = [kin_ahead(self._first[client], self._last[client]) for client in in_order(self._last)
                  if client in self._nodes and self._last[client] != self._first[client]]
-        self._share = kin_share(ahead, own_worth(self._kept, self._own_probability))
+        self._share = kin_share(ahead, 0.0 if self._places is None else self._kept)
         training = {KEPT: self._kept, LEAVES_OUT: self._leaves_out(server_round), LABEL_SMOOTHING: SMOOTHING,
                     PROXIMAL_MU: PROXIMAL}
         return super().configure_train(server_round, arrays, ConfigRecord({**config, **training}), grid)
@@ -670,11 +617,10 @@ class Kindred(CloudModels):
         self, clients: Sequence[ClientId], senders: Sequence[ClientId], rows: np.ndarray, kept: float = 0.0
     ) -> Iterator[ArrayRecord]:
         """What clients start from, or what is between that and their own: g has its momentum in it."""
-        beta = momentum(self._last_trained + 1, self.last_round)
-        if self._moved is None or not beta or not senders:
+        if self._moved is None or self._last_trained >= self.last_round or not senders:
             yield from super().clouds(clients, senders, rows)
             return
-        step = beta * self._moved  # (p,)
+        step = MOMENTUM * self._moved  # (p,)
         # Of float16, say: no mean of models is beyond its largest number, but what goes ahead of one may be.
         narrow = [(self.layout.slices[name], np.finfo(self.layout.dtypes[name]).max)
                   for name in self.layout.parameters if self.layout.dtypes[name] != self.layout.dtype]
@@ -735,8 +681,6 @@ class Kindred(CloudModels):
             if not is_count(samples):
                 raise Refused(f"its {FOLD_SAMPLES} is {reprlib.repr(samples)}, expected a number from 1")
             _check_numbers(FOLD_LOSSES, losses, len(PLACES), 0, LARGEST_FOLD_LOSS * samples)
-            if not are_numbers([given := reply.config.get(FOLD_PROBABILITY)], 1, 0, samples):
-                raise Refused(f"its {FOLD_PROBABILITY} is {reprlib.repr(given)}, expected a number from 0 to {samples}")
 
     def take(self, client: ClientId, reply: Reply) -> None:
         averaged = self.last_round >= TAIL and self._trained_in.get(client) == self.last_round - 1
@@ -746,8 +690,7 @@ class Kindred(CloudModels):
             self.models.row(client)[:] = before / 2 + self.models.row(client) / 2
         self._samples[client] = float(reply.metrics[self.weighted_by_key])
         if FOLD_LOSSES in reply.config and self._leaves_out(self._trained_in.get(client, 0)):
-            probability = reply.config[FOLD_PROBABILITY] / reply.config[FOLD_SAMPLES]
-            self._folds[client] = np.array([*reply.config[FOLD_LOSSES], probability], float)
+            self._folds[client] = np.array(reply.config[FOLD_LOSSES], float)
         self._adjustments.pop(client, None)
         if OUTPUT_BIAS in reply.config:
             self._adjustments[client] = {key: reply.config[key] for key in (OUTPUT_BIAS, ADJUSTMENT_TOLD)}
@@ -759,7 +702,7 @@ class Kindred(CloudModels):
         self._trained_in |= dict.fromkeys(answered, server_round)
         if answered:
             self._move(again)
-        self.history.count(kin_share=self._share, kept_share=self._kept, own_probability=self._own_probability)
+        self.history.count(kin_share=self._share, kept_share=self._kept)
 
     def _move(self, again: Collection[ClientId]) -> None:
         """Find how g has moved on: by as much of it as these are, who trained in the last round and the one before.

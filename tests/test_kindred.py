@@ -27,11 +27,8 @@ from strategies.kindred import (
     kin_share,
     kin_weights,
     log_proportions,
-    momentum,
     output_bias,
-    own_probability,
     own_share,
-    own_worth,
     place_probabilities,
     probe_weights,
     samples_behind,
@@ -110,28 +107,15 @@ def test_kin_are_ahead_by_what_all_fall_behind(kin, everybody, ahead) -> None:
     ([1 / 4, 1 / 4, 1.0], 1 / 10), ([0.0, 1 / 4, 1 / 4], 1 / 10),  # one client, whatever it says, is one of many
     ([1 / 4, 1 / 2, 1 / 4, 1 / 2], 9 / 34),
 ])
-def test_the_share_of_kin_is_by_the_median_of_clients_and_by_what_their_own_is_worth(ahead, share) -> None:
+def test_the_share_of_kin_is_by_the_median_of_clients(ahead, share) -> None:
     assert kin_share(ahead, 0.0) == pytest.approx(share)
-    assert kin_share(ahead, 2 / 3) == pytest.approx(max(share, 4 / 5))  # who keeps to its own leaves the others
 
 
-@pytest.mark.parametrize(("kept", "probability", "worth"), [
-    (1.0, 1.0, 1.0), (0.5, 0.9, 0.81), (1.0, 0.9, 0.81),  # half of it kept is enough
-    (0.25, 0.9, 0.405), (0.0, 1.0, 0.0), (1.0, 0.0, 0.0),
+@pytest.mark.parametrize(("ahead", "kept", "share"), [
+    ([1 / 4], 1 / 3, 1 / 2), ([1 / 2], 1 / 2, 9 / 10), ([0.0], 1 / 4, 1 / 10), ([1 / 4], 1.0, 1.0), ([1.0], 0.0, 1.0),
 ])
-def test_what_their_own_training_is_worth_to_clients(kept, probability, worth) -> None:
-    assert own_worth(kept, probability) == pytest.approx(worth)
-
-
-def test_what_the_own_models_give_to_labels_they_have_not_seen() -> None:
-    assert own_probability([1 / 2, 1 / 4]) == 3 / 8
-    assert own_probability([1.0]) == 1 and own_probability([]) == 0
-
-
-def test_momentum_is_gone_in_the_last_round() -> None:
-    assert [momentum(server_round, 4) for server_round in range(6)] == pytest.approx(
-        [0.5, 0.375, 0.25, 0.125, 0, 0])
-    assert momentum(1, 0) == 0
+def test_the_share_of_kin_is_the_more_the_more_clients_keep_of_their_own(ahead, kept, share) -> None:
+    assert kin_share(ahead, kept) == pytest.approx(share)
 
 
 def test_how_many_samples_speak_in_a_mean() -> None:
@@ -386,16 +370,15 @@ def test_how_much_is_kept_is_judged_by_samples_that_were_left_out(monkeypatch) -
     starts = next_starts(trained, 0.5, judged=trained)
     again = np.array([client.step(start) for client, start in zip(CLIENTS, starts)])
     # What it received in round 3, and made in round 2.
-    new, mine = next_starts(again, 0.5, judged=trained, before=trained, beta=0.5 * 4 / 7)[1], again[1]
+    new, mine = next_starts(again, 0.5, judged=trained, before=trained, beta=0.5)[1], again[1]
     way = [(1 - place) * new + place * mine for place in PLACES]
     (first, losses, second), (before, _, third) = told
     assert first.tolist() == [0.2] * 5 and before.tolist() == second.tolist()
     right = [np.exp(-CLIENTS[1].loss(w)) for w in way]
     assert losses == pytest.approx([0.85 * np.log(0.85 / p) + 0.15 * np.log(0.15 / (1 - p)) for p in right], abs=1e-6)
-    given = right[-1]  # the first time
-    found = [(line["kept-share"], line["own-probability"]) for line in strategy.history.rounds if "kept-share" in line]
-    assert found[:7] == [pytest.approx(pair) for pair in (  # what is told counts from the next on
-        [(0.5, 0)] * 3 + [(second @ PLACES, given)] * 2 + [(third @ PLACES, given)] * 2)]
+    found = [line["kept-share"] for line in strategy.history.rounds if "kept-share" in line]
+    assert found[:7] == pytest.approx(  # what is told counts from the next on
+        [0.5] * 3 + [second @ PLACES] * 2 + [third @ PLACES] * 2)
     trained_on = {row["round"]: row["samples-trained"] for row in strategy.history.rows
                   if row["client"] == 1 and row["round"] <= 7}
     assert trained_on == {1: 3, 2: 2, 3: 3, 4: 2, 5: 3, 6: 3, 7: 3}  # in round 6 nobody is left to heed what is told
@@ -415,8 +398,7 @@ def test_what_is_probed_in_every_second_round() -> None:
     assert shares[:3] == [0.5] * 3  # until there is a second time to compare with the first
     told = [[{probe: rows[r, i][f"{probe}-loss"] for probe in (KIN, ALL)} for r in (1, 3)] for i in range(4)]
     lines = {line["round"]: line for line in strategy.history.rounds}
-    worth = min(2 * lines[4]["kept-share"], 1) * lines[4]["own-probability"] ** 2
-    z = max(np.median([kin_ahead(*losses) for losses in told]), worth)
+    z = 1 - (1 - np.median([kin_ahead(*losses) for losses in told])) * (1 - lines[4]["kept-share"])
     assert shares[3] == pytest.approx(z**2 / (z**2 + (1 - z) ** 2)) and shares[3] > 0.6
 
 
@@ -425,10 +407,10 @@ def test_what_the_client_says_of_its_personal_model(kept) -> None:
     first = np.array([client.step(FIRST) for client in CLIENTS])
     starts = {2: next_starts(first, 0.5, judged=first)}
     second = np.array([client.step(start) for client, start in zip(CLIENTS, starts[2])])
-    starts[3] = next_starts(second, 0.5, judged=first, before=first, beta=0.5 / 4)
+    starts[3] = next_starts(second, 0.5, judged=first, before=first, beta=0.5)
     third = np.array([client.step(start) for client, start in zip(CLIENTS, starts[3])])
     lines = {line["round"]: line for line in strategy.history.rounds}
-    starts[4] = next_starts(third, lines[4]["kin-share"], judged=third)
+    starts[4] = next_starts(third, lines[4]["kin-share"], judged=third, before=second, beta=0.5)
     rows = {(row["round"], row["client"]): row for row in strategy.history.rows}
     for i, client in enumerate(CLIENTS):
         assert rows[1, i]["personal-loss"] == pytest.approx(client.loss(FIRST), rel=1e-5)  # it has no other yet
@@ -442,13 +424,15 @@ def test_nothing_is_probed_without_evaluations_or_without_another() -> None:
                      by_hand.start(Kindred(min_available_nodes=1), CLIENTS[:1], FIRST, 3)):
         assert not any("kin-loss" in row for row in strategy.history.rows)
         assert strategy._share == 0.5
-    assert weights_of(strategy.client_models()[0]) == pytest.approx(
-        CLIENTS[0].step(CLIENTS[0].step(CLIENTS[0].step(FIRST))), abs=1e-6)
+    first = CLIENTS[0].step(FIRST)
+    second = CLIENTS[0].step(first)
+    third = CLIENTS[0].step(second + 0.5 * 0.5 * (second - first))  # alone it is all others as well
+    assert weights_of(strategy.client_models()[0]) == pytest.approx(third, abs=1e-6)
 
 
 def test_the_mean_of_all_goes_ahead_of_itself_with_parameters_alone(monkeypatch) -> None:
     """In whatever is made of it: starts, personal models, and the whole of it for who has no model yet."""
-    monkeypatch.setattr(kindred, "kin_share", lambda ahead, worth: 0.75)
+    monkeypatch.setattr(kindred, "kin_share", lambda ahead, kept: 0.75)
     strategy = trained_by([small_site(seed) for seed in range(3)], 4, FaultyGrid,
                           (lambda r, c: "error" if c == 2 else "ok",))
     step = np.arange(strategy.layout.num_parameters, dtype=np.float32)
@@ -465,7 +449,7 @@ def test_the_mean_of_all_goes_ahead_of_itself_with_parameters_alone(monkeypatch)
     for before, after in zip(plain, [floats(record) for _, record in strategy.outgoing(5, range(3))]):
         assert (after == before).all()  # the run is over
     strategy._moved = 2 * step
-    monkeypatch.setattr(kindred, "momentum", lambda server_round, last_round: 0.5)
+    strategy.last_round += 1
     for before, after, share in ((plain, [floats(record) for _, record in strategy.outgoing(5, range(3))], 0.25),
                                  (personal, [floats(record) for record in strategy.personal_models(range(3))],
                                   0.25 * (1 - strategy._kept))):
@@ -489,7 +473,7 @@ def test_what_goes_ahead_of_narrow_numbers_stays_among_them() -> None:
     app._registered_funcs["train.default"] = train
     strategy = Kindred(fraction_evaluate=0)
     strategy.start(InlineGrid(app, 4), to_record({"weight": np.zeros(2, np.float16)}), 10, 60)
-    # In the third round 60,000 + 0.35 / 2 * 40,000 is beyond what float16 has; nothing moves from then on.
+    # In the third round 60,000 + 40,000 / 4 is beyond what float16 has; nothing moves from then on.
     assert sent == [(number, value) for number, value in [(1, 0), (2, 20_000), (3, 65_504), *((r, 60_000) for r in
                     range(4, 11))] for _ in range(4)]
 
@@ -507,15 +491,13 @@ def test_the_mean_moves_as_far_as_it_is_of_the_same_clients(monkeypatch, fate, s
 
     def noting(self, server_round, answered):
         end_round(self, server_round, answered)
-        found[server_round] = (weights_of(self.global_arrays()), self._moved,
-                               momentum(self._last_trained + 1, self.last_round))
+        found[server_round] = (weights_of(self.global_arrays()), self._moved)
 
     monkeypatch.setattr(Kindred, "end_round", noting)
     by_hand.start(Kindred(), CLIENTS, FIRST, 4, FaultyGrid(by_hand.app_of(CLIENTS), 4, fate))
-    means = {number: mean for number, (mean, _, _) in found.items()}
+    means = {number: mean for number, (mean, _) in found.items()}
     assert found[1][1] is None
     assert found[3][1] == pytest.approx(share * (means[last] - means[last - 1]), abs=1e-6)
-    assert found[2][2] == 0.125 and found[3][2] == (0 if last == 3 else 0.125)
 
 
 @pytest.mark.parametrize("store", ["memory", "disk"])
@@ -641,7 +623,7 @@ def test_a_site_that_comes_back_with_fewer_samples_tells_of_those_it_has(monkeyp
 def test_who_weighs_clients_by_something_else_hears_them_all_the_same() -> None:
     strategy = trained_by([small_site(3)] * 3, 5, strategy=Kindred(weighted_by_key="num-test-examples"),
                           **{"local-epochs": 5, "batch-size": 20})  # 5 to test on, and 4 of 40 left out
-    told = [line["own-probability"] > 0 for line in strategy.history.rounds if "own-probability" in line]
+    told = [line["kept-share"] != 0.5 for line in strategy.history.rounds if "kept-share" in line]
     assert told[:5] == [False] * 3 + [True] * 2
 
 
@@ -694,10 +676,8 @@ def test_a_site_keeps_the_personal_model_that_the_server_has_made_for_it(tmp_pat
     ("logit-adjustment", [1e3] * 3), ("output-bias", "nowhere"), ("output-bias", 1), ("output-bias", ["hidden.bias"]),
     ("output-bias", "hidden.weight"), ("output-bias", "norm.running_mean"), ("fold-losses", [1.0] * 4),
     ("fold-losses", [float("nan")] * 5), ("fold-losses", [-1.0] * 5), ("fold-losses", ["1"] * 5),
-    ("fold-losses", [21.0] * 5), ("fold-probability", 1.5), ("fold-probability", -0.5), ("fold-probability", [0.5]),
-    ("fold-probability", float("nan")), ("fold-probability", "1"), ("fold-samples", 0), ("fold-samples", 1.5),
-    ("fold-samples", 1e300), ("fold-samples", float("inf")), ("fold-samples", True), ("fold-samples", [1]),
-    ("fold-samples", "1"),
+    ("fold-losses", [21.0] * 5), ("fold-samples", 0), ("fold-samples", 1.5), ("fold-samples", 1e300),
+    ("fold-samples", float("inf")), ("fold-samples", True), ("fold-samples", [1]), ("fold-samples", "1"),
 ])
 def test_what_cannot_be_is_refused(key, told) -> None:
     sites = [small_site(seed) for seed in range(4)]
@@ -707,7 +687,7 @@ def test_what_cannot_be_is_refused(key, told) -> None:
     def odd(message, context):
         reply = train(message, context)
         if context.node_config["partition-id"] == 1:
-            folds = {"fold-losses": [1.0] * 5, "fold-probability": 0.5, "fold-samples": 1}
+            folds = {"fold-losses": [1.0] * 5, "fold-samples": 1}
             reply.content["config"].update((folds if key in folds else {}) | {key: told})
         return reply
 
@@ -723,39 +703,38 @@ def test_who_tells_of_samples_that_it_was_not_to_leave_out_is_not_heard() -> Non
     def telling(rounds: int) -> Kindred:
         def fate(server_round, client):
             def tell(content) -> None:
-                content["config"].update(
-                    {"fold-losses": [20.0, 20.0, 20.0, 20.0, 0.0], "fold-probability": 1.0, "fold-samples": 1})
+                content["config"].update({"fold-losses": [20.0, 20.0, 20.0, 20.0, 0.0], "fold-samples": 1})
             return tell if client == 1 else "ok"
 
         return trained_by([small_site(seed) for seed in range(3)], rounds, FaultyGrid, (fate,))
 
-    assert telling(3)._kept == 0.5 and telling(3)._own_probability == 0
+    assert telling(3)._kept == 0.5
     heard = [line["kept-share"] for line in telling(4).history.rounds if "kept-share" in line]
     assert heard[:3] == [0.5] * 3 and heard[3] > 0.9  # what it tells in round 3 of those of round 2
 
 
-def test_those_whose_own_models_are_right_leave_the_mean_of_all(monkeypatch) -> None:
-    """t is of all samples that were left out; y of the first that a client told of, all clients alike."""
+def test_those_who_keep_their_own_leave_the_mean_of_all(monkeypatch) -> None:
+    """t is of all samples that were left out, and counts for nothing until any are told of."""
     monkeypatch.setattr(kindred, "kin_ahead", lambda first, last: 0.5)
-    # By (round, client): what w_i gave to the labels, and of how many samples.
-    told = {(3, 0): (3.8, 4), (3, 1): (1.7, 2), (5, 0): (0.4, 4), (5, 2): (0.1, 2)}
+    keep, drop = [20.0, 20.0, 20.0, 20.0, 0.0], [0.0, 20.0, 20.0, 20.0, 20.0]
+    told = {(3, 0): (drop, 1), (3, 1): (keep, 2), (5, 0): (drop, 2)}  # by round and client
 
     def fate(server_round, client):
         def tell(content) -> None:
-            for key in ("fold-losses", "fold-probability", "fold-samples"):
+            for key in ("fold-losses", "fold-samples"):
                 content["config"].pop(key, None)
             if (server_round, client) in told:
-                given, samples = told[server_round, client]
-                content["config"].update({"fold-losses": [20.0, 20.0, 20.0, 20.0, 0.0], "fold-probability": given,
-                                          "fold-samples": samples})
+                losses, samples = told[server_round, client]
+                content["config"].update({"fold-losses": [samples * loss for loss in losses], "fold-samples": samples})
         return tell
 
     strategy = trained_by([small_site(3)] * 3, 8, FaultyGrid, (fate,))
     assert strategy.history.refused() == {}
-    found = [(line["own-probability"], line["kin-share"]) for line in strategy.history.rounds if "kin-share" in line]
-    assert found[2] == (0, 0.5)
-    assert found[3] == (pytest.approx(0.9), pytest.approx(0.81**2 / (0.81**2 + 0.19**2)))  # t is nearly 1
-    assert found[5] == (pytest.approx((0.95 + 0.85 + 0.05) / 3), 0.5)
+    found = {line["round"]: (line["kept-share"], line["kin-share"])
+             for line in strategy.history.rounds if "kin-share" in line}
+    assert found[3] == (0.5, 0.5)
+    assert found[4] == (pytest.approx(1, abs=1e-6), pytest.approx(1, abs=1e-6))
+    assert found[6] == (pytest.approx(0, abs=1e-6), pytest.approx(0.5, abs=1e-6))
 
 
 # --- Somebody else's ClientApp ------------------------------------------------------------------------
