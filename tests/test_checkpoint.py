@@ -35,6 +35,7 @@ from server_app.config import Config, ConfigError
 from server_app.results import RunFolder, read_table
 from strategies import REGISTRY, FedAvg, InlineGrid, Local, NotResumable, TooFewClients
 from strategies.checkpoint import Checkpoints, pack, unpack
+from strategies.kindred import TAIL
 from strategies.messages import to_record
 from strategies.state import default_root
 from strategies.store import ClientModels, Layout
@@ -49,7 +50,8 @@ MOST = {"perfed-ckt": {"num_clusters": 2, "local_steps": 3}, "federico": {"selec
         "clustered-fl": {"eps1": 100.0, "eps2": 0.001},
         "feddf": {"model": "digits-cnn,office-mlp", "distill_steps": 3}}
 VARIANTS = [*((name, {}) for name in REGISTRY), ("federico", {"selection": "server", "m_step": "gradient"}),
-            ("fedamp", {"self_weight": "none", "sigma": 1.0})]  # fmt: skip
+            ("fedamp", {"self_weight": "none", "sigma": 1.0}),
+            ("kindred", {"num_rounds": TAIL})]  # fmt: skip
 
 
 def config_of(folder: Path, name: str, **more) -> Config:
