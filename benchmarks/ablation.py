@@ -72,15 +72,17 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "a = 0: the mean of all": {"kin_share": lambda ahead, kept: 0.0},
     "a = 1: kin alone": {"kin_share": lambda ahead, kept: 1.0},
     "exp(-l) = 1: kin are not judged": {"own_share": unjudged},
-    "nothing probed: a = 1/2, exp(-l) = 1": {"kin_share": lambda ahead, kept: 0.5, "own_share": unjudged},
+    "nothing probed: q = 1/2, exp(-l) = 1": {"kin_share": lambda ahead, kept: kin_share([], kept),
+                                             "own_share": unjudged},
     "nothing of its own: c = 0": {"own_share": nothing},
-    "no momentum: beta = 0": {"MOMENTUM": 0.0},
+    "no momentum": {"MOMENTUM": 0.0},
     "the last models alone at the end": {"TAIL": float("inf")},
     "labels not smoothed": {"SMOOTHING": 0.0},
     "no proximal term": {"PROXIMAL": 0.0},
     "labels not smoothed, no proximal term": {"SMOOTHING": 0.0, "PROXIMAL": 0.0},
     "t by labels smoothed as for training": {"JUDGED_SMOOTHING": kindred.SMOOTHING},
-    "halfway everywhere: t = 1/2": {"place_probabilities": lambda before, losses: np.eye(len(kindred.PLACES))[2]},
+    "halfway everywhere: t = 1/2, in a as well": {
+        "place_probabilities": lambda before, losses: np.eye(len(kindred.PLACES))[2]},
 }
 """What is put in place of what in strategies/kindred.py."""
 

@@ -570,7 +570,7 @@ class Kindred(CloudModels):
         self._places: np.ndarray | None = None  # how probably each of PLACES is the best one, once any losses are told
         self._folds: dict[ClientId, np.ndarray] = {}  # this round's losses there, (5,)
         self._mean: np.ndarray | None = None  # g, its parameters alone, (p,),
-        self._moved: np.ndarray | None = None  # and g - g', None until there are two of them
+        self._moved: np.ndarray | None = None  # and g - g', None until there are two of them, and after the last round
         self._adjustments: dict[ClientId, dict[str, Any]] = {}  # what those told that adjust their logits
 
     def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
@@ -580,11 +580,6 @@ class Kindred(CloudModels):
     def _kept(self) -> float:
         """t, one half until something is told."""
         return 0.5 if self._places is None else float(self._places @ PLACES)
-
-    @property
-    def _last_trained(self) -> int:
-        """The last round in which anybody trained, 0 before the first."""
-        return max(self._trained_in.values(), default=0)
 
     def _leaves_out(self, server_round: int) -> bool:
         return server_round % 2 == 0 and 0 < server_round < self.last_round - 1
@@ -617,7 +612,7 @@ class Kindred(CloudModels):
         self, clients: Sequence[ClientId], senders: Sequence[ClientId], rows: np.ndarray, kept: float = 0.0
     ) -> Iterator[ArrayRecord]:
         """What clients start from, or what is between that and their own: g has its momentum in it."""
-        if self._moved is None or self._last_trained >= self.last_round or not senders:
+        if self._moved is None or not senders:
             yield from super().clouds(clients, senders, rows)
             return
         step = MOMENTUM * self._moved  # (p,)
@@ -697,10 +692,12 @@ class Kindred(CloudModels):
 
     def end_round(self, server_round: int, answered: Sequence[ClientId]) -> None:
         super().end_round(server_round, answered)
-        last = self._last_trained
+        last = max(self._trained_in.values(), default=0)
         again = {client for client in answered if self._trained_in.get(client) == last}
         self._trained_in |= dict.fromkeys(answered, server_round)
-        if answered:
+        if server_round == self.last_round:
+            self._moved = None  # nobody trains any more, which would take back what goes too far
+        elif answered:
             self._move(again)
         self.history.count(kin_share=self._share, kept_share=self._kept)
 
