@@ -1,12 +1,12 @@
-"""Kindred with one of its steps left out, on scikit-learn's digits divided in seven ways.
+"""Kindred with one of its steps left out, on data divided in seven ways: scikit-learn's digits, if no others are named.
 
-    python -m benchmarks.ablation [--partitions NAME,...] [--seeds N,...] [--rounds N] [--others]
+    python -m benchmarks.ablation [--partitions NAME,...] [--seeds N,...] [--set KEY=VALUE ...] [--others]
 
-20 clients with about 40 images each, all else as of `kindred run`; Dirichlet has alpha 0.1. Printed is the mean
-accuracy over clients at the end, in percent, as a mean over seeds. The first row is the method; the next two are the
-same runs with another model as the client's own: the one after its last training, before that is averaged with the one
-before, and the start that it came from. With --others it is other methods that are run, their labels smoothed as
-Kindred's are.
+All is as of `kindred run`, with its settings, but that Dirichlet has alpha 0.1: 20 clients with about 40 images each.
+Printed is the mean accuracy over clients at the end, in percent, as a mean over seeds. The first row is the method; the
+next two are the same runs with another model as the client's own: the one after its last training, before that is
+averaged with the one before, and the start that it came from. With --others it is other methods that are run, their
+labels smoothed as Kindred's are.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from unittest.mock import patch
 import numpy as np
 
 from server_app.app import run_inline
-from server_app.config import Config
+from server_app.cli import given_settings
+from server_app.config import Config, ConfigError
 from server_app.results import read_table
 from strategies import kindred
 from strategies.client import Visit
@@ -116,46 +117,54 @@ def last_accuracies(results: Path) -> dict[str, float]:
     return {stage: float(np.mean(list(accuracies.values()))) for stage, accuracies in last.items() if accuracies}
 
 
-def table(partitions: Sequence[str], seeds: Sequence[int], **settings: Any) -> str:
+def table(config: Config, partitions: Sequence[str], seeds: Sequence[int]) -> str:
     """Markdown: a line for each way to run Kindred, a column for each partition."""
-    settings = {**settings, "strategy": "kindred"}
-    ways = {name: (settings, changes) for name, changes in {STAGES[PERSONAL]: {}, **VARIANTS}.items()}
+    config = replace(config, strategy="kindred")
+    ways = {name: (config, changes) for name, changes in {STAGES[PERSONAL]: {}, **VARIANTS}.items()}
     return _table("Kindred", ways, partitions, seeds)
 
 
-def table_of_others(partitions: Sequence[str], seeds: Sequence[int], **settings: Any) -> str:
+def table_of_others(config: Config, partitions: Sequence[str], seeds: Sequence[int]) -> str:
     """Markdown: a line for each of `OTHERS`, a column for each partition."""
-    ways = {name: ({**settings, **more, "strategy": name}, {}) for name, more in OTHERS.items()}
+    ways = {name: (replace(config, strategy=name, **settings), {}) for name, settings in OTHERS.items()}
     with patch.object(Visit, "train", on_smoothed_labels):
         return _table("with smoothed labels", ways, partitions, seeds)
 
 
 def _table(
-    head: str, ways: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]], partitions: Sequence[str],
-    seeds: Sequence[int],
+    head: str, ways: Mapping[str, tuple[Config, Mapping[str, Any]]], partitions: Sequence[str], seeds: Sequence[int]
 ) -> str:
     """Markdown: a line for each way, which is settings and changes; for Kindred as it is one for each stage."""
     lines: dict[str, list[str]] = {}
     for partition in partitions:
-        for name, (settings, changes) in ways.items():
+        for name, (config, changes) in ways.items():
             print(f"{partition}: {name}", flush=True)
-            found = [measure(Config(**settings, partition=partition, seed=seed, dirichlet_alpha=0.1), changes)
-                     for seed in seeds]
+            found = [measure(replace(config, partition=partition, seed=seed), changes) for seed in seeds]
             for stage, words in STAGES.items() if name == STAGES[PERSONAL] else [(PERSONAL, name)]:
                 lines.setdefault(words, []).append(f"{100 * np.mean([run[stage] for run in found]):.1f}")
     return markdown([head, *partitions], ([name, *cells] for name, cells in lines.items()))
 
 
+def numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--partitions", default=",".join(PARTITIONS), help="by commas (default: %(default)s)")
-    parser.add_argument("--seeds", default="0", help="by commas (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=15, help="default: %(default)s")
+    parser.add_argument("--seeds", type=numbers, default="0", help="by commas (default: %(default)s)")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as of kindred run")
     parser.add_argument("--others", action="store_true", help="other methods, with smoothed labels")
     given = parser.parse_args()
-    seeds = [int(seed) for seed in given.seeds.split(",")]
+    partitions = given.partitions.split(",")
+    try:
+        config = Config.from_run_config({"dirichlet-alpha": 0.1, **given_settings({}, given.set)}).absolute()
+        for partition in partitions:  # a wrong one ends it here, not after the others
+            replace(config, partition=partition)
+    except ConfigError as error:
+        parser.error(str(error))
     tabulate = table_of_others if given.others else table
-    print(f"\n{tabulate(given.partitions.split(','), seeds, num_rounds=given.rounds)}")
+    print(f"\n{tabulate(config, partitions, given.seeds)}")
 
 
 if __name__ == "__main__":

@@ -226,7 +226,7 @@ def test_the_table_has_a_line_for_each_way_and_a_column_for_each_partition(monke
         return {"personal": accuracy, "trained": 0.25, "received": 0.125 if config.partition == "iid" else 0.0}
 
     monkeypatch.setattr(ablation, "measure", measured)
-    lines = ablation.table(["iid", "rotated"], [0, 2], num_rounds=3).splitlines()
+    lines = ablation.table(Config(num_rounds=3), ["iid", "rotated"], [0, 2]).splitlines()
     assert lines[0] == "| Kindred | iid | rotated |"
     assert lines[2:5] == ["| as it is | 60.0 | 60.0 |", "| the model after the last training | 25.0 | 25.0 |",
                           "| the start before it | 12.5 | 0.0 |"]
@@ -249,8 +249,34 @@ def test_other_methods_run_on_smoothed_labels(monkeypatch) -> None:
         return {"personal": 0.5 + 0.1 * config.seed}
 
     monkeypatch.setattr(ablation, "measure", measured)
-    lines = ablation.table_of_others(["iid", "rotated"], [0, 2], num_rounds=3).splitlines()
+    lines = ablation.table_of_others(Config(num_rounds=3), ["iid", "rotated"], [0, 2]).splitlines()
     assert lines[0] == "| with smoothed labels | iid | rotated |"
     assert lines[2:] == [f"| {name} | 60.0 | 60.0 |" for name in ablation.OTHERS]
     assert ("fedprox-ft", 5) in ran and len(ran) == 4 * len(ablation.OTHERS)
     assert ablation.Visit.train is ablation.train_as_asked
+
+
+def test_settings_are_those_of_a_run_and_wrong_ones_are_named(monkeypatch, capsys) -> None:
+    ran = []
+
+    def measured(config, changes) -> dict[str, float]:
+        ran.append(config)
+        return {"personal": 0.5}
+
+    def run(*words: str) -> None:
+        monkeypatch.setattr("sys.argv", ["ablation", "--others", *words])
+        ablation.main()
+
+    monkeypatch.setattr(ablation, "measure", measured)
+    run("--partitions", "iid", "--seeds", "3,5", "--set", "num-rounds=4", "--set", "samples-per-client=60")
+    assert {(config.partition, config.seed) for config in ran} == {("iid", 3), ("iid", 5)}
+    assert {(config.num_rounds, config.samples_per_client, config.dirichlet_alpha) for config in ran} == {(4, 60, 0.1)}
+    assert "| fedavg | 50.0 |" in capsys.readouterr().out
+
+    for words, named in [(("--set", "num-rounds=0"), "num-rounds is 0, allowed: 1 or more"),
+                         (("--set", "num-rounds"), "--set is 'num-rounds', allowed: key=value"),
+                         (("--partitions", "iid,odd"), "partition is 'odd', allowed"),
+                         (("--seeds", "one"), "--seeds: invalid numbers value: 'one'")]:
+        with pytest.raises(SystemExit) as ended:
+            run(*words)
+        assert ended.value.code == 2 and named in capsys.readouterr().err
