@@ -318,6 +318,11 @@ def next_starts(
     return starts if before is None else starts + (1 - share) * ahead * SAMPLES @ (models - before) / SAMPLES.sum()
 
 
+def noted(strategy: Kindred, name: str) -> list[float]:
+    """What the history has under a name, of the rounds that have it."""
+    return [line[name] for line in strategy.history.rounds if name in line]
+
+
 def probes_of(models: np.ndarray) -> dict[str, np.ndarray]:
     return probe_weights(kin_weights(cosines_of(models), SAMPLES, OWN), SAMPLES, OWN)
 
@@ -376,8 +381,7 @@ def test_how_much_is_kept_is_judged_by_samples_that_were_left_out(monkeypatch) -
     assert first.tolist() == [0.2] * 5 and before.tolist() == second.tolist()
     right = [np.exp(-CLIENTS[1].loss(w)) for w in way]
     assert losses == pytest.approx([0.85 * np.log(0.85 / p) + 0.15 * np.log(0.15 / (1 - p)) for p in right], abs=1e-6)
-    found = [line["kept-share"] for line in strategy.history.rounds if "kept-share" in line]
-    assert found[:7] == pytest.approx(  # what is told counts from the next on
+    assert noted(strategy, "kept-share")[:7] == pytest.approx(  # what is told counts from the next on
         [0.5] * 3 + [second @ PLACES] * 2 + [third @ PLACES] * 2)
     trained_on = {row["round"]: row["samples-trained"] for row in strategy.history.rows
                   if row["client"] == 1 and row["round"] <= 7}
@@ -394,13 +398,13 @@ def test_what_is_probed_in_every_second_round() -> None:
             assert rows[1, i][f"{probe}-loss"] == pytest.approx(client.loss(weights[i] @ trained), rel=1e-5)
             assert f"{probe}-loss" in rows[3, i] and f"{probe}-loss" not in rows[2, i]
     assert not any("kin-loss" in row for row in by_four(3).history.rows if row["round"] == 3)  # it would be of no use
-    shares = [line["kin-share"] for line in strategy.history.rounds if "kin-share" in line]
+    shares = noted(strategy, "kin-share")
     assert shares[:3] == [0.5] * 3  # until there is a second time to compare with the first
     told = [[{probe: rows[r, i][f"{probe}-loss"] for probe in (KIN, ALL)} for r in (1, 3)] for i in range(4)]
-    lines = {line["round"]: line for line in strategy.history.rounds}
-    z = 1 - (1 - np.median([kin_ahead(*losses) for losses in told])) * (1 - lines[4]["kept-share"])
+    ahead = [kin_ahead(*losses) for losses in told]
+    z = 1 - (1 - np.median(ahead)) * (1 - noted(strategy, "kept-share")[3])
     assert shares[3] == pytest.approx(z**2 / (z**2 + (1 - z) ** 2))
-    assert kin_share([kin_ahead(*losses) for losses in told], 0.0) > 0.6
+    assert kin_share(ahead, 0.0) > 0.6
 
 
 def test_what_the_client_says_of_its_personal_model(kept) -> None:
@@ -621,7 +625,7 @@ def test_a_site_that_comes_back_with_fewer_samples_tells_of_those_it_has(monkeyp
 def test_who_weighs_clients_by_something_else_hears_them_all_the_same() -> None:
     strategy = trained_by([small_site(3)] * 3, 5, strategy=Kindred(weighted_by_key="num-test-examples"),
                           **{"local-epochs": 5, "batch-size": 20})  # 5 to test on, and 4 of 40 left out
-    told = [line["kept-share"] != 0.5 for line in strategy.history.rounds if "kept-share" in line]
+    told = [kept != 0.5 for kept in noted(strategy, "kept-share")]
     assert told[:5] == [False] * 3 + [True] * 2
 
 
@@ -707,7 +711,7 @@ def test_who_tells_of_samples_that_it_was_not_to_leave_out_is_not_heard() -> Non
         return trained_by([small_site(seed) for seed in range(3)], rounds, FaultyGrid, (fate,))
 
     assert telling(3)._kept == 0.5
-    heard = [line["kept-share"] for line in telling(4).history.rounds if "kept-share" in line]
+    heard = noted(telling(4), "kept-share")
     assert heard[:3] == [0.5] * 3 and heard[3] > 0.9  # what it tells in round 3 of those of round 2
 
 
