@@ -344,6 +344,12 @@ class LocalTraining:
     @staticmethod
     def train(visit: Visit) -> RecordDict:
         """Train from the received model; the reply holds the trained one and the evaluations of both."""
+        arrays, metrics = LocalTraining.trained(visit)
+        return RecordDict({ARRAYS: to_record(arrays), METRICS: MetricRecord(metrics)})
+
+    @staticmethod
+    def trained(visit: Visit) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+        """What is in the reply of `train`, for a method that does more with it."""
         model = visit.model()
         metrics = visit.evaluation(RECEIVED, model)
         if FINETUNE_EPOCHS in visit.config:
@@ -353,8 +359,7 @@ class LocalTraining:
         metrics[TRAIN_LOSS] = visit.train(
             model, proximal_mu=float(visit.config.get(PROXIMAL_MU, 0.0)),
             label_smoothing=float(visit.config.get(LABEL_SMOOTHING, 0.0)))
-        metrics |= visit.evaluation(TRAINED, model) | visit.counts()
-        return RecordDict({ARRAYS: to_record(get_arrays(model)), METRICS: MetricRecord(metrics)})
+        return get_arrays(model), metrics | visit.evaluation(TRAINED, model) | visit.counts()
 
     @staticmethod
     def evaluate(visit: Visit) -> RecordDict:

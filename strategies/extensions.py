@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
-from importlib.metadata import EntryPoint, EntryPoints, entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import TypeVar
 
 Entry = TypeVar("Entry")
@@ -33,17 +33,17 @@ class Registry(Mapping[str, Entry]):
     def __init__(self, group: str, kind: type, own: Mapping[str, Entry]) -> None:
         self.group, self.kind, self.own = group, kind, own
 
-    def _added(self) -> EntryPoints:
-        return _entry_points().select(group=self.group)
+    def _added(self) -> Mapping[str, list[EntryPoint]]:
+        return _entry_points().get(self.group, {})
 
     def __iter__(self) -> Iterator[str]:
-        return iter(dict.fromkeys((*self.own, *sorted(self._added().names))))
+        return iter(dict.fromkeys((*self.own, *sorted(self._added()))))
 
     def __len__(self) -> int:
-        return len(self.own.keys() | self._added().names)
+        return len(self.own.keys() | self._added())
 
     def __contains__(self, name: object) -> bool:  # Mapping's would import it
-        return name in self.own or name in self._added().names
+        return name in self.own or name in self._added()
 
     def __getitem__(self, name: str) -> Entry:
         """Our own entry, or an installed package's.
@@ -55,7 +55,7 @@ class Registry(Mapping[str, Entry]):
         ExtensionError
             A name that is there twice, or an entry that cannot be imported or is something else.
         """
-        points = [point for point in self._added() if point.name == name]
+        points = self._added().get(name)
         if not points:
             return self.own[name]
         whose = ["kindred"] * (name in self.own) + [f"{_package(point)} ({point.value})" for point in points]
@@ -74,8 +74,14 @@ class Registry(Mapping[str, Entry]):
 
 
 @functools.cache  # one look at what is installed, which takes some hundredths of a second
-def _entry_points() -> EntryPoints:
-    return entry_points()
+def _entry_points() -> dict[str, dict[str, list[EntryPoint]]]:
+    """By group and name: an entry is asked for with every message, and a list of all would be gone through."""
+    installed = entry_points()
+    found: dict[str, dict[str, list[EntryPoint]]] = {group: {} for group in installed.groups}
+    for group, points in found.items():
+        for point in installed.select(group=group):
+            points.setdefault(point.name, []).append(point)
+    return found
 
 
 def _package(point: EntryPoint) -> str:

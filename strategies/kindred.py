@@ -129,8 +129,11 @@ CONCENTRATIONS = np.geomspace(0.02, 200, 41)
 FOLDS = 10  # into how many parts a client divides its samples, to leave one out in turn
 PLACES = np.linspace(0, 1, 5)  # on the way from u_i to w_i, u_i coming after w_i
 JUMP = 0.01  # probability that the best of them is drawn anew, the next time that losses are told
-PREDICTED_SHARE = 0.3
-"""For how many samples a client predicts to judge a model, at most, to one that it trains on: a tenth of the work."""
+PREDICTED_SHARE = 0.2
+"""For how many samples a client predicts to judge models one way, at most, to one that it trains on.
+
+That is a fifteenth of the work: a prediction takes a third of a step.
+"""
 
 KIN, ALL = "kin", "all"  # what the two probes are called
 LEAST_LOSS, LARGEST_LOSS = 1e-30, 1e30
@@ -410,12 +413,11 @@ class Probed:
         if len(left_out):
             rest = np.setdiff1d(np.arange(len(visit.site.train[1])), left_out)
             visit = replace(visit, site=replace(visit.site, train=visit.samples_at(rest)))
-        content = LocalTraining.train(visit)
-        content[METRICS].update(metrics)
-        trained = read_record(content[ARRAYS])
+        trained, others = LocalTraining.trained(visit)
         visit.state.save(
             LAST, {**trained, TRAINED_IN: np.array(visit.config[SERVER_ROUND]), LEFT_OUT: left_out})
-        return RecordDict({**content, ARRAYS: to_record(adjustment.removed(trained)), CONFIG: ConfigRecord(told)})
+        return RecordDict({ARRAYS: to_record(adjustment.removed(trained)),
+                           METRICS: MetricRecord({**others, **metrics}), CONFIG: ConfigRecord(told)})
 
     @staticmethod
     def evaluate(visit: Visit) -> RecordDict:
@@ -520,7 +522,7 @@ def _left_out(visit: Visit) -> np.ndarray:
 
 
 def _affordable(visit: Visit) -> int:
-    """How many samples the client can predict for in a tenth of the work of its training."""
+    """How many samples the client can predict for in a fifteenth of the work of its training."""
     return int(PREDICTED_SHARE * (visit.epochs * len(visit.site.train[1]) + visit.steps * visit.batch_size))
 
 

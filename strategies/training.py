@@ -401,7 +401,9 @@ def channels_last(model: nn.Module, x: Tensor) -> Tensor:
     """Put a network of images into channels-last layout, and return the images in it; values stay as they are."""
     if x.dim() != 4:
         return x
-    model.to(memory_format=torch.channels_last)
+    if not all(weight.is_contiguous(memory_format=torch.channels_last)
+               for weight in model.parameters() if weight.dim() == 4):  # `to` goes through all in any case
+        model.to(memory_format=torch.channels_last)
     return x.contiguous(memory_format=torch.channels_last)
 
 

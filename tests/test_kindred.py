@@ -542,12 +542,12 @@ def test_bytes_are_one_and_a_half_times_those_of_fedavg() -> None:
     assert 1.4 < moved(Kindred()) / moved(FedAvg()) < 1.62  # of models this small the settings are a tenth
 
 
-@pytest.mark.parametrize(("epochs", "steps", "share"), [(1, 0, 0.3), (2, 0, 0.6), (5, 0, 1.0), (0, 2, 0.3)])
-def test_a_probe_is_a_tenth_of_the_work_of_training(epochs, steps, share) -> None:
-    """In every second round two: a prediction is a third of a step, so that all probes are a tenth of the training.
+@pytest.mark.parametrize(("epochs", "steps", "share"), [(1, 0, 0.2), (2, 0, 0.4), (5, 0, 1.0), (0, 2, 0.2)])
+def test_a_probe_is_a_fifteenth_of_the_work_of_training(epochs, steps, share) -> None:
+    """In every second round two: a prediction is a third of a step, so that all probes are a fifteenth of the training.
 
     And in the others a tenth of the samples or fewer are left out, and predicted for at five places in the next round:
-    together a tenth of a round's training.
+    together a fifteenth of a round's training.
     """
     def site(context) -> Site:
         return small_site(3)  # 40 samples
@@ -574,7 +574,7 @@ def trained_by(sites, rounds: int, grid=InlineGrid, fate=(), strategy: Kindred |
 
 def test_every_sample_is_left_out_once_in_twenty_rounds(monkeypatch) -> None:
     left_out: dict[int, list[int]] = {i: [] for i in range(3)}
-    train = LocalTraining.train
+    trained = LocalTraining.trained
 
     def noting(visit):
         x, (server_round, client) = visit.site.train[0], (visit.config["server-round"], visit.client)
@@ -582,9 +582,9 @@ def test_every_sample_is_left_out_once_in_twenty_rounds(monkeypatch) -> None:
         left_out[client] += missing
         assert len(x) >= 2 and len(missing) == counts[client] - len(x)  # for batch normalisation
         assert server_round % 2 == 0 or not missing
-        return train(visit)
+        return trained(visit)
 
-    monkeypatch.setattr(LocalTraining, "train", noting)
+    monkeypatch.setattr(LocalTraining, "trained", noting)
     counts, sites = (2, 4, 25), []
     for count in counts:
         site = small_site(3)
@@ -599,7 +599,7 @@ def test_every_sample_is_left_out_once_in_twenty_rounds(monkeypatch) -> None:
 def test_few_steps_leave_few_samples_out() -> None:
     strategy = trained_by([small_site(9)] * 3, 4, **{"local-epochs": 0, "local-steps": 5, "batch-size": 10})
     worked = [row for row in strategy.history.rows if row["round"] == 3]
-    assert [row["samples-predicted"] for row in worked] == [2 * 15 + 5 * 3] * 3  # of 50 samples' training, each a tenth
+    assert [row["samples-predicted"] for row in worked] == [2 * 10 + 5 * 2] * 3  # of 50 samples' training, each a fifteenth
 
 
 def test_a_site_that_comes_back_with_fewer_samples_tells_of_those_it_has(monkeypatch) -> None:
