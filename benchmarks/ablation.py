@@ -93,6 +93,9 @@ OTHERS: Mapping[str, Mapping[str, Any]] = {
 }
 """Methods with their settings, to be run with smoothed labels."""
 
+TAKEN = ("strategy", "partition", "seed", "output-dir")
+"""Settings that the table itself goes through, or that are of no use to it."""
+
 
 def on_smoothed_labels(visit: Visit, *given: Any, **settings: Any) -> float:
     """In place of `Visit.train`."""
@@ -158,7 +161,10 @@ def main() -> None:
     given = parser.parse_args()
     partitions = given.partitions.split(",")
     try:
-        config = Config.from_run_config({"dirichlet-alpha": 0.1, **given_settings({}, given.set)}).absolute()
+        settings = given_settings({}, given.set)
+        if taken := [key for key in settings if key in TAKEN]:
+            raise ConfigError(f"--set is of {taken[0]}, allowed: any setting but {', '.join(TAKEN)}")
+        config = Config.from_run_config({"dirichlet-alpha": 0.1, **settings}).absolute()
         for partition in partitions:  # a wrong one ends it here, not after the others
             replace(config, partition=partition)
     except ConfigError as error:

@@ -11,7 +11,7 @@ data set. w_i is the model of client i after its last training, n_i its number o
 | P_ij = softmax_{j != i}(SHARPNESS S_ij + log n_j), who is like i | `kin_weights` |
 | v_i = sum_j P_ij w_j, the model of i's kin; g_i = sum_{j != i} n_j w_j / sum_{j != i} n_j, of all | `probe_weights` |
 | every second round those who trained tell l(v_i), l(g_i), the losses on their data, o_i added | `Probed.evaluate` |
-| in the others a tenth of the samples is left out; next time they tell its losses from u_i to w_i | `Probed.train` |
+| in the others up to a tenth of the data is left out; next time they tell its losses from u_i to w_i | `Probed.train` |
 | t: which place on that way, from 0 to 1, these speak for | `smoothed_divergence`, `place_probabilities` |
 | q_i: how far the loss of v_i falls ahead of that of g_i | `kin_ahead` |
 | a: near 1 where the median q of the q_i or t is, by z = 1 - (1 - q) (1 - t) | `kin_share` |

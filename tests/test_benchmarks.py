@@ -274,6 +274,7 @@ def test_settings_are_those_of_a_run_and_wrong_ones_are_named(monkeypatch, capsy
     assert "| fedavg | 50.0 |" in capsys.readouterr().out
 
     for words, named in [(("--set", "num-rounds=0"), "num-rounds is 0, allowed: 1 or more"),
+                         (("--set", "seed=3"), "--set is of seed, allowed: any setting but strategy, partition, seed,"),
                          (("--set", "num-rounds"), "--set is 'num-rounds', allowed: key=value"),
                          (("--partitions", "iid,odd"), "partition is 'odd', allowed"),
                          (("--seeds", "one"), "--seeds: invalid numbers value: 'one'")]:

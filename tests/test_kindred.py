@@ -599,7 +599,8 @@ def test_every_sample_is_left_out_once_in_twenty_rounds(monkeypatch) -> None:
 def test_few_steps_leave_few_samples_out() -> None:
     strategy = trained_by([small_site(9)] * 3, 4, **{"local-epochs": 0, "local-steps": 5, "batch-size": 10})
     worked = [row for row in strategy.history.rows if row["round"] == 3]
-    assert [row["samples-predicted"] for row in worked] == [2 * 10 + 5 * 2] * 3  # of 50 samples' training, each a fifteenth
+    # A fifteenth of the training on 50 samples each.
+    assert [row["samples-predicted"] for row in worked] == [2 * 10 + 5 * 2] * 3
 
 
 def test_a_site_that_comes_back_with_fewer_samples_tells_of_those_it_has(monkeypatch) -> None:
