@@ -414,8 +414,7 @@ def test_what_the_client_says_of_its_personal_model(kept) -> None:
     second = np.array([client.step(start) for client, start in zip(CLIENTS, starts[2])])
     starts[3] = next_starts(second, 0.5, judged=first, before=first, ahead=0.5)
     third = np.array([client.step(start) for client, start in zip(CLIENTS, starts[3])])
-    lines = {line["round"]: line for line in strategy.history.rounds}
-    starts[4] = next_starts(third, lines[4]["kin-share"], judged=third, before=second, ahead=0.5)
+    starts[4] = next_starts(third, noted(strategy, "kin-share")[3], judged=third, before=second, ahead=0.5)
     rows = {(row["round"], row["client"]): row for row in strategy.history.rows}
     for i, client in enumerate(CLIENTS):
         assert rows[1, i]["personal-loss"] == pytest.approx(client.loss(FIRST), rel=1e-5)  # it has no other yet
