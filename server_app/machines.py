@@ -3,7 +3,8 @@
 Each is a thin wrapper of commands that can be typed just as well, and prints them: `kindred keys` those of openssl
 and ssh-keygen that would make the like, the others `flower-superlink`, `flwr supernode register` and
 `flower-supernode`. What they add: checks before anything starts, one folder for all that Flower writes, a SuperNode
-that is started again, an end that leaves no process, and a SuperLink that takes orders from its own machine alone.
+that is started again, what keeps it from taking part in one line, an end that leaves no process, and a SuperLink that
+takes orders from its own machine alone.
 """
 
 from __future__ import annotations
@@ -12,21 +13,25 @@ import contextlib
 import fcntl
 import http.client
 import json
+import math
 import os
 import re
 import shlex
 import socket
 import ssl
+import stat
 import subprocess
 import sys
 import sysconfig
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
+from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import IO, TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
@@ -36,16 +41,24 @@ from .flower import CONNECTION, MARK, STARTUP_TIMEOUT, _kill, _Signalled, _signa
 from .hooks import Address, address_of
 
 if TYPE_CHECKING:
+    import httpx
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 
 CA, SERVER = "ca", "server"  # names of certificates, and so of no site
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 CA_DAYS, SERVER_DAYS = 3650, 825  # the latter is the most that clients on macOS accept
+WARNING_DAYS = 60  # before a certificate ends
+REGISTERED = "KINDRED_REGISTERED"  # an environment variable of runs: a file with the names that keys are registered for
 PORT = 8000  # Flower's
 GRACE = 10.0  # s in which a process that is asked to end may do so; a SuperNode says goodbye to the SuperLink
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # s before a SuperNode is started again, or a server looks for new keys
 STEADY = 60.0  # s after which a SuperNode that ends has nothing to do with the time before
+KEPT = 4096  # bytes of what a SuperNode has written, to find in its end
+NOT_ACTIVATED = b"[code: 2004]"  # Flower's: it does not know a key, or the key is in use
+ANSWER_TIMEOUT = 5.0  # s that a site waits for the server's answer when it looks what is wrong
+DAY = 86400.0  # s
+DATE_STEP = 2.0  # s by which a server's Date may be late: it has no fractions, and is made anew once a second
 
 # One process registers all sites: importing flwr takes longer than the rest. A line of JSON says how each went.
 REGISTER = f"""
@@ -68,15 +81,28 @@ for public_key, name in zip(sys.argv[1::2], sys.argv[2::2]):
 
 @app.command()
 def keys(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the keys.")],
+    arguments: Annotated[list[Path], typer.Argument(
+        metavar="[renew] DIR", help="Folder of the keys; behind `renew`, its certificates are renewed."
+    )],
     server: Annotated[
         str, _option("server", "NAMES", "Names and IP addresses under which sites reach the server: fl.example.org.")
     ] = "",
     sites: Annotated[str, _option("sites", "NAMES", "Sites to make a key for: lyon,oslo.")] = "",
 ) -> None:
-    """Make what the server and the sites prove with who they are; what is there already stays as it is."""
-    names, site_names = parse_server_names(server), parse_sites(sites)
+    """Make what the server and the sites prove with who they are; what is there already stays as it is.
+
+    `kindred keys renew DIR` makes the server's certificate anew, and the CA's where it would end before; all keys stay.
+    """
+    *words, folder = arguments
+    if words not in ([], [Path("renew")]):
+        _end(2, f"{' '.join(map(str, arguments))!r} is given, allowed: DIR, or renew DIR")
     folder = _absolute(folder, "DIR")
+    if words:
+        if server or sites:
+            _end(2, f"--{'server' if server else 'sites'} is given beside renew, allowed: renew DIR")
+        _renew(folder)
+        return
+    names, site_names = parse_server_names(server), parse_sites(sites)
     if not names and not (folder / f"{SERVER}.crt").exists():
         _end(2, f"--server is not given, and {folder} has no {SERVER}.crt: name the server, as in "
                 "--server fl.example.org,192.0.2.7")
@@ -152,15 +178,14 @@ def make_keys(folder: Path, names: Sequence[str | Address], sites: Iterable[str]
             (x509.BasicConstraints(ca=True, path_length=0), True),
             (_key_usage(key_cert_sign=True, crl_sign=True), True),
         ]
-        key = _load_pem_key(ca_key)
-        _write(ca, _certificate("kindred CA", key, extensions, CA_DAYS, None, key), 0o644)
+        key, name = _load_pem_key(ca_key), _subject("kindred CA")
+        _write(ca, _certificate(name, key.public_key(), extensions, CA_DAYS, name, key), 0o644)
         yield ca, (f'{request} -days {CA_DAYS} -subj "/CN=kindred CA" '
                    f"-addext keyUsage=critical,keyCertSign,cRLSign -keyout {ca_key.name} -out {ca.name}")
     if server.exists():
         _check_certificate_names(folder, names)
     else:
-        if not ca_key.exists():
-            _end(2, f"{ca_key} is not there, and {server.name} must be signed with it")
+        signing_key = _load_ca_key(folder)
         if not server_key.exists():
             _write(server_key, _private_pem(_new_key()))
         all_names = list(dict.fromkeys([*(address_of(name) or name for name in LOOPBACK), *names]))
@@ -172,8 +197,8 @@ def make_keys(folder: Path, names: Sequence[str | Address], sites: Iterable[str]
                 [x509.DNSName(name) if isinstance(name, str) else x509.IPAddress(name) for name in all_names]
             ), False),
         ]
-        certificate = _certificate("kindred server", _load_pem_key(server_key), extensions, SERVER_DAYS,
-                                   _load_certificate(ca).subject, _load_pem_key(ca_key))
+        certificate = _certificate(_subject("kindred server"), _load_pem_key(server_key).public_key(), extensions,
+                                   SERVER_DAYS, _load_certificate(ca).subject, signing_key)
         _write(server, certificate, 0o644)
         kinds = ",".join(f"{'DNS' if isinstance(name, str) else 'IP'}:{name}" for name in all_names)
         yield server, (f"{request} -CA {ca.name} -CAkey {ca_key.name} -days {SERVER_DAYS} "
@@ -193,21 +218,79 @@ def make_keys(folder: Path, names: Sequence[str | Address], sites: Iterable[str]
                         f"mv {private.name}.pub {public.name}")
 
 
+def _renew(folder: Path) -> None:
+    """Renew certificates, and print what has to be copied where."""
+    server, ca = (folder / f"{name}.crt" for name in (SERVER, CA))
+    _load_certificate(server)  # no folder is made where there is none
+    with _own_folder(folder):
+        old = _load_certificate(ca).not_valid_after_utc
+        made = list(renewed_certificates(folder))
+    for path in made:
+        print(f"made {path}, valid until {_load_certificate(path).not_valid_after_utc:%Y-%m-%d}")
+    print("the keys and all other files stay as they are, and sites need not be registered again\n"
+          f"the server: start `kindred server` again; if its keys folder is another, copy "
+          f"{' and '.join(path.name for path in made)} into it first")
+    if ca in made:
+        print(f"the sites: copy {ca.name} to each, in place of its own, which is valid until {old:%Y-%m-%d}; then start "
+              "`kindred site` again")
+    else:
+        print(f"the sites: nothing; their {ca.name} is valid until {old:%Y-%m-%d}")
+
+
+def renewed_certificates(folder: Path) -> Iterator[Path]:
+    """Make the server's certificate anew, for the same names, and before it the CA's where that would end sooner.
+
+    All keys stay, and so do the registrations of sites. Whatever mixture of old and new files is left where this is cut
+    short, they belong together.
+
+    Yields
+    ------
+    Path
+        A file that has been made.
+    """
+    from cryptography import x509
+
+    ca, server = load_certificates(folder)
+    key = _load_ca_key(folder)
+    if key.public_key() != ca.public_key():
+        _end(2, f"{folder / CA}.key is not the key of {CA}.crt")
+    days = {CA: CA_DAYS, SERVER: SERVER_DAYS}
+    lasts = ca.not_valid_after_utc >= datetime.now(UTC) + timedelta(days=SERVER_DAYS)
+    for name, old in ((SERVER, server),) if lasts else ((CA, ca), (SERVER, server)):
+        made_anew = (x509.SubjectKeyIdentifier, x509.AuthorityKeyIdentifier)
+        extensions = [(each.value, each.critical) for each in old.extensions if not isinstance(each.value, made_anew)]
+        path = folder / f"{name}.crt"
+        _write(path, _certificate(old.subject, old.public_key(), extensions, days[name], ca.subject, key), 0o644)
+        yield path
+
+
+def _load_ca_key(folder: Path) -> EllipticCurvePrivateKey:
+    path = folder / f"{CA}.key"
+    if not path.exists():
+        _end(2, f"{path} is not there, and {SERVER}.crt must be signed with it: put it back for that")
+    return _load_pem_key(path)
+
+
+def _subject(name: str) -> x509.Name:
+    from cryptography import x509
+
+    return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+
+
 def _certificate(
-    name: str, key: EllipticCurvePrivateKey, extensions: Iterable[tuple[x509.ExtensionType, bool]], days: int,
-    issuer: x509.Name | None, issuer_key: EllipticCurvePrivateKey,
+    subject: x509.Name, key: Any, extensions: Iterable[tuple[x509.ExtensionType, bool]], days: int, issuer: x509.Name,
+    issuer_key: EllipticCurvePrivateKey,
 ) -> bytes:
     from cryptography import x509
     from cryptography.hazmat.primitives.hashes import SHA384
     from cryptography.hazmat.primitives.serialization import Encoding
 
-    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
     now = datetime.now(UTC)
     builder = (
-        x509.CertificateBuilder().subject_name(subject).issuer_name(issuer or subject).public_key(key.public_key())
+        x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key)
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - timedelta(days=1)).not_valid_after(now + timedelta(days=days))  # clocks may be off
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key()), critical=False)
     )  # fmt: skip
     for extension, critical in extensions:
@@ -338,7 +421,7 @@ def serve(
     _check_port("--port", port)
     if keys:
         keys = _absolute(keys, "--keys")
-        _check_server_keys(keys, name)
+        certificates = _check_server_keys(keys, name)
     state = _absolute(state or default_root() / "server", "--state")
     reached = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(str(name), str(name))
     address = _with_port(reached, port)
@@ -364,40 +447,94 @@ def serve(
             "FORWARDED_ALLOW_IPS": LOOPBACK[1], "FLWR_INTERNAL_GRPC_CONTROL_API": "0",
             "FLWR_INTERNAL_GRPC_FLEET_API": "0",
         }  # fmt: skip
+        registration = None
+        if keys:
+            settings[REGISTERED] = str(state / "registered.json")
+            registration = _Registration(keys, settings, state, mark)
         superlink = _start(command, settings, state, mark, hooks.guard_superlink)
         _wait_until_it_answers(superlink, reached, port, keys)
-        known: set[bytes] = set()
-        if keys and not _register_new(keys, known, settings, state, mark):
+        if registration and not registration.look():
             _end(1, "not all sites can be registered")
         print(f"the server is ready, and listens on {_with_port(name, port)}; it takes runs and registrations from "
               "this machine alone. To run:")
         _show_command(["flwr", "run", str(APP_DIR), CONNECTION, "--stream"], {"FLWR_HOME": str(state)})
-        pause = FIRST_PAUSE
+        pause, next_warning = FIRST_PAUSE, 0.0
         while superlink.poll() is None:
+            if keys and time.monotonic() >= next_warning:
+                next_warning = time.monotonic() + DAY
+                for line in ending(certificates, f"`kindred keys renew {shlex.quote(str(keys))}`, and start this again"):
+                    _tell(line)
             time.sleep(pause)
-            if keys:
-                pause = FIRST_PAUSE if _register_new(keys, known, settings, state, mark) else LONGEST_PAUSE
+            if registration:
+                pause = FIRST_PAUSE if registration.look() else LONGEST_PAUSE
         _end(1, f"flower-superlink ended with code {superlink.returncode}")
 
 
-def _check_server_keys(folder: Path, host: str | Address) -> None:
+def load_certificates(folder: Path) -> tuple[x509.Certificate, x509.Certificate]:
+    """Load those of the CA and of the server; ends the command where they and the server's key are not one set."""
     from cryptography.exceptions import InvalidSignature
 
     ca, server = (_load_certificate(folder / f"{name}.crt") for name in (CA, SERVER))
     if _load_pem_key(folder / f"{SERVER}.key").public_key() != server.public_key():
-        _end(2, f"{folder / 'server.key'} is not the key of server.crt")
+        _end(2, f"{folder / SERVER}.key is not the key of {SERVER}.crt")
     try:
         server.verify_directly_issued_by(ca)
     except (ValueError, TypeError, InvalidSignature):
-        _end(2, f"{folder / 'server.crt'} is not signed by ca.crt")
-    for name, certificate in ((CA, ca), (SERVER, server)):
-        since, until = certificate.not_valid_before_utc, certificate.not_valid_after_utc
-        if not since <= datetime.now(UTC) <= until:
-            _end(2, f"{folder / name}.crt is valid from {since:%Y-%m-%d} to {until:%Y-%m-%d}; remove it to have "
-                    "`kindred keys` make another")
+        _end(2, f"{folder / SERVER}.crt is not signed by {CA}.crt")
+    return ca, server
+
+
+def _check_server_keys(folder: Path, host: str | Address) -> dict[str, x509.Certificate]:
+    """Check all that is in a folder of keys; the certificates, by their paths."""
+    ca, server = load_certificates(folder)
+    certificates = {f"{folder / CA}.crt": ca, f"{folder / SERVER}.crt": server}
+    for path, certificate in certificates.items():
+        if fault := _out_of_date(path, certificate):
+            _end(2, f"{fault}: `kindred keys renew {shlex.quote(str(folder))}` makes another")
     if isinstance(host, str) or not host.is_unspecified:
         _check_certificate_names(folder, [host])
     _check_public_keys(_public_keys(folder))
+    for path in (folder, *sorted(folder.glob("[!.]*"))):
+        if doubt := open_to_others(path):
+            _end(2, doubt)
+    return certificates
+
+
+def _out_of_date(what: object, certificate: x509.Certificate) -> str | None:
+    since, until = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    if not since <= (now := datetime.now(UTC)) <= until:
+        return f"{what} is valid from {since:%Y-%m-%d} to {until:%Y-%m-%d}, and this machine's clock says {now:%Y-%m-%d}"
+    return None
+
+
+def ending(certificates: Mapping[str, x509.Certificate], todo: str) -> Iterator[str]:
+    """Yield a line for each certificate that ends soon, with what to do."""
+    for name, certificate in certificates.items():
+        until = certificate.not_valid_after_utc
+        left = until - datetime.now(UTC)
+        if left < timedelta(days=WARNING_DAYS):
+            yield f"{name} is valid until {until:%Y-%m-%d}, for {max(left.days, 0)} more days: {todo}"
+
+
+def open_to_others(path: Path) -> str | None:
+    """Say why a file or a folder of keys is not safe from others on this machine, and what to do.
+
+    Nobody else may be able to change it, or to read it if it is a private key.
+    """
+    try:
+        about = path.stat()
+    except OSError as error:
+        return f"{path} cannot be read ({error.strerror})"
+    mode, quoted = stat.S_IMODE(about.st_mode), shlex.quote(str(path))
+    if about.st_uid not in (os.geteuid(), 0):
+        return (f"{path} belongs to user {about.st_uid}, allowed: {os.geteuid()}, who runs this, or root; "
+                f"chown {os.geteuid()} {quoted}")
+    private = path.suffix == ".key"
+    if mode & (0o077 if private else 0o022):
+        others, letters = ("read it", "go=") if private else ("write to it", "go-w")
+        return (f"{path} has permissions {mode:04o}, allowed: such that nobody else can {others}; "
+                f"chmod {letters} {quoted}")
+    return None
 
 
 def _public_keys(folder: Path) -> list[Path]:
@@ -426,25 +563,55 @@ def _wait_until_it_answers(superlink: subprocess.Popen[bytes], host: str, port: 
     _end(1, f"flower-superlink ended with code {superlink.returncode}")
 
 
-def _register_new(folder: Path, known: set[bytes], settings: Mapping[str, str], state: Path, mark: str) -> bool:
-    """Register the sites whose public keys are not known yet; those then are, and those that are none.
+class _Registration:
+    """Registers the sites whose public keys are put into a folder.
 
-    Returns
-    -------
-    bool
-        Whether all could be registered.
+    Parameters
+    ----------
+    folder : Path
+    settings : mapping
+        Environment of Flower's processes. Runs read the names that keys are registered for in its file `REGISTERED`,
+        so that nobody else can have one of these from the start of a run, before its site is there.
+    state : Path
+    mark : str
     """
-    new: dict[Path, bytes] = {}
-    for path in _public_keys(folder):
-        with contextlib.suppress(OSError, typer.Exit):  # it has gone, or a line has said what is wrong with it
-            if (content := path.read_bytes()) not in known:
-                known.add(content)
-                _check_public_keys([path])
-                new[path] = content
-    failed = _register(list(new), settings, state, mark) if new else []
-    known.difference_update(new[path] for path in failed)
-    return not failed
 
+    def __init__(self, folder: Path, settings: Mapping[str, str], state: Path, mark: str) -> None:
+        self._folder, self._settings, self._state, self._mark = folder, settings, state, mark
+        self._known: set[bytes] = set()  # contents of files that are registered, or are no keys
+        self._doubts: set[str] = set()
+        self._names: set[str] = set()
+        self._file = Path(settings[REGISTERED])
+        with contextlib.suppress(OSError, ValueError):  # the database knows them too, though their files may be gone
+            self._names.update(json.loads(self._file.read_bytes()))
+        self._write_names(path.stem for path in _public_keys(folder))
+
+    def look(self) -> bool:
+        """Register the keys that are new; False if that failed."""
+        new: dict[Path, bytes] = {}
+        doubts = {open_to_others(self._folder)} - {None}
+        for path in [] if doubts else _public_keys(self._folder):
+            if doubt := open_to_others(path):
+                doubts.add(doubt)
+                continue
+            with contextlib.suppress(OSError, typer.Exit):  # it has gone, or a line has said what is wrong with it
+                if (content := path.read_bytes()) not in self._known:
+                    self._known.add(content)
+                    _check_public_keys([path])
+                    new[path] = content
+        for doubt in doubts - self._doubts:  # once, as long as it lasts
+            _tell(f"{doubt}; until then no key is taken from it")
+        self._doubts = doubts
+        if not new:
+            return True
+        self._write_names(path.stem for path in new)
+        failed = _register(list(new), self._settings, self._state, self._mark)
+        self._known.difference_update(new[path] for path in failed)
+        return not failed
+
+    def _write_names(self, names: Iterable[str]) -> None:
+        self._names.update(names)
+        _write(self._file, json.dumps(sorted(self._names)).encode())
 
 def _register(public_keys: Sequence[Path], settings: Mapping[str, str], state: Path, mark: str) -> list[Path]:
     """Register the sites whose public keys these are; those with which that failed."""
@@ -463,7 +630,7 @@ def _register(public_keys: Sequence[Path], settings: Mapping[str, str], state: P
         node = re.search(r"SuperNode (\d+)", said)
         if code and "already in use" not in said:
             failed.append(path)
-            print(f"kindred: {path.stem} cannot be registered: {' '.join(said.split())}", file=sys.stderr, flush=True)
+            _tell(f"{path.stem} cannot be registered: {' '.join(said.split())}")
         elif code:
             print(f"{path.stem} is known already: registered, or withdrawn", flush=True)
         else:
@@ -524,10 +691,9 @@ def site(
         node["report-weights"] = True
     if ca and key:
         ca, key = _absolute(ca, "--ca"), _absolute(key, "--key")
-        _load_certificate(ca)
         _load_site_key(key)
-        if key.stat().st_mode & 0o077:
-            _end(2, f"--key is {str(key)!r}, which others on this machine can read: chmod 600 {shlex.quote(str(key))}")
+        if doubt := _out_of_date(ca, _load_certificate(ca)) or open_to_others(key):
+            _end(2, doubt)
         proof = ["--root-certificates", str(ca), "--auth-supernode-private-key", str(key)]
     else:
         proof = ["--insecure"]
@@ -545,7 +711,7 @@ def site(
         _show_command(command(port or 9094), settings)
         return
     with _own_folder(state, alone=False), _own_folder(home):
-        _keep_running(lambda: command(_port_for_supernode(port)), settings, home, bool(key))
+        _keep_running(lambda: command(_port_for_supernode(port)), settings, home, Link(host, superlink_port, ca, key))
 
 
 def client_id(name: str) -> str | int:
@@ -607,28 +773,201 @@ def _port_for_supernode(port: int | None) -> int:
         return probe.getsockname()[1]
 
 
-def _keep_running(command: Callable[[], list[str]], settings: Mapping[str, str], home: Path, with_key: bool) -> None:
+def _keep_running(command: Callable[[], list[str]], settings: Mapping[str, str], home: Path, link: Link) -> None:
     """Run a SuperNode, and start it again when it ends, until this process is asked to end."""
     with _processes_that_end() as mark:
         pause = FIRST_PAUSE
+        _tell_faults(link)
         while True:
             began = time.monotonic()
-            supernode = _start(command(), settings, home, mark, hooks.quicken_supernode)
+            supernode = _start(command(), settings, home, mark, hooks.quicken_supernode, stderr=subprocess.PIPE)
+            output = _Output(supernode.stderr)
             code = supernode.wait()
             _kill(mark)  # what it started, such as a client at work on a message
-            lasted = time.monotonic() - began
-            if lasted > STEADY:
+            output.join(GRACE)
+            if time.monotonic() - began > STEADY:
                 pause = FIRST_PAUSE
-            refused = with_key and code > 0 and lasted < STEADY
-            hint = ("; a server refuses keys that it has not registered or has withdrawn, and one that was in use less "
-                    "than a minute ago")
-            print(f"kindred: flower-supernode ended with code {code}, and is started again in {pause:g} s"
-                  f"{hint if refused else ''}", file=sys.stderr, flush=True)
+            _tell(f"flower-supernode ended with code {code}, and is started again in {pause:g} s")
+            _tell_faults(link, output.end if code >= 0 else None)  # below 0: it was killed
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 
 
+class _Output(threading.Thread):
+    """Passes on what a process writes, when it writes it, and keeps the end of it."""
+
+    def __init__(self, source: IO[bytes]) -> None:
+        super().__init__()
+        self._source = source
+        self.end = b""
+        self.start()
+
+    def run(self) -> None:
+        """Read until every process that writes has ended."""
+        while written := self._source.read1():
+            self.end = (self.end + written)[-KEPT:]
+            with contextlib.suppress(OSError):  # nobody reads it any more; the process is not to wait for that
+                sys.stderr.buffer.write(written)
+                sys.stderr.buffer.flush()
+
+
+class Link(NamedTuple):
+    """Where a site finds the server, and the files by which they know each other; None without TLS."""
+
+    host: str | Address
+    port: int
+    ca: Path | None = None
+    key: Path | None = None
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT."""
+        return _with_port(self.host, self.port)
+
+
+def _tell_faults(link: Link, output: bytes | None = None) -> None:
+    with contextlib.suppress(typer.Exit):  # a file cannot be used, as a line has said; it may be in the making
+        for fault in faults(link, output):
+            _tell(fault)
+
+
+def faults(link: Link, output: bytes | None = None) -> Iterator[str]:
+    """Ask the server, and yield what keeps a SuperNode from taking part or soon will, with what to do.
+
+    Parameters
+    ----------
+    link : Link
+    output : bytes, optional
+        The end of what a SuperNode has written that ended by itself; None if none did.
+    """
+    import httpx
+    from cryptography import x509
+
+    context: ssl.SSLContext | bool = False
+    if link.ca:
+        ca = _load_certificate(link.ca)
+        if fault := _out_of_date(link.ca, ca):
+            yield f"{fault}: take the ca.crt that the server has now"
+            return
+        yield from ending({str(link.ca): ca}, "take the ca.crt that the server has after `kindred keys renew` there")
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.load_verify_locations(link.ca)
+    try:
+        # A proxy, as the SuperNode would take it.
+        with httpx.Client(base_url=f"http{'s' if link.ca else ''}://{link.address}", verify=context,
+                          timeout=ANSWER_TIMEOUT, trust_env=not _is_loopback(link.host)) as client:
+            sent = time.time()
+            with client.stream("GET", "/health") as answer:  # as the connection is there
+                received = time.time()
+                tls = answer.extensions["network_stream"].get_extra_info("ssl_object")
+            if answer.status_code != 200:
+                yield f"{link.address} answers with status {answer.status_code}: it is no server of kindred's"
+                return
+            if tls:
+                server = x509.load_der_x509_certificate(tls.getpeercert(True))
+                yield from ending({f"the certificate of {link.address}": server},
+                                  "it is renewed on the server's machine by `kindred keys renew`")
+            status = _key_status(client, link.key) if link.key and output is not None else None
+            if fault := clock_fault(answer.headers.get("date", ""), sent, received, refused=status == "refused"):
+                yield fault
+            elif status == "unknown":
+                yield (f"the server does not know the key {link.key}, or has withdrawn it: put the site's .pub into the "
+                       "server's keys folder; for one that was withdrawn make a new key")
+            elif status == "known" and NOT_ACTIVATED in output:
+                yield (f"the key {link.key} is in use by another SuperNode, or was less than a minute ago: end the other "
+                       "`kindred site`, or wait")
+    except httpx.HTTPError as error:
+        yield _connection_fault(link, error)
+
+
+def clock_fault(date: str, sent: float, received: float, refused: bool = False) -> str | None:
+    """Say by how much this machine's clock is off, where Flower tolerates less.
+
+    Parameters
+    ----------
+    date : str
+        The date in the server's answer.
+    sent, received : float
+        When the request was sent and the answer received, by this machine's clock.
+    refused : bool
+        The server has refused a message that was signed now: the clock is off, be it by less than the date can show.
+    """
+    from flwr.supercore.constant import MAX_TIMESTAMP_DIFF_SECONDS, MIN_TIMESTAMP_DIFF_SECONDS
+
+    try:
+        earliest = parsedate_to_datetime(date).timestamp()
+    except ValueError:  # it says nothing of the time
+        ahead = unknown = math.inf
+    else:
+        ahead = (sent + received - DATE_STEP) / 2 - earliest
+        unknown = (received - sent + DATE_STEP) / 2
+    least, most = -MAX_TIMESTAMP_DIFF_SECONDS, -MIN_TIMESTAMP_DIFF_SECONDS
+    if not refused and least - unknown <= ahead <= most + unknown:
+        return None
+    off = f"about {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'}" if math.isfinite(ahead) else "not that of"
+    return (f"this machine's clock is {off} the server's, allowed: up to {most} s ahead or {-least} s behind; set it, as "
+            "with NTP (timedatectl set-ntp true)")
+
+
+def _key_status(client: httpx.Client, path: Path) -> Literal["refused", "unknown", "known"] | None:
+    """Ask the server about a site's key; None if it answers something else.
+
+    The request is a SuperNode's first, with a heartbeat interval that Flower refuses: after it has looked at the time of
+    the signature and for the key, and before it changes anything.
+    """
+    from flwr.proto.fleet_pb2 import ActivateNodeRequest
+    from flwr.supercore.error import ApiErrorCode, FlowerError
+    from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+    from flwr.supercore.protobuf.client import ProtobufRequestContext
+    from flwr.supercore.protobuf.constants import PROTOBUF_MEDIA_TYPE
+    from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
+
+    key = _load_site_key(path)
+    question = ActivateNodeRequest(public_key=public_key_to_bytes(key.public_key()), heartbeat_interval=0)
+    request = client.build_request(
+        "POST", "/v1/fleet/activate-node", content=question.SerializeToString(),
+        headers={"content-type": PROTOBUF_MEDIA_TYPE, "accept": PROTOBUF_MEDIA_TYPE},
+    )  # fmt: skip
+    signed = NodeAuthHttpInterceptor(key, key.public_key())
+    answer = signed.intercept(ProtobufRequestContext("", question, request), lambda each: client.send(each.request))
+    if answer.status_code == 401:
+        return "refused"
+    error = FlowerError.from_json(answer.text)
+    if error and error.code == ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED:
+        return "unknown"
+    return "known" if error and error.code == ApiErrorCode.FLEET_INVALID_HEARTBEAT_INTERVAL else None
+
+
+def _connection_fault(link: Link, error: BaseException) -> str:
+    """Say why no answer came."""
+    import httpx
+
+    reason: BaseException | None = error
+    while reason and not isinstance(reason, OSError):
+        reason = reason.__context__
+    certificate = f"the certificate of {link.address}"
+    if isinstance(reason, ssl.SSLCertVerificationError):
+        if reason.verify_code in (9, 10):  # OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID, _HAS_EXPIRED
+            return (f"{certificate} is not valid on {datetime.now(UTC):%Y-%m-%d}, the date of this machine's clock "
+                    f"({reason.verify_message}): it is renewed on the server's machine by `kindred keys renew`")
+        if reason.verify_code in (62, 64):  # X509_V_ERR_HOSTNAME_MISMATCH, _IP_ADDRESS_MISMATCH
+            return (f"{certificate} is not for this name ({reason.verify_message}): give --server a name that it is for, "
+                    "or remove server.crt on the server's machine and make another by `kindred keys DIR --server NAMES`")
+        return (f"{certificate} is not signed by the CA of {link.ca} ({reason.verify_message}): take the ca.crt of this "
+                "server, or see whether --server names the right one")
+    if isinstance(reason, ssl.SSLError):
+        return f"{link.address} does not speak TLS ({reason.reason}): see whether `kindred server --keys` listens there"
+    if not link.ca and isinstance(error, (httpx.ReadError, httpx.RemoteProtocolError)):
+        return f"{link.address} does not answer without TLS ({error}): give --ca and --key if it is `kindred server --keys`"
+    return (f"{link.address} cannot be reached ({getattr(reason, 'strerror', None) or error}), and is tried again: see "
+            "whether `kindred server` runs there, --server names it, and a firewall lets this machine through")
+
+
 # --- what they share ---
+
+def _tell(line: str) -> None:
+    print(f"kindred: {line}", file=sys.stderr, flush=True)
+
 
 _QUIET = {"FLWR_DISABLE_UPDATE_CHECK": "1", "FLWR_TELEMETRY_ENABLED": "0"}
 
@@ -650,8 +989,7 @@ def _is_loopback(host: str | Address) -> bool:
 
 def _warn_of_no_tls(host: str | Address) -> None:
     where = "within this machine" if _is_loopback(host) else "FOR ALL TO READ AND CHANGE on the way"
-    print(f"kindred: without TLS and authentication: models and metrics travel as they are, {where}",
-          file=sys.stderr, flush=True)
+    _tell(f"without TLS and authentication: models and metrics travel as they are, {where}")
 
 
 def _absolute(path: Path, option: str) -> Path:
@@ -738,18 +1076,20 @@ def _has_mark(process: Any, mark: str) -> bool:
 def _environment(settings: Mapping[str, str], mark: str) -> dict[str, str]:
     proxied = [os.environ[name] for name in ("no_proxy", "NO_PROXY") if os.environ.get(name)]
     path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
-    return os.environ | {MARK: mark, "PATH": path, "no_proxy": ",".join([*LOOPBACK, *proxied[:1]])} | dict(settings)
+    inherited = {name: value for name, value in os.environ.items() if name != REGISTERED}
+    return inherited | {MARK: mark, "PATH": path, "no_proxy": ",".join([*LOOPBACK, *proxied[:1]])} | dict(settings)
 
 
 def _start(
-    command: Sequence[str], settings: Mapping[str, str], directory: Path, mark: str, hook: Callable[[], None]
+    command: Sequence[str], settings: Mapping[str, str], directory: Path, mark: str, hook: Callable[[], None],
+    stderr: int | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Print a command of Flower's and start it; what it says goes where this process's words go."""
+    """Print a command of Flower's and start it; what it says goes where this process's words go, or into a pipe."""
     _show_command(command, settings)
     script = os.path.join(sysconfig.get_path("scripts"), command[0])
     return subprocess.Popen(
-        hooks.command(script, command[1:], hook), stdin=subprocess.DEVNULL, env=_environment(settings, mark),
-        cwd=directory, start_new_session=True,
+        hooks.command(script, command[1:], hook), stdin=subprocess.DEVNULL, stderr=stderr,
+        env=_environment(settings, mark), cwd=directory, start_new_session=True,
     )  # fmt: skip
 
 

@@ -120,7 +120,9 @@ def real(tmp_path_factory):
     subprocess.run([KINDRED, "keys", "other", "--server", "localhost", "--sites", "eve"], cwd=folder, check=True)
     try:
         real.start_server()
-        (folder / "keys" / "1-copied-in-part.pub").write_text("ecdsa-sha2-nistp384 AAAA")
+        part = folder / "keys" / "1-copied-in-part.pub"
+        part.write_text("ecdsa-sha2-nistp384 AAAA")
+        part.chmod(0o600)
         subprocess.run([KINDRED, "keys", "keys", "--sites", "2"], cwd=folder, check=True)  # the server notices
         real.wait_for("server", "2 is registered as SuperNode ")
         for client in CLIENTS:
@@ -179,16 +181,28 @@ def test_only_those_who_prove_who_they_are_get_in(real) -> None:
     (real.folder / "keys" / "1-copied-in-part.pub").unlink()
     registered = [node["node-id"] for node in real.flwr("supernode", "list")["nodes"] if node["status"] == "online"]
     assert len(registered) == len(CLIENTS)
+    hints = {"eve": f"the server does not know the key {real.folder}/other/eve.key, or has withdrawn it",
+             "twin": f"the key {real.folder}/keys/0.key is in use by another SuperNode",
+             "stray": f"the certificate of {real.address} is not signed by the CA of {real.folder}/other/ca.crt",
+             "mallory": f"{real.address} does not answer without TLS"}
     real.start("eve", *real.site("eve", "--ca", "keys/ca.crt", "--key", "other/eve.key"))
+    real.start("twin", *real.site("twin", "--ca", "keys/ca.crt", "--key", "keys/0.key"))
+    real.start("stray", *real.site("stray", "--ca", "other/ca.crt", "--key", "keys/0.key"))
     real.start("mallory", *real.site("mallory", "--insecure"))
-    real.wait_for("eve", "a server refuses keys that it has not registered")
-    real.wait_for("mallory", "without TLS and authentication")
+    for name, hint in hints.items():
+        real.wait_for(name, f"kindred: {hint}")
+    for name in ("eve", "twin", "stray"):
+        real.wait_for(name, "is started again in 1 s")
+    real.wait_for("stray", f"is started again in 1 s\nkindred: {hints['stray']}")  # as before it was started
     real.wait_for("mallory", "Connection attempt failed")
     nodes = real.flwr("supernode", "list")["nodes"]
     assert [node["node-id"] for node in nodes if node["status"] == "online"] == registered
     assert len(nodes) == len(CLIENTS)
-    assert real.end("eve", "mallory") == {"eve": 0, "mallory": 0}
-    assert "SuperNode ID" not in real.said("eve") + real.said("mallory")
+    assert real.end(*hints) == dict.fromkeys(hints, 0)
+    for name in hints:
+        assert "SuperNode ID" not in real.said(name)
+        assert [other for other in hints if hints[other] in real.said(name)] == [name]
+    assert not any(hint in real.said(f"site-{client}") for client in CLIENTS for hint in hints.values())
 
     host, port = real.address.split(":")
     with pytest.raises((ConnectionError, http.client.HTTPException)):
@@ -206,6 +220,22 @@ def test_only_those_who_prove_who_they_are_get_in(real) -> None:
                             cwd=real.folder, capture_output=True, text=True, timeout=30)
     assert second.returncode == 2
     assert "flower-0 is in use" in second.stderr
+
+
+def test_no_key_is_registered_that_others_could_put_into_the_folder(real) -> None:
+    keys = real.folder / "keys"
+    dropped = keys / "mallory.pub"
+    dropped.write_bytes((real.folder / "other" / "eve.pub").read_bytes())
+    dropped.chmod(0o666)
+    real.wait_for("server", f"kindred: {dropped} has permissions 0666")
+    keys.chmod(0o777)
+    dropped.chmod(0o644)
+    real.wait_for("server", f"kindred: {keys} has permissions 0777")
+    dropped.unlink()
+    keys.chmod(0o700)
+    assert "mallory is registered" not in real.said("server")
+    assert len(real.flwr("supernode", "list")["nodes"]) == len(CLIENTS)
+    assert json.loads((real.state / "registered.json").read_text()) == ["0", "1", "2"]
 
 
 def test_heurfedamp_gives_what_a_simulation_gives(real, tmp_path) -> None:

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import shlex
+import shutil
 import socket
+import ssl
 import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import ip_address
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +32,7 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key, l
 from flwr.cli.supernode.register import try_load_public_key
 from flwr.common.config import parse_config_args
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sklearn.datasets import load_digits
 from typer.testing import CliRunner
@@ -27,7 +40,11 @@ from typer.testing import CliRunner
 from server_app import machines
 from server_app.cli import app
 from server_app.hooks import OwnMachineAlone
-from server_app.machines import client_id, node_config
+from server_app.machines import Link, client_id, clock_fault, faults, node_config
+
+from .machines import free_port, wait_until
+
+IN_ANY_TIME = settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 
 
 def kindred(*arguments: object, code: int = 0) -> str:
@@ -149,6 +166,72 @@ def test_a_call_that_is_cut_short_is_taken_up_by_the_next(writes, tmp_path, monk
     assert try_load_public_key(folder / "lyon.pub") == public_key_to_bytes(key.public_key())
 
 
+def certificates(folder: Path) -> tuple[x509.Certificate, x509.Certificate]:
+    return machines.load_certificates(folder)  # checks that they belong together
+
+
+ONE_DAY = timedelta(days=1)
+
+
+def test_a_renewed_certificate_of_the_server_is_for_the_same_key_and_names_and_sites_need_nothing(
+    tmp_path, monkeypatch
+) -> None:
+    folder = tmp_path / "keys"
+    with monkeypatch.context() as patch:
+        patch.setattr(machines, "SERVER_DAYS", 0)
+        kindred("keys", folder, "--server", "fl.example.org,192.0.2.7", "--sites", "lyon")
+    before, (_, old) = contents(folder), certificates(folder)
+    said = kindred("keys", "renew", folder)
+    after, (_, new) = contents(folder), certificates(folder)
+    assert {name for name in before | after if before.get(name) != after.get(name)} == {"server.crt"}
+    assert [each for each in new.extensions] == [each for each in old.extensions]
+    assert new.subject == old.subject
+    assert new.not_valid_after_utc - old.not_valid_after_utc > (machines.SERVER_DAYS - 1) * ONE_DAY
+    machines._check_server_keys(folder, "fl.example.org")
+    assert f"made {folder}/server.crt, valid until {new.not_valid_after_utc:%Y-%m-%d}\n" in said
+    assert "the server: start `kindred server` again" in said
+    assert "the sites: nothing" in said
+
+
+def test_the_certificate_of_the_ca_is_renewed_where_it_would_end_before_the_servers(tmp_path, monkeypatch) -> None:
+    folder = tmp_path / "keys"
+    with monkeypatch.context() as patch:
+        patch.setattr(machines, "CA_DAYS", machines.SERVER_DAYS - 1)
+        kindred("keys", folder, "--server", "fl.example.org", "--sites", "lyon")
+    before, (old_ca, old) = contents(folder), certificates(folder)
+    said = kindred("keys", "renew", folder)
+    after, (new_ca, new) = contents(folder), certificates(folder)
+    assert {name for name in before | after if before.get(name) != after.get(name)} == {"ca.crt", "server.crt"}
+    assert [each for each in new_ca.extensions] == [each for each in old_ca.extensions]
+    assert new_ca.not_valid_after_utc > new.not_valid_after_utc
+    old.verify_directly_issued_by(new_ca)  # a site with either ca.crt gets on with either server.crt
+    new.verify_directly_issued_by(old_ca)
+    assert "copy ca.crt and server.crt into it first" in said
+    assert f"copy ca.crt to each, in place of its own, which is valid until {old_ca.not_valid_after_utc:%Y-%m-%d}" in said
+
+
+@pytest.mark.parametrize("writes", range(2))
+def test_a_renewal_that_is_cut_short_leaves_what_belongs_together(writes, tmp_path, monkeypatch) -> None:
+    folder, write, left = tmp_path / "keys", machines._write, [None] * writes
+    with monkeypatch.context() as patch:
+        patch.setattr(machines, "CA_DAYS", 30)
+        kindred("keys", folder, "--server", "fl.example.org")
+    before = contents(folder)
+
+    def cut_short(*arguments):
+        if not left:
+            raise KeyboardInterrupt
+        left.pop()
+        write(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(machines, "_write", cut_short)
+        CliRunner().invoke(app, ["keys", "renew", str(folder)])
+    assert [name for name, content in contents(folder).items() if content != before[name]] == ["ca.crt"][:writes]
+    machines._check_server_keys(folder, "fl.example.org")
+    assert "the sites: " in kindred("keys", "renew", folder)
+
+
 # --- bad input ---
 
 
@@ -157,6 +240,12 @@ def made_keys(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("made") / "keys"
     kindred("keys", folder, "--server", "fl.example.org", "--sites", "lyon")
     return folder
+
+
+@pytest.fixture
+def keys(tmp_path, made_keys) -> Path:
+    """A copy that a test may change."""
+    return shutil.copytree(made_keys, tmp_path / "keys")  # with the permissions
 
 
 @pytest.mark.parametrize(
@@ -171,6 +260,9 @@ def made_keys(tmp_path_factory) -> Path:
         ("keys new --server localhost --sites ca", ["--sites", "ca"]),
         ("keys new --server localhost --sites lyon,Lyon", ["--sites", "lyon", "twice"]),
         ("keys open --server localhost", ["open", "chmod 700"]),
+        ("keys renew nowhere", ["nowhere/server.crt", "No such file"]),
+        ("keys renew KEYS --sites oslo", ["--sites", "renew DIR"]),
+        ("keys KEYS KEYS", ["allowed: DIR, or renew DIR"]),
         ("keys digits.npz --server localhost", ["digits.npz", "folder"]),
         ("server --keys KEYS --insecure", ["--keys", "--insecure"]),
         ("server --host 0.0.0.0", ["--host", "0.0.0.0", "--keys"]),
@@ -249,6 +341,310 @@ def test_a_certificate_that_is_over_is_refused(tmp_path, monkeypatch) -> None:
     kindred("keys", folder, "--server", "fl.example.org")
     said = kindred("server", "--keys", folder, "--state", tmp_path / "state", code=2)
     assert "server.crt is valid from" in said
+    assert f"`kindred keys renew {folder}`" in said
+
+
+def test_a_site_refuses_a_ca_that_is_over(tmp_path, data, monkeypatch) -> None:
+    folder = tmp_path / "keys"
+    monkeypatch.setattr(machines, "CA_DAYS", 0)
+    kindred("keys", folder, "--server", "fl.example.org", "--sites", "lyon")
+    said = kindred("site", "lyon", "--server", "localhost:1", "--data-dir", data, "--ca", folder / "ca.crt",
+                   "--key", folder / "lyon.key", "--check", code=2)
+    assert f"{folder}/ca.crt is valid from" in said
+    assert "this machine's clock says" in said
+
+
+# --- who can change or read keys ---
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "todo"),
+    [
+        (".", 0o777, "chmod go-w"), (".", 0o720, "chmod go-w"), ("lyon.pub", 0o646, "chmod go-w"),
+        ("server.crt", 0o664, "chmod go-w"), ("server.key", 0o604, "chmod go="), ("ca.key", 0o640, "chmod go="),
+        ("lyon.key", 0o602, "chmod go="), ("notes", 0o666, "chmod go-w"),
+    ],
+)  # fmt: skip
+def test_keys_that_others_can_change_or_read_are_refused(name, mode, todo, keys, tmp_path) -> None:
+    (keys / "notes").write_text("of the keys")
+    machines._check_server_keys(keys, "fl.example.org")  # all is well
+    path = keys / name
+    path.chmod(mode)
+    said = kindred("server", "--keys", keys, "--state", tmp_path / "state", code=2)
+    assert said.startswith(f"kindred: {path} has permissions {mode:04o}, allowed: ")
+    assert said.endswith(f"; {todo} {path}\n")
+    assert said.count("\n") == 1
+    subprocess.run(shlex.split(said.rpartition("; ")[2]), check=True)
+    machines._check_server_keys(keys, "fl.example.org")
+
+
+def give_away(path: Path, monkeypatch) -> None:
+    """Have a file belong to another user: really where that is possible, else all files do."""
+    if os.geteuid() == 0:
+        os.chown(path, 4711, -1)
+    else:
+        monkeypatch.setattr(machines.os, "geteuid", lambda: 4711)
+
+
+def test_keys_that_belong_to_somebody_else_are_refused(keys, tmp_path, monkeypatch) -> None:
+    give_away(keys / "lyon.pub", monkeypatch)
+    said = kindred("server", "--keys", keys, "--state", tmp_path / "state", code=2)
+    assert re.match(r"kindred: \S+ belongs to user \d+, allowed: \d+, who runs this, or root; chown \d+ /", said)
+
+
+@pytest.fixture
+def registration(keys, tmp_path, monkeypatch):
+    """What registers keys, but for Flower; `registered` has names, with those that runs knew of at that moment."""
+    file = tmp_path / "registered.json"
+    registered = []
+
+    def register(paths, *_):
+        registered.extend((path.stem, json.loads(file.read_text())) for path in paths)
+        return []
+
+    monkeypatch.setattr(machines, "_register", register)
+    made = machines._Registration(keys, {machines.REGISTERED: str(file)}, tmp_path, "mark")
+    return SimpleNamespace(look=made.look, registered=registered, file=file)
+
+
+def test_runs_know_the_names_of_keys_before_these_are_registered(registration, keys) -> None:
+    assert json.loads(registration.file.read_text()) == ["lyon"]  # from the start
+    registration.look()
+    kindred("keys", keys, "--sites", "oslo,bergen")
+    (keys / "lyon.pub").unlink()
+    registration.look()
+    assert registration.registered == [
+        ("lyon", ["lyon"]), ("bergen", ["bergen", "lyon", "oslo"]), ("oslo", ["bergen", "lyon", "oslo"]),
+    ]  # fmt: skip
+    machines._Registration(keys, {machines.REGISTERED: str(registration.file)}, keys, "mark")
+    assert json.loads(registration.file.read_text()) == ["bergen", "lyon", "oslo"]  # as long as the database knows it
+
+
+def test_no_key_is_taken_that_others_can_put_there_or_change(registration, keys, capsys, monkeypatch) -> None:
+    registration.look()
+    registration.registered.clear()
+    keys.chmod(0o777)
+    shutil.copy(keys / "lyon.pub", keys / "mallory.pub")
+    (keys / "mallory.pub").write_text((keys / "lyon.pub").read_text() + "again\n")
+    (keys / "mallory.pub").chmod(0o666)
+    assert [registration.look(), registration.look()] == [True, True]
+    assert re.fullmatch(rf"kindred: {keys} has permissions 0777, .*; until then no key is taken from it\n",
+                        capsys.readouterr().err)
+    keys.chmod(0o700)
+    registration.look()
+    assert f"{keys}/mallory.pub has permissions 0666, " in capsys.readouterr().err
+    assert json.loads(registration.file.read_text()) == ["lyon"]
+    (keys / "mallory.pub").chmod(0o644)
+    with monkeypatch.context() as patch:
+        give_away(keys / "mallory.pub", patch)
+        registration.look()
+    assert "belongs to user" in capsys.readouterr().err
+    assert registration.registered == []
+    os.chown(keys / "mallory.pub", os.geteuid(), -1)
+    registration.look()
+    assert registration.registered == [("mallory", ["lyon", "mallory"])]
+
+
+def run_server(monkeypatch, days: float, *arguments: object) -> tuple[dict[str, str], list[str]]:
+    """Run a server without Flower for some days; the environment of its SuperLink, and warnings."""
+    started, now = [], [1000.0]
+
+    def start(command, settings, directory, mark, hook):
+        started.append(machines._environment(settings, mark))
+        return SimpleNamespace(poll=lambda: 0 if now[0] > 1000 + days * machines.DAY else None, returncode=0)
+
+    def sleep(_):
+        now[0] += machines.DAY / 4
+
+    with monkeypatch.context() as patch:
+        patch.setattr(machines, "_start", start)
+        patch.setattr(machines, "_wait_until_it_answers", lambda *_: None)
+        patch.setattr(machines, "_register", lambda *_: [])
+        patch.setattr(machines, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+        said = kindred("server", "--port", free_port(), *arguments, code=1)
+    (environment,) = started
+    return environment, [line for line in said.splitlines() if "valid until" in line]
+
+
+def test_runs_are_told_where_the_names_of_keys_are_and_nothing_without_keys(keys, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("KINDRED_REGISTERED", "/of/another/server.json")
+    state = tmp_path / "state"
+    environment, _ = run_server(monkeypatch, 0, "--keys", keys, "--host", "127.0.0.1", "--state", state)
+    assert environment["KINDRED_REGISTERED"] == str(state / "registered.json")
+    assert json.loads((state / "registered.json").read_text()) == ["lyon"]
+    environment, _ = run_server(monkeypatch, 0, "--insecure", "--state", state)
+    assert "KINDRED_REGISTERED" not in environment
+
+
+def test_a_server_warns_once_a_day_of_certificates_that_end_soon(tmp_path, monkeypatch) -> None:
+    folder = tmp_path / "keys"
+    with monkeypatch.context() as patch:
+        patch.setattr(machines, "SERVER_DAYS", 59)
+        kindred("keys", folder, "--server", "fl.example.org")
+    _, warnings = run_server(monkeypatch, 2.5, "--keys", folder, "--state", tmp_path / "state")
+    assert len(warnings) == 3
+    assert re.match(rf"kindred: {folder}/server.crt is valid until 20\S+, for 58 more days: `kindred keys renew {folder}`",
+                    warnings[0])  # fmt: skip
+    kindred("keys", "renew", folder)
+    assert run_server(monkeypatch, 2.5, "--keys", folder, "--state", tmp_path / "state")[1] == []
+
+
+# --- what keeps a site from taking part ---
+
+
+@contextmanager
+def answering(keys: Path | None, behind: float = 0.0, health: int = 200, refusal: tuple[int, object] = (500, {})
+              ) -> Iterator[int]:
+    """A server whose clock is so many seconds behind, and that refuses to activate SuperNodes; its port."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def date_time_string(self, timestamp=None):
+            return formatdate(time.time() - behind, usegmt=True)
+
+        def answer(self, status, content):
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(json.dumps(content).encode())
+
+        def do_GET(self):
+            self.answer(health if self.path == "/health" else 404, {})
+
+        def do_POST(self):
+            self.answer(*refusal)
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("0.0.0.0", 0), Handler) as server:
+        if keys:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(keys / "server.crt", keys / "server.key")
+            server.socket = context.wrap_socket(server.socket, server_side=True)
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield server.server_port
+        server.shutdown()
+
+
+def link(keys: Path, port: int) -> Link:
+    return Link("localhost", port, keys / "ca.crt", keys / "lyon.key")
+
+
+@pytest.mark.parametrize(
+    ("behind", "says"),
+    [
+        (0, None), (4, None), (-300, None),
+        (12, r"about 1[123] s ahead of the server's"), (4000, r"about (3999|400[01]) s ahead of the server's"),
+        (-315, r"about 31[456] s behind the server's"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("secure", [True, False])
+def test_a_clock_that_flower_does_not_tolerate_is_named(behind, says, secure, made_keys) -> None:
+    with answering(made_keys if secure else None, behind) as port:
+        found = list(faults(link(made_keys, port) if secure else Link("localhost", port)))
+    assert len(found) == (says is not None)
+    for line in found:
+        assert re.fullmatch(f"this machine's clock is {says}, allowed: up to 5 s ahead or 305 s behind; set it, .*NTP.*",
+                            line)
+
+
+@IN_ANY_TIME
+@given(st.floats(-1000, 1000), st.floats(0, 30), st.floats(0, 1), st.floats(0, 1))
+def test_a_clock_is_called_wrong_only_if_it_is_and_right_only_if_it_may_be(ahead, travel, share, late) -> None:
+    now, resolution = 1.7e9, 2.0
+    sent, received = now + ahead - share * travel, now + ahead + (1 - share) * travel
+    date = formatdate(now - late, usegmt=True)  # made anew once a second, and without fractions
+    if -305 <= ahead <= 5:
+        assert clock_fault(date, sent, received) is None
+    elif not -305 - resolution - travel - 0.01 <= ahead <= 5 + resolution + travel + 0.01:
+        assert f"s {'ahead of' if ahead > 0 else 'behind'} the server's" in clock_fault(date, sent, received)
+    assert "allowed: up to 5 s ahead" in clock_fault(date, sent, received, refused=True)
+
+
+def test_without_a_date_a_clock_is_wrong_where_the_server_refuses_what_was_signed_now() -> None:
+    assert clock_fault("", 0, 1) is None
+    assert "clock is not that of the server's" in clock_fault("", 0, 1, refused=True)
+
+
+IN_USE = b"ERROR :      Exit Code: 305\nFailed to initialize the connection to the SuperLink.\n[code: 2004] Failed to ..."
+
+
+@pytest.mark.parametrize(
+    ("refusal", "output", "says"),
+    [
+        ((412, {"code": 2004, "detail": "no"}), IN_USE, "the server does not know the key KEYS/lyon.key, or has withdr"),
+        ((412, {"code": 2003, "detail": "no"}), IN_USE, "the key KEYS/lyon.key is in use by another SuperNode, or was l"),
+        ((412, {"code": 2003, "detail": "no"}), b"ERROR :      Exit Code: 604", None),  # it says itself what is wrong
+        ((401, {"detail": "Invalid SuperNode authentication"}), b"", "this machine's clock is about "),
+        ((404, {}), IN_USE, None),
+        ((412, {"code": 2004, "detail": "no"}), None, None),  # nothing has ended yet
+    ],
+)
+def test_what_the_server_says_of_a_key(refusal, output, says, made_keys) -> None:
+    with answering(made_keys, refusal=refusal) as port:
+        found = list(faults(link(made_keys, port), output))
+    assert len(found) == (says is not None)
+    for line in found:
+        assert line.startswith(says.replace("KEYS", str(made_keys)))
+
+
+def test_a_certificate_that_the_site_does_not_trust_is_named_with_the_reason(made_keys, keys, tmp_path) -> None:
+    other = tmp_path / "other"
+    kindred("keys", other, "--server", "localhost")
+    with answering(other) as port:
+        (line,) = faults(link(keys, port))
+        assert f"localhost:{port} is not signed by the CA of {keys}/ca.crt (" in line
+        (line,) = faults(Link("localhost", port))
+        assert "does not answer without TLS" in line
+        assert "--ca and --key" in line
+    with answering(keys) as port:
+        (line,) = faults(link(keys, port)._replace(host=ip_address("127.0.0.2")))
+        assert f"127.0.0.2:{port} is not for this name (IP address mismatch" in line
+        (keys / "ca.crt").write_text("half of")
+        with pytest.raises(machines.typer.Exit):
+            list(faults(link(keys, port)))
+    with answering(None) as port:
+        (line,) = faults(link(made_keys, port))
+        assert f"localhost:{port} does not speak TLS" in line
+    with answering(made_keys, health=404) as port:
+        (line,) = faults(link(made_keys, port))
+        assert "answers with status 404" in line
+    (line,) = faults(link(made_keys, free_port()))
+    assert "cannot be reached (Connection refused), and is tried again" in line
+
+
+@pytest.mark.parametrize(
+    ("ca_days", "server_days", "says"),
+    [
+        (3650, 61, []),
+        (3650, 30, [r"the certificate of localhost:\d+ is valid until \S+, for 29 more days: .*`kindred keys renew`"]),
+        (59, 30, [r"\S+/ca.crt is valid until \S+, for 58 more days: take the ca.crt", r"the certificate of localhost"]),
+        (3650, 0, [r"the certificate of localhost:\d+ is not valid on \S+, the date .* \(certificate has expired\): it is"]),
+        (0, 30, [r"\S+/ca.crt is valid from .*: take the ca.crt that the server has now"]),
+    ],
+)
+def test_a_site_warns_of_certificates_that_end_soon_or_have(ca_days, server_days, says, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(machines, "CA_DAYS", ca_days)
+    monkeypatch.setattr(machines, "SERVER_DAYS", server_days)
+    kindred("keys", tmp_path / "keys", "--server", "fl.example.org", "--sites", "lyon")
+    with answering(tmp_path / "keys") as port:
+        found = list(faults(link(tmp_path / "keys", port)))
+    assert len(found) == len(says)
+    for line, pattern in zip(found, says):
+        assert re.match(pattern, line)
+
+
+def test_what_a_supernode_writes_is_passed_on_at_once_and_its_end_kept(capfdbinary, monkeypatch) -> None:
+    monkeypatch.setattr(machines, "KEPT", 6)
+    code = "import sys; sys.stderr.write('first, no'); sys.stderr.flush(); input(); sys.stderr.write(' line\\nlast\\n')"
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stderr=subprocess.PIPE)
+    output = machines._Output(process.stderr)
+    passed_on = []
+    wait_until(lambda: passed_on.append(capfdbinary.readouterr().err) or b"".join(passed_on) == b"first, no", 20)
+    process.communicate(b"\n")
+    output.join()
+    assert capfdbinary.readouterr().err == b" line\nlast\n"
+    assert output.end == b"\nlast\n"
+
 
 
 # --- a site that is only checked ---
@@ -299,6 +695,7 @@ def test_without_tls_a_line_says_so(server, options, warned, data) -> None:
 TEXTS = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=20)
 
 
+@IN_ANY_TIME
 @given(st.dictionaries(st.sampled_from(["a", "b-c", "d"]), TEXTS | st.booleans() | st.integers(0, 2**62)))
 def test_a_node_config_reads_back(values) -> None:
     assert parse_config_args([node_config(values)]) == values
