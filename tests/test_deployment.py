@@ -14,18 +14,23 @@ import shlex
 import ssl
 import stat
 import subprocess
+import time
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from flwr.app import Error, Message
 from flwr.common.constant import ErrorCode
+from flwr.supernode import node_auth_http_interceptor
 from safetensors.numpy import load_file
 
 from client_app.app import app as client_app
 from data import Sites, load_federation
+from server_app import machines
 from server_app.app import run, run_inline
 from server_app.config import Config, kebab
 from server_app.results import read_table
@@ -224,9 +229,10 @@ def test_only_those_who_prove_who_they_are_get_in(real) -> None:
 
 def test_no_key_is_registered_that_others_could_put_into_the_folder(real) -> None:
     keys = real.folder / "keys"
-    dropped = keys / "mallory.pub"
-    dropped.write_bytes((real.folder / "other" / "eve.pub").read_bytes())
-    dropped.chmod(0o666)
+    hidden, dropped = keys / ".mallory.pub", keys / "mallory.pub"
+    hidden.write_bytes((real.folder / "other" / "eve.pub").read_bytes())
+    hidden.chmod(0o666)
+    hidden.rename(dropped)
     real.wait_for("server", f"kindred: {dropped} has permissions 0666")
     keys.chmod(0o777)
     dropped.chmod(0o644)
@@ -236,6 +242,18 @@ def test_no_key_is_registered_that_others_could_put_into_the_folder(real) -> Non
     assert "mallory is registered" not in real.said("server")
     assert len(real.flwr("supernode", "list")["nodes"]) == len(CLIENTS)
     assert json.loads((real.state / "registered.json").read_text()) == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize(("ahead", "tolerated"), [(3, True), (-290, True), (6.5, False), (-320, False)])
+def test_a_site_is_told_that_its_clock_is_off_where_the_server_refuses_it(real, monkeypatch, ahead, tolerated) -> None:
+    date, clock = node_auth_http_interceptor.now, SimpleNamespace(time=lambda: time.time() + ahead)
+    monkeypatch.setattr(node_auth_http_interceptor, "now", lambda: date() + timedelta(seconds=ahead))
+    monkeypatch.setattr(machines, "time", clock)
+    host, port = real.address.split(":")
+    site = machines.Link(host, int(port), real.folder / "keys/ca.crt", real.folder / "keys/1.key")
+    found = list(machines.faults(site, b"it has ended"))
+    assert len(found) == (not tolerated)
+    assert not found or f"s {'ahead of' if ahead > 0 else 'behind'} the server's" in found[0]
 
 
 def test_heurfedamp_gives_what_a_simulation_gives(real, tmp_path) -> None:
