@@ -3,8 +3,8 @@
 Each is a thin wrapper of commands that can be typed just as well, and prints them: `kindred keys` those of openssl
 and ssh-keygen that would make the like, the others `flower-superlink`, `flwr supernode register` and
 `flower-supernode`. What they add: checks before anything starts, one folder for all that Flower writes, a SuperNode
-that is started again, what keeps it from taking part in one line, an end that leaves no process, and a SuperLink that
-takes orders from its own machine alone.
+that is started again, a line that says what keeps it from taking part, an end that leaves no process, and a SuperLink
+that takes orders from its own machine alone.
 """
 
 from __future__ import annotations
@@ -223,25 +223,25 @@ def _renew(folder: Path) -> None:
     server, ca = (folder / f"{name}.crt" for name in (SERVER, CA))
     _load_certificate(server)  # no folder is made where there is none
     with _own_folder(folder):
-        old = _load_certificate(ca).not_valid_after_utc
-        made = list(renewed_certificates(folder))
-    for path in made:
-        print(f"made {path}, valid until {_load_certificate(path).not_valid_after_utc:%Y-%m-%d}")
+        old, made = _load_certificate(ca).not_valid_after_utc, []
+        for path in renewed_certificates(folder):
+            made.append(path)
+            print(f"made {path}, valid until {_load_certificate(path).not_valid_after_utc:%Y-%m-%d}", flush=True)
     print("the keys and all other files stay as they are, and sites need not be registered again\n"
           f"the server: start `kindred server` again; if its keys folder is another, copy "
           f"{' and '.join(path.name for path in made)} into it first")
     if ca in made:
-        print(f"the sites: copy {ca.name} to each, in place of its own, which is valid until {old:%Y-%m-%d}; then start "
-              "`kindred site` again")
+        print(f"the sites: copy {ca.name} to each, in place of its own, which is valid until {old:%Y-%m-%d}; then "
+              "start `kindred site` again")
     else:
-        print(f"the sites: nothing; their {ca.name} is valid until {old:%Y-%m-%d}")
+        print(f"the sites: nothing; {ca.name} is valid until {old:%Y-%m-%d}")
 
 
 def renewed_certificates(folder: Path) -> Iterator[Path]:
-    """Make the server's certificate anew, for the same names, and before it the CA's where that would end sooner.
+    """Make the server's certificate anew, for the same names, and then the CA's where that would end sooner.
 
-    All keys stay, and so do the registrations of sites. Whatever mixture of old and new files is left where this is cut
-    short, they belong together.
+    All keys stay, and so do the registrations of sites. Where this is cut short, what is left belongs together, and the
+    next call makes all of it.
 
     Yields
     ------
@@ -254,13 +254,14 @@ def renewed_certificates(folder: Path) -> Iterator[Path]:
     key = _load_ca_key(folder)
     if key.public_key() != ca.public_key():
         _end(2, f"{folder / CA}.key is not the key of {CA}.crt")
-    days = {CA: CA_DAYS, SERVER: SERVER_DAYS}
-    lasts = ca.not_valid_after_utc >= datetime.now(UTC) + timedelta(days=SERVER_DAYS)
-    for name, old in ((SERVER, server),) if lasts else ((CA, ca), (SERVER, server)):
-        made_anew = (x509.SubjectKeyIdentifier, x509.AuthorityKeyIdentifier)
-        extensions = [(each.value, each.critical) for each in old.extensions if not isinstance(each.value, made_anew)]
+    made_anew = (x509.SubjectKeyIdentifier, x509.AuthorityKeyIdentifier)
+    renewals = [(SERVER, server, SERVER_DAYS)]
+    if ca.not_valid_after_utc < datetime.now(UTC) + timedelta(days=SERVER_DAYS):
+        renewals.append((CA, ca, CA_DAYS))
+    for name, old, days in renewals:
         path = folder / f"{name}.crt"
-        _write(path, _certificate(old.subject, old.public_key(), extensions, days[name], ca.subject, key), 0o644)
+        extensions = [(each.value, each.critical) for each in old.extensions if not isinstance(each.value, made_anew)]
+        _write(path, _certificate(old.subject, old.public_key(), extensions, days, ca.subject, key), 0o644)
         yield path
 
 
@@ -458,11 +459,11 @@ def serve(
         print(f"the server is ready, and listens on {_with_port(name, port)}; it takes runs and registrations from "
               "this machine alone. To run:")
         _show_command(["flwr", "run", str(APP_DIR), CONNECTION, "--stream"], {"FLWR_HOME": str(state)})
-        pause, next_warning = FIRST_PAUSE, 0.0
+        pause, next_warning, renew = FIRST_PAUSE, 0.0, f"`kindred keys renew {keys}`, and start this again"
         while superlink.poll() is None:
             if keys and time.monotonic() >= next_warning:
                 next_warning = time.monotonic() + DAY
-                for line in ending(certificates, f"`kindred keys renew {shlex.quote(str(keys))}`, and start this again"):
+                for line in ending(certificates, renew):
                     _tell(line)
             time.sleep(pause)
             if registration:
@@ -503,7 +504,7 @@ def _check_server_keys(folder: Path, host: str | Address) -> dict[str, x509.Cert
 def _out_of_date(what: object, certificate: x509.Certificate) -> str | None:
     since, until = certificate.not_valid_before_utc, certificate.not_valid_after_utc
     if not since <= (now := datetime.now(UTC)) <= until:
-        return f"{what} is valid from {since:%Y-%m-%d} to {until:%Y-%m-%d}, and this machine's clock says {now:%Y-%m-%d}"
+        return f"{what} is valid from {since:%Y-%m-%d} to {until:%Y-%m-%d}, this machine's clock says {now:%Y-%m-%d}"
     return None
 
 
@@ -804,11 +805,12 @@ class _Output(threading.Thread):
 
     def run(self) -> None:
         """Read until every process that writes has ended."""
-        while written := self._source.read1():
-            self.end = (self.end + written)[-KEPT:]
-            with contextlib.suppress(OSError):  # nobody reads it any more; the process is not to wait for that
-                sys.stderr.buffer.write(written)
-                sys.stderr.buffer.flush()
+        with self._source:
+            while written := self._source.read1():
+                self.end = (self.end + written)[-KEPT:]
+                with contextlib.suppress(OSError):  # nobody reads it any more; the process is not to wait for that
+                    sys.stderr.buffer.write(written)
+                    sys.stderr.buffer.flush()
 
 
 class Link(NamedTuple):
@@ -826,7 +828,7 @@ class Link(NamedTuple):
 
 
 def _tell_faults(link: Link, output: bytes | None = None) -> None:
-    with contextlib.suppress(typer.Exit):  # a file cannot be used, as a line has said; it may be in the making
+    with contextlib.suppress(typer.Exit, OSError):  # a file cannot be used, as a line has said; it may be being copied
         for fault in faults(link, output):
             _tell(fault)
 
@@ -871,11 +873,11 @@ def faults(link: Link, output: bytes | None = None) -> Iterator[str]:
             if fault := clock_fault(answer.headers.get("date", ""), sent, received, refused=status == "refused"):
                 yield fault
             elif status == "unknown":
-                yield (f"the server does not know the key {link.key}, or has withdrawn it: put the site's .pub into the "
-                       "server's keys folder; for one that was withdrawn make a new key")
+                yield (f"the server does not know the key {link.key}, or has withdrawn it: put the site's .pub into "
+                       "the server's keys folder; for one that was withdrawn make a new key")
             elif status == "known" and NOT_ACTIVATED in output:
-                yield (f"the key {link.key} is in use by another SuperNode, or was less than a minute ago: end the other "
-                       "`kindred site`, or wait")
+                yield (f"the key {link.key} is in use by another SuperNode, or was less than a minute ago: end the "
+                       "other `kindred site`, or wait")
     except httpx.HTTPError as error:
         yield _connection_fault(link, error)
 
@@ -905,15 +907,15 @@ def clock_fault(date: str, sent: float, received: float, refused: bool = False) 
     if not refused and least - unknown <= ahead <= most + unknown:
         return None
     off = f"about {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'}" if math.isfinite(ahead) else "not that of"
-    return (f"this machine's clock is {off} the server's, allowed: up to {most} s ahead or {-least} s behind; set it, as "
-            "with NTP (timedatectl set-ntp true)")
+    return (f"this machine's clock is {off} the server's, allowed: up to {most} s ahead or {-least} s behind; set it, "
+            "as with NTP (timedatectl set-ntp true)")
 
 
 def _key_status(client: httpx.Client, path: Path) -> Literal["refused", "unknown", "known"] | None:
     """Ask the server about a site's key; None if it answers something else.
 
-    The request is a SuperNode's first, with a heartbeat interval that Flower refuses: after it has looked at the time of
-    the signature and for the key, and before it changes anything.
+    The request is a SuperNode's first, with a heartbeat interval that Flower refuses: after it has looked at the time
+    of the signature and for the key, and before it changes anything.
     """
     from flwr.proto.fleet_pb2 import ActivateNodeRequest
     from flwr.supercore.error import ApiErrorCode, FlowerError
@@ -951,25 +953,25 @@ def _connection_fault(link: Link, error: BaseException) -> str:
             return (f"{certificate} is not valid on {datetime.now(UTC):%Y-%m-%d}, the date of this machine's clock "
                     f"({reason.verify_message}): it is renewed on the server's machine by `kindred keys renew`")
         if reason.verify_code in (62, 64):  # X509_V_ERR_HOSTNAME_MISMATCH, _IP_ADDRESS_MISMATCH
-            return (f"{certificate} is not for this name ({reason.verify_message}): give --server a name that it is for, "
-                    "or remove server.crt on the server's machine and make another by `kindred keys DIR --server NAMES`")
-        return (f"{certificate} is not signed by the CA of {link.ca} ({reason.verify_message}): take the ca.crt of this "
-                "server, or see whether --server names the right one")
+            return (f"{certificate} is not for this name ({reason.verify_message}): give --server a name that it is "
+                    "for, or remove server.crt on the server's machine, and `kindred keys DIR --server NAMES` there")
+        return (f"{certificate} is not signed by the CA of {link.ca} ({reason.verify_message}): take the ca.crt of "
+                "this server, or see whether --server names the right one")
     if isinstance(reason, ssl.SSLError):
         return f"{link.address} does not speak TLS ({reason.reason}): see whether `kindred server --keys` listens there"
     if not link.ca and isinstance(error, (httpx.ReadError, httpx.RemoteProtocolError)):
-        return f"{link.address} does not answer without TLS ({error}): give --ca and --key if it is `kindred server --keys`"
+        return f"{link.address} does not answer without TLS ({error}): a server with --keys needs --ca and --key"
     return (f"{link.address} cannot be reached ({getattr(reason, 'strerror', None) or error}), and is tried again: see "
             "whether `kindred server` runs there, --server names it, and a firewall lets this machine through")
 
 
 # --- what they share ---
 
+_QUIET = {"FLWR_DISABLE_UPDATE_CHECK": "1", "FLWR_TELEMETRY_ENABLED": "0"}
+
+
 def _tell(line: str) -> None:
     print(f"kindred: {line}", file=sys.stderr, flush=True)
-
-
-_QUIET = {"FLWR_DISABLE_UPDATE_CHECK": "1", "FLWR_TELEMETRY_ENABLED": "0"}
 
 
 def _host(text: str, option: str) -> str | Address:

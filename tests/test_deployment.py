@@ -245,7 +245,7 @@ def test_no_key_is_registered_that_others_could_put_into_the_folder(real) -> Non
 
 
 @pytest.mark.parametrize(("ahead", "tolerated"), [(3, True), (-290, True), (6.5, False), (-320, False)])
-def test_a_site_is_told_that_its_clock_is_off_where_the_server_refuses_it(real, monkeypatch, ahead, tolerated) -> None:
+def test_a_site_says_that_its_clock_is_off_where_the_server_refuses_it(real, monkeypatch, ahead, tolerated) -> None:
     date, clock = node_auth_http_interceptor.now, SimpleNamespace(time=lambda: time.time() + ahead)
     monkeypatch.setattr(node_auth_http_interceptor, "now", lambda: date() + timedelta(seconds=ahead))
     monkeypatch.setattr(machines, "time", clock)

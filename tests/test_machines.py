@@ -206,8 +206,9 @@ def test_the_certificate_of_the_ca_is_renewed_where_it_would_end_before_the_serv
     assert new_ca.not_valid_after_utc > new.not_valid_after_utc
     old.verify_directly_issued_by(new_ca)  # a site with either ca.crt gets on with either server.crt
     new.verify_directly_issued_by(old_ca)
-    assert "copy ca.crt and server.crt into it first" in said
-    assert f"copy ca.crt to each, in place of its own, which is valid until {old_ca.not_valid_after_utc:%Y-%m-%d}" in said
+    assert "copy server.crt and ca.crt into it first" in said
+    until = f"{old_ca.not_valid_after_utc:%Y-%m-%d}"
+    assert f"the sites: copy ca.crt to each, in place of its own, which is valid until {until}; then start " in said
 
 
 @pytest.mark.parametrize("writes", range(2))
@@ -227,9 +228,9 @@ def test_a_renewal_that_is_cut_short_leaves_what_belongs_together(writes, tmp_pa
     with monkeypatch.context() as patch:
         patch.setattr(machines, "_write", cut_short)
         CliRunner().invoke(app, ["keys", "renew", str(folder)])
-    assert [name for name, content in contents(folder).items() if content != before[name]] == ["ca.crt"][:writes]
+    assert [name for name, content in contents(folder).items() if content != before[name]] == ["server.crt"][:writes]
     machines._check_server_keys(folder, "fl.example.org")
-    assert "the sites: " in kindred("keys", "renew", folder)
+    assert "the sites: copy ca.crt to each" in kindred("keys", "renew", folder)
 
 
 # --- bad input ---
@@ -483,8 +484,8 @@ def test_a_server_warns_once_a_day_of_certificates_that_end_soon(tmp_path, monke
         kindred("keys", folder, "--server", "fl.example.org")
     _, warnings = run_server(monkeypatch, 2.5, "--keys", folder, "--state", tmp_path / "state")
     assert len(warnings) == 3
-    assert re.match(rf"kindred: {folder}/server.crt is valid until 20\S+, for 58 more days: `kindred keys renew {folder}`",
-                    warnings[0])  # fmt: skip
+    pattern = rf"kindred: {folder}/server.crt is valid until 20\S+, for 58 more days: `kindred keys renew {folder}`"
+    assert all(re.match(pattern, warning) for warning in warnings)
     kindred("keys", "renew", folder)
     assert run_server(monkeypatch, 2.5, "--keys", folder, "--state", tmp_path / "state")[1] == []
 
@@ -543,8 +544,7 @@ def test_a_clock_that_flower_does_not_tolerate_is_named(behind, says, secure, ma
         found = list(faults(link(made_keys, port) if secure else Link("localhost", port)))
     assert len(found) == (says is not None)
     for line in found:
-        assert re.fullmatch(f"this machine's clock is {says}, allowed: up to 5 s ahead or 305 s behind; set it, .*NTP.*",
-                            line)
+        assert re.match(f"this machine's clock is {says}, allowed: up to 5 s ahead or 305 s behind; set it, ", line)
 
 
 @IN_ANY_TIME
@@ -565,14 +565,14 @@ def test_without_a_date_a_clock_is_wrong_where_the_server_refuses_what_was_signe
     assert "clock is not that of the server's" in clock_fault("", 0, 1, refused=True)
 
 
-IN_USE = b"ERROR :      Exit Code: 305\nFailed to initialize the connection to the SuperLink.\n[code: 2004] Failed to ..."
+IN_USE = b"Exit Code: 305\nFailed to initialize the connection to the SuperLink.\n[code: 2004] Failed to activate Supe"
 
 
 @pytest.mark.parametrize(
     ("refusal", "output", "says"),
     [
-        ((412, {"code": 2004, "detail": "no"}), IN_USE, "the server does not know the key KEYS/lyon.key, or has withdr"),
-        ((412, {"code": 2003, "detail": "no"}), IN_USE, "the key KEYS/lyon.key is in use by another SuperNode, or was l"),
+        ((412, {"code": 2004, "detail": "no"}), IN_USE, "the server does not know the key KEYS/lyon.key, or has w"),
+        ((412, {"code": 2003, "detail": "no"}), IN_USE, "the key KEYS/lyon.key is in use by another SuperNode, or w"),
         ((412, {"code": 2003, "detail": "no"}), b"ERROR :      Exit Code: 604", None),  # it says itself what is wrong
         ((401, {"detail": "Invalid SuperNode authentication"}), b"", "this machine's clock is about "),
         ((404, {}), IN_USE, None),
@@ -595,7 +595,7 @@ def test_a_certificate_that_the_site_does_not_trust_is_named_with_the_reason(mad
         assert f"localhost:{port} is not signed by the CA of {keys}/ca.crt (" in line
         (line,) = faults(Link("localhost", port))
         assert "does not answer without TLS" in line
-        assert "--ca and --key" in line
+        assert "needs --ca and --key" in line
     with answering(keys) as port:
         (line,) = faults(link(keys, port)._replace(host=ip_address("127.0.0.2")))
         assert f"127.0.0.2:{port} is not for this name (IP address mismatch" in line
@@ -617,8 +617,8 @@ def test_a_certificate_that_the_site_does_not_trust_is_named_with_the_reason(mad
     [
         (3650, 61, []),
         (3650, 30, [r"the certificate of localhost:\d+ is valid until \S+, for 29 more days: .*`kindred keys renew`"]),
-        (59, 30, [r"\S+/ca.crt is valid until \S+, for 58 more days: take the ca.crt", r"the certificate of localhost"]),
-        (3650, 0, [r"the certificate of localhost:\d+ is not valid on \S+, the date .* \(certificate has expired\): it is"]),
+        (59, 30, [r"\S+/ca.crt is valid until \S+, for 58 more days: take the ca", r"the certificate of localhost"]),
+        (3650, 0, [r"the certificate of localhost:\d+ is not valid on \S+, the date .* \(certificate has expired\)"]),
         (0, 30, [r"\S+/ca.crt is valid from .*: take the ca.crt that the server has now"]),
     ],
 )
@@ -635,13 +635,15 @@ def test_a_site_warns_of_certificates_that_end_soon_or_have(ca_days, server_days
 
 def test_what_a_supernode_writes_is_passed_on_at_once_and_its_end_kept(capfdbinary, monkeypatch) -> None:
     monkeypatch.setattr(machines, "KEPT", 6)
-    code = "import sys; sys.stderr.write('first, no'); sys.stderr.flush(); input(); sys.stderr.write(' line\\nlast\\n')"
+    code = ("from sys import stderr, stdin; stderr.write('first, no'); stderr.flush(); stdin.read(); "
+            "stderr.write(' line\\nlast\\n')")
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stderr=subprocess.PIPE)
     output = machines._Output(process.stderr)
     passed_on = []
     wait_until(lambda: passed_on.append(capfdbinary.readouterr().err) or b"".join(passed_on) == b"first, no", 20)
-    process.communicate(b"\n")
+    process.stdin.close()
     output.join()
+    process.wait()
     assert capfdbinary.readouterr().err == b" line\nlast\n"
     assert output.end == b"\nlast\n"
 
