@@ -28,7 +28,7 @@ def main(clients: int, size: int) -> None:
     strategy = FedeRiCo(num_neighbours=3)
     strategy.begin(to_record({"weight": rng.standard_normal(size, np.float32)}))
     everybody = list(range(clients))
-    strategy._nodes = {client: client for client in everybody}
+    strategy.roster.nodes = {client: client for client in everybody}
     for client in everybody:
         strategy.models.put(client, {"weight": rng.standard_normal(size, np.float32)})
     update = {f"{place}/weight": rng.standard_normal(size, np.float32) for place in range(4)}

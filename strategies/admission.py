@@ -13,12 +13,28 @@ from typing import Any
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
-from .messages import MAX_NAME, NUMBERS, is_name, read_array, records_of
+from .messages import (
+    CLIENT_ID,
+    MAX_NAME,
+    MODEL_BYTES,
+    MOST,
+    NUM_TEST_EXAMPLES,
+    SAMPLES_PREDICTED,
+    SAMPLES_TRAINED,
+    is_name,
+    read_array,
+    records_of,
+)
 
 REFUSED = "refused: "  # how the status of a refused reply begins; its reason follows
 MAX_EXAMPLES = 10**12
 LARGEST = 1e15  # of floats: their sums, times so many samples, and squares stay far from what float32 cannot hold
-MAX_METRICS = 1000  # each is a column of the history
+MAX_METRICS = 1000
+MAX_NUMBERS = 10_000  # in all lists of a reply's metrics together
+# Metrics that count something, where a reply has them: whole numbers from 0 to MAX_EXAMPLES.
+COUNTS = (NUM_TEST_EXAMPLES, SAMPLES_TRAINED, SAMPLES_PREDICTED, MODEL_BYTES)
+# Of an introduction.
+MAX_ENTRIES, MAX_ITEMS, MAX_TEXT = 100, 1000, 10_000
 
 
 class Refused(ValueError):
@@ -71,10 +87,10 @@ def admit(content: RecordDict, weighted_by_key: str, mismatch: Mismatch | None =
     if len(configs) > 1:
         raise Refused(f"it has {len(configs)} config records, expected 1 at the most")
     (metrics,) = all_metrics
-    _check_metrics(metrics)
     examples = metrics.get(weighted_by_key)
     if not is_count(examples):
         raise Refused(f"{weighted_by_key} is {reprlib.repr(examples)}, allowed: 1 to {MAX_EXAMPLES}")
+    _check_metrics(metrics)
     arrays: dict[str, np.ndarray] = {}
     if mismatch is not None:
         records = records_of(content, ArrayRecord)
@@ -101,16 +117,61 @@ def norm(arrays: Iterable[np.ndarray]) -> float:
         return float(np.sqrt(sum(np.square(array, dtype=np.float64).sum() for array in arrays)))
 
 
+def admit_introduction(content: RecordDict) -> dict[str, Any]:
+    """Check what a client says of itself.
+
+    Returns
+    -------
+    dict
+        Texts of up to `MAX_TEXT` characters, numbers, and lists of up to `MAX_ITEMS` of these, by name.
+
+    Raises
+    ------
+    Refused
+        With the reason, in a few words.
+    """
+    about = {key: value for record in records_of(content, ConfigRecord) for key, value in record.items()}
+    if len(about) > MAX_ENTRIES:
+        raise Refused(f"its introduction has {len(about)} entries, allowed: up to {MAX_ENTRIES}")
+    for key, value in about.items():
+        if key == CLIENT_ID:  # the caller checks names
+            continue
+        items = value if isinstance(value, list) else [value]
+        if len(items) > MAX_ITEMS:
+            raise Refused(f"its introduction has {len(items)} items under {reprlib.repr(key)}, "
+                          f"allowed: up to {MAX_ITEMS}")
+        for item in items:
+            if isinstance(item, str | bytes) and len(item) > MAX_TEXT:
+                raise Refused(f"its introduction has {len(item)} characters under {reprlib.repr(key)}, "
+                              f"allowed: up to {MAX_TEXT}")
+            if isinstance(item, int) and not -MOST <= item <= MOST:
+                raise Refused(f"its introduction has {reprlib.repr(item)} under {reprlib.repr(key)}, "
+                              f"allowed: whole numbers from {-MOST} to {MOST}")
+    return about
+
+
 def _check_metrics(metrics: MetricRecord) -> None:
-    """Refuse metrics that cannot become columns of a table."""
+    """Refuse metrics that cannot become columns of a table, or be averaged."""
     if len(metrics) > MAX_METRICS:
         raise Refused(f"it has {len(metrics)} metrics, allowed: up to {MAX_METRICS}")
+    listed = 0
     for name, value in metrics.items():
         if not is_name(name):
             raise Refused(f"a metric is called {reprlib.repr(name)}, allowed: 1 to {MAX_NAME} printable characters")
-        for number in value if isinstance(value, list) else [value]:
-            if isinstance(number, int) and not NUMBERS[0] <= number <= NUMBERS[1]:
-                raise Refused(f"metric {name!r} has a number of more than 64 bits")
+        numbers = [value]
+        if isinstance(value, list):
+            numbers, listed = value, listed + len(value)
+            if not value or listed > MAX_NUMBERS:
+                raise Refused(f"metric {name!r} is a list of {len(value)} numbers, allowed: 1 or more, and up to "
+                              f"{MAX_NUMBERS} in all lists together")
+        for number in numbers:
+            if not isinstance(number, int | float):
+                raise Refused(f"metric {name!r} holds {reprlib.repr(number)}, allowed: numbers")
+            if isinstance(number, int) and not -MOST <= number <= MOST:
+                raise Refused(f"metric {name!r} holds {reprlib.repr(number)}, allowed: whole numbers from {-MOST} to "
+                              f"{MOST}")
+        if name in COUNTS and not is_count(value, least=0):
+            raise Refused(f"{name} is {reprlib.repr(value)}, allowed: 0 to {MAX_EXAMPLES}")
 
 
 def are_numbers(told: object, count: int, least: float, most: float) -> bool:

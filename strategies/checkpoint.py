@@ -2,8 +2,8 @@
 
     FOLDER/round-0007-SHA256.npz
 
-The name says of which round it is the end, and the checksum of the content: what is cut short or changed does not fit
-its name, and the one before it is used. An .npz file holds arrays as they are and nothing that could run; the rest of
+The name says of which round it is the end, and the checksum of the content, which says the round again: a file that is
+cut short, changed or renamed does not fit its name, and the one before it is used. An .npz file holds arrays as they are and nothing that could run; the rest of
 the state is JSON in its entry `state`. What lies in a mapped file goes to the disk and comes back some of it at a time,
 not through memory as a whole.
 """
@@ -31,6 +31,7 @@ from .state import NotResumable
 from .store import let_go, mapping_of
 
 STATE = "state"
+FORMAT = 2  # of what `save` writes
 MAPPED = "mapped"  # how the entries begin of what lies in a mapped file
 
 # What JSON has as it is.
@@ -75,7 +76,7 @@ class Checkpoints:
     def save(self, server_round: int, state: Any) -> None:
         """Write the state at the end of a round. Where it cannot be written it is due again after the next round."""
         arrays: dict[str, np.ndarray] = {}
-        text = json.dumps(pack(state, arrays))
+        text = json.dumps({"format": FORMAT, "round": server_round, "state": pack(state, arrays)})
         arrays[STATE] = np.frombuffer(text.encode(), np.uint8)
         try:
             self._write(server_round, arrays)
@@ -125,15 +126,17 @@ class Checkpoints:
         Raises
         ------
         NotResumable
-            There are some, and none of them is whole.
+            There are some, and none of them is whole; or the last is of another version of kindred.
         """
         files = self._files()
         for server_round, path in files:
             try:
                 if _checksum(path) == path.stem.rpartition("-")[2]:
-                    return server_round, _read(path)
+                    found, state = _read(path)
+                    if found == server_round:
+                        return server_round, state
                 reason = "its content does not fit its name"
-            except MemoryError:
+            except (MemoryError, NotResumable):
                 raise
             except Exception as error:  # whatever comes of reading what may be anything
                 reason = f"{type(error).__name__}: {error}"
@@ -247,10 +250,15 @@ class _Arrays:
             return np.memmap(file, dtype, "r", file.tell(), shape, "F" if fortran_order else "C")
 
 
-def _read(path: Path) -> Any:
+def _read(path: Path) -> tuple[int, Any]:
+    """The round and the state in a checkpoint."""
     with zipfile.ZipFile(path) as archive:
         arrays = _Arrays(path, archive)
-        return unpack(json.loads(arrays[STATE].tobytes()), arrays)
+        content = json.loads(arrays[STATE].tobytes())
+        if content.get("format") != FORMAT:
+            raise NotResumable(f"{path} was saved by another version of kindred, in format {content.get('format', 1)}; "
+                               f"this one reads format {FORMAT}")
+        return content["round"], unpack(content["state"], arrays)
 
 
 def _checksum(path: Path) -> str:

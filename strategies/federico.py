@@ -570,7 +570,7 @@ class FedeRiCo(StoredModels):
         self._directory = self._sharing()
         self._at_hand = {}
         self._models_sent = 0
-        self.models.reserve(len(self._nodes))
+        self.models.reserve(len(self.roster.nodes))
         self._updates: InTurn[Arrays] = InTurn(clients, self._add_updates)
         self._gradients: dict[ClientId, np.ndarray] = {}  # of shape (d,): sums
         self._packed = {}
@@ -579,10 +579,10 @@ class FedeRiCo(StoredModels):
 
     def _sharing(self) -> list[ClientId]:
         """Whose models others may have, in order."""
-        return in_order(filter(self._shares, {*self._nodes, *self.models}))
+        return in_order(filter(self._shares, {*self.roster.nodes, *self.models}))
 
     def _shares(self, client: ClientId) -> bool:
-        return client not in self._private and (self.share_absent or client in self._nodes)
+        return client not in self._private and (self.share_absent or client in self.roster.nodes)
 
     def _neighbours(self, client: ClientId) -> list[ClientId]:
         if client in self._private:
@@ -598,7 +598,7 @@ class FedeRiCo(StoredModels):
 
     def _known(self, wanted: Sequence[ClientId]) -> list[ClientId]:
         """Those of the wanted clients that there are, each once: what a client wishes is kept from round to round."""
-        return [other for other in dict.fromkeys(wanted) if other in self.models or other in self._nodes]
+        return [other for other in dict.fromkeys(wanted) if other in self.models or other in self.roster.nodes]
 
     def _choose(self, client: ClientId) -> None:
         """Draw others for the client's next round."""

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from logging import WARNING
 from typing import Any
 
 import numpy as np
+from flwr.supercore import log
 
 from .admission import MAX_EXAMPLES, REFUSED, is_count
 from .messages import NUM_TEST_EXAMPLES, PERSONAL, SAMPLES_PREDICTED, SAMPLES_TRAINED, ClientId, in_order
 
 COMPUTE = (SAMPLES_TRAINED, SAMPLES_PREDICTED)
+MAX_COLUMNS = 500  # names of clients' own metrics that a run keeps
 
 
 def is_status(key: str) -> bool:
@@ -40,7 +44,8 @@ class History:
         (plain mean), `accuracy-weighted` (by test size), `accuracy-p10` (bottom decile), `accuracy-best` (best plain
         mean so far, over as many clients; BMTA in the FedAMP paper). All accuracies lie in [0, 1]. `personal` says
         which evaluation they are of ("trained", "mixture"); `samples-trained` and `samples-predicted` are what the
-        clients worked on in the round, as far as they tell. What a method counts besides follows.
+        clients worked on in the round, where they report it. What a method counts follows, and `metrics-dropped`, the
+        metrics that were not kept because the run has `MAX_COLUMNS` names of metrics already.
     left_out : dict
         client -> why it takes no part at all, such as having no data.
     """
@@ -50,20 +55,28 @@ class History:
         self.rounds: list[dict[str, Any]] = []
         self.left_out: dict[ClientId, str] = {}
         self._open: dict[ClientId, dict[str, Any]] = {}  # rows of the round in progress
-        self._counted: dict[str, float] = {}  # what the method counts in it
+        self._reported: dict[ClientId, set[str]] = {}  # names of the metrics in them that are the clients' own
+        self._columns: set[str] = set()  # such names that are kept
+        self._counts: dict[ClientId, dict[str, float]] = {}  # the method's own numbers for them,
+        self._counted: dict[str, float] = {}  # and for the round
         self._accuracy: dict[ClientId, tuple[float, float]] = {}  # last known, and its test size
 
     def state(self) -> dict[str, Any]:
         """What `restore` needs, between two rounds."""
-        return {"rows": self.rows, "rounds": self.rounds, "left_out": self.left_out, "accuracy": self._accuracy}
+        return {"rows": self.rows, "rounds": self.rounds, "left_out": self.left_out, "accuracy": self._accuracy,
+                "columns": self._columns}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from what `state` gave."""
         self.rows, self.rounds, self.left_out = state["rows"], state["rounds"], state["left_out"]
-        self._accuracy = state["accuracy"]
+        self._accuracy, self._columns = state["accuracy"], state["columns"]
 
-    def add(self, row: dict[str, Any]) -> None:
-        """Add what a client did in the round in progress; a second exchange of the round joins its first row."""
+    def add(self, row: dict[str, Any], reported: Collection[str] = ()) -> None:
+        """Add what a client did in the round in progress; a second exchange of the round joins its first row.
+
+        `reported` are the keys of the row that the client chose itself.
+        """
+        self._reported.setdefault(row["client"], set()).update(reported)
         first = self._open.setdefault(row["client"], row)
         if first is not row:
             together = {key: first[key] + row[key] for key in ("seconds", "bytes-down", "bytes-up", *COMPUTE)
@@ -78,17 +91,18 @@ class History:
 
         Names are given in snake_case and kept in kebab-case.
         """
-        into = self._counted if client is None else self._open[client]
+        into = self._counted if client is None else self._counts.setdefault(client, {})
         into.update({name.replace("_", "-"): number for name, number in numbers.items()})
 
     def open_rows(self) -> list[dict[str, Any]]:
         """The rows of the round in progress, in order of client."""
-        return [self._open[client] for client in in_order(self._open)]
+        return [{**self._open[client], **self._counts.get(client, {})} for client in in_order(self._open)]
 
     def close_round(self, server_round: int, seconds: float, personal: str) -> dict[str, Any]:
         """End a round: add its rows in order of client, sum it up, and return the sum."""
         rows = self.open_rows()
-        self._open = {}
+        dropped = self._drop_columns(rows)
+        self._open, self._reported, self._counts = {}, {}, {}
         self.rows += rows
         line: dict[str, Any] = {
             "round": server_round,
@@ -117,9 +131,31 @@ class History:
             same = before.get("evaluated") == len(known)  # means over more clients are not comparable
             line["accuracy-best"] = max(before["accuracy-best"] if same else 0.0, line["accuracy"])
         line.update(self._counted)
+        if dropped:
+            line["metrics-dropped"] = dropped
         self._counted = {}
         self.rounds.append(line)
         return line
+
+    def _drop_columns(self, rows: list[dict[str, Any]]) -> int:
+        """Remove metrics of new names from rows once the run has enough names; return how many were removed.
+
+        The names that most clients report come first, so that nobody can fill the table alone.
+        """
+        names = {row["client"]: self._reported[row["client"]] - self._counts.get(row["client"], {}).keys()
+                 for row in rows}
+        reporting = Counter(name for own in names.values() for name in own if name not in self._columns)
+        new = sorted(reporting, key=lambda name: (-reporting[name], name))
+        too_many = set(new[max(MAX_COLUMNS - len(self._columns), 0):])
+        self._columns.update(reporting.keys() - too_many)
+        if not too_many:
+            return 0
+        log(WARNING, "kindred: %d metrics with new names are dropped, %s for one: a run keeps %d names",
+            len(too_many), min(too_many), MAX_COLUMNS)
+        for row in rows:
+            for name in too_many & names[row["client"]]:
+                del row[name]
+        return sum(reporting[name] for name in too_many)
 
     def last_accuracies(self) -> dict[ClientId, float]:
         """Each client's last known personal accuracy, in order of client."""

@@ -598,7 +598,7 @@ class Kindred(CloudModels):
             self._places = place_probabilities(before, sum(self._folds[client] for client in in_order(self._folds)))
         self._folds = {}
         ahead = [kin_ahead(self._first[client], self._last[client]) for client in in_order(self._last)
-                 if client in self._nodes and self._last[client] != self._first[client]]
+                 if client in self.roster.nodes and self._last[client] != self._first[client]]
         self._share = kin_share(ahead, 0.0 if self._places is None else self._kept)
         training = {KEPT: self._kept, LEAVES_OUT: self._leaves_out(server_round), LABEL_SMOOTHING: SMOOTHING,
                     PROXIMAL_MU: PROXIMAL}

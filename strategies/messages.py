@@ -8,6 +8,8 @@ Server to client, QUERY with action `identity`: nothing; the reply's ConfigRecor
 knows the name of its network, `network`, and of one that has a public set, its fingerprint `public-set` and
 `num-public`; of one made by `make_client_app` the `methods` that it knows; or `client-id` and the `problem` for which
 it cannot say more.
+Server to client, QUERY with action `refusal`, to those that named their `methods`: a ConfigRecord with the `problem` for
+which the client takes no part, or its last reply was not used. Nobody waits for the reply.
 Where logits travel in place of models (PerFed-CKT), `arrays` holds `centroids` on the way down, `logits` on the
 way up, and the reply's ConfigRecord `config` the fingerprint again. What else a method's clients tell, besides numbers
 for the history, is in that record too, by names that the method's file has.
@@ -32,6 +34,7 @@ CONFIG = "config"
 METRICS = "metrics"
 
 IDENTITY_QUERY = "query.identity"
+REFUSAL_QUERY = "query.refusal"
 CLIENT_ID = "client-id"
 
 SERVER_ROUND = "server-round"
@@ -79,6 +82,7 @@ ClientId = int | str
 
 
 MAX_NAME = 200  # characters
+MOST = 2**53  # of whole numbers: every program that reads the results has them exactly, as floats too
 NUMBERS = -(2**63), 2**64 - 1  # what whole numbers a message can carry
 
 

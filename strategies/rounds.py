@@ -7,18 +7,19 @@ done with an admitted reply (`take`), and what its models are (`client_models`, 
 
 from __future__ import annotations
 
-import re
+import math
 import reprlib
 import time
+import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from logging import INFO, WARNING
+from logging import DEBUG, ERROR, INFO, WARNING
 from typing import Any, NoReturn
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
-from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
@@ -26,21 +27,18 @@ from flwr.supercore import log
 
 from .admission import MAX_EXAMPLES, REFUSED, Refused, Reply, admit, norm
 from .checkpoint import Checkpoints
+from .exchange import content_of, first_line, is_from, pull, push
 from .history import COMPUTE, History
 from .messages import (
     AFTER_TRAINING,
     ATTEMPT,
-    CLIENT_ID,
-    IDENTITY_QUERY,
     KEEP_FROM,
-    MAX_NAME,
     METHOD,
     METHODS,
     NUM_EXAMPLES,
     NUM_TEST_EXAMPLES,
     PERSONAL,
     PROBE,
-    PROBLEM,
     RUN,
     SERVER_ROUND,
     SHARE_MODEL,
@@ -48,43 +46,23 @@ from .messages import (
     ClientId,
     check,
     in_order,
-    is_name,
     read_record,
     records_of,
     seed_for,
 )
 from .registry import REGISTRY
+from .roster import CLOCKS, Roster, TooFewClients
 from .state import NotResumable, begin_simulation, simulated
 from .store import ClientModels, Layout
-
-# Replies are asked for at once, then after pauses that grow: a simulation is not slowed down,
-# and a SuperLink on the other side of a network is not asked all the time.
-NODES_PAUSE = 0.1
-FIRST_PAUSE, PAUSE_GROWTH, LONGEST_PAUSE = 0.01, 1.3, 1.0
-OVERTIME = 3.0  # s, for a last look at who has answered
-SECOND_WAIT = 1.0  # s, for the names of nodes that have not told them in time before
-# A message is for its exchange alone: who was away, or is slow, is not to work on those of rounds that are over.
-CLOCKS = 600.0  # s by which the clocks of a site and of the server may differ
-
-
-# What comes of unpacking a reply that somebody made up, rather than of the way to the SuperLink.
-UNREADABLE = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
-
-# What Ray says of a process that is gone for good.
-DEAD_WORKER = re.compile(r"ray\.exceptions\.(ActorDied|RayActor|OutOfMemory|WorkerCrashed)Error")
-
-LONGEST_LINE = 300  # characters of what a client has to say
 
 # What ordinary evaluate functions call what they found.
 ORDINARY_NAMES = {"accuracy": ("accuracy", "eval_accuracy", "eval_acc"), "loss": ("loss", "eval_loss")}
 
-
-class TooFewClients(RuntimeError):
-    """Fewer clients than a round needs were there when the wait was over, or none gave a usable answer."""
+ENGINES_OWN = ("round", "client", "status", "seconds", "bytes-down", "bytes-up")  # columns of every row
 
 
-class WorkerDied(RuntimeError):
-    """A process of the simulation in which clients work is gone, and the simulation does without it badly."""
+# The server's own troubles, for which no client pays.
+SERVERS_OWN = (MemoryError, OSError)
 
 
 @dataclass(frozen=True)
@@ -113,7 +91,8 @@ class PersonalizedStrategy(Strategy):
     min_train_nodes, min_evaluate_nodes : int (default: 2)
         Clients that train or evaluate at the least, as far as there are as many.
     min_available_nodes : int (default: 2)
-        Clients that must be connected before a round starts.
+        Clients that must be connected and able to take part before a round starts. Those that rest for their strikes
+        count.
     weighted_by_key : str (default: "num-examples")
         The metric by which averages over clients are weighted.
     arrayrecord_key, configrecord_key : str (default: "arrays", "config")
@@ -125,9 +104,15 @@ class PersonalizedStrategy(Strategy):
     wait_timeout : float (default: 300.0)
         Seconds to wait for `min_available_nodes` before the run ends with `TooFewClients`, and for the names of
         clients that are new.
+    quorum : float (default: 0.5)
+        Usable replies, as a share of the clients asked (up to 1) or as a number (2 or more), after which the others
+        have `grace` seconds more; with 1 they have until the timeout. Not used in a simulation, whose results would
+        depend on the speed of the machine.
+    grace : float (default: 600.0)
+        Seconds, 0 or more, see `quorum`.
     max_strikes : int (default: 3)
-        A client of which this many training replies in a row were refused is left out for as many rounds, and for one
-        more each time that the next one is refused too. 0 leaves nobody out.
+        A client whose training reply was refused, or that did not answer, in this many rounds in a row is left out for
+        as many rounds, and for one more each time that the next one is a failure too. 0 leaves nobody out.
     max_update_norm : float (default: 0.0)
         The L2 norm, over the parameters, above which an update is refused; see `update_norm`. 0 sets no bound.
     max_empty_rounds : int (default: 5)
@@ -154,7 +139,7 @@ class PersonalizedStrategy(Strategy):
     model_stays: bool = False
     """Whether a client's personal model is one that no server sees, and that the client keeps."""
 
-    STATE: tuple[str, ...] = ("history", "run_id", "_answered", "_evaluated_apart", "_strikes", "_resting", "_owners")
+    STATE: tuple[str, ...] = ("history", "run_id", "roster", "_answered", "_evaluated_apart")
     """The attributes that a run goes on from, besides the arguments of `__init__` and `start`. See `state`."""
 
     needs_shared_models: bool = True
@@ -175,6 +160,8 @@ class PersonalizedStrategy(Strategy):
         evaluate_metrics_aggr_fn: Callable[[list[RecordDict], str], MetricRecord] | None = None,
         seed: int = 0,
         wait_timeout: float = 300.0,
+        quorum: float = 0.5,
+        grace: float = 600.0,
         max_strikes: int = 3,
         max_update_norm: float = 0.0,
         max_empty_rounds: int = 5,
@@ -187,6 +174,9 @@ class PersonalizedStrategy(Strategy):
         check("min_available_nodes", min_available_nodes, min_available_nodes >= 1, "1 or more")
         check("seed", seed, seed >= 0, "0 or more")
         check("wait_timeout", wait_timeout, wait_timeout > 0, "more than 0")
+        check("quorum", quorum, 0 < quorum <= 1 or (quorum > 1 and quorum == int(quorum)),
+              "a share, more than 0 and up to 1, or a whole number")
+        check("grace", grace, grace >= 0, "0 or more")
         check("max_strikes", max_strikes, max_strikes >= 0, "0 or more")
         check("max_update_norm", max_update_norm, max_update_norm >= 0, "0 or more")
         check("max_empty_rounds", max_empty_rounds, max_empty_rounds >= 1, "1 or more")
@@ -194,36 +184,32 @@ class PersonalizedStrategy(Strategy):
         self.fraction_evaluate = fraction_evaluate
         self.min_train_nodes = min_train_nodes if fraction_train else 0
         self.min_evaluate_nodes = min_evaluate_nodes if fraction_evaluate else 0
-        self.min_available_nodes = min_available_nodes
         self.weighted_by_key = weighted_by_key
         self.arrayrecord_key = arrayrecord_key
         self.configrecord_key = configrecord_key
         self.train_metrics_aggr_fn = train_metrics_aggr_fn or mean_metrics
         self.evaluate_metrics_aggr_fn = evaluate_metrics_aggr_fn or mean_metrics
         self.seed = seed
-        self.wait_timeout = wait_timeout
-        self.max_strikes = max_strikes
+        self.quorum = quorum
+        self.grace = grace
         self.max_update_norm = max_update_norm
         self.max_empty_rounds = max_empty_rounds
         self.buffers = buffers
         self.history = History()
+        self.roster = Roster(min_available_nodes, wait_timeout, max_strikes)
         self._silent: set[ClientId] | None = None  # who may be asked for an evaluation in this round; None: all
         self._evaluated_apart: set[ClientId] = set()  # whose personal model was evaluated by itself in this round
         self._closing: list[ClientId] = []  # who is to be asked after the last round
         self.last_round = 0  # of the run that was started
-        self._nodes: dict[ClientId, int] = {}  # the clients that are connected
-        self._identities: dict[int, ClientId] = {}  # the clients of the nodes that were there last
-        self._about: dict[int, Mapping[str, Any]] = {}  # what they said of themselves
-        self._introduced: dict[ClientId, int] = {}  # as which node a client was last introduced to the method
-        self._queries: dict[str, int] = {}  # questions for names that are not answered yet: message -> node
-        self._registered: dict[int, str] = {}  # nodes whose keys were registered at the server, and under which names
-        self._owners: dict[ClientId, str] = {}  # as what the node is registered that a client's name is kept for
-        self._doubles: set[int] = set()  # nodes with a name that is another's
-        self._strikes: dict[ClientId, int] = {}  # refused replies in a row
-        self._resting: dict[ClientId, int] = {}  # until which round a client is left out for them
         self._empty_rounds = 0  # in a row
-        self._asked: dict[str, _Asked] = {}  # messages of the exchange in progress
-        self._nodes_know_identity = True
+        self._failure = ""  # of the last round, where it could not be ended
+        self._simulated = True
+        self._asked: dict[str, _Asked] = {}  # messages of the exchange in progress,
+        self._until = 0.0  # its end, on time.monotonic's clock,
+        self._usable = 0  # its usable replies so far,
+        self._enough = 0  # how many of them are a quorum; 0: no number is,
+        self._to_tell: dict[int, str] = {}  # and nodes whose replies were refused, and why
+        self._unheard: set[ClientId] = set()  # who did not answer in this round, and is asked nothing more in it
         self._answered = False  # has any client, in any round of training
         self.run_id = 0  # of the run as it began; going on with it is another to Flower
         self._attempt = 0  # when it began, or was last gone on with, in ns since 1970
@@ -360,7 +346,7 @@ class PersonalizedStrategy(Strategy):
         log(INFO, "\t├──> %s, seed %d", self.name, self.seed)
         log(INFO, "\t├──> Fraction: train (%.2f) | evaluate (%.2f)", self.fraction_train, self.fraction_evaluate)
         log(INFO, "\t├──> Minimum nodes: train (%d) | evaluate (%d) | available (%d)",
-            self.min_train_nodes, self.min_evaluate_nodes, self.min_available_nodes)
+            self.min_train_nodes, self.min_evaluate_nodes, self.roster.min_available)
         log(INFO, "\t└──> Keys: '%s', '%s', weighted by '%s'",
             self.arrayrecord_key, self.configrecord_key, self.weighted_by_key)
 
@@ -368,7 +354,7 @@ class PersonalizedStrategy(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Make the training messages of a round, one at a time."""
-        self._end_rests(server_round)
+        self.roster.begin_round(server_round)
         clients = self.sample(server_round, self.fraction_train, self.min_train_nodes)
         for client, record in self.outgoing(server_round, clients):
             yield self._message(client, record, config, server_round, MessageType.TRAIN)
@@ -381,21 +367,49 @@ class PersonalizedStrategy(Strategy):
         self._evaluated_apart = set()
         evaluated: set[ClientId] = set()  # who told its accuracy in its answer
         for message in replies:
-            if (found := self._admitted(message, server_round, evaluation=False)) is not None:
+            if (found := self._admitted(message, server_round, self.take, evaluation=False)) is not None:
                 client, reply = found
-                self.take(client, reply)
                 if f"{self.personal}-accuracy" in reply.metrics:
                     evaluated.add(client)
                 contents[client] = RecordDict({"metrics": reply.metrics})
         answered = in_order(contents)
         # Clients that evaluate while they train have said all there is to say; who sits out keeps its last.
         self._silent = set(answered) - evaluated if evaluated else None
-        self.end_round(server_round, answered)
-        self._empty_rounds = 0 if answered else self._empty_rounds + 1
-        if not answered:
+        self._failure = self._end_round(server_round, answered)
+        if not answered or self._failure:
+            self._empty_rounds += 1
             return None, None
+        self._empty_rounds = 0
         self._answered = self._answered or server_round > 0
-        return None, self.train_metrics_aggr_fn([contents[client] for client in answered], self.weighted_by_key)
+        return None, self._mean_of_metrics(self.train_metrics_aggr_fn, contents, server_round)
+
+    def _end_round(self, server_round: int, answered: Sequence[ClientId]) -> str:
+        """Have the method end a round; why it could not, or nothing."""
+        try:
+            self.end_round(server_round, answered)
+        except SERVERS_OWN:
+            raise
+        except Exception as error:
+            failure = first_line(f"round {server_round} could not be ended ({type(error).__name__}: {error})")
+            log(ERROR, "kindred: %s: its replies count for nothing", failure)
+            log(DEBUG, "%s", traceback.format_exc())
+            return failure
+        return ""
+
+    def _mean_of_metrics(
+        self, aggregate: Callable[[list[RecordDict], str], MetricRecord], contents: Mapping[ClientId, RecordDict],
+        server_round: int,
+    ) -> MetricRecord | None:
+        """The mean of clients' metrics, in order of client; None where the caller's function raises an exception."""
+        try:
+            return aggregate([contents[client] for client in in_order(contents)], self.weighted_by_key)
+        except SERVERS_OWN:
+            raise
+        except Exception as error:
+            log(WARNING, "kindred: the metrics of round %d have no mean: %s raised %s", server_round,
+                getattr(aggregate, "__name__", aggregate), first_line(f"{type(error).__name__}: {error}"))
+            log(DEBUG, "%s", traceback.format_exc())
+            return None
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -403,7 +417,8 @@ class PersonalizedStrategy(Strategy):
         """Make the messages by which clients evaluate their personal models, one at a time."""
         clients = self._closing or self.sample(
             server_round, self.fraction_evaluate, self.min_evaluate_nodes, "evaluate")
-        asked = clients if self._silent is None else in_order(self._silent.intersection(clients))
+        asked = [client for client in clients if client not in self._unheard
+                 and (self._silent is None or client in self._silent)]
         for client, record in zip(asked, self.personal_models(asked)):
             yield self._message(client, record, config, server_round, MessageType.EVALUATE)
 
@@ -411,14 +426,13 @@ class PersonalizedStrategy(Strategy):
         """Take in the evaluation replies of a round."""
         contents: dict[ClientId, RecordDict] = {}
         for message in replies:
-            if (found := self._admitted(message, server_round, evaluation=True)) is not None:
+            if (found := self._admitted(message, server_round, self.take_evaluation, evaluation=True)) is not None:
                 client, reply = found
-                self.take_evaluation(client, reply)
                 self._evaluated_apart.add(client)
                 contents[client] = RecordDict({"metrics": reply.metrics})
         if not contents:
             return None
-        return self.evaluate_metrics_aggr_fn([contents[c] for c in in_order(contents)], self.weighted_by_key)
+        return self._mean_of_metrics(self.evaluate_metrics_aggr_fn, contents, server_round)
 
     def start(
         self,
@@ -455,8 +469,8 @@ class PersonalizedStrategy(Strategy):
         Raises
         ------
         TooFewClients
-            Fewer than `min_available_nodes` clients after `wait_timeout` seconds, no usable answer of any client in
-            any round, or in `max_empty_rounds` rounds in a row; the state was saved before that.
+            Fewer than `min_available_nodes` clients can take part after `wait_timeout` seconds; no usable answer of any
+            client in any round, or in `max_empty_rounds` rounds in a row; the state was saved before that.
         WorkerDied
             In a simulation: a process in which clients work is gone. The last state that was saved is of the round
             before, or an earlier one.
@@ -474,9 +488,9 @@ class PersonalizedStrategy(Strategy):
         self._answered = False
         self._closing = []
         self.last_round = num_rounds
-        self._strikes, self._resting, self._empty_rounds, self._doubles = {}, {}, 0, set()
-        self._identities, self._about, self._introduced, self._nodes_know_identity = {}, {}, {}, True
-        self._queries, self._registered, self._owners = {}, {}, {}
+        self._empty_rounds, self._failure = 0, ""
+        self._simulated = simulated(grid)
+        self.roster.begin(self.history, simulated=self._simulated)
         self.run_id = grid.run.run_id
         self._attempt = time.time_ns()
         self._checkpoints = checkpoints
@@ -496,7 +510,7 @@ class PersonalizedStrategy(Strategy):
             log(INFO, "kindred: goes on after round %d, from %s", last, checkpoints.folder)
             first = last + 1
             del found, state  # arrays of it would stay in memory
-        if self.clients_keep_state and simulated(grid):
+        if self.clients_keep_state and self._simulated:
             begin_simulation(
                 self.run_id, checkpoints and checkpoints.folder, goes_on=first > self.first_round)
         started = time.monotonic()
@@ -505,14 +519,15 @@ class PersonalizedStrategy(Strategy):
 
         for server_round in range(first, num_rounds + 1):
             round_started = time.monotonic()
-            self.meet(grid, timeout)
+            self._unheard = set()
+            self.roster.meet(grid, self.introduce, timeout)
             _, metrics = self.aggregate_train(server_round, self._exchange(
                 grid, self.configure_train(server_round, result.arrays, train_config, grid), timeout, server_round))
             if metrics is not None:
                 result.train_metrics_clientapp[server_round] = metrics
             if self.fraction_evaluate:
                 self._evaluate(grid, result, evaluate_config, timeout, server_round)
-            self._close_round(server_round, time.monotonic() - round_started, on_round)
+            self._close_round(grid, server_round, time.monotonic() - round_started, on_round)
             if evaluate_fn and (metrics := evaluate_fn(server_round, self.global_arrays())) is not None:
                 result.evaluate_metrics_serverapp[server_round] = metrics
             given_up = self._empty_rounds >= self.max_empty_rounds
@@ -525,11 +540,9 @@ class PersonalizedStrategy(Strategy):
                 self._give_up()
 
         if not self._answered:
-            raise TooFewClients(f"no client gave a usable answer in any of the {num_rounds} rounds; "
-                                f"client {self.history.rows[-1]['client']}: {self.history.rows[-1]['status']}"
-                                if self.history.rows else "no client was asked in any round")
+            raise TooFewClients(f"no client gave a usable answer in any of the {num_rounds} rounds; {self._trouble()}")
         if first > num_rounds:  # nobody has been met since it was cut short
-            self.meet(grid, timeout)
+            self.roster.meet(grid, self.introduce, timeout)
         # Replies of a round may speak of the model that it started from: the last one still needs a word. And who was
         # never drawn has said nothing yet.
         told = ({row["client"] for row in self.history.rows} if self.personal in AFTER_TRAINING
@@ -537,9 +550,9 @@ class PersonalizedStrategy(Strategy):
         self._closing = [client for client in self.clients() if client not in told]
         if self.fraction_evaluate and self._closing:
             closing_started = time.monotonic()
-            self._silent = None
+            self._silent, self._unheard = None, set()
             self._evaluate(grid, result, evaluate_config, timeout, num_rounds + 1)
-            self._close_round(num_rounds + 1, time.monotonic() - closing_started, on_round)
+            self._close_round(grid, num_rounds + 1, time.monotonic() - closing_started, on_round)
         result.arrays = self.global_arrays()
         log(INFO, "%s finished %d rounds in %.1f s", self.name, num_rounds, time.monotonic() - started)
         return result
@@ -547,156 +560,18 @@ class PersonalizedStrategy(Strategy):
     # --- Clients --------------------------------------------------------------------------------------
 
     def clients(self) -> list[ClientId]:
-        """The connected clients, in order."""
-        return in_order(self._nodes)
+        """The clients that are connected and can take part, in order."""
+        return self.roster.clients()
 
     def sample(self, server_round: int, fraction: float, at_least: int, purpose: str = "train") -> list[ClientId]:
         """Draw clients for a round, without replacement; the draw depends on seed, round and client ids alone."""
-        clients = [client for client in self.clients() if client not in self._resting]
+        clients = self.roster.active()
         count = min(max(int(len(clients) * fraction), at_least), len(clients))
         if count == len(clients):
             return clients
         rng = np.random.default_rng(seed_for(self.seed, purpose, server_round))
         drawn = rng.choice(len(clients), count, replace=False, p=self.chances(clients))
         return [clients[i] for i in sorted(drawn)]
-
-    def meet(self, grid: Grid, timeout: float) -> None:
-        """Wait until enough clients are connected, and learn who the new ones are."""
-        node_ids = self._wait_for_nodes(grid)
-        for absent in self._identities.keys() - set(node_ids):  # who comes back may say something else
-            client = self._identities.pop(absent)
-            if self._introduced.get(client) == absent:
-                del self._introduced[client]
-        self._queries = {message_id: node_id for message_id, node_id in self._queries.items() if node_id in node_ids}
-        new = sorted(set(node_ids) - self._identities.keys())
-        if new:
-            self._registered |= {node.node_id: node.name for node in grid.get_nodes() if node.name}
-        if new and self._nodes_know_identity:
-            log(INFO, "Asking clients for their names; an app without an answer logs an error, which does no harm")
-        # One node first: a ClientApp that knows no such query is not asked once more by each node of a simulation.
-        for group in (new[:1], new[1:]):
-            if group and self._nodes_know_identity:
-                self._identify(grid, group, timeout)
-            if not self._nodes_know_identity:
-                self._identities |= {node_id: node_id for node_id in group}
-        doubles = self._give_names()
-        for node_id in sorted(doubles - self._doubles):
-            client = self._identities[node_id]
-            other = (f"as node {self._nodes[client]} does" if client in self._nodes
-                     else f"a name that is kept for the node registered as {self._owners[client]}")
-            log(WARNING, "kindred: node %d says it is client %s, %s; it is left out", node_id, client, other)
-        self._doubles = doubles
-        newcomers = {client: self._about.get(self._nodes[client], {}) for client in self.clients()
-                     if self._introduced.get(client) != self._nodes[client]}
-        self._introduced |= {client: self._nodes[client] for client in newcomers}
-        left_out = self.history.left_out
-        for client in newcomers:  # who comes back may have mended what was wrong
-            left_out.pop(client, None)
-        for client, reason in self.introduce(newcomers).items():
-            reason = first_line(reason)
-            log(WARNING, "kindred: client %s takes no part: %s", client, reason)
-            left_out[client] = reason
-        for client in left_out:
-            self._nodes.pop(client, None)
-        if left_out and not self._nodes and not self.history.rows:
-            client = in_order(left_out)[0]
-            raise TooFewClients(f"no client can take part; client {client}: {left_out[client]}")
-
-    def _give_names(self) -> set[int]:
-        """Say which node each client is, by what nodes call themselves; returns those with a name that is another's.
-
-        A name stays with the node that had it first, as long as that one is connected; where the key of that one was
-        registered at the server, for the whole run. Who is registered under a name has it before all others.
-        """
-        def may_have(node_id: int, client: ClientId) -> bool:
-            return self._owners.get(client) in (None, self._registered.get(node_id))
-
-        there = dict(sorted(self._identities.items()))
-        self._owners |= {client: self._registered[node_id] for node_id, client in there.items()
-                         if self._registered.get(node_id) == str(client)}
-        first = {client: node_id for client, node_id in self._introduced.items()
-                 if there.get(node_id) == client and may_have(node_id, client)}
-        self._nodes, doubles = {}, set()
-        for node_id, client in there.items():
-            if may_have(node_id, client) and first.setdefault(client, node_id) == node_id:
-                self._nodes[client] = node_id
-                if node_id in self._registered:
-                    self._owners[client] = self._registered[node_id]
-            else:
-                doubles.add(node_id)
-        return doubles
-
-    def _wait_for_nodes(self, grid: Grid) -> list[int]:
-        """The connected nodes, once there are enough and, at first, once their number stands still."""
-        deadline = time.monotonic() + self.wait_timeout
-        seen: list[int] | None = None
-        told = False
-        while True:
-            node_ids = sorted(grid.get_node_ids())
-            of_use = any(self._identities.get(node_id) not in self.history.left_out for node_id in node_ids)
-            if len(node_ids) >= self.min_available_nodes and of_use:
-                # At the start nodes come one after the other.
-                if self._identities or node_ids == seen:
-                    return node_ids
-                seen = node_ids
-            elif time.monotonic() > deadline:
-                raise TooFewClients(
-                    f"{len(node_ids)} clients are connected after {self.wait_timeout:g} s, "
-                    + (f"{self.min_available_nodes} are needed (min_available_nodes)" if of_use or not node_ids
-                       else "and none of them can take part"))
-            elif not told:
-                log(INFO, "kindred: waiting for clients: %d of %d are here", len(node_ids), self.min_available_nodes)
-                told = True
-            time.sleep(NODES_PAUSE)
-
-    def _identify(self, grid: Grid, node_ids: Sequence[int], timeout: float) -> None:
-        """Ask nodes for their clients' ids. Who has none goes by its node id.
-
-        Who does not answer in time is asked again before the next round, and what it says to either question counts;
-        but those who have answered hardly wait for it again.
-        """
-        timeout = min(timeout, self.wait_timeout)
-        silent = set(self._queries.values())
-        patience = min(timeout, SECOND_WAIT) if self._identities and silent.issuperset(node_ids) else timeout
-        for node_id in node_ids:
-            message = Message(RecordDict(), node_id, IDENTITY_QUERY, ttl=timeout + CLOCKS)
-            if (message_id := _push(grid, message)) is not None:
-                self._queries[message_id] = node_id
-        asked = {message_id: node_id for message_id, node_id in self._queries.items() if node_id in node_ids}
-        for message_id, reply in _pull(grid, asked, time.monotonic() + patience):
-            node_id = self._queries.pop(message_id)
-            if isinstance(reply, Refused):
-                log(WARNING, "kindred: what node %d is called cannot be made out, so it is asked again: %s",
-                    node_id, first_line(str(reply)))
-                continue
-            if not _is_from(node_id, reply):
-                log(WARNING, "kindred: a reply that node %d was asked for came from node %d; it is not used",
-                    node_id, reply.metadata.src_node_id)
-                continue
-            if reply.has_error():
-                # In a simulation all nodes run the same app; one that is far away speaks for itself alone.
-                if "No query function registered" in reply.error.reason and simulated(grid):
-                    self._nodes_know_identity = False
-                elif reply.error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION:
-                    self._identities[node_id] = node_id
-                continue
-            content = content_of(reply)
-            about = {key: value for record in content.config_records.values() for key, value in record.items()}
-            client = about.get(CLIENT_ID, node_id)
-            if not is_name(client):
-                log(WARNING, "kindred: node %d calls itself %s, allowed: a whole number, or 1 to %d printable "
-                    "characters; it goes by its number", node_id, reprlib.repr(client), MAX_NAME)
-                client = node_id
-            if PROBLEM in about:  # it may pass: the client is asked again before the next round
-                if (client in self._identities.values()
-                        or self._owners.get(client) not in (None, self._registered.get(node_id))):
-                    continue  # another node is that client
-                reason = first_line(str(about[PROBLEM]))
-                log(WARNING, "kindred: client %s cannot introduce itself: %s", client, reason)
-                self.history.left_out[client] = f"it cannot introduce itself: {reason}"
-                continue
-            self._identities[node_id] = client
-            self._about[node_id] = about
 
     # --- An exchange ----------------------------------------------------------------------------------
 
@@ -714,7 +589,7 @@ class PersonalizedStrategy(Strategy):
         settings[RUN], settings[ATTEMPT] = f"{self.run_id:020}", self._attempt  # of one length in every run
         settings[METHOD] = self.name
         content = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: settings})
-        return Message(content, self._nodes[client], message_type, group_id=str(server_round))
+        return Message(content, self.roster.nodes[client], message_type, group_id=str(server_round))
 
     def _exchange(
         self, grid: Grid, messages: Iterable[Message], timeout: float, server_round: int
@@ -724,9 +599,9 @@ class PersonalizedStrategy(Strategy):
         A reply is known by the message it answers, whoever signs it: replies of an earlier exchange are
         never asked for, and an error that the SuperLink reports for a dead node is its client's.
         """
-        started = time.monotonic()
-        client_of = {node_id: client for client, node_id in self._nodes.items()}
-        self._asked = {}
+        self._until = time.monotonic() + timeout
+        client_of = {node_id: client for client, node_id in self.roster.nodes.items()}
+        self._asked, self._usable = {}, 0
         for message in messages:
             client = client_of[message.metadata.dst_node_id]
             notes = self.notes(client)
@@ -737,25 +612,38 @@ class PersonalizedStrategy(Strategy):
                 message.metadata.message_type == MessageType.TRAIN,
                 str(message.content[self.configrecord_key].get(PROBE, "")))
             message.metadata.ttl = timeout + CLOCKS
-            message_id = _push(grid, message)
+            message_id = push(grid, message)
             if message_id is None:
                 self._add_row(replace(asked, notes={}), server_round, "its message could not be sent", 0)
             else:
                 self._asked[message_id] = asked
+        count = len(self._asked)
+        quorum = math.ceil(self.quorum * count) if self.quorum <= 1 else int(self.quorum)
+        self._enough = quorum if quorum < count and not self._simulated else 0
         waiting = set(self._asked)
-        for message_id, reply in _pull(grid, self._asked, started + timeout):
+        for message_id, reply in pull(grid, self._asked, lambda: self._until, simulated=self._simulated):
             waiting.discard(message_id)
             if isinstance(reply, Refused):
                 self._refuse(self._asked[message_id], server_round, reply, 0)
             else:
                 yield reply
+            while self._to_tell:
+                self.roster.tell(grid, *self._to_tell.popitem())
         for message_id in waiting:
-            self._add_row(self._asked[message_id], server_round, f"no answer within {timeout:g} s", 0)
+            asked = self._asked[message_id]
+            reason = f"no answer within {timeout:g} s"
+            if self._enough and self._usable >= self._enough:
+                reason = f"no answer within {self.grace:g} s after {self._enough} of {count} clients (quorum, grace)"
+            self._add_row(asked, server_round, reason, 0)
+            self._unheard.add(asked.client)
+            self.roster.failed(asked.client)
 
-    def _admitted(self, message: Message, server_round: int, *, evaluation: bool) -> tuple[ClientId, Reply] | None:
-        """Check a reply and note it in the history; None if nothing of it is to be used."""
+    def _admitted(
+        self, message: Message, server_round: int, take: Callable[[ClientId, Reply], None], *, evaluation: bool
+    ) -> tuple[ClientId, Reply] | None:
+        """Check a reply, have the method take it in, and note it in the history; None if nothing of it is used."""
         asked = self._asked[message.metadata.reply_to_message_id]
-        if not _is_from(asked.node_id, message):  # no strike: whose fault it is, nobody knows
+        if not is_from(asked.node_id, message):  # no strike: whose fault it is, nobody knows
             sender = message.metadata.src_node_id
             self._add_row(asked, server_round, f"{REFUSED}it came from node {sender}, expected {asked.node_id}", 0)
             return None
@@ -767,22 +655,27 @@ class PersonalizedStrategy(Strategy):
         bytes_up = payload_bytes(content)
         due = None if evaluation and not records_of(content, ArrayRecord) else partial(self.mismatch, asked.client)
         try:
-            reply = admit(content, self.weighted_by_key, due)
-            if asked.probe:
-                loss = _loss_in(reply.metrics)
-                worked = {key: reply.metrics[key] for key in COMPUTE
-                          if isinstance(reply.metrics.get(key), int | float)}
-                self._add_row(asked, server_round, "ok", bytes_up, {f"{asked.probe}-loss": loss, **worked})
-                self.take_probe(asked.client, asked.probe, loss)
-                return None
-            if not evaluation:
-                self.inspect(asked.client, reply)
-                self._bound(asked.client, reply)
+            with _at_the_senders_cost():
+                reply = admit(content, self.weighted_by_key, due)
+                if asked.probe:
+                    loss = _loss_in(reply.metrics)
+                    self.take_probe(asked.client, asked.probe, loss)
+                else:
+                    if not evaluation:
+                        self.inspect(asked.client, reply)
+                        self._bound(asked.client, reply)
+                    take(asked.client, reply)
         except Refused as refusal:
             self._refuse(asked, server_round, refusal, bytes_up)
             return None
-        if not evaluation:
-            self._strikes.pop(asked.client, None)
+        self._usable += 1
+        if self._usable == self._enough:
+            self._until = min(self._until, time.monotonic() + self.grace)
+        self.roster.succeeded(asked.client)
+        if asked.probe:
+            worked = {key: reply.metrics[key] for key in COMPUTE if key in reply.metrics}
+            self._add_row(asked, server_round, "ok", bytes_up, {f"{asked.probe}-loss": loss, **worked})
+            return None
         # Numbers alone go into rows, and the engine's own columns are not the client's to name.
         metrics = {key: value for key, value in reply.metrics.items()
                    if isinstance(value, int | float) and not key.startswith((f"{PERSONAL}-", "evaluate-"))}
@@ -797,28 +690,23 @@ class PersonalizedStrategy(Strategy):
             raise Refused(f"its update has norm {size:g}, allowed: up to {self.max_update_norm:g}")
 
     def _refuse(self, asked: _Asked, server_round: int, refusal: Refused, bytes_up: int) -> None:
-        """Note a refused reply, and leave the client out for a while if it is one too many in a row."""
+        """Note a refused reply; one to a training message is a strike."""
         self._add_row(asked, server_round, f"{REFUSED}{refusal}", bytes_up)
-        if not asked.to_train:
-            return
-        client = asked.client
-        strikes = self._strikes[client] = self._strikes.get(client, 0) + 1
-        if 0 < self.max_strikes <= strikes:
-            self._resting[client] = server_round + strikes
-            log(WARNING, "kindred: client %s is left out of the next %d rounds, for %d of its replies in a row were "
-                "refused", client, strikes, strikes)
-
-    def _end_rests(self, server_round: int) -> None:
-        for client in in_order(client for client, last in self._resting.items() if last < server_round):
-            del self._resting[client]
-            log(INFO, "kindred: client %s may take part again, from round %d", client, server_round)
+        self._to_tell[asked.node_id] = f"its reply in round {server_round} is not used: {refusal}"
+        if asked.to_train:
+            self.roster.failed(asked.client)
 
     def _give_up(self) -> NoReturn:
         """End a run that has been going on without anybody for too long."""
+        raise TooFewClients(f"no client gave a usable answer in {self._empty_rounds} rounds in a row "
+                            f"(max_empty_rounds), so the run ends; {self._trouble()}")
+
+    def _trouble(self) -> str:
+        """The last thing that went wrong."""
+        if self._failure:
+            return self._failure
         last = next((row for row in reversed(self.history.rows) if row["status"] != "ok"), None)
-        raise TooFewClients(
-            f"no client gave a usable answer in {self._empty_rounds} rounds in a row (max_empty_rounds), so the run "
-            "ends; " + (f"client {last['client']}: {last['status']}" if last else "no client was asked"))
+        return f"client {last['client']}: {last['status']}" if last else "no client was asked"
 
     def _add_row(
         self, asked: _Asked, server_round: int, status: str, bytes_up: int, metrics: Mapping[str, Any] | None = None,
@@ -832,8 +720,8 @@ class PersonalizedStrategy(Strategy):
         row = {
             **(metrics or {}),  # whatever a client calls its metrics, the columns below are not its own
             **asked.notes,
-            "round": server_round, "client": asked.client, "status": status,
-            "seconds": time.monotonic() - asked.sent_at, "bytes-down": asked.bytes_down, "bytes-up": bytes_up,
+            **dict(zip(ENGINES_OWN, (server_round, asked.client, status, time.monotonic() - asked.sent_at,
+                                     asked.bytes_down, bytes_up), strict=True)),
         }
         # An evaluation by itself is of the personal model, under the name that an ordinary evaluate function uses.
         for measure, names in ORDINARY_NAMES.items():
@@ -842,7 +730,7 @@ class PersonalizedStrategy(Strategy):
                     if measure == "loss" or 0 <= row[key] <= 1:
                         row[f"{PERSONAL}-{measure}"] = float(row[key])
                     break
-        self.history.add(row)
+        self.history.add(row, (metrics or {}).keys() - asked.notes.keys() - set(ENGINES_OWN))
 
     def _evaluate(
         self, grid: Grid, result: Result, config: ConfigRecord, timeout: float, server_round: int
@@ -852,7 +740,10 @@ class PersonalizedStrategy(Strategy):
         if metrics is not None:
             result.evaluate_metrics_clientapp[server_round] = metrics
 
-    def _close_round(self, server_round: int, seconds: float, on_round: Callable[[int], None] | None) -> None:
+    def _close_round(
+        self, grid: Grid, server_round: int, seconds: float, on_round: Callable[[int], None] | None
+    ) -> None:
+        self.roster.end_round(grid, server_round)
         line = self.history.close_round(server_round, seconds, self.personal)
         log(INFO, "%s", progress(line, self.last_round))
         if on_round:
@@ -894,7 +785,7 @@ class StoredModels(PersonalizedStrategy):
 
     def welcome(self, clients: Sequence[ClientId]) -> None:
         """Give the initial model to those of these clients that have none yet."""
-        self.models.reserve(len(self._nodes))
+        self.models.reserve(len(self.roster.nodes))
         for client in clients:
             if client not in self.models:
                 self.models.put(client, read_record(self.initial))
@@ -1004,6 +895,18 @@ def mean_metrics(contents: list[RecordDict], weighted_by_key: str) -> MetricReco
     return aggregate_metricrecords(alike, weighted_by_key)
 
 
+@contextmanager
+def _at_the_senders_cost() -> Iterator[None]:
+    """Turn an exception that nobody foresaw into a refusal: one reply is lost, not the run."""
+    try:
+        yield
+    except (Refused, *SERVERS_OWN):
+        raise
+    except Exception as error:
+        log(DEBUG, "%s", traceback.format_exc())
+        raise Refused(f"it cannot be used ({type(error).__name__}: {error})") from error
+
+
 def payload_bytes(content: RecordDict) -> int:
     """Bytes that the records of a message hold: arrays with their headers, metrics and settings."""
     return sum(_count_bytes(record) for record in content.values())
@@ -1024,19 +927,6 @@ def _loss_in(metrics: Mapping[str, Any]) -> float:
     return float(found)
 
 
-def content_of(message: Message) -> RecordDict:
-    """What a reply carries; nothing, if it does not even carry that, or something else in its place."""
-    content = message.content if message.has_content() else None
-    return content if isinstance(content, RecordDict) else RecordDict()
-
-
-def first_line(text: str) -> str:
-    """The first line of a text that says something, fit for a log: printable, and not too long."""
-    line = next((line.strip() for line in text.splitlines() if line.strip()), "no reason given")
-    line = "".join(character if character.isprintable() else "?" for character in line[: LONGEST_LINE + 1])
-    return line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]}..."
-
-
 def progress(line: dict[str, Any], num_rounds: int) -> str:
     """A round in one line."""
     width = len(str(num_rounds))
@@ -1048,80 +938,3 @@ def progress(line: dict[str, Any], num_rounds: int) -> str:
     parts += [f"{line['seconds']:.1f} s", f"up {line['bytes-up'] / 1e6:.2f} MB",
               f"down {line['bytes-down'] / 1e6:.2f} MB", f"{line['answered']}/{line['asked']} clients"]
     return "  ".join(parts)
-
-
-def _push(grid: Grid, message: Message) -> str | None:
-    """Send one message; its id, or None if the grid did not take it."""
-    ids = list(grid.push_messages([message]))
-    return (ids[0] or None) if ids else None
-
-
-def _pull(
-    grid: Grid, message_ids: Collection[str], deadline: float
-) -> Iterator[tuple[str, Message | Refused]]:
-    """Give out the first reply to each of these messages as they come, until the deadline.
-
-    Over a network they are asked for one by one. A reply is unpacked as it is handed out, and one that cannot be would
-    take others along that came with it; and who wrote it could make it out to be an answer to any message. It costs
-    some 20 ms for each of those who have not answered yet, as often as they are asked for.
-    """
-    waiting = dict.fromkeys(message_ids)
-    apart = not simulated(grid)
-    pause = FIRST_PAUSE
-    while waiting:
-        arrived = False
-        started = time.monotonic()
-        for group in [[message_id] for message_id in waiting] if apart else [list(waiting)]:
-            for message_id, reply in _replies(grid, group):
-                if message_id in waiting:
-                    del waiting[message_id]
-                    arrived = True
-                    yield message_id, reply
-            if time.monotonic() >= deadline + OVERTIME:
-                return
-        now = time.monotonic()
-        if not waiting or now >= deadline:
-            return
-        pause = FIRST_PAUSE if arrived else min(pause * PAUSE_GROWTH, LONGEST_PAUSE)
-        if not arrived:  # the SuperLink has other work too
-            time.sleep(min(max(pause, now - started), deadline - now))
-
-
-def _replies(grid: Grid, message_ids: Sequence[str]) -> list[tuple[str, Message | Refused]]:
-    """The replies that are there to these messages."""
-    try:
-        replies = list(grid.pull_messages(message_ids))
-    except Exception as error:
-        unreadable = isinstance(error, UNREADABLE) or type(error).__name__ == "DecodeError"  # protobuf's, within Flower
-        if not unreadable or simulated(grid):  # where nothing is unpacked
-            raise
-        # It is gone: the SuperLink does not hand it out again.
-        return [(message_ids[0], Refused(f"it cannot be unpacked ({type(error).__name__}: {error})"))]
-    for reply in replies:
-        _check_worker(grid, reply)
-    asked = set(message_ids)
-    return [(reply.metadata.reply_to_message_id, reply) for reply in replies
-            if reply.metadata.reply_to_message_id in asked]
-
-
-def _is_from(node_id: int, reply: Message) -> bool:
-    """Whether a reply is this node's, or the SuperLink's word that the node is gone."""
-    sender = reply.metadata.src_node_id
-    return sender == node_id or (sender == SUPERLINK_NODE_ID and reply.has_error())
-
-
-def _check_worker(grid: Grid, reply: Message) -> None:
-    """End the run where a process of the simulation has died, by what Ray says of it.
-
-    Flower hands it messages as before, and to it first, for it is never busy: from then on they fail at once.
-
-    Raises
-    ------
-    WorkerDied
-    """
-    if reply.has_error() and reply.error.code == ErrorCode.UNKNOWN and DEAD_WORKER.search(reply.error.reason):
-        if simulated(grid):  # what a client far away says has no such weight
-            raise WorkerDied(
-                "a process in which clients of the simulation work died, most often for want of memory, and Flower "
-                "goes on giving it messages, so the run ends; with more CPUs for each client fewer work at a time "
-                f"({first_line(reply.error.reason)})")

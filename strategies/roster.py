@@ -1,0 +1,359 @@
+"""Who is there: the nodes that are connected, which client each one is, and who may take part in a round."""
+
+from __future__ import annotations
+
+import json
+import os
+import reprlib
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from logging import INFO, WARNING
+from typing import Any
+
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.common.constant import ErrorCode
+from flwr.serverapp import Grid
+from flwr.supercore import log
+
+from .admission import Refused, admit_introduction
+from .exchange import content_of, first_line, is_from, pull, push
+from .history import History
+from .messages import (
+    CLIENT_ID,
+    CONFIG,
+    IDENTITY_QUERY,
+    MAX_NAME,
+    METHODS,
+    PROBLEM,
+    REFUSAL_QUERY,
+    ClientId,
+    in_order,
+    is_name,
+)
+
+NODES_PAUSE = 0.1  # s between two looks at which nodes are connected
+SECOND_WAIT = 1.0  # s, for the names of nodes that were asked for them before
+ASK_AGAIN = 10.0  # s between two questions to nodes that cannot take part, while a round waits for clients
+# A message is for its exchange alone: who was away, or is slow, is not to work on those of rounds that are over.
+CLOCKS = 600.0  # s by which the clocks of a site and of the server may differ
+
+# In the environment of a run at `kindred server`: the file that lists the names of all registered keys, as JSON.
+REGISTERED = "KINDRED_REGISTERED"
+
+Introduce = Callable[[Mapping[ClientId, Mapping[str, Any]]], dict[ClientId, str]]
+
+
+class TooFewClients(RuntimeError):
+    """Fewer clients than a round needs can take part when the wait is over, or none gave a usable answer."""
+
+
+class Roster:
+    """The clients of a run, by the nodes that they are.
+
+    Parameters
+    ----------
+    min_available : int
+        Clients that must be able to take part before a round starts.
+    wait_timeout : float
+        Seconds to wait for them, and for the names of clients that are new.
+    max_strikes : int
+        Rounds in a row without a usable reply after which a client is left out for as many rounds; 0: never.
+
+    Attributes
+    ----------
+    nodes : dict
+        client -> its node, of those that are connected and can take part.
+    """
+
+    def __init__(self, min_available: int, wait_timeout: float, max_strikes: int) -> None:
+        self.min_available = min_available
+        self.wait_timeout = wait_timeout
+        self.max_strikes = max_strikes
+        self.begin(History(), simulated=True)
+
+    def begin(self, history: History, *, simulated: bool) -> None:
+        """Forget all, for a new run; `history.left_out` gets the clients that take no part."""
+        self.nodes: dict[ClientId, int] = {}
+        self._history = history
+        self._simulated = simulated
+        self._identities: dict[int, ClientId] = {}  # the clients of the nodes that were connected last
+        self._about: dict[int, Mapping[str, Any]] = {}  # their introductions
+        self._introduced: dict[ClientId, int] = {}  # as which node a client was last introduced to the method
+        self._queries: dict[str, int] = {}  # questions for names that are not answered yet: message -> node
+        self._registered: dict[int, str] = {}  # nodes whose keys are registered under a name
+        self._kept_names: set[str] = set()  # names of registered keys, connected or not
+        self._refused: dict[int, str] = {}  # nodes that cannot have the name that they give, and why
+        self._nodes_know_identity = True
+        self._strikes: dict[ClientId, int] = {}  # rounds in a row without a usable reply
+        self._resting: dict[ClientId, int] = {}  # until which round a client is left out for them
+        self._failed: set[ClientId] = set()  # in the round in progress: no usable reply,
+        self._answered: set[ClientId] = set()  # or one
+
+    def state(self) -> dict[str, Any]:
+        """All that `restore` needs, between two rounds."""
+        return {"strikes": self._strikes, "resting": self._resting, "kept-names": self._kept_names}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave."""
+        self._strikes, self._resting, self._kept_names = state["strikes"], state["resting"], state["kept-names"]
+
+    def clients(self) -> list[ClientId]:
+        """The clients that are connected and can take part, in order; those that rest too."""
+        return in_order(self.nodes)
+
+    def active(self) -> list[ClientId]:
+        """The clients that a round can be with, in order."""
+        return [client for client in self.clients() if client not in self._resting]
+
+    # --- Meeting clients --------------------------------------------------------------------------------
+
+    def meet(self, grid: Grid, introduce: Introduce, timeout: float) -> None:
+        """Wait until enough clients can take part, and learn who the new ones are.
+
+        Parameters
+        ----------
+        grid : Grid
+        introduce : callable
+            See `PersonalizedStrategy.introduce`.
+        timeout : float
+            Seconds to wait for the names of new nodes, `wait_timeout` at the most.
+
+        Raises
+        ------
+        TooFewClients
+            Fewer than `min_available` clients can take part after `wait_timeout` seconds; in a simulation, to which no
+            others come, at once.
+        """
+        deadline = time.monotonic() + self.wait_timeout
+        seen: list[int] | None = None  # at the last look,
+        met: list[int] | None = None  # and when nodes were last asked
+        asked_at, said = 0.0, ""
+        while True:
+            nodes, now = sorted(grid.get_node_ids()), time.monotonic()
+            # At the start nodes come one after the other.
+            settled = bool(self._identities) or (nodes == seen and len(nodes) >= self.min_available)
+            if settled and (nodes != met or now - asked_at >= ASK_AGAIN):
+                self._ask_and_admit(grid, nodes, introduce, timeout)
+                met, asked_at = nodes, time.monotonic()
+            if settled and len(self.nodes) >= self.min_available:
+                return
+            count, what = ((len(nodes), "are connected") if len(nodes) < self.min_available
+                           else (len(self.nodes), "can take part"))
+            waits = f"{count} of {self.min_available} {what} (min_available_nodes){self._who_is_missing(nodes)}"
+            if time.monotonic() > deadline:
+                raise TooFewClients(f"too few clients after {self.wait_timeout:g} s: {waits}")
+            if self._simulated and settled and self._identities.keys() >= set(nodes):
+                raise TooFewClients(f"too few clients: {waits}")
+            if waits != said and (settled or len(nodes) < self.min_available):
+                log(INFO, "kindred: waiting for clients: %s", waits)
+                said = waits
+            seen = nodes
+            time.sleep(NODES_PAUSE)
+
+    def _who_is_missing(self, nodes: Sequence[int]) -> str:
+        """The clients that cannot take part, each with the reason, to be put behind how many can."""
+        known = {*self._kept_names, *(str(row["client"]) for row in self._history.rows)}
+        here = {str(client) for client in (*self._identities.values(), *self._history.left_out)}
+        missing = [f"client {client}: {self._history.left_out[client]}" for client in in_order(self._history.left_out)]
+        missing += [f"node {node}: {self._refused[node]}" for node in nodes if node in self._refused]
+        missing += [f"node {node} has not said who it is" for node in nodes
+                    if node in self._queries.values() and node not in self._identities]
+        missing += [f"client {client} is not connected" for client in sorted(known - here)]
+        return "".join(f"; {reason}" for reason in missing)
+
+    def _ask_and_admit(self, grid: Grid, nodes: Sequence[int], introduce: Introduce, timeout: float) -> None:
+        """Find out which clients these nodes are, and have the method take note of those that are new."""
+        self._forget_those_not_in(nodes)
+        new = [node for node in nodes if node not in self._identities]
+        if new:
+            self._registered |= {node.node_id: node.name for node in grid.get_nodes() if node.name}
+            self._kept_names |= {*_registered_names(), *self._registered.values()}
+        if new and self._nodes_know_identity and not set(new) <= set(self._queries.values()):
+            log(INFO, "Asking clients for their names; an app without an answer logs an error, which does no harm")
+        # One node first: a ClientApp that knows no such query is not asked once more by each node of a simulation.
+        for group in (new[:1], new[1:]):
+            if group and self._nodes_know_identity:
+                self._identify(grid, group, timeout)
+            if not self._nodes_know_identity:
+                self._identities |= {node: node for node in group}
+        self._give_names(grid)
+        self._introduce_newcomers(grid, introduce)
+
+    def _forget_those_not_in(self, nodes: Collection[int]) -> None:
+        """Forget nodes that have gone, and those that cannot take part: what was wrong may have been put right.
+
+        In a simulation, where nobody puts anything right, the latter are only those that failed to introduce
+        themselves.
+        """
+        taking_part = set(self.nodes.values())
+        outside = {node for node in self._identities if node not in taking_part
+                   and (not self._simulated or PROBLEM in self._about.get(node, {}))}
+        for node in outside | (self._identities.keys() - set(nodes)):
+            client = self._identities.pop(node)
+            if self._introduced.get(client) == node:
+                del self._introduced[client]
+        self._refused = {node: reason for node, reason in self._refused.items() if node in nodes}
+        self._queries = {message_id: node for message_id, node in self._queries.items() if node in nodes}
+
+    def _identify(self, grid: Grid, nodes: Sequence[int], timeout: float) -> None:
+        """Ask nodes for their clients' ids. A client without one is identified by its node.
+
+        Nodes that do not answer in time are asked again before the next round, and their reply to either question
+        counts; but clients that have answered hardly wait for them again.
+        """
+        timeout = min(timeout, self.wait_timeout)
+        known = {*self._queries.values(), *self._about}
+        patience = min(timeout, SECOND_WAIT) if self._identities and known.issuperset(nodes) else timeout
+        for node in nodes:
+            message = Message(RecordDict(), node, IDENTITY_QUERY, ttl=timeout + CLOCKS)
+            if (message_id := push(grid, message)) is not None:
+                self._queries[message_id] = node
+        asked = {message_id: node for message_id, node in self._queries.items() if node in nodes}
+        deadline = time.monotonic() + patience
+        for message_id, reply in pull(grid, asked, lambda: deadline, simulated=self._simulated):
+            node = self._queries.pop(message_id)
+            if isinstance(reply, Refused):
+                log(WARNING, "kindred: the introduction of node %d cannot be read, so it is asked again: %s",
+                    node, first_line(str(reply)))
+            elif not is_from(node, reply):
+                log(WARNING, "kindred: a reply that node %d was asked for came from node %d; it is not used",
+                    node, reply.metadata.src_node_id)
+            elif not reply.has_error():
+                self._note(node, content_of(reply))
+            # In a simulation all nodes run the same app; one that is far away reports for itself alone.
+            elif "No query function registered" in reply.error.reason and self._simulated:
+                self._nodes_know_identity = False
+            elif reply.error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION:
+                self._identities[node] = node
+
+    def _note(self, node: int, content: RecordDict) -> None:
+        """Note a node's introduction."""
+        try:
+            about = admit_introduction(content)
+        except Refused as refusal:
+            about = {PROBLEM: str(refusal)}
+        client = about.get(CLIENT_ID, node)
+        if not is_name(client):
+            log(WARNING, "kindred: node %d calls itself %s, allowed: a whole number, or 1 to %d printable "
+                "characters; it is identified by its number", node, reprlib.repr(client), MAX_NAME)
+            client = node
+        self._identities[node] = client
+        self._about[node] = about
+
+    def _give_names(self, grid: Grid) -> None:
+        """Find the node of each client, by the names that nodes give.
+
+        A key has the name under which it was registered at the server, and no other; a registered name is kept for its
+        key. Any other name stays with the node that had it first, as long as that one is connected.
+        """
+        first = {client: node for client, node in self._introduced.items() if self._identities.get(node) == client}
+        self.nodes = {}
+        for node, client in sorted(self._identities.items()):
+            reason = self._not_its_name(node, client)
+            if reason is None and first.setdefault(client, node) != node:
+                reason = f"it says it is client {client}, as node {first[client]} does"
+            if reason is None:
+                self.nodes[client] = node
+                self._refused.pop(node, None)
+            else:
+                if self._refused.get(node) != reason:
+                    log(WARNING, "kindred: node %d takes no part: %s", node, reason)
+                self._refused[node] = reason
+                self.tell(grid, node, reason)
+
+    def _not_its_name(self, node: int, client: ClientId) -> str | None:
+        """Why a node cannot have the name that it gives; None if it can, or gives none."""
+        if client == node:
+            return None
+        registered = self._registered.get(node)
+        if registered and registered != str(client):
+            return f"it says it is client {client}, but its key is registered as {registered}"
+        if not registered and str(client) in self._kept_names:
+            return f"it says it is client {client}, a name that is kept for the key registered under it"
+        return None
+
+    def _introduce_newcomers(self, grid: Grid, introduce: Introduce) -> None:
+        newcomers = {client: self._about.get(self.nodes[client], {}) for client in self.clients()
+                     if self._introduced.get(client) != self.nodes[client]}
+        self._introduced |= {client: self.nodes[client] for client in newcomers}
+        left_out = self._history.left_out
+        before = {client: left_out.pop(client) for client in newcomers if client in left_out}
+        reasons = {client: f"it cannot introduce itself: {about[PROBLEM]}"
+                   for client, about in newcomers.items() if PROBLEM in about}
+        reasons |= _reasons(introduce, {client: about for client, about in newcomers.items() if client not in reasons})
+        for client in newcomers:
+            if client in reasons:
+                left_out[client] = reason = first_line(str(reasons[client]))
+                if before.get(client) != reason:
+                    log(WARNING, "kindred: client %s takes no part: %s", client, reason)
+                if PROBLEM not in newcomers[client]:  # which it knows
+                    self.tell(grid, self.nodes[client], reason)
+            elif client in before:
+                log(INFO, "kindred: client %s takes part now, and did not because: %s", client, before[client])
+        for client in left_out:
+            self.nodes.pop(client, None)
+
+    def tell(self, grid: Grid, node: int, reason: str) -> None:
+        """Have a site print why it takes no part, or why its reply is not used: its operator can act on that.
+
+        Nobody waits for the answer. In a simulation the server's log is the site's, and an app of somebody else's knows
+        no such message.
+        """
+        if self._simulated or not isinstance(self._about.get(node, {}).get(METHODS), list):
+            return
+        content = RecordDict({CONFIG: ConfigRecord({PROBLEM: first_line(reason)})})
+        push(grid, Message(content, node, REFUSAL_QUERY, ttl=CLOCKS))
+
+    # --- Clients that give no usable reply --------------------------------------------------------------
+
+    def succeeded(self, client: ClientId) -> None:
+        """Note that a client gave a usable reply in the round in progress."""
+        self._answered.add(client)
+
+    def failed(self, client: ClientId) -> None:
+        """Note that a client's reply was refused, or did not come, in the round in progress."""
+        self._failed.add(client)
+
+    def begin_round(self, server_round: int) -> None:
+        """Let those take part again that have been left out for long enough."""
+        for client in in_order(client for client, last in self._resting.items() if last < server_round):
+            del self._resting[client]
+            log(INFO, "kindred: client %s may take part again, from round %d", client, server_round)
+
+    def end_round(self, grid: Grid, server_round: int) -> None:
+        """Count the strikes of a round, and leave clients out for a while that have too many."""
+        for client in self._answered - self._failed:
+            self._strikes.pop(client, None)
+        for client in in_order(self._failed):
+            strikes = self._strikes[client] = self._strikes.get(client, 0) + 1
+            if 0 < self.max_strikes <= strikes:
+                self._resting[client] = server_round + strikes
+                reason = f"left out of the next {strikes} rounds: no usable reply in {strikes} rounds in a row"
+                log(WARNING, "kindred: client %s is %s", client, reason)
+                if client in self.nodes:
+                    self.tell(grid, self.nodes[client], reason)
+        self._failed, self._answered = set(), set()
+
+
+def _reasons(introduce: Introduce, newcomers: Mapping[ClientId, Mapping[str, Any]]) -> dict[ClientId, str]:
+    """The reasons for which newcomers cannot take part; one whose introduction raises an exception is among them."""
+    try:
+        return introduce(newcomers)
+    except (MemoryError, OSError):
+        raise
+    except Exception as error:
+        if len(newcomers) == 1:
+            return {client: f"its introduction cannot be used ({type(error).__name__}: {error})" for client in newcomers}
+        reasons: dict[ClientId, str] = {}
+        for client, about in newcomers.items():
+            reasons |= _reasons(introduce, {client: about})
+        return reasons
+
+
+def _registered_names() -> list[str]:
+    """The names of all keys that `kindred server` has registered; none elsewhere."""
+    path = os.environ.get(REGISTERED)
+    if not path:
+        return []
+    with open(path, encoding="utf-8") as file:
+        return json.load(file)
