@@ -265,6 +265,8 @@ def make_strategy(config: Config, **given: Any) -> PersonalizedStrategy:
             min_available_nodes=config.min_available_clients,
             seed=config.seed,
             wait_timeout=config.wait_timeout,
+            quorum=config.quorum,
+            grace=config.grace,
             max_strikes=config.max_strikes,
             max_update_norm=config.max_update_norm,
             max_empty_rounds=config.max_empty_rounds,

@@ -57,6 +57,10 @@ def _is_self_weight(value: Any) -> bool:
     return value in ("uniform", "none") or (isinstance(value, int | float) and 0 <= value <= 1)
 
 
+def _is_quorum(value: float) -> bool:
+    return 0 < value <= 1 or (value > 1 and value == int(value))
+
+
 def _are_assignments(value: str) -> bool:
     return all(re.fullmatch(r"[\w-]+=\S+", word) for word in value.split())
 
@@ -159,11 +163,20 @@ class Config:
 
     fraction_train: float = setting(1.0, a_share(), "share of the clients that take part in a round, rounded down")
     min_train_clients: int = setting(2, at_least(1), "clients that take part in a round at the least")
-    min_available_clients: int = setting(2, at_least(1), "clients to wait for before a round")
+    min_available_clients: int = setting(
+        2, at_least(1), "clients that must be able to take part before a round starts; it waits for them"
+    )
     wait_timeout: float = setting(300.0, above(0), "seconds to wait for them before the run ends")
     round_timeout: float = setting(3600.0, above(0), "seconds after which a round ends with those who answered")
+    quorum: float = setting(
+        0.5, ("more than 0 and up to 1, or a whole number", _is_quorum),
+        "real machines: usable replies, as a share of the clients asked (up to 1) or as a number, after which the others "
+        "have only grace seconds more; 1: all"
+    )
+    grace: float = setting(600.0, at_least(0), "real machines: seconds that a round waits for others after its quorum")
     max_strikes: int = setting(
-        3, at_least(0), "refused replies in a row after which a client is left out for as many rounds; 0: never"
+        3, at_least(0), "rounds in a row in which a client's reply was refused or did not come, after which it is left "
+        "out for as many rounds; 0: never"
     )
     max_update_norm: float = setting(
         0.0, at_least(0), "L2 norm, over the parameters, above which a client's update is refused; 0: no bound. "

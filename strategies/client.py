@@ -7,13 +7,16 @@ import functools
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from logging import ERROR
 from typing import Any
 
 import numpy as np
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.supercore import log
 
+from .exchange import first_line
 from .messages import (
     ARRAYS,
     ATTEMPT,
@@ -37,6 +40,7 @@ from .messages import (
     PROXIMAL_MU,
     PUBLIC_SET,
     RECEIVED,
+    REFUSAL_QUERY,
     REPORT_WEIGHTS,
     RUN,
     SAMPLES_PREDICTED,
@@ -399,7 +403,16 @@ def make_client_app(load_site: LoadSite) -> ClientApp:
 
     @app.query(IDENTITY_QUERY.partition(".")[2])
     def identity(message: Message, context: Context) -> Message:
-        return Message(RecordDict({CONFIG: ConfigRecord(_introduction(load_site, context))}), reply_to=message)
+        about = _introduction(load_site, context)
+        if PROBLEM in about and STATE_DIR in context.node_config:  # a site's operator can put it right
+            log(ERROR, "kindred: this site takes no part: %s", first_line(str(about[PROBLEM])))
+        return Message(RecordDict({CONFIG: ConfigRecord(about)}), reply_to=message)
+
+    @app.query(REFUSAL_QUERY.partition(".")[2])
+    def refusal(message: Message, context: Context) -> Message:
+        (config,) = records_of(message.content, ConfigRecord)
+        log(ERROR, "kindred: the server says of this site: %s", first_line(str(config[PROBLEM])))
+        return Message(RecordDict(), reply_to=message)
 
     @app.train()
     def train(message: Message, context: Context) -> Message:

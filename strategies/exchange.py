@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import queue
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -22,6 +23,7 @@ from .admission import Refused
 FIRST_PAUSE, PAUSE_GROWTH, LONGEST_PAUSE = 0.01, 1.3, 1.0  # s
 OVERTIME = 3.0  # s, for a last look at who has answered
 PATIENCE = 2.0  # s that a reply may take to be handed out before others are asked for beside it
+SETTLING = 0.5  # s for the last of them, once all have been asked for
 
 # Exceptions that unpacking a malformed reply can raise; failures of the way to the SuperLink are others.
 UNREADABLE = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
@@ -116,7 +118,7 @@ class _Network:
         self.over = threading.Event()
         self._grid = _ending_with(grid, self.over)
         self._answers: queue.SimpleQueue[tuple[str, list[Message] | Exception]] = queue.SimpleQueue()
-        self._asked: set[str] = set()  # messages with a thread that waits for the reply
+        self._asked: dict[str, float] = {}  # messages with a thread that waits for the reply: since when
 
     def replies(
         self, message_ids: Sequence[str], deadline: Callable[[], float]
@@ -124,15 +126,15 @@ class _Network:
         for message_id in message_ids:
             if message_id in self._asked:
                 continue
-            self._asked.add(message_id)
+            # For each that blocks the next is waited for half as long: all together cost twice the patience.
+            patience = PATIENCE / 2 ** len(self._asked)
+            self._asked[message_id] = now = time.monotonic()
             threading.Thread(target=self._ask, args=(message_id,), daemon=True).start()
-            # The more wait already, the less the next is waited for: many together cost little more than a few.
-            until = min(time.monotonic() + PATIENCE / len(self._asked), deadline())
-            while message_id in self._asked and (answer := self._next(until)) is not None:
+            while message_id in self._asked and (answer := self._next(min(now + patience, deadline()))) is not None:
                 yield from self._read(*answer)
             if time.monotonic() >= deadline():
                 return
-        while self._asked and (answer := self._next(0)) is not None:
+        while self._asked and (answer := self._next(max(self._asked.values()) + SETTLING)) is not None:
             yield from self._read(*answer)
 
     def _ask(self, message_id: str) -> None:
@@ -148,7 +150,7 @@ class _Network:
             return None
 
     def _read(self, message_id: str, found: list[Message] | Exception) -> Iterator[tuple[str, Message | Refused]]:
-        self._asked.discard(message_id)
+        del self._asked[message_id]
         if isinstance(found, Exception):
             # protobuf's, within Flower
             if not isinstance(found, UNREADABLE) and type(found).__name__ != "DecodeError":
@@ -163,9 +165,8 @@ class _Network:
 
 def _ending_with(grid: Grid, over: threading.Event) -> Grid:
     """The grid, or its like that stops waiting for what is announced and not uploaded once `over` is set."""
-    from flwr.superlink.grid.http_grid import HttpGrid
-
-    if not isinstance(grid, HttpGrid):
+    flower = sys.modules.get("flwr.superlink.grid.http_grid")  # takes a second to import where Flower has not done so
+    if flower is None or not isinstance(grid, flower.HttpGrid):
         return grid
     grid = copy.copy(grid)
     grid._client = _EndingClient(grid._runtime_client, over)

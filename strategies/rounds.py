@@ -599,7 +599,7 @@ class PersonalizedStrategy(Strategy):
         A reply is known by the message it answers, whoever signs it: replies of an earlier exchange are
         never asked for, and an error that the SuperLink reports for a dead node is its client's.
         """
-        self._until = time.monotonic() + timeout
+        self._until = end = time.monotonic() + timeout
         client_of = {node_id: client for client, node_id in self.roster.nodes.items()}
         self._asked, self._usable = {}, 0
         for message in messages:
@@ -632,7 +632,7 @@ class PersonalizedStrategy(Strategy):
         for message_id in waiting:
             asked = self._asked[message_id]
             reason = f"no answer within {timeout:g} s"
-            if self._enough and self._usable >= self._enough:
+            if self._until < end:
                 reason = f"no answer within {self.grace:g} s after {self._enough} of {count} clients (quorum, grace)"
             self._add_row(asked, server_round, reason, 0)
             self._unheard.add(asked.client)

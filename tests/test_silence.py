@@ -1,0 +1,291 @@
+"""Clients that say nothing, or not all: they hold the others up no longer than is said, and are left alone for a while."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from flwr.app import ConfigRecord, Message, RecordDict
+
+from strategies import InlineGrid, Local, TooFewClients
+from strategies.exchange import PATIENCE, pull
+from strategies.messages import REFUSAL_QUERY
+from strategies.roster import Roster
+
+from .plain import FaultyGrid, initial, plain_app
+from .test_conformance import app_of, every_method, initial_of, make
+
+FAR_AWAY = "strategies.rounds.simulated"
+
+
+class Blocking(InlineGrid):
+    """Clients announce their replies to messages of these kinds and do not upload them: Flower then blocks."""
+
+    def __init__(self, app, num_clients: int, clients: tuple[int, ...], kinds: tuple[str, ...] = ("train",)) -> None:
+        super().__init__(app, num_clients)
+        self._clients, self._kinds, self.released = clients, kinds, threading.Event()
+        self._lock = threading.Lock()
+
+    def pull_messages(self, message_ids):
+        for message_id in message_ids:
+            message = self._waiting.get(message_id)
+            if message and message.metadata.message_type in self._kinds and (
+                    message.metadata.dst_node_id - 1001 in self._clients):
+                self.released.wait(60)
+                return []
+        with self._lock:
+            return super().pull_messages(message_ids)
+
+
+@every_method
+def test_a_reply_that_is_announced_and_not_uploaded_costs_nobody_else_its_reply(name, monkeypatch) -> None:
+    monkeypatch.setattr(FAR_AWAY, lambda grid: False)
+    monkeypatch.setattr("strategies.exchange.PATIENCE", 0.2)
+    grid = Blocking(app_of(name), 4, (0, 2))
+    strategy = make(name)
+    started = time.monotonic()
+    strategy.start(grid, initial_of(name), 1, timeout=2)
+    assert time.monotonic() - started < (2 - strategy.first_round) * 2 + 10  # not 60
+    statuses = {row["client"] - 1001: row["status"] for row in strategy.history.rows if row["round"] == 1}
+    assert statuses == {0: "no answer within 2 s", 1: "ok", 2: "no answer within 2 s", 3: "ok"}
+    grid.released.set()
+
+
+def test_many_that_block_cost_the_others_little() -> None:
+    """Of 40 replies 30 block: the first is waited for 2 s, the next 1 s, and so on."""
+    released = threading.Event()
+
+    class Grid:
+        def pull_messages(self, message_ids):
+            (message_id,) = message_ids
+            if int(message_id) < 30:
+                released.wait(60)
+                return []
+            reply = Message(RecordDict(), 7, "train")
+            vars(reply.metadata)["_reply_to_message_id"] = message_id
+            return [reply]
+
+    started = time.monotonic()
+    found = {message_id for message_id, _ in pull(
+        Grid(), [str(i) for i in range(40)], lambda: started + 5, simulated=False)}
+    assert found == {str(i) for i in range(30, 40)}
+    assert 5 <= time.monotonic() - started < 5 + 2
+    released.set()
+
+
+def test_what_comes_late_but_in_time_counts() -> None:
+    """An upload takes longer than the server's patience: the others are asked for beside it."""
+    class Grid:
+        def __init__(self) -> None:
+            self.order: list[str] = []
+
+        def pull_messages(self, message_ids):
+            (message_id,) = message_ids
+            if message_id == "slow":
+                time.sleep(PATIENCE + 0.5)
+            reply = Message(RecordDict(), 7, "train")
+            vars(reply.metadata)["_reply_to_message_id"] = message_id
+            return [reply]
+
+    deadline = time.monotonic() + 20
+    assert [message_id for message_id, _ in pull(Grid(), ["slow", "quick"], lambda: deadline, simulated=False)] == [
+        "quick", "slow"]
+    assert time.monotonic() < deadline - 10
+
+
+def test_silence_is_a_strike() -> None:
+    """Two strikes and two rounds off, a third and three; who answers again has none."""
+    strategy = Local(max_strikes=2)
+    grid = FaultyGrid(plain_app(True), 3, lambda r, c: "silent" if c == 1 and r < 9 else "ok")
+    strategy.start(grid, initial(), 11, timeout=0.1)
+    assert [row["round"] for row in strategy.history.rows if row["client"] == 1002] == [1, 2, 5, 9, 10, 11]
+    assert strategy.roster.state()["strikes"] == {}
+
+
+def test_who_was_silent_in_training_is_not_waited_for_again_in_the_same_round() -> None:
+    strategy = Local(max_strikes=0)
+    grid = FaultyGrid(plain_app(), 3, lambda r, c: "silent" if c == 1 else "ok")
+    strategy.start(grid, initial(), 2, timeout=0.1)
+    rows = [row for row in strategy.history.rows if row["round"] <= 2]
+    assert {(row["client"], "eval_acc" in row) for row in rows} == {(1001, True), (1002, False), (1003, True)}
+
+
+class Frozen(InlineGrid):
+    """The last client is connected and never answers a message of this kind."""
+
+    kind = "train"
+
+    def pull_messages(self, message_ids):
+        last = max(self._contexts)
+        return super().pull_messages([i for i in message_ids if i in self._waiting and not (
+            self._waiting[i].metadata.dst_node_id == last and self._waiting[i].metadata.message_type == self.kind)])
+
+
+@pytest.mark.parametrize(("quorum", "reason"), [
+    (0.5, "no answer within 0.3 s after 2 of 4 clients (quorum, grace)"),
+    (3.0, "no answer within 0.3 s after 3 of 4 clients (quorum, grace)"),
+    (1.0, "no answer within 3 s"),
+    (4.0, "no answer within 3 s"),
+])
+def test_a_round_ends_some_time_after_its_quorum(quorum, reason, monkeypatch) -> None:
+    monkeypatch.setattr(FAR_AWAY, lambda grid: False)
+    strategy = Local(quorum=quorum, grace=0.3, fraction_evaluate=0)
+    started = time.monotonic()
+    strategy.start(Frozen(plain_app(True), 4), initial(), 1, timeout=3)
+    assert (time.monotonic() - started < 2.5) == ("quorum" in reason)
+    assert [row["status"] for row in strategy.history.rows] == ["ok", "ok", "ok", reason]
+
+
+def test_a_simulation_has_no_quorum_for_its_results_depend_on_no_clock() -> None:
+    strategy = Local(quorum=0.25, grace=0, fraction_evaluate=0)
+    strategy.start(InlineGrid(plain_app(True), 4), initial(), 2)
+    assert {row["status"] for row in strategy.history.rows} == {"ok"} and len(strategy.history.rows) == 8
+
+
+@pytest.mark.parametrize("quorum", [0, -1, 1.5, float("nan")])
+def test_a_quorum_is_a_share_or_a_number(quorum) -> None:
+    with pytest.raises(ValueError, match="quorum is .*, allowed: a share, more than 0 and up to 1, or a whole number"):
+        Local(quorum=quorum)
+
+
+# --- Who can take part --------------------------------------------------------------------------------
+
+
+def introduced_app(about: dict[int, dict[str, object]]):
+    """Clients 0, 1, ... introduce themselves by these, which may change as the run goes on."""
+    app = plain_app(True)
+
+    @app.query("identity")
+    def identity(message, context):
+        client = context.node_config["partition-id"]
+        known = {"client-id": client, "num-examples": 10, "methods": ["local"]}
+        return Message(RecordDict({"config": ConfigRecord(known | about.get(client, {}))}), reply_to=message)
+
+    return app
+
+
+class Network(InlineGrid):
+    """As over a network; the messages by which the server says why are kept."""
+
+    def __init__(self, app, num_clients: int) -> None:
+        super().__init__(app, num_clients)
+        self.told: list[tuple[int, str]] = []
+
+    def push_messages(self, messages):
+        messages = list(messages)
+        self.told += [(m.metadata.dst_node_id, m.content["config"]["problem"]) for m in messages
+                      if m.metadata.message_type == REFUSAL_QUERY]
+        return super().push_messages(messages)
+
+
+@every_method
+def test_a_run_that_asks_for_three_does_not_begin_with_two_and_says_whom_it_waits_for(name) -> None:
+    app = app_of(name)
+    known = app._registered_funcs.pop("query.identity", None)
+
+    @app.query("identity")
+    def identity(message, context):
+        about = RecordDict({"config": ConfigRecord({"client-id": context.node_id})})
+        reply = known(message, context) if known else Message(about, reply_to=message)
+        reply.content["config"]["num-examples"] = 0 if context.node_config["partition-id"] == 1 else 10
+        return reply
+
+    with pytest.raises(TooFewClients, match=r"2 of 3 can take part \(min_available_nodes\); client 1002: it has no "
+                                            "training sample$"):
+        make(name, min_available_nodes=3).start(InlineGrid(app, 3), initial_of(name), 1)
+
+
+def test_what_is_put_right_while_a_run_waits_is_noticed(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(FAR_AWAY, lambda grid: False)
+    monkeypatch.setattr("strategies.roster.ASK_AGAIN", 0.3)
+    caplog.set_level("INFO")
+    about = {1: {"num-examples": 0}}
+    grid = Network(introduced_app(about), 3)
+    threading.Timer(1.0, about.clear).start()
+    strategy = Local(min_available_nodes=3, wait_timeout=30)
+    strategy.start(grid, initial(), 1)
+    assert strategy.clients() == [0, 1, 2] and strategy.history.left_out == {}
+    assert ("kindred: waiting for clients: 2 of 3 can take part (min_available_nodes); client 1: it has no training "
+            "sample") in caplog.messages
+    assert "kindred: client 1 takes part now, and did not because: it has no training sample" in caplog.messages
+    assert caplog.messages.count("kindred: client 1 takes no part: it has no training sample") == 1
+    assert set(grid.told) == {(1002, "it has no training sample")} and len(grid.told) >= 2  # each time it is asked
+
+
+def test_too_few_that_can_take_part_end_the_run_when_the_wait_is_over(monkeypatch) -> None:
+    monkeypatch.setattr(FAR_AWAY, lambda grid: False)
+    with pytest.raises(TooFewClients, match=r"^too few clients after 0.5 s: 1 of 2 can take part "
+                                            r"\(min_available_nodes\); client 0: it has no training sample$"):
+        Local(wait_timeout=0.5).start(Network(introduced_app({0: {"num-examples": 0}}), 2), initial(), 1)
+
+
+def test_a_client_that_rests_is_one_that_can_take_part() -> None:
+    """Else a run with as many clients as it needs would wait for the end of a rest that ends with rounds."""
+    strategy = Local(max_strikes=1, min_available_nodes=3)
+    strategy.start(FaultyGrid(plain_app(True), 3, lambda r, c: "silent" if (r, c) == (1, 1) else "ok"), initial(), 4,
+                   timeout=0.1)
+    assert [line["asked"] for line in strategy.history.rounds] == [3, 2, 3, 3]
+
+
+# --- Telling those who can act ------------------------------------------------------------------------
+
+
+def test_a_client_is_told_why_its_reply_is_not_used(monkeypatch) -> None:
+    monkeypatch.setattr(FAR_AWAY, lambda grid: False)
+
+    class Damaged(Network):
+        def pull_messages(self, message_ids):
+            replies = list(super().pull_messages(message_ids))
+            for reply in replies:
+                if reply.metadata.message_type == "train" and reply.metadata.src_node_id == 1002:
+                    reply.content["arrays"].pop("layer.weight")
+            return replies
+
+    grid = Damaged(introduced_app({}), 3)
+    Local(max_strikes=2).start(grid, initial(), 3)
+    reason = "is not used: array 'layer.weight' is missing"
+    assert grid.told == [
+        (1002, f"its reply in round 1 {reason}"), (1002, f"its reply in round 2 {reason}"),
+        (1002, "left out of the next 2 rounds: no usable reply in 2 rounds in a row")]
+
+
+def test_an_app_that_knows_no_such_message_gets_none(monkeypatch) -> None:
+    monkeypatch.setattr(FAR_AWAY, lambda grid: False)
+    grid = Network(introduced_app({1: {"num-examples": 0, "methods": "all"}}), 3)
+    strategy = Local()
+    strategy.start(grid, initial(), 1)
+    assert strategy.history.left_out == {1: "it has no training sample"} and grid.told == []
+
+
+def test_a_site_prints_what_it_is_told_and_why_it_cannot_introduce_itself(caplog) -> None:
+    from strategies import make_client_app
+
+    def load(context):
+        raise ValueError("labels go from 0 to 12,\nits network has 10 classes")
+
+    grid = InlineGrid(make_client_app(load), 1)
+    (context,) = grid._contexts.values()
+    for node_config, printed in (({"partition-id": 0}, False), ({"client-id": "lyon", "state-dir": "/nowhere"}, True)):
+        context.node_config, before = node_config, len(caplog.messages)
+        ids = grid.push_messages([Message(RecordDict(), context.node_id, "query.identity")])
+        (reply,) = grid.pull_messages(ids)
+        assert reply.content["config"]["problem"].startswith("ValueError: labels go from 0 to 12")
+        said = "kindred: this site takes no part: ValueError: labels go from 0 to 12,"
+        assert (said in caplog.messages[before:]) == printed
+    content = RecordDict({"config": ConfigRecord({"problem": "its share-model is false\x1b[2J"})})
+    list(grid.pull_messages(grid.push_messages([Message(content, context.node_id, REFUSAL_QUERY)])))
+    assert caplog.messages[-1] == "kindred: the server says of this site: its share-model is false?[2J"
+
+
+def test_names_of_a_registry_that_cannot_be_read_end_the_run(monkeypatch, tmp_path) -> None:
+    """Rather than that names go to whoever comes first."""
+    monkeypatch.setenv("KINDRED_REGISTERED", str(tmp_path / "gone.json"))
+    with pytest.raises(FileNotFoundError):
+        Local().start(InlineGrid(plain_app(), 2), initial(), 1)
+
+
+def test_a_roster_says_who_is_missing_of_those_it_knows() -> None:
+    roster = Roster(2, 1.0, 3)
+    roster.restore({"strikes": {}, "resting": {}, "kept-names": {"oslo", "lyon"}})
+    assert roster._who_is_missing([]) == "; client lyon is not connected; client oslo is not connected"
