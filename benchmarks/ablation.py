@@ -25,7 +25,7 @@ import numpy as np
 from server_app.app import run_inline
 from server_app.cli import given_settings
 from server_app.config import Config, ConfigError
-from server_app.results import read_table
+from server_app.tables import read_table
 from strategies import kindred
 from strategies.client import Visit
 from strategies.messages import PERSONAL, RECEIVED, TRAINED

@@ -133,7 +133,7 @@ class Simulated:
 def simulated(config: Config) -> Simulated:
     """Run a method in Flower's simulation engine."""
     from server_app.flower import run_simulation
-    from server_app.results import read_table
+    from server_app.tables import read_table
 
     outcome = run_simulation(
         config.run_config(), app_dir=Path(__file__).parent.parent, num_clients=config.num_clients,

@@ -38,8 +38,19 @@ from .config import Config, ConfigError
 from .flower import Outcome
 from .pictures import comparison_figure
 from .presets import Preset
-from .report import write_report
-from .results import _csv_lines, _read_config, _versions, _write_json, read_summary, read_table, what_data
+from .report import REPORT, write_report
+from .results import (
+    _read_config,
+    _versions,
+    failing_is_a_warning,
+    is_finished,
+    read_summary,
+    save_figure,
+    table_lines,
+    what_data,
+    write_json,
+)
+from .tables import read_table
 
 LOCAL = "local"  # the name of the method that every client's accuracy is held against
 SHARED = (*KEYS, "seed", "output-dir", "resume")  # settings in which methods that are compared cannot differ
@@ -259,10 +270,6 @@ def known_runs(output_dir: Path) -> dict[str, Path]:
     return found
 
 
-def is_finished(folder: Path) -> bool:
-    return (folder / "summary.json").exists()
-
-
 def carry_out(
     plan: Plan, execute: Callable[[Config], Outcome], say: Callable[[str], None], unusable: Mapping[str, str],
     command: Sequence[str],
@@ -366,8 +373,9 @@ def content_of(plan: Plan, runs: Mapping[str, list[dict[str, Any]]], command: Se
             "strategy": config.strategy,
             "settings": plan.own[name],
             "runs": runs[name],
-            "mean": {key: float(np.mean(each)) if each else None for key, each in values.items()},
-            "std": {key: float(np.std(each, ddof=1)) if len(each) > 1 else None for key, each in values.items()},
+            "mean": {key: float(np.mean(each, dtype=float)) if each else None for key, each in values.items()},
+            "std": {key: float(np.std(each, ddof=1, dtype=float)) if len(each) > 1 else None
+                    for key, each in values.items()},
             "wilcoxon": signed_rank(*paired(summaries[name], summaries[plan.reference]))
             if name != plan.reference else None,
             "paper": paper and {key: each if key == "floats" else round(each / 100, 6) for key, each in paper.items()},
@@ -540,17 +548,18 @@ def remarks(content: Mapping[str, Any]) -> list[str]:
 
 
 def write(content: Mapping[str, Any], folder: Path) -> None:
-    """Write the files, the report of them last."""
+    """Write the files, the report of them last; a picture or report that cannot be made is a warning."""
     folder.mkdir(parents=True, exist_ok=True)
-    _write_json(folder / "comparison.json", content)
+    write_json(folder / "comparison.json", content)
     for name, data in (("comparison.csv", as_csv(content)), ("comparison.md", as_markdown(content).encode())):
         with replacing(folder / name) as temporary:
             temporary.write_bytes(data)
     methods = [(name, [read_table(folder / run["folder"] / "rounds.csv") for run in each["runs"] if "folder" in run])
                for name, each in content["strategies"].items()]
-    with replacing(folder / "comparison.png") as temporary:
-        comparison_figure(methods, content["title"]).savefig(temporary)
-    write_report(folder)
+    with failing_is_a_warning(folder / "comparison.png"):
+        save_figure(comparison_figure(methods, content["title"]), folder / "comparison.png")
+    with failing_is_a_warning(folder / REPORT):
+        write_report(folder)
 
 
 def as_csv(content: Mapping[str, Any]) -> bytes:
@@ -574,7 +583,7 @@ def as_csv(content: Mapping[str, Any]) -> bytes:
     last = ("scale", "preset", "folder", "failed", "versions", "command")
     columns = dict.fromkeys(("strategy", "seed", *METRICS, "paper", "paper-floats", "reference"))
     columns |= dict.fromkeys(key for row in rows for key in row if key not in last)
-    return _csv_lines([*columns, *last], rows, header=True)
+    return table_lines([*columns, *last], rows, header=True)
 
 
 def _told(versions: Mapping[str, Any] | None) -> str:

@@ -28,15 +28,20 @@ LONGEST_NAME = 14  # characters of a client's name in a picture
 TEXT_WIDTH, TEXT_LINES = 52, 4  # characters, and lines, of the clients of a cluster
 
 
+def is_accuracy(value: object) -> bool:
+    """Whether a reported value is a number in [0, 1]: clients may report anything as an accuracy."""
+    return isinstance(value, int | float) and 0 <= value <= 1
+
+
 def carried_forward(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[np.ndarray, list[ClientId], np.ndarray]:
-    """One reported number of every client after every round; who sat out keeps the last.
+    """One reported accuracy of every client after every round; who sat out keeps the last.
 
     Parameters
     ----------
     rows : sequence of mapping
         A history's rows, in order of round.
     key : str
-        What was reported, such as "personal-accuracy". Values that are not finite count as not reported.
+        What was reported, such as "personal-accuracy". Values outside [0, 1] count as not reported.
 
     Returns
     -------
@@ -51,7 +56,7 @@ def carried_forward(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[np.nda
     line = {number: i for i, number in enumerate(rounds.tolist())}
     values = np.full((len(rounds), len(clients)), np.nan)  # (r, m)
     for row in rows:
-        if key in row and np.isfinite(row[key]):
+        if is_accuracy(row.get(key)):
             values[line[row["round"]], column[row["client"]]] = row[key]
     last = np.where(np.isnan(values), 0, np.arange(len(rounds))[:, None])
     last = np.maximum.accumulate(last, axis=0)  # (r, m), the line of each client's last report
@@ -95,7 +100,7 @@ def accuracy_figure(rows: Sequence[Mapping[str, Any]], title: str) -> Figure:
         other = "one model alone, as received" if _stage(rows) == MIXED else "before local training (model as received)"
         numbers, _, received = carried_forward(rows, f"{RECEIVED}-accuracy")
         # A closing evaluation may be of the personal models alone.
-        told = np.isin(numbers, [row["round"] for row in rows if np.isfinite(row.get(f"{RECEIVED}-accuracy", np.nan))])
+        told = np.isin(numbers, [row["round"] for row in rows if is_accuracy(row.get(f"{RECEIVED}-accuracy"))])
         axes.plot(numbers[told], 100 * np.nanmean(received[told], axis=1), color=COLOURS[1], linestyle="--",
                   marker="s" if marker else None, markersize=4, label=f"mean, {other}")
     axes.plot(rounds, mean, color=COLOURS[0], linewidth=2, marker=marker, markersize=4.5, label=name)
@@ -250,7 +255,8 @@ def comparison_figure(methods: Sequence[tuple[str, Sequence[Sequence[Mapping[str
     figure, axes = _figure(title, (8.0, max(4.6, 0.3 * len(methods) + 1.6)))
     lines = []  # (name, rounds, percent, style)
     for i, (name, runs) in enumerate(methods):
-        told = [{line["round"]: line["accuracy"] for line in rounds if "accuracy" in line} for rounds in runs]
+        told = [{line["round"]: line["accuracy"] for line in rounds if is_accuracy(line.get("accuracy"))}
+                for rounds in runs]
         known = sorted(set.intersection(*map(set, told))) if told else []  # the rounds of all runs
         style = {"color": COLOURS[i % len(COLOURS)], "linestyle": DASHES[i % len(DASHES)],
                  "marker": MARKERS[i % len(MARKERS)]}
@@ -296,9 +302,8 @@ def _stage(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _same(rows: Sequence[Mapping[str, Any]], stage: str) -> bool | None:
     """Whether the personal accuracy is this stage's wherever both are reported; None where they never are."""
-    both = [(row[f"{stage}-accuracy"], row[f"{PERSONAL}-accuracy"])
-            for row in rows if f"{stage}-accuracy" in row and f"{PERSONAL}-accuracy" in row]
-    both = [pair for pair in both if np.isfinite(pair).all()]
+    pairs = [(row.get(f"{stage}-accuracy"), row.get(f"{PERSONAL}-accuracy")) for row in rows]
+    both = [pair for pair in pairs if all(map(is_accuracy, pair))]
     return all(first == second for first, second in both) if both else None
 
 

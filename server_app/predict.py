@@ -6,8 +6,6 @@ the data that it was trained on are needed. All files are plain arrays and texts
 
 from __future__ import annotations
 
-import csv
-import io
 import os
 import re
 import sys
@@ -20,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 
 from .cli import _end, _option, _print_table, app
+from .tables import csv_lines
 
 if TYPE_CHECKING:
     import torch
@@ -405,13 +404,10 @@ def _show_evaluation(found: dict[str, Any]) -> None:
 
 
 def _as_csv(inputs: Sequence[str], probabilities: np.ndarray, classes: Sequence[str]) -> bytes:
-    text = io.StringIO(newline="")
-    table = csv.writer(text, lineterminator="\n")
-    table.writerow(["input", "label", *(f"probability-{name}" for name in classes)])
+    header = ["input", "label", *(f"probability-{name}" for name in classes)]
     labels = probabilities.argmax(axis=1)
-    for name, label, row in zip(inputs, labels, probabilities.astype(np.float32), strict=True):
-        table.writerow([name, classes[label], *row])  # in as few digits as tell the number
-    return text.getvalue().encode("utf-8", "backslashreplace")  # a file's name may be anything
+    rows = zip(inputs, labels, probabilities.astype(np.float32), strict=True)  # in as few digits as tell the number
+    return csv_lines([header, *([name, classes[label], *row] for name, label, row in rows)])
 
 
 def _save(content: bytes, path: Path) -> None:
@@ -428,14 +424,14 @@ def _save(content: bytes, path: Path) -> None:
 def _save_evaluation(found: dict[str, Any], figure: Figure, folder: Path) -> None:
     from strategies.state import replacing
 
-    from .results import _write_json
+    from .results import write_json
 
     with _writing(f"--output-dir is {str(folder)!r}, where nothing can be written"):
         folder = folder.expanduser()
         folder.mkdir(parents=True, exist_ok=True)
         with replacing(folder / "confusion.png") as temporary:
             figure.savefig(temporary)
-        _write_json(folder / "evaluation.json", found)
+        write_json(folder / "evaluation.json", found)
 
 
 @contextmanager

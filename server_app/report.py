@@ -33,13 +33,15 @@ from strategies.state import MIXTURE, replacing
 from .config import Config, ConfigError
 from .flower import CONNECTION, toml
 from .page import PAGE, SCRIPT, STYLE
-from .pictures import carried_forward
-from .results import read_table, what_data
+from .pictures import carried_forward, is_accuracy
+from .results import finite, is_finished, what_data
+from .tables import read_table
 
 REPORT = "report.html"
 COMPARISON = "comparison.json"
 MOST_ROUNDS = 50  # matrices that the page holds
 MATRIX_BYTES = 4_000_000  # and their size in all, a byte for a weight
+MOST = 2**53  # of a number on the page, beyond which it would not be exact there
 TEXTS = ("client", "personal")  # of a row, besides what becomes of replies; all else in it that is shown are numbers
 MOST_LISTED = 200  # clients whose replies were not used
 OPTIONS = {"strategy": "strategy", "dataset": "dataset", "data-dir": "data-dir", "partition": "partition",
@@ -93,7 +95,7 @@ def page(content: Mapping[str, Any], poll_seconds: float = 0) -> str:
 
 def embedded(content: Mapping[str, Any]) -> str:
     """JSON that may stand inside a `script` element: no character of it can end the element or begin another."""
-    text = json.dumps(content, separators=(",", ":"), allow_nan=False)
+    text = json.dumps(finite(content), separators=(",", ":"), allow_nan=False)
     return text.replace("<", r"\u003c").replace(">", r"\u003e").replace("&", r"\u0026")
 
 
@@ -142,6 +144,7 @@ def run_content(folder: Path, summary: Mapping[str, Any] | None = None) -> dict[
     if not isinstance(config.get("settings"), dict):
         raise ConfigError(f"{folder / 'config.json'} holds no settings: it is not of a run")
     settings, groups = config["settings"], config.get("groups")
+    finished = summary is not None or is_finished(folder)
     summary = summary or _read_json(folder / "summary.json", {})
     lines = _table(folder / "rounds.csv", "round")
     done = {line["round"] for line in lines}  # of a round in progress some clients' rows may be there
@@ -153,13 +156,13 @@ def run_content(folder: Path, summary: Mapping[str, Any] | None = None) -> dict[
     title = REGISTRY[name].title if name in REGISTRY else name
     stages = _stages(rows, lines)
     before, after = f"{RECEIVED}-accuracy", f"{stages['after']}-accuracy"
-    both = [row for row in rows if before in row and after in row]
+    both = [row for row in rows if is_accuracy(row.get(before)) and is_accuracy(row.get(after))]
     return {
         "kind": "run",
         "title": f"{title} on {what_data(settings)}, seed {settings['seed']}",
         "about": ([] if settings["dataset"] == "sites" else [f"{settings['num-clients']} clients"])
         + ([f"started {config['started']}"] if "started" in config else []),
-        "finished": bool(summary),
+        "finished": finished,
         "asked": settings["num-rounds"],
         "figures": _figures(lines),
         "curve": _curve(lines, rows),
@@ -219,7 +222,7 @@ def _curve(lines: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]
 def _costs(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Bytes, and training samples where they were counted, until after every round."""
     def until(*keys: str) -> list[float]:
-        return np.cumsum([sum(line.get(key, 0) for key in keys) for line in lines]).tolist()
+        return np.cumsum([sum(line.get(key, 0) for key in keys) for line in lines], dtype=float).tolist()
 
     counted = any(SAMPLES_TRAINED in line for line in lines)
     return {"bytes": until("bytes-down", "bytes-up"), "samples": until(SAMPLES_TRAINED) if counted else None}
@@ -233,7 +236,7 @@ def _stages(rows: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, Any]
             continue
         key = f"{stage}-accuracy"
         rounds, _, values = carried_forward(rows, key)
-        told = {row["round"] for row in rows if key in row}
+        told = {row["round"] for row in rows if is_accuracy(row.get(key))}
         if told:
             mean = {number: float(np.nanmean(line)) for number, line in zip(rounds.tolist(), values) if number in told}
             curves[stage] = {"name": STAGES[stage], "mean": _numbers(mean.get(line["round"]) for line in lines)}
@@ -244,8 +247,8 @@ def _stages(rows: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, Any]
 
 
 def _last(rows: Sequence[Mapping[str, Any]], clients: Sequence[ClientId], key: str) -> list[float | None]:
-    """What each client reported last."""
-    last = {row["client"]: row[key] for row in rows if key in row}
+    """The accuracy that each client reported last."""
+    last = {row["client"]: row[key] for row in rows if is_accuracy(row.get(key))}
     return _numbers(last.get(client) for client in clients)
 
 
@@ -417,7 +420,7 @@ def _compared_run(folder: Path, run: Mapping[str, Any]) -> dict[str, Any]:
         "curve": {"rounds": [line["round"] for line in lines], "mean": [line.get("accuracy") for line in lines],
                   **_costs(lines)} if lines else None,
         "accuracies": [each["accuracy"] for each in run.get("summary", {}).get("clients", [])
-                       if each["accuracy"] is not None],
+                       if is_accuracy(each["accuracy"])],
     }
 
 
@@ -462,13 +465,13 @@ def _read_json(path: Path, otherwise: Any = _REQUIRED) -> Any:
 
 
 def _table(path: Path, *needed: str) -> list[dict[str, Any]]:
-    """The rows of a table as far as it has been written, and of them what is a number or one of `TEXTS`.
+    """The rows of a table as far as it has been written, and of them what is a number up to `MOST` or one of `TEXTS`.
 
     None where the table has not been begun. Every row has what is needed.
     """
     try:
         rows = [{key: value for key, value in row.items()
-                 if key in TEXTS or is_status(key) or (not isinstance(value, str) and np.isfinite(value))}
+                 if key in TEXTS or is_status(key) or (not isinstance(value, str) and abs(value) <= MOST)}
                 for row in read_table(path)]
         for key in needed:
             if any(key not in row for row in rows):

@@ -1,4 +1,4 @@
-"""What a run leaves behind: one folder, complete once it holds summary.json.
+"""What a run leaves behind: one folder, complete once it holds summary.json and no checkpoint any more.
 
     config.json                      settings, seed, true groups, images, versions, platform, start (UTC); written first
     history.csv                      a line per round and client; grows every round
@@ -10,8 +10,9 @@
     clusters.json, clusters.png      Clustered FL: the tree of clusters, and who is in which
     accuracy.png, collaboration.png, partition.png
     report.html                      all that there is to see, in one page
-    summary.json                     the figures of the whole run; written last
+    summary.json                     the figures of the whole run; written first when its rounds are over
 
+Pictures and the report show what other files hold: one that cannot be made is a warning and ends nothing.
 A file is written under another name and takes its place only when it is whole, so that whoever reads it,
 or a run that ends in the middle, finds the old or the new one. The two CSV files of a long run are too large
 to be written anew every round: lines are appended, all of a round at once, and taken back if that fails.
@@ -21,10 +22,9 @@ leaves such a line out. Accuracies are in [0, 1], an empty cell or null means th
 
 from __future__ import annotations
 
-import csv
 import fcntl
-import io
 import json
+import math
 import os
 import platform
 import re
@@ -35,6 +35,7 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from hashlib import sha256
 from importlib import metadata
+from itertools import chain
 from logging import WARNING
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -49,6 +50,7 @@ from strategies.messages import ClientId, in_order, read_record
 from strategies.state import replacing
 
 from .config import ConfigError
+from .tables import csv_lines, read_table
 
 if TYPE_CHECKING:
     from flwr.app import ArrayRecord
@@ -129,7 +131,7 @@ class RunFolder:
         made: list[Path] = []
         try:
             self.path = _new_folder(Path(self.settings["output-dir"]), name, made)
-            _write_json(self.path / "config.json", config)
+            write_json(self.path / "config.json", config)
         except (OSError, ValueError) as error:  # ValueError: a path with a null character
             for folder in reversed(made):
                 with suppress(OSError):
@@ -192,7 +194,7 @@ class RunFolder:
         about: Callable[[ClientId], Mapping[str, str]] | None = None,
         kept: Mapping[str, Mapping[ClientId, Path]] | None = None,
     ) -> dict[str, Any]:
-        """Write the models, the pictures, the report and, last, the summary.
+        """Write the summary, then the models, then the pictures and the report.
 
         Parameters
         ----------
@@ -211,87 +213,98 @@ class RunFolder:
         -------
         dict
             The content of summary.json.
-        """
-        from data import partition_figure
 
-        from . import pictures
-        from .report import write_report
+        Raises
+        ------
+        OSError
+            The tables, the summary or a model cannot be written. A picture or the report that cannot is a warning.
+        """
+        from .report import REPORT, write_report
 
         history = strategy.history
         self._extend_tables(history)  # should that have failed after the last round
         last = len(_training(self.settings, history))
-        copies = {name: self._copy_files(name, files) for name, files in (kept or {}).items()}
-        models = copies.get("models") or self._save_models(strategy.client_models(), last, about)
-
-        setting = f"{what_data(self.settings)}, seed {self.settings['seed']}"
-        name = self.settings["strategy"]
-        self._save_picture("accuracy.png", pictures.accuracy_figure(history.rows, f"{name} on {setting}"))
-        clients, weights = strategy.collaboration()
-        if clients:
-            title = f"Who learns from whom: {name}, round {last}, {setting}"
-            groups = true_groups(clients, federation) if federation else None
-            self._save_picture("collaboration.png", pictures.collaboration_figure(clients, weights, groups, title))
-        if tree := getattr(strategy, "tree", None):  # of a method that divides its clients
-            _write_json(self.path / "clusters.json", tree)
-            self._save_tree(tree, last, federation, f"Clusters: {name} on {setting}")
-        if federation:
-            self._save_picture("partition.png", partition_figure(federation))
-
+        kept = {name: files for name, files in (kept or {}).items() if files}
+        records = {} if "models" in kept else strategy.client_models()
+        models = _places("models", kept.get("models", records))
         summary = summarise(self.settings, history, models)
-        write_report(self.path, summary)
-        _write_json(self.path / "summary.json", summary)
+        write_json(self.path / "summary.json", summary)
+
+        for name, files in kept.items():
+            self._copy_files(files, _places(name, files))
+        self._save_models(records, models, last, about)
+        tree = getattr(strategy, "tree", None)  # of a method that divides its clients
+        if tree:
+            write_json(self.path / "clusters.json", tree)
+
+        self._draw_pictures(strategy, tree, last, federation)
+        with failing_is_a_warning(self.path / REPORT):
+            write_report(self.path, summary)
         shutil.rmtree(self.path / "checkpoints", ignore_errors=True)  # there is nothing left to go on with
         return summary
 
     def _save_models(
-        self, records: Mapping[ClientId, ArrayRecord], last: int,
+        self, records: Mapping[ClientId, ArrayRecord], places: Mapping[ClientId, str], last: int,
         about: Callable[[ClientId], Mapping[str, str]] | None,
-    ) -> dict[ClientId, str]:
-        """Write a file for each client's model; client -> path inside the run's folder."""
+    ) -> None:
+        """Write each client's model to its place inside the run's folder."""
         from safetensors import SafetensorError
         from safetensors.numpy import save_file
 
-        folder = self.path / "models"
-        files: dict[ClientId, str] = {}
-        taken: set[str] = set()
         for client in in_order(records):
-            file = model_file(client, taken)
-            folder.mkdir(exist_ok=True)
             texts = {"strategy": str(self.settings["strategy"]), "round": str(last), "client": str(client),
                      **(about(client) if about else {})}
             # save_file writes an array's memory as it lies there.
             arrays = {key: np.asarray(array, order="C") for key, array in read_record(records[client]).items()}
-            with replacing(folder / file) as temporary:
+            with self._new_file(places[client]) as temporary:
                 try:
                     save_file(arrays, temporary, texts)
                 except SafetensorError as error:  # as of a full disk
                     raise OSError(str(error)) from None
-            files[client] = f"models/{file}"
-        return files
 
-    def _copy_files(self, name: str, files: Mapping[ClientId, Path]) -> dict[ClientId, str]:
-        """Copy a file of each client; client -> path inside the run's folder."""
-        taken: set[str] = set()
-        copies = {client: f"{name}/{model_file(client, taken)}" for client in in_order(files)}
-        for client, copy in copies.items():
-            (self.path / name).mkdir(exist_ok=True)
-            with replacing(self.path / copy) as temporary:
+    def _copy_files(self, files: Mapping[ClientId, Path], places: Mapping[ClientId, str]) -> None:
+        """Copy a file of each client to its place inside the run's folder."""
+        for client, place in places.items():
+            with self._new_file(place) as temporary:
                 shutil.copyfile(files[client], temporary)
-        return copies
 
-    def _save_tree(
-        self, tree: Sequence[Mapping[str, Any]], last: int, federation: Federation | None, title: str
+    @contextmanager
+    def _new_file(self, place: str) -> Iterator[Path]:
+        path = self.path / place
+        path.parent.mkdir(exist_ok=True)
+        with replacing(path) as temporary:
+            yield temporary
+
+    def _draw_pictures(
+        self, strategy: PersonalizedStrategy, tree: Sequence[Mapping[str, Any]] | None, last: int,
+        federation: Federation | None,
     ) -> None:
-        from .pictures import tree_figure
+        from data import partition_figure
 
-        clients = [client for cluster in tree for client in cluster["clients"]]
-        groups = true_groups(clients, federation) if federation else None
-        known = None if groups is None else dict(zip(clients, groups.tolist()))
-        self._save_picture("clusters.png", tree_figure(tree, last, known, title))
+        from .pictures import accuracy_figure, collaboration_figure, tree_figure
 
-    def _save_picture(self, name: str, figure: Figure) -> None:
-        with replacing(self.path / name) as temporary:
-            figure.savefig(temporary)
+        name = self.settings["strategy"]
+        setting = f"{what_data(self.settings)}, seed {self.settings['seed']}"
+
+        def groups_of(clients: Sequence[ClientId]) -> np.ndarray | None:
+            return true_groups(clients, federation) if federation else None
+
+        def draw(file: str, figure: Callable[[], Figure]) -> None:
+            with failing_is_a_warning(self.path / file):
+                save_figure(figure(), self.path / file)
+
+        draw("accuracy.png", lambda: accuracy_figure(strategy.history.rows, f"{name} on {setting}"))
+        clients, weights = strategy.collaboration()
+        if clients:
+            draw("collaboration.png", lambda: collaboration_figure(
+                clients, weights, groups_of(clients), f"Who learns from whom: {name}, round {last}, {setting}"))
+        if tree:
+            members = [client for cluster in tree for client in cluster["clients"]]
+            groups = groups_of(members)
+            known = None if groups is None else dict(zip(members, groups.tolist()))
+            draw("clusters.png", lambda: tree_figure(tree, last, known, f"Clusters: {name} on {setting}"))
+        if federation:
+            draw("partition.png", lambda: partition_figure(federation))
 
 
 class _GrowingTable:
@@ -317,12 +330,12 @@ class _GrowingTable:
             columns.update(dict.fromkeys(row))
         if not self.written or len(columns) > len(self.columns):
             with replacing(self.path) as temporary:
-                temporary.write_bytes(_csv_lines(columns, rows, header=True))
+                temporary.write_bytes(table_lines(columns, rows, header=True))
         elif added:
             size = self.path.stat().st_size
             try:
                 with open(self.path, "ab") as file:
-                    file.write(_csv_lines(columns, added))
+                    file.write(table_lines(columns, added))
                     file.flush()
                     os.fsync(file.fileno())
             except BaseException:
@@ -335,9 +348,14 @@ def read_settings(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """The settings of the run in a folder of results; ConfigError where there is none that can be gone on with."""
     path = Path(folder).expanduser()
     settings = _read_config(path)["settings"]
-    if (path / "summary.json").exists():
+    if is_finished(path):
         raise ConfigError(f"resume is {str(folder)!r}, whose run has been finished")
     return settings
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether all results of a run are there: while they are written there is a summary, and a checkpoint still."""
+    return (folder / "summary.json").exists() and Checkpoints(folder / "checkpoints").oldest is None
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -389,6 +407,12 @@ def model_file(client: ClientId, taken: set[str]) -> str:
         name = f"{name[:80]}-{sha256(repr(client).encode()).hexdigest()[:16]}"
     taken.add(name.casefold())
     return f"{name}.safetensors"
+
+
+def _places(folder: str, clients: Iterable[ClientId]) -> dict[ClientId, str]:
+    """Where each client's model is to lie inside the run's folder."""
+    taken: set[str] = set()
+    return {client: f"{folder}/{model_file(client, taken)}" for client in in_order(clients)}
 
 
 def true_groups(clients: Sequence[ClientId], federation: Federation) -> np.ndarray | None:
@@ -456,17 +480,6 @@ def read_summary(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{folder} holds no summary.json: the run is not finished; run it again") from None
 
 
-def read_table(path: Path) -> list[dict[str, Any]]:
-    """Read history.csv or rounds.csv back as rows of numbers and texts, without the empty cells.
-
-    A client id that is written as a whole number is read as one. A last line without a line end is left out.
-    """
-    with open(path, encoding="utf-8", newline="") as file:
-        text = file.read()
-    whole = io.StringIO(text[: text.rfind("\n") + 1], newline="")
-    return [{key: _value(key, cell) for key, cell in row.items() if cell} for row in csv.DictReader(whole)]
-
-
 def comparison_table(summaries: Sequence[Mapping[str, Any]], terminal: bool = True) -> Table:
     """Runs side by side: accuracies in percent, seconds, megabytes (10^6 bytes).
 
@@ -489,11 +502,16 @@ def comparison_table(summaries: Sequence[Mapping[str, Any]], terminal: bool = Tr
     for summary in summaries:
         cells = []
         for key in columns.values():
-            text = "-" if summary[key] is None else f"{100 * summary[key]:.1f}"
+            text = _digit(summary[key], 100)
             cells.append(f"[bold]{text}[/bold]" if terminal and summary[key] == most[key] is not None else text)
-        cells += [f"{summary['seconds']:.1f}", *(f"{summary[key] / 1e6:.1f}" for key in ("bytes-down", "bytes-up"))]
+        cells += [_digit(summary["seconds"]), *(_digit(summary[key], 1e-6) for key in ("bytes-down", "bytes-up"))]
         table.add_row(summary["strategy"], *cells)
     return table
+
+
+def _digit(value: float | None, factor: float = 1) -> str:
+    """A number with a digit after the point; "-" where it is not known."""
+    return "-" if value is None else f"{factor * value:.1f}"
 
 
 def compare_runs(folders: Sequence[Path], picture: Path, file: TextIO | None = None) -> None:
@@ -525,9 +543,8 @@ def compare_runs(folders: Sequence[Path], picture: Path, file: TextIO | None = N
     runs = [(summary["strategy"], [read_table(folder / "rounds.csv")])
             for summary, folder in zip(summaries, folders, strict=True)]
     settings = {f"{what_data(summary)}, seed {summary['seed']}" for summary in summaries}
-    figure = comparison_figure(runs, settings.pop() if len(settings) == 1 else "Runs compared")
-    with replacing(picture) as temporary:
-        figure.savefig(temporary)
+    with failing_is_a_warning(picture):
+        save_figure(comparison_figure(runs, settings.pop() if len(settings) == 1 else "Runs compared"), picture)
 
 
 def _training(settings: Mapping[str, Any], history: History) -> list[dict[str, Any]]:
@@ -553,23 +570,45 @@ def _new_folder(parent: Path, name: str, made: list[Path]) -> Path:
             return folder
 
 
-def _csv_lines(columns: Collection[str], rows: Iterable[Mapping[str, Any]], header: bool = False) -> bytes:
-    """Rows as lines of text: exactly one each, so line breaks inside texts become spaces."""
+def table_lines(columns: Collection[str], rows: Iterable[Mapping[str, Any]], header: bool = False) -> bytes:
+    """Rows as lines of a table: exactly one each, so line breaks inside texts become spaces."""
     def one_line(value: Any) -> Any:
         return re.sub(r"[\r\n]+", " ", value) if isinstance(value, str) else value
 
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    if header:
-        writer.writerow(map(one_line, columns))
-    writer.writerows([one_line(row.get(column)) for column in columns] for row in rows)
-    return text.getvalue().encode()
+    lines = ([row.get(column) for column in columns] for row in rows)
+    return csv_lines(map(one_line, line) for line in chain([columns] if header else [], lines))
 
 
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write JSON that every program reads, with null for NaN and the infinities, which JSON does not have."""
     with replacing(path) as temporary:
-        text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
-        temporary.write_text(text + "\n", encoding="utf-8")
+        text = json.dumps(finite(content), indent=2, ensure_ascii=False, allow_nan=False)
+        temporary.write_bytes(text.encode("utf-8", "backslashreplace") + b"\n")  # JSON escapes are written so too
+
+
+def finite(content: Any) -> Any:
+    """The same content with None in place of every number that is not finite."""
+    if isinstance(content, Mapping):
+        return {key: finite(each) for key, each in content.items()}
+    if isinstance(content, list | tuple):
+        return [finite(each) for each in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write a picture, whole or not at all."""
+    with replacing(path) as temporary:
+        figure.savefig(temporary)
+
+
+@contextmanager
+def failing_is_a_warning(path: Path) -> Iterator[None]:
+    """Have a picture or page that cannot be made be a warning that names it: what it shows is in other files."""
+    try:
+        yield
+    except Exception as error:  # whatever a library has against a number, a name or a disk
+        reason, *_ = f"{type(error).__name__}: {error}".splitlines()
+        log(WARNING, "kindred: %s cannot be written (%s); all other results are", path, reason)
 
 
 def _versions() -> dict[str, str | None]:
@@ -582,14 +621,3 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _value(key: str, cell: str) -> int | float | str:
-    if key == "status":
-        return cell
-    if len(cell) <= 20 and cell.removeprefix("-").isdecimal() and str(int(cell)) == cell:  # 20 digits: any node id
-        return int(cell)
-    if key != "client":
-        with suppress(ValueError):
-            return float(cell)
-    return cell

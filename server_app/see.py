@@ -117,7 +117,9 @@ class Watcher(ThreadingHTTPServer):
     @property
     def finished(self) -> bool:
         """Whether the run is."""
-        return (self.folder / "summary.json").exists()
+        from .results import is_finished
+
+        return is_finished(self.folder)
 
     @contextmanager
     def serving(self) -> Iterator[Watcher]:
@@ -140,7 +142,7 @@ class Watcher(ThreadingHTTPServer):
         """What the files were when this was asked: a text that differs once one of them does."""
         found = []
         for name in ("config.json", "rounds.csv", "history.csv", "clusters.json", "partition.png", "summary.json",
-                     "collaboration"):
+                     "collaboration", "checkpoints"):
             try:
                 about = (self.folder / name).stat()
                 found.append((name, about.st_size, about.st_mtime_ns))

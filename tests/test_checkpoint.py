@@ -32,7 +32,8 @@ from client_app.app import app as client_app
 from server_app import cli
 from server_app.app import run
 from server_app.config import Config, ConfigError
-from server_app.results import RunFolder, read_table
+from server_app.results import RunFolder, is_finished
+from server_app.tables import read_table
 from strategies import REGISTRY, FedAvg, InlineGrid, Local, NotResumable, TooFewClients
 from strategies.checkpoint import Checkpoints, pack, unpack
 from strategies.kindred import TAIL
@@ -321,9 +322,10 @@ def test_results_that_cannot_be_written_are_written_by_a_resume(name, reason, wh
     assert str(refused.value) == (f"the results cannot be written to {folder} ({reason}); make room there, then go on "
                                   f"with --resume {folder}")
     assert not list((folder / "models").rglob("*"))
+    assert (folder / "summary.json").exists() and not is_finished(folder)
     config = config_of(tmp_path, name, resume=str(folder))
     run(InlineGrid(client_app, CLIENTS, config.run_config()), config)
-    assert kept(folder) == whole(name, {})
+    assert kept(folder) == whole(name, {}) and is_finished(folder)
 
 
 def test_one_process_at_a_time_is_at_work_on_a_run(tmp_path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import re
 import statistics
@@ -268,6 +269,25 @@ def test_a_run_that_fails_is_left_out_of_the_means(tmp_path):
     assert "it broke" in (plan.folder / "comparison.md").read_text()
     files = {"comparison.json", "comparison.csv", "comparison.md", "comparison.png"}
     assert {path.name for path in plan.folder.iterdir()} >= files
+
+
+def test_a_name_that_begins_like_a_formula_is_a_text_in_the_table(tmp_path):
+    plan = make_plan(["local", "-b"], {"output-dir": str(tmp_path)}, {"-b": {"strategy": "fedavg"}})
+    execute = pretended({("local", 0): [0.5, 0.7], ("fedavg", 0): [0.5, 0.6]})
+    content, _ = carry_out(plan, execute, lambda line: None, {}, ["kindred"])
+    lines = list(csv.DictReader(io.StringIO(comparing.as_csv(content).decode())))
+    assert [line["strategy"] for line in lines] == ["local"] * 3 + ["'-b"] * 3
+
+
+def test_a_picture_or_report_that_fails_ends_no_comparison(tmp_path, monkeypatch, caplog):
+    plan = make_plan(["local"], {"output-dir": str(tmp_path)}, {})
+    content, _ = carry_out(plan, pretended({("local", 0): [0.5, 0.7]}), lambda line: None, {}, ["kindred"])
+    for name in ("comparison_figure", "write_report"):
+        monkeypatch.setattr(comparing, name, lambda *_: 1 / 0)
+    write(content, plan.folder)
+    assert {path.name for path in plan.folder.iterdir()} == {"comparison.json", "comparison.csv", "comparison.md"}
+    for name in ("comparison.png", "report.html"):
+        assert f"{plan.folder / name} cannot be written (ZeroDivisionError" in caplog.text
 
 
 def test_what_was_run_with_other_versions_or_without_a_record_of_its_images_is_reused_and_said(tmp_path):

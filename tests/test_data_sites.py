@@ -15,7 +15,8 @@ from client_app.app import app
 from data import DataError, Sites, Task, read_site
 from server_app.app import run
 from server_app.config import Config
-from server_app.results import read_summary, read_table
+from server_app.results import read_summary
+from server_app.tables import read_table
 from strategies import InlineGrid
 from strategies.state import ClientState
 

@@ -33,7 +33,7 @@ from data import Sites, load_federation
 from server_app import machines
 from server_app.app import run, run_inline
 from server_app.config import Config, kebab
-from server_app.results import read_table
+from server_app.tables import read_table
 from strategies import InlineGrid
 from strategies.state import MIXTURE, MODEL, ClientState
 

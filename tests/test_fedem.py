@@ -13,7 +13,7 @@ from client_app.app import app as client_app
 from server_app.app import run as run_app
 from server_app.config import Config
 from server_app.predict import Predictor
-from server_app.results import read_table
+from server_app.tables import read_table
 from strategies import FedAvg, FedEM, InlineGrid, Mixture
 from strategies.baselines.fedem import new_shares, responsibilities
 from strategies.messages import by_prefix, in_order, read_record, to_record

