@@ -79,6 +79,22 @@ def run(grid: Grid, config: Config) -> RunFolder:
         can be gone on with then.
     """
     federation = Sites.of(config.run_config()) if config.dataset == "sites" else load_federation(config.run_config())
+    strategy, initial_arrays = prepare(config, federation)
+    groups = federation.groups.tolist() if isinstance(federation, Federation) and federation.groups.any() else None
+    folder = RunFolder(config.run_config(), groups, images_of(config, federation))
+    with folder.locked():
+        _train(grid, config, federation, strategy, initial_arrays, folder)
+    return folder
+
+
+def prepare(config: Config, federation: Federation | Sites) -> tuple[PersonalizedStrategy, ArrayRecord]:
+    """The strategy of a run, and what it starts from.
+
+    Raises
+    ------
+    ConfigError, DataError
+        The method cannot work with these settings, data and networks.
+    """
     check_data_and_models(config, federation)
     method, networks = REGISTRY[config.strategy], network_names(config, federation)
     initial_arrays, given = ArrayRecord(), needed_by(config, federation)
@@ -98,12 +114,7 @@ def run(grid: Grid, config: Config) -> RunFolder:
         from strategies.client import fingerprint_of
 
         given["public_set"] = fingerprint_of(federation.public_set())
-    strategy = make_strategy(config, **given)
-    groups = federation.groups.tolist() if isinstance(federation, Federation) and federation.groups.any() else None
-    folder = RunFolder(config.run_config(), groups, images_of(config, federation))
-    with folder.locked():
-        _train(grid, config, federation, strategy, initial_arrays, folder)
-    return folder
+    return make_strategy(config, **given), initial_arrays
 
 
 def _train(

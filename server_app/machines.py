@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 
+    from .config import Config
+
 CA, SERVER = "ca", "server"  # names of certificates, and so of no site
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 CA_DAYS, SERVER_DAYS = 3650, 825  # the latter is the most that clients on macOS accept
@@ -661,6 +663,8 @@ def site(
                                                                           "FedeRiCo.")] = False,
     class_names: Annotated[str, _option("class-names", "NAMES", "The run's class-names, where the data have names for "
                                                                 "classes: to check them.")] = "",
+    run_config: Annotated[list[str] | None, _option("run-config", "FILE_OR_SETTINGS", "The settings of a run, as for "
+                                                    "`flwr run`: to check that the site fits it.")] = None,
     check: Annotated[bool, typer.Option("--check", help="Check and print, start nothing.")] = False,
 ) -> None:
     """Take part as a site with data of its own: check the data, then keep a SuperNode running."""
@@ -699,7 +703,11 @@ def site(
     else:
         proof = ["--insecure"]
         _warn_of_no_tls(host)
-    _tell_about_data(name, node, [part.strip() for part in class_names.split(",") if part.strip()])
+    run = _run_config(run_config, class_names) if run_config else None
+    names = run.class_names if run else class_names
+    _tell_about_data(name, node, [part.strip() for part in names.split(",") if part.strip()])
+    if run:
+        _check_fit(name, node, run)
 
     def command(port: int) -> list[str]:
         return ["flower-supernode", "--superlink", _with_port(host, superlink_port), *proof, "--host", LOOPBACK[1],
@@ -763,6 +771,34 @@ def _tell_about_data(name: str, node: Mapping[str, Any], class_names: Sequence[s
           f"of the run's network, that {share} have its model, which methods the run's program knows{told}; then what "
           "the method sends, see `kindred strategies`\n"
           f"stays here: the data in {node['data-dir']}, and what the site keeps in {node['state-dir']}", flush=True)
+
+
+def _run_config(given: Sequence[str], class_names: str) -> Config:
+    """The settings of a run that the site is to fit; ends the command where they are none."""
+    from .config import ConfigError
+    from .fits import read_run_config
+
+    if class_names:
+        _end(2, "--class-names and --run-config are both given, allowed: one of them, for the run's class-names count")
+    try:
+        return read_run_config(given)
+    except ConfigError as error:
+        _end(2, str(error))
+
+
+def _check_fit(name: str, node: Mapping[str, Any], run: Config) -> None:
+    """Say that a site fits a run, or end the command with the reason for which it does not."""
+    from data import DataError
+
+    from .config import ConfigError
+    from .fits import fit
+
+    try:
+        print(f"fits the run: {fit(run, node, APP_DIR)}", flush=True)
+    except ConfigError as error:
+        _end(2, str(error))
+    except DataError as error:
+        _end(2, f"{name} does not fit the run: {' '.join(str(error).split())}")
 
 
 def _port_for_supernode(port: int | None) -> int:

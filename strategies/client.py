@@ -403,7 +403,7 @@ def make_client_app(load_site: LoadSite) -> ClientApp:
 
     @app.query(IDENTITY_QUERY.partition(".")[2])
     def identity(message: Message, context: Context) -> Message:
-        about = _introduction(load_site, context)
+        about = introduction_of(load_site, context)
         if PROBLEM in about and STATE_DIR in context.node_config:  # a site's operator can put it right
             log(ERROR, "kindred: this site takes no part: %s", first_line(str(about[PROBLEM])))
         return Message(RecordDict({CONFIG: ConfigRecord(about)}), reply_to=message)
@@ -472,7 +472,7 @@ def _visit(load_site: LoadSite, message: Message, context: Context) -> Visit:
                  context.node_config)
 
 
-def _introduction(load_site: LoadSite, context: Context) -> dict[str, Any]:
+def introduction_of(load_site: LoadSite, context: Context) -> dict[str, Any]:
     """What a client says of itself when it is first asked: who it is, how much data it has, and what it can do."""
     about: dict[str, Any] = {CLIENT_ID: client_id(context), METHODS: list(REGISTRY)}
     try:

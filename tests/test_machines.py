@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -37,10 +38,16 @@ from hypothesis import strategies as st
 from sklearn.datasets import load_digits
 from typer.testing import CliRunner
 
+from client_app.app import app as client_app
+from data import DataError, Sites
 from server_app import machines
-from server_app.cli import app
+from server_app.app import prepare
+from server_app.cli import APP_DIR, app
+from server_app.fits import fit, read_run_config
 from server_app.hooks import OwnMachineAlone
 from server_app.machines import Link, client_id, clock_fault, faults, node_config
+from strategies import InlineGrid
+from strategies.roster import TooFewClients
 
 from .machines import free_port, wait_until
 
@@ -675,6 +682,90 @@ def test_check_tells_what_the_server_learns_and_starts_nothing(tmp_path, data, m
         "state-dir": str(tmp_path / "state"), "share-model": False, "report-weights": True,
     }  # fmt: skip
     assert not (tmp_path / "state").exists()
+
+
+RUN = 'dataset="sites" image-shape="1x8x8" num-classes=10'
+
+
+def site_for(run: str, data: Path, *options: object, code: int = 0) -> str:
+    return kindred("site", "lyon", "--server", "localhost:1", "--data-dir", data, "--insecure", "--run-config", run,
+                   *options, code=code)
+
+
+@pytest.mark.parametrize(
+    ("run", "options", "says"),
+    [
+        (RUN, [], "heurfedamp with digits-cnn, 10 classes, 40 training samples"),
+        (f'{RUN} strategy="fedem"', [], "fedem with digits-cnn, 10 classes, 40 training samples"),
+        (f'{RUN} strategy="federico"', ["--no-share-model"], "federico with digits-cnn, 10 classes, 40 training"),
+        (f'{RUN} strategy="feddf" public-data="/at/the/server.npz" public-size=500', [], "feddf with digits-cnn, "),
+        (f'{RUN} strategy="perfed-ckt" model="digits-cnn,mcmahan-cnn"', ["--public-data", "public.npz"],
+         "10 classes, 40 training samples, 30 public images"),
+    ],
+)
+def test_a_site_that_fits_a_run_is_told_so(run, options, says, data, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    np.savez("public.npz", x=np.zeros((30, 8, 8), np.float32))
+    Path("run.toml").write_text(run.replace(" ", "\n"))
+    for given in (run, "run.toml"):
+        said = site_for(given, data, *options, "--check")
+        assert "fits the run: " in said and says in said
+
+
+@pytest.mark.parametrize(
+    ("run", "options", "says"),
+    [
+        ('dataset="sites" image-shape="1x8x8" num-classes=5', [], ["does not fit", "labels go up to 9", "5 classes"]),
+        ('dataset="sites" image-shape="1x28x28" num-classes=10', [], ["does not fit", "are 1x8x8, expected 1x28x28"]),
+        ('dataset="sites" image-shape="1x8x8" class-names="a,b,c"', [], ["has a label 9", "class-names has 3 names"]),
+        (f'{RUN} strategy="fedavg"', ["--no-share-model"], ["does not fit", "share-model is false", "fedavg mixes"]),
+        (f'{RUN} strategy="kindred"', ["--no-share-model"], ["does not fit", "share-model is false", "kindred mixes"]),
+        (f'{RUN} strategy="perfed-ckt"', [], ["does not fit", "public-data is not in the node config"]),
+        (f'{RUN} strategy="perfed-ckt"', ["--public-data", "large.npz"], ["public-data", "1x9x9", "1x8x8"]),
+        (f'{RUN} strategy="feddf"', [], ["would not begin", "public-data is 'auto'", "server's machine"]),
+        (f'{RUN} model="digits-cnn,mcmahan-cnn"', [], ["would not begin", "model is", "one network"]),
+        (f'{RUN} model="digits-cnm"', [], ["model is 'digits-cnm'", "digits-cnn"]),
+        (f'{RUN} strategy="fedavgg"', [], ["strategy is 'fedavgg'"]),
+        (f"{RUN} num-round=3", [], ["unknown setting num-round"]),
+        ('dataset="sites" num-classes=10', [], ["would not begin", "image-shape is ''", "1x28x28"]),
+        ('image-shape="1x8x8" num-classes=10', [], ["dataset is 'digits'", "sites"]),
+        (f"{RUN} strategy=fedavg", [], ["--run-config", "quotation marks"]),
+        ("fedavg", [], ["--run-config is 'fedavg'", ".toml", "key=value"]),
+        ("nowhere.toml", [], ["--run-config is 'nowhere.toml'", "No such file"]),
+        (RUN, ["--class-names", "a,b"], ["--class-names", "--run-config", "one of them"]),
+    ],
+)
+@pytest.mark.parametrize("check", [["--check"], []], ids=["checked", "started"])
+def test_a_site_that_does_not_fit_a_run_is_told_why_and_is_not_started(
+    run, options, says, check, data, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(machines.subprocess, "Popen", lambda *_, **__: pytest.fail("something was started"))
+    np.savez("large.npz", x=np.zeros((3, 9, 9), np.uint8))
+    *_, error = site_for(run, data, *options, *check, code=2).splitlines()
+    assert error.startswith("kindred: ") and all(word in error for word in says), error
+
+
+def test_a_site_that_fits_a_run_is_started_without_check(data, tmp_path, monkeypatch) -> None:
+    started = []
+    monkeypatch.setattr(machines, "_keep_running", lambda command, *_: started.append(command()))
+    site_for(RUN, data, "--state-dir", tmp_path / "state")
+    assert len(started) == 1
+
+
+def test_what_is_found_before_a_run_is_what_the_server_would_say_in_it(data, tmp_path, caplog) -> None:
+    """The same words from a strategy that meets the site."""
+    run = read_run_config([f'{RUN} strategy="fedavg"'])
+    node = {"client-id": "lyon", "data-dir": str(data), "share-model": False}
+    grid = InlineGrid(client_app, 1, run.run_config())
+    for context in grid._contexts.values():
+        context.node_config = node
+    strategy, initial_arrays = prepare(replace(run, min_available_clients=1), Sites.of(run.run_config()))
+    with pytest.raises(TooFewClients):
+        strategy.start(grid, initial_arrays, 1)
+    with pytest.raises(DataError) as refused:
+        fit(run, node, APP_DIR)
+    assert strategy.history.left_out == {"lyon": str(refused.value)}
 
 
 @pytest.mark.parametrize(
