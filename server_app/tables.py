@@ -38,7 +38,12 @@ def read_table(path: Path) -> list[dict[str, Any]]:
     """
     with open(path, encoding="utf-8", newline="") as file:
         text = file.read()
-    header, *rows = list(csv.reader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))) or [[]]
+    whole = io.StringIO(text[: text.rfind("\n") + 1], newline="")
+    limit = csv.field_size_limit(max(len(text), 1))  # a cell may be long: a metric that is a list is one
+    try:
+        header, *rows = list(csv.reader(whole)) or [[]]
+    finally:
+        csv.field_size_limit(limit)
     columns = [column.removeprefix(MARK) for column in header]
     return [{key: _value(key, cell) for key, cell in zip(columns, row) if cell} for row in rows if row]
 
