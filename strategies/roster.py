@@ -134,7 +134,9 @@ class Roster:
             settled = bool(self._identities) or (nodes == seen and len(nodes) >= self.min_available)
             if settled and (nodes != met or now - asked_at >= ASK_AGAIN):
                 self._ask_and_admit(grid, nodes, introduce, timeout)
-                met, asked_at = nodes, time.monotonic()
+                asked_at = time.monotonic()
+                deadline = asked_at + self.wait_timeout if met is None else deadline  # their names took time too
+                met = nodes
             if settled and len(self.nodes) >= self.min_available:
                 return
             count, what = ((len(nodes), "are connected") if len(nodes) < self.min_available

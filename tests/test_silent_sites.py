@@ -1,0 +1,161 @@
+"""Sites that fall silent or cannot take part, on a real SuperLink: the others go on, and who can act is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from sklearn.datasets import load_digits
+
+from server_app.config import kebab
+from server_app.results import read_table
+
+from .machines import KINDRED, SCRIPTS, Machines, free_port, wait_until
+
+pytestmark = pytest.mark.deployment
+
+TIMEOUT = 15
+SETTINGS = {"dataset": "sites", "image_shape": "1x8x8", "num_classes": 10, "strategy": "heurfedamp", "local_epochs": 1,
+            "device": "cpu"}  # fmt: skip
+
+# A SuperNode that announces its replies to training messages, and is cut off before it uploads any of their arrays.
+CUT_OFF = """
+import sys, time
+from flwr.supernode.cli import flower_supernode
+from flwr.supernode.fleet_http_client import FleetHttpClient
+
+push = FleetHttpClient.PushObject
+
+def cut_off(self, request):
+    if request.object_content.startswith(b"Array"):
+        time.sleep(3600)
+    return push(self, request)
+
+FleetHttpClient.PushObject = cut_off
+flower_supernode()
+"""
+
+
+def write_data(path: Path, largest_label: int = 9) -> None:
+    x, y = load_digits(return_X_y=True)
+    y = y[:60] * (largest_label / y[:60].max())
+    np.savez(path, x_train=x[:40].reshape(-1, 8, 8), y_train=y[:40].astype(int), x_test=x[40:60].reshape(-1, 8, 8),
+             y_test=y[40:].astype(int))
+
+
+class Sites(Machines):
+    """A server without keys, on loopback, and its sites."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.address = f"127.0.0.1:{free_port()}"
+        self.state = folder / "server"
+        write_data(folder / "good.npz")
+        write_data(folder / "bad.npz", 12)
+        self.start("server", KINDRED, "server", "--port", self.address.partition(":")[2], "--state", self.state)
+        self.wait_for("server", "the server is ready")
+
+    def start_site(self, name: str, data: str = "good.npz", *more: object) -> None:
+        self.start(name, KINDRED, "site", name, "--server", self.address, "--data-dir", data, "--threads", 1,
+                   "--state-dir", f"state-{name}", *more)
+
+    def start_cut_off(self, name: str) -> None:
+        config = f'client-id="{name}" data-dir="{self.folder}/good.npz" state-dir="{self.folder}/state-{name}"'
+        self.start(name, "env", f"FLWR_HOME={self.folder}/flower-{name}", sys.executable, "-P", "-c", CUT_OFF,
+                   "--superlink", self.address, "--insecure", "--host", "127.0.0.1", "--port", free_port(),
+                   "--node-config", config)
+
+    def end_with_all_it_started(self, name: str) -> None:
+        process = self.running.pop(name)
+        for each in [*psutil.Process(process.pid).children(recursive=True), process]:
+            each.kill()
+        process.wait(30)
+
+    def run(self, seconds: float, **settings: Any) -> Path:
+        """Start a run as the server says, wait for its end, and return the folder of its results."""
+        printed = re.search(r"^\$ (FLWR_HOME=\S+ flwr run .*)$", self.said("server"), re.MULTILINE)[1]
+        config = " ".join(f"{kebab(name)}={json.dumps(value)}" for name, value in {**SETTINGS, **settings}.items())
+        before = set(self.state.glob("results/*"))
+        self.start("run", "env", *shlex.split(printed), "--run-config", config).wait(seconds)
+        del self.running["run"]
+        (results,) = set(self.state.glob("results/*")) - before or {None}
+        return results
+
+    def status(self) -> str:
+        done = subprocess.run(
+            [os.path.join(SCRIPTS, "flwr"), "list", "kindred", "--format", "json"], check=True, text=True,
+            env=os.environ | {"FLWR_HOME": str(self.state), "FLWR_TELEMETRY_ENABLED": "0"}, stdout=subprocess.PIPE)
+        runs = json.loads(done.stdout[done.stdout.index("{"):])["runs"]
+        return max(runs, key=lambda each: each["pending-at"])["status"]
+
+
+@pytest.fixture(scope="module")
+def sites(tmp_path_factory):
+    sites = Sites(tmp_path_factory.mktemp("sites"))
+    try:
+        for name in ("lyon", "oslo"):
+            sites.start_site(name)
+        sites.start_site("graz", "good.npz", "--no-share-model")
+        sites.start_cut_off("eve")
+        for name in ("lyon", "oslo", "graz", "eve"):
+            sites.wait_for(name, "SuperNode ID: ", 120)
+        yield sites
+    finally:
+        sites.kill()
+
+
+def statuses(results: Path) -> dict[tuple[int, str], str]:
+    return {(row["round"], row["client"]): row["status"] for row in read_table(results / "history.csv")}
+
+
+def test_a_reply_that_is_announced_and_not_uploaded_holds_nobody_up_beyond_the_timeout(sites) -> None:
+    """And who does so twice is left alone for two rounds."""
+    results = sites.run(240, num_rounds=3, round_timeout=float(TIMEOUT), max_strikes=2, quorum=1.0,
+                        min_available_clients=3)
+    assert sites.status() == "finished:completed", sites.said("run")
+    silent = f"no answer within {TIMEOUT} s"
+    assert statuses(results) == {
+        (1, "eve"): silent, (1, "lyon"): "ok", (1, "oslo"): "ok", (2, "eve"): silent, (2, "lyon"): "ok",
+        (2, "oslo"): "ok", (3, "lyon"): "ok", (3, "oslo"): "ok"}  # fmt: skip
+    seconds = {line["round"]: line["seconds"] for line in read_table(results / "rounds.csv")}
+    assert seconds[2] < TIMEOUT + 5 and seconds[3] < TIMEOUT
+    # What Flower waits for in the meantime, for minutes, keeps the process of the run no longer.
+    wait_until(lambda: not any("flwr-serverapp" in command for command in sites.processes()), 30)
+
+
+def test_a_site_that_the_server_leaves_out_says_so_itself(sites) -> None:
+    said = "kindred: the server says of this site: its share-model is false, and heurfedamp mixes all models"
+    sites.wait_for("graz", said)
+
+
+def test_a_round_ends_some_time_after_its_quorum(sites) -> None:
+    sites.end_with_all_it_started("eve")
+    sites.start_cut_off("eve")
+    sites.wait_for("eve", "SuperNode ID: ", 120)
+    results = sites.run(120, num_rounds=1, round_timeout=600.0, quorum=2.0, grace=2.0, min_available_clients=3)
+    assert sites.status() == "finished:completed", sites.said("run")
+    assert statuses(results) == {(1, "lyon"): "ok", (1, "oslo"): "ok",
+                                 (1, "eve"): "no answer within 2 s after 2 of 3 clients (quorum, grace)"}
+
+
+def test_a_run_waits_for_those_that_can_take_part_and_says_for_whom_and_so_does_the_site(sites) -> None:
+    sites.end_with_all_it_started("eve")
+    sites.start_site("nice", "bad.npz")
+    sites.wait_for("nice", "SuperNode ID: ", 120)
+    sites.run(120, num_rounds=1, min_available_clients=3, wait_timeout=10.0)
+    assert sites.status() == "finished:failed"
+    reason = ("client graz: its share-model is false, and heurfedamp mixes all models; client nice: it cannot introduce "
+              "itself: ")
+    assert f"kindred: waiting for clients: 2 of 3 can take part (min_available_nodes); {reason}" in sites.said("run")
+    assert re.search("TooFewClients: too few clients after 10 s: 2 of 3 can take part", sites.said("run"))
+    assert "kindred: this site takes no part: " in sites.said("nice")
+    assert "label" in re.search("this site takes no part: (.*)", sites.said("nice"))[1]
