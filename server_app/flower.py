@@ -9,6 +9,7 @@ them are killed: they hold nothing that would have to be saved.
 
 from __future__ import annotations
 
+import fcntl
 import http.client
 import json
 import os
@@ -16,6 +17,7 @@ import re
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import sysconfig
@@ -27,7 +29,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple, TextIO
+from typing import IO, Any, NamedTuple, TextIO
 
 import psutil
 
@@ -36,6 +38,9 @@ CONNECTION = "kindred"
 ATTEMPTS = 3  # to start a SuperLink on a port that nobody takes in the meantime
 STARTUP_TIMEOUT = 60.0  # s
 MARK = "KINDRED_RUN"  # an environment variable that every process of a run inherits
+SHORT_FOLDER = Path("/tmp")  # for Ray's files: the names of its sockets must be short
+MARKER = ".kindred-run"  # a file in every folder that is made here, locked as long as the run lasts
+MARKER_TEXT = "This folder was made by `kindred run`, and is removed when its process has ended."
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 BAD_INPUT = ("ConfigError", "DataError", "ExtensionError")  # exceptions of the app that say: change a setting
 
@@ -325,15 +330,15 @@ def shown(level: str, text: str) -> str | None:
 class _Workspace:
     """The folders of a run and the environment of its processes.
 
-    FLWR_HOME lies in the app's folder, Ray's files under /tmp: the names of Ray's sockets must be short.
+    FLWR_HOME lies in the app's folder, Ray's files in `SHORT_FOLDER`.
     """
 
     def __init__(self, parent: Path) -> None:
         self.mark = uuid.uuid4().hex
         try:
             parent.mkdir(exist_ok=True)
-            self.home = _own_folder(parent)
-            self.ray = _own_folder(Path("/tmp"))
+            self._folders = [_OwnFolder(parent), _OwnFolder(SHORT_FOLDER)]
+            self.home, self.ray = (folder.path for folder in self._folders)
         except OSError as error:
             raise EngineError(f"{error.filename} cannot be made: {error.strerror}") from None
         self.log = self.home / "log.txt"
@@ -345,8 +350,8 @@ class _Workspace:
         return self
 
     def __exit__(self, *_: object) -> None:
-        shutil.rmtree(self.home, ignore_errors=True)
-        shutil.rmtree(self.ray, ignore_errors=True)
+        for folder in self._folders:
+            folder.remove()
 
     @property
     def environment(self) -> dict[str, str]:
@@ -383,13 +388,56 @@ class _Workspace:
         return path
 
 
-def _own_folder(parent: Path) -> Path:
-    """Make a folder named after this process; remove those of processes that are gone."""
-    for old in parent.glob("kindred-*-*"):
-        number = old.name.split("-")[1]
-        if number.isdecimal() and not psutil.pid_exists(int(number)):
-            shutil.rmtree(old, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"kindred-{os.getpid()}-", dir=parent))
+class _OwnFolder:
+    """A new folder of this process in `parent`, from which those of processes that have ended are removed.
+
+    The marker in a folder says that it was made here. Its lock ends with the process that holds it, however that ends;
+    a process number would not do, for another process may have it by then. What has no marker is never removed.
+    """
+
+    def __init__(self, parent: Path) -> None:
+        for path in parent.glob("kindred-*-*"):
+            with suppress(OSError):
+                _remove_abandoned(path)
+        self.path = Path(tempfile.mkdtemp(prefix=f"kindred-{os.getpid()}-", dir=parent))
+        unlocked = self.path / f"{MARKER}.new"  # the marker has its name when it is locked, and not before
+        self._marker = open(unlocked, "w", encoding="utf-8")
+        print(f"{MARKER_TEXT}\nprocess {os.getpid()}", file=self._marker, flush=True)
+        with suppress(OSError):  # a file system without locks: then nobody can lock it to remove the folder either
+            fcntl.flock(self._marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        unlocked.rename(self.path / MARKER)
+
+    def remove(self) -> None:
+        _remove_marked(self.path)
+        self._marker.close()
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove a folder that a process of this user made here and has not removed before it ended."""
+    about = folder.lstat()
+    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid():
+        return
+    with _opened_marker(folder / MARKER) as marker:
+        about = os.fstat(marker.fileno())
+        if not stat.S_ISREG(about.st_mode) or about.st_uid != os.getuid():
+            return
+        if marker.readline(200).rstrip("\n") == MARKER_TEXT:
+            fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)  # OSError: its process lives
+            _remove_marked(folder)
+
+
+def _opened_marker(path: Path) -> IO[str]:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # not to wait, should it be a pipe
+    return open(descriptor, encoding="utf-8", errors="replace")
+
+
+def _remove_marked(folder: Path) -> None:
+    """Remove a folder, its marker last: what is interrupted is then taken up the next time."""
+    with suppress(OSError):
+        for path in folder.iterdir():
+            if path.name != MARKER:
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        shutil.rmtree(folder)
 
 
 def toml(values: Mapping[str, Any]) -> str:

@@ -249,10 +249,10 @@ def test_a_process_that_takes_its_time_to_end_is_waited_for(monkeypatch) -> None
 
 
 @pytest.mark.engine
-def test_ports_that_are_taken_end_in_one_line_and_code_2_and_leave_nothing(app_dir, monkeypatch) -> None:
-    with subprocess.Popen([sys.executable, "-c", ""]) as past:
-        pass
-    (app_dir / ".kindred" / f"kindred-{past.pid}-killed").mkdir(parents=True)
+def test_ports_that_are_taken_end_in_one_line_and_code_2_and_leave_nothing_of_ours(app_dir, monkeypatch) -> None:
+    (app_dir / ".kindred").mkdir(exist_ok=True)
+    folder_of_a_killed_process(app_dir / ".kindred")
+    (mine := app_dir / ".kindred" / "kindred-99999-mine").mkdir()
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -263,7 +263,68 @@ def test_ports_that_are_taken_end_in_one_line_and_code_2_and_leave_nothing(app_d
     assert (code, results) == (2, None)
     assert str(port) in reason and "\n" not in reason
     assert of_app(app_dir) == []
-    assert left_in(app_dir / ".kindred") == []
+    assert left_in(app_dir / ".kindred") == [mine.name]
+    mine.rmdir()
+
+
+def folder_of_a_killed_process(parent: Path) -> Path:
+    """A working folder with a marker, of a process that was killed."""
+    script = ("import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path; from server_app import flower\n"
+              "folder = flower._OwnFolder(Path(sys.argv[2])); print(folder.path, flush=True); sys.stdin.read()")
+    process = subprocess.Popen([sys.executable, "-P", "-c", script, str(ROOT), str(parent)],
+                               stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    path = Path(process.stdout.readline().strip())
+    process.kill()
+    process.communicate()
+    assert path.is_dir()
+    return path
+
+
+def test_only_marked_folders_of_processes_that_have_ended_are_removed(tmp_path) -> None:
+    parent, elsewhere = tmp_path / "tmp", tmp_path / "elsewhere"
+    parent.mkdir()
+    dead = folder_of_a_killed_process(parent)
+    (dead / "app").mkdir()
+    (dead / "app" / "log.txt").write_text("of the run")
+    elsewhere.mkdir()
+    (elsewhere / "thesis.txt").write_text("ours alone")
+    (dead / "link").symlink_to(elsewhere)
+
+    marker = (dead / flower.MARKER).read_text()
+    kept = [parent / f"kindred-99999-{name}" for name in ("unmarked", "other", "elsewhere", "linked", "pipe")]
+    unmarked, other, linked_folder, linked_marker, pipe = kept
+    for folder in (unmarked, other, linked_marker, pipe):
+        folder.mkdir()
+        (folder / "thesis.txt").write_text("a user's")
+    (other / flower.MARKER).write_text("a user's too")
+    (elsewhere / flower.MARKER).write_text(marker)  # a folder of ours, but not here
+    linked_folder.symlink_to(elsewhere)
+    (linked_marker / flower.MARKER).symlink_to(elsewhere / flower.MARKER)
+    os.mkfifo(pipe / flower.MARKER)
+    live = flower._OwnFolder(parent)
+    renamed = live.path.rename(parent / "kindred-99999-alive")  # the lock counts, not the number
+
+    new = flower._OwnFolder(parent)
+    assert sorted(parent.iterdir()) == sorted([*kept, renamed, new.path])
+    assert (unmarked / "thesis.txt").read_text() == "a user's"
+    assert (elsewhere / "thesis.txt").read_text() == "ours alone"
+    new.remove()
+    assert not new.path.exists()
+
+
+def test_what_cannot_be_removed_at_once_keeps_its_marker(tmp_path, monkeypatch) -> None:
+    folder = folder_of_a_killed_process(tmp_path)
+    (folder / "log.txt").write_text("of the run")
+
+    def fail(path: Path) -> None:
+        raise PermissionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", fail)
+        flower._OwnFolder(tmp_path)
+    assert (folder / flower.MARKER).exists()
+    flower._OwnFolder(tmp_path)
+    assert not folder.exists()
 
 
 def logged(text: str) -> tuple[Log, list[str]]:
