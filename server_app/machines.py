@@ -1071,7 +1071,9 @@ def _own_folder(folder: Path, alone: bool = True) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             _end(2, f"{folder} is in use by another `kindred` that runs")
-        for partial in folder.glob(".*.partial.*"):  # of one that was killed as it wrote
+        from strategies.state import partial_files
+
+        for partial, _ in partial_files(folder):  # of one that was killed as it wrote
             partial.unlink()
         yield
 

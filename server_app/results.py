@@ -47,7 +47,7 @@ from flwr.supercore import log
 from strategies.checkpoint import Checkpoints
 from strategies.history import COMPUTE
 from strategies.messages import ClientId, in_order, read_record
-from strategies.state import replacing
+from strategies.state import partial_files, replacing
 
 from .config import ConfigError
 from .tables import csv_lines, read_table
@@ -164,8 +164,9 @@ class RunFolder:
             except OSError:  # the file system has no locks
                 pass
             with suppress(OSError):
-                for partial in self.path.rglob(".*.partial*"):  # of a process that was killed as it wrote
-                    partial.unlink()
+                for folder in (self.path, *(each for each in self.path.iterdir() if not each.is_symlink())):
+                    for partial, _ in partial_files(folder):  # of a process that was killed as it wrote
+                        partial.unlink()
             yield
 
     def checkpoints(self) -> Checkpoints | None:
@@ -240,7 +241,8 @@ class RunFolder:
         self._draw_pictures(strategy, tree, last, federation)
         with failing_is_a_warning(self.path / REPORT):
             write_report(self.path, summary)
-        shutil.rmtree(self.path / "checkpoints", ignore_errors=True)  # there is nothing left to go on with
+        if checkpoints := self.checkpoints():
+            checkpoints.remove()  # there is nothing left to go on with
         return summary
 
     def _save_models(

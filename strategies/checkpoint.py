@@ -27,7 +27,7 @@ from flwr.app import ArrayRecord
 from flwr.supercore import log
 
 from .messages import check, in_order, read_record, to_record
-from .state import NotResumable
+from .state import NotResumable, partial_files
 from .store import let_go, mapping_of
 
 STATE = "state"
@@ -90,7 +90,7 @@ class Checkpoints:
 
     def _write(self, server_round: int, arrays: Mapping[str, np.ndarray]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        for partial in self.folder.glob(".*.partial"):  # of a process that was killed as it wrote
+        for partial, _ in partial_files(self.folder):  # of a process that was killed as it wrote
             partial.unlink()
         temporary = self.folder / f".{os.getpid()}.partial"
         try:
@@ -111,6 +111,13 @@ class Checkpoints:
             if old != path and old not in earlier[: self.keep - 1]:
                 with suppress(OSError):
                     old.unlink()
+
+    def remove(self) -> None:
+        """Remove all checkpoints, and the folder if nothing else is in it."""
+        with suppress(OSError):
+            for path in [path for _, path in self._files()] + [path for path, _ in partial_files(self.folder)]:
+                path.unlink()
+            self.folder.rmdir()
 
     @property
     def oldest(self) -> int | None:

@@ -21,7 +21,9 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from hashlib import sha256
@@ -129,8 +131,8 @@ class ClientState:
             raise ValueError(f"round {self._round} is over: {last.path} is of round {last.round}{gone_on}")
         if last and last.path == self._path(name) and last.round < self._round and name in self._loaded:
             _link(last.path, self.folder / f".{name}.round-{last.round:04d}.safetensors")
-        for partial in self.folder.glob(".*.partial.safetensors"):
-            if not _is_running(int(partial.name.split(".")[-3])):  # it was killed while it saved
+        for partial, process in partial_files(self.folder):
+            if not _is_running(process):  # it was killed while it saved
                 partial.unlink(missing_ok=True)
         whole = {key: np.asarray(array, order="C") for key, array in arrays.items()}  # save_file writes memory as it is
         with replacing(self._path(name)) as temporary:
@@ -255,6 +257,8 @@ def begin_simulation(run_id: int, checkpoints: Path | None = None, *, goes_on: b
     with open(root / ".lock", "w") as one_at_a_time:
         fcntl.flock(one_at_a_time, fcntl.LOCK_EX)
         for mark in root.glob(f"run-*/{_SIMULATED}"):
+            if not (_is_own(mark.parent) and _is_own(mark)):
+                continue
             with suppress(OSError), open(mark, encoding="utf-8") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 again = mark.parent == folder
@@ -309,6 +313,21 @@ def replacing(path: Path) -> Iterator[Path]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def partial_files(folder: Path) -> list[tuple[Path, int]]:
+    """What `replacing` has left in a folder: files of this user, and the process that wrote each."""
+    names = [(re.fullmatch(r"\.(?:.+\.)?(\d{1,9})\.partial(?:\.\w+)?", path.name), path) for path in folder.glob(".*")]
+    return [(path, int(name[1])) for name, path in names if name and path.is_file() and _is_own(path)]
+
+
+def _is_own(path: Path) -> bool:
+    """Whether something belongs to this user, and is no link to what may be elsewhere."""
+    try:
+        about = path.lstat()
+    except OSError:
+        return False
+    return about.st_uid == os.getuid() and not stat.S_ISLNK(about.st_mode)
 
 
 def _is_running(pid: int) -> bool:

@@ -354,6 +354,9 @@ def test_a_folder_of_results_can_be_moved_and_what_a_killed_process_left_there_g
     for partial in (".history.123.partial.csv", "models/.client-0.123.partial.safetensors", "checkpoints/.123.partial"):
         (folder / partial).parent.mkdir(exist_ok=True)
         (folder / partial).write_text("half")
+    ours = (".notes.partial", "models/.x.partial.txt", "checkpoints/notes")
+    for name in ours:
+        (folder / name).write_text("a user's")
     settings = json.loads((folder / "config.json").read_text())
     settings["versions"]["numpy"] = "1.0"
     (folder / "config.json").write_text(json.dumps(settings))
@@ -363,6 +366,10 @@ def test_a_folder_of_results_can_be_moved_and_what_a_killed_process_left_there_g
     config = cli._config({}, [], folder)
     cli.check(config, [], cli.Engine.inline, 1, 0.0)
     run(InlineGrid(client_app, CLIENTS, config.run_config()), config)
+    for name in ours:
+        assert (folder / name).read_text() == "a user's"
+        (folder / name).unlink()
+    (folder / "checkpoints").rmdir()  # nothing but the user's file was left in it
     assert kept(folder) == whole("heurfedamp", {})
     assert not list(folder.rglob(".*"))
     assert f"may not come to the same bits: numpy was 1.0 and is {np.__version__}" in caplog.text

@@ -157,6 +157,21 @@ def test_what_a_killed_process_left_is_removed_and_what_another_writes_is_not(tm
     assert files_in(state.folder) == {"model.safetensors", f".model.{os.getppid()}.partial.safetensors"}
 
 
+def test_only_what_was_left_half_written_here_is_removed(tmp_path) -> None:
+    state = ClientState(1, 7, tmp_path / "state")
+    state.save("model", {"a": np.zeros(3)})
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    (tmp_path / "thesis.txt").write_text("a user's")
+    (state.folder / f".model.{gone.pid}.partial.safetensors").symlink_to(tmp_path / "thesis.txt")
+    (state.folder / f".other.{gone.pid}.partial.safetensors").mkdir()
+    for name in (".thesis.partial.safetensors", f"model.{gone.pid}.partial.safetensors", ".partial.safetensors"):
+        (state.folder / name).write_text("a user's")
+    before = {path.name for path in state.folder.iterdir()}
+    state.save("model", {"a": np.ones(3)})
+    assert {path.name for path in state.folder.iterdir()} == before and number(state.load("model"), "a") == 1
+
+
 def test_a_simulation_that_is_over_can_be_removed_at_once(root) -> None:
     begin_simulation(5)
     ClientState(5, 1).save("model", {"a": np.zeros(3)})
@@ -169,8 +184,8 @@ def state_in(server_round: int, keep_from: int, attempt: int = 1) -> ClientState
     return ClientState(1, 0, server_round=server_round, before=server_round, keep_from=keep_from, attempt=attempt)
 
 
-def number(arrays: dict[str, np.ndarray] | None) -> int | None:
-    return None if arrays is None else int(arrays["w"][0])
+def number(arrays: dict[str, np.ndarray] | None, name: str = "w") -> int | None:
+    return None if arrays is None else int(arrays[name][0])
 
 
 def train(server_round: int, keep_from: int, attempt: int = 1) -> int | None:
@@ -376,6 +391,17 @@ def test_a_simulation_removes_those_whose_process_is_gone_and_no_other(root) -> 
         assert not (root / "run-1").exists() and not (root / "run-2").exists()
         lives.begin(6)  # its last one is over
         assert not (root / "run-3").exists() and (root / "run-4").exists()
+
+
+def test_no_simulation_removes_what_a_link_leads_to(root, tmp_path) -> None:
+    (elsewhere := tmp_path / "elsewhere" / "client-0").mkdir(parents=True)
+    (elsewhere / "thesis.txt").write_text("a user's")
+    (elsewhere.parent / ".simulated").write_text("")
+    (root / "run-5").mkdir(parents=True)
+    (root / "run-5" / ".simulated").symlink_to(elsewhere.parent / ".simulated")
+    (root / "run-6").symlink_to(elsewhere.parent)
+    begin_simulation(7)
+    assert (elsewhere / "thesis.txt").exists() and (root / "run-5").exists()
 
 
 def test_two_simulations_that_begin_at_once_both_live(root, monkeypatch) -> None:
