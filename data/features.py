@@ -163,10 +163,13 @@ def _network(folder: Path) -> torch.nn.Module:
     import torch
     from safetensors.torch import load_file
 
+    from .files import safetensors_header
+
     models = _torchvision().models
     file = folder / WEIGHTS
     if file.is_file():
         try:
+            safetensors_header(file)
             state = load_file(file)
         except Exception as error:
             raise DataError(f"{file} cannot be read as safetensors: {one_line(error)}") from error

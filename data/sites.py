@@ -5,13 +5,16 @@ from __future__ import annotations
 import csv
 import os
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .federation import SiteData
+from .files import check_folder, image_size
 from .public import read_public
 from .sources import SUFFIXES, DataError, Images, checked_parts, one_line, read_image, read_npz
 from .task import Task
@@ -176,14 +179,17 @@ def _image_folders(folder: Path, class_names: Sequence[str]) -> tuple[np.ndarray
                             f"{', '.join(sorted(SUFFIXES))}")
         files[part] = paths
         labels[part] = class_labels([path.parent.name for path in paths], class_names, folder / part)
-    images = {part: [read_image(path) for path in paths] for part, paths in files.items()}
-    first = images["train"][0].size
+    together = files["train"] + files["test"]
+    width, height = image_size(together[0])
+    for path in together:
+        if (found := image_size(path)) != (width, height):
+            raise DataError(f"{path} has {found[0]}x{found[1]} pixels, {together[0]} has {width}x{height}: they must "
+                            "be of one size")
+    check_folder(folder, together, 3 * width * height)
+    x = {part: np.empty((len(paths), height, width, 3), np.uint8) for part, paths in files.items()}
     for part, paths in files.items():
-        for path, image in zip(paths, images[part], strict=True):
-            if image.size != first:
-                raise DataError(f"{path} has {image.width}x{image.height} pixels, {files['train'][0]} has "
-                                f"{first[0]}x{first[1]}: they must be of one size")
-    x = {part: np.stack([np.asarray(image) for image in each]) for part, each in images.items()}  # (n, h, w, 3)
+        for image, path in zip(x[part], paths, strict=True):
+            image[:] = read_image(path)
     if all((each == each[..., :1]).all() for each in x.values()):
         x = {part: each[..., :1] for part, each in x.items()}
     arrays = {f"x_{part}": each for part, each in x.items()}
@@ -204,34 +210,51 @@ def _table(path: Path, class_names: Sequence[str]) -> tuple[np.ndarray, np.ndarr
     header, rows = read_rows(path)
     if header.count(LABEL) != 1 or len(header) < 2:
         raise DataError(f"{path} has the columns {', '.join(header) or 'none'}, it needs one called {LABEL} and others")
-    if not rows:
-        raise DataError(f"{path} has no rows")
     at = header.index(LABEL)
-    for number, row in enumerate(rows, start=2):
-        if len(row) != len(header):
-            raise DataError(f"{path}: line {number} has {len(row)} cells, the header {len(header)}")
-    labels = class_labels([row[at].strip() for row in rows], class_names, path)
-    x = pixels([row[:at] + row[at + 1 :] for row in rows], path)
-    return x, np.array(labels, dtype=np.int64), header[:at] + header[at + 1 :]
+    names: list[str] = []
+
+    def cells() -> Iterator[list[str]]:
+        for number, row in enumerate(rows, start=2):
+            if len(row) != len(header):
+                raise DataError(f"{path}: line {number} has {len(row)} cells, the header {len(header)}")
+            names.append(sys.intern(row.pop(at).strip()))
+            yield row
+
+    x = pixels(cells(), path)
+    return x, np.array(class_labels(names, class_names, path), dtype=np.int64), header[:at] + header[at + 1 :]
 
 
-def read_rows(path: Path) -> tuple[list[str], list[list[str]]]:
-    """The header of a table and its rows, as texts, without empty lines; DataError where it cannot be read."""
-    try:
-        with open(path, encoding="utf-8-sig", newline="") as file:  # spreadsheets put a mark first
-            header, *rows = [row for row in csv.reader(file) if row] or [[]]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{path} cannot be read: {one_line(error)}") from error
-    return header, rows
+def read_rows(path: Path) -> tuple[list[str], Iterator[list[str]]]:
+    """The header of a table and its rows, as texts, without empty lines; DataError where it cannot be read.
+
+    Rows are read as they are asked for: as texts in a list a table takes many times the memory of its file.
+    """
+
+    def read() -> Iterator[list[str]]:
+        try:
+            with open(path, encoding="utf-8-sig", newline="") as file:  # spreadsheets put a mark first
+                yield from filter(None, csv.reader(file))
+        except (OSError, UnicodeDecodeError, csv.Error) as error:
+            raise DataError(f"{path} cannot be read: {one_line(error)}") from error
+
+    rows = read()
+    return next(rows, []), rows
 
 
-def pixels(cells: Sequence[Sequence[str]], path: Path) -> np.ndarray:
-    """Rows of c numbers as images of one pixel (n, c, 1, 1), float32; DataError where a cell holds none."""
+def pixels(rows: Iterator[Sequence[str]], path: Path) -> np.ndarray:
+    """Rows of c numbers as images of one pixel (n, c, 1, 1), float32; DataError where there are none, or a cell is none."""
+    parts = []
     try:
         with np.errstate(over="ignore"):  # refused below
-            x = np.array(cells, dtype=np.float32)  # (n, c)
+            while some := list(islice(rows, 1000)):
+                parts.append(np.array(some, dtype=np.float32))  # (1000, c)
+    except DataError:
+        raise
     except ValueError as error:
         raise DataError(f"{path} has a cell that is no number: {one_line(error)}") from error
+    if not parts:
+        raise DataError(f"{path} has no rows")
+    x = np.concatenate(parts)  # (n, c)
     if not np.isfinite(x).all():
         raise DataError(f"{path} has values that are not finite in float32")
     return x[:, :, None, None]

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import os
 import tempfile
-import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from strategies.extensions import Registry
 
-if TYPE_CHECKING:
-    import PIL.Image
+from .files import DataError, one_line, read_image, read_npz
 
 DEFAULT_FOLDER = "~/.cache/kindred"
 """Where datasets that torchvision downloads lie unless data-dir says otherwise."""
@@ -23,10 +21,6 @@ DEFAULT_FOLDER = "~/.cache/kindred"
 
 SUFFIXES = frozenset((".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"))
 """What the names of image files end in."""
-
-
-class DataError(ValueError):
-    """Data that cannot be used as asked; its text is one line that says what to change."""
 
 
 # The superclass, 0 to 19, of each of CIFAR-100's classes (the published table, superclasses in alphabetical order).
@@ -134,30 +128,6 @@ def _digits(data_dir: str) -> Images:
     order = np.lexsort((np.random.default_rng(0).random(len(y)), y))
     train, test = np.sort(order[0::2]), np.sort(order[1::2])
     return Images(x[train], y[train].astype(np.int64), x[test], y[test].astype(np.int64), 10)
-
-
-def read_npz(path: Path, names: tuple[str, ...] = ("x_train", "y_train", "x_test", "y_test")) -> dict[str, np.ndarray]:
-    """The arrays of these names in an .npz file; DataError where it has not all of them or cannot be read."""
-    try:
-        with np.load(path, allow_pickle=False) as archive:
-            missing = [name for name in names if name not in archive.files]
-            arrays = {} if missing else {name: archive[name] for name in names}
-    except Exception as error:  # a damaged archive fails in a dozen ways: zip, LZMA, headers, memory
-        raise DataError(f"{path} cannot be read as an .npz file of plain arrays: {one_line(error)}") from error
-    if missing:
-        raise DataError(f"{path} has no {', '.join(missing)}: it needs {', '.join(names)}")
-    return arrays
-
-
-def read_image(path: Path, mode: str = "RGB") -> PIL.Image.Image:
-    """An image of a file in Pillow's mode ("RGB", "L" for grey); DataError where it cannot be read."""
-    from PIL import Image
-
-    try:
-        with Image.open(path) as image:
-            return image.convert(mode)
-    except Exception as error:  # Pillow's readers fail in a dozen ways
-        raise DataError(f"{path} cannot be read as an image: {one_line(error)}") from error
 
 
 def _npz(data_dir: str) -> Images:
@@ -332,10 +302,6 @@ def _checked_labels(y: np.ndarray, name: str) -> np.ndarray:
     if y.min() < 0 or y.max() > np.iinfo(np.int64).max:
         raise DataError(f"{name} has a label {y.min() if y.min() < 0 else y.max()}, allowed: 0 to C - 1")
     return y.astype(np.int64)
-
-
-def one_line(error: Exception) -> str:
-    return textwrap.shorten(str(error), 240) or type(error).__name__
 
 
 def _published(description: str, name: str, num_classes: int, *details: Any) -> Source:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from .files import MOST_PIXELS
 from .sources import DataError
+
+MOST = 1_000_000
+"""Channels of an image, and classes: so much is refused in a file before a network is made of its size."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +48,17 @@ class Task:
         DataError
             Images of another shape.
         """
-        if x.shape[1:] != self.image_shape:
-            given, due = ("x".join(map(str, shape)) for shape in (x.shape[1:], self.image_shape))
-            raise DataError(f"images are {given}, expected {due} (channels x height x width)")
+        self.check_shape(x.shape[1:])
         mean, deviation = (np.float32(values)[:, None, None] for values in (self.mean, self.deviation))
         if x.dtype == np.uint8 and self.full != 1:
             x = x / np.float32(self.full)
         return np.ascontiguousarray((x - mean) / deviation)
+
+    def check_shape(self, image_shape: tuple[int, ...]) -> None:
+        """Find out whether images have the shape that they should have; DataError where they have not."""
+        if image_shape != self.image_shape:
+            given, due = ("x".join(map(str, shape)) for shape in (image_shape, self.image_shape))
+            raise DataError(f"images are {given}, expected {due} (channels x height x width)")
 
     def to_metadata(self, model: str) -> dict[str, str]:
         """Texts to keep beside the arrays of a model, which is a network of this name."""
@@ -62,8 +71,24 @@ class Task:
         Raises
         ------
         KeyError, ValueError, TypeError
-            There are no such texts.
+            There are no such texts, or a field is out of range.
         """
         fields = {key: tuple(value) if isinstance(value, list) else value
                   for key, value in json.loads(metadata["task"]).items()}
-        return metadata["model"], cls(**fields)
+        task = cls(**fields)
+        task._check_ranges()
+        return metadata["model"], task
+
+    def _check_ranges(self) -> None:
+        shape, numbers = self.image_shape, (*self.mean, *self.deviation, self.full)
+        if not (len(shape) == 3 and all(type(side) is int and side > 0 for side in shape)
+                and shape[0] <= MOST and shape[1] * shape[2] <= MOST_PIXELS):
+            raise ValueError(f"image_shape is {shape}, allowed: 1 to {MOST:,} channels, height and width with at most "
+                             f"{MOST_PIXELS:,} pixels")
+        if type(self.num_classes) is not int or not 2 <= self.num_classes <= MOST:
+            raise ValueError(f"num_classes is {self.num_classes}, allowed: 2 to {MOST:,}")
+        if not {len(self.mean), len(self.deviation)} <= {1, shape[0]}:
+            raise ValueError(f"there are {len(self.mean)} means and {len(self.deviation)} deviations, allowed: one, or "
+                             f"one for each of {shape[0]} channels")
+        if not all(type(number) in (int, float) and math.isfinite(number) for number in numbers):
+            raise ValueError("mean, deviation and full are not all finite numbers")

@@ -6,10 +6,11 @@ the data that it was trained on are needed. All files are plain arrays and texts
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ INPUTS = (
     "a header"
 )
 MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}  # what Pillow calls images of so many channels
+MOST_EVALUATED = 2000  # classes, of which a confusion matrix has the square
 SMALLEST_PRINT = 5  # points, in which a count can still be read
 
 ModelFile = Annotated[
@@ -72,8 +74,12 @@ def evaluate(
     ] = None,
 ) -> None:
     """Say how well a model does on a site's test data."""
+    from .config import ConfigError
+
     with _refusals():
         predictor = Predictor.load(model)
+        if (count := predictor.task.num_classes) > MOST_EVALUATED:
+            raise ConfigError(f"--model is {str(model)!r}, of {count:,} classes, allowed: up to {MOST_EVALUATED:,}")
         x, y = _test_part(data_dir, predictor.task)
         found = evaluation(predictor.probabilities(x), y, predictor.classes)
         _show_evaluation(found)
@@ -104,7 +110,9 @@ class Predictor:
 
     @classmethod
     def load(cls, path: Path) -> Predictor:
-        """Read a model's file and try the model on an image.
+        """Read a model's file.
+
+        No memory is taken for a network before the arrays in the file are known to be those of the network.
 
         Raises
         ------
@@ -112,28 +120,37 @@ class Predictor:
             There is no such file, or it is damaged, or no model that can be used.
         """
         from data import Task
-        from data.sources import one_line
+        from data.files import safetensors_header
         from strategies import make_model
+        from strategies.training import set_arrays
 
         from .config import ConfigError
 
         path = path.expanduser()
-        about, mixture = _read_model(path)
+        if not path.is_file():
+            raise ConfigError(f"--model is {str(path)!r}, which is no file; allowed: a model's .safetensors file")
+        with _unusable(path, "cannot be read as a model"):
+            about, shapes = safetensors_header(path)
         if not {"model", "task"} <= about.keys():
             raise ConfigError(f"--model is {str(path)!r}, which is no model of kindred's: nothing beside its arrays "
                               "says which network they are of")
-        try:
+        with _unusable(path, "cannot be used"):
             name, task = Task.from_metadata(about)
             if len(task.class_names) not in (0, task.num_classes):
                 raise ValueError(f"it has {task.num_classes} classes and {len(task.class_names)} names for them")
             for each in task.class_names:
                 if re.search(r"[\x00-\x1f\x7f\ud800-\udfff]", each):
                     raise ValueError(f"it has a class {each!r}, allowed: names without control characters")
-            predictor = cls(task, make_model(name, task.image_shape, task.num_classes), mixture)
-            predictor.probabilities(task.normalised(np.zeros((1, *task.image_shape), np.uint8)))
-        except Exception as error:  # whatever is in a file that somebody gave us
-            raise ConfigError(f"--model is {str(path)!r}, which cannot be used: {one_line(error)}") from None
-        return predictor
+            _check_carried(name, task, shapes, mixed="kind" in about)
+        with _unusable(path, "cannot be read as a model"):
+            mixture = _read_models(path, about)
+        with _unusable(path, "cannot be used"):
+            module = make_model(name, task.image_shape, task.num_classes)
+            for model in mixture.models:
+                set_arrays(module, model)  # which checks them
+                if spoilt := [key for key, array in model.items() if not np.isfinite(array).all()]:
+                    raise ValueError(f"its array {spoilt[0]!r} has values that are not finite: did its training diverge?")
+        return cls(task, module, mixture)
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -159,32 +176,50 @@ class Predictor:
         return rows
 
 
-def _read_model(path: Path) -> tuple[dict[str, str], Mixture]:
-    """The texts beside the arrays in a file, and what they are the models of."""
-    from safetensors import safe_open
-
-    from data.sources import one_line
-    from strategies import Mixture
+@contextmanager
+def _unusable(path: Path, how: str) -> Iterator[None]:
+    """Have everything that goes wrong said as a ConfigError: a file that somebody gave us may hold anything."""
+    from data.files import one_line
 
     from .config import ConfigError
 
-    if not path.is_file():
-        raise ConfigError(f"--model is {str(path)!r}, which is no file; allowed: a model's .safetensors file")
     try:
-        with safe_open(path, "numpy") as file:
-            about = file.metadata() or {}
-            if "kind" not in about:
-                arrays = {name: file.get_tensor(name) for name in file.keys()}
-                return about, Mixture([about.get("client", "")], np.ones(1), [arrays])
-        mixture = Mixture.load(path)
-        shares = mixture.shares
-        if shares.shape != (len(mixture.models),) or not ((shares >= 0).all() and abs(shares.sum() - 1) < 1e-6):
-            raise ValueError(f"its {len(mixture.models)} models have the shares {shares.tolist()}, they must sum to 1")
-        if mixture.kind not in ("probabilities", "logits"):
-            raise ValueError(f"it is a mixture of {mixture.kind!r}, allowed: probabilities, logits")
-    except Exception as error:  # whatever is in a file that somebody gave us
-        raise ConfigError(f"--model is {str(path)!r}, which cannot be read as a model: {one_line(error)}") from None
-    return about, mixture
+        yield
+    except Exception as error:
+        raise ConfigError(f"--model is {str(path)!r}, which {how}: {one_line(error)}") from None
+
+
+def _check_carried(network: str, task: Task, shapes: Mapping[str, tuple[int, ...]], mixed: bool) -> None:
+    """Compare the shapes of the arrays in a file with those of the network that it names; ValueError if they differ."""
+    import torch
+
+    from strategies import make_model
+    from strategies.messages import by_prefix
+    from strategies.training import check_shapes
+
+    try:
+        with torch.device("meta"):  # shapes, and no memory for values
+            state = make_model(network, task.image_shape, task.num_classes).state_dict()
+    except RuntimeError:  # an extension's, which cannot be made without values
+        return
+    for part in by_prefix({n: s for n, s in shapes.items() if n != "shares"}).values() if mixed else [shapes]:
+        check_shapes(state, part)
+
+
+def _read_models(path: Path, about: Mapping[str, str]) -> Mixture:
+    from safetensors.numpy import load_file
+
+    from strategies import Mixture
+
+    if "kind" not in about:
+        return Mixture([about.get("client", "")], np.ones(1), [load_file(path)])
+    mixture = Mixture.load(path)
+    shares = mixture.shares
+    if shares.shape != (len(mixture.models),) or not ((shares >= 0).all() and abs(shares.sum() - 1) < 1e-6):
+        raise ValueError(f"its {len(mixture.models)} models have the shares {shares.tolist()}, they must sum to 1")
+    if mixture.kind not in ("probabilities", "logits"):
+        raise ValueError(f"it is a mixture of {mixture.kind!r}, allowed: probabilities, logits")
+    return mixture
 
 
 def read_inputs(path: Path, task: Task) -> tuple[list[str], np.ndarray]:
@@ -241,10 +276,16 @@ def _images_in(folder: Path) -> list[Path]:
 
 def _image_files(folder: Path, paths: Sequence[Path], task: Task) -> tuple[list[str], np.ndarray]:
     from data import DataError
+    from data.files import check_folder, image_size
     from data.sources import checked_images, read_image
 
     if task.image_shape[0] not in MODES:
         raise DataError(f"--input has images, and the model takes {task.image_shape[0]} channels: give a .csv file")
+    for path in paths:
+        width, height = image_size(path)
+        with _named(path):
+            task.check_shape((task.image_shape[0], height, width))
+    check_folder(folder, paths, 4 * math.prod(task.image_shape))
     images = []
     for path in paths:
         image = np.asarray(read_image(path, MODES[task.image_shape[0]]))  # (h, w) or (h, w, c)
@@ -254,17 +295,13 @@ def _image_files(folder: Path, paths: Sequence[Path], task: Task) -> tuple[list[
 
 def _npz(path: Path) -> np.ndarray:
     from data import DataError
-    from data.sources import checked_images, one_line
+    from data.files import open_npz
+    from data.sources import checked_images
 
-    try:
-        with np.load(path, allow_pickle=False) as archive:
-            name = next((name for name in ("x", "x_test") if name in archive.files), None)
-            x = archive[name] if name else None
-    except Exception as error:  # a damaged archive fails in a dozen ways
-        raise DataError(f"{path} cannot be read as an .npz file of plain arrays: {one_line(error)}") from error
-    if x is None:
-        raise DataError(f"{path} has neither x nor x_test")
-    return checked_images(x, f"{path}: {name}")
+    with open_npz(path) as arrays:
+        if (name := next((name for name in ("x", "x_test") if name in arrays), None)) is None:
+            raise DataError(f"{path} has neither x nor x_test")
+        return checked_images(arrays[name], f"{path}: {name}")
 
 
 def _table(path: Path) -> np.ndarray:
@@ -278,12 +315,16 @@ def _table(path: Path) -> np.ndarray:
     measured = [name for name in header if re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?", name.strip(), re.IGNORECASE)]
     if len(set(header)) < len(header) or not all(map(str.isdecimal, measured)):
         raise DataError(f"{path} has no header: its first line must name the columns, each differently")
-    if not columns or not rows:
-        raise DataError(f"{path} has no {'rows' if columns else f'columns besides {LABEL}'}")
-    for number, row in enumerate(rows):
-        if len(row) != len(header):
-            raise DataError(f"{path}: row {number} has {len(row)} cells, the header {len(header)}")
-    return pixels([[row[place] for place in columns] for row in rows], path)
+    if not columns:
+        raise DataError(f"{path} has no columns besides {LABEL}")
+
+    def cells() -> Iterator[list[str]]:
+        for number, row in enumerate(rows):
+            if len(row) != len(header):
+                raise DataError(f"{path}: row {number} has {len(row)} cells, the header {len(header)}")
+            yield [row[place] for place in columns]
+
+    return pixels(cells(), path)
 
 
 def _test_part(data_dir: Path, task: Task) -> tuple[np.ndarray, np.ndarray]:
@@ -298,11 +339,17 @@ def _test_part(data_dir: Path, task: Task) -> tuple[np.ndarray, np.ndarray]:
 
 def _normalised(task: Task, x: np.ndarray, where: Path) -> np.ndarray:
     """Images on the model's scale; where they do not fit, the DataError says which."""
+    with _named(where), np.errstate(over="ignore"):  # what the model makes of that is looked at
+        return task.normalised(x)
+
+
+@contextmanager
+def _named(where: Path) -> Iterator[None]:
+    """Have a DataError say which file it is about."""
     from data import DataError
 
     try:
-        with np.errstate(over="ignore"):  # what the model makes of that is looked at
-            return task.normalised(x)
+        yield
     except DataError as error:
         raise DataError(f"{where}: {error}") from None
 

@@ -16,7 +16,6 @@ import json
 import os
 import re
 import shlex
-import zipfile
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
@@ -25,6 +24,8 @@ from urllib.parse import quote
 
 import numpy as np
 
+from data import DataError
+from data.files import open_npz
 from strategies import REGISTRY
 from strategies.history import is_status, statuses
 from strategies.messages import BETWEEN, PERSONAL, RECEIVED, SAMPLES_TRAINED, TRAINED, TUNED, ClientId, in_order
@@ -328,9 +329,9 @@ def _collaboration(folder: Path, groups: Sequence[int] | None) -> dict[str, Any]
 def _matrix(path: Path) -> tuple[list[ClientId], np.ndarray] | None:
     """Clients and weights of a file; None if it is damaged."""
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with open_npz(path) as file:
             clients, weights = file["clients"].tolist(), file["weights"]
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+    except DataError:
         return None
     return (clients, weights) if weights.shape == (len(clients), len(clients)) else None
 

@@ -95,7 +95,7 @@ class Mixture:
             clients, shares = decode(about["clients"]), arrays.pop("shares")
             parts = by_prefix(arrays)
             return cls(clients, shares, [parts[str(place)] for place in range(len(clients))], about["kind"])
-        except (SafetensorError, KeyError, ValueError) as error:
+        except (SafetensorError, KeyError, ValueError, TypeError) as error:  # TypeError: numbers that NumPy has not
             raise ValueError(f"{path} holds no mixture of models ({error})") from None
 
     def predict(self, module: torch.nn.Module, x: torch.Tensor) -> np.ndarray:

@@ -377,24 +377,29 @@ def set_arrays(model: nn.Module, arrays: Mapping[str, np.ndarray]) -> None:
         A name, shape or type of number is not the model's; then the model is as it was.
     """
     state = model.state_dict()
+    check_shapes(state, {name: array.shape for name, array in arrays.items()})
     for name, tensor in state.items():
-        if name not in arrays:
-            raise ValueError(f"array {name!r} of the model is missing among those received")
-        array = arrays[name]
-        if array.shape != tuple(tensor.shape):
-            raise ValueError(f"array {name!r} has shape {array.shape}, the model's has {tuple(tensor.shape)}")
         wanted = torch.empty(0, dtype=tensor.dtype).numpy().dtype
-        if not np.can_cast(array.dtype, wanted, "same_kind"):
-            raise ValueError(f"array {name!r} is of type {array.dtype}, the model's is of type {wanted}")
-    for name in arrays:
-        if name not in state:
-            raise ValueError(f"array {name!r} is not one of the model's, which are {', '.join(state)}")
+        if not np.can_cast(arrays[name].dtype, wanted, "same_kind"):
+            raise ValueError(f"array {name!r} is of type {arrays[name].dtype}, the model's is of type {wanted}")
     for name, tensor in state.items():
         # NumPy writes into the tensor: torch would warn of an array that is read-only.
         host = tensor if tensor.device.type == "cpu" else torch.empty_like(tensor, device="cpu")
         np.copyto(host.numpy(), arrays[name])
         if host is not tensor:
             tensor.copy_(host)
+
+
+def check_shapes(state: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Compare the names and shapes of arrays with a model's state dict; ValueError where they differ."""
+    for name, tensor in state.items():
+        if name not in shapes:
+            raise ValueError(f"array {name!r} of the model is missing among those received")
+        if shapes[name] != tuple(tensor.shape):
+            raise ValueError(f"array {name!r} has shape {shapes[name]}, the model's has {tuple(tensor.shape)}")
+    for name in shapes:
+        if name not in state:
+            raise ValueError(f"array {name!r} is not one of the model's, which are {', '.join(state)}")
 
 
 def channels_last(model: nn.Module, x: Tensor) -> Tensor:

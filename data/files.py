@@ -1,0 +1,209 @@
+"""Files that others made, read within bounds.
+
+A small file can declare much: a picture of 22 kB may say that it has 10^9 pixels, an archive of 9 MB that its arrays
+take 2 GB. What a file declares is compared with what it carries, or with a bound, before memory is taken for it.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import textwrap
+import warnings
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import PIL.Image
+
+ARRAY_BYTES = 64 * 2**20
+"""An array may take so much, however little it is stored in."""
+
+FOLDER_BYTES = 2**30
+"""The images of a folder together may take so much, however little they are stored in."""
+
+MOST_TIMES = 100
+"""What takes more than these may take so many times the bytes that it is stored in."""
+
+MOST_PIXELS = 50_000_000
+"""Of an image."""
+
+HEADER_BYTES = 16 * 2**20
+"""Of a safetensors file: names, shapes and texts."""
+
+FORMATS = ("BMP", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+_STEP = 2**20  # bytes that are read at once
+# By compression. What zipfile reads of LZMA at once it unpacks at once, to up to 7,000 times the size; of bzip2 it would
+# be a million times.
+_STEPS = {zipfile.ZIP_STORED: _STEP, zipfile.ZIP_DEFLATED: _STEP, zipfile.ZIP_LZMA: 2**12}
+_TILE_PIXELS = 2**22  # of a tile in a small TIFF file
+
+
+class DataError(ValueError):
+    """Data that cannot be used as asked; its text is one line that says what to change."""
+
+
+def one_line(error: Exception) -> str:
+    return textwrap.shorten(str(error), 240) or type(error).__name__
+
+
+def _check_size(what: str, taken: int, stored: int, free: int) -> None:
+    if taken > (allowed := max(free, MOST_TIMES * stored)):
+        raise ValueError(f"{what} declares {taken:,} bytes and is stored in {stored:,}, allowed: {allowed:,}")
+
+
+# --- .npz -----------------------------------------------------------------------------------------------
+
+
+def read_npz(path: Path, names: Sequence[str] = ("x_train", "y_train", "x_test", "y_test")) -> dict[str, np.ndarray]:
+    """The arrays of these names in an .npz file; DataError where it has not all of them or cannot be read."""
+    with open_npz(path) as arrays:
+        if missing := [name for name in names if name not in arrays]:
+            raise DataError(f"{path} has no {', '.join(missing)}: it needs {', '.join(names)}")
+        return {name: arrays[name] for name in names}
+
+
+@contextmanager
+def open_npz(path: Path) -> Iterator[Mapping[str, np.ndarray]]:
+    """Yield the arrays in an .npz file by name; each is read when it is asked for.
+
+    Raises
+    ------
+    DataError
+        The file cannot be read, an array in it is not plain, or declares what it does not carry or too much.
+    """
+    try:
+        with _InSteps(path) as file, zipfile.ZipFile(file) as archive:
+            yield _Arrays(archive, os.fstat(file.fileno()).st_size)
+    except DataError:
+        raise
+    except Exception as error:  # a damaged archive fails in a dozen ways: zip, headers, memory
+        raise DataError(f"{path} cannot be read as an .npz file of plain arrays: {one_line(error)}") from error
+
+
+class _InSteps(io.FileIO):
+    """A file for `zipfile`, which reads an archive's table of contents at once, whatever size that declares."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        if size is not None and size > _STEP:
+            raise ValueError(f"its table of contents declares {size:,} bytes, allowed: {_STEP:,}")
+        return super().read(size)
+
+
+class _Arrays(Mapping[str, np.ndarray]):
+    def __init__(self, archive: zipfile.ZipFile, size: int) -> None:
+        self._archive = archive
+        self._size = size  # of the file
+
+    def __iter__(self) -> Iterator[str]:
+        return (name.removesuffix(".npy") for name in self._archive.namelist() if name.endswith(".npy"))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        entry = self._archive.getinfo(f"{name}.npy")
+        if (step := _STEPS.get(entry.compress_type)) is None:
+            raise ValueError(f"{name} is compressed by method {entry.compress_type} of zip, allowed: as NumPy does")
+        _check_size(name, entry.file_size, min(entry.compress_size, self._size), ARRAY_BYTES)
+        with self._archive.open(entry) as file:
+            shape, fortran_order, dtype = _npy_header(file)
+            if dtype.kind not in "biufcSU":
+                raise ValueError(f"{name} holds {dtype}, allowed: numbers and texts")
+            size, carried = math.prod(shape) * dtype.itemsize, entry.file_size - file.tell()
+            if min(shape, default=0) < 0 or size != carried:
+                raise ValueError(f"{name} declares {size:,} bytes, its shape is {shape}, and carries {carried:,}")
+            content = np.empty(size, np.uint8)
+            for start in range(0, size, step):
+                _fill(file, memoryview(content)[start : start + step])
+        return content.view(dtype).reshape(shape, order="F" if fortran_order else "C")
+
+
+def _npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
+    version = np.lib.format.read_magic(file)
+    if version != (1, 0):  # the others are for records; their headers may be of any length
+        raise ValueError(f"an array is of format {version[0]}.{version[1]}, allowed: 1.0")
+    return np.lib.format.read_array_header_1_0(file)
+
+
+def _fill(file: IO[bytes], part: memoryview) -> None:
+    while part:
+        if not (count := file.readinto(part)):
+            raise EOFError("the file ends before an array does")
+        part = part[count:]
+
+
+# --- Images ---------------------------------------------------------------------------------------------
+
+
+def read_image(path: Path, mode: str = "RGB") -> PIL.Image.Image:
+    """An image of a file in Pillow's mode ("RGB", "L" for grey); DataError where it cannot be read."""
+    with _opened_image(path) as image:
+        return image.convert(mode)
+
+
+def image_size(path: Path) -> tuple[int, int]:
+    """Width and height of the image in a file, which is not decoded; DataError where there is none."""
+    with _opened_image(path) as image:
+        return image.size
+
+
+def check_folder(folder: Path, paths: Sequence[Path], image_bytes: int) -> None:
+    """Find out whether images of so many bytes each may be read from these files; DataError where they may not."""
+    try:
+        stored = sum(path.stat().st_size for path in paths)
+        _check_size(f"{folder}: {len(paths)} images", len(paths) * image_bytes, stored, FOLDER_BYTES)
+    except (OSError, ValueError) as error:
+        raise DataError(one_line(error)) from error
+
+
+@contextmanager
+def _opened_image(path: Path) -> Iterator[PIL.Image.Image]:
+    from PIL import Image
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what else is in the file, and of sizes that are refused here
+            with Image.open(path, formats=FORMATS) as image:
+                _check_pixels(image)
+                yield image
+    except Image.DecompressionBombError as error:
+        raise DataError(f"{path} cannot be read as an image: it declares too many pixels, allowed: {MOST_PIXELS:,}"
+                        ) from error
+    except Exception as error:  # Pillow's readers fail in a dozen ways
+        raise DataError(f"{path} cannot be read as an image: {one_line(error)}") from error
+
+
+def _check_pixels(image: PIL.Image.Image) -> None:
+    if (pixels := image.width * image.height) > MOST_PIXELS:
+        raise ValueError(f"it declares {image.width}x{image.height} = {pixels:,} pixels, allowed: {MOST_PIXELS:,}")
+    if image.format == "TIFF":  # of which whole tiles are unpacked, and a tile may be larger than the image
+        width, height = (image.tag_v2.get(tag, 0) for tag in (322, 323))
+        if not (isinstance(width, int) and isinstance(height, int)) or width * height > max(pixels, _TILE_PIXELS):
+            raise ValueError(f"it declares tiles of {width}x{height} pixels, allowed: {max(pixels, _TILE_PIXELS):,}")
+
+
+# --- Models ---------------------------------------------------------------------------------------------
+
+
+def safetensors_header(path: Path) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
+    """The texts in a safetensors file, and the shape of each array; the arrays are not read.
+
+    Raises
+    ------
+    Exception
+        The file cannot be read, declares what it does not carry, or has a header that is too long.
+    """
+    from safetensors import safe_open
+
+    with open(path, "rb") as file:
+        if (size := int.from_bytes(file.read(8), "little")) > HEADER_BYTES:
+            raise ValueError(f"it declares a header of {size:,} bytes, allowed: {HEADER_BYTES:,}")
+    with safe_open(path, "numpy") as file:  # which compares the arrays declared with the bytes carried
+        return file.metadata() or {}, {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
