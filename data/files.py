@@ -39,8 +39,8 @@ HEADER_BYTES = 16 * 2**20
 
 FORMATS = ("BMP", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 _STEP = 2**20  # bytes that are read at once
-# By compression. What zipfile reads of LZMA at once it unpacks at once, to up to 7,000 times the size; of bzip2 it would
-# be a million times.
+# By compression. What zipfile reads of LZMA at once it unpacks at once, to up to 7,000 times the size. Bzip2 would be a
+# million times, and is not read.
 _STEPS = {zipfile.ZIP_STORED: _STEP, zipfile.ZIP_DEFLATED: _STEP, zipfile.ZIP_LZMA: 2**12}
 _TILE_PIXELS = 2**22  # of a tile in a small TIFF file
 
@@ -55,7 +55,7 @@ def one_line(error: Exception) -> str:
 
 def _check_size(what: str, taken: int, stored: int, free: int) -> None:
     if taken > (allowed := max(free, MOST_TIMES * stored)):
-        raise ValueError(f"{what} declares {taken:,} bytes and is stored in {stored:,}, allowed: {allowed:,}")
+        raise ValueError(f"{what}: {taken:,} bytes are declared and {stored:,} stored, allowed: {allowed:,}")
 
 
 # --- .npz -----------------------------------------------------------------------------------------------
@@ -158,9 +158,9 @@ def check_folder(folder: Path, paths: Sequence[Path], image_bytes: int) -> None:
     """Find out whether images of so many bytes each may be read from these files; DataError where they may not."""
     try:
         stored = sum(path.stat().st_size for path in paths)
-        _check_size(f"{folder}: {len(paths)} images", len(paths) * image_bytes, stored, FOLDER_BYTES)
+        _check_size(f"{len(paths)} images", len(paths) * image_bytes, stored, FOLDER_BYTES)
     except (OSError, ValueError) as error:
-        raise DataError(one_line(error)) from error
+        raise DataError(f"{folder}: {one_line(error)}") from error
 
 
 @contextmanager

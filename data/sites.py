@@ -242,7 +242,7 @@ def read_rows(path: Path) -> tuple[list[str], Iterator[list[str]]]:
 
 
 def pixels(rows: Iterator[Sequence[str]], path: Path) -> np.ndarray:
-    """Rows of c numbers as images of one pixel (n, c, 1, 1), float32; DataError where there are none, or a cell is none."""
+    """Rows of c numbers as images of one pixel (n, c, 1, 1), float32; DataError for no rows, or a cell of no number."""
     parts = []
     try:
         with np.errstate(over="ignore"):  # refused below

@@ -149,7 +149,7 @@ class Predictor:
             for model in mixture.models:
                 set_arrays(module, model)  # which checks them
                 if spoilt := [key for key, array in model.items() if not np.isfinite(array).all()]:
-                    raise ValueError(f"its array {spoilt[0]!r} has values that are not finite: did its training diverge?")
+                    raise ValueError(f"its array {spoilt[0]!r} has values that are not finite: did training diverge?")
         return cls(task, module, mixture)
 
     @property

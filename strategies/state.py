@@ -219,6 +219,8 @@ def saved_files(run_id: int, name: str) -> dict[ClientId, Path]:
                 files[json.loads(file.metadata()["client"])] = path
         except ValueError as error:
             log(WARNING, "kindred: %s", error)
+        except (KeyError, TypeError):
+            log(WARNING, "kindred: %s does not say whose it is, and is left out", path)
     return files
 
 

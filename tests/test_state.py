@@ -24,7 +24,7 @@ import strategies.client
 from strategies import InlineGrid, PerFedCKT, Site, make_client_app
 from strategies.client import Visit
 from strategies.messages import in_order, read_record
-from strategies.state import ClientState, NotResumable, begin_simulation, default_root, end_simulation
+from strategies.state import ClientState, NotResumable, begin_simulation, default_root, end_simulation, saved_files
 from strategies.training import get_arrays
 
 from .plain import saved_models
@@ -170,6 +170,15 @@ def test_only_what_was_left_half_written_here_is_removed(tmp_path) -> None:
     before = {path.name for path in state.folder.iterdir()}
     state.save("model", {"a": np.ones(3)})
     assert {path.name for path in state.folder.iterdir()} == before and number(state.load("model"), "a") == 1
+
+
+@pytest.mark.parametrize("about", [None, {}, {"client": "[7]"}])
+def test_a_file_that_does_not_say_whose_it_is_counts_for_nobody(root, caplog, about) -> None:
+    ClientState(1, 7).save("model", {"a": np.zeros(3)})
+    (other := root / "run-1" / "client-8" / "model.safetensors").parent.mkdir()
+    safetensors.numpy.save_file({"a": np.zeros(3)}, other, about)
+    assert list(saved_files(1, "model")) == [7]
+    assert caplog.messages == [f"kindred: {other} does not say whose it is, and is left out"]
 
 
 def test_a_simulation_that_is_over_can_be_removed_at_once(root) -> None:
