@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from strategies import FedeRiCo, InlineGrid, Local, Mixture, Site, make_client_app, make_model, rounds
+from strategies import FedeRiCo, InlineGrid, Local, Mixture, Site, make_client_app, make_model, roster
 from strategies.federico import (
     USELESS,
     AdamStep,
@@ -265,7 +265,7 @@ both_selections = pytest.mark.parametrize("selection", ["server", "relay"])
 
 @pytest.fixture(autouse=True)
 def _no_time_for_waiting_and_telling(monkeypatch, caplog) -> None:
-    monkeypatch.setattr(rounds, "NODES_PAUSE", 0.0)
+    monkeypatch.setattr(roster, "NODES_PAUSE", 0.0)
     caplog.set_level("WARNING", "flwr")
 
 
