@@ -138,11 +138,12 @@ class Checkpoints:
         files = self._files()
         for server_round, path in files:
             try:
+                reason = "its content does not fit its name"
                 if _checksum(path) == path.stem.rpartition("-")[2]:
                     found, state = _read(path)
                     if found == server_round:
                         return server_round, state
-                reason = "its content does not fit its name"
+                    reason = f"it is of round {found}, not of round {server_round}"
             except (MemoryError, NotResumable):
                 raise
             except Exception as error:  # whatever comes of reading what may be anything

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import io
 import json
 import os
 import resource
@@ -396,6 +397,27 @@ def test_what_another_method_has_saved_is_refused(tmp_path) -> None:
     Local().start(InlineGrid(plain_app(), 3), initial(), 2, checkpoints=Checkpoints(tmp_path))
     with pytest.raises(NotResumable, match="round 2 in .* was saved by another method or version: _examples, .*models"):
         FedAvg().start(InlineGrid(plain_app(), 3), initial(), 4, checkpoints=Checkpoints(tmp_path))
+
+
+def test_a_checkpoint_that_was_renamed_is_noticed(tmp_path, caplog) -> None:
+    """The second round's file under the name of a ninth: the checksum is right, the round is not."""
+    checkpoints = Checkpoints(tmp_path)
+    for server_round in (1, 2):
+        checkpoints.save(server_round, {"rounds": server_round})
+    (path,) = tmp_path.glob("round-0002-*")
+    renamed = path.rename(tmp_path / path.name.replace("0002", "0009"))
+    assert checkpoints.load() == (1, {"rounds": 1})
+    assert f"{renamed} is damaged, and not used (it is of round 2, not of round 9)" in caplog.text
+
+
+def test_a_checkpoint_of_another_version_is_refused_by_name(tmp_path) -> None:
+    content = io.BytesIO()
+    np.savez(content, state=np.frombuffer(b'{"strategy": {}}', np.uint8))  # as version 0.1.0 wrote it
+    path = tmp_path / f"round-0003-{hashlib.sha256(content.getvalue()).hexdigest()}.npz"
+    path.write_bytes(content.getvalue())
+    with pytest.raises(NotResumable, match=r"round-0003-\w+.npz was saved by another version of kindred, in format 1; "
+                                           "this one reads format 2"):
+        Checkpoints(tmp_path).load()
 
 
 def test_empty_rounds_are_counted_on_and_forgiven_when_they_have_ended_the_run(tmp_path) -> None:

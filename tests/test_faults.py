@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import random
+import re
 import subprocess
 import sysconfig
 import threading
@@ -32,7 +33,16 @@ from strategies.checkpoint import Checkpoints
 from strategies.messages import MOST, read_array, read_record, to_record
 
 from .plain import FaultyGrid, collaboration_app, initial, plain_app, target
-from .test_conformance import APPS, app_of, every_method, everything, initial_of, make, values
+from .test_conformance import (
+    APPS,
+    app_of,
+    every_method,
+    everything,
+    initial_of,
+    make,
+    values,
+    where_models_travel,
+)
 
 CLIENTS, ATTACKERS, ROUNDS = 6, (1, 3, 4), 4
 
@@ -733,6 +743,22 @@ def test_an_update_with_too_large_a_norm_is_refused(strategy, app) -> None:
         (status,) = run(30, by)
         assert status.endswith(", allowed: up to 30")
         assert float(status.split()[5].rstrip(",")) == pytest.approx(2 * by, rel=0.1)
+
+
+@where_models_travel
+def test_every_method_bounds_updates(name) -> None:
+    """Whatever it calls the arrays that a client sends."""
+    def huge(content: RecordDict) -> None:
+        (record,) = content.array_records.values()
+        for key, array in record.items():
+            if array.dtype == "float32" and not key.startswith("model/"):  # of FedeRiCo's new clients
+                record[key] = Array(array.numpy() + np.float32(1e6))
+
+    strategy = make(name, max_update_norm=1e5)
+    strategy.start(FaultyGrid(app_of(name), 4, lambda r, c: huge if (r, c) == (2, 1) else "ok"), initial_of(name), 3)
+    (row,) = [row for row in strategy.history.rows if row["status"] != "ok"]
+    assert (row["round"], row["client"]) == (2, 1002)
+    assert re.fullmatch(r"refused: its update has norm \S+, allowed: up to 100000", row["status"])
 
 
 def test_the_norm_is_of_what_changes_in_the_parameters_alone() -> None:

@@ -103,6 +103,21 @@ def test_silence_is_a_strike() -> None:
     assert strategy.roster.state()["strikes"] == {}
 
 
+@every_method
+@pytest.mark.parametrize("fate", ["silent", "refused"])
+def test_who_gives_no_usable_reply_time_and_again_is_left_out_for_a_while(name, fate) -> None:
+    def refused(content: RecordDict) -> None:
+        content["metrics"]["num-examples"] = 0
+
+    bad = {"silent": "silent", "refused": refused}[fate]
+    strategy = make(name, max_strikes=2)
+    grid = FaultyGrid(app_of(name), 3, lambda r, c: bad if c == 1 and r in (1, 2) else "ok")
+    strategy.start(grid, initial_of(name), 5, timeout=0.1 if fate == "silent" else 60)
+    trained = [row["round"] for row in strategy.history.rows if row["client"] == 1002 and 1 <= row["round"] <= 5
+               and row.keys() & {"train_loss", "train-loss"} or row["client"] == 1002 and row["status"] != "ok"]
+    assert trained == [1, 2, 5]
+
+
 def test_who_was_silent_in_training_is_not_waited_for_again_in_the_same_round() -> None:
     strategy = Local(max_strikes=0)
     grid = FaultyGrid(plain_app(), 3, lambda r, c: "silent" if c == 1 else "ok")
