@@ -2,7 +2,7 @@
 
 A hook is a function here that such a process calls before Flower's command begins:
 
-- `guard_superlink`: the SuperLink takes orders from its own machine alone;
+- `guard_superlink`: the SuperLink takes orders from its own machine alone, and strangers do not take its memory;
 - `quicken_supernode`: the SuperNode does not wait 3 s before it asks for messages again where there was one just now,
   and has `warm_up` called in the flower-superexec that it starts;
 - `warm_up`: a client at work on a message is a fork of a process that has imported PyTorch and Flower, instead of a
@@ -20,7 +20,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -146,44 +147,22 @@ def warm_up() -> None:
 
 
 def guard_superlink() -> None:
-    """Have the SuperLink that this process will start take orders from this machine alone."""
+    """Have the SuperLink that this process will start take orders from this machine alone, and bound its memory."""
+    import uvicorn
     from flwr.superlink import main
 
-    create_app = main.create_app
+    from . import guard
 
-    def create_guarded_app(*args: Any, **kwargs: Any) -> Any:
-        superlink = create_app(*args, **kwargs)
-        superlink.add_middleware(OwnMachineAlone)
+    guard.bound_open_files()
+    create_app, serve = main.create_app, uvicorn.run
+
+    def create_guarded_app(config: Any, *args: Any) -> Any:
+        superlink = create_app(config, *args)
+        superlink.add_middleware(guard.Guard, names=guard.server_names(config.host, config.ssl_certfile))
         return superlink
 
     main.create_app = create_guarded_app
-
-
-class OwnMachineAlone:
-    """ASGI middleware: other machines reach what SuperNodes need, and nothing else.
-
-    Flower's SuperLink has everything on one port: whoever reaches it could register a key of his own, or start a run,
-    which is code, at the server and at every site. Authentication of SuperNodes alone keeps nobody out.
-    """
-
-    OPEN = ("/v1/fleet/", "/health")
-
-    def __init__(self, app: Any) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
-        """Pass a request on, or answer it with 403."""
-        is_open = scope["type"] == "http" and scope["path"].startswith(self.OPEN)
-        if scope["type"] == "lifespan" or is_open or self._comes_from_here(scope):
-            await self.app(scope, receive, send)
-        else:
-            await send({"type": "http.response.start", "status": 403, "headers": [(b"content-type", b"text/plain")]})
-            await send({"type": "http.response.body", "body": b"allowed from the server's own machine alone\n"})
-
-    @staticmethod
-    def _comes_from_here(scope: Mapping[str, Any]) -> bool:
-        client, server = (address_of(str(end[0])) if end else None for end in (scope["client"], scope["server"]))
-        return client is not None and (client.is_loopback or client == server)
+    uvicorn.run = partial(serve, http=guard.Connection, ws="none")
 
 
 def address_of(text: str) -> Address | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import re
@@ -44,7 +43,6 @@ from server_app import machines
 from server_app.app import prepare
 from server_app.cli import APP_DIR, app
 from server_app.fits import fit, read_run_config
-from server_app.hooks import OwnMachineAlone
 from server_app.machines import Link, client_id, clock_fault, faults, node_config
 from strategies import InlineGrid
 from strategies.roster import TooFewClients
@@ -798,38 +796,3 @@ def test_whole_numbers_are_numbers_to_the_server() -> None:
     assert [client_id(name) for name in ("0", "12", "012", "lyon", "1.5", "9" * 30)] == [
         0, 12, "012", "lyon", "1.5", "9" * 30,
     ]  # fmt: skip
-
-
-# --- the server's guard ---
-
-
-@pytest.mark.parametrize(
-    ("path", "client", "passes"),
-    [
-        ("/v1/control/start-run", "127.0.0.1", True),
-        ("/v1/control/start-run", "::1", True),
-        ("/v1/control/start-run", "::ffff:127.0.0.1", True),
-        ("/v1/control/start-run", "192.0.2.7", True),  # the server's own address
-        ("/v1/control/start-run", "192.0.2.9", False),
-        ("/v1/control/register-node", "192.0.2.9", False),
-        ("/v1/runtime/acquire-task", "192.0.2.9", False),
-        ("/v1/fleet/../control/start-run", "192.0.2.9", True),  # Flower takes a path as it is, and knows none such
-        ("/v1/fleet/pull-messages", "192.0.2.9", True),
-        ("/health", "192.0.2.9", True),
-        ("/docs", "192.0.2.9", False),
-        ("/v1/control/start-run", None, False),
-    ],
-)
-def test_other_machines_reach_what_supernodes_need_and_nothing_else(path, client, passes) -> None:
-    passed, answers = [], []
-
-    async def superlink(scope, receive, send):
-        passed.append(scope["path"])
-
-    async def send(message):
-        answers.append(message)
-
-    scope = {"type": "http", "path": path, "client": client and (client, 4711), "server": ("192.0.2.7", 8000)}
-    asyncio.run(OwnMachineAlone(superlink)(scope, None, send))
-    assert passed == ([path] if passes else [])
-    assert [answer.get("status") for answer in answers] == ([] if passes else [403, None])
