@@ -247,9 +247,9 @@ class Connection(HttpToolsProtocol):
             self.transport.abort()
 
     def on_message_begin(self) -> None:
-        """Begin a request, where the one before has been answered."""
-        if self.cycle is not None and not self.cycle.response_complete:
-            raise ValueError("a request before the last one is answered")  # uvicorn answers 400
+        """Begin a request; one may wait for the answer before it, which its sender may have seen sooner than uvicorn."""
+        if self.pipeline:
+            raise ValueError("more requests than one before the last is answered")  # uvicorn answers 400
         super().on_message_begin()
         self.scope["extensions"] = {TRUST: self.trust}
 
@@ -270,10 +270,11 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Wait for the next request."""
+        """Wait for the next request, unless it is there."""
         super().on_response_complete()
-        self.patience.cancel()
-        self._expect_head()
+        if self.cycle.response_complete:
+            self.patience.cancel()
+            self._expect_head()
 
 
 def server_names(host: str, certificate: str | None) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import math
 import resource
 import socket
 import threading
@@ -40,7 +41,7 @@ class Reached:
     def __init__(self) -> None:
         self.sizes: list[int] = []
         self.at_work = self.most_at_work = 0
-        self.may_answer = True
+        self.answers = math.inf  # so many may still be given
 
     async def __call__(self, scope, receive, send) -> None:
         if scope["type"] == "lifespan":
@@ -55,8 +56,9 @@ class Reached:
             size, more = size + len(message["body"]), message["more_body"]
         self.at_work += 1
         self.most_at_work = max(self.at_work, self.most_at_work)
-        while not self.may_answer:
+        while self.answers < 1:
             await asyncio.sleep(0.001)
+        self.answers -= 1
         self.at_work -= 1
         self.sizes.append(size)
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
@@ -239,7 +241,7 @@ def test_so_many_bodies_are_held_at_once_and_the_others_wait(server, reached, pa
 
     async def run() -> None:
         assert await ask(server, SENDS) == 200
-        reached.may_answer = False
+        reached.answers = 0
         sent: list[int] = []
         asked = [asyncio.create_task(ask(server, path, sent=sent, **large)) for _ in range(3 * at_once)]
         await wait_for(lambda: reached.at_work == at_once)
@@ -247,7 +249,7 @@ def test_so_many_bodies_are_held_at_once_and_the_others_wait(server, reached, pa
         assert len(sent) == reached.most_at_work == at_once  # nothing is read of the others
         small = asyncio.create_task(ask(server, PUSH, "192.0.2.9"))
         await wait_for(lambda: reached.at_work == at_once + 1)
-        reached.may_answer = True
+        reached.answers = math.inf
         assert await asyncio.gather(small, *asked) == [200] * (1 + 3 * at_once)
         assert reached.most_at_work == at_once + 1
 
@@ -386,11 +388,11 @@ def flood(connection: socket.socket, part: bytes) -> int:
     ids=["path", "headers", "header", "trailer", "pipelined", "body"],
 )
 def test_whatever_is_too_large_ends_the_connection(served, begin, part) -> None:
-    served.reached.may_answer = False
+    served.reached.answers = 0
     with closing(served.connect(begin)) as connection:
         assert flood(connection, part) < 10 * 10**6  # what is on its way, in buffers of the system
     assert max(served.reached.sizes, default=0) == 0
-    served.reached.may_answer = True
+    served.reached.answers = math.inf
     assert served.is_well()
 
 
@@ -405,6 +407,18 @@ def test_requests_one_after_the_other_on_one_connection(served) -> None:
             assert connection.getresponse().read() == b""
         assert connection.sock is first
     assert served.reached.sizes == [0, 3, SMALL, 5, 0, 0, 0, 0, 0]
+
+
+def test_the_next_request_may_come_before_the_answer_to_the_last_is_complete(served, monkeypatch) -> None:
+    monkeypatch.setattr(guard, "PATIENCE", 0.2)
+    served.reached.answers = 0
+    with closing(served.connect(2 * (HEAD + b"Content-Length: 2\r\n\r\nab"))) as connection:
+        for _ in range(2):
+            wait_until(lambda: served.reached.at_work == 1, 10)
+            time.sleep(0.3)  # longer than a head may take
+            served.reached.answers = 1
+            assert connection.recv(100).startswith(b"HTTP/1.1 200 ")
+    assert served.reached.sizes == [2, 2]
 
 
 @pytest.mark.parametrize("begin", [b"", HEAD, HEAD + b"Content-Length: 100\r\n\r\n"])
@@ -425,7 +439,7 @@ def test_a_connection_is_closed_whose_head_or_body_does_not_come(served, monkeyp
 
 
 def test_a_request_that_is_there_as_a_whole_is_answered_whoever_comes(served) -> None:
-    served.reached.may_answer = False
+    served.reached.answers = 0
     with ExitStack() as stack:
         small = stack.enter_context(closing(served.connect(HEAD + b"Content-Length: 1\r\n\r\nx")))
         large = stack.enter_context(closing(served.connect(
@@ -435,7 +449,7 @@ def test_a_request_that_is_there_as_a_whole_is_answered_whoever_comes(served) ->
         assert answer(held[0]) == b""
         large.sendall(bytes(2 * SMALL))
         wait_until(lambda: served.reached.at_work == 2, 10)
-        served.reached.may_answer = True
+        served.reached.answers = math.inf
         for connection in (small, large):
             assert connection.recv(100).startswith(b"HTTP/1.1 200 ")
     assert sorted(served.reached.sizes) == [1, 2 * SMALL]
