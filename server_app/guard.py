@@ -1,4 +1,4 @@
-"""The guard on the SuperLink's port: what others may ask of it, and how much memory they can take.
+"""The guard on the SuperLink's port: which requests pass, and how much memory strangers can take.
 
 Flower reads a request as a whole before it looks at who sends it. Here its head decides whether its body is read:
 
@@ -78,15 +78,15 @@ class Guard:
 
     Flower's SuperLink has everything on one port: whoever reaches it could register a key of his own, or start a run,
     which is code, at the server and at every site. Authentication of SuperNodes alone keeps nobody out. Nor does it
-    help that a request comes from this machine: a browser here sends what any web page wants, to any name that the page
-    is called by, and that name may lead here.
+    help that a request comes from this machine: a browser on it sends what a web page wants, to the name of that page,
+    which may be made to lead here.
 
     Parameters
     ----------
     app : callable
         The SuperLink.
     names : iterable of str
-        Names and addresses of this server; loopback has always been one. With 0.0.0.0 or :: all addresses are.
+        Names and addresses of this server, besides loopback; 0.0.0.0 or :: stands for every address.
     """
 
     OPEN = (FLEET, "/health")
@@ -98,7 +98,8 @@ class Guard:
         self.addresses = {address for address in own.values() if address}
         self.any_address = any(address.is_unspecified for address in self.addresses)
         self.small = Room(SMALL, contextlib.nullcontext())  # connections bound how many there are
-        self.chunks, self.own = Room(CHUNK, asyncio.Semaphore(CHUNKS_AT_ONCE)), Room(OWN, asyncio.Semaphore(OWN_AT_ONCE))
+        self.chunks = Room(CHUNK, asyncio.Semaphore(CHUNKS_AT_ONCE))
+        self.own = Room(OWN, asyncio.Semaphore(OWN_AT_ONCE))
         self.has_run = False  # whether a ServerApp has sent anything that could be answered
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
@@ -150,7 +151,7 @@ class Guard:
         if room is self.chunks:
             if not self.has_run:  # a SuperNode knows 403: there is no run, and it drops its reply
                 raise Refused(403, f"a body of more than {SMALL} bytes, and no run has sent what it could answer")
-            if not await run_in_threadpool(_is_known, scope):
+            if not await run_in_threadpool(is_signed_by_known_node, scope):
                 raise Refused(401, f"a body of more than {SMALL} bytes, without the signature of a known SuperNode")
         scope["extensions"][TRUST]()
         return room
@@ -161,8 +162,8 @@ def _comes_from_here(scope: Scope) -> bool:
     return client is not None and (client.is_loopback or client == server)
 
 
-def _is_known(scope: Scope) -> bool:
-    """Whether the head of a request is signed by a SuperNode that is registered, as Flower itself checks it later."""
+def is_signed_by_known_node(scope: Scope) -> bool:
+    """Whether the head of a request is signed by a registered SuperNode, by the check that Flower makes later."""
     request = Request({**scope, "state": {}})
     try:
         public_key = b64decode(request.headers[FLEET_HTTP_PUBLIC_KEY_HEADER], validate=True)
@@ -177,7 +178,7 @@ def _is_known(scope: Scope) -> bool:
 
 async def _read(receive: Any, most: int) -> bytes:
     """Read the body of a request, whatever length its head says."""
-    body = bytearray()
+    parts, length = [b""], 0
     try:
         async with asyncio.timeout(PATIENCE) as patience:
             while True:
@@ -185,14 +186,18 @@ async def _read(receive: Any, most: int) -> bytes:
                 if message["type"] == "http.disconnect":
                     raise Refused(400, "the sender has left")
                 part = message.get("body", b"")
-                if len(body) + len(part) > most:
+                length += len(part)
+                if length > most:
                     raise Refused(413, f"a body of more than {most} bytes")
-                body += part
+                if len(parts[-1]) < SMALL:  # no object for every byte that comes alone
+                    parts[-1] += part
+                else:
+                    parts.append(part)
                 if not message.get("more_body", False):
-                    return bytes(body)
+                    return b"".join(parts)
                 patience.reschedule(patience.when() + len(part) / PACE)
     except TimeoutError:  # SuperNodes try again after 503, and not after 408
-        raise Refused(503, f"a body that takes more than {PATIENCE:g} s, and comes at less than {PACE} bytes/s") from None
+        raise Refused(503, f"a body that takes {PATIENCE:g} s, at less than {PACE} bytes/s") from None
 
 
 def _repeat(body: bytes, receive: Any) -> Any:
@@ -247,7 +252,7 @@ class Connection(HttpToolsProtocol):
             self.transport.abort()
 
     def on_message_begin(self) -> None:
-        """Begin a request; one may wait for the answer before it, which its sender may have seen sooner than uvicorn."""
+        """Begin a request; one may wait for the last, whose sender may have its answer before uvicorn is done."""
         if self.pipeline:
             raise ValueError("more requests than one before the last is answered")  # uvicorn answers 400
         super().on_message_begin()
@@ -290,7 +295,7 @@ def server_names(host: str, certificate: str | None) -> list[str]:
 
 
 def bound_open_files() -> None:
-    """Have this process open so many files, and no more: connections that are not there yet are bounded by nothing else."""
+    """Bound the open files of this process: nothing else bounds connections in their TLS handshake."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = 2 * CONNECTIONS
     resource.setrlimit(resource.RLIMIT_NOFILE, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))

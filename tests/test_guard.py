@@ -40,6 +40,7 @@ class Reached:
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
+        self.last_body = b""
         self.at_work = self.most_at_work = 0
         self.answers = math.inf  # so many may still be given
 
@@ -49,18 +50,19 @@ class Reached:
             await send({"type": "lifespan.startup.complete"})
             await receive()
             return
-        size, more = 0, True
+        body, more = bytearray(), True
         while more:
             message = await receive()
             assert message["type"] == "http.request"
-            size, more = size + len(message["body"]), message["more_body"]
+            body, more = body + message["body"], message["more_body"]
         self.at_work += 1
         self.most_at_work = max(self.at_work, self.most_at_work)
         while self.answers < 1:
             await asyncio.sleep(0.001)
         self.answers -= 1
         self.at_work -= 1
-        self.sizes.append(size)
+        self.sizes.append(len(body))
+        self.last_body = bytes(body)
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
         await send({"type": "http.response.body", "body": b""})
 
@@ -105,7 +107,7 @@ def reached() -> Reached:
 @pytest.fixture
 def server(reached, monkeypatch) -> Guard:
     """A guard that knows a signature by its word, in front of what stands for the SuperLink."""
-    monkeypatch.setattr(guard, "_is_known", lambda scope: (b"signed", KNOWN) in scope["headers"])
+    monkeypatch.setattr(guard, "is_signed_by_known_node", lambda scope: (b"signed", KNOWN) in scope["headers"])
     return Guard(reached, ["fl.example.org", "192.0.2.7"])
 
 
@@ -223,6 +225,12 @@ def test_a_body_without_a_length_or_with_a_false_one_is_cut_off_where_it_becomes
     assert reached.sizes[1:] == [limit]
 
 
+def test_a_body_reaches_the_superlink_as_it_was_sent(server, reached) -> None:
+    parts = (b"a", b"", b"b", b"c" * 2 * SMALL, b"d", b"e" * SMALL, b"f")
+    assert status(server, START, body=parts, transfer_encoding="chunked") == 200
+    assert reached.last_body == b"".join(parts)
+
+
 def test_what_flower_sends_is_within_the_bounds() -> None:
     chunk = bytes(FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE)
     assert PushObjectRequest(object_id=64 * "0", object_content=chunk).ByteSize() < CHUNK
@@ -292,7 +300,7 @@ def test_a_sender_has_a_second_more_for_all_that_comes_at_the_pace(server, reach
 # --- the signature ---
 
 
-def test_the_signature_of_a_registered_supernode_is_known_from_the_head_of_a_request() -> None:
+def test_the_signature_of_a_registered_supernodeis_signed_by_known_node_from_the_head_of_a_request() -> None:
     from flwr.superlink.main import create_app
 
     superlink = create_app()  # its state is in memory
@@ -306,7 +314,7 @@ def test_the_signature_of_a_registered_supernode_is_known_from_the_head_of_a_req
             FLEET_HTTP_SIGNATURE_HEADER: b64encode(sign_message(private, timestamp.encode())).decode(),
         } | changed  # fmt: skip
         named = [(name.encode(), value.encode()) for name, value in headers.items() if value]
-        return guard._is_known({"type": "http", "app": superlink, "path": PUSH, "headers": named})
+        return guard.is_signed_by_known_node({"type": "http", "app": superlink, "path": PUSH, "headers": named})
 
     private, public = registered
     assert known(public, private)
@@ -492,7 +500,8 @@ def real(tmp_path_factory) -> Iterator[Server]:
 @pytest.mark.parametrize("path", [PUSH, START, "/v1/runtime/push-object", "/health"])
 @pytest.mark.parametrize("head", [b"Content-Length: 600000000", b"Transfer-Encoding: chunked", b"X: "])
 def test_600_megabytes_are_cut_off_and_do_not_reach_memory(real, path, head) -> None:
-    before, sent, part = real.memory(), 0, b"100000\r\n" + bytes(2**20) + b"\r\n" if b"chunked" in head else b"a" * 2**20
+    before, sent = real.memory(), 0
+    part = b"100000\r\n" + bytes(2**20) + b"\r\n" if b"chunked" in head else b"a" * 2**20
     with closing(socket.create_connection(("127.0.0.1", real.port), timeout=30)) as connection:
         with suppress(ConnectionError):
             connection.sendall(b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/protobuf\r\n%b"
