@@ -535,6 +535,8 @@ def test_a_site_gets_in_while_others_hold_all_connections(real) -> None:
             if count % 2:
                 connection.sendall(HEAD + b"Content-Length: 10000\r\n\r\n")
         assert real.status("/health") == 200
+        held = [each for each in real.superlink.net_connections("tcp") if each.status == psutil.CONN_ESTABLISHED]
+        assert len(held) <= guard.CONNECTIONS
         assert real.memory() - before < 60 * 10**6
         data = write_digits(real.folder / "lyon.npz")
         real.start("lyon", KINDRED, "site", "lyon", "--server", f"localhost:{real.port}", "--data-dir", data,
