@@ -22,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from flwr.app import Error, Message
 from flwr.common.constant import ErrorCode
@@ -346,6 +347,27 @@ def test_a_round_ends_without_a_site_that_is_killed_and_the_site_returns_with_it
     ]  # fmt: skip
 
 
+def test_a_registered_key_has_its_name_and_no_other_and_runs_know_all_registered_names(real) -> None:
+    """The key is registered as eve, and its site says that it is zurich, a name whose own site is not there."""
+    subprocess.run([KINDRED, "keys", "keys", "--sites", "eve,zurich"], cwd=real.folder, check=True)
+    for name in ("eve", "zurich"):
+        real.wait_for("server", f"{name} is registered as SuperNode ")
+    real.start("zurich", *real.site("zurich", "--ca", "keys/ca.crt", "--key", "keys/eve.key"))
+    real.wait_for("zurich", "SuperNode ID: ")
+    real.start_run(**SETTINGS | {"num_rounds": 1}, strategy="local", local_epochs=1)
+    (run,) = wait_until(lambda: [process for process in psutil.process_iter(["cmdline", "environ"])
+                                 if (process.info["environ"] or {}).get("FLWR_HOME") == str(real.state)
+                                 and any("flwr-serverapp" in word for word in process.info["cmdline"] or [])], 60)
+    names = Path(run.info["environ"]["KINDRED_REGISTERED"])
+    assert json.loads(names.read_text()) == ["0", "1", "2", "eve", "zurich"]
+    _, results = real.finish_run()
+    assert {row["client"] for row in read_table(results / "history.csv")} == set(CLIENTS)
+    reason = "it says it is client zurich, but its key is registered as eve"
+    assert f" takes no part: {reason}" in real.said("run")
+    real.wait_for("zurich", f"kindred: the server says of this site: {reason}")
+    assert real.end("zurich") == {"zurich": 0}
+
+
 def test_every_process_ends_and_a_server_that_is_started_again_knows_its_sites(real) -> None:
     assert len(real.processes()) >= 1 + len(CLIENTS)
     assert real.end() == {"server": 0, "site-0": 0, "site-1": 0, "site-2": 0}
@@ -357,6 +379,6 @@ def test_every_process_ends_and_a_server_that_is_started_again_knows_its_sites(r
     real.start_server("again")
     for client in CLIENTS:
         real.wait_for("again", f"{client} is known already: registered, or withdrawn\n")
-    assert len(real.flwr("supernode", "list")["nodes"]) == len(CLIENTS)
+    assert len(real.flwr("supernode", "list")["nodes"]) == len(CLIENTS) + 2  # eve's and zurich's keys
     real.kill()
     wait_until(lambda: not real.processes(), 10, lambda: "\n".join(real.processes()))
