@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 from sklearn.datasets import load_digits
 
@@ -23,22 +22,21 @@ from .machines import KINDRED, SCRIPTS, Machines, free_port, wait_until
 
 pytestmark = pytest.mark.deployment
 
-TIMEOUT = 15
+TIMEOUT = 20
 SETTINGS = {"dataset": "sites", "image_shape": "1x8x8", "num_classes": 10, "strategy": "heurfedamp", "local_epochs": 1,
             "device": "cpu"}  # fmt: skip
 
-# A SuperNode that announces its replies to training messages, and is cut off before it uploads any of their arrays.
+# A SuperNode that announces its replies and loses their arrays on the way: to the server, a site that was cut off.
 CUT_OFF = """
-import sys, time
+from flwr.proto.message_pb2 import PushObjectResponse
 from flwr.supernode.cli import flower_supernode
 from flwr.supernode.fleet_http_client import FleetHttpClient
 
 push = FleetHttpClient.PushObject
 
 def cut_off(self, request):
-    if request.object_content.startswith(b"Array"):
-        time.sleep(3600)
-    return push(self, request)
+    lost = request.object_content.startswith(b"Array")
+    return PushObjectResponse(stored=True) if lost else push(self, request)
 
 FleetHttpClient.PushObject = cut_off
 flower_supernode()
@@ -73,12 +71,6 @@ class Sites(Machines):
         self.start(name, "env", f"FLWR_HOME={self.folder}/flower-{name}", sys.executable, "-P", "-c", CUT_OFF,
                    "--superlink", self.address, "--insecure", "--host", "127.0.0.1", "--port", free_port(),
                    "--node-config", config)
-
-    def end_with_all_it_started(self, name: str) -> None:
-        process = self.running.pop(name)
-        for each in [*psutil.Process(process.pid).children(recursive=True), process]:
-            each.kill()
-        process.wait(30)
 
     def run(self, seconds: float, **settings: Any) -> Path:
         """Start a run as the server says, wait for its end, and return the folder of its results."""
@@ -118,16 +110,16 @@ def statuses(results: Path) -> dict[tuple[int, str], str]:
 
 
 def test_a_reply_that_is_announced_and_not_uploaded_holds_nobody_up_beyond_the_timeout(sites) -> None:
-    """And who does so twice is left alone for two rounds."""
-    results = sites.run(240, num_rounds=3, round_timeout=float(TIMEOUT), max_strikes=2, quorum=1.0,
+    """And who does so is left alone for a round."""
+    results = sites.run(240, num_rounds=2, round_timeout=float(TIMEOUT), max_strikes=1, quorum=1.0,
                         min_available_clients=3)
     assert sites.status() == "finished:completed", sites.said("run")
-    silent = f"no answer within {TIMEOUT} s"
-    assert statuses(results) == {
-        (1, "eve"): silent, (1, "lyon"): "ok", (1, "oslo"): "ok", (2, "eve"): silent, (2, "lyon"): "ok",
-        (2, "oslo"): "ok", (3, "lyon"): "ok", (3, "oslo"): "ok"}  # fmt: skip
-    seconds = {line["round"]: line["seconds"] for line in read_table(results / "rounds.csv")}
-    assert seconds[2] < TIMEOUT + 5 and seconds[3] < TIMEOUT
+    assert statuses(results) == {(1, "eve"): f"no answer within {TIMEOUT} s", (1, "lyon"): "ok", (1, "oslo"): "ok",
+                                 (2, "lyon"): "ok", (2, "oslo"): "ok"}  # fmt: skip
+    (silent,) = [row for row in read_table(results / "history.csv") if row["status"] != "ok"]
+    first, second = read_table(results / "rounds.csv")
+    assert silent["client"] == "eve" and (first["answered"], second["asked"]) == (2, 2)
+    assert TIMEOUT - 1 < silent["seconds"] < TIMEOUT + 5  # from sending on; a round's seconds count the names too
     # What Flower waits for in the meantime, for minutes, keeps the process of the run no longer.
     wait_until(lambda: not any("flwr-serverapp" in command for command in sites.processes()), 30)
 
@@ -138,9 +130,6 @@ def test_a_site_that_the_server_leaves_out_says_so_itself(sites) -> None:
 
 
 def test_a_round_ends_some_time_after_its_quorum(sites) -> None:
-    sites.end_with_all_it_started("eve")
-    sites.start_cut_off("eve")
-    sites.wait_for("eve", "SuperNode ID: ", 120)
     results = sites.run(120, num_rounds=1, round_timeout=600.0, quorum=2.0, grace=2.0, min_available_clients=3)
     assert sites.status() == "finished:completed", sites.said("run")
     assert statuses(results) == {(1, "lyon"): "ok", (1, "oslo"): "ok",
@@ -148,14 +137,12 @@ def test_a_round_ends_some_time_after_its_quorum(sites) -> None:
 
 
 def test_a_run_waits_for_those_that_can_take_part_and_says_for_whom_and_so_does_the_site(sites) -> None:
-    sites.end_with_all_it_started("eve")
     sites.start_site("nice", "bad.npz")
     sites.wait_for("nice", "SuperNode ID: ", 120)
-    sites.run(120, num_rounds=1, min_available_clients=3, wait_timeout=10.0)
+    sites.run(120, num_rounds=1, min_available_clients=4, wait_timeout=20.0)
     assert sites.status() == "finished:failed"
     reason = ("client graz: its share-model is false, and heurfedamp mixes all models; client nice: it cannot introduce "
               "itself: ")
-    assert f"kindred: waiting for clients: 2 of 3 can take part (min_available_nodes); {reason}" in sites.said("run")
-    assert re.search("TooFewClients: too few clients after 10 s: 2 of 3 can take part", sites.said("run"))
-    assert "kindred: this site takes no part: " in sites.said("nice")
-    assert "label" in re.search("this site takes no part: (.*)", sites.said("nice"))[1]
+    assert f"kindred: waiting for clients: 3 of 4 can take part (min_available_nodes); {reason}" in sites.said("run")
+    assert re.search("TooFewClients: too few clients after 20 s: 3 of 4 can take part", sites.said("run"))
+    assert "label" in re.search("kindred: this site takes no part: (.*)", sites.said("nice"))[1]
