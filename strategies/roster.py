@@ -170,10 +170,10 @@ class Roster:
         if new:
             self._registered |= {node.node_id: node.name for node in grid.get_nodes() if node.name}
             self._kept_names |= {*_registered_names(), *self._registered.values()}
-        if new and self._nodes_know_identity and not set(new) <= set(self._queries.values()):
+        if self._nodes_know_identity and not self._asked_before(new):
             log(INFO, "Asking clients for their names; an app without an answer logs an error, which does no harm")
         # One node first: a ClientApp that knows no such query is not asked once more by each node of a simulation.
-        for group in (new[:1], new[1:]):
+        for group in (new[:1], new[1:]) if self._simulated else (new,):
             if group and self._nodes_know_identity:
                 self._identify(grid, group, timeout)
             if not self._nodes_know_identity:
@@ -204,8 +204,7 @@ class Roster:
         counts; but clients that have answered hardly wait for them again.
         """
         timeout = min(timeout, self.wait_timeout)
-        known = {*self._queries.values(), *self._about}
-        patience = min(timeout, SECOND_WAIT) if self._identities and known.issuperset(nodes) else timeout
+        patience = min(timeout, SECOND_WAIT) if self._identities and self._asked_before(nodes) else timeout
         for node in nodes:
             message = Message(RecordDict(), node, IDENTITY_QUERY, ttl=timeout + CLOCKS)
             if (message_id := push(grid, message)) is not None:
@@ -227,6 +226,10 @@ class Roster:
                 self._nodes_know_identity = False
             elif reply.error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION:
                 self._identities[node] = node
+
+    def _asked_before(self, nodes: Collection[int]) -> bool:
+        """Whether all of these nodes have been asked for their names already."""
+        return {*self._queries.values(), *self._about}.issuperset(nodes)
 
     def _note(self, node: int, content: RecordDict) -> None:
         """Note a node's introduction."""

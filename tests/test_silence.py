@@ -52,6 +52,13 @@ def test_a_reply_that_is_announced_and_not_uploaded_costs_nobody_else_its_reply(
     grid.released.set()
 
 
+def reply_to(message_id: str) -> Message:
+    InlineGrid(plain_app(), 1)  # without any, this process has no identity to send messages with
+    reply = Message(RecordDict(), 7, "train")
+    vars(reply.metadata)["_reply_to_message_id"] = message_id
+    return reply
+
+
 def test_many_that_block_cost_the_others_little() -> None:
     """Of 40 replies 30 block: the first is waited for 2 s, the next 1 s, and so on."""
     released = threading.Event()
@@ -62,9 +69,7 @@ def test_many_that_block_cost_the_others_little() -> None:
             if int(message_id) < 30:
                 released.wait(60)
                 return []
-            reply = Message(RecordDict(), 7, "train")
-            vars(reply.metadata)["_reply_to_message_id"] = message_id
-            return [reply]
+            return [reply_to(message_id)]
 
     started = time.monotonic()
     found = {message_id for message_id, _ in pull(
@@ -84,9 +89,7 @@ def test_what_comes_late_but_in_time_counts() -> None:
             (message_id,) = message_ids
             if message_id == "slow":
                 time.sleep(PATIENCE + 0.5)
-            reply = Message(RecordDict(), 7, "train")
-            vars(reply.metadata)["_reply_to_message_id"] = message_id
-            return [reply]
+            return [reply_to(message_id)]
 
     deadline = time.monotonic() + 20
     assert [message_id for message_id, _ in pull(Grid(), ["slow", "quick"], lambda: deadline, simulated=False)] == [
