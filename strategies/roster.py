@@ -194,6 +194,7 @@ class Roster:
             client = self._identities.pop(node)
             if self._introduced.get(client) == node:
                 del self._introduced[client]
+        self.nodes = {client: node for client, node in self.nodes.items() if node in nodes}
         self._refused = {node: reason for node, reason in self._refused.items() if node in nodes}
         self._queries = {message_id: node for message_id, node in self._queries.items() if node in nodes}
 
@@ -201,10 +202,11 @@ class Roster:
         """Ask nodes for their clients' ids. A client without one is identified by its node.
 
         Nodes that do not answer in time are asked again before the next round, and their reply to either question
-        counts; but clients that have answered hardly wait for them again.
+        counts. Where there are clients enough, or these nodes have been asked before, nobody waits for them for long.
         """
         timeout = min(timeout, self.wait_timeout)
-        patience = min(timeout, SECOND_WAIT) if self._identities and self._asked_before(nodes) else timeout
+        hurries = len(self.nodes) >= self.min_available or (self._identities and self._asked_before(nodes))
+        patience = min(timeout, SECOND_WAIT) if hurries else timeout
         for node in nodes:
             message = Message(RecordDict(), node, IDENTITY_QUERY, ttl=timeout + CLOCKS)
             if (message_id := push(grid, message)) is not None:

@@ -167,6 +167,31 @@ def test_a_quorum_is_a_share_or_a_number(quorum) -> None:
         Local(quorum=quorum)
 
 
+def test_a_node_that_comes_back_as_another_and_never_says_who_it_is_holds_one_round_up() -> None:
+    class Mute(InlineGrid):
+        """Two clients, and in each round another node that answers nothing."""
+
+        round = 1
+
+        def get_node_ids(self):
+            return [*list(super().get_node_ids())[:2], 1002 + self.round]
+
+        def pull_messages(self, message_ids):
+            return super().pull_messages([i for i in message_ids if i in self._waiting
+                                          and self._waiting[i].metadata.dst_node_id <= 1002])
+
+    grid, strategy, went_on = Mute(introduced_app({}), 6), Local(wait_timeout=3), [time.monotonic()]
+
+    def on_round(server_round: int) -> None:
+        went_on.append(time.monotonic())
+        grid.round = server_round + 1
+
+    strategy.start(grid, initial(), 4, on_round=on_round)
+    first, *others = [after - before for before, after in zip(went_on, went_on[1:])]
+    assert first >= 3 > 2 > max(others)
+    assert strategy.clients() == [0, 1]
+
+
 # --- Who can take part --------------------------------------------------------------------------------
 
 
