@@ -53,8 +53,8 @@ def one_line(error: Exception) -> str:
     return textwrap.shorten(str(error), 240) or type(error).__name__
 
 
-def _check_size(what: str, taken: int, stored: int, free: int) -> None:
-    if taken > (allowed := max(free, MOST_TIMES * stored)):
+def _check_size(what: str, taken: int, stored: int, free: int, most_times: int = MOST_TIMES) -> None:
+    if taken > (allowed := max(free, most_times * stored)):
         raise ValueError(f"{what}: {taken:,} bytes are declared and {stored:,} stored, allowed: {allowed:,}")
 
 
@@ -70,8 +70,14 @@ def read_npz(path: Path, names: Sequence[str] = ("x_train", "y_train", "x_test",
 
 
 @contextmanager
-def open_npz(path: Path) -> Iterator[Mapping[str, np.ndarray]]:
+def open_npz(path: Path, most_times: int = MOST_TIMES) -> Iterator[Mapping[str, np.ndarray]]:
     """Yield the arrays in an .npz file by name; each is read when it is asked for.
+
+    Parameters
+    ----------
+    path : Path
+    most_times : int (default: MOST_TIMES)
+        Above `ARRAY_BYTES` an array may take so many times the bytes that it is stored in.
 
     Raises
     ------
@@ -80,7 +86,7 @@ def open_npz(path: Path) -> Iterator[Mapping[str, np.ndarray]]:
     """
     try:
         with _InSteps(path) as file, zipfile.ZipFile(file) as archive:
-            yield _Arrays(archive, os.fstat(file.fileno()).st_size)
+            yield _Arrays(archive, os.fstat(file.fileno()).st_size, most_times)
     except DataError:
         raise
     except Exception as error:  # a damaged archive fails in a dozen ways: zip, headers, memory
@@ -97,9 +103,10 @@ class _InSteps(io.FileIO):
 
 
 class _Arrays(Mapping[str, np.ndarray]):
-    def __init__(self, archive: zipfile.ZipFile, size: int) -> None:
+    def __init__(self, archive: zipfile.ZipFile, size: int, most_times: int) -> None:
         self._archive = archive
         self._size = size  # of the file
+        self._most_times = most_times
 
     def __iter__(self) -> Iterator[str]:
         return (name.removesuffix(".npy") for name in self._archive.namelist() if name.endswith(".npy"))
@@ -111,7 +118,7 @@ class _Arrays(Mapping[str, np.ndarray]):
         entry = self._archive.getinfo(f"{name}.npy")
         if (step := _STEPS.get(entry.compress_type)) is None:
             raise ValueError(f"{name} is compressed by method {entry.compress_type} of zip, allowed: as NumPy does")
-        _check_size(name, entry.file_size, min(entry.compress_size, self._size), ARRAY_BYTES)
+        _check_size(name, entry.file_size, min(entry.compress_size, self._size), ARRAY_BYTES, self._most_times)
         with self._archive.open(entry) as file:
             shape, fortran_order, dtype = _npy_header(file)
             if dtype.kind not in "biufcSU":

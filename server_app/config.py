@@ -164,14 +164,15 @@ class Config:
     fraction_train: float = setting(1.0, a_share(), "share of the clients that take part in a round, rounded down")
     min_train_clients: int = setting(2, at_least(1), "clients that take part in a round at the least")
     min_available_clients: int = setting(
-        2, at_least(1), "clients that must be able to take part before a round starts; it waits for them"
+        2, at_least(1), "clients that must be able to take part before a round starts, which waits for them; "
+        "those that rest for their strikes count"
     )
     wait_timeout: float = setting(300.0, above(0), "seconds to wait for them before the run ends")
     round_timeout: float = setting(3600.0, above(0), "seconds after which a round ends with those who answered")
     quorum: float = setting(
         0.5, ("more than 0 and up to 1, or a whole number", _is_quorum),
-        "real machines: usable replies, as a share of the clients asked (up to 1) or as a number, after which the others "
-        "have only grace seconds more; 1: all"
+        "real machines: clients that have answered, as a share of those asked (up to 1) or as a number, after which "
+        "the others have only grace seconds more; 1: all"
     )
     grace: float = setting(600.0, at_least(0), "real machines: seconds that a round waits for others after its quorum")
     max_strikes: int = setting(

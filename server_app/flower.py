@@ -433,11 +433,15 @@ def _opened_marker(path: Path) -> IO[str]:
 
 def _remove_marked(folder: Path) -> None:
     """Remove a folder, its marker last: what is interrupted is then taken up the next time."""
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.name != MARKER:
+            with suppress(OSError):
+                path.unlink()
     with suppress(OSError):
-        for path in folder.iterdir():
-            if path.name != MARKER:
-                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-        shutil.rmtree(folder)
+        if [path.name for path in folder.iterdir()] == [MARKER]:  # else a process that is ending writes on in it
+            shutil.rmtree(folder)
 
 
 def toml(values: Mapping[str, Any]) -> str:

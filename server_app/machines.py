@@ -616,6 +616,7 @@ class _Registration:
         self._names.update(names)
         _write(self._file, json.dumps(sorted(self._names)).encode())
 
+
 def _register(public_keys: Sequence[Path], settings: Mapping[str, str], state: Path, mark: str) -> list[Path]:
     """Register the sites whose public keys these are; those with which that failed."""
     for path in public_keys:

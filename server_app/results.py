@@ -291,20 +291,28 @@ class RunFolder:
         def groups_of(clients: Sequence[ClientId]) -> np.ndarray | None:
             return true_groups(clients, federation) if federation else None
 
-        def draw(file: str, figure: Callable[[], Figure]) -> None:
+        def draw(file: str, make: Callable[[], Figure | None]) -> None:
             with failing_is_a_warning(self.path / file):
-                save_figure(figure(), self.path / file)
+                if figure := make():
+                    save_figure(figure, self.path / file)
 
-        draw("accuracy.png", lambda: accuracy_figure(strategy.history.rows, f"{name} on {setting}"))
-        clients, weights = strategy.collaboration()
-        if clients:
-            draw("collaboration.png", lambda: collaboration_figure(
-                clients, weights, groups_of(clients), f"Who learns from whom: {name}, round {last}, {setting}"))
-        if tree:
+        def collaborations() -> Figure | None:
+            clients, weights = strategy.collaboration()
+            if not clients:
+                return None
+            title = f"Who learns from whom: {name}, round {last}, {setting}"
+            return collaboration_figure(clients, weights, groups_of(clients), title)
+
+        def clusters() -> Figure:
             members = [client for cluster in tree for client in cluster["clients"]]
             groups = groups_of(members)
             known = None if groups is None else dict(zip(members, groups.tolist()))
-            draw("clusters.png", lambda: tree_figure(tree, last, known, f"Clusters: {name} on {setting}"))
+            return tree_figure(tree, last, known, f"Clusters: {name} on {setting}")
+
+        draw("accuracy.png", lambda: accuracy_figure(strategy.history.rows, f"{name} on {setting}"))
+        draw("collaboration.png", collaborations)
+        if tree:
+            draw("clusters.png", clusters)
         if federation:
             draw("partition.png", lambda: partition_figure(federation))
 

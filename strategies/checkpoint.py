@@ -2,10 +2,10 @@
 
     FOLDER/round-0007-SHA256.npz
 
-The name says of which round it is the end, and the checksum of the content, which says the round again: a file that is
-cut short, changed or renamed does not fit its name, and the one before it is used. An .npz file holds arrays as they are and nothing that could run; the rest of
-the state is JSON in its entry `state`. What lies in a mapped file goes to the disk and comes back some of it at a time,
-not through memory as a whole.
+The name holds the round and the checksum of the content, which holds the round too. A file that was cut short or
+changed has another checksum, one that was renamed another round; the checkpoint before it is then used. An .npz file
+holds arrays as they are and nothing that could run; the rest of the state is JSON in its entry `state`. What lies in a
+mapped file goes to the disk and comes back some of it at a time, not through memory as a whole.
 """
 
 from __future__ import annotations
@@ -114,9 +114,10 @@ class Checkpoints:
 
     def remove(self) -> None:
         """Remove all checkpoints, and the folder if nothing else is in it."""
-        with suppress(OSError):
-            for path in [path for _, path in self._files()] + [path for path, _ in partial_files(self.folder)]:
+        for path in [path for _, path in self._files()] + [path for path, _ in partial_files(self.folder)]:
+            with suppress(OSError):
                 path.unlink()
+        with suppress(OSError):
             self.folder.rmdir()
 
     @property

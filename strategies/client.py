@@ -16,7 +16,6 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, M
 from flwr.clientapp import ClientApp
 from flwr.supercore import log
 
-from .exchange import first_line
 from .messages import (
     ARRAYS,
     ATTEMPT,
@@ -52,6 +51,7 @@ from .messages import (
     TUNED,
     ClientId,
     check,
+    first_line,
     read_record,
     records_of,
     seed_for,

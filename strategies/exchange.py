@@ -1,4 +1,4 @@
-"""Messages to clients and their replies: sent, asked for until a deadline, and told whose they are."""
+"""Messages to clients and their replies: sent, asked for until a deadline, and attributed to their senders."""
 
 from __future__ import annotations
 
@@ -11,28 +11,26 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
+import httpx
 from flwr.app import Message, RecordDict
 from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
 from flwr.proto.message_pb2 import PullObjectRequest, PullObjectResponse
 from flwr.serverapp import Grid
 
 from .admission import Refused
+from .messages import first_line
 
 # Replies are asked for at once, then after pauses that grow: a simulation is not slowed down,
 # and a SuperLink on the other side of a network is not asked all the time.
 FIRST_PAUSE, PAUSE_GROWTH, LONGEST_PAUSE = 0.01, 1.3, 1.0  # s
-OVERTIME = 3.0  # s, for a last look at who has answered
-PATIENCE = 2.0  # s that a reply may take to be handed out before others are asked for beside it
+PATIENCE, LEAST_PATIENCE = 2.0, 0.05  # s that a reply may take to be handed out before others are asked for beside it
 SETTLING = 0.5  # s for the last of them, once all have been asked for
 
-# Exceptions that unpacking a malformed reply can raise; failures of the way to the SuperLink are others.
-UNREADABLE = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
+# Failures of the way to the SuperLink; any other exception of a pull comes from unpacking what a client made up.
+TRANSPORT = (OSError, httpx.HTTPError)
 
 # What Ray says of a process that is gone for good.
 DEAD_WORKER = re.compile(r"ray\.exceptions\.(ActorDied|RayActor|OutOfMemory|WorkerCrashed)Error")
-
-LONGEST_LINE = 300  # characters of a client's text that are shown
-
 
 class WorkerDied(RuntimeError):
     """A process of the simulation in which clients work is gone, and the simulation does without it badly."""
@@ -48,6 +46,8 @@ def pull(
     grid: Grid, message_ids: Collection[str], deadline: Callable[[], float], *, simulated: bool
 ) -> Iterator[tuple[str, Message | Refused]]:
     """Yield the first reply to each of these messages as they come, until the deadline.
+
+    Each message is asked for once more after the deadline: what has arrived by then is taken, however many they are.
 
     Parameters
     ----------
@@ -70,13 +70,13 @@ def pull(
         while waiting:
             arrived = False
             started = time.monotonic()
-            for message_id, reply in source.replies(list(waiting), lambda: deadline() + OVERTIME):
+            for message_id, reply in source.replies(list(waiting)):
                 if message_id in waiting:
                     del waiting[message_id]
                     arrived = True
                     yield message_id, reply
             now = time.monotonic()
-            if not waiting or now >= deadline():
+            if not waiting or started >= deadline():
                 return
             pause = FIRST_PAUSE if arrived else min(pause * PAUSE_GROWTH, LONGEST_PAUSE)
             if not arrived:  # the SuperLink has other work too
@@ -92,9 +92,8 @@ class _Simulation:
         self._grid = grid
         self.over = threading.Event()
 
-    def replies(
-        self, message_ids: Sequence[str], deadline: Callable[[], float]
-    ) -> Iterator[tuple[str, Message | Refused]]:
+    def replies(self, message_ids: Sequence[str]) -> Iterator[tuple[str, Message | Refused]]:
+        """Yield those of these replies that are there."""
         for reply in self._grid.pull_messages(message_ids):
             _check_worker(reply)
             yield reply.metadata.reply_to_message_id, reply
@@ -120,20 +119,17 @@ class _Network:
         self._answers: queue.SimpleQueue[tuple[str, list[Message] | Exception]] = queue.SimpleQueue()
         self._asked: dict[str, float] = {}  # messages with a thread that waits for the reply: since when
 
-    def replies(
-        self, message_ids: Sequence[str], deadline: Callable[[], float]
-    ) -> Iterator[tuple[str, Message | Refused]]:
+    def replies(self, message_ids: Sequence[str]) -> Iterator[tuple[str, Message | Refused]]:
+        """Yield those of these replies that are there."""
         for message_id in message_ids:
             if message_id in self._asked:
                 continue
-            # For each that blocks the next is waited for half as long: all together cost twice the patience.
-            patience = PATIENCE / 2 ** len(self._asked)
+            # For each that blocks the next is waited for half as long: a few together cost twice the patience.
+            patience = max(PATIENCE / 2 ** min(len(self._asked), 9), LEAST_PATIENCE)
             self._asked[message_id] = now = time.monotonic()
             threading.Thread(target=self._ask, args=(message_id,), daemon=True).start()
-            while message_id in self._asked and (answer := self._next(min(now + patience, deadline()))) is not None:
+            while message_id in self._asked and (answer := self._next(now + patience)) is not None:
                 yield from self._read(*answer)
-            if time.monotonic() >= deadline():
-                return
         while self._asked and (answer := self._next(max(self._asked.values()) + SETTLING)) is not None:
             yield from self._read(*answer)
 
@@ -152,8 +148,7 @@ class _Network:
     def _read(self, message_id: str, found: list[Message] | Exception) -> Iterator[tuple[str, Message | Refused]]:
         del self._asked[message_id]
         if isinstance(found, Exception):
-            # protobuf's, within Flower
-            if not isinstance(found, UNREADABLE) and type(found).__name__ != "DecodeError":
+            if isinstance(found, TRANSPORT):
                 raise found
             # It is gone: the SuperLink does not hand it out again.
             yield message_id, Refused(f"it cannot be unpacked ({type(found).__name__}: {found})")
@@ -197,13 +192,6 @@ def content_of(message: Message) -> RecordDict:
     """The records that a reply carries; none where it has no content, or something else in its place."""
     content = message.content if message.has_content() else None
     return content if isinstance(content, RecordDict) else RecordDict()
-
-
-def first_line(text: str) -> str:
-    """The first line of a text that is not blank, fit for a log: printable, and not too long."""
-    line = next((line.strip() for line in text.splitlines() if line.strip()), "no reason given")
-    line = "".join(character if character.isprintable() else "?" for character in line[: LONGEST_LINE + 1])
-    return line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]}..."
 
 
 def _check_worker(reply: Message) -> None:

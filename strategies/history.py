@@ -11,10 +11,10 @@ import numpy as np
 from flwr.supercore import log
 
 from .admission import MAX_EXAMPLES, REFUSED, is_count
-from .messages import NUM_TEST_EXAMPLES, PERSONAL, SAMPLES_PREDICTED, SAMPLES_TRAINED, ClientId, in_order
+from .messages import KNOWN_METRICS, NUM_TEST_EXAMPLES, PERSONAL, SAMPLES_PREDICTED, SAMPLES_TRAINED, ClientId, in_order
 
 COMPUTE = (SAMPLES_TRAINED, SAMPLES_PREDICTED)
-MAX_COLUMNS = 500  # names of clients' own metrics that a run keeps
+MAX_COLUMNS = 500  # names of metrics that a run keeps, besides those that the project knows
 
 
 def is_status(key: str) -> bool:
@@ -140,10 +140,10 @@ class History:
     def _drop_columns(self, rows: list[dict[str, Any]]) -> int:
         """Remove metrics of new names from rows once the run has enough names; return how many were removed.
 
-        The names that most clients report come first, so that nobody can fill the table alone.
+        Names that the project knows are always kept. Of the others those that most clients report come first.
         """
-        names = {row["client"]: self._reported[row["client"]] - self._counts.get(row["client"], {}).keys()
-                 for row in rows}
+        names = {client: self._reported[client] - self._counts.get(client, {}).keys() - KNOWN_METRICS
+                 for client in (row["client"] for row in rows)}
         reporting = Counter(name for own in names.values() for name in own if name not in self._columns)
         new = sorted(reporting, key=lambda name: (-reporting[name], name))
         too_many = set(new[max(MAX_COLUMNS - len(self._columns), 0):])

@@ -8,8 +8,8 @@ Server to client, QUERY with action `identity`: nothing; the reply's ConfigRecor
 knows the name of its network, `network`, and of one that has a public set, its fingerprint `public-set` and
 `num-public`; of one made by `make_client_app` the `methods` that it knows; or `client-id` and the `problem` for which
 it cannot say more.
-Server to client, QUERY with action `refusal`, to those that named their `methods`: a ConfigRecord with the `problem` for
-which the client takes no part, or its last reply was not used. Nobody waits for the reply.
+Server to client, QUERY with action `refusal`, to those that named their `methods`: a ConfigRecord with the `problem`
+for which the client takes no part, or its last reply was not used. Nobody waits for the reply.
 Where logits travel in place of models (PerFed-CKT), `arrays` holds `centroids` on the way down, `logits` on the
 way up, and the reply's ConfigRecord `config` the fingerprint again. What else a method's clients tell, besides numbers
 for the history, is in that record too, by names that the method's file has.
@@ -77,6 +77,15 @@ BETWEEN = "between"  # somewhere between the one from the server and the client'
 AFTER_TRAINING = (TRAINED, OWN)  # those of which the last training reply tells, so that nothing is left to say
 PERSONAL = "personal"  # the method's own choice among these: its result for this client
 
+# The names of metrics that this project knows, in its own clients and in ordinary ones.
+ORDINARY_NAMES = {"accuracy": ("accuracy", "eval_accuracy", "eval_acc"), "loss": ("loss", "eval_loss")}
+KNOWN_METRICS = frozenset({
+    NUM_EXAMPLES, NUM_TEST_EXAMPLES, TRAIN_LOSS, "train_loss", MODEL_BYTES, SAMPLES_TRAINED, SAMPLES_PREDICTED,
+    *(name for names in ORDINARY_NAMES.values() for name in names),
+    *(f"{which}-{measure}" for which in (RECEIVED, TRAINED, TUNED, OWN, BETWEEN, "mixture", "validation")
+      for measure in ORDINARY_NAMES),
+})  # fmt: skip
+
 ClientId = int | str
 """What a client is called: node-config's `client-id`, else its partition, else its node id."""
 
@@ -91,6 +100,16 @@ def is_name(name: object) -> bool:
     if isinstance(name, str):
         return 1 <= len(name) <= MAX_NAME and name.isprintable()
     return isinstance(name, int) and not isinstance(name, bool) and NUMBERS[0] <= name <= NUMBERS[1]
+
+
+LONGEST_LINE = 300  # characters of a client's text that are shown
+
+
+def first_line(text: str) -> str:
+    """The first line of a text that is not blank, fit for a log: printable, and not too long."""
+    line = next((line.strip() for line in text.splitlines() if line.strip()), "no reason given")
+    line = "".join(character if character.isprintable() else "?" for character in line[: LONGEST_LINE + 1])
+    return line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]}..."
 
 
 def in_order(clients: Iterable[ClientId]) -> list[ClientId]:

@@ -16,7 +16,7 @@ from flwr.serverapp import Grid
 from flwr.supercore import log
 
 from .admission import Refused, admit_introduction
-from .exchange import content_of, first_line, is_from, pull, push
+from .exchange import content_of, is_from, pull, push
 from .history import History
 from .messages import (
     CLIENT_ID,
@@ -27,18 +27,23 @@ from .messages import (
     PROBLEM,
     REFUSAL_QUERY,
     ClientId,
+    first_line,
     in_order,
     is_name,
+    records_of,
 )
 
 NODES_PAUSE = 0.1  # s between two looks at which nodes are connected
 SECOND_WAIT = 1.0  # s, for the names of nodes that were asked for them before
+MOST_NAMED = 20  # clients that a run waits for, in a line of the log
 ASK_AGAIN = 10.0  # s between two questions to nodes that cannot take part, while a round waits for clients
 # A message is for its exchange alone: who was away, or is slow, is not to work on those of rounds that are over.
 CLOCKS = 600.0  # s by which the clocks of a site and of the server may differ
 
 # In the environment of a run at `kindred server`: the file that lists the names of all registered keys, as JSON.
 REGISTERED = "KINDRED_REGISTERED"
+
+NOT_ADMITTED = "not-admitted"  # in what is noted of a node: why its introduction was refused
 
 Introduce = Callable[[Mapping[ClientId, Mapping[str, Any]]], dict[ClientId, str]]
 
@@ -102,8 +107,8 @@ class Roster:
         return in_order(self.nodes)
 
     def active(self) -> list[ClientId]:
-        """The clients that a round can be with, in order."""
-        return [client for client in self.clients() if client not in self._resting]
+        """The clients that a round can be with, in order: all of them where all would rest."""
+        return [client for client in self.clients() if client not in self._resting] or self.clients()
 
     # --- Meeting clients --------------------------------------------------------------------------------
 
@@ -127,7 +132,8 @@ class Roster:
         deadline = time.monotonic() + self.wait_timeout
         seen: list[int] | None = None  # at the last look,
         met: list[int] | None = None  # and when nodes were last asked
-        asked_at, said = 0.0, ""
+        asked_at, said, waits = 0.0, "", ""
+        self._kept_names |= set(_registered_names())
         while True:
             nodes, now = sorted(grid.get_node_ids()), time.monotonic()
             # At the start nodes come one after the other.
@@ -136,12 +142,14 @@ class Roster:
                 self._ask_and_admit(grid, nodes, introduce, timeout)
                 asked_at = time.monotonic()
                 deadline = asked_at + self.wait_timeout if met is None else deadline  # their names took time too
-                met = nodes
+                met, seen = nodes, None  # there is something new to say
             if settled and len(self.nodes) >= self.min_available:
                 return
             count, what = ((len(nodes), "are connected") if len(nodes) < self.min_available
                            else (len(self.nodes), "can take part"))
-            waits = f"{count} of {self.min_available} {what} (min_available_nodes){self._who_is_missing(nodes)}"
+            if nodes != seen:
+                missing = self._who_is_missing(grid, nodes)
+                waits = f"{count} of {self.min_available} {what} (min_available_nodes){missing}"
             if time.monotonic() > deadline:
                 raise TooFewClients(f"too few clients after {self.wait_timeout:g} s: {waits}")
             if self._simulated and settled and self._identities.keys() >= set(nodes):
@@ -152,16 +160,18 @@ class Roster:
             seen = nodes
             time.sleep(NODES_PAUSE)
 
-    def _who_is_missing(self, nodes: Sequence[int]) -> str:
+    def _who_is_missing(self, grid: Grid, nodes: Sequence[int]) -> str:
         """The clients that cannot take part, each with the reason, to be put behind how many can."""
         known = {*self._kept_names, *(str(row["client"]) for row in self._history.rows)}
         here = {str(client) for client in (*self._identities.values(), *self._history.left_out)}
+        here |= {node.name for node in grid.get_nodes()} if known - here else set()
         missing = [f"client {client}: {self._history.left_out[client]}" for client in in_order(self._history.left_out)]
         missing += [f"node {node}: {self._refused[node]}" for node in nodes if node in self._refused]
         missing += [f"node {node} has not said who it is" for node in nodes
                     if node in self._queries.values() and node not in self._identities]
         missing += [f"client {client} is not connected" for client in sorted(known - here)]
-        return "".join(f"; {reason}" for reason in missing)
+        more = [f"and {len(missing) - MOST_NAMED} more"] if len(missing) > MOST_NAMED else []
+        return "".join(f"; {reason}" for reason in (*missing[:MOST_NAMED], *more))
 
     def _ask_and_admit(self, grid: Grid, nodes: Sequence[int], introduce: Introduce, timeout: float) -> None:
         """Find out which clients these nodes are, and have the method take note of those that are new."""
@@ -169,7 +179,7 @@ class Roster:
         new = [node for node in nodes if node not in self._identities]
         if new:
             self._registered |= {node.node_id: node.name for node in grid.get_nodes() if node.name}
-            self._kept_names |= {*_registered_names(), *self._registered.values()}
+            self._kept_names |= set(self._registered.values())
         if self._nodes_know_identity and not self._asked_before(new):
             log(INFO, "Asking clients for their names; an app without an answer logs an error, which does no harm")
         # One node first: a ClientApp that knows no such query is not asked once more by each node of a simulation.
@@ -207,6 +217,8 @@ class Roster:
         timeout = min(timeout, self.wait_timeout)
         hurries = len(self.nodes) >= self.min_available or (self._identities and self._asked_before(nodes))
         patience = min(timeout, SECOND_WAIT) if hurries else timeout
+        last = {node: message_id for message_id, node in self._queries.items()}  # the one before counts still
+        self._queries = {message_id: node for message_id, node in self._queries.items() if last[node] == message_id}
         for node in nodes:
             message = Message(RecordDict(), node, IDENTITY_QUERY, ttl=timeout + CLOCKS)
             if (message_id := push(grid, message)) is not None:
@@ -237,8 +249,9 @@ class Roster:
         """Note a node's introduction."""
         try:
             about = admit_introduction(content)
-        except Refused as refusal:
-            about = {PROBLEM: str(refusal)}
+        except Refused as refusal:  # but for its name, and whether it can be informed of that
+            said = {key: value for record in records_of(content, ConfigRecord) for key, value in record.items()}
+            about = {key: said[key] for key in (CLIENT_ID, METHODS) if key in said} | {NOT_ADMITTED: str(refusal)}
         client = about.get(CLIENT_ID, node)
         if not is_name(client):
             log(WARNING, "kindred: node %d calls itself %s, allowed: a whole number, or 1 to %d printable "
@@ -287,6 +300,7 @@ class Roster:
         before = {client: left_out.pop(client) for client in newcomers if client in left_out}
         reasons = {client: f"it cannot introduce itself: {about[PROBLEM]}"
                    for client, about in newcomers.items() if PROBLEM in about}
+        reasons |= {client: about[NOT_ADMITTED] for client, about in newcomers.items() if NOT_ADMITTED in about}
         reasons |= _reasons(introduce, {client: about for client, about in newcomers.items() if client not in reasons})
         for client in newcomers:
             if client in reasons:
@@ -350,7 +364,7 @@ def _reasons(introduce: Introduce, newcomers: Mapping[ClientId, Mapping[str, Any
         raise
     except Exception as error:
         if len(newcomers) == 1:
-            return {client: f"its introduction cannot be used ({type(error).__name__}: {error})" for client in newcomers}
+            return dict.fromkeys(newcomers, f"its introduction cannot be used ({type(error).__name__}: {error})")
         reasons: dict[ClientId, str] = {}
         for client, about in newcomers.items():
             reasons |= _reasons(introduce, {client: about})

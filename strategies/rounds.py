@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
@@ -27,7 +28,7 @@ from flwr.supercore import log
 
 from .admission import MAX_EXAMPLES, REFUSED, Refused, Reply, admit, norm
 from .checkpoint import Checkpoints
-from .exchange import content_of, first_line, is_from, pull, push
+from .exchange import content_of, is_from, pull, push
 from .history import COMPUTE, History
 from .messages import (
     AFTER_TRAINING,
@@ -37,6 +38,7 @@ from .messages import (
     METHODS,
     NUM_EXAMPLES,
     NUM_TEST_EXAMPLES,
+    ORDINARY_NAMES,
     PERSONAL,
     PROBE,
     RUN,
@@ -45,6 +47,7 @@ from .messages import (
     TRAINED,
     ClientId,
     check,
+    first_line,
     in_order,
     read_record,
     records_of,
@@ -54,9 +57,6 @@ from .registry import REGISTRY
 from .roster import CLOCKS, Roster, TooFewClients
 from .state import NotResumable, begin_simulation, simulated
 from .store import ClientModels, Layout
-
-# What ordinary evaluate functions call what they found.
-ORDINARY_NAMES = {"accuracy": ("accuracy", "eval_accuracy", "eval_acc"), "loss": ("loss", "eval_loss")}
 
 ENGINES_OWN = ("round", "client", "status", "seconds", "bytes-down", "bytes-up")  # columns of every row
 
@@ -105,9 +105,9 @@ class PersonalizedStrategy(Strategy):
         Seconds to wait for `min_available_nodes` before the run ends with `TooFewClients`, and for the names of
         clients that are new.
     quorum : float (default: 0.5)
-        Usable replies, as a share of the clients asked (up to 1) or as a number (2 or more), after which the others
-        have `grace` seconds more; with 1 they have until the timeout. Not used in a simulation, whose results would
-        depend on the speed of the machine.
+        Clients that have answered, as a share of those asked (up to 1) or as a number (2 or more), after which the
+        others have `grace` seconds more; with 1 they have until the timeout. Not used in a simulation, whose results
+        would depend on the speed of the machine.
     grace : float (default: 600.0)
         Seconds, 0 or more, see `quorum`.
     max_strikes : int (default: 3)
@@ -174,7 +174,7 @@ class PersonalizedStrategy(Strategy):
         check("min_available_nodes", min_available_nodes, min_available_nodes >= 1, "1 or more")
         check("seed", seed, seed >= 0, "0 or more")
         check("wait_timeout", wait_timeout, wait_timeout > 0, "more than 0")
-        check("quorum", quorum, 0 < quorum <= 1 or (quorum > 1 and quorum == int(quorum)),
+        check("quorum", quorum, 0 < quorum <= 1 or (1 < quorum < math.inf and quorum == int(quorum)),
               "a share, more than 0 and up to 1, or a whole number")
         check("grace", grace, grace >= 0, "0 or more")
         check("max_strikes", max_strikes, max_strikes >= 0, "0 or more")
@@ -196,6 +196,9 @@ class PersonalizedStrategy(Strategy):
         self.max_empty_rounds = max_empty_rounds
         self.buffers = buffers
         self.history = History()
+        self.min_available_nodes = min_available_nodes
+        self.wait_timeout = wait_timeout
+        self.max_strikes = max_strikes
         self.roster = Roster(min_available_nodes, wait_timeout, max_strikes)
         self._silent: set[ClientId] | None = None  # who may be asked for an evaluation in this round; None: all
         self._evaluated_apart: set[ClientId] = set()  # whose personal model was evaluated by itself in this round
@@ -203,13 +206,14 @@ class PersonalizedStrategy(Strategy):
         self.last_round = 0  # of the run that was started
         self._empty_rounds = 0  # in a row
         self._failure = ""  # of the last round, where it could not be ended
+        self._raised: set[str] = set()  # where exceptions that nobody foresaw were raised
         self._simulated = True
         self._asked: dict[str, _Asked] = {}  # messages of the exchange in progress,
         self._until = 0.0  # its end, on time.monotonic's clock,
-        self._usable = 0  # its usable replies so far,
-        self._enough = 0  # how many of them are a quorum; 0: no number is,
-        self._to_tell: dict[int, str] = {}  # and nodes whose replies were refused, and why
-        self._unheard: set[ClientId] = set()  # who did not answer in this round, and is asked nothing more in it
+        self._graced = False  # whether that follows from its quorum,
+        self._refusals: dict[int, str] = {}  # and nodes whose replies were refused in it, with the reasons
+        self._replied: set[ClientId] = set()  # clients that have answered in this round,
+        self._not_replied: set[ClientId] = set()  # and those that have not, and are asked nothing more in it
         self._answered = False  # has any client, in any round of training
         self.run_id = 0  # of the run as it began; going on with it is another to Flower
         self._attempt = 0  # when it began, or was last gone on with, in ns since 1970
@@ -391,8 +395,8 @@ class PersonalizedStrategy(Strategy):
             raise
         except Exception as error:
             failure = first_line(f"round {server_round} could not be ended ({type(error).__name__}: {error})")
-            log(ERROR, "kindred: %s: its replies count for nothing", failure)
-            log(DEBUG, "%s", traceback.format_exc())
+            log(ERROR, "kindred: %s: what its replies changed before stays, and it counts as one without answers\n%s",
+                failure, "".join(traceback.format_tb(error.__traceback__)))
             return failure
         return ""
 
@@ -417,7 +421,7 @@ class PersonalizedStrategy(Strategy):
         """Make the messages by which clients evaluate their personal models, one at a time."""
         clients = self._closing or self.sample(
             server_round, self.fraction_evaluate, self.min_evaluate_nodes, "evaluate")
-        asked = [client for client in clients if client not in self._unheard
+        asked = [client for client in clients if client not in self._not_replied
                  and (self._silent is None or client in self._silent)]
         for client, record in zip(asked, self.personal_models(asked)):
             yield self._message(client, record, config, server_round, MessageType.EVALUATE)
@@ -519,7 +523,7 @@ class PersonalizedStrategy(Strategy):
 
         for server_round in range(first, num_rounds + 1):
             round_started = time.monotonic()
-            self._unheard = set()
+            self._replied, self._not_replied = set(), set()
             self.roster.meet(grid, self.introduce, timeout)
             _, metrics = self.aggregate_train(server_round, self._exchange(
                 grid, self.configure_train(server_round, result.arrays, train_config, grid), timeout, server_round))
@@ -547,10 +551,10 @@ class PersonalizedStrategy(Strategy):
         # never drawn has said nothing yet.
         told = ({row["client"] for row in self.history.rows} if self.personal in AFTER_TRAINING
                 else self._evaluated_apart)
-        self._closing = [client for client in self.clients() if client not in told]
+        self._closing = [client for client in self.roster.active() if client not in told]
         if self.fraction_evaluate and self._closing:
             closing_started = time.monotonic()
-            self._silent, self._unheard = None, set()
+            self._silent, self._not_replied = None, set()
             self._evaluate(grid, result, evaluate_config, timeout, num_rounds + 1)
             self._close_round(grid, num_rounds + 1, time.monotonic() - closing_started, on_round)
         result.arrays = self.global_arrays()
@@ -599,9 +603,9 @@ class PersonalizedStrategy(Strategy):
         A reply is known by the message it answers, whoever signs it: replies of an earlier exchange are
         never asked for, and an error that the SuperLink reports for a dead node is its client's.
         """
-        self._until = end = time.monotonic() + timeout
+        self._until, self._graced = time.monotonic() + timeout, False
         client_of = {node_id: client for client, node_id in self.roster.nodes.items()}
-        self._asked, self._usable = {}, 0
+        self._asked = {}
         for message in messages:
             client = client_of[message.metadata.dst_node_id]
             notes = self.notes(client)
@@ -617,26 +621,35 @@ class PersonalizedStrategy(Strategy):
                 self._add_row(replace(asked, notes={}), server_round, "its message could not be sent", 0)
             else:
                 self._asked[message_id] = asked
-        count = len(self._asked)
-        quorum = math.ceil(self.quorum * count) if self.quorum <= 1 else int(self.quorum)
-        self._enough = quorum if quorum < count and not self._simulated else 0
-        waiting = set(self._asked)
+        waiting = dict(self._asked)
+        clients = {asked.client for asked in waiting.values()}
+        count = len(clients | self._replied)  # clients that have answered before and are not asked now have answered
+        self._replied -= clients
+        quorum = math.ceil(self.quorum * count) if self.quorum <= 1 else min(int(self.quorum), count)
+        self._look_for_quorum(quorum)
         for message_id, reply in pull(grid, self._asked, lambda: self._until, simulated=self._simulated):
-            waiting.discard(message_id)
+            asked = waiting.pop(message_id)
+            self._replied.add(asked.client)
+            self._look_for_quorum(quorum)
             if isinstance(reply, Refused):
-                self._refuse(self._asked[message_id], server_round, reply, 0)
+                self._refuse(asked, server_round, reply, 0)
             else:
                 yield reply
-            while self._to_tell:
-                self.roster.tell(grid, *self._to_tell.popitem())
-        for message_id in waiting:
-            asked = self._asked[message_id]
+            while self._refusals:
+                self.roster.tell(grid, *self._refusals.popitem())
+        for asked in waiting.values():
             reason = f"no answer within {timeout:g} s"
-            if self._until < end:
-                reason = f"no answer within {self.grace:g} s after {self._enough} of {count} clients (quorum, grace)"
+            if self._graced:
+                reason = f"no answer within {self.grace:g} s after {quorum} of {count} clients (quorum, grace)"
             self._add_row(asked, server_round, reason, 0)
-            self._unheard.add(asked.client)
+            self._not_replied.add(asked.client)
             self.roster.failed(asked.client)
+
+    def _look_for_quorum(self, quorum: int) -> None:
+        """End the exchange some time after so many clients have answered."""
+        until = time.monotonic() + self.grace
+        if not self._graced and not self._simulated and len(self._replied) >= quorum and until < self._until:
+            self._until, self._graced = until, True
 
     def _admitted(
         self, message: Message, server_round: int, take: Callable[[ClientId, Reply], None], *, evaluation: bool
@@ -648,6 +661,9 @@ class PersonalizedStrategy(Strategy):
             self._add_row(asked, server_round, f"{REFUSED}it came from node {sender}, expected {asked.node_id}", 0)
             return None
         if message.has_error():
+            # Flower's word for a reply that was announced and never uploaded; or one that came when others had waited.
+            if message.error.code == ErrorCode.MESSAGE_UNAVAILABLE or self._graced:
+                self.roster.failed(asked.client)
             reason = f"error {message.error.code}: {first_line(message.error.reason)}"
             self._add_row(asked, server_round, reason, 0)
             return None
@@ -655,7 +671,7 @@ class PersonalizedStrategy(Strategy):
         bytes_up = payload_bytes(content)
         due = None if evaluation and not records_of(content, ArrayRecord) else partial(self.mismatch, asked.client)
         try:
-            with _at_the_senders_cost():
+            with self._at_the_senders_cost():
                 reply = admit(content, self.weighted_by_key, due)
                 if asked.probe:
                     loss = _loss_in(reply.metrics)
@@ -668,9 +684,6 @@ class PersonalizedStrategy(Strategy):
         except Refused as refusal:
             self._refuse(asked, server_round, refusal, bytes_up)
             return None
-        self._usable += 1
-        if self._usable == self._enough:
-            self._until = min(self._until, time.monotonic() + self.grace)
         self.roster.succeeded(asked.client)
         if asked.probe:
             worked = {key: reply.metrics[key] for key in COMPUTE if key in reply.metrics}
@@ -684,6 +697,23 @@ class PersonalizedStrategy(Strategy):
         self._add_row(asked, server_round, "ok", bytes_up, metrics, evaluation=evaluation)
         return asked.client, reply
 
+    @contextmanager
+    def _at_the_senders_cost(self) -> Iterator[None]:
+        """Turn an exception that nobody foresaw into a refusal: one reply is lost, not the run.
+
+        It may be a fault of the method, so the log says where it was raised, once for each place.
+        """
+        try:
+            yield
+        except (Refused, *SERVERS_OWN):
+            raise
+        except Exception as error:
+            places = "".join(traceback.format_tb(error.__traceback__))
+            if places not in self._raised:
+                self._raised.add(places)
+                log(ERROR, "kindred: an exception that nobody foresaw, %s\n%s", type(error).__name__, places)
+            raise Refused(f"it cannot be used ({type(error).__name__}: {error})") from error
+
     def _bound(self, client: ClientId, reply: Reply) -> None:
         """Refuse an update that is larger than `max_update_norm`."""
         if self.max_update_norm and (size := self.update_norm(client, reply.arrays)) > self.max_update_norm:
@@ -692,7 +722,7 @@ class PersonalizedStrategy(Strategy):
     def _refuse(self, asked: _Asked, server_round: int, refusal: Refused, bytes_up: int) -> None:
         """Note a refused reply; one to a training message is a strike."""
         self._add_row(asked, server_round, f"{REFUSED}{refusal}", bytes_up)
-        self._to_tell[asked.node_id] = f"its reply in round {server_round} is not used: {refusal}"
+        self._refusals[asked.node_id] = f"its reply in round {server_round} is not used: {refusal}"
         if asked.to_train:
             self.roster.failed(asked.client)
 
@@ -730,7 +760,8 @@ class PersonalizedStrategy(Strategy):
                     if measure == "loss" or 0 <= row[key] <= 1:
                         row[f"{PERSONAL}-{measure}"] = float(row[key])
                     break
-        self.history.add(row, (metrics or {}).keys() - asked.notes.keys() - set(ENGINES_OWN))
+        reported = () if asked.probe else (metrics or {}).keys() - asked.notes.keys() - set(ENGINES_OWN)
+        self.history.add(row, reported)
 
     def _evaluate(
         self, grid: Grid, result: Result, config: ConfigRecord, timeout: float, server_round: int
@@ -893,18 +924,6 @@ def mean_metrics(contents: list[RecordDict], weighted_by_key: str) -> MetricReco
     shared = [key for key in records[0] if all(form(r.get(key)) == form(records[0][key]) for r in records)]
     alike = [RecordDict({"metrics": MetricRecord({key: record[key] for key in shared})}) for record in records]
     return aggregate_metricrecords(alike, weighted_by_key)
-
-
-@contextmanager
-def _at_the_senders_cost() -> Iterator[None]:
-    """Turn an exception that nobody foresaw into a refusal: one reply is lost, not the run."""
-    try:
-        yield
-    except (Refused, *SERVERS_OWN):
-        raise
-    except Exception as error:
-        log(DEBUG, "%s", traceback.format_exc())
-        raise Refused(f"it cannot be used ({type(error).__name__}: {error})") from error
 
 
 def payload_bytes(content: RecordDict) -> int:

@@ -87,7 +87,8 @@ def test_who_takes_over_a_name_is_heard_anew() -> None:
 def test_too_few_clients_end_the_run_when_the_wait_is_over() -> None:
     strategy = Local(min_available_nodes=4, wait_timeout=0.3)
     started = time.monotonic()
-    with pytest.raises(TooFewClients, match=r"too few clients after 0.3 s: 3 of 4 are connected \(min_available_nodes\)$"):
+    said = r"too few clients after 0.3 s: 3 of 4 are connected \(min_available_nodes\)$"
+    with pytest.raises(TooFewClients, match=said):
         strategy.start(InlineGrid(plain_app(), 3), initial(), 1)
     assert time.monotonic() - started < 2
 

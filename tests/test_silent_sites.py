@@ -141,8 +141,8 @@ def test_a_run_waits_for_those_that_can_take_part_and_says_for_whom_and_so_does_
     sites.wait_for("nice", "SuperNode ID: ", 120)
     sites.run(120, num_rounds=1, min_available_clients=4, wait_timeout=20.0)
     assert sites.status() == "finished:failed"
-    reason = ("client graz: its share-model is false, and heurfedamp mixes all models; client nice: it cannot introduce "
-              "itself: ")
+    reason = ("client graz: its share-model is false, and heurfedamp mixes all models; client nice: it cannot "
+              "introduce itself: ")
     assert f"kindred: waiting for clients: 3 of 4 can take part (min_available_nodes); {reason}" in sites.said("run")
     assert re.search("TooFewClients: too few clients after 20 s: 3 of 4 can take part", sites.said("run"))
     assert "label" in re.search("kindred: this site takes no part: (.*)", sites.said("nice"))[1]
