@@ -7,7 +7,10 @@ import os
 
 import pytest
 import torch
+from hypothesis import settings
 
+settings.register_profile("without deadlines", deadline=None)  # which would measure the machine, and imports
+settings.load_profile("without deadlines")
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
 
