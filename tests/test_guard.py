@@ -375,9 +375,9 @@ def answer(connection: socket.socket) -> bytes:
 
 
 def flood(connection: socket.socket, part: bytes) -> int:
-    """How many bytes can be sent, up to 50 MB, until the connection is closed."""
+    """How many bytes can be sent, up to 50 MB, until the connection is closed, or is not read for long."""
     sent = 0
-    with suppress(ConnectionError):
+    with suppress(ConnectionError, TimeoutError):
         while sent < 50 * 10**6:
             sent += connection.send(part)
     return sent
