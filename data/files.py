@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     import PIL.Image
 
 ARRAY_BYTES = 64 * 2**20
-"""An array may take so much, however little it is stored in."""
+"""Bytes that an array may take, however few it is stored in."""
 
 FOLDER_BYTES = 2**30
-"""The images of a folder together may take so much, however little they are stored in."""
+"""Bytes that the images of a folder may take together, however few they are stored in."""
 
 MOST_TIMES = 100
-"""What takes more than these may take so many times the bytes that it is stored in."""
+"""Factor on the stored bytes that bounds larger arrays and folders."""
 
 MOST_PIXELS = 50_000_000
-"""Of an image."""
+"""Pixels that an image may have."""
 
 HEADER_BYTES = 16 * 2**20
-"""Of a safetensors file: names, shapes and texts."""
+"""Bytes of names, shapes and texts that a safetensors file may have."""
 
 FORMATS = ("BMP", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 _STEP = 2**20  # bytes that are read at once

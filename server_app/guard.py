@@ -86,7 +86,7 @@ class Guard:
     app : callable
         The SuperLink.
     names : iterable of str
-        Names and addresses of this server, besides loopback; 0.0.0.0 or :: stands for every address.
+        Names and addresses of this server, besides loopback; 0.0.0.0 or :: represents every address.
     """
 
     OPEN = (FLEET, "/health")

@@ -21,6 +21,7 @@ from .messages import (
     NUM_TEST_EXAMPLES,
     SAMPLES_PREDICTED,
     SAMPLES_TRAINED,
+    config_of,
     is_name,
     read_array,
     records_of,
@@ -35,6 +36,10 @@ MAX_NUMBERS = 10_000  # in all lists of a reply's metrics together
 COUNTS = (NUM_TEST_EXAMPLES, SAMPLES_TRAINED, SAMPLES_PREDICTED, MODEL_BYTES)
 # Of an introduction.
 MAX_ENTRIES, MAX_ITEMS, MAX_TEXT = 100, 1000, 10_000
+
+
+# Exceptions that are the server's own trouble, for which no client pays.
+SERVERS_OWN = (MemoryError, OSError)
 
 
 class Refused(ValueError):
@@ -107,8 +112,7 @@ def admit(content: RecordDict, weighted_by_key: str, mismatch: Mismatch | None =
         for name, array in arrays.items():
             if np.issubdtype(array.dtype, np.floating):
                 _check_values(name, array.reshape(-1))
-    config = {key: value for record in configs for key, value in record.items()}
-    return Reply(arrays, metrics, config)
+    return Reply(arrays, metrics, config_of(content))
 
 
 def norm(arrays: Iterable[np.ndarray]) -> float:
@@ -130,7 +134,7 @@ def admit_introduction(content: RecordDict) -> dict[str, Any]:
     Refused
         With the reason, in a few words.
     """
-    about = {key: value for record in records_of(content, ConfigRecord) for key, value in record.items()}
+    about = config_of(content)
     if len(about) > MAX_ENTRIES:
         raise Refused(f"its introduction has {len(about)} entries, allowed: up to {MAX_ENTRIES}")
     for key, value in about.items():

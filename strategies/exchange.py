@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-import httpx
 from flwr.app import Message, RecordDict
 from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
 from flwr.proto.message_pb2 import PullObjectRequest, PullObjectResponse
@@ -26,11 +25,9 @@ FIRST_PAUSE, PAUSE_GROWTH, LONGEST_PAUSE = 0.01, 1.3, 1.0  # s
 PATIENCE, LEAST_PATIENCE = 2.0, 0.05  # s that a reply may take to be handed out before others are asked for beside it
 SETTLING = 0.5  # s for the last of them, once all have been asked for
 
-# Failures of the way to the SuperLink; any other exception of a pull comes from unpacking what a client made up.
-TRANSPORT = (OSError, httpx.HTTPError)
-
 # What Ray says of a process that is gone for good.
 DEAD_WORKER = re.compile(r"ray\.exceptions\.(ActorDied|RayActor|OutOfMemory|WorkerCrashed)Error")
+
 
 class WorkerDied(RuntimeError):
     """A process of the simulation in which clients work is gone, and the simulation does without it badly."""
@@ -56,7 +53,7 @@ def pull(
     deadline : callable
         Returns the time on `time.monotonic`'s clock; it may become earlier while replies come in.
     simulated : bool
-        Whether the clients are on this machine. Elsewhere replies are asked for one by one, see `_ask_one_by_one`.
+        Whether the clients are on this machine. Elsewhere replies are asked for one by one, see `_Network`.
 
     Yields
     ------
@@ -148,7 +145,7 @@ class _Network:
     def _read(self, message_id: str, found: list[Message] | Exception) -> Iterator[tuple[str, Message | Refused]]:
         del self._asked[message_id]
         if isinstance(found, Exception):
-            if isinstance(found, TRANSPORT):
+            if _is_of_transport(found):
                 raise found
             # It is gone: the SuperLink does not hand it out again.
             yield message_id, Refused(f"it cannot be unpacked ({type(found).__name__}: {found})")
@@ -158,8 +155,13 @@ class _Network:
                 yield message_id, reply
 
 
+def _is_of_transport(error: Exception) -> bool:
+    """Whether the way to the SuperLink failed; any other exception of a pull comes from unpacking a client's bytes."""
+    return isinstance(error, OSError) or type(error).__module__.partition(".")[0] == "httpx"  # Flower's HTTP client
+
+
 def _ending_with(grid: Grid, over: threading.Event) -> Grid:
-    """The grid, or its like that stops waiting for what is announced and not uploaded once `over` is set."""
+    """Return the grid, or a copy that stops waiting for what is announced and not uploaded once `over` is set."""
     flower = sys.modules.get("flwr.superlink.grid.http_grid")  # takes a second to import where Flower has not done so
     if flower is None or not isinstance(grid, flower.HttpGrid):
         return grid

@@ -14,7 +14,7 @@ from .admission import MAX_EXAMPLES, REFUSED, is_count
 from .messages import KNOWN_METRICS, NUM_TEST_EXAMPLES, PERSONAL, SAMPLES_PREDICTED, SAMPLES_TRAINED, ClientId, in_order
 
 COMPUTE = (SAMPLES_TRAINED, SAMPLES_PREDICTED)
-MAX_COLUMNS = 500  # names of metrics that a run keeps, besides those that the project knows
+MAX_COLUMNS = 500  # names of metrics that a run keeps, in addition to those that the project knows
 
 
 def is_status(key: str) -> bool:

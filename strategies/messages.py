@@ -184,6 +184,11 @@ def records_of(content: RecordDict, kind: type[Record]) -> list[Record]:
     return [record for record in content.values() if isinstance(record, kind)]
 
 
+def config_of(content: RecordDict) -> dict[str, Any]:
+    """The entries of a message's ConfigRecords together."""
+    return {key: value for record in records_of(content, ConfigRecord) for key, value in record.items()}
+
+
 def with_prefix(prefix: object, arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Arrays under names by which several models go in one record."""
     return {f"{prefix}/{name}": array for name, array in arrays.items()}

@@ -1,4 +1,4 @@
-"""Who is there: the nodes that are connected, which client each one is, and who may take part in a round."""
+"""The connected nodes: which client each one is, and which clients can take part in a round."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 from flwr.supercore import log
 
-from .admission import Refused, admit_introduction
+from .admission import SERVERS_OWN, Refused, admit_introduction
 from .exchange import content_of, is_from, pull, push
 from .history import History
 from .messages import (
@@ -27,10 +27,10 @@ from .messages import (
     PROBLEM,
     REFUSAL_QUERY,
     ClientId,
+    config_of,
     first_line,
     in_order,
     is_name,
-    records_of,
 )
 
 NODES_PAUSE = 0.1  # s between two looks at which nodes are connected
@@ -192,7 +192,7 @@ class Roster:
         self._introduce_newcomers(grid, introduce)
 
     def _forget_those_not_in(self, nodes: Collection[int]) -> None:
-        """Forget nodes that have gone, and those that cannot take part: what was wrong may have been put right.
+        """Forget nodes that are not connected any more, and those that cannot take part: what was wrong may have been put right.
 
         In a simulation, where nobody puts anything right, the latter are only those that failed to introduce
         themselves.
@@ -250,7 +250,7 @@ class Roster:
         try:
             about = admit_introduction(content)
         except Refused as refusal:  # but for its name, and whether it can be informed of that
-            said = {key: value for record in records_of(content, ConfigRecord) for key, value in record.items()}
+            said = config_of(content)
             about = {key: said[key] for key in (CLIENT_ID, METHODS) if key in said} | {NOT_ADMITTED: str(refusal)}
         client = about.get(CLIENT_ID, node)
         if not is_name(client):
@@ -360,7 +360,7 @@ def _reasons(introduce: Introduce, newcomers: Mapping[ClientId, Mapping[str, Any
     """The reasons for which newcomers cannot take part; one whose introduction raises an exception is among them."""
     try:
         return introduce(newcomers)
-    except (MemoryError, OSError):
+    except SERVERS_OWN:
         raise
     except Exception as error:
         if len(newcomers) == 1:

@@ -26,7 +26,7 @@ from flwr.serverapp.strategy import Result, Strategy
 from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 from flwr.supercore import log
 
-from .admission import MAX_EXAMPLES, REFUSED, Refused, Reply, admit, norm
+from .admission import MAX_EXAMPLES, REFUSED, SERVERS_OWN, Refused, Reply, admit, norm
 from .checkpoint import Checkpoints
 from .exchange import content_of, is_from, pull, push
 from .history import COMPUTE, History
@@ -59,10 +59,6 @@ from .state import NotResumable, begin_simulation, simulated
 from .store import ClientModels, Layout
 
 ENGINES_OWN = ("round", "client", "status", "seconds", "bytes-down", "bytes-up")  # columns of every row
-
-
-# The server's own troubles, for which no client pays.
-SERVERS_OWN = (MemoryError, OSError)
 
 
 @dataclass(frozen=True)
@@ -369,7 +365,7 @@ class PersonalizedStrategy(Strategy):
         """Take in the training replies of a round as they come. The models stay here: no arrays are returned."""
         contents: dict[ClientId, RecordDict] = {}
         self._evaluated_apart = set()
-        evaluated: set[ClientId] = set()  # who told its accuracy in its answer
+        evaluated: set[ClientId] = set()  # clients that reported their accuracy in their replies
         for message in replies:
             if (found := self._admitted(message, server_round, self.take, evaluation=False)) is not None:
                 client, reply = found

@@ -318,7 +318,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def partial_files(folder: Path) -> list[tuple[Path, int]]:
-    """What `replacing` has left in a folder: files of this user, and the process that wrote each."""
+    """Files of this user that `replacing` has left in a folder, and the process that wrote each."""
     names = [(re.fullmatch(r"\.(?:.+\.)?(\d{1,9})\.partial(?:\.\w+)?", path.name), path) for path in folder.glob(".*")]
     return [(path, int(name[1])) for name, path in names if name and path.is_file() and _is_own(path)]
 

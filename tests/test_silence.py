@@ -63,7 +63,7 @@ def reply_to(message_id: str) -> Message:
 
 
 def test_many_that_block_cost_the_others_little() -> None:
-    """Of 40 replies 30 block: the first is waited for 2 s, the next 1 s, and so on."""
+    """30 of 40 replies block: the first is waited for 2 s, the next 1 s, and so on."""
     released = threading.Event()
 
     class Grid:
@@ -285,11 +285,11 @@ class Network(InlineGrid):
 
     def __init__(self, app, num_clients: int) -> None:
         super().__init__(app, num_clients)
-        self.told: list[tuple[int, str]] = []
+        self.refusals: list[tuple[int, str]] = []
 
     def push_messages(self, messages):
         messages = list(messages)
-        self.told += [(m.metadata.dst_node_id, m.content["config"]["problem"]) for m in messages
+        self.refusals += [(m.metadata.dst_node_id, m.content["config"]["problem"]) for m in messages
                       if m.metadata.message_type == REFUSAL_QUERY]
         return super().push_messages(messages)
 
@@ -325,7 +325,7 @@ def test_what_is_put_right_while_a_run_waits_is_noticed(monkeypatch, caplog) -> 
             "sample") in caplog.messages
     assert "kindred: client 1 takes part now, and did not because: it has no training sample" in caplog.messages
     assert caplog.messages.count("kindred: client 1 takes no part: it has no training sample") == 1
-    assert set(grid.told) == {(1002, "it has no training sample")} and len(grid.told) >= 2  # each time it is asked
+    assert set(grid.refusals) == {(1002, "it has no training sample")} and len(grid.refusals) >= 2  # each time it is asked
 
 
 def test_too_few_that_can_take_part_end_the_run_when_the_wait_is_over(monkeypatch) -> None:
@@ -360,7 +360,7 @@ def test_a_client_is_told_why_its_reply_is_not_used(monkeypatch) -> None:
     grid = Damaged(introduced_app({}), 3)
     Local(max_strikes=2).start(grid, initial(), 3)
     reason = "is not used: array 'layer.weight' is missing"
-    assert grid.told == [
+    assert grid.refusals == [
         (1002, f"its reply in round 1 {reason}"), (1002, f"its reply in round 2 {reason}"),
         (1002, "left out of the next 2 rounds: no usable reply in 2 rounds in a row")]
 
@@ -371,7 +371,7 @@ def test_a_client_is_told_why_its_introduction_is_not_used(monkeypatch) -> None:
     strategy = Local()
     strategy.start(grid, initial(), 1)
     reason = "its introduction has 20000 characters under 'network', allowed: up to 10000"
-    assert strategy.history.left_out == {1: reason} and grid.told == [(1002, reason)]
+    assert strategy.history.left_out == {1: reason} and grid.refusals == [(1002, reason)]
 
 
 def test_an_app_that_knows_no_such_message_gets_none(monkeypatch) -> None:
@@ -379,7 +379,7 @@ def test_an_app_that_knows_no_such_message_gets_none(monkeypatch) -> None:
     grid = Network(introduced_app({1: {"num-examples": 0, "methods": "all"}}), 3)
     strategy = Local()
     strategy.start(grid, initial(), 1)
-    assert strategy.history.left_out == {1: "it has no training sample"} and grid.told == []
+    assert strategy.history.left_out == {1: "it has no training sample"} and grid.refusals == []
 
 
 def test_a_site_prints_what_it_is_told_and_why_it_cannot_introduce_itself(caplog) -> None:
