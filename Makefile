@@ -2,18 +2,25 @@ PYTHON ?= python3
 VENV := .venv
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install run test test-faults test-deployment benchmarks clean
+SOURCES := strategies data server_app client_app tests benchmarks examples
+
+.PHONY: install run lint test test-faults test-deployment benchmarks clean
 
 install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[test,lint]'
 	touch $@
 
 run: $(INSTALLED)
 	$(VENV)/bin/kindred run --against local,fedavg
+
+lint: $(INSTALLED)
+	$(VENV)/bin/ruff check $(SOURCES)
+	$(VENV)/bin/ruff format --check $(SOURCES)
+	$(VENV)/bin/mypy
 
 test: $(INSTALLED)
 	$(VENV)/bin/python -m pytest --durations=10 --numprocesses logical --maxprocesses 4 --dist loadfile

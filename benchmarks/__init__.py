@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 def methods_named(text: str) -> list[str]:
     """The methods that an option names, by commas, or all."""
-    from strategies import REGISTRY
+    from kindred import REGISTRY
 
     names = list(REGISTRY) if text == "all" else text.split(",")
     if unknown := [name for name in names if name not in REGISTRY]:

@@ -22,13 +22,13 @@ from unittest.mock import patch
 
 import numpy as np
 
-from server_app.app import run_inline
-from server_app.cli import given_settings
-from server_app.config import Config, ConfigError
-from server_app.tables import read_table
-from strategies import kindred
-from strategies.client import Visit
-from strategies.messages import PERSONAL, RECEIVED, TRAINED
+from kindred import kindred
+from kindred.client.app import Visit
+from kindred.messages import PERSONAL, RECEIVED, TRAINED
+from kindred.server_app.app import run_inline
+from kindred.server_app.cli.run import given_settings
+from kindred.server_app.config import Config, ConfigError
+from kindred.server_app.tables import read_table
 
 from . import markdown
 
@@ -48,8 +48,10 @@ def plain_cosines(blocks: Iterable[np.ndarray], rows: Sequence[int], m: int) -> 
 def whole_probes(kin: np.ndarray, latest: np.ndarray, own: np.ndarray) -> dict[str, np.ndarray]:
     """Probes in which the client has its part, as one more of its kin."""
     own_shares = own_share(kin, np.ones(len(latest)), own, np.ones(len(kin)))
-    return {kindred.KIN: start_weights(kin, latest, own, 1.0, own_shares),
-            kindred.ALL: start_weights(kin, latest, own, 0.0, own_shares)}
+    return {
+        kindred.KIN: start_weights(kin, latest, own, 1.0, own_shares),
+        kindred.ALL: start_weights(kin, latest, own, 0.0, own_shares),
+    }
 
 
 def unjudged(kin: np.ndarray, samples: np.ndarray, own: np.ndarray, likelihoods: np.ndarray) -> np.ndarray:
@@ -73,8 +75,10 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "a = 0: the mean of all": {"kin_share": lambda ahead, kept: 0.0},
     "a = 1: kin alone": {"kin_share": lambda ahead, kept: 1.0},
     "exp(-l) = 1: kin are not judged": {"own_share": unjudged},
-    "nothing probed: q = 1/2, exp(-l) = 1": {"kin_share": lambda ahead, kept: kin_share([], kept),
-                                             "own_share": unjudged},
+    "nothing probed: q = 1/2, exp(-l) = 1": {
+        "kin_share": lambda ahead, kept: kin_share([], kept),
+        "own_share": unjudged,
+    },
     "nothing of its own: c = 0": {"own_share": nothing},
     "no momentum": {"MOMENTUM": 0.0},
     "the last models alone at the end": {"TAIL": float("inf")},
@@ -83,13 +87,20 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "labels not smoothed, no proximal term": {"SMOOTHING": 0.0, "PROXIMAL": 0.0},
     "t by labels smoothed as for training": {"JUDGED_SMOOTHING": kindred.SMOOTHING},
     "halfway everywhere: t = 1/2, in a as well": {
-        "place_probabilities": lambda before, losses: np.eye(len(kindred.PLACES))[2]},
+        "place_probabilities": lambda before, losses: np.eye(len(kindred.PLACES))[2]
+    },
 }
 """What is put in place of what in strategies/kindred.py."""
 
 OTHERS: Mapping[str, Mapping[str, Any]] = {
-    "local": {}, "fedavg": {}, "fedavg-ft": {"finetune_epochs": 5}, "fedprox-ft": {"finetune_epochs": 5}, "ditto": {},
-    "heurfedamp": {}, "fedprox": {}, "hypcluster": {"num_clusters": 4},
+    "local": {},
+    "fedavg": {},
+    "fedavg-ft": {"finetune_epochs": 5},
+    "fedprox-ft": {"finetune_epochs": 5},
+    "ditto": {},
+    "heurfedamp": {},
+    "fedprox": {},
+    "hypcluster": {"num_clusters": 4},
 }
 """Methods with their settings, to be run with smoothed labels."""
 

@@ -14,8 +14,8 @@ import time
 
 import numpy as np
 
-from strategies import HeurFedAMP
-from strategies.messages import to_record
+from kindred import HeurFedAMP
+from kindred.messages import to_record
 
 REPEATS = 3
 
@@ -62,8 +62,10 @@ def main(clients: int, size: int) -> None:
         np.matmul(xi32, models, out=out)
         products.append(time.perf_counter() - started)
 
-    print(f"weights {min(weights_only):.2f} s, weights and cloud models {min(whole):.2f} s, "
-          f"bare products {min(products):.2f} s")
+    print(
+        f"weights {min(weights_only):.2f} s, weights and cloud models {min(whole):.2f} s, "
+        f"bare products {min(products):.2f} s"
+    )
     print(f"time over the bare products: {min(whole) / min(products):.2f}")
     print(f"peak memory over the models' size: {memory:.2f}")
 

@@ -18,7 +18,7 @@ from sklearn.cluster import KMeans
 from sklearn.metrics import adjusted_rand_score
 from threadpoolctl import threadpool_limits
 
-from strategies import cluster_logits
+from kindred import cluster_logits
 
 CLIENTS, CLUSTERS, PUBLIC, SEED = 100, 3, 2000, 0
 
@@ -54,11 +54,15 @@ def main(repeats: int) -> None:
                 one_thread.append(seconds(means.fit, matrix))
         _, assignment = cluster_logits(logits, CLUSTERS, SEED)
         same = adjusted_rand_score(means.labels_, assignment) == 1
-        print(f"{CLIENTS} clients, {PUBLIC} images, {classes} classes: cluster_logits {np.median(ours):.3f} s, "
-              f"scikit-learn's KMeans {np.median(theirs):.3f} s, in one thread {np.median(one_thread):.3f} s")
-        print(f"time over scikit-learn's: {np.median(ours) / np.median(theirs):.2f}, "
-              f"in one thread {np.median(ours) / np.median(one_thread):.2f}; "
-              f"the same partition: {'yes' if same else 'no'}")
+        print(
+            f"{CLIENTS} clients, {PUBLIC} images, {classes} classes: cluster_logits {np.median(ours):.3f} s, "
+            f"scikit-learn's KMeans {np.median(theirs):.3f} s, in one thread {np.median(one_thread):.3f} s"
+        )
+        print(
+            f"time over scikit-learn's: {np.median(ours) / np.median(theirs):.2f}, "
+            f"in one thread {np.median(ours) / np.median(one_thread):.2f}; "
+            f"the same partition: {'yes' if same else 'no'}"
+        )
 
 
 if __name__ == "__main__":

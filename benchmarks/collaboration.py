@@ -16,9 +16,9 @@ import time
 import numpy as np
 from flwr.app import ConfigRecord, MetricRecord, RecordDict
 
-from strategies import FedeRiCo
-from strategies.admission import admit
-from strategies.messages import to_record
+from kindred import FedeRiCo
+from kindred.engine.admission import admit
+from kindred.messages import to_record
 
 REPEATS = 5
 
@@ -32,8 +32,13 @@ def main(clients: int, size: int) -> None:
     for client in everybody:
         strategy.models.put(client, {"weight": rng.standard_normal(size, np.float32)})
     update = {f"{place}/weight": rng.standard_normal(size, np.float32) for place in range(4)}
-    reply = RecordDict({"arrays": to_record(update), "metrics": MetricRecord({"num-examples": 100}),
-                        "config": ConfigRecord({"losses": [1.0, 1.1, 1.2, 1.3]})})
+    reply = RecordDict(
+        {
+            "arrays": to_record(update),
+            "metrics": MetricRecord({"num-examples": 100}),
+            "config": ConfigRecord({"losses": [1.0, 1.1, 1.2, 1.3]}),
+        }
+    )
     moved = 4 * clients
     print(f"{clients} clients, {size / 1e6:g} million parameters each: {4 * clients * size / 1e9:.2f} GB of models")
 
@@ -45,8 +50,16 @@ def main(clients: int, size: int) -> None:
             assert len(record) == 4
             RecordDict({"arrays": record, "config": ConfigRecord(strategy.round_config(server_round, client))})
         for client in everybody:
-            strategy.history.add({"round": server_round, "client": client, "status": "ok", "seconds": 0.0,
-                                  "bytes-down": 0, "bytes-up": 0})
+            strategy.history.add(
+                {
+                    "round": server_round,
+                    "client": client,
+                    "status": "ok",
+                    "seconds": 0.0,
+                    "bytes-down": 0,
+                    "bytes-up": 0,
+                }
+            )
             admitted = admit(reply, "num-examples", lambda arrays, client=client: strategy.mismatch(client, arrays))
             strategy.inspect(client, admitted)
             strategy.take(client, admitted)

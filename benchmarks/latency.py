@@ -123,15 +123,37 @@ def start_flower(machines: Machines, shared: Path) -> list[float]:
     address, home = f"127.0.0.1:{free_port()}", machines.folder / "home"
     home.mkdir()
     (home / "config.toml").write_text(
-        f'[superlink]\ndefault = "kindred"\n[superlink.kindred]\naddress = "{address}"\ninsecure = true\n')
+        f'[superlink]\ndefault = "kindred"\n[superlink.kindred]\naddress = "{address}"\ninsecure = true\n'
+    )
     host, port = address.split(":")
-    machines.start("server", *flower(home), "flower-superlink", "--insecure", "--host", host, "--port", port,
-                   "--database", machines.folder / "superlink.db")
+    machines.start(
+        "server",
+        *flower(home),
+        "flower-superlink",
+        "--insecure",
+        "--host",
+        host,
+        "--port",
+        port,
+        "--database",
+        machines.folder / "superlink.db",
+    )
     machines.wait_for("server", "Uvicorn running")
     for site in range(SITES):
-        machines.start(f"site-{site}", *flower(machines.folder / f"home-{site}"), "flower-supernode", "--insecure",
-                       "--superlink", address, "--host", host, "--port", free_port(), "--node-config",
-                       f"client-id={site}")
+        machines.start(
+            f"site-{site}",
+            *flower(machines.folder / f"home-{site}"),
+            "flower-supernode",
+            "--insecure",
+            "--superlink",
+            address,
+            "--host",
+            host,
+            "--port",
+            free_port(),
+            "--node-config",
+            f"client-id={site}",
+        )
     return measure("flower", home, machines, shared)
 
 
@@ -140,23 +162,51 @@ def start_kindred(machines: Machines, shared: Path) -> list[float]:
     machines.start("server", KINDRED, "server", "--port", port, "--insecure", "--state", "home")
     machines.wait_for("server", "the server is ready")
     for site in range(SITES):
-        machines.start(f"site-{site}", KINDRED, "site", site, "--server", f"127.0.0.1:{port}", "--insecure",
-                       "--data-dir", shared / "site.npz", "--threads", 1, "--state-dir", f"state-{site}")
+        machines.start(
+            f"site-{site}",
+            KINDRED,
+            "site",
+            site,
+            "--server",
+            f"127.0.0.1:{port}",
+            "--insecure",
+            "--data-dir",
+            shared / "site.npz",
+            "--threads",
+            1,
+            "--state-dir",
+            f"state-{site}",
+        )
     return measure("kindred", machines.folder / "home", machines, shared)
 
 
 def flower(home: Path) -> list[str]:
     """Begins a command of Flower's; it would have uv install the app's dependencies for every run."""
-    return ["env", f"FLWR_HOME={home}", "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1", "FLWR_TELEMETRY_ENABLED=0",
-            "FLWR_DISABLE_UPDATE_CHECK=1", "OMP_NUM_THREADS=1"]
+    return [
+        "env",
+        f"FLWR_HOME={home}",
+        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1",
+        "FLWR_TELEMETRY_ENABLED=0",
+        "FLWR_DISABLE_UPDATE_CHECK=1",
+        "OMP_NUM_THREADS=1",
+    ]
 
 
 def measure(strategy: str, home: Path, machines: Machines, shared: Path) -> list[float]:
     """Run the app once all sites are there; the seconds of each round."""
     for site in range(SITES):
         machines.wait_for(f"site-{site}", "SuperNode ID")
-    run = machines.start("run", *flower(home), "flwr", "run", shared / "app", "kindred", "--stream", "--run-config",
-                         f'strategy="{strategy}" rounds={ROUNDS}')
+    run = machines.start(
+        "run",
+        *flower(home),
+        "flwr",
+        "run",
+        shared / "app",
+        "kindred",
+        "--stream",
+        "--run-config",
+        f'strategy="{strategy}" rounds={ROUNDS}',
+    )
     run.wait()
     found = [line for line in machines.said("run").splitlines() if MARK in line]
     if not found:

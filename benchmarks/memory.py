@@ -26,8 +26,8 @@ import psutil
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from strategies import REGISTRY, InlineGrid
-from strategies.messages import read_record, to_record
+from kindred import REGISTRY, InlineGrid
+from kindred.messages import read_record, to_record
 
 OWN_SETTINGS = {name: {"sigma": 100.0, "self_weight": 0.2} for name in ("fedamp", "heurfedamp")}
 
@@ -108,15 +108,21 @@ def changing_app() -> ClientApp:
 def initial(millions: float) -> ArrayRecord:
     if millions:
         return to_record({"weight": np.random.default_rng(0).standard_normal(int(millions * 1e6), np.float32)})
-    from strategies import make_model
+    from kindred import make_model
 
     model = make_model("digits-cnn", (1, 8, 8), 10, 0)
     return to_record({name: tensor.numpy() for name, tensor in model.state_dict().items()})
 
 
 def measure(
-    store: str, name: str = "heurfedamp", clients: int = 1000, millions: float = 0, a_round: int = 100,
-    rounds: int = 20, closing: bool = True, full: bool = False,
+    store: str,
+    name: str = "heurfedamp",
+    clients: int = 1000,
+    millions: float = 0,
+    a_round: int = 100,
+    rounds: int = 20,
+    closing: bool = True,
+    full: bool = False,
 ) -> Measured:
     """Run a method in this process.
 
@@ -165,15 +171,24 @@ def in_a_process(**settings: Any) -> Measured:
 def main(clients: int, millions: float, a_round: int, rounds: int) -> None:
     os.environ["FLWR_LOG_LEVEL"] = "ERROR"
     for store in ("disk",) if millions else ("memory", "disk"):
-        found = in_a_process(store=store, clients=clients, millions=millions, a_round=a_round, rounds=rounds,
-                             closing=not millions, full=bool(millions))
+        found = in_a_process(
+            store=store,
+            clients=clients,
+            millions=millions,
+            a_round=a_round,
+            rounds=rounds,
+            closing=not millions,
+            full=bool(millions),
+        )
         models = found.models[-1]
-        print(f"{store}: {clients} clients, {models / 1e6:.1f} MB of models, of which {a_round} a round are "
-              f"{models * a_round / clients / 1e6:.1f} MB; a round takes {np.median(found.seconds[1:]):.2f} s")
+        print(
+            f"{store}: {clients} clients, {models / 1e6:.1f} MB of models, of which {a_round} a round are "
+            f"{models * a_round / clients / 1e6:.1f} MB; a round takes {np.median(found.seconds[1:]):.2f} s"
+        )
         print(f"largest memory: {max(found.peaks) / 1e6:.1f} MB, over the models' size: {found.ratio:.2f}")
 
 
 if __name__ == "__main__":
     numbers = [float(argument) for argument in sys.argv[1:]]
-    clients, millions, a_round, rounds = (*numbers, *(1000, 0, 100, 20)[len(numbers):])
+    clients, millions, a_round, rounds = (*numbers, *(1000, 0, 100, 20)[len(numbers) :])
     main(int(clients), millions, int(a_round), int(rounds))

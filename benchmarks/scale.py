@@ -36,8 +36,8 @@ import psutil
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from strategies import REGISTRY, InlineGrid
-from strategies.messages import (
+from kindred import REGISTRY, InlineGrid
+from kindred.messages import (
     ARRAYS,
     CLIENT_ID,
     CONFIG,
@@ -108,15 +108,20 @@ def network(hidden: int) -> Any:
 
     from torch import nn
 
-    return nn.Sequential(OrderedDict(
-        body=nn.Linear(INPUTS, hidden, bias=False), act=nn.ReLU(), head=nn.Linear(hidden, CLASSES, bias=False)))
+    return nn.Sequential(
+        OrderedDict(
+            body=nn.Linear(INPUTS, hidden, bias=False), act=nn.ReLU(), head=nn.Linear(hidden, CLASSES, bias=False)
+        )
+    )
 
 
 def model_of(hidden: int) -> Arrays:
     """What its state dict holds."""
     rng = np.random.default_rng(0)
-    return {"body.weight": rng.standard_normal((hidden, INPUTS), np.float32) / np.float32(INPUTS**0.5),
-            "head.weight": rng.standard_normal((CLASSES, hidden), np.float32) / np.float32(hidden**0.5)}
+    return {
+        "body.weight": rng.standard_normal((hidden, INPUTS), np.float32) / np.float32(INPUTS**0.5),
+        "head.weight": rng.standard_normal((CLASSES, hidden), np.float32) / np.float32(hidden**0.5),
+    }
 
 
 def trained(model: Arrays, client: int) -> Arrays:
@@ -141,8 +146,11 @@ def answer(model: Arrays, client: int, config: ConfigRecord, received: Sequence[
         The names of the arrays in the message.
     """
     name = str(config[METHOD])
-    metrics: dict[str, float] = {NUM_EXAMPLES: 10, NUM_TEST_EXAMPLES: 5,
-                                 f"{REGISTRY[name].strategy().personal}-accuracy": 0.5}
+    metrics: dict[str, float] = {
+        NUM_EXAMPLES: 10,
+        NUM_TEST_EXAMPLES: 5,
+        f"{REGISTRY[name].strategy().personal}-accuracy": 0.5,
+    }
     told: dict[str, Any] = {}
     if name == "perfed-ckt":
         arrays, told = {"logits": probabilities(client)}, {PUBLIC_SET: "public"}
@@ -178,8 +186,16 @@ def probabilities(client: int) -> np.ndarray:
 
 
 def introduction(client: int) -> ConfigRecord:
-    return ConfigRecord({CLIENT_ID: client, METHODS: list(REGISTRY), NUM_EXAMPLES: 10, PUBLIC_SET: "public",
-                         NUM_PUBLIC: PUBLIC, NUM_CLASSES: CLASSES})
+    return ConfigRecord(
+        {
+            CLIENT_ID: client,
+            METHODS: list(REGISTRY),
+            NUM_EXAMPLES: 10,
+            PUBLIC_SET: "public",
+            NUM_PUBLIC: PUBLIC,
+            NUM_CLASSES: CLASSES,
+        }
+    )
 
 
 class ServerAlone(InlineGrid):
@@ -204,8 +220,9 @@ class ServerAlone(InlineGrid):
         for message in messages:
             started = time.perf_counter()
             names = [key for record in records_of(message.content, ArrayRecord) for key in record]
-            message.content = RecordDict({key: record for key, record in message.content.items()
-                                          if not isinstance(record, ArrayRecord)})
+            message.content = RecordDict(
+                {key: record for key, record in message.content.items() if not isinstance(record, ArrayRecord)}
+            )
             (message_id,) = super().push_messages([message])
             self._received[message_id] = names
             ids.append(message_id)
@@ -252,15 +269,18 @@ def measure(name: str, clients: int, hidden: int = HIDDEN, store: str = "memory"
 
 
 def _run(name: str, clients: int, hidden: int, store: str) -> Measured:
-    from server_app.app import make_strategy
-    from server_app.config import Config
+    from kindred.server_app.app import make_strategy
+    from kindred.server_app.config import Config
 
     given: dict[str, Any] = {}
     if REGISTRY[name].distils:
         import torch
 
-        given = {"models": {"network": lambda: network(hidden)}, "device": "cpu",
-                 "public": torch.rand(PUBLIC, INPUTS, generator=torch.Generator().manual_seed(0))}
+        given = {
+            "models": {"network": lambda: network(hidden)},
+            "device": "cpu",
+            "public": torch.rand(PUBLIC, INPUTS, generator=torch.Generator().manual_seed(0)),
+        }
     model = model_of(hidden)
     initial = to_record(model) if REGISTRY[name].models_travel else ArrayRecord()
     strategy = make_strategy(Config(strategy=name, store=store, num_clients=clients), **given)
@@ -282,8 +302,9 @@ def _run(name: str, clients: int, hidden: int, store: str) -> Measured:
     if refused := [row["status"] for row in strategy.history.rows if row["status"] != "ok"]:
         raise RuntimeError(f"{name}: {refused[0]}")
     (line,) = (line for line in strategy.history.rounds if line["round"] == ROUNDS)
-    return Measured(messages[-1], line["bytes-down"], line["bytes-up"], float(np.median(seconds)),
-                    max(peak - before, 0))
+    return Measured(
+        messages[-1], line["bytes-down"], line["bytes-up"], float(np.median(seconds)), max(peak - before, 0)
+    )
 
 
 def memory_now() -> int:
@@ -295,8 +316,9 @@ def forget_peak() -> Callable[[], float]:
     status = Path("/proc/self/status")
     if status.exists():  # Linux: the kernel's own record
         Path("/proc/self/clear_refs").write_text("5")
-        return lambda: next(1024 * int(line.split()[1]) for line in status.read_text().splitlines()
-                            if line.startswith("VmHWM"))
+        return lambda: next(
+            1024 * int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM")
+        )
     from .cloud_models import peak
 
     return peak
@@ -395,9 +417,15 @@ def cost_tables(
 def far_table(columns: Sequence[tuple[str, Sequence[float], dict[str, list[Measured]]]]) -> str:
     """What a round comes to with `FAR` clients, for each of these series of measurements."""
     head = ["method"] + [f"{cost}, {what}" for what, _, _ in columns for cost in COSTS]
-    rows = [[name] + [text(at(FAR, sizes, [of(each) for each in found[name]]))
-                      for _, sizes, found in columns for of, text in COSTS.values()]
-            for name in columns[0][2]]
+    rows = [
+        [name]
+        + [
+            text(at(FAR, sizes, [of(each) for each in found[name]]))
+            for _, sizes, found in columns
+            for of, text in COSTS.values()
+        ]
+        for name in columns[0][2]
+    ]
     return markdown(head, rows)
 
 
@@ -412,16 +440,18 @@ def report(methods: Sequence[str], clients: Sequence[int], megabytes: Sequence[f
     size_disk = {name: in_a_process(name, FEW_CLIENTS, wide[megabytes[-1]], "disk") for name in with_store}
     many_disk = {name: in_a_process(name, many[-1], wide[MANY_MEGABYTES], "disk") for name in with_store}
     numbers = HIDDEN * (INPUTS + CLASSES)
-    return "\n\n".join([
-        f"A round with a model of {numbers:,} numbers ({size_text(4 * numbers)}), m clients, all of them in it:",
-        cost_tables(by_clients, clients_disk, clients, "m", "clients"),
-        f"A round with {FEW_CLIENTS} clients, models of d bytes:",
-        cost_tables(by_size, size_disk, megabytes, "d", "MB"),
-        f"A round with a model of {MANY_MEGABYTES:g} MB, m clients, all of them in it:",
-        cost_tables(by_many, many_disk, many, "m", "clients"),
-        f"A round with {FAR:,} clients, all of them in it, if it goes on like that:",
-        far_table([(size_text(4 * numbers), clients, by_clients), (f"{MANY_MEGABYTES:g} MB", many, by_many)]),
-    ])
+    return "\n\n".join(
+        [
+            f"A round with a model of {numbers:,} numbers ({size_text(4 * numbers)}), m clients, all of them in it:",
+            cost_tables(by_clients, clients_disk, clients, "m", "clients"),
+            f"A round with {FEW_CLIENTS} clients, models of d bytes:",
+            cost_tables(by_size, size_disk, megabytes, "d", "MB"),
+            f"A round with a model of {MANY_MEGABYTES:g} MB, m clients, all of them in it:",
+            cost_tables(by_many, many_disk, many, "m", "clients"),
+            f"A round with {FAR:,} clients, all of them in it, if it goes on like that:",
+            far_table([(size_text(4 * numbers), clients, by_clients), (f"{MANY_MEGABYTES:g} MB", many, by_many)]),
+        ]
+    )
 
 
 def _counts(text: str) -> list[int]:

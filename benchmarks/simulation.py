@@ -32,9 +32,9 @@ from typing import Any
 
 import numpy as np
 
-from server_app.config import Config
-from strategies import REGISTRY
-from strategies.messages import (
+from kindred import REGISTRY
+from kindred.client.state import MIXTURE
+from kindred.messages import (
     BETWEEN,
     NUM_EXAMPLES,
     OWN,
@@ -45,7 +45,7 @@ from strategies.messages import (
     TUNED,
     decode,
 )
-from strategies.state import MIXTURE
+from kindred.server_app.config import Config
 
 from . import markdown, methods_named
 
@@ -56,10 +56,25 @@ AT_ONCE = 500  # images, where no gradient is asked for
 
 def settings(strategy: str, data_dir: str, rounds: int, output_dir: str) -> Config:
     return Config(
-        strategy=strategy, dataset="fashion-mnist", data_dir=data_dir, partition="practical", num_clients=CLIENTS,
-        samples_per_client=SAMPLES, model="mcmahan-cnn", num_rounds=rounds + NOT_COUNTED, local_epochs=EPOCHS,
-        batch_size=BATCH, learning_rate=1e-3, output_dir=output_dir, local_steps=EPOCHS * SAMPLES // BATCH,
-        head_epochs=EPOCHS, public_batch_size=BATCH, public_size=500, validation_share=1 / 3, ala_share=2 / 3)
+        strategy=strategy,
+        dataset="fashion-mnist",
+        data_dir=data_dir,
+        partition="practical",
+        num_clients=CLIENTS,
+        samples_per_client=SAMPLES,
+        model="mcmahan-cnn",
+        num_rounds=rounds + NOT_COUNTED,
+        local_epochs=EPOCHS,
+        batch_size=BATCH,
+        learning_rate=1e-3,
+        output_dir=output_dir,
+        local_steps=EPOCHS * SAMPLES // BATCH,
+        head_epochs=EPOCHS,
+        public_batch_size=BATCH,
+        public_size=500,
+        validation_share=1 / 3,
+        ala_share=2 / 3,
+    )
 
 
 # --- What a round needs -------------------------------------------------------------------------------
@@ -132,12 +147,15 @@ class Simulated:
 
 def simulated(config: Config) -> Simulated:
     """Run a method in Flower's simulation engine."""
-    from server_app.flower import run_simulation
-    from server_app.tables import read_table
+    from kindred.server_app.simulation import run_simulation
+    from kindred.server_app.tables import read_table
 
     outcome = run_simulation(
-        config.run_config(), app_dir=Path(__file__).parent.parent, num_clients=config.num_clients,
-        on_line=lambda line: print("   ", line, flush=True))
+        config.run_config(),
+        app_dir=Path(__file__).parent.parent,
+        num_clients=config.num_clients,
+        on_line=lambda line: print("   ", line, flush=True),
+    )
     if outcome.code:
         raise SystemExit(outcome.reason)
     folder, last = outcome.results, config.num_rounds - NOT_COUNTED
@@ -154,9 +172,9 @@ def bare(config: Config, rounds: Sequence[Sequence[Mapping[str, Any]]]) -> float
     """Median seconds of these rounds, given by their clients' rows, in a plain loop."""
     import torch
 
-    from data import load_federation
-    from strategies import make_model
-    from strategies.store import last_layers
+    from kindred import make_model
+    from kindred.data import load_federation
+    from kindred.engine.model_store import last_layers
 
     torch.set_num_threads(os.cpu_count() or 1)
     federation = load_federation(config.run_config())
@@ -195,8 +213,11 @@ def do(model: Any, work: Work, config: Config, train: tuple[Any, Any], test: tup
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(names is None or name in names)
         weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        optimizer = (torch.optim.SGD(weights, config.sgd_learning_rate) if plain
-                     else torch.optim.Adam(weights, config.learning_rate))
+        optimizer = (
+            torch.optim.SGD(weights, config.sgd_learning_rate)
+            if plain
+            else torch.optim.Adam(weights, config.learning_rate)
+        )
         model.train()
         batches = drawn(x, y, BATCH)
         for number, count in enumerate(_parts(samples, BATCH)):
@@ -257,8 +278,14 @@ def table(found: Mapping[str, tuple[Simulated, float]]) -> str:
     columns = SAMPLES_TRAINED, SAMPLES_PREDICTED, "bytes-down", "bytes-up"
     for name, (run, seconds) in found.items():
         ours, costs = run.median("seconds"), [run.median(column) for column in columns]
-        line = [name, f"{ours:.2f}", f"{seconds:.2f}", f"{ours / seconds:.2f}",
-                *(f"{cost:,.0f}" for cost in costs[:2]), *(f"{cost / 1e6:.1f}" for cost in costs[2:])]
+        line = [
+            name,
+            f"{ours:.2f}",
+            f"{seconds:.2f}",
+            f"{ours / seconds:.2f}",
+            *(f"{cost:,.0f}" for cost in costs[:2]),
+            *(f"{cost / 1e6:.1f}" for cost in costs[2:]),
+        ]
         if reference:
             # FedAvg predicts nothing: of what it trains on.
             theirs = [reference.median(column) for column in ("seconds", SAMPLES_TRAINED, *columns[:1], *columns[2:])]

@@ -23,9 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from data.sources import DataError, load_images
-from strategies import make_model
-from strategies.training import evaluate, get_arrays, pick_device, set_arrays, train
+from kindred import make_model
+from kindred.client.training import evaluate, get_arrays, pick_device, set_arrays, train
+from kindred.data.sources import DataError, load_images
 
 LEARNING_RATE = 1e-3
 TEST_IMAGES = 800
@@ -100,8 +100,16 @@ def compare(case: Case, precision: str, device: torch.device, data_dir: str, rep
     fast, plain = (make_model(case.model, case.shape, 10, 0).to(device) for _ in range(2))
 
     def train_fast(seed: int) -> None:
-        train(fast, *resident, batch_size=case.batch_size, optimizer="adam", learning_rate=LEARNING_RATE,
-              epochs=epochs, precision=precision, generator=torch.Generator().manual_seed(seed))
+        train(
+            fast,
+            *resident,
+            batch_size=case.batch_size,
+            optimizer="adam",
+            learning_rate=LEARNING_RATE,
+            epochs=epochs,
+            precision=precision,
+            generator=torch.Generator().manual_seed(seed),
+        )
 
     def train_plain(seed: int) -> None:
         torch.manual_seed(seed)

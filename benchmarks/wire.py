@@ -13,9 +13,9 @@ from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 
-from strategies import HeurFedAMP, InlineGrid, make_model
-from strategies.messages import to_record
-from strategies.training import get_arrays
+from kindred import HeurFedAMP, InlineGrid, make_model
+from kindred.client.training import get_arrays
+from kindred.messages import to_record
 
 CLIENTS = 10
 

@@ -9,11 +9,11 @@ import functools
 from flwr.app import Context
 from torch import nn
 
-from data import Sites, load_federation
-from strategies import MODELS, REGISTRY, Site, make_client_app, make_model
-from strategies.client import ModelFactory, client_id
-from strategies.messages import seed_for
-from strategies.models import choose_model, model_for_size, parse_models
+from kindred import MODELS, REGISTRY, Site, make_client_app, make_model
+from kindred.client.app import ModelFactory, client_id
+from kindred.client.models import choose_model, model_for_size, parse_models
+from kindred.data import Sites, load_federation
+from kindred.messages import seed_for
 
 
 def load_site(context: Context) -> Site:
@@ -31,8 +31,10 @@ def load_site(context: Context) -> Site:
     else:
         federation = load_federation(config)
         if not isinstance(client, int) or not 0 <= client < federation.num_clients:
-            raise ValueError(f"client {client} has no data: the federation has clients 0 to "
-                             f"{federation.num_clients - 1} (num-clients)")
+            raise ValueError(
+                f"client {client} has no data: the federation has clients 0 to "
+                f"{federation.num_clients - 1} (num-clients)"
+            )
         data = federation.site_data(client)
         typical = float(federation.train_sizes.mean())
         if needs_public:
@@ -43,8 +45,11 @@ def load_site(context: Context) -> Site:
     name = choose_model(federation.image_shape) if name == "auto" else name
     return Site(
         model=_factory(name, federation.image_shape, federation.num_classes),
-        train=data.train, test=data.test, validation=data.validation if len(data.validation[1]) else None,
-        public=public, about=federation.task.to_metadata(name),
+        train=data.train,
+        test=data.test,
+        validation=data.validation if len(data.validation[1]) else None,
+        public=public,
+        about=federation.task.to_metadata(name),
     )
 
 

@@ -8,6 +8,14 @@ from .sources import DATASETS, DataError
 from .task import Task
 
 __all__ = [
-    "DATASETS", "PARTITIONS", "DataError", "Federation", "SiteData", "Sites", "Task", "load_federation",
-    "partition_figure", "read_site",
+    "DATASETS",
+    "PARTITIONS",
+    "DataError",
+    "Federation",
+    "SiteData",
+    "Sites",
+    "Task",
+    "load_federation",
+    "partition_figure",
+    "read_site",
 ]

@@ -194,7 +194,7 @@ def _network(folder: Path) -> torch.nn.Module:
 
 
 def _torchvision() -> ModuleType:
-    from strategies.compat import import_torchvision
+    from kindred.torchvision_import import import_torchvision
 
     try:
         return import_torchvision()

@@ -85,8 +85,9 @@ class Federation:
         self.groups = partition.groups
         self.quarter_turns = partition.quarter_turns
         self.train_sizes = np.array([len(indices) for indices in partition.train])
-        self.sizes = np.array([sum(map(len, parts)) for parts in zip(partition.train, partition.validation,
-                                                                     partition.test, strict=True)])
+        self.sizes = np.array(
+            [sum(map(len, parts)) for parts in zip(partition.train, partition.validation, partition.test, strict=True)]
+        )
         self.title = title
         self._label_maps = partition.label_maps
         mean, deviation = _channel_statistics(images.x_train)

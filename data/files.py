@@ -181,8 +181,9 @@ def _opened_image(path: Path) -> Iterator[PIL.Image.Image]:
                 _check_pixels(image)
                 yield image
     except Image.DecompressionBombError as error:
-        raise DataError(f"{path} cannot be read as an image: it declares too many pixels, allowed: {MOST_PIXELS:,}"
-                        ) from error
+        raise DataError(
+            f"{path} cannot be read as an image: it declares too many pixels, allowed: {MOST_PIXELS:,}"
+        ) from error
     except Exception as error:  # Pillow's readers fail in a dozen ways
         raise DataError(f"{path} cannot be read as an image: {one_line(error)}") from error
 

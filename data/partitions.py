@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from strategies.extensions import Registry
+from kindred.extensions import Registry
 
 from .sources import CIFAR100_SUPERCLASSES, DataError
 
@@ -161,9 +161,7 @@ class Scheme:
     total: bool = False
 
 
-def divide(
-    partition: str, y_train: np.ndarray, y_test: np.ndarray, num_classes: int, **settings: Any
-) -> Partition:
+def divide(partition: str, y_train: np.ndarray, y_test: np.ndarray, num_classes: int, **settings: Any) -> Partition:
     """Divide a dataset among clients.
 
     Parameters
@@ -215,11 +213,17 @@ def _practical(ask: Request) -> Partition:
     order = np.arange(ask.num_classes)
     if ask.dataset == "cifar100":
         order = np.argsort(CIFAR100_SUPERCLASSES, kind="stable")
-    if (paper and ask.samples_per_client == 0 and ask.num_clients == sum(paper.clients)
-            and ask.num_groups in (4, len(paper.clients))):
+    if (
+        paper
+        and ask.samples_per_client == 0
+        and ask.num_clients == sum(paper.clients)
+        and ask.num_groups in (4, len(paper.clients))
+    ):
         groups, widths = np.repeat(np.arange(len(paper.clients)), paper.clients), paper.classes
-        own = {"train_sizes": np.repeat(paper.train_sizes, paper.clients),
-               "advice": "a samples-per-client of your own instead of the paper's sizes, "}
+        own = {
+            "train_sizes": np.repeat(paper.train_sizes, paper.clients),
+            "advice": "a samples-per-client of your own instead of the paper's sizes, ",
+        }
     else:
         groups = in_groups(ask, _as_clients(ask) | _as_classes(ask), least=2)  # one has no other classes
         widths = [len(part) for part in np.array_split(order, ask.num_groups)]
@@ -279,8 +283,13 @@ def in_groups(ask: Request, at_most: Mapping[str, int], least: int = 1) -> np.nd
 
 
 def _draw_shares(
-    ask: Request, share: Share, *, least: int = 1, train_sizes: np.ndarray | None = None,
-    test_size: int | None = None, **more: Any,
+    ask: Request,
+    share: Share,
+    *,
+    least: int = 1,
+    train_sizes: np.ndarray | None = None,
+    test_size: int | None = None,
+    **more: Any,
 ) -> Partition:
     """Draw what a rule gives to clients of equal size, unless train_sizes (m,) says otherwise; more: see `draw`."""
     m = ask.num_clients
@@ -495,8 +504,11 @@ def _check_trainers(ask: Request, partition: Partition) -> Partition:
 def _partition(ask: Request, *images: Any, **seen: np.ndarray) -> Partition:
     """A partition without groups, of upright images with their own labels, but for what `seen` says."""
     m = ask.num_clients
-    plain = {"groups": np.zeros(m, int), "quarter_turns": np.zeros(m, int),
-             "label_maps": np.tile(np.arange(ask.num_classes), (m, 1))}
+    plain = {
+        "groups": np.zeros(m, int),
+        "quarter_turns": np.zeros(m, int),
+        "label_maps": np.tile(np.arange(ask.num_classes), (m, 1)),
+    }
     return Partition(*images, **(plain | seen))
 
 

@@ -25,9 +25,7 @@ def hold_out_size(size: int, there: int) -> int:
     return size or max(1, min(MOST, there // 10))
 
 
-def public_images(
-    source: str, *, dataset: str, data_dir: str, size: int, spare: np.ndarray, seed: int
-) -> np.ndarray:
+def public_images(source: str, *, dataset: str, data_dir: str, size: int, spare: np.ndarray, seed: int) -> np.ndarray:
     """Read the images of the public set.
 
     Parameters

@@ -69,8 +69,10 @@ class Sites:
         if num_classes < 2:
             raise DataError(f"num-classes is {run_config['num-classes']}, allowed: 2 or more, or class-names")
         if len(set(names)) != len(names) or (names and len(names) != num_classes):
-            raise DataError(f"class-names has {len(names)} names, {len(set(names))} different ones, where num-classes "
-                            f"is {num_classes}")
+            raise DataError(
+                f"class-names has {len(names)} names, {len(set(names))} different ones, where num-classes "
+                f"is {num_classes}"
+            )
         channels, height, width = map(int, shape.split("x"))
         mean, deviation = (float(run_config["input-mean"]),), (float(run_config["input-deviation"]),)
         return cls(Task((channels, height, width), num_classes, mean, deviation, 255, names))
@@ -161,8 +163,10 @@ def class_labels(names: Sequence[str], class_names: Sequence[str], where: Path) 
         return [class_names.index(name) for name in names]
     for name in names:
         if not (name.isascii() and name.isdecimal() and len(name) < 10):
-            raise DataError(f"{where} has a class {name!r}: classes that are not numbers from 0 to 999999999 need "
-                            "class-names, in one order for all sites")
+            raise DataError(
+                f"{where} has a class {name!r}: classes that are not numbers from 0 to 999999999 need "
+                "class-names, in one order for all sites"
+            )
     return [int(name) for name in names]
 
 
@@ -175,16 +179,19 @@ def _image_folders(folder: Path, class_names: Sequence[str]) -> tuple[np.ndarray
         except OSError as error:
             raise DataError(f"{folder / part} cannot be read: {one_line(error)}") from error
         if not paths:
-            raise DataError(f"{folder / part} has no images: they must be CLASS/NAME, with a suffix of "
-                            f"{', '.join(sorted(SUFFIXES))}")
+            raise DataError(
+                f"{folder / part} has no images: they must be CLASS/NAME, with a suffix of "
+                f"{', '.join(sorted(SUFFIXES))}"
+            )
         files[part] = paths
         labels[part] = class_labels([path.parent.name for path in paths], class_names, folder / part)
     together = files["train"] + files["test"]
     width, height = image_size(together[0])
     for path in together:
         if (found := image_size(path)) != (width, height):
-            raise DataError(f"{path} has {found[0]}x{found[1]} pixels, {together[0]} has {width}x{height}: they must "
-                            "be of one size")
+            raise DataError(
+                f"{path} has {found[0]}x{found[1]} pixels, {together[0]} has {width}x{height}: they must be of one size"
+            )
     check_folder(folder, together, 3 * width * height)
     x = {part: np.empty((len(paths), height, width, 3), np.uint8) for part, paths in files.items()}
     for part, paths in files.items():
@@ -200,8 +207,10 @@ def _tables(folder: Path, class_names: Sequence[str]) -> tuple[np.ndarray, ...]:
     x_train, y_train, columns = _table(folder / "train.csv", class_names)
     x_test, y_test, others = _table(folder / "test.csv", class_names)
     if columns != others:
-        raise DataError(f"{folder / 'test.csv'} has the columns {', '.join(others)}, train.csv {', '.join(columns)}: "
-                        "they must be the same, in one order")
+        raise DataError(
+            f"{folder / 'test.csv'} has the columns {', '.join(others)}, train.csv {', '.join(columns)}: "
+            "they must be the same, in one order"
+        )
     return x_train, y_train, x_test, y_test
 
 

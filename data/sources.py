@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from strategies.extensions import Registry
+from kindred.extensions import Registry
 
 from .files import DataError, one_line, read_image, read_npz
 
@@ -96,7 +96,7 @@ def load_images(dataset: str, data_dir: str = "") -> Images:
     data_dir : str
         An .npz file; or a folder with `<dataset>.npz` or with the files of torchvision, which are downloaded
         into it when they are not there. "" is `DEFAULT_FOLDER`. For office-home the folder of the domains (see
-        `data.features.folder_features`). Not used for digits.
+        `kindred.data.features.folder_features`). Not used for digits.
 
     Raises
     ------
@@ -139,7 +139,7 @@ def _npz(data_dir: str) -> Images:
 
 
 def _office_home(data_dir: str) -> Images:
-    from .features import folder_features  # which takes from here what it says when something is wrong
+    from .features import folder_features
 
     needs = "office-home needs a folder with a folder for each domain, and in it one with images for each class"
     path = there(data_dir, needs)
@@ -193,7 +193,7 @@ class _Published:
         return _checked(self._read(path), path / self.folder, self.num_classes, self.image_shape)
 
     def _class(self) -> type:
-        from strategies.compat import import_torchvision
+        from kindred.torchvision_import import import_torchvision
 
         try:
             return getattr(import_torchvision().datasets, self.torchvision)
@@ -226,9 +226,7 @@ class _Published:
                 if not (root / self.folder).exists():  # another process may have been quicker
                     os.replace(Path(partial, self.folder), root / self.folder)
         except Exception as error:  # no network, no room, no right to write
-            raise DataError(
-                f"data-dir {root} has no {files}, and the download failed: {one_line(error)}"
-            ) from error
+            raise DataError(f"data-dir {root} has no {files}, and the download failed: {one_line(error)}") from error
 
 
 def checked_parts(arrays: dict[str, np.ndarray], where: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -241,9 +239,7 @@ def checked_parts(arrays: dict[str, np.ndarray], where: Path) -> tuple[np.ndarra
             raise DataError(f"{where}: x_{part} has {len(x)} images and y_{part} {len(y)} labels, they must be as many")
     x_train, y_train, x_test, y_test = (arrays[name] for name in ("x_train", "y_train", "x_test", "y_test"))
     if x_train.shape[1:] != x_test.shape[1:]:
-        raise DataError(
-            f"{where}: x_train has images of (c, h, w) = {x_train.shape[1:]}, x_test of {x_test.shape[1:]}"
-        )
+        raise DataError(f"{where}: x_train has images of (c, h, w) = {x_train.shape[1:]}, x_test of {x_test.shape[1:]}")
     return x_train, y_train, x_test, y_test
 
 

@@ -73,22 +73,32 @@ class Task:
         KeyError, ValueError, TypeError
             There are no such texts, or a field is out of range.
         """
-        fields = {key: tuple(value) if isinstance(value, list) else value
-                  for key, value in json.loads(metadata["task"]).items()}
+        fields = {
+            key: tuple(value) if isinstance(value, list) else value
+            for key, value in json.loads(metadata["task"]).items()
+        }
         task = cls(**fields)
         task._check_ranges()
         return metadata["model"], task
 
     def _check_ranges(self) -> None:
         shape, numbers = self.image_shape, (*self.mean, *self.deviation, self.full)
-        if not (len(shape) == 3 and all(type(side) is int and side > 0 for side in shape)
-                and shape[0] <= MOST and shape[1] * shape[2] <= MOST_PIXELS):
-            raise ValueError(f"image_shape is {shape}, allowed: 1 to {MOST:,} channels, height and width with at most "
-                             f"{MOST_PIXELS:,} pixels")
+        if not (
+            len(shape) == 3
+            and all(type(side) is int and side > 0 for side in shape)
+            and shape[0] <= MOST
+            and shape[1] * shape[2] <= MOST_PIXELS
+        ):
+            raise ValueError(
+                f"image_shape is {shape}, allowed: 1 to {MOST:,} channels, height and width with at most "
+                f"{MOST_PIXELS:,} pixels"
+            )
         if type(self.num_classes) is not int or not 2 <= self.num_classes <= MOST:
             raise ValueError(f"num_classes is {self.num_classes}, allowed: 2 to {MOST:,}")
         if not {len(self.mean), len(self.deviation)} <= {1, shape[0]}:
-            raise ValueError(f"there are {len(self.mean)} means and {len(self.deviation)} deviations, allowed: one, or "
-                             f"one for each of {shape[0]} channels")
+            raise ValueError(
+                f"there are {len(self.mean)} means and {len(self.deviation)} deviations, allowed: one, or "
+                f"one for each of {shape[0]} channels"
+            )
         if not all(type(number) in (int, float) and math.isfinite(number) for number in numbers):
             raise ValueError("mean, deviation and full are not all finite numbers")

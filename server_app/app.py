@@ -13,12 +13,12 @@ from flwr.app import ArrayRecord, ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
 from flwr.supercore import log
 
-from data import DATASETS, Federation, Sites, load_federation
-from strategies import REGISTRY, InlineGrid, Method, make_model
-from strategies.messages import to_record, with_prefix
-from strategies.models import choose_model, parse_models
-from strategies.state import MIXTURE, MODEL, NotResumable, end_simulation, saved_files, simulated
-from strategies.store import last_layers
+from kindred import REGISTRY, InlineGrid, Method, make_model
+from kindred.client.models import choose_model, parse_models
+from kindred.client.state import MIXTURE, MODEL, NotResumable, end_simulation, saved_files, simulated
+from kindred.data import DATASETS, Federation, Sites, load_federation
+from kindred.engine.model_store import last_layers
+from kindred.messages import to_record, with_prefix
 
 from .config import Config, ConfigError, assigned, kebab, parse
 from .results import RunFolder
@@ -26,13 +26,20 @@ from .results import RunFolder
 if TYPE_CHECKING:
     import torch
 
-    from strategies import PersonalizedStrategy
+    from kindred import PersonalizedStrategy
 
-CLIENT_APP = "client_app.app:app"  # as in pyproject.toml
+CLIENT_APP = "kindred.client_app.app:app"  # as in pyproject.toml
 
 # The settings that clients need for their local work; they travel with every message.
 LOCAL_SETTINGS = (
-    "seed", "local_epochs", "local_steps", "batch_size", "optimizer", "learning_rate", "momentum", "precision",
+    "seed",
+    "local_epochs",
+    "local_steps",
+    "batch_size",
+    "optimizer",
+    "learning_rate",
+    "momentum",
+    "precision",
     "device",
 )
 
@@ -99,27 +106,34 @@ def prepare(config: Config, federation: Federation | Sites) -> tuple[Personalize
     method, networks = REGISTRY[config.strategy], network_names(config, federation)
     initial_arrays, given = ArrayRecord(), needed_by(config, federation)
     if method.models_travel:
-        models = {name: make_model(name, federation.image_shape, federation.num_classes, config.seed)
-                  for name in networks}
-        arrays = {name: {key: tensor.numpy() for key, tensor in model.state_dict().items()}
-                  for name, model in models.items()}
+        models = {
+            name: make_model(name, federation.image_shape, federation.num_classes, config.seed) for name in networks
+        }
+        arrays = {
+            name: {key: tensor.numpy() for key, tensor in model.state_dict().items()} for name, model in models.items()
+        }
         if len(networks) == 1:
             (model,), (start,) = models.values(), arrays.values()
             initial_arrays = to_record(start)
             given["buffers"] = [name for name, _ in model.named_buffers()]
         else:
-            initial_arrays = to_record({key: array for name, start in arrays.items()
-                                        for key, array in with_prefix(name, start).items()})
+            initial_arrays = to_record(
+                {key: array for name, start in arrays.items() for key, array in with_prefix(name, start).items()}
+            )
     elif method.needs_public_set and isinstance(federation, Federation):
-        from strategies.client import fingerprint_of
+        from kindred.client.app import fingerprint_of
 
         given["public_set"] = fingerprint_of(federation.public_set())
     return make_strategy(config, **given), initial_arrays
 
 
 def _train(
-    grid: Grid, config: Config, federation: Federation | Sites, strategy: PersonalizedStrategy,
-    initial_arrays: ArrayRecord, folder: RunFolder,
+    grid: Grid,
+    config: Config,
+    federation: Federation | Sites,
+    strategy: PersonalizedStrategy,
+    initial_arrays: ArrayRecord,
+    folder: RunFolder,
 ) -> None:
     checkpoints = folder.checkpoints()
     if config.resume and (checkpoints is None or checkpoints.oldest is None):
@@ -133,8 +147,14 @@ def _train(
         try:
             folder.record_round(strategy)
         except OSError as error:
-            log(WARNING, "kindred: the results of round %d cannot be written to %s (%s): the run goes on, and writes "
-                "what the tables lack after the next round", server_round, folder.path, error.strerror or error)
+            log(
+                WARNING,
+                "kindred: the results of round %d cannot be written to %s (%s): the run goes on, and writes "
+                "what the tables lack after the next round",
+                server_round,
+                folder.path,
+                error.strerror or error,
+            )
 
     try:
         strategy.start(
@@ -159,8 +179,12 @@ def _train(
     network_of = getattr(strategy, "networks", {})  # where the server knows models of several
     network, *_ = network_names(config, federation)
     try:
-        folder.finish(strategy, federation if isinstance(federation, Federation) else None,
-                      lambda client: federation.task.to_metadata(network_of.get(client, network)), kept)
+        folder.finish(
+            strategy,
+            federation if isinstance(federation, Federation) else None,
+            lambda client: federation.task.to_metadata(network_of.get(client, network)),
+            kept,
+        )
     except OSError as error:
         saved = checkpoints is not None and checkpoints.oldest is not None
         raise ConfigError(
@@ -178,7 +202,7 @@ def images_of(config: Config, federation: Federation | Sites) -> str | None:
         return None
     if not REGISTRY[config.strategy].needs_public_set:
         return federation.fingerprint
-    from strategies.client import fingerprint_of
+    from kindred.client.app import fingerprint_of
 
     return f"{federation.fingerprint}, public {fingerprint_of(federation.public_set())}"
 
@@ -194,8 +218,9 @@ def check_data_and_models(config: Config, federation: Federation | Sites) -> Non
     method = REGISTRY[config.strategy]
     names = parse_models(config.model)
     if len(names) > 1 and not method.mixed_networks:
-        raise ConfigError(f"model is {config.model!r}, allowed with {config.strategy}: one network, for its models "
-                          "are combined")
+        raise ConfigError(
+            f"model is {config.model!r}, allowed with {config.strategy}: one network, for its models are combined"
+        )
     try:
         for name in names:
             if name == "auto":
@@ -223,8 +248,10 @@ def needed_by(config: Config, federation: Federation | Sites) -> dict[str, Any]:
     """The arguments that a method's strategy cannot do without, besides settings: networks and public images."""
     if not REGISTRY[config.strategy].distils:
         return {}
-    models = {name: partial(make_model, name, federation.image_shape, federation.num_classes)
-              for name in network_names(config, federation)}
+    models = {
+        name: partial(make_model, name, federation.image_shape, federation.num_classes)
+        for name in network_names(config, federation)
+    }
     return {"models": models, "public": public_images(config, federation), "device": config.device}
 
 
@@ -239,8 +266,10 @@ def public_images(config: Config, federation: Federation | Sites) -> torch.Tenso
     if isinstance(federation, Federation):
         return federation.public_set()
     if config.public_data in ("auto", *DATASETS):
-        raise ConfigError(f"public-data is {config.public_data!r}, allowed with {config.strategy} and dataset sites: "
-                          "an .npz file with x on the server's machine")
+        raise ConfigError(
+            f"public-data is {config.public_data!r}, allowed with {config.strategy} and dataset sites: "
+            "an .npz file with x on the server's machine"
+        )
     x = federation.public_set({"public-data": config.public_data})
     if config.public_size > len(x):
         raise ConfigError(f"public-size is {config.public_size}, and {config.public_data} has {len(x)} images")
@@ -263,8 +292,10 @@ def make_strategy(config: Config, **given: Any) -> PersonalizedStrategy:
     """
     method = REGISTRY[config.strategy]
     if method.strategy().name != config.strategy:
-        raise ConfigError(f"the name of {method.strategy_path} is {method.strategy().name!r}, and it is registered as "
-                          f"{config.strategy!r}: they must be the same")
+        raise ConfigError(
+            f"the name of {method.strategy_path} is {method.strategy().name!r}, and it is registered as "
+            f"{config.strategy!r}: they must be the same"
+        )
     own = _own_settings(config, method)
     if own.get("self_weight") == "none":
         own["self_weight"] = None
@@ -317,6 +348,11 @@ def _local_settings(config: Config) -> ConfigRecord:
 def _tell_who_is_missing(strategy: PersonalizedStrategy, federation: Federation) -> None:
     here, all_of_them = len(strategy.clients()) + len(strategy.history.left_out), federation.num_clients
     if here < all_of_them:
-        log(INFO, "kindred: %d of the federation's %d clients are here; for all of them in a simulation: "
+        log(
+            INFO,
+            "kindred: %d of the federation's %d clients are here; for all of them in a simulation: "
             "flwr run . --stream --federation-config 'num-supernodes=%d client-resources-num-cpus=1'",
-            here, all_of_them, all_of_them)
+            here,
+            all_of_them,
+            all_of_them,
+        )

@@ -2,7 +2,7 @@
 
 A setting is written in kebab-case everywhere outside Python (`--set local-epochs=1`,
 `flwr run . --run-config "local-epochs=1"`, [tool.flwr.app.config] in pyproject.toml) and in
-snake_case inside. `python -m server_app.config` prints the table of docs/configuration.md.
+snake_case inside. `python -m kindred.server_app.config` prints the table of docs/configuration.md.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any
 
-from data import DATASETS, PARTITIONS
-from strategies import REGISTRY
-from strategies.extensions import Registry
-from strategies.models import MODELS, parse_models
+from kindred import REGISTRY
+from kindred.client.models import MODELS, parse_models
+from kindred.data import DATASETS, PARTITIONS
+from kindred.extensions import Registry
 
 
 class ConfigError(ValueError):
@@ -109,8 +109,10 @@ class Config:
     partition: str = setting("rotated", registered(PARTITIONS, "datasets"), "how clients' data differ")
     num_clients: int = setting(20, at_least(2), "clients among whom the data are divided")
     num_groups: int = setting(
-        4, at_least(1), "groups of like clients, where the partition has groups and no sizes of its own; "
-        "clustered-dirichlet: of classes"
+        4,
+        at_least(1),
+        "groups of like clients, where the partition has groups and no sizes of its own; "
+        "clustered-dirichlet: of classes",
     )
     samples_per_client: int = setting(
         0,
@@ -123,8 +125,10 @@ class Config:
     )
 
     dirichlet_alpha: float = setting(
-        0.1, above(0), "dirichlet, clustered-dirichlet: concentration; the smaller, the more clients' shares of a "
-        "class, or cluster, differ"
+        0.1,
+        above(0),
+        "dirichlet, clustered-dirichlet: concentration; the smaller, the more clients' shares of a "
+        "class, or cluster, differ",
     )
     public_data: str = setting(
         "auto",
@@ -138,8 +142,11 @@ class Config:
 
     model: str = setting(
         "auto",
-        (f"auto, one of {', '.join(MODELS)}, or several separated by commas, smallest first", _are_models,
-         "auto, a name that `kindred datasets` lists, or several separated by commas, smallest first"),
+        (
+            f"auto, one of {', '.join(MODELS)}, or several separated by commas, smallest first",
+            _are_models,
+            "auto, a name that `kindred datasets` lists, or several separated by commas, smallest first",
+        ),
         "the network; auto: the one for the images' size; of several, where models do not travel, the more images a "
         "client has the likelier it gets a larger one",
     )
@@ -164,24 +171,31 @@ class Config:
     fraction_train: float = setting(1.0, a_share(), "share of the clients that take part in a round, rounded down")
     min_train_clients: int = setting(2, at_least(1), "clients that take part in a round at the least")
     min_available_clients: int = setting(
-        2, at_least(1), "clients that must be able to take part before a round starts, which waits for them; "
-        "those that rest for their strikes count"
+        2,
+        at_least(1),
+        "clients that must be able to take part before a round starts, which waits for them; "
+        "those that rest for their strikes count",
     )
     wait_timeout: float = setting(300.0, above(0), "seconds to wait for them before the run ends")
     round_timeout: float = setting(3600.0, above(0), "seconds after which a round ends with those who answered")
     quorum: float = setting(
-        0.5, ("more than 0 and up to 1, or a whole number", _is_quorum),
+        0.5,
+        ("more than 0 and up to 1, or a whole number", _is_quorum),
         "real machines: clients that have answered, as a share of those asked (up to 1) or as a number, after which "
-        "the others have only grace seconds more; 1: all"
+        "the others have only grace seconds more; 1: all",
     )
     grace: float = setting(600.0, at_least(0), "real machines: seconds that a round waits for others after its quorum")
     max_strikes: int = setting(
-        3, at_least(0), "rounds in a row in which a client's reply was refused or did not come, after which it is left "
-        "out for as many rounds; 0: never"
+        3,
+        at_least(0),
+        "rounds in a row in which a client's reply was refused or did not come, after which it is left "
+        "out for as many rounds; 0: never",
     )
     max_update_norm: float = setting(
-        0.0, at_least(0), "L2 norm, over the parameters, above which a client's update is refused; 0: no bound. "
-        "PerFed-CKT, whose clients send probabilities, has none"
+        0.0,
+        at_least(0),
+        "L2 norm, over the parameters, above which a client's update is refused; 0: no bound. "
+        "PerFed-CKT, whose clients send probabilities, has none",
     )
     max_empty_rounds: int = setting(5, at_least(1), "rounds in a row without a usable answer after which the run ends")
 
@@ -210,8 +224,10 @@ class Config:
         "FedProx, FedProx-FT: weight mu of the proximal term, mu/2 times the squared distance from the global model",
     )
     num_clusters: int = setting(
-        3, at_least(1), "PerFed-CKT: clusters of clients (c); 1: all learn from the mean of all; HypCluster: models, "
-        "of which each client takes the best"
+        3,
+        at_least(1),
+        "PerFed-CKT: clusters of clients (c); 1: all learn from the mean of all; HypCluster: models, "
+        "of which each client takes the best",
     )
     distill_weight: float = setting(
         2.0, at_least(0), "PerFed-CKT: weight of the squared distance from the centroid's probabilities (lambda)"
@@ -223,9 +239,7 @@ class Config:
     min_cluster_size: int = setting(
         1, at_least(1), "PerFed-CKT: clients that a cluster must have; smaller ones are merged into the nearest"
     )
-    logits_dtype: str = setting(
-        "float32", one_of("float32", "float16"), "PerFed-CKT: in which probabilities travel"
-    )
+    logits_dtype: str = setting("float32", one_of("float32", "float16"), "PerFed-CKT: in which probabilities travel")
     num_neighbours: int = setting(
         3, at_least(0), "FedeRiCo, FedFomo: models of others that a client gets in a round (M); 0 is local training"
     )
@@ -258,15 +272,18 @@ class Config:
         True, TRUE_OR_FALSE, "FedeRiCo: whether models of clients that are not connected stay available to others"
     )
     selection: str = setting(
-        "server", one_of("server", "relay"),
+        "server",
+        one_of("server", "relay"),
         "FedeRiCo: who holds the losses and chooses neighbours: the server, or each client, with the server as a relay",
     )
     finetune_epochs: int = setting(
         1, at_least(0), "FedAvg-FT, FedProx-FT: epochs by which a client tunes the global model for itself"
     )
     sgd_learning_rate: float = setting(
-        0.05, above(0), "SCAFFOLD, APFL, Per-FedAvg: step size of the plain SGD that they are made of, whatever "
-        "optimizer and learning-rate say"
+        0.05,
+        above(0),
+        "SCAFFOLD, APFL, Per-FedAvg: step size of the plain SGD that they are made of, whatever "
+        "optimizer and learning-rate say",
     )
     server_learning_rate: float = setting(1.0, above(0), "SCAFFOLD: step size of the server (eta_g)")
     mixing_weight: float = setting(
@@ -282,12 +299,11 @@ class Config:
     eps1: float = setting(
         0.4, at_least(0), "Clustered FL: a cluster may be split once the norm of its mean update is below it"
     )
-    eps2: float = setting(
-        0.95, at_least(0), "Clustered FL: and the largest norm of an update in it is above this"
-    )
+    eps2: float = setting(0.95, at_least(0), "Clustered FL: and the largest norm of an update in it is above this")
     validation_share: float = setting(
-        0.2, ("more than 0, less than 1", lambda value: 0 < value < 1),
-        "FedFomo: share of a client's training images by which it weighs models and does not train"
+        0.2,
+        ("more than 0, less than 1", lambda value: 0 < value < 1),
+        "FedFomo: share of a client's training images by which it weighs models and does not train",
     )
     num_components: int = setting(3, at_least(1), "FedEM: models that each client mixes (M)")
     distill_steps: int = setting(
@@ -302,8 +318,9 @@ class Config:
     ala_learning_rate: float = setting(1.0, above(0), "FedALA: step size of these weights (eta)")
 
     method_settings: str = setting(
-        "", ("key=value, separated by blanks", _are_assignments), "settings of added methods that are not in this "
-        "table; `--set key=value` puts them here"
+        "",
+        ("key=value, separated by blanks", _are_assignments),
+        "settings of added methods that are not in this table; `--set key=value` puts them here",
     )
 
     def __post_init__(self) -> None:
@@ -345,6 +362,7 @@ class Config:
 
     def absolute(self) -> Config:
         """The same, with paths that do not depend on the working directory."""
+
         def whole(path: str) -> str:
             return os.path.abspath(os.path.expanduser(path)) if path else ""
 

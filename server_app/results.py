@@ -44,10 +44,10 @@ from urllib.parse import quote
 import numpy as np
 from flwr.supercore import log
 
-from strategies.checkpoint import Checkpoints
-from strategies.history import COMPUTE
-from strategies.messages import ClientId, in_order, read_record
-from strategies.state import partial_files, replacing
+from kindred.client.state import partial_files, replacing
+from kindred.engine.checkpoint import Checkpoints
+from kindred.engine.history import COMPUTE
+from kindred.messages import ClientId, in_order, read_record
 
 from .config import ConfigError
 from .tables import csv_lines, read_table
@@ -57,13 +57,25 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.table import Table
 
-    from data import Federation
-    from strategies.history import History
-    from strategies.rounds import PersonalizedStrategy
+    from kindred.data import Federation
+    from kindred.engine.history import History
+    from kindred.engine.strategy import PersonalizedStrategy
 
 HISTORY_COLUMNS = ("round", "client", "status", "seconds", "bytes-down", "bytes-up")
-ROUNDS_COLUMNS = ("round", "asked", "answered", "seconds", "bytes-down", "bytes-up",
-                  "evaluated", "personal", "accuracy", "accuracy-weighted", "accuracy-p10", "accuracy-best")
+ROUNDS_COLUMNS = (
+    "round",
+    "asked",
+    "answered",
+    "seconds",
+    "bytes-down",
+    "bytes-up",
+    "evaluated",
+    "personal",
+    "accuracy",
+    "accuracy-weighted",
+    "accuracy-p10",
+    "accuracy-best",
+)
 SUMMED = (*COMPUTE, "floats", "bytes-fedavg")
 PACKAGES = ("kindred", "flwr", "torch", "numpy", "scikit-learn")
 
@@ -103,13 +115,18 @@ class RunFolder:
             check_resumable(self.settings)
             config = _read_config(self.path)
             if None not in (images, config.get("images")) and images != config["images"]:
-                raise ConfigError(f"resume is {self.settings['resume']!r}, a run with other images: the files of its "
-                                  "data have been changed since")
+                raise ConfigError(
+                    f"resume is {self.settings['resume']!r}, a run with other images: the files of its "
+                    "data have been changed since"
+                )
             before = config.get("versions")
             if changed := [name for name, now in _versions().items() if before and before.get(name) != now]:
-                log(WARNING, "kindred: the run goes on with other versions than it began with, and may not come to "
-                    "the same bits: %s", ", ".join(f"{name} was {before.get(name)} and is {_versions()[name]}"
-                                                   for name in changed))
+                log(
+                    WARNING,
+                    "kindred: the run goes on with other versions than it began with, and may not come to "
+                    "the same bits: %s",
+                    ", ".join(f"{name} was {before.get(name)} and is {_versions()[name]}" for name in changed),
+                )
         else:
             self._make(groups, images)
         self._history = _GrowingTable(self.path / "history.csv", HISTORY_COLUMNS)
@@ -220,7 +237,7 @@ class RunFolder:
         OSError
             The tables, the summary or a model cannot be written. A picture or the report that cannot is a warning.
         """
-        from .report import REPORT, write_report
+        from .report.content import REPORT, write_report
 
         history = strategy.history
         self._extend_tables(history)  # should that have failed after the last round
@@ -246,7 +263,10 @@ class RunFolder:
         return summary
 
     def _save_models(
-        self, records: Mapping[ClientId, ArrayRecord], places: Mapping[ClientId, str], last: int,
+        self,
+        records: Mapping[ClientId, ArrayRecord],
+        places: Mapping[ClientId, str],
+        last: int,
         about: Callable[[ClientId], Mapping[str, str]] | None,
     ) -> None:
         """Write each client's model to its place inside the run's folder."""
@@ -254,8 +274,12 @@ class RunFolder:
         from safetensors.numpy import save_file
 
         for client in in_order(records):
-            texts = {"strategy": str(self.settings["strategy"]), "round": str(last), "client": str(client),
-                     **(about(client) if about else {})}
+            texts = {
+                "strategy": str(self.settings["strategy"]),
+                "round": str(last),
+                "client": str(client),
+                **(about(client) if about else {}),
+            }
             # save_file writes an array's memory as it lies there.
             arrays = {key: np.asarray(array, order="C") for key, array in read_record(records[client]).items()}
             with self._new_file(places[client]) as temporary:
@@ -278,12 +302,15 @@ class RunFolder:
             yield temporary
 
     def _draw_pictures(
-        self, strategy: PersonalizedStrategy, tree: Sequence[Mapping[str, Any]] | None, last: int,
+        self,
+        strategy: PersonalizedStrategy,
+        tree: Sequence[Mapping[str, Any]] | None,
+        last: int,
         federation: Federation | None,
     ) -> None:
-        from data import partition_figure
+        from kindred.data import partition_figure
 
-        from .pictures import accuracy_figure, collaboration_figure, tree_figure
+        from .report.figures import accuracy_figure, collaboration_figure, tree_figure
 
         name = self.settings["strategy"]
         setting = f"{what_data(self.settings)}, seed {self.settings['seed']}"
@@ -461,18 +488,24 @@ def summarise(settings: Mapping[str, Any], history: History, models: Mapping[Cli
     return {
         **{key: settings[key] for key in ("strategy", "dataset", "partition", "seed")},
         "rounds": len(training),
-        **{key: last.get(key)
-           for key in ("personal", "accuracy", "accuracy-weighted", "accuracy-p10", "accuracy-best")},
+        **{
+            key: last.get(key) for key in ("personal", "accuracy", "accuracy-weighted", "accuracy-p10", "accuracy-best")
+        },
         "seconds": float(sum(line["seconds"] for line in history.rounds)),
         "seconds-per-round": float(sum(line["seconds"] for line in training)) / len(training) if training else None,
         "bytes-down": int(sum(line["bytes-down"] for line in history.rounds)),
         "bytes-up": int(sum(line["bytes-up"] for line in history.rounds)),
-        **{key: sum(line.get(key, 0) for line in history.rounds) for key in SUMMED
-           if any(key in line for line in history.rounds)},
+        **{
+            key: sum(line.get(key, 0) for line in history.rounds)
+            for key in SUMMED
+            if any(key in line for line in history.rounds)
+        },
         "left-out": [{"client": client, "reason": history.left_out[client]} for client in in_order(history.left_out)],
         "refused": [{"client": client, "reasons": reasons} for client, reasons in history.refused().items()],
-        "clients": [{"client": client, "accuracy": accuracies.get(client), "model": models.get(client)}
-                    for client in in_order({row["client"] for row in history.rows} | models.keys())],
+        "clients": [
+            {"client": client, "accuracy": accuracies.get(client), "model": models.get(client)}
+            for client in in_order({row["client"] for row in history.rows} | models.keys())
+        ],
     }
 
 
@@ -543,15 +576,17 @@ def compare_runs(folders: Sequence[Path], picture: Path, file: TextIO | None = N
     """
     from rich.console import Console
 
-    from .pictures import comparison_figure
+    from .report.figures import comparison_figure
 
     summaries = [read_summary(folder) for folder in folders]
     console = Console(file=file or sys.stdout, highlight=False)
     if not console.is_terminal:
         console.width = 200  # never cut: whoever reads a file or a pipe has room
     console.print(comparison_table(summaries, console.is_terminal))
-    runs = [(summary["strategy"], [read_table(folder / "rounds.csv")])
-            for summary, folder in zip(summaries, folders, strict=True)]
+    runs = [
+        (summary["strategy"], [read_table(folder / "rounds.csv")])
+        for summary, folder in zip(summaries, folders, strict=True)
+    ]
     settings = {f"{what_data(summary)}, seed {summary['seed']}" for summary in summaries}
     with failing_is_a_warning(picture):
         save_figure(comparison_figure(runs, settings.pop() if len(settings) == 1 else "Runs compared"), picture)
@@ -582,6 +617,7 @@ def _new_folder(parent: Path, name: str, made: list[Path]) -> Path:
 
 def table_lines(columns: Collection[str], rows: Iterable[Mapping[str, Any]], header: bool = False) -> bytes:
     """Rows as lines of a table: exactly one each, so line breaks inside texts become spaces."""
+
     def one_line(value: Any) -> Any:
         return re.sub(r"[\r\n]+", " ", value) if isinstance(value, str) else value
 

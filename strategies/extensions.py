@@ -61,8 +61,10 @@ class Registry(Mapping[str, Entry]):
         whose = ["kindred"] * (name in self.own) + [f"{_package(point)} ({point.value})" for point in points]
         what = f"{name!r} of {self.group}"
         if len(whose) > 1:
-            raise ExtensionError(f"{what} is registered more than once, by {' and by '.join(whose)}: give it another "
-                                 "name, or remove a package")
+            raise ExtensionError(
+                f"{what} is registered more than once, by {' and by '.join(whose)}: give it another "
+                "name, or remove a package"
+            )
         try:
             entry = points[0].load()
         except Exception as error:  # whatever a module does when it is imported

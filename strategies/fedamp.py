@@ -36,9 +36,9 @@ import numpy as np
 from flwr.supercore import log
 from scipy.special import log_softmax, logsumexp
 
+from .engine.model_store import BLOCK
+from .engine.strategy import CloudModels
 from .messages import PROXIMAL_MU, ClientId, check, in_order
-from .rounds import CloudModels
-from .store import BLOCK
 
 SelfWeight = float | Literal["uniform"]
 Blocks = Callable[[], Iterator[np.ndarray]]
@@ -178,7 +178,7 @@ def _combination(scores: np.ndarray, heard: np.ndarray | None, share: np.ndarray
 
 def _blocks_of(models: np.ndarray) -> Iterator[np.ndarray]:
     for start in range(0, models.shape[1], BLOCK):
-        yield models[:, start:start + BLOCK]
+        yield models[:, start : start + BLOCK]
 
 
 # --- The client ---------------------------------------------------------------------------------------
@@ -258,9 +258,7 @@ class FedAMP(CloudModels):
     def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
         return {PROXIMAL_MU: self.lam / self.alpha_at(server_round)}
 
-    def cloud_weights(
-        self, server_round: int, clients: Sequence[ClientId]
-    ) -> tuple[list[ClientId], np.ndarray]:
+    def cloud_weights(self, server_round: int, clients: Sequence[ClientId]) -> tuple[list[ClientId], np.ndarray]:
         at_hand = in_order({*self.online, *clients}) if self.online else []
         if not at_hand:
             return [], np.zeros((len(clients), 0))
@@ -273,9 +271,13 @@ class FedAMP(CloudModels):
         heard = self._heard(at_hand)
         weights = _attention(distances, self.alpha_at(server_round), self.sigma, self.self_weight, heard)
         if self.self_weight is None and not self._scaled and (np.diagonal(weights)[heard] == 0).any():
-            log(WARNING, "kindred: with alpha %g and sigma %g the weights of the others sum to more than 1 (Eq. 5) "
+            log(
+                WARNING,
+                "kindred: with alpha %g and sigma %g the weights of the others sum to more than 1 (Eq. 5) "
                 "and are scaled to sum to 1; a smaller alpha or a self_weight avoids it",
-                self.alpha_at(server_round), self.sigma)
+                self.alpha_at(server_round),
+                self.sigma,
+            )
             self._scaled = True
         return weights
 

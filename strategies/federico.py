@@ -50,7 +50,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
-from .admission import Refused, Reply, are_numbers, norm
+from .client.state import MIXTURE
+from .engine.admission import Refused, Reply, are_numbers, norm
+from .engine.model_store import InTurn
+from .engine.strategy import StoredModels
 from .messages import (
     ARRAYS,
     CONFIG,
@@ -73,12 +76,9 @@ from .messages import (
     with_prefix,
 )
 from .mixture import SMALLEST, accuracy_and_loss, keep_mixture, mixture_of
-from .rounds import StoredModels
-from .state import MIXTURE
-from .store import InTurn
 
 if TYPE_CHECKING:
-    from .client import Visit
+    from .client.app import Visit
 
 Arrays = dict[str, np.ndarray]
 
@@ -197,8 +197,9 @@ class Losses:
         client -> loss.
     """
 
-    def __init__(self, latest: Mapping[ClientId, float] | None = None,
-                 smoothed: Mapping[ClientId, float] | None = None) -> None:
+    def __init__(
+        self, latest: Mapping[ClientId, float] | None = None, smoothed: Mapping[ClientId, float] | None = None
+    ) -> None:
         self.latest = dict(latest or {})
         self.smoothed = dict(smoothed or {})
 
@@ -276,8 +277,8 @@ class Collaboration:
     @staticmethod
     def train(visit: Visit) -> RecordDict:
         """Algorithm 1, lines 9 to 21."""
-        from .client import true_or_false
-        from .training import predict
+        from .client.app import true_or_false
+        from .client.training import predict
 
         config, site = visit.config, visit.site
         if config[SHARE_MODEL] and not true_or_false(visit.node_config, SHARE_MODEL, True):
@@ -325,7 +326,7 @@ class Collaboration:
     @staticmethod
     def evaluate(visit: Visit) -> RecordDict:
         """Evaluate the mixture of the models in the message, and keep it."""
-        from .training import predict
+        from .client.training import predict
 
         config = visit.config
         clients, models, _ = _at_hand(visit)
@@ -340,7 +341,7 @@ class Collaboration:
 
 def _at_hand(visit: Visit) -> tuple[list[ClientId], list[Arrays], bool]:
     """The models in the message and whose they are, the client's own first; whether that had to be made."""
-    from .training import get_arrays
+    from .client.training import get_arrays
 
     clients = decode(visit.config[MODELS])
     parts = by_prefix(visit.arrays)
@@ -352,7 +353,7 @@ def _at_hand(visit: Visit) -> tuple[list[ClientId], list[Arrays], bool]:
 
 def _update(visit: Visit, arrays: Arrays, weight: float, scale: float, *, own: bool) -> Arrays:
     """g_bi, or w_ib times what local training changes; of the client's own model buffers too, without the weight."""
-    from .training import get_arrays
+    from .client.training import get_arrays
 
     config = visit.config
     model = visit.model(arrays)
@@ -365,8 +366,11 @@ def _update(visit: Visit, arrays: Arrays, weight: float, scale: float, *, own: b
         update = {name: weight * (trained[name] - arrays[name]) for name in arrays if name in parameters}
     if own:
         now = get_arrays(model)
-        update |= {name: now[name] - arrays[name] for name in arrays
-                   if name not in update and np.issubdtype(now[name].dtype, np.floating)}
+        update |= {
+            name: now[name] - arrays[name]
+            for name in arrays
+            if name not in update and np.issubdtype(now[name].dtype, np.floating)
+        }
     return update
 
 
@@ -382,7 +386,7 @@ def _scores(visit: Visit, probabilities: np.ndarray, shares: np.ndarray, prefix:
 
 def _wishes(visit: Visit, table: Losses) -> dict[str, Any]:
     """What a client that decides for itself asks of the server, and what it agrees to tell."""
-    from .client import true_or_false
+    from .client.app import true_or_false
 
     config = visit.config
     temperature = float(config["temperature"])
@@ -403,13 +407,17 @@ def _wishes(visit: Visit, table: Losses) -> dict[str, Any]:
 def _load_losses(visit: Visit) -> Losses:
     kept = visit.state.load(LOSSES) or {}
     pairs = {json.loads(name): losses.tolist() for name, losses in kept.items()}
-    return Losses({client: latest for client, (latest, _) in pairs.items()},
-                  {client: smoothed for client, (_, smoothed) in pairs.items()})
+    return Losses(
+        {client: latest for client, (latest, _) in pairs.items()},
+        {client: smoothed for client, (_, smoothed) in pairs.items()},
+    )
 
 
 def _save_losses(visit: Visit, table: Losses) -> None:
-    visit.state.save(LOSSES, {json.dumps(client): np.array([table.latest[client], table.smoothed[client]])
-                              for client in table.latest})
+    visit.state.save(
+        LOSSES,
+        {json.dumps(client): np.array([table.latest[client], table.smoothed[client]]) for client in table.latest},
+    )
 
 
 # --- The server ---------------------------------------------------------------------------------------
@@ -556,7 +564,9 @@ class FedeRiCo(StoredModels):
         }
         if self.selection == "relay":
             return config | {
-                "num-neighbours": self.num_neighbours, "epsilon": self.epsilon, CLIENTS: encode(self._directory),
+                "num-neighbours": self.num_neighbours,
+                "epsilon": self.epsilon,
+                CLIENTS: encode(self._directory),
                 CHOICE_SEED: self._choice_seed(client),
             }
         losses = self._losses.get(client, Losses())
@@ -593,8 +603,9 @@ class FedeRiCo(StoredModels):
 
     def _available(self, client: ClientId, wanted: Sequence[ClientId]) -> list[ClientId]:
         """Those of the wanted clients, without the client itself, whose models can be had."""
-        return [other for other in dict.fromkeys(wanted)
-                if other != client and other in self.models and self._shares(other)]
+        return [
+            other for other in dict.fromkeys(wanted) if other != client and other in self.models and self._shares(other)
+        ]
 
     def _known(self, wanted: Sequence[ClientId]) -> list[ClientId]:
         """Those of the wanted clients that there are, each once: what a client wishes is kept from round to round."""
@@ -605,7 +616,8 @@ class FedeRiCo(StoredModels):
         others = [other for other in self._directory if other != client]
         losses = self._losses.get(client, Losses())
         self._choices[client] = losses.choose(
-            others, self.epsilon, self._choice_seed(client), WISHES * self.num_neighbours)
+            others, self.epsilon, self._choice_seed(client), WISHES * self.num_neighbours
+        )
 
     def _choice_seed(self, client: ClientId) -> int:
         return seed_for(self.seed, client, self._round, NEIGHBOURS)
@@ -649,8 +661,9 @@ class FedeRiCo(StoredModels):
     def update_norm(self, client: ClientId, arrays: Mapping[str, np.ndarray]) -> float:
         """Of the largest among the updates of models; the model that a client starts with is none."""
         updates = (update for prefix, update in by_prefix(arrays).items() if prefix != NEW_MODEL)
-        return max((norm(update[name] for name in self.layout.parameters if name in update) for update in updates),
-                   default=0.0)
+        return max(
+            (norm(update[name] for name in self.layout.parameters if name in update) for update in updates), default=0.0
+        )
 
     def take(self, client: ClientId, reply: Reply) -> None:
         at_hand = self._at_hand[client]
@@ -659,7 +672,8 @@ class FedeRiCo(StoredModels):
             losses.update(at_hand, reply.config[LOSSES], self.beta)
             self._choose(client)
             self._mixtures[client] = losses.mixture(
-                client, self.temperature, self.mixture_threshold, self.num_neighbours)
+                client, self.temperature, self.mixture_threshold, self.num_neighbours
+            )
             self._weights[client] = dict(zip(*losses.weights(self.temperature)))
         else:
             self._choices[client] = self._known(decode(reply.config.get(NEIGHBOURS)))
@@ -723,8 +737,12 @@ class FedeRiCo(StoredModels):
 def _reported(config: Mapping[str, Any]) -> dict[ClientId, float]:
     """The weights that a client agreed to tell; nothing if they are not weights."""
     clients, weights = decode(config.get(WEIGHTS_OF)), config.get(WEIGHTS)
-    if (not isinstance(weights, list) or len(weights) != len(clients) or len(set(clients)) != len(clients)
-            or not all(isinstance(weight, float) and 0 <= weight <= 1 for weight in weights)
-            or not abs(sum(weights) - 1) < 1e-6):
+    if (
+        not isinstance(weights, list)
+        or len(weights) != len(clients)
+        or len(set(clients)) != len(clients)
+        or not all(isinstance(weight, float) and 0 <= weight <= 1 for weight in weights)
+        or not abs(sum(weights) - 1) < 1e-6
+    ):
         return {}
     return dict(zip(clients, weights))

@@ -85,7 +85,8 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricReco
 from flwr.serverapp import Grid
 from scipy.special import gammaln, rel_entr, softmax
 
-from .admission import Refused, Reply, are_numbers, is_count
+from .engine.admission import Refused, Reply, are_numbers, is_count
+from .engine.strategy import CloudModels
 from .messages import (
     ARRAYS,
     BETWEEN,
@@ -104,12 +105,11 @@ from .messages import (
     seed_for,
     to_record,
 )
-from .rounds import CloudModels
 
 if TYPE_CHECKING:
     import torch
 
-    from .client import Samples, Visit
+    from .client.app import Samples, Visit
 
 SHARPNESS = 10.0
 PRIOR = 0.5
@@ -172,7 +172,8 @@ def log_proportions(counts: np.ndarray) -> np.ndarray:
     """
     alpha, classes, n = CONCENTRATIONS[:, None], len(counts), counts.sum()
     evidence = (gammaln(counts + alpha) - gammaln(alpha)).sum(axis=1) + (
-        gammaln(classes * alpha) - gammaln(n + classes * alpha))[:, 0]  # (alphas,)
+        gammaln(classes * alpha) - gammaln(n + classes * alpha)
+    )[:, 0]  # (alphas,)
     return np.log(classes * softmax(evidence) @ ((counts + alpha) / (n + classes * alpha)))
 
 
@@ -391,7 +392,7 @@ class Probed:
 
         Told is how good the places between u_i and the last are, by the samples that the last has not seen.
         """
-        from .client import LocalTraining
+        from .client.app import LocalTraining
 
         adjustment = Adjustment.of(visit, ADJUSTMENT)
         visit = replace(visit, arrays=adjustment.added(visit.arrays))
@@ -414,15 +415,19 @@ class Probed:
             rest = np.setdiff1d(np.arange(len(visit.site.train[1])), left_out)
             visit = replace(visit, site=replace(visit.site, train=visit.samples_at(rest)))
         trained, others = LocalTraining.trained(visit)
-        visit.state.save(
-            LAST, {**trained, TRAINED_IN: np.array(visit.config[SERVER_ROUND]), LEFT_OUT: left_out})
-        return RecordDict({ARRAYS: to_record(adjustment.removed(trained)),
-                           METRICS: MetricRecord({**others, **metrics}), CONFIG: ConfigRecord(told)})
+        visit.state.save(LAST, {**trained, TRAINED_IN: np.array(visit.config[SERVER_ROUND]), LEFT_OUT: left_out})
+        return RecordDict(
+            {
+                ARRAYS: to_record(adjustment.removed(trained)),
+                METRICS: MetricRecord({**others, **metrics}),
+                CONFIG: ConfigRecord(told),
+            }
+        )
 
     @staticmethod
     def evaluate(visit: Visit) -> RecordDict:
         """Tell the loss of a model that is probed, on some of the training data; evaluate any other on test data."""
-        from .client import LocalTraining
+        from .client.app import LocalTraining
 
         if PROBE not in visit.config:
             if not visit.config[TRAINED_IN]:  # personal models of those that have trained come adjusted
@@ -435,8 +440,12 @@ class Probed:
 
 def between(start: Mapping[str, np.ndarray], last: Mapping[str, np.ndarray], kept: float) -> dict[str, np.ndarray]:
     """(1 - t) u_i + t w_i; integer buffers are the client's own."""
-    return {name: ((1 - kept) * array + kept * last[name]).astype(array.dtype)
-            if np.issubdtype(array.dtype, np.floating) else last[name] for name, array in start.items()}
+    return {
+        name: ((1 - kept) * array + kept * last[name]).astype(array.dtype)
+        if np.issubdtype(array.dtype, np.floating)
+        else last[name]
+        for name, array in start.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -493,13 +502,22 @@ def output_bias(model: torch.nn.Module, images: torch.Tensor) -> str | None:
     logits = model(noise.to(images))[0]  # (K,)
     model.train(was_training)
     r = torch.arange(1, len(logits) + 1).to(logits)  # (K,)
-    candidates = {name: parameter for name, parameter in model.named_parameters()
-                  if parameter.requires_grad and parameter.shape == logits.shape}
+    candidates = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter.shape == logits.shape
+    }
     if not candidates:
         return None
     gradients = torch.autograd.grad(r @ logits, list(candidates.values()), allow_unused=True)
-    return next((name for name, gradient in zip(candidates, gradients, strict=True)
-                 if gradient is not None and torch.equal(gradient, r)), None)
+    return next(
+        (
+            name
+            for name, gradient in zip(candidates, gradients, strict=True)
+            if gradient is not None and torch.equal(gradient, r)
+        ),
+        None,
+    )
 
 
 _output_biases: WeakKeyDictionary[torch.nn.Module, str | None] = WeakKeyDictionary()
@@ -517,7 +535,7 @@ def _left_out(visit: Visit) -> np.ndarray:
         return np.zeros(0, int)
     order = _shuffled(visit, "fold")
     fold = np.array_split(order, FOLDS)[(visit.config[SERVER_ROUND] // 2 - 1) % FOLDS]
-    fold = fold[:max(_affordable(visit) // len(PLACES), 1)]
+    fold = fold[: max(_affordable(visit) // len(PLACES), 1)]
     return np.sort(fold) if len(order) - len(fold) >= 2 else fold[:0]  # batch normalisation needs two
 
 
@@ -557,8 +575,21 @@ class Kindred(CloudModels):
     name = "kindred"
     personal = BETWEEN
     clients_keep_state = True
-    STATE = (*CloudModels.STATE, "_samples", "_trained_in", "_share", "_first", "_last", "_counted", "_told",
-             "_adjustments", "_places", "_folds", "_mean", "_moved")
+    STATE = (
+        *CloudModels.STATE,
+        "_samples",
+        "_trained_in",
+        "_share",
+        "_first",
+        "_last",
+        "_counted",
+        "_told",
+        "_adjustments",
+        "_places",
+        "_folds",
+        "_mean",
+        "_moved",
+    )
 
     def begin(self, initial_arrays: ArrayRecord) -> None:
         super().begin(initial_arrays)
@@ -597,16 +628,21 @@ class Kindred(CloudModels):
             before = np.full(len(PLACES), 1 / len(PLACES)) if self._places is None else self._places
             self._places = place_probabilities(before, sum(self._folds[client] for client in in_order(self._folds)))
         self._folds = {}
-        ahead = [kin_ahead(self._first[client], self._last[client]) for client in in_order(self._last)
-                 if client in self.roster.nodes and self._last[client] != self._first[client]]
+        ahead = [
+            kin_ahead(self._first[client], self._last[client])
+            for client in in_order(self._last)
+            if client in self.roster.nodes and self._last[client] != self._first[client]
+        ]
         self._share = kin_share(ahead, 0.0 if self._places is None else self._kept)
-        training = {KEPT: self._kept, LEAVES_OUT: self._leaves_out(server_round), LABEL_SMOOTHING: SMOOTHING,
-                    PROXIMAL_MU: PROXIMAL}
+        training = {
+            KEPT: self._kept,
+            LEAVES_OUT: self._leaves_out(server_round),
+            LABEL_SMOOTHING: SMOOTHING,
+            PROXIMAL_MU: PROXIMAL,
+        }
         return super().configure_train(server_round, arrays, ConfigRecord({**config, **training}), grid)
 
-    def cloud_weights(
-        self, server_round: int, clients: Sequence[ClientId]
-    ) -> tuple[list[ClientId], np.ndarray]:
+    def cloud_weights(self, server_round: int, clients: Sequence[ClientId]) -> tuple[list[ClientId], np.ndarray]:
         senders, rows, _ = self._starts(clients)
         return senders, rows
 
@@ -619,12 +655,15 @@ class Kindred(CloudModels):
             return
         step = MOMENTUM * self._moved  # (p,)
         # Of float16, say: no mean of models is beyond its largest number, but what goes ahead of one may be.
-        narrow = [(self.layout.slices[name], np.finfo(self.layout.dtypes[name]).max)
-                  for name in self.layout.parameters if self.layout.dtypes[name] != self.layout.dtype]
+        narrow = [
+            (self.layout.slices[name], np.finfo(self.layout.dtypes[name]).max)
+            for name in self.layout.parameters
+            if self.layout.dtypes[name] != self.layout.dtype
+        ]
         known = set(senders)
         for client, model in zip(clients, self.models.combinations(rows, senders)):
             share = (1 - kept) * (1 - self._share) if client in known else 1.0  # of g
-            model[:len(step)] += share * step
+            model[: len(step)] += share * step
             for place, largest in narrow:
                 np.clip(model[place], -largest, largest, out=model[place])
             yield self.models.combined_record(model, client)
@@ -711,7 +750,7 @@ class Kindred(CloudModels):
         senders, _, latest = self._trained()
         if not senders:
             return
-        before, self._mean = self._mean, self._mean_of(senders, latest)[:self.layout.num_parameters].copy()  # (p,)
+        before, self._mean = self._mean, self._mean_of(senders, latest)[: self.layout.num_parameters].copy()  # (p,)
         if before is not None:
             share = float(latest @ [client in again for client in senders] / latest.sum())
             self._moved = share * (self._mean - before)

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .client.state import MIXTURE
 from .messages import ClientId, by_prefix, decode, encode, with_prefix
-from .state import MIXTURE
 
 if TYPE_CHECKING:
     import torch
 
-    from .client import Visit
+    from .client.app import Visit
 
 Arrays = dict[str, np.ndarray]
 
@@ -100,7 +100,7 @@ class Mixture:
 
     def predict(self, module: torch.nn.Module, x: torch.Tensor) -> np.ndarray:
         """Class probabilities, (n, N), of images x (n, ...); the module, of the models' kind, ends as the last one."""
-        from .training import predict, set_arrays
+        from .client.training import predict, set_arrays
 
         probabilities = []
         for model in self.models:

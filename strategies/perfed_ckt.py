@@ -34,7 +34,9 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from flwr.supercore import log
 
-from .admission import Refused, Reply
+from .engine.admission import Refused, Reply
+from .engine.model_store import Layout
+from .engine.strategy import PersonalizedStrategy
 from .messages import (
     ARRAYS,
     CONFIG,
@@ -55,13 +57,11 @@ from .messages import (
     seed_for,
     to_record,
 )
-from .rounds import PersonalizedStrategy
-from .store import Layout
 
 if TYPE_CHECKING:
     import torch
 
-    from .client import Visit
+    from .client.app import Visit
 
 LOGITS = "logits"
 CENTROIDS = "centroids"
@@ -206,7 +206,7 @@ class CoDistillation:
         from torch import Generator, from_numpy, randint
         from torch.nn.functional import softmax
 
-        from .training import channels_last
+        from .client.training import channels_last
 
         site, config = visit.site, visit.config
         if site.public is None:
@@ -235,11 +235,13 @@ class CoDistillation:
         if not np.isfinite(logits).all():
             raise ValueError("the trained model gives no finite probabilities; the one kept before stays")
         metrics |= {**visit.evaluation(TRAINED, model), **visit.counts(), MODEL_BYTES: _bytes(model)}
-        return RecordDict({
-            ARRAYS: to_record({LOGITS: logits}),
-            METRICS: MetricRecord(metrics),
-            CONFIG: ConfigRecord({PUBLIC_SET: site.fingerprint}),
-        })
+        return RecordDict(
+            {
+                ARRAYS: to_record({LOGITS: logits}),
+                METRICS: MetricRecord(metrics),
+                CONFIG: ConfigRecord({PUBLIC_SET: site.fingerprint}),
+            }
+        )
 
     @staticmethod
     def evaluate(visit: Visit) -> RecordDict:
@@ -393,8 +395,10 @@ class PerFedCKT(PersonalizedStrategy):
         off = np.abs(logits.sum(axis=1, dtype=np.float64) - 1)  # (P,)
         if off.max() > SUM_TOLERANCE:
             image = int(off.argmax())
-            raise Refused(f"logits of image {image} sum to {logits[image].sum(dtype=np.float64):g}, "
-                          f"allowed: 1 within {SUM_TOLERANCE:g}")
+            raise Refused(
+                f"logits of image {image} sum to {logits[image].sum(dtype=np.float64):g}, "
+                f"allowed: 1 within {SUM_TOLERANCE:g}"
+            )
 
     def take(self, client: ClientId, reply: Reply) -> None:
         self._received[client] = reply.arrays[LOGITS].astype(np.float32)
@@ -414,8 +418,13 @@ class PerFedCKT(PersonalizedStrategy):
 
     def _cluster(self, server_round: int, answered: Sequence[ClientId]) -> None:
         if len(answered) < self.min_cluster_size:
-            log(WARNING, "kindred: round %d: no centroids, for %d clients answered and min_cluster_size is %d",
-                server_round, len(answered), self.min_cluster_size)
+            log(
+                WARNING,
+                "kindred: round %d: no centroids, for %d clients answered and min_cluster_size is %d",
+                server_round,
+                len(answered),
+                self.min_cluster_size,
+            )
             self._centroids, self._cluster_of = None, {}
             return
         logits = np.stack([self._received.pop(client) for client in answered])  # (m, P, N)

@@ -10,8 +10,8 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord
 from flwr.clientapp import ClientApp
 
-from strategies import InlineGrid, PersonalizedStrategy, Site, make_client_app
-from strategies.messages import to_record
+from kindred import InlineGrid, PersonalizedStrategy, Site, make_client_app
+from kindred.messages import to_record
 
 RATE = 0.5
 SETTINGS = {"local-epochs": 1, "batch-size": 100, "optimizer": "sgd", "learning-rate": RATE, "device": "cpu"}
@@ -76,8 +76,14 @@ def app_of(clients: Sequence[Client]) -> ClientApp:
     return make_client_app(lambda context: sites[context.node_config["partition-id"]])
 
 
-def start(strategy: PersonalizedStrategy, clients: Sequence[Client], initial: Sequence[float], rounds: int = 1,
-          grid: InlineGrid | None = None, **more) -> PersonalizedStrategy:
+def start(
+    strategy: PersonalizedStrategy,
+    clients: Sequence[Client],
+    initial: Sequence[float],
+    rounds: int = 1,
+    grid: InlineGrid | None = None,
+    **more,
+) -> PersonalizedStrategy:
     settings = ConfigRecord(SETTINGS)
     grid = grid or InlineGrid(app_of(clients), len(clients), {"clients": repr(clients)})
     strategy.start(grid, model(initial), rounds, 60, settings, settings, **more)

@@ -13,20 +13,22 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRec
 from flwr.clientapp import ClientApp
 from safetensors.numpy import load_file
 
-from strategies import InlineGrid, Site, make_client_app
-from strategies.messages import CLIENT_ID, IDENTITY_QUERY, by_prefix, in_order, to_record
-from strategies.state import saved_files
+from kindred import InlineGrid, Site, make_client_app
+from kindred.client.state import saved_files
+from kindred.messages import CLIENT_ID, IDENTITY_QUERY, by_prefix, in_order, to_record
 
 SIZE = 4
 
 
 def initial() -> ArrayRecord:
     """A model of 2 x 2 weights, a running mean, and a counter."""
-    return ArrayRecord({
-        "layer.weight": _array(np.zeros((2, 2), np.float32)),
-        "norm.running_mean": _array(np.zeros(3, np.float32)),
-        "norm.num_batches_tracked": _array(np.array(0)),
-    })
+    return ArrayRecord(
+        {
+            "layer.weight": _array(np.zeros((2, 2), np.float32)),
+            "norm.running_mean": _array(np.zeros(3, np.float32)),
+            "norm.num_batches_tracked": _array(np.array(0)),
+        }
+    )
 
 
 def _array(values: np.ndarray) -> Array:
@@ -74,17 +76,24 @@ def plain_app(evaluates_in_training: bool = False) -> ClientApp:
         }
         metrics = {"train_loss": float(((w - target(client)) ** 2).sum()), "num-examples": 10 * (client + 1)}
         if evaluates_in_training:
-            metrics |= {"trained-accuracy": closeness(w, client), "num-test-examples": 5,
-                        "received-accuracy": closeness(received["layer.weight"], client),
-                        "tuned-accuracy": closeness(w, client), "between-accuracy": closeness(w, client)}
+            metrics |= {
+                "trained-accuracy": closeness(w, client),
+                "num-test-examples": 5,
+                "received-accuracy": closeness(received["layer.weight"], client),
+                "tuned-accuracy": closeness(w, client),
+                "between-accuracy": closeness(w, client),
+            }
         return Message(RecordDict({"arrays": ArrayRecord(reply), "metrics": MetricRecord(metrics)}), reply_to=message)
 
     @app.evaluate()
     def evaluate(message, context):
         client = context.node_config["partition-id"]
         w = message.content["arrays"]["layer.weight"].numpy()
-        metrics = {"eval_loss": float(((w - target(client)) ** 2).sum()), "eval_acc": closeness(w, client),
-                   "num-examples": 5}
+        metrics = {
+            "eval_loss": float(((w - target(client)) ** 2).sum()),
+            "eval_acc": closeness(w, client),
+            "num-examples": 5,
+        }
         return Message(RecordDict({"metrics": MetricRecord(metrics)}), reply_to=message)
 
     return app
@@ -106,8 +115,13 @@ def logits_app(evaluates_in_training: bool = False) -> ClientApp:
     @app.query("identity")
     def identity(message, context):
         client = context.node_config["partition-id"]
-        about = {"client-id": context.node_id, "num-examples": 10 * (client + 1),
-                 "public-set": "3-cafe", "num-public": 3, "num-classes": 2}
+        about = {
+            "client-id": context.node_id,
+            "num-examples": 10 * (client + 1),
+            "public-set": "3-cafe",
+            "num-public": 3,
+            "num-classes": 2,
+        }
         return Message(RecordDict({"config": ConfigRecord(about)}), reply_to=message)
 
     @app.train()
@@ -126,15 +140,25 @@ def logits_app(evaluates_in_training: bool = False) -> ClientApp:
         if evaluates_in_training:
             metrics |= {"trained-accuracy": closeness(own, client), "num-test-examples": 5}
         logits = probabilities(own).astype(config["logits-dtype"])
-        return Message(RecordDict({
-            "arrays": ArrayRecord({"logits": _array(logits)}), "metrics": MetricRecord(metrics),
-            "config": ConfigRecord({"public-set": "3-cafe"})}), reply_to=message)
+        return Message(
+            RecordDict(
+                {
+                    "arrays": ArrayRecord({"logits": _array(logits)}),
+                    "metrics": MetricRecord(metrics),
+                    "config": ConfigRecord({"public-set": "3-cafe"}),
+                }
+            ),
+            reply_to=message,
+        )
 
     @app.evaluate()
     def evaluate(message, context):
         client, own = context.node_config["partition-id"], kept(context)
-        metrics = {"eval_loss": float(((own - target(client)) ** 2).sum()), "eval_acc": closeness(own, client),
-                   "num-examples": 5}
+        metrics = {
+            "eval_loss": float(((own - target(client)) ** 2).sum()),
+            "eval_acc": closeness(own, client),
+            "num-examples": 5,
+        }
         return Message(RecordDict({"metrics": MetricRecord(metrics)}), reply_to=message)
 
     return app
@@ -169,26 +193,38 @@ def collaboration_app(evaluates_in_training: bool = False) -> ClientApp:
         weights = shares(-smoothed / config["temperature"], config["log-rest"])
         sent = {}
         if "0/layer.weight" not in arrays:
-            sent |= {"model/layer.weight": models[0], "model/norm.running_mean": np.zeros(3, np.float32),
-                     "model/norm.num_batches_tracked": np.array(0)}
+            sent |= {
+                "model/layer.weight": models[0],
+                "model/norm.running_mean": np.zeros(3, np.float32),
+                "model/norm.num_batches_tracked": np.array(0),
+            }
         for k, (w, weight) in enumerate(zip(models, weights)):
             sent[f"{k}/layer.weight"] = (weight * 0.6 * (target(client) - w)).astype(np.float32)
         sent["0/norm.running_mean"] = np.full(3, client + 1, np.float32)
         metrics = {"train_loss": losses[0], "num-examples": 10 * (client + 1)}
         if evaluates_in_training:
             metrics |= {"mixture-accuracy": closeness(models[0], client), "num-test-examples": 5}
-        return Message(RecordDict({
-            "arrays": ArrayRecord({name: _array(array) for name, array in sent.items()}),
-            "metrics": MetricRecord(metrics), "config": ConfigRecord({"losses": losses})}), reply_to=message)
+        return Message(
+            RecordDict(
+                {
+                    "arrays": ArrayRecord({name: _array(array) for name, array in sent.items()}),
+                    "metrics": MetricRecord(metrics),
+                    "config": ConfigRecord({"losses": losses}),
+                }
+            ),
+            reply_to=message,
+        )
 
     @app.evaluate()
     def evaluate(message, context):
         client, config = context.node_config["partition-id"], message.content["config"]
         models = weights_of(message.content["arrays"], len(json.loads(config["models"])), client)
         weights = shares(-np.array(config["smoothed-losses"]) / config["temperature"])
-        metrics = {"eval_loss": float(sum(weight * loss(w, client) for w, weight in zip(models, weights))),
-                   "eval_acc": float(sum(weight * closeness(w, client) for w, weight in zip(models, weights))),
-                   "num-examples": 5}
+        metrics = {
+            "eval_loss": float(sum(weight * loss(w, client) for w, weight in zip(models, weights))),
+            "eval_acc": float(sum(weight * closeness(w, client) for w, weight in zip(models, weights))),
+            "num-examples": 5,
+        }
         return Message(RecordDict({"metrics": MetricRecord(metrics)}), reply_to=message)
 
     return app

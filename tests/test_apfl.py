@@ -9,10 +9,10 @@ import pytest
 import torch
 from flwr.app import ConfigRecord, MetricRecord
 
-from strategies import APFL, FedAvg, InlineGrid, Local, Site, make_client_app
-from strategies.baselines.apfl import adapted_share, descend_local, mix
-from strategies.messages import read_record, to_record
-from strategies.training import evaluate, get_arrays, set_arrays
+from kindred import APFL, FedAvg, InlineGrid, Local, Site, make_client_app
+from kindred.baselines.apfl import adapted_share, descend_local, mix
+from kindred.client.training import evaluate, get_arrays, set_arrays
+from kindred.messages import read_record, to_record
 
 from .plain import FaultyGrid, saved_models
 from .test_client import CLIENTS, SETTINGS, app, load_site, network
@@ -90,8 +90,9 @@ def by_hand(rounds: int, share: float, eta: float, adapts: bool) -> tuple[list[f
 def test_rounds_by_hand(adapts) -> None:
     strategy = APFL(sgd_learning_rate=0.5, mixing_weight=0.25, adapt_mixing=adapts)
     config = ConfigRecord({"local-epochs": 3, "batch-size": 1, "optimizer": "adam", "learning-rate": 7.0})
-    strategy.start(InlineGrid(make_client_app(hand_site), 2), to_record(get_arrays(two_weights())), 3, 60, config,
-                   config)
+    strategy.start(
+        InlineGrid(make_client_app(hand_site), 2), to_record(get_arrays(two_weights())), 3, 60, config, config
+    )
     personal, shares = by_hand(3, 0.25, 0.5, adapts)
     found = saved_models(strategy.run_id)
     for client in range(2):
@@ -154,10 +155,15 @@ def test_every_hyperparameter_changes_the_personal_models() -> None:
     assert all(a != b for i, a in enumerate(found) for b in found[:i])
 
 
-@pytest.mark.parametrize(("name", "value", "allowed"), [
-    ("sgd_learning_rate", 0.0, "more than 0"), ("mixing_weight", 1.1, "0 to 1"), ("mixing_weight", -0.1, "0 to 1"),
-    ("adapt_mixing", "no", "True, False"),
-])
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("sgd_learning_rate", 0.0, "more than 0"),
+        ("mixing_weight", 1.1, "0 to 1"),
+        ("mixing_weight", -0.1, "0 to 1"),
+        ("adapt_mixing", "no", "True, False"),
+    ],
+)
 def test_what_is_out_of_range_is_named(name, value, allowed) -> None:
     with pytest.raises(ValueError, match=f"{name} is .*{allowed}"):
         apfl(**{name: value})
@@ -178,9 +184,13 @@ def test_what_is_evaluated_and_kept_is_the_personal_model_and_it_does_not_travel
     assert any(row["own-loss"] != row["trained-loss"] for row in last.values())
 
 
-@pytest.mark.parametrize(("how", "samples"), [
-    ({"local-epochs": 2}, 2 * 20), ({"local-epochs": 0, "local-steps": 5}, 5 * 4),
-])
+@pytest.mark.parametrize(
+    ("how", "samples"),
+    [
+        ({"local-epochs": 2}, 2 * 20),
+        ({"local-epochs": 0, "local-steps": 5}, 5 * 4),
+    ],
+)
 def test_both_models_are_counted_in_what_was_trained(how, samples) -> None:
     for row in run(apfl(), 1, **how).history.rows:
         assert (row["samples-trained"], row["samples-predicted"]) == (2 * samples, 0)
@@ -194,7 +204,8 @@ def test_who_learns_from_whom_goes_by_the_share() -> None:
     adapted = run(apfl(0.3), 2)
     own = {row["client"]: row["mixing-weight"] for row in adapted.history.rows if row["round"] == 2}
     assert adapted.collaboration()[1].diagonal() == pytest.approx(
-        [own[client] + (1 - own[client]) / CLIENTS for client in clients])
+        [own[client] + (1 - own[client]) / CLIENTS for client in clients]
+    )
 
 
 # --- What a client keeps ------------------------------------------------------------------------------
@@ -205,8 +216,15 @@ def test_who_sits_out_goes_on_with_its_own_and_who_comes_late_begins_with_the_gl
     grid = FaultyGrid(app, CLIENTS, lambda r, c: "error" if (r, c) in ((1, 3), (2, 0)) else "ok")
     strategy = apfl(1.0, False)  # so that nothing but where it begins tells a personal model from a trained one
     config = ConfigRecord(SETTINGS)
-    strategy.start(grid, to_record(get_arrays(network())), 3, 60, config, config,
-                   on_round=lambda r: kept.update({r: saved_models(strategy.run_id)}))
+    strategy.start(
+        grid,
+        to_record(get_arrays(network())),
+        3,
+        60,
+        config,
+        config,
+        on_round=lambda r: kept.update({r: saved_models(strategy.run_id)}),
+    )
     assert list(kept[1]) == [0, 1, 2] and list(kept[2]) == [0, 1, 2, 3]
     assert values(kept[1][0]) == values(kept[2][0]) != values(kept[3][0])
     rows = {(row["round"], row["client"]): row for row in strategy.history.rows}
@@ -241,8 +259,15 @@ def test_a_local_model_that_diverges_is_not_kept() -> None:
     train = own._registered_funcs["train.default"]
     own._registered_funcs["train.default"] = diverging
     config = ConfigRecord(SETTINGS)
-    strategy.start(InlineGrid(own, CLIENTS), to_record(get_arrays(network())), 3, 60, config, config,
-                   on_round=lambda r: kept.update({r: saved_models(strategy.run_id)}))
+    strategy.start(
+        InlineGrid(own, CLIENTS),
+        to_record(get_arrays(network())),
+        3,
+        60,
+        config,
+        config,
+        on_round=lambda r: kept.update({r: saved_models(strategy.run_id)}),
+    )
     statuses = {row["status"] for row in strategy.history.rows if row["round"] == 2}
     (status,) = statuses
     assert "no longer finite" in status

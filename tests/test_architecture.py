@@ -1,56 +1,97 @@
-"""Who may import whom, and what no file may contain."""
+"""Which room may import which, and what no file may contain."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("strategies", "data", "server_app", "client_app")
-THIRD_PARTY = {
-    "strategies": {"flwr", "torch", "torchvision", "numpy", "scipy", "sklearn", "threadpoolctl", "safetensors"},
+FOLDERS = {
+    "kindred": "strategies",
+    "kindred.data": "data",
+    "kindred.client_app": "client_app",
+    "kindred.server_app": "server_app",
 }
-# strategies.compat is where torchvision's ways are known, strategies.extensions where names are looked up.
-ALLOWED = {"strategies": set(), "data": {"strategies.compat", "strategies.extensions"},
-           "client_app": {"data", "strategies"}, "server_app": {"data", "strategies"}}
+THIRD_PARTY = {
+    "kindred": {"flwr", "torch", "torchvision", "numpy", "scipy", "sklearn", "threadpoolctl", "safetensors"},
+}
+# Beside its own modules, what a room may import of ours.
+ALLOWED = {
+    "kindred": set(),
+    "kindred.data": {"kindred.torchvision_import", "kindred.extensions"},
+    "kindred.client_app": {"kindred"},
+    "kindred.server_app": {"kindred"},
+}
+ROOMS = sorted(FOLDERS, key=len, reverse=True)
 
 
-def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """(level, module) of each import: level 0 is absolute."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from ((0, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield node.level, node.module or ""
-
-
-def sources(package: str) -> list[Path]:
-    found = sorted((ROOT / package).rglob("*.py"))
-    assert found
+def modules() -> dict[str, Path]:
+    """Return every module of the package, by its name."""
+    found = {}
+    for package, folder in FOLDERS.items():
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            found[".".join([package, *parts]).removesuffix(".__init__")] = path
     return found
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_packages_import_only_what_they_may(package) -> None:
-    for path in sources(package):
-        for level, module in imports(path):
+MODULES = modules()
+
+
+def room_of(module: str) -> str:
+    """Return the room that a module lies in."""
+    return next(room for room in ROOMS if f"{module}.".startswith(f"{room}."))
+
+
+def imports(name: str, path: Path) -> Iterator[tuple[ast.AST, str]]:
+    """Yield each import of a module: the statement, and the module or name that it imports, absolute."""
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((node, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = package.split(".")
+                base = ".".join([*parts[: len(parts) - node.level + 1], *([base] if base else [])])
+            yield from ((node, f"{base}.{alias.name}" if f"{base}.{alias.name}" in MODULES else base)
+                        for alias in node.names)  # fmt: skip
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_rooms_import_only_what_they_may(room) -> None:
+    own = [name for name in MODULES if room_of(name) == room]
+    assert own
+    for name in own:
+        for _, module in imports(name, MODULES[name]):
             top = module.split(".")[0]
-            if level == 0 and (top in PACKAGES or top == "kindred"):
-                assert any(f"{module}.".startswith(f"{allowed}.") for allowed in ALLOWED[package]), (path, module)
-            elif level == 0 and package in THIRD_PARTY and top not in sys.stdlib_module_names:
-                assert top in THIRD_PARTY[package], (path, module)
+            assert top not in FOLDERS.values(), (name, module)  # one import name
+            if top == "kindred":
+                allowed = room_of(module) == room or any(
+                    f"{module}.".startswith(f"{each}.") for each in ALLOWED[room])  # fmt: skip
+                assert allowed, (name, module)
+            elif room in THIRD_PARTY and top not in sys.stdlib_module_names:
+                assert top in THIRD_PARTY[room], (name, module)
+
+
+def test_every_folder_of_the_package_is_in_the_wheel() -> None:
+    packages = {name for name, path in MODULES.items() if path.name == "__init__.py"}
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert set(setuptools["packages"]) == packages
+    assert setuptools["package-dir"] == FOLDERS
 
 
 def test_nothing_is_pickled() -> None:
-    for package in (*PACKAGES, "benchmarks", "examples"):
+    for package in (*FOLDERS.values(), "benchmarks", "examples"):
         for path in (ROOT / package).rglob("*.py"):
-            modules = {module.split(".")[0] for _, module in imports(path)}
-            assert not modules & {"pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}, path
+            found = {module.split(".")[0] for _, module in imports("", path)}
+            assert not found & {"pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}, path
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Call):
                     called = ast.unparse(node.func)
@@ -61,7 +102,9 @@ def test_nothing_is_pickled() -> None:
 
 
 def test_a_server_half_and_the_settings_do_not_wait_for_pytorch() -> None:
-    code = ("import sys; import strategies.fedamp, strategies.baselines.fedavg, strategies.baselines.local, "
-            "server_app.config; print([m for m in ('torch', 'ray', 'matplotlib') if m in sys.modules])")
+    code = (
+        "import sys; import kindred.fedamp, kindred.baselines.fedavg, kindred.baselines.local, "
+        "kindred.server_app.config; print([m for m in ('torch', 'ray', 'matplotlib') if m in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

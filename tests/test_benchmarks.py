@@ -11,10 +11,10 @@ from flwr.app import ConfigRecord
 
 from benchmarks import ablation, scale, simulation
 from benchmarks.simulation import Work, do, work_of, work_of_server
-from server_app.config import Config
-from strategies import REGISTRY, InlineGrid, make_client_app
-from strategies.messages import to_record
-from strategies.training import get_arrays
+from kindred import REGISTRY, InlineGrid, make_client_app
+from kindred.client.training import get_arrays
+from kindred.messages import to_record
+from kindred.server_app.config import Config
 
 from .plain import Small, small, small_site
 from .test_conformance import OWN_SETTINGS, make
@@ -31,9 +31,21 @@ def test_growth_is_the_slope_of_the_largest_sizes() -> None:
 
 def test_figures_are_written_shortly() -> None:
     assert [scale.time_text(each) for each in (0.0123, 1.2, 2.34, 118, 121, 6e3, 3e5)] == [
-        "12 ms", "1,200 ms", "2.3 s", "118 s", "2 min", "100 min", "3.5 days"]
+        "12 ms",
+        "1,200 ms",
+        "2.3 s",
+        "118 s",
+        "2 min",
+        "100 min",
+        "3.5 days",
+    ]
     assert [scale.size_text(each) for each in (12, 999.9, 1500, 14.8e6, 1.05e12)] == [
-        "12 B", "1 kB", "1.5 kB", "15 MB", "1.1 TB"]
+        "12 B",
+        "1 kB",
+        "1.5 kB",
+        "15 MB",
+        "1.1 TB",
+    ]
 
 
 # Arrays in a message down and up, in models of 3,700 numbers: with the other settings' defaults, and 6 clients.
@@ -74,8 +86,9 @@ def test_memory_is_that_of_the_models_that_the_server_keeps() -> None:
 def test_the_command_prints_what_was_measured(monkeypatch, capsys) -> None:
     def measured(name, clients, hidden=scale.HIDDEN, store="memory"):
         size = 4 * hidden * 74
-        return scale.Measured(clients, clients * size, 2 * clients * size, clients**2 * 1e-3,
-                              (1 if store == "disk" else clients) * size)
+        return scale.Measured(
+            clients, clients * size, 2 * clients * size, clients**2 * 1e-3, (1 if store == "disk" else clients) * size
+        )
 
     monkeypatch.setattr(scale, "in_a_process", measured)
     monkeypatch.setattr("sys.argv", ["scale", "--methods", "fedavg,local", "--clients", "3,6"])
@@ -89,11 +102,14 @@ def test_the_command_prints_what_was_measured(monkeypatch, capsys) -> None:
     assert "| fedavg | 1.5 GB | 3 GB | 116 days | 1.5 GB | 100 GB | 200 GB | 116 days | 100 GB |" in lines
 
 
-@pytest.mark.parametrize(("arguments", "complaint"), [
-    (["--methods", "fedavg,nosuch"], "nosuch is no method, allowed: all, fedamp"),
-    (["--clients", "10,1"], "'10,1' is not what is allowed: different numbers of 2 or more"),
-    (["--clients", "ten"], "'ten' is not what is allowed"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--methods", "fedavg,nosuch"], "nosuch is no method, allowed: all, fedamp"),
+        (["--clients", "10,1"], "'10,1' is not what is allowed: different numbers of 2 or more"),
+        (["--clients", "ten"], "'ten' is not what is allowed"),
+    ],
+)
 def test_arguments_that_cannot_be_used_are_named(arguments, complaint, monkeypatch, capsys) -> None:
     monkeypatch.setattr("sys.argv", ["scale", *arguments])
     with pytest.raises(SystemExit) as ended:
@@ -138,12 +154,14 @@ def test_the_work_of_a_round_is_what_went_through_the_network(name) -> None:
         seen[server_round] = list(Counted.seen)
         Counted.seen.clear()
 
-    settings = ConfigRecord({"local-epochs": 2, "batch-size": 5, "optimizer": "sgd", "learning-rate": 0.1,
-                             "device": "cpu"})
+    settings = ConfigRecord(
+        {"local-epochs": 2, "batch-size": 5, "optimizer": "sgd", "learning-rate": 0.1, "device": "cpu"}
+    )
     initial = to_record(get_arrays(small())) if REGISTRY[name].models_travel else to_record({})
     Counted.seen.clear()
-    strategy.start(InlineGrid(make_client_app(site), 4, {"of": name}), initial, 3, train_config=settings,
-                   on_round=on_round)
+    strategy.start(
+        InlineGrid(make_client_app(site), 4, {"of": name}), initial, 3, train_config=settings, on_round=on_round
+    )
     for server_round in (2, 3):  # in the first one clients look whether the network takes an image
         work, happened = works[server_round], seen[server_round]
         assert len(work) == 4
@@ -156,8 +174,14 @@ def test_the_work_of_a_round_is_what_went_through_the_network(name) -> None:
 def test_the_bare_loop_does_that_work(name) -> None:
     model, config = counted(), Config(strategy=name)
     x, y = torch.rand(300, 2), torch.zeros(300, dtype=torch.int64)
-    row = {"samples-trained": 600, "samples-predicted": 700, "num-examples": 300, "received-accuracy": 0.5,
-           "trained-accuracy": 0.5, "personal-accuracy": 0.5}
+    row = {
+        "samples-trained": 600,
+        "samples-predicted": 700,
+        "num-examples": 300,
+        "received-accuracy": 0.5,
+        "trained-accuracy": 0.5,
+        "personal-accuracy": 0.5,
+    }
     work = work_of(row, replace(config, local_epochs=1))
     before = [weight.detach().clone() for weight in model.parameters()]
     Counted.seen.clear()
@@ -170,8 +194,14 @@ def test_the_bare_loop_does_that_work(name) -> None:
 def test_of_heurfedamp_it_is_two_epochs_and_two_evaluations() -> None:
     """The settings of the benchmark: 300 samples a client, batches of 100."""
     config = simulation.settings("heurfedamp", "", 10, "")
-    row = {"samples-trained": 600, "samples-predicted": 0, "num-examples": 300, "received-accuracy": 0.5,
-           "trained-accuracy": 0.5, "personal-accuracy": 0.5}
+    row = {
+        "samples-trained": 600,
+        "samples-predicted": 0,
+        "num-examples": 300,
+        "received-accuracy": 0.5,
+        "trained-accuracy": 0.5,
+        "personal-accuracy": 0.5,
+    }
     assert work_of(row, config) == Work(whole=2 * 300, head=0, predicted=0, tests=2)
     assert work_of_server(config, 20, 500) == Work(0, 0, 0, 0)
 
@@ -183,16 +213,23 @@ def test_the_server_of_feddf_predicts_with_all_models_and_distils() -> None:
 
 def test_the_table_puts_costs_over_fedavg() -> None:
     def run(seconds, trained, predicted, down, up):
-        line = {"seconds": seconds, "samples-trained": trained, "samples-predicted": predicted, "bytes-down": down,
-                "bytes-up": up}
+        line = {
+            "seconds": seconds,
+            "samples-trained": trained,
+            "samples-predicted": predicted,
+            "bytes-down": down,
+            "bytes-up": up,
+        }
         return simulation.Simulated([line], [])
 
     found = {"fedavg": (run(2.0, 12000, 0, 100e6, 100e6), 4.0), "fedem": (run(5.0, 36000, 3000, 300e6, 250e6), 5.0)}
     lines = simulation.table(found).splitlines()
-    assert lines[2] == ("| fedavg | 2.00 | 4.00 | 0.50 | 12,000 | 0 | 100.0 | 100.0 | 1.00 | 1.00 | 0.00 | 1.00 "
-                        "| 1.00 |")
-    assert lines[3] == ("| fedem | 5.00 | 5.00 | 1.00 | 36,000 | 3,000 | 300.0 | 250.0 | 2.50 | 3.00 | 0.25 | 3.00 "
-                        "| 2.50 |")
+    assert lines[2] == (
+        "| fedavg | 2.00 | 4.00 | 0.50 | 12,000 | 0 | 100.0 | 100.0 | 1.00 | 1.00 | 0.00 | 1.00 | 1.00 |"
+    )
+    assert lines[3] == (
+        "| fedem | 5.00 | 5.00 | 1.00 | 36,000 | 3,000 | 300.0 | 250.0 | 2.50 | 3.00 | 0.25 | 3.00 | 2.50 |"
+    )
     assert "over" not in simulation.table({"fedem": found["fedem"]}) and len(lines[0].split("|")) == 15
 
 
@@ -202,7 +239,8 @@ def test_the_table_puts_costs_over_fedavg() -> None:
 def test_each_variant_leaves_out_what_it_says() -> None:
     models = np.array([[3.0, 4.0], [4.0, 3.0], [-3.0, -4.0]])
     assert ablation.plain_cosines([models[:, :1], models[:, 1:]], [0, 2], 3) == pytest.approx(
-        np.array([[1, 0.96, -1], [-1, -0.96, 1]]))
+        np.array([[1, 0.96, -1], [-1, -0.96, 1]])
+    )
     samples, own, kin = np.array([1.0, 1.0, 2.0]), np.eye(3, dtype=bool)[:1], np.array([[0.0, 0.5, 0.5]])
     whole = ablation.whole_probes(kin, samples, own)
     assert whole["all"].tolist() == [[0.25, 0.25, 0.5]] and whole["kin"][0] == pytest.approx([1 / 3] * 3)
@@ -228,8 +266,11 @@ def test_the_table_has_a_line_for_each_way_and_a_column_for_each_partition(monke
     monkeypatch.setattr(ablation, "measure", measured)
     lines = ablation.table(Config(num_rounds=3), ["iid", "rotated"], [0, 2]).splitlines()
     assert lines[0] == "| Kindred | iid | rotated |"
-    assert lines[2:5] == ["| as it is | 60.0 | 60.0 |", "| the model after the last training | 25.0 | 25.0 |",
-                          "| the start before it | 12.5 | 0.0 |"]
+    assert lines[2:5] == [
+        "| as it is | 60.0 | 60.0 |",
+        "| the model after the last training | 25.0 | 25.0 |",
+        "| the start before it | 12.5 | 0.0 |",
+    ]
     assert [line.split(" | ")[0] for line in lines[5:]] == [f"| {name}" for name in ablation.VARIANTS]
     assert lines[5].endswith("| 62.0 | 62.0 |")  # it changes two things
 
@@ -273,11 +314,13 @@ def test_settings_are_those_of_a_run_and_wrong_ones_are_named(monkeypatch, capsy
     assert {(config.num_rounds, config.samples_per_client, config.dirichlet_alpha) for config in ran} == {(4, 60, 0.1)}
     assert "| fedavg | 50.0 |" in capsys.readouterr().out
 
-    for words, named in [(("--set", "num-rounds=0"), "num-rounds is 0, allowed: 1 or more"),
-                         (("--set", "seed=3"), "--set is of seed, allowed: any setting but strategy, partition, seed,"),
-                         (("--set", "num-rounds"), "--set is 'num-rounds', allowed: key=value"),
-                         (("--partitions", "iid,odd"), "partition is 'odd', allowed"),
-                         (("--seeds", "one"), "--seeds: invalid numbers value: 'one'")]:
+    for words, named in [
+        (("--set", "num-rounds=0"), "num-rounds is 0, allowed: 1 or more"),
+        (("--set", "seed=3"), "--set is of seed, allowed: any setting but strategy, partition, seed,"),
+        (("--set", "num-rounds"), "--set is 'num-rounds', allowed: key=value"),
+        (("--partitions", "iid,odd"), "partition is 'odd', allowed"),
+        (("--seeds", "one"), "--seeds: invalid numbers value: 'one'"),
+    ]:
         with pytest.raises(SystemExit) as ended:
             run(*words)
         assert ended.value.code == 2 and named in capsys.readouterr().err

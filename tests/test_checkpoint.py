@@ -24,23 +24,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 from flwr.app import ArrayRecord
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 from safetensors import safe_open
 
-from client_app.app import app as client_app
-from server_app import cli
-from server_app.app import run
-from server_app.config import Config, ConfigError
-from server_app.results import RunFolder, is_finished
-from server_app.tables import read_table
-from strategies import REGISTRY, FedAvg, InlineGrid, Local, NotResumable, TooFewClients
-from strategies.checkpoint import Checkpoints, pack, unpack
-from strategies.kindred import TAIL
-from strategies.messages import to_record
-from strategies.state import default_root
-from strategies.store import ClientModels, Layout
+from kindred import REGISTRY, FedAvg, InlineGrid, Local, NotResumable, TooFewClients
+from kindred.client.state import default_root
+from kindred.client_app.app import app as client_app
+from kindred.engine.checkpoint import Checkpoints, pack, unpack
+from kindred.engine.model_store import ClientModels, Layout
+from kindred.kindred import TAIL
+from kindred.messages import to_record
+from kindred.server_app.app import run
+from kindred.server_app.cli import run as cli
+from kindred.server_app.config import Config, ConfigError
+from kindred.server_app.results import RunFolder, is_finished
+from kindred.server_app.tables import read_table
 
 from .plain import FaultyGrid, initial, plain_app
 
@@ -48,17 +47,28 @@ ROOT = Path(__file__).resolve().parent.parent
 CLIENTS, ROUNDS = 3, 4
 FINISHED = {"summary.json", "config.json", "log.txt"}
 # Settings with which a method keeps as much as it can from round to round.
-MOST = {"perfed-ckt": {"num_clusters": 2, "local_steps": 3}, "federico": {"selection": "relay"},
-        "clustered-fl": {"eps1": 100.0, "eps2": 0.001},
-        "feddf": {"model": "digits-cnn,office-mlp", "distill_steps": 3}}
+MOST = {
+    "perfed-ckt": {"num_clusters": 2, "local_steps": 3},
+    "federico": {"selection": "relay"},
+    "clustered-fl": {"eps1": 100.0, "eps2": 0.001},
+    "feddf": {"model": "digits-cnn,office-mlp", "distill_steps": 3},
+}
 VARIANTS = [*((name, {}) for name in REGISTRY), ("federico", {"selection": "server", "m_step": "gradient"}),
             ("fedamp", {"self_weight": "none", "sigma": 1.0}),
             ("kindred", {"num_rounds": TAIL})]  # fmt: skip
 
 
 def config_of(folder: Path, name: str, **more) -> Config:
-    settings = {"num_clients": CLIENTS, "num_groups": CLIENTS, "num_rounds": ROUNDS, "local_epochs": 1,
-                "batch_size": 20, "samples_per_client": 20, "device": "cpu", "output_dir": str(folder)}
+    settings = {
+        "num_clients": CLIENTS,
+        "num_groups": CLIENTS,
+        "num_rounds": ROUNDS,
+        "local_epochs": 1,
+        "batch_size": 20,
+        "samples_per_client": 20,
+        "device": "cpu",
+        "output_dir": str(folder),
+    }
     return Config(**{**settings, "strategy": name, **MOST.get(name, {}), **more})
 
 
@@ -143,9 +153,15 @@ def test_a_run_that_is_cut_short_anywhere_comes_to_the_same_bits(name, more, who
     assert not (folder / "checkpoints").exists()
 
 
-@pytest.mark.parametrize("damage", [
-    lambda whole: whole[:-100], lambda whole: b"", lambda whole: whole[:200] + bytes([whole[200] ^ 4]) + whole[201:],
-], ids=["cut", "empty", "changed"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda whole: whole[:-100],
+        lambda whole: b"",
+        lambda whole: whole[:200] + bytes([whole[200] ^ 4]) + whole[201:],
+    ],
+    ids=["cut", "empty", "changed"],
+)
 @pytest.mark.parametrize("name", ["perfed-ckt", "heurfedamp"])
 def test_a_checkpoint_that_is_damaged_is_noticed_and_the_one_before_it_used(
     name, damage, whole, tmp_path, caplog
@@ -167,6 +183,7 @@ def test_a_write_that_is_cut_short_leaves_the_checkpoints_before_it(tmp_path, mo
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
     checkpoints.save(1, {"model": np.arange(3)})
     for moment in ("fsync", "replace"):
+
         def fail(*args):
             raise Killed
 
@@ -218,8 +235,10 @@ def test_what_the_run_went_back_behind_takes_no_place_of_what_is_whole(tmp_path)
 
 
 @pytest.mark.parametrize(
-    "entries", [None, {}, {"state.npy": b""}, {"state.npy": b"\x93NUMPY\x01\x00"}, {"other": b"{}"}],
-    ids=["no zip", "no state", "empty state", "cut state", "other"])
+    "entries",
+    [None, {}, {"state.npy": b""}, {"state.npy": b"\x93NUMPY\x01\x00"}, {"other": b"{}"}],
+    ids=["no zip", "no state", "empty state", "cut state", "other"],
+)
 def test_a_file_with_the_right_name_and_something_else_in_it_is_not_used(entries, tmp_path, caplog) -> None:
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, {"round": 1})
@@ -273,8 +292,10 @@ def test_a_checkpoint_that_cannot_be_written_is_tried_again_after_the_next_round
     (said,) = (record.message for record in caplog.records)
     reason = "File too large" if moment == "in the middle" else "No space left on device"
     before = "cannot be gone on with" if moment == "mkdir" else "can be gone on with from round 4"
-    assert said == (f"kindred: round 6 could not be saved in {checkpoints.folder} ({reason}): the run goes on, and "
-                    f"tries again after the next round; cut short before that, it {before}")
+    assert said == (
+        f"kindred: round 6 could not be saved in {checkpoints.folder} ({reason}): the run goes on, and "
+        f"tries again after the next round; cut short before that, it {before}"
+    )
     if moment != "mkdir":
         assert rounds_in(checkpoints) == [3]  # and nothing else
     assert checkpoints.due(7)
@@ -299,14 +320,22 @@ def test_a_run_whose_files_cannot_be_written_for_a_while_goes_on_to_the_same_bit
     assert kept(folder) == {name: content for name, content in expected.items() if name not in missing}
     warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert [line.partition(" (No space")[0] for line in warnings] == [
-        text for r in (2, 3) for text in (f"kindred: the results of round {r} cannot be written to {folder}",
-                                          f"kindred: round {r} could not be saved in {folder / 'checkpoints'}")]
+        text
+        for r in (2, 3)
+        for text in (
+            f"kindred: the results of round {r} cannot be written to {folder}",
+            f"kindred: round {r} could not be saved in {folder / 'checkpoints'}",
+        )
+    ]
 
 
-@pytest.mark.parametrize(("name", "reason"), [
-    ("perfed-ckt", "File too large"),
-    ("heurfedamp", "Error while serializing: I/O error: File too large (os error 27)"),
-])
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("perfed-ckt", "File too large"),
+        ("heurfedamp", "Error while serializing: I/O error: File too large (os error 27)"),
+    ],
+)
 def test_results_that_cannot_be_written_are_written_by_a_resume(name, reason, whole, tmp_path, monkeypatch) -> None:
     config = config_of(tmp_path, name)
     finish = RunFolder.finish
@@ -320,8 +349,9 @@ def test_results_that_cannot_be_written_are_written_by_a_resume(name, reason, wh
         with pytest.raises(ConfigError) as refused:
             run(InlineGrid(client_app, CLIENTS, config.run_config()), config)
     (folder,) = tmp_path.iterdir()
-    assert str(refused.value) == (f"the results cannot be written to {folder} ({reason}); make room there, then go on "
-                                  f"with --resume {folder}")
+    assert str(refused.value) == (
+        f"the results cannot be written to {folder} ({reason}); make room there, then go on with --resume {folder}"
+    )
     assert not list((folder / "models").rglob("*"))
     assert (folder / "summary.json").exists() and not is_finished(folder)
     config = config_of(tmp_path, name, resume=str(folder))
@@ -415,8 +445,11 @@ def test_a_checkpoint_of_another_version_is_refused_by_name(tmp_path) -> None:
     np.savez(content, state=np.frombuffer(b'{"strategy": {}}', np.uint8))  # as version 0.1.0 wrote it
     path = tmp_path / f"round-0003-{hashlib.sha256(content.getvalue()).hexdigest()}.npz"
     path.write_bytes(content.getvalue())
-    with pytest.raises(NotResumable, match=r"round-0003-\w+.npz was saved by another version of kindred, in format 1; "
-                                           "this one reads format 2"):
+    with pytest.raises(
+        NotResumable,
+        match=r"round-0003-\w+.npz was saved by another version of kindred, in format 1; "
+        "this one reads format 2",
+    ):
         Checkpoints(tmp_path).load()
 
 
@@ -489,17 +522,22 @@ def test_other_settings_are_named_and_nothing_is_started(tmp_path) -> None:
     with pytest.raises(ConfigError) as refused:
         run(InlineGrid(client_app, CLIENTS, config.run_config()), config)
     assert str(refused.value).endswith(
-        "a run with other settings: num-rounds was 4 and is 9, learning-rate was 0.002 and is 0.5")
+        "a run with other settings: num-rounds was 4 and is 9, learning-rate was 0.002 and is 0.5"
+    )
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
 keys = st.text(max_size=5) | st.integers(-9, 9)
-scalars = st.none() | st.booleans() | st.integers(-2**70, 2**70) | st.floats() | st.text(max_size=5)
+scalars = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=5)
 numbers = arrays(st.sampled_from(["<f4", "<f8", "<f2", "<i8", "|u1", "|b1"]), array_shapes(min_dims=0, min_side=0))
 values = st.recursive(
     scalars | numbers,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=3)
-    | st.lists(inner, max_size=3).map(tuple) | st.sets(keys, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(keys, inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.sets(keys, max_size=3)
+    ),
     max_leaves=8,
 )
 
@@ -524,8 +562,16 @@ def test_a_state_reads_back(value) -> None:
 
 
 def test_a_history_with_numbers_of_numpy_reads_back_to_the_same_bits(tmp_path) -> None:
-    row = {"f8": np.float64(0.1), "f4": np.float32(0.1), "i": np.int64(7), "b": np.True_, "nan": float("nan"),
-           "inf": -float("inf"), "large": 2**64 - 1, "ü\n": "é\ud800"}
+    row = {
+        "f8": np.float64(0.1),
+        "f4": np.float32(0.1),
+        "i": np.int64(7),
+        "b": np.True_,
+        "nan": float("nan"),
+        "inf": -float("inf"),
+        "large": 2**64 - 1,
+        "ü\n": "é\ud800",
+    }
     Checkpoints(tmp_path).save(1, {"rows": [row], "by client": {7: 1, "7": 2, 2**64 - 1: 3}})
     _, state = Checkpoints(tmp_path).load()
     (again,) = state["rows"]
@@ -549,14 +595,31 @@ def test_a_record_reads_back_and_what_has_no_form_is_refused() -> None:
 def kill_at(seconds: Sequence[float], folder: Path, name: str, rounds: int = 8) -> Path:
     """Run the command line, killed so many times after so many seconds, and at last not; the folder of the results."""
     settings = [f"{key.replace('_', '-')}={value}" for key, value in MOST.get(name, {}).items()]
-    command = [sys.executable, str(ROOT / "strategies" / "__main__.py"), "run", "--engine", "inline"]
-    new = ["--strategy", name, "--clients", str(CLIENTS), "--rounds", str(rounds), "--output-dir", str(folder),
-           *(word for text in ("num-groups=3", "samples-per-client=20", "local-epochs=2", "device=cpu", *settings)
-             for word in ("--set", text))]
+    command = [sys.executable, "-m", "kindred", "run", "--engine", "inline"]
+    new = [
+        "--strategy",
+        name,
+        "--clients",
+        str(CLIENTS),
+        "--rounds",
+        str(rounds),
+        "--output-dir",
+        str(folder),
+        *(
+            word
+            for text in ("num-groups=3", "samples-per-client=20", "local-epochs=2", "device=cpu", *settings)
+            for word in ("--set", text)
+        ),
+    ]
     for pause in (*seconds, None):
         started = list(folder.iterdir()) if folder.exists() else []
-        process = subprocess.Popen([*command, *(["--resume", str(started[0])] if started else new)],
-                                   start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        process = subprocess.Popen(
+            [*command, *(["--resume", str(started[0])] if started else new)],
+            start_new_session=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
         if pause is None:
             said, _ = process.communicate(timeout=600)
             assert process.returncode == 0, said
@@ -583,5 +646,6 @@ def test_a_process_that_is_killed_is_gone_on_with(name, tmp_path) -> None:
 def test_a_process_that_is_killed_twenty_times_is_gone_on_with(name, tmp_path) -> None:
     pauses = np.random.default_rng(len(name)).uniform(2, 5, 20)  # s; the first two or so are for the start
     found, expected = (
-        kept(kill_at(each, tmp_path / str(len(each)), name, rounds=400)) for each in (pauses, pauses[:0]))
+        kept(kill_at(each, tmp_path / str(len(each)), name, rounds=400)) for each in (pauses, pauses[:0])
+    )
     assert found == expected

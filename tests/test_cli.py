@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -11,17 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from typer.testing import CliRunner
 
-from data import DATASETS, PARTITIONS
-from server_app.cli import app
-from server_app.config import parse
-from strategies import MODELS, REGISTRY
+from kindred import MODELS, REGISTRY
+from kindred.data import DATASETS, PARTITIONS
+from kindred.server_app.cli.run import app
+from kindred.server_app.config import parse
 
 ROOT = Path(__file__).resolve().parent.parent
-COMMAND = [sys.executable, str(ROOT / "strategies" / "__main__.py")]
+COMMAND = [sys.executable, "-m", "kindred"]
 SMALL = ["--clients=4", "--rounds=2", "--set=num-groups=2", "--set=samples-per-client=10", "--set=local-epochs=1"]
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -153,9 +151,7 @@ def test_a_run_in_this_process_against_another_method(tmp_path) -> None:
 def test_ctrl_c_ends_a_run_in_this_process_with_130(tmp_path) -> None:
     heeding = "import os, signal as s, sys; s.signal(s.SIGINT, s.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
     command = [sys.executable, "-c", heeding, *COMMAND, "run", "--engine=inline", "--rounds=100000"]
-    with subprocess.Popen(
-        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         for line in process.stdout:
             if line.startswith("round "):
                 process.send_signal(signal.SIGINT)
@@ -165,17 +161,8 @@ def test_ctrl_c_ends_a_run_in_this_process_with_130(tmp_path) -> None:
     assert complaints.count("\n") == 1
 
 
-def test_without_the_application_the_command_says_so(tmp_path) -> None:
-    shutil.copytree(ROOT / "strategies", tmp_path / "site" / "kindred", ignore=shutil.ignore_patterns("__pycache__"))
-    installed = [sys.executable, str(tmp_path / "site" / "kindred" / "__main__.py"), "--help"]
-    lost = subprocess.run(installed, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert (lost.returncode, lost.stdout, lost.stderr.count("\n")) == (2, "", 1)
-    at_home = subprocess.run(installed, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert at_home.returncode == 0 and "strategies" in at_home.stdout
-
-
 def test_reading_settings_waits_for_no_heavy_package() -> None:
-    script = "import sys; sys.path.insert(0, sys.argv[1]); from server_app import cli, config; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-P", "-c", script, str(ROOT)], capture_output=True, text=True, timeout=60)
+    script = "import sys, kindred.server_app.cli.run, kindred.server_app.config; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert not {"torch", "ray", "flwr", "sklearn", "matplotlib"} & set(done.stdout.split())

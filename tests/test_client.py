@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from strategies import REGISTRY, InlineGrid, Site, make_client_app
-from strategies.messages import to_record
-from strategies.training import get_arrays
+from kindred import REGISTRY, InlineGrid, Site, make_client_app
+from kindred.client.training import get_arrays
+from kindred.messages import to_record
 
 from .test_conformance import everything, make
 
@@ -118,7 +118,7 @@ def test_dropout_is_seeded_too() -> None:
 
 
 def test_zero_epochs_of_tuning_are_the_global_model() -> None:
-    from strategies import FedAvgFT
+    from kindred import FedAvgFT
 
     strategy = FedAvgFT(finetune_epochs=0)
     result = strategy.start(InlineGrid(app, CLIENTS), to_record(get_arrays(network())), 2, 60)
@@ -136,7 +136,8 @@ def test_a_site_that_cannot_be_loaded_is_reported_by_client_and_holds_up_nobody(
     strategy.start(InlineGrid(make_client_app(broken), CLIENTS), to_record(get_arrays(network())), 1, 60)
     assert strategy.history.left_out == {2: "it cannot introduce itself: FileNotFoundError: no folder /data/site"}
     assert {row["client"]: row["status"] for row in strategy.history.rows} == {
-        client: "ok" for client in range(CLIENTS) if client != 2}
+        client: "ok" for client in range(CLIENTS) if client != 2
+    }
 
 
 def test_a_site_that_can_be_loaded_later_takes_part_from_then_on() -> None:

@@ -11,20 +11,20 @@ from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from matplotlib.image import imread
 
-from client_app.app import app as client_app
-from server_app.app import run as run_app
-from server_app.config import Config
-from strategies import REGISTRY, InlineGrid
-from strategies.baselines.clustered_fl import (
+from kindred import REGISTRY, InlineGrid
+from kindred.baselines.clustered_fl import (
     ClusteredFL,
     is_to_be_divided,
     nearest_part,
     optimal_bipartition,
     update_norms,
 )
-from strategies.checkpoint import pack, unpack
-from strategies.messages import read_record, to_record
-from strategies.training import get_arrays
+from kindred.client.training import get_arrays
+from kindred.client_app.app import app as client_app
+from kindred.engine.checkpoint import pack, unpack
+from kindred.messages import read_record, to_record
+from kindred.server_app.app import run as run_app
+from kindred.server_app.config import Config
 
 from .plain import FaultyGrid, initial, plain_app, small, small_app
 from .test_conformance import everything, make, values
@@ -39,10 +39,17 @@ def test_norms_of_two_updates_by_hand() -> None:
     assert each == pytest.approx([5, 3])
 
 
-@pytest.mark.parametrize(("mean", "each", "divided"), [
-    (0.1, [1.0, 3.0], True), (0.5, [1.0, 3.0], False), (0.1, [1.0, 2.0], False), (0.1, [3.0], False),
-    (0.0, [1.0, 1.0], False), (np.nan, [3.0, 3.0], False),
-])
+@pytest.mark.parametrize(
+    ("mean", "each", "divided"),
+    [
+        (0.1, [1.0, 3.0], True),
+        (0.5, [1.0, 3.0], False),
+        (0.1, [1.0, 2.0], False),
+        (0.1, [3.0], False),
+        (0.0, [1.0, 1.0], False),
+        (np.nan, [3.0, 3.0], False),
+    ],
+)
 def test_a_cluster_is_divided_at_rest_and_with_somebody_far_from_it(mean, each, divided) -> None:
     assert is_to_be_divided(mean, np.array(each), eps1=0.5, eps2=2.0) is divided
 
@@ -119,8 +126,10 @@ def start() -> ArrayRecord:
 
 
 def models_of(strategy: ClusteredFL) -> dict[int, list[float]]:
-    return {client - 1001: read_record(model)["w"].astype(float).round(4).tolist()
-            for client, model in strategy.client_models().items()}
+    return {
+        client - 1001: read_record(model)["w"].astype(float).round(4).tolist()
+        for client, model in strategy.client_models().items()
+    }
 
 
 def test_four_clients_that_pull_two_ways_become_two_clusters() -> None:
@@ -136,12 +145,34 @@ def test_four_clients_that_pull_two_ways_become_two_clusters() -> None:
     assert seen[2] == ({0: [1, 0], 1: [1, 0], 2: [-1, 0], 3: [-1, 0]}, quarters)
     assert seen[3] == ({0: [2, 0], 1: [2, 0], 2: [-2, 0], 3: [-2, 0]}, halves)
     assert strategy.tree == [
-        {"cluster": 0, "parent": None, "since": 0, "parts": [1, 2], "divided": 1,
-         "cross-similarity": pytest.approx((-1 + 0.01) / 1.01), "clients": []},
-        {"cluster": 1, "parent": 0, "since": 1, "parts": [], "divided": None, "cross-similarity": None,
-         "clients": [1001, 1002]},
-        {"cluster": 2, "parent": 0, "since": 1, "parts": [], "divided": None, "cross-similarity": None,
-         "clients": [1003, 1004]}]
+        {
+            "cluster": 0,
+            "parent": None,
+            "since": 0,
+            "parts": [1, 2],
+            "divided": 1,
+            "cross-similarity": pytest.approx((-1 + 0.01) / 1.01),
+            "clients": [],
+        },
+        {
+            "cluster": 1,
+            "parent": 0,
+            "since": 1,
+            "parts": [],
+            "divided": None,
+            "cross-similarity": None,
+            "clients": [1001, 1002],
+        },
+        {
+            "cluster": 2,
+            "parent": 0,
+            "since": 1,
+            "parts": [],
+            "divided": None,
+            "cross-similarity": None,
+            "clients": [1003, 1004],
+        },
+    ]
     assert read_record(strategy.global_arrays())["w"] == pytest.approx([0, 0], abs=1e-6)  # of all clients' models
     assert [line["clusters"] for line in strategy.history.rounds] == [2, 2, 2]
     first = strategy.history.rows[0]
@@ -187,6 +218,7 @@ def test_who_was_away_is_placed_by_its_next_answer_which_is_in_no_mean() -> None
 
 def test_who_comes_late_goes_down_the_tree_one_step_an_answer() -> None:
     """Eight ways to pull, in two pairs of pairs: divided twice before client 8 answers for the first time."""
+
     def direction(degrees: float, length: float = 1.0) -> tuple[float, float]:
         return length * np.cos(np.radians(degrees)), length * np.sin(np.radians(degrees))
 
@@ -194,8 +226,11 @@ def test_who_comes_late_goes_down_the_tree_one_step_an_answer() -> None:
     steps = {i: direction(degrees) for i, degrees in enumerate(d for pair in pairs for d in pair)} | {4: direction(258)}
     strategy, places = ClusteredFL(eps1=0.8, eps2=0.9), []
     strategy.start(
-        FaultyGrid(moving_app(steps), 5, lambda r, c: "error" if c == 4 and r < 3 else "ok"), start(), 5,
-        on_round=lambda r: places.append(next(row["cluster"] for row in strategy.tree if 1005 in row["clients"])))
+        FaultyGrid(moving_app(steps), 5, lambda r, c: "error" if c == 4 and r < 3 else "ok"),
+        start(),
+        5,
+        on_round=lambda r: places.append(next(row["cluster"] for row in strategy.tree if 1005 in row["clients"])),
+    )
     tree = {row["cluster"]: row for row in strategy.tree}
     assert (tree[0]["divided"], tree[1]["divided"], tree[2]["divided"]) == (1, 2, 2)
     assert places == [0, 0, 2, tree[2]["parts"][1], tree[2]["parts"][1]]
@@ -235,9 +270,13 @@ def test_the_tree_is_part_of_the_state() -> None:
     assert again.collaboration()[1].tobytes() != b""
 
 
-@pytest.mark.parametrize(("settings", "message"), [
-    ({"eps1": -1.0, "eps2": 1.0}, "eps1 is -1.0, allowed: 0 or more"),
-    ({"eps1": 1.0, "eps2": -2.0}, "eps2 is -2.0, allowed: 0 or more")])
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"eps1": -1.0, "eps2": 1.0}, "eps1 is -1.0, allowed: 0 or more"),
+        ({"eps1": 1.0, "eps2": -2.0}, "eps2 is -2.0, allowed: 0 or more"),
+    ],
+)
 def test_a_bad_threshold_is_named(settings, message) -> None:
     with pytest.raises(ValueError, match=message):
         ClusteredFL(**settings)
@@ -279,8 +318,18 @@ def test_clients_do_and_report_what_fedavgs_do() -> None:
 
 
 def test_the_results_hold_the_tree_and_a_picture_of_it(tmp_path) -> None:
-    config = Config(strategy="clustered-fl", num_clients=6, num_groups=2, num_rounds=3, local_epochs=1, eps1=100.0,
-                    eps2=0.0, samples_per_client=10, device="cpu", output_dir=str(tmp_path))
+    config = Config(
+        strategy="clustered-fl",
+        num_clients=6,
+        num_groups=2,
+        num_rounds=3,
+        local_epochs=1,
+        eps1=100.0,
+        eps2=0.0,
+        samples_per_client=10,
+        device="cpu",
+        output_dir=str(tmp_path),
+    )
     folder = run_app(InlineGrid(client_app, 6, config.run_config()), config).path
     tree = json.loads((folder / "clusters.json").read_text())
     assert sorted(client for cluster in tree for client in cluster["clients"]) == list(range(6))
@@ -290,11 +339,18 @@ def test_the_results_hold_the_tree_and_a_picture_of_it(tmp_path) -> None:
 
 
 def test_the_picture_tells_who_is_where() -> None:
-    from server_app.pictures import tree_figure
+    from kindred.server_app.report.figures import tree_figure
 
     def cluster(number, parent, since, clients=(), parts=(), divided=None, cross=None):
-        return {"cluster": number, "parent": parent, "since": since, "parts": list(parts), "divided": divided,
-                "cross-similarity": cross, "clients": list(clients)}
+        return {
+            "cluster": number,
+            "parent": parent,
+            "since": since,
+            "parts": list(parts),
+            "divided": divided,
+            "cross-similarity": cross,
+            "clients": list(clients),
+        }
 
     tree = [cluster(0, None, 0, ["late"], (1, 2), 3, -0.25), cluster(1, 0, 3, range(90)), cluster(2, 0, 3, ["a$b"])]
     groups = {"late": 1, "a$b": 1} | dict.fromkeys(range(90), 0)

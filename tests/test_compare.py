@@ -17,23 +17,29 @@ from matplotlib.collections import PolyCollection
 from matplotlib.image import imread
 from typer.testing import CliRunner
 
-from data import DATASETS
-from data.federation import _load as loaded
-from data.partitions import divide
-from server_app import compare as comparing
-from server_app.app import LOCAL_SETTINGS, make_strategy
-from server_app.cli import app
-from server_app.compare import METRICS, carry_out, make_plan, remarks, run_hash, signed_rank, tables, write
-from server_app.config import Config, ConfigError, kebab
-from server_app.flower import Outcome
-from server_app.pictures import comparison_figure
-from server_app.presets import FOLDER, load_preset, preset_names
-from server_app.results import RunFolder
-from strategies import REGISTRY
-from strategies.models import parse_models
+from kindred import REGISTRY
+from kindred.client.models import parse_models
+from kindred.data import DATASETS
+from kindred.data.federation import _load as loaded
+from kindred.data.partitions import divide
+from kindred.server_app import comparison as comparing
+from kindred.server_app.app import LOCAL_SETTINGS, make_strategy
+from kindred.server_app.cli.run import app
+from kindred.server_app.comparison import METRICS, carry_out, make_plan, remarks, run_hash, signed_rank, tables, write
+from kindred.server_app.config import Config, ConfigError, kebab
+from kindred.server_app.presets import FOLDER, load_preset, preset_names
+from kindred.server_app.report.figures import comparison_figure
+from kindred.server_app.results import RunFolder
+from kindred.server_app.simulation import Outcome
 
-SMALL = ["--clients=4", "--rounds=2", "--set=num-groups=2", "--set=samples-per-client=20", "--set=local-epochs=1",
-         "--engine=inline"]
+SMALL = [
+    "--clients=4",
+    "--rounds=2",
+    "--set=num-groups=2",
+    "--set=samples-per-client=20",
+    "--set=local-epochs=1",
+    "--engine=inline",
+]
 METHODS = "--strategies=local,heurfedamp"
 
 
@@ -106,8 +112,10 @@ def test_the_figures_are_those_of_the_runs(compared):
             assert each["std"][key] == pytest.approx(statistics.stdev(numbers))
         assert each["mean"]["bytes"] == statistics.mean(each["bytes-down"] + each["bytes-up"] for each in read[name])
     last = {name: [[client["accuracy"] for client in summary["clients"]] for summary in read[name]] for name in read}
-    shares = [statistics.mean(a > b for a, b in zip(ours, alone, strict=True))
-              for ours, alone in zip(last["heurfedamp"], last["local"], strict=True)]
+    shares = [
+        statistics.mean(a > b for a, b in zip(ours, alone, strict=True))
+        for ours, alone in zip(last["heurfedamp"], last["local"], strict=True)
+    ]
     assert content["strategies"]["heurfedamp"]["mean"]["better-than-local"] == pytest.approx(statistics.mean(shares))
     assert content["strategies"]["local"]["mean"]["better-than-local"] is None
     assert content["strategies"]["heurfedamp"]["wilcoxon"]["pairs"] == 2 * 4  # clients and seeds
@@ -165,8 +173,15 @@ def test_after_an_interruption_the_same_command_goes_on(compared, tmp_path, monk
 def test_a_method_that_cannot_work_is_one_line_and_loses_no_other(compared):
     place, _, _ = compared
     before = {path.name for path in place.glob("compare-*")}
-    done = kindred("compare", "--strategies=local,fedavg,heurfedamp", "--set=fedavg:model=digits-cnn,cnn2",
-                   "--set=heurfedamp:sigma=25", f"--output-dir={place}", *SMALL, code=1)
+    done = kindred(
+        "compare",
+        "--strategies=local,fedavg,heurfedamp",
+        "--set=fedavg:model=digits-cnn,cnn2",
+        "--set=heurfedamp:sigma=25",
+        f"--output-dir={place}",
+        *SMALL,
+        code=1,
+    )
     assert how(done) == ["reused", "failed", "reused"]
     (new,) = {path.name for path in place.glob("compare-*")} - before
     told = json.loads((place / new / "comparison.json").read_text())["strategies"]
@@ -217,6 +232,7 @@ def test_bad_input_gets_one_line_and_code_2_and_leaves_nothing(arguments, says, 
 
 def pretended(accuracies: dict[tuple[str, int], list[float]], failing: tuple[tuple[str, int], ...] = ()):
     """Runs that come to the accuracies that they are told; the best round is the first, a tenth above the last."""
+
     def execute(config: Config) -> Outcome:
         who = (config.strategy, config.seed)
         if who in failing:
@@ -225,12 +241,22 @@ def pretended(accuracies: dict[tuple[str, int], list[float]], failing: tuple[tup
         folder = RunFolder(config.run_config(), images=comparing._images(config))
         mean = statistics.mean(found)
         (folder.path / "rounds.csv").write_text(f"round,accuracy\n1,{mean + 0.1}\n2,{mean}\n")
-        (folder.path / "summary.json").write_text(json.dumps({
-            "accuracy-best": mean + 0.1, "accuracy": mean, "accuracy-weighted": mean, "accuracy-p10": min(found),
-            "bytes-down": 2_000_000, "bytes-up": 1_000_000, "samples-trained": 4000, "samples-predicted": 0,
-            "seconds": 1.0 + config.seed,
-            "clients": [{"client": i, "accuracy": accuracy} for i, accuracy in enumerate(found)],
-        }))
+        (folder.path / "summary.json").write_text(
+            json.dumps(
+                {
+                    "accuracy-best": mean + 0.1,
+                    "accuracy": mean,
+                    "accuracy-weighted": mean,
+                    "accuracy-p10": min(found),
+                    "bytes-down": 2_000_000,
+                    "bytes-up": 1_000_000,
+                    "samples-trained": 4000,
+                    "samples-predicted": 0,
+                    "seconds": 1.0 + config.seed,
+                    "clients": [{"client": i, "accuracy": accuracy} for i, accuracy in enumerate(found)],
+                }
+            )
+        )
         return Outcome(0, "", folder.path)
 
     return execute
@@ -238,8 +264,9 @@ def pretended(accuracies: dict[tuple[str, int], list[float]], failing: tuple[tup
 
 def test_mean_deviation_and_share_by_hand(tmp_path):
     plan = make_plan(["local", "fedavg"], {"output-dir": str(tmp_path)}, {}, seeds=[0, 1])
-    execute = pretended({("local", 0): [0.5, 0.7], ("local", 1): [0.5, 0.5],
-                         ("fedavg", 0): [0.6, 0.7], ("fedavg", 1): [0.8, 0.7]})
+    execute = pretended(
+        {("local", 0): [0.5, 0.7], ("local", 1): [0.5, 0.5], ("fedavg", 0): [0.6, 0.7], ("fedavg", 1): [0.8, 0.7]}
+    )
     content, code = carry_out(plan, execute, lambda line: None, {}, ["kindred", "compare", "a b"])
     assert code == 0 and content["command"] == "kindred compare 'a b'"
     columns = columns_of(content)
@@ -315,8 +342,14 @@ def test_a_file_of_other_images_is_another_run_and_one_that_was_moved_is_not(tmp
 
     def said(data_dir: str, execute) -> list[str]:
         lines = []
-        given = {"dataset": "npz", "data-dir": data_dir, "partition": "iid", "num-clients": 2, "samples-per-client": 10,
-                 "output-dir": str(tmp_path / "results")}
+        given = {
+            "dataset": "npz",
+            "data-dir": data_dir,
+            "partition": "iid",
+            "num-clients": 2,
+            "samples-per-client": 10,
+            "output-dir": str(tmp_path / "results"),
+        }
         carry_out(make_plan(["local"], given, {}), execute, lines.append, {}, ["kindred"])
         return lines
 
@@ -350,8 +383,13 @@ def test_wilcoxons_test_by_hand(ours, reference, better, worse, equal, statistic
 
 def test_a_run_is_known_by_what_its_results_depend_on():
     base = Config(dataset="mnist").run_config()
-    for same in ({"output-dir": "there"}, {"resume": "that"}, {"checkpoint-every": 5}, {"keep-checkpoints": 1},
-                 {"data-dir": "moved"}):
+    for same in (
+        {"output-dir": "there"},
+        {"resume": "that"},
+        {"checkpoint-every": 5},
+        {"keep-checkpoints": 1},
+        {"data-dir": "moved"},
+    ):
         assert run_hash(base | same) == run_hash(base)
     others = [{"seed": 1}, {"strategy": "local"}, {"sigma": 99.0}, {"num-rounds": 16}, {"precision": "bfloat16"}]
     assert len({run_hash(base | other) for other in [{}, *others]}) == 6
@@ -374,8 +412,9 @@ def test_a_finished_run_is_taken_before_one_that_was_cut_short(tmp_path):
 
 
 def test_a_scale_shrinks_rounds_and_images_and_every_output_says_so(tmp_path):
-    plan = make_plan(["local", "fedavg"], {"output-dir": str(tmp_path), "num-rounds": 20},
-                     {"fedavg": {"num-rounds": 60}}, scale=0.1)
+    plan = make_plan(
+        ["local", "fedavg"], {"output-dir": str(tmp_path), "num-rounds": 20}, {"fedavg": {"num-rounds": 60}}, scale=0.1
+    )
     local, fedavg = plan.configs["local"], plan.configs["fedavg"]
     # 40 images a client are what digits have by default; 4 would be too few to mean anything.
     assert (local.num_rounds, local.samples_per_client, local.alpha_decay_every) == (2, 10, 3)
@@ -403,8 +442,14 @@ def test_images_a_client_are_those_that_the_setting_counts():
 # --- Presets ------------------------------------------------------------------------------------------------
 
 # Of EMNIST as many as it takes.
-SIZES = {"mnist": (60_000, 10_000), "fashion-mnist": (60_000, 10_000), "emnist": (120_000, 10_000),
-         "cifar10": (50_000, 10_000), "cifar100": (50_000, 10_000), "office-home": (12_471, 3_117)}
+SIZES = {
+    "mnist": (60_000, 10_000),
+    "fashion-mnist": (60_000, 10_000),
+    "emnist": (120_000, 10_000),
+    "cifar10": (50_000, 10_000),
+    "cifar100": (50_000, 10_000),
+    "office-home": (12_471, 3_117),
+}
 
 
 @pytest.mark.parametrize("name", preset_names())
@@ -430,8 +475,15 @@ def test_a_preset_is_complete_and_its_settings_can_be_used(name):
     train, test = SIZES[settings["dataset"]]
     classes = DATASETS[settings["dataset"]].num_classes or 65
     keys = ("dataset", "num-clients", "num-groups", "samples-per-client", "with-replacement", "dirichlet-alpha")
-    partition = divide(settings["partition"], np.arange(train) % classes, np.arange(test) % classes, classes, seed=0,
-                       held_out=0, **{key.replace("-", "_"): settings[key] for key in keys})
+    partition = divide(
+        settings["partition"],
+        np.arange(train) % classes,
+        np.arange(test) % classes,
+        classes,
+        seed=0,
+        held_out=0,
+        **{key.replace("-", "_"): settings[key] for key in keys},
+    )
     assert len(partition.train) == settings["num-clients"]
 
 
@@ -460,14 +512,18 @@ def without_images(monkeypatch):
 
 def test_what_the_command_says_counts_over_the_preset(tmp_path, without_images):
     preset = load_preset("fedamp-table3-fmnist")
-    plan = make_plan(["local", "scaffold", "fedamp", "fedrep"],
-                     {"num-rounds": 10, "batch-size": 50, "output-dir": str(tmp_path)}, {"fedamp": {"sigma": 7.0}},
-                     preset=preset)
+    plan = make_plan(
+        ["local", "scaffold", "fedamp", "fedrep"],
+        {"num-rounds": 10, "batch-size": 50, "output-dir": str(tmp_path)},
+        {"fedamp": {"sigma": 7.0}},
+        preset=preset,
+    )
     assert [config.num_rounds for config in plan.configs.values()] == [10] * 4  # scaffold's 600 too
     assert (plan.configs["fedamp"].sigma, plan.configs["fedamp"].self_weight) == (7, 0.05)
     assert plan.reference == "local" and plan.common.batch_size == 50 and plan.common.local_epochs == 10
-    found = {(name, 0): [accuracy, accuracy] for name, accuracy in
-             zip(plan.configs, (0.8, 0.7, 0.75, 0.6), strict=True)}
+    found = {
+        (name, 0): [accuracy, accuracy] for name, accuracy in zip(plan.configs, (0.8, 0.7, 0.75, 0.6), strict=True)
+    }
     content, _ = carry_out(plan, pretended(found), lambda line: None, {}, ["kindred"])
     assert content["preset"]["changed"] == {"num-rounds": 10, "batch-size": 50, "fedamp:sigma": 7.0}
     assert content["strategies"]["scaffold"]["paper"] == {"mean": 0.402}
@@ -482,8 +538,13 @@ def test_what_the_command_says_counts_over_the_preset(tmp_path, without_images):
 
 
 def test_what_a_paper_counted_stands_beside_what_was_counted(tmp_path, without_images):
-    plan = make_plan(["local", "perfed-ckt-3"], {"output-dir": str(tmp_path)}, {},
-                     preset=load_preset("perfed-ckt-table1-10"), seeds=[0, 1])
+    plan = make_plan(
+        ["local", "perfed-ckt-3"],
+        {"output-dir": str(tmp_path)},
+        {},
+        preset=load_preset("perfed-ckt-table1-10"),
+        seeds=[0, 1],
+    )
     execute = pretended({(name, seed): [0.5, 0.6] for name in ("local", "perfed-ckt") for seed in (0, 1)})
     content, _ = carry_out(plan, execute, lambda line: None, {}, ["kindred"])
     content["strategies"]["perfed-ckt-3"]["mean"]["floats"] = 13e6
@@ -494,8 +555,11 @@ def test_what_a_paper_counted_stands_beside_what_was_counted(tmp_path, without_i
 
 
 def test_a_method_can_stand_in_a_comparison_more_than_once(tmp_path):
-    plan = make_plan(["wide", "narrow"], {"output-dir": str(tmp_path)},
-                     {"wide": {"strategy": "fedamp", "sigma": 100.0}, "narrow": {"strategy": "fedamp", "sigma": 1.0}})
+    plan = make_plan(
+        ["wide", "narrow"],
+        {"output-dir": str(tmp_path)},
+        {"wide": {"strategy": "fedamp", "sigma": 100.0}, "narrow": {"strategy": "fedamp", "sigma": 1.0}},
+    )
     assert [config.strategy for config in plan.configs.values()] == ["fedamp"] * 2
     assert plan.own == {"wide": {"sigma": 100.0}, "narrow": {"sigma": 1.0}}
     keys = {run_hash(config.run_config()) for config in plan.configs.values()}
@@ -518,8 +582,9 @@ def test_the_picture_has_the_mean_over_seeds_in_a_band_of_the_deviation():
     def rounds(*accuracies: float) -> list[dict]:
         return [{"round": number, "accuracy": accuracy} for number, accuracy in enumerate(accuracies, 1)]
 
-    figure = comparison_figure([("twice", [rounds(0.5, 0.6), rounds(0.7, 0.8, 0.9)]), ("once", [rounds(0.4, 0.5)])],
-                               "title")
+    figure = comparison_figure(
+        [("twice", [rounds(0.5, 0.6), rounds(0.7, 0.8, 0.9)]), ("once", [rounds(0.4, 0.5)])], "title"
+    )
     (axes,) = figure.axes
     twice, once = (line for line in axes.get_lines() if len(line.get_xdata()) == 2)
     assert twice.get_ydata() == pytest.approx([60, 70]) and list(twice.get_xdata()) == [1, 2]

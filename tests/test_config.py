@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from data import load_federation
-from server_app.app import make_strategy, needed_by
-from server_app.config import Config, ConfigError, kebab, table
-from strategies import REGISTRY
+from kindred import REGISTRY
+from kindred.data import load_federation
+from kindred.server_app.app import make_strategy, needed_by
+from kindred.server_app.config import Config, ConfigError, kebab, table
 
 ROOT = Path(__file__).parent.parent
 

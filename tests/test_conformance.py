@@ -10,10 +10,10 @@ import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from strategies import REGISTRY, InlineGrid, PersonalizedStrategy, TooFewClients
-from strategies.checkpoint import pack
-from strategies.messages import AFTER_TRAINING, TRAIN_LOSS, to_record
-from strategies.training import get_arrays
+from kindred import REGISTRY, InlineGrid, PersonalizedStrategy, TooFewClients
+from kindred.client.training import get_arrays
+from kindred.engine.checkpoint import pack
+from kindred.messages import AFTER_TRAINING, TRAIN_LOSS, to_record
 
 from .plain import (
     POINTS,
@@ -33,17 +33,51 @@ from .plain import (
 CLIENTS = 6
 ROUNDS = 4
 OWN_SETTINGS = {
-    "sigma": 2.0, "self_weight": 0.3, "alpha": 10.0, "alpha_decay": 0.5, "alpha_decay_every": 2, "lam": 1.0,
-    "proximal_mu": 0.5, "finetune_epochs": 1,
-    "num_clusters": 2, "distill_weight": 0.5, "local_steps": 10, "public_batch_size": 2, "warmup_rounds": 0,
-    "min_cluster_size": 1, "logits_dtype": "float32",
-    "num_neighbours": 2, "epsilon": 0.3, "beta": 0.6, "likelihood": "mean", "temperature": 0.5, "m_step": "epochs",
-    "optimizer": "adam", "learning_rate": 0.1, "min_weight": 0.001, "mixture": "probabilities",
-    "mixture_threshold": 0.01, "share_absent": True, "selection": "server", "store": "memory",
-    "sgd_learning_rate": 0.1, "server_learning_rate": 1.0, "mixing_weight": 0.5, "adapt_mixing": True,
-    "ditto_lambda": 0.5, "adapt_learning_rate": 0.1, "eps1": 10.0, "eps2": 0.001, "validation_share": 0.25,
-    "num_components": 2, "distill_steps": 3, "distill_learning_rate": 0.01, "head_layers": 1, "head_epochs": 1,
-    "ala_share": 0.8, "ala_learning_rate": 1.0,
+    "sigma": 2.0,
+    "self_weight": 0.3,
+    "alpha": 10.0,
+    "alpha_decay": 0.5,
+    "alpha_decay_every": 2,
+    "lam": 1.0,
+    "proximal_mu": 0.5,
+    "finetune_epochs": 1,
+    "num_clusters": 2,
+    "distill_weight": 0.5,
+    "local_steps": 10,
+    "public_batch_size": 2,
+    "warmup_rounds": 0,
+    "min_cluster_size": 1,
+    "logits_dtype": "float32",
+    "num_neighbours": 2,
+    "epsilon": 0.3,
+    "beta": 0.6,
+    "likelihood": "mean",
+    "temperature": 0.5,
+    "m_step": "epochs",
+    "optimizer": "adam",
+    "learning_rate": 0.1,
+    "min_weight": 0.001,
+    "mixture": "probabilities",
+    "mixture_threshold": 0.01,
+    "share_absent": True,
+    "selection": "server",
+    "store": "memory",
+    "sgd_learning_rate": 0.1,
+    "server_learning_rate": 1.0,
+    "mixing_weight": 0.5,
+    "adapt_mixing": True,
+    "ditto_lambda": 0.5,
+    "adapt_learning_rate": 0.1,
+    "eps1": 10.0,
+    "eps2": 0.001,
+    "validation_share": 0.25,
+    "num_components": 2,
+    "distill_steps": 3,
+    "distill_learning_rate": 0.01,
+    "head_layers": 1,
+    "head_epochs": 1,
+    "ala_share": 0.8,
+    "ala_learning_rate": 1.0,
 }
 # Methods whose clients do more than to train a model as FedProx's do: written by somebody else, or our own.
 APPS = {"perfed-ckt": logits_app, "federico": collaboration_app}
@@ -54,7 +88,8 @@ where_models_travel = pytest.mark.parametrize("name", [name for name in REGISTRY
 # Of those whose replies hold arrays with other names, their own tests tell.
 OTHER_ARRAYS = ("fedem",)
 where_trained_models_travel = pytest.mark.parametrize(
-    "name", [name for name in REGISTRY if name not in APPS and name not in OTHER_ARRAYS])
+    "name", [name for name in REGISTRY if name not in APPS and name not in OTHER_ARRAYS]
+)
 with_an_ordinary_client = pytest.mark.parametrize("name", [name for name in REGISTRY if name not in OWN_CLIENTS])
 where_logits_travel = pytest.mark.parametrize("name", [name for name in REGISTRY if not REGISTRY[name].models_travel])
 
@@ -105,7 +140,8 @@ def test_a_run_gives_every_client_a_model_like_the_initial_one(name) -> None:
     assert list(models) == (list(range(CLIENTS)) if strategy.model_stays else clients)
     for record in (model for kept in models.values() for model in models_in(kept)):
         assert {k: (a.dtype, tuple(a.shape)) for k, a in record.items()} == {
-            k: (a.dtype, tuple(a.shape)) for k, a in initial_of(name).items()}
+            k: (a.dtype, tuple(a.shape)) for k, a in initial_of(name).items()
+        }
         assert all(np.isfinite(array.numpy()).all() for array in record.values())
     assert weights.shape == (CLIENTS, CLIENTS) and (weights >= 0).all()
     assert weights.sum(axis=1) == pytest.approx(1)
@@ -120,8 +156,9 @@ def test_no_model_reaches_the_server_and_clients_are_named_all_the_same(name) ->
     assert weights.sum(axis=1) == pytest.approx(1)
 
 
-@pytest.mark.parametrize(("name", "samples"), [("fedavg", (0, 0)), ("fedavg-ft", (1, 0)), ("per-fedavg", (1, 0)),
-                                                ("hypcluster", (0, 2))])
+@pytest.mark.parametrize(
+    ("name", "samples"), [("fedavg", (0, 0)), ("fedavg-ft", (1, 0)), ("per-fedavg", (1, 0)), ("hypcluster", (0, 2))]
+)
 def test_what_a_client_works_on_for_its_closing_evaluation_counts(name, samples) -> None:
     strategy = make(name)
     strategy.start(InlineGrid(small_app(), CLIENTS), to_record(get_arrays(small())), 1)
@@ -137,12 +174,17 @@ def test_what_a_client_works_on_for_its_closing_evaluation_counts(name, samples)
 def test_an_ordinary_client_takes_no_part_in_what_it_cannot_do(name, has_name) -> None:
     app = plain_app()
     if has_name:
+
         @app.query("identity")
         def identity(message, context):
             return Message(RecordDict({"config": ConfigRecord({"client-id": context.node_id})}), reply_to=message)
 
-    with pytest.raises(TooFewClients, match=re.escape(
-            f"client 1001: its ClientApp knows no {REGISTRY[name].title}; that of kindred.make_client_app does")):
+    with pytest.raises(
+        TooFewClients,
+        match=re.escape(
+            f"client 1001: its ClientApp knows no {REGISTRY[name].title}; that of kindred.make_client_app does"
+        ),
+    ):
         run(name, InlineGrid(app, CLIENTS))
 
 
@@ -242,11 +284,23 @@ def test_a_round_without_any_answer_changes_nothing(name) -> None:
     seen, states = {}, {}
     strategy = make(name, fraction_evaluate=0)  # an evaluation may bring models that clients have tuned
     strategy.start(
-        FaultyGrid(app_of(name), CLIENTS, without_round_3), initial_of(name), ROUNDS,
-        on_round=lambda r: (seen.update({r: everything(strategy)[0]}), states.update({r: whole_state()})))
+        FaultyGrid(app_of(name), CLIENTS, without_round_3),
+        initial_of(name),
+        ROUNDS,
+        on_round=lambda r: (seen.update({r: everything(strategy)[0]}), states.update({r: whole_state()})),
+    )
     assert seen[2] == seen[3] != seen[4]
-    told = {"history", "_round", "_directory", "_sent", "_weights", "_evaluated_apart",  # what was sent, or evaluated
-            "_tree", "_received", "_have_heads"}
+    told = {
+        "history",
+        "_round",
+        "_directory",
+        "_sent",
+        "_weights",
+        "_evaluated_apart",  # what was sent, or evaluated
+        "_tree",
+        "_received",
+        "_have_heads",
+    }
     changed = [{key for key in states[r] if states[r][key] != states[r + 1][key]} for r in (2, 3)]
     assert changed[0] <= told and not changed[1] <= told
     assert next(line for line in strategy.history.rounds if line["round"] == 3)["answered"] == 0
@@ -378,6 +432,7 @@ def test_bad_logits_count_like_no_reply_and_say_why(name, damage, reason) -> Non
 
 def check_that_it_counts_like_no_reply(name, damage, reason) -> None:
     """A client whose reply is damaged in round 2 counts in it as one whose reply is lost."""
+
     def damaged(server_round: int, client: int) -> object:
         return damage if (server_round, client) == (2, 3) else "ok"
 

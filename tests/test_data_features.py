@@ -13,11 +13,11 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-import data.features
-from data import DataError, load_federation
-from data.sources import load_images
-from strategies.compat import import_torchvision
-from strategies.models import make_model
+import kindred.data.features
+from kindred.client.models import make_model
+from kindred.data import DataError, load_federation
+from kindred.data.sources import load_images
+from kindred.torchvision_import import import_torchvision
 
 DOMAINS, CLASSES = ("Art", "Real World"), ("Alarm_Clock", "Bed", "Chair")
 
@@ -70,13 +70,13 @@ def folder(tmp_path, weights, monkeypatch):
 def computed(monkeypatch):
     """How many images features were computed of, for each time."""
     sizes = []
-    compute = data.features._compute
+    compute = kindred.data.features._compute
 
     def counting(place, paths):
         sizes.append(len(paths))
         return compute(place, paths)
 
-    monkeypatch.setattr(data.features, "_compute", counting)
+    monkeypatch.setattr(kindred.data.features, "_compute", counting)
     return sizes
 
 
@@ -123,7 +123,9 @@ def test_every_fifth_image_of_a_class_is_for_test(folder, monkeypatch):
     fill(folder, (4, 1, 6))
     number = {path.relative_to(folder): i for i, path in enumerate(sorted(folder.glob("*/*/*.png")))}
     monkeypatch.setattr(
-        data.features, "_features", lambda place, paths: np.array([[number[path]] * 512 for path in paths], np.float32)
+        kindred.data.features,
+        "_features",
+        lambda place, paths: np.array([[number[path]] * 512 for path in paths], np.float32),
     )
     images = load_images("office-home", str(folder))
     # Paths 0 to 3, 11 to 14 are class 0; 4, 15 class 1; 5 to 10, 16 to 21 class 2.

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from data import DATASETS, PARTITIONS, DataError, Federation, SiteData, load_federation, partition_figure
-from data.partitions import Partition
-from data.sources import Images
+from kindred.data import DATASETS, PARTITIONS, DataError, Federation, SiteData, load_federation, partition_figure
+from kindred.data.partitions import Partition
+from kindred.data.sources import Images
 
 DIGITS = {
     "dataset": "digits",
@@ -179,8 +179,17 @@ def test_changing_a_clients_tensors_does_not_change_the_federation():
 
 
 def test_every_name_has_a_description():
-    assert set(DATASETS) == {"digits", "mnist", "fashion-mnist", "emnist", "cifar10", "cifar100", "office-home",
-                             "sites", "npz"}
+    assert set(DATASETS) == {
+        "digits",
+        "mnist",
+        "fashion-mnist",
+        "emnist",
+        "cifar10",
+        "cifar100",
+        "office-home",
+        "sites",
+        "npz",
+    }
     assert set(PARTITIONS) == {
         "iid", "pathological", "practical", "rotated", "permuted", "dirichlet", "label-groups", "clustered-dirichlet"
     }  # fmt: skip

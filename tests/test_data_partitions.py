@@ -6,11 +6,10 @@ from hashlib import sha256
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from data.partitions import PARTITIONS, divide
-from data.sources import DataError
+from kindred.data.partitions import PARTITIONS, divide
+from kindred.data.sources import DataError
 
 DEALT = [name for name, scheme in PARTITIONS.items() if scheme.total]
 OTHERS = [name for name in PARTITIONS if name not in DEALT]
@@ -95,9 +94,7 @@ def test_the_papers_cifar100_has_a_superclass_for_each_group():
         assert table[client, own[client // 5]].sum() * 10 == table[client].sum() * 8
 
 
-@pytest.mark.parametrize(
-    ("dataset", "classes", "test_images"), [("fashion-mnist", 10, 1000), ("cifar100", 100, 100)]
-)
+@pytest.mark.parametrize(("dataset", "classes", "test_images"), [("fashion-mnist", 10, 1000), ("cifar100", 100, 100)])
 def test_the_papers_test_images_serve_one_client_each_where_they_just_suffice(dataset, classes, test_images):
     train = [60000 // classes] * classes
     got = part("practical", train, [test_images] * classes, dataset=dataset, num_clients=100, num_groups=4)
@@ -658,9 +655,7 @@ def test_label_groups_with_so_many_images_a_client():
 
 
 def test_another_seed_gives_clients_other_images_of_one_set_of_classes():
-    one, other = (
-        part("label-groups", [50] * 4, num_groups=1, samples_per_client=10, seed=seed) for seed in (0, 1)
-    )
+    one, other = (part("label-groups", [50] * 4, num_groups=1, samples_per_client=10, seed=seed) for seed in (0, 1))
     assert set(one.train[0]) != set(other.train[0])
 
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-import data.public
-from data import PARTITIONS, DataError, load_federation
-from data.public import hold_out_size, public_images, public_source
-from data.sources import load_images
+import kindred.data.public
+from kindred.data import PARTITIONS, DataError, load_federation
+from kindred.data.public import hold_out_size, public_images, public_source
+from kindred.data.sources import load_images
 
 SETTINGS = {
     "dataset": "npz",
@@ -91,7 +91,7 @@ def test_it_is_read_when_asked_for_and_once(file, monkeypatch):
         asked.append(dataset)
         return load_images(dataset, data_dir)
 
-    monkeypatch.setattr(data.public, "load_images", reading)
+    monkeypatch.setattr(kindred.data.public, "load_images", reading)
     one = federation(file, seed=11)
     assert asked == []
     assert one.public_set() is one.public_set()

@@ -11,14 +11,14 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from client_app.app import app
-from data import DataError, Sites, Task, read_site
-from server_app.app import run
-from server_app.config import Config
-from server_app.results import read_summary
-from server_app.tables import read_table
-from strategies import InlineGrid
-from strategies.state import ClientState
+from kindred import InlineGrid
+from kindred.client.state import ClientState
+from kindred.client_app.app import app
+from kindred.data import DataError, Sites, Task, read_site
+from kindred.server_app.app import run
+from kindred.server_app.config import Config
+from kindred.server_app.results import read_summary
+from kindred.server_app.tables import read_table
 
 RUN_CONFIG = {"image-shape": "1x4x6", "num-classes": 3, "class-names": "", "input-mean": 0.5, "input-deviation": 0.25}
 
@@ -172,11 +172,21 @@ def grid_of(tmp_path, config: Config, broken: bool = False) -> InlineGrid:
     for number, context in enumerate(grid._contexts.values()):
         own = slice(50 * number, 50 * number + 40), slice(50 * number + 40, 50 * number + 50)
         cut = 7 if broken and number == 2 else 8
-        np.savez(tmp_path / f"{number}.npz", x_train=x[own[0], :cut], y_train=y[own[0]],
-                 x_test=x[own[1], :cut], y_test=y[own[1]])
+        np.savez(
+            tmp_path / f"{number}.npz",
+            x_train=x[own[0], :cut],
+            y_train=y[own[0]],
+            x_test=x[own[1], :cut],
+            y_test=y[own[1]],
+        )
         context.node_config.clear()
-        context.node_config.update({"client-id": f"site-{number}", "data-dir": str(tmp_path / f"{number}.npz"),
-                                    "public-data": str(tmp_path / "public.npz")})
+        context.node_config.update(
+            {
+                "client-id": f"site-{number}",
+                "data-dir": str(tmp_path / f"{number}.npz"),
+                "public-data": str(tmp_path / "public.npz"),
+            }
+        )
     return grid
 
 
@@ -188,7 +198,8 @@ def test_sites_with_data_of_their_own_learn_together(tmp_path, strategy) -> None
     assert all(",ok," in row for row in rows[1:]) and len(rows) > 8
     assert "-sites-" in folder.path.name and not (folder.path / "partition.png").exists()
     assert {path.name for path in (folder.path / "models").iterdir()} == {
-        f"client-site-{number}.safetensors" for number in range(4)}
+        f"client-site-{number}.safetensors" for number in range(4)
+    }
     assert (folder.path / "collaboration.png").exists()
 
 
@@ -201,8 +212,14 @@ def test_a_site_that_does_not_fit_is_left_out_by_name_and_the_others_go_on(tmp_p
 
 @pytest.mark.parametrize(
     ("strategy", "files"),
-    [("heurfedamp", {"model", "best"}), ("fedavg", {"model", "best"}), ("fedavg-ft", {"model", "best"}),
-     ("perfed-ckt", {"model", "best"}), ("kindred", {"model", "best", "last"}), ("federico", {"mixture"})],
+    [
+        ("heurfedamp", {"model", "best"}),
+        ("fedavg", {"model", "best"}),
+        ("fedavg-ft", {"model", "best"}),
+        ("perfed-ckt", {"model", "best"}),
+        ("kindred", {"model", "best", "last"}),
+        ("federico", {"mixture"}),
+    ],
 )
 def test_what_a_site_gets_out_of_a_run_stays_with_it(tmp_path, strategy, files) -> None:
     config = Config(**SITES | {"num_rounds": 3}, strategy=strategy, output_dir=str(tmp_path / "results"))
@@ -214,7 +231,8 @@ def test_what_a_site_gets_out_of_a_run_stays_with_it(tmp_path, strategy, files) 
         state = ClientState(grid.run.run_id, f"site-{number}", tmp_path / "kept")
         assert {path.stem for path in state.folder.glob("[!.]*.safetensors")} == files
         assert bool(list(state.folder.glob(".*.safetensors"))) == (
-            strategy in ("perfed-ckt", "kindred"))  # what it goes on from, or its last model
+            strategy in ("perfed-ckt", "kindred")
+        )  # what it goes on from, or its last model
         assert state.folder.stat().st_mode & 0o777 == 0o700
         rows = [row for row in read_table(folder.path / "history.csv") if row["client"] == f"site-{number}"]
         accuracies = [row["personal-accuracy"] for row in rows if "personal-accuracy" in row]

@@ -13,12 +13,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from data import DATASETS, DataError
-from data.sources import CIFAR100_SUPERCLASSES, load_images
-from strategies.compat import import_torchvision
+from kindred.data import DATASETS, DataError
+from kindred.data.sources import CIFAR100_SUPERCLASSES, load_images
+from kindred.torchvision_import import import_torchvision
 
 ROOT = Path(__file__).parents[1]
 
@@ -272,7 +271,7 @@ def test_without_torchvision_the_way_by_npz_is_named(tmp_path, monkeypatch):
     def fail():
         raise ImportError("No module named 'torchvision'")
 
-    monkeypatch.setattr("strategies.compat.import_torchvision", fail)
+    monkeypatch.setattr("kindred.torchvision_import.import_torchvision", fail)
     text = refusal("mnist", tmp_path)
     assert "torchvision" in text and ".npz" in text
     assert list(tmp_path.iterdir()) == []
@@ -295,7 +294,7 @@ def test_a_torchvision_that_fits_or_fails_otherwise_is_left_alone(tmp_path, cont
     (tmp_path / "torchvision.py").write_text(content)
     code = (
         "import torch\n"
-        "from strategies.compat import import_torchvision\n"
+        "from kindred.torchvision_import import import_torchvision\n"
         "try:\n"
         "    module = import_torchvision()\n"
         "    print('fits', module.fits, end=', ')\n"
@@ -310,7 +309,7 @@ def test_a_torchvision_that_fits_or_fails_otherwise_is_left_alone(tmp_path, cont
 
 
 def test_reading_the_names_imports_nothing_heavy():
-    code = "import sys, data; print([m for m in ('torch', 'torchvision', 'matplotlib', 'sklearn') if m in sys.modules])"
+    code = "import sys, kindred.data; print([m for m in ('torch', 'torchvision', 'matplotlib', 'sklearn') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stderr
 

@@ -29,14 +29,14 @@ from flwr.common.constant import ErrorCode
 from flwr.supernode import node_auth_http_interceptor
 from safetensors.numpy import load_file
 
-from client_app.app import app as client_app
-from data import Sites, load_federation
-from server_app import machines
-from server_app.app import run, run_inline
-from server_app.config import Config, kebab
-from server_app.tables import read_table
-from strategies import InlineGrid
-from strategies.state import MIXTURE, MODEL, ClientState
+from kindred import InlineGrid
+from kindred.client.state import MIXTURE, MODEL, ClientState
+from kindred.client_app.app import app as client_app
+from kindred.data import Sites, load_federation
+from kindred.server_app.app import run, run_inline
+from kindred.server_app.config import Config, kebab
+from kindred.server_app.deployment import commands as machines
+from kindred.server_app.tables import read_table
 
 from .machines import KINDRED, SCRIPTS, Machines, free_port, wait_until
 
@@ -66,8 +66,11 @@ def write_data(folder: Path) -> None:
     for client in CLIENTS:
         data = FEDERATION.site_data(client)
         arrays = {"train": data.train, "test": data.test}
-        np.savez(site_file(folder, client), **{f"x_{part}": numbers(x) for part, (x, _) in arrays.items()},
-                 **{f"y_{part}": y.numpy() for part, (_, y) in arrays.items()})
+        np.savez(
+            site_file(folder, client),
+            **{f"x_{part}": numbers(x) for part, (x, _) in arrays.items()},
+            **{f"y_{part}": y.numpy() for part, (_, y) in arrays.items()},
+        )
     np.savez(folder / "public.npz", x=numbers(FEDERATION.public_set()))
 
 
@@ -87,13 +90,32 @@ class Deployment(Machines):
     def site(self, name: object, *proof: object) -> list[object]:
         """The command for a site; with the data of site 0 where it is none of the three."""
         data = site_file(self.folder, name if name in CLIENTS else 0)
-        return [KINDRED, "site", name, "--server", self.address, "--data-dir", data, "--public-data", "public.npz",
-                "--threads", 1, "--state-dir", f"state-{name}", *proof]
+        return [
+            KINDRED,
+            "site",
+            name,
+            "--server",
+            self.address,
+            "--data-dir",
+            data,
+            "--public-data",
+            "public.npz",
+            "--threads",
+            1,
+            "--state-dir",
+            f"state-{name}",
+            *proof,
+        ]
 
     def flwr(self, *arguments: str) -> dict[str, Any]:
         quiet = {"FLWR_HOME": str(self.state), "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
-        done = subprocess.run([os.path.join(SCRIPTS, "flwr"), *arguments, "kindred", "--format", "json"],
-                              env=os.environ | quiet, stdout=subprocess.PIPE, check=True, text=True)
+        done = subprocess.run(
+            [os.path.join(SCRIPTS, "flwr"), *arguments, "kindred", "--format", "json"],
+            env=os.environ | quiet,
+            stdout=subprocess.PIPE,
+            check=True,
+            text=True,
+        )
         return json.loads(done.stdout[done.stdout.index("{") :])
 
     def start_run(self, **settings: Any) -> None:
@@ -148,8 +170,11 @@ def different(found: Mapping[int, Mapping[str, np.ndarray] | None], expected: Ma
     """The arrays of clients that are not the same in both, bit for bit."""
 
     def bits(models: Mapping[int, Mapping[str, np.ndarray] | None]) -> dict[str, tuple[Any, ...]]:
-        return {f"client {client}: {name}": (array.dtype, array.shape, array.tobytes())
-                for client, arrays in models.items() for name, array in (arrays or {}).items()}
+        return {
+            f"client {client}: {name}": (array.dtype, array.shape, array.tobytes())
+            for client, arrays in models.items()
+            for name, array in (arrays or {}).items()
+        }
 
     ours, theirs = bits(found), bits(expected)
     return sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
@@ -187,10 +212,12 @@ def test_only_those_who_prove_who_they_are_get_in(real) -> None:
     (real.folder / "keys" / "1-copied-in-part.pub").unlink()
     registered = [node["node-id"] for node in real.flwr("supernode", "list")["nodes"] if node["status"] == "online"]
     assert len(registered) == len(CLIENTS)
-    hints = {"eve": f"the server does not know the key {real.folder}/other/eve.key, or has withdrawn it",
-             "twin": f"the key {real.folder}/keys/0.key is in use by another SuperNode",
-             "stray": f"the certificate of {real.address} is not signed by the CA of {real.folder}/other/ca.crt",
-             "mallory": f"{real.address} does not answer without TLS"}
+    hints = {
+        "eve": f"the server does not know the key {real.folder}/other/eve.key, or has withdrawn it",
+        "twin": f"the key {real.folder}/keys/0.key is in use by another SuperNode",
+        "stray": f"the certificate of {real.address} is not signed by the CA of {real.folder}/other/ca.crt",
+        "mallory": f"{real.address} does not answer without TLS",
+    }
     real.start("eve", *real.site("eve", "--ca", "keys/ca.crt", "--key", "other/eve.key"))
     real.start("twin", *real.site("twin", "--ca", "keys/ca.crt", "--key", "keys/0.key"))
     real.start("stray", *real.site("stray", "--ca", "other/ca.crt", "--key", "keys/0.key"))
@@ -222,8 +249,13 @@ def test_only_those_who_prove_who_they_are_get_in(real) -> None:
         assert connection.getresponse().status == expected
         connection.close()
 
-    second = subprocess.run(list(map(str, real.site(0, "--ca", "keys/ca.crt", "--key", "keys/0.key"))),
-                            cwd=real.folder, capture_output=True, text=True, timeout=30)
+    second = subprocess.run(
+        list(map(str, real.site(0, "--ca", "keys/ca.crt", "--key", "keys/0.key"))),
+        cwd=real.folder,
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
     assert second.returncode == 2
     assert "flower-0 is in use" in second.stderr
 
@@ -355,9 +387,15 @@ def test_a_registered_key_has_its_name_and_no_other_and_runs_know_all_registered
     real.start("zurich", *real.site("zurich", "--ca", "keys/ca.crt", "--key", "keys/eve.key"))
     real.wait_for("zurich", "SuperNode ID: ")
     real.start_run(**SETTINGS | {"num_rounds": 1}, strategy="local", local_epochs=1)
-    (run,) = wait_until(lambda: [process for process in psutil.process_iter(["cmdline", "environ"])
-                                 if (process.info["environ"] or {}).get("FLWR_HOME") == str(real.state)
-                                 and any("flwr-serverapp" in word for word in process.info["cmdline"] or [])], 60)
+    (run,) = wait_until(
+        lambda: [
+            process
+            for process in psutil.process_iter(["cmdline", "environ"])
+            if (process.info["environ"] or {}).get("FLWR_HOME") == str(real.state)
+            and any("flwr-serverapp" in word for word in process.info["cmdline"] or [])
+        ],
+        60,
+    )
     names = Path(run.info["environ"]["KINDRED_REGISTERED"])
     assert json.loads(names.read_text()) == ["0", "1", "2", "eve", "zurich"]
     _, results = real.finish_run()

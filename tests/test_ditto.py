@@ -9,9 +9,9 @@ import pytest
 import torch
 from flwr.app import ConfigRecord
 
-from strategies import Ditto, FedAvg, InlineGrid, Local, Site, make_client_app
-from strategies.messages import read_record, to_record
-from strategies.training import evaluate, get_arrays, set_arrays
+from kindred import Ditto, FedAvg, InlineGrid, Local, Site, make_client_app
+from kindred.client.training import evaluate, get_arrays, set_arrays
+from kindred.messages import read_record, to_record
 
 from .plain import FaultyGrid, saved_models
 from .test_client import CLIENTS, SETTINGS, app, load_site, network
@@ -20,8 +20,15 @@ from .test_conformance import values
 
 def run(strategy, rounds=3, grid=None, initial=network, on_round=None, **settings):
     config = ConfigRecord(SETTINGS | settings)
-    strategy.start(grid or InlineGrid(app, CLIENTS), to_record(get_arrays(initial())), rounds, 60, config, config,
-                   on_round=on_round)
+    strategy.start(
+        grid or InlineGrid(app, CLIENTS),
+        to_record(get_arrays(initial())),
+        rounds,
+        60,
+        config,
+        config,
+        on_round=on_round,
+    )
     return strategy
 
 
@@ -64,8 +71,10 @@ def test_the_global_model_is_that_of_fedavg() -> None:
     ditto, fedavg = run(Ditto(ditto_lambda=3.0, **half), 4), run(FedAvg(**half), 4)
     assert values(ditto.global_arrays()) == values(fedavg.global_arrays())
     columns = ("client", "received-loss", "trained-loss", "train-loss")
-    rows = [[[row.get(key) for key in columns] for row in strategy.history.rows if row["round"] <= 4]
-            for strategy in (ditto, fedavg)]
+    rows = [
+        [[row.get(key) for key in columns] for row in strategy.history.rows if row["round"] <= 4]
+        for strategy in (ditto, fedavg)
+    ]
     assert rows[0] == rows[1]
 
 
@@ -113,14 +122,16 @@ def test_who_was_never_drawn_is_evaluated_with_the_global_model() -> None:
     drawn = {row["client"] for row in strategy.history.rows if row["round"] == 1}
     closing = {row["client"]: row for row in strategy.history.rows if row["round"] == 2}
     assert len(drawn) == 2 and set(closing) == set(range(CLIENTS)) - drawn == set(range(CLIENTS)) - set(
-        saved_models(strategy.run_id))
+        saved_models(strategy.run_id)
+    )
     fedavg = run(FedAvg(fraction_train=0.5, min_train_nodes=1), 1)
     expected = {row["client"]: row["loss"] for row in fedavg.history.rows if row["round"] == 2}
     assert all(row["personal-loss"] == expected[client] for client, row in closing.items())
 
 
-@pytest.mark.parametrize(("settings", "samples"), [
-    ({"local-epochs": 3}, 2 * 3 * 20), ({"local-epochs": 0, "local-steps": 7}, 2 * 7 * 4)])
+@pytest.mark.parametrize(
+    ("settings", "samples"), [({"local-epochs": 3}, 2 * 3 * 20), ({"local-epochs": 0, "local-steps": 7}, 2 * 7 * 4)]
+)
 def test_both_models_count_as_work(settings, samples) -> None:
     rows = run(Ditto(), 2, **settings).history.rows
     assert {row["samples-trained"] for row in rows} == {samples}
@@ -137,8 +148,11 @@ def test_a_personal_model_that_is_no_longer_finite_does_not_take_the_place_of_th
     strategy = Exploding()
     run(strategy, 3, on_round=lambda r: kept.update({r: [values(m) for m in saved_models(strategy.run_id).values()]}))
     status = {r: {row["status"] for row in strategy.history.rows if row["round"] == r} for r in (1, 2, 3)}
-    assert status == {1: {"ok"}, 3: {"ok"}, 2: {
-        "error 2: ValueError: the trained model is no longer finite; the one kept before stays"}}
+    assert status == {
+        1: {"ok"},
+        3: {"ok"},
+        2: {"error 2: ValueError: the trained model is no longer finite; the one kept before stays"},
+    }
     assert kept[1] == kept[2] != kept[3]
 
 

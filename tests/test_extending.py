@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from data.partitions import PARTITIONS, Scheme
-from strategies import extensions
-from strategies.extensions import ExtensionError, Registry
+from kindred import extensions
+from kindred.data.partitions import PARTITIONS, Scheme
+from kindred.extensions import ExtensionError, Registry
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "extending"
@@ -46,7 +46,7 @@ def installed(tmp_path_factory) -> Path:
 def kindred(*arguments: str, path: Path, root: Path = ROOT) -> subprocess.CompletedProcess[str]:
     """The command of the application in `root`, in an environment that has the packages in `path` too."""
     return subprocess.run(
-        [sys.executable, str(root / "strategies" / "__main__.py"), *arguments], capture_output=True, text=True,
+        [sys.executable, "-m", "kindred", *arguments], capture_output=True, text=True,
         cwd=root, env=os.environ | {"PYTHONPATH": str(path)}, timeout=300,
     )  # fmt: skip
 
@@ -72,7 +72,8 @@ def test_the_document_has_the_example_as_it_stands() -> None:
 def test_each_is_one_file_and_one_line() -> None:
     points = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]["entry-points"]
     assert {group: list(entries) for group, entries in points.items()} == {
-        f"kindred.{kind}": [name] for kind, name in NAMES.items()}
+        f"kindred.{kind}": [name] for kind, name in NAMES.items()
+    }
     values = [value for entries in points.values() for value in entries.values()]
     assert len({value.partition(":")[0] for value in values}) == len(values) == 4
 
@@ -104,8 +105,14 @@ def test_what_is_added_is_listed_with_what_is_there(installed) -> None:
 
 def test_the_example_passes_the_conformance_suite(installed) -> None:
     (command,) = re.findall(r"^    python (-m pytest tests/test_conformance.py -k blend)$", DOCUMENT, re.M)
-    done = subprocess.run([sys.executable, *command.split(), "-q", "-p", "no:cacheprovider"], cwd=ROOT, text=True,
-                          capture_output=True, env=os.environ | {"PYTHONPATH": str(installed)}, timeout=600)
+    done = subprocess.run(
+        [sys.executable, *command.split(), "-q", "-p", "no:cacheprovider"],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        env=os.environ | {"PYTHONPATH": str(installed)},
+        timeout=600,
+    )
     assert done.returncode == 0, done.stdout
     assert re.search(r"^1[5-9] passed, \d+ deselected", done.stdout, re.M), done.stdout
 
@@ -122,8 +129,14 @@ def test_the_example_passes_the_conformance_suite(installed) -> None:
     ],
 )
 def test_a_bad_setting_of_an_added_method_gets_one_line(installed, tmp_path, settings, message) -> None:
-    done = kindred("run", "--engine=inline", "--strategy=blend", f"--output-dir={tmp_path}",
-                   *(f"--set={setting}" for setting in settings), path=installed)
+    done = kindred(
+        "run",
+        "--engine=inline",
+        "--strategy=blend",
+        f"--output-dir={tmp_path}",
+        *(f"--set={setting}" for setting in settings),
+        path=installed,
+    )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"kindred: {message}") and done.stderr.count("\n") == 1
 
@@ -133,12 +146,18 @@ def test_flowers_engine_finds_them_too_and_comes_to_the_same(installed, tmp_path
     arguments = COMMANDS[-1][0].replace("\\\n", " ").replace("--engine inline", "").split()[1:]
     found = []
     for engine in ("ray", "inline"):
-        done = kindred(*arguments, f"--engine={engine}", "--rounds=2", f"--output-dir={tmp_path / engine}",
-                       path=installed)
+        done = kindred(
+            *arguments, f"--engine={engine}", "--rounds=2", f"--output-dir={tmp_path / engine}", path=installed
+        )
         assert done.returncode == 0, done.stderr + done.stdout
         (folder,) = (tmp_path / engine).iterdir()
-        found.append({(path.name, name): array.tobytes() for path in (folder / "models").iterdir()
-                      for name, array in load_file(path).items()})
+        found.append(
+            {
+                (path.name, name): array.tobytes()
+                for path in (folder / "models").iterdir()
+                for name, array in load_file(path).items()
+            }
+        )
     assert found[0] == found[1] and len(found[0]) > 1
 
 
@@ -192,19 +211,39 @@ def packages(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("module", "code", "points", "message"),
     [
-        ("away", "", "[kindred.methods]\nmine = nowhere:M",
-         "'mine' of kindred.methods cannot be imported from away (nowhere:M): ModuleNotFoundError: No module named "
-         "'nowhere'"),
-        ("broken", "x = 1 / 0", "[kindred.methods]\nmine = broken:M",
-         "'mine' of kindred.methods cannot be imported from broken (broken:M): ZeroDivisionError: division by zero"),
-        ("other", "M = 3", "[kindred.methods]\nmine = other:M",
-         "'mine' of kindred.methods, from other (other:M), is 3, allowed: a Method"),
-        ("lacks", "M = 3", "[kindred.methods]\nmine = lacks:N",
-         "'mine' of kindred.methods cannot be imported from lacks (lacks:N): AttributeError: module 'lacks' has no "
-         "attribute 'N'"),
-        ("again", "M = 3", "[kindred.methods]\nfedavg = again:M",
-         "'fedavg' of kindred.methods is registered more than once, by kindred and by again (again:M): give it another "
-         "name, or remove a package"),
+        (
+            "away",
+            "",
+            "[kindred.methods]\nmine = nowhere:M",
+            "'mine' of kindred.methods cannot be imported from away (nowhere:M): ModuleNotFoundError: No module named "
+            "'nowhere'",
+        ),
+        (
+            "broken",
+            "x = 1 / 0",
+            "[kindred.methods]\nmine = broken:M",
+            "'mine' of kindred.methods cannot be imported from broken (broken:M): ZeroDivisionError: division by zero",
+        ),
+        (
+            "other",
+            "M = 3",
+            "[kindred.methods]\nmine = other:M",
+            "'mine' of kindred.methods, from other (other:M), is 3, allowed: a Method",
+        ),
+        (
+            "lacks",
+            "M = 3",
+            "[kindred.methods]\nmine = lacks:N",
+            "'mine' of kindred.methods cannot be imported from lacks (lacks:N): AttributeError: module 'lacks' has no "
+            "attribute 'N'",
+        ),
+        (
+            "again",
+            "M = 3",
+            "[kindred.methods]\nfedavg = again:M",
+            "'fedavg' of kindred.methods is registered more than once, by kindred and by again (again:M): give it another "
+            "name, or remove a package",
+        ),
     ],
 )
 def test_what_cannot_be_used_ends_with_one_line_and_code_2(packages, tmp_path, module, code, points, message) -> None:
@@ -223,13 +262,16 @@ def test_a_package_that_is_not_asked_for_does_no_harm(packages) -> None:
 
 
 def test_a_name_that_is_not_the_methods_own_is_refused(packages, tmp_path) -> None:
-    code = ("from strategies.registry import Method\n"
-            "M = Method('.baselines.fedavg:FedAvg', 'Mine', 'nowhere', 'the model')\n")
+    code = (
+        "from kindred.registry import Method\nM = Method('.baselines.fedavg:FedAvg', 'Mine', 'nowhere', 'the model')\n"
+    )
     path = packages("named", "[kindred.methods]\nmine = named:M", code)
     done = kindred("run", "--engine=inline", "--strategy=mine", f"--output-dir={tmp_path / 'out'}", path=path)
     assert (done.returncode, done.stderr) == (
-        2, "kindred: the name of .baselines.fedavg:FedAvg is 'fedavg', and it is registered as 'mine': they must be "
-        "the same\n")
+        2,
+        "kindred: the name of .baselines.fedavg:FedAvg is 'fedavg', and it is registered as 'mine': they must be "
+        "the same\n",
+    )
 
 
 def test_two_packages_with_one_name_are_refused_when_it_is_asked_for(packages) -> None:
@@ -254,15 +296,29 @@ def test_a_name_does_not_import_what_bears_it(packages) -> None:
 
 
 def test_an_added_partition_is_divided_by(packages) -> None:
-    code = ("import numpy as np\n"
-            "from data.partitions import Scheme, draw, even\n"
-            "S = Scheme('two each', lambda ask: draw(ask, *2 * [even(ask, np.full(ask.num_clients, 2))]))\n")
+    code = (
+        "import numpy as np\n"
+        "from kindred.data.partitions import Scheme, draw, even\n"
+        "S = Scheme('two each', lambda ask: draw(ask, *2 * [even(ask, np.full(ask.num_clients, 2))]))\n"
+    )
     packages("halves", "[kindred.partitions]\nhalves = halves:S", code)
-    from data.partitions import divide
+    from kindred.data.partitions import divide
 
     assert isinstance(PARTITIONS["halves"], Scheme)
     y = np.arange(12) % 2
-    parts = divide("halves", y, y, 2, dataset="npz", num_clients=3, num_groups=1, samples_per_client=0,
-                   with_replacement=False, dirichlet_alpha=1.0, held_out=0, seed=0)
+    parts = divide(
+        "halves",
+        y,
+        y,
+        2,
+        dataset="npz",
+        num_clients=3,
+        num_groups=1,
+        samples_per_client=0,
+        with_replacement=False,
+        dirichlet_alpha=1.0,
+        held_out=0,
+        seed=0,
+    )
     assert [sorted(y[images].tolist()) for images in parts.train] == [[0, 1]] * 3  # one of each class, of 6 each
     assert len(np.unique(np.concatenate(parts.train))) == 6 and len(parts.spare) == 12

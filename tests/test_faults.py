@@ -21,16 +21,15 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRec
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from hypothesis.extra import numpy as npst
 
-from server_app.flower import MARK, _processes
-from server_app.results import summarise
-from strategies import REGISTRY, FedAMP, FedAvg, FedeRiCo, InlineGrid, Local, TooFewClients, WorkerDied
-from strategies.admission import LARGEST, MAX_EXAMPLES, MAX_METRICS, MAX_NAME, MAX_NUMBERS, Refused, admit
-from strategies.checkpoint import Checkpoints
-from strategies.messages import MOST, read_array, read_record, to_record
+from kindred import REGISTRY, FedAMP, FedAvg, FedeRiCo, InlineGrid, Local, TooFewClients, WorkerDied
+from kindred.engine.admission import LARGEST, MAX_EXAMPLES, MAX_METRICS, MAX_NAME, MAX_NUMBERS, Refused, admit
+from kindred.engine.checkpoint import Checkpoints
+from kindred.messages import MOST, read_array, read_record, to_record
+from kindred.server_app.results import summarise
+from kindred.server_app.simulation import MARK, _processes
 
 from .plain import FaultyGrid, collaboration_app, initial, plain_app, target
 from .test_conformance import (
@@ -51,8 +50,10 @@ CLIENTS, ATTACKERS, ROUNDS = 6, (1, 3, 4), 4
 Damage = Callable[[Message], None]
 names = st.text(max_size=8) | st.sampled_from(["arrays", "metrics", "config", "../../x", "a\nb", "\x1b[2J", "x" * 300])
 not_counts = (
-    st.integers(max_value=0) | st.integers(min_value=MAX_EXAMPLES + 1)
-    | st.floats().filter(lambda x: not (x.is_integer() and 1 <= x <= MAX_EXAMPLES)) | st.lists(st.integers(1, 9))
+    st.integers(max_value=0)
+    | st.integers(min_value=MAX_EXAMPLES + 1)
+    | st.floats().filter(lambda x: not (x.is_integer() and 1 <= x <= MAX_EXAMPLES))
+    | st.lists(st.integers(1, 9))
 )
 
 
@@ -92,6 +93,7 @@ def records(draw) -> Damage:
             content["one"], content["two"] = ConfigRecord({"a": 1}), ConfigRecord({"a": 2})
         else:
             vars(message)["_content"] = None if which == "nothing" else MetricRecord({"num-examples": 1})
+
     return change
 
 
@@ -103,16 +105,33 @@ def count(draw) -> Damage:
             del content["metrics"]["num-examples"]
         else:
             content["metrics"]["num-examples"] = examples
+
     return with_content(change)
 
 
 def metric(draw) -> Damage:
-    found = draw(st.sampled_from([
-        {"": 1.0}, {"a\nb": 1.0}, {"x" * (MAX_NAME + 1): 1.0}, {"big": 2**64}, {"big": [1, 10**5000]},
-        {f"m{i}": 1.0 for i in range(MAX_METRICS)}, {"train-loss": []}, {"loss": []},
-        {"many": [0.5] * (MAX_NUMBERS + 1)},
-        {"big": MOST + 1}, {"big": [-MOST - 1]}, {"samples-trained": 2**64 - 1}, {"samples-predicted": 0.5},
-        {"num-test-examples": -1}, {"num-test-examples": [5]}, {"model-bytes": float("nan")}]))
+    found = draw(
+        st.sampled_from(
+            [
+                {"": 1.0},
+                {"a\nb": 1.0},
+                {"x" * (MAX_NAME + 1): 1.0},
+                {"big": 2**64},
+                {"big": [1, 10**5000]},
+                {f"m{i}": 1.0 for i in range(MAX_METRICS)},
+                {"train-loss": []},
+                {"loss": []},
+                {"many": [0.5] * (MAX_NUMBERS + 1)},
+                {"big": MOST + 1},
+                {"big": [-MOST - 1]},
+                {"samples-trained": 2**64 - 1},
+                {"samples-predicted": 0.5},
+                {"num-test-examples": -1},
+                {"num-test-examples": [5]},
+                {"model-bytes": float("nan")},
+            ]
+        )
+    )
     return with_content(lambda content: content["metrics"].update(found))
 
 
@@ -124,20 +143,26 @@ def sender(draw) -> Damage:
 # Damage to what a training reply carries.
 def array_bytes(draw) -> Damage:
     data = draw(
-        st.binary(max_size=60) | st.binary(max_size=60).map(lambda tail: b"\x93NUMPY\x01\x00" + tail)
+        st.binary(max_size=60)
+        | st.binary(max_size=60).map(lambda tail: b"\x93NUMPY\x01\x00" + tail)
         | st.text(max_size=40).map(header)
-        | st.sampled_from(["(" * 9000, "{" * 90, "{[]: 1}", "{'descr': 'O'}", "1" * 5000]).map(header))
+        | st.sampled_from(["(" * 9000, "{" * 90, "{[]: 1}", "{'descr': 'O'}", "1" * 5000]).map(header)
+    )
     dtype, shape = draw(st.sampled_from(["float32", "object", "x" * 999])), draw(npst.array_shapes(min_dims=0))
 
     def change(content: RecordDict) -> None:
         record, name = first_array(content)
         record[name] = array_of(dtype, shape, data)
+
     return with_content(change)
 
 
 def array_sizes(draw) -> Damage:
-    shape = draw(st.sampled_from([
-        (2**40, 2**20), (2**70, 0), (0, 2**62), (-1, -4), (-2, 2), (1,) * 99, (3, 3), (True, 1), (2**62, 2**62, 2)]))
+    shape = draw(
+        st.sampled_from(
+            [(2**40, 2**20), (2**70, 0), (0, 2**62), (-1, -4), (-2, 2), (1,) * 99, (3, 3), (True, 1), (2**62, 2**62, 2)]
+        )
+    )
     dtype = draw(st.sampled_from(["<f4", "<f8", "|O", "|V0", "<U0", "|b1", ">f4"]))
     data = header(repr({"descr": dtype, "fortran_order": draw(st.booleans()), "shape": shape}))
     data += draw(st.sampled_from([b"", b"1234", bytes(16)]))
@@ -146,6 +171,7 @@ def array_sizes(draw) -> Damage:
     def change(content: RecordDict) -> None:
         record, name = first_array(content)
         record[name] = array_of(declared, shape, data)
+
     return with_content(change)
 
 
@@ -157,19 +183,30 @@ def array_cut(draw) -> Damage:
         whole = record[name]
         data = whole.data + longer if longer else whole.data[:-cut]
         record[name] = array_of(whole.dtype, whole.shape, data)
+
     return with_content(change)
 
 
 def array_declared(draw) -> Damage:
-    changes = draw(st.sampled_from([
-        {"dtype": "float64"}, {"dtype": ""}, {"shape": (4,)}, {"shape": (2**40, 2**20)}, {"stype": "torch"},
-        {"stype": "pickle"}]))
+    changes = draw(
+        st.sampled_from(
+            [
+                {"dtype": "float64"},
+                {"dtype": ""},
+                {"shape": (4,)},
+                {"shape": (2**40, 2**20)},
+                {"stype": "torch"},
+                {"stype": "pickle"},
+            ]
+        )
+    )
 
     def change(content: RecordDict) -> None:
         record, name = first_array(content)
         whole = record[name]
         record[name] = array_of(whole.dtype, whole.shape, whole.data)
         vars(record[name]).update(changes)
+
     return with_content(change)
 
 
@@ -180,6 +217,7 @@ def array_of_another_kind(draw) -> Damage:
     def change(content: RecordDict) -> None:
         record, name = first_array(content)
         record[name] = Array(other)
+
     return with_content(change)
 
 
@@ -191,6 +229,7 @@ def array_not_finite(draw) -> Damage:
         changed = record[name].numpy().copy()
         changed.reshape(-1)[place % changed.size] = value
         record[name] = Array(changed)
+
     return with_content(change)
 
 
@@ -205,6 +244,7 @@ def array_names(draw) -> Damage:
             content.array_records.clear()
         else:
             record[f"?{added}"] = record.pop(name) if arrays == "rename" else Array(np.zeros(1))
+
     return with_content(change)
 
 
@@ -216,6 +256,7 @@ def method_config(draw) -> Damage:
     def change(content: RecordDict) -> None:
         content["config"].clear()
         content["config"][key] = value
+
     return with_content(change)
 
 
@@ -271,8 +312,14 @@ def test_malformed_replies_change_nothing_for_the_honest(name, runs) -> None:
     kinds = (*ANY, *ARRAYS, *([method_config] if name in APPS else []))
     damaged = 0
 
-    @settings(max_examples=runs, deadline=None, database=None, derandomize=True, print_blob=False,
-              suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example])
+    @settings(
+        max_examples=runs,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        print_blob=False,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
+    )
     @given(*(st.lists(a_damage(*some), min_size=most, max_size=most) for some in (kinds, ANY)))
     def attacked(training, evaluation) -> None:
         nonlocal damaged
@@ -332,6 +379,7 @@ def test_what_a_client_has_to_say_is_one_short_printable_line(caplog) -> None:
     def grid_of(reason: str):
         def shout(content: RecordDict) -> None:
             content["arrays"][reason] = Array(np.zeros(1))
+
         return FaultyGrid(plain_app(), 2, lambda r, c: shout if c == 1 else "ok")
 
     strategy = Local()
@@ -395,11 +443,14 @@ class Registered(Present):
         return [NodeInfo(node_id=node, name=self._registered_as[node - 1001]) for node in self.get_node_ids()]
 
 
-@pytest.mark.parametrize(("registered", "owner_in_round_3", "said"), [
-    (["lyon", "oslo", "eve"], None, "but its key is registered as eve"),
-    (["lyon", "oslo", ""], None, "a name that is kept for the key registered under it"),
-    (["", "oslo", ""], 1003, None),  # nobody knows who comes back
-])
+@pytest.mark.parametrize(
+    ("registered", "owner_in_round_3", "said"),
+    [
+        (["lyon", "oslo", "eve"], None, "but its key is registered as eve"),
+        (["lyon", "oslo", ""], None, "a name that is kept for the key registered under it"),
+        (["", "oslo", ""], 1003, None),  # nobody knows who comes back
+    ],
+)
 def test_the_name_of_a_registered_node_waits_for_it(registered, owner_in_round_3, said, caplog) -> None:
     """Lyon is away in round 3, when a third node says that it is lyon; lyon is back in round 4."""
     grid = Registered(["lyon", "oslo", "lyon"], registered, lambda r, i: r != 3 if i == 0 else i == 1 or r == 3)
@@ -417,8 +468,11 @@ def test_the_name_of_a_registered_node_waits_for_it(registered, owner_in_round_3
 
 def test_a_registered_key_has_its_name_and_no_other(caplog) -> None:
     """Eve is there first and calls itself lyon; the key of lyon was made anew in round 3, and it is another node."""
-    grid = Registered(["lyon", "lyon", "oslo", "lyon"], ["eve", "lyon", "oslo", "lyon"],
-                      lambda r, i: {1: r == 2, 3: r > 2}.get(i, True))
+    grid = Registered(
+        ["lyon", "lyon", "oslo", "lyon"],
+        ["eve", "lyon", "oslo", "lyon"],
+        lambda r, i: {1: r == 2, 3: r > 2}.get(i, True),
+    )
     strategy, seen = Local(min_available_nodes=1), {}
 
     def on_round(server_round: int) -> None:
@@ -428,7 +482,8 @@ def test_a_registered_key_has_its_name_and_no_other(caplog) -> None:
     strategy.start(grid, initial(), 3, on_round=on_round)
     assert seen == {1: None, 2: 1002, 3: 1004}
     assert [line for line in caplog.messages if "takes no part" in line] == [
-        "kindred: node 1001 takes no part: it says it is client lyon, but its key is registered as eve"]
+        "kindred: node 1001 takes no part: it says it is client lyon, but its key is registered as eve"
+    ]
 
 
 @pytest.mark.parametrize(("claimed", "given"), [("lyon", None), ("zurich-2", "zurich-2")])
@@ -451,6 +506,7 @@ def test_a_name_that_is_none_is_not_taken(name, caplog) -> None:
 
 def test_a_reply_of_another_node_is_refused_without_a_strike() -> None:
     """Whoever answers in another's name could have it left out."""
+
     def spoofed(server_round: int, client: int) -> object:
         return "ok"
 
@@ -495,8 +551,9 @@ class FarAway(FaultyGrid):
     def push_messages(self, messages):
         messages = list(messages)
         ids = list(super().push_messages(messages))
-        self._gone |= {message_id: Message(Error(1, "it is gone"), reply_to=message)
-                       for message_id, message in zip(ids, messages)}
+        self._gone |= {
+            message_id: Message(Error(1, "it is gone"), reply_to=message) for message_id, message in zip(ids, messages)
+        }
         return ids
 
     def pull_messages(self, message_ids):
@@ -517,12 +574,21 @@ def of_the_attackers(reply: Message) -> bool:
     return reply.metadata.message_type == "train" and reply.metadata.src_node_id - 1001 in ATTACKERS
 
 
-@pytest.mark.parametrize("forged", [
-    lambda data: data[:-1], lambda data: b"", lambda data: b"Message  0\x00", lambda data: b"X" + data,
-    lambda data: data.replace(b"Array ", b"MetricRecord "), lambda data: data.replace(b"float32", b"float\xff2"),
-    lambda data: data[: data.index(b"\x00") + 1] + b"[" * 90_000], ids=range(7))
+@pytest.mark.parametrize(
+    "forged",
+    [
+        lambda data: data[:-1],
+        lambda data: b"",
+        lambda data: b"Message  0\x00",
+        lambda data: b"X" + data,
+        lambda data: data.replace(b"Array ", b"MetricRecord "),
+        lambda data: data.replace(b"float32", b"float\xff2"),
+        lambda data: data[: data.index(b"\x00") + 1] + b"[" * 90_000,
+    ],
+    ids=range(7),
+)
 def test_a_reply_that_flower_cannot_unpack_takes_none_of_the_others_along(forged, monkeypatch, caplog) -> None:
-    monkeypatch.setattr("strategies.rounds.simulated", lambda grid: False)
+    monkeypatch.setattr("kindred.engine.strategy.simulated", lambda grid: False)
 
     def forge(reply: Message, contents: dict[str, bytes]) -> None:
         if of_the_attackers(reply):
@@ -543,16 +609,19 @@ def test_a_reply_that_flower_cannot_unpack_takes_none_of_the_others_along(forged
 
 
 def test_who_sends_what_cannot_be_unpacked_is_left_out_for_a_while(monkeypatch) -> None:
-    monkeypatch.setattr("strategies.rounds.simulated", lambda grid: False)
+    monkeypatch.setattr("kindred.engine.strategy.simulated", lambda grid: False)
     strategy = Local(max_strikes=2)
-    strategy.start(FarAway(plain_app(True), CLIENTS, lambda reply, contents: of_the_attackers(reply) and
-                           contents.clear()), initial(), 4)
+    strategy.start(
+        FarAway(plain_app(True), CLIENTS, lambda reply, contents: of_the_attackers(reply) and contents.clear()),
+        initial(),
+        4,
+    )
     assert [line["asked"] for line in strategy.history.rounds] == [6, 6, 3, 3]
 
 
 def test_a_reply_made_out_to_answer_another_clients_message_counts_for_nobody(monkeypatch) -> None:
     """Who sent it and whose message it answers is in the bytes that a client sends: here, client 1006 and its."""
-    monkeypatch.setattr("strategies.rounds.simulated", lambda grid: False)
+    monkeypatch.setattr("kindred.engine.strategy.simulated", lambda grid: False)
 
     def forge(reply: Message, contents: dict[str, bytes]) -> None:
         if of_the_attackers(reply):
@@ -571,7 +640,7 @@ def test_a_reply_made_out_to_answer_another_clients_message_counts_for_nobody(mo
 
 def test_one_node_that_knows_no_such_question_does_not_keep_others_from_being_asked(monkeypatch) -> None:
     """Among machines, whose apps may differ, and of which one may lie."""
-    monkeypatch.setattr("strategies.rounds.simulated", lambda grid: False)
+    monkeypatch.setattr("kindred.engine.strategy.simulated", lambda grid: False)
     app = named_app(["", "lyon", "oslo"])
     known = app._registered_funcs["query.identity"]
 
@@ -589,10 +658,15 @@ def test_one_node_that_knows_no_such_question_does_not_keep_others_from_being_as
 def test_a_node_that_never_tells_its_name_holds_one_round_up_and_no_other() -> None:
     class Mute(FaultyGrid):
         def pull_messages(self, message_ids):
-            return super().pull_messages([
-                i for i in message_ids if i not in self._waiting
-                or self._waiting[i].metadata.message_type != "query.identity"
-                or self._waiting[i].metadata.dst_node_id != 1002])
+            return super().pull_messages(
+                [
+                    i
+                    for i in message_ids
+                    if i not in self._waiting
+                    or self._waiting[i].metadata.message_type != "query.identity"
+                    or self._waiting[i].metadata.dst_node_id != 1002
+                ]
+            )
 
     strategy, went_on = Local(wait_timeout=3), [time.monotonic()]
     grid = Mute(named_app(["a", "b", "c"]), 3, lambda r, c: "ok")
@@ -604,12 +678,15 @@ def test_a_node_that_never_tells_its_name_holds_one_round_up_and_no_other() -> N
 
 def test_clients_whose_messages_are_not_taken_are_in_the_history_each() -> None:
     """As when nodes have gone since they were listed: Flower then gives an empty id."""
+
     class Full(InlineGrid):
         def push_messages(self, messages):
             messages = list(messages)
             ids = super().push_messages(messages)
-            return ["" if m.metadata.message_type == "train" and m.metadata.dst_node_id < 1003 else i
-                    for m, i in zip(messages, ids)]
+            return [
+                "" if m.metadata.message_type == "train" and m.metadata.dst_node_id < 1003 else i
+                for m, i in zip(messages, ids)
+            ]
 
     strategy = Local()
     strategy.start(Full(plain_app(True), 4), initial(), 1)
@@ -625,8 +702,7 @@ def test_a_finite_model_cannot_make_anothers_infinite(name) -> None:
     strategy = make(name, max_strikes=0)
     strategy.start(FaultyGrid(plain_app(), 4, lambda r, c: huge if c == 2 else "ok"), initial(), 4)
     assert {row["status"] for row in strategy.history.rows if row["client"] != 1003} == {"ok"}
-    assert strategy.history.refused() == {
-        1003: {"array 'layer.weight' holds 3e+38, allowed: up to 1e+15": 4}}
+    assert strategy.history.refused() == {1003: {"array 'layer.weight' holds 3e+38, allowed: up to 1e+15": 4}}
     assert np.isfinite(flat(strategy.global_arrays())).all()
 
 
@@ -684,6 +760,7 @@ def test_a_client_that_is_refused_time_and_again_is_left_out_for_a_while(caplog)
 
 def test_who_is_left_out_is_so_after_a_resume(tmp_path) -> None:
     """Cut short after round 2, in which the second strike fell."""
+
     def run(folder: Path, rounds: int) -> Local:
         strategy = Local(max_strikes=2)
         grid = FaultyGrid(named_app(["a", "b", "c"]), 3, lambda r, c: bad if c == 1 else "ok")
@@ -696,11 +773,14 @@ def test_who_is_left_out_is_so_after_a_resume(tmp_path) -> None:
     assert everything(resumed) == everything(whole)
 
 
-@pytest.mark.parametrize("fates", [
-    (bad, "ok", bad, bad, "ok", bad),  # not in a row
-    ("error",) * 6,
-    ("lost", "silent", "error") * 2,
-])
+@pytest.mark.parametrize(
+    "fates",
+    [
+        (bad, "ok", bad, bad, "ok", bad),  # not in a row
+        ("error",) * 6,
+        ("lost", "silent", "error") * 2,
+    ],
+)
 def test_who_errs_or_is_silent_or_mends_its_ways_is_not_left_out(fates) -> None:
     strategy = Local(max_strikes=3)
     grid = FaultyGrid(plain_app(True), 2, lambda r, c: fates[r - 1] if c == 1 else "ok")
@@ -716,7 +796,9 @@ def test_refusals_are_counted_by_client_and_reason() -> None:
     assert strategy.history.refused() == {1001: {examples: 2, arrays: 1}, 1003: {arrays: 1}}
     settings_of = {"strategy": "local", "dataset": "digits", "partition": "iid", "seed": 0, "num-rounds": 3}
     assert summarise(settings_of, strategy.history, {})["refused"] == [
-        {"client": 1001, "reasons": {examples: 2, arrays: 1}}, {"client": 1003, "reasons": {arrays: 1}}]
+        {"client": 1001, "reasons": {examples: 2, arrays: 1}},
+        {"client": 1003, "reasons": {arrays: 1}},
+    ]
 
 
 # --- Outliers -----------------------------------------------------------------------------------------
@@ -727,12 +809,20 @@ def further(by: float) -> Callable[[RecordDict], None]:
         for name, array in content["arrays"].items():
             if name in ("layer.weight", "0/layer.weight"):  # FedeRiCo: the update of its own model
                 content["arrays"][name] = Array(array.numpy() + np.float32(by))
+
     return change
 
 
-@pytest.mark.parametrize(("strategy", "app"), [
-    (FedAvg, plain_app), (Local, plain_app), (lambda **more: FedAMP(sigma=1.0, **more), plain_app),
-    (FedeRiCo, collaboration_app)], ids=["fedavg", "local", "fedamp", "federico"])
+@pytest.mark.parametrize(
+    ("strategy", "app"),
+    [
+        (FedAvg, plain_app),
+        (Local, plain_app),
+        (lambda **more: FedAMP(sigma=1.0, **more), plain_app),
+        (FedeRiCo, collaboration_app),
+    ],
+    ids=["fedavg", "local", "fedamp", "federico"],
+)
 def test_an_update_with_too_large_a_norm_is_refused(strategy, app) -> None:
     def run(bound: float, by: float):
         one = strategy(max_update_norm=bound)
@@ -749,6 +839,7 @@ def test_an_update_with_too_large_a_norm_is_refused(strategy, app) -> None:
 @where_models_travel
 def test_every_method_bounds_updates(name) -> None:
     """Whatever it calls the arrays that a client sends."""
+
     def huge(content: RecordDict) -> None:
         (record,) = content.array_records.values()
         for key, array in record.items():
@@ -778,8 +869,10 @@ def test_empty_rounds_in_a_row_end_the_run() -> None:
     fate = {1: "error", 2: "error", 3: "ok"}
     with pytest.raises(TooFewClients) as ended:
         strategy.start(FaultyGrid(plain_app(), 2, lambda r, c: fate.get(r, "error")), initial(), 20)
-    assert str(ended.value) == ("no client gave a usable answer in 3 rounds in a row (max_empty_rounds), "
-                                "so the run ends; client 1002: error 0: the worker")
+    assert str(ended.value) == (
+        "no client gave a usable answer in 3 rounds in a row (max_empty_rounds), "
+        "so the run ends; client 1002: error 0: the worker"
+    )
     assert [line["answered"] for line in strategy.history.rounds] == [0, 0, 2, 0, 0, 0]
     assert len(strategy.client_models()) == 2
 
@@ -793,8 +886,10 @@ def test_a_run_in_which_all_are_refused_and_left_out_ends_with_a_reason(name) ->
     assert asked == [3] * 5  # where all would rest nobody does
 
 
-DEAD = ("<class 'ray.exceptions.ActorDiedError'>:<'The actor died unexpectedly before finishing this task.\n"
-        "\tclass_name: ClientAppActor\n\tpid: 4242'>")
+DEAD = (
+    "<class 'ray.exceptions.ActorDiedError'>:<'The actor died unexpectedly before finishing this task.\n"
+    "\tclass_name: ClientAppActor\n\tpid: 4242'>"
+)
 
 
 @pytest.mark.parametrize("when", ["query.identity", "train", "evaluate"])
@@ -816,8 +911,14 @@ def test_a_dead_worker_ends_a_simulation_and_is_called_so(when) -> None:
 
 @pytest.mark.engine
 def test_a_worker_that_is_killed_ends_a_simulation_in_the_engine(tmp_path) -> None:
-    command = [Path(sysconfig.get_path("scripts")) / "kindred", "run", f"--output-dir={tmp_path / 'results'}",
-               "--clients=2", "--rounds=300", *(f"--set={each}=2" for each in ("num-groups", "samples-per-client"))]
+    command = [
+        Path(sysconfig.get_path("scripts")) / "kindred",
+        "run",
+        f"--output-dir={tmp_path / 'results'}",
+        "--clients=2",
+        "--rounds=300",
+        *(f"--set={each}=2" for each in ("num-groups", "samples-per-client")),
+    ]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
         said = [line for line in iter(run.stdout.readline, "") if kill_a_worker(run.pid, line)]
     assert run.returncode == 1
@@ -836,7 +937,7 @@ def kill_a_worker(pid: int, line: str) -> bool:
 
 
 def test_a_client_far_away_cannot_end_a_run_by_what_it_says(monkeypatch) -> None:
-    monkeypatch.setattr("strategies.rounds.simulated", lambda grid: False)
+    monkeypatch.setattr("kindred.engine.strategy.simulated", lambda grid: False)
 
     def say(message: Message) -> None:
         vars(message).update(_content=None, _error=Error(0, DEAD))
@@ -949,12 +1050,18 @@ def test_half_of_the_clients_fail_in_every_round(name) -> None:
     """20 clients, 30 rounds: errors, silence and crashes. The state is what NumPy makes of those who answered."""
     fates = fates_of(seed=7)
     assert {fate: sum(f == fate for f in fates.values()) > 40 for fate in ("error", "silent", "crash", "away")} == {
-        "error": True, "silent": True, "crash": True, "away": True}
+        "error": True,
+        "silent": True,
+        "crash": True,
+        "away": True,
+    }
     grid = Failing(fates)
     own = {"sigma": 2.0, "self_weight": 0.3, "alpha": 10.0, "alpha_decay": 0.5, "alpha_decay_every": 10}
     strategy = REGISTRY[name].strategy()(fraction_evaluate=0.0, max_strikes=0, **(own if "amp" in name else {}))
-    rounds = [([c for c in range(MANY) if fates.get((r, c)) != "away"], [c for c in range(MANY) if (r, c) not in fates])
-              for r in range(1, LONG + 1)]
+    rounds = [
+        ([c for c in range(MANY) if fates.get((r, c)) != "away"], [c for c in range(MANY) if (r, c) not in fates])
+        for r in range(1, LONG + 1)
+    ]
     assert [len(answered) for _, answered in rounds] == [MANY // 2] * LONG
     seen: list[dict[int, dict[str, bytes]]] = [{}]
     after: list[dict[int, np.ndarray]] = []

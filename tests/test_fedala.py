@@ -10,11 +10,11 @@ import torch
 from flwr.app import ConfigRecord
 from safetensors.numpy import load_file
 
-from strategies import FedALA, FedAvg, InlineGrid, Site, make_client_app
-from strategies.baselines.fedala import aggregated, has_converged, improved_weights
-from strategies.messages import by_prefix, read_record, to_record
-from strategies.state import saved_files
-from strategies.training import evaluate, get_arrays, set_arrays
+from kindred import FedALA, FedAvg, InlineGrid, Site, make_client_app
+from kindred.baselines.fedala import aggregated, has_converged, improved_weights
+from kindred.client.state import saved_files
+from kindred.client.training import evaluate, get_arrays, set_arrays
+from kindred.messages import by_prefix, read_record, to_record
 
 from .plain import FaultyGrid, saved_models
 from .test_client import CLIENTS, SETTINGS, app, load_site, network
@@ -25,8 +25,15 @@ HEAD = ["3.weight", "3.bias"]
 
 def run(strategy, rounds=3, grid=None, initial=network, on_round=None, **settings):
     config = ConfigRecord(SETTINGS | settings)
-    strategy.start(grid or InlineGrid(app, CLIENTS), to_record(get_arrays(initial())), rounds, 60, config, config,
-                   on_round=on_round)
+    strategy.start(
+        grid or InlineGrid(app, CLIENTS),
+        to_record(get_arrays(initial())),
+        rounds,
+        60,
+        config,
+        config,
+        on_round=on_round,
+    )
     return strategy
 
 
@@ -48,8 +55,12 @@ def test_aggregation_by_hand() -> None:
 def test_a_step_of_the_weights_by_hand() -> None:
     # The gradient in W is the one in the model times the difference: 0.5 x 2, -1 x -2, 3 x 1, and -2 x 1.
     weights = improved_weights(
-        torch.tensor([0.9, 0.5, 0.2, 0.7]), torch.tensor([0.5, -1.0, 3.0, -2.0]),
-        local=torch.tensor([1.0, 2.0, 0.0, 0.0]), received=torch.tensor([3.0, 0.0, 1.0, 1.0]), learning_rate=0.2)
+        torch.tensor([0.9, 0.5, 0.2, 0.7]),
+        torch.tensor([0.5, -1.0, 3.0, -2.0]),
+        local=torch.tensor([1.0, 2.0, 0.0, 0.0]),
+        received=torch.tensor([3.0, 0.0, 1.0, 1.0]),
+        learning_rate=0.2,
+    )
     assert weights.tolist() == pytest.approx([0.7, 0.1, 0.0, 1.0])
 
 
@@ -84,8 +95,14 @@ def test_three_rounds_of_one_sample_each_by_the_formulas() -> None:
         own[server_round] = read_record(saved_models(strategy.run_id)[0])
 
     strategy = FedALA(ala_learning_rate=20.0)
-    run(strategy, 3, InlineGrid(make_client_app(load), 3), three_weights, note,
-        **{"local-epochs": 1, "batch-size": 1, "learning-rate": 0.5})
+    run(
+        strategy,
+        3,
+        InlineGrid(make_client_app(load), 3),
+        three_weights,
+        note,
+        **{"local-epochs": 1, "batch-size": 1, "learning-rate": 0.5},
+    )
     assert learned[1] is None
 
     weights = np.ones(2)
@@ -100,8 +117,7 @@ def test_three_rounds_of_one_sample_each_by_the_formulas() -> None:
             gradient = (probabilities - [1, 0]) * body * (received - before)
             weights = np.clip(weights - 20 * gradient, 0, 1)
         assert learned[server_round].ravel() == pytest.approx(weights, abs=1e-5)
-        assert own[server_round]["1.weight"].ravel() == pytest.approx(
-            before + (received - before) * weights, abs=1e-5)
+        assert own[server_round]["1.weight"].ravel() == pytest.approx(before + (received - before) * weights, abs=1e-5)
         assert own[server_round]["0.weight"].item() == body
         rows = [row for row in strategy.history.rows if row["round"] == server_round]
         assert rows[0]["ala-weight"] == pytest.approx(weights.mean(), abs=1e-5)
@@ -120,14 +136,18 @@ def test_with_weights_of_1_it_is_fedavg() -> None:
     fedavg = run(FedAvg(**half), 4)
     assert values(fedala.global_arrays()) == values(fedavg.global_arrays())
     columns = ("client", "received-loss", "trained-loss", "train-loss")
-    rows = [[[row.get(key) for key in columns] for row in strategy.history.rows if row["round"] <= 4]
-            for strategy in (fedala, fedavg)]
+    rows = [
+        [[row.get(key) for key in columns] for row in strategy.history.rows if row["round"] <= 4]
+        for strategy in (fedala, fedavg)
+    ]
     assert rows[0] == rows[1]
 
 
 def test_every_setting_changes_the_result() -> None:
-    found = {str(values(run(FedALA(**settings)).global_arrays())) for settings in (
-        {}, {"head_layers": 2}, {"ala_share": 0.4}, {"ala_learning_rate": 5.0})}
+    found = {
+        str(values(run(FedALA(**settings)).global_arrays()))
+        for settings in ({}, {"head_layers": 2}, {"ala_share": 0.4}, {"ala_learning_rate": 5.0})
+    }
     assert len(found) == 4
 
 
@@ -212,8 +232,14 @@ def test_an_evaluation_by_itself_is_of_what_the_client_makes_of_the_received_mod
     grid = FaultyGrid(app, CLIENTS, lambda r, c: "error" if r == 3 else "ok")
     before = {}
     strategy = FedALA(ala_learning_rate=50.0)
-    run(strategy, 3, grid, on_round=lambda r: before.update({r: (str(kept_by(strategy)), [
-        values(model) for model in saved_models(strategy.run_id).values()])}))
+    run(
+        strategy,
+        3,
+        grid,
+        on_round=lambda r: before.update(
+            {r: (str(kept_by(strategy)), [values(model) for model in saved_models(strategy.run_id).values()])}
+        ),
+    )
     assert before[2] == before[3]
     evaluated = {row["client"]: row["personal-loss"] for row in strategy.history.rows if row["round"] == 3}
     whole = run(FedALA(ala_learning_rate=50.0))
@@ -240,16 +266,23 @@ def test_a_model_that_is_no_longer_finite_does_not_take_the_place_of_the_last_go
 
     run(strategy, on_round=note)
     status = {r: {row["status"] for row in strategy.history.rows if row["round"] == r} for r in (1, 2, 3)}
-    assert status == {1: {"ok"}, 3: {"ok"}, 2: {
-        "error 2: ValueError: the trained model is no longer finite; the one kept before stays"}}
+    assert status == {
+        1: {"ok"},
+        3: {"ok"},
+        2: {"error 2: ValueError: the trained model is no longer finite; the one kept before stays"},
+    }
     assert kept[1] == kept[2] != kept[3]
 
 
-@pytest.mark.parametrize(("settings", "message"), [
-    ({"head_layers": 0}, "head_layers is 0, allowed: 1 or more"),
-    ({"ala_share": 0.0}, "ala_share is 0.0, allowed: more than 0, at most 1"),
-    ({"ala_share": 1.1}, "ala_share is 1.1, allowed: more than 0, at most 1"),
-    ({"ala_learning_rate": 0.0}, "ala_learning_rate is 0.0, allowed: more than 0")])
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"head_layers": 0}, "head_layers is 0, allowed: 1 or more"),
+        ({"ala_share": 0.0}, "ala_share is 0.0, allowed: more than 0, at most 1"),
+        ({"ala_share": 1.1}, "ala_share is 1.1, allowed: more than 0, at most 1"),
+        ({"ala_learning_rate": 0.0}, "ala_learning_rate is 0.0, allowed: more than 0"),
+    ],
+)
 def test_a_bad_setting_is_named(settings, message) -> None:
     with pytest.raises(ValueError, match=message):
         FedALA(**settings)

@@ -6,13 +6,12 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from hypothesis.extra import numpy as hnp
 
-from strategies import FedAMP, HeurFedAMP, attention_weights, cosine_weights
-from strategies.fedamp import squared_distances
-from strategies.store import BLOCK
+from kindred import FedAMP, HeurFedAMP, attention_weights, cosine_weights
+from kindred.engine.model_store import BLOCK
+from kindred.fedamp import squared_distances
 
 # Squared distances: 0-1: 1, 0-2: 4, 1-2: 5.
 THREE = np.array([[0.0, 0.0], [1.0, 0.0], [0.0, 2.0]])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from strategies import FedAMP, HeurFedAMP, Local
-from strategies.rounds import PersonalizedStrategy
+from kindred import FedAMP, HeurFedAMP, Local
+from kindred.engine.strategy import PersonalizedStrategy
 
 from .plain import FaultyGrid, initial, plain_app, target
 

@@ -13,15 +13,15 @@ from flwr.clientapp import ClientApp
 from safetensors import safe_open
 from typer.testing import CliRunner
 
-from client_app.app import load_site
-from data import Sites
-from server_app.app import make_strategy, needed_by
-from server_app.cli import app as command_line
-from server_app.config import Config, ConfigError
-from strategies import REGISTRY, FedAvg, InlineGrid
-from strategies.baselines.feddf import FedDF, distil, logits_of, teacher
-from strategies.messages import read_record, to_record, with_prefix
-from strategies.training import get_arrays
+from kindred import REGISTRY, FedAvg, InlineGrid
+from kindred.baselines.feddf import FedDF, distil, logits_of, teacher
+from kindred.client.training import get_arrays
+from kindred.client_app.app import load_site
+from kindred.data import Sites
+from kindred.messages import read_record, to_record, with_prefix
+from kindred.server_app.app import make_strategy, needed_by
+from kindred.server_app.cli.run import app as command_line
+from kindred.server_app.config import Config, ConfigError
 
 from .plain import POINTS, FaultyGrid, Plain, ShuffledGrid, initial, plain_app, small, small_app
 from .test_conformance import everything, make, values
@@ -133,8 +133,14 @@ def test_a_round_by_hand() -> None:
     from the mean logits, in which both count alike."""
     w = [np.array([[2.0], [0.0]], np.float32), np.array([[0.0], [4.0]], np.float32)]
     app = telling_app(lambda client, network: {"weight": w[client]}, examples=lambda client: 10 + 20 * client)
-    strategy = FedDF(models={"line": lambda: torch.nn.Linear(1, 2, bias=False)}, public=torch.ones(1, 1), device="cpu",
-                     distill_steps=1, distill_learning_rate=0.01, public_batch_size=1)
+    strategy = FedDF(
+        models={"line": lambda: torch.nn.Linear(1, 2, bias=False)},
+        public=torch.ones(1, 1),
+        device="cpu",
+        distill_steps=1,
+        distill_learning_rate=0.01,
+        public_batch_size=1,
+    )
     strategy.start(InlineGrid(app, 2), ArrayRecord({"weight": Array(np.zeros((2, 1), np.float32))}), 1)
     # Weighted mean (0.5, 3); teacher softmax(1, 2) = (0.27, 0.73); the student says softmax(0.5, 3) = (0.08, 0.92).
     weights = read_record(strategy.global_arrays())["weight"].flatten()
@@ -144,8 +150,12 @@ def test_a_round_by_hand() -> None:
 def test_every_setting_changes_the_result() -> None:
     base = {"distill_steps": 3, "distill_learning_rate": 0.01, "public_batch_size": 2}
     reference = everything(one_network(**base))[0]
-    for change in ({"distill_steps": 4}, {"distill_learning_rate": 0.02}, {"public_batch_size": 3},
-                   {"public": POINTS + 1}):
+    for change in (
+        {"distill_steps": 4},
+        {"distill_learning_rate": 0.02},
+        {"public_batch_size": 3},
+        {"public": POINTS + 1},
+    ):
         assert everything(one_network(**(base | change)))[0] != reference, change
 
 
@@ -189,13 +199,16 @@ def test_a_student_that_overflows_is_not_used(caplog) -> None:
     assert values(strategy.global_arrays()) == values(fedavg.global_arrays())
 
 
-@pytest.mark.parametrize(("changed", "message"), [
-    ({"models": {}}, r"models is \[\], allowed: one network or more"),
-    ({"public": POINTS[:0]}, r"public is \(0, 2\), allowed: one image or more"),
-    ({"distill_steps": -1}, "distill_steps is -1, allowed: 0 or more"),
-    ({"distill_learning_rate": 0.0}, "distill_learning_rate is 0.0, allowed: more than 0"),
-    ({"public_batch_size": 0}, "public_batch_size is 0, allowed: 1 or more"),
-])
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"models": {}}, r"models is \[\], allowed: one network or more"),
+        ({"public": POINTS[:0]}, r"public is \(0, 2\), allowed: one image or more"),
+        ({"distill_steps": -1}, "distill_steps is -1, allowed: 0 or more"),
+        ({"distill_learning_rate": 0.0}, "distill_learning_rate is 0.0, allowed: more than 0"),
+        ({"public_batch_size": 0}, "public_batch_size is 0, allowed: 1 or more"),
+    ],
+)
 def test_a_bad_argument_is_named(changed, message) -> None:
     with pytest.raises(ValueError, match=message):
         one_network(**changed)
@@ -241,8 +254,10 @@ def own(client: int, network: str, factor: float = 1.0) -> dict[str, np.ndarray]
 
 
 def start() -> ArrayRecord:
-    arrays = {name: {k: np.zeros(v.shape, np.float32) for k, v in make_().state_dict().items()}
-              for name, make_ in NETWORKS.items()}
+    arrays = {
+        name: {k: np.zeros(v.shape, np.float32) for k, v in make_().state_dict().items()}
+        for name, make_ in NETWORKS.items()
+    }
     return to_record({key: array for name, each in arrays.items() for key, array in with_prefix(name, each).items()})
 
 
@@ -254,8 +269,10 @@ def several(app: ClientApp, rounds: int = 2, grid=None, **settings) -> FedDF:
 
 
 def arrays_of(strategy: FedDF) -> dict[int, dict[str, list]]:
-    return {client: {key: array.tolist() for key, array in read_record(model).items()}
-            for client, model in strategy.client_models().items()}
+    return {
+        client: {key: array.tolist() for key, array in read_record(model).items()}
+        for client, model in strategy.client_models().items()
+    }
 
 
 def test_clients_of_one_network_average_among_themselves() -> None:
@@ -297,11 +314,14 @@ def test_the_order_of_replies_changes_no_bit_with_several_networks() -> None:
         assert arrays_of(several(None, grid=ShuffledGrid(telling_app(own), 4, seed), distill_steps=3)) == reference
 
 
-@pytest.mark.parametrize(("said", "reason"), [
-    (None, "it does not say which network it has, expected one of plain, biased"),
-    ("other", "its network is 'other', expected one of plain, biased"),
-    (7, "its network is 7, expected one of plain, biased"),
-])
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        (None, "it does not say which network it has, expected one of plain, biased"),
+        ("other", "its network is 'other', expected one of plain, biased"),
+        (7, "its network is 7, expected one of plain, biased"),
+    ],
+)
 def test_a_client_of_another_network_is_left_out(said, reason) -> None:
     app = telling_app(own, network_of=["plain", "biased", said, "biased"])
     strategy = several(app)
@@ -312,8 +332,12 @@ def test_a_model_of_the_wrong_network_is_refused() -> None:
     app = telling_app(lambda client, network: own(client, "biased"))
     strategy = several(app)
     status = {row["client"]: row["status"] for row in strategy.history.rows if row["round"] == 1}
-    assert status == {0: "refused: array 'bias' is not part of the model", 1: "ok",
-                      2: "refused: array 'bias' is not part of the model", 3: "ok"}
+    assert status == {
+        0: "refused: array 'bias' is not part of the model",
+        1: "ok",
+        2: "refused: array 'bias' is not part of the model",
+        3: "ok",
+    }
 
 
 def test_an_update_is_bounded_from_the_model_of_the_clients_network() -> None:
@@ -321,8 +345,10 @@ def test_an_update_is_bounded_from_the_model_of_the_clients_network() -> None:
     status = [row["status"] for row in strategy.history.rows]
     # Norms sqrt(2) (c + 1), and with a bias sqrt(2 (c + 1)^2 + 2 c^2).
     assert status[:2] == ["ok", "ok"]
-    assert status[2:] == ["refused: its update has norm 4.24264, allowed: up to 3.5",
-                          "refused: its update has norm 7.07107, allowed: up to 3.5"]
+    assert status[2:] == [
+        "refused: its update has norm 4.24264, allowed: up to 3.5",
+        "refused: its update has norm 7.07107, allowed: up to 3.5",
+    ]
 
 
 def test_networks_must_fit_what_start_is_given() -> None:
@@ -341,10 +367,23 @@ def test_networks_must_fit_what_start_is_given() -> None:
 @pytest.mark.parametrize("model", ["digits-cnn,office-mlp", "office-mlp"])
 def test_the_command_line_runs_it_across_networks(model, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    result = CliRunner().invoke(command_line, [
-        "run", "--engine=inline", "--strategy=feddf", "--clients=5", "--rounds=2", f"--set=model={model}",
-        "--set=samples-per-client=20", "--set=num-groups=1", "--set=local-epochs=1", "--set=distill-steps=5",
-        "--set=device=cpu", f"--output-dir={tmp_path / 'results'}"])
+    result = CliRunner().invoke(
+        command_line,
+        [
+            "run",
+            "--engine=inline",
+            "--strategy=feddf",
+            "--clients=5",
+            "--rounds=2",
+            f"--set=model={model}",
+            "--set=samples-per-client=20",
+            "--set=num-groups=1",
+            "--set=local-epochs=1",
+            "--set=distill-steps=5",
+            "--set=device=cpu",
+            f"--output-dir={tmp_path / 'results'}",
+        ],
+    )
     assert result.exit_code == 0, result.output
     (folder,) = (tmp_path / "results").iterdir()
     about, arrays = {}, {}
@@ -382,11 +421,14 @@ def test_with_sites_the_servers_own_file_has_the_public_images(tmp_path) -> None
     assert len(needed_by(few, Sites.of(few.run_config()))["public"]) == 3
 
 
-@pytest.mark.parametrize(("public", "size", "says"), [
-    ("auto", 0, "public-data is 'auto', allowed with feddf and dataset sites: an .npz file with x"),
-    ("mnist", 0, "public-data is 'mnist', allowed with feddf and dataset sites: an .npz file with x"),
-    ("public.npz", 8, "public-size is 8, and public.npz has 7 images"),
-])
+@pytest.mark.parametrize(
+    ("public", "size", "says"),
+    [
+        ("auto", 0, "public-data is 'auto', allowed with feddf and dataset sites: an .npz file with x"),
+        ("mnist", 0, "public-data is 'mnist', allowed with feddf and dataset sites: an .npz file with x"),
+        ("public.npz", 8, "public-size is 8, and public.npz has 7 images"),
+    ],
+)
 def test_with_sites_and_without_such_a_file_it_is_refused(public, size, says, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     np.savez("public.npz", x=np.zeros((7, 8, 8), np.uint8))

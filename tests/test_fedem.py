@@ -9,18 +9,18 @@ import pytest
 from flwr.app import Array, ConfigRecord
 from safetensors.numpy import load_file
 
-from client_app.app import app as client_app
-from server_app.app import run as run_app
-from server_app.config import Config
-from server_app.predict import Predictor
-from server_app.tables import read_table
-from strategies import FedAvg, FedEM, InlineGrid, Mixture
-from strategies.baselines.fedem import new_shares, responsibilities
-from strategies.messages import by_prefix, in_order, read_record, to_record
-from strategies.mixture import accuracy_and_loss
-from strategies.state import MIXTURE, saved_files
-from strategies.store import drawn_anew
-from strategies.training import get_arrays, set_arrays
+from kindred import FedAvg, FedEM, InlineGrid, Mixture
+from kindred.baselines.fedem import new_shares, responsibilities
+from kindred.client.state import MIXTURE, saved_files
+from kindred.client.training import get_arrays, set_arrays
+from kindred.client_app.app import app as client_app
+from kindred.engine.model_store import drawn_anew
+from kindred.messages import by_prefix, in_order, read_record, to_record
+from kindred.mixture import accuracy_and_loss
+from kindred.server_app.app import run as run_app
+from kindred.server_app.cli.predict import Predictor
+from kindred.server_app.config import Config
+from kindred.server_app.tables import read_table
 
 from . import by_hand, test_client
 from .by_hand import Client, probabilities, weights_of
@@ -78,8 +78,9 @@ def test_a_round_is_the_papers() -> None:
     # With x = 1 the components give 0.73106 and 0.26894 to the label, with x = 2 0.88080 and 0.11920: so are the q.
     equal = np.array([0.5, 0.5])
     q = [shares_of(client, equal, FIRST, SECOND) for client in CLIENTS]
-    assert [each.tolist() for each in q] == [pytest.approx(each, abs=1e-5) for each in (
-        [0.73106, 0.26894], [0.88080, 0.11920], [0.26894, 0.73106])]
+    assert [each.tolist() for each in q] == [
+        pytest.approx(each, abs=1e-5) for each in ([0.73106, 0.26894], [0.88080, 0.11920], [0.26894, 0.73106])
+    ]
     for m, w in enumerate((FIRST, SECOND)):
         trained = [client.step(w, q[i][m]) for i, client in enumerate(CLIENTS)]
         mean = (1 * trained[0] + 3 * trained[1] + 2 * trained[2]) / 6  # by samples, and not by q
@@ -94,8 +95,13 @@ def test_a_round_is_the_papers() -> None:
 
 def test_shares_are_kept_at_the_client_and_go_on_from_round_to_round() -> None:
     strategy, seen = FedEM(num_components=2, other_models=[by_hand.model(SECOND)]), {}
-    by_hand.start(strategy, CLIENTS, FIRST, 3,
-                  on_round=lambda r: seen.update({r: [weights_of(record) for record in strategy._models]}))
+    by_hand.start(
+        strategy,
+        CLIENTS,
+        FIRST,
+        3,
+        on_round=lambda r: seen.update({r: [weights_of(record) for record in strategy._models]}),
+    )
     found = kept_mixtures(strategy)
     for i, client in enumerate(CLIENTS):
         shares = np.array([0.5, 0.5])
@@ -144,8 +150,9 @@ def run(strategy, rounds: int = 3, **settings):
 
 @pytest.mark.parametrize("settings", [{}, {"optimizer": "adam"}, {"local-epochs": 0, "local-steps": 3}])
 def test_one_component_is_fedavg_bit_for_bit(settings) -> None:
-    mine, theirs = (run(kind, **settings) for kind in (
-        FedEM(num_components=1, fraction_train=0.5), FedAvg(fraction_train=0.5)))
+    mine, theirs = (
+        run(kind, **settings) for kind in (FedEM(num_components=1, fraction_train=0.5), FedAvg(fraction_train=0.5))
+    )
     assert values(mine.global_arrays()) == values(theirs.global_arrays())
     assert mine.collaboration()[1].tobytes() == theirs.collaboration()[1].tobytes()
     for one, other in zip(mine.history.rows, theirs.history.rows, strict=True):
@@ -179,7 +186,8 @@ def test_the_result_is_the_mixture_of_the_last_components() -> None:
         site = test_client.load_site(type("Context", (), {"node_config": {"partition-id": client}}))
         for kept, last in zip(mixture.models, strategy._models, strict=True):
             assert {name: array.tobytes() for name, array in kept.items()} == {
-                name: array.tobytes() for name, array in read_record(last).items()}
+                name: array.tobytes() for name, array in read_record(last).items()
+            }
         rows = mixture.predict(test_client.network(), site.test[0])
         accuracy, loss = accuracy_and_loss(rows, site.test[1].numpy())
         assert (closing[client]["personal-accuracy"], closing[client]["personal-loss"]) == (accuracy, loss)
@@ -190,8 +198,17 @@ def test_the_result_is_the_mixture_of_the_last_components() -> None:
 
 
 def test_mixtures_are_in_the_results_and_predict(tmp_path) -> None:
-    config = Config(strategy="fedem", num_clients=2, num_groups=2, num_rounds=2, local_epochs=1, batch_size=20,
-                    samples_per_client=20, device="cpu", output_dir=str(tmp_path))
+    config = Config(
+        strategy="fedem",
+        num_clients=2,
+        num_groups=2,
+        num_rounds=2,
+        local_epochs=1,
+        batch_size=20,
+        samples_per_client=20,
+        device="cpu",
+        output_dir=str(tmp_path),
+    )
     folder = run_app(InlineGrid(client_app, 2, config.run_config()), config).path
     rows = [row for row in read_table(folder / "history.csv") if int(row["round"]) == 3]
     assert len(rows) == 2 and not (folder / "models").exists()
@@ -211,8 +228,16 @@ def test_a_site_keeps_its_mixture_from_the_first_round_on(tmp_path) -> None:
 
     seen = {}
     strategy = FedEM(num_components=2, other_models=[by_hand.model(SECOND)])
-    by_hand.start(strategy, CLIENTS, FIRST, 2, Sites(), on_round=lambda r: seen.update(
-        {r: Mixture.load(next(tmp_path.glob("1001/run-*/client-0/mixture.safetensors")))}))
+    by_hand.start(
+        strategy,
+        CLIENTS,
+        FIRST,
+        2,
+        Sites(),
+        on_round=lambda r: seen.update(
+            {r: Mixture.load(next(tmp_path.glob("1001/run-*/client-0/mixture.safetensors")))}
+        ),
+    )
     assert seen[1].shares.tolist() == [0.5, 0.5] and seen[1].models[0]["weight"].tolist() == FIRST.tolist()
     assert seen[3].models[0]["weight"].tobytes() == weights_of(strategy._models[0]).tobytes()
     assert seen[1].shares[0] < seen[2].shares[0] < seen[3].shares[0]
@@ -264,27 +289,29 @@ def _no_prefix(content) -> None:
 def _giant(content) -> None:
     header = io.BytesIO()
     np.lib.format.write_array_header_1_0(header, {"descr": "<f4", "fortran_order": False, "shape": (2**40, 2**20)})
-    content["arrays"]["0/layer.weight"] = Array(
-        "float32", (2**40, 2**20), "numpy.ndarray", header.getvalue() + b"1234")
+    content["arrays"]["0/layer.weight"] = Array("float32", (2**40, 2**20), "numpy.ndarray", header.getvalue() + b"1234")
 
 
 def _no_examples(content) -> None:
     content["metrics"]["num-examples"] = 0
 
 
-@pytest.mark.parametrize(("damage", "reason"), [
-    (lambda content: content.clear(), "refused: it has 0 metric records, expected 1"),
-    (_nan, "refused: array '0/layer.weight' has values that are not finite"),
-    (_shape, "refused: array 'layer.weight' is float32 (2, 3), expected float32 (2, 2)"),
-    (_double, "refused: array 'layer.weight' is float64 (2, 2), expected float32 (2, 2)"),
-    (_missing, "refused: array 'layer.weight' is missing"),
-    (_component_missing, "refused: component 1 is missing"),
-    (_one_more, "refused: arrays '2' are of no component"),
-    (_extra, "refused: arrays 'backdoor' are of no component"),
-    (_no_prefix, "refused: arrays 'layer.weight' are of no component"),
-    (_giant, f"refused: array '0/layer.weight' declares {2**62} bytes but carries 4"),
-    (_no_examples, "refused: num-examples is 0, allowed: 1 to 1000000000000"),
-])
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda content: content.clear(), "refused: it has 0 metric records, expected 1"),
+        (_nan, "refused: array '0/layer.weight' has values that are not finite"),
+        (_shape, "refused: array 'layer.weight' is float32 (2, 3), expected float32 (2, 2)"),
+        (_double, "refused: array 'layer.weight' is float64 (2, 2), expected float32 (2, 2)"),
+        (_missing, "refused: array 'layer.weight' is missing"),
+        (_component_missing, "refused: component 1 is missing"),
+        (_one_more, "refused: arrays '2' are of no component"),
+        (_extra, "refused: arrays 'backdoor' are of no component"),
+        (_no_prefix, "refused: arrays 'layer.weight' are of no component"),
+        (_giant, f"refused: array '0/layer.weight' declares {2**62} bytes but carries 4"),
+        (_no_examples, "refused: num-examples is 0, allowed: 1 to 1000000000000"),
+    ],
+)
 def test_bad_components_count_like_no_reply_and_say_why(damage, reason) -> None:
     check_that_it_counts_like_no_reply("fedem", damage, reason)
 
@@ -292,8 +319,15 @@ def test_bad_components_count_like_no_reply_and_say_why(damage, reason) -> None:
 @pytest.mark.parametrize("most", [0, 1])
 def test_the_norm_is_that_of_the_component_that_changes_most(most) -> None:
     starts = [np.array([0.1, -0.1]), FIRST][:: 1 - 2 * most]
-    norms = np.array([[np.linalg.norm(client.step(w, q) - w) for w, q in zip(
-        starts, shares_of(client, np.array([0.5, 0.5]), *starts))] for client in CLIENTS])
+    norms = np.array(
+        [
+            [
+                np.linalg.norm(client.step(w, q) - w)
+                for w, q in zip(starts, shares_of(client, np.array([0.5, 0.5]), *starts))
+            ]
+            for client in CLIENTS
+        ]
+    )
     assert norms.argmax(axis=1).tolist() == [most] * 3
     largest = norms.max(axis=1)  # (3,)
 
@@ -305,9 +339,13 @@ def test_the_norm_is_that_of_the_component_that_changes_most(most) -> None:
         assert status == "ok" or float(status.split()[5].rstrip(",")) == pytest.approx(norm, rel=1e-4)
 
 
-@pytest.mark.parametrize(("arguments", "said"), [
-    ({"num_components": 0}, "num_components is 0, allowed: 1 or more"),
-    ({"num_components": 2, "other_models": []}, "other_models is '0 models', allowed: 1, all but the first")])
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"num_components": 0}, "num_components is 0, allowed: 1 or more"),
+        ({"num_components": 2, "other_models": []}, "other_models is '0 models', allowed: 1, all but the first"),
+    ],
+)
 def test_arguments_out_of_range_are_named(arguments, said) -> None:
     with pytest.raises(ValueError) as refused:
         FedEM(**arguments)

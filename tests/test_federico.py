@@ -14,13 +14,15 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from strategies import FedeRiCo, InlineGrid, Local, Mixture, Site, make_client_app, make_model, roster
-from strategies.federico import (
+from kindred import FedeRiCo, InlineGrid, Local, Mixture, Site, make_client_app, make_model
+from kindred.client.state import MIXTURE, MODEL, saved_files
+from kindred.client.training import get_arrays, mean_gradient, predict, set_arrays, train
+from kindred.engine import roster
+from kindred.federico import (
     USELESS,
     AdamStep,
     Losses,
@@ -34,9 +36,7 @@ from strategies.federico import (
     mixture_shares,
     smooth,
 )
-from strategies.messages import METHODS, read_record, seed_for, to_record
-from strategies.state import MIXTURE, MODEL, saved_files
-from strategies.training import get_arrays, mean_gradient, predict, set_arrays, train
+from kindred.messages import METHODS, read_record, seed_for, to_record
 
 from .plain import FaultyGrid, ShuffledGrid
 from .test_conformance import everything, values
@@ -256,8 +256,15 @@ def test_bad_arguments_are_refused(wrong, allowed) -> None:
 # --- The rounds ---------------------------------------------------------------------------------------
 
 SEED = 3
-LOCAL = {"local-epochs": 1, "local-steps": 2, "batch-size": 8, "optimizer": "sgd", "learning-rate": 0.2, "seed": SEED,
-         "device": "cpu"}
+LOCAL = {
+    "local-epochs": 1,
+    "local-steps": 2,
+    "batch-size": 8,
+    "optimizer": "sgd",
+    "learning-rate": 0.2,
+    "seed": SEED,
+    "device": "cpu",
+}
 CLIENTS = 5
 
 both_selections = pytest.mark.parametrize("selection", ["server", "relay"])
@@ -312,9 +319,14 @@ def initial(model: Callable[[], nn.Module] = linear) -> ArrayRecord:
 
 
 def run(
-    grid: InlineGrid | None = None, num_rounds: int = 3, model: Callable[[], nn.Module] = linear,
-    on_round: Callable[[int], None] | None = None, local: Mapping[str, Any] | None = None, timeout: float = 60,
-    strategy: Any = None, **settings,
+    grid: InlineGrid | None = None,
+    num_rounds: int = 3,
+    model: Callable[[], nn.Module] = linear,
+    on_round: Callable[[int], None] | None = None,
+    local: Mapping[str, Any] | None = None,
+    timeout: float = 60,
+    strategy: Any = None,
+    **settings,
 ):
     strategy = strategy or FedeRiCo(**{"num_neighbours": 2, "seed": SEED, **settings})
     config = ConfigRecord(LOCAL | dict(local or {}))
@@ -326,8 +338,12 @@ def run(
 def outcome(strategy: FedeRiCo) -> tuple:
     """All that a run comes to, but for seconds, bytes, and the loss that a relay is not told."""
     models, clients, weights, rows = everything(strategy)
-    return models, clients, weights, [
-        {key: row[key] for key in row if key not in ("bytes-up", "bytes-down", "train-loss")} for row in rows]
+    return (
+        models,
+        clients,
+        weights,
+        [{key: row[key] for key in row if key not in ("bytes-up", "bytes-down", "train-loss")} for row in rows],
+    )
 
 
 @cache
@@ -343,8 +359,12 @@ class After(NamedTuple):
 
 
 def follow(
-    grid: InlineGrid | None = None, num_rounds: int = 4, changes: Mapping[int, Callable[[], None]] | None = None,
-    model: Callable[[], nn.Module] = linear, timeout: float = 60, **settings,
+    grid: InlineGrid | None = None,
+    num_rounds: int = 4,
+    changes: Mapping[int, Callable[[], None]] | None = None,
+    model: Callable[[], nn.Module] = linear,
+    timeout: float = 60,
+    **settings,
 ) -> tuple[FedeRiCo, dict[int, After]]:
     """A run, what came of each of its rounds, and something that happens after some of them."""
     strategy = FedeRiCo(**{"num_neighbours": 4, "seed": SEED, **settings})
@@ -365,8 +385,11 @@ def differ(models: Mapping[str, np.ndarray], others: Mapping[str, np.ndarray]) -
 
 def neighbours(strategy: FedeRiCo, server_round: int, client: Any = None) -> Any:
     """Whose models went to a client in a round, or to each client: client -> list."""
-    found = {row["client"]: json.loads(row["neighbours"] if "neighbours" in row else row["evaluate-neighbours"])
-             for row in strategy.history.rows if row["round"] == server_round}
+    found = {
+        row["client"]: json.loads(row["neighbours"] if "neighbours" in row else row["evaluate-neighbours"])
+        for row in strategy.history.rows
+        if row["round"] == server_round
+    }
     return found if client is None else found[client]
 
 
@@ -407,8 +430,11 @@ class Wiretap(FaultyGrid):
         return reply
 
     def training(self, *server_rounds: int) -> list[Passed]:
-        return [each for each in self.passed
-                if each.kind == "train" and (not server_rounds or each.server_round in server_rounds)]
+        return [
+            each
+            for each in self.passed
+            if each.kind == "train" and (not server_rounds or each.server_round in server_rounds)
+        ]
 
 
 def places(record: ArrayRecord) -> set[str]:
@@ -424,14 +450,27 @@ def start_of(client: int, model: Callable[[], nn.Module]) -> nn.Module:
 
 def train_as_clients_do(model: nn.Module, client: int, server_round: int, **amount: int) -> None:
     x, y = samples(client, next(model.parameters()).dtype)["train"]
-    train(model, x, y, **amount, batch_size=LOCAL["batch-size"], optimizer=LOCAL["optimizer"],
-          learning_rate=LOCAL["learning-rate"],
-          generator=torch.Generator().manual_seed(seed_for(SEED, client, server_round, "train")))
+    train(
+        model,
+        x,
+        y,
+        **amount,
+        batch_size=LOCAL["batch-size"],
+        optimizer=LOCAL["optimizer"],
+        learning_rate=LOCAL["learning-rate"],
+        generator=torch.Generator().manual_seed(seed_for(SEED, client, server_round, "train")),
+    )
 
 
 def algorithm_1(
-    drawn: Sequence[Mapping[int, Sequence[int]]], m_step: str, optimizer: str, likelihood: str, *,
-    beta: float, temperature: float, eta: float,
+    drawn: Sequence[Mapping[int, Sequence[int]]],
+    m_step: str,
+    optimizer: str,
+    likelihood: str,
+    *,
+    beta: float,
+    temperature: float,
+    eta: float,
 ) -> tuple[dict[int, dict[str, np.ndarray]], dict[tuple[int, int], float]]:
     """Algorithm 1 by loops and autograd: the models, and the weights w_ib.
 
@@ -459,7 +498,8 @@ def algorithm_1(
                 average[i, b] = (1 - beta) * average.get((i, b), 0.0) + beta * loss[i, b]
             for b in seen:
                 weight[i, b] = math.exp(-average[i, b] / temperature) / sum(
-                    math.exp(-average[i, j] / temperature) for j in seen)
+                    math.exp(-average[i, j] / temperature) for j in seen
+                )
             for b in (i, *others):
                 model = copy.deepcopy(before[b])
                 if m_step == "gradient":
@@ -467,8 +507,10 @@ def algorithm_1(
                     move = list(torch.autograd.grad(objective, list(model.parameters())))
                 else:
                     train_as_clients_do(model, i, t, **{m_step: LOCAL[f"local-{m_step}"]})
-                    move = [weight[i, b] * (new - old).detach()
-                            for new, old in zip(model.parameters(), before[b].parameters())]
+                    move = [
+                        weight[i, b] * (new - old).detach()
+                        for new, old in zip(model.parameters(), before[b].parameters())
+                    ]
                 moves.setdefault(b, []).append(move)
         for b, lists in moves.items():
             for parameter, *parts in zip(phi[b].parameters(), *lists):
@@ -485,8 +527,13 @@ def algorithm_1(
 @pytest.mark.parametrize("clients", [2, 5])
 @pytest.mark.parametrize(
     ("m_step", "optimizer", "likelihood"),
-    [("gradient", "sgd", "mean"), ("gradient", "sgd", "sum"), ("gradient", "adam", "mean"), ("epochs", "adam", "mean"),
-     ("steps", "adam", "sum")],
+    [
+        ("gradient", "sgd", "mean"),
+        ("gradient", "sgd", "sum"),
+        ("gradient", "adam", "mean"),
+        ("epochs", "adam", "mean"),
+        ("steps", "adam", "sum"),
+    ],
 )
 def test_rounds_are_those_of_algorithm_1(m_step, optimizer, likelihood, clients, selection) -> None:
     """Also where clients come late (4) or drop out after their model went to others (2)."""
@@ -496,12 +543,24 @@ def test_rounds_are_those_of_algorithm_1(m_step, optimizer, likelihood, clients,
         return "error" if (server_round, client) in away else "ok"
 
     eta = 0.01 if likelihood == "sum" else 0.3
-    strategy = run(FaultyGrid(APPS[exact], clients, fate), 3 if clients == 2 else 5, exact, m_step=m_step,
-                   optimizer=optimizer, likelihood=likelihood, learning_rate=eta, num_neighbours=2, epsilon=0.5,
-                   temperature=0.7, min_weight=0.0, selection=selection)
+    strategy = run(
+        FaultyGrid(APPS[exact], clients, fate),
+        3 if clients == 2 else 5,
+        exact,
+        m_step=m_step,
+        optimizer=optimizer,
+        likelihood=likelihood,
+        learning_rate=eta,
+        num_neighbours=2,
+        epsilon=0.5,
+        temperature=0.7,
+        min_weight=0.0,
+        selection=selection,
+    )
     last = 3 if clients == 2 else 5
-    drawn = [{i: others for i, others in neighbours(strategy, t).items() if (t, i) not in away}
-             for t in range(1, last + 1)]
+    drawn = [
+        {i: others for i, others in neighbours(strategy, t).items() if (t, i) not in away} for t in range(1, last + 1)
+    ]
     if clients == 2:
         assert drawn == [{0: [], 1: []}, {0: [1], 1: [0]}, {0: [1], 1: [0]}]
     else:
@@ -514,8 +573,7 @@ def test_rounds_are_those_of_algorithm_1(m_step, optimizer, likelihood, clients,
             assert array == pytest.approx(models[client][name], abs=1e-10), (client, name)
     names, found = strategy.collaboration()
     assert names == list(range(clients))
-    assert found == pytest.approx(
-        np.array([[weights.get((i, j), 0.0) for j in names] for i in names]), abs=1e-10)
+    assert found == pytest.approx(np.array([[weights.get((i, j), 0.0) for j in names] for i in names]), abs=1e-10)
 
 
 def test_clients_start_from_weights_of_their_own_and_find_their_kind() -> None:
@@ -549,8 +607,15 @@ def test_without_neighbours_it_is_local_training() -> None:
 @pytest.mark.parametrize("min_weight", [0.0, 0.001])
 def test_one_hot_weights_let_no_update_reach_others(m_step, min_weight) -> None:
     def opposites(temperature: float, neighbours: int) -> FedeRiCo:
-        return run(InlineGrid(APP, 2), m_step=m_step, temperature=temperature, num_neighbours=neighbours,
-                   min_weight=min_weight, learning_rate=0.5, beta=1.0)
+        return run(
+            InlineGrid(APP, 2),
+            m_step=m_step,
+            temperature=temperature,
+            num_neighbours=neighbours,
+            min_weight=min_weight,
+            learning_rate=0.5,
+            beta=1.0,
+        )
 
     hot = opposites(1e-6, 1)
     assert hot.collaboration()[1].tolist() == [[1, 0], [0, 1]]
@@ -569,8 +634,13 @@ def test_the_order_of_replies_changes_no_bit(m_step, selection) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"m_step": "gradient"}, {"fraction_train": 0.5}, {"epsilon": 0.9, "likelihood": "sum", "temperature": 5.0},
-     {"mixture": "logits", "mixture_threshold": 0.2}],
+    [
+        {},
+        {"m_step": "gradient"},
+        {"fraction_train": 0.5},
+        {"epsilon": 0.9, "likelihood": "sum", "temperature": 5.0},
+        {"mixture": "logits", "mixture_threshold": 0.2},
+    ],
 )
 def test_a_relay_comes_to_the_same_as_a_server_that_chooses(settings) -> None:
     def fate(server_round: int, client: int) -> str:
@@ -589,6 +659,7 @@ def test_a_client_that_drops_after_being_drawn_loses_its_work_alone(m_step) -> N
     """Its model still moves, by what those send who have it."""
     ends = []
     for fate in ("error", "lost", "silent"):
+
         def drops(server_round: int, client: int, fate: str = fate) -> str:
             return fate if (server_round, client) == (3, 1) else "ok"
 
@@ -670,8 +741,12 @@ def relay_grid(**node_config) -> Wiretap:
 
 @pytest.mark.parametrize(
     ("grid", "agreed"),
-    [(Wiretap, True), (relay_grid, False), (lambda: relay_grid(**{"report-weights": True}), True),
-     (lambda: relay_grid(**{"report-weights": False}), False)],
+    [
+        (Wiretap, True),
+        (relay_grid, False),
+        (lambda: relay_grid(**{"report-weights": True}), True),
+        (lambda: relay_grid(**{"report-weights": False}), False),
+    ],
 )
 def test_a_relay_is_not_told_losses_and_weights_only_if_the_site_agrees(grid, agreed) -> None:
     grid = grid()
@@ -680,8 +755,15 @@ def test_a_relay_is_not_told_losses_and_weights_only_if_the_site_agrees(grid, ag
     for each in grid.training():
         assert set(each.up["config"]) == {"neighbours", "mixture"} | ({"weights", "weights-of"} if agreed else set())
         assert set(each.up["metrics"]) == {
-            "num-examples", "num-test-examples", "mixture-accuracy", "mixture-loss",
-            "received-accuracy", "received-loss", "samples-trained", "samples-predicted"}
+            "num-examples",
+            "num-test-examples",
+            "mixture-accuracy",
+            "mixture-loss",
+            "received-accuracy",
+            "received-loss",
+            "samples-trained",
+            "samples-predicted",
+        }
         assert not {"smoothed-losses", "log-rest"} & set(each.down["config"])
     clients, weights = strategy.collaboration()
     if agreed:
@@ -703,6 +785,7 @@ def test_weights_are_known_of_those_who_tell_them() -> None:
 
 def changed(**entries: Any) -> Callable[[Any], None]:
     """A reply's config with other entries, or without those that are None."""
+
     def change(content) -> None:
         config = {**content["config"], **{key.replace("_", "-"): entry for key, entry in entries.items()}}
         content["config"] = ConfigRecord({key: entry for key, entry in config.items() if entry is not None})
@@ -752,8 +835,16 @@ def test_a_relay_for_clients_that_have_nobody_to_wish_for() -> None:
 
 @pytest.mark.parametrize(
     ("weights_of", "weights"),
-    [(None, [1.0]), ("[2]", 1.0), ("[2]", ["1"]), ("[2]", [2.0]), ("[2]", [float("nan")]), ("[2, 1]", [1.0]),
-     ("[2, 1]", [1.5, -0.5]), ("[2, 1]", [0.5, 0.4])],
+    [
+        (None, [1.0]),
+        ("[2]", 1.0),
+        ("[2]", ["1"]),
+        ("[2]", [2.0]),
+        ("[2]", [float("nan")]),
+        ("[2, 1]", [1.0]),
+        ("[2, 1]", [1.5, -0.5]),
+        ("[2, 1]", [0.5, 0.4]),
+    ],
 )
 def test_malformed_weights_count_as_none(weights_of, weights) -> None:
     def fate(server_round: int, client: int) -> object:
@@ -785,9 +876,16 @@ def check_that_it_is_refused(damage: Callable[[Any], None], reason: str, server_
 
 @pytest.mark.parametrize(
     ("losses", "said"),
-    [(None, "None"), ([0.5, 0.5], "[0.5, 0.5]"), ([0.5] * 4, "[0.5, 0.5, 0.5, 0.5]"),
-     ([0.5, 0.5, float("nan")], "[0.5, 0.5, nan]"), ([0.5, 0.5, float("inf")], "[0.5, 0.5, inf]"),
-     ([0.5, -1e13, 0.5], "[0.5, -10000000000000.0, 0.5]"), (["a", "b", "c"], "['a', 'b', 'c']"), (0.5, "0.5")],
+    [
+        (None, "None"),
+        ([0.5, 0.5], "[0.5, 0.5]"),
+        ([0.5] * 4, "[0.5, 0.5, 0.5, 0.5]"),
+        ([0.5, 0.5, float("nan")], "[0.5, 0.5, nan]"),
+        ([0.5, 0.5, float("inf")], "[0.5, 0.5, inf]"),
+        ([0.5, -1e13, 0.5], "[0.5, -10000000000000.0, 0.5]"),
+        (["a", "b", "c"], "['a', 'b', 'c']"),
+        (0.5, "0.5"),
+    ],
 )
 def test_malformed_losses_are_refused(losses, said) -> None:
     check_that_it_is_refused(changed(losses=losses), f"its losses are {said}, expected 3 numbers up to 1e+12")
@@ -795,6 +893,7 @@ def test_malformed_losses_are_refused(losses, said) -> None:
 
 def arrays(**new: np.ndarray | None) -> Callable[[Any], None]:
     """A reply with other arrays; the name's first _ stands for /."""
+
     def change(content) -> None:
         for name, array in new.items():
             key = name.replace("_", "/", 1).removeprefix("at")
@@ -845,15 +944,24 @@ def test_a_model_that_diverged_harms_nobody_else(min_weight, selection) -> None:
     def fate(server_round: int, client: int) -> object:
         return _diverged if (server_round, client) == (1, 3) else "ok"
 
-    strategy = run(FaultyGrid(APP, CLIENTS, fate), 6, num_neighbours=4, min_weight=min_weight, selection=selection,
-                   temperature=0.05)
+    strategy = run(
+        FaultyGrid(APP, CLIENTS, fate),
+        6,
+        num_neighbours=4,
+        min_weight=min_weight,
+        selection=selection,
+        temperature=0.05,
+    )
     assert statuses(strategy) == {"ok"}
     clients, weights = strategy.collaboration()
     assert weights.sum(axis=1) == pytest.approx(1) and weights[:, 3].tolist() == [0] * CLIENTS
     for row in strategy.history.rows:
         assert np.isfinite(row["personal-loss"])
-        assert all(np.isfinite(array).all() for record in strategy.client_models().values()
-                   for array in read_record(record).values())
+        assert all(
+            np.isfinite(array).all()
+            for record in strategy.client_models().values()
+            for array in read_record(record).values()
+        )
     assert strategy.history.rounds[-1]["accuracy"] > 0.75
 
 
@@ -894,18 +1002,19 @@ def test_the_model_of_a_client_that_left(share_absent, selection) -> None:
 @pytest.mark.parametrize("share_absent", [False, True])
 def test_the_closing_mixtures_are_of_models_that_can_be_had(share_absent) -> None:
     grid = Crowd()
-    strategy, _ = follow(grid, 3, {2: lambda: grid.leaves(4)}, share_absent=share_absent, mixture_threshold=0.0,
-                               temperature=10.0)
-    assert all((4 in others) == share_absent and len(others) == 3 + share_absent
-               for others in neighbours(strategy, 4).values())
+    strategy, _ = follow(
+        grid, 3, {2: lambda: grid.leaves(4)}, share_absent=share_absent, mixture_threshold=0.0, temperature=10.0
+    )
+    assert all(
+        (4 in others) == share_absent and len(others) == 3 + share_absent for others in neighbours(strategy, 4).values()
+    )
 
 
 @both_selections
 def test_a_newcomer_is_explored(selection) -> None:
     grid = Crowd()
     grid.leaves(4)
-    strategy, _ = follow(grid, 6, {4: lambda: grid.comes(4)}, num_neighbours=1, epsilon=0.0,
-                               selection=selection)
+    strategy, _ = follow(grid, 6, {4: lambda: grid.comes(4)}, num_neighbours=1, epsilon=0.0, selection=selection)
     for client in range(4):
         # One new model a round until all have been seen.
         seen = [neighbours(strategy, server_round, client)[0] for server_round in (2, 3, 4)]
@@ -955,7 +1064,8 @@ def test_a_wish_not_to_share_that_is_unclear_is_not_guessed_at(wish) -> None:
     config_of(grid, 1)["share-model"] = wish
     strategy = run(grid)
     assert strategy.history.left_out == {
-        1: f"it cannot introduce itself: ValueError: share-model is {wish!r}, allowed: true, false"}
+        1: f"it cannot introduce itself: ValueError: share-model is {wish!r}, allowed: true, false"
+    }
     assert all(each.client != 1 for each in grid.passed if each.kind == "train")
 
 
@@ -996,8 +1106,9 @@ def probabilities_of(models: Iterable[Mapping[str, np.ndarray]], client: int) ->
 @both_selections
 @pytest.mark.parametrize("mixture", ["probabilities", "logits"])
 def test_what_a_round_says_is_of_the_models_that_it_began_with(mixture, selection) -> None:
-    strategy, after = follow(num_neighbours=3, temperature=0.3, mixture=mixture, mixture_threshold=0.15,
-                             selection=selection)
+    strategy, after = follow(
+        num_neighbours=3, temperature=0.3, mixture=mixture, mixture_threshold=0.15, selection=selection
+    )
     dropped = 0
     for server_round in (2, 3, 4):
         for client in range(CLIENTS):
@@ -1007,8 +1118,7 @@ def test_what_a_round_says_is_of_the_models_that_it_began_with(mixture, selectio
             shares = mixture_shares(after[server_round].weights[client, at_hand], 0.15)
             dropped += int((shares == 0).sum())
             mixed = mixture_of(probabilities, shares, mixture)
-            (row,) = (row for row in strategy.history.rows
-                      if (row["round"], row["client"]) == (server_round, client))
+            (row,) = (row for row in strategy.history.rows if (row["round"], row["client"]) == (server_round, client))
             for which, rows in (("mixture", mixed), ("personal", mixed), ("received", probabilities[0])):
                 accuracy, loss = accuracy_and_loss(rows, labels)
                 assert row[f"{which}-accuracy"] == accuracy
@@ -1020,8 +1130,9 @@ def test_what_a_round_says_is_of_the_models_that_it_began_with(mixture, selectio
 @pytest.mark.parametrize("mixture", ["probabilities", "logits"])
 def test_what_a_client_keeps_predicts_without_a_server(mixture, selection) -> None:
     grid = InlineGrid(APP, CLIENTS)
-    strategy, after = follow(grid, 5, num_neighbours=2, temperature=0.3, mixture=mixture, mixture_threshold=0.15,
-                             selection=selection)
+    strategy, after = follow(
+        grid, 5, num_neighbours=2, temperature=0.3, mixture=mixture, mixture_threshold=0.15, selection=selection
+    )
     files = saved_files(grid.run.run_id, MIXTURE)
     assert sorted(files) == list(range(CLIENTS))
     last = {row["client"]: row for row in strategy.history.rows if row["round"] == 6}
@@ -1185,8 +1296,9 @@ def test_the_final_mixture_holds_no_more_models_than_a_round(selection) -> None:
 @both_selections
 def test_the_strategys_own_seed_is_the_one_that_counts(selection) -> None:
     grids = {seed: Wiretap() for seed in (0, 7)}
-    chosen = {seed: [neighbours(run(grid, selection=selection, seed=seed), r) for r in (2, 3)]
-              for seed, grid in grids.items()}
+    chosen = {
+        seed: [neighbours(run(grid, selection=selection, seed=seed), r) for r in (2, 3)] for seed, grid in grids.items()
+    }
     assert chosen[0] != chosen[7]
     assert chosen[7] == [neighbours(run(seed=7), r) for r in (2, 3)]
 

@@ -10,15 +10,14 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import ConfigRecord
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from strategies import FedFomo, InlineGrid, Local, make_client_app
-from strategies.baselines.fedfomo import _weigh, combined, model_weights, split
-from strategies.client import Visit
-from strategies.messages import to_record
-from strategies.state import ClientState
-from strategies.training import get_arrays
+from kindred import FedFomo, InlineGrid, Local, make_client_app
+from kindred.baselines.fedfomo import _weigh, combined, model_weights, split
+from kindred.client.app import Visit
+from kindred.client.state import ClientState
+from kindred.client.training import get_arrays
+from kindred.messages import to_record
 
 from . import by_hand, test_client
 from .by_hand import Client, weights_of
@@ -33,13 +32,16 @@ def test_weights_are_gains_over_distances() -> None:
     assert model_weights(1.0, [0.8, 0.5, 1.2], [2.0, 1.0, 1.0]) == pytest.approx([1 / 6, 5 / 6, 0])
 
 
-@pytest.mark.parametrize(("before", "losses", "distances", "weights"), [
-    (1.0, [1.0, 1.0], [2.0, 3.0], [0, 0]),  # equal losses
-    (1.0, [1.5, 2.0], [2.0, 3.0], [0, 0]),
-    (1.0, [0.5, 0.5], [0.0, 3.0], [0, 1]),  # the first is no other than the one before
-    (1.0, [np.nan, 0.5, 0.9], [1.0, np.inf, 1.0], [0, 0, 1]),
-    (np.nan, [2.0, 3.0, np.inf], [1.0, 3.0, 1.0], [0.75, 0.25, 0]),  # any is better than that, the nearer the more
-])
+@pytest.mark.parametrize(
+    ("before", "losses", "distances", "weights"),
+    [
+        (1.0, [1.0, 1.0], [2.0, 3.0], [0, 0]),  # equal losses
+        (1.0, [1.5, 2.0], [2.0, 3.0], [0, 0]),
+        (1.0, [0.5, 0.5], [0.0, 3.0], [0, 1]),  # the first is no other than the one before
+        (1.0, [np.nan, 0.5, 0.9], [1.0, np.inf, 1.0], [0, 0, 1]),
+        (np.nan, [2.0, 3.0, np.inf], [1.0, 3.0, 1.0], [0.75, 0.25, 0]),  # any is better than that, the nearer the more
+    ],
+)
 def test_weights_where_there_is_nothing_to_compare(before, losses, distances, weights) -> None:
     assert model_weights(before, losses, distances) == pytest.approx(weights)
 
@@ -80,8 +82,11 @@ def test_the_split_depends_on_the_seed_alone() -> None:
 # --- Rounds by hand -----------------------------------------------------------------------------------
 
 # They agree on the class of a positive number. Client 1 learns more quickly, and client 2 wants the contrary.
-CLIENTS = [Client(1.0, 0, 2, validation=(1.0, 0)), Client(2.0, 0, 1, validation=(1.0, 0)),
-           Client(1.0, 1, 1, validation=(1.0, 1))]
+CLIENTS = [
+    Client(1.0, 0, 2, validation=(1.0, 0)),
+    Client(2.0, 0, 1, validation=(1.0, 0)),
+    Client(1.0, 1, 1, validation=(1.0, 1)),
+]
 START = np.array([0.2, -0.2])
 
 
@@ -133,8 +138,13 @@ def test_who_learns_from_whom_are_the_weights_of_the_last_round() -> None:
 def test_affinities_are_sums_of_weights() -> None:
     told = []
     strategy = FedFomo(num_neighbours=2)
-    by_hand.start(strategy, CLIENTS, START, 4,
-                  on_round=lambda r: told.append({client: dict(w) for client, w in strategy._weights.items()}))
+    by_hand.start(
+        strategy,
+        CLIENTS,
+        START,
+        4,
+        on_round=lambda r: told.append({client: dict(w) for client, w in strategy._weights.items()}),
+    )
     for client, affinities in strategy._affinities.items():
         assert client not in affinities
         for other, affinity in affinities.items():
@@ -148,8 +158,11 @@ def test_the_combination_is_evaluated_as_received_and_the_result_is_trained() ->
     first = [client.step(START) for client in CLIENTS]
     mixed = strategy._weights[0][0] * first[0] + strategy._weights[0][1] * first[1]
     assert row["received-loss"] == pytest.approx(CLIENTS[0].loss(mixed), abs=1e-5)
-    assert row["trained-loss"] == row["personal-loss"] == pytest.approx(
-        CLIENTS[0].loss(weights_of(strategy.client_models()[0])), abs=1e-5)
+    assert (
+        row["trained-loss"]
+        == row["personal-loss"]
+        == pytest.approx(CLIENTS[0].loss(weights_of(strategy.client_models()[0])), abs=1e-5)
+    )
     assert [line["round"] for line in strategy.history.rounds] == [1, 2]  # there is nothing left to evaluate
 
 
@@ -166,12 +179,14 @@ def run(strategy, rounds: int = 3, app=test_client.app, grid: InlineGrid | None 
 
 def held_out(x: torch.Tensor):
     """The sites of test_client with validation data of their own, which FedFomo then takes."""
-    return make_client_app(lambda context: replace(
-        test_client.load_site(context), validation=(x, torch.zeros(len(x), dtype=torch.int64))))
+    return make_client_app(
+        lambda context: replace(test_client.load_site(context), validation=(x, torch.zeros(len(x), dtype=torch.int64)))
+    )
 
 
 def test_with_equal_losses_it_is_local_training_bit_for_bit() -> None:
     """Where all samples are zeros, a network without biases gives all classes the same, whatever its weights."""
+
     def load(context):
         site = test_client.load_site(context)
         return replace(site, model=network, validation=(torch.zeros(5, 3), torch.zeros(5, dtype=torch.int64)))
@@ -180,7 +195,8 @@ def test_with_equal_losses_it_is_local_training_bit_for_bit() -> None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             return torch.nn.Sequential(
-                torch.nn.Linear(3, 8, bias=False), torch.nn.ReLU(), torch.nn.Linear(8, 2, bias=False))
+                torch.nn.Linear(3, 8, bias=False), torch.nn.ReLU(), torch.nn.Linear(8, 2, bias=False)
+            )
 
     def models(strategy) -> list[dict[str, bytes]]:
         config = ConfigRecord(test_client.SETTINGS)
@@ -296,9 +312,21 @@ def test_a_model_that_never_came_is_handed_to_nobody() -> None:
 # --- What is refused ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("weights", [
-    None, [1.0], [0.5, 0.5], [0.5, 0.2, 0.2], [1.5, -0.5, 0.0], [float("nan"), 0.0, 1.0], [1, 0, 0], "1, 0, 0",
-    [0.5, 0.25, 0.25, 0.0]], ids=repr)
+@pytest.mark.parametrize(
+    "weights",
+    [
+        None,
+        [1.0],
+        [0.5, 0.5],
+        [0.5, 0.2, 0.2],
+        [1.5, -0.5, 0.0],
+        [float("nan"), 0.0, 1.0],
+        [1, 0, 0],
+        "1, 0, 0",
+        [0.5, 0.25, 0.25, 0.0],
+    ],
+    ids=repr,
+)
 def test_weights_that_are_none_count_like_no_reply(weights) -> None:
     def damage(content) -> None:
         content.config_records.clear()
@@ -306,15 +334,21 @@ def test_weights_that_are_none_count_like_no_reply(weights) -> None:
             content["config"] = ConfigRecord({"weights": weights})
 
     check_that_it_counts_like_no_reply(
-        "fedfomo", damage,
-        f"refused: its weights are {reprlib.repr(weights)}, expected 3 of 0 or more that sum to 1 or 0")
+        "fedfomo",
+        damage,
+        f"refused: its weights are {reprlib.repr(weights)}, expected 3 of 0 or more that sum to 1 or 0",
+    )
 
 
-@pytest.mark.parametrize(("arguments", "said"), [
-    ({"num_neighbours": -1}, "num_neighbours is -1, allowed: 0 or more"),
-    ({"epsilon": 1.1}, "epsilon is 1.1, allowed: 0 to 1"),
-    ({"validation_share": 0.0}, "validation_share is 0.0, allowed: more than 0, less than 1"),
-    ({"validation_share": 1.0}, "validation_share is 1.0, allowed: more than 0, less than 1")])
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"num_neighbours": -1}, "num_neighbours is -1, allowed: 0 or more"),
+        ({"epsilon": 1.1}, "epsilon is 1.1, allowed: 0 to 1"),
+        ({"validation_share": 0.0}, "validation_share is 0.0, allowed: more than 0, less than 1"),
+        ({"validation_share": 1.0}, "validation_share is 1.0, allowed: more than 0, less than 1"),
+    ],
+)
 def test_arguments_out_of_range_are_named(arguments, said) -> None:
     with pytest.raises(ValueError) as refused:
         FedFomo(**arguments)

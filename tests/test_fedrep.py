@@ -10,11 +10,11 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
-from strategies import FedAvg, FedRep, InlineGrid, Site, make_client_app
-from strategies.baselines.fedrep import training_only
-from strategies.messages import read_record, to_record
-from strategies.state import saved_files
-from strategies.training import evaluate, get_arrays, set_arrays
+from kindred import FedAvg, FedRep, InlineGrid, Site, make_client_app
+from kindred.baselines.fedrep import training_only
+from kindred.client.state import saved_files
+from kindred.client.training import evaluate, get_arrays, set_arrays
+from kindred.messages import read_record, to_record
 
 from .plain import FaultyGrid, saved_models
 from .test_client import CLIENTS, SETTINGS, app, load_site, network
@@ -26,8 +26,15 @@ BODY = [name for name in get_arrays(network()) if name not in HEAD]
 
 def run(strategy, rounds=3, grid=None, initial=network, on_round=None, **settings):
     config = ConfigRecord(SETTINGS | settings)
-    strategy.start(grid or InlineGrid(app, CLIENTS), to_record(get_arrays(initial())), rounds, 60, config, config,
-                   on_round=on_round)
+    strategy.start(
+        grid or InlineGrid(app, CLIENTS),
+        to_record(get_arrays(initial())),
+        rounds,
+        60,
+        config,
+        config,
+        on_round=on_round,
+    )
     return strategy
 
 
@@ -115,9 +122,11 @@ def with_fixed_head() -> torch.nn.Module:
 
 def sixteen(model):
     """Sites of as many samples each, and as many as make a mean by sizes the plain one to the last bit."""
+
     def load(context: Context) -> Site:
         site = load_site(context)
         return Site(model, tuple(part[:16] for part in site.train), site.test)
+
     return InlineGrid(make_client_app(load), CLIENTS)
 
 
@@ -178,14 +187,17 @@ def test_a_client_that_lost_its_head_says_so_and_begins_with_the_first_one_again
     run(strategy, 4, grid, on_round=forget)
     status = {(row["round"], row["client"]): row["status"] for row in strategy.history.rows}
     assert status.pop((2, 2)) == (
-        "error 2: ValueError: client 2 no longer has its head: array '3.weight' is not kept here")
+        "error 2: ValueError: client 2 no longer has its head: array '3.weight' is not kept here"
+    )
     assert set(status.values()) == {"ok"}
     assert set(HEAD) <= set(grid.down[3, 2]) and not set(HEAD) & set(grid.down[4, 2])
 
 
 def test_every_setting_changes_the_result() -> None:
-    found = {str(values(run(FedRep(**settings)).global_arrays())) for settings in (
-        {}, {"head_epochs": 2}, {"head_epochs": 0}, {"head_layers": 2})}
+    found = {
+        str(values(run(FedRep(**settings)).global_arrays()))
+        for settings in ({}, {"head_epochs": 2}, {"head_epochs": 0}, {"head_layers": 2})
+    }
     assert len(found) == 4
 
 
@@ -223,8 +235,10 @@ def test_who_was_never_drawn_is_evaluated_with_the_first_head() -> None:
         assert evaluate(model, *test) == (row["personal-accuracy"], row["personal-loss"])
 
 
-@pytest.mark.parametrize(("settings", "samples"), [
-    ({"local-epochs": 3}, (2 + 3) * 20), ({"local-epochs": 0, "local-steps": 7}, 2 * 20 + 7 * 4)])
+@pytest.mark.parametrize(
+    ("settings", "samples"),
+    [({"local-epochs": 3}, (2 + 3) * 20), ({"local-epochs": 0, "local-steps": 7}, 2 * 20 + 7 * 4)],
+)
 def test_both_steps_count_as_work(settings, samples) -> None:
     rows = run(FedRep(head_epochs=2), 2, **settings).history.rows
     assert {row["samples-trained"] for row in rows} == {samples}
@@ -261,14 +275,21 @@ def test_a_model_that_is_no_longer_finite_does_not_take_the_place_of_the_last_go
     strategy = Exploding()
     run(strategy, on_round=lambda r: kept.update({r: [values(m) for m in saved_models(strategy.run_id).values()]}))
     status = {r: {row["status"] for row in strategy.history.rows if row["round"] == r} for r in (1, 2, 3)}
-    assert status == {1: {"ok"}, 3: {"ok"}, 2: {
-        "error 2: ValueError: the trained model is no longer finite; the one kept before stays"}}
+    assert status == {
+        1: {"ok"},
+        3: {"ok"},
+        2: {"error 2: ValueError: the trained model is no longer finite; the one kept before stays"},
+    }
     assert kept[1] == kept[2] != kept[3]
 
 
-@pytest.mark.parametrize(("settings", "message"), [
-    ({"head_layers": 0}, "head_layers is 0, allowed: 1 or more"),
-    ({"head_epochs": -1}, "head_epochs is -1, allowed: 0 or more")])
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"head_layers": 0}, "head_layers is 0, allowed: 1 or more"),
+        ({"head_epochs": -1}, "head_epochs is -1, allowed: 0 or more"),
+    ],
+)
 def test_a_bad_setting_is_named(settings, message) -> None:
     with pytest.raises(ValueError, match=message):
         FedRep(**settings)

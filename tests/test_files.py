@@ -16,18 +16,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from hypothesis.extra import numpy as numpy_st
 from PIL import Image
 from safetensors.numpy import save, save_file
 
-from data import DataError, Task, read_site
-from data.files import HEADER_BYTES, check_folder, image_size, open_npz, read_image, read_npz
-from server_app.config import ConfigError
-from server_app.predict import Predictor
-from strategies import MODELS, Mixture, make_model
-from strategies.training import get_arrays
+from kindred import MODELS, Mixture, make_model
+from kindred.client.training import get_arrays
+from kindred.data import DataError, Task, read_site
+from kindred.data.files import HEADER_BYTES, check_folder, image_size, open_npz, read_image, read_npz
+from kindred.server_app.cli.predict import Predictor
+from kindred.server_app.config import ConfigError
 
 from .test_predict import kindred, refused
 
@@ -72,8 +71,12 @@ def png(path: Path, width: int, height: int) -> Path:
         return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
-                     + chunk(b"IDAT", zlib.compress(bytes(20_000))) + chunk(b"IEND", b""))
+    path.write_bytes(
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+        + chunk(b"IDAT", zlib.compress(bytes(20_000)))
+        + chunk(b"IEND", b"")
+    )
     return path
 
 
@@ -81,8 +84,14 @@ def tiff(path: Path, tile: int) -> Path:
     """A TIFF of 8x8 grey pixels in one tile of this side."""
     pixels = zlib.compress(bytes(1000))
     tags = {256: 8, 257: 8, 258: 8, 259: 8, 262: 1, 277: 1, 322: tile, 323: tile, 324: 8, 325: len(pixels)}
-    path.write_bytes(b"II*\0" + struct.pack("<I", 8 + len(pixels)) + pixels + struct.pack("<H", len(tags))
-                     + b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items()) + bytes(4))
+    path.write_bytes(
+        b"II*\0"
+        + struct.pack("<I", 8 + len(pixels))
+        + pixels
+        + struct.pack("<H", len(tags))
+        + b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
+        + bytes(4)
+    )
     return path
 
 
@@ -124,8 +133,10 @@ INPUT_BOMBS = {
     "tile.tiff": (lambda path: tiff(path, 30_000), ["tiles of 30000x30000", "allowed: 4,194,304"]),
 }
 MODEL_BOMBS = {
-    **{f"{name}.safetensors": (lambda path, name=name: of(name, path, num_classes=1_000_000), ["missing"])
-       for name in MODELS.own},
+    **{
+        f"{name}.safetensors": (lambda path, name=name: of(name, path, num_classes=1_000_000), ["missing"])
+        for name in MODELS.own
+    },
     "cnn2-of-2.safetensors": (lambda path: cnn2(path, num_classes=1_000_000), ["(2, 2048)", "(1000000, 2048)"]),
     "classes.safetensors": (lambda path: cnn2(path, num_classes=1 << 62), ["num_classes", "2 to 1,000,000"]),
     "image.safetensors": (lambda path: of("resnet18", path, image_shape=[3, 10_000, 10_000]), ["image_shape"]),
@@ -142,8 +153,8 @@ DRIVER = """
 import json, resource, sys
 sys.path.insert(0, sys.argv[1])
 from typer.testing import CliRunner
-from server_app import predict
-from server_app.cli import app
+from kindred.server_app.cli import predict
+from kindred.server_app.cli.run import app
 used = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # MB
 for arguments in json.loads(sys.argv[2]):
     before = used()
@@ -181,8 +192,11 @@ def test_bombs_are_refused_in_one_line_and_take_no_memory(tmp_path) -> None:
 def test_a_model_of_very_many_classes_is_not_evaluated(tmp_path) -> None:
     """A confusion matrix has the square of them."""
     task = Task((2, 1, 1), 2001, (0.5,), (0.5,))
-    save_file(get_arrays(make_model("office-mlp", (2, 1, 1), 2001)), tmp_path / "a.safetensors",
-              task.to_metadata("office-mlp"))
+    save_file(
+        get_arrays(make_model("office-mlp", (2, 1, 1), 2001)),
+        tmp_path / "a.safetensors",
+        task.to_metadata("office-mlp"),
+    )
     (tmp_path / "in.csv").write_text("a,b\n1,2\n")
     assert kindred("predict", "--model", tmp_path / "a.safetensors", "--input", tmp_path / "in.csv").exit_code == 0
     line = refused("evaluate", "--model", tmp_path / "a.safetensors", "--data-dir", tmp_path)
@@ -290,10 +304,19 @@ def test_a_damaged_model_is_one_error_or_a_model(tmp_path_factory, place, byte, 
 
 
 @settings(max_examples=60, deadline=None)
-@given(array=numpy_st.arrays(
-    st.one_of(numpy_st.boolean_dtypes(), numpy_st.integer_dtypes(), numpy_st.floating_dtypes(),
-              numpy_st.unicode_string_dtypes(endianness="=", min_len=1, max_len=5)),
-    numpy_st.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=5)), fortran=st.booleans(), packed=st.booleans())
+@given(
+    array=numpy_st.arrays(
+        st.one_of(
+            numpy_st.boolean_dtypes(),
+            numpy_st.integer_dtypes(),
+            numpy_st.floating_dtypes(),
+            numpy_st.unicode_string_dtypes(endianness="=", min_len=1, max_len=5),
+        ),
+        numpy_st.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=5),
+    ),
+    fortran=st.booleans(),
+    packed=st.booleans(),
+)
 def test_arrays_are_those_that_numpy_reads(tmp_path_factory, array, fortran, packed) -> None:
     path = tmp_path_factory.getbasetemp() / "honest.npz"
     (np.savez_compressed if packed else np.savez)(path, x=np.asfortranarray(array) if fortran else array, y=array)

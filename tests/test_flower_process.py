@@ -15,11 +15,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from server_app import flower
-from server_app.flower import Log, toml
+from kindred.server_app import simulation as flower
+from kindred.server_app.simulation import Log, toml
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -96,7 +95,7 @@ import json, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
 sys.path.insert(0, sys.argv.pop(1))
 from pathlib import Path
-from server_app.flower import run_simulation
+from kindred.server_app.simulation import run_simulation
 outcome = run_simulation(json.loads(sys.argv[2]), app_dir=Path(sys.argv[1]), num_clients=2,
                          on_line=lambda line: print(line, flush=True))
 print(json.dumps([outcome.code, outcome.reason, str(outcome.results)]))
@@ -269,10 +268,16 @@ def test_ports_that_are_taken_end_in_one_line_and_code_2_and_leave_nothing_of_ou
 
 def folder_of_a_killed_process(parent: Path) -> Path:
     """A working folder with a marker, of a process that was killed."""
-    script = ("import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path; from server_app import flower\n"
-              "folder = flower._OwnFolder(Path(sys.argv[2])); print(folder.path, flush=True); sys.stdin.read()")
-    process = subprocess.Popen([sys.executable, "-P", "-c", script, str(ROOT), str(parent)],
-                               stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    script = (
+        "import sys; from pathlib import Path; from kindred.server_app import simulation\n"
+        "folder = simulation._OwnFolder(Path(sys.argv[1])); print(folder.path, flush=True); sys.stdin.read()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-c", script, str(parent)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     path = Path(process.stdout.readline().strip())
     process.kill()
     process.communicate()
@@ -341,7 +346,7 @@ def test_bad_input_that_the_app_finds_has_code_2_and_its_own_words() -> None:
         "Traceback (most recent call last):\n"
         '  File "app.py", line 1, in main\n'
         "    run(config)\n"
-        "server_app.config.ConfigError: num-rounds is 0, allowed: 1 or more (int)\n"
+        "kindred.server_app.config.ConfigError: num-rounds is 0, allowed: 1 or more (int)\n"
         "\x1b[91mERROR \x1b[0m:     Exit Code: 700\n"
     )
     assert lines == []

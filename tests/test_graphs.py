@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from strategies import REGISTRY, graphs
-from strategies.models import make_model
-from strategies.training import evaluate, get_arrays, pick_device, set_arrays, train, trained_weights
+from kindred import REGISTRY
+from kindred.client import cuda_graphs as graphs
+from kindred.client.models import make_model
+from kindred.client.training import evaluate, get_arrays, pick_device, set_arrays, train, trained_weights
 
 from . import test_client
 from .test_conformance import everything
@@ -28,7 +29,8 @@ def network(seed: int = 0) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return nn.Sequential(
-            nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Dropout(0.5), nn.Linear(4 * 36, 10))
+            nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Dropout(0.5), nn.Linear(4 * 36, 10)
+        )
 
 
 class Capture:
@@ -92,8 +94,14 @@ CASES = {
     "weights": {"weighted": True},
     "smoothed": {"label_smoothing": 0.1},
     "weights, smoothed": {"weighted": True, "label_smoothing": 0.1},
-    "all": {"optimizer": "sgd", "momentum": 0.5, "proximal_mu": 0.5, "towards": True, "correction": True,
-            "weighted": True},
+    "all": {
+        "optimizer": "sgd",
+        "momentum": 0.5,
+        "proximal_mu": 0.5,
+        "towards": True,
+        "correction": True,
+        "weighted": True,
+    },
     "bfloat16": {"precision": "bfloat16"},
     "steps": {"epochs": 0, "steps": 7},
     "steps of more than all": {"epochs": 0, "steps": 5, "batch_size": 20},
@@ -125,11 +133,21 @@ def test_every_method_gives_the_same_bits(capture, monkeypatch, name):
     assert (capture.replays > 0) == (name not in steps_of_its_own)
 
 
-@pytest.mark.parametrize("change", [
-    {"learning_rate": 0.02}, {"optimizer": "sgd"}, {"optimizer": "sgd", "momentum": 0.5}, {"proximal_mu": 1.0},
-    {"proximal_mu": 2.0}, {"correction": True}, {"weighted": True}, {"precision": "bfloat16"}, {"batch_size": 3},
-    {"label_smoothing": 0.1},
-])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"learning_rate": 0.02},
+        {"optimizer": "sgd"},
+        {"optimizer": "sgd", "momentum": 0.5},
+        {"proximal_mu": 1.0},
+        {"proximal_mu": 2.0},
+        {"correction": True},
+        {"weighted": True},
+        {"precision": "bfloat16"},
+        {"batch_size": 3},
+        {"label_smoothing": 0.1},
+    ],
+)
 def test_another_setting_is_another_graph(capture, monkeypatch, change):
     model = network()
     message(model, 1, 8)
@@ -220,8 +238,9 @@ def test_what_cannot_be_captured_is_trained_as_without_and_tried_once(capture, m
     made = [message(model, seed, 11, optimizer="sgd", momentum=0.5) for seed in (1, 2)]
     made.append(message(model, 3, 11))  # another kind of step of the same module
     assert len(tried) == 1
-    assert log_lines == ["kindred: a step of Sequential cannot be a CUDA graph, so it stays as it is: "
-                         "operation not permitted"]
+    assert log_lines == [
+        "kindred: a step of Sequential cannot be a CUDA graph, so it stays as it is: operation not permitted"
+    ]
     monkeypatch.delitem(graphs.CAPTURE, "cpu")
     for seed, one in zip((1, 2), made):
         assert_same(one, message(network(), seed, 11, optimizer="sgd", momentum=0.5))
@@ -323,8 +342,17 @@ class TestOnAGpu:
         for pays in (1, float("inf")):
             monkeypatch.setattr(graphs, "PAYS", pays)
             model = make_model(name, shape, 10, seed=0).to(device)
-            train(model, x, y, epochs=20, batch_size=20, optimizer="adam", learning_rate=1e-3, precision=precision,
-                  generator=order())
+            train(
+                model,
+                x,
+                y,
+                epochs=20,
+                batch_size=20,
+                optimizer="adam",
+                learning_rate=1e-3,
+                precision=precision,
+                generator=order(),
+            )
             accuracies.append(evaluate(model, x, y)[0])
         assert min(accuracies) > 0.9 and abs(accuracies[0] - accuracies[1]) < 0.05
 

@@ -25,8 +25,8 @@ from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIG
 from flwr.supercore.date import now
 from flwr.supercore.primitives.asymmetric import generate_key_pairs, public_key_to_bytes, sign_message
 
-from server_app import guard
-from server_app.guard import CHUNK, OWN, SMALL, Connection, Guard, server_names
+from kindred.server_app.deployment import guard
+from kindred.server_app.deployment.guard import CHUNK, OWN, SMALL, Connection, Guard, server_names
 
 from .machines import KINDRED, Machines, free_port, wait_until
 from .test_machines import kindred, write_digits
@@ -450,8 +450,13 @@ def test_a_request_that_is_there_as_a_whole_is_answered_whoever_comes(served) ->
     served.reached.answers = 0
     with ExitStack() as stack:
         small = stack.enter_context(closing(served.connect(HEAD + b"Content-Length: 1\r\n\r\nx")))
-        large = stack.enter_context(closing(served.connect(
-            HEAD.replace(PUSH.encode(), START.encode()) + b"Content-Length: %d\r\n\r\n" % (2 * SMALL))))
+        large = stack.enter_context(
+            closing(
+                served.connect(
+                    HEAD.replace(PUSH.encode(), START.encode()) + b"Content-Length: %d\r\n\r\n" % (2 * SMALL)
+                )
+            )
+        )
         wait_until(lambda: served.reached.at_work == 1, 10)
         held = [stack.enter_context(closing(served.connect())) for _ in range(20)]
         assert answer(held[0]) == b""

@@ -15,7 +15,7 @@ from flwr.supercore.superexec.executor import subprocess_executor
 from flwr.supercore.superexec.executor.types import ExecutionSpec
 from flwr.supernode import start_client_internal
 
-from server_app import hooks
+from kindred.server_app.deployment import hooks
 
 from .machines import wait_until
 
@@ -36,12 +36,16 @@ def test_a_line_of_arguments_is_a_process_of_its_own_that_finds_everything_impor
     (cli / "__init__.py").write_text(f"""
 import os, sys, torch
 def flwr_clientapp():
-    with open({str(tmp_path / 'said')!r}, "a") as file:
+    with open({str(tmp_path / "said")!r}, "a") as file:
         print(sys.argv, os.getpid(), os.getppid() == torch.imported_by and os.path.samefile(0, os.devnull), file=file)
     return len(sys.argv)
 """)
-    forks = subprocess.Popen([sys.executable, "-P", "-c", hooks.FORKS], stdin=subprocess.PIPE, text=True,
-                             env=os.environ | {"PYTHONPATH": str(tmp_path / "modules")})
+    forks = subprocess.Popen(
+        [sys.executable, "-P", "-c", hooks.FORKS],
+        stdin=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(tmp_path / "modules")},
+    )
     for arguments in (["flwr-clientapp", "--token", "a b"], ["flwr-clientapp"]):
         forks.stdin.write(json.dumps(arguments) + "\n")
         forks.stdin.flush()
@@ -59,14 +63,18 @@ def flwr_clientapp():
 def test_clients_are_started_through_it_and_other_tasks_as_by_flower(tmp_path, monkeypatch) -> None:
     said, started = tmp_path / "said", []
     monkeypatch.setattr(subprocess_executor, "subprocess", subprocess_executor.subprocess)  # put back at the end
-    monkeypatch.setattr(hooks, "FORKS", f"""
+    monkeypatch.setattr(
+        hooks,
+        "FORKS",
+        f"""
 import os, sys
 for line in sys.stdin:
     with open({str(said)!r}, "a") as file:
         print(os.getpid(), line, end="", file=file)
     if "last" in line:
         sys.exit()
-""")
+""",
+    )
     popen = subprocess.Popen
 
     def recorded(arguments, **settings):
@@ -87,8 +95,16 @@ for line in sys.stdin:
         ))  # fmt: skip
 
     def expected(token: str) -> list[str]:
-        return ["flwr-clientapp", "--runtime-api-address", "127.0.0.1:9", "--token", token, "--insecure",
-                "--parent-pid", "7"]
+        return [
+            "flwr-clientapp",
+            "--runtime-api-address",
+            "127.0.0.1:9",
+            "--token",
+            token,
+            "--insecure",
+            "--parent-pid",
+            "7",
+        ]
 
     launch("first")
     launch("last")

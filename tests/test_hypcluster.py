@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from flwr.app import ConfigRecord
 
-from strategies import FedAvg, HypCluster, InlineGrid
-from strategies.baselines.hypcluster import nearest_model
-from strategies.messages import read_record, to_record
-from strategies.store import drawn_anew
-from strategies.training import evaluate, get_arrays, set_arrays
+from kindred import FedAvg, HypCluster, InlineGrid
+from kindred.baselines.hypcluster import nearest_model
+from kindred.client.training import evaluate, get_arrays, set_arrays
+from kindred.engine.model_store import drawn_anew
+from kindred.messages import read_record, to_record
 
 from . import by_hand, test_client
 from .by_hand import Client, weights_of
@@ -20,8 +20,10 @@ from .test_conformance import check_that_it_counts_like_no_reply, everything, va
 # --- The mathematics ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("losses", "nearest"), [
-    ([0.7, 0.3, 0.5], 1), ([0.3, 0.3], 0), ([np.nan, 2.0], 1), ([np.inf, np.nan], 0), ([4.0], 0)])
+@pytest.mark.parametrize(
+    ("losses", "nearest"),
+    [([0.7, 0.3, 0.5], 1), ([0.3, 0.3], 0), ([np.nan, 2.0], 1), ([np.inf, np.nan], 0), ([4.0], 0)],
+)
 def test_the_model_with_the_lowest_loss_is_taken(losses, nearest) -> None:
     assert nearest_model(losses) == nearest
 
@@ -167,8 +169,7 @@ def test_who_was_never_drawn_chooses_in_the_closing_exchange() -> None:
 # --- What is refused ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("cluster", "said"), [
-    (None, "None"), (-1, "-1"), (2, "2"), (0.0, "0.0"), ([0], "[0]")])
+@pytest.mark.parametrize(("cluster", "said"), [(None, "None"), (-1, "-1"), (2, "2"), (0.0, "0.0"), ([0], "[0]")])
 def test_a_cluster_that_there_is_not_counts_like_no_reply(cluster, said) -> None:
     def damage(content) -> None:
         content["metrics"].pop("cluster")
@@ -180,6 +181,7 @@ def test_a_cluster_that_there_is_not_counts_like_no_reply(cluster, said) -> None
 
 def test_the_norm_is_of_the_change_of_the_model_that_was_taken() -> None:
     """By 0.1902, 0.1686 and 0.1902, see above; the second model is 1.4 from the first."""
+
     def statuses(bound: float) -> list[str]:
         return [row["status"] for row in by_three(max_update_norm=bound).history.rows[:3]]
 
@@ -192,16 +194,28 @@ def test_a_model_that_nobody_trained_in_a_round_stays_as_it_is() -> None:
     seen = {}
     strategy = HypCluster(num_clusters=2, other_models=[by_hand.model(SECOND)])
     grid = FaultyGrid(by_hand.app_of(CLIENTS), 3, lambda r, c: "error" if (r, c) == (2, 2) else "ok")
-    by_hand.start(strategy, CLIENTS, FIRST, 3, grid,
-                  on_round=lambda r: seen.update({r: [values(record) for record in strategy._models]}))
+    by_hand.start(
+        strategy,
+        CLIENTS,
+        FIRST,
+        3,
+        grid,
+        on_round=lambda r: seen.update({r: [values(record) for record in strategy._models]}),
+    )
     assert seen[1][1] == seen[2][1] != seen[3][1]
     assert seen[1][0] != seen[2][0]
 
 
-@pytest.mark.parametrize(("arguments", "said"), [
-    ({"num_clusters": 0}, "num_clusters is 0, allowed: 1 or more"),
-    ({"num_clusters": 3, "other_models": [by_hand.model(FIRST)]},
-     "other_models is '1 models', allowed: 2, all but the first")])
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"num_clusters": 0}, "num_clusters is 0, allowed: 1 or more"),
+        (
+            {"num_clusters": 3, "other_models": [by_hand.model(FIRST)]},
+            "other_models is '1 models', allowed: 2, all but the first",
+        ),
+    ],
+)
 def test_arguments_out_of_range_are_named(arguments, said) -> None:
     with pytest.raises(ValueError) as refused:
         HypCluster(**arguments)

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from hypothesis.extra.numpy import arrays
 from safetensors.numpy import load_file
 
-from strategies import FedAvg, InlineGrid, Kindred, Site, kindred, make_client_app
-from strategies.client import LocalTraining
-from strategies.kindred import (
+from kindred import FedAvg, InlineGrid, Kindred, Site, kindred, make_client_app
+from kindred.client.app import LocalTraining
+from kindred.client.training import evaluate, get_arrays, set_arrays
+from kindred.kindred import (
     ALL,
     KIN,
     PLACES,
@@ -35,14 +35,12 @@ from strategies.kindred import (
     smoothed_divergence,
     start_weights,
 )
-from strategies.messages import read_record, to_record
-from strategies.training import evaluate, get_arrays, set_arrays
+from kindred.messages import read_record, to_record
 
 from . import by_hand, plain
 from .by_hand import Client, weights_of
 from .plain import FaultyGrid, initial, plain_app, small, small_app, small_site
-from .test_conformance import CLIENTS as MANY
-from .test_conformance import ROUNDS, make, run, values
+from .test_conformance import CLIENTS as MANY, ROUNDS, make, run, values
 
 # --- The mathematics ----------------------------------------------------------------------------------
 
@@ -83,37 +81,56 @@ def test_nobody_has_a_part_in_what_it_is_to_judge() -> None:
     probes = probe_weights(kin, samples, own)
     assert list(probes) == [KIN, ALL]
     for weights in probes.values():  # nobody is like anybody here: kin are all others
-        assert weights.tolist() == [[0, pytest.approx(1 / 3), pytest.approx(2 / 3)],
-                                    [pytest.approx(1 / 3), 0, pytest.approx(2 / 3)], [0.5, 0.5, 0]]
+        assert weights.tolist() == [
+            [0, pytest.approx(1 / 3), pytest.approx(2 / 3)],
+            [pytest.approx(1 / 3), 0, pytest.approx(2 / 3)],
+            [0.5, 0.5, 0],
+        ]
 
 
-@pytest.mark.parametrize(("kin", "everybody", "ahead"), [
-    ((0.0, 0.0), (0.0, 0.0), 1 / 2),  # nothing is known yet
-    ((0.0, 0.5), (0.0, 0.5), 1 / 4),  # both learn alike
-    ((0.0, 0.5), (0.0, 0.0), 3 / 4),  # kin alone learn
-    ((-3.0, -2.0), (0.0, 1.0), 1 / 6),  # from twenty times the loss, as quickly
-    ((0.5, 0.5), (0.0, 0.0), 1 / 2),  # better from the first is not ahead: nothing has fallen
-    ((0.0, 0.0), (0.0, 0.5), 1 / 4),  # all alone learn
-    ((0.0, 0.5), (0.0, 0.25), 1 / 2),  # half as much is between the two
-    ((0.0, -2.0), (0.0, -1.0), 1 / 2),  # what rises has not fallen
-])
+@pytest.mark.parametrize(
+    ("kin", "everybody", "ahead"),
+    [
+        ((0.0, 0.0), (0.0, 0.0), 1 / 2),  # nothing is known yet
+        ((0.0, 0.5), (0.0, 0.5), 1 / 4),  # both learn alike
+        ((0.0, 0.5), (0.0, 0.0), 3 / 4),  # kin alone learn
+        ((-3.0, -2.0), (0.0, 1.0), 1 / 6),  # from twenty times the loss, as quickly
+        ((0.5, 0.5), (0.0, 0.0), 1 / 2),  # better from the first is not ahead: nothing has fallen
+        ((0.0, 0.0), (0.0, 0.5), 1 / 4),  # all alone learn
+        ((0.0, 0.5), (0.0, 0.25), 1 / 2),  # half as much is between the two
+        ((0.0, -2.0), (0.0, -1.0), 1 / 2),  # what rises has not fallen
+    ],
+)
 def test_kin_are_ahead_by_what_all_fall_behind(kin, everybody, ahead) -> None:
     first, last = ({KIN: float(np.exp(-kin[when])), ALL: float(np.exp(-everybody[when]))} for when in (0, 1))
     assert kin_ahead(first, last) == pytest.approx(ahead)
 
 
-@pytest.mark.parametrize(("ahead", "share"), [
-    ([], 1 / 2), ([1 / 4], 1 / 10), ([3 / 4], 9 / 10),
-    ([1 / 4, 1 / 4, 1.0], 1 / 10), ([0.0, 1 / 4, 1 / 4], 1 / 10),  # one client, whatever it says, is one of many
-    ([1 / 4, 1 / 2, 1 / 4, 1 / 2], 9 / 34),
-])
+@pytest.mark.parametrize(
+    ("ahead", "share"),
+    [
+        ([], 1 / 2),
+        ([1 / 4], 1 / 10),
+        ([3 / 4], 9 / 10),
+        ([1 / 4, 1 / 4, 1.0], 1 / 10),
+        ([0.0, 1 / 4, 1 / 4], 1 / 10),  # one client, whatever it says, is one of many
+        ([1 / 4, 1 / 2, 1 / 4, 1 / 2], 9 / 34),
+    ],
+)
 def test_the_share_of_kin_is_by_the_median_of_clients(ahead, share) -> None:
     assert kin_share(ahead, 0.0) == pytest.approx(share)
 
 
-@pytest.mark.parametrize(("ahead", "kept", "share"), [
-    ([1 / 4], 1 / 3, 1 / 2), ([1 / 2], 1 / 2, 9 / 10), ([0.0], 1 / 4, 1 / 10), ([1 / 4], 1.0, 1.0), ([1.0], 0.0, 1.0),
-])
+@pytest.mark.parametrize(
+    ("ahead", "kept", "share"),
+    [
+        ([1 / 4], 1 / 3, 1 / 2),
+        ([1 / 2], 1 / 2, 9 / 10),
+        ([0.0], 1 / 4, 1 / 10),
+        ([1 / 4], 1.0, 1.0),
+        ([1.0], 0.0, 1.0),
+    ],
+)
 def test_the_share_of_kin_is_the_more_the_more_clients_keep_of_their_own(ahead, kept, share) -> None:
     assert kin_share(ahead, kept) == pytest.approx(share)
 
@@ -164,14 +181,17 @@ def test_starts_are_mixtures_whatever_the_models(m, seed, share, scale, likeliho
     assert not np.diagonal(kin).any()
 
 
-@pytest.mark.parametrize(("losses", "kept"), [
-    ([0.0] * 5, 1 / 2),  # nothing is known
-    ([7.0] * 5, 1 / 2),
-    ([0.0, 1e3, 1e3, 1e3, 1e3], 0.0),  # training has only spoilt it
-    ([1e30, 1e30, 1e30, 1e30, 0.0], 1.0),
-    ([0.0, 1e3, np.log(3), 1e3, 1e3], 1 / 8),  # three to one for 0 against 1/2
-    ([1e3, 2.0, 2.0, 2.0, 1e3], 1 / 2),
-])
+@pytest.mark.parametrize(
+    ("losses", "kept"),
+    [
+        ([0.0] * 5, 1 / 2),  # nothing is known
+        ([7.0] * 5, 1 / 2),
+        ([0.0, 1e3, 1e3, 1e3, 1e3], 0.0),  # training has only spoilt it
+        ([1e30, 1e30, 1e30, 1e30, 0.0], 1.0),
+        ([0.0, 1e3, np.log(3), 1e3, 1e3], 1 / 8),  # three to one for 0 against 1/2
+        ([1e3, 2.0, 2.0, 2.0, 1e3], 1 / 2),
+    ],
+)
 def test_how_much_is_kept_is_what_samples_say_that_were_left_out(losses, kept) -> None:
     assert place_probabilities(np.full(5, 1 / 5), np.array(losses)) @ PLACES == pytest.approx(kept)
 
@@ -247,17 +267,20 @@ class HeadFirst(torch.nn.Module):
         return self.scale * self.head(self.body(x).relu())
 
 
-@pytest.mark.parametrize(("model", "found"), [
-    (torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(3, 3)), "2.bias"),
-    (torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3)), "1.bias"),
-    (torch.nn.Sequential(torch.nn.Unflatten(1, (2, 1, 1)), torch.nn.Conv2d(2, 3, 1), torch.nn.Flatten()), "1.bias"),
-    (torch.nn.Linear(2, 3, bias=False), None),
-    (torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 3, bias=False)), None),
-    (torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LogSoftmax(dim=1)), None),
-    (HeadFirst(1.0), "head.bias"),
-    (HeadFirst(2.0), None),
-    (by_hand.TwoWeights(), None),
-])
+@pytest.mark.parametrize(
+    ("model", "found"),
+    [
+        (torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(3, 3)), "2.bias"),
+        (torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3)), "1.bias"),
+        (torch.nn.Sequential(torch.nn.Unflatten(1, (2, 1, 1)), torch.nn.Conv2d(2, 3, 1), torch.nn.Flatten()), "1.bias"),
+        (torch.nn.Linear(2, 3, bias=False), None),
+        (torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 3, bias=False)), None),
+        (torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LogSoftmax(dim=1)), None),
+        (HeadFirst(1.0), "head.bias"),
+        (HeadFirst(2.0), None),
+        (by_hand.TwoWeights(), None),
+    ],
+)
 def test_what_is_added_to_logits_is_found_wherever_it_lies(model, found) -> None:
     model.train()
     x = torch.tensor([[1.0]]) if isinstance(model, by_hand.TwoWeights) else torch.tensor([[0.3, -2.0]])
@@ -283,15 +306,19 @@ def test_an_adjustment_is_taken_off_as_it_was_added() -> None:
 
 
 def test_a_personal_model_lies_between_and_counts_as_the_client_does() -> None:
-    found = between({"w": np.array([1.0, 3.0], np.float32), "n": np.array(7)},
-                    {"w": np.array([2.0, -3.0], np.float32), "n": np.array(4)}, 0.25)
+    found = between(
+        {"w": np.array([1.0, 3.0], np.float32), "n": np.array(7)},
+        {"w": np.array([2.0, -3.0], np.float32), "n": np.array(4)},
+        0.25,
+    )
     assert found["w"].tolist() == [1.25, 1.5] and found["w"].dtype == np.float32 and found["n"] == 4
 
 
 # --- Rounds by hand -----------------------------------------------------------------------------------
 
-CLIENTS = [Client(x, label, count, smoothing=0.1)
-           for x, label, count in [(1.0, 0, 1), (2.0, 0, 3), (1.0, 1, 2), (1.5, 1, 2)]]
+CLIENTS = [
+    Client(x, label, count, smoothing=0.1) for x, label, count in [(1.0, 0, 1), (2.0, 0, 3), (1.0, 1, 2), (1.5, 1, 2)]
+]
 SAMPLES = np.array([1.0, 3.0, 2.0, 2.0])
 FIRST = np.array([0.1, -0.1])
 OWN = np.eye(4, dtype=bool)
@@ -303,15 +330,16 @@ def by_four(rounds: int, **more) -> Kindred:
 
 def told_of(models: np.ndarray) -> dict[str, np.ndarray]:
     """exp(-l(v_i)) and exp(-l(g_i))."""
-    return {probe: np.exp([-client.loss(row @ models) for client, row in zip(CLIENTS, weights)])
-            for probe, weights in probes_of(models).items()}
+    return {
+        probe: np.exp([-client.loss(row @ models) for client, row in zip(CLIENTS, weights)])
+        for probe, weights in probes_of(models).items()
+    }
 
 
 def next_starts(
     models: np.ndarray, share: float, judged: np.ndarray | None = None, before: np.ndarray | None = None, ahead=0.0
 ) -> np.ndarray:
-    """u_i, where clients have told what the v_i of `judged` are worth to them, and had the models `before` a round ago.
-    """
+    """u_i, where clients have told what the v_i of `judged` are worth to them, and had the models `before` a round ago."""
     told = np.ones(4) if judged is None else told_of(judged)[KIN]
     kin = probes_of(models)[KIN]
     starts = start_weights(kin, SAMPLES, OWN, share, own_share(kin, SAMPLES, OWN, told)) @ models
@@ -382,9 +410,13 @@ def test_how_much_is_kept_is_judged_by_samples_that_were_left_out(monkeypatch) -
     right = [np.exp(-CLIENTS[1].loss(w)) for w in way]
     assert losses == pytest.approx([0.85 * np.log(0.85 / p) + 0.15 * np.log(0.15 / (1 - p)) for p in right], abs=1e-6)
     assert noted(strategy, "kept-share")[:7] == pytest.approx(  # what is told counts from the next on
-        [0.5] * 3 + [second @ PLACES] * 2 + [third @ PLACES] * 2)
-    trained_on = {row["round"]: row["samples-trained"] for row in strategy.history.rows
-                  if row["client"] == 1 and row["round"] <= 7}
+        [0.5] * 3 + [second @ PLACES] * 2 + [third @ PLACES] * 2
+    )
+    trained_on = {
+        row["round"]: row["samples-trained"]
+        for row in strategy.history.rows
+        if row["client"] == 1 and row["round"] <= 7
+    }
     assert trained_on == {1: 3, 2: 2, 3: 3, 4: 2, 5: 3, 6: 3, 7: 3}  # in round 6 nobody is left to heed what is told
 
 
@@ -424,8 +456,10 @@ def test_what_the_client_says_of_its_personal_model(kept) -> None:
 
 
 def test_nothing_is_probed_without_evaluations_or_without_another() -> None:
-    for strategy in (by_four(3, fraction_evaluate=0),
-                     by_hand.start(Kindred(min_available_nodes=1), CLIENTS[:1], FIRST, 3)):
+    for strategy in (
+        by_four(3, fraction_evaluate=0),
+        by_hand.start(Kindred(min_available_nodes=1), CLIENTS[:1], FIRST, 3),
+    ):
         assert not any("kin-loss" in row for row in strategy.history.rows)
         assert strategy._share == 0.5
     first = CLIENTS[0].step(FIRST)
@@ -437,8 +471,9 @@ def test_nothing_is_probed_without_evaluations_or_without_another() -> None:
 def test_the_mean_of_all_goes_ahead_of_itself_with_parameters_alone(monkeypatch) -> None:
     """In whatever is made of it: starts, personal models, and the whole of it for who has no model yet."""
     monkeypatch.setattr(kindred, "kin_share", lambda ahead, kept: 0.75)
-    strategy = trained_by([small_site(seed) for seed in range(3)], 4, FaultyGrid,
-                          (lambda r, c: "error" if c == 2 else "ok",))
+    strategy = trained_by(
+        [small_site(seed) for seed in range(3)], 4, FaultyGrid, (lambda r, c: "error" if c == 2 else "ok",)
+    )
     step = np.arange(strategy.layout.num_parameters, dtype=np.float32)
 
     def floats(record) -> np.ndarray:
@@ -450,13 +485,14 @@ def test_the_mean_of_all_goes_ahead_of_itself_with_parameters_alone(monkeypatch)
     plain = [floats(record) for _, record in strategy.outgoing(5, range(3))]
     personal = [floats(record) for record in strategy.personal_models(range(3))]
     strategy._moved = 2 * step
-    for before, after, share in ((plain, [floats(record) for _, record in strategy.outgoing(5, range(3))], 0.25),
-                                 (personal, [floats(record) for record in strategy.personal_models(range(3))],
-                                  0.25 * (1 - strategy._kept))):
+    for before, after, share in (
+        (plain, [floats(record) for _, record in strategy.outgoing(5, range(3))], 0.25),
+        (personal, [floats(record) for record in strategy.personal_models(range(3))], 0.25 * (1 - strategy._kept)),
+    ):
         for client, expected in enumerate((share, share, 1.0)):
             moved = after[client] - before[client]
-            assert moved[:len(step)] == pytest.approx(expected * step, rel=1e-3, abs=1e-4)
-            assert not moved[len(step):].any() and len(moved) > len(step)  # running statistics
+            assert moved[: len(step)] == pytest.approx(expected * step, rel=1e-3, abs=1e-4)
+            assert not moved[len(step) :].any() and len(moved) > len(step)  # running statistics
 
 
 def test_what_goes_ahead_of_narrow_numbers_stays_among_them() -> None:
@@ -474,18 +510,24 @@ def test_what_goes_ahead_of_narrow_numbers_stays_among_them() -> None:
     strategy = Kindred(fraction_evaluate=0)
     strategy.start(InlineGrid(app, 4), to_record({"weight": np.zeros(2, np.float16)}), 10, 60)
     # In the third round 60,000 + 40,000 / 4 is beyond what float16 has; nothing moves from then on.
-    assert sent == [(number, value) for number, value in [(1, 0), (2, 20_000), (3, 65_504), *((r, 60_000) for r in
-                    range(4, 11))] for _ in range(4)]
+    assert sent == [
+        (number, value)
+        for number, value in [(1, 0), (2, 20_000), (3, 65_504), *((r, 60_000) for r in range(4, 11))]
+        for _ in range(4)
+    ]
 
 
-@pytest.mark.parametrize(("fate", "share", "last"), [
-    (lambda r, c: "ok", 1.0, 3),
-    (lambda r, c: "error" if r == 3 and c == 1 else "ok", 1.0, 3),  # the others were there before
-    (lambda r, c: "error" if r == 2 and c == 1 else "ok", 5 / 8, 3),  # it has 3 of 8 samples
-    (lambda r, c: "error" if (r == 2) == (c < 2) else "ok", 0.0, 3),
-    (lambda r, c: "error" if r == 3 else "ok", 1.0, 2),  # nothing has changed
-    (lambda r, c: "error" if r == 4 else "ok", 1.0, 3),
-])
+@pytest.mark.parametrize(
+    ("fate", "share", "last"),
+    [
+        (lambda r, c: "ok", 1.0, 3),
+        (lambda r, c: "error" if r == 3 and c == 1 else "ok", 1.0, 3),  # the others were there before
+        (lambda r, c: "error" if r == 2 and c == 1 else "ok", 5 / 8, 3),  # it has 3 of 8 samples
+        (lambda r, c: "error" if (r == 2) == (c < 2) else "ok", 0.0, 3),
+        (lambda r, c: "error" if r == 3 else "ok", 1.0, 2),  # nothing has changed
+        (lambda r, c: "error" if r == 4 else "ok", 1.0, 3),
+    ],
+)
 def test_the_mean_moves_as_far_as_it_is_of_the_same_clients(monkeypatch, fate, share, last) -> None:
     found = {}
     end_round = Kindred.end_round
@@ -548,17 +590,26 @@ def test_a_probe_is_a_fifteenth_of_the_work_of_training(epochs, steps, share) ->
     And in the others a tenth of the samples or fewer are left out, and predicted for at five places in the next round:
     together a fifteenth of a round's training.
     """
+
     def site(context) -> Site:
         return small_site(3)  # 40 samples
 
     settings = ConfigRecord({**by_hand.SETTINGS, "local-epochs": epochs, "local-steps": steps, "batch-size": 20})
     strategy = Kindred()
     strategy.start(InlineGrid(make_client_app(site), 3), to_record(get_arrays(small())), 6, 60, settings)
-    worked = {number: [row["samples-predicted"] for row in strategy.history.rows if row["round"] == number]
-              for number in range(1, 7)}
+    worked = {
+        number: [row["samples-predicted"] for row in strategy.history.rows if row["round"] == number]
+        for number in range(1, 7)
+    }
     probes, places = 2 * share * 40, 5 * min(4, share * 40 // 5)
-    assert worked == {1: [probes] * 3, 2: [0] * 3, 3: [probes + places] * 3, 4: [0] * 3, 5: [probes + places] * 3,
-                      6: [0] * 3}
+    assert worked == {
+        1: [probes] * 3,
+        2: [0] * 3,
+        3: [probes + places] * 3,
+        4: [0] * 3,
+        5: [probes + places] * 3,
+        6: [0] * 3,
+    }
 
 
 # --- What a client leaves out, and how it adjusts its logits ------------------------------------------
@@ -623,8 +674,12 @@ def test_a_site_that_comes_back_with_fewer_samples_tells_of_those_it_has(monkeyp
 
 
 def test_who_weighs_clients_by_something_else_hears_them_all_the_same() -> None:
-    strategy = trained_by([small_site(3)] * 3, 5, strategy=Kindred(weighted_by_key="num-test-examples"),
-                          **{"local-epochs": 5, "batch-size": 20})  # 5 to test on, and 4 of 40 left out
+    strategy = trained_by(
+        [small_site(3)] * 3,
+        5,
+        strategy=Kindred(weighted_by_key="num-test-examples"),
+        **{"local-epochs": 5, "batch-size": 20},
+    )  # 5 to test on, and 4 of 40 left out
     told = [kept != 0.5 for kept in noted(strategy, "kept-share")]
     assert told[:5] == [False] * 3 + [True] * 2
 
@@ -670,17 +725,36 @@ def test_a_site_keeps_the_personal_model_that_the_server_has_made_for_it(tmp_pat
     for client, record in strategy.client_models().items():
         kept = load_file(next(tmp_path.glob(f"{client}/run-*/client-{client}/model.safetensors")))
         assert {name: array.tobytes() for name, array in kept.items()} == {
-            name: array.tobytes() for name, array in read_record(record).items()}
+            name: array.tobytes() for name, array in read_record(record).items()
+        }
 
 
-@pytest.mark.parametrize(("key", "told"), [
-    ("logit-adjustment", [0.0]), ("logit-adjustment", "none"), ("logit-adjustment", [float("nan")] * 3),
-    ("logit-adjustment", [1e3] * 3), ("output-bias", "nowhere"), ("output-bias", 1), ("output-bias", ["hidden.bias"]),
-    ("output-bias", "hidden.weight"), ("output-bias", "norm.running_mean"), ("fold-losses", [1.0] * 4),
-    ("fold-losses", [float("nan")] * 5), ("fold-losses", [-1.0] * 5), ("fold-losses", ["1"] * 5),
-    ("fold-losses", [21.0] * 5), ("fold-samples", 0), ("fold-samples", 1.5), ("fold-samples", 1e300),
-    ("fold-samples", float("inf")), ("fold-samples", True), ("fold-samples", [1]), ("fold-samples", "1"),
-])
+@pytest.mark.parametrize(
+    ("key", "told"),
+    [
+        ("logit-adjustment", [0.0]),
+        ("logit-adjustment", "none"),
+        ("logit-adjustment", [float("nan")] * 3),
+        ("logit-adjustment", [1e3] * 3),
+        ("output-bias", "nowhere"),
+        ("output-bias", 1),
+        ("output-bias", ["hidden.bias"]),
+        ("output-bias", "hidden.weight"),
+        ("output-bias", "norm.running_mean"),
+        ("fold-losses", [1.0] * 4),
+        ("fold-losses", [float("nan")] * 5),
+        ("fold-losses", [-1.0] * 5),
+        ("fold-losses", ["1"] * 5),
+        ("fold-losses", [21.0] * 5),
+        ("fold-samples", 0),
+        ("fold-samples", 1.5),
+        ("fold-samples", 1e300),
+        ("fold-samples", float("inf")),
+        ("fold-samples", True),
+        ("fold-samples", [1]),
+        ("fold-samples", "1"),
+    ],
+)
 def test_what_cannot_be_is_refused(key, told) -> None:
     sites = [small_site(seed) for seed in range(4)]
     app = make_client_app(lambda context: sites[context.node_config["partition-id"]])
@@ -696,7 +770,7 @@ def test_what_cannot_be_is_refused(key, told) -> None:
     app._registered_funcs["train.default"] = odd
     strategy, config = Kindred(), ConfigRecord(by_hand.SETTINGS)
     strategy.start(InlineGrid(app, 4), to_record(get_arrays(small())), 2, 60, config, config)
-    (client, reasons), = strategy.history.refused().items()
+    ((client, reasons),) = strategy.history.refused().items()
     assert client == 1 and all(reason.startswith((f"its {key} are ", f"its {key} is ")) for reason in reasons)
     assert {row["client"] for row in strategy.history.rows if "personal-accuracy" in row} == {0, 1, 2, 3}
 
@@ -706,6 +780,7 @@ def test_who_tells_of_samples_that_it_was_not_to_leave_out_is_not_heard() -> Non
         def fate(server_round, client):
             def tell(content) -> None:
                 content["config"].update({"fold-losses": [20.0, 20.0, 20.0, 20.0, 0.0], "fold-samples": 1})
+
             return tell if client == 1 else "ok"
 
         return trained_by([small_site(seed) for seed in range(3)], rounds, FaultyGrid, (fate,))
@@ -728,12 +803,16 @@ def test_those_who_keep_their_own_leave_the_mean_of_all(monkeypatch) -> None:
             if (server_round, client) in told:
                 losses, samples = told[server_round, client]
                 content["config"].update({"fold-losses": [samples * loss for loss in losses], "fold-samples": samples})
+
         return tell
 
     strategy = trained_by([small_site(3)] * 3, 8, FaultyGrid, (fate,))
     assert strategy.history.refused() == {}
-    found = {line["round"]: (line["kept-share"], line["kin-share"])
-             for line in strategy.history.rounds if "kin-share" in line}
+    found = {
+        line["round"]: (line["kept-share"], line["kin-share"])
+        for line in strategy.history.rounds
+        if "kin-share" in line
+    }
     assert found[3] == (0.5, 0.5)
     assert found[4] == (pytest.approx(1, abs=1e-6), pytest.approx(1, abs=1e-6))
     assert found[6] == (pytest.approx(0, abs=1e-6), pytest.approx(0.5, abs=1e-6))
@@ -809,8 +888,10 @@ def test_only_who_trained_in_a_round_is_probed_in_it() -> None:
 
     strategy = Kindred()
     strategy.start(FaultyGrid(plain_app(), MANY, fate), initial(), 5, 60)
-    probed = {number: {row["client"] - 1001 for row in strategy.history.rows
-                       if row["round"] == number and "kin-loss" in row} for number in range(1, 6)}
+    probed = {
+        number: {row["client"] - 1001 for row in strategy.history.rows if row["round"] == number and "kin-loss" in row}
+        for number in range(1, 6)
+    }
     assert probed == {1: set(range(MANY)), 2: set(), 3: set(range(2, MANY)), 4: set(), 5: set()}
 
 
@@ -823,8 +904,9 @@ def test_a_model_that_was_refused_is_not_what_the_client_goes_on_from() -> None:
 
     trained = np.array([client.step(FIRST) for client in CLIENTS])
     grid = FaultyGrid(by_hand.app_of(CLIENTS), 4, lambda r, c: too_large if (r, c) == (1, 1) else "ok")
-    rows = {(row["round"], row["client"]): row for row in
-            by_hand.start(Kindred(), CLIENTS, FIRST, 2, grid).history.rows}
+    rows = {
+        (row["round"], row["client"]): row for row in by_hand.start(Kindred(), CLIENTS, FIRST, 2, grid).history.rows
+    }
     assert "refused" in rows[1, 1]["status"]
     others = [0, 2, 3]
     mean = SAMPLES[others] @ trained[others] / SAMPLES[others].sum()
@@ -855,8 +937,11 @@ def test_no_client_ends_the_run_or_spoils_the_share_with_what_it_tells_of_a_prob
     strategy = Kindred()
     strategy.start(InlineGrid(app, MANY), initial(), ROUNDS, 60)
     assert all(row["status"] == "ok" for row in strategy.history.rows)
-    losses = {(row["round"], row["client"]): {probe: row[f"{probe}-loss"] for probe in (KIN, ALL)}
-              for row in strategy.history.rows if "kin-loss" in row}
+    losses = {
+        (row["round"], row["client"]): {probe: row[f"{probe}-loss"] for probe in (KIN, ALL)}
+        for row in strategy.history.rows
+        if "kin-loss" in row
+    }
     clients = sorted(client for server_round, client in losses if server_round == 1)
     others = [kin_ahead(losses[1, client], losses[3, client]) for client in clients[2:]]
     assert kin_share([min(others)], 0.0) <= strategy._share <= kin_share([max(others)], 0.0)

@@ -32,20 +32,19 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key, l
 from flwr.cli.supernode.register import try_load_public_key
 from flwr.common.config import parse_config_args
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from sklearn.datasets import load_digits
 from typer.testing import CliRunner
 
-from client_app.app import app as client_app
-from data import DataError, Sites
-from server_app import machines
-from server_app.app import prepare
-from server_app.cli import APP_DIR, app
-from server_app.fits import fit, read_run_config
-from server_app.machines import Link, client_id, clock_fault, faults, node_config
-from strategies import InlineGrid
-from strategies.roster import TooFewClients
+from kindred import InlineGrid
+from kindred.client_app.app import app as client_app
+from kindred.data import DataError, Sites
+from kindred.engine.roster import TooFewClients
+from kindred.server_app.app import prepare
+from kindred.server_app.cli.run import APP_DIR, app
+from kindred.server_app.deployment import commands as machines
+from kindred.server_app.deployment.commands import Link, client_id, clock_fault, faults, node_config
+from kindred.server_app.deployment.site_check import fit, read_run_config
 
 from .machines import free_port, wait_until
 
@@ -354,8 +353,20 @@ def test_a_site_refuses_a_ca_that_is_over(tmp_path, data, monkeypatch) -> None:
     folder = tmp_path / "keys"
     monkeypatch.setattr(machines, "CA_DAYS", 0)
     kindred("keys", folder, "--server", "fl.example.org", "--sites", "lyon")
-    said = kindred("site", "lyon", "--server", "localhost:1", "--data-dir", data, "--ca", folder / "ca.crt",
-                   "--key", folder / "lyon.key", "--check", code=2)
+    said = kindred(
+        "site",
+        "lyon",
+        "--server",
+        "localhost:1",
+        "--data-dir",
+        data,
+        "--ca",
+        folder / "ca.crt",
+        "--key",
+        folder / "lyon.key",
+        "--check",
+        code=2,
+    )
     assert f"{folder}/ca.crt is valid from" in said
     assert "this machine's clock says" in said
 
@@ -434,8 +445,9 @@ def test_no_key_is_taken_that_others_can_put_there_or_change(registration, keys,
     (keys / "mallory.pub").write_text((keys / "lyon.pub").read_text() + "again\n")
     (keys / "mallory.pub").chmod(0o666)
     assert [registration.look(), registration.look()] == [True, True]
-    assert re.fullmatch(rf"kindred: {keys} has permissions 0777, .*; until then no key is taken from it\n",
-                        capsys.readouterr().err)
+    assert re.fullmatch(
+        rf"kindred: {keys} has permissions 0777, .*; until then no key is taken from it\n", capsys.readouterr().err
+    )
     keys.chmod(0o700)
     registration.look()
     assert f"{keys}/mallory.pub has permissions 0666, " in capsys.readouterr().err
@@ -499,8 +511,9 @@ def test_a_server_warns_once_a_day_of_certificates_that_end_soon(tmp_path, monke
 
 
 @contextmanager
-def answering(keys: Path | None, behind: float = 0.0, health: int = 200, refusal: tuple[int, object] = (500, {})
-              ) -> Iterator[int]:
+def answering(
+    keys: Path | None, behind: float = 0.0, health: int = 200, refusal: tuple[int, object] = (500, {})
+) -> Iterator[int]:
     """A server whose clock is so many seconds behind, and that refuses to activate SuperNodes; its port."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -640,8 +653,10 @@ def test_a_site_warns_of_certificates_that_end_soon_or_have(ca_days, server_days
 
 def test_what_a_supernode_writes_is_passed_on_at_once_and_its_end_kept(capfdbinary, monkeypatch) -> None:
     monkeypatch.setattr(machines, "KEPT", 6)
-    code = ("from sys import stderr, stdin; stderr.write('first, no'); stderr.flush(); stdin.read(); "
-            "stderr.write(' line\\nlast\\n')")
+    code = (
+        "from sys import stderr, stdin; stderr.write('first, no'); stderr.flush(); stdin.read(); "
+        "stderr.write(' line\\nlast\\n')"
+    )
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stderr=subprocess.PIPE)
     output = machines._Output(process.stderr)
     passed_on = []
@@ -651,7 +666,6 @@ def test_what_a_supernode_writes_is_passed_on_at_once_and_its_end_kept(capfdbina
     process.wait()
     assert capfdbinary.readouterr().err == b" line\nlast\n"
     assert output.end == b"\nlast\n"
-
 
 
 # --- a site that is only checked ---
@@ -686,8 +700,19 @@ RUN = 'dataset="sites" image-shape="1x8x8" num-classes=10'
 
 
 def site_for(run: str, data: Path, *options: object, code: int = 0) -> str:
-    return kindred("site", "lyon", "--server", "localhost:1", "--data-dir", data, "--insecure", "--run-config", run,
-                   *options, code=code)
+    return kindred(
+        "site",
+        "lyon",
+        "--server",
+        "localhost:1",
+        "--data-dir",
+        data,
+        "--insecure",
+        "--run-config",
+        run,
+        *options,
+        code=code,
+    )
 
 
 @pytest.mark.parametrize(
@@ -697,8 +722,11 @@ def site_for(run: str, data: Path, *options: object, code: int = 0) -> str:
         (f'{RUN} strategy="fedem"', [], "fedem with digits-cnn, 10 classes, 40 training samples"),
         (f'{RUN} strategy="federico"', ["--no-share-model"], "federico with digits-cnn, 10 classes, 40 training"),
         (f'{RUN} strategy="feddf" public-data="/at/the/server.npz" public-size=500', [], "feddf with digits-cnn, "),
-        (f'{RUN} strategy="perfed-ckt" model="digits-cnn,mcmahan-cnn"', ["--public-data", "public.npz"],
-         "10 classes, 40 training samples, 30 public images"),
+        (
+            f'{RUN} strategy="perfed-ckt" model="digits-cnn,mcmahan-cnn"',
+            ["--public-data", "public.npz"],
+            "10 classes, 40 training samples, 30 public images",
+        ),
     ],
 )
 def test_a_site_that_fits_a_run_is_told_so(run, options, says, data, tmp_path, monkeypatch) -> None:

@@ -10,8 +10,8 @@ import pytest
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from benchmarks.memory import Measured, in_a_process
-from strategies.admission import admit
-from strategies.messages import to_record
+from kindred.engine.admission import admit
+from kindred.messages import to_record
 
 CLIENTS, A_ROUND = 1000, 100
 
@@ -28,15 +28,26 @@ def test_the_server_holds_every_model_once_and_little_besides() -> None:
 
 def test_with_models_on_disk_memory_is_that_of_the_clients_of_a_round() -> None:
     """40 MB of models, and 200 MB, of which 10 MB take part."""
-    peaks = [max(in_a_process(store="disk", clients=clients, millions=0.5, a_round=5, rounds=5, closing=False,
-                              full=True).peaks) for clients in (20, 100)]
+    peaks = [
+        max(
+            in_a_process(
+                store="disk", clients=clients, millions=0.5, a_round=5, rounds=5, closing=False, full=True
+            ).peaks
+        )
+        for clients in (20, 100)
+    ]
     assert max(peaks) < 50e6 and abs(peaks[0] - peaks[1]) < 10e6
 
 
 def test_a_reply_that_has_been_taken_in_is_gone_at_once() -> None:
     """It must not wait until Python looks for circles: a few of those of 45 MB are more than all else."""
-    content = RecordDict({"arrays": to_record({"w": np.ones(3)}), "metrics": MetricRecord({"num-examples": 1}),
-                          "config": ConfigRecord({"seed": 1})})
+    content = RecordDict(
+        {
+            "arrays": to_record({"w": np.ones(3)}),
+            "metrics": MetricRecord({"num-examples": 1}),
+            "config": ConfigRecord({"seed": 1}),
+        }
+    )
     gone = weakref.ref(next(record for record in content.values() if isinstance(record, ArrayRecord)))
     gc.disable()
     try:

@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 import torch
 
-from strategies.models import MODELS, choose_model, make_model, model_for_size, parse_models
+from kindred.client.models import MODELS, choose_model, make_model, model_for_size, parse_models
 
 # name, image shape, classes, parameters by hand: kernel area * in * out + out of each convolution, in * out + out
 # of each FC.
@@ -148,8 +148,12 @@ def test_every_layer_matters():
 @pytest.mark.parametrize(
     ("image_shape", "name"),
     [
-        ((1, 8, 8), "digits-cnn"), ((1, 28, 28), "mcmahan-cnn"), ((3, 32, 32), "cnn2"), ((1, 32, 32), "cnn2"),
-        ((512, 1, 1), "office-mlp"), ((3, 1, 1), "office-mlp"),
+        ((1, 8, 8), "digits-cnn"),
+        ((1, 28, 28), "mcmahan-cnn"),
+        ((3, 32, 32), "cnn2"),
+        ((1, 32, 32), "cnn2"),
+        ((512, 1, 1), "office-mlp"),
+        ((3, 1, 1), "office-mlp"),
     ],
 )
 def test_auto_goes_by_the_images_size(image_shape, name):
@@ -199,7 +203,7 @@ def test_what_does_not_fit_is_refused_in_one_line(name, image_shape, num_classes
 
 
 def test_names_are_there_before_pytorch():
-    code = "import sys, strategies.models as m; print(len(m.MODELS), 'torch' in sys.modules)"
+    code = "import sys, kindred.client.models as m; print(len(m.MODELS), 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [str(len(MODELS)), "False"]
 
@@ -219,8 +223,18 @@ def test_names_in_a_setting(text, names):
 
 @pytest.mark.parametrize(
     ("text", "bad"),
-    [("vgg", "vgg"), ("cnn2,vgg", "vgg"), ("cnn2,auto", "auto"), ("auto,cnn2", "auto"), ("auto,auto", "auto"),
-     ("cnn2,vgg11,cnn2", "cnn2"), ("", ""), ("cnn2,", ""), ("vgg11 vgg13", "vgg11 vgg13"), ("VGG11", "VGG11")],
+    [
+        ("vgg", "vgg"),
+        ("cnn2,vgg", "vgg"),
+        ("cnn2,auto", "auto"),
+        ("auto,cnn2", "auto"),
+        ("auto,auto", "auto"),
+        ("cnn2,vgg11,cnn2", "cnn2"),
+        ("", ""),
+        ("cnn2,", ""),
+        ("vgg11 vgg13", "vgg11 vgg13"),
+        ("VGG11", "VGG11"),
+    ],
 )
 def test_a_bad_name_in_a_setting_is_named(text, bad):
     with pytest.raises(ValueError) as refused:
@@ -244,7 +258,7 @@ def test_a_bad_name_in_a_setting_is_named(text, bad):
     ],
 )
 def test_a_models_chance_by_a_clients_size(num_examples, typical, shares):
-    draws, names = 4000, ["a", "b", "c", "d"][:len(shares)]
+    draws, names = 4000, ["a", "b", "c", "d"][: len(shares)]
     drawn = Counter(model_for_size(names, num_examples, typical, seed) for seed in range(draws))
     for name, share in zip(names, shares, strict=True):
         within = 4 * math.sqrt(share * (1 - share) / draws)  # four standard deviations

@@ -9,10 +9,10 @@ import pytest
 import torch
 from flwr.app import ConfigRecord
 
-from strategies import FedAvg, InlineGrid, PerFedAvg, Site, make_client_app
-from strategies.baselines.per_fedavg import meta_step
-from strategies.messages import read_record, to_record
-from strategies.training import Gradients, evaluate, get_arrays, mean_gradient, set_arrays
+from kindred import FedAvg, InlineGrid, PerFedAvg, Site, make_client_app
+from kindred.baselines.per_fedavg import meta_step
+from kindred.client.training import Gradients, evaluate, get_arrays, mean_gradient, set_arrays
+from kindred.messages import read_record, to_record
 
 from .test_client import CLIENTS, SETTINGS, app, load_site, network
 from .test_conformance import everything, values
@@ -93,8 +93,10 @@ def test_as_alpha_goes_to_0_it_becomes_fedavg(how) -> None:
     parameters = [name for name, _ in network().named_parameters()]
     for name in parameters:
         assert mine.global_arrays()[name].data == fedavg.global_arrays()[name].data
-    columns = [[(row["client"], row["train-loss"]) for row in strategy.history.rows if row["round"] <= 3]
-               for strategy in (mine, fedavg)]
+    columns = [
+        [(row["client"], row["train-loss"]) for row in strategy.history.rows if row["round"] <= 3]
+        for strategy in (mine, fedavg)
+    ]
     assert columns[0] == columns[1]
 
 
@@ -131,7 +133,7 @@ def test_the_global_model_is_evaluated_as_one_step_over_all_data_adapts_it() -> 
 
 
 def test_evaluation_does_not_change_what_is_trained() -> None:
-    from strategies.baselines import per_fedavg as module
+    from kindred.baselines import per_fedavg as module
 
     def globals_of() -> dict[str, bytes]:
         return values(run(per_fedavg()).global_arrays())
@@ -142,9 +144,13 @@ def test_evaluation_does_not_change_what_is_trained() -> None:
         assert globals_of() == expected
 
 
-@pytest.mark.parametrize(("how", "samples"), [
-    ({"local-epochs": 2}, 2 * 20), ({"local-epochs": 0, "local-steps": 5}, 5 * 4),
-])
+@pytest.mark.parametrize(
+    ("how", "samples"),
+    [
+        ({"local-epochs": 2}, 2 * 20),
+        ({"local-epochs": 0, "local-steps": 5}, 5 * 4),
+    ],
+)
 def test_two_batches_a_step_and_the_adaptation_are_counted(how, samples) -> None:
     for row in run(per_fedavg(), 1, **how).history.rows:
         if row["round"] == 1:
@@ -154,7 +160,7 @@ def test_two_batches_a_step_and_the_adaptation_are_counted(how, samples) -> None
 def test_the_two_batches_of_a_step_are_drawn_independently() -> None:
     strategy = per_fedavg()
     pairs = []
-    from strategies.baselines import per_fedavg as module
+    from kindred.baselines import per_fedavg as module
 
     def note(weights, gradients_of, first, second, alpha, beta):
         pairs.append((first, second))
@@ -166,8 +172,9 @@ def test_the_two_batches_of_a_step_are_drawn_independently() -> None:
     assert len(pairs) == CLIENTS * 2 * 5  # epochs of 20 samples in batches of 4
     assert all(len(first[1]) == len(second[1]) == 4 for first, second in pairs)
     assert not any(torch.equal(first[0], second[0]) for first, second in pairs)
-    epochs = [torch.cat([batch[0] for batch in batches]).sort(dim=0).values
-              for batches in zip(*pairs[:5])]  # both go over all samples of the first client
+    epochs = [
+        torch.cat([batch[0] for batch in batches]).sort(dim=0).values for batches in zip(*pairs[:5])
+    ]  # both go over all samples of the first client
     assert torch.equal(*epochs)
 
 

@@ -8,22 +8,22 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch.nn.functional import cross_entropy, softmax
 
-from strategies import InlineGrid, PerFedCKT, Site, TooFewClients, client, make_client_app, make_model
-from strategies.baselines.local import Local
-from strategies.messages import in_order
-from strategies.models import MODELS
-from strategies.perfed_ckt import (
+from kindred import InlineGrid, PerFedCKT, Site, TooFewClients, make_client_app, make_model
+from kindred.baselines.local import Local
+from kindred.client import app as client
+from kindred.client.models import MODELS
+from kindred.client.training import get_arrays, train
+from kindred.messages import in_order
+from kindred.perfed_ckt import (
     cluster_logits,
     distillation_term,
     floats_communicated,
     merge_small_clusters,
     nearest_centroid,
 )
-from strategies.training import get_arrays, train
 
 from .plain import FaultyGrid, logits_app, saved_models
 from .test_conformance import values
@@ -31,11 +31,14 @@ from .test_conformance import values
 # --- The mathematics ----------------------------------------------------------------------------------
 
 # Three clients, two public images, two classes. The first two nearly agree.
-THREE = np.array([
-    [[0.9, 0.1], [0.8, 0.2]],
-    [[0.7, 0.3], [0.8, 0.2]],
-    [[0.1, 0.9], [0.0, 1.0]],
-], np.float32)
+THREE = np.array(
+    [
+        [[0.9, 0.1], [0.8, 0.2]],
+        [[0.7, 0.3], [0.8, 0.2]],
+        [[0.1, 0.9], [0.0, 1.0]],
+    ],
+    np.float32,
+)
 
 
 def test_the_server_step_on_three_clients() -> None:
@@ -151,9 +154,17 @@ def test_a_step_follows_the_gradient_of_equation_2() -> None:
                 moved = before.clone()
                 moved[index] += sign * 1e-6
                 gradient[index] += sign * objective(moved) / 2e-6
-    train(model, x, y, steps=1, batch_size=4, optimizer="sgd", learning_rate=eta,
-          generator=torch.Generator().manual_seed(3),
-          term=lambda: distillation_term(softmax(model(public[batch]), dim=1), target[batch], lam))
+    train(
+        model,
+        x,
+        y,
+        steps=1,
+        batch_size=4,
+        optimizer="sgd",
+        learning_rate=eta,
+        generator=torch.Generator().manual_seed(3),
+        term=lambda: distillation_term(softmax(model(public[batch]), dim=1), target[batch], lam),
+    )
     assert model.weight.detach().numpy() == pytest.approx((before - eta * gradient).numpy(), abs=1e-8)
 
 
@@ -200,7 +211,8 @@ def test_the_first_round_brings_logits_of_untrained_models() -> None:
     first = [row for row in strategy.history.rows if row["round"] == 0]
     # Nothing was trained in round 0: each client still stands at 0.1 times its number.
     assert [row["train_loss"] for row in first] == pytest.approx(
-        [(0.1 * i - (1 + i // 2 + 0.01 * i)) ** 2 for i in range(6)])
+        [(0.1 * i - (1 + i // 2 + 0.01 * i)) ** 2 for i in range(6)]
+    )
     assert all("cluster" in row for row in strategy.history.rows)
 
 
@@ -354,7 +366,7 @@ class DeafGrid(InlineGrid):
 
 
 def test_a_run_begins_when_clients_have_said_who_they_are(monkeypatch) -> None:
-    monkeypatch.setattr("strategies.roster.ASK_AGAIN", 0.1)
+    monkeypatch.setattr("kindred.engine.roster.ASK_AGAIN", 0.1)
     strategy = run_plain(grid=DeafGrid(logits_app(), 4), wait_timeout=0.5)
     assert [line["answered"] for line in strategy.history.rounds] == [4, 4, 4, 4]
 
@@ -375,8 +387,17 @@ def test_answers_before_any_training_make_no_run() -> None:
 
 # --- The rounds, with networks ------------------------------------------------------------------------
 
-SETTINGS = ConfigRecord({"batch-size": 5, "optimizer": "sgd", "learning-rate": 0.1, "seed": 3, "device": "cpu",
-                         "local-epochs": 0, "local-steps": 4})
+SETTINGS = ConfigRecord(
+    {
+        "batch-size": 5,
+        "optimizer": "sgd",
+        "learning-rate": 0.1,
+        "seed": 3,
+        "device": "cpu",
+        "local-epochs": 0,
+        "local-steps": 4,
+    }
+)
 PUBLIC = torch.randn(12, 1, 8, 8, generator=torch.Generator().manual_seed(5))
 ARCHITECTURES = ("digits-cnn", "ckt-cnn")
 
@@ -390,6 +411,7 @@ FACTORIES = {name: factory_of(name) for name in ARCHITECTURES}
 
 def sites(changes: dict[int, dict] | None = None, architectures=ARCHITECTURES):
     """Four clients of two kinds; two architectures in turn."""
+
     def load_site(context) -> Site:
         number = context.node_config["partition-id"]
         rng = torch.Generator().manual_seed(number)
@@ -418,7 +440,8 @@ def test_models_that_differ_learn_from_each_other() -> None:
     for number in range(4):
         kept = MODELS[ARCHITECTURES[number % 2]]((1, 8, 8), 4)
         assert {k: tuple(a.shape) for k, a in models[number].items()} == {
-            k: v.shape for k, v in get_arrays(kept).items()}
+            k: v.shape for k, v in get_arrays(kept).items()
+        }
     sizes = {row["client"]: row["model-bytes"] for row in strategy.history.rows}
     assert sizes[0] == sizes[2] != sizes[1] == sizes[3]
 
@@ -467,8 +490,11 @@ def test_no_message_contains_a_model_parameter(separately) -> None:
     if separately:
         assert {"accuracy", "loss"} <= strategy.history.rows[-1].keys()
     # What passes in a round does not grow with the models: 12 x 4 floats, a header and a few numbers.
-    assert max(row["bytes-up"] for row in strategy.history.rows) < 2000 < min(
-        row["model-bytes"] for row in strategy.history.rows)
+    assert (
+        max(row["bytes-up"] for row in strategy.history.rows)
+        < 2000
+        < min(row["model-bytes"] for row in strategy.history.rows)
+    )
 
 
 def fingerprint(public: torch.Tensor) -> str:
@@ -483,9 +509,12 @@ TURNED = PUBLIC.flip(0)
 def test_another_public_set_order_or_number_of_classes_is_refused_with_both_fingerprints(public, classes) -> None:
     change = {"public": public, "model": lambda: make_model("digits-cnn", (1, 8, 8), classes, 1)}
     strategy, _ = run_networks(sites({1: change}))
-    assert strategy.history.left_out == {1: (
-        f"it has the public set {fingerprint(public)} ({len(public)} images) with {classes} classes, "
-        f"expected the public set {fingerprint(PUBLIC)} (12 images) with 4 classes")}
+    assert strategy.history.left_out == {
+        1: (
+            f"it has the public set {fingerprint(public)} ({len(public)} images) with {classes} classes, "
+            f"expected the public set {fingerprint(PUBLIC)} (12 images) with 4 classes"
+        )
+    }
     assert {row["client"] for row in strategy.history.rows} == {0, 2, 3}
     assert column(strategy, "answered") == [3, 3, 3, 3]
 
@@ -520,14 +549,18 @@ class Exploding(PerFedCKT):
 def test_a_model_that_is_no_longer_finite_does_not_take_the_place_of_the_last_good_one() -> None:
     strategy, _ = run_networks(sites(), Exploding(num_clusters=2, local_steps=4, public_batch_size=6))
     status = {number: {row["status"] for row in strategy.history.rows if row["round"] == number} for number in range(4)}
-    assert status.pop(2) == {"error 2: ValueError: the trained model gives no finite probabilities; "
-                             "the one kept before stays"}
+    assert status.pop(2) == {
+        "error 2: ValueError: the trained model gives no finite probabilities; the one kept before stays"
+    }
     assert all(each == {"ok"} for each in status.values())
 
 
 def test_clients_that_were_never_drawn_are_evaluated_in_the_end() -> None:
-    strategy, _ = run_networks(sites(), PerFedCKT(num_clusters=2, local_steps=4, public_batch_size=6,
-                                                  fraction_train=0.25, min_train_nodes=1), rounds=1)
+    strategy, _ = run_networks(
+        sites(),
+        PerFedCKT(num_clusters=2, local_steps=4, public_batch_size=6, fraction_train=0.25, min_train_nodes=1),
+        rounds=1,
+    )
     before, last = strategy.history.rounds[1:]
     assert (before["round"], last["round"]) == (1, 2) and before["evaluated"] < last["evaluated"] == 4
     drawn = {row["client"] for row in strategy.history.rows if row["round"] < 2}

@@ -8,10 +8,10 @@ import pytest
 import torch
 from flwr.app import ConfigRecord
 
-from strategies import InlineGrid
-from strategies.baselines.plain_sgd import MeanLoss, descend
-from strategies.messages import to_record
-from strategies.training import get_arrays
+from kindred import InlineGrid
+from kindred.client.sgd import MeanLoss, descend
+from kindred.client.training import get_arrays
+from kindred.messages import to_record
 
 from .test_client import CLIENTS, SETTINGS, app, network
 from .test_conformance import make, values

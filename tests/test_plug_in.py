@@ -27,9 +27,9 @@ from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp.strategy import FedProx
 from safetensors.torch import load_file
 
-import strategies
-from strategies import REGISTRY, HeurFedAMP, InlineGrid, Local, Site, TooFewClients, make_client_app
-from strategies.state import saved_files
+import kindred
+from kindred import REGISTRY, HeurFedAMP, InlineGrid, Local, Site, TooFewClients, make_client_app
+from kindred.client.state import saved_files
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "plug-in"
@@ -57,8 +57,11 @@ def wheel(tmp_path_factory) -> Path:
 
 
 def pip(command: str, *arguments: str) -> None:
-    done = subprocess.run([sys.executable, "-m", "pip", command, "--quiet", "--no-deps", "--no-index", *arguments],
-                          capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", command, "--quiet", "--no-deps", "--no-index", *arguments],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -74,7 +77,9 @@ def test_the_example_gains_by_its_strategy_alone(task) -> None:
     def run(strategy):
         torch.manual_seed(0)
         return strategy.start(
-            InlineGrid(app, CLIENTS, {"local-epochs": 5}), ArrayRecord(task.make_net().state_dict()), 4,
+            InlineGrid(app, CLIENTS, {"local-epochs": 5}),
+            ArrayRecord(task.make_net().state_dict()),
+            4,
             train_config=ConfigRecord({"lr": 0.002}),
         ).evaluate_metrics_clientapp[4]["eval_acc"]
 
@@ -101,6 +106,7 @@ def library(wheel, tmp_path_factory) -> Path:
 
 def run_the_document(tmp_path, library, server_section: str, client_section: str) -> tuple[dict, list[Path]]:
     """Run a ServerApp and a ClientApp of the document as they stand there; accuracies, and files that clients keep."""
+
     def blocks(section: str) -> list[str]:
         text = (ROOT / "docs" / "plugging-in.md").read_text().split(section)[1].split("\n## ")[0]
         return re.findall(r"```python\n(.*?)```", text, re.S)
@@ -108,10 +114,17 @@ def run_the_document(tmp_path, library, server_section: str, client_section: str
     (client,) = [block for block in blocks(client_section) if "make_client_app" in block]
     (tmp_path / "client_side.py").write_text(client)
     script = "from client_side import app\nfrom kindred import InlineGrid\ngrid = InlineGrid(app, 8)\n"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(library), str(EXAMPLE), str(tmp_path)]),
-                                "XDG_STATE_HOME": str(tmp_path / "state")}
-    done = subprocess.run([sys.executable, "-c", script + blocks(server_section)[0]], cwd=tmp_path, env=environment,
-                          capture_output=True, text=True)
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(library), str(EXAMPLE), str(tmp_path)]),
+        "XDG_STATE_HOME": str(tmp_path / "state"),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", script + blocks(server_section)[0]],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     accuracies = ast.literal_eval(done.stdout)
     assert list(accuracies) == list(range(8))
@@ -136,9 +149,12 @@ ROWS = re.findall(r"^\| `(\w+\(.*?\))` \|.*?\| (any|`make_client_app`) \| `(\S+)
 
 def test_the_table_of_methods_has_all_that_no_other_part_of_the_document_has() -> None:
     named = {expression.partition("(")[0] for expression, _, _ in ROWS}
-    assert named == {method.strategy_path.partition(":")[2] for method in REGISTRY.values()
-                     if method.strategy_path.startswith(".baselines")
-                     and not method.strategy_path.endswith((":Local", ":FedAvg", ":FedProx", "FT"))}
+    assert named == {
+        method.strategy_path.partition(":")[2]
+        for method in REGISTRY.values()
+        if method.strategy_path.startswith(".baselines")
+        and not method.strategy_path.endswith((":Local", ":FedAvg", ":FedProx", "FT"))
+    }
 
 
 @pytest.mark.parametrize(("expression", "clients", "result"), ROWS, ids=[row[0].partition("(")[0] for row in ROWS])
@@ -152,10 +168,15 @@ def test_a_method_of_the_table_runs_as_written(task, expression, clients, result
     def start(app):
         name = expression.partition("(")[0]
         images = task.load_data(CLIENTS - 1, CLIENTS)[2]
-        strategy = eval(expression, {name: getattr(strategies, name), "make_net": task.make_net, "images": images})
+        strategy = eval(expression, {name: getattr(kindred, name), "make_net": task.make_net, "images": images})
         settings = ConfigRecord({"lr": 0.002, "local-epochs": 1, "batch-size": 10, "learning-rate": 0.05})
-        strategy.start(InlineGrid(app, 3, {"local-epochs": 1}), ArrayRecord(task.make_net().state_dict()), 1,
-                       train_config=settings, evaluate_config=settings)
+        strategy.start(
+            InlineGrid(app, 3, {"local-epochs": 1}),
+            ArrayRecord(task.make_net().state_dict()),
+            1,
+            train_config=settings,
+            evaluate_config=settings,
+        )
         return strategy
 
     strategy = start(make_client_app(load_site))
@@ -180,7 +201,8 @@ def environment(tmp_path, wheel) -> Iterator[dict[str, str]]:
     home = tmp_path / "home"
     home.mkdir()
     (home / "config.toml").write_text(
-        '[superlink]\ndefault = "local"\n[superlink.local]\naddress = ":local-in-memory:"\n')
+        '[superlink]\ndefault = "local"\n[superlink.local]\naddress = ":local-in-memory:"\n'
+    )
     ports = free_ports(2)
     environment = dict(os.environ)
     for name in ("RAY_ADDRESS", "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION"):
@@ -242,25 +264,42 @@ def test_the_example_runs_with_the_wheel_alone(tmp_path, environment, task) -> N
     shutil.copytree(EXAMPLE, app, ignore=shutil.ignore_patterns("__pycache__", "models"))
 
     def do(*command: str) -> str:
-        done = subprocess.run(command, cwd=app, env=environment, timeout=180, text=True, errors="replace",
-                              stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        done = subprocess.run(
+            command,
+            cwd=app,
+            env=environment,
+            timeout=180,
+            text=True,
+            errors="replace",
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
         assert done.returncode == 0, done.stdout
         return done.stdout
 
     imported = do(sys.executable, "-c", "import kindred; print(kindred.__file__)").strip()
     assert Path(imported).is_relative_to(environment["PYTHONPATH"])
 
-    said = do("flwr", "run", ".", "--stream", "--run-config", "num-rounds=4",
-              "--federation-config", f"num-supernodes={CLIENTS} client-resources-num-cpus=1")
+    said = do(
+        "flwr",
+        "run",
+        ".",
+        "--stream",
+        "--run-config",
+        "num-rounds=4",
+        "--federation-config",
+        f"num-supernodes={CLIENTS} client-resources-num-cpus=1",
+    )
     listed = do("flwr", "list", "--format", "json")
-    (run,) = json.loads(listed[listed.index("{"):])["runs"]
+    (run,) = json.loads(listed[listed.index("{") :])["runs"]
     assert run["status"] == "finished:completed", said
     assert "Starting HeurFedAMP strategy" in said
     # uv was asked, found nothing to do, and so did well without a network.
     assert "No additional application dependencies needed installation" in said
 
     accuracies = {name: float(value) for name, value in re.findall(r"^client (\d+): eval_acc ([\d.]+)$", said, re.M)}
-    (mean, folder), = re.findall(r"^mean eval_acc ([\d.]+); personal models in (.+)$", said, re.M)
+    ((mean, folder),) = re.findall(r"^mean eval_acc ([\d.]+); personal models in (.+)$", said, re.M)
     assert len(accuracies) == CLIENTS
     assert float(mean) == pytest.approx(np.mean(list(accuracies.values())), abs=1e-3)
 
@@ -271,10 +310,10 @@ def test_the_example_runs_with_the_wheel_alone(tmp_path, environment, task) -> N
     best_for = []
     for name, model in models.items():
         scores = np.array([accuracy_at(task, model, partition) for partition in range(CLIENTS)])  # (clients,)
-        group = int(np.argmax([scores[g::task.GROUPS].mean() for g in range(task.GROUPS)]))
+        group = int(np.argmax([scores[g :: task.GROUPS].mean() for g in range(task.GROUPS)]))
         best_for.append(group)
         # What was printed is the personal model's accuracy at a client of that group.
-        assert np.abs(scores[group::task.GROUPS] - accuracies[name]).min() < 1e-3
+        assert np.abs(scores[group :: task.GROUPS] - accuracies[name]).min() < 1e-3
     assert sorted(best_for) == sorted(partition % task.GROUPS for partition in range(CLIENTS))
 
 

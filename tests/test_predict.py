@@ -21,16 +21,15 @@ from safetensors.numpy import load_file, save_file
 from safetensors.torch import save_file as save_tensors
 from typer.testing import CliRunner
 
-from data import Task, load_federation
-from server_app import predict
-from server_app.app import run_inline
-from server_app.cli import app
-from server_app.config import Config
-from server_app.predict import confusion_figure, evaluation
-from server_app.tables import read_table
-from strategies import Mixture, make_model
-from strategies.training import get_arrays, set_arrays
-from strategies.training import predict as predicted_by
+from kindred import Mixture, make_model
+from kindred.client.training import get_arrays, predict as predicted_by, set_arrays
+from kindred.data import Task, load_federation
+from kindred.server_app.app import run_inline
+from kindred.server_app.cli import predict
+from kindred.server_app.cli.predict import confusion_figure, evaluation
+from kindred.server_app.cli.run import app
+from kindred.server_app.config import Config
+from kindred.server_app.tables import read_table
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = ("cat", "dog", "owl")
@@ -505,8 +504,14 @@ def test_data_that_do_not_fit_are_said_in_one_line(tmp_path, make, says) -> None
     [("heurfedamp", 1, "models", "trained"), ("federico", 2, "mixtures", "personal")],  # at first each has but its own
 )
 def test_a_clients_file_does_on_its_images_as_well_as_its_run_says(tmp_path, strategy, rounds, folder, stage) -> None:
-    config = Config(strategy=strategy, partition="iid", num_clients=2, num_rounds=rounds, samples_per_client=400,
-                    output_dir=str(tmp_path / "results"))
+    config = Config(
+        strategy=strategy,
+        partition="iid",
+        num_clients=2,
+        num_rounds=rounds,
+        samples_per_client=400,
+        output_dir=str(tmp_path / "results"),
+    )
     results = run_inline(config).path
     federation = load_federation(config.run_config())
     task = federation.task
@@ -548,15 +553,15 @@ def test_a_clients_file_does_on_its_images_as_well_as_its_run_says(tmp_path, str
 
 def test_the_command_as_it_is_typed(known, tmp_path) -> None:
     table = written(tmp_path / "in.csv", b"a,b\n1,0.5\n")
-    command = [sys.executable, "strategies/__main__.py", "predict", f"--model={known}", f"--input={table}"]
+    command = [sys.executable, "-m", "kindred", "predict", f"--model={known}", f"--input={table}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[1].startswith("0,dog,0.25,0.5,0.25")
 
 
 def test_the_commands_wait_for_nothing_heavy_before_they_start() -> None:
-    script = "import sys; sys.path.insert(0, sys.argv[1]); from server_app import predict; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-P", "-c", script, str(ROOT)], capture_output=True, text=True, timeout=60)
+    script = "import sys, kindred.server_app.cli.predict; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert not {"torch", "ray", "flwr", "sklearn", "matplotlib"} & set(done.stdout.split())
     assert callable(predict.predict)

@@ -22,17 +22,24 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from server_app import cli, report, see
-from server_app.config import Config, ConfigError
-from server_app.page import STYLE
-from server_app.report import comparison_content, run_content, write_report
-from server_app.results import RunFolder
+from kindred.server_app.cli import report as see, run as cli
+from kindred.server_app.config import Config, ConfigError
+from kindred.server_app.report import content as report
+from kindred.server_app.report.content import comparison_content, run_content, write_report
+from kindred.server_app.report.page import STYLE
+from kindred.server_app.results import RunFolder
 from tests.test_results import TWO_ROUNDS, row, run_of, settings
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMAND = [sys.executable, str(ROOT / "strategies" / "__main__.py")]
-SMALL = ["--engine=inline", "--clients=4", "--rounds=2", "--set=num-groups=2", "--set=samples-per-client=20",
-         "--set=local-epochs=1"]
+SMALL = [
+    "--engine=inline",
+    "--clients=4",
+    "--rounds=2",
+    "--set=num-groups=2",
+    "--set=samples-per-client=20",
+    "--set=local-epochs=1",
+]
 NASTY = '</script><script>hacked = 1</script><!--<img src=x onerror="hacked = 1">&amp;\u2028'
 
 
@@ -40,11 +47,14 @@ NASTY = '</script><script>hacked = 1</script><!--<img src=x onerror="hacked = 1"
 def results(tmp_path_factory):
     """A run of Clustered FL, and a comparison, both real."""
     folder = tmp_path_factory.mktemp("results")
-    done = CliRunner().invoke(cli.app, ["run", "--strategy=clustered-fl", "--set=eps1=10", "--set=eps2=0.01",
-                                        f"--output-dir={folder}", *SMALL])
+    done = CliRunner().invoke(
+        cli.app,
+        ["run", "--strategy=clustered-fl", "--set=eps1=10", "--set=eps2=0.01", f"--output-dir={folder}", *SMALL],
+    )
     assert done.exit_code == 0, done.output
-    done = CliRunner().invoke(cli.app, ["compare", "--strategies=local,heurfedamp", "--seeds=0,1",
-                                        f"--output-dir={folder}", *SMALL])
+    done = CliRunner().invoke(
+        cli.app, ["compare", "--strategies=local,heurfedamp", "--seeds=0,1", f"--output-dir={folder}", *SMALL]
+    )
     assert done.exit_code == 0, done.output
     return folder
 
@@ -96,35 +106,65 @@ def data_of(text):
 def test_figures_and_curves_of_a_run(tmp_path):
     content = run_content(a_run(tmp_path, TWO_ROUNDS).path)
     # .5 and .7, then .5 (carried forward) and .9: deciles a tenth of the way from either end; 130 bytes a row.
-    assert content["curve"] == {"rounds": [1, 2], "mean": [0.6, 0.7], "p10": [0.52, 0.54], "p90": [0.68, 0.86],
-                                "bytes": [260.0, 520.0], "samples": None}
+    assert content["curve"] == {
+        "rounds": [1, 2],
+        "mean": [0.6, 0.7],
+        "p10": [0.52, 0.54],
+        "p90": [0.68, 0.86],
+        "bytes": [260.0, 520.0],
+        "samples": None,
+    }
     assert content["figures"] == {
-        "accuracy": pytest.approx(0.7), "accuracy-best": pytest.approx(0.7), "accuracy-p10": pytest.approx(0.54),
-        "accuracy-weighted": pytest.approx(0.8), "bytes-down": 400, "bytes-up": 120, "seconds": 4.0,
+        "accuracy": pytest.approx(0.7),
+        "accuracy-best": pytest.approx(0.7),
+        "accuracy-p10": pytest.approx(0.54),
+        "accuracy-weighted": pytest.approx(0.8),
+        "bytes-down": 400,
+        "bytes-up": 120,
+        "seconds": 4.0,
         "samples-trained": None,
     }
-    assert content["clients"] == {"names": ["0", "1"], "groups": None, "accuracy": [0.5, 0.9], "before": [None, None],
-                                  "after": [None, None]}
+    assert content["clients"] == {
+        "names": ["0", "1"],
+        "groups": None,
+        "accuracy": [0.5, 0.9],
+        "before": [None, None],
+        "after": [None, None],
+    }
     assert content["unused"] == {"number": 1, "reasons": 1, "listed": [["0", "timed out", 1, 2, 2]]}
     assert (content["finished"], content["asked"], content["clusters"], content["partition"]) == (False, 2, None, None)
 
 
 def test_before_and_after_local_training(tmp_path):
-    rounds = [[row(1, 0, received_accuracy=0.25, trained_accuracy=0.5, personal_accuracy=0.5, samples_trained=40),
-               row(1, 1, received_accuracy=0.35, trained_accuracy=0.8, personal_accuracy=0.8, samples_trained=60)],
-              [row(2, 0, received_accuracy=0.75, trained_accuracy=0.5, personal_accuracy=0.5, samples_trained=40),
-               row(2, 1, received_accuracy=0.35, personal_accuracy=0.8)]]
+    rounds = [
+        [
+            row(1, 0, received_accuracy=0.25, trained_accuracy=0.5, personal_accuracy=0.5, samples_trained=40),
+            row(1, 1, received_accuracy=0.35, trained_accuracy=0.8, personal_accuracy=0.8, samples_trained=60),
+        ],
+        [
+            row(2, 0, received_accuracy=0.75, trained_accuracy=0.5, personal_accuracy=0.5, samples_trained=40),
+            row(2, 1, received_accuracy=0.35, personal_accuracy=0.8),
+        ],
+    ]
     content = run_content(a_run(tmp_path, rounds).path)
-    assert content["stages"]["curves"] == [{"name": "model as received", "mean": [0.3, 0.55]},
-                                           {"name": "after local training", "mean": [0.65, 0.65]}]
+    assert content["stages"]["curves"] == [
+        {"name": "model as received", "mean": [0.3, 0.55]},
+        {"name": "after local training", "mean": [0.65, 0.65]},
+    ]
     assert content["stages"]["personal"] == content["stages"]["after-name"] == "after local training"
-    assert content["clients"] == {"names": ["0", "1"], "groups": None, "accuracy": [0.5, 0.8], "before": [0.75, 0.35],
-                                  "after": [0.5, 0.8]}
+    assert content["clients"] == {
+        "names": ["0", "1"],
+        "groups": None,
+        "accuracy": [0.5, 0.8],
+        "before": [0.75, 0.35],
+        "after": [0.5, 0.8],
+    }
     assert content["curve"]["samples"] == [100.0, 140.0]
 
 
 def weights_of(found, at=-1):
     """The matrix that the page shows: what others give, and own shares on the diagonal."""
+
     def numbers(text):
         return np.frombuffer(base64.b64decode(text), np.uint8) / 255
 
@@ -177,8 +217,9 @@ def test_a_file_that_is_damaged_is_named_and_the_others_are_shown(tmp_path):
 
 def test_a_matrix_of_too_many_clients_is_left_out(tmp_path):
     folder = a_run(tmp_path, TWO_ROUNDS).path
-    np.savez_compressed(folder / "collaboration" / "round-0003.npz", clients=np.arange(2100),
-                        weights=np.eye(2100, dtype=np.float32))
+    np.savez_compressed(
+        folder / "collaboration" / "round-0003.npz", clients=np.arange(2100), weights=np.eye(2100, dtype=np.float32)
+    )
     assert run_content(folder)["collaboration"] == {"too-many": 2100, "rounds": []}
 
 
@@ -196,8 +237,18 @@ def test_what_is_not_whole_yet_is_left_out(tmp_path):
 
 
 def test_the_command_repeats_the_run(tmp_path, monkeypatch):
-    config = Config(strategy="fedamp", num_clients=7, num_rounds=3, seed=5, data_dir=str(tmp_path / "it's here"),
-                    self_weight="uniform", with_replacement=True, sigma=12.5, learning_rate=1e-4, alpha=3.0)
+    config = Config(
+        strategy="fedamp",
+        num_clients=7,
+        num_rounds=3,
+        seed=5,
+        data_dir=str(tmp_path / "it's here"),
+        self_weight="uniform",
+        with_replacement=True,
+        sigma=12.5,
+        learning_rate=1e-4,
+        alpha=3.0,
+    )
     words = shlex.split(report.command(config.run_config()))
     assert words[:2] == ["kindred", "run"]
     found = []
@@ -216,8 +267,14 @@ def test_the_command_of_sites_is_flowers():
     assert words[:6] == ["flwr", "run", ".", "kindred", "--stream", "--run-config"]
     from flwr.common.config import parse_config_args
 
-    assert parse_config_args([words[6]]) == {"strategy": "heurfedamp", "dataset": "sites", "image-shape": "1x28x28",
-                                             "num-classes": 10, "partition": "rotated", "seed": 0}
+    assert parse_config_args([words[6]]) == {
+        "strategy": "heurfedamp",
+        "dataset": "sites",
+        "image-shape": "1x28x28",
+        "num-classes": 10,
+        "partition": "rotated",
+        "seed": 0,
+    }
 
 
 def test_a_real_run_has_its_report_and_the_command_writes_the_same(run):
@@ -232,8 +289,16 @@ def test_a_real_run_has_its_report_and_the_command_writes_the_same(run):
     png = (run / "partition.png").read_bytes()
     assert content["partition"] == "data:image/png;base64," + base64.b64encode(png).decode()
     differing = {key: value for key, value, standard in content["settings"] if not standard}
-    assert differing == {"strategy": "clustered-fl", "num-clients": 4, "num-rounds": 2, "num-groups": 2,
-                         "samples-per-client": 20, "local-epochs": 1, "eps1": 10.0, "eps2": 0.01}
+    assert differing == {
+        "strategy": "clustered-fl",
+        "num-clients": 4,
+        "num-rounds": 2,
+        "num-groups": 2,
+        "samples-per-client": 20,
+        "local-epochs": 1,
+        "eps1": 10.0,
+        "eps2": 0.01,
+    }
     (run / "report.html").unlink()
     done = CliRunner().invoke(cli.app, ["report", str(run)])
     assert (done.exit_code, done.output) == (0, f"{run / 'report.html'}\n")
@@ -263,8 +328,13 @@ def test_deviation_over_seeds_where_rounds_are_shared():
     second = {"rounds": [1, 2], "mean": [0.75, 0.5], "bytes": [3, 4], "samples": None}
     half = 0.5 / 2**0.5
     assert report._over_seeds([first, second]) == {
-        "rounds": [1, 2], "mean": [0.5, 0.5], "low": [round(0.5 - half, 4), 0.5], "high": [round(0.5 + half, 4), 0.5],
-        "bytes": [2.0, 3.0], "samples": None}
+        "rounds": [1, 2],
+        "mean": [0.5, 0.5],
+        "low": [round(0.5 - half, 4), 0.5],
+        "high": [round(0.5 + half, 4), 0.5],
+        "bytes": [2.0, 3.0],
+        "samples": None,
+    }
 
 
 def test_a_run_of_a_comparison_that_was_removed_has_no_link(comparison, tmp_path):
@@ -280,13 +350,16 @@ def one_line(arguments):
     return done.stderr
 
 
-@pytest.mark.parametrize(("name", "text", "says"), [
-    (None, "", ["neither the config.json of a run nor the comparison.json"]),
-    ("config.json", "{", ["config.json cannot be read"]),
-    ("config.json", "{}", ["config.json", "no settings"]),
-    ("comparison.json", "[", ["comparison.json cannot be read"]),
-    ("comparison.json", '{"strategies": {}}', ["comparison.json", "kindred compare"]),
-])
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        (None, "", ["neither the config.json of a run nor the comparison.json"]),
+        ("config.json", "{", ["config.json cannot be read"]),
+        ("config.json", "{}", ["config.json", "no settings"]),
+        ("comparison.json", "[", ["comparison.json cannot be read"]),
+        ("comparison.json", '{"strategies": {}}', ["comparison.json", "kindred compare"]),
+    ],
+)
 def test_a_folder_of_something_else_is_bad_input(tmp_path, name, text, says):
     if name:
         (tmp_path / name).write_text(text)
@@ -312,8 +385,10 @@ def test_a_folder_that_is_not_there_is_bad_input(tmp_path):
 @pytest.fixture(scope="module")
 def nasty(tmp_path_factory):
     """A run whose clients and reasons are named to break out of a page."""
-    rounds = [[row(1, NASTY, personal_accuracy=0.5, received_accuracy=0.25), row(1, "b", f"refused: {NASTY}")],
-              [row(2, NASTY, personal_accuracy=0.75, received_accuracy=0.5), row(2, "b", personal_accuracy=0.5)]]
+    rounds = [
+        [row(1, NASTY, personal_accuracy=0.5, received_accuracy=0.25), row(1, "b", f"refused: {NASTY}")],
+        [row(2, NASTY, personal_accuracy=0.75, received_accuracy=0.5), row(2, "b", personal_accuracy=0.5)],
+    ]
     folder = a_run(tmp_path_factory.mktemp("nasty"), rounds, clients=(NASTY, "b"), weights=[[0.5, 0.5], [0.25, 0.75]])
     return write_report(folder.path)
 
@@ -321,8 +396,19 @@ def nasty(tmp_path_factory):
 def test_names_and_reasons_of_others_stay_data(nasty):
     text = nasty.read_text()
     reader = Reader(text)
-    assert reader.tags == ["html", "head", *["meta"] * 5, "title", "style", "body", "noscript", "p", "main",
-                           "script", "script"]
+    assert reader.tags == [
+        "html",
+        "head",
+        *["meta"] * 5,
+        "title",
+        "style",
+        "body",
+        "noscript",
+        "p",
+        "main",
+        "script",
+        "script",
+    ]
     content = json.loads(reader.scripts[0])
     assert NASTY in content["clients"]["names"]
     assert content["unused"]["listed"] == [["b", f"refused: {NASTY}", 1, 1, 1]]
@@ -340,8 +426,19 @@ def test_the_page_names_nothing_outside_itself_and_its_script_by_hash(nasty, com
 
 def test_a_hundred_clients_and_rounds_stay_below_three_megabytes(tmp_path):
     rng = np.random.default_rng(0)
-    rounds = [[row(number, client, personal_accuracy=float(rng.random()), received_accuracy=float(rng.random()),
-                   trained_accuracy=float(rng.random())) for client in range(100)] for number in range(1, 101)]
+    rounds = [
+        [
+            row(
+                number,
+                client,
+                personal_accuracy=float(rng.random()),
+                received_accuracy=float(rng.random()),
+                trained_accuracy=float(rng.random()),
+            )
+            for client in range(100)
+        ]
+        for number in range(1, 101)
+    ]
     folder = RunFolder(settings(tmp_path, **{"num-clients": 100, "num-rounds": 100}), [i % 4 for i in range(100)])
     folder.record_round(run_of(rounds, clients=range(100), weights=rng.dirichlet(np.ones(100), 100)))
     source = folder.path / "collaboration" / "round-0100.npz"
@@ -359,8 +456,9 @@ def test_of_a_thousand_clients_some_rounds_are_kept_and_the_page_says_how_many(t
     folder = a_run(tmp_path, TWO_ROUNDS).path
     weights = np.full((1000, 1000), 0.001, np.float32)
     for number in range(1, 11):
-        np.savez_compressed(folder / "collaboration" / f"round-{number:04d}.npz", clients=np.arange(1000),
-                            weights=weights)
+        np.savez_compressed(
+            folder / "collaboration" / f"round-{number:04d}.npz", clients=np.arange(1000), weights=weights
+        )
     found = run_content(folder)["collaboration"]
     assert (found["rounds"], found["of"]) == ([1, 4, 7, 10], 10)
     assert write_report(folder).stat().st_size < 6e6
@@ -376,6 +474,7 @@ def test_texts_and_lines_stand_out_from_the_page():
     themes = [dict(re.findall(r"--(\w+): (#\w{6})", block)) for block in re.findall(r":root \{(.*?)\}", STYLE, re.S)]
     assert len(themes) == 3  # light, dark, paper
     for theme in themes:
+
         def contrast(name, theme=theme):
             low, high = sorted((luminance(theme[name]), luminance(theme["paper"])))
             return (high + 0.05) / (low + 0.05)
@@ -401,7 +500,9 @@ def asked(watcher, path="/", host=None, method="GET", **headers):
 def test_watch_serves_the_page_and_its_content_and_nothing_else(tmp_path):
     folder = a_run(tmp_path, TWO_ROUNDS[:1])
     with see.Watcher(folder.path, 0).serving() as watcher:
-        assert watcher.server_address[0] == "127.0.0.1" and watcher.address == f"http://127.0.0.1:{watcher.server_port}/"
+        assert (
+            watcher.server_address[0] == "127.0.0.1" and watcher.address == f"http://127.0.0.1:{watcher.server_port}/"
+        )
         status, headers, body = asked(watcher)
         assert status == 200 and data_of(body.decode())["curve"]["rounds"] == [1]
         assert headers["Cache-Control"] == "no-store" and "Access-Control-Allow-Origin" not in headers
@@ -412,8 +513,15 @@ def test_watch_serves_the_page_and_its_content_and_nothing_else(tmp_path):
         folder.record_round(run_of(TWO_ROUNDS))
         status, headers, body = asked(watcher, "/data.json", If_None_Match=tag)
         assert status == 200 and json.loads(body)["curve"]["rounds"] == [1, 2] and headers["ETag"] != tag
-        for path in ("/config.json", "/collaboration/", "/../config.json", "/%2e%2e/", "/data.json/",
-                     "http://127.0.0.1/", str(folder.path / "config.json")):
+        for path in (
+            "/config.json",
+            "/collaboration/",
+            "/../config.json",
+            "/%2e%2e/",
+            "/data.json/",
+            "http://127.0.0.1/",
+            str(folder.path / "config.json"),
+        ):
             assert asked(watcher, path)[0] == 404, path
         for host in ("evil.example", f"evil.example:{watcher.server_port}", "127.0.0.1:1", "127.0.0.1", ""):
             status, _, body = asked(watcher, "/data.json", host=host or "-")
@@ -442,8 +550,12 @@ def test_watch_ends_when_the_run_is_finished(run, monkeypatch):
 def test_ctrl_c_ends_watch_without_a_traceback(tmp_path):
     folder = a_run(tmp_path, TWO_ROUNDS).path
     heeding = "import os, signal as s, sys; s.signal(s.SIGINT, s.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
-    with subprocess.Popen([sys.executable, "-c", heeding, *COMMAND, "watch", str(folder)], stdout=subprocess.PIPE,
-                          stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", heeding, *COMMAND, "watch", str(folder)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
         first = process.stdout.readline()
         process.send_signal(signal.SIGINT)
         rest, complaints = process.communicate(timeout=30)
@@ -473,8 +585,15 @@ def browser():
         pytest.skip("needs Chromium: install it (Debian's package is chromium), or say in CHROME where it is")
     from playwright.sync_api import sync_playwright
 
-    quiet = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-             "--disable-component-update", "--disable-sync"]
+    quiet = [
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-first-run",
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-sync",
+    ]
     with sync_playwright() as playwright:
         started = playwright.chromium.launch(executable_path=chromium, args=quiet)
         yield started
@@ -526,16 +645,20 @@ def test_every_figure_is_told_in_words_and_nothing_is_wider_than_a_phone(browser
     for width, scheme in ((390, "light"), (1100, "dark")):
         with opened(browser, address, width, color_scheme=scheme) as tab:
             assert tab.evaluate("document.documentElement.scrollWidth") == width
-            told = tab.eval_on_selector_all("main figure svg:not([aria-hidden])",
-                                            "all => all.map(svg => [svg.getAttribute('role'), svg.ariaLabel])")
+            told = tab.eval_on_selector_all(
+                "main figure svg:not([aria-hidden])", "all => all.map(svg => [svg.getAttribute('role'), svg.ariaLabel])"
+            )
             assert len(told) >= 4 and all(role == "img" and len(label) > 20 for role, label in told)
-            cut_off = tab.eval_on_selector_all("main figure svg:not([aria-hidden])", """all => all.flatMap(svg => {
+            cut_off = tab.eval_on_selector_all(
+                "main figure svg:not([aria-hidden])",
+                """all => all.flatMap(svg => {
                 const frame = svg.getBoundingClientRect();
                 return [...svg.querySelectorAll("text")].filter(text => {
                     const box = text.getBoundingClientRect();
                     return box.left < frame.left - 1 || box.right > frame.right + 1 || box.bottom > frame.bottom + 1;
                 }).map(text => text.textContent);
-            })""")
+            })""",
+            )
             assert cut_off == []
             dark = tab.evaluate("getComputedStyle(document.body).backgroundColor") != "rgb(255, 255, 255)"
             assert dark == (scheme == "dark")
@@ -580,8 +703,9 @@ def test_an_open_page_follows_the_run_to_its_end(browser, tmp_path, monkeypatch)
         folder.record_round(run_of(TWO_ROUNDS, clients=(0, 1), weights=[[0.9, 0.1], [0.4, 0.6]]))
         tab.wait_for_selector("text=Under way: 2 of 2 rounds")
         # The matrix is written after the round's numbers, and may come with a later look at the folder.
-        tab.wait_for_function("before => document.querySelector('svg image').getAttribute('href') !== before",
-                              arg=before)
+        tab.wait_for_function(
+            "before => document.querySelector('svg image').getAttribute('href') !== before", arg=before
+        )
         assert tab.text_content("output[for=round]") == "round 2"
         folder.finish(run_of(TWO_ROUNDS), None)
         tab.wait_for_selector("text=Finished: 2 rounds")

@@ -20,23 +20,24 @@ import pytest
 import sklearn
 import torch
 from flwr.app import Array, ArrayRecord
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 from matplotlib.image import imread
 from rich.console import Console
 from safetensors import safe_open
 from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
-import data
-from data import load_federation
-from server_app import cli, pictures, report, results
-from server_app.config import Config, ConfigError
-from server_app.report import run_content
-from server_app.results import RunFolder, comparison_table
-from server_app.see import Watcher
-from server_app.tables import read_table
-from strategies.history import History
+import kindred.data
+from kindred.data import load_federation
+from kindred.engine.history import History
+from kindred.server_app import results
+from kindred.server_app.cli import run as cli
+from kindred.server_app.cli.report import Watcher
+from kindred.server_app.config import Config, ConfigError
+from kindred.server_app.report import content as report, figures as pictures
+from kindred.server_app.report.content import run_content
+from kindred.server_app.results import RunFolder, comparison_table
+from kindred.server_app.tables import read_table
 
 SETTINGS = Config(num_rounds=2, num_clients=4, num_groups=2).run_config()
 
@@ -46,8 +47,9 @@ def settings(folder, **changed):
 
 
 def row(number, client, status="ok", **metrics):
-    return {"round": number, "client": client, "status": status, "seconds": 0.5, "bytes-down": 100,
-            "bytes-up": 30} | {key.replace("_", "-"): value for key, value in metrics.items()}
+    return {"round": number, "client": client, "status": status, "seconds": 0.5, "bytes-down": 100, "bytes-up": 30} | {
+        key.replace("_", "-"): value for key, value in metrics.items()
+    }
 
 
 def run_of(rounds, seconds=2.0, weights=None, models=None, clients=(0, 1, 2)):
@@ -58,8 +60,9 @@ def run_of(rounds, seconds=2.0, weights=None, models=None, clients=(0, 1, 2)):
             history.add(line)
         history.close_round(number, seconds, "trained")
     weights = np.eye(len(clients)) if weights is None else np.array(weights)
-    return SimpleNamespace(history=history, collaboration=lambda: (list(clients), weights),
-                           client_models=lambda: models or {})
+    return SimpleNamespace(
+        history=history, collaboration=lambda: (list(clients), weights), client_models=lambda: models or {}
+    )
 
 
 TWO_ROUNDS = [
@@ -79,8 +82,12 @@ def files_of(folder):
 def is_picture(path, at_least=(600, 400)):
     """A PNG of a size that can be read, with something in it."""
     pixels = imread(path)
-    return (path.read_bytes().startswith(b"\x89PNG\r\n") and pixels.shape[1] >= at_least[0]
-            and pixels.shape[0] >= at_least[1] and pixels[..., :3].std() > 0.02)
+    return (
+        path.read_bytes().startswith(b"\x89PNG\r\n")
+        and pixels.shape[1] >= at_least[0]
+        and pixels.shape[0] >= at_least[1]
+        and pixels[..., :3].std() > 0.02
+    )
 
 
 @pytest.fixture(scope="module")
@@ -117,8 +124,12 @@ def test_configuration_holds_all_settings_versions_seed_and_start(tmp_path):
     assert config["settings"] == settings(tmp_path / "new" / "results", seed=7)
     assert config["seed"] == 7
     assert config["versions"] | {"kindred": None} == {
-        "kindred": None, "python": ".".join(map(str, sys.version_info[:3])), "flwr": flwr.__version__,
-        "torch": torch.__version__, "numpy": np.__version__, "scikit-learn": sklearn.__version__,
+        "kindred": None,
+        "python": ".".join(map(str, sys.version_info[:3])),
+        "flwr": flwr.__version__,
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "scikit-learn": sklearn.__version__,
     }
     assert config["platform"]
     started = datetime.fromisoformat(config["started"])
@@ -194,8 +205,10 @@ def test_tables_after_each_round(tmp_path):
         "2,1,ok,0.5,100,30,0.9,30,0.25\n"
     )
     header, first, second = (folder.path / "rounds.csv").read_text().splitlines()
-    assert header == ("round,asked,answered,seconds,bytes-down,bytes-up,evaluated,personal,"
-                      "accuracy,accuracy-weighted,accuracy-p10,accuracy-best")
+    assert header == (
+        "round,asked,answered,seconds,bytes-down,bytes-up,evaluated,personal,"
+        "accuracy,accuracy-weighted,accuracy-p10,accuracy-best"
+    )
 
     def numbers(line: str) -> list[float]:
         return [float(cell) for cell in line.split(",")[6:] if cell != "trained"]
@@ -212,7 +225,8 @@ def test_no_reply_at_all_still_gives_tables(tmp_path):
     folder.record_round(run_of([[]]))
     assert read_table(folder.path / "history.csv") == []
     assert read_table(folder.path / "rounds.csv") == [
-        {"round": 1, "asked": 0, "answered": 0, "seconds": 2.0, "bytes-down": 0, "bytes-up": 0}]
+        {"round": 1, "asked": 0, "answered": 0, "seconds": 2.0, "bytes-down": 0, "bytes-up": 0}
+    ]
 
 
 anything = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
@@ -238,8 +252,10 @@ def test_whatever_comes_in_rounds_is_read_back(tmp_path_factory, rows, cuts):
     def comparable(line):  # a client id of digits alone cannot be told from a number; repr makes NaN equal NaN
         return {key: str(value) if key == "client" else repr(value) for key, value in line.items()}
 
-    kept = [{key: re.sub("[\r\n]+", " ", value) if isinstance(value, str) else value for key, value in line.items()}
-            for line in rows]
+    kept = [
+        {key: re.sub("[\r\n]+", " ", value) if isinstance(value, str) else value for key, value in line.items()}
+        for line in rows
+    ]
     assert [comparable(line) for line in read_table(path)] == [comparable(line) for line in kept]
     assert path.read_bytes().count(b"\n") == len(rows) + 1
     with open(path, encoding="utf-8", newline="") as file:
@@ -328,12 +344,15 @@ def test_finished_write_takes_the_place_of_the_old_file(tmp_path):
 # --- Collaboration matrices -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("clients", "stored"), [
-    ([0, 5, 12], np.array([0, 5, 12])),
-    ([3, 2**64 - 1], np.array([3, 2**64 - 1], dtype=np.uint64)),
-    (["clinic", "ü/ß"], np.array(["clinic", "ü/ß"])),
-    ([7, "clinic"], np.array(["7", "clinic"])),
-])
+@pytest.mark.parametrize(
+    ("clients", "stored"),
+    [
+        ([0, 5, 12], np.array([0, 5, 12])),
+        ([3, 2**64 - 1], np.array([3, 2**64 - 1], dtype=np.uint64)),
+        (["clinic", "ü/ß"], np.array(["clinic", "ü/ß"])),
+        ([7, "clinic"], np.array(["7", "clinic"])),
+    ],
+)
 def test_matrix_of_every_round_is_kept_without_pickle(tmp_path, clients, stored):
     folder = RunFolder(settings(tmp_path))
     weights = np.full((len(clients), len(clients)), 1 / len(clients))
@@ -358,19 +377,41 @@ def test_finished_run(tmp_path, federation):
     folder.record_round(strategy)
     returned = folder.finish(strategy, federation)
     assert files_of(folder.path) == {
-        "config.json", "history.csv", "rounds.csv", "collaboration/round-0002.npz", "summary.json",
-        "accuracy.png", "collaboration.png", "partition.png", "report.html",
-        "models/client-0.safetensors", "models/client-1.safetensors",
+        "config.json",
+        "history.csv",
+        "rounds.csv",
+        "collaboration/round-0002.npz",
+        "summary.json",
+        "accuracy.png",
+        "collaboration.png",
+        "partition.png",
+        "report.html",
+        "models/client-0.safetensors",
+        "models/client-1.safetensors",
     }
     summary = results.read_summary(folder.path)
     assert summary == returned
     assert summary == {
-        "strategy": "heurfedamp", "dataset": "digits", "partition": "rotated", "seed": 0, "rounds": 2,
-        "personal": "trained", "accuracy": pytest.approx(0.7), "accuracy-weighted": pytest.approx(0.8),
-        "accuracy-p10": pytest.approx(0.54), "accuracy-best": pytest.approx(0.7),
-        "seconds": 4.0, "seconds-per-round": 2.0, "bytes-down": 400, "bytes-up": 120, "left-out": [], "refused": [],
-        "clients": [{"client": 0, "accuracy": 0.5, "model": "models/client-0.safetensors"},
-                    {"client": 1, "accuracy": 0.9, "model": "models/client-1.safetensors"}],
+        "strategy": "heurfedamp",
+        "dataset": "digits",
+        "partition": "rotated",
+        "seed": 0,
+        "rounds": 2,
+        "personal": "trained",
+        "accuracy": pytest.approx(0.7),
+        "accuracy-weighted": pytest.approx(0.8),
+        "accuracy-p10": pytest.approx(0.54),
+        "accuracy-best": pytest.approx(0.7),
+        "seconds": 4.0,
+        "seconds-per-round": 2.0,
+        "bytes-down": 400,
+        "bytes-up": 120,
+        "left-out": [],
+        "refused": [],
+        "clients": [
+            {"client": 0, "accuracy": 0.5, "model": "models/client-0.safetensors"},
+            {"client": 1, "accuracy": 0.9, "model": "models/client-1.safetensors"},
+        ],
     }
     for name in ("accuracy.png", "collaboration.png", "partition.png"):
         assert is_picture(folder.path / name), name
@@ -391,8 +432,10 @@ def test_run_in_which_nobody_reported_ends_all_the_same(tmp_path, federation):
     folder.finish(strategy, federation)
     summary = json.loads((folder.path / "summary.json").read_text(), parse_constant=lambda name: pytest.fail(name))
     assert summary["accuracy"] is summary["accuracy-best"] is None
-    assert summary["clients"] == [{"client": 0, "accuracy": None, "model": None},
-                                  {"client": 1, "accuracy": None, "model": None}]
+    assert summary["clients"] == [
+        {"client": 0, "accuracy": None, "model": None},
+        {"client": 1, "accuracy": None, "model": None},
+    ]
     assert not (folder.path / "models").exists() and not (folder.path / "collaboration").exists()
 
 
@@ -402,15 +445,20 @@ def strictly(text):
 
 
 @pytest.mark.parametrize(
-    "value", [math.nan, math.inf, 1e308, -1, 2**64 - 1, 2**66, [0.5, 1e308] * 12_000],
-    ids=lambda value: str(value)[:12])
+    "value", [math.nan, math.inf, 1e308, -1, 2**64 - 1, 2**66, [0.5, 1e308] * 12_000], ids=lambda value: str(value)[:12]
+)
 def test_whatever_number_clients_report_the_results_are_written(tmp_path, caplog, value):
     clients, known = ("x" * 200, 2**64 - 1, "c"), {"personal_accuracy": 0.5, "samples_trained": 3}
     odd = dict.fromkeys(("received_accuracy", "trained_accuracy", "train_loss", "num_test_examples", "a-status"), value)
     numbers = {} if isinstance(value, list) else {"personal_accuracy": value, "samples_trained": value}
-    strategy = run_of([[row(number, client, **odd | numbers) for client in clients[:2]]
-                       + [row(number, "c", **odd | (known if number == 2 else numbers))] for number in (1, 2, 3)],
-                      clients=clients)
+    strategy = run_of(
+        [
+            [row(number, client, **odd | numbers) for client in clients[:2]]
+            + [row(number, "c", **odd | (known if number == 2 else numbers))]
+            for number in (1, 2, 3)
+        ],
+        clients=clients,
+    )
     for line in strategy.history.rounds[:2]:
         line.update({"floats": value, "samples-trained": value, "accuracy": value} if numbers else {})
     folder = RunFolder(settings(tmp_path))
@@ -433,10 +481,15 @@ def test_whatever_number_clients_report_the_results_are_written(tmp_path, caplog
     assert "cannot be written" not in caplog.text and is_picture(tmp_path / "comparison.png")
 
 
-@pytest.mark.parametrize(("where", "what", "file"), [
-    (pictures, "accuracy_figure", "accuracy.png"), (pictures, "collaboration_figure", "collaboration.png"),
-    (data, "partition_figure", "partition.png"), (report, "run_content", "report.html"),
-])
+@pytest.mark.parametrize(
+    ("where", "what", "file"),
+    [
+        (pictures, "accuracy_figure", "accuracy.png"),
+        (pictures, "collaboration_figure", "collaboration.png"),
+        (kindred.data, "partition_figure", "partition.png"),
+        (report, "run_content", "report.html"),
+    ],
+)
 def test_a_picture_or_report_that_fails_is_a_warning_and_all_else_is_there(
     tmp_path, federation, monkeypatch, caplog, where, what, file
 ):
@@ -448,18 +501,39 @@ def test_a_picture_or_report_that_fails_is_a_warning_and_all_else_is_there(
     folder = RunFolder(settings(tmp_path))
     folder.finish(strategy, federation)
     (warning,) = [each.getMessage() for each in caplog.records if "cannot be written" in each.getMessage()]
-    assert warning == (f"kindred: {folder.path / file} cannot be written (ValueError: Axis limits cannot be NaN); "
-                       "all other results are")
+    assert warning == (
+        f"kindred: {folder.path / file} cannot be written (ValueError: Axis limits cannot be NaN); "
+        "all other results are"
+    )
     assert files_of(folder.path) == {
-        "config.json", "history.csv", "rounds.csv", "summary.json", "models/client-0.safetensors", "accuracy.png",
-        "collaboration.png", "partition.png", "report.html"} - {file}
+        "config.json",
+        "history.csv",
+        "rounds.csv",
+        "summary.json",
+        "models/client-0.safetensors",
+        "accuracy.png",
+        "collaboration.png",
+        "partition.png",
+        "report.html",
+    } - {file}
 
 
 def test_a_picture_that_fails_ends_no_run(tmp_path, monkeypatch):
     monkeypatch.setattr(pictures, "accuracy_figure", lambda *_: 1 / 0)
-    done = CliRunner().invoke(cli.app, [
-        "run", "--strategy=local", "--engine=inline", "--clients=2", "--rounds=1", "--set=samples-per-client=10",
-        "--set=local-epochs=1", "--set=num-groups=1", f"--output-dir={tmp_path}"])
+    done = CliRunner().invoke(
+        cli.app,
+        [
+            "run",
+            "--strategy=local",
+            "--engine=inline",
+            "--clients=2",
+            "--rounds=1",
+            "--set=samples-per-client=10",
+            "--set=local-epochs=1",
+            "--set=num-groups=1",
+            f"--output-dir={tmp_path}",
+        ],
+    )
     assert done.exit_code == 0 and "accuracy.png cannot be written (ZeroDivisionError: division by zero)" in done.output
     (folder,) = tmp_path.iterdir()
     assert results.is_finished(folder) and (folder / "report.html").exists()
@@ -506,8 +580,26 @@ def test_models_come_back_bit_by_bit(tmp_path, federation):
         assert file.metadata() == {"strategy": "heurfedamp", "round": "2", "client": "3"}
 
 
-ODD_IDS = [7, "7", "A", "a", "", "..", "../../up", "a/b", "a b", "50%", "50%25", "ü", "x" * 300, "x" * 299 + "y",
-           "line\nbreak", r"$\x$", "CON", 2**64 - 1]
+ODD_IDS = [
+    7,
+    "7",
+    "A",
+    "a",
+    "",
+    "..",
+    "../../up",
+    "a/b",
+    "a b",
+    "50%",
+    "50%25",
+    "ü",
+    "x" * 300,
+    "x" * 299 + "y",
+    "line\nbreak",
+    r"$\x$",
+    "CON",
+    2**64 - 1,
+]
 
 
 def test_odd_client_ids_each_have_their_own_model(tmp_path, federation):
@@ -546,12 +638,20 @@ def wild_run(num_clients, num_rounds, seed=0, silent=(), broken=()):
     rounds = []
     for number in range(1, num_rounds + 1):
         level = rng.normal(0.8 - 0.5 * 0.7**number, 0.05, num_clients).clip(0, 1).tolist()
-        rounds.append([
-            row(number, client, "timed out") if client in silent else
-            row(number, client, personal_accuracy=math.nan if client in broken else level[client],
-                trained_accuracy=math.nan if client in broken else level[client], received_accuracy=level[client] / 2)
-            for client in range(num_clients)
-        ])
+        rounds.append(
+            [
+                row(number, client, "timed out")
+                if client in silent
+                else row(
+                    number,
+                    client,
+                    personal_accuracy=math.nan if client in broken else level[client],
+                    trained_accuracy=math.nan if client in broken else level[client],
+                    received_accuracy=level[client] / 2,
+                )
+                for client in range(num_clients)
+            ]
+        )
     return run_of(rounds).history
 
 
@@ -563,9 +663,17 @@ def test_sat_out_rounds_carry_the_last_report_forward():
     np.testing.assert_array_equal(values, [[0.1, np.nan], [0.1, 0.4], [0.3, 0.4]])
 
 
-@pytest.mark.parametrize(("num_clients", "num_rounds", "silent", "broken"), [
-    (20, 15, (), ()), (100, 3, range(5), (7, 8)), (5, 1, (), ()), (1, 2, (), ()), (3, 2, (0,), (1, 2)), (4, 0, (), ()),
-])
+@pytest.mark.parametrize(
+    ("num_clients", "num_rounds", "silent", "broken"),
+    [
+        (20, 15, (), ()),
+        (100, 3, range(5), (7, 8)),
+        (5, 1, (), ()),
+        (1, 2, (), ()),
+        (3, 2, (0,), (1, 2)),
+        (4, 0, (), ()),
+    ],
+)
 def test_accuracy_picture(tmp_path, num_clients, num_rounds, silent, broken):
     history = wild_run(num_clients, num_rounds, silent=silent, broken=broken)
     figure = pictures.accuracy_figure(history.rows, r"not $\mathematics$" "\nin two lines")
@@ -595,8 +703,10 @@ def test_accuracy_picture_shows_what_local_training_does_only_where_it_does_some
 
 
 def test_accuracy_picture_speaks_of_received_models_only_where_they_were_evaluated():
-    rows = [row(1, 0, received_accuracy=0.2, tuned_accuracy=0.6, personal_accuracy=0.6),
-            row(2, 0, personal_accuracy=0.7)]
+    rows = [
+        row(1, 0, received_accuracy=0.2, tuned_accuracy=0.6, personal_accuracy=0.6),
+        row(2, 0, personal_accuracy=0.7),
+    ]
     figure = pictures.accuracy_figure(rows, "t")
     assert "mean over clients, after fine-tuning" in legend_of(figure)
     before = next(line for line in figure.axes[0].lines if "before" in line.get_label())
@@ -609,17 +719,21 @@ def test_accuracy_picture_marks_the_best_round():
 
 
 def test_collaboration_picture_has_groups_together_and_colours_for_the_others():
-    weights = np.array([[0.90, 0.01, 0.07, 0.02],
-                        [0.00, 0.94, 0.01, 0.05],
-                        [0.06, 0.02, 0.91, 0.01],
-                        [0.01, 0.03, 0.00, 0.96]])
+    weights = np.array(
+        [[0.90, 0.01, 0.07, 0.02], [0.00, 0.94, 0.01, 0.05], [0.06, 0.02, 0.91, 0.01], [0.01, 0.03, 0.00, 0.96]]
+    )
     figure = pictures.collaboration_figure([10, 11, 12, 13], weights, [0, 1, 0, 1], "t")
     axes, image = figure.axes[0], figure.axes[0].images[0]
     shown = np.ma.filled(image.get_array(), np.nan)
-    np.testing.assert_allclose(shown, [[np.nan, 0.07, 0.01, 0.02],
-                                       [0.06, np.nan, 0.02, 0.01],
-                                       [0.00, 0.01, np.nan, 0.05],
-                                       [0.01, 0.00, 0.03, np.nan]])
+    np.testing.assert_allclose(
+        shown,
+        [
+            [np.nan, 0.07, 0.01, 0.02],
+            [0.06, np.nan, 0.02, 0.01],
+            [0.00, 0.01, np.nan, 0.05],
+            [0.01, 0.00, 0.03, np.nan],
+        ],
+    )
     assert image.get_clim() == (0.0, 0.07)
     assert [label.get_text() for label in axes.get_xticklabels()] == ["10", "12", "11", "13"]
     assert "0.90 to 0.96" in axes.get_title()
@@ -636,8 +750,10 @@ def test_collaboration_picture_of_any_size(tmp_path, count, groups, weights):
 
 @pytest.mark.parametrize("finals", [(0.83, 0.72, 0.59), (0.7, 0.7, 0.7), tuple(0.5 + 0.001 * i for i in range(14))])
 def test_comparison_names_each_line_at_its_height_without_overlap(tmp_path, finals):
-    runs = [(f"method {i}", [[{"round": 1, "accuracy": 0.3}, {"round": 2, "accuracy": final}]])
-            for i, final in enumerate(finals)]
+    runs = [
+        (f"method {i}", [[{"round": 1, "accuracy": 0.3}, {"round": 2, "accuracy": final}]])
+        for i, final in enumerate(finals)
+    ]
     figure = pictures.comparison_figure([*runs, ("nothing", [[{"round": 1}]])], "t")
     figure.savefig(tmp_path / "c.png")
     assert is_picture(tmp_path / "c.png")
@@ -666,8 +782,15 @@ def test_comparison_of_nothing_is_a_picture(tmp_path):
 
 
 def summary_of(strategy, accuracy, best, decile):
-    return {"strategy": strategy, "accuracy": accuracy, "accuracy-best": best, "accuracy-p10": decile,
-            "seconds": 12.34, "bytes-down": 1_500_000, "bytes-up": 999_000}
+    return {
+        "strategy": strategy,
+        "accuracy": accuracy,
+        "accuracy-best": best,
+        "accuracy-p10": decile,
+        "seconds": 12.34,
+        "bytes-down": 1_500_000,
+        "bytes-up": 999_000,
+    }
 
 
 def test_comparison_table():

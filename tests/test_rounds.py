@@ -7,14 +7,14 @@ import time
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from strategies import FedAvg, InlineGrid, Local, TooFewClients, rounds
-from strategies.baselines.fedavg import WeightedMean
-from strategies.history import History
-from strategies.messages import in_order, read_array, to_record
-from strategies.store import InTurn
+from kindred import FedAvg, InlineGrid, Local, TooFewClients
+from kindred.baselines.fedavg import WeightedMean
+from kindred.engine import strategy as rounds
+from kindred.engine.history import History
+from kindred.engine.model_store import InTurn
+from kindred.messages import in_order, read_array, to_record
 
 from .plain import FaultyGrid, initial, plain_app
 
@@ -213,9 +213,11 @@ def test_a_client_cannot_write_into_the_engines_columns() -> None:
     strategy.start(changed_by(0, forge), initial(), 2)
     rows = strategy.history.rows
     assert [(row["round"], row["client"], row["status"]) for row in rows] == [
-        (r, c, "ok") for r in (1, 2) for c in (1001, 1002, 1003)]
+        (r, c, "ok") for r in (1, 2) for c in (1001, 1002, 1003)
+    ]
     assert strategy.history.rounds[1]["accuracy"] == pytest.approx(
-        np.mean([row["trained-accuracy"] for row in rows[3:]]))
+        np.mean([row["trained-accuracy"] for row in rows[3:]])
+    )
     assert all(row["bytes-up"] > 0 and isinstance(row["seconds"], float) for row in rows)
 
 

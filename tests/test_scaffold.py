@@ -11,18 +11,12 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message
 
-from strategies import SCAFFOLD, FedAvg, InlineGrid, Site, make_client_app
-from strategies.baselines.scaffold import (
-    ControlledTraining,
-    control_variate,
-    correction,
-    server_control,
-    server_step,
-)
-from strategies.client import LocalTraining, Visit
-from strategies.messages import read_record, to_record, with_prefix
-from strategies.state import ClientState
-from strategies.training import get_arrays
+from kindred import SCAFFOLD, FedAvg, InlineGrid, Site, make_client_app
+from kindred.baselines.scaffold import ControlledTraining, control_variate, correction, server_control, server_step
+from kindred.client.app import LocalTraining, Visit
+from kindred.client.state import ClientState
+from kindred.client.training import get_arrays
+from kindred.messages import read_record, to_record, with_prefix
 
 from .plain import FaultyGrid, small, small_app, small_site
 from .test_client import CLIENTS, SETTINGS, app, load_site, network
@@ -120,12 +114,18 @@ def test_three_rounds_by_hand(eta_g) -> None:
 
     strategy = SCAFFOLD(sgd_learning_rate=0.2, server_learning_rate=eta_g)
     config = ConfigRecord(HAND)
-    strategy.start(InlineGrid(listening(make_client_app(hand_site), hear), 2), to_record(get_arrays(two_weights())), 3,
-                   60, config, config)
+    strategy.start(
+        InlineGrid(listening(make_client_app(hand_site), hear), 2),
+        to_record(get_arrays(two_weights())),
+        3,
+        60,
+        config,
+        config,
+    )
     x, sent = by_hand(3, 0.2, eta_g)
     assert strategy.global_arrays()["weight"].numpy().ravel() == pytest.approx([x, -x])
     for server_round, control in enumerate(sent):
-        for seen in controls[2 * server_round: 2 * server_round + 2]:
+        for seen in controls[2 * server_round : 2 * server_round + 2]:
             assert seen == pytest.approx([control, -control], abs=1e-6)
 
 
@@ -140,8 +140,14 @@ def test_clients_that_have_not_answered_count_as_having_0() -> None:
 
     strategy = SCAFFOLD(sgd_learning_rate=0.1)
     config = ConfigRecord({"local-epochs": 1, "batch-size": 10})
-    strategy.start(FaultyGrid(listening(make_client_app(hand_site), hear), 2, fate),
-                   to_record(get_arrays(two_weights())), 3, 60, config, config)
+    strategy.start(
+        FaultyGrid(listening(make_client_app(hand_site), hear), 2, fate),
+        to_record(get_arrays(two_weights())),
+        3,
+        60,
+        config,
+        config,
+    )
     # Round 1: client 0 alone, c_0 = -0.5, 1 of 2 clients. Its model is the global one: u = 0.05. Round 2: client 1
     # alone, c_1 = p = 1 / (1 + e^-0.1).
     assert sent[1] == 0
@@ -172,8 +178,9 @@ def test_later_rounds_are_not_fedavgs_and_control_variates_lessen_the_drift() ->
     def drift(strategy) -> float:
         """How far apart clients end that begin at the same model with conflicting data."""
         ends: list[np.ndarray] = []
-        inner = listening(make_client_app(hand_site), lambda _, reply: ends.append(
-            reply.content["arrays"]["weight"].numpy()))
+        inner = listening(
+            make_client_app(hand_site), lambda _, reply: ends.append(reply.content["arrays"]["weight"].numpy())
+        )
         config = ConfigRecord({"local-epochs": 5, "learning-rate": 0.2})
         strategy.start(InlineGrid(inner, 2), to_record(get_arrays(two_weights())), 4, 60, config, config)
         return float(np.abs(ends[-1] - ends[-2]).max())
@@ -183,19 +190,28 @@ def test_later_rounds_are_not_fedavgs_and_control_variates_lessen_the_drift() ->
 
 def visit_of(folder, arrays, **config) -> Visit:
     site = small_site(2)
-    return Visit(2, site, {"server-round": 5, "batch-size": 4, "local-epochs": 2, **config}, arrays,
-                 torch.device("cpu"), ClientState(1, 2, folder, server_round=5, before=5), {})
+    return Visit(
+        2,
+        site,
+        {"server-round": 5, "batch-size": 4, "local-epochs": 2, **config},
+        arrays,
+        torch.device("cpu"),
+        ClientState(1, 2, folder, server_round=5, before=5),
+        {},
+    )
 
 
 def a_control(seed: int) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
-    return {name: rng.standard_normal(parameter.shape).astype(np.float32) for name, parameter in
-            small().named_parameters()}
+    return {
+        name: rng.standard_normal(parameter.shape).astype(np.float32) for name, parameter in small().named_parameters()
+    }
 
 
 def keep(folder, now, before) -> None:
     ClientState(1, 2, folder, server_round=3).save(
-        "control", {**with_prefix("now", now), **with_prefix("before", before), "server-round": np.array(3)})
+        "control", {**with_prefix("now", now), **with_prefix("before", before), "server-round": np.array(3)}
+    )
 
 
 def test_with_equal_control_variates_a_client_trains_as_fedavgs_does(tmp_path) -> None:
@@ -216,8 +232,9 @@ def test_a_client_goes_on_from_the_control_variate_that_the_server_has_counted(t
     keep(tmp_path, now, before)
     model, step_size = get_arrays(small()), 0.01
     config = {"method": "scaffold", "sgd-learning-rate": step_size, "counted-round": counted}
-    arrays = read_record(ControlledTraining.train(
-        visit_of(tmp_path, model | with_prefix("control", control), **config))["arrays"])
+    arrays = read_record(
+        ControlledTraining.train(visit_of(tmp_path, model | with_prefix("control", control), **config))["arrays"]
+    )
     num_steps = 2 * 8  # 30 samples in batches of 4
     for name in control:
         new = own[name] - control[name] + (model[name] - arrays[name]) / (num_steps * step_size)
@@ -229,8 +246,9 @@ def test_a_client_goes_on_from_the_control_variate_that_the_server_has_counted(t
 def test_a_reply_that_is_lost_is_as_if_its_client_had_not_been_asked() -> None:
     def with_fate(what: str) -> tuple:
         fates = {(1, 2): what, (2, 2): what, (3, 0): what}
-        return everything(run(SCAFFOLD(sgd_learning_rate=0.05), 5, FaultyGrid(
-            app, CLIENTS, lambda r, c: fates.get((r, c), "ok"))))
+        return everything(
+            run(SCAFFOLD(sgd_learning_rate=0.05), 5, FaultyGrid(app, CLIENTS, lambda r, c: fates.get((r, c), "ok")))
+        )
 
     assert with_fate("lost") == with_fate("error")
 
@@ -239,27 +257,42 @@ def test_a_reply_that_is_lost_is_as_if_its_client_had_not_been_asked() -> None:
 
 
 def test_every_hyperparameter_changes_the_result() -> None:
-    found = [values(run(SCAFFOLD(**settings)).global_arrays()) for settings in (
-        {"sgd_learning_rate": 0.05}, {"sgd_learning_rate": 0.06},
-        {"sgd_learning_rate": 0.05, "server_learning_rate": 0.9})]
+    found = [
+        values(run(SCAFFOLD(**settings)).global_arrays())
+        for settings in (
+            {"sgd_learning_rate": 0.05},
+            {"sgd_learning_rate": 0.06},
+            {"sgd_learning_rate": 0.05, "server_learning_rate": 0.9},
+        )
+    ]
     assert all(a != b for a, b in zip(found, found[1:] + found[:1]))
 
 
-@pytest.mark.parametrize(("name", "value"), [("sgd_learning_rate", 0), ("server_learning_rate", -1.0),
-                                             ("sgd_learning_rate", math.inf), ("server_learning_rate", math.nan)])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("sgd_learning_rate", 0),
+        ("server_learning_rate", -1.0),
+        ("sgd_learning_rate", math.inf),
+        ("server_learning_rate", math.nan),
+    ],
+)
 def test_what_is_out_of_range_is_named(name, value) -> None:
     with pytest.raises(ValueError, match=f"{name} is .*more than 0"):
         SCAFFOLD(**{"sgd_learning_rate": 0.1, name: value})
 
 
 def test_buffers_are_averaged_whatever_the_servers_step_size_is() -> None:
-    far, fedavg = (read_record(run(strategy, 1).global_arrays())
-                   for strategy in (SCAFFOLD(sgd_learning_rate=0.05, server_learning_rate=3.0), FedAvg()))
+    far, fedavg = (
+        read_record(run(strategy, 1).global_arrays())
+        for strategy in (SCAFFOLD(sgd_learning_rate=0.05, server_learning_rate=3.0), FedAvg())
+    )
     initial = get_arrays(network())
     for name in ("1.running_mean", "1.running_var", "1.num_batches_tracked"):
         assert far[name].tobytes() == fedavg[name].tobytes()
     assert far["0.weight"] - initial["0.weight"] == pytest.approx(
-        3 * (fedavg["0.weight"] - initial["0.weight"]), abs=1e-6)
+        3 * (fedavg["0.weight"] - initial["0.weight"]), abs=1e-6
+    )
 
 
 def test_its_result_is_the_global_model_which_is_evaluated_when_it_is_received() -> None:
@@ -303,16 +336,22 @@ def _of_a_buffer(record: ArrayRecord) -> None:
     record["control/1.running_mean"] = Array(np.zeros(8, np.float32))
 
 
-@pytest.mark.parametrize(("damage", "reason"), [
-    (_without, f"array '{CHANGE}' is missing"),
-    (_turned, f"array '{CHANGE}' is float32 (3, 8), expected float32 (8, 3)"),
-    (_nan, f"array '{CHANGE}' has values that are not finite"),
-    (_of_a_buffer, "array 'control/1.running_mean' is not part of the model"),
-])
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (_without, f"array '{CHANGE}' is missing"),
+        (_turned, f"array '{CHANGE}' is float32 (3, 8), expected float32 (8, 3)"),
+        (_nan, f"array '{CHANGE}' has values that are not finite"),
+        (_of_a_buffer, "array 'control/1.running_mean' is not part of the model"),
+    ],
+)
 def test_a_bad_control_variate_counts_like_no_reply(damage, reason) -> None:
     def with_fate(fate: object):
-        return run(SCAFFOLD(sgd_learning_rate=0.05), 4, FaultyGrid(
-            app, CLIENTS, lambda r, c: fate if (r, c) == (2, 1) else "ok"))
+        return run(
+            SCAFFOLD(sgd_learning_rate=0.05),
+            4,
+            FaultyGrid(app, CLIENTS, lambda r, c: fate if (r, c) == (2, 1) else "ok"),
+        )
 
     damaged = with_fate(lambda content: damage(content["arrays"]))
     (status,) = [row["status"] for row in damaged.history.rows if row["status"] != "ok"]
@@ -326,8 +365,14 @@ def test_the_bound_on_updates_holds_for_control_variates_too_and_refuses_nobody_
 
     def hear(message: Message, reply: Message) -> None:
         sent, found = message.content["arrays"], reply.content["arrays"]
-        sizes.append(math.sqrt(sum(float(np.square(found[name].numpy() - sent[name].numpy()).sum()) for name, _ in
-                                   network().named_parameters())))
+        sizes.append(
+            math.sqrt(
+                sum(
+                    float(np.square(found[name].numpy() - sent[name].numpy()).sum())
+                    for name, _ in network().named_parameters()
+                )
+            )
+        )
 
     run(SCAFFOLD(sgd_learning_rate=0.05), 3, InlineGrid(listening(make_client_app(load_site), hear), CLIENTS))
     bound = 1.001 * max(sizes)
@@ -335,8 +380,11 @@ def test_the_bound_on_updates_holds_for_control_variates_too_and_refuses_nobody_
     def shift(content) -> None:
         content["arrays"][CHANGE] = Array(content["arrays"][CHANGE].numpy() + np.float32(bound / 0.05))
 
-    strategy = run(SCAFFOLD(sgd_learning_rate=0.05, max_update_norm=bound), 3, FaultyGrid(
-        app, CLIENTS, lambda r, c: shift if (r, c) == (3, 1) else "ok"))
+    strategy = run(
+        SCAFFOLD(sgd_learning_rate=0.05, max_update_norm=bound),
+        3,
+        FaultyGrid(app, CLIENTS, lambda r, c: shift if (r, c) == (3, 1) else "ok"),
+    )
     refused = [(row["round"], row["client"]) for row in strategy.history.rows if row["status"] != "ok"]
     assert refused == [(3, 1)]
     assert "allowed: up to" in next(row["status"] for row in strategy.history.rows if row["status"] != "ok")

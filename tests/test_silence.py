@@ -10,16 +10,16 @@ import pytest
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.common.constant import ErrorCode
 
-from strategies import InlineGrid, Local, TooFewClients
-from strategies.admission import Refused
-from strategies.exchange import PATIENCE, pull
-from strategies.messages import REFUSAL_QUERY
-from strategies.roster import Roster
+from kindred import InlineGrid, Local, TooFewClients
+from kindred.engine.admission import Refused
+from kindred.engine.exchange import PATIENCE, pull
+from kindred.engine.roster import Roster
+from kindred.messages import REFUSAL_QUERY
 
 from .plain import FaultyGrid, initial, plain_app
 from .test_conformance import app_of, every_method, initial_of, make
 
-FAR_AWAY = "strategies.rounds.simulated"
+FAR_AWAY = "kindred.engine.strategy.simulated"
 
 
 class Blocking(InlineGrid):
@@ -33,8 +33,11 @@ class Blocking(InlineGrid):
     def pull_messages(self, message_ids):
         for message_id in message_ids:
             message = self._waiting.get(message_id)
-            if message and message.metadata.message_type in self._kinds and (
-                    message.metadata.dst_node_id - 1001 in self._clients):
+            if (
+                message
+                and message.metadata.message_type in self._kinds
+                and (message.metadata.dst_node_id - 1001 in self._clients)
+            ):
                 self.released.wait(60)
                 return []
         with self._lock:
@@ -44,7 +47,7 @@ class Blocking(InlineGrid):
 @every_method
 def test_a_reply_that_is_announced_and_not_uploaded_costs_nobody_else_its_reply(name, monkeypatch) -> None:
     monkeypatch.setattr(FAR_AWAY, lambda grid: False)
-    monkeypatch.setattr("strategies.exchange.PATIENCE", 0.2)
+    monkeypatch.setattr("kindred.engine.exchange.PATIENCE", 0.2)
     grid = Blocking(app_of(name), 4, (0, 2))
     strategy = make(name)
     started = time.monotonic()
@@ -75,8 +78,9 @@ def test_many_that_block_cost_the_others_little() -> None:
             return [reply_to(message_id)]
 
     started = time.monotonic()
-    found = {message_id for message_id, _ in pull(
-        Grid(), [str(i) for i in range(40)], lambda: started + 5, simulated=False)}
+    found = {
+        message_id for message_id, _ in pull(Grid(), [str(i) for i in range(40)], lambda: started + 5, simulated=False)
+    }
     assert found == {str(i) for i in range(30, 40)}
     assert 5 <= time.monotonic() - started < 5 + 2
     released.set()
@@ -84,6 +88,7 @@ def test_many_that_block_cost_the_others_little() -> None:
 
 def test_what_comes_late_but_in_time_counts() -> None:
     """An upload takes longer than the server's patience: the others are asked for beside it."""
+
     class Grid:
         def __init__(self) -> None:
             self.order: list[str] = []
@@ -96,7 +101,9 @@ def test_what_comes_late_but_in_time_counts() -> None:
 
     deadline = time.monotonic() + 20
     assert [message_id for message_id, _ in pull(Grid(), ["slow", "quick"], lambda: deadline, simulated=False)] == [
-        "quick", "slow"]
+        "quick",
+        "slow",
+    ]
     assert time.monotonic() < deadline - 10
 
 
@@ -110,9 +117,16 @@ def test_what_is_there_at_the_deadline_is_taken_however_many_they_are() -> None:
     assert len(list(pull(Grid(), [str(i) for i in range(300)], lambda: deadline, simulated=False))) == 300
 
 
-@pytest.mark.parametrize(("error", "ends"), [
-    (NotImplementedError("that kind"), False), (AssertionError(), False), (KeyError("ArrayRecord"), False),
-    (ConnectionError("refused"), True), (httpx.ReadTimeout("slow"), True)])
+@pytest.mark.parametrize(
+    ("error", "ends"),
+    [
+        (NotImplementedError("that kind"), False),
+        (AssertionError(), False),
+        (KeyError("ArrayRecord"), False),
+        (ConnectionError("refused"), True),
+        (httpx.ReadTimeout("slow"), True),
+    ],
+)
 def test_whatever_unpacking_raises_is_its_senders_and_the_way_to_the_superlink_nobodys(error, ends) -> None:
     class Grid:
         def pull_messages(self, message_ids):
@@ -129,6 +143,7 @@ def test_whatever_unpacking_raises_is_its_senders_and_the_way_to_the_superlink_n
 
 def test_a_reply_that_flower_gives_up_is_a_strike() -> None:
     """As after the time that Flower gives an upload; an error of a client's own is none."""
+
     def run(code: int) -> list[int]:
         class GivenUp(FaultyGrid):
             def pull_messages(self, message_ids):
@@ -165,8 +180,15 @@ def test_who_gives_no_usable_reply_time_and_again_is_left_out_for_a_while(name, 
     strategy = make(name, max_strikes=2)
     grid = FaultyGrid(app_of(name), 3, lambda r, c: bad if c == 1 and r in (1, 2) else "ok")
     strategy.start(grid, initial_of(name), 5, timeout=0.1 if fate == "silent" else 60)
-    trained = [row["round"] for row in strategy.history.rows if row["client"] == 1002 and 1 <= row["round"] <= 5
-               and row.keys() & {"train_loss", "train-loss"} or row["client"] == 1002 and row["status"] != "ok"]
+    trained = [
+        row["round"]
+        for row in strategy.history.rows
+        if row["client"] == 1002
+        and 1 <= row["round"] <= 5
+        and row.keys() & {"train_loss", "train-loss"}
+        or row["client"] == 1002
+        and row["status"] != "ok"
+    ]
     assert trained == [1, 2, 5]
 
 
@@ -185,17 +207,29 @@ class Frozen(InlineGrid):
 
     def pull_messages(self, message_ids):
         last = max(self._contexts)
-        return super().pull_messages([i for i in message_ids if i in self._waiting and not (
-            self._waiting[i].metadata.dst_node_id == last and self._waiting[i].metadata.message_type == self.kind)])
+        return super().pull_messages(
+            [
+                i
+                for i in message_ids
+                if i in self._waiting
+                and not (
+                    self._waiting[i].metadata.dst_node_id == last
+                    and self._waiting[i].metadata.message_type == self.kind
+                )
+            ]
+        )
 
 
-@pytest.mark.parametrize(("quorum", "reason"), [
-    (0.5, "no answer within 0.3 s after 2 of 4 clients (quorum, grace)"),
-    (3.0, "no answer within 0.3 s after 3 of 4 clients (quorum, grace)"),
-    (1.0, "no answer within 3 s"),
-    (4.0, "no answer within 3 s"),
-    (10.0, "no answer within 3 s"),
-])
+@pytest.mark.parametrize(
+    ("quorum", "reason"),
+    [
+        (0.5, "no answer within 0.3 s after 2 of 4 clients (quorum, grace)"),
+        (3.0, "no answer within 0.3 s after 3 of 4 clients (quorum, grace)"),
+        (1.0, "no answer within 3 s"),
+        (4.0, "no answer within 3 s"),
+        (10.0, "no answer within 3 s"),
+    ],
+)
 def test_a_round_ends_some_time_after_its_quorum(quorum, reason, monkeypatch) -> None:
     monkeypatch.setattr(FAR_AWAY, lambda grid: False)
     strategy = Local(quorum=quorum, grace=0.3, fraction_evaluate=0)
@@ -249,8 +283,9 @@ def test_a_node_that_comes_back_as_another_and_never_says_who_it_is_holds_one_ro
             return [*list(super().get_node_ids())[:2], 1002 + self.round]
 
         def pull_messages(self, message_ids):
-            return super().pull_messages([i for i in message_ids if i in self._waiting
-                                          and self._waiting[i].metadata.dst_node_id <= 1002])
+            return super().pull_messages(
+                [i for i in message_ids if i in self._waiting and self._waiting[i].metadata.dst_node_id <= 1002]
+            )
 
     grid, strategy, went_on = Mute(introduced_app({}), 6), Local(wait_timeout=3), [time.monotonic()]
 
@@ -289,8 +324,11 @@ class Network(InlineGrid):
 
     def push_messages(self, messages):
         messages = list(messages)
-        self.refusals += [(m.metadata.dst_node_id, m.content["config"]["problem"]) for m in messages
-                      if m.metadata.message_type == REFUSAL_QUERY]
+        self.refusals += [
+            (m.metadata.dst_node_id, m.content["config"]["problem"])
+            for m in messages
+            if m.metadata.message_type == REFUSAL_QUERY
+        ]
         return super().push_messages(messages)
 
 
@@ -306,14 +344,17 @@ def test_a_run_that_asks_for_three_does_not_begin_with_two_and_says_whom_it_wait
         reply.content["config"]["num-examples"] = 0 if context.node_config["partition-id"] == 1 else 10
         return reply
 
-    with pytest.raises(TooFewClients, match=r"2 of 3 can take part \(min_available_nodes\); client 1002: it has no "
-                                            "training sample$"):
+    with pytest.raises(
+        TooFewClients,
+        match=r"2 of 3 can take part \(min_available_nodes\); client 1002: it has no "
+        "training sample$",
+    ):
         make(name, min_available_nodes=3).start(InlineGrid(app, 3), initial_of(name), 1)
 
 
 def test_what_is_put_right_while_a_run_waits_is_noticed(monkeypatch, caplog) -> None:
     monkeypatch.setattr(FAR_AWAY, lambda grid: False)
-    monkeypatch.setattr("strategies.roster.ASK_AGAIN", 0.3)
+    monkeypatch.setattr("kindred.engine.roster.ASK_AGAIN", 0.3)
     caplog.set_level("INFO")
     about = {1: {"num-examples": 0}}
     grid = Network(introduced_app(about), 3)
@@ -321,25 +362,32 @@ def test_what_is_put_right_while_a_run_waits_is_noticed(monkeypatch, caplog) -> 
     strategy = Local(min_available_nodes=3, wait_timeout=30)
     strategy.start(grid, initial(), 1)
     assert strategy.clients() == [0, 1, 2] and strategy.history.left_out == {}
-    assert ("kindred: waiting for clients: 2 of 3 can take part (min_available_nodes); client 1: it has no training "
-            "sample") in caplog.messages
+    assert (
+        "kindred: waiting for clients: 2 of 3 can take part (min_available_nodes); client 1: it has no training sample"
+    ) in caplog.messages
     assert "kindred: client 1 takes part now, and did not because: it has no training sample" in caplog.messages
     assert caplog.messages.count("kindred: client 1 takes no part: it has no training sample") == 1
-    assert set(grid.refusals) == {(1002, "it has no training sample")} and len(grid.refusals) >= 2  # each time it is asked
+    assert (
+        set(grid.refusals) == {(1002, "it has no training sample")} and len(grid.refusals) >= 2
+    )  # each time it is asked
 
 
 def test_too_few_that_can_take_part_end_the_run_when_the_wait_is_over(monkeypatch) -> None:
     monkeypatch.setattr(FAR_AWAY, lambda grid: False)
-    with pytest.raises(TooFewClients, match=r"^too few clients after 0.5 s: 1 of 2 can take part "
-                                            r"\(min_available_nodes\); client 0: it has no training sample$"):
+    with pytest.raises(
+        TooFewClients,
+        match=r"^too few clients after 0.5 s: 1 of 2 can take part "
+        r"\(min_available_nodes\); client 0: it has no training sample$",
+    ):
         Local(wait_timeout=0.5).start(Network(introduced_app({0: {"num-examples": 0}}), 2), initial(), 1)
 
 
 def test_a_client_that_rests_is_one_that_can_take_part() -> None:
     """Else a run with as many clients as it needs would wait for the end of a rest that ends with rounds."""
     strategy = Local(max_strikes=1, min_available_nodes=3)
-    strategy.start(FaultyGrid(plain_app(True), 3, lambda r, c: "silent" if (r, c) == (1, 1) else "ok"), initial(), 4,
-                   timeout=0.1)
+    strategy.start(
+        FaultyGrid(plain_app(True), 3, lambda r, c: "silent" if (r, c) == (1, 1) else "ok"), initial(), 4, timeout=0.1
+    )
     assert [line["asked"] for line in strategy.history.rounds] == [3, 2, 3, 3]
 
 
@@ -361,8 +409,10 @@ def test_a_client_is_told_why_its_reply_is_not_used(monkeypatch) -> None:
     Local(max_strikes=2).start(grid, initial(), 3)
     reason = "is not used: array 'layer.weight' is missing"
     assert grid.refusals == [
-        (1002, f"its reply in round 1 {reason}"), (1002, f"its reply in round 2 {reason}"),
-        (1002, "left out of the next 2 rounds: no usable reply in 2 rounds in a row")]
+        (1002, f"its reply in round 1 {reason}"),
+        (1002, f"its reply in round 2 {reason}"),
+        (1002, "left out of the next 2 rounds: no usable reply in 2 rounds in a row"),
+    ]
 
 
 def test_a_client_is_told_why_its_introduction_is_not_used(monkeypatch) -> None:
@@ -383,7 +433,7 @@ def test_an_app_that_knows_no_such_message_gets_none(monkeypatch) -> None:
 
 
 def test_a_site_prints_what_it_is_told_and_why_it_cannot_introduce_itself(caplog) -> None:
-    from strategies import make_client_app
+    from kindred import make_client_app
 
     def load(context):
         raise ValueError("labels go from 0 to 12,\nits network has 10 classes")

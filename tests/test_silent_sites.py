@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from sklearn.datasets import load_digits
 
-from server_app.config import kebab
-from server_app.results import read_table
+from kindred.server_app.config import kebab
+from kindred.server_app.results import read_table
 
 from .machines import KINDRED, SCRIPTS, Machines, free_port, wait_until
 
@@ -46,8 +46,13 @@ flower_supernode()
 def write_data(path: Path, largest_label: int = 9) -> None:
     x, y = load_digits(return_X_y=True)
     y = y[:60] * (largest_label / y[:60].max())
-    np.savez(path, x_train=x[:40].reshape(-1, 8, 8), y_train=y[:40].astype(int), x_test=x[40:60].reshape(-1, 8, 8),
-             y_test=y[40:].astype(int))
+    np.savez(
+        path,
+        x_train=x[:40].reshape(-1, 8, 8),
+        y_train=y[:40].astype(int),
+        x_test=x[40:60].reshape(-1, 8, 8),
+        y_test=y[40:].astype(int),
+    )
 
 
 class Sites(Machines):
@@ -63,14 +68,42 @@ class Sites(Machines):
         self.wait_for("server", "the server is ready")
 
     def start_site(self, name: str, data: str = "good.npz", *more: object) -> None:
-        self.start(name, KINDRED, "site", name, "--server", self.address, "--data-dir", data, "--threads", 1,
-                   "--state-dir", f"state-{name}", *more)
+        self.start(
+            name,
+            KINDRED,
+            "site",
+            name,
+            "--server",
+            self.address,
+            "--data-dir",
+            data,
+            "--threads",
+            1,
+            "--state-dir",
+            f"state-{name}",
+            *more,
+        )
 
     def start_cut_off(self, name: str) -> None:
         config = f'client-id="{name}" data-dir="{self.folder}/good.npz" state-dir="{self.folder}/state-{name}"'
-        self.start(name, "env", f"FLWR_HOME={self.folder}/flower-{name}", sys.executable, "-P", "-c", CUT_OFF,
-                   "--superlink", self.address, "--insecure", "--host", "127.0.0.1", "--port", free_port(),
-                   "--node-config", config)
+        self.start(
+            name,
+            "env",
+            f"FLWR_HOME={self.folder}/flower-{name}",
+            sys.executable,
+            "-P",
+            "-c",
+            CUT_OFF,
+            "--superlink",
+            self.address,
+            "--insecure",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            free_port(),
+            "--node-config",
+            config,
+        )
 
     def run(self, seconds: float, **settings: Any) -> Path:
         """Start a run as the server says, wait for its end, and return the folder of its results."""
@@ -84,9 +117,13 @@ class Sites(Machines):
 
     def status(self) -> str:
         done = subprocess.run(
-            [os.path.join(SCRIPTS, "flwr"), "list", "kindred", "--format", "json"], check=True, text=True,
-            env=os.environ | {"FLWR_HOME": str(self.state), "FLWR_TELEMETRY_ENABLED": "0"}, stdout=subprocess.PIPE)
-        runs = json.loads(done.stdout[done.stdout.index("{"):])["runs"]
+            [os.path.join(SCRIPTS, "flwr"), "list", "kindred", "--format", "json"],
+            check=True,
+            text=True,
+            env=os.environ | {"FLWR_HOME": str(self.state), "FLWR_TELEMETRY_ENABLED": "0"},
+            stdout=subprocess.PIPE,
+        )
+        runs = json.loads(done.stdout[done.stdout.index("{") :])["runs"]
         return max(runs, key=lambda each: each["pending-at"])["status"]
 
 
@@ -111,8 +148,9 @@ def statuses(results: Path) -> dict[tuple[int, str], str]:
 
 def test_a_reply_that_is_announced_and_not_uploaded_holds_nobody_up_beyond_the_timeout(sites) -> None:
     """And who does so is left alone for a round."""
-    results = sites.run(240, num_rounds=2, round_timeout=float(TIMEOUT), max_strikes=1, quorum=1.0,
-                        min_available_clients=3)
+    results = sites.run(
+        240, num_rounds=2, round_timeout=float(TIMEOUT), max_strikes=1, quorum=1.0, min_available_clients=3
+    )
     assert sites.status() == "finished:completed", sites.said("run")
     assert statuses(results) == {(1, "eve"): f"no answer within {TIMEOUT} s", (1, "lyon"): "ok", (1, "oslo"): "ok",
                                  (2, "lyon"): "ok", (2, "oslo"): "ok"}  # fmt: skip
@@ -132,8 +170,11 @@ def test_a_site_that_the_server_leaves_out_says_so_itself(sites) -> None:
 def test_a_round_ends_some_time_after_its_quorum(sites) -> None:
     results = sites.run(120, num_rounds=1, round_timeout=600.0, quorum=2.0, grace=2.0, min_available_clients=3)
     assert sites.status() == "finished:completed", sites.said("run")
-    assert statuses(results) == {(1, "lyon"): "ok", (1, "oslo"): "ok",
-                                 (1, "eve"): "no answer within 2 s after 2 of 3 clients (quorum, grace)"}
+    assert statuses(results) == {
+        (1, "lyon"): "ok",
+        (1, "oslo"): "ok",
+        (1, "eve"): "no answer within 2 s after 2 of 3 clients (quorum, grace)",
+    }
 
 
 def test_a_run_waits_for_those_that_can_take_part_and_says_for_whom_and_so_does_the_site(sites) -> None:
@@ -141,8 +182,10 @@ def test_a_run_waits_for_those_that_can_take_part_and_says_for_whom_and_so_does_
     sites.wait_for("nice", "SuperNode ID: ", 120)
     sites.run(120, num_rounds=1, min_available_clients=4, wait_timeout=20.0)
     assert sites.status() == "finished:failed"
-    reason = ("client graz: its share-model is false, and heurfedamp mixes all models; client nice: it cannot "
-              "introduce itself: ")
+    reason = (
+        "client graz: its share-model is false, and heurfedamp mixes all models; client nice: it cannot "
+        "introduce itself: "
+    )
     assert f"kindred: waiting for clients: 3 of 4 can take part (min_available_nodes); {reason}" in sites.said("run")
     assert re.search("TooFewClients: too few clients after 20 s: 3 of 4 can take part", sites.said("run"))
     assert "label" in re.search("kindred: this site takes no part: (.*)", sites.said("nice"))[1]

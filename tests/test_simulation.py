@@ -12,9 +12,9 @@ import psutil
 import pytest
 from safetensors.numpy import load_file
 
-from server_app.app import run_inline
-from server_app.config import Config
-from server_app.tables import read_table
+from kindred.server_app.app import run_inline
+from kindred.server_app.config import Config
+from kindred.server_app.tables import read_table
 
 ROOT = Path(__file__).parent.parent
 KINDRED = Path(sysconfig.get_path("scripts")) / "kindred"
@@ -70,7 +70,7 @@ def test_the_simulation_and_the_in_process_engine_give_the_same_bits(tmp_path, c
 
 def test_flwr_run_works_by_itself_and_says_how_to_get_all_clients(tmp_path) -> None:
     """As it is typed, with Flower's 2 clients, its own local SuperLink and its own installation of dependencies."""
-    from server_app.flower import _free_port
+    from kindred.server_app.simulation import _free_port
 
     home = tmp_path / "flwr"
     home.mkdir()

@@ -119,8 +119,11 @@ def test_the_command_prints_what_the_readme_says_and_draws(tmp_path) -> None:
 def test_options_out_of_range_are_named() -> None:
     wrong = {"seed": "-1", "draws": "0", "noise": "0.0", "temperature": "nan", "output": "no-such-folder/sine.png"}
     script = "import sys, sine\nfor sys.argv in {}:\n    try:\n        sine.main()\n    except SystemExit as end:\n"
-    done = python(EXAMPLE, "-c", script.format([["sine.py", f"--{name}", value] for name, value in wrong.items()])
-                  + "        print(end.code)")
+    done = python(
+        EXAMPLE,
+        "-c",
+        script.format([["sine.py", f"--{name}", value] for name, value in wrong.items()]) + "        print(end.code)",
+    )
     assert done.stdout.split() == ["2"] * len(wrong), done.stderr
     for name, value in wrong.items():
         assert f"--{name} is {value}, allowed: " in done.stderr

@@ -16,16 +16,15 @@ import pytest
 import safetensors.numpy
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, RecordDict
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
-import strategies.client
-from strategies import InlineGrid, PerFedCKT, Site, make_client_app
-from strategies.client import Visit
-from strategies.messages import in_order, read_record
-from strategies.state import ClientState, NotResumable, begin_simulation, default_root, end_simulation, saved_files
-from strategies.training import get_arrays
+import kindred.client.app
+from kindred import InlineGrid, PerFedCKT, Site, make_client_app
+from kindred.client.app import Visit
+from kindred.client.state import ClientState, NotResumable, begin_simulation, default_root, end_simulation, saved_files
+from kindred.client.training import get_arrays
+from kindred.messages import in_order, read_record
 
 from .plain import saved_models
 from .test_conformance import everything, values
@@ -47,7 +46,8 @@ def files_in(folder: Path) -> set[str]:
 def same(one, other) -> bool:
     return one.keys() == other.keys() and all(
         one[name].dtype == array.dtype and one[name].shape == array.shape and one[name].tobytes() == array.tobytes()
-        for name, array in other.items())
+        for name, array in other.items()
+    )
 
 
 # --- Files ----------------------------------------------------------------------------------------------
@@ -56,9 +56,15 @@ TYPES = (np.float32, np.float16, np.float64, np.int64, np.bool_)
 
 
 @settings(max_examples=40, deadline=None)
-@given(kept=st.dictionaries(
-    st.text(max_size=20), st.sampled_from(TYPES).flatmap(
-        lambda dtype: arrays(dtype, array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=5))), max_size=6))
+@given(
+    kept=st.dictionaries(
+        st.text(max_size=20),
+        st.sampled_from(TYPES).flatmap(
+            lambda dtype: arrays(dtype, array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=5))
+        ),
+        max_size=6,
+    )
+)
 def test_what_was_saved_is_loaded_bit_by_bit(tmp_path_factory, kept) -> None:
     state = ClientState(1, 0, tmp_path_factory.getbasetemp() / "any arrays")
     state.save("model", kept)
@@ -67,8 +73,14 @@ def test_what_was_saved_is_loaded_bit_by_bit(tmp_path_factory, kept) -> None:
 
 def test_arrays_that_are_not_in_order_in_memory_are_saved_as_they_read() -> None:
     whole = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
-    kept = {"transposed": whole.T, "every other": whole[:, ::2, ::-1], "fortran": np.asfortranarray(whole[0]),
-            "repeated": np.broadcast_to(np.float16(1.5), (3, 2)), "number": np.float64(7), "empty": whole[:0]}
+    kept = {
+        "transposed": whole.T,
+        "every other": whole[:, ::2, ::-1],
+        "fortran": np.asfortranarray(whole[0]),
+        "repeated": np.broadcast_to(np.float16(1.5), (3, 2)),
+        "number": np.float64(7),
+        "empty": whole[:0],
+    }
     state = ClientState(1, 0)
     state.save("model", kept)
     assert same(state.load("model"), kept)
@@ -123,15 +135,19 @@ class Touch:
         return Path.touch, (self.path,)
 
 
-@pytest.mark.parametrize("damage", [
-    lambda whole, path: b"",
-    lambda whole, path: whole[:5],
-    lambda whole, path: whole[:-1],
-    lambda whole, path: whole + b"0",
-    lambda whole, path: b"\xff" * 8 + whole[8:],  # a header of 2**64 - 1 bytes
-    lambda whole, path: whole.replace(b"F64", b"F65"),
-    lambda whole, path: pickle.dumps(Touch(path)),
-], ids=["empty", "header", "short", "long", "giant", "type", "pickle"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda whole, path: b"",
+        lambda whole, path: whole[:5],
+        lambda whole, path: whole[:-1],
+        lambda whole, path: whole + b"0",
+        lambda whole, path: b"\xff" * 8 + whole[8:],  # a header of 2**64 - 1 bytes
+        lambda whole, path: whole.replace(b"F64", b"F65"),
+        lambda whole, path: pickle.dumps(Touch(path)),
+    ],
+    ids=["empty", "header", "short", "long", "giant", "type", "pickle"],
+)
 def test_a_damaged_file_is_an_error_that_names_it(tmp_path, damage) -> None:
     state = ClientState(1, "lyon")
     state.save("model", {"w": np.zeros(3)})
@@ -274,8 +290,17 @@ def test_a_client_that_saves_in_two_processes_at_once_has_a_whole_file(monkeypat
         with open(path, "wb") as file:
             file.write(whole[:20])
             file.flush()
-            subprocess.run([sys.executable, "-c", "import numpy as np; from strategies.state import ClientState\n"
-                            "ClientState(1, 0).save('model', {'w': np.zeros(3)})"], cwd=ROOT, check=True, timeout=60)
+            subprocess.run(
+                [
+                    sys.executable,
+                    "-c",
+                    "import numpy as np; from kindred.client.state import ClientState\n"
+                    "ClientState(1, 0).save('model', {'w': np.zeros(3)})",
+                ],
+                cwd=ROOT,
+                check=True,
+                timeout=60,
+            )
             assert same(state.load("model"), {"w": np.zeros(3)})
             file.write(whole[20:])
 
@@ -288,13 +313,19 @@ def test_a_client_that_saves_in_two_processes_at_once_has_a_whole_file(monkeypat
 # --- Folders --------------------------------------------------------------------------------------------
 
 client_ids = st.one_of(
-    st.integers(-2**63, 2**64), st.text(), st.text("aAbBäÄß./\\:~%-0 \0"),
-    st.text("xX/", min_size=250, max_size=400), st.sampled_from(["", ".", "..", "../..", "/", "/etc", "7", "nul", "~"]))
+    st.integers(-(2**63), 2**64),
+    st.text(),
+    st.text("aAbBäÄß./\\:~%-0 \0"),
+    st.text("xX/", min_size=250, max_size=400),
+    st.sampled_from(["", ".", "..", "../..", "/", "/etc", "7", "nul", "~"]),
+)
 
 
 @settings(max_examples=200, deadline=None)
-@given(clients=st.lists(client_ids, min_size=1, max_size=8, unique_by=lambda client: (type(client), client)),
-       upper=st.booleans())
+@given(
+    clients=st.lists(client_ids, min_size=1, max_size=8, unique_by=lambda client: (type(client), client)),
+    upper=st.booleans(),
+)
 def test_each_client_has_a_folder_of_its_own_inside_its_run(clients, upper) -> None:
     if upper:  # names that differ in case alone
         clients = list({*clients, *(client.upper() for client in clients if isinstance(client, str))})
@@ -325,10 +356,19 @@ def test_only_the_user_can_read_what_is_kept(tmp_path, root) -> None:
     finally:
         os.umask(old)
     run = Path("run-1", "client-0")
-    private = [root, root / "run-1", root / run, root / "run-2", tmp_path / "new" / "site",
-               tmp_path / "new" / "site" / run, tmp_path / "open" / "run-1", tmp_path / "open" / run]
+    private = [
+        root,
+        root / "run-1",
+        root / run,
+        root / "run-2",
+        tmp_path / "new" / "site",
+        tmp_path / "new" / "site" / run,
+        tmp_path / "open" / "run-1",
+        tmp_path / "open" / run,
+    ]
     assert {str(folder): oct(folder.stat().st_mode & 0o777) for folder in private} == {
-        str(folder): "0o700" for folder in private}
+        str(folder): "0o700" for folder in private
+    }
     assert (tmp_path / "open").stat().st_mode & 0o777 == 0o755  # not ours to close
 
 
@@ -349,14 +389,17 @@ def test_where_folders_are_when_nobody_says_so(tmp_path, monkeypatch) -> None:
 class Simulation:
     """A process that begins the simulations it is told of, and whose client 0 keeps a model in each."""
 
-    CODE = ("import sys, numpy as np; from strategies.state import ClientState, begin_simulation\n"
-            "for line in sys.stdin:\n"
-            "    begin_simulation(int(line)); ClientState(int(line), 0).save('model', {'w': np.ones(2)})\n"
-            "    print('begun', flush=True)")
+    CODE = (
+        "import sys, numpy as np; from kindred.client.state import ClientState, begin_simulation\n"
+        "for line in sys.stdin:\n"
+        "    begin_simulation(int(line)); ClientState(int(line), 0).save('model', {'w': np.ones(2)})\n"
+        "    print('begun', flush=True)"
+    )
 
     def __enter__(self):
-        self.process = subprocess.Popen([sys.executable, "-c", self.CODE], cwd=ROOT, text=True,
-                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", self.CODE], cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
         self.too_long = threading.Timer(60, self.process.kill)
         self.too_long.start()
         return self
@@ -394,8 +437,9 @@ def test_a_simulation_removes_those_whose_process_is_gone_and_no_other(root) -> 
         assert [len(saved_models(number)) for number in (1, 2, 3)] == [1, 1, 1]  # until the next begins
         before = files_in(root)
         begin_simulation(4)
-        assert before - files_in(root) == {f"run-{n}/{f}" for n in (1, 2)
-                                           for f in (".simulated", "client-0/model.safetensors")}
+        assert before - files_in(root) == {
+            f"run-{n}/{f}" for n in (1, 2) for f in (".simulated", "client-0/model.safetensors")
+        }
         assert files_in(root) - before == {"run-4/.simulated"}
         assert not (root / "run-1").exists() and not (root / "run-2").exists()
         lives.begin(6)  # its last one is over
@@ -464,8 +508,9 @@ def test_a_simulation_goes_on_with_what_its_clients_kept_or_not_at_all(root, tmp
 def test_saved_models_are_those_of_one_run_by_the_ids_that_clients_have() -> None:
     rng = np.random.default_rng(0)
     clients = [7, -1, 2**64 - 1, "7", "a/b", "A/B", "a b", "", "..", "Köln", "日本", "x" * 300, 'quote"\\']
-    kept = {client: {"w": rng.normal(size=(2, 3)).astype(np.float32), "n": np.array(i)}
-            for i, client in enumerate(clients)}
+    kept = {
+        client: {"w": rng.normal(size=(2, 3)).astype(np.float32), "n": np.array(i)} for i, client in enumerate(clients)
+    }
     for client, model in kept.items():
         ClientState(1, client).save("model", model)
         ClientState(1, client).save("other", {"w": np.ones(1)})
@@ -490,9 +535,15 @@ def app():
 
     Dropout and new weights come from PyTorch's own random numbers.
     """
+
     def network() -> torch.nn.Module:
-        return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(),
-                                   torch.nn.Dropout(0.2), torch.nn.Linear(8, 2))
+        return torch.nn.Sequential(
+            torch.nn.Linear(4, 8),
+            torch.nn.BatchNorm1d(8),
+            torch.nn.ReLU(),
+            torch.nn.Dropout(0.2),
+            torch.nn.Linear(8, 2),
+        )
 
     def load_site(context) -> Site:
         client = context.node_config["partition-id"]
@@ -507,9 +558,9 @@ def app():
 
 def restart(grid: InlineGrid) -> None:
     """Have the clients lose all that is in memory, as when their machines start again."""
-    strategies.client._sites.clear()
-    strategies.client._sites_of_run.clear()
-    strategies.client._module.cache_clear()
+    kindred.client.app._sites.clear()
+    kindred.client.app._sites_of_run.clear()
+    kindred.client.app._module.cache_clear()
     grid._client_app = app()
     for context in grid._contexts.values():
         context.state = RecordDict()
@@ -540,8 +591,10 @@ def test_a_client_starts_from_the_model_that_it_saved_when_it_last_took_part(mon
         return model
 
     def on_disk() -> dict:
-        return {client: {name: array.tobytes() for name, array in read_record(model).items()}
-                for client, model in saved_models(grid.run.run_id).items()}
+        return {
+            client: {name: array.tobytes() for name, array in read_record(model).items()}
+            for client, model in saved_models(grid.run.run_id).items()
+        }
 
     monkeypatch.setattr(Visit, "own_model", watched)
     _, strategy = run(grid, on_round=lambda r: after.append(on_disk()))
@@ -618,8 +671,11 @@ def test_the_node_config_says_where_a_client_keeps_its_folder(tmp_path, root) ->
     both = {path.relative_to(tmp_path): path.read_bytes() for path in (tmp_path / "site").rglob("[!.]*.safetensors")}
 
     def paths(grid: InlineGrid) -> set[Path]:
-        return {Path("site", str(max(client, 1)), f"run-{grid.run.run_id}", f"client-{client}", f"{name}.safetensors")
-                for client in range(CLIENTS) for name in ("model", "best")}
+        return {
+            Path("site", str(max(client, 1)), f"run-{grid.run.run_id}", f"client-{client}", f"{name}.safetensors")
+            for client in range(CLIENTS)
+            for name in ("model", "best")
+        }
 
     assert kept.keys() == paths(grids[0]) and both.keys() == paths(grids[0]) | paths(grids[1])
     models = {content for path, content in both.items() if path.stem == "model"}

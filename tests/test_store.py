@@ -12,11 +12,12 @@ import numpy as np
 import psutil
 import pytest
 
-from strategies import REGISTRY, Local, store
-from strategies.fedamp import cosines, squared_distances
-from strategies.messages import in_order, read_record
-from strategies.state import default_root
-from strategies.store import BLOCK, ClientModels, Layout, let_go
+from kindred import REGISTRY, Local
+from kindred.client.state import default_root
+from kindred.engine import model_store as store
+from kindred.engine.model_store import BLOCK, ClientModels, Layout, let_go
+from kindred.fedamp import cosines, squared_distances
+from kindred.messages import in_order, read_record
 
 from .plain import FaultyGrid
 from .test_conformance import CLIENTS, OWN_SETTINGS, ROUNDS, app_of, everything, initial_of
@@ -59,7 +60,8 @@ def test_models_stay_as_they_were_while_more_come(kept) -> None:
     for client, record in models.items():
         expected = model(9 if client == 0 else client, 5)
         assert {name: array.tobytes() for name, array in read_record(record).items()} == {
-            name: array.tobytes() for name, array in expected.items()}
+            name: array.tobytes() for name, array in expected.items()
+        }
 
 
 @in_each_store
@@ -123,7 +125,8 @@ def test_what_is_restored_goes_on_as_before(before, after) -> None:
     assert list(again) == list(models) == [0, 1, 2, 3, 9]
     for client in models:
         assert {name: array.data for name, array in again[client].items()} == {
-            name: array.data for name, array in models[client].items()}
+            name: array.data for name, array in models[client].items()
+        }
     asked = in_order(clients)
     assert next(again.combinations(weights, asked)).tobytes() == next(models.combinations(weights, asked)).tobytes()
 
@@ -173,8 +176,10 @@ def test_a_file_takes_no_memory_beyond_what_is_at_work() -> None:
     assert taken - resident().rss > 60e6
 
 
-@pytest.mark.parametrize(("name", "settings"), [
-    *((name, {}) for name in REGISTRY if "store" in REGISTRY[name].settings), ("federico", {"m_step": "gradient"})])
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [*((name, {}) for name in REGISTRY if "store" in REGISTRY[name].settings), ("federico", {"m_step": "gradient"})],
+)
 def test_a_run_comes_to_the_same_bits_from_a_file(name, settings) -> None:
     def fate(server_round: int, client: int) -> str:
         return "error" if (server_round + client) % 3 == 0 else "ok"
@@ -189,7 +194,7 @@ def test_a_run_comes_to_the_same_bits_from_a_file(name, settings) -> None:
 
 
 def test_every_method_that_keeps_models_takes_a_store() -> None:
-    from strategies.rounds import StoredModels
+    from kindred.engine.strategy import StoredModels
 
     for name, method in REGISTRY.items():
         assert issubclass(method.strategy(), StoredModels) == ("store" in method.settings), name

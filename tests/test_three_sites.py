@@ -41,7 +41,8 @@ def folder(tmp_path) -> Iterator[Path]:
 def processes(folder: Path) -> list[psutil.Process]:
     """What runs and has to do with a folder."""
     return [
-        process for process in psutil.process_iter(["environ", "status"])
+        process
+        for process in psutil.process_iter(["environ", "status"])
         if (process.info["environ"] or {}).get("FOLDER", "").startswith(str(folder))
         and process.info["status"] != psutil.STATUS_ZOMBIE
     ]

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import nn
 
-from strategies.models import make_model
-from strategies.training import batches, evaluate, get_arrays, num_batches, pick_device, set_arrays, train
+from kindred.client.models import make_model
+from kindred.client.training import batches, evaluate, get_arrays, num_batches, pick_device, set_arrays, train
 
 SETTINGS = {"epochs": 1, "batch_size": 10, "optimizer": "sgd", "learning_rate": 0.1}
 
@@ -157,27 +156,46 @@ def assert_close(model: nn.Module, expected: nn.Module, tolerance: float) -> Non
         torch.testing.assert_close(one, two, rtol=tolerance, atol=tolerance, msg=lambda text, n=name: f"{n}: {text}")
 
 
-@pytest.mark.parametrize(("name", "optimizer", "mu"), [
-    ("digits-cnn", "adam", 0.0), ("digits-cnn", "adam", 0.5), ("digits-cnn", "sgd", 0.0), ("digits-cnn", "sgd", 0.5),
-    ("resnet18", "adam", 0.5),
-])
+@pytest.mark.parametrize(
+    ("name", "optimizer", "mu"),
+    [
+        ("digits-cnn", "adam", 0.0),
+        ("digits-cnn", "adam", 0.5),
+        ("digits-cnn", "sgd", 0.0),
+        ("digits-cnn", "sgd", 0.5),
+        ("resnet18", "adam", 0.5),
+    ],
+)
 def test_steps_are_those_of_plain_pytorch(name, optimizer, mu):
     x, y = images(12, (3, 8, 8))
     model = make_model(name, (3, 8, 8), 10, seed=1).double()
     expected, start = copy.deepcopy(model), copy.deepcopy(model)
     plain(expected, x.double(), y, 4, OPTIMIZERS[optimizer](expected), mu)
-    train(model, x.double(), y, epochs=4, batch_size=12, optimizer=optimizer, learning_rate=0.01, momentum=0.9,
-          proximal_mu=mu, generator=order())
+    train(
+        model,
+        x.double(),
+        y,
+        epochs=4,
+        batch_size=12,
+        optimizer=optimizer,
+        learning_rate=0.01,
+        momentum=0.9,
+        proximal_mu=mu,
+        generator=order(),
+    )
     assert_close(model, expected, 1e-7)
     assert (model.conv1.weight - start.conv1.weight).abs().max() > 1e-4  # far more than the tolerance
 
 
-@pytest.mark.parametrize(("name", "shape", "n"), [
-    ("digits-cnn", (1, 8, 8), 12),  # few images
-    ("digits-cnn", (3, 8, 8), 40),
-    ("mcmahan-cnn", (1, 28, 28), 12),
-    ("cnn2", (3, 16, 16), 20),
-])
+@pytest.mark.parametrize(
+    ("name", "shape", "n"),
+    [
+        ("digits-cnn", (1, 8, 8), 12),  # few images
+        ("digits-cnn", (3, 8, 8), 40),
+        ("mcmahan-cnn", (1, 28, 28), 12),
+        ("cnn2", (3, 16, 16), 20),
+    ],
+)
 def test_layout_and_kernels_change_no_value(name, shape, n):
     x, y = images(n, shape)
     model = make_model(name, shape, 10, seed=1)
@@ -200,8 +218,15 @@ def test_parameters_out_of_use_or_frozen_stay():
     for optimizer in OPTIMIZERS:
         model = Heads()
         before = get_arrays(model)
-        train(model, torch.randn(6, 4), torch.arange(6) % 2, **SETTINGS | {"optimizer": optimizer}, momentum=0.5,
-              proximal_mu=1.0, generator=order())
+        train(
+            model,
+            torch.randn(6, 4),
+            torch.arange(6) % 2,
+            **SETTINGS | {"optimizer": optimizer},
+            momentum=0.5,
+            proximal_mu=1.0,
+            generator=order(),
+        )
         after = get_arrays(model)
         assert {name for name in after if not np.array_equal(after[name], before[name])} == {"used.weight", "used.bias"}
 
@@ -217,8 +242,18 @@ def test_it_learns(optimizer, precision):
     accuracy, loss = evaluate(model, x, y)
     rate = {"adam": 0.003, "sgd": 0.1}[optimizer]
     means = [
-        train(model, x, y, epochs=5, batch_size=10, optimizer=optimizer, learning_rate=rate, momentum=0.5,
-              precision=precision, generator=order(k))
+        train(
+            model,
+            x,
+            y,
+            epochs=5,
+            batch_size=10,
+            optimizer=optimizer,
+            learning_rate=rate,
+            momentum=0.5,
+            precision=precision,
+            generator=order(k),
+        )
         for k in range(4)
     ]
     learnt_accuracy, learnt_loss = evaluate(model, x, y)
@@ -308,8 +343,13 @@ class Recorder(nn.Module):
 def test_an_epoch_takes_every_sample_once(n, batch_size, epochs, seed):
     def batches():
         model = Recorder()
-        train(model, torch.arange(n)[:, None].float(), torch.arange(n) % 2,
-              **SETTINGS | {"epochs": epochs, "batch_size": batch_size}, generator=order(seed))
+        train(
+            model,
+            torch.arange(n)[:, None].float(),
+            torch.arange(n) % 2,
+            **SETTINGS | {"epochs": epochs, "batch_size": batch_size},
+            generator=order(seed),
+        )
         return model.batches
 
     made = batches()
@@ -317,7 +357,7 @@ def test_an_epoch_takes_every_sample_once(n, batch_size, epochs, seed):
     samples = [sample for batch in made for sample in batch]
     assert len(samples) == epochs * n
     for epoch in range(epochs):
-        assert sorted(samples[epoch * n:(epoch + 1) * n]) == list(range(n))
+        assert sorted(samples[epoch * n : (epoch + 1) * n]) == list(range(n))
     sizes = [len(batch) for batch in made]
     assert max(sizes) <= batch_size + 1
     assert min(sizes) > 1 or n == 1 or batch_size == 1
@@ -328,8 +368,13 @@ def test_order_is_new_in_every_epoch_and_for_every_seed():
     orders = []
     for seed in (0, 1):
         model = Recorder()
-        train(model, torch.arange(30)[:, None].float(), torch.arange(30) % 2,
-              **SETTINGS | {"epochs": 2, "batch_size": 30}, generator=order(seed))
+        train(
+            model,
+            torch.arange(30)[:, None].float(),
+            torch.arange(30) % 2,
+            **SETTINGS | {"epochs": 2, "batch_size": 30},
+            generator=order(seed),
+        )
         orders += [tuple(batch) for batch in model.batches]
     assert len(set(orders)) == 4
 
@@ -355,8 +400,18 @@ def test_a_module_used_for_another_client_gives_the_same_bits(name, shape, optim
     def work(model, seed):
         set_arrays(model, received)
         x, y = images(11, shape, seed=seed)
-        loss = train(model, x, y, epochs=2, batch_size=5, optimizer=optimizer, learning_rate=0.01, momentum=0.9,
-                     proximal_mu=0.1, generator=order(seed))
+        loss = train(
+            model,
+            x,
+            y,
+            epochs=2,
+            batch_size=5,
+            optimizer=optimizer,
+            learning_rate=0.01,
+            momentum=0.9,
+            proximal_mu=0.1,
+            generator=order(seed),
+        )
         return loss, evaluate(model, x, y), get_arrays(model)
 
     fresh = work(make_model(name, shape, 10, seed=0), 1)
@@ -395,8 +450,14 @@ def test_evaluation_by_batches_is_that_of_all(batch_size):
 def test_without_steps_the_model_stays_and_there_is_no_loss(epochs, n):
     model = make_model("digits-cnn", (1, 8, 8), 10, seed=0)
     before = get_arrays(model)
-    loss = train(model, torch.zeros(n, 1, 8, 8), torch.zeros(n, dtype=torch.int64), **SETTINGS | {"epochs": epochs},
-                 proximal_mu=1.0, generator=order())
+    loss = train(
+        model,
+        torch.zeros(n, 1, 8, 8),
+        torch.zeros(n, dtype=torch.int64),
+        **SETTINGS | {"epochs": epochs},
+        proximal_mu=1.0,
+        generator=order(),
+    )
     assert math.isnan(loss)
     assert all(np.array_equal(array, before[name]) for name, array in get_arrays(model).items())
 
@@ -406,19 +467,22 @@ def test_evaluation_of_nothing_is_no_number():
     assert math.isnan(accuracy) and math.isnan(loss)
 
 
-@pytest.mark.parametrize(("name", "value", "allowed"), [
-    ("epochs", -1, "0 or more"),
-    ("batch_size", 0, "1 or more"),
-    ("optimizer", "adagrad", "adam, sgd"),
-    ("learning_rate", 0.0, "more than 0"),
-    ("learning_rate", math.nan, "more than 0"),
-    ("momentum", 1.5, "0 to 1"),
-    ("proximal_mu", -0.1, "0 or more"),
-    ("proximal_mu", math.inf, "0 or more"),
-    ("label_smoothing", -0.1, "0 to 1"),
-    ("label_smoothing", math.nan, "0 to 1"),
-    ("precision", "float16", "float32, bfloat16"),
-])
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("epochs", -1, "0 or more"),
+        ("batch_size", 0, "1 or more"),
+        ("optimizer", "adagrad", "adam, sgd"),
+        ("learning_rate", 0.0, "more than 0"),
+        ("learning_rate", math.nan, "more than 0"),
+        ("momentum", 1.5, "0 to 1"),
+        ("proximal_mu", -0.1, "0 or more"),
+        ("proximal_mu", math.inf, "0 or more"),
+        ("label_smoothing", -0.1, "0 to 1"),
+        ("label_smoothing", math.nan, "0 to 1"),
+        ("precision", "float16", "float32, bfloat16"),
+    ],
+)
 def test_bad_settings_are_refused_before_any_step(name, value, allowed):
     model = two_weights()
     with pytest.raises(ValueError) as refused:
@@ -488,14 +552,17 @@ def test_read_only_float64_and_strided_arrays_are_taken():
     assert model[1].weight.dtype == torch.float32
 
 
-@pytest.mark.parametrize(("change", "words"), [
-    (lambda arrays: arrays.pop("1.bias"), ["'1.bias'", "missing"]),
-    (lambda arrays: arrays.update({"2.bias": np.zeros(2)}), ["'2.bias'", "1.bias"]),
-    (lambda arrays: arrays.update({"1.weight": np.zeros((3, 2))}), ["'1.weight'", "(3, 2)", "(2, 3)"]),
-    (lambda arrays: arrays.update({"1.bias": np.zeros((1, 2))}), ["'1.bias'", "(1, 2)", "(2,)"]),
-    (lambda arrays: arrays.update({"0.num_batches_tracked": np.array(1.5)}), ["num_batches", "float64", "int64"]),
-    (lambda arrays: arrays.update({"1.bias": np.zeros(2, complex)}), ["'1.bias'", "complex128", "float32"]),
-])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda arrays: arrays.pop("1.bias"), ["'1.bias'", "missing"]),
+        (lambda arrays: arrays.update({"2.bias": np.zeros(2)}), ["'2.bias'", "1.bias"]),
+        (lambda arrays: arrays.update({"1.weight": np.zeros((3, 2))}), ["'1.weight'", "(3, 2)", "(2, 3)"]),
+        (lambda arrays: arrays.update({"1.bias": np.zeros((1, 2))}), ["'1.bias'", "(1, 2)", "(2,)"]),
+        (lambda arrays: arrays.update({"0.num_batches_tracked": np.array(1.5)}), ["num_batches", "float64", "int64"]),
+        (lambda arrays: arrays.update({"1.bias": np.zeros(2, complex)}), ["'1.bias'", "complex128", "float32"]),
+    ],
+)
 def test_arrays_of_another_model_are_refused_whole(change, words):
     model = Normalised()
     before = get_arrays(model)
@@ -538,8 +605,17 @@ def test_a_gpu_gives_what_the_cpu_gives(name, shape, optimizer):
     for device in (torch.device("cpu"), pick_device("cuda")):
         model = make_model(name, shape, 10, seed=0).double().to(device)
         there = x.double().to(device), y.to(device)
-        loss = train(model, *there, epochs=2, batch_size=10, optimizer=optimizer, learning_rate=0.01, momentum=0.9,
-                     proximal_mu=0.1, generator=order())
+        loss = train(
+            model,
+            *there,
+            epochs=2,
+            batch_size=10,
+            optimizer=optimizer,
+            learning_rate=0.01,
+            momentum=0.9,
+            proximal_mu=0.1,
+            generator=order(),
+        )
         assert next(model.parameters()).device.type == device.type
         results.append((loss, evaluate(model, *there), get_arrays(model)))
     (loss, evaluation, arrays), (gpu_loss, gpu_evaluation, gpu_arrays) = results
@@ -556,8 +632,17 @@ def test_it_learns_on_a_gpu(precision):
     device = pick_device("cuda")
     x, y = (tensor.to(device) for tensor in images(60))
     model = make_model("digits-cnn", (1, 8, 8), 10, seed=0).to(device)
-    train(model, x, y, epochs=20, batch_size=10, optimizer="adam", learning_rate=0.003, precision=precision,
-          generator=order())
+    train(
+        model,
+        x,
+        y,
+        epochs=20,
+        batch_size=10,
+        optimizer="adam",
+        learning_rate=0.003,
+        precision=precision,
+        generator=order(),
+    )
     assert evaluate(model, x, y)[0] > 0.95
 
 

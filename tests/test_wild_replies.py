@@ -8,42 +8,104 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
+from hypothesis import HealthCheck, given, settings, strategies as st
 
-from server_app.results import summarise
-from strategies import FedAvg, InlineGrid, Local, PersonalizedStrategy, TooFewClients
-from strategies.admission import MAX_METRICS, MAX_NUMBERS, Refused, admit, admit_introduction
-from strategies.history import MAX_COLUMNS, History
-from strategies.messages import KNOWN_METRICS, MOST
+from kindred import FedAvg, InlineGrid, Local, PersonalizedStrategy, TooFewClients
+from kindred.engine.admission import MAX_METRICS, MAX_NUMBERS, Refused, admit, admit_introduction
+from kindred.engine.history import MAX_COLUMNS, History
+from kindred.messages import KNOWN_METRICS, MOST
+from kindred.server_app.results import summarise
 
 from .plain import FaultyGrid, initial, plain_app
 from .test_conformance import app_of, every_method, initial_of, make
 
 CLIENTS, ATTACKERS, ROUNDS = 6, (0, 4), 3
 ON_THE_WIRE = st.integers(-(2**63), 2**64 - 1)
-few = settings(max_examples=3, deadline=None, database=None, derandomize=True, print_blob=False,
-               suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example])
+few = settings(
+    max_examples=3,
+    deadline=None,
+    database=None,
+    derandomize=True,
+    print_blob=False,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
+)
 
 numbers = ON_THE_WIRE | st.floats() | st.sampled_from([0, 1, -1, 0.5, 1e308, 5e-324, MOST, -MOST, 2**64 - 1])
 metric_values = numbers | st.lists(ON_THE_WIRE, max_size=3) | st.lists(st.floats(), max_size=3)
-metric_names = st.text(max_size=4) | st.sampled_from([
-    "num-examples", "train-loss", "train_loss", "loss", "accuracy", "eval_acc", "trained-accuracy", "received-accuracy",
-    "own-accuracy", "mixture-accuracy", "personal-accuracy", "num-test-examples", "samples-trained",
-    "samples-predicted", "model-bytes", "mixing-weight", "cluster", "status", "evaluate-status", "round", "client"])
+metric_names = st.text(max_size=4) | st.sampled_from(
+    [
+        "num-examples",
+        "train-loss",
+        "train_loss",
+        "loss",
+        "accuracy",
+        "eval_acc",
+        "trained-accuracy",
+        "received-accuracy",
+        "own-accuracy",
+        "mixture-accuracy",
+        "personal-accuracy",
+        "num-test-examples",
+        "samples-trained",
+        "samples-predicted",
+        "model-bytes",
+        "mixing-weight",
+        "cluster",
+        "status",
+        "evaluate-status",
+        "round",
+        "client",
+    ]
+)
 metrics = st.dictionaries(metric_names, metric_values, max_size=8)
 
 entry_values = (
-    numbers | st.booleans() | st.text(max_size=20) | st.binary(max_size=20) | st.lists(ON_THE_WIRE, max_size=4)
-    | st.lists(st.floats(), max_size=4) | st.lists(st.text(max_size=4), max_size=4)
-    | st.sampled_from(["x" * 20_000, "[" * 2000, "[1001, 1002]", [1.0] * 2000]))
-entries = st.dictionaries(st.text(max_size=4) | st.sampled_from([
-    "losses", "neighbours", "mixture", "weights", "public-set", "output-bias", "adjustment", "fold-losses",
-    "fold-samples"]), entry_values, max_size=5)
-introductions = st.dictionaries(st.text(max_size=4) | st.sampled_from([
-    "client-id", "num-examples", "num-classes", "methods", "network", "public-set", "num-public", "share-model",
-    "problem"]), entry_values, max_size=7)
+    numbers
+    | st.booleans()
+    | st.text(max_size=20)
+    | st.binary(max_size=20)
+    | st.lists(ON_THE_WIRE, max_size=4)
+    | st.lists(st.floats(), max_size=4)
+    | st.lists(st.text(max_size=4), max_size=4)
+    | st.sampled_from(["x" * 20_000, "[" * 2000, "[1001, 1002]", [1.0] * 2000])
+)
+entries = st.dictionaries(
+    st.text(max_size=4)
+    | st.sampled_from(
+        [
+            "losses",
+            "neighbours",
+            "mixture",
+            "weights",
+            "public-set",
+            "output-bias",
+            "adjustment",
+            "fold-losses",
+            "fold-samples",
+        ]
+    ),
+    entry_values,
+    max_size=5,
+)
+introductions = st.dictionaries(
+    st.text(max_size=4)
+    | st.sampled_from(
+        [
+            "client-id",
+            "num-examples",
+            "num-classes",
+            "methods",
+            "network",
+            "public-set",
+            "num-public",
+            "share-model",
+            "problem",
+        ]
+    ),
+    entry_values,
+    max_size=7,
+)
 
 
 class Wild(InlineGrid):
@@ -67,19 +129,26 @@ class Wild(InlineGrid):
 
 
 def check_that_the_others_were_not_disturbed(strategy: PersonalizedStrategy) -> None:
-    honest = [row for row in strategy.history.rows if row["client"] not in [1001 + i for i in ATTACKERS]
-              and not isinstance(row["client"], str)]
+    honest = [
+        row
+        for row in strategy.history.rows
+        if row["client"] not in [1001 + i for i in ATTACKERS] and not isinstance(row["client"], str)
+    ]
     assert {row["status"] for row in honest} == {"ok"}
     assert {row["round"] for row in honest} >= set(range(1, ROUNDS + 1))
     for record in strategy.client_models().values():
         assert all(np.isfinite(array.numpy()).all() for array in record.values())
-    summarise({"strategy": strategy.name, "dataset": "digits", "partition": "iid", "seed": 0, "num-rounds": ROUNDS},
-              strategy.history, {})
+    summarise(
+        {"strategy": strategy.name, "dataset": "digits", "partition": "iid", "seed": 0, "num-rounds": ROUNDS},
+        strategy.history,
+        {},
+    )
 
 
 @every_method
 def test_no_reply_ends_a_run_or_disturbs_the_others(name) -> None:
     """In training, in evaluations by themselves, and in evaluations of models for the server's sake."""
+
     @few
     @given(st.lists(st.tuples(metrics, entries), min_size=12, max_size=12))
     def disturbed(wild) -> None:
@@ -128,28 +197,40 @@ def test_admitted_metrics_can_be_averaged_and_written(found, config) -> None:
         assert numbers and all(isinstance(n, float) or -MOST <= n <= MOST for n in numbers)
 
 
-@pytest.mark.parametrize(("metrics", "reason"), [
-    ({"train-loss": []}, "metric 'train-loss' is a list of 0 numbers, allowed: 1 or more, and up to 10000 in all"),
-    ({"recall": [0.5] * (MAX_NUMBERS + 1)}, "metric 'recall' is a list of 10001 numbers, allowed: 1 or more"),
-    ({"samples-trained": 2**64 - 1}, "metric 'samples-trained' holds 18446744073709551615, allowed: whole numbers from "
-                                     "-9007199254740992 to 9007199254740992"),
-    ({"samples-trained": 1.5}, "samples-trained is 1.5, allowed: 0 to 1000000000000"),
-    ({"num-test-examples": -1}, "num-test-examples is -1, allowed: 0 to 1000000000000"),
-    ({f"m{i}": 1 for i in range(MAX_METRICS)}, "it has 1001 metrics, allowed: up to 1000"),
-])
+@pytest.mark.parametrize(
+    ("metrics", "reason"),
+    [
+        ({"train-loss": []}, "metric 'train-loss' is a list of 0 numbers, allowed: 1 or more, and up to 10000 in all"),
+        ({"recall": [0.5] * (MAX_NUMBERS + 1)}, "metric 'recall' is a list of 10001 numbers, allowed: 1 or more"),
+        (
+            {"samples-trained": 2**64 - 1},
+            "metric 'samples-trained' holds 18446744073709551615, allowed: whole numbers from "
+            "-9007199254740992 to 9007199254740992",
+        ),
+        ({"samples-trained": 1.5}, "samples-trained is 1.5, allowed: 0 to 1000000000000"),
+        ({"num-test-examples": -1}, "num-test-examples is -1, allowed: 0 to 1000000000000"),
+        ({f"m{i}": 1 for i in range(MAX_METRICS)}, "it has 1001 metrics, allowed: up to 1000"),
+    ],
+)
 def test_a_metric_that_cannot_be_used_is_named(metrics, reason) -> None:
     with pytest.raises(Refused) as refusal:
         admit(RecordDict({"m": MetricRecord({"num-examples": 3, **metrics})}), "num-examples")
     assert str(refusal.value).startswith(reason)
 
 
-@pytest.mark.parametrize(("about", "reason"), [
-    ({f"k{i}": 1 for i in range(101)}, "its introduction has 101 entries, allowed: up to 100"),
-    ({"methods": ["local"] * 1001}, "its introduction has 1001 items under 'methods', allowed: up to 1000"),
-    ({"network": "x" * 10_001}, "its introduction has 10001 characters under 'network', allowed: up to 10000"),
-    ({"num-public": 2**60}, "its introduction has 1152921504606846976 under 'num-public', allowed: whole numbers from "
-                            "-9007199254740992 to 9007199254740992"),
-])
+@pytest.mark.parametrize(
+    ("about", "reason"),
+    [
+        ({f"k{i}": 1 for i in range(101)}, "its introduction has 101 entries, allowed: up to 100"),
+        ({"methods": ["local"] * 1001}, "its introduction has 1001 items under 'methods', allowed: up to 1000"),
+        ({"network": "x" * 10_001}, "its introduction has 10001 characters under 'network', allowed: up to 10000"),
+        (
+            {"num-public": 2**60},
+            "its introduction has 1152921504606846976 under 'num-public', allowed: whole numbers from "
+            "-9007199254740992 to 9007199254740992",
+        ),
+    ],
+)
 def test_an_introduction_that_cannot_be_used_is_refused_with_a_reason(about, reason) -> None:
     with pytest.raises(Refused, match=f"^{reason}$"):
         admit_introduction(RecordDict({"config": ConfigRecord(about)}))
@@ -191,13 +272,16 @@ class Raising(Local):
         super().end_round(server_round, answered)
 
 
-@pytest.mark.parametrize(("where", "statuses"), [
-    ("inspect", {1001: "ok", 1002: "refused: it cannot be used (KeyError: 'nobody foresaw this')", 1003: "ok"}),
-    ("take", {1001: "ok", 1002: "refused: it cannot be used (KeyError: 'nobody foresaw this')", 1003: "ok"}),
-    ("take_evaluation", {1001: "ok", 1002: "ok", 1003: "ok"}),
-    ("introduce", {1001: "ok", 1003: "ok"}),
-    ("end_round", {1001: "ok", 1002: "ok", 1003: "ok"}),
-])
+@pytest.mark.parametrize(
+    ("where", "statuses"),
+    [
+        ("inspect", {1001: "ok", 1002: "refused: it cannot be used (KeyError: 'nobody foresaw this')", 1003: "ok"}),
+        ("take", {1001: "ok", 1002: "refused: it cannot be used (KeyError: 'nobody foresaw this')", 1003: "ok"}),
+        ("take_evaluation", {1001: "ok", 1002: "ok", 1003: "ok"}),
+        ("introduce", {1001: "ok", 1003: "ok"}),
+        ("end_round", {1001: "ok", 1002: "ok", 1003: "ok"}),
+    ],
+)
 def test_an_exception_costs_that_reply_or_round_and_not_the_run(where, statuses, caplog) -> None:
     strategy = Raising()
     strategy.where = where
@@ -207,8 +291,7 @@ def test_an_exception_costs_that_reply_or_round_and_not_the_run(where, statuses,
     if where == "take_evaluation":
         assert rows[1]["evaluate-status"] == "refused: it cannot be used (KeyError: 'nobody foresaw this')"
     elif where == "introduce":
-        assert strategy.history.left_out == {
-            1002: "its introduction cannot be used (KeyError: 'nobody foresaw this')"}
+        assert strategy.history.left_out == {1002: "its introduction cannot be used (KeyError: 'nobody foresaw this')"}
     elif where == "end_round":
         said = next(line for line in caplog.messages if "round 2 could not be ended" in line)
         assert said.startswith("kindred: round 2 could not be ended (KeyError: 'nobody foresaw this'): what its ")
@@ -244,8 +327,9 @@ def test_a_mean_that_raises_costs_the_mean_of_that_round(caplog) -> None:
     strategy = FedAvg(train_metrics_aggr_fn=mean_of_losses)
     result = strategy.start(InlineGrid(plain_app(), 2), initial(), 2)
     assert result.train_metrics_clientapp == {} and sorted(result.evaluate_metrics_clientapp) == [1, 2]
-    assert ("kindred: the metrics of round 2 have no mean: mean_of_losses raised ValueError: no losses"
-            in caplog.messages)
+    assert (
+        "kindred: the metrics of round 2 have no mean: mean_of_losses raised ValueError: no losses" in caplog.messages
+    )
 
 
 # --- Names of metrics ---------------------------------------------------------------------------------
@@ -253,6 +337,7 @@ def test_a_mean_that_raises_costs_the_mean_of_that_round(caplog) -> None:
 
 def test_a_run_keeps_a_bounded_number_of_names_and_those_first_that_most_clients_report(caplog) -> None:
     """One of four clients makes up 900 names in each round; its rows come first."""
+
     def inventive(content: RecordDict) -> None:
         number = int(content["metrics"]["num-examples"])
         content["metrics"].update({f"{inventive.rounds}-{number}-{i}": 1.0 for i in range(900)})
@@ -274,8 +359,9 @@ def test_who_is_alone_in_a_round_cannot_fill_the_table_with_names_of_its_own() -
         content["metrics"].update({f"!{i}": 1.0 for i in range(900)})
 
     strategy = Local()
-    strategy.start(FaultyGrid(plain_app(True), 3, lambda r, c: inventive if c == 0 else "error" if r == 1 else "ok"),
-                   initial(), 2)
+    strategy.start(
+        FaultyGrid(plain_app(True), 3, lambda r, c: inventive if c == 0 else "error" if r == 1 else "ok"), initial(), 2
+    )
     honest = [row for row in strategy.history.rows if row["client"] != 1001 and row["round"] == 2]
     for row in honest:
         assert {"train_loss", "num-examples", "num-test-examples", "trained-accuracy"} <= row.keys()

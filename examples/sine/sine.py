@@ -13,8 +13,9 @@ import argparse
 from pathlib import Path
 
 import numpy as np
-from kindred.federico import AdamStep, Losses
 from matplotlib.figure import Figure
+
+from kindred.federico import AdamStep, Losses
 
 # The paper gives none of these. Noise has the height of a third of the curve.
 CLIENTS, POINTS, NOISE = 10, 5, 0.3
@@ -119,8 +120,14 @@ def picture(seed: int, noise: float, ways: dict[str, np.ndarray], weights: np.nd
         drawn = left.plot(MIDDLES + ends, lines[:, 1] + lines[:, 0] * ends, dash, color=colour, linewidth=width)
         drawn[0].set_label(f"{way}: squared error {errors(lines).mean():.3f}")
     left.vlines(np.arange(1, CLIENTS), 0, 1, transform=left.get_xaxis_transform(), color="#dddddd", linewidth=0.7)
-    left.set(title="each client's line on its interval of the curve", xlabel="client", ylabel="output",
-             xlim=(0, CLIENTS), xticks=MIDDLES, xticklabels=range(CLIENTS))
+    left.set(
+        title="each client's line on its interval of the curve",
+        xlabel="client",
+        ylabel="output",
+        xlim=(0, CLIENTS),
+        xticks=MIDDLES,
+        xticklabels=range(CLIENTS),
+    )
     left.tick_params(axis="x", length=0)
     left.spines[["top", "right"]].set_visible(False)
     left.legend(frameon=False)
@@ -131,8 +138,13 @@ def picture(seed: int, noise: float, ways: dict[str, np.ndarray], weights: np.nd
         if weight >= 0.005:
             colour = "black" if weight > 0.6 * weights.max() else "white"
             right.text(column, row, f"{weight:.2f}", ha="center", va="center", fontsize=7.5, color=colour)
-    right.set(title="FedeRiCo's weights", xlabel="client whose line is used", ylabel="client that predicts",
-              xticks=range(CLIENTS), yticks=range(CLIENTS))
+    right.set(
+        title="FedeRiCo's weights",
+        xlabel="client whose line is used",
+        ylabel="client that predicts",
+        xticks=range(CLIENTS),
+        yticks=range(CLIENTS),
+    )
     return figure
 
 
@@ -170,8 +182,10 @@ def main() -> None:
     better = every["FedeRiCo"].mean(axis=1) < every["alone"].mean(axis=1)
     print(f"FedeRiCo is better than alone in {better.sum()} of {given.draws} draws, for {nearer.mean():.0%} of clients")
     own, next_to, *others = np.mean([by_distance(weights) for _, weights in drawn], axis=0)
-    print(f"weights: {own:.2f} own line, {next_to:.2f} next intervals, {others[0]:.2f} those after, "
-          f"{sum(others[1:]):.2f} others")
+    print(
+        f"weights: {own:.2f} own line, {next_to:.2f} next intervals, {others[0]:.2f} those after, "
+        f"{sum(others[1:]):.2f} others"
+    )
 
 
 if __name__ == "__main__":

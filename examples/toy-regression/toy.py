@@ -14,8 +14,9 @@ import argparse
 from pathlib import Path
 
 import numpy as np
-from kindred import cluster_logits, nearest_centroid
 from matplotlib.figure import Figure
+
+from kindred import cluster_logits, nearest_centroid
 
 VARIANCES = (2, 5, 200)  # of zeta_i
 DISTILL_WEIGHT = 50  # lambda

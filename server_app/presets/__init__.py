@@ -1,15 +1,15 @@
 """Settings of the papers' tables by name: a small TOML file each, beside this one.
 
-    source      which table of which paper, and where its settings are
-    measures    what the paper's numbers are
-    metric      which of our numbers that is (`compare.METRICS`)
-    reference   the method that the others are tested against
-    seeds       seeds, as many as the paper has runs, where it says so
-    notes       where this differs from the paper, and where the paper is silent
-    [settings]  of every method
-    [strategies]  the methods in order, with the settings of each alone; one with another name than its method says
-                which that is (strategy)
-    [paper]     the table's numbers, in percent: mean, std, and floats, numbers sent, where the paper has them
+source      which table of which paper, and where its settings are
+measures    what the paper's numbers are
+metric      which of our numbers that is (`compare.METRICS`)
+reference   the method that the others are tested against
+seeds       seeds, as many as the paper has runs, where it says so
+notes       where this differs from the paper, and where the paper is silent
+[settings]  of every method
+[strategies]  the methods in order, with the settings of each alone; one with another name than its method says
+            which that is (strategy)
+[paper]     the table's numbers, in percent: mean, std, and floats, numbers sent, where the paper has them
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..config import ConfigError
+from kindred.server_app.config import ConfigError
 
 FOLDER = Path(__file__).resolve().parent
 

@@ -40,8 +40,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
 
-from ..admission import Refused, Reply
-from ..messages import (
+from kindred.client.sgd import SGD_LEARNING_RATE, MeanLoss, PlainSGD, descend
+from kindred.client.state import MODEL
+from kindred.engine.admission import Refused, Reply
+from kindred.messages import (
     ARRAYS,
     METRICS,
     OWN,
@@ -55,13 +57,11 @@ from ..messages import (
     to_record,
     with_prefix,
 )
-from ..state import MODEL
-from .plain_sgd import SGD_LEARNING_RATE, MeanLoss, PlainSGD, descend
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..client import Visit
+    from kindred.client.app import Visit
 
 MIXING_WEIGHT = "mixing-weight"
 ADAPT_MIXING = "adapt-mixing"
@@ -101,7 +101,7 @@ class MixedTraining:
         """Algorithm 1, on the client."""
         import torch
 
-        from ..training import channels_last, check_finite, get_arrays, set_arrays, trained_weights
+        from kindred.client.training import channels_last, check_finite, get_arrays, set_arrays, trained_weights
 
         config = visit.config
         step_size, adapts = float(config[SGD_LEARNING_RATE]), bool(config[ADAPT_MIXING])
@@ -137,8 +137,11 @@ class MixedTraining:
             weight.copy_(local)
         keeps = {**with_prefix(MODEL, get_arrays(personal)), MIXING_WEIGHT: share.cpu().numpy()}
         mix(v_bar, w, v, share)
-        buffers = [(own, global_) for own, global_ in zip(personal.buffers(), shared.buffers(), strict=True)
-                   if own.is_floating_point()]
+        buffers = [
+            (own, global_)
+            for own, global_ in zip(personal.buffers(), shared.buffers(), strict=True)
+            if own.is_floating_point()
+        ]
         mix([own for own, _ in buffers], [global_ for _, global_ in buffers], [own for own, _ in buffers], share)
         check_finite(personal)  # which it is not where one of the two, or the share, is not
         visit.state.save(LOCAL, keeps)
@@ -197,8 +200,11 @@ class APFL(PlainSGD):
         self._shares: dict[ClientId, float] = {}  # alpha_i
 
     def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
-        return {**super().round_config(server_round, client),
-                MIXING_WEIGHT: self.mixing_weight, ADAPT_MIXING: self.adapt_mixing}
+        return {
+            **super().round_config(server_round, client),
+            MIXING_WEIGHT: self.mixing_weight,
+            ADAPT_MIXING: self.adapt_mixing,
+        }
 
     def inspect(self, client: ClientId, reply: Reply) -> None:
         share = reply.metrics.get(MIXING_WEIGHT)

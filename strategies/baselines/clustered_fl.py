@@ -48,11 +48,12 @@ import numpy as np
 from flwr.app import ArrayRecord
 from flwr.supercore import log
 
-from ..admission import Reply
-from ..fedamp import Blocks, cosines
-from ..messages import RECEIVED, ClientId, check, in_order, read_record
-from ..rounds import PersonalizedStrategy
-from ..store import BLOCK, Layout
+from kindred.engine.admission import Reply
+from kindred.engine.model_store import BLOCK, Layout
+from kindred.engine.strategy import PersonalizedStrategy
+from kindred.fedamp import Blocks, cosines
+from kindred.messages import RECEIVED, ClientId, check, in_order, read_record
+
 from .fedavg import WeightedMean
 
 # --- The mathematics ----------------------------------------------------------------------------------
@@ -302,8 +303,15 @@ class ClusteredFL(PersonalizedStrategy):
             updates = self._rows[np.array(rows)[part], : self.layout.num_parameters]  # (m_p, parameters), a copy
             parts.append(Cluster(model, number, server_round, updates, mean.weights))
         self._tree.divide(number, server_round, cross, parts)
-        log(INFO, "kindred: round %d divides cluster %d: %d clients and %d, similarity across %.2f", server_round,
-            number, first.sum(), (~first).sum(), cross)
+        log(
+            INFO,
+            "kindred: round %d divides cluster %d: %d clients and %d, similarity across %.2f",
+            server_round,
+            number,
+            first.sum(),
+            (~first).sum(),
+            cross,
+        )
 
     def _place(self, number: int, clients: Sequence[ClientId]) -> None:
         """Move clients that were sent the model of a divided cluster on to one of its parts."""
@@ -352,8 +360,10 @@ class ClusteredFL(PersonalizedStrategy):
     def collaboration(self) -> tuple[list[ClientId], np.ndarray]:
         """The shares of the clients in the model that each was sent last, which is that of its cluster."""
         clients = in_order({*self.clients(), *self._cluster_of})
-        shares = {number: np.array([self._tree[number].sent.get(client, 0.0) for client in clients])
-                  for number in {0, *self._received.values()}}  # (m,) each
+        shares = {
+            number: np.array([self._tree[number].sent.get(client, 0.0) for client in clients])
+            for number in {0, *self._received.values()}
+        }  # (m,) each
         weights = np.eye(len(clients))
         for row, client in enumerate(clients):
             if (share := shares[self._received.get(client, 0)]).any():
@@ -374,9 +384,15 @@ class ClusteredFL(PersonalizedStrategy):
         members: dict[int, list[ClientId]] = {}
         for client in in_order(self._cluster_of):
             members.setdefault(self._cluster_of[client], []).append(client)
-        return [{
-            "cluster": number, "parent": cluster.parent, "since": cluster.since, "parts": cluster.parts,
-            "divided": cluster.divided if cluster.parts else None,
-            "cross-similarity": cluster.cross if cluster.parts else None,
-            "clients": members.get(number, []),
-        } for number, cluster in enumerate(self._tree.clusters)]
+        return [
+            {
+                "cluster": number,
+                "parent": cluster.parent,
+                "since": cluster.since,
+                "parts": cluster.parts,
+                "divided": cluster.divided if cluster.parts else None,
+                "cross-similarity": cluster.cross if cluster.parts else None,
+                "clients": members.get(number, []),
+            }
+            for number, cluster in enumerate(self._tree.clusters)
+        ]

@@ -29,12 +29,13 @@ from typing import TYPE_CHECKING, Any
 
 from flwr.app import MetricRecord, RecordDict
 
-from ..messages import ARRAYS, METRICS, OWN, RECEIVED, TRAIN_LOSS, TRAINED, ClientId, check, to_record
-from ..state import MODEL
+from kindred.client.state import MODEL
+from kindred.messages import ARRAYS, METRICS, OWN, RECEIVED, TRAIN_LOSS, TRAINED, ClientId, check, to_record
+
 from .fedavg import FedAvg
 
 if TYPE_CHECKING:
-    from ..client import Visit
+    from kindred.client.app import Visit
 
 DITTO_LAMBDA = "ditto-lambda"
 
@@ -50,7 +51,7 @@ class RegularizedTraining:
     @staticmethod
     def train(visit: Visit) -> RecordDict:
         """Algorithm 1 at a client; the reply holds the trained global model."""
-        from ..training import get_arrays, set_arrays, trained_weights
+        from kindred.client.training import get_arrays, set_arrays, trained_weights
 
         own = visit.state.load(MODEL) or visit.arrays
         model = visit.model()

@@ -44,7 +44,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
 
-from ..messages import (
+from kindred.engine.model_store import last_layers
+from kindred.messages import (
     ARRAYS,
     METRICS,
     OWN,
@@ -58,7 +59,7 @@ from ..messages import (
     to_record,
     with_prefix,
 )
-from ..store import last_layers
+
 from .fedavg import FedAvg
 from .fedrep import HEAD, training_only
 
@@ -66,7 +67,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from ..client import Visit
+    from kindred.client.app import Visit
 
 ALA = "ala"  # what a client keeps: the last layers of its local model, and W_i
 LOCAL, WEIGHTS = "local", "weights"
@@ -106,7 +107,7 @@ class AdaptiveAggregation:
     @staticmethod
     def train(visit: Visit) -> RecordDict:
         """The reply holds the model after local training."""
-        from ..training import check_finite, get_arrays
+        from kindred.client.training import check_finite, get_arrays
 
         kept = by_prefix(visit.state.load(ALA) or {})
         model = visit.model()
@@ -132,9 +133,7 @@ class AdaptiveAggregation:
         return RecordDict({METRICS: MetricRecord(visit.separate_evaluation(model))})
 
 
-def adapt(
-    visit: Visit, model: torch.nn.Module, kept: Mapping[str, Mapping[str, np.ndarray]]
-) -> dict[str, np.ndarray]:
+def adapt(visit: Visit, model: torch.nn.Module, kept: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """Turn the received model that `model` holds into Theta_hat_i, learning W_i on the way.
 
     Parameters
@@ -152,14 +151,14 @@ def adapt(
     """
     import torch
 
-    from ..training import batches, trained_weights
+    from kindred.client.training import batches, trained_weights
 
     if LOCAL not in kept:
         return {}
     config, first = visit.config, WEIGHTS not in kept
     generator = torch.Generator().manual_seed(visit.seed(ALA))
     count = len(visit.site.train[1])
-    drawn = torch.randperm(count, generator=generator)[:max(2, round(float(config[ALA_SHARE]) * count))]
+    drawn = torch.randperm(count, generator=generator)[: max(2, round(float(config[ALA_SHARE]) * count))]
     samples = tuple(part[drawn.to(part.device)] for part in visit.site.train)
     statistics = [buffer.clone() for buffer in model.buffers()]
     losses: list[float] = []
@@ -168,8 +167,11 @@ def adapt(
         mixed = trained_weights(model)  # Theta_hat_i: what is written into them is the model's
         received = [weight.clone() for weight in mixed]
         local = [torch.from_numpy(kept[LOCAL][name]).to(visit.device) for name in names]
-        weights = [torch.ones_like(weight) for weight in mixed] if first else [
-            torch.from_numpy(kept[WEIGHTS][name]).to(visit.device) for name in names]
+        weights = (
+            [torch.ones_like(weight) for weight in mixed]
+            if first
+            else [torch.from_numpy(kept[WEIGHTS][name]).to(visit.device) for name in names]
+        )
         _write(mixed, local, received, weights)
         while not losses or (first and not has_converged(losses)):
             total = torch.zeros((), dtype=torch.float64, device=visit.device)
@@ -177,8 +179,10 @@ def adapt(
                 visit.compute[SAMPLES_TRAINED] += len(labels)
                 loss, gradients = gradients_of(images, labels)
                 total += loss.double() * len(labels)
-                weights = [improved_weights(*each, float(config[ALA_LEARNING_RATE]))
-                           for each in zip(weights, gradients, local, received)]
+                weights = [
+                    improved_weights(*each, float(config[ALA_LEARNING_RATE]))
+                    for each in zip(weights, gradients, local, received)
+                ]
                 _write(mixed, local, received, weights)
             losses.append(float(total) / len(samples[1]))
     for buffer, before in zip(model.buffers(), statistics):
@@ -235,5 +239,9 @@ class FedALA(FedAvg):
         self._head = last_layers(initial_arrays, self.head_layers)
 
     def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
-        return {**super().round_config(server_round, client), HEAD: self._head, ALA_SHARE: self.ala_share,
-                ALA_LEARNING_RATE: self.ala_learning_rate}
+        return {
+            **super().round_config(server_round, client),
+            HEAD: self._head,
+            ALA_SHARE: self.ala_share,
+            ALA_LEARNING_RATE: self.ala_learning_rate,
+        }

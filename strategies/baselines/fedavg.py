@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 from flwr.app import ArrayRecord
 
-from ..admission import Reply
-from ..messages import FINETUNE_EPOCHS, PROXIMAL_MU, RECEIVED, TUNED, ClientId, check, read_record, to_record
-from ..rounds import PersonalizedStrategy
-from ..store import InTurn, Layout
+from kindred.engine.admission import Reply
+from kindred.engine.model_store import InTurn, Layout
+from kindred.engine.strategy import PersonalizedStrategy
+from kindred.messages import FINETUNE_EPOCHS, PROXIMAL_MU, RECEIVED, TUNED, ClientId, check, read_record, to_record
 
 # --- The mathematics ----------------------------------------------------------------------------------
 
@@ -82,7 +82,8 @@ class FedAvg(PersonalizedStrategy):
     def outgoing(self, server_round: int, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId, ArrayRecord]]:
         self._mean = WeightedMean(self.layout.size, self.layout.dtype)
         self._terms: InTurn[tuple[float, np.ndarray]] = InTurn(
-            clients, lambda client, term: self._mean.add(client, *term))
+            clients, lambda client, term: self._mean.add(client, *term)
+        )
         self._sent = self._examples
         self._counters: dict[ClientId, Mapping[str, np.ndarray]] = {}
         return ((client, self._global) for client in clients)

@@ -41,10 +41,21 @@ import numpy as np
 from flwr.app import ArrayRecord
 from flwr.supercore import log
 
-from ..admission import Refused, Reply
-from ..messages import NETWORK, RECEIVED, ClientId, by_prefix, check, read_record, seed_for, to_record, with_prefix
-from ..rounds import PersonalizedStrategy
-from ..store import InTurn, Layout
+from kindred.engine.admission import Refused, Reply
+from kindred.engine.model_store import InTurn, Layout
+from kindred.engine.strategy import PersonalizedStrategy
+from kindred.messages import (
+    NETWORK,
+    RECEIVED,
+    ClientId,
+    by_prefix,
+    check,
+    read_record,
+    seed_for,
+    to_record,
+    with_prefix,
+)
+
 from .fedavg import WeightedMean
 
 if TYPE_CHECKING:
@@ -57,7 +68,7 @@ def logits_of(model: torch.nn.Module, images: torch.Tensor, batch_size: int = 12
     """f(x, d): the logits of a model, (P, N), as it predicts; it keeps its mode."""
     import torch
 
-    from ..training import channels_last
+    from kindred.client.training import channels_last
 
     images = channels_last(model, images)
     was_training = model.training
@@ -74,8 +85,14 @@ def teacher(sum_of_logits: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def distil(
-    student: torch.nn.Module, images: torch.Tensor, probabilities: torch.Tensor, *, steps: int, learning_rate: float,
-    batch_size: int, seed: int,
+    student: torch.nn.Module,
+    images: torch.Tensor,
+    probabilities: torch.Tensor,
+    *,
+    steps: int,
+    learning_rate: float,
+    batch_size: int,
+    seed: int,
 ) -> None:
     """Move a model towards a teacher, in place: Adam on the KL divergence of its predictions from the teacher's.
 
@@ -98,7 +115,7 @@ def distil(
     """
     import torch
 
-    from ..training import batches, channels_last, differentiating
+    from kindred.client.training import batches, channels_last, differentiating
 
     images = channels_last(student, images)
     weights = [parameter for parameter in student.parameters() if parameter.requires_grad]
@@ -106,8 +123,10 @@ def distil(
     falling = torch.optim.lr_scheduler.CosineAnnealingLR(adam, steps)
     generator = torch.Generator().manual_seed(seed)
     on_gpu = images.device.type == "cuda"
-    with (torch.random.fork_rng(devices=[images.device] if on_gpu else []),
-          differentiating(student, images, batch_size) as gradients_of):
+    with (
+        torch.random.fork_rng(devices=[images.device] if on_gpu else []),
+        differentiating(student, images, batch_size) as gradients_of,
+    ):
         torch.random.default_generator.manual_seed(seed)
         if on_gpu:
             torch.cuda.manual_seed(seed)
@@ -191,7 +210,7 @@ class FedDF(PersonalizedStrategy):
         self.device = device
 
     def begin(self, initial_arrays: ArrayRecord) -> None:
-        from ..training import pick_device, set_arrays
+        from kindred.client.training import pick_device, set_arrays
 
         device = pick_device(self.device)
         parts = {next(iter(self.models)): initial_arrays} if len(self.models) == 1 else by_prefix(initial_arrays)
@@ -241,7 +260,7 @@ class FedDF(PersonalizedStrategy):
     def inspect(self, client: ClientId, reply: Reply) -> None:
         """Compute what the client's model adds to the teacher."""
         if self.distill_steps:
-            from ..training import set_arrays
+            from kindred.client.training import set_arrays
 
             module = self._modules[self.networks[client]]
             set_arrays(module, reply.arrays)
@@ -283,25 +302,38 @@ class FedDF(PersonalizedStrategy):
         self._sum = None
 
     def _distil(self, name: str, probabilities: torch.Tensor, server_round: int) -> None:
-        from ..training import get_arrays, set_arrays
+        from kindred.client.training import get_arrays, set_arrays
 
         student = self._modules[name]
         set_arrays(student, read_record(self._globals[name]))
-        distil(student, self._images, probabilities, steps=self.distill_steps, learning_rate=self.distill_learning_rate,
-               batch_size=self.public_batch_size, seed=seed_for(self.seed, "distillation", name, server_round))
+        distil(
+            student,
+            self._images,
+            probabilities,
+            steps=self.distill_steps,
+            learning_rate=self.distill_learning_rate,
+            batch_size=self.public_batch_size,
+            seed=seed_for(self.seed, "distillation", name, server_round),
+        )
         arrays = get_arrays(student)
         if all(np.isfinite(array).all() for array in arrays.values()):
             self._globals[name] = to_record(arrays)
         else:
-            log(WARNING, "kindred: round %d: distilling %s gave weights that are not finite; the mean of its clients' "
-                "models is used", server_round, name)
+            log(
+                WARNING,
+                "kindred: round %d: distilling %s gave weights that are not finite; the mean of its clients' "
+                "models is used",
+                server_round,
+                name,
+            )
 
     def global_arrays(self) -> ArrayRecord:
         """The model of the one network; of several all of them, as `start` was given them."""
         if len(self._globals) == 1:
             return next(iter(self._globals.values()))
-        return ArrayRecord({key: array for name, record in self._globals.items()
-                            for key, array in with_prefix(name, record).items()})
+        return ArrayRecord(
+            {key: array for name, record in self._globals.items() for key, array in with_prefix(name, record).items()}
+        )
 
     def personal_arrays(self, client: ClientId) -> ArrayRecord:
         return self._globals[self.networks[client]]

@@ -39,8 +39,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
 
-from ..admission import Reply
-from ..messages import (
+from kindred.client.state import MIXTURE
+from kindred.engine.admission import Reply
+from kindred.engine.multi_model import SeveralModels
+from kindred.messages import (
     ARRAYS,
     METRICS,
     NUM_EXAMPLES,
@@ -54,12 +56,10 @@ from ..messages import (
     to_record,
     with_prefix,
 )
-from ..mixture import SMALLEST, Arrays, accuracy_and_loss, keep_mixture, mixture_of
-from ..state import MIXTURE
-from .several import SeveralModels
+from kindred.mixture import SMALLEST, Arrays, accuracy_and_loss, keep_mixture, mixture_of
 
 if TYPE_CHECKING:
-    from ..client import Visit
+    from kindred.client.app import Visit
 
 SHARES = "shares"  # the name under which a client keeps them, and of the array in that file
 
@@ -103,7 +103,7 @@ class MixtureTraining:
         """Algorithm 1, what a client does in a round."""
         from torch import from_numpy
 
-        from ..training import get_arrays
+        from kindred.client.training import get_arrays
 
         components, shares = in_a_row(visit.arrays), _shares(visit)
         metrics = _scores(visit, components, shares, f"{MIXTURE}-")
@@ -127,8 +127,11 @@ class MixtureTraining:
         """Evaluate the mixture of the components in the message, and keep it."""
         components = in_a_row(visit.arrays)
         known = visit.state.load(SHARES)
-        shares = known[SHARES] if known else new_shares(responsibilities(
-            _equal(len(components)), _likelihoods(visit, components)))
+        shares = (
+            known[SHARES]
+            if known
+            else new_shares(responsibilities(_equal(len(components)), _likelihoods(visit, components)))
+        )
         keep_mixture(visit, range(len(components)), components, shares)
         metrics = _scores(visit, components, shares) | {NUM_EXAMPLES: len(visit.site.test[1])}
         return RecordDict({METRICS: MetricRecord(metrics)})
@@ -153,7 +156,7 @@ def _likelihoods(visit: Visit, components: Sequence[Arrays]) -> np.ndarray:
 
 def _scores(visit: Visit, components: Sequence[Arrays], shares: np.ndarray, prefix: str = "") -> dict[str, float]:
     """Accuracy and loss of the mixture, and of the component with the largest share, as metrics."""
-    from ..training import predict
+    from kindred.client.training import predict
 
     x, y = visit.site.test
     labels = y.cpu().numpy()

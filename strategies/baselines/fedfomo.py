@@ -42,9 +42,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
-from ..admission import Refused, Reply, norm
-from ..federico import NEIGHBOURS, WEIGHTS, choose_neighbours
-from ..messages import (
+from kindred.engine.admission import Refused, Reply, norm
+from kindred.engine.strategy import StoredModels
+from kindred.federico import NEIGHBOURS, WEIGHTS, choose_neighbours
+from kindred.messages import (
     ARRAYS,
     CONFIG,
     METRICS,
@@ -60,12 +61,11 @@ from ..messages import (
     to_record,
     with_prefix,
 )
-from ..rounds import StoredModels
 
 if TYPE_CHECKING:
     import torch
 
-    from ..client import Samples, Visit
+    from kindred.client.app import Samples, Visit
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -142,7 +142,7 @@ class WeighedModels:
     @staticmethod
     def train(visit: Visit) -> RecordDict:
         """The reply holds the trained model and the weights, the client's own first."""
-        from ..training import get_arrays
+        from kindred.client.training import get_arrays
 
         training, validation = _split(visit)
         models = in_a_row(visit.arrays)
@@ -153,14 +153,18 @@ class WeighedModels:
         metrics = visit.evaluation(RECEIVED, model)
         metrics[TRAIN_LOSS] = visit.train(model, samples=training)
         metrics |= visit.evaluation(TRAINED, model) | visit.counts()
-        return RecordDict({
-            ARRAYS: to_record(get_arrays(model)), METRICS: MetricRecord(metrics),
-            CONFIG: ConfigRecord({WEIGHTS: weights.tolist()})})
+        return RecordDict(
+            {
+                ARRAYS: to_record(get_arrays(model)),
+                METRICS: MetricRecord(metrics),
+                CONFIG: ConfigRecord({WEIGHTS: weights.tolist()}),
+            }
+        )
 
     @staticmethod
     def evaluate(visit: Visit) -> RecordDict:
         """Evaluate the client's own model."""
-        from ..client import LocalTraining
+        from kindred.client.app import LocalTraining
 
         return LocalTraining.evaluate(visit)
 
@@ -258,15 +262,21 @@ class FedFomo(StoredModels):
         others = [other for other in there if other != client]
         worth = self._affinities.get(client, {})
         order = choose_neighbours(
-            -np.fromiter(map(worth.get, others, repeat(0.0)), np.float64, len(others)), self.epsilon,
-            seed_for(self.seed, client, server_round, NEIGHBOURS), self.num_neighbours)
+            -np.fromiter(map(worth.get, others, repeat(0.0)), np.float64, len(others)),
+            self.epsilon,
+            seed_for(self.seed, client, server_round, NEIGHBOURS),
+            self.num_neighbours,
+        )
         return [others[i] for i in order]
 
     def inspect(self, client: ClientId, reply: Reply) -> None:
         weights, due = reply.config.get(WEIGHTS), len(self._at_hand[client])
-        if (not isinstance(weights, list) or len(weights) != due
-                or not all(isinstance(weight, float) and 0 <= weight <= 1 for weight in weights)
-                or not (sum(weights) == 0 or abs(sum(weights) - 1) <= SUM_TOLERANCE)):
+        if (
+            not isinstance(weights, list)
+            or len(weights) != due
+            or not all(isinstance(weight, float) and 0 <= weight <= 1 for weight in weights)
+            or not (sum(weights) == 0 or abs(sum(weights) - 1) <= SUM_TOLERANCE)
+        ):
             raise Refused(f"its weights are {reprlib.repr(weights)}, expected {due} of 0 or more that sum to 1 or 0")
 
     def take(self, client: ClientId, reply: Reply) -> None:

@@ -35,17 +35,18 @@ from typing import TYPE_CHECKING, Any
 
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
 
-from ..admission import Reply
-from ..messages import ARRAYS, METRICS, OWN, RECEIVED, TRAIN_LOSS, ClientId, check, to_record
-from ..state import MODEL
-from ..store import last_layers
+from kindred.client.state import MODEL
+from kindred.engine.admission import Reply
+from kindred.engine.model_store import last_layers
+from kindred.messages import ARRAYS, METRICS, OWN, RECEIVED, TRAIN_LOSS, ClientId, check, to_record
+
 from .fedavg import FedAvg
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from ..client import Visit
+    from kindred.client.app import Visit
 
 HEAD = "head"  # the names of the entries that make it up
 HEAD_EPOCHS = "head-epochs"
@@ -57,8 +58,7 @@ HEAD_EPOCHS = "head-epochs"
 @contextlib.contextmanager
 def training_only(model: torch.nn.Module, names: Collection[str]) -> Iterator[None]:
     """Have no other parameters trained than those with these names; afterwards, those that were before."""
-    fixed = [parameter for name, parameter in model.named_parameters()
-             if parameter.requires_grad and name not in names]
+    fixed = [parameter for name, parameter in model.named_parameters() if parameter.requires_grad and name not in names]
     for parameter in fixed:
         parameter.requires_grad_(False)
     try:
@@ -77,7 +77,7 @@ class HeadAndBody:
     @staticmethod
     def train(visit: Visit) -> RecordDict:
         """Algorithm 1 at a client; the reply holds the trained body."""
-        from ..training import get_arrays
+        from kindred.client.training import get_arrays
 
         head = visit.config[HEAD]
         model = _composed(visit, visit.state.load(MODEL))

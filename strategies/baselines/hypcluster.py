@@ -35,8 +35,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
 
-from ..admission import Refused, Reply
-from ..messages import (
+from kindred.engine.admission import Refused, Reply
+from kindred.engine.multi_model import SeveralModels
+from kindred.messages import (
     ARRAYS,
     METRICS,
     RECEIVED,
@@ -48,12 +49,11 @@ from ..messages import (
     read_record,
     to_record,
 )
-from .several import SeveralModels
 
 if TYPE_CHECKING:
     import torch
 
-    from ..client import Visit
+    from kindred.client.app import Visit
 
 CLUSTER = "cluster"  # the metric in which a client says which model it took
 
@@ -75,7 +75,7 @@ class BestOfClusters:
     @staticmethod
     def train(visit: Visit) -> RecordDict:
         """The reply holds the trained model, its number, and the evaluations of it as it came and trained."""
-        from ..training import get_arrays
+        from kindred.client.training import get_arrays
 
         cluster, model = _chosen(visit)
         metrics = visit.evaluation(RECEIVED, model) | {CLUSTER: cluster}
@@ -139,8 +139,9 @@ class HypCluster(SeveralModels):
     def inspect(self, client: ClientId, reply: Reply) -> None:
         cluster = _cluster_in(reply, self.num_clusters)
         if cluster is None:
-            raise Refused(f"its cluster is {reprlib.repr(reply.metrics.get(CLUSTER))}, "
-                          f"allowed: 0 to {self.num_clusters - 1}")
+            raise Refused(
+                f"its cluster is {reprlib.repr(reply.metrics.get(CLUSTER))}, allowed: 0 to {self.num_clusters - 1}"
+            )
         self._told[client] = cluster
 
     def update_norm(self, client: ClientId, arrays: Mapping[str, np.ndarray]) -> float:

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from flwr.app import ArrayRecord
 
-from ..messages import ClientId
-from ..rounds import StoredModels
+from kindred.engine.strategy import StoredModels
+from kindred.messages import ClientId
 
 
 class Local(StoredModels):

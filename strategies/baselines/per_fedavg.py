@@ -34,16 +34,17 @@ from typing import TYPE_CHECKING, Any
 
 from flwr.app import MetricRecord, RecordDict
 
-from ..messages import ARRAYS, METRICS, RECEIVED, TRAIN_LOSS, TRAINED, TUNED, ClientId, check, to_record
+from kindred.client.sgd import SGD_LEARNING_RATE, MeanLoss, PlainSGD, descend
+from kindred.messages import ARRAYS, METRICS, RECEIVED, TRAIN_LOSS, TRAINED, TUNED, ClientId, check, to_record
+
 from .fedavg import Tuned
-from .plain_sgd import SGD_LEARNING_RATE, MeanLoss, PlainSGD, descend
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from ..client import Visit
-    from ..training import Gradients
+    from kindred.client.app import Visit
+    from kindred.client.training import Gradients
 
 ADAPT_LEARNING_RATE = "adapt-learning-rate"
 
@@ -91,7 +92,7 @@ class MetaTraining:
     @staticmethod
     def train(visit: Visit) -> RecordDict:
         """Algorithm 1, on the client; the evaluations are of the received, the adapted and the trained model."""
-        from ..training import channels_last, get_arrays, set_arrays, trained_weights
+        from kindred.client.training import channels_last, get_arrays, set_arrays, trained_weights
 
         alpha, beta = float(visit.config[ADAPT_LEARNING_RATE]), float(visit.config[SGD_LEARNING_RATE])
         model = visit.model()
@@ -112,7 +113,7 @@ class MetaTraining:
     @staticmethod
     def evaluate(visit: Visit) -> RecordDict:
         """Adapt the received model and evaluate it; it is in the reply."""
-        from ..training import get_arrays
+        from kindred.client.training import get_arrays
 
         model = visit.model()
         adapt(visit, model)
@@ -126,12 +127,15 @@ def adapt(visit: Visit, model: torch.nn.Module) -> None:
     """w - alpha grad f_i(w), over all training data of the client, in place."""
     from torch import from_numpy
 
-    from ..training import trained_weights
+    from kindred.client.training import trained_weights
 
     gradient = visit.gradient(model)
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    descend(trained_weights(model), (from_numpy(gradient[name]).to(visit.device) for name in names),
-            float(visit.config[ADAPT_LEARNING_RATE]))
+    descend(
+        trained_weights(model),
+        (from_numpy(gradient[name]).to(visit.device) for name in names),
+        float(visit.config[ADAPT_LEARNING_RATE]),
+    )
 
 
 # --- The server ---------------------------------------------------------------------------------------

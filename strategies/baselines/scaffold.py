@@ -39,8 +39,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
 
-from ..admission import Reply, norm
-from ..messages import (
+from kindred.client.sgd import SGD_LEARNING_RATE, PlainSGD
+from kindred.engine.admission import Reply, norm
+from kindred.engine.model_store import InTurn, Layout
+from kindred.messages import (
     ARRAYS,
     METRICS,
     RECEIVED,
@@ -54,11 +56,9 @@ from ..messages import (
     to_record,
     with_prefix,
 )
-from ..store import InTurn, Layout
-from .plain_sgd import SGD_LEARNING_RATE, PlainSGD
 
 if TYPE_CHECKING:
-    from ..client import Visit
+    from kindred.client.app import Visit
 
 Arrays = dict[str, np.ndarray]
 
@@ -111,7 +111,7 @@ class ControlledTraining:
         """Algorithm 1, on the client."""
         from torch import from_numpy, zeros_like
 
-        from ..training import get_arrays, num_batches
+        from kindred.client.training import get_arrays, num_batches
 
         step_size = float(visit.config[SGD_LEARNING_RATE])
         num_steps = num_batches(len(visit.site.train[1]), visit.epochs, visit.steps, visit.batch_size)
@@ -121,27 +121,38 @@ class ControlledTraining:
         model = visit.model(received)
         metrics = visit.evaluation(RECEIVED, model)
         corrections = [
-            from_numpy(np.asarray(correction(own[name], control[name]))).to(visit.device) if name in control
+            from_numpy(np.asarray(correction(own[name], control[name]))).to(visit.device)
+            if name in control
             else zeros_like(parameter)
-            for name, parameter in model.named_parameters() if parameter.requires_grad
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
         ]
         metrics[TRAIN_LOSS] = visit.train(
-            model, optimizer="sgd", learning_rate=step_size, momentum=0.0, correction=corrections)
+            model, optimizer="sgd", learning_rate=step_size, momentum=0.0, correction=corrections
+        )
         trained = get_arrays(model)
-        new = {name: control_variate(own[name], control[name], received[name], trained[name], num_steps, step_size)
-               for name in control}
-        visit.state.save(CONTROL, {
-            **with_prefix("now", new), **with_prefix("before", own),
-            SERVER_ROUND: np.array(int(visit.config[SERVER_ROUND]))})
+        new = {
+            name: control_variate(own[name], control[name], received[name], trained[name], num_steps, step_size)
+            for name in control
+        }
+        visit.state.save(
+            CONTROL,
+            {
+                **with_prefix("now", new),
+                **with_prefix("before", own),
+                SERVER_ROUND: np.array(int(visit.config[SERVER_ROUND])),
+            },
+        )
         metrics |= visit.evaluation(TRAINED, model) | visit.counts()
         changes = {name: new[name] - own[name] for name in new}
-        return RecordDict({
-            ARRAYS: to_record({**trained, **with_prefix(CONTROL, changes)}), METRICS: MetricRecord(metrics)})
+        return RecordDict(
+            {ARRAYS: to_record({**trained, **with_prefix(CONTROL, changes)}), METRICS: MetricRecord(metrics)}
+        )
 
     @staticmethod
     def evaluate(visit: Visit) -> RecordDict:
         """Evaluate the received model."""
-        from ..client import LocalTraining
+        from kindred.client.app import LocalTraining
 
         return LocalTraining.evaluate(visit)
 
@@ -209,9 +220,11 @@ class SCAFFOLD(PlainSGD):
         self._changes: InTurn[tuple[float, np.ndarray]] = InTurn(clients, self._add_change)
         control = server_control(self._total, list(self._weights.values()), len(self._known))  # (d,)
         self._control = {
-            name: control[self.layout.slices[name]].reshape(self.layout.shapes[name]).astype(
-                self.layout.dtypes[name], copy=False)
-            for name in self.layout.parameters}
+            name: control[self.layout.slices[name]]
+            .reshape(self.layout.shapes[name])
+            .astype(self.layout.dtypes[name], copy=False)
+            for name in self.layout.parameters
+        }
         record = ArrayRecord()
         record.update(self._global)
         record.update(to_record(with_prefix(CONTROL, self._control)))
@@ -249,6 +262,10 @@ class SCAFFOLD(PlainSGD):
         if answered:
             self._counted |= dict.fromkeys(answered, server_round)
             means = read_record(self._global)
-            self._global = to_record(means | {
-                name: server_step(sent[name], means[name], self.server_learning_rate)
-                for name in self.layout.parameters})
+            self._global = to_record(
+                means
+                | {
+                    name: server_step(sent[name], means[name], self.server_learning_rate)
+                    for name in self.layout.parameters
+                }
+            )

@@ -28,14 +28,14 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message
 from safetensors.numpy import load_file
 
-from client_app.app import app as client_app
-from data import load_federation
-from server_app.app import prepare, run
-from server_app.config import Config
-from server_app.tables import read_table
-from strategies import REGISTRY, Checkpoints, InlineGrid, PersonalizedStrategy
-from strategies.messages import SERVER_ROUND, in_order, read_record, records_of
-from strategies.state import saved_files
+from kindred import REGISTRY, Checkpoints, InlineGrid, PersonalizedStrategy
+from kindred.client.state import saved_files
+from kindred.client_app.app import app as client_app
+from kindred.data import load_federation
+from kindred.messages import SERVER_ROUND, in_order, read_record, records_of
+from kindred.server_app.app import prepare, run
+from kindred.server_app.config import Config
+from kindred.server_app.tables import read_table
 
 FOLDER = Path(__file__).parent
 KINDRED = Path(sysconfig.get_path("scripts")) / "kindred"
@@ -47,15 +47,31 @@ IN_FLOWER = ["heurfedamp rotated half", "federico dirichlet half"]  # runs resum
 
 PARTITIONS: dict[str, dict[str, Any]] = {
     "rotated": {},
-    "dirichlet": {"samples-per-client": 0, "store": "disk", "selection": "relay", "optimizer": "sgd",
-                  "learning-rate": 0.05, "momentum": 0.5, "epsilon": 0.0},
+    "dirichlet": {
+        "samples-per-client": 0,
+        "store": "disk",
+        "selection": "relay",
+        "optimizer": "sgd",
+        "learning-rate": 0.05,
+        "momentum": 0.5,
+        "epsilon": 0.0,
+    },
 }
 PARTICIPATION = {"all": 1.0, "half": 0.5}
 KEYS = [f"{name} {partition} {share}" for name in REGISTRY.own for partition in PARTITIONS for share in PARTICIPATION]
 
 # Settings that go with every message to a client.
-LOCAL = ("seed", "local-epochs", "local-steps", "batch-size", "optimizer", "learning-rate", "momentum", "precision",
-         "device")
+LOCAL = (
+    "seed",
+    "local-epochs",
+    "local-steps",
+    "batch-size",
+    "optimizer",
+    "learning-rate",
+    "momentum",
+    "precision",
+    "device",
+)
 
 
 class CutShort(Exception):
@@ -77,8 +93,11 @@ class Ending(InlineGrid):
 def settings_of(key: str) -> dict[str, Any]:
     """Return all settings of a run by its key: method, partition, who takes part."""
     name, partition, share = key.split()
-    return SETTINGS | PARTITIONS[partition] | {
-        "strategy": name, "partition": partition, "fraction-train": PARTICIPATION[share]}
+    return (
+        SETTINGS
+        | PARTITIONS[partition]
+        | {"strategy": name, "partition": partition, "fraction-train": PARTICIPATION[share]}
+    )
 
 
 def bits(key: str) -> dict[str, Any]:
@@ -97,8 +116,9 @@ def bits(key: str) -> dict[str, Any]:
             clients, weights = strategy.collaboration()
             matrices.append((clients, np.asarray(weights).tobytes()))
 
-        strategy.start(grid, initial, ROUNDS, train_config=local, evaluate_config=local, on_round=on_round,
-                       checkpoints=checkpoints)
+        strategy.start(
+            grid, initial, ROUNDS, train_config=local, evaluate_config=local, on_round=on_round, checkpoints=checkpoints
+        )
         return strategy
 
     with TemporaryDirectory() as folder:
@@ -111,18 +131,22 @@ def bits(key: str) -> dict[str, Any]:
             raise AssertionError(f"{key} was not cut short")
         strategy = start(InlineGrid(client_app, config.num_clients, config.run_config()), checkpoints)
     models: dict[Any, Mapping[str, np.ndarray]] = {
-        client: read_record(record) for client, record in strategy.client_models().items()}
+        client: read_record(record) for client, record in strategy.client_models().items()
+    }
     if strategy.clients_keep_state:
         for file in ("model", "mixture"):
-            models |= {f"{file} {client}": load_file(path)
-                       for client, path in saved_files(strategy.run_id, file).items()}
+            models |= {
+                f"{file} {client}": load_file(path) for client, path in saved_files(strategy.run_id, file).items()
+            }
     global_arrays: ArrayRecord = strategy.global_arrays()
     return {
         "models": digest((client, *arrays_of(models[client])) for client in in_order(models)),
         "global": digest(arrays_of(read_record(global_arrays))),
         "matrices": digest(matrices),
-        "history": digest(sorted((key, value) for key, value in row.items() if key != "seconds")
-                          for row in [*strategy.history.rows, *strategy.history.rounds]),
+        "history": digest(
+            sorted((key, value) for key, value in row.items() if key != "seconds")
+            for row in [*strategy.history.rows, *strategy.history.rounds]
+        ),
         "accuracy": round(float(strategy.history.rounds[-1]["accuracy"]), 2),
     }
 
@@ -175,8 +199,11 @@ def machine() -> dict[str, str]:
         name = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:
         name = None
-    return {"processor": name[1] if name else platform.processor() or platform.machine(),
-            "instructions": torch.backends.cpu.get_cpu_capability(), "torch": torch.__version__}
+    return {
+        "processor": name[1] if name else platform.processor() or platform.machine(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "torch": torch.__version__,
+    }
 
 
 def record() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from sklearn.datasets import load_breast_cancer
 
-from data.sources import Images, Source
+from kindred.data.sources import Images, Source
 
 
 def read(data_dir: str) -> Images:

@@ -13,21 +13,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from flwr.app import MetricRecord, RecordDict
 
-from strategies.baselines.fedavg import FedAvg
-from strategies.messages import ARRAYS, METRICS, OWN, TRAIN_LOSS, ClientId, check, to_record
-from strategies.registry import Method
-from strategies.state import MODEL
+from kindred.baselines.fedavg import FedAvg
+from kindred.client.state import MODEL
+from kindred.messages import ARRAYS, METRICS, OWN, TRAIN_LOSS, ClientId, check, to_record
+from kindred.registry import Method
 
 if TYPE_CHECKING:
-    from strategies.client import Visit
+    from kindred.client.app import Visit
 
 OWN_SHARE = "own-share"
 
 
 def blended(received: Mapping[str, np.ndarray], own: Mapping[str, np.ndarray], s: float) -> dict[str, np.ndarray]:
     """(1 - s) w + s w_k, in the types of w; what counts, such as batches seen, is w's."""
-    return {name: ((1 - s) * w + s * own[name]).astype(w.dtype) if w.dtype.kind == "f" else w
-            for name, w in received.items()}
+    return {
+        name: ((1 - s) * w + s * own[name]).astype(w.dtype) if w.dtype.kind == "f" else w
+        for name, w in received.items()
+    }
 
 
 class BlendedTraining:
@@ -35,7 +37,7 @@ class BlendedTraining:
 
     @staticmethod
     def train(visit: Visit) -> RecordDict:
-        from strategies.training import get_arrays
+        from kindred.client.training import get_arrays
 
         own = visit.state.load(MODEL) or visit.arrays  # the first time there is none
         model = visit.model(blended(visit.arrays, own, float(visit.config[OWN_SHARE])))

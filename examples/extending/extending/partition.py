@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from data.partitions import Partition, Request, Scheme, apportion, check_size, draw, even
+from kindred.data.partitions import Partition, Request, Scheme, apportion, check_size, draw, even
 
 
 def divide(ask: Request) -> Partition:

@@ -15,8 +15,13 @@ def train(message: Message, context: Context) -> Message:
     net, (x, y, _, _) = _prepare(message, context)
     config = message.content["config"]
     loss = task.train(
-        net, x, y, epochs=context.run_config["local-epochs"], lr=config["lr"],
-        mu=config.get("proximal-mu", 0.0), seed=config["server-round"],
+        net,
+        x,
+        y,
+        epochs=context.run_config["local-epochs"],
+        lr=config["lr"],
+        mu=config.get("proximal-mu", 0.0),
+        seed=config["server-round"],
     )
     metrics = MetricRecord({"train_loss": loss, "num-examples": len(y)})
     return Message(RecordDict({"arrays": ArrayRecord(net.state_dict()), "metrics": metrics}), reply_to=message)

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
-from kindred import HeurFedAMP
 from safetensors.torch import save_file
 
+from kindred import HeurFedAMP
 from plug_in.task import make_net
 
 app = ServerApp()

@@ -36,7 +36,7 @@ import numpy as np
 from flwr.serverapp import Grid
 from flwr.supercore import log
 
-from .messages import ClientId
+from kindred.messages import ClientId
 
 # Names under which a client keeps
 MODEL = "model"  # its personal model
@@ -82,8 +82,15 @@ class ClientState:
     """
 
     def __init__(
-        self, run_id: int, client: ClientId, root: str | os.PathLike[str] | None = None, *, server_round: int = 0,
-        before: int | None = None, keep_from: int | None = None, attempt: int = 0,
+        self,
+        run_id: int,
+        client: ClientId,
+        root: str | os.PathLike[str] | None = None,
+        *,
+        server_round: int = 0,
+        before: int | None = None,
+        keep_from: int | None = None,
+        attempt: int = 0,
     ) -> None:
         self.client = client
         self._round = server_round
@@ -136,9 +143,16 @@ class ClientState:
                 partial.unlink(missing_ok=True)
         whole = {key: np.asarray(array, order="C") for key, array in arrays.items()}  # save_file writes memory as it is
         with replacing(self._path(name)) as temporary:
-            save_file(whole, temporary, {
-                "client": json.dumps(self.client), "round": str(self._round), "attempt": str(self._attempt),
-                **(about or {})})
+            save_file(
+                whole,
+                temporary,
+                {
+                    "client": json.dumps(self.client),
+                    "round": str(self._round),
+                    "attempt": str(self._attempt),
+                    **(about or {}),
+                },
+            )
         _, *earlier = versions = self._versions(name)
         needed = next((version.round for version in versions if version.round <= self._keep_from), 0)
         for version in earlier:
@@ -226,7 +240,7 @@ def saved_files(run_id: int, name: str) -> dict[ClientId, Path]:
 
 def simulated(grid: Grid) -> bool:
     """Whether the clients behind a grid are on this machine, as in Flower's simulation engine and `InlineGrid`."""
-    from .inline import InlineGrid
+    from kindred.engine.inline import InlineGrid
 
     if isinstance(grid, InlineGrid):
         return True

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from .flower import END_WITH_PARENT
+from kindred.server_app.simulation import END_WITH_PARENT
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -36,9 +36,7 @@ START = f"""{END_WITH_PARENT}
 import runpy
 hook = sys.argv.pop(1)
 if hook:
-    sys.path.insert(0, {str(Path(__file__).resolve().parent.parent)!r})
-    from server_app import hooks
-    sys.path.pop(0)
+    from kindred.server_app.deployment import hooks
     getattr(hooks, hook)()
 sys.argv.pop(0)
 runpy.run_path(sys.argv[0], run_name="__main__")

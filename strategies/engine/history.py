@@ -10,8 +10,17 @@ from typing import Any
 import numpy as np
 from flwr.supercore import log
 
+from kindred.messages import (
+    KNOWN_METRICS,
+    NUM_TEST_EXAMPLES,
+    PERSONAL,
+    SAMPLES_PREDICTED,
+    SAMPLES_TRAINED,
+    ClientId,
+    in_order,
+)
+
 from .admission import MAX_EXAMPLES, REFUSED, is_count
-from .messages import KNOWN_METRICS, NUM_TEST_EXAMPLES, PERSONAL, SAMPLES_PREDICTED, SAMPLES_TRAINED, ClientId, in_order
 
 COMPUTE = (SAMPLES_TRAINED, SAMPLES_PREDICTED)
 MAX_COLUMNS = 500  # names of metrics that a run keeps, in addition to those that the project knows
@@ -63,8 +72,13 @@ class History:
 
     def state(self) -> dict[str, Any]:
         """What `restore` needs, between two rounds."""
-        return {"rows": self.rows, "rounds": self.rounds, "left_out": self.left_out, "accuracy": self._accuracy,
-                "columns": self._columns}
+        return {
+            "rows": self.rows,
+            "rounds": self.rounds,
+            "left_out": self.left_out,
+            "accuracy": self._accuracy,
+            "columns": self._columns,
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from what `state` gave."""
@@ -79,8 +93,11 @@ class History:
         self._reported.setdefault(row["client"], set()).update(reported)
         first = self._open.setdefault(row["client"], row)
         if first is not row:
-            together = {key: first[key] + row[key] for key in ("seconds", "bytes-down", "bytes-up", *COMPUTE)
-                        if key in first and key in row}
+            together = {
+                key: first[key] + row[key]
+                for key in ("seconds", "bytes-down", "bytes-up", *COMPUTE)
+                if key in first and key in row
+            }
             if row["status"] != "ok":
                 together["evaluate-status"] = row["status"]
             texts = {key: value for key, value in first.items() if isinstance(value, str)}  # no client's to change
@@ -111,8 +128,11 @@ class History:
             "seconds": seconds,
             "bytes-down": sum(row["bytes-down"] for row in rows),
             "bytes-up": sum(row["bytes-up"] for row in rows),
-            **{key: sum(counts) for key in COMPUTE
-               if (counts := [int(row[key]) for row in rows if is_count(row.get(key), least=0)])},
+            **{
+                key: sum(counts)
+                for key in COMPUTE
+                if (counts := [int(row[key]) for row in rows if is_count(row.get(key), least=0)])
+            },
         }
         for row in rows:
             accuracy = row.get(f"{PERSONAL}-accuracy")
@@ -142,16 +162,23 @@ class History:
 
         Names that the project knows are always kept. Of the others those that most clients report come first.
         """
-        names = {client: self._reported[client] - self._counts.get(client, {}).keys() - KNOWN_METRICS
-                 for client in (row["client"] for row in rows)}
+        names = {
+            client: self._reported[client] - self._counts.get(client, {}).keys() - KNOWN_METRICS
+            for client in (row["client"] for row in rows)
+        }
         reporting = Counter(name for own in names.values() for name in own if name not in self._columns)
         new = sorted(reporting, key=lambda name: (-reporting[name], name))
-        too_many = set(new[max(MAX_COLUMNS - len(self._columns), 0):])
+        too_many = set(new[max(MAX_COLUMNS - len(self._columns), 0) :])
         self._columns.update(reporting.keys() - too_many)
         if not too_many:
             return 0
-        log(WARNING, "kindred: %d metrics with new names are dropped, %s for one: a run keeps %d names",
-            len(too_many), min(too_many), MAX_COLUMNS)
+        log(
+            WARNING,
+            "kindred: %d metrics with new names are dropped, %s for one: a run keeps %d names",
+            len(too_many),
+            min(too_many),
+            MAX_COLUMNS,
+        )
         for row in rows:
             for name in too_many & names[row["client"]]:
                 del row[name]

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
-from .messages import (
+from kindred.messages import (
     CLIENT_ID,
     MAX_NAME,
     MODEL_BYTES,
@@ -142,15 +142,19 @@ def admit_introduction(content: RecordDict) -> dict[str, Any]:
             continue
         items = value if isinstance(value, list) else [value]
         if len(items) > MAX_ITEMS:
-            raise Refused(f"its introduction has {len(items)} items under {reprlib.repr(key)}, "
-                          f"allowed: up to {MAX_ITEMS}")
+            raise Refused(
+                f"its introduction has {len(items)} items under {reprlib.repr(key)}, allowed: up to {MAX_ITEMS}"
+            )
         for item in items:
             if isinstance(item, str | bytes) and len(item) > MAX_TEXT:
-                raise Refused(f"its introduction has {len(item)} characters under {reprlib.repr(key)}, "
-                              f"allowed: up to {MAX_TEXT}")
+                raise Refused(
+                    f"its introduction has {len(item)} characters under {reprlib.repr(key)}, allowed: up to {MAX_TEXT}"
+                )
             if isinstance(item, int) and not -MOST <= item <= MOST:
-                raise Refused(f"its introduction has {reprlib.repr(item)} under {reprlib.repr(key)}, "
-                              f"allowed: whole numbers from {-MOST} to {MOST}")
+                raise Refused(
+                    f"its introduction has {reprlib.repr(item)} under {reprlib.repr(key)}, "
+                    f"allowed: whole numbers from {-MOST} to {MOST}"
+                )
     return about
 
 
@@ -166,28 +170,38 @@ def _check_metrics(metrics: MetricRecord) -> None:
         if isinstance(value, list):
             numbers, listed = value, listed + len(value)
             if not value or listed > MAX_NUMBERS:
-                raise Refused(f"metric {name!r} is a list of {len(value)} numbers, allowed: 1 or more, and up to "
-                              f"{MAX_NUMBERS} in all lists together")
+                raise Refused(
+                    f"metric {name!r} is a list of {len(value)} numbers, allowed: 1 or more, and up to "
+                    f"{MAX_NUMBERS} in all lists together"
+                )
         for number in numbers:
             if not isinstance(number, int | float):
                 raise Refused(f"metric {name!r} holds {reprlib.repr(number)}, allowed: numbers")
             if isinstance(number, int) and not -MOST <= number <= MOST:
-                raise Refused(f"metric {name!r} holds {reprlib.repr(number)}, allowed: whole numbers from {-MOST} to "
-                              f"{MOST}")
+                raise Refused(
+                    f"metric {name!r} holds {reprlib.repr(number)}, allowed: whole numbers from {-MOST} to {MOST}"
+                )
         if name in COUNTS and not is_count(value, least=0):
             raise Refused(f"{name} is {reprlib.repr(value)}, allowed: 0 to {MAX_EXAMPLES}")
 
 
 def are_numbers(told: object, count: int, least: float, most: float) -> bool:
     """Whether this is a list of so many numbers, none of them out of bounds or NaN."""
-    return (isinstance(told, list) and len(told) == count
-            and all(isinstance(number, int | float) and least <= number <= most for number in told))
+    return (
+        isinstance(told, list)
+        and len(told) == count
+        and all(isinstance(number, int | float) and least <= number <= most for number in told)
+    )
 
 
 def is_count(examples: object, least: int = 1) -> bool:
     """Whether this is a number of samples. Flower's apps may send a whole number as a float."""
-    return (isinstance(examples, int | float) and not isinstance(examples, bool)
-            and least <= examples <= MAX_EXAMPLES and examples == int(examples))
+    return (
+        isinstance(examples, int | float)
+        and not isinstance(examples, bool)
+        and least <= examples <= MAX_EXAMPLES
+        and examples == int(examples)
+    )
 
 
 def _check_values(name: str, values: np.ndarray) -> None:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from strategies.messages import PERSONAL, RECEIVED, TRAINED, TUNED, ClientId, in_order
-from strategies.state import MIXTURE
+from kindred.client.state import MIXTURE
+from kindred.messages import PERSONAL, RECEIVED, TRAINED, TUNED, ClientId, in_order
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -101,17 +101,39 @@ def accuracy_figure(rows: Sequence[Mapping[str, Any]], title: str) -> Figure:
         numbers, _, received = carried_forward(rows, f"{RECEIVED}-accuracy")
         # A closing evaluation may be of the personal models alone.
         told = np.isin(numbers, [row["round"] for row in rows if is_accuracy(row.get(f"{RECEIVED}-accuracy"))])
-        axes.plot(numbers[told], 100 * np.nanmean(received[told], axis=1), color=COLOURS[1], linestyle="--",
-                  marker="s" if marker else None, markersize=4, label=f"mean, {other}")
+        axes.plot(
+            numbers[told],
+            100 * np.nanmean(received[told], axis=1),
+            color=COLOURS[1],
+            linestyle="--",
+            marker="s" if marker else None,
+            markersize=4,
+            label=f"mean, {other}",
+        )
     axes.plot(rounds, mean, color=COLOURS[0], linewidth=2, marker=marker, markersize=4.5, label=name)
     best = int(mean.argmax())
-    axes.plot(rounds[best], mean[best], linestyle="none", marker="*", markersize=15, color="#000000",
-              markeredgecolor="white", zorder=5, label=f"best mean: {mean[best]:.1f} % in round {rounds[best]}")
+    axes.plot(
+        rounds[best],
+        mean[best],
+        linestyle="none",
+        marker="*",
+        markersize=15,
+        color="#000000",
+        markeredgecolor="white",
+        zorder=5,
+        label=f"best mean: {mean[best]:.1f} % in round {rounds[best]}",
+    )
     _accuracy_axes(axes, rounds)
     handles, labels = axes.get_legend_handles_labels()
     order = sorted(range(len(labels)), key=lambda i: not labels[i].startswith("mean over"))
-    figure.legend([handles[i] for i in order], [labels[i] for i in order], loc="outside lower center", ncols=2,
-                  frameon=False, fontsize=9)
+    figure.legend(
+        [handles[i] for i in order],
+        [labels[i] for i in order],
+        loc="outside lower center",
+        ncols=2,
+        frameon=False,
+        fontsize=9,
+    )
     return figure
 
 
@@ -222,16 +244,30 @@ def tree_figure(
             axes.plot([stop, stop], [places[part] for part in cluster["parts"]], color=colour, linewidth=1.6)
             axes.plot(stop, place, "o", color=COLOURS[1], markersize=6, zorder=3)
             axes.annotate(
-                "\n".join([f"{cluster['cross-similarity']:.2f}", *texts[number]]), (stop, place), xytext=(6, 0),
-                textcoords="offset points", va="center", fontsize=8, color=COLOURS[1], zorder=4,
-                bbox={"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none"})
+                "\n".join([f"{cluster['cross-similarity']:.2f}", *texts[number]]),
+                (stop, place),
+                xytext=(6, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=8,
+                color=COLOURS[1],
+                zorder=4,
+                bbox={"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none"},
+            )
         else:
             axes.annotate(
-                "\n".join(texts[number]), (stop, place), xytext=(7, 0), textcoords="offset points", va="center",
-                fontsize=8, annotation_clip=False)
+                "\n".join(texts[number]),
+                (stop, place),
+                xytext=(7, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=8,
+                annotation_clip=False,
+            )
     if len(clusters) > 1:
         axes.set_title(
-            "at each cut: the largest cosine of two clients' updates across it", fontsize=9.5, color=COLOURS[1])
+            "at each cut: the largest cosine of two clients' updates across it", fontsize=9.5, color=COLOURS[1]
+        )
     axes.set_ylim(end, -0.9)
     axes.set_yticks([])
     _round_axis(axes, np.arange(last + 1))
@@ -255,26 +291,39 @@ def comparison_figure(methods: Sequence[tuple[str, Sequence[Sequence[Mapping[str
     figure, axes = _figure(title, (8.0, max(4.6, 0.3 * len(methods) + 1.6)))
     lines = []  # (name, rounds, percent, style)
     for i, (name, runs) in enumerate(methods):
-        told = [{line["round"]: line["accuracy"] for line in rounds if is_accuracy(line.get("accuracy"))}
-                for rounds in runs]
+        told = [
+            {line["round"]: line["accuracy"] for line in rounds if is_accuracy(line.get("accuracy"))} for rounds in runs
+        ]
         known = sorted(set.intersection(*map(set, told))) if told else []  # the rounds of all runs
-        style = {"color": COLOURS[i % len(COLOURS)], "linestyle": DASHES[i % len(DASHES)],
-                 "marker": MARKERS[i % len(MARKERS)]}
+        style = {
+            "color": COLOURS[i % len(COLOURS)],
+            "linestyle": DASHES[i % len(DASHES)],
+            "marker": MARKERS[i % len(MARKERS)],
+        }
         if known:
             percents = 100 * np.array([[accuracy[number] for number in known] for accuracy in told])  # (runs, r)
             numbers, percent = np.array(known), percents.mean(axis=0)
             lines.append((_name(name, 24), numbers, percent, style))
             if len(told) > 1:
                 spread = percents.std(axis=0, ddof=1)
-                axes.fill_between(numbers, percent - spread, percent + spread, color=style["color"], alpha=0.15,
-                                  linewidth=0)
+                axes.fill_between(
+                    numbers, percent - spread, percent + spread, color=style["color"], alpha=0.15, linewidth=0
+                )
     if not lines:
         axes.text(0.5, 0.5, "no client reported an accuracy", transform=axes.transAxes, ha="center", va="center")
         axes.set(xticks=[], yticks=[])
         return figure
     for _, numbers, percent, style in lines:
-        axes.plot(numbers, percent, linewidth=2, markersize=5.5, markeredgecolor="white", markeredgewidth=0.6,
-                  markevery=max(1, len(numbers) // 15), **style)
+        axes.plot(
+            numbers,
+            percent,
+            linewidth=2,
+            markersize=5.5,
+            markeredgecolor="white",
+            markeredgewidth=0.6,
+            markevery=max(1, len(numbers) // 15),
+            **style,
+        )
     first, last = min(line[1][0] for line in lines), max(line[1][-1] for line in lines)
     _accuracy_axes(axes, np.arange(first, last + 1), suffix=", mean over clients")
     low, high = axes.get_ylim()
@@ -283,11 +332,24 @@ def comparison_figure(methods: Sequence[tuple[str, Sequence[Sequence[Mapping[str
     places = _apart(np.array([percent[-1] for _, _, percent, _ in lines]), gap, low, high)
     for (name, numbers, percent, style), place in zip(lines, places, strict=True):
         # In units of the axes' width beyond its right edge, the height in percent of accuracy.
-        axes.annotate("", xy=(numbers[-1], percent[-1]), xytext=(1.03, place), textcoords=axes.get_yaxis_transform(),
-                      arrowprops={"arrowstyle": "-", "color": style["color"], "linewidth": 0.8, "shrinkA": 0},
-                      annotation_clip=False)
-        axes.plot([1.03, 1.06, 1.09], [place] * 3, transform=axes.get_yaxis_transform(), clip_on=False, linewidth=2,
-                  markersize=5.5, markevery=[1], **style)
+        axes.annotate(
+            "",
+            xy=(numbers[-1], percent[-1]),
+            xytext=(1.03, place),
+            textcoords=axes.get_yaxis_transform(),
+            arrowprops={"arrowstyle": "-", "color": style["color"], "linewidth": 0.8, "shrinkA": 0},
+            annotation_clip=False,
+        )
+        axes.plot(
+            [1.03, 1.06, 1.09],
+            [place] * 3,
+            transform=axes.get_yaxis_transform(),
+            clip_on=False,
+            linewidth=2,
+            markersize=5.5,
+            markevery=[1],
+            **style,
+        )
         axes.text(1.105, place, f"{name}  {percent[-1]:.1f} %", transform=axes.get_yaxis_transform(), va="center")
     return figure
 

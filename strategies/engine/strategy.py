@@ -26,11 +26,8 @@ from flwr.serverapp.strategy import Result, Strategy
 from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 from flwr.supercore import log
 
-from .admission import MAX_EXAMPLES, REFUSED, SERVERS_OWN, Refused, Reply, admit, norm
-from .checkpoint import Checkpoints
-from .exchange import content_of, is_from, pull, push
-from .history import COMPUTE, History
-from .messages import (
+from kindred.client.state import NotResumable, begin_simulation, simulated
+from kindred.messages import (
     AFTER_TRAINING,
     ATTEMPT,
     KEEP_FROM,
@@ -53,10 +50,14 @@ from .messages import (
     records_of,
     seed_for,
 )
-from .registry import REGISTRY
+from kindred.registry import REGISTRY
+
+from .admission import MAX_EXAMPLES, REFUSED, SERVERS_OWN, Refused, Reply, admit, norm
+from .checkpoint import Checkpoints
+from .exchange import content_of, is_from, pull, push
+from .history import COMPUTE, History
+from .model_store import ClientModels, Layout
 from .roster import CLOCKS, Roster, TooFewClients
-from .state import NotResumable, begin_simulation, simulated
-from .store import ClientModels, Layout
 
 ENGINES_OWN = ("round", "client", "status", "seconds", "bytes-down", "bytes-up")  # columns of every row
 
@@ -170,8 +171,12 @@ class PersonalizedStrategy(Strategy):
         check("min_available_nodes", min_available_nodes, min_available_nodes >= 1, "1 or more")
         check("seed", seed, seed >= 0, "0 or more")
         check("wait_timeout", wait_timeout, wait_timeout > 0, "more than 0")
-        check("quorum", quorum, 0 < quorum <= 1 or (1 < quorum < math.inf and quorum == int(quorum)),
-              "a share, more than 0 and up to 1, or a whole number")
+        check(
+            "quorum",
+            quorum,
+            0 < quorum <= 1 or (1 < quorum < math.inf and quorum == int(quorum)),
+            "a share, more than 0 and up to 1, or a whole number",
+        )
         check("grace", grace, grace >= 0, "0 or more")
         check("max_strikes", max_strikes, max_strikes >= 0, "0 or more")
         check("max_update_norm", max_update_norm, max_update_norm >= 0, "0 or more")
@@ -345,10 +350,20 @@ class PersonalizedStrategy(Strategy):
         """Log what this strategy is set to."""
         log(INFO, "\t├──> %s, seed %d", self.name, self.seed)
         log(INFO, "\t├──> Fraction: train (%.2f) | evaluate (%.2f)", self.fraction_train, self.fraction_evaluate)
-        log(INFO, "\t├──> Minimum nodes: train (%d) | evaluate (%d) | available (%d)",
-            self.min_train_nodes, self.min_evaluate_nodes, self.roster.min_available)
-        log(INFO, "\t└──> Keys: '%s', '%s', weighted by '%s'",
-            self.arrayrecord_key, self.configrecord_key, self.weighted_by_key)
+        log(
+            INFO,
+            "\t├──> Minimum nodes: train (%d) | evaluate (%d) | available (%d)",
+            self.min_train_nodes,
+            self.min_evaluate_nodes,
+            self.roster.min_available,
+        )
+        log(
+            INFO,
+            "\t└──> Keys: '%s', '%s', weighted by '%s'",
+            self.arrayrecord_key,
+            self.configrecord_key,
+            self.weighted_by_key,
+        )
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -391,13 +406,19 @@ class PersonalizedStrategy(Strategy):
             raise
         except Exception as error:
             failure = first_line(f"round {server_round} could not be ended ({type(error).__name__}: {error})")
-            log(ERROR, "kindred: %s: what its replies changed before stays, and it counts as one without answers\n%s",
-                failure, "".join(traceback.format_tb(error.__traceback__)))
+            log(
+                ERROR,
+                "kindred: %s: what its replies changed before stays, and it counts as one without answers\n%s",
+                failure,
+                "".join(traceback.format_tb(error.__traceback__)),
+            )
             return failure
         return ""
 
     def _mean_of_metrics(
-        self, aggregate: Callable[[list[RecordDict], str], MetricRecord], contents: Mapping[ClientId, RecordDict],
+        self,
+        aggregate: Callable[[list[RecordDict], str], MetricRecord],
+        contents: Mapping[ClientId, RecordDict],
         server_round: int,
     ) -> MetricRecord | None:
         """The mean of clients' metrics, in order of client; None where the caller's function raises an exception."""
@@ -406,8 +427,13 @@ class PersonalizedStrategy(Strategy):
         except SERVERS_OWN:
             raise
         except Exception as error:
-            log(WARNING, "kindred: the metrics of round %d have no mean: %s raised %s", server_round,
-                getattr(aggregate, "__name__", aggregate), first_line(f"{type(error).__name__}: {error}"))
+            log(
+                WARNING,
+                "kindred: the metrics of round %d have no mean: %s raised %s",
+                server_round,
+                getattr(aggregate, "__name__", aggregate),
+                first_line(f"{type(error).__name__}: {error}"),
+            )
             log(DEBUG, "%s", traceback.format_exc())
             return None
 
@@ -416,9 +442,13 @@ class PersonalizedStrategy(Strategy):
     ) -> Iterable[Message]:
         """Make the messages by which clients evaluate their personal models, one at a time."""
         clients = self._closing or self.sample(
-            server_round, self.fraction_evaluate, self.min_evaluate_nodes, "evaluate")
-        asked = [client for client in clients if client not in self._not_replied
-                 and (self._silent is None or client in self._silent)]
+            server_round, self.fraction_evaluate, self.min_evaluate_nodes, "evaluate"
+        )
+        asked = [
+            client
+            for client in clients
+            if client not in self._not_replied and (self._silent is None or client in self._silent)
+        ]
         for client, record in zip(asked, self.personal_models(asked)):
             yield self._message(client, record, config, server_round, MessageType.EVALUATE)
 
@@ -500,8 +530,10 @@ class PersonalizedStrategy(Strategy):
         if checkpoints and (found := checkpoints.load()):
             last, state = found
             if differing := state["strategy"].keys() ^ self.state().keys():
-                raise NotResumable(f"round {last} in {checkpoints.folder} was saved by another method or version: "
-                                   f"{', '.join(sorted(differing))} is in one of the two alone")
+                raise NotResumable(
+                    f"round {last} in {checkpoints.folder} was saved by another method or version: "
+                    f"{', '.join(sorted(differing))} is in one of the two alone"
+                )
             self.restore(state["strategy"])
             for kind, metrics in state["result"].items():
                 vars(result)[kind] = {server_round: MetricRecord(m) for server_round, m in metrics.items()}
@@ -511,8 +543,7 @@ class PersonalizedStrategy(Strategy):
             first = last + 1
             del found, state  # arrays of it would stay in memory
         if self.clients_keep_state and self._simulated:
-            begin_simulation(
-                self.run_id, checkpoints and checkpoints.folder, goes_on=first > self.first_round)
+            begin_simulation(self.run_id, checkpoints and checkpoints.folder, goes_on=first > self.first_round)
         started = time.monotonic()
         if evaluate_fn and first == self.first_round > 0 and (metrics := evaluate_fn(0, initial_arrays)) is not None:
             result.evaluate_metrics_serverapp[0] = metrics
@@ -521,8 +552,12 @@ class PersonalizedStrategy(Strategy):
             round_started = time.monotonic()
             self._replied, self._not_replied = set(), set()
             self.roster.meet(grid, self.introduce, timeout)
-            _, metrics = self.aggregate_train(server_round, self._exchange(
-                grid, self.configure_train(server_round, result.arrays, train_config, grid), timeout, server_round))
+            _, metrics = self.aggregate_train(
+                server_round,
+                self._exchange(
+                    grid, self.configure_train(server_round, result.arrays, train_config, grid), timeout, server_round
+                ),
+            )
             if metrics is not None:
                 result.train_metrics_clientapp[server_round] = metrics
             if self.fraction_evaluate:
@@ -533,9 +568,15 @@ class PersonalizedStrategy(Strategy):
             given_up = self._empty_rounds >= self.max_empty_rounds
             if checkpoints and (checkpoints.due(server_round) or server_round == num_rounds or given_up):
                 kinds = ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp")
-                checkpoints.save(server_round, {
-                    "strategy": self, "result": {kind: dict(getattr(result, kind)) for kind in kinds},
-                    "attempt": self._attempt, "empty-rounds": self._empty_rounds})
+                checkpoints.save(
+                    server_round,
+                    {
+                        "strategy": self,
+                        "result": {kind: dict(getattr(result, kind)) for kind in kinds},
+                        "attempt": self._attempt,
+                        "empty-rounds": self._empty_rounds,
+                    },
+                )
             if given_up:
                 self._give_up()
 
@@ -545,8 +586,9 @@ class PersonalizedStrategy(Strategy):
             self.roster.meet(grid, self.introduce, timeout)
         # Replies of a round may speak of the model that it started from: the last one still needs a word. And who was
         # never drawn has said nothing yet.
-        told = ({row["client"] for row in self.history.rows} if self.personal in AFTER_TRAINING
-                else self._evaluated_apart)
+        told = (
+            {row["client"] for row in self.history.rows} if self.personal in AFTER_TRAINING else self._evaluated_apart
+        )
         self._closing = [client for client in self.roster.active() if client not in told]
         if self.fraction_evaluate and self._closing:
             closing_started = time.monotonic()
@@ -576,7 +618,12 @@ class PersonalizedStrategy(Strategy):
     # --- An exchange ----------------------------------------------------------------------------------
 
     def _message(
-        self, client: ClientId, arrays: ArrayRecord, config: ConfigRecord, server_round: int, message_type: str,
+        self,
+        client: ClientId,
+        arrays: ArrayRecord,
+        config: ConfigRecord,
+        server_round: int,
+        message_type: str,
         probe: str = "",
     ) -> Message:
         settings = ConfigRecord({**config, **self.round_config(server_round, client)})
@@ -608,9 +655,14 @@ class PersonalizedStrategy(Strategy):
             if message.metadata.message_type == MessageType.EVALUATE:  # it may join a row of training
                 notes = {f"evaluate-{key}": value for key, value in notes.items()}
             asked = _Asked(
-                client, message.metadata.dst_node_id, time.monotonic(), payload_bytes(message.content), notes,
+                client,
+                message.metadata.dst_node_id,
+                time.monotonic(),
+                payload_bytes(message.content),
+                notes,
                 message.metadata.message_type == MessageType.TRAIN,
-                str(message.content[self.configrecord_key].get(PROBE, "")))
+                str(message.content[self.configrecord_key].get(PROBE, "")),
+            )
             message.metadata.ttl = timeout + CLOCKS
             message_id = push(grid, message)
             if message_id is None:
@@ -686,8 +738,11 @@ class PersonalizedStrategy(Strategy):
             self._add_row(asked, server_round, "ok", bytes_up, {f"{asked.probe}-loss": loss, **worked})
             return None
         # Numbers alone go into rows, and the engine's own columns are not the client's to name.
-        metrics = {key: value for key, value in reply.metrics.items()
-                   if isinstance(value, int | float) and not key.startswith((f"{PERSONAL}-", "evaluate-"))}
+        metrics = {
+            key: value
+            for key, value in reply.metrics.items()
+            if isinstance(value, int | float) and not key.startswith((f"{PERSONAL}-", "evaluate-"))
+        }
         if evaluation:
             metrics[NUM_TEST_EXAMPLES] = metrics.pop(self.weighted_by_key)
         self._add_row(asked, server_round, "ok", bytes_up, metrics, evaluation=evaluation)
@@ -724,8 +779,10 @@ class PersonalizedStrategy(Strategy):
 
     def _give_up(self) -> NoReturn:
         """End a run that has been going on without anybody for too long."""
-        raise TooFewClients(f"no client gave a usable answer in {self._empty_rounds} rounds in a row "
-                            f"(max_empty_rounds), so the run ends; {self._trouble()}")
+        raise TooFewClients(
+            f"no client gave a usable answer in {self._empty_rounds} rounds in a row "
+            f"(max_empty_rounds), so the run ends; {self._trouble()}"
+        )
 
     def _trouble(self) -> str:
         """The last thing that went wrong."""
@@ -735,8 +792,14 @@ class PersonalizedStrategy(Strategy):
         return f"client {last['client']}: {last['status']}" if last else "no client was asked"
 
     def _add_row(
-        self, asked: _Asked, server_round: int, status: str, bytes_up: int, metrics: Mapping[str, Any] | None = None,
-        *, evaluation: bool = False,
+        self,
+        asked: _Asked,
+        server_round: int,
+        status: str,
+        bytes_up: int,
+        metrics: Mapping[str, Any] | None = None,
+        *,
+        evaluation: bool = False,
     ) -> None:
         if status != "ok":
             status = first_line(status)
@@ -746,8 +809,13 @@ class PersonalizedStrategy(Strategy):
         row = {
             **(metrics or {}),  # whatever a client calls its metrics, the columns below are not its own
             **asked.notes,
-            **dict(zip(ENGINES_OWN, (server_round, asked.client, status, time.monotonic() - asked.sent_at,
-                                     asked.bytes_down, bytes_up), strict=True)),
+            **dict(
+                zip(
+                    ENGINES_OWN,
+                    (server_round, asked.client, status, time.monotonic() - asked.sent_at, asked.bytes_down, bytes_up),
+                    strict=True,
+                )
+            ),
         }
         # An evaluation by itself is of the personal model, under the name that an ordinary evaluate function uses.
         for measure, names in ORDINARY_NAMES.items():
@@ -759,9 +827,7 @@ class PersonalizedStrategy(Strategy):
         reported = () if asked.probe else (metrics or {}).keys() - asked.notes.keys() - set(ENGINES_OWN)
         self.history.add(row, reported)
 
-    def _evaluate(
-        self, grid: Grid, result: Result, config: ConfigRecord, timeout: float, server_round: int
-    ) -> None:
+    def _evaluate(self, grid: Grid, result: Result, config: ConfigRecord, timeout: float, server_round: int) -> None:
         messages = self.configure_evaluate(server_round, result.arrays, config, grid)
         metrics = self.aggregate_evaluate(server_round, self._exchange(grid, messages, timeout, server_round))
         if metrics is not None:
@@ -866,9 +932,7 @@ class CloudModels(StoredModels):
         super().begin(initial_arrays)
         self._weights = NOBODYS
 
-    def cloud_weights(
-        self, server_round: int, clients: Sequence[ClientId]
-    ) -> tuple[list[ClientId], np.ndarray]:
+    def cloud_weights(self, server_round: int, clients: Sequence[ClientId]) -> tuple[list[ClientId], np.ndarray]:
         """What the cloud models of these clients are made of.
 
         Returns
@@ -913,6 +977,7 @@ class CloudModels(StoredModels):
 
 def mean_metrics(contents: list[RecordDict], weighted_by_key: str) -> MetricRecord:
     """Flower's weighted mean, of the metrics that all of these clients report in one form (a number, n numbers)."""
+
     def form(value: Any) -> int | None:
         return None if value is None else len(value) if isinstance(value, list) else 0
 
@@ -948,8 +1013,15 @@ def progress(line: dict[str, Any], num_rounds: int) -> str:
     title = "closing evaluation" if line["round"] > num_rounds else f"round {line['round']:{width}}/{num_rounds}"
     parts = [title]
     if "accuracy" in line:
-        parts += [f"accuracy {line['accuracy']:.1%}", f"bottom decile {line['accuracy-p10']:.1%}",
-                  f"best {line['accuracy-best']:.1%}"]
-    parts += [f"{line['seconds']:.1f} s", f"up {line['bytes-up'] / 1e6:.2f} MB",
-              f"down {line['bytes-down'] / 1e6:.2f} MB", f"{line['answered']}/{line['asked']} clients"]
+        parts += [
+            f"accuracy {line['accuracy']:.1%}",
+            f"bottom decile {line['accuracy-p10']:.1%}",
+            f"best {line['accuracy-best']:.1%}",
+        ]
+    parts += [
+        f"{line['seconds']:.1f} s",
+        f"up {line['bytes-up'] / 1e6:.2f} MB",
+        f"down {line['bytes-down'] / 1e6:.2f} MB",
+        f"{line['answered']}/{line['asked']} clients",
+    ]
     return "  ".join(parts)

@@ -20,8 +20,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from . import graphs
-from .messages import check
+from kindred.messages import check
+
+from . import cuda_graphs as graphs
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -157,6 +158,7 @@ def train(
 
     losses: list[Tensor] = []
     with differentiating(model, x, batch_size, precision, term, label_smoothing) as gradients_of:
+
         def step(*batch: Tensor) -> Tensor:
             loss, gradients = gradients_of(*batch)
             update(gradients)
@@ -189,7 +191,10 @@ class Gradients:
     """
 
     def __init__(
-        self, model: nn.Module, precision: str = "float32", term: Callable[[], Tensor] | None = None,
+        self,
+        model: nn.Module,
+        precision: str = "float32",
+        term: Callable[[], Tensor] | None = None,
         label_smoothing: float = 0.0,
     ) -> None:
         self._model = model
@@ -198,8 +203,11 @@ class Gradients:
         self._smoothing = label_smoothing
         device = self._parameters[0].device.type if self._parameters else "cpu"
         # Without a cache of converted weights: a step uses each once, and a CUDA graph must hold the conversion.
-        self._arithmetic = (torch.autocast(device, torch.bfloat16, cache_enabled=False)
-                            if precision == "bfloat16" else contextlib.nullcontext())
+        self._arithmetic = (
+            torch.autocast(device, torch.bfloat16, cache_enabled=False)
+            if precision == "bfloat16"
+            else contextlib.nullcontext()
+        )
 
     def __call__(self, images: Tensor, labels: Tensor, factors: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
         """The mean loss of a batch, without the term, and its gradient for each of `trained_weights`.
@@ -230,8 +238,12 @@ class Gradients:
 
 @contextlib.contextmanager
 def differentiating(
-    model: nn.Module, x: Tensor, batch_size: int, precision: str = "float32",
-    term: Callable[[], Tensor] | None = None, label_smoothing: float = 0.0,
+    model: nn.Module,
+    x: Tensor,
+    batch_size: int,
+    precision: str = "float32",
+    term: Callable[[], Tensor] | None = None,
+    label_smoothing: float = 0.0,
 ) -> Iterator[Gradients]:
     """Have a model in training mode, and what makes batches of these images quick; yields its `Gradients`."""
     model.train()
@@ -406,8 +418,9 @@ def channels_last(model: nn.Module, x: Tensor) -> Tensor:
     """Put a network of images into channels-last layout, and return the images in it; values stay as they are."""
     if x.dim() != 4:
         return x
-    if not all(weight.is_contiguous(memory_format=torch.channels_last)
-               for weight in model.parameters() if weight.dim() == 4):  # `to` goes through all in any case
+    if not all(
+        weight.is_contiguous(memory_format=torch.channels_last) for weight in model.parameters() if weight.dim() == 4
+    ):  # `to` goes through all in any case
         model.to(memory_format=torch.channels_last)
     return x.contiguous(memory_format=torch.channels_last)
 
@@ -415,8 +428,12 @@ def channels_last(model: nn.Module, x: Tensor) -> Tensor:
 @contextlib.contextmanager
 def _quick_convolutions(x: Tensor, batch_size: int) -> Iterator[None]:
     """Keep the convolutions of small batches of small images on the CPU from oneDNN."""
-    small = (x.device.type == "cpu" and x.dim() == 4 and min(len(x), batch_size) < _SMALL_BATCH
-             and math.prod(x.shape[2:]) <= _SMALL_IMAGE)
+    small = (
+        x.device.type == "cpu"
+        and x.dim() == 4
+        and min(len(x), batch_size) < _SMALL_BATCH
+        and math.prod(x.shape[2:]) <= _SMALL_IMAGE
+    )
     onednn = torch.backends.mkldnn
     if not (small and onednn.enabled and torch.backends.nnpack.is_available()):
         yield
@@ -486,7 +503,12 @@ class Update:
     """
 
     def __init__(
-        self, weights: list[Tensor], optimizer: str, learning_rate: float, momentum: float, proximal_mu: float,
+        self,
+        weights: list[Tensor],
+        optimizer: str,
+        learning_rate: float,
+        momentum: float,
+        proximal_mu: float,
         corrected: bool,
     ) -> None:
         self._weights = weights
@@ -526,8 +548,19 @@ def _adam(weights: list[Tensor], learning_rate: float) -> tuple[Descent, list[Te
     def descend(gradients: list[Tensor]) -> None:
         step.add_(1)
         torch._fused_adam_(
-            weights, gradients, first, second, [], steps, lr=learning_rate, beta1=0.9, beta2=0.999,
-            weight_decay=0.0, eps=1e-8, amsgrad=False, maximize=False,
+            weights,
+            gradients,
+            first,
+            second,
+            [],
+            steps,
+            lr=learning_rate,
+            beta1=0.9,
+            beta2=0.999,
+            weight_decay=0.0,
+            eps=1e-8,
+            amsgrad=False,
+            maximize=False,
         )
 
     return descend, [*first, *second, step]
@@ -539,8 +572,16 @@ def _sgd(weights: list[Tensor], learning_rate: float, momentum: float) -> tuple[
 
     def descend(gradients: list[Tensor]) -> None:
         torch._fused_sgd_(
-            weights, gradients, velocity, weight_decay=0.0, momentum=momentum, lr=learning_rate,
-            dampening=0.0, nesterov=False, maximize=False, is_first_step=False,
+            weights,
+            gradients,
+            velocity,
+            weight_decay=0.0,
+            momentum=momentum,
+            lr=learning_rate,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+            is_first_step=False,
         )
 
     return descend, velocity

@@ -17,9 +17,10 @@ from typing import IO, Any, Generic, TypeVar
 import numpy as np
 from flwr.app import ArrayRecord
 
+from kindred.client.state import default_root
+from kindred.messages import ClientId, check, in_order, read_record, to_record
+
 from .admission import norm
-from .messages import ClientId, check, in_order, read_record, to_record
-from .state import default_root
 
 # Columns that one step of a blocked computation takes at the most, and its share of the numbers kept, for it may be a
 # copy; fewer numbers than the least would not be worth a step.
@@ -53,9 +54,7 @@ class Layout:
         buffers of PyTorch's normalisation layers.
     """
 
-    def __init__(
-        self, record: ArrayRecord | Mapping[str, np.ndarray], buffers: Collection[str] | None = None
-    ) -> None:
+    def __init__(self, record: ArrayRecord | Mapping[str, np.ndarray], buffers: Collection[str] | None = None) -> None:
         arrays = read_record(record) if isinstance(record, ArrayRecord) else record
         if not arrays:
             raise ValueError("initial_arrays is empty: it must hold a model, e.g. ArrayRecord(module.state_dict())")
@@ -89,8 +88,9 @@ class Layout:
             if name not in due:
                 return f"array {name!r} is not part of the model"
             if array.shape != self.shapes[name] or array.dtype != self.dtypes[name]:
-                return (f"array {name!r} is {array.dtype} {array.shape}, "
-                        f"expected {self.dtypes[name]} {self.shapes[name]}")
+                return (
+                    f"array {name!r} is {array.dtype} {array.shape}, expected {self.dtypes[name]} {self.shapes[name]}"
+                )
         return None
 
     def distance(self, arrays: Mapping[str, np.ndarray], others: Mapping[str, np.ndarray]) -> float:
@@ -108,11 +108,14 @@ class Layout:
 
     def record(self, row: np.ndarray, integers: Mapping[str, np.ndarray]) -> ArrayRecord:
         """The model whose floats are `row`, shape (size,), in the order and types it came in."""
-        return to_record({
-            name: row[self.slices[name]].reshape(shape).astype(self.dtypes[name], copy=False)
-            if name in self.slices else integers[name]
-            for name, shape in self.shapes.items()
-        })
+        return to_record(
+            {
+                name: row[self.slices[name]].reshape(shape).astype(self.dtypes[name], copy=False)
+                if name in self.slices
+                else integers[name]
+                for name, shape in self.shapes.items()
+            }
+        )
 
 
 def last_layers(names: Iterable[str], count: int) -> list[str]:
@@ -133,8 +136,12 @@ def last_layers(names: Iterable[str], count: int) -> list[str]:
     """
     names = list(names)
     layers = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
-    check("head_layers", count, 1 <= count < len(layers),
-          f"1 to {len(layers) - 1}, for the model has {len(layers)} layers")
+    check(
+        "head_layers",
+        count,
+        1 <= count < len(layers),
+        f"1 to {len(layers) - 1}, for the model has {len(layers)} layers",
+    )
     return [name for name in names if name.rpartition(".")[0] in layers[-count:]]
 
 
@@ -290,7 +297,7 @@ class ClientModels(Mapping[ClientId, ArrayRecord]):
         if groups and len(groups[0]) > len(self._sums):
             self._sums = np.empty((len(groups[0]), self.layout.size), self.layout.dtype)
         for group in groups:  # (g, m)
-            sums = self._sums[:len(group)]  # (g, d)
+            sums = self._sums[: len(group)]  # (g, d)
             for columns, block in self.blocks(senders):  # (m, b)
                 np.matmul(group, block, out=sums[:, columns])
             yield from sums
@@ -303,8 +310,11 @@ class ClientModels(Mapping[ClientId, ArrayRecord]):
         """What `restore` needs: the clients in the order of their rows, a view of these, and the integer buffers."""
         let_go(self._rows)
         # Of all clients together: a checkpoint with an entry for each takes longer.
-        integers = {name: np.stack([self._integers[client][name] for client in self._index])
-                    for name in self.layout.integers if self._index}
+        integers = {
+            name: np.stack([self._integers[client][name] for client in self._index])
+            for name in self.layout.integers
+            if self._index
+        }
         return {"clients": list(self._index), "rows": self._rows[: len(self._index)], "integers": integers}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -319,8 +329,10 @@ class ClientModels(Mapping[ClientId, ArrayRecord]):
                 let_go(self._rows)
                 let_go(rows)
         self._index = {client: place for place, client in enumerate(state["clients"])}
-        self._integers = {client: {name: np.array(array[i]) for name, array in state["integers"].items()}
-                          for client, i in self._index.items()}
+        self._integers = {
+            client: {name: np.array(array[i]) for name, array in state["integers"].items()}
+            for client, i in self._index.items()
+        }
 
 
 def let_go(array: np.ndarray) -> None:
@@ -353,8 +365,11 @@ def _mapped(file: int, shape: tuple[int, int], dtype: np.dtype[Any]) -> np.ndarr
         try:
             os.posix_fallocate(file, 0, size)
         except OSError as error:
-            raise OSError(error.errno, f"store is 'disk', where {shape[0]} models take {size} bytes, but "
-                          f"{default_root()} has no room for them ({error.strerror})") from None
+            raise OSError(
+                error.errno,
+                f"store is 'disk', where {shape[0]} models take {size} bytes, but "
+                f"{default_root()} has no room for them ({error.strerror})",
+            ) from None
     else:
         os.truncate(file, size)
     return np.ndarray(shape, dtype, mmap.mmap(file, size))

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from .extensions import Registry
+from kindred.extensions import Registry
 
 if TYPE_CHECKING:  # reading the names of the models must not wait for PyTorch
     import torch
@@ -28,13 +28,20 @@ def digits_cnn(image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
     from torch import nn
 
     channels, height, width = _at_least(4, "digits-cnn", image_shape)
-    return nn.Sequential(OrderedDict(
-        conv1=nn.Conv2d(channels, 16, 3, padding=1), pool1=nn.MaxPool2d(2), relu1=nn.ReLU(),
-        conv2=nn.Conv2d(16, 32, 3, padding=1), pool2=nn.MaxPool2d(2), relu2=nn.ReLU(),
-        flatten=nn.Flatten(),
-        fc1=nn.Linear(32 * (height // 4) * (width // 4), 64), relu3=nn.ReLU(),
-        fc2=nn.Linear(64, num_classes),
-    ))
+    return nn.Sequential(
+        OrderedDict(
+            conv1=nn.Conv2d(channels, 16, 3, padding=1),
+            pool1=nn.MaxPool2d(2),
+            relu1=nn.ReLU(),
+            conv2=nn.Conv2d(16, 32, 3, padding=1),
+            pool2=nn.MaxPool2d(2),
+            relu2=nn.ReLU(),
+            flatten=nn.Flatten(),
+            fc1=nn.Linear(32 * (height // 4) * (width // 4), 64),
+            relu3=nn.ReLU(),
+            fc2=nn.Linear(64, num_classes),
+        )
+    )
 
 
 def mcmahan_cnn(image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
@@ -47,13 +54,20 @@ def mcmahan_cnn(image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
     from torch import nn
 
     channels, height, width = _at_least(4, "mcmahan-cnn", image_shape)
-    return nn.Sequential(OrderedDict(
-        conv1=nn.Conv2d(channels, 32, 5, padding=2), pool1=nn.MaxPool2d(2), relu1=nn.ReLU(),
-        conv2=nn.Conv2d(32, 64, 5, padding=2), pool2=nn.MaxPool2d(2), relu2=nn.ReLU(),
-        flatten=nn.Flatten(),
-        fc1=nn.Linear(64 * (height // 4) * (width // 4), 512), relu3=nn.ReLU(),
-        fc2=nn.Linear(512, num_classes),
-    ))
+    return nn.Sequential(
+        OrderedDict(
+            conv1=nn.Conv2d(channels, 32, 5, padding=2),
+            pool1=nn.MaxPool2d(2),
+            relu1=nn.ReLU(),
+            conv2=nn.Conv2d(32, 64, 5, padding=2),
+            pool2=nn.MaxPool2d(2),
+            relu2=nn.ReLU(),
+            flatten=nn.Flatten(),
+            fc1=nn.Linear(64 * (height // 4) * (width // 4), 512),
+            relu3=nn.ReLU(),
+            fc2=nn.Linear(512, num_classes),
+        )
+    )
 
 
 def cnn2(image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
@@ -66,13 +80,21 @@ def cnn2(image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
     from torch import nn
 
     channels, height, width = _at_least(8, "cnn2", image_shape)
-    return nn.Sequential(OrderedDict(
-        conv1=nn.Conv2d(channels, 128, 3, padding=1), pool1=nn.MaxPool2d(2), relu1=nn.ReLU(),
-        conv2=nn.Conv2d(128, 128, 3, padding=1), pool2=nn.MaxPool2d(2), relu2=nn.ReLU(),
-        conv3=nn.Conv2d(128, 128, 3, padding=1), pool3=nn.MaxPool2d(2), relu3=nn.ReLU(),
-        flatten=nn.Flatten(),
-        fc=nn.Linear(128 * (height // 8) * (width // 8), num_classes),
-    ))
+    return nn.Sequential(
+        OrderedDict(
+            conv1=nn.Conv2d(channels, 128, 3, padding=1),
+            pool1=nn.MaxPool2d(2),
+            relu1=nn.ReLU(),
+            conv2=nn.Conv2d(128, 128, 3, padding=1),
+            pool2=nn.MaxPool2d(2),
+            relu2=nn.ReLU(),
+            conv3=nn.Conv2d(128, 128, 3, padding=1),
+            pool3=nn.MaxPool2d(2),
+            relu3=nn.ReLU(),
+            flatten=nn.Flatten(),
+            fc=nn.Linear(128 * (height // 8) * (width // 8), num_classes),
+        )
+    )
 
 
 def resnet18(image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
@@ -84,7 +106,7 @@ def resnet18(image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
     """
     from torch import nn
 
-    from .compat import import_torchvision
+    from kindred.torchvision_import import import_torchvision
 
     channels, _, _ = _at_least(8, "resnet18", image_shape)
     model = import_torchvision().models.resnet18(num_classes=num_classes)
@@ -106,16 +128,26 @@ def ckt_cnn(image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
     from torch import nn
 
     channels, height, width = _at_least(4, "ckt-cnn", image_shape)
-    return nn.Sequential(OrderedDict(
-        conv1=nn.Conv2d(channels, 6, 5, padding=2), pool1=nn.MaxPool2d(2), relu1=nn.ReLU(),
-        conv2=nn.Conv2d(6, 16, 5, padding=2), pool2=nn.MaxPool2d(2), relu2=nn.ReLU(),
-        flatten=nn.Flatten(),
-        fc1=nn.Linear(16 * (height // 4) * (width // 4), 120), relu3=nn.ReLU(),
-        fc2=nn.Linear(120, 100), relu4=nn.ReLU(),
-        fc3=nn.Linear(100, 84), relu5=nn.ReLU(),
-        fc4=nn.Linear(84, 50), relu6=nn.ReLU(),
-        fc5=nn.Linear(50, num_classes),
-    ))
+    return nn.Sequential(
+        OrderedDict(
+            conv1=nn.Conv2d(channels, 6, 5, padding=2),
+            pool1=nn.MaxPool2d(2),
+            relu1=nn.ReLU(),
+            conv2=nn.Conv2d(6, 16, 5, padding=2),
+            pool2=nn.MaxPool2d(2),
+            relu2=nn.ReLU(),
+            flatten=nn.Flatten(),
+            fc1=nn.Linear(16 * (height // 4) * (width // 4), 120),
+            relu3=nn.ReLU(),
+            fc2=nn.Linear(120, 100),
+            relu4=nn.ReLU(),
+            fc3=nn.Linear(100, 84),
+            relu5=nn.ReLU(),
+            fc4=nn.Linear(84, 50),
+            relu6=nn.ReLU(),
+            fc5=nn.Linear(50, num_classes),
+        )
+    )
 
 
 def office_mlp(image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
@@ -127,12 +159,16 @@ def office_mlp(image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
     """
     from torch import nn
 
-    return nn.Sequential(OrderedDict(
-        flatten=nn.Flatten(),
-        fc1=nn.Linear(math.prod(image_shape), 1000), relu1=nn.ReLU(),
-        fc2=nn.Linear(1000, 200), relu2=nn.ReLU(),
-        fc3=nn.Linear(200, num_classes),
-    ))
+    return nn.Sequential(
+        OrderedDict(
+            flatten=nn.Flatten(),
+            fc1=nn.Linear(math.prod(image_shape), 1000),
+            relu1=nn.ReLU(),
+            fc2=nn.Linear(1000, 200),
+            relu2=nn.ReLU(),
+            fc3=nn.Linear(200, num_classes),
+        )
+    )
 
 
 def vgg11(image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
@@ -158,16 +194,20 @@ def vgg13(image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
     return _vgg("vgg13", "B", image_shape, num_classes)
 
 
-MODELS: Registry[Callable[[ImageShape, int], torch.nn.Module]] = Registry("kindred.models", Callable, {
-    "digits-cnn": digits_cnn,
-    "mcmahan-cnn": mcmahan_cnn,
-    "cnn2": cnn2,
-    "resnet18": resnet18,
-    "ckt-cnn": ckt_cnn,
-    "office-mlp": office_mlp,
-    "vgg11": vgg11,
-    "vgg13": vgg13,
-})
+MODELS: Registry[Callable[[ImageShape, int], torch.nn.Module]] = Registry(
+    "kindred.models",
+    Callable,
+    {
+        "digits-cnn": digits_cnn,
+        "mcmahan-cnn": mcmahan_cnn,
+        "cnn2": cnn2,
+        "resnet18": resnet18,
+        "ckt-cnn": ckt_cnn,
+        "office-mlp": office_mlp,
+        "vgg11": vgg11,
+        "vgg13": vgg13,
+    },
+)
 
 
 def parse_models(text: str) -> list[str]:
@@ -253,7 +293,7 @@ def model_for_size(names: Sequence[str], num_examples: int, typical: float, seed
     """
     import numpy as np
 
-    from .messages import check
+    from kindred.messages import check
 
     check("names", names, len(names) >= 1, "one name or more")
     check("num_examples", num_examples, 0 <= num_examples < math.inf, "0 or more")
@@ -263,9 +303,7 @@ def model_for_size(names: Sequence[str], num_examples: int, typical: float, seed
     return names[int((coins < num_examples / (num_examples + typical)).sum())]
 
 
-def make_model(
-    name: str, image_shape: ImageShape, num_classes: int, seed: int | None = None
-) -> torch.nn.Module:
+def make_model(name: str, image_shape: ImageShape, num_classes: int, seed: int | None = None) -> torch.nn.Module:
     """Build a network.
 
     Parameters
@@ -309,19 +347,27 @@ def make_model(
 def _vgg(name: str, configuration: str, image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
     from torch import nn
 
-    from .compat import import_torchvision
+    from kindred.torchvision_import import import_torchvision
 
     channels, _, _ = _at_least(32, name, image_shape)
     # Not torchvision's VGG class, which would first make and fill a classifier of 120 million parameters.
     vgg = import_torchvision().models.vgg
     features = vgg.make_layers(vgg.cfgs[configuration], batch_norm=True)
     features[0] = nn.Conv2d(channels, 64, 3, padding=1)
-    return nn.Sequential(OrderedDict(
-        features=features, mean=nn.AdaptiveAvgPool2d(1), flatten=nn.Flatten(),
-        dropout1=nn.Dropout(), fc1=nn.Linear(512, 512), relu1=nn.ReLU(),
-        dropout2=nn.Dropout(), fc2=nn.Linear(512, 512), relu2=nn.ReLU(),
-        fc3=nn.Linear(512, num_classes),
-    ))
+    return nn.Sequential(
+        OrderedDict(
+            features=features,
+            mean=nn.AdaptiveAvgPool2d(1),
+            flatten=nn.Flatten(),
+            dropout1=nn.Dropout(),
+            fc1=nn.Linear(512, 512),
+            relu1=nn.ReLU(),
+            dropout2=nn.Dropout(),
+            fc2=nn.Linear(512, 512),
+            relu2=nn.ReLU(),
+            fc3=nn.Linear(512, num_classes),
+        )
+    )
 
 
 def _at_least(side: int, name: str, image_shape: ImageShape) -> ImageShape:

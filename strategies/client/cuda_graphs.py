@@ -105,8 +105,12 @@ class Graphs:
             while error.__context__ is not None:
                 error = error.__context__
             reason = (str(error) or type(error).__name__).partition("\n")[0]
-            log(WARNING, "kindred: a step of %s cannot be a CUDA graph, so it stays as it is: %s",
-                type(model).__name__, reason)
+            log(
+                WARNING,
+                "kindred: a step of %s cannot be a CUDA graph, so it stays as it is: %s",
+                type(model).__name__,
+                reason,
+            )
             return None
         self._graphs[key] = graph
         _trim(self._graphs, GRAPHS_KEPT)

@@ -114,8 +114,11 @@ class Guard:
                 await self.app(scope, _repeat(await _read(receive, room.most), receive), send)
         except Refused as refused:
             body = f"{refused}\n".encode()
-            headers = [(b"content-type", b"text/plain"), (b"content-length", b"%d" % len(body)),
-                       (b"connection", b"close")]  # the body of the request may still be on its way
+            headers = [
+                (b"content-type", b"text/plain"),
+                (b"content-length", b"%d" % len(body)),
+                (b"connection", b"close"),
+            ]  # the body of the request may still be on its way
             await send({"type": "http.response.start", "status": refused.status, "headers": headers})
             await send({"type": "http.response.body", "body": body})
 

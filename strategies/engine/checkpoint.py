@@ -26,9 +26,10 @@ import numpy as np
 from flwr.app import ArrayRecord
 from flwr.supercore import log
 
-from .messages import check, in_order, read_record, to_record
-from .state import NotResumable, partial_files
-from .store import let_go, mapping_of
+from kindred.client.state import NotResumable, partial_files
+from kindred.messages import check, in_order, read_record, to_record
+
+from .model_store import let_go, mapping_of
 
 STATE = "state"
 FORMAT = 2  # of what `save` writes
@@ -84,9 +85,15 @@ class Checkpoints:
         except OSError as error:
             self._overdue = True
             last = next(iter(self._files()), None)
-            log(WARNING, "kindred: round %d could not be saved in %s (%s): the run goes on, and tries again after the "
-                "next round; cut short before that, it %s", server_round, self.folder, error.strerror or error,
-                f"can be gone on with from round {last[0] + 1}" if last else "cannot be gone on with")
+            log(
+                WARNING,
+                "kindred: round %d could not be saved in %s (%s): the run goes on, and tries again after the "
+                "next round; cut short before that, it %s",
+                server_round,
+                self.folder,
+                error.strerror or error,
+                f"can be gone on with from round {last[0] + 1}" if last else "cannot be gone on with",
+            )
 
     def _write(self, server_round: int, arrays: Mapping[str, np.ndarray]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -265,8 +272,10 @@ def _read(path: Path) -> tuple[int, Any]:
         arrays = _Arrays(path, archive)
         content = json.loads(arrays[STATE].tobytes())
         if content.get("format") != FORMAT:
-            raise NotResumable(f"{path} was saved by another version of kindred, in format {content.get('format', 1)}; "
-                               f"this one reads format {FORMAT}")
+            raise NotResumable(
+                f"{path} was saved by another version of kindred, in format {content.get('format', 1)}; "
+                f"this one reads format {FORMAT}"
+            )
         return content["round"], unpack(content["state"], arrays)
 
 

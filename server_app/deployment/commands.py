@@ -35,9 +35,18 @@ from typing import IO, TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
+from kindred.server_app.cli.run import APP_DIR, _end, _option, app
+from kindred.server_app.simulation import (
+    CONNECTION,
+    MARK,
+    STARTUP_TIMEOUT,
+    _kill,
+    _Signalled,
+    _signals_as_exceptions,
+    toml,
+)
+
 from . import hooks
-from .cli import APP_DIR, _end, _option, app
-from .flower import CONNECTION, MARK, STARTUP_TIMEOUT, _kill, _Signalled, _signals_as_exceptions, toml
 from .hooks import Address, address_of
 
 if TYPE_CHECKING:
@@ -45,7 +54,7 @@ if TYPE_CHECKING:
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 
-    from .config import Config
+    from kindred.server_app.config import Config
 
 CA, SERVER = "ca", "server"  # names of certificates, and so of no site
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -83,9 +92,10 @@ for public_key, name in zip(sys.argv[1::2], sys.argv[2::2]):
 
 @app.command()
 def keys(
-    arguments: Annotated[list[Path], typer.Argument(
-        metavar="[renew] DIR", help="Folder of the keys; behind `renew`, its certificates are renewed."
-    )],
+    arguments: Annotated[
+        list[Path],
+        typer.Argument(metavar="[renew] DIR", help="Folder of the keys; behind `renew`, its certificates are renewed."),
+    ],
     server: Annotated[
         str, _option("server", "NAMES", "Names and IP addresses under which sites reach the server: fl.example.org.")
     ] = "",
@@ -106,14 +116,19 @@ def keys(
         return
     names, site_names = parse_server_names(server), parse_sites(sites)
     if not names and not (folder / f"{SERVER}.crt").exists():
-        _end(2, f"--server is not given, and {folder} has no {SERVER}.crt: name the server, as in "
-                "--server fl.example.org,192.0.2.7")
+        _end(
+            2,
+            f"--server is not given, and {folder} has no {SERVER}.crt: name the server, as in "
+            "--server fl.example.org,192.0.2.7",
+        )
     with _own_folder(folder):
         for path, like in make_keys(folder, names, site_names):
             print(f"made {path}\n  like: {like}", flush=True)
     until = _load_certificate(folder / f"{SERVER}.crt").not_valid_after_utc
-    print(f"\nthe server's certificate is for {', '.join(map(str, _names_in(folder)))}, until {until:%Y-%m-%d}\n"
-          "a site's machine needs ca.crt and the site's .key; ca.key is for further certificates alone: keep it apart")
+    print(
+        f"\nthe server's certificate is for {', '.join(map(str, _names_in(folder)))}, until {until:%Y-%m-%d}\n"
+        "a site's machine needs ca.crt and the site's .key; ca.key is for further certificates alone: keep it apart"
+    )
 
 
 def parse_sites(text: str) -> list[str]:
@@ -129,8 +144,11 @@ def parse_sites(text: str) -> list[str]:
 
 def _check_site_name(option: str, name: str) -> None:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name) or name.lower() in (CA, SERVER):
-        _end(2, f"{option} is {name!r}, allowed: up to 64 letters, digits, and . _ - behind the first, "
-                f"but for {CA} and {SERVER}")
+        _end(
+            2,
+            f"{option} is {name!r}, allowed: up to 64 letters, digits, and . _ - behind the first, "
+            f"but for {CA} and {SERVER}",
+        )
 
 
 def parse_server_names(text: str) -> list[str | Address]:
@@ -182,8 +200,13 @@ def make_keys(folder: Path, names: Sequence[str | Address], sites: Iterable[str]
         ]
         key, name = _load_pem_key(ca_key), _subject("kindred CA")
         _write(ca, _certificate(name, key.public_key(), extensions, CA_DAYS, name, key), 0o644)
-        yield ca, (f'{request} -days {CA_DAYS} -subj "/CN=kindred CA" '
-                   f"-addext keyUsage=critical,keyCertSign,cRLSign -keyout {ca_key.name} -out {ca.name}")
+        yield (
+            ca,
+            (
+                f'{request} -days {CA_DAYS} -subj "/CN=kindred CA" '
+                f"-addext keyUsage=critical,keyCertSign,cRLSign -keyout {ca_key.name} -out {ca.name}"
+            ),
+        )
     if server.exists():
         _check_certificate_names(folder, names)
     else:
@@ -195,18 +218,32 @@ def make_keys(folder: Path, names: Sequence[str | Address], sites: Iterable[str]
             (x509.BasicConstraints(ca=False, path_length=None), True),
             (_key_usage(digital_signature=True), True),
             (x509.ExtendedKeyUsage([x509.ExtendedKeyUsageOID.SERVER_AUTH]), False),
-            (x509.SubjectAlternativeName(
-                [x509.DNSName(name) if isinstance(name, str) else x509.IPAddress(name) for name in all_names]
-            ), False),
+            (
+                x509.SubjectAlternativeName(
+                    [x509.DNSName(name) if isinstance(name, str) else x509.IPAddress(name) for name in all_names]
+                ),
+                False,
+            ),
         ]
-        certificate = _certificate(_subject("kindred server"), _load_pem_key(server_key).public_key(), extensions,
-                                   SERVER_DAYS, _load_certificate(ca).subject, signing_key)
+        certificate = _certificate(
+            _subject("kindred server"),
+            _load_pem_key(server_key).public_key(),
+            extensions,
+            SERVER_DAYS,
+            _load_certificate(ca).subject,
+            signing_key,
+        )
         _write(server, certificate, 0o644)
         kinds = ",".join(f"{'DNS' if isinstance(name, str) else 'IP'}:{name}" for name in all_names)
-        yield server, (f"{request} -CA {ca.name} -CAkey {ca_key.name} -days {SERVER_DAYS} "
-                       f'-subj "/CN=kindred server" -addext basicConstraints=critical,CA:FALSE '
-                       f"-addext keyUsage=critical,digitalSignature -addext extendedKeyUsage=serverAuth "
-                       f"-addext subjectAltName={kinds} -keyout {server_key.name} -out {server.name}")
+        yield (
+            server,
+            (
+                f"{request} -CA {ca.name} -CAkey {ca_key.name} -days {SERVER_DAYS} "
+                f'-subj "/CN=kindred server" -addext basicConstraints=critical,CA:FALSE '
+                f"-addext keyUsage=critical,digitalSignature -addext extendedKeyUsage=serverAuth "
+                f"-addext subjectAltName={kinds} -keyout {server_key.name} -out {server.name}"
+            ),
+        )
     for site in sites:
         private, public = folder / f"{site}.key", folder / f"{site}.pub"
         if public.exists():  # the private key may have gone to the site
@@ -214,10 +251,13 @@ def make_keys(folder: Path, names: Sequence[str | Address], sites: Iterable[str]
         if not private.exists():
             _write(private, _private_openssh(_new_key()))
         key = _load_site_key(private)
-        _write(public, key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + f" {site}\n".encode(),
-               0o644)
-        yield private, (f'ssh-keygen -t ecdsa -b 384 -N "" -C {site} -f {private.name}; '
-                        f"mv {private.name}.pub {public.name}")
+        _write(
+            public, key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + f" {site}\n".encode(), 0o644
+        )
+        yield (
+            private,
+            (f'ssh-keygen -t ecdsa -b 384 -N "" -C {site} -f {private.name}; mv {private.name}.pub {public.name}'),
+        )
 
 
 def _renew(folder: Path) -> None:
@@ -229,12 +269,16 @@ def _renew(folder: Path) -> None:
         for path in renewed_certificates(folder):
             made.append(path)
             print(f"made {path}, valid until {_load_certificate(path).not_valid_after_utc:%Y-%m-%d}", flush=True)
-    print("the keys and all other files stay as they are, and sites need not be registered again\n"
-          f"the server: start `kindred server` again; if its keys folder is another, copy "
-          f"{' and '.join(path.name for path in made)} into it first")
+    print(
+        "the keys and all other files stay as they are, and sites need not be registered again\n"
+        f"the server: start `kindred server` again; if its keys folder is another, copy "
+        f"{' and '.join(path.name for path in made)} into it first"
+    )
     if ca in made:
-        print(f"the sites: copy {ca.name} to each, in place of its own, which is valid until {old:%Y-%m-%d}; then "
-              "start `kindred site` again")
+        print(
+            f"the sites: copy {ca.name} to each, in place of its own, which is valid until {old:%Y-%m-%d}; then "
+            "start `kindred site` again"
+        )
     else:
         print(f"the sites: nothing; {ca.name} is valid until {old:%Y-%m-%d}")
 
@@ -281,7 +325,11 @@ def _subject(name: str) -> x509.Name:
 
 
 def _certificate(
-    subject: x509.Name, key: Any, extensions: Iterable[tuple[x509.ExtensionType, bool]], days: int, issuer: x509.Name,
+    subject: x509.Name,
+    key: Any,
+    extensions: Iterable[tuple[x509.ExtensionType, bool]],
+    days: int,
+    issuer: x509.Name,
     issuer_key: EllipticCurvePrivateKey,
 ) -> bytes:
     from cryptography import x509
@@ -304,8 +352,17 @@ def _certificate(
 def _key_usage(**used: bool) -> x509.KeyUsage:
     from cryptography import x509
 
-    usages = ("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement",
-              "key_cert_sign", "crl_sign", "encipher_only", "decipher_only")
+    usages = (
+        "digital_signature",
+        "content_commitment",
+        "key_encipherment",
+        "data_encipherment",
+        "key_agreement",
+        "key_cert_sign",
+        "crl_sign",
+        "encipher_only",
+        "decipher_only",
+    )
     return x509.KeyUsage(**{usage: used.get(usage, False) for usage in usages})
 
 
@@ -329,7 +386,7 @@ def _private_openssh(key: EllipticCurvePrivateKey) -> bytes:  # the one form tha
 
 def _write(path: Path, content: bytes, mode: int = 0o600) -> None:
     """Write a file, whole or not at all."""
-    from strategies.state import replacing
+    from kindred.client.state import replacing
 
     with replacing(path) as temporary:
         temporary.touch(mode=mode)
@@ -395,8 +452,11 @@ def _check_certificate_names(folder: Path, names: Iterable[str | Address]) -> No
     there = _names_in(folder)
     if lacking := [str(name) for name in names if name not in there]:
         path = folder / f"{SERVER}.crt"
-        _end(2, f"{path} is for {', '.join(map(str, there)) or 'no name'}, not for {', '.join(lacking)}; remove it to "
-                "have `kindred keys DIR --server NAMES` make another")
+        _end(
+            2,
+            f"{path} is for {', '.join(map(str, there)) or 'no name'}, not for {', '.join(lacking)}; remove it to "
+            "have `kindred keys DIR --server NAMES` make another",
+        )
 
 
 # --- kindred server ---
@@ -404,8 +464,9 @@ def _check_certificate_names(folder: Path, names: Iterable[str | Address]) -> No
 
 @app.command("server")
 def serve(
-    keys: Annotated[Path | None, _option("keys", "DIR", "What `kindred keys` made: TLS, and sites must prove who "
-                                                        "they are.")] = None,
+    keys: Annotated[
+        Path | None, _option("keys", "DIR", "What `kindred keys` made: TLS, and sites must prove who they are.")
+    ] = None,
     host: Annotated[
         str, _option("host", "HOST", "Address to listen on (default 127.0.0.1; 0.0.0.0: all of this machine).")
     ] = LOOPBACK[1],
@@ -414,7 +475,7 @@ def serve(
     insecure: Annotated[bool, typer.Option("--insecure", help="Without TLS and authentication.")] = False,
 ) -> None:
     """Start the server: a SuperLink, on which runs are then started from this machine."""
-    from strategies.state import default_root
+    from kindred.client.state import default_root
 
     name = _host(host, "--host")
     if keys and insecure:
@@ -431,8 +492,15 @@ def serve(
     command = ["flower-superlink", "--host", str(name), "--port", str(port), "--database", str(state / "superlink.db")]
     connection: dict[str, Any] = {"address": address}
     if keys:
-        command += ["--ssl-ca-certfile", str(keys / "ca.crt"), "--ssl-certfile", str(keys / "server.crt"),
-                    "--ssl-keyfile", str(keys / "server.key"), "--enable-supernode-auth"]
+        command += [
+            "--ssl-ca-certfile",
+            str(keys / "ca.crt"),
+            "--ssl-certfile",
+            str(keys / "server.crt"),
+            "--ssl-keyfile",
+            str(keys / "server.key"),
+            "--enable-supernode-auth",
+        ]
         connection["root-certificates"] = str(keys / "ca.crt")
     else:
         command.append("--insecure")
@@ -458,8 +526,10 @@ def serve(
         _wait_until_it_answers(superlink, reached, port, keys)
         if registration and not registration.look():
             _end(1, "not all sites can be registered")
-        print(f"the server is ready, and listens on {_with_port(name, port)}; it takes runs and registrations from "
-              "this machine alone. To run:")
+        print(
+            f"the server is ready, and listens on {_with_port(name, port)}; it takes runs and registrations from "
+            "this machine alone. To run:"
+        )
         _show_command(["flwr", "run", str(APP_DIR), CONNECTION, "--stream"], {"FLWR_HOME": str(state)})
         pause, next_warning, renew = FIRST_PAUSE, 0.0, f"`kindred keys renew {keys}`, and start this again"
         while superlink.poll() is None:
@@ -530,13 +600,16 @@ def open_to_others(path: Path) -> str | None:
         return f"{path} cannot be read ({error.strerror})"
     mode, quoted = stat.S_IMODE(about.st_mode), shlex.quote(str(path))
     if about.st_uid not in (os.geteuid(), 0):
-        return (f"{path} belongs to user {about.st_uid}, allowed: {os.geteuid()}, who runs this, or root; "
-                f"chown {os.geteuid()} {quoted}")
+        return (
+            f"{path} belongs to user {about.st_uid}, allowed: {os.geteuid()}, who runs this, or root; "
+            f"chown {os.geteuid()} {quoted}"
+        )
     private = path.suffix == ".key"
     if mode & (0o077 if private else 0o022):
         others, letters = ("read it", "go=") if private else ("write to it", "go-w")
-        return (f"{path} has permissions {mode:04o}, allowed: such that nobody else can {others}; "
-                f"chmod {letters} {quoted}")
+        return (
+            f"{path} has permissions {mode:04o}, allowed: such that nobody else can {others}; chmod {letters} {quoted}"
+        )
     return None
 
 
@@ -554,8 +627,11 @@ def _wait_until_it_answers(superlink: subprocess.Popen[bytes], host: str, port: 
     context = ssl.create_default_context(cafile=keys / "ca.crt") if keys else None
     deadline = time.monotonic() + STARTUP_TIMEOUT
     while superlink.poll() is None and time.monotonic() < deadline:
-        connection = (http.client.HTTPSConnection(host, port, timeout=1, context=context) if context
-                      else http.client.HTTPConnection(host, port, timeout=1))
+        connection = (
+            http.client.HTTPSConnection(host, port, timeout=1, context=context)
+            if context
+            else http.client.HTTPConnection(host, port, timeout=1)
+        )
         with contextlib.suppress(OSError, http.client.HTTPException), contextlib.closing(connection):
             connection.request("GET", "/health")
             if connection.getresponse().status == 200:
@@ -620,8 +696,9 @@ class _Registration:
 def _register(public_keys: Sequence[Path], settings: Mapping[str, str], state: Path, mark: str) -> list[Path]:
     """Register the sites whose public keys these are; those with which that failed."""
     for path in public_keys:
-        _show_command(["flwr", "supernode", "register", str(path), CONNECTION, "--name", path.stem],
-                      {"FLWR_HOME": str(state)})
+        _show_command(
+            ["flwr", "supernode", "register", str(path), CONNECTION, "--name", path.stem], {"FLWR_HOME": str(state)}
+        )
     arguments = [text for path in public_keys for text in (str(path), path.stem)]
     flwr = subprocess.run(
         [sys.executable, "-P", "-c", REGISTER, *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -650,26 +727,37 @@ def site(
     name: Annotated[str, typer.Argument(metavar="NAME", help="What the site is called; whole numbers are numbers.")],
     server: Annotated[str, _option("server", "HOST:PORT", "Where the server is.")],
     data_dir: Annotated[Path, _option("data-dir", "PATH", "The site's data: .npz file, folder of images, or tables.")],
-    public_data: Annotated[Path | None, _option("public-data", "FILE", "Unlabelled images, the same at each site: "
-                                                                       "an .npz file with x.")] = None,
+    public_data: Annotated[
+        Path | None, _option("public-data", "FILE", "Unlabelled images, the same at each site: an .npz file with x.")
+    ] = None,
     ca: Annotated[Path | None, _option("ca", "FILE", "The ca.crt of `kindred keys`.")] = None,
     key: Annotated[Path | None, _option("key", "FILE", "The site's private key.")] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="Without TLS and authentication.")] = False,
     state_dir: Annotated[Path | None, _option("state-dir", "DIR", "Folder of what the site keeps.")] = None,
     threads: Annotated[int | None, _option("threads", "N", "CPU threads to compute with (default: all CPUs).")] = None,
     port: Annotated[int | None, _option("port", "PORT", "Port that the SuperNode uses within this machine.")] = None,
-    no_share_model: Annotated[bool, typer.Option("--no-share-model", help="Keep the model from other sites; "
-                                                                          "FedeRiCo.")] = False,
-    report_weights: Annotated[bool, typer.Option("--report-weights", help="Let the server know the site's weights; "
-                                                                          "FedeRiCo.")] = False,
-    class_names: Annotated[str, _option("class-names", "NAMES", "The run's class-names, where the data have names for "
-                                                                "classes: to check them.")] = "",
-    run_config: Annotated[list[str] | None, _option("run-config", "FILE_OR_SETTINGS", "The settings of a run, as for "
-                                                    "`flwr run`: to check that the site fits it.")] = None,
+    no_share_model: Annotated[
+        bool, typer.Option("--no-share-model", help="Keep the model from other sites; FedeRiCo.")
+    ] = False,
+    report_weights: Annotated[
+        bool, typer.Option("--report-weights", help="Let the server know the site's weights; FedeRiCo.")
+    ] = False,
+    class_names: Annotated[
+        str,
+        _option("class-names", "NAMES", "The run's class-names, where the data have names for classes: to check them."),
+    ] = "",
+    run_config: Annotated[
+        list[str] | None,
+        _option(
+            "run-config",
+            "FILE_OR_SETTINGS",
+            "The settings of a run, as for `flwr run`: to check that the site fits it.",
+        ),
+    ] = None,
     check: Annotated[bool, typer.Option("--check", help="Check and print, start nothing.")] = False,
 ) -> None:
     """Take part as a site with data of its own: check the data, then keep a SuperNode running."""
-    from strategies.state import default_root
+    from kindred.client.state import default_root
 
     _check_site_name("NAME", name)
     host, superlink_port = parse_server(server)
@@ -711,12 +799,27 @@ def site(
         _check_fit(name, node, run)
 
     def command(port: int) -> list[str]:
-        return ["flower-supernode", "--superlink", _with_port(host, superlink_port), *proof, "--host", LOOPBACK[1],
-                "--port", str(port), "--node-config", node_config(node)]
+        return [
+            "flower-supernode",
+            "--superlink",
+            _with_port(host, superlink_port),
+            *proof,
+            "--host",
+            LOOPBACK[1],
+            "--port",
+            str(port),
+            "--node-config",
+            node_config(node),
+        ]
 
     home = state / f"flower-{name}"
-    settings = {"FLWR_HOME": str(home), "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads),
-                "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2", **_QUIET}  # s; a poll costs some ms
+    settings = {
+        "FLWR_HOME": str(home),
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",
+        **_QUIET,
+    }  # s; a poll costs some ms
     if check:
         _show_command(command(port or 9094), settings)
         return
@@ -750,9 +853,9 @@ def node_config(values: Mapping[str, str | int | bool]) -> str:
 
 def _tell_about_data(name: str, node: Mapping[str, Any], class_names: Sequence[str]) -> None:
     """Check a site's data, and print what the server learns of them."""
-    from data import DataError
-    from data.public import read_public
-    from data.sites import read_site
+    from kindred.data import DataError
+    from kindred.data.public import read_public
+    from kindred.data.sites import read_site
 
     try:
         images = read_site(node["data-dir"], class_names)
@@ -762,22 +865,29 @@ def _tell_about_data(name: str, node: Mapping[str, Any], class_names: Sequence[s
     shape, told = "x".join(map(str, images.x_train.shape[1:])), ""
     if public is not None:
         if public.shape[1:] != images.x_train.shape[1:]:
-            _end(2, f"public-data has images of {'x'.join(map(str, public.shape[1:]))}, the site's are {shape} "
-                    "(channels x height x width)")
+            _end(
+                2,
+                f"public-data has images of {'x'.join(map(str, public.shape[1:]))}, the site's are {shape} "
+                "(channels x height x width)",
+            )
         told = f", with PerFed-CKT that it has {len(public)} public images and their fingerprint"
     share = "others may" if node.get("share-model", True) else "no other site may"
     train, test, top = len(images.x_train), len(images.x_test), images.num_classes - 1
-    print(f"{name}: {train} images of {shape} to train on, {test} to test on, labels up to {top}\n"
-          f"told to the server at first: the name {name}, {train} training samples, the name and the number of classes "
-          f"of the run's network, that {share} have its model, which methods the run's program knows{told}; then what "
-          "the method sends, see `kindred strategies`\n"
-          f"stays here: the data in {node['data-dir']}, and what the site keeps in {node['state-dir']}", flush=True)
+    print(
+        f"{name}: {train} images of {shape} to train on, {test} to test on, labels up to {top}\n"
+        f"told to the server at first: the name {name}, {train} training samples, the name and the number of classes "
+        f"of the run's network, that {share} have its model, which methods the run's program knows{told}; then what "
+        "the method sends, see `kindred strategies`\n"
+        f"stays here: the data in {node['data-dir']}, and what the site keeps in {node['state-dir']}",
+        flush=True,
+    )
 
 
 def _run_config(given: Sequence[str], class_names: str) -> Config:
     """The settings of a run that the site is to fit; ends the command where they are none."""
-    from .config import ConfigError
-    from .fits import read_run_config
+    from kindred.server_app.config import ConfigError
+
+    from .site_check import read_run_config
 
     if class_names:
         _end(2, "--class-names and --run-config are both given, allowed: one of them, for the run's class-names count")
@@ -789,10 +899,10 @@ def _run_config(given: Sequence[str], class_names: str) -> Config:
 
 def _check_fit(name: str, node: Mapping[str, Any], run: Config) -> None:
     """Say that a site fits a run, or end the command with the reason for which it does not."""
-    from data import DataError
+    from kindred.data import DataError
+    from kindred.server_app.config import ConfigError
 
-    from .config import ConfigError
-    from .fits import fit
+    from .site_check import fit
 
     try:
         print(f"fits the run: {fit(run, node, APP_DIR)}", flush=True)
@@ -893,8 +1003,12 @@ def faults(link: Link, output: bytes | None = None) -> Iterator[str]:
         context.load_verify_locations(link.ca)
     try:
         # A proxy, as the SuperNode would take it.
-        with httpx.Client(base_url=f"http{'s' if link.ca else ''}://{link.address}", verify=context,
-                          timeout=ANSWER_TIMEOUT, trust_env=not _is_loopback(link.host)) as client:
+        with httpx.Client(
+            base_url=f"http{'s' if link.ca else ''}://{link.address}",
+            verify=context,
+            timeout=ANSWER_TIMEOUT,
+            trust_env=not _is_loopback(link.host),
+        ) as client:
             sent = time.time()
             with client.stream("GET", "/health") as answer:  # as the connection is there
                 received = time.time()
@@ -904,17 +1018,23 @@ def faults(link: Link, output: bytes | None = None) -> Iterator[str]:
                 return
             if tls:
                 server = x509.load_der_x509_certificate(tls.getpeercert(True))
-                yield from ending({f"the certificate of {link.address}": server},
-                                  "it is renewed on the server's machine by `kindred keys renew`")
+                yield from ending(
+                    {f"the certificate of {link.address}": server},
+                    "it is renewed on the server's machine by `kindred keys renew`",
+                )
             status = _key_status(client, link.key) if link.key and output is not None else None
             if fault := clock_fault(answer.headers.get("date", ""), sent, received, refused=status == "refused"):
                 yield fault
             elif status == "unknown":
-                yield (f"the server does not know the key {link.key}, or has withdrawn it: put the site's .pub into "
-                       "the server's keys folder; for one that was withdrawn make a new key")
+                yield (
+                    f"the server does not know the key {link.key}, or has withdrawn it: put the site's .pub into "
+                    "the server's keys folder; for one that was withdrawn make a new key"
+                )
             elif status == "known" and NOT_ACTIVATED in output:
-                yield (f"the key {link.key} is in use by another SuperNode, or was less than a minute ago: end the "
-                       "other `kindred site`, or wait")
+                yield (
+                    f"the key {link.key} is in use by another SuperNode, or was less than a minute ago: end the "
+                    "other `kindred site`, or wait"
+                )
     except httpx.HTTPError as error:
         yield _connection_fault(link, error)
 
@@ -944,8 +1064,10 @@ def clock_fault(date: str, sent: float, received: float, refused: bool = False) 
     if not refused and least - unknown <= ahead <= most + unknown:
         return None
     off = f"about {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'}" if math.isfinite(ahead) else "not that of"
-    return (f"this machine's clock is {off} the server's, allowed: up to {most} s ahead or {-least} s behind; set it, "
-            "as with NTP (timedatectl set-ntp true)")
+    return (
+        f"this machine's clock is {off} the server's, allowed: up to {most} s ahead or {-least} s behind; set it, "
+        "as with NTP (timedatectl set-ntp true)"
+    )
 
 
 def _key_status(client: httpx.Client, path: Path) -> Literal["refused", "unknown", "known"] | None:
@@ -987,19 +1109,27 @@ def _connection_fault(link: Link, error: BaseException) -> str:
     certificate = f"the certificate of {link.address}"
     if isinstance(reason, ssl.SSLCertVerificationError):
         if reason.verify_code in (9, 10):  # OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID, _HAS_EXPIRED
-            return (f"{certificate} is not valid on {datetime.now(UTC):%Y-%m-%d}, the date of this machine's clock "
-                    f"({reason.verify_message}): it is renewed on the server's machine by `kindred keys renew`")
+            return (
+                f"{certificate} is not valid on {datetime.now(UTC):%Y-%m-%d}, the date of this machine's clock "
+                f"({reason.verify_message}): it is renewed on the server's machine by `kindred keys renew`"
+            )
         if reason.verify_code in (62, 64):  # X509_V_ERR_HOSTNAME_MISMATCH, _IP_ADDRESS_MISMATCH
-            return (f"{certificate} is not for this name ({reason.verify_message}): give --server a name that it is "
-                    "for, or remove server.crt on the server's machine, and `kindred keys DIR --server NAMES` there")
-        return (f"{certificate} is not signed by the CA of {link.ca} ({reason.verify_message}): take the ca.crt of "
-                "this server, or see whether --server names the right one")
+            return (
+                f"{certificate} is not for this name ({reason.verify_message}): give --server a name that it is "
+                "for, or remove server.crt on the server's machine, and `kindred keys DIR --server NAMES` there"
+            )
+        return (
+            f"{certificate} is not signed by the CA of {link.ca} ({reason.verify_message}): take the ca.crt of "
+            "this server, or see whether --server names the right one"
+        )
     if isinstance(reason, ssl.SSLError):
         return f"{link.address} does not speak TLS ({reason.reason}): see whether `kindred server --keys` listens there"
     if not link.ca and isinstance(error, (httpx.ReadError, httpx.RemoteProtocolError)):
         return f"{link.address} does not answer without TLS ({error}): a server with --keys needs --ca and --key"
-    return (f"{link.address} cannot be reached ({getattr(reason, 'strerror', None) or error}), and is tried again: see "
-            "whether `kindred server` runs there, --server names it, and a firewall lets this machine through")
+    return (
+        f"{link.address} cannot be reached ({getattr(reason, 'strerror', None) or error}), and is tried again: see "
+        "whether `kindred server` runs there, --server names it, and a firewall lets this machine through"
+    )
 
 
 # --- what they share ---
@@ -1059,8 +1189,11 @@ def _own_folder(folder: Path, alone: bool = True) -> Iterator[None]:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if folder.stat().st_mode & 0o077:
-            _end(2, f"{folder} is open to others on this machine, allowed: a folder of yours alone; "
-                    f"chmod 700 {shlex.quote(str(folder))}")
+            _end(
+                2,
+                f"{folder} is open to others on this machine, allowed: a folder of yours alone; "
+                f"chmod 700 {shlex.quote(str(folder))}",
+            )
         lock = open(folder / ".lock", "w") if alone else None
     except OSError as error:
         _end(2, f"{folder} cannot be used as a folder: {error.strerror}")
@@ -1072,7 +1205,7 @@ def _own_folder(folder: Path, alone: bool = True) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             _end(2, f"{folder} is in use by another `kindred` that runs")
-        from strategies.state import partial_files
+        from kindred.client.state import partial_files
 
         for partial, _ in partial_files(folder):  # of one that was killed as it wrote
             partial.unlink()
@@ -1122,7 +1255,11 @@ def _environment(settings: Mapping[str, str], mark: str) -> dict[str, str]:
 
 
 def _start(
-    command: Sequence[str], settings: Mapping[str, str], directory: Path, mark: str, hook: Callable[[], None],
+    command: Sequence[str],
+    settings: Mapping[str, str],
+    directory: Path,
+    mark: str,
+    hook: Callable[[], None],
     stderr: int | None = None,
 ) -> subprocess.Popen[bytes]:
     """Print a command of Flower's and start it; what it says goes where this process's words go, or into a pipe."""

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 from flwr.app import ArrayRecord
 
-from ..messages import ClientId, check, read_record, seed_for, to_record, with_prefix
-from ..rounds import PersonalizedStrategy
-from ..store import InTurn, Layout, drawn_anew
-from .fedavg import WeightedMean
+from kindred.baselines.fedavg import WeightedMean
+from kindred.messages import ClientId, check, read_record, seed_for, to_record, with_prefix
+
+from .model_store import InTurn, Layout, drawn_anew
+from .strategy import PersonalizedStrategy
 
 Arrays = Mapping[str, np.ndarray]
 

@@ -24,19 +24,19 @@ from urllib.parse import quote
 
 import numpy as np
 
-from data import DataError
-from data.files import open_npz
-from strategies import REGISTRY
-from strategies.history import is_status, statuses
-from strategies.messages import BETWEEN, PERSONAL, RECEIVED, SAMPLES_TRAINED, TRAINED, TUNED, ClientId, in_order
-from strategies.state import MIXTURE, replacing
+from kindred import REGISTRY
+from kindred.client.state import MIXTURE, replacing
+from kindred.data import DataError
+from kindred.data.files import open_npz
+from kindred.engine.history import is_status, statuses
+from kindred.messages import BETWEEN, PERSONAL, RECEIVED, SAMPLES_TRAINED, TRAINED, TUNED, ClientId, in_order
+from kindred.server_app.config import Config, ConfigError
+from kindred.server_app.results import finite, is_finished, what_data
+from kindred.server_app.simulation import CONNECTION, toml
+from kindred.server_app.tables import read_table
 
-from .config import Config, ConfigError
-from .flower import CONNECTION, toml
+from .figures import carried_forward, is_accuracy
 from .page import PAGE, SCRIPT, STYLE
-from .pictures import carried_forward, is_accuracy
-from .results import finite, is_finished, what_data
-from .tables import read_table
 
 REPORT = "report.html"
 COMPARISON = "comparison.json"
@@ -46,11 +46,24 @@ MATRIX_BYTES = 4_000_000  # and their size in all, a byte for a weight
 MOST = 2**53  # of a number on the page, beyond which it would not be exact there
 TEXTS = ("client", "personal")  # of a row, besides what becomes of replies; all else in it that is shown are numbers
 MOST_LISTED = 200  # clients whose replies were not used
-OPTIONS = {"strategy": "strategy", "dataset": "dataset", "data-dir": "data-dir", "partition": "partition",
-           "num-clients": "clients", "num-rounds": "rounds", "seed": "seed"}  # of `kindred run`, by setting
+OPTIONS = {
+    "strategy": "strategy",
+    "dataset": "dataset",
+    "data-dir": "data-dir",
+    "partition": "partition",
+    "num-clients": "clients",
+    "num-rounds": "rounds",
+    "seed": "seed",
+}  # of `kindred run`, by setting
 PLACES = ("output-dir", "resume")  # settings that say where a run is, and not what it does
-STAGES = {RECEIVED: "model as received", TRAINED: "after local training", TUNED: "after fine-tuning",
-          BETWEEN: "between start and own", MIXTURE: "mixture of models", PERSONAL: "personal model"}
+STAGES = {
+    RECEIVED: "model as received",
+    TRAINED: "after local training",
+    TUNED: "after fine-tuning",
+    BETWEEN: "between start and own",
+    MIXTURE: "mixture of models",
+    PERSONAL: "personal model",
+}
 
 
 def write_report(folder: Path, summary: Mapping[str, Any] | None = None) -> Path:
@@ -84,14 +97,23 @@ def page(content: Mapping[str, Any], poll_seconds: float = 0) -> str:
     poll_seconds : float (default: 0)
         How often the page asks the server that it came from whether there is more to show; 0: never.
     """
+
     def digest(text: str) -> str:
         return f"sha256-{base64.b64encode(sha256(text.encode()).digest()).decode()}"
 
     # The browser runs this script and loads nothing, whatever else may be in the page.
-    policy = (f"default-src 'none'; script-src '{digest(SCRIPT)}'; style-src '{digest(STYLE)}'; img-src data:; "
-              f"connect-src '{'self' if poll_seconds else 'none'}'; base-uri 'none'; form-action 'none'")
-    parts = {"POLICY": policy, "TITLE": html.escape(content["title"]), "STYLE": STYLE, "SCRIPT": SCRIPT,
-             "POLL": f"{poll_seconds:g}", "DATA": embedded(content)}
+    policy = (
+        f"default-src 'none'; script-src '{digest(SCRIPT)}'; style-src '{digest(STYLE)}'; img-src data:; "
+        f"connect-src '{'self' if poll_seconds else 'none'}'; base-uri 'none'; form-action 'none'"
+    )
+    parts = {
+        "POLICY": policy,
+        "TITLE": html.escape(content["title"]),
+        "STYLE": STYLE,
+        "SCRIPT": SCRIPT,
+        "POLL": f"{poll_seconds:g}",
+        "DATA": embedded(content),
+    }
     return re.sub(r"@([A-Z]+)@", lambda found: parts[found[1]], PAGE)
 
 
@@ -108,11 +130,23 @@ def command(settings: Mapping[str, Any]) -> str:
     """
     defaults = Config().run_config()
     shown = ("strategy", "dataset", "partition", "seed")
-    differing = {key: value for key, value in settings.items() if key not in PLACES
-                 and (key in shown or key not in defaults or value != defaults[key])}
+    differing = {
+        key: value
+        for key, value in settings.items()
+        if key not in PLACES and (key in shown or key not in defaults or value != defaults[key])
+    }
     if settings.get("dataset") == "sites":
-        return shlex.join(["flwr", "run", ".", CONNECTION, "--stream", "--run-config",
-                           " ".join(line.replace(" = ", "=", 1) for line in toml(differing).splitlines())])
+        return shlex.join(
+            [
+                "flwr",
+                "run",
+                ".",
+                CONNECTION,
+                "--stream",
+                "--run-config",
+                " ".join(line.replace(" = ", "=", 1) for line in toml(differing).splitlines()),
+            ]
+        )
 
     def text(value: Any) -> str:
         return str(value).lower() if isinstance(value, bool) else str(value)
@@ -150,8 +184,11 @@ def run_content(folder: Path, summary: Mapping[str, Any] | None = None) -> dict[
     summary = summary or _read_json(folder / "summary.json", {})
     lines = _table(folder / "rounds.csv", "round")
     done = {line["round"] for line in lines}  # of a round in progress some clients' rows may be there
-    rows = [{"client": "", **row}  # an empty name left an empty cell
-            for row in _table(folder / "history.csv", "round", "status") if row["round"] in done]
+    rows = [
+        {"client": "", **row}  # an empty name left an empty cell
+        for row in _table(folder / "history.csv", "round", "status")
+        if row["round"] in done
+    ]
     clients = in_order({row["client"] for row in rows})
     defaults = Config().run_config()
     name = settings["strategy"]
@@ -189,8 +226,9 @@ def run_content(folder: Path, summary: Mapping[str, Any] | None = None) -> dict[
 
 def _settings(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[list[Any]]:
     """Of each its name, its value, and whether that is the default."""
-    return [[key, value, key in PLACES or key in defaults and value == defaults[key]]
-            for key, value in settings.items()]
+    return [
+        [key, value, key in PLACES or key in defaults and value == defaults[key]] for key, value in settings.items()
+    ]
 
 
 def _figures(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -223,6 +261,7 @@ def _curve(lines: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]
 
 def _costs(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Bytes, and training samples where they were counted, until after every round."""
+
     def until(*keys: str) -> list[float]:
         return np.cumsum([sum(line.get(key, 0) for key in keys) for line in lines], dtype=float).tolist()
 
@@ -244,8 +283,12 @@ def _stages(rows: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, Any]
             curves[stage] = {"name": STAGES[stage], "mean": _numbers(mean.get(line["round"]) for line in lines)}
     personal = next((line["personal"] for line in reversed(lines) if "personal" in line), None)
     after = next((stage for stage in (TRAINED, TUNED, MIXTURE) if stage in curves), PERSONAL)
-    return {"curves": list(curves.values()), "personal": STAGES.get(personal, personal), "after": after,
-            "after-name": STAGES[after]}
+    return {
+        "curves": list(curves.values()),
+        "personal": STAGES.get(personal, personal),
+        "after": after,
+        "after-name": STAGES[after],
+    }
 
 
 def _last(rows: Sequence[Mapping[str, Any]], clients: Sequence[ClientId], key: str) -> list[float | None]:
@@ -275,9 +318,14 @@ def _unused(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 found.setdefault((row["client"], status), []).append(row["round"])
     order = in_order({client for client, _ in found})
     listed = sorted(found, key=lambda each: order.index(each[0]))
-    return {"number": sum(map(len, found.values())), "reasons": len(found), "listed": [
-        [str(client), status, len(rounds := found[client, status]), rounds[0], rounds[-1]]
-        for client, status in listed[:MOST_LISTED]]}
+    return {
+        "number": sum(map(len, found.values())),
+        "reasons": len(found),
+        "listed": [
+            [str(client), status, len(rounds := found[client, status]), rounds[0], rounds[-1]]
+            for client, status in listed[:MOST_LISTED]
+        ],
+    }
 
 
 def _collaboration(folder: Path, groups: Sequence[int] | None) -> dict[str, Any] | None:
@@ -374,7 +422,7 @@ def comparison_content(folder: Path) -> dict[str, Any]:
     ConfigError
         The file, or one of the runs that it names, cannot be read.
     """
-    from .compare import remarks, tables
+    from kindred.server_app.comparison import remarks, tables
 
     path = folder / COMPARISON
     comparison = _read_json(path)
@@ -383,15 +431,17 @@ def comparison_content(folder: Path) -> dict[str, Any]:
         methods = []
         for name, found in comparison["strategies"].items():
             runs = [_compared_run(folder, run) for run in found["runs"]]
-            methods.append({
-                "name": name,
-                "strategy": found["strategy"],
-                "settings": list(found["settings"].items()),
-                "asked": found["settings"].get("num-rounds", common["num-rounds"]),
-                "runs": [{key: run[key] for key in ("seed", "name", "report", "failed")} for run in runs],
-                "curve": _over_seeds([run["curve"] for run in runs if run["curve"]]),
-                "accuracies": [value for run in runs for value in run["accuracies"]],
-            })
+            methods.append(
+                {
+                    "name": name,
+                    "strategy": found["strategy"],
+                    "settings": list(found["settings"].items()),
+                    "asked": found["settings"].get("num-rounds", common["num-rounds"]),
+                    "runs": [{key: run[key] for key in ("seed", "name", "report", "failed")} for run in runs],
+                    "curve": _over_seeds([run["curve"] for run in runs if run["curve"]]),
+                    "accuracies": [value for run in runs for value in run["accuracies"]],
+                }
+            )
         return {
             "kind": "comparison",
             "title": f"Comparison: {comparison['title']}",
@@ -419,10 +469,16 @@ def _compared_run(folder: Path, run: Mapping[str, Any]) -> dict[str, Any]:
         "name": place.name,
         "report": quote(os.path.relpath(place / REPORT, folder)) if is_there else None,
         "failed": run.get("reason"),
-        "curve": {"rounds": [line["round"] for line in lines], "mean": [line.get("accuracy") for line in lines],
-                  **_costs(lines)} if lines else None,
-        "accuracies": [each["accuracy"] for each in run.get("summary", {}).get("clients", [])
-                       if is_accuracy(each["accuracy"])],
+        "curve": {
+            "rounds": [line["round"] for line in lines],
+            "mean": [line.get("accuracy") for line in lines],
+            **_costs(lines),
+        }
+        if lines
+        else None,
+        "accuracies": [
+            each["accuracy"] for each in run.get("summary", {}).get("clients", []) if is_accuracy(each["accuracy"])
+        ],
     }
 
 
@@ -443,7 +499,8 @@ def _over_seeds(curves: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     deviation = accuracy.std(axis=0, ddof=1) if len(curves) > 1 else None
     samples = stacked("samples")
     return {
-        "rounds": rounds, "mean": _numbers(mean),
+        "rounds": rounds,
+        "mean": _numbers(mean),
         "low": None if deviation is None else _numbers(mean - deviation),
         "high": None if deviation is None else _numbers(mean + deviation),
         "bytes": stacked("bytes").mean(axis=0).tolist(),
@@ -460,8 +517,9 @@ def _read_json(path: Path, otherwise: Any = _REQUIRED) -> Any:
     except FileNotFoundError:
         if otherwise is not _REQUIRED:
             return otherwise
-        raise ConfigError(f"{str(path.parent)!r} holds neither the config.json of a run nor the {COMPARISON} of a "
-                          "comparison") from None
+        raise ConfigError(
+            f"{str(path.parent)!r} holds neither the config.json of a run nor the {COMPARISON} of a comparison"
+        ) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error})") from None
 
@@ -472,9 +530,14 @@ def _table(path: Path, *needed: str) -> list[dict[str, Any]]:
     None where the table has not been begun. Every row has what is needed.
     """
     try:
-        rows = [{key: value for key, value in row.items()
-                 if key in TEXTS or is_status(key) or (not isinstance(value, str) and abs(value) <= MOST)}
-                for row in read_table(path)]
+        rows = [
+            {
+                key: value
+                for key, value in row.items()
+                if key in TEXTS or is_status(key) or (not isinstance(value, str) and abs(value) <= MOST)
+            }
+            for row in read_table(path)
+        ]
         for key in needed:
             if any(key not in row for row in rows):
                 raise ValueError(f"a line has no {key}")

@@ -19,7 +19,7 @@ from typing import Annotated
 
 import typer
 
-from .cli import _end, _option, _show, app
+from .run import _end, _option, _show, app
 
 HOST = "127.0.0.1"
 POLL_SECONDS = 2.0  # between two requests of a page
@@ -31,8 +31,8 @@ Folder = typer.Argument(metavar="DIR", show_default=False)
 @app.command()
 def report(folder: Annotated[Path, Folder]) -> None:
     """Write report.html into the folder of a run, or of a comparison."""
-    from .config import ConfigError
-    from .report import write_report
+    from kindred.server_app.config import ConfigError
+    from kindred.server_app.report.content import write_report
 
     try:
         path = write_report(_existing(folder))
@@ -47,7 +47,7 @@ def watch(
     port: Annotated[int, _option("port", "N", "Port on 127.0.0.1 (default 0: any that is free).")] = 0,
 ) -> None:
     """Serve the report of a run while it goes on, on this machine alone; Ctrl-C ends it."""
-    from .config import ConfigError
+    from kindred.server_app.config import ConfigError
 
     try:
         with Watcher(_existing(folder), port).serving() as watcher:
@@ -64,7 +64,7 @@ def watch(
 
 
 def _existing(folder: Path) -> Path:
-    from .config import ConfigError
+    from kindred.server_app.config import ConfigError
 
     folder = folder.expanduser().absolute()
     if not folder.is_dir():
@@ -91,8 +91,8 @@ class Watcher(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, folder: Path, port: int) -> None:
-        from .config import ConfigError
-        from .report import run_content
+        from kindred.server_app.config import ConfigError
+        from kindred.server_app.report.content import run_content
 
         run_content(folder)
         self.folder = folder
@@ -103,8 +103,9 @@ class Watcher(ThreadingHTTPServer):
         try:
             super().__init__((HOST, port), _Handler)
         except OSError as error:
-            raise ConfigError(f"--port is {port}, on which nothing can listen ({error.strerror}); 0 takes any that is "
-                              "free") from None
+            raise ConfigError(
+                f"--port is {port}, on which nothing can listen ({error.strerror}); 0 takes any that is free"
+            ) from None
         self.hosts = {f"{name}:{self.server_port}" for name in (HOST, "localhost")}
         if self.server_port == 80:
             self.hosts |= {HOST, "localhost"}
@@ -117,7 +118,7 @@ class Watcher(ThreadingHTTPServer):
     @property
     def finished(self) -> bool:
         """Whether the run is."""
-        from .results import is_finished
+        from kindred.server_app.results import is_finished
 
         return is_finished(self.folder)
 
@@ -141,8 +142,16 @@ class Watcher(ThreadingHTTPServer):
     def tag(self) -> str:
         """What the files were when this was asked: a text that differs once one of them does."""
         found = []
-        for name in ("config.json", "rounds.csv", "history.csv", "clusters.json", "partition.png", "summary.json",
-                     "collaboration", "checkpoints"):
+        for name in (
+            "config.json",
+            "rounds.csv",
+            "history.csv",
+            "clusters.json",
+            "partition.png",
+            "summary.json",
+            "collaboration",
+            "checkpoints",
+        ):
             try:
                 about = (self.folder / name).stat()
                 found.append((name, about.st_size, about.st_mtime_ns))
@@ -152,7 +161,7 @@ class Watcher(ThreadingHTTPServer):
 
     def content(self) -> tuple[str, bytes]:
         """The tag, and what the page shows, as JSON; made anew only where a file has changed."""
-        from .report import embedded, run_content
+        from kindred.server_app.report.content import embedded, run_content
 
         with self._lock:
             tag = self.tag()
@@ -167,8 +176,8 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 10.0  # s, for a request that does not come to its end
 
     def do_GET(self) -> None:
-        from .config import ConfigError
-        from .report import page, run_content
+        from kindred.server_app.config import ConfigError
+        from kindred.server_app.report.content import page, run_content
 
         if self.headers.get("Host") not in self.server.hosts:
             return self._answer(403, f"this is {self.server.address} and no other name's".encode())

@@ -18,15 +18,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
-from .cli import _end, _option, _print_table, app
-from .tables import csv_lines
+from kindred.server_app.tables import csv_lines
+
+from .run import _end, _option, _print_table, app
 
 if TYPE_CHECKING:
     import torch
     from matplotlib.figure import Figure
 
-    from data import Task
-    from strategies import Mixture
+    from kindred import Mixture
+    from kindred.data import Task
 
 INPUTS = (
     "a folder of image files, one image file, an .npz file with an array x or x_test, or a .csv file of numbers with "
@@ -74,7 +75,7 @@ def evaluate(
     ] = None,
 ) -> None:
     """Say how well a model does on a site's test data."""
-    from .config import ConfigError
+    from kindred.server_app.config import ConfigError
 
     with _refusals():
         predictor = Predictor.load(model)
@@ -119,12 +120,11 @@ class Predictor:
         ConfigError
             There is no such file, or it is damaged, or no model that can be used.
         """
-        from data import Task
-        from data.files import safetensors_header
-        from strategies import make_model
-        from strategies.training import set_arrays
-
-        from .config import ConfigError
+        from kindred import make_model
+        from kindred.client.training import set_arrays
+        from kindred.data import Task
+        from kindred.data.files import safetensors_header
+        from kindred.server_app.config import ConfigError
 
         path = path.expanduser()
         if not path.is_file():
@@ -132,8 +132,10 @@ class Predictor:
         with _unusable(path, "cannot be read as a model"):
             about, shapes = safetensors_header(path)
         if not {"model", "task"} <= about.keys():
-            raise ConfigError(f"--model is {str(path)!r}, which is no model of kindred's: nothing beside its arrays "
-                              "says which network they are of")
+            raise ConfigError(
+                f"--model is {str(path)!r}, which is no model of kindred's: nothing beside its arrays "
+                "says which network they are of"
+            )
         with _unusable(path, "cannot be used"):
             name, task = Task.from_metadata(about)
             if len(task.class_names) not in (0, task.num_classes):
@@ -168,7 +170,7 @@ class Predictor:
         """
         import torch
 
-        from .config import ConfigError
+        from kindred.server_app.config import ConfigError
 
         rows = self.mixture.predict(self.module, torch.from_numpy(x))
         if not np.isfinite(rows).all():
@@ -179,9 +181,8 @@ class Predictor:
 @contextmanager
 def _unusable(path: Path, how: str) -> Iterator[None]:
     """Have everything that goes wrong said as a ConfigError: a file that somebody gave us may hold anything."""
-    from data.files import one_line
-
-    from .config import ConfigError
+    from kindred.data.files import one_line
+    from kindred.server_app.config import ConfigError
 
     try:
         yield
@@ -193,9 +194,9 @@ def _check_carried(network: str, task: Task, shapes: Mapping[str, tuple[int, ...
     """Compare the shapes of the arrays in a file with those of the network that it names; ValueError if they differ."""
     import torch
 
-    from strategies import make_model
-    from strategies.messages import by_prefix
-    from strategies.training import check_shapes
+    from kindred import make_model
+    from kindred.client.training import check_shapes
+    from kindred.messages import by_prefix
 
     try:
         with torch.device("meta"):  # shapes, and no memory for values
@@ -209,7 +210,7 @@ def _check_carried(network: str, task: Task, shapes: Mapping[str, tuple[int, ...
 def _read_models(path: Path, about: Mapping[str, str]) -> Mixture:
     from safetensors.numpy import load_file
 
-    from strategies import Mixture
+    from kindred import Mixture
 
     if "kind" not in about:
         return Mixture([about.get("client", "")], np.ones(1), [load_file(path)])
@@ -245,8 +246,8 @@ def read_inputs(path: Path, task: Task) -> tuple[list[str], np.ndarray]:
     DataError
         They cannot be read, or are not of the task's shape.
     """
-    from data import DataError
-    from data.sources import SUFFIXES
+    from kindred.data import DataError
+    from kindred.data.sources import SUFFIXES
 
     path = path.expanduser()
     if path.is_dir():
@@ -260,24 +261,27 @@ def read_inputs(path: Path, task: Task) -> tuple[list[str], np.ndarray]:
 
 
 def _images_in(folder: Path) -> list[Path]:
-    from data import DataError
-    from data.sources import SUFFIXES, one_line
+    from kindred.data import DataError
+    from kindred.data.sources import SUFFIXES, one_line
 
     def refuse(error: OSError) -> None:  # else what cannot be read would be left out without a word
         raise DataError(f"{folder} cannot be read: {one_line(error)}")
 
     paths = [Path(place, name) for place, folders, names in os.walk(folder, onerror=refuse) for name in names]
-    paths = [path for path in paths if path.suffix.lower() in SUFFIXES
-             and not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+    paths = [
+        path
+        for path in paths
+        if path.suffix.lower() in SUFFIXES and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+    ]
     if not paths:
         raise DataError(f"{folder} has no images: their names must end in {', '.join(sorted(SUFFIXES))}")
     return sorted(paths, key=lambda path: path.parts)
 
 
 def _image_files(folder: Path, paths: Sequence[Path], task: Task) -> tuple[list[str], np.ndarray]:
-    from data import DataError
-    from data.files import check_folder, image_size
-    from data.sources import checked_images, read_image
+    from kindred.data import DataError
+    from kindred.data.files import check_folder, image_size
+    from kindred.data.sources import checked_images, read_image
 
     if task.image_shape[0] not in MODES:
         raise DataError(f"--input has images, and the model takes {task.image_shape[0]} channels: give a .csv file")
@@ -294,9 +298,9 @@ def _image_files(folder: Path, paths: Sequence[Path], task: Task) -> tuple[list[
 
 
 def _npz(path: Path) -> np.ndarray:
-    from data import DataError
-    from data.files import open_npz
-    from data.sources import checked_images
+    from kindred.data import DataError
+    from kindred.data.files import open_npz
+    from kindred.data.sources import checked_images
 
     with open_npz(path) as arrays:
         if (name := next((name for name in ("x", "x_test") if name in arrays), None)) is None:
@@ -306,8 +310,8 @@ def _npz(path: Path) -> np.ndarray:
 
 def _table(path: Path) -> np.ndarray:
     """Images of one pixel (n, c, 1, 1), float32."""
-    from data import DataError
-    from data.sites import LABEL, pixels, read_rows
+    from kindred.data import DataError
+    from kindred.data.sites import LABEL, pixels, read_rows
 
     header, rows = read_rows(path)
     columns = [place for place, name in enumerate(header) if name != LABEL]
@@ -329,7 +333,7 @@ def _table(path: Path) -> np.ndarray:
 
 def _test_part(data_dir: Path, task: Task) -> tuple[np.ndarray, np.ndarray]:
     """A site's test images, on the model's scale, and their labels."""
-    from data import DataError, read_site
+    from kindred.data import DataError, read_site
 
     images = read_site(data_dir, task.class_names)
     if images.num_classes > task.num_classes:
@@ -346,7 +350,7 @@ def _normalised(task: Task, x: np.ndarray, where: Path) -> np.ndarray:
 @contextmanager
 def _named(where: Path) -> Iterator[None]:
     """Have a DataError say which file it is about."""
-    from data import DataError
+    from kindred.data import DataError
 
     try:
         yield
@@ -373,7 +377,7 @@ def evaluation(probabilities: np.ndarray, labels: np.ndarray, classes: Sequence[
     """
     from sklearn.metrics import confusion_matrix
 
-    from strategies.mixture import accuracy_and_loss
+    from kindred.mixture import accuracy_and_loss
 
     accuracy, loss = accuracy_and_loss(probabilities, labels)
     confusion = confusion_matrix(labels, probabilities.argmax(axis=1), labels=np.arange(len(classes)))
@@ -402,7 +406,7 @@ def confusion_figure(confusion: np.ndarray, classes: Sequence[str], title: str) 
     """
     from matplotlib import colormaps
 
-    from .pictures import MOST_NAMED, _figure, _name
+    from kindred.server_app.report.figures import MOST_NAMED, _figure, _name
 
     count = len(classes)
     totals = confusion.sum(axis=1, keepdims=True)  # (N, 1)
@@ -429,8 +433,15 @@ def confusion_figure(confusion: np.ndarray, classes: Sequence[str], title: str) 
     if points >= SMALLEST_PRINT:
         for (true, predicted), number in np.ndenumerate(confusion):
             if number:
-                axes.text(predicted, true, str(number), ha="center", va="center", fontsize=points,
-                          color="white" if shares[true, predicted] > 0.6 else "black")
+                axes.text(
+                    predicted,
+                    true,
+                    str(number),
+                    ha="center",
+                    va="center",
+                    fontsize=points,
+                    color="white" if shares[true, predicted] > 0.6 else "black",
+                )
     return figure
 
 
@@ -445,8 +456,10 @@ def _show_evaluation(found: dict[str, Any]) -> None:
     numbers = (Column(name, justify="right") for name in ("images", "accuracy %", "precision %"))
     _print_table(
         ("class", *numbers),
-        ((escape(line["class"]), str(line["images"]), percent(line["accuracy"]), percent(line["precision"]))
-         for line in found["classes"]),
+        (
+            (escape(line["class"]), str(line["images"]), percent(line["accuracy"]), percent(line["precision"]))
+            for line in found["classes"]
+        ),
     )
 
 
@@ -458,7 +471,7 @@ def _as_csv(inputs: Sequence[str], probabilities: np.ndarray, classes: Sequence[
 
 
 def _save(content: bytes, path: Path) -> None:
-    from strategies.state import replacing
+    from kindred.client.state import replacing
 
     with _writing(f"--output is {str(path)!r}, which cannot be written"):
         path = path.expanduser()
@@ -469,9 +482,8 @@ def _save(content: bytes, path: Path) -> None:
 
 
 def _save_evaluation(found: dict[str, Any], figure: Figure, folder: Path) -> None:
-    from strategies.state import replacing
-
-    from .results import write_json
+    from kindred.client.state import replacing
+    from kindred.server_app.results import write_json
 
     with _writing(f"--output-dir is {str(folder)!r}, where nothing can be written"):
         folder = folder.expanduser()
@@ -484,7 +496,7 @@ def _save_evaluation(found: dict[str, Any], figure: Figure, folder: Path) -> Non
 @contextmanager
 def _writing(what: str) -> Iterator[None]:
     """Have what cannot be written said in a line."""
-    from .config import ConfigError
+    from kindred.server_app.config import ConfigError
 
     try:
         yield
@@ -497,9 +509,8 @@ def _writing(what: str) -> Iterator[None]:
 @contextmanager
 def _refusals() -> Iterator[None]:
     """End with a line and code 2 for what cannot be used."""
-    from data import DataError
-
-    from .config import ConfigError
+    from kindred.data import DataError
+    from kindred.server_app.config import ConfigError
 
     try:
         yield

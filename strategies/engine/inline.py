@@ -42,8 +42,12 @@ class InlineGrid(Grid):
         run_id = secrets.randbits(63)  # as Flower's: what clients keep is kept by run
         self._contexts = {
             FIRST_NODE_ID + i: Context(
-                run_id=run_id, node_id=FIRST_NODE_ID + i, state=RecordDict(), run_config=dict(run_config or {}),
-                node_config={"partition-id": i, "num-partitions": num_clients})
+                run_id=run_id,
+                node_id=FIRST_NODE_ID + i,
+                state=RecordDict(),
+                run_config=dict(run_config or {}),
+                node_config={"partition-id": i, "num-partitions": num_clients},
+            )
             for i in range(num_clients)
         }
         self._waiting: dict[str, Message] = {}
@@ -90,10 +94,12 @@ class InlineGrid(Grid):
 
     def _answer(self, message: Message) -> Message:
         # Messages may share records; what one client does to its own is not the others' business.
-        content = RecordDict({
-            name: ArrayRecord(dict(record)) if isinstance(record, ArrayRecord) else type(record)(dict(record))
-            for name, record in message.content.items()
-        })
+        content = RecordDict(
+            {
+                name: ArrayRecord(dict(record)) if isinstance(record, ArrayRecord) else type(record)(dict(record))
+                for name, record in message.content.items()
+            }
+        )
         message.content = content
         try:
             return self._client_app(message, self._contexts[message.metadata.dst_node_id])

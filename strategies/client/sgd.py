@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from ..messages import ClientId, check
-from .fedavg import FedAvg
+from kindred.baselines.fedavg import FedAvg
+from kindred.messages import ClientId, check
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from strategies.extensions import ExtensionError
+from kindred.extensions import ExtensionError
 
 # What takes time to import is imported where it is needed: `kindred --help` needs nothing of it.
 if TYPE_CHECKING:
     from rich.table import Column, Table
 
-    from .config import Config
-    from .flower import Outcome
+    from kindred.server_app.config import Config
+    from kindred.server_app.simulation import Outcome
 
-APP_DIR = Path(__file__).resolve().parent.parent
+APP_DIR = Path(__file__).resolve().parents[2]
 
 UsageError = typer.BadParameter.__base__  # click's, which is a part of typer
 
@@ -67,15 +67,15 @@ def _option(name: str, metavar: str, meaning: str) -> Any:
 # Options that more than one command has.
 Dataset = Annotated[str | None, _option("dataset", "NAME", "The images; see `kindred datasets`.")]
 DataDir = Annotated[str | None, _option("data-dir", "PATH", "Folder or .npz file of the dataset.")]
-Partition = Annotated[
-    str | None, _option("partition", "NAME", "How clients' data differ; see `kindred datasets`.")
-]
+Partition = Annotated[str | None, _option("partition", "NAME", "How clients' data differ; see `kindred datasets`.")]
 Clients = Annotated[str | None, _option("clients", "N", "Clients among whom the data are divided.")]
 Rounds = Annotated[str | None, _option("rounds", "N", "Rounds of training.")]
 EngineChoice = Annotated[
     Engine,
-    typer.Option(help="ray (default): Flower's simulation engine, clients in parallel. inline: in this process.",
-                 show_default=False),
+    typer.Option(
+        help="ray (default): Flower's simulation engine, clients in parallel. inline: in this process.",
+        show_default=False,
+    ),
 ]
 CpusPerClient = Annotated[int, _option("cpus-per-client", "N", "CPUs that a client at work has (default 1).")]
 GpusPerClient = Annotated[
@@ -109,9 +109,8 @@ def run(
     ] = "",
 ) -> None:
     """Run a federation on this machine."""
-    from data import DataError
-
-    from .config import ConfigError
+    from kindred.data import DataError
+    from kindred.server_app.config import ConfigError
 
     named = {
         "strategy": strategy, "dataset": dataset, "data-dir": data_dir, "partition": partition,
@@ -139,8 +138,12 @@ def run(
 @app.command()
 def compare(
     strategies: Annotated[
-        str, _option("strategies", "NAMES", "The methods: local,fedavg,heurfedamp. A name of your own is one too, with "
-                     "--set NAME:strategy=METHOD.")
+        str,
+        _option(
+            "strategies",
+            "NAMES",
+            "The methods: local,fedavg,heurfedamp. A name of your own is one too, with --set NAME:strategy=METHOD.",
+        ),
     ] = "",
     preset: Annotated[str, _option("preset", "NAME", "A paper's settings and numbers; see `kindred presets`.")] = "",
     dataset: Dataset = None,
@@ -150,12 +153,20 @@ def compare(
     rounds: Rounds = None,
     seeds: Annotated[str, _option("seeds", "LIST", "Seeds, each of a run of every method: 0,1,2 (default 0).")] = "",
     settings: Annotated[
-        list[str] | None, _option("set", "KEY=VALUE", "Any setting of docs/configuration.md, for all; NAME:KEY=VALUE: "
-                                  "for one method alone. May be repeated.")
+        list[str] | None,
+        _option(
+            "set",
+            "KEY=VALUE",
+            "Any setting of docs/configuration.md, for all; NAME:KEY=VALUE: for one method alone. May be repeated.",
+        ),
     ] = None,
     scale: Annotated[
-        float, _option("scale", "X", "Take this part of the rounds and of the images a client, for a small machine "
-                       "(default 1, all).")
+        float,
+        _option(
+            "scale",
+            "X",
+            "Take this part of the rounds and of the images a client, for a small machine (default 1, all).",
+        ),
     ] = 1.0,
     reference: Annotated[
         str, _option("reference", "NAME", "The method that the others are tested against (default: the first).")
@@ -173,11 +184,10 @@ def compare(
     """
     from rich.table import Column
 
-    from data import DataError
-
-    from .compare import carry_out, make_plan, remarks, tables, write
-    from .config import ConfigError
-    from .presets import load_preset
+    from kindred.data import DataError
+    from kindred.server_app.comparison import carry_out, make_plan, remarks, tables, write
+    from kindred.server_app.config import ConfigError
+    from kindred.server_app.presets import load_preset
 
     named = {
         "dataset": dataset, "data-dir": data_dir, "partition": partition, "num-clients": clients,
@@ -224,8 +234,11 @@ def compare(
     try:
         write(content, plan.folder)
     except OSError as error:
-        _end(1, f"the comparison cannot be written to {plan.folder} ({error.strerror or error}); make room there, and "
-             "give the command again")
+        _end(
+            1,
+            f"the comparison cannot be written to {plan.folder} ({error.strerror or error}); make room there, and "
+            "give the command again",
+        )
     print(f"comparison in {plan.folder}")
     if code:
         raise typer.Exit(code)
@@ -234,35 +247,66 @@ def compare(
 @app.command()
 def presets() -> None:
     """List the papers' settings for `kindred compare --preset`."""
-    from .presets import load_preset, preset_names
+    from kindred.server_app.presets import load_preset, preset_names
 
     every = [load_preset(name) for name in preset_names()]
-    _print_table(("preset", "methods", "rounds", "seeds", "from"), (
-        (preset.name, str(len(preset.strategies)), str(preset.settings["num-rounds"]), str(len(preset.seeds)),
-         preset.source) for preset in every))
+    _print_table(
+        ("preset", "methods", "rounds", "seeds", "from"),
+        (
+            (
+                preset.name,
+                str(len(preset.strategies)),
+                str(preset.settings["num-rounds"]),
+                str(len(preset.seeds)),
+                preset.source,
+            )
+            for preset in every
+        ),
+    )
 
 
 @app.command()
 def strategies() -> None:
     """List the methods."""
-    from strategies import REGISTRY
+    from kindred import REGISTRY
 
-    columns = ("strategy", "method", "from", "what travels in a round", "what stays at the client",
-               "mixed networks", "public images")
-    _print_table(columns, ((
-        name, method.title, method.paper, method.travels, method.stays, _yes_or_no(method.mixed_networks),
-        _yes_or_no(method.needs_public_set)) for name, method in REGISTRY.items()))
+    columns = (
+        "strategy",
+        "method",
+        "from",
+        "what travels in a round",
+        "what stays at the client",
+        "mixed networks",
+        "public images",
+    )
+    _print_table(
+        columns,
+        (
+            (
+                name,
+                method.title,
+                method.paper,
+                method.travels,
+                method.stays,
+                _yes_or_no(method.mixed_networks),
+                _yes_or_no(method.needs_public_set),
+            )
+            for name, method in REGISTRY.items()
+        ),
+    )
 
 
 @app.command()
 def datasets() -> None:
     """List the datasets, the ways to divide them, and the networks."""
-    from data import DATASETS, PARTITIONS
-    from strategies.models import MODELS
+    from kindred.client.models import MODELS
+    from kindred.data import DATASETS, PARTITIONS
 
     _print_table(("dataset", "images"), ((name, source.description) for name, source in DATASETS.items()))
-    _print_table(("partition", "who has what", "settings that count"), (
-        (name, scheme.description, ", ".join(scheme.settings)) for name, scheme in PARTITIONS.items()))
+    _print_table(
+        ("partition", "who has what", "settings that count"),
+        ((name, scheme.description, ", ".join(scheme.settings)) for name, scheme in PARTITIONS.items()),
+    )
     _print_table(("model", "network"), ((name, _beginning(model)) for name, model in MODELS.items()))
 
 
@@ -273,15 +317,17 @@ def _beginning(thing: Any) -> str:
 
 def main() -> None:
     """Run the command line."""
-    from . import machines, predict, see  # noqa: F401  add keys, server, site; predict, evaluate; report, watch
+    from kindred.server_app.deployment import commands as machines
+
+    from . import predict, report as see  # noqa: F401  add keys, server, site; predict, evaluate; report, watch
 
     app(prog_name="kindred")
 
 
 def _config(named: Mapping[str, str | None], assignments: Sequence[str], resume: Path | None) -> Config:
     """The settings of a command, besides those of the run that it goes on with; a ConfigError says what is wrong."""
-    from .config import Config
-    from .results import check_resumable, read_settings
+    from kindred.server_app.config import Config
+    from kindred.server_app.results import check_resumable, read_settings
 
     given = given_settings(named, assignments)
     before = read_settings(resume) if resume else {}
@@ -295,7 +341,7 @@ def _config(named: Mapping[str, str | None], assignments: Sequence[str], resume:
 
 def given_settings(named: Mapping[str, str | None], assignments: Sequence[str]) -> dict[str, Any]:
     """The settings that a command's options and its --set say, each read as its kind; ConfigError where they cannot."""
-    from .config import Config, ConfigError, kebab, parse
+    from kindred.server_app.config import Config, ConfigError, kebab, parse
 
     texts = {key: text for key, text in named.items() if text is not None}
     for assignment in assignments:
@@ -310,7 +356,7 @@ def given_settings(named: Mapping[str, str | None], assignments: Sequence[str]) 
 
 
 def _whole_numbers(option: str, text: str) -> list[int]:
-    from .config import ConfigError
+    from kindred.server_app.config import ConfigError
 
     try:
         return [int(word) for word in text.split(",")] if text else []
@@ -335,7 +381,7 @@ def check(
 
 def check_machine(config: Config, engine: Engine, cpus_per_client: int, gpus_per_client: float) -> None:
     """Find out what keeps any method from working with these settings on this machine: see `check`."""
-    from .config import ConfigError
+    from kindred.server_app.config import ConfigError
 
     for key, value in config.run_config().items():
         if isinstance(value, str) and re.search(r"[\x00-\x1f\x7f\ud800-\udfff]", value):
@@ -357,10 +403,9 @@ def check_machine(config: Config, engine: Engine, cpus_per_client: int, gpus_per
 
 def check_method(config: Config) -> None:
     """Find out what keeps the method from working with these data: see `check`."""
-    from data import load_federation
-    from strategies.state import default_root
-
-    from .app import check_data_and_models, make_strategy, needed_by
+    from kindred.client.state import default_root
+    from kindred.data import load_federation
+    from kindred.server_app.app import check_data_and_models, make_strategy, needed_by
 
     federation = load_federation(config.run_config())
     check_data_and_models(config, federation)
@@ -375,21 +420,23 @@ def _check_gpus(config: Config, engine: Engine, gpus_per_client: float) -> None:
         return
     import torch
 
-    from .config import ConfigError
+    from kindred.server_app.config import ConfigError
 
     asked = "device is 'cuda'" if config.device == "cuda" else f"--gpus-per-client is {gpus_per_client:g}"
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if gpus == 0:
         raise ConfigError(f"{asked}, but PyTorch finds no GPU here; allowed: device cpu or auto, --gpus-per-client 0")
     if not (0 <= gpus_per_client <= 1 or gpus_per_client in range(gpus + 1)):
-        raise ConfigError(f"--gpus-per-client is {gpus_per_client:g}, allowed: 0 to 1, or a whole number of this "
-                          f"machine's GPUs, of which there are {gpus}")
+        raise ConfigError(
+            f"--gpus-per-client is {gpus_per_client:g}, allowed: 0 to 1, or a whole number of this "
+            f"machine's GPUs, of which there are {gpus}"
+        )
     if engine is Engine.ray and gpus_per_client == 0:
         raise ConfigError(f"{asked}, but --gpus-per-client is 0: say which share of a GPU a client gets, such as 0.25")
 
 
 def _check_folder(what: str, folder: str | Path, remedy: str) -> None:
-    from .config import ConfigError
+    from kindred.server_app.config import ConfigError
 
     nearest = Path(folder)  # that exists
     while not nearest.exists() and nearest != nearest.parent:
@@ -404,7 +451,7 @@ def execute(config: Config, engine: Engine, cpus_per_client: int, gpus_per_clien
     """Run in an engine, or go on with a run."""
     if engine is Engine.inline:
         return run_here(config, cpus_per_client)
-    from .flower import run_simulation
+    from kindred.server_app.simulation import run_simulation
 
     return run_simulation(
         config.run_config(), app_dir=APP_DIR, num_clients=config.num_clients,
@@ -414,11 +461,10 @@ def execute(config: Config, engine: Engine, cpus_per_client: int, gpus_per_clien
 
 def run_here(config: Config, threads: int) -> Outcome:
     """Run in this process, with PyTorch on so many threads; `log.txt` is in the folder of the results."""
-    from data import DataError
-
-    from .app import run_inline
-    from .config import ConfigError
-    from .flower import Log, Outcome
+    from kindred.data import DataError
+    from kindred.server_app.app import run_inline
+    from kindred.server_app.config import ConfigError
+    from kindred.server_app.simulation import Log, Outcome
 
     file = io.StringIO()
     log = Log(file, _show)
@@ -465,7 +511,7 @@ def _flower_logs_to(add: Callable[[str], None]) -> Iterator[None]:
 
 def report(folders: Sequence[Path]) -> None:
     """Print what came out of the runs, side by side; of several, draw the accuracies into the first one's folder."""
-    from .results import compare_runs, comparison_table, read_summary
+    from kindred.server_app.results import compare_runs, comparison_table, read_summary
 
     print()
     if len(folders) > 1:

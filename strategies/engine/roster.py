@@ -15,10 +15,7 @@ from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 from flwr.supercore import log
 
-from .admission import SERVERS_OWN, Refused, admit_introduction
-from .exchange import content_of, is_from, pull, push
-from .history import History
-from .messages import (
+from kindred.messages import (
     CLIENT_ID,
     CONFIG,
     IDENTITY_QUERY,
@@ -32,6 +29,10 @@ from .messages import (
     in_order,
     is_name,
 )
+
+from .admission import SERVERS_OWN, Refused, admit_introduction
+from .exchange import content_of, is_from, pull, push
+from .history import History
 
 NODES_PAUSE = 0.1  # s between two looks at which nodes are connected
 SECOND_WAIT = 1.0  # s, for the names of nodes that were asked for them before
@@ -145,8 +146,9 @@ class Roster:
                 met, seen = nodes, None  # there is something new to say
             if settled and len(self.nodes) >= self.min_available:
                 return
-            count, what = ((len(nodes), "are connected") if len(nodes) < self.min_available
-                           else (len(self.nodes), "can take part"))
+            count, what = (
+                (len(nodes), "are connected") if len(nodes) < self.min_available else (len(self.nodes), "can take part")
+            )
             if nodes != seen:
                 missing = self._who_is_missing(grid, nodes)
                 waits = f"{count} of {self.min_available} {what} (min_available_nodes){missing}"
@@ -167,8 +169,11 @@ class Roster:
         here |= {node.name for node in grid.get_nodes()} if known - here else set()
         missing = [f"client {client}: {self._history.left_out[client]}" for client in in_order(self._history.left_out)]
         missing += [f"node {node}: {self._refused[node]}" for node in nodes if node in self._refused]
-        missing += [f"node {node} has not said who it is" for node in nodes
-                    if node in self._queries.values() and node not in self._identities]
+        missing += [
+            f"node {node} has not said who it is"
+            for node in nodes
+            if node in self._queries.values() and node not in self._identities
+        ]
         missing += [f"client {client} is not connected" for client in sorted(known - here)]
         more = [f"and {len(missing) - MOST_NAMED} more"] if len(missing) > MOST_NAMED else []
         return "".join(f"; {reason}" for reason in (*missing[:MOST_NAMED], *more))
@@ -198,8 +203,11 @@ class Roster:
         themselves.
         """
         taking_part = set(self.nodes.values())
-        outside = {node for node in self._identities if node not in taking_part
-                   and (not self._simulated or PROBLEM in self._about.get(node, {}))}
+        outside = {
+            node
+            for node in self._identities
+            if node not in taking_part and (not self._simulated or PROBLEM in self._about.get(node, {}))
+        }
         for node in outside | (self._identities.keys() - set(nodes)):
             client = self._identities.pop(node)
             if self._introduced.get(client) == node:
@@ -228,11 +236,19 @@ class Roster:
         for message_id, reply in pull(grid, asked, lambda: deadline, simulated=self._simulated):
             node = self._queries.pop(message_id)
             if isinstance(reply, Refused):
-                log(WARNING, "kindred: the introduction of node %d cannot be read, so it is asked again: %s",
-                    node, first_line(str(reply)))
+                log(
+                    WARNING,
+                    "kindred: the introduction of node %d cannot be read, so it is asked again: %s",
+                    node,
+                    first_line(str(reply)),
+                )
             elif not is_from(node, reply):
-                log(WARNING, "kindred: a reply that node %d was asked for came from node %d; it is not used",
-                    node, reply.metadata.src_node_id)
+                log(
+                    WARNING,
+                    "kindred: a reply that node %d was asked for came from node %d; it is not used",
+                    node,
+                    reply.metadata.src_node_id,
+                )
             elif not reply.has_error():
                 self._note(node, content_of(reply))
             # In a simulation all nodes run the same app; one that is far away reports for itself alone.
@@ -254,8 +270,14 @@ class Roster:
             about = {key: said[key] for key in (CLIENT_ID, METHODS) if key in said} | {NOT_ADMITTED: str(refusal)}
         client = about.get(CLIENT_ID, node)
         if not is_name(client):
-            log(WARNING, "kindred: node %d calls itself %s, allowed: a whole number, or 1 to %d printable "
-                "characters; it is identified by its number", node, reprlib.repr(client), MAX_NAME)
+            log(
+                WARNING,
+                "kindred: node %d calls itself %s, allowed: a whole number, or 1 to %d printable "
+                "characters; it is identified by its number",
+                node,
+                reprlib.repr(client),
+                MAX_NAME,
+            )
             client = node
         self._identities[node] = client
         self._about[node] = about
@@ -293,13 +315,19 @@ class Roster:
         return None
 
     def _introduce_newcomers(self, grid: Grid, introduce: Introduce) -> None:
-        newcomers = {client: self._about.get(self.nodes[client], {}) for client in self.clients()
-                     if self._introduced.get(client) != self.nodes[client]}
+        newcomers = {
+            client: self._about.get(self.nodes[client], {})
+            for client in self.clients()
+            if self._introduced.get(client) != self.nodes[client]
+        }
         self._introduced |= {client: self.nodes[client] for client in newcomers}
         left_out = self._history.left_out
         before = {client: left_out.pop(client) for client in newcomers if client in left_out}
-        reasons = {client: f"it cannot introduce itself: {about[PROBLEM]}"
-                   for client, about in newcomers.items() if PROBLEM in about}
+        reasons = {
+            client: f"it cannot introduce itself: {about[PROBLEM]}"
+            for client, about in newcomers.items()
+            if PROBLEM in about
+        }
         reasons |= {client: about[NOT_ADMITTED] for client, about in newcomers.items() if NOT_ADMITTED in about}
         reasons |= _reasons(introduce, {client: about for client, about in newcomers.items() if client not in reasons})
         for client in newcomers:

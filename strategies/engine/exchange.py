@@ -16,8 +16,9 @@ from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
 from flwr.proto.message_pb2 import PullObjectRequest, PullObjectResponse
 from flwr.serverapp import Grid
 
+from kindred.messages import first_line
+
 from .admission import Refused
-from .messages import first_line
 
 # Replies are asked for at once, then after pauses that grow: a simulation is not slowed down,
 # and a SuperLink on the other side of a network is not asked all the time.
@@ -209,4 +210,5 @@ def _check_worker(reply: Message) -> None:
         raise WorkerDied(
             "a process in which clients of the simulation work died, most often for want of memory, and Flower "
             "goes on giving it messages, so the run ends; with more CPUs for each client fewer work at a time "
-            f"({first_line(reply.error.reason)})")
+            f"({first_line(reply.error.reason)})"
+        )

@@ -16,7 +16,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, M
 from flwr.clientapp import ClientApp
 from flwr.supercore import log
 
-from .messages import (
+from kindred.messages import (
     ARRAYS,
     ATTEMPT,
     CLIENT_ID,
@@ -57,8 +57,9 @@ from .messages import (
     seed_for,
     to_record,
 )
+from kindred.registry import REGISTRY
+
 from .models import MODELS
-from .registry import REGISTRY
 from .state import BEST, MODEL, ClientState
 from .training import (
     Gradients,
@@ -243,8 +244,14 @@ class Visit:
             yield
 
     def train(
-        self, model: torch.nn.Module, *, epochs: int | None = None, steps: int = 0, samples: Samples | None = None,
-        purpose: str = "train", **settings: Any,
+        self,
+        model: torch.nn.Module,
+        *,
+        epochs: int | None = None,
+        steps: int = 0,
+        samples: Samples | None = None,
+        purpose: str = "train",
+        **settings: Any,
     ) -> float:
         """Train with the settings in the message, on the training data; the mean loss.
 
@@ -265,13 +272,22 @@ class Visit:
         config, seed = self.config, self.seed(purpose)
         self.compute[SAMPLES_TRAINED] += epochs * len(y) + steps * self.batch_size
         message = {
-            "batch_size": self.batch_size, "optimizer": str(config.get("optimizer", "sgd")),
-            "learning_rate": float(config.get("learning-rate", 0.01)), "momentum": float(config.get("momentum", 0.0)),
+            "batch_size": self.batch_size,
+            "optimizer": str(config.get("optimizer", "sgd")),
+            "learning_rate": float(config.get("learning-rate", 0.01)),
+            "momentum": float(config.get("momentum", 0.0)),
             "precision": self.precision,
         }
         with self._seeded(seed):
-            return train(model, x, y, epochs=epochs, steps=steps, generator=torch.Generator().manual_seed(seed),
-                         **(message | settings))
+            return train(
+                model,
+                x,
+                y,
+                epochs=epochs,
+                steps=steps,
+                generator=torch.Generator().manual_seed(seed),
+                **(message | settings),
+            )
 
     @property
     def precision(self) -> str:
@@ -280,8 +296,10 @@ class Visit:
     @contextlib.contextmanager
     def differentiating(self, model: torch.nn.Module, purpose: str = "train") -> Iterator[Gradients]:
         """For a method's own steps: see `training.differentiating`. They are to be on `batches`."""
-        with (self._seeded(self.seed(purpose)),
-              differentiating(model, self.site.train[0], self.batch_size, self.precision) as gradients_of):
+        with (
+            self._seeded(self.seed(purpose)),
+            differentiating(model, self.site.train[0], self.batch_size, self.precision) as gradients_of,
+        ):
             yield gradients_of
 
     def batches(self, purpose: str = "train", samples: Samples | None = None) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -324,7 +342,8 @@ class Visit:
             metrics["validation-accuracy"], metrics["validation-loss"] = evaluate(model, *self.site.validation)
         strategy = self.strategy
         if which == (strategy.personal if strategy else TRAINED) and (
-                self.is_site or (strategy and strategy.model_stays)):
+            self.is_site or (strategy and strategy.model_stays)
+        ):
             self.keep(model, accuracy)
         return metrics
 
@@ -361,8 +380,10 @@ class LocalTraining:
             metrics |= visit.evaluation(TUNED, model)
             set_arrays(model, visit.arrays)
         metrics[TRAIN_LOSS] = visit.train(
-            model, proximal_mu=float(visit.config.get(PROXIMAL_MU, 0.0)),
-            label_smoothing=float(visit.config.get(LABEL_SMOOTHING, 0.0)))
+            model,
+            proximal_mu=float(visit.config.get(PROXIMAL_MU, 0.0)),
+            label_smoothing=float(visit.config.get(LABEL_SMOOTHING, 0.0)),
+        )
         return get_arrays(model), metrics | visit.evaluation(TRAINED, model) | visit.counts()
 
     @staticmethod
@@ -465,11 +486,17 @@ def _visit(load_site: LoadSite, message: Message, context: Context) -> Visit:
     repeats = ATTEMPT in config  # the server tells which state a round starts from
     evaluates = message.metadata.message_type == MessageType.EVALUATE
     state = ClientState(
-        int(run), client, context.node_config.get(STATE_DIR), server_round=server_round,
-        before=server_round + evaluates if repeats else None, keep_from=config.get(KEEP_FROM),
-        attempt=int(config.get(ATTEMPT, 0)))
-    return Visit(client, _site(load_site, context, device), config, read_record(arrays), device, state,
-                 context.node_config)
+        int(run),
+        client,
+        context.node_config.get(STATE_DIR),
+        server_round=server_round,
+        before=server_round + evaluates if repeats else None,
+        keep_from=config.get(KEEP_FROM),
+        attempt=int(config.get(ATTEMPT, 0)),
+    )
+    return Visit(
+        client, _site(load_site, context, device), config, read_record(arrays), device, state, context.node_config
+    )
 
 
 def introduction_of(load_site: LoadSite, context: Context) -> dict[str, Any]:
@@ -477,8 +504,11 @@ def introduction_of(load_site: LoadSite, context: Context) -> dict[str, Any]:
     about: dict[str, Any] = {CLIENT_ID: client_id(context), METHODS: list(REGISTRY)}
     try:
         site = _site(load_site, context, pick_device(str(context.run_config.get("device", "auto"))))
-        about |= {NUM_EXAMPLES: len(site.train[1]), NUM_CLASSES: _num_classes(site),
-                  SHARE_MODEL: true_or_false(context.node_config, SHARE_MODEL, True)}
+        about |= {
+            NUM_EXAMPLES: len(site.train[1]),
+            NUM_CLASSES: _num_classes(site),
+            SHARE_MODEL: true_or_false(context.node_config, SHARE_MODEL, True),
+        }
         true_or_false(context.node_config, REPORT_WEIGHTS, False)
         if "model" in site.about:
             about[NETWORK] = site.about["model"]
@@ -514,7 +544,9 @@ def _site(load_site: LoadSite, context: Context, device: torch.device) -> Site:
     if site is None:
         site = load_site(context)
         site = replace(
-            site, train=_to(device, site.train), test=_to(device, site.test),
+            site,
+            train=_to(device, site.train),
+            test=_to(device, site.test),
             public=None if site.public is None else _public_on(device, site.public),
             validation=None if site.validation is None else _to(device, site.validation),
         )

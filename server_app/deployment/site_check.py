@@ -7,14 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data import DataError, Sites
-
-from .config import Config, ConfigError
+from kindred.data import DataError, Sites
+from kindred.server_app.config import Config, ConfigError
 
 if TYPE_CHECKING:
     import torch
 
-LOAD_SITE = "client_app.app:load_site"
+LOAD_SITE = "kindred.client_app.app:load_site"
 
 
 def read_run_config(given: Sequence[str]) -> Config:
@@ -40,8 +39,10 @@ def read_run_config(given: Sequence[str]) -> Config:
     except Exception:  # Flower's, TOML's or of the encoding
         settings = {}
     if not settings:
-        raise ConfigError(f"--run-config is {text!r}, allowed: a .toml file, or key=value as TOML has it, texts in "
-                          "quotation marks, separated by blanks")
+        raise ConfigError(
+            f"--run-config is {text!r}, allowed: a .toml file, or key=value as TOML has it, texts in "
+            "quotation marks, separated by blanks"
+        )
     config = Config.from_run_config(settings)
     if config.dataset != "sites":
         raise ConfigError(f"dataset is {config.dataset!r}, allowed where sites have data of their own: sites")
@@ -79,18 +80,18 @@ def fit(config: Config, node_config: Mapping[str, Any], app_dir: Path) -> str:
     from flwr.app import Context, RecordDict
     from flwr.supercore.object_ref import load_app
 
-    from strategies.client import introduction_of
-    from strategies.messages import CLIENT_ID, NETWORK, NUM_CLASSES, NUM_EXAMPLES, NUM_PUBLIC, PROBLEM
-
-    from .app import prepare
+    from kindred.client.app import introduction_of
+    from kindred.messages import CLIENT_ID, NETWORK, NUM_CLASSES, NUM_EXAMPLES, NUM_PUBLIC, PROBLEM
+    from kindred.server_app.app import prepare
 
     here = replace(config, store="memory", public_size=0)  # the server's own disk and public images are not here
     try:
         strategy, initial_arrays = prepare(here, _SitesAndServer.of(config.run_config()))
     except ValueError as error:
         raise ConfigError(f"the run would not begin: {error}") from None
-    context = Context(run_id=0, node_id=0, node_config=dict(node_config), state=RecordDict(),
-                      run_config=config.run_config())
+    context = Context(
+        run_id=0, node_id=0, node_config=dict(node_config), state=RecordDict(), run_config=config.run_config()
+    )
     about = introduction_of(load_app(LOAD_SITE, ConfigError, app_dir), context)
     if PROBLEM in about:
         raise DataError(about[PROBLEM])
@@ -98,5 +99,7 @@ def fit(config: Config, node_config: Mapping[str, Any], app_dir: Path) -> str:
     for reason in strategy.introduce({about[CLIENT_ID]: about}).values():
         raise DataError(reason)
     public = f", {about[NUM_PUBLIC]} public images" if NUM_PUBLIC in about else ""
-    return (f"{config.strategy} with {about[NETWORK]}, {about[NUM_CLASSES]} classes, {about[NUM_EXAMPLES]} training "
-            f"samples{public}")
+    return (
+        f"{config.strategy} with {about[NETWORK]}, {about[NUM_CLASSES]} classes, {about[NUM_EXAMPLES]} training "
+        f"samples{public}"
+    )

@@ -150,12 +150,20 @@ def run_simulation(
     try:
         with _Workspace(app_dir / ".kindred") as workspace, open(workspace.log, "w", encoding="utf-8") as file:
             log = Log(file, on_line)
-            outcome = _run(workspace, log, [
-                str(workspace.copy_app(app_dir)), CONNECTION, "--stream",
-                "--federation-config", f"num-supernodes={num_clients} client-resources-num-cpus={cpus_per_client} "
-                                       f"client-resources-num-gpus={float(gpus_per_client)}",
-                "--run-config", str(workspace.write_run_config(run_config)),
-            ])
+            outcome = _run(
+                workspace,
+                log,
+                [
+                    str(workspace.copy_app(app_dir)),
+                    CONNECTION,
+                    "--stream",
+                    "--federation-config",
+                    f"num-supernodes={num_clients} client-resources-num-cpus={cpus_per_client} "
+                    f"client-resources-num-gpus={float(gpus_per_client)}",
+                    "--run-config",
+                    str(workspace.write_run_config(run_config)),
+                ],
+            )
             file.flush()
             if outcome.results:
                 shutil.copyfile(workspace.log, outcome.results / "log.txt")
@@ -478,8 +486,9 @@ def _signals_as_exceptions() -> Iterator[_Signals]:
             signals.heeded = False
             raise _Signalled(signal.Signals(number))
 
-    before = {number: signal.signal(number, handle) for number in SIGNALS
-              if signal.getsignal(number) is not signal.SIG_IGN}
+    before = {
+        number: signal.signal(number, handle) for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN
+    }
     try:
         yield signals
     finally:

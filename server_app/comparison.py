@@ -29,16 +29,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.stats import wilcoxon
 
-from data import DATASETS, PARTITIONS, DataError, load_federation
-from data.federation import KEYS
-from strategies.state import replacing
+from kindred.client.state import replacing
+from kindred.data import DATASETS, PARTITIONS, DataError, load_federation
+from kindred.data.federation import KEYS
 
 from .app import images_of
 from .config import Config, ConfigError
-from .flower import Outcome
-from .pictures import comparison_figure
 from .presets import Preset
-from .report import REPORT, write_report
+from .report.content import REPORT, write_report
+from .report.figures import comparison_figure
 from .results import (
     _read_config,
     _versions,
@@ -50,6 +49,7 @@ from .results import (
     what_data,
     write_json,
 )
+from .simulation import Outcome
 from .tables import read_table
 
 LOCAL = "local"  # the name of the method that every client's accuracy is held against
@@ -74,14 +74,17 @@ METRICS = {
     "accuracy": Metric("last %", "mean test accuracy over clients, in the end", 100, 1),
     "accuracy-weighted": Metric("by size %", "the same, clients weighted by their test images", 100, 1),
     "accuracy-p10": Metric("bottom decile %", "accuracy below which a tenth of the clients lie, in the end", 100, 1),
-    "better-than-local": Metric("above local %", "share of the clients that are better than with local, in the end",
-                                100, 1),
+    "better-than-local": Metric(
+        "above local %", "share of the clients that are better than with local, in the end", 100, 1
+    ),
     "bytes": Metric("MB", "payload of all messages, both ways, 10^6 bytes", 1e-6, 1),
     "floats": Metric("numbers sent", "numbers sent both ways, in millions, as PerFed-CKT's paper counts them", 1e-6, 1),
-    "samples-trained": Metric("trained, 1000s", "images that clients trained on, each time counted, in thousands",
-                              1e-3, 1),
-    "samples-predicted": Metric("predicted, 1000s", "images that clients predicted for, other than to evaluate or "
-                                "train, in thousands", 1e-3, 1),
+    "samples-trained": Metric(
+        "trained, 1000s", "images that clients trained on, each time counted, in thousands", 1e-3, 1
+    ),
+    "samples-predicted": Metric(
+        "predicted, 1000s", "images that clients predicted for, other than to evaluate or train, in thousands", 1e-3, 1
+    ),
     "seconds": Metric("seconds", "of the rounds, without start and end", 1, 1),
 }
 
@@ -179,8 +182,9 @@ def make_plan(
     from_preset = preset.strategies if preset else {}
     names = list(dict.fromkeys(names or from_preset))
     if not names:
-        raise ConfigError("--strategies is not given, allowed: names of `kindred strategies`, separated by commas; or "
-                          "give a --preset")
+        raise ConfigError(
+            "--strategies is not given, allowed: names of `kindred strategies`, separated by commas; or give a --preset"
+        )
     for name in names:
         if not re.fullmatch(r"[\w.+-]+", name):
             raise ConfigError(f"--strategies has {name!r}, allowed: letters, digits and . _ + -")
@@ -202,8 +206,10 @@ def make_plan(
     for name in names:
         alone = dict(own.get(name, {}))
         if shared := [key for key in alone if key in SHARED]:
-            raise ConfigError(f"--set {name}:{shared[0]} is for one method alone, allowed: for all, --set "
-                              f"{shared[0]}={alone[shared[0]]}; what is compared has the same data and seeds")
+            raise ConfigError(
+                f"--set {name}:{shared[0]} is for one method alone, allowed: for all, --set "
+                f"{shared[0]}={alone[shared[0]]}; what is compared has the same data and seeds"
+            )
         listed = {key: value for key, value in from_preset.get(name, {}).items() if key not in given}
         settings = {"strategy": name, **base, **listed, **given, **alone}
         configs[name] = Config.from_run_config({**settings, "seed": seeds[0]}).absolute()
@@ -235,14 +241,17 @@ def images_a_client(config: Config) -> float:
 
 def shrunk(config: Config, scale: float, images: float) -> Config:
     """The settings with a part of the rounds, and of `images` images a client."""
+
     def part(number: float, least: int) -> int:
         return min(int(number), max(least, round(scale * number)))
 
-    return Config.from_run_config({
-        **config.run_config(),
-        **{key: part(config.run_config()[key], LEAST_ROUNDS if key == "num-rounds" else 1) for key in IN_ROUNDS},
-        "samples-per-client": part(images, LEAST_IMAGES),
-    })
+    return Config.from_run_config(
+        {
+            **config.run_config(),
+            **{key: part(config.run_config()[key], LEAST_ROUNDS if key == "num-rounds" else 1) for key in IN_ROUNDS},
+            "samples-per-client": part(images, LEAST_IMAGES),
+        }
+    )
 
 
 def run_hash(settings: Mapping[str, Any], images: str | None = None) -> str:
@@ -271,7 +280,10 @@ def known_runs(output_dir: Path) -> dict[str, Path]:
 
 
 def carry_out(
-    plan: Plan, execute: Callable[[Config], Outcome], say: Callable[[str], None], unusable: Mapping[str, str],
+    plan: Plan,
+    execute: Callable[[Config], Outcome],
+    say: Callable[[str], None],
+    unusable: Mapping[str, str],
     command: Sequence[str],
 ) -> tuple[dict[str, Any], int]:
     """Run what has not been run, and sum up.
@@ -323,8 +335,11 @@ def carry_out(
         run: dict[str, Any] = {"seed": config.seed, "how": how, "hash": key}
         if outcome.code == 0:
             folder = known[key] = outcome.results
-            run |= {"folder": os.path.relpath(folder, plan.folder), "versions": _read_config(folder).get("versions"),
-                    "summary": read_summary(folder)}
+            run |= {
+                "folder": os.path.relpath(folder, plan.folder),
+                "versions": _read_config(folder).get("versions"),
+                "summary": read_summary(folder),
+            }
         else:
             code = 1
             reason = " ".join(outcome.reason.split())
@@ -347,8 +362,11 @@ def _images(config: Config) -> str | None:
 def _unlike(folder: Path) -> str:
     """In which ways a run of the same settings may still be another one."""
     before = _read_config(folder)
-    told = [f"{name} was {version}" for name, version in (before.get("versions") or {}).items()
-            if version != _versions().get(name)]
+    told = [
+        f"{name} was {version}"
+        for name, version in (before.get("versions") or {}).items()
+        if version != _versions().get(name)
+    ]
     if not before.get("images"):
         told.append("which images it had is not on record")
     return f" ({', '.join(told)})" if told else ""
@@ -374,10 +392,12 @@ def content_of(plan: Plan, runs: Mapping[str, list[dict[str, Any]]], command: Se
             "settings": plan.own[name],
             "runs": runs[name],
             "mean": {key: float(np.mean(each, dtype=float)) if each else None for key, each in values.items()},
-            "std": {key: float(np.std(each, ddof=1, dtype=float)) if len(each) > 1 else None
-                    for key, each in values.items()},
+            "std": {
+                key: float(np.std(each, ddof=1, dtype=float)) if len(each) > 1 else None for key, each in values.items()
+            },
             "wilcoxon": signed_rank(*paired(summaries[name], summaries[plan.reference]))
-            if name != plan.reference else None,
+            if name != plan.reference
+            else None,
             "paper": paper and {key: each if key == "floats" else round(each / 100, 6) for key, each in paper.items()},
         }
     settings = plan.common.run_config()
@@ -497,8 +517,12 @@ def tables(content: Mapping[str, Any]) -> list[list[list[str]]]:
         if set(published) != {"-"}:
             table.append([f"paper, {about.title}", *published])
     accuracy.append([f"p against {content['reference']}", *(_p(test["p"]) if test else "-" for test in tests)])
-    accuracy.append(["better : worse : equal", *(
-        f"{test['better']} : {test['worse']} : {test['equal']}" if test else "-" for test in tests)])
+    accuracy.append(
+        [
+            "better : worse : equal",
+            *(f"{test['better']} : {test['worse']} : {test['equal']}" if test else "-" for test in tests),
+        ]
+    )
     return [[list(line) for line in zip(*columns, strict=True)] for columns in (accuracy, cost)]
 
 
@@ -522,15 +546,20 @@ def remarks(content: Mapping[str, Any]) -> list[str]:
     strategies, preset, lines = content["strategies"], content["preset"], []
     if content["scaled"]:
         parts = [f"{key} {after:g} instead of {before:g}" for key, (before, after) in content["scaled"].items()]
-        lines.append(f"At scale {content['scale']:g}, not in full: {', '.join(parts)}; settings of one method that "
-                     "count rounds are shrunk alike.")
+        lines.append(
+            f"At scale {content['scale']:g}, not in full: {', '.join(parts)}; settings of one method that "
+            "count rounds are shrunk alike."
+        )
     if preset:
         lines.append(f"The paper's numbers: {preset['source']}; {preset['measures']}.")
         if preset["changed"]:
             changes = ", ".join(f"{key} {value}" for key, value in preset["changed"].items())
             lines.append(f"Other than in the preset: {changes}.")
-        both = {name: (each["paper"]["mean"], each["mean"][preset["metric"]]) for name, each in strategies.items()
-                if each["paper"] and each["mean"][preset["metric"]] is not None}
+        both = {
+            name: (each["paper"]["mean"], each["mean"][preset["metric"]])
+            for name, each in strategies.items()
+            if each["paper"] and each["mean"][preset["metric"]] is not None
+        }
         if len(both) > 1:
             for who, column in (("paper", 0), ("here", 1)):
                 order = sorted(both, key=lambda name, column=column: -both[name][column])
@@ -539,7 +568,8 @@ def remarks(content: Mapping[str, Any]) -> list[str]:
         lines.append(
             f"p: Wilcoxon's signed-rank test against {content['reference']}, two-sided, over the clients' last "
             "accuracies, those of all seeds together; pairs without a difference are left out. Clients of a run learn "
-            "together, so their accuracies are not independent, and p is not corrected for the number of methods.")
+            "together, so their accuracies are not independent, and p is not corrected for the number of methods."
+        )
     if len(content["seeds"]) == 1:
         lines.append("One seed: there is no deviation.")
     for name, each in strategies.items():
@@ -554,8 +584,10 @@ def write(content: Mapping[str, Any], folder: Path) -> None:
     for name, data in (("comparison.csv", as_csv(content)), ("comparison.md", as_markdown(content).encode())):
         with replacing(folder / name) as temporary:
             temporary.write_bytes(data)
-    methods = [(name, [read_table(folder / run["folder"] / "rounds.csv") for run in each["runs"] if "folder" in run])
-               for name, each in content["strategies"].items()]
+    methods = [
+        (name, [read_table(folder / run["folder"] / "rounds.csv") for run in each["runs"] if "folder" in run])
+        for name, each in content["strategies"].items()
+    ]
     with failing_is_a_warning(folder / "comparison.png"):
         save_figure(comparison_figure(methods, content["title"]), folder / "comparison.png")
     with failing_is_a_warning(folder / REPORT):
@@ -564,22 +596,44 @@ def write(content: Mapping[str, Any], folder: Path) -> None:
 
 def as_csv(content: Mapping[str, Any]) -> bytes:
     """A line for each run, and lines with the seeds "mean" and "std"; accuracies are in [0, 1]."""
-    about = {"scale": content["scale"], "preset": content["preset"] and content["preset"]["name"],
-             "command": content["command"]}
+    about = {
+        "scale": content["scale"],
+        "preset": content["preset"] and content["preset"]["name"],
+        "command": content["command"],
+    }
     rows: list[dict[str, Any]] = []
     for name, each in content["strategies"].items():
         for run in each["runs"]:
-            rows.append({"strategy": name, "seed": run["seed"], **run.get("metrics", {}), **about,
-                         "folder": run.get("folder"), "versions": _told(run.get("versions")),
-                         "failed": run.get("reason")})
+            rows.append(
+                {
+                    "strategy": name,
+                    "seed": run["seed"],
+                    **run.get("metrics", {}),
+                    **about,
+                    "folder": run.get("folder"),
+                    "versions": _told(run.get("versions")),
+                    "failed": run.get("reason"),
+                }
+            )
         test = {f"wilcoxon-{key}": value for key, value in (each["wilcoxon"] or {}).items()}
         paper = each["paper"] or {}
         told = _told(content["versions"])
-        rows.append({"strategy": name, "seed": "mean", **each["mean"], **about, **test, "versions": told,
-                     "reference": content["reference"], "paper": paper.get("mean"),
-                     "paper-floats": paper.get("floats")})
-        rows.append({"strategy": name, "seed": "std", **each["std"], **about, "paper": paper.get("std"),
-                     "versions": told})
+        rows.append(
+            {
+                "strategy": name,
+                "seed": "mean",
+                **each["mean"],
+                **about,
+                **test,
+                "versions": told,
+                "reference": content["reference"],
+                "paper": paper.get("mean"),
+                "paper-floats": paper.get("floats"),
+            }
+        )
+        rows.append(
+            {"strategy": name, "seed": "std", **each["std"], **about, "paper": paper.get("std"), "versions": told}
+        )
     last = ("scale", "preset", "folder", "failed", "versions", "command")
     columns = dict.fromkeys(("strategy", "seed", *METRICS, "paper", "paper-floats", "reference"))
     columns |= dict.fromkeys(key for row in rows for key in row if key not in last)
@@ -595,30 +649,67 @@ def as_markdown(content: Mapping[str, Any]) -> str:
     strategies, preset = content["strategies"], content["preset"]
     accuracy, cost = tables(content)
     defaults = Config().run_config()
-    set_to = [f"`{key}` = {value}" for key, value in content["settings"].items()
-              if value != defaults[key] and key != "output-dir"]
+    set_to = [
+        f"`{key}` = {value}"
+        for key, value in content["settings"].items()
+        if value != defaults[key] and key != "output-dir"
+    ]
     parts = [
-        f"# {content['title']}", "",
-        f"    {content['command']}", "",
-        f"{content['finished']}, {content['platform']}; {_told(content['versions'])}.", "",
-        *_rows(accuracy), "", *_rows(cost), "",
-        *(f"- {line}" for line in remarks(content)), "",
-        "## Columns", "",
-        *(f"- {metric.title}: {metric.meaning}" for metric in METRICS.values()
-          if metric.title in accuracy[0] + cost[0]), "",
-        "Mean ± standard deviation (of a sample) over seeds.", "",
-        "## Settings", "",
-        "Of all, where they are not the default: " + (", ".join(set_to) or "none") + ".", "",
-        *(f"- {name}" + (f" ({each['strategy']})" if name != each["strategy"] else "") + ": "
-          + (", ".join(f"`{key}` = {value}" for key, value in each["settings"].items()) or "nothing of its own")
-          for name, each in strategies.items()), "",
-        "## Runs", "",
-        *_rows([["strategy", "seed", "", "best %", "last %", "folder"],
-                *([name, str(run["seed"]), run["how"],
-                   *(_cell(run.get("metrics", {}).get(key), None, METRICS[key])
-                     for key in ("accuracy-best", "accuracy")),
-                   run.get("folder") or run["reason"]]
-                  for name, each in strategies.items() for run in each["runs"])]),
+        f"# {content['title']}",
+        "",
+        f"    {content['command']}",
+        "",
+        f"{content['finished']}, {content['platform']}; {_told(content['versions'])}.",
+        "",
+        *_rows(accuracy),
+        "",
+        *_rows(cost),
+        "",
+        *(f"- {line}" for line in remarks(content)),
+        "",
+        "## Columns",
+        "",
+        *(
+            f"- {metric.title}: {metric.meaning}"
+            for metric in METRICS.values()
+            if metric.title in accuracy[0] + cost[0]
+        ),
+        "",
+        "Mean ± standard deviation (of a sample) over seeds.",
+        "",
+        "## Settings",
+        "",
+        "Of all, where they are not the default: " + (", ".join(set_to) or "none") + ".",
+        "",
+        *(
+            f"- {name}"
+            + (f" ({each['strategy']})" if name != each["strategy"] else "")
+            + ": "
+            + (", ".join(f"`{key}` = {value}" for key, value in each["settings"].items()) or "nothing of its own")
+            for name, each in strategies.items()
+        ),
+        "",
+        "## Runs",
+        "",
+        *_rows(
+            [
+                ["strategy", "seed", "", "best %", "last %", "folder"],
+                *(
+                    [
+                        name,
+                        str(run["seed"]),
+                        run["how"],
+                        *(
+                            _cell(run.get("metrics", {}).get(key), None, METRICS[key])
+                            for key in ("accuracy-best", "accuracy")
+                        ),
+                        run.get("folder") or run["reason"],
+                    ]
+                    for name, each in strategies.items()
+                    for run in each["runs"]
+                ),
+            ]
+        ),
     ]
     if preset:
         parts += ["", f"## Preset {preset['name']}", "", *(f"- {note}" for note in preset["notes"])]

@@ -1,0 +1,1 @@
+"""The report of a run: its content, its figures and its page."""

@@ -1,0 +1,1 @@
+"""The round engine: what every method shares on the server's side."""
