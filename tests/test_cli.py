@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from kindred.server_app.cli.run import app
 from kindred.server_app.config import parse
 
 ROOT = Path(__file__).resolve().parent.parent
-COMMAND = [sys.executable, "-m", "kindred"]
+COMMAND = [str(Path(sysconfig.get_path("scripts")) / "kindred")]
 SMALL = ["--clients=4", "--rounds=2", "--set=num-groups=2", "--set=samples-per-client=10", "--set=local-epochs=1"]
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

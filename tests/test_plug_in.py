@@ -65,10 +65,18 @@ def pip(command: str, *arguments: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_wheel_holds_the_library_and_nothing_else(wheel) -> None:
+def test_the_wheel_holds_the_package_and_nothing_else(wheel) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    code = {name for name in names if ".dist-info/" not in name}
-    assert code == {f"kindred/{path.relative_to(ROOT / 'strategies')}" for path in (ROOT / "strategies").rglob("*.py")}
+    held = {name for name in names if ".dist-info/" not in name}
+    folders = {"strategies": "kindred", "data": "kindred/data", "client_app": "kindred/client_app",
+               "server_app": "kindred/server_app"}  # fmt: skip
+    written = {
+        f"{package}/{path.relative_to(ROOT / folder)}"
+        for folder, package in folders.items()
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".py", ".toml", ".typed")
+    }
+    assert held == written
 
 
 def test_the_example_gains_by_its_strategy_alone(task) -> None:

@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 from contextlib import contextmanager
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -31,7 +32,7 @@ from kindred.server_app.results import RunFolder
 from tests.test_results import TWO_ROUNDS, row, run_of, settings
 
 ROOT = Path(__file__).resolve().parent.parent
-COMMAND = [sys.executable, str(ROOT / "strategies" / "__main__.py")]
+COMMAND = [str(Path(sysconfig.get_path("scripts")) / "kindred")]
 SMALL = [
     "--engine=inline",
     "--clients=4",
