@@ -152,7 +152,6 @@ def simulated(config: Config) -> Simulated:
 
     outcome = run_simulation(
         config.run_config(),
-        app_dir=Path(__file__).parent.parent,
         num_clients=config.num_clients,
         on_line=lambda line: print("   ", line, flush=True),
     )

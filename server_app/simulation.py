@@ -27,17 +27,22 @@ import tomllib
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any, NamedTuple, TextIO
 
 import psutil
 
+from kindred.client.state import default_root
+from kindred.server_app.flower_app import toml, write_flower_app
+
 HOST = "127.0.0.1"
 CONNECTION = "kindred"
 ATTEMPTS = 3  # to start a SuperLink on a port that nobody takes in the meantime
 STARTUP_TIMEOUT = 60.0  # s
 MARK = "KINDRED_RUN"  # an environment variable that every process of a run inherits
+LOGS_KEPT = 20  # of runs that failed
 SHORT_FOLDER = Path("/tmp")  # for Ray's files: the names of its sockets must be short
 MARKER = ".kindred-run"  # a file in every folder that is made here, locked as long as the run lasts
 MARKER_TEXT = "This folder was made by `kindred run`, and is removed when its process has ended."
@@ -117,7 +122,7 @@ class EngineError(RuntimeError):
 def run_simulation(
     run_config: Mapping[str, Any],
     *,
-    app_dir: Path,
+    app_dir: Path | None = None,
     num_clients: int,
     cpus_per_client: int = 1,
     gpus_per_client: float = 0.0,
@@ -131,9 +136,8 @@ def run_simulation(
     ----------
     run_config : mapping
         Settings of the app, of type bool, int, float or str.
-    app_dir : Path
-        The app's folder, with a `fab-include` in its pyproject.toml. Working files lie in its folder `.kindred`
-        as long as the run lasts.
+    app_dir : Path, optional
+        The app's folder, with a `fab-include` in its pyproject.toml; by default the app of the installed package.
     num_clients : int
         Clients to simulate.
     cpus_per_client, gpus_per_client : int, float
@@ -145,16 +149,19 @@ def run_simulation(
     -------
     Outcome
         Every process that was started is gone by then. The whole log lies in `log.txt` in the folder of the
-        results or, of a run that failed before there was one, in `.kindred/failed.log`.
+        results or, of a run that failed before there was one, in the folder `logs` of the user's state folder.
     """
     try:
-        with _Workspace(app_dir / ".kindred") as workspace, open(workspace.log, "w", encoding="utf-8") as file:
+        with (
+            _Workspace(default_root() / "simulations") as workspace,
+            open(workspace.log, "w", encoding="utf-8") as file,
+        ):
             log = Log(file, on_line)
             outcome = _run(
                 workspace,
                 log,
                 [
-                    str(workspace.copy_app(app_dir)),
+                    str(workspace.copy_app(app_dir) if app_dir else write_flower_app(workspace.home / "app")),
                     CONNECTION,
                     "--stream",
                     "--federation-config",
@@ -168,11 +175,30 @@ def run_simulation(
             if outcome.results:
                 shutil.copyfile(workspace.log, outcome.results / "log.txt")
             elif outcome.code == 1:
-                kept = shutil.copyfile(workspace.log, app_dir / ".kindred" / "failed.log")
-                outcome = outcome._replace(reason=f"{outcome.reason} (log: {kept})")
+                with suppress(OSError):  # the reason matters more
+                    kept = keep_log(workspace.log.read_text(encoding="utf-8"))
+                    outcome = outcome._replace(reason=f"{outcome.reason} (log: {kept})")
             return outcome
     except EngineError as error:
         return Outcome(2, str(error))
+
+
+def keep_log(text: str) -> Path:
+    """Write the log of a run that failed before it had a folder, and return its path; the newest LOGS_KEPT stay.
+
+    Raises
+    ------
+    OSError
+        The log cannot be written.
+    """
+    folder = default_root() / "logs"
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor, path = tempfile.mkstemp(".log", f"failed-{datetime.now(UTC):%Y%m%d-%H%M%S}-", folder)
+    with open(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+    for old in sorted(folder.glob("failed-*.log"))[:-LOGS_KEPT]:
+        old.unlink(missing_ok=True)
+    return Path(path)
 
 
 def _run(workspace: _Workspace, log: Log, arguments: list[str]) -> Outcome:
@@ -338,13 +364,13 @@ def shown(level: str, text: str) -> str | None:
 class _Workspace:
     """The folders of a run and the environment of its processes.
 
-    FLWR_HOME lies in the app's folder, Ray's files in `SHORT_FOLDER`.
+    FLWR_HOME lies in the user's state folder, Ray's files in `SHORT_FOLDER`.
     """
 
     def __init__(self, parent: Path) -> None:
         self.mark = uuid.uuid4().hex
         try:
-            parent.mkdir(exist_ok=True)
+            parent.mkdir(parents=True, exist_ok=True)
             self._folders = [_OwnFolder(parent), _OwnFolder(SHORT_FOLDER)]
             self.home, self.ray = (folder.path for folder in self._folders)
         except OSError as error:
@@ -450,20 +476,6 @@ def _remove_marked(folder: Path) -> None:
     with suppress(OSError):
         if [path.name for path in folder.iterdir()] == [MARKER]:  # else a process that is ending writes on in it
             shutil.rmtree(folder)
-
-
-def toml(values: Mapping[str, Any]) -> str:
-    """Write bools, ints, finite floats and texts as TOML."""
-    lines = []
-    for key, value in values.items():
-        if isinstance(value, bool):
-            text = str(value).lower()
-        elif isinstance(value, str):  # JSON's escapes are TOML's, but for DEL, which TOML wants escaped too
-            text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-        else:
-            text = repr(value)
-        lines.append(f"{key} = {text}\n")
-    return "".join(lines)
 
 
 class _Signalled(BaseException):

@@ -17,6 +17,7 @@ from importlib import import_module
 from typing import Any
 
 from .registry import REGISTRY, Method
+from .versions import VERSION as __version__, check_flower
 
 _HOMES = {
     "FedAMP": "fedamp",
@@ -60,11 +61,12 @@ _HOMES = {
     "make_model": "client.models",
 }
 
-__all__ = ["REGISTRY", "Method", *_HOMES]
+__all__ = ["REGISTRY", "Method", "__version__", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    check_flower()
     value = globals()[name] = getattr(import_module(f".{_HOMES[name]}", __name__), name)
     return value

@@ -36,6 +36,7 @@ METRICS = "metrics"
 IDENTITY_QUERY = "query.identity"
 REFUSAL_QUERY = "query.refusal"
 CLIENT_ID = "client-id"
+VERSION_KEY = "kindred-version"  # of the sender, in the question who a client is and in its answer
 
 SERVER_ROUND = "server-round"
 # For what a client keeps: the run as it was first called, how often it has been gone on with, and the round from which

@@ -15,7 +15,8 @@ from safetensors.numpy import load_file
 
 from kindred import InlineGrid, Site, make_client_app
 from kindred.client.state import saved_files
-from kindred.messages import CLIENT_ID, IDENTITY_QUERY, by_prefix, in_order, to_record
+from kindred.messages import CLIENT_ID, IDENTITY_QUERY, VERSION_KEY, by_prefix, in_order, to_record
+from kindred.versions import VERSION
 
 SIZE = 4
 
@@ -180,7 +181,7 @@ def collaboration_app(evaluates_in_training: bool = False) -> ClientApp:
 
     @app.query("identity")
     def identity(message, context):
-        about = {"client-id": context.node_id, "methods": ["federico"]}
+        about = {"client-id": context.node_id, "methods": ["federico"], VERSION_KEY: VERSION}
         return Message(RecordDict({"config": ConfigRecord(about)}), reply_to=message)
 
     @app.train()

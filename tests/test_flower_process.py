@@ -18,7 +18,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from kindred.server_app import simulation as flower
-from kindred.server_app.simulation import Log, toml
+from kindred.server_app.flower_app import toml
+from kindred.server_app.simulation import Log
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -93,7 +94,6 @@ def main(grid, context):
 DRIVER = """
 import json, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
-sys.path.insert(0, sys.argv.pop(1))
 from pathlib import Path
 from kindred.server_app.simulation import run_simulation
 outcome = run_simulation(json.loads(sys.argv[2]), app_dir=Path(sys.argv[1]), num_clients=2,
@@ -115,8 +115,8 @@ def app_dir(tmp_path_factory) -> Path:
 
 def start(app_dir: Path, **run_config) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-P", "-c", DRIVER, str(ROOT), str(app_dir), json.dumps(run_config)],
-        cwd=app_dir, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        [sys.executable, "-P", "-c", DRIVER, str(app_dir), json.dumps(run_config)],
+        env=os.environ | {"XDG_STATE_HOME": str(app_dir)}, cwd=app_dir, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
 
 
@@ -174,7 +174,7 @@ def test_a_run_that_fails_says_why_in_one_line(two_runs, app_dir) -> None:
     assert errors == ""
     assert lines[1:-1] == ["round  1/2", "warning: a client was slow"]
     code, reason, _ = json.loads(lines[-1])
-    kept = app_dir / ".kindred" / "failed.log"
+    (kept,) = (app_dir / "kindred" / "logs").iterdir()
     assert (code, reason) == (1, f"KeyError: 'the server fell over' (log: {kept})")
     assert "Traceback" in kept.read_text()
 
@@ -183,7 +183,7 @@ def test_a_run_that_fails_says_why_in_one_line(two_runs, app_dir) -> None:
 def test_runs_leave_no_process_and_no_file(two_runs, app_dir) -> None:
     _, _, temporary = two_runs
     assert of_app(app_dir) == []
-    assert left_in(app_dir / ".kindred") == []
+    assert left_in(app_dir / "kindred" / "simulations") == []
     assert temporary == []
 
 
@@ -213,7 +213,7 @@ def test_runs_that_are_ended_leave_no_process(app_dir) -> None:
             time.sleep(0.1)
         assert running(families[1]) == []
         assert of_app(app_dir) == []
-        assert all(str(interrupted.pid) not in name for name in left_in(app_dir / ".kindred"))
+        assert all(str(interrupted.pid) not in name for name in left_in(app_dir / "kindred" / "simulations"))
     finally:
         for process in runs:
             process.kill()
@@ -249,9 +249,10 @@ def test_a_process_that_takes_its_time_to_end_is_waited_for(monkeypatch) -> None
 
 @pytest.mark.engine
 def test_ports_that_are_taken_end_in_one_line_and_code_2_and_leave_nothing_of_ours(app_dir, monkeypatch) -> None:
-    (app_dir / ".kindred").mkdir(exist_ok=True)
-    folder_of_a_killed_process(app_dir / ".kindred")
-    (mine := app_dir / ".kindred" / "kindred-99999-mine").mkdir()
+    monkeypatch.setenv("XDG_STATE_HOME", str(app_dir))
+    (app_dir / "kindred" / "simulations").mkdir(parents=True, exist_ok=True)
+    folder_of_a_killed_process(app_dir / "kindred" / "simulations")
+    (mine := app_dir / "kindred" / "simulations" / "kindred-99999-mine").mkdir()
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -262,7 +263,7 @@ def test_ports_that_are_taken_end_in_one_line_and_code_2_and_leave_nothing_of_ou
     assert (code, results) == (2, None)
     assert str(port) in reason and "\n" not in reason
     assert of_app(app_dir) == []
-    assert left_in(app_dir / ".kindred") == [mine.name]
+    assert left_in(app_dir / "kindred" / "simulations") == [mine.name]
     mine.rmdir()
 
 

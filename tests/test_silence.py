@@ -15,6 +15,7 @@ from kindred.engine.admission import Refused
 from kindred.engine.exchange import PATIENCE, pull
 from kindred.engine.roster import Roster
 from kindred.messages import REFUSAL_QUERY
+from kindred.versions import VERSION
 
 from .plain import FaultyGrid, initial, plain_app
 from .test_conformance import app_of, every_method, initial_of, make
@@ -442,7 +443,8 @@ def test_a_site_prints_what_it_is_told_and_why_it_cannot_introduce_itself(caplog
     (context,) = grid._contexts.values()
     for node_config, printed in (({"partition-id": 0}, False), ({"client-id": "lyon", "state-dir": "/nowhere"}, True)):
         context.node_config, before = node_config, len(caplog.messages)
-        ids = grid.push_messages([Message(RecordDict(), context.node_id, "query.identity")])
+        question = RecordDict({"config": ConfigRecord({"kindred-version": VERSION})})
+        ids = grid.push_messages([Message(question, context.node_id, "query.identity")])
         (reply,) = grid.pull_messages(ids)
         assert reply.content["config"]["problem"].startswith("ValueError: labels go from 0 to 12")
         said = "kindred: this site takes no part: ValueError: labels go from 0 to 12,"

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from kindred.extensions import ExtensionError
+from kindred.versions import check_flower
 
 # What takes time to import is imported where it is needed: `kindred --help` needs nothing of it.
 if TYPE_CHECKING:
@@ -317,6 +318,10 @@ def _beginning(thing: Any) -> str:
 
 def main() -> None:
     """Run the command line."""
+    try:
+        check_flower()
+    except ImportError as error:
+        _end(2, str(error))
     from kindred.server_app.deployment import commands as machines
 
     from . import predict, report as see  # noqa: F401  add keys, server, site; predict, evaluate; report, watch
@@ -454,7 +459,7 @@ def execute(config: Config, engine: Engine, cpus_per_client: int, gpus_per_clien
     from kindred.server_app.simulation import run_simulation
 
     return run_simulation(
-        config.run_config(), app_dir=APP_DIR, num_clients=config.num_clients,
+        config.run_config(), num_clients=config.num_clients,
         cpus_per_client=cpus_per_client, gpus_per_client=gpus_per_client, on_line=_show,
     )  # fmt: skip
 
@@ -464,7 +469,7 @@ def run_here(config: Config, threads: int) -> Outcome:
     from kindred.data import DataError
     from kindred.server_app.app import run_inline
     from kindred.server_app.config import ConfigError
-    from kindred.server_app.simulation import Log, Outcome
+    from kindred.server_app.simulation import Log, Outcome, keep_log
 
     file = io.StringIO()
     log = Log(file, _show)
@@ -476,9 +481,12 @@ def run_here(config: Config, threads: int) -> Outcome:
         except KeyboardInterrupt:
             return Outcome(130, "ended by SIGINT", log.results)
         except Exception as error:  # as of a run in Flower's engine: a line, and the log with the rest
-            kept = APP_DIR / ".kindred" / "failed.log"
-            _write_log(kept, f"{file.getvalue()}{traceback.format_exc()}")
-            return Outcome(1, f"{type(error).__name__}: {error} (log: {kept})", log.results)
+            reason = f"{type(error).__name__}: {error}"
+            try:
+                kept = keep_log(f"{file.getvalue()}{traceback.format_exc()}")
+            except OSError:  # the reason matters more
+                return Outcome(1, reason, log.results)
+            return Outcome(1, f"{reason} (log: {kept})", log.results)
     _write_log(results / "log.txt", file.getvalue())
     return Outcome(0, "", results)
 

@@ -49,6 +49,7 @@ from kindred.messages import (
     TRAIN_LOSS,
     TRAINED,
     TUNED,
+    VERSION_KEY,
     ClientId,
     check,
     first_line,
@@ -58,6 +59,7 @@ from kindred.messages import (
     to_record,
 )
 from kindred.registry import REGISTRY
+from kindred.versions import VERSION, mismatch
 
 from .models import MODELS
 from .state import BEST, MODEL, ClientState
@@ -424,7 +426,8 @@ def make_client_app(load_site: LoadSite) -> ClientApp:
 
     @app.query(IDENTITY_QUERY.partition(".")[2])
     def identity(message: Message, context: Context) -> Message:
-        about = introduction_of(load_site, context)
+        asked = dict(records_of(message.content, ConfigRecord)[0]) if message.content.config_records else {}
+        about = introduction_of(load_site, context, asked.get(VERSION_KEY))
         if PROBLEM in about and STATE_DIR in context.node_config:  # a site's operator can put it right
             log(ERROR, "kindred: this site takes no part: %s", first_line(str(about[PROBLEM])))
         return Message(RecordDict({CONFIG: ConfigRecord(about)}), reply_to=message)
@@ -499,9 +502,11 @@ def _visit(load_site: LoadSite, message: Message, context: Context) -> Visit:
     )
 
 
-def introduction_of(load_site: LoadSite, context: Context) -> dict[str, Any]:
+def introduction_of(load_site: LoadSite, context: Context, server_version: object = VERSION) -> dict[str, Any]:
     """What a client says of itself when it is first asked: who it is, how much data it has, and what it can do."""
-    about: dict[str, Any] = {CLIENT_ID: client_id(context), METHODS: list(REGISTRY)}
+    about: dict[str, Any] = {CLIENT_ID: client_id(context), METHODS: list(REGISTRY), VERSION_KEY: VERSION}
+    if differs := mismatch(server_version, "the server", "this client"):
+        return {CLIENT_ID: about[CLIENT_ID], PROBLEM: differs}
     try:
         site = _site(load_site, context, pick_device(str(context.run_config.get("device", "auto"))))
         about |= {

@@ -23,12 +23,15 @@ from kindred.messages import (
     METHODS,
     PROBLEM,
     REFUSAL_QUERY,
+    VERSION_KEY,
     ClientId,
     config_of,
     first_line,
     in_order,
     is_name,
 )
+
+from kindred.versions import VERSION
 
 from .admission import SERVERS_OWN, Refused, admit_introduction
 from .exchange import content_of, is_from, pull, push
@@ -228,7 +231,8 @@ class Roster:
         last = {node: message_id for message_id, node in self._queries.items()}  # the one before counts still
         self._queries = {message_id: node for message_id, node in self._queries.items() if last[node] == message_id}
         for node in nodes:
-            message = Message(RecordDict(), node, IDENTITY_QUERY, ttl=timeout + CLOCKS)
+            content = RecordDict({CONFIG: ConfigRecord({VERSION_KEY: VERSION})})
+            message = Message(content, node, IDENTITY_QUERY, ttl=timeout + CLOCKS)
             if (message_id := push(grid, message)) is not None:
                 self._queries[message_id] = node
         asked = {message_id: node for message_id, node in self._queries.items() if node in nodes}

@@ -42,6 +42,7 @@ from kindred.messages import (
     SERVER_ROUND,
     SHARE_MODEL,
     TRAINED,
+    VERSION_KEY,
     ClientId,
     check,
     first_line,
@@ -51,6 +52,7 @@ from kindred.messages import (
     seed_for,
 )
 from kindred.registry import REGISTRY
+from kindred.versions import mismatch
 
 from .admission import MAX_EXAMPLES, REFUSED, SERVERS_OWN, Refused, Reply, admit, norm
 from .checkpoint import Checkpoints
@@ -262,6 +264,8 @@ class PersonalizedStrategy(Strategy):
                 reasons[client] = f"its {NUM_EXAMPLES} is {examples!r}, allowed: 1 to {MAX_EXAMPLES}"
             elif self.needs_shared_models and about.get(SHARE_MODEL) is False:
                 reasons[client] = f"its {SHARE_MODEL} is false, and {self.name} mixes all models"
+            elif METHODS in about and (differs := mismatch(about.get(VERSION_KEY), "the client", "this server")):
+                reasons[client] = differs
             elif method and method.needs_our_client and not (isinstance(known, list) and self.name in known):
                 reasons[client] = f"its ClientApp knows no {method.title}; that of kindred.make_client_app does"
         return reasons

@@ -1,0 +1,56 @@
+"""The Flower app of the installed package: a pyproject.toml that names the two components, and no code.
+
+`flwr run` ships a folder and runs what its pyproject.toml names. The components are those of the installed package,
+so that a run needs no clone, and each machine runs the code that is installed there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kindred.server_app.config import Config
+from kindred.versions import DISTRIBUTION, VERSION
+
+PYPROJECT = """[project]
+name = {name}
+version = {version}
+description = "Its code is the installed package kindred"
+license = "Apache-2.0"
+dependencies = []
+
+[tool.flwr.app]
+publisher = "kindred"
+
+[tool.flwr.app.components]
+serverapp = "kindred.server_app.app:app"
+clientapp = "kindred.client_app.app:app"
+
+[tool.flwr.app.config]
+{settings}"""
+
+
+def write_flower_app(folder: Path) -> Path:
+    """Write the app into a folder, which is made where there is none, and return the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text = PYPROJECT.format(
+        name=json.dumps(DISTRIBUTION), version=json.dumps(VERSION), settings=toml(Config().run_config())
+    )
+    (folder / "pyproject.toml").write_text(text, encoding="utf-8")
+    return folder
+
+
+def toml(values: Mapping[str, Any]) -> str:
+    """Write bools, ints, finite floats and texts as TOML."""
+    lines = []
+    for key, value in values.items():
+        if isinstance(value, bool):
+            text = str(value).lower()
+        elif isinstance(value, str):  # JSON's escapes are TOML's, but for DEL, which TOML wants escaped too
+            text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        else:
+            text = repr(value)
+        lines.append(f"{key} = {text}\n")
+    return "".join(lines)

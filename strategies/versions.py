@@ -1,0 +1,58 @@
+"""The version of this package, and the one version of Flower that it works with.
+
+Flower's documented interfaces change little. These places use what it does not document; each test named here fails
+first when Flower changes it:
+
+| what | where | test |
+| --- | --- | --- |
+| `TaskIdentity`, `Metadata._message_id`, `Run.create_empty` | engine/inline.py | test_conformance.py |
+| `ErrorCode`, `SUPERLINK_NODE_ID`, `ApiErrorCode` | engine/exchange.py, engine/strategy.py | test_silence.py |
+| `aggregate_metricrecords` | engine/strategy.py | test_rounds.py |
+| `InMemoryGrid` (whether a run is simulated) | client/state.py | test_state.py |
+| `load_app`, `parse_config_args` | server_app/app.py, server_app/deployment/site_check.py | test_machines.py |
+| `flower_superlink`, `flwr run`, `flwr list`, texts of the log | server_app/simulation.py | test_flower_process.py |
+| the SuperLink's routes, headers, `authenticate_node` | server_app/deployment/guard.py | test_guard.py |
+| `subprocess_executor`, `start_client_internal`, `flwr_clientapp` | server_app/deployment/hooks.py | test_hooks.py |
+"""
+
+from __future__ import annotations
+
+import functools
+from importlib import metadata
+
+DISTRIBUTION = "kindred-fl"
+VERSION = metadata.version(DISTRIBUTION)
+FLOWER = "1.41.0"
+
+
+def mismatch(theirs: object, who: str, here: str) -> str | None:
+    """Say how the version of another machine differs from the one here; None where it is the same.
+
+    Parameters
+    ----------
+    theirs : object
+        What the other machine reported; None where it reported nothing, as before 0.2.0.
+    who, here : str
+        The other machine and this one, as the message names them: "the server", "this client".
+    """
+    if theirs == VERSION:
+        return None
+    version = f"{DISTRIBUTION} {theirs}" if isinstance(theirs, str) else "a version before 0.2.0"
+    return f"{who} has {version}, {here} {DISTRIBUTION} {VERSION}: install the same version on both machines"
+
+
+@functools.cache
+def check_flower() -> None:
+    """Refuse another version of Flower than the one that this package works with.
+
+    Raises
+    ------
+    ImportError
+        Another version is installed; the text is one line that says which, and what to do.
+    """
+    installed = metadata.version("flwr")
+    if installed != FLOWER:
+        raise ImportError(
+            f"flwr is {installed}, allowed with {DISTRIBUTION} {VERSION}: {FLOWER}; install it with "
+            f"pip install flwr=={FLOWER}"
+        )

@@ -1,0 +1,109 @@
+"""The wheel alone, in a fresh environment and a folder outside the clone, gives every command."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+COMMANDS = ["run", "compare", "report", "watch", "predict", "evaluate", "keys", "server", "site", "strategies", "datasets",
+            "presets"]  # fmt: skip
+SMALL = ["--clients=4", "--rounds=2", "--set=num-groups=2", "--set=samples-per-client=10", "--set=local-epochs=1"]
+
+
+def build(folder: Path) -> Path:
+    """Build the wheel from a copy of the clone."""
+    ignored = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "results", "*.egg-info")
+    shutil.copytree(ROOT, folder / "source", ignore=ignored)
+    pip(sys.executable, "wheel", "--no-build-isolation", "--wheel-dir", str(folder), str(folder / "source"))
+    (wheel,) = folder.glob("kindred_fl-*.whl")
+    shutil.rmtree(folder / "source")
+    return wheel
+
+
+def pip(python: str | Path, command: str, *arguments: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "--python", str(python), command, "--quiet", "--no-deps", "--no-index", *arguments],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory) -> Path:
+    """A fresh environment with the wheel; what the wheel requires is found where the tests have it."""
+    folder = tmp_path_factory.mktemp("fresh")
+    venv.create(folder / "venv", symlinks=True)
+    scripts, python = folder / "venv" / "bin", folder / "venv" / "bin" / "python"
+    pip(python, "install", str(build(folder)))
+    (packages,) = (folder / "venv" / "lib").glob("python*/site-packages")
+    (packages / "requirements.pth").write_text(
+        f"{sysconfig.get_path('purelib')}\n"
+    )  # editable installs are not seen so
+    for script in Path(sysconfig.get_path("scripts")).glob("fl*"):  # Flower's, with this environment's interpreter
+        text = re.sub(r"\A#!.*", f"#!{python}", script.read_text())
+        (scripts / script.name).write_text(text)
+        (scripts / script.name).chmod(0o755)
+    return folder / "venv"
+
+
+@pytest.fixture
+def kindred(environment, tmp_path):
+    """The installed command, typed in an empty folder."""
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    variables |= {"XDG_STATE_HOME": str(tmp_path / "state"), "PYTHONDONTWRITEBYTECODE": "1"}
+    (tmp_path / "empty").mkdir()
+
+    def run(*arguments: str | Path) -> str:
+        done = subprocess.run(
+            [environment / "bin" / "kindred", *arguments], cwd=tmp_path / "empty", env=variables, capture_output=True,
+            text=True, timeout=240,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    return run
+
+
+def files(environment: Path) -> set[Path]:
+    return {path for path in environment.rglob("*") if "__pycache__" not in path.parts}
+
+
+def test_every_command_is_there(kindred) -> None:
+    said = kindred("--help")
+    assert all(re.search(rf"^ +{command}\b", said, re.M) for command in COMMANDS)
+    assert "fedamp-table1-mnist" in kindred("presets")  # files of the package that are no code
+
+
+def test_a_run_in_this_process(kindred, tmp_path) -> None:
+    assert "local" in kindred("run", "--engine=inline", "--strategy=local", *SMALL)
+    (folder,) = (tmp_path / "empty" / "results").iterdir()
+    assert json.loads((folder / "summary.json").read_text())["rounds"] == 2
+    assert json.loads((folder / "config.json").read_text())["versions"]["kindred"]
+
+
+def test_a_site_checks_its_data(kindred, tmp_path) -> None:
+    rng = np.random.default_rng(0)
+    x, y = rng.random((20, 1, 8, 8), dtype=np.float32), np.arange(20) % 10
+    np.savez(tmp_path / "data.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+    said = kindred("site", "lyon", "--data-dir", tmp_path / "data.npz", "--insecure", "--check")
+    assert "20" in said
+
+
+@pytest.mark.engine
+def test_a_simulation_in_flowers_engine_leaves_the_environment_as_it_is(kindred, environment, tmp_path) -> None:
+    before = files(environment)
+    said = kindred("run", "--strategy=fedavg", *SMALL)
+    assert "results in" in said and "round 2/2" in said
+    assert files(environment) == before
+    assert list((tmp_path / "state" / "kindred" / "simulations").iterdir()) == []
