@@ -202,7 +202,7 @@ def keep_log(text: str) -> Path:
 
 
 def _run(workspace: _Workspace, log: Log, arguments: list[str]) -> Outcome:
-    with _signals_as_exceptions() as signals:
+    with signals_as_exceptions() as signals:
         try:
             try:
                 flwr = _start_flwr(workspace, arguments)
@@ -213,8 +213,8 @@ def _run(workspace: _Workspace, log: Log, arguments: list[str]) -> Outcome:
                 return _follow(flwr, log)
             finally:
                 signals.heeded = False
-                _kill(workspace.mark)
-        except _Signalled as signalled:
+                kill_processes(workspace.mark)
+        except Signalled as signalled:
             return Outcome(128 + signalled.number, f"ended by {signalled.number.name}", log.results)
 
 
@@ -478,7 +478,7 @@ def _remove_marked(folder: Path) -> None:
             shutil.rmtree(folder)
 
 
-class _Signalled(BaseException):
+class Signalled(BaseException):
     def __init__(self, number: signal.Signals) -> None:
         super().__init__(number)
         self.number = number
@@ -489,14 +489,14 @@ class _Signals:
 
 
 @contextmanager
-def _signals_as_exceptions() -> Iterator[_Signals]:
-    """Raise `_Signalled` at a signal, as long as signals are heeded; what is ignored, as by nohup, stays so."""
+def signals_as_exceptions() -> Iterator[_Signals]:
+    """Raise `Signalled` at a signal, as long as signals are heeded; what is ignored, as by nohup, stays so."""
     signals = _Signals()
 
     def handle(number: int, frame: FrameType | None) -> None:
         if signals.heeded:
             signals.heeded = False
-            raise _Signalled(signal.Signals(number))
+            raise Signalled(signal.Signals(number))
 
     before = {
         number: signal.signal(number, handle) for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN
@@ -508,7 +508,7 @@ def _signals_as_exceptions() -> Iterator[_Signals]:
             signal.signal(number, handler)
 
 
-def _kill(mark: str) -> None:
+def kill_processes(mark: str) -> None:
     """Kill every process of the run and wait until there is none.
 
     All are stopped before: none is to start another unseen. Those killed are remembered: one that takes its
@@ -516,14 +516,14 @@ def _kill(mark: str) -> None:
     """
     deadline = time.monotonic() + 15
     killed: set[psutil.Process] = set()
-    while (processes := _processes(mark, killed)) and time.monotonic() < deadline:
+    while (processes := marked_processes(mark, killed)) and time.monotonic() < deadline:
         stopped: set[psutil.Process] = set()
         while more := processes - stopped:
             for process in more:
                 with suppress(psutil.Error):
                     process.suspend()
             stopped |= more
-            processes = _processes(mark, killed)
+            processes = marked_processes(mark, killed)
         for process in stopped:
             with suppress(psutil.Error):
                 process.kill()
@@ -531,7 +531,7 @@ def _kill(mark: str) -> None:
         time.sleep(0.05)
 
 
-def _processes(mark: str, known: Collection[psutil.Process] = ()) -> set[psutil.Process]:
+def marked_processes(mark: str, known: Collection[psutil.Process] = ()) -> set[psutil.Process]:
     """Those that run of the known processes and of all that have the mark, and what they started.
 
     Ray's actors write over their environment.

@@ -35,7 +35,7 @@ from kindred.client_app.app import app as client_app
 from kindred.data import Sites, load_federation
 from kindred.server_app.app import run, run_inline
 from kindred.server_app.config import Config, kebab
-from kindred.server_app.deployment import commands as machines
+from kindred.server_app.deployment import connection
 from kindred.server_app.tables import read_table
 
 from .machines import KINDRED, SCRIPTS, Machines, free_port, wait_until
@@ -281,10 +281,10 @@ def test_no_key_is_registered_that_others_could_put_into_the_folder(real) -> Non
 def test_a_site_says_that_its_clock_is_off_where_the_server_refuses_it(real, monkeypatch, ahead, tolerated) -> None:
     date, clock = node_auth_http_interceptor.now, SimpleNamespace(time=lambda: time.time() + ahead)
     monkeypatch.setattr(node_auth_http_interceptor, "now", lambda: date() + timedelta(seconds=ahead))
-    monkeypatch.setattr(machines, "time", clock)
+    monkeypatch.setattr(connection, "time", clock)
     host, port = real.address.split(":")
-    site = machines.Link(host, int(port), real.folder / "keys/ca.crt", real.folder / "keys/1.key")
-    found = list(machines.faults(site, b"it has ended"))
+    site = connection.Link(host, int(port), real.folder / "keys/ca.crt", real.folder / "keys/1.key")
+    found = list(connection.faults(site, b"it has ended"))
     assert len(found) == (not tolerated)
     assert not found or f"s {'ahead of' if ahead > 0 else 'behind'} the server's" in found[0]
 

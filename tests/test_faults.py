@@ -29,7 +29,7 @@ from kindred.engine.admission import LARGEST, MAX_EXAMPLES, MAX_METRICS, MAX_NAM
 from kindred.engine.checkpoint import Checkpoints
 from kindred.messages import MOST, read_array, read_record, to_record
 from kindred.server_app.results import summarise
-from kindred.server_app.simulation import MARK, _processes
+from kindred.server_app.simulation import MARK, marked_processes
 
 from .plain import FaultyGrid, collaboration_app, initial, plain_app, target
 from .test_conformance import (
@@ -931,7 +931,9 @@ def kill_a_worker(pid: int, line: str) -> bool:
     """Kill one of Ray's actors, of this run alone, when it has said that the first round is over."""
     if line.startswith("round   1/"):
         marks = {child.environ().get(MARK) for child in psutil.Process(pid).children()} - {None}
-        workers = [process for mark in marks for process in _processes(mark) if "ClientAppActor" in process.name()]
+        workers = [
+            process for mark in marks for process in marked_processes(mark) if "ClientAppActor" in process.name()
+        ]
         workers[0].kill()
     return True
 

@@ -237,7 +237,7 @@ def test_a_process_that_takes_its_time_to_end_is_waited_for(monkeypatch) -> None
 
     try:
         monkeypatch.setattr(psutil.Process, "kill", slow)
-        flower._kill("a-run")
+        flower.kill_processes("a-run")
         assert running([psutil.Process(parent.pid), child]) == []
         assert killed.count(child) == 3
     finally:

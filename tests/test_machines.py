@@ -26,6 +26,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import typer
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_pem_private_key, load_ssh_private_key
@@ -42,8 +43,18 @@ from kindred.data import DataError, Sites
 from kindred.engine.roster import TooFewClients
 from kindred.server_app.app import prepare
 from kindred.server_app.cli.run import APP_DIR, app
-from kindred.server_app.deployment import commands as machines
-from kindred.server_app.deployment.commands import Link, client_id, clock_fault, faults, node_config
+from kindred.server_app.deployment import (
+    keys as keys_command,
+    registration as site_registration,
+    server as server_command,
+    site as site_command,
+    supernode,
+)
+from kindred.server_app.deployment.certificates import load_certificates
+from kindred.server_app.deployment.connection import Link, clock_fault, faults
+from kindred.server_app.deployment.processes import REGISTERED, environment as process_environment
+from kindred.server_app.deployment.server import check_server_keys
+from kindred.server_app.deployment.site import client_id, node_config
 from kindred.server_app.deployment.site_check import fit, read_run_config
 
 from .machines import free_port, wait_until
@@ -146,7 +157,7 @@ def test_a_certificate_of_the_ca_is_made_again_with_its_key(tmp_path) -> None:
 
 @pytest.mark.parametrize("writes", range(6))
 def test_a_call_that_is_cut_short_is_taken_up_by_the_next(writes, tmp_path, monkeypatch) -> None:
-    folder, write, left = tmp_path / "keys", machines._write, [None] * writes
+    folder, write, left = tmp_path / "keys", keys_command.write_file, [None] * writes
     arguments = ("keys", folder, "--server", "fl.example.org", "--sites", "lyon")
 
     def cut_short(path, content, mode=0o600):
@@ -157,7 +168,7 @@ def test_a_call_that_is_cut_short_is_taken_up_by_the_next(writes, tmp_path, monk
         write(path, content, mode)
 
     with monkeypatch.context() as patch:
-        patch.setattr(machines, "_write", cut_short)
+        patch.setattr(keys_command, "write_file", cut_short)
         CliRunner().invoke(app, list(map(str, arguments)))
     before = contents(folder)
     assert len([name for name in before if "partial" not in name]) == writes
@@ -165,13 +176,13 @@ def test_a_call_that_is_cut_short_is_taken_up_by_the_next(writes, tmp_path, monk
     after = contents(folder)
     assert after.keys() == {"ca.crt", "ca.key", "server.crt", "server.key", "lyon.key", "lyon.pub"}
     assert all(after[name] == content for name, content in before.items() if "partial" not in name)
-    machines._check_server_keys(folder, "fl.example.org")
+    check_server_keys(folder, "fl.example.org")
     key = load_ssh_private_key((folder / "lyon.key").read_bytes(), None)
     assert try_load_public_key(folder / "lyon.pub") == public_key_to_bytes(key.public_key())
 
 
 def certificates(folder: Path) -> tuple[x509.Certificate, x509.Certificate]:
-    return machines.load_certificates(folder)  # checks that they belong together
+    return load_certificates(folder)  # checks that they belong together
 
 
 ONE_DAY = timedelta(days=1)
@@ -182,7 +193,7 @@ def test_a_renewed_certificate_of_the_server_is_for_the_same_key_and_names_and_s
 ) -> None:
     folder = tmp_path / "keys"
     with monkeypatch.context() as patch:
-        patch.setattr(machines, "SERVER_DAYS", 0)
+        patch.setattr(keys_command, "SERVER_DAYS", 0)
         kindred("keys", folder, "--server", "fl.example.org,192.0.2.7", "--sites", "lyon")
     before, (_, old) = contents(folder), certificates(folder)
     said = kindred("keys", "renew", folder)
@@ -190,8 +201,8 @@ def test_a_renewed_certificate_of_the_server_is_for_the_same_key_and_names_and_s
     assert {name for name in before | after if before.get(name) != after.get(name)} == {"server.crt"}
     assert [each for each in new.extensions] == [each for each in old.extensions]
     assert new.subject == old.subject
-    assert new.not_valid_after_utc - old.not_valid_after_utc > (machines.SERVER_DAYS - 1) * ONE_DAY
-    machines._check_server_keys(folder, "fl.example.org")
+    assert new.not_valid_after_utc - old.not_valid_after_utc > (keys_command.SERVER_DAYS - 1) * ONE_DAY
+    check_server_keys(folder, "fl.example.org")
     assert f"made {folder}/server.crt, valid until {new.not_valid_after_utc:%Y-%m-%d}\n" in said
     assert "the server: start `kindred server` again" in said
     assert "the sites: nothing" in said
@@ -200,7 +211,7 @@ def test_a_renewed_certificate_of_the_server_is_for_the_same_key_and_names_and_s
 def test_the_certificate_of_the_ca_is_renewed_where_it_would_end_before_the_servers(tmp_path, monkeypatch) -> None:
     folder = tmp_path / "keys"
     with monkeypatch.context() as patch:
-        patch.setattr(machines, "CA_DAYS", machines.SERVER_DAYS - 1)
+        patch.setattr(keys_command, "CA_DAYS", keys_command.SERVER_DAYS - 1)
         kindred("keys", folder, "--server", "fl.example.org", "--sites", "lyon")
     before, (old_ca, old) = contents(folder), certificates(folder)
     said = kindred("keys", "renew", folder)
@@ -217,9 +228,9 @@ def test_the_certificate_of_the_ca_is_renewed_where_it_would_end_before_the_serv
 
 @pytest.mark.parametrize("writes", range(2))
 def test_a_renewal_that_is_cut_short_leaves_what_belongs_together(writes, tmp_path, monkeypatch) -> None:
-    folder, write, left = tmp_path / "keys", machines._write, [None] * writes
+    folder, write, left = tmp_path / "keys", keys_command.write_file, [None] * writes
     with monkeypatch.context() as patch:
-        patch.setattr(machines, "CA_DAYS", 30)
+        patch.setattr(keys_command, "CA_DAYS", 30)
         kindred("keys", folder, "--server", "fl.example.org")
     before = contents(folder)
 
@@ -230,10 +241,10 @@ def test_a_renewal_that_is_cut_short_leaves_what_belongs_together(writes, tmp_pa
         write(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(machines, "_write", cut_short)
+        patch.setattr(keys_command, "write_file", cut_short)
         CliRunner().invoke(app, ["keys", "renew", str(folder)])
     assert [name for name, content in contents(folder).items() if content != before[name]] == ["server.crt"][:writes]
-    machines._check_server_keys(folder, "fl.example.org")
+    check_server_keys(folder, "fl.example.org")
     assert "the sites: copy ca.crt to each" in kindred("keys", "renew", folder)
 
 
@@ -301,7 +312,7 @@ def test_bad_input_gets_one_line_and_code_2_and_starts_nothing(
     arguments, says, tmp_path, data, made_keys, monkeypatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(machines.subprocess, "Popen", lambda *_, **__: pytest.fail("something was started"))
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("something was started"))
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o755)
     (tmp_path / "lent.key").write_bytes((made_keys / "lyon.key").read_bytes())
@@ -342,7 +353,7 @@ def test_server_keys_that_do_not_belong_together_are_refused(tmp_path, made_keys
 
 def test_a_certificate_that_is_over_is_refused(tmp_path, monkeypatch) -> None:
     folder = tmp_path / "keys"
-    monkeypatch.setattr(machines, "SERVER_DAYS", 0)
+    monkeypatch.setattr(keys_command, "SERVER_DAYS", 0)
     kindred("keys", folder, "--server", "fl.example.org")
     said = kindred("server", "--keys", folder, "--state", tmp_path / "state", code=2)
     assert "server.crt is valid from" in said
@@ -351,7 +362,7 @@ def test_a_certificate_that_is_over_is_refused(tmp_path, monkeypatch) -> None:
 
 def test_a_site_refuses_a_ca_that_is_over(tmp_path, data, monkeypatch) -> None:
     folder = tmp_path / "keys"
-    monkeypatch.setattr(machines, "CA_DAYS", 0)
+    monkeypatch.setattr(keys_command, "CA_DAYS", 0)
     kindred("keys", folder, "--server", "fl.example.org", "--sites", "lyon")
     said = kindred(
         "site",
@@ -384,7 +395,7 @@ def test_a_site_refuses_a_ca_that_is_over(tmp_path, data, monkeypatch) -> None:
 )  # fmt: skip
 def test_keys_that_others_can_change_or_read_are_refused(name, mode, todo, keys, tmp_path) -> None:
     (keys / "notes").write_text("of the keys")
-    machines._check_server_keys(keys, "fl.example.org")  # all is well
+    check_server_keys(keys, "fl.example.org")  # all is well
     path = keys / name
     path.chmod(mode)
     said = kindred("server", "--keys", keys, "--state", tmp_path / "state", code=2)
@@ -392,7 +403,7 @@ def test_keys_that_others_can_change_or_read_are_refused(name, mode, todo, keys,
     assert said.endswith(f"; {todo} {path}\n")
     assert said.count("\n") == 1
     subprocess.run(shlex.split(said.rpartition("; ")[2]), check=True)
-    machines._check_server_keys(keys, "fl.example.org")
+    check_server_keys(keys, "fl.example.org")
 
 
 def give_away(path: Path, monkeypatch) -> None:
@@ -400,7 +411,7 @@ def give_away(path: Path, monkeypatch) -> None:
     if os.geteuid() == 0:
         os.chown(path, 4711, -1)
     else:
-        monkeypatch.setattr(machines.os, "geteuid", lambda: 4711)
+        monkeypatch.setattr(os, "geteuid", lambda: 4711)
 
 
 def test_keys_that_belong_to_somebody_else_are_refused(keys, tmp_path, monkeypatch) -> None:
@@ -419,8 +430,8 @@ def registration(keys, tmp_path, monkeypatch):
         registered.extend((path.stem, json.loads(file.read_text())) for path in paths)
         return []
 
-    monkeypatch.setattr(machines, "_register", register)
-    made = machines._Registration(keys, {machines.REGISTERED: str(file)}, tmp_path, "mark")
+    monkeypatch.setattr(site_registration, "register_sites", register)
+    made = site_registration.Registration(keys, {REGISTERED: str(file)}, tmp_path, "mark")
     return SimpleNamespace(look=made.look, registered=registered, file=file)
 
 
@@ -433,7 +444,7 @@ def test_runs_know_the_names_of_keys_before_these_are_registered(registration, k
     assert registration.registered == [
         ("lyon", ["lyon"]), ("bergen", ["bergen", "lyon", "oslo"]), ("oslo", ["bergen", "lyon", "oslo"]),
     ]  # fmt: skip
-    machines._Registration(keys, {machines.REGISTERED: str(registration.file)}, keys, "mark")
+    site_registration.Registration(keys, {REGISTERED: str(registration.file)}, keys, "mark")
     assert json.loads(registration.file.read_text()) == ["bergen", "lyon", "oslo"]  # as long as the database knows it
 
 
@@ -468,17 +479,17 @@ def run_server(monkeypatch, days: float, *arguments: object) -> tuple[dict[str, 
     started, now = [], [1000.0]
 
     def start(command, settings, directory, mark, hook):
-        started.append(machines._environment(settings, mark))
-        return SimpleNamespace(poll=lambda: 0 if now[0] > 1000 + days * machines.DAY else None, returncode=0)
+        started.append(process_environment(settings, mark))
+        return SimpleNamespace(poll=lambda: 0 if now[0] > 1000 + days * server_command.DAY else None, returncode=0)
 
     def sleep(_):
-        now[0] += machines.DAY / 4
+        now[0] += server_command.DAY / 4
 
     with monkeypatch.context() as patch:
-        patch.setattr(machines, "_start", start)
-        patch.setattr(machines, "_wait_until_it_answers", lambda *_: None)
-        patch.setattr(machines, "_register", lambda *_: [])
-        patch.setattr(machines, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+        patch.setattr(server_command, "start_process", start)
+        patch.setattr(server_command, "_wait_until_it_answers", lambda *_: None)
+        patch.setattr(site_registration, "register_sites", lambda *_: [])
+        patch.setattr(server_command, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
         said = kindred("server", "--port", free_port(), *arguments, code=1)
     (environment,) = started
     return environment, [line for line in said.splitlines() if "valid until" in line]
@@ -497,7 +508,7 @@ def test_runs_are_told_where_the_names_of_keys_are_and_nothing_without_keys(keys
 def test_a_server_warns_once_a_day_of_certificates_that_end_soon(tmp_path, monkeypatch) -> None:
     folder = tmp_path / "keys"
     with monkeypatch.context() as patch:
-        patch.setattr(machines, "SERVER_DAYS", 59)
+        patch.setattr(keys_command, "SERVER_DAYS", 59)
         kindred("keys", folder, "--server", "fl.example.org")
     _, warnings = run_server(monkeypatch, 2.5, "--keys", folder, "--state", tmp_path / "state")
     assert len(warnings) == 3
@@ -618,7 +629,7 @@ def test_a_certificate_that_the_site_does_not_trust_is_named_with_the_reason(mad
         (line,) = faults(link(keys, port)._replace(host=ip_address("127.0.0.2")))
         assert f"127.0.0.2:{port} is not for this name (IP address mismatch" in line
         (keys / "ca.crt").write_text("half of")
-        with pytest.raises(machines.typer.Exit):
+        with pytest.raises(typer.Exit):
             list(faults(link(keys, port)))
     with answering(None) as port:
         (line,) = faults(link(made_keys, port))
@@ -641,8 +652,8 @@ def test_a_certificate_that_the_site_does_not_trust_is_named_with_the_reason(mad
     ],
 )
 def test_a_site_warns_of_certificates_that_end_soon_or_have(ca_days, server_days, says, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(machines, "CA_DAYS", ca_days)
-    monkeypatch.setattr(machines, "SERVER_DAYS", server_days)
+    monkeypatch.setattr(keys_command, "CA_DAYS", ca_days)
+    monkeypatch.setattr(keys_command, "SERVER_DAYS", server_days)
     kindred("keys", tmp_path / "keys", "--server", "fl.example.org", "--sites", "lyon")
     with answering(tmp_path / "keys") as port:
         found = list(faults(link(tmp_path / "keys", port)))
@@ -652,13 +663,13 @@ def test_a_site_warns_of_certificates_that_end_soon_or_have(ca_days, server_days
 
 
 def test_what_a_supernode_writes_is_passed_on_at_once_and_its_end_kept(capfdbinary, monkeypatch) -> None:
-    monkeypatch.setattr(machines, "KEPT", 6)
+    monkeypatch.setattr(supernode, "KEPT", 6)
     code = (
         "from sys import stderr, stdin; stderr.write('first, no'); stderr.flush(); stdin.read(); "
         "stderr.write(' line\\nlast\\n')"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stderr=subprocess.PIPE)
-    output = machines._Output(process.stderr)
+    output = supernode.Output(process.stderr)
     passed_on = []
     wait_until(lambda: passed_on.append(capfdbinary.readouterr().err) or b"".join(passed_on) == b"first, no", 20)
     process.stdin.close()
@@ -672,7 +683,7 @@ def test_what_a_supernode_writes_is_passed_on_at_once_and_its_end_kept(capfdbina
 
 
 def test_check_tells_what_the_server_learns_and_starts_nothing(tmp_path, data, made_keys, monkeypatch) -> None:
-    monkeypatch.setattr(machines.subprocess, "Popen", lambda *_, **__: pytest.fail("something was started"))
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("something was started"))
     np.savez(tmp_path / "public.npz", x=np.zeros((30, 8, 8), np.float32))
     said = kindred(
         "site", "lyon", "--server", "fl.example.org:8000", "--data-dir", data, "--public-data", tmp_path / "public.npz",
@@ -766,7 +777,7 @@ def test_a_site_that_does_not_fit_a_run_is_told_why_and_is_not_started(
     run, options, says, check, data, tmp_path, monkeypatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(machines.subprocess, "Popen", lambda *_, **__: pytest.fail("something was started"))
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("something was started"))
     np.savez("large.npz", x=np.zeros((3, 9, 9), np.uint8))
     *_, error = site_for(run, data, *options, *check, code=2).splitlines()
     assert error.startswith("kindred: ") and all(word in error for word in says), error
@@ -774,7 +785,7 @@ def test_a_site_that_does_not_fit_a_run_is_told_why_and_is_not_started(
 
 def test_a_site_that_fits_a_run_is_started_without_check(data, tmp_path, monkeypatch) -> None:
     started = []
-    monkeypatch.setattr(machines, "_keep_running", lambda command, *_: started.append(command()))
+    monkeypatch.setattr(site_command, "keep_running", lambda command, *_: started.append(command()))
     site_for(RUN, data, "--state-dir", tmp_path / "state")
     assert len(started) == 1
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from kindred.server_app.tables import csv_lines
 
-from .run import _end, _option, _print_table, app
+from .common import app, end, option, print_table
 
 if TYPE_CHECKING:
     import torch
@@ -38,15 +38,15 @@ MOST_EVALUATED = 2000  # classes, of which a confusion matrix has the square
 SMALLEST_PRINT = 5  # points, in which a count can still be read
 
 ModelFile = Annotated[
-    Path, _option("model", "FILE", "A personal model or a mixture: model.safetensors, mixture.safetensors.")
+    Path, option("model", "FILE", "A personal model or a mixture: model.safetensors, mixture.safetensors.")
 ]
 
 
 @app.command()
 def predict(
     model: ModelFile,
-    given: Annotated[Path, _option("input", "PATH", f"What to predict for: {INPUTS}.")],
-    output: Annotated[Path | None, _option("output", "FILE", "CSV file to write (default: print it).")] = None,
+    given: Annotated[Path, option("input", "PATH", f"What to predict for: {INPUTS}.")],
+    output: Annotated[Path | None, option("output", "FILE", "CSV file to write (default: print it).")] = None,
 ) -> None:
     """Print the class of each image and all probabilities, as CSV.
 
@@ -68,10 +68,10 @@ def predict(
 def evaluate(
     model: ModelFile,
     data_dir: Annotated[
-        Path, _option("data-dir", "PATH", "A site's data, as `kindred site` takes them; the test part counts.")
+        Path, option("data-dir", "PATH", "A site's data, as `kindred site` takes them; the test part counts.")
     ],
     output_dir: Annotated[
-        Path | None, _option("output-dir", "DIR", "Folder for evaluation.json and confusion.png.")
+        Path | None, option("output-dir", "DIR", "Folder for evaluation.json and confusion.png.")
     ] = None,
 ) -> None:
     """Say how well a model does on a site's test data."""
@@ -454,7 +454,7 @@ def _show_evaluation(found: dict[str, Any]) -> None:
 
     print(f"accuracy {percent(found['accuracy'])} %, mean cross-entropy {found['loss']:.4f}, {found['images']} images")
     numbers = (Column(name, justify="right") for name in ("images", "accuracy %", "precision %"))
-    _print_table(
+    print_table(
         ("class", *numbers),
         (
             (escape(line["class"]), str(line["images"]), percent(line["accuracy"]), percent(line["precision"]))
@@ -515,4 +515,4 @@ def _refusals() -> Iterator[None]:
     try:
         yield
     except (ConfigError, DataError) as error:
-        _end(2, " ".join(str(error).splitlines()))  # a file's name may have several lines
+        end(2, " ".join(str(error).splitlines()))  # a file's name may have several lines

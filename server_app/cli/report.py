@@ -19,7 +19,7 @@ from typing import Annotated
 
 import typer
 
-from .run import _end, _option, _show, app
+from .common import app, end, option, show
 
 HOST = "127.0.0.1"
 POLL_SECONDS = 2.0  # between two requests of a page
@@ -37,30 +37,30 @@ def report(folder: Annotated[Path, Folder]) -> None:
     try:
         path = write_report(_existing(folder))
     except (ConfigError, OSError) as error:
-        _end(2, str(error))
+        end(2, str(error))
     print(path)
 
 
 @app.command()
 def watch(
     folder: Annotated[Path, Folder],
-    port: Annotated[int, _option("port", "N", "Port on 127.0.0.1 (default 0: any that is free).")] = 0,
+    port: Annotated[int, option("port", "N", "Port on 127.0.0.1 (default 0: any that is free).")] = 0,
 ) -> None:
     """Serve the report of a run while it goes on, on this machine alone; Ctrl-C ends it."""
     from kindred.server_app.config import ConfigError
 
     try:
         with Watcher(_existing(folder), port).serving() as watcher:
-            _show(f"{watcher.address} shows {watcher.folder}; Ctrl-C ends it")
+            show(f"{watcher.address} shows {watcher.folder}; Ctrl-C ends it")
             while not watcher.finished:
                 time.sleep(LOOK_SECONDS)
             time.sleep(2 * POLL_SECONDS)  # open pages ask for the end
     except ConfigError as error:
-        _end(2, str(error))
+        end(2, str(error))
     except KeyboardInterrupt:
-        _show("ended; the run goes on without it")
+        show("ended; the run goes on without it")
     else:
-        _show(f"the run is finished; its report is {watcher.folder / 'report.html'}")
+        show(f"the run is finished; its report is {watcher.folder / 'report.html'}")
 
 
 def _existing(folder: Path) -> Path:

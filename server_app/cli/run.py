@@ -9,49 +9,23 @@ import re
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kindred.extensions import ExtensionError
 from kindred.versions import check_flower
+
+from .common import app, end, option, print_rich_table, print_table, show
 
 # What takes time to import is imported where it is needed: `kindred --help` needs nothing of it.
 if TYPE_CHECKING:
-    from rich.table import Column, Table
-
     from kindred.server_app.config import Config
     from kindred.server_app.simulation import Outcome
-
-APP_DIR = Path(__file__).resolve().parents[2]
-
-UsageError = typer.BadParameter.__base__  # click's, which is a part of typer
-
-
-class Commands(typer.core.TyperGroup):
-    """The commands; one that is not given as it should be ends with one line."""
-
-    def invoke(self, ctx: typer.Context) -> Any:
-        """Run the command that the context names."""
-        try:
-            return super().invoke(ctx)
-        except ExtensionError as error:
-            _end(2, str(error))
-        except UsageError as error:
-            command, message = (error.ctx or ctx).command_path, error.format_message().rstrip(".")
-            _end(error.exit_code, f"{message[:1].lower()}{message[1:]}; see `{command} --help`")
-
-
-app = typer.Typer(
-    cls=Commands, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    help="Personalised federated learning: a model for every client, learnt with the clients that resemble it.",
-)  # fmt: skip
 
 
 class Engine(str, Enum):
@@ -61,16 +35,12 @@ class Engine(str, Enum):
     inline = "inline"
 
 
-def _option(name: str, metavar: str, meaning: str) -> Any:
-    return typer.Option(f"--{name}", metavar=metavar, help=meaning, show_default=False)
-
-
 # Options that more than one command has.
-Dataset = Annotated[str | None, _option("dataset", "NAME", "The images; see `kindred datasets`.")]
-DataDir = Annotated[str | None, _option("data-dir", "PATH", "Folder or .npz file of the dataset.")]
-Partition = Annotated[str | None, _option("partition", "NAME", "How clients' data differ; see `kindred datasets`.")]
-Clients = Annotated[str | None, _option("clients", "N", "Clients among whom the data are divided.")]
-Rounds = Annotated[str | None, _option("rounds", "N", "Rounds of training.")]
+Dataset = Annotated[str | None, option("dataset", "NAME", "The images; see `kindred datasets`.")]
+DataDir = Annotated[str | None, option("data-dir", "PATH", "Folder or .npz file of the dataset.")]
+Partition = Annotated[str | None, option("partition", "NAME", "How clients' data differ; see `kindred datasets`.")]
+Clients = Annotated[str | None, option("clients", "N", "Clients among whom the data are divided.")]
+Rounds = Annotated[str | None, option("rounds", "N", "Rounds of training.")]
 EngineChoice = Annotated[
     Engine,
     typer.Option(
@@ -78,35 +48,35 @@ EngineChoice = Annotated[
         show_default=False,
     ),
 ]
-CpusPerClient = Annotated[int, _option("cpus-per-client", "N", "CPUs that a client at work has (default 1).")]
+CpusPerClient = Annotated[int, option("cpus-per-client", "N", "CPUs that a client at work has (default 1).")]
 GpusPerClient = Annotated[
-    float, _option("gpus-per-client", "SHARE", "Share of a GPU that a client at work has (ray; default 0).")
+    float, option("gpus-per-client", "SHARE", "Share of a GPU that a client at work has (ray; default 0).")
 ]
 
 
 @app.command()
 def run(
-    strategy: Annotated[str | None, _option("strategy", "NAME", "The method; see `kindred strategies`.")] = None,
+    strategy: Annotated[str | None, option("strategy", "NAME", "The method; see `kindred strategies`.")] = None,
     dataset: Dataset = None,
     data_dir: DataDir = None,
     partition: Partition = None,
     clients: Clients = None,
     rounds: Rounds = None,
-    seed: Annotated[str | None, _option("seed", "N", "Seed of everything random.")] = None,
+    seed: Annotated[str | None, option("seed", "N", "Seed of everything random.")] = None,
     output_dir: Annotated[
-        str | None, _option("output-dir", "PATH", "Folder in which the run makes a folder of its own.")
+        str | None, option("output-dir", "PATH", "Folder in which the run makes a folder of its own.")
     ] = None,
     settings: Annotated[
-        list[str] | None, _option("set", "KEY=VALUE", "Any setting of docs/configuration.md; may be repeated.")
+        list[str] | None, option("set", "KEY=VALUE", "Any setting of docs/configuration.md; may be repeated.")
     ] = None,
     engine: EngineChoice = Engine.ray,
     cpus_per_client: CpusPerClient = 1,
     gpus_per_client: GpusPerClient = 0.0,
     resume: Annotated[
-        Path | None, _option("resume", "DIR", "Go on with the run in this folder, which was cut short.")
+        Path | None, option("resume", "DIR", "Go on with the run in this folder, which was cut short.")
     ] = None,
     against: Annotated[
-        str, _option("against", "NAMES", "Methods to run after it, in this process, to compare: local,fedavg.")
+        str, option("against", "NAMES", "Methods to run after it, in this process, to compare: local,fedavg.")
     ] = "",
 ) -> None:
     """Run a federation on this machine."""
@@ -123,7 +93,7 @@ def run(
         others = [replace(config, strategy=name, resume="") for name in names if name != config.strategy]
         check(config, others, engine, cpus_per_client, gpus_per_client)
     except (ConfigError, DataError) as error:
-        _end(2, str(error))
+        end(2, str(error))
 
     print(f"{config.strategy} on {config.dataset}, {config.partition}, {config.num_clients} clients", flush=True)
     outcomes = [execute(config, engine, cpus_per_client, gpus_per_client)]
@@ -132,7 +102,7 @@ def run(
             print(f"\n{other.strategy}", flush=True)
             outcomes.append(run_here(other, cpus_per_client))
     if outcomes[-1].code != 0:
-        _end(outcomes[-1].code, outcomes[-1].reason)
+        end(outcomes[-1].code, outcomes[-1].reason)
     report([outcome.results for outcome in outcomes if outcome.results])
 
 
@@ -140,22 +110,22 @@ def run(
 def compare(
     strategies: Annotated[
         str,
-        _option(
+        option(
             "strategies",
             "NAMES",
             "The methods: local,fedavg,heurfedamp. A name of your own is one too, with --set NAME:strategy=METHOD.",
         ),
     ] = "",
-    preset: Annotated[str, _option("preset", "NAME", "A paper's settings and numbers; see `kindred presets`.")] = "",
+    preset: Annotated[str, option("preset", "NAME", "A paper's settings and numbers; see `kindred presets`.")] = "",
     dataset: Dataset = None,
     data_dir: DataDir = None,
     partition: Partition = None,
     clients: Clients = None,
     rounds: Rounds = None,
-    seeds: Annotated[str, _option("seeds", "LIST", "Seeds, each of a run of every method: 0,1,2 (default 0).")] = "",
+    seeds: Annotated[str, option("seeds", "LIST", "Seeds, each of a run of every method: 0,1,2 (default 0).")] = "",
     settings: Annotated[
         list[str] | None,
-        _option(
+        option(
             "set",
             "KEY=VALUE",
             "Any setting of docs/configuration.md, for all; NAME:KEY=VALUE: for one method alone. May be repeated.",
@@ -163,17 +133,17 @@ def compare(
     ] = None,
     scale: Annotated[
         float,
-        _option(
+        option(
             "scale",
             "X",
             "Take this part of the rounds and of the images a client, for a small machine (default 1, all).",
         ),
     ] = 1.0,
     reference: Annotated[
-        str, _option("reference", "NAME", "The method that the others are tested against (default: the first).")
+        str, option("reference", "NAME", "The method that the others are tested against (default: the first).")
     ] = "",
     output_dir: Annotated[
-        str | None, _option("output-dir", "PATH", "Folder of the runs; those that are there are not run again.")
+        str | None, option("output-dir", "PATH", "Folder of the runs; those that are there are not run again.")
     ] = None,
     engine: EngineChoice = Engine.ray,
     cpus_per_client: CpusPerClient = 1,
@@ -218,24 +188,24 @@ def compare(
             except (ConfigError, DataError) as error:
                 unusable[name] = str(error)
         if len(unusable) == len(plan.configs):
-            _end(2, next(iter(unusable.values())))
+            end(2, next(iter(unusable.values())))
     except (ConfigError, DataError) as error:
-        _end(2, str(error))
+        end(2, str(error))
 
-    _show(f"{plan.title}: {', '.join(plan.configs)}")
+    show(f"{plan.title}: {', '.join(plan.configs)}")
     content, code = carry_out(
-        plan, lambda config: execute(config, engine, cpus_per_client, gpus_per_client), _show, unusable,
+        plan, lambda config: execute(config, engine, cpus_per_client, gpus_per_client), show, unusable,
         ["kindred", *sys.argv[1:]],
     )  # fmt: skip
     print(f"\n{content['title']}")
     for (first, *titles), *lines in tables(content):
-        _print_table((Column(first, no_wrap=True), *titles), lines)
+        print_table((Column(first, no_wrap=True), *titles), lines)
     for line in remarks(content):
         print(line)
     try:
         write(content, plan.folder)
     except OSError as error:
-        _end(
+        end(
             1,
             f"the comparison cannot be written to {plan.folder} ({error.strerror or error}); make room there, and "
             "give the command again",
@@ -251,7 +221,7 @@ def presets() -> None:
     from kindred.server_app.presets import load_preset, preset_names
 
     every = [load_preset(name) for name in preset_names()]
-    _print_table(
+    print_table(
         ("preset", "methods", "rounds", "seeds", "from"),
         (
             (
@@ -280,7 +250,7 @@ def strategies() -> None:
         "mixed networks",
         "public images",
     )
-    _print_table(
+    print_table(
         columns,
         (
             (
@@ -303,12 +273,12 @@ def datasets() -> None:
     from kindred.client.models import MODELS
     from kindred.data import DATASETS, PARTITIONS
 
-    _print_table(("dataset", "images"), ((name, source.description) for name, source in DATASETS.items()))
-    _print_table(
+    print_table(("dataset", "images"), ((name, source.description) for name, source in DATASETS.items()))
+    print_table(
         ("partition", "who has what", "settings that count"),
         ((name, scheme.description, ", ".join(scheme.settings)) for name, scheme in PARTITIONS.items()),
     )
-    _print_table(("model", "network"), ((name, _beginning(model)) for name, model in MODELS.items()))
+    print_table(("model", "network"), ((name, _beginning(model)) for name, model in MODELS.items()))
 
 
 def _beginning(thing: Any) -> str:
@@ -321,10 +291,11 @@ def main() -> None:
     try:
         check_flower()
     except ImportError as error:
-        _end(2, str(error))
-    from kindred.server_app.deployment import commands as machines
+        end(2, str(error))
+    # They add their commands: keys, server, site; predict, evaluate; report, watch.
+    from kindred.server_app.deployment import keys, server, site  # noqa: F401
 
-    from . import predict, report as see  # noqa: F401  add keys, server, site; predict, evaluate; report, watch
+    from . import predict, report as see  # noqa: F401
 
     app(prog_name="kindred")
 
@@ -460,7 +431,7 @@ def execute(config: Config, engine: Engine, cpus_per_client: int, gpus_per_clien
 
     return run_simulation(
         config.run_config(), num_clients=config.num_clients,
-        cpus_per_client=cpus_per_client, gpus_per_client=gpus_per_client, on_line=_show,
+        cpus_per_client=cpus_per_client, gpus_per_client=gpus_per_client, on_line=show,
     )  # fmt: skip
 
 
@@ -472,7 +443,7 @@ def run_here(config: Config, threads: int) -> Outcome:
     from kindred.server_app.simulation import Log, Outcome, keep_log
 
     file = io.StringIO()
-    log = Log(file, _show)
+    log = Log(file, show)
     with _flower_logs_to(log.add):
         try:
             results = run_inline(config, threads=threads).path
@@ -496,7 +467,7 @@ def _write_log(path: Path, text: str) -> None:
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as error:  # nothing hangs on it
-        _show(f"warning: {path} cannot be written ({error.strerror})")
+        show(f"warning: {path} cannot be written ({error.strerror})")
 
 
 @contextmanager
@@ -525,39 +496,8 @@ def report(folders: Sequence[Path]) -> None:
     if len(folders) > 1:
         compare_runs(folders, folders[0] / "comparison.png")
     elif folders:
-        _print(comparison_table([read_summary(folders[0])]))
+        print_rich_table(comparison_table([read_summary(folders[0])]))
 
 
 def _yes_or_no(value: bool) -> str:
     return "yes" if value else "no"
-
-
-def _print_table(columns: Iterable[str | Column], lines: Iterable[Iterable[str]]) -> None:
-    from rich import box
-    from rich.table import Column, Table
-
-    first, *others = (column if isinstance(column, Column) else Column(column, overflow="fold") for column in columns)
-    first.no_wrap = True  # what is to be typed
-    table = Table(first, *others, box=box.SIMPLE_HEAD, pad_edge=False)
-    for line in lines:
-        table.add_row(*line)
-    _print(table)
-
-
-def _print(table: Table) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 1000  # a file or a pipe has room: a table is as wide as its longest lines
-    console.print(table)
-
-
-def _show(line: str) -> None:
-    print(line, flush=True)
-
-
-def _end(code: int, reason: str) -> NoReturn:
-    """End with one line that says why."""
-    print(f"kindred: {reason}", file=sys.stderr)
-    raise typer.Exit(code)

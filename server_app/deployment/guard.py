@@ -33,7 +33,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from .hooks import address_of
+from .addresses import address_of
 
 Scope = MutableMapping[str, Any]
 

@@ -14,7 +14,6 @@ that pyproject.toml names.
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
 import subprocess
@@ -22,13 +21,10 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from kindred.server_app.simulation import END_WITH_PARENT
-
-Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 # A command of Flower's that ends, with what it started, when the process that its first argument names does, even by
 # SIGKILL.
@@ -161,12 +157,3 @@ def guard_superlink() -> None:
 
     main.create_app = create_guarded_app
     uvicorn.run = partial(serve, http=guard.Connection, ws="none")
-
-
-def address_of(text: str) -> Address | None:
-    """The IP address that a text is, IPv4 in place of IPv6 where it is both; None if it is none."""
-    try:
-        address = ipaddress.ip_address(text)
-    except ValueError:
-        return None
-    return getattr(address, "ipv4_mapped", None) or address

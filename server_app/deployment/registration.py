@@ -1,0 +1,124 @@
+"""Registration of sites at the SuperLink, by the public keys in the folder of keys."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import typer
+
+from kindred.server_app.cli.common import warn
+from kindred.server_app.simulation import CONNECTION
+
+from .certificates import check_public_key, check_site_name
+from .files import open_to_others, write_file
+from .processes import REGISTERED, environment, show_command
+
+# One process registers all sites: importing flwr takes longer than the rest. A line of JSON says how each went.
+REGISTER = f"""
+import contextlib, io, json, sys
+from flwr.cli.app import app
+app.rich_markup_mode = None  # errors in a line, not in a box
+for public_key, name in zip(sys.argv[1::2], sys.argv[2::2]):
+    said, code = io.StringIO(), 0
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            app(["supernode", "register", public_key, {CONNECTION!r}, "--name", name])
+        except SystemExit as ended:
+            code = ended.code
+    print(json.dumps([name, code or 0, said.getvalue()]), flush=True)
+"""
+
+
+def public_keys_in(folder: Path) -> list[Path]:
+    """Return the files of the sites' public keys in a folder."""
+    return [path for path in sorted(folder.glob("*.pub")) if not path.name.startswith(".")]  # but not one in the making
+
+
+def check_public_keys(paths: Iterable[Path]) -> None:
+    """End the command if a file is not a public key, or its name is not allowed for a site."""
+    for path in paths:
+        check_public_key(path)
+        check_site_name(f"the name of {path}", path.stem)
+
+
+class Registration:
+    """Registers the sites whose public keys are put into a folder.
+
+    Parameters
+    ----------
+    folder : Path
+    settings : mapping
+        Environment of Flower's processes. Runs read the names that keys are registered for in its file `REGISTERED`,
+        so that nobody else can have one of these from the start of a run, before its site is there.
+    state : Path
+    mark : str
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, str], state: Path, mark: str) -> None:
+        self._folder, self._settings, self._state, self._mark = folder, settings, state, mark
+        self._known: set[bytes] = set()  # contents of files that are registered, or are no keys
+        self._doubts: set[str] = set()
+        self._names: set[str] = set()
+        self._file = Path(settings[REGISTERED])
+        with contextlib.suppress(OSError, ValueError):  # the database knows them too, though their files may be gone
+            self._names.update(json.loads(self._file.read_bytes()))
+        self._write_names(path.stem for path in public_keys_in(folder))
+
+    def look(self) -> bool:
+        """Register the keys that are new; False if that failed."""
+        new: dict[Path, bytes] = {}
+        doubts = {open_to_others(self._folder)} - {None}
+        for path in [] if doubts else public_keys_in(self._folder):
+            if doubt := open_to_others(path):
+                doubts.add(doubt)
+                continue
+            with contextlib.suppress(OSError, typer.Exit):  # it has gone, or a line has said what is wrong with it
+                if (content := path.read_bytes()) not in self._known:
+                    self._known.add(content)
+                    check_public_keys([path])
+                    new[path] = content
+        for doubt in doubts - self._doubts:  # once, as long as it lasts
+            warn(f"{doubt}; until then no key is taken from it")
+        self._doubts = doubts
+        if not new:
+            return True
+        self._write_names(path.stem for path in new)
+        failed = register_sites(list(new), self._settings, self._state, self._mark)
+        self._known.difference_update(new[path] for path in failed)
+        return not failed
+
+    def _write_names(self, names: Iterable[str]) -> None:
+        self._names.update(names)
+        write_file(self._file, json.dumps(sorted(self._names)).encode())
+
+
+def register_sites(public_keys: Sequence[Path], settings: Mapping[str, str], state: Path, mark: str) -> list[Path]:
+    """Register the sites whose public keys these are; those with which that failed."""
+    for path in public_keys:
+        show_command(
+            ["flwr", "supernode", "register", str(path), CONNECTION, "--name", path.stem], {"FLWR_HOME": str(state)}
+        )
+    arguments = [text for path in public_keys for text in (str(path), path.stem)]
+    flwr = subprocess.run(
+        [sys.executable, "-P", "-c", REGISTER, *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        env=environment(settings, mark), cwd=state, start_new_session=True, encoding="utf-8",
+    )  # fmt: skip
+    outcomes = {name: (code, said) for name, code, said in map(json.loads, flwr.stdout.splitlines())}
+    failed = []
+    for path in public_keys:
+        code, said = outcomes.get(path.stem, (flwr.returncode, "flwr ended before"))
+        node = re.search(r"SuperNode (\d+)", said)
+        if code and "already in use" not in said:
+            failed.append(path)
+            warn(f"{path.stem} cannot be registered: {' '.join(said.split())}")
+        elif code:
+            print(f"{path.stem} is known already: registered, or withdrawn", flush=True)
+        else:
+            print(f"{path.stem} is registered{f' as SuperNode {node[1]}' if node else ''}", flush=True)
+    return failed

@@ -1,0 +1,160 @@
+"""`kindred server`: check the settings and the keys, then run a SuperLink and register sites with it.
+
+It is a thin wrapper of `flower-superlink` and `flwr supernode register`, and prints these commands. What it adds:
+checks before anything starts, one folder for all that Flower writes, an end that leaves no process, and a SuperLink
+that takes orders from its own machine alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import shlex
+import ssl
+import subprocess
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kindred.server_app.cli.common import APP_DIR, app, end, option, warn
+from kindred.server_app.simulation import CONNECTION, STARTUP_TIMEOUT, toml
+
+from . import hooks
+from .addresses import (
+    LOOPBACK,
+    Address,
+    check_port,
+    check_port_is_free,
+    is_loopback,
+    parse_host,
+    warn_of_no_tls,
+    with_port,
+)
+from .certificates import CA, SERVER, check_certificate_names, ending, load_certificates, out_of_date
+from .files import absolute_path, open_to_others, own_folder, write_file
+from .processes import FIRST_PAUSE, LONGEST_PAUSE, QUIET, REGISTERED, processes_that_end, show_command, start_process
+from .registration import Registration, check_public_keys, public_keys_in
+
+if TYPE_CHECKING:
+    from cryptography import x509
+
+PORT = 8000  # Flower's
+DAY = 86400.0  # s
+
+
+@app.command("server")
+def serve(
+    keys: Annotated[
+        Path | None, option("keys", "DIR", "What `kindred keys` made: TLS, and sites must prove who they are.")
+    ] = None,
+    host: Annotated[
+        str, option("host", "HOST", "Address to listen on (default 127.0.0.1; 0.0.0.0: all of this machine).")
+    ] = LOOPBACK[1],
+    port: Annotated[int, option("port", "PORT", f"Port to listen on (default {PORT}).")] = PORT,
+    state: Annotated[Path | None, option("state", "DIR", "Folder of the database and all else that is kept.")] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Without TLS and authentication.")] = False,
+) -> None:
+    """Start the server: a SuperLink, on which runs are then started from this machine."""
+    from kindred.client.state import default_root
+
+    name = parse_host(host, "--host")
+    if keys and insecure:
+        end(2, "--keys and --insecure are both given, allowed: one of them")
+    if not keys and not insecure and not is_loopback(name):
+        end(2, f"--host is {host!r}, which is reached from outside: give --keys DIR (or --insecure)")
+    check_port("--port", port)
+    if keys:
+        keys = absolute_path(keys, "--keys")
+        certificates = check_server_keys(keys, name)
+    state = absolute_path(state or default_root() / "server", "--state")
+    reached = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(str(name), str(name))
+    address = with_port(reached, port)
+    command = ["flower-superlink", "--host", str(name), "--port", str(port), "--database", str(state / "superlink.db")]
+    connection: dict[str, Any] = {"address": address}
+    if keys:
+        command += [
+            "--ssl-ca-certfile",
+            str(keys / "ca.crt"),
+            "--ssl-certfile",
+            str(keys / "server.crt"),
+            "--ssl-keyfile",
+            str(keys / "server.key"),
+            "--enable-supernode-auth",
+        ]
+        connection["root-certificates"] = str(keys / "ca.crt")
+    else:
+        command.append("--insecure")
+        connection["insecure"] = True
+        warn_of_no_tls(name)
+
+    with own_folder(state), processes_that_end() as mark:
+        check_port_is_free("--port", str(name), port)
+        write_file(state / "config.toml", (
+            f"[superlink]\n{toml({'default': CONNECTION})}[superlink.{CONNECTION}]\n{toml(connection)}"
+        ).encode())  # fmt: skip
+        settings = {
+            "FLWR_HOME": str(state), "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1", **QUIET,
+            # What would lead past the guard: an address that a client claims, and ports of their own.
+            "FORWARDED_ALLOW_IPS": LOOPBACK[1], "FLWR_INTERNAL_GRPC_CONTROL_API": "0",
+            "FLWR_INTERNAL_GRPC_FLEET_API": "0",
+        }  # fmt: skip
+        registration = None
+        if keys:
+            settings[REGISTERED] = str(state / "registered.json")
+            registration = Registration(keys, settings, state, mark)
+        superlink = start_process(command, settings, state, mark, hooks.guard_superlink)
+        _wait_until_it_answers(superlink, reached, port, keys)
+        if registration and not registration.look():
+            end(1, "not all sites can be registered")
+        print(
+            f"the server is ready, and listens on {with_port(name, port)}; it takes runs and registrations from "
+            "this machine alone. To run:"
+        )
+        show_command(["flwr", "run", str(APP_DIR), CONNECTION, "--stream"], {"FLWR_HOME": str(state)})
+        pause, next_warning, renew = FIRST_PAUSE, 0.0, f"`kindred keys renew {keys}`, and start this again"
+        while superlink.poll() is None:
+            if keys and time.monotonic() >= next_warning:
+                next_warning = time.monotonic() + DAY
+                for line in ending(certificates, renew):
+                    warn(line)
+            time.sleep(pause)
+            if registration:
+                pause = FIRST_PAUSE if registration.look() else LONGEST_PAUSE
+        end(1, f"flower-superlink ended with code {superlink.returncode}")
+
+
+def check_server_keys(folder: Path, host: str | Address) -> dict[str, x509.Certificate]:
+    """Check all that is in a folder of keys; the certificates, by their paths."""
+    ca, server = load_certificates(folder)
+    certificates = {f"{folder / CA}.crt": ca, f"{folder / SERVER}.crt": server}
+    for path, certificate in certificates.items():
+        if fault := out_of_date(path, certificate):
+            end(2, f"{fault}: `kindred keys renew {shlex.quote(str(folder))}` makes another")
+    if isinstance(host, str) or not host.is_unspecified:
+        check_certificate_names(folder, [host])
+    check_public_keys(public_keys_in(folder))
+    for path in (folder, *sorted(folder.glob("[!.]*"))):
+        if doubt := open_to_others(path):
+            end(2, doubt)
+    return certificates
+
+
+def _wait_until_it_answers(superlink: subprocess.Popen[bytes], host: str, port: int, keys: Path | None) -> None:
+    context = ssl.create_default_context(cafile=keys / "ca.crt") if keys else None
+    deadline = time.monotonic() + STARTUP_TIMEOUT
+    while superlink.poll() is None and time.monotonic() < deadline:
+        connection = (
+            http.client.HTTPSConnection(host, port, timeout=1, context=context)
+            if context
+            else http.client.HTTPConnection(host, port, timeout=1)
+        )
+        with contextlib.suppress(OSError, http.client.HTTPException), contextlib.closing(connection):
+            connection.request("GET", "/health")
+            if connection.getresponse().status == 200:
+                return
+        time.sleep(0.1)
+    if superlink.poll() is None:
+        end(1, f"flower-superlink does not answer on {host}:{port} after {STARTUP_TIMEOUT:.0f} s")
+    end(1, f"flower-superlink ended with code {superlink.returncode}")

@@ -1,0 +1,210 @@
+"""`kindred site`: check the settings and the data of a site, then keep a SuperNode running.
+
+It is a thin wrapper of `flower-supernode`, and prints its command. What it adds: checks before anything starts, one
+folder for all that Flower writes, a SuperNode that is started again, a line that says what keeps it from taking part,
+and an end that leaves no process.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kindred.server_app.cli.common import APP_DIR, app, end, option
+
+from .addresses import LOOPBACK, check_port, is_loopback, parse_server, warn_of_no_tls, with_port
+from .certificates import check_site_name, load_certificate, load_site_key, out_of_date
+from .connection import Link
+from .files import absolute_path, open_to_others, own_folder
+from .processes import QUIET, show_command
+from .supernode import keep_running, port_for_supernode
+
+if TYPE_CHECKING:
+    from kindred.server_app.config import Config
+
+
+@app.command()
+def site(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="What the site is called; whole numbers are numbers.")],
+    server: Annotated[str, option("server", "HOST:PORT", "Where the server is.")],
+    data_dir: Annotated[Path, option("data-dir", "PATH", "The site's data: .npz file, folder of images, or tables.")],
+    public_data: Annotated[
+        Path | None, option("public-data", "FILE", "Unlabelled images, the same at each site: an .npz file with x.")
+    ] = None,
+    ca: Annotated[Path | None, option("ca", "FILE", "The ca.crt of `kindred keys`.")] = None,
+    key: Annotated[Path | None, option("key", "FILE", "The site's private key.")] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Without TLS and authentication.")] = False,
+    state_dir: Annotated[Path | None, option("state-dir", "DIR", "Folder of what the site keeps.")] = None,
+    threads: Annotated[int | None, option("threads", "N", "CPU threads to compute with (default: all CPUs).")] = None,
+    port: Annotated[int | None, option("port", "PORT", "Port that the SuperNode uses within this machine.")] = None,
+    no_share_model: Annotated[
+        bool, typer.Option("--no-share-model", help="Keep the model from other sites; FedeRiCo.")
+    ] = False,
+    report_weights: Annotated[
+        bool, typer.Option("--report-weights", help="Let the server know the site's weights; FedeRiCo.")
+    ] = False,
+    class_names: Annotated[
+        str,
+        option("class-names", "NAMES", "The run's class-names, where the data have names for classes: to check them."),
+    ] = "",
+    run_config: Annotated[
+        list[str] | None,
+        option(
+            "run-config",
+            "FILE_OR_SETTINGS",
+            "The settings of a run, as for `flwr run`: to check that the site fits it.",
+        ),
+    ] = None,
+    check: Annotated[bool, typer.Option("--check", help="Check and print, start nothing.")] = False,
+) -> None:
+    """Take part as a site with data of its own: check the data, then keep a SuperNode running."""
+    from kindred.client.state import default_root
+
+    check_site_name("NAME", name)
+    host, superlink_port = parse_server(server)
+    if insecure and (ca or key):
+        end(2, "--insecure is given beside --ca or --key, allowed: --insecure, or both of these")
+    if (ca is None) != (key is None):
+        end(2, f"--{'key' if ca else 'ca'} is not given, allowed: --ca and --key together")
+    if not (ca and key) and not insecure and not is_loopback(host):
+        end(2, f"--server is {server!r}, another machine: give --ca FILE and --key FILE (or --insecure)")
+    cpus = os.cpu_count() or 1
+    threads = cpus if threads is None else threads
+    if not 1 <= threads <= cpus:
+        end(2, f"--threads is {threads}, allowed: 1 to {cpus}, the CPUs of this machine")
+    if port is not None:
+        check_port("--port", port)
+    node: dict[str, str | int | bool] = {"client-id": client_id(name)}
+    node["data-dir"] = str(absolute_path(data_dir, "--data-dir"))
+    if public_data:
+        node["public-data"] = str(absolute_path(public_data, "--public-data"))
+    state = absolute_path(state_dir or default_root(), "--state-dir")
+    node["state-dir"] = str(state)
+    if no_share_model:
+        node["share-model"] = False
+    if report_weights:
+        node["report-weights"] = True
+    if ca and key:
+        ca, key = absolute_path(ca, "--ca"), absolute_path(key, "--key")
+        load_site_key(key)
+        if doubt := out_of_date(ca, load_certificate(ca)) or open_to_others(key):
+            end(2, doubt)
+        proof = ["--root-certificates", str(ca), "--auth-supernode-private-key", str(key)]
+    else:
+        proof = ["--insecure"]
+        warn_of_no_tls(host)
+    run = _run_config(run_config, class_names) if run_config else None
+    names = run.class_names if run else class_names
+    _print_data_summary(name, node, [part.strip() for part in names.split(",") if part.strip()])
+    if run:
+        _check_fit(name, node, run)
+
+    def command(port: int) -> list[str]:
+        return [
+            "flower-supernode",
+            "--superlink",
+            with_port(host, superlink_port),
+            *proof,
+            "--host",
+            LOOPBACK[1],
+            "--port",
+            str(port),
+            "--node-config",
+            node_config(node),
+        ]
+
+    home = state / f"flower-{name}"
+    settings = {
+        "FLWR_HOME": str(home),
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",
+        **QUIET,
+    }  # s; a poll costs some ms
+    if check:
+        show_command(command(port or 9094), settings)
+        return
+    with own_folder(state, alone=False), own_folder(home):
+        keep_running(lambda: command(port_for_supernode(port)), settings, home, Link(host, superlink_port, ca, key))
+
+
+def client_id(name: str) -> str | int:
+    """What a site is called in its node config: a name, or the number that it writes."""
+    return int(name) if re.fullmatch(r"0|[1-9]\d{0,17}", name, re.ASCII) else name
+
+
+def node_config(values: Mapping[str, str | int | bool]) -> str:
+    """Write a node config as flower-supernode reads it: TOML, in which no text may contain a quotation mark."""
+
+    def text(value: str | int | bool) -> str:
+        if isinstance(value, str):
+            return '"' + value.replace("\\", "\\\\").replace('"', "\\u0022") + '"'
+        return str(value).lower()
+
+    return " ".join(f"{key}={text(value)}" for key, value in values.items())
+
+
+def _print_data_summary(name: str, node: Mapping[str, Any], class_names: Sequence[str]) -> None:
+    """Check a site's data, and print what the server learns of them."""
+    from kindred.data import DataError
+    from kindred.data.public import read_public
+    from kindred.data.sites import read_site
+
+    try:
+        images = read_site(node["data-dir"], class_names)
+        public = read_public(node["public-data"]) if "public-data" in node else None
+    except DataError as error:
+        end(2, str(error))
+    shape, told = "x".join(map(str, images.x_train.shape[1:])), ""
+    if public is not None:
+        if public.shape[1:] != images.x_train.shape[1:]:
+            end(
+                2,
+                f"public-data has images of {'x'.join(map(str, public.shape[1:]))}, the site's are {shape} "
+                "(channels x height x width)",
+            )
+        told = f", with PerFed-CKT that it has {len(public)} public images and their fingerprint"
+    share = "others may" if node.get("share-model", True) else "no other site may"
+    train, test, top = len(images.x_train), len(images.x_test), images.num_classes - 1
+    print(
+        f"{name}: {train} images of {shape} to train on, {test} to test on, labels up to {top}\n"
+        f"told to the server at first: the name {name}, {train} training samples, the name and the number of classes "
+        f"of the run's network, that {share} have its model, which methods the run's program knows{told}; then what "
+        "the method sends, see `kindred strategies`\n"
+        f"stays here: the data in {node['data-dir']}, and what the site keeps in {node['state-dir']}",
+        flush=True,
+    )
+
+
+def _run_config(given: Sequence[str], class_names: str) -> Config:
+    """The settings of a run that the site is to fit; ends the command where they are none."""
+    from kindred.server_app.config import ConfigError
+
+    from .site_check import read_run_config
+
+    if class_names:
+        end(2, "--class-names and --run-config are both given, allowed: one of them, for the run's class-names count")
+    try:
+        return read_run_config(given)
+    except ConfigError as error:
+        end(2, str(error))
+
+
+def _check_fit(name: str, node: Mapping[str, Any], run: Config) -> None:
+    """Say that a site fits a run, or end the command with the reason for which it does not."""
+    from kindred.data import DataError
+    from kindred.server_app.config import ConfigError
+
+    from .site_check import fit
+
+    try:
+        print(f"fits the run: {fit(run, node, APP_DIR)}", flush=True)
+    except ConfigError as error:
+        end(2, str(error))
+    except DataError as error:
+        end(2, f"{name} does not fit the run: {' '.join(str(error).split())}")

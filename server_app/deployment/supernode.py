@@ -1,0 +1,81 @@
+"""A SuperNode that runs until `kindred site` ends: it is started again when it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO
+
+import typer
+
+from kindred.server_app.cli.common import warn
+from kindred.server_app.simulation import kill_processes
+
+from . import hooks
+from .addresses import LOOPBACK, check_port_is_free
+from .connection import Link, faults
+from .processes import FIRST_PAUSE, GRACE, LONGEST_PAUSE, processes_that_end, start_process
+
+STEADY = 60.0  # s after which a SuperNode that ends has nothing to do with the time before
+KEPT = 4096  # bytes of what a SuperNode has written, to find in its end
+
+
+def port_for_supernode(port: int | None) -> int:
+    """Return the port for a SuperNode: the given one, if it is free, or any free one."""
+    if port is not None:
+        check_port_is_free("--port", LOOPBACK[1], port)
+        return port
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK[1], 0))
+        return probe.getsockname()[1]
+
+
+def keep_running(command: Callable[[], list[str]], settings: Mapping[str, str], home: Path, link: Link) -> None:
+    """Run a SuperNode, and start it again when it ends, until this process is asked to end."""
+    with processes_that_end() as mark:
+        pause = FIRST_PAUSE
+        _warn_of_faults(link)
+        while True:
+            began = time.monotonic()
+            supernode = start_process(command(), settings, home, mark, hooks.quicken_supernode, stderr=subprocess.PIPE)
+            output = Output(supernode.stderr)
+            code = supernode.wait()
+            kill_processes(mark)  # what it started, such as a client at work on a message
+            output.join(GRACE)
+            if time.monotonic() - began > STEADY:
+                pause = FIRST_PAUSE
+            warn(f"flower-supernode ended with code {code}, and is started again in {pause:g} s")
+            _warn_of_faults(link, output.end if code >= 0 else None)  # below 0: it was killed
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+
+class Output(threading.Thread):
+    """Passes on what a process writes, when it writes it, and keeps the end of it."""
+
+    def __init__(self, source: IO[bytes]) -> None:
+        super().__init__()
+        self._source = source
+        self.end = b""
+        self.start()
+
+    def run(self) -> None:
+        """Read until every process that writes has ended."""
+        with self._source:
+            while written := self._source.read1():
+                self.end = (self.end + written)[-KEPT:]
+                with contextlib.suppress(OSError):  # nobody reads it any more; the process is not to wait for that
+                    sys.stderr.buffer.write(written)
+                    sys.stderr.buffer.flush()
+
+
+def _warn_of_faults(link: Link, output: bytes | None = None) -> None:
+    with contextlib.suppress(typer.Exit, OSError):  # a file cannot be used, as a line has said; it may be being copied
+        for fault in faults(link, output):
+            warn(fault)
