@@ -1,4 +1,4 @@
-"""Certificates and keys: creating, reading and checking one of them. The files of a deployment are made by `keys`."""
+"""Certificates and private keys: creating, reading and checking each of them; `keys` says which a folder needs."""
 
 from __future__ import annotations
 

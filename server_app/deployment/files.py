@@ -1,4 +1,4 @@
-"""Files and folders of the deployment: paths, permissions, locks, and writes that are whole or not done at all."""
+"""Files and folders of keys and state: absolute paths, permissions, locks, and writes that are whole or not at all."""
 
 from __future__ import annotations
 
