@@ -42,7 +42,7 @@ from kindred.client_app.app import app as client_app
 from kindred.data import DataError, Sites
 from kindred.engine.roster import TooFewClients
 from kindred.server_app.app import prepare
-from kindred.server_app.cli.run import APP_DIR, app
+from kindred.server_app.cli.run import app
 from kindred.server_app.deployment import (
     keys as keys_command,
     registration as site_registration,
@@ -801,7 +801,7 @@ def test_what_is_found_before_a_run_is_what_the_server_would_say_in_it(data, tmp
     with pytest.raises(TooFewClients):
         strategy.start(grid, initial_arrays, 1)
     with pytest.raises(DataError) as refused:
-        fit(run, node, APP_DIR)
+        fit(run, node)
     assert strategy.history.left_out == {"lyon": str(refused.value)}
 
 

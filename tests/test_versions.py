@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.clientapp import ClientApp
-from typer.testing import CliRunner
 
 import kindred
 from kindred import InlineGrid, Local, TooFewClients, make_client_app

@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-COMMANDS = ["run", "compare", "report", "watch", "predict", "evaluate", "keys", "server", "site", "strategies", "datasets",
-            "presets"]  # fmt: skip
+COMMANDS = "run compare report watch predict evaluate keys server site strategies datasets presets".split()
 SMALL = ["--clients=4", "--rounds=2", "--set=num-groups=2", "--set=samples-per-client=10", "--set=local-epochs=1"]
 
 
@@ -33,7 +32,8 @@ def build(folder: Path) -> Path:
 
 def pip(python: str | Path, command: str, *arguments: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pip", "--python", str(python), command, "--quiet", "--no-deps", "--no-index", *arguments],
+        [sys.executable, "-m", "pip", "--python", str(python), command, "--quiet", "--no-deps", "--no-index",
+         *arguments],
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
@@ -14,8 +13,6 @@ from kindred.extensions import ExtensionError
 # What takes time to import is imported where it is needed: `kindred --help` needs nothing of it.
 if TYPE_CHECKING:
     from rich.table import Column, Table
-
-APP_DIR = Path(__file__).resolve().parents[2]
 
 UsageError = typer.BadParameter.__base__  # click's, which is a part of typer
 

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kindred.server_app.cli.common import APP_DIR, app, end, option, warn
-from kindred.server_app.simulation import CONNECTION, STARTUP_TIMEOUT, toml
+from kindred.server_app.cli.common import app, end, option, warn
+from kindred.server_app.flower_app import toml, write_flower_app
+from kindred.server_app.simulation import CONNECTION, STARTUP_TIMEOUT
 
 from . import hooks
 from .addresses import (
@@ -112,7 +113,7 @@ def serve(
             f"the server is ready, and listens on {with_port(name, port)}; it takes runs and registrations from "
             "this machine alone. To run:"
         )
-        show_command(["flwr", "run", str(APP_DIR), CONNECTION, "--stream"], {"FLWR_HOME": str(state)})
+        show_command(["flwr", "run", str(write_flower_app(state / "app")), CONNECTION, "--stream"], {"FLWR_HOME": str(state)})
         pause, next_warning, renew = FIRST_PAUSE, 0.0, f"`kindred keys renew {keys}`, and start this again"
         while superlink.poll() is None:
             if keys and time.monotonic() >= next_warning:

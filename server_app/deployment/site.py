@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kindred.server_app.cli.common import APP_DIR, app, end, option
+from kindred.server_app.cli.common import app, end, option
 
 from .addresses import LOOPBACK, check_port, is_loopback, parse_server, warn_of_no_tls, with_port
 from .certificates import check_site_name, load_certificate, load_site_key, out_of_date
@@ -203,7 +203,7 @@ def _check_fit(name: str, node: Mapping[str, Any], run: Config) -> None:
     from .site_check import fit
 
     try:
-        print(f"fits the run: {fit(run, node, APP_DIR)}", flush=True)
+        print(f"fits the run: {fit(run, node)}", flush=True)
     except ConfigError as error:
         end(2, str(error))
     except DataError as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kindred.data import DataError, Sites
@@ -58,7 +57,7 @@ class _SitesAndServer(Sites):
         return torch.zeros(1, *self.image_shape)
 
 
-def fit(config: Config, node_config: Mapping[str, Any], app_dir: Path) -> str:
+def fit(config: Config, node_config: Mapping[str, Any]) -> str:
     """Have the run's strategy meet the site, as in the first round; a line about what the site is to the run.
 
     Parameters
@@ -67,8 +66,6 @@ def fit(config: Config, node_config: Mapping[str, Any], app_dir: Path) -> str:
         The settings of the run.
     node_config : mapping
         What the site has set: its name, its data, whether it shares its model.
-    app_dir : Path
-        Where the application is.
 
     Raises
     ------
@@ -92,7 +89,7 @@ def fit(config: Config, node_config: Mapping[str, Any], app_dir: Path) -> str:
     context = Context(
         run_id=0, node_id=0, node_config=dict(node_config), state=RecordDict(), run_config=config.run_config()
     )
-    about = introduction_of(load_app(LOAD_SITE, ConfigError, app_dir), context)
+    about = introduction_of(load_app(LOAD_SITE, ConfigError), context)
     if PROBLEM in about:
         raise DataError(about[PROBLEM])
     strategy.begin(initial_arrays)
