@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
+
+from kindred.client.state import replacing
 
 MARK = "'"
 RUN = re.compile(rf"\s*[=+\-@＝＋－＠]|[\t\r\n]|{MARK}")  # the wide forms count where East Asian languages are set
@@ -29,6 +33,16 @@ def csv_lines(rows: Iterable[Iterable[Any]]) -> bytes:
 
 def _marked(cell: Any) -> Any:
     return MARK + cell if isinstance(cell, str) and RUN.match(cell) else cell
+
+
+def table_lines(columns: Collection[str], rows: Iterable[Mapping[str, Any]], header: bool = False) -> bytes:
+    """Rows as lines of a table: exactly one each, so line breaks inside texts become spaces."""
+
+    def one_line(value: Any) -> Any:
+        return re.sub(r"[\r\n]+", " ", value) if isinstance(value, str) else value
+
+    lines = ([row.get(column) for column in columns] for row in rows)
+    return csv_lines(map(one_line, line) for line in chain([columns] if header else [], lines))
 
 
 def read_table(path: Path) -> list[dict[str, Any]]:
@@ -59,3 +73,40 @@ def _value(key: str, cell: str) -> int | float | str:
         with suppress(ValueError):
             return float(cell)
     return cell
+
+
+class GrowingTable:
+    """A CSV file of a list of rows that only grows.
+
+    Parameters
+    ----------
+    path : Path
+    columns : sequence of str
+        The first ones; others follow in the order in which rows bring them.
+    """
+
+    def __init__(self, path: Path, columns: Sequence[str]) -> None:
+        self.path = path
+        self.columns = dict.fromkeys(columns)  # an ordered set
+        self.written = 0
+
+    def extend(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write the rows that are not in the file yet. A new column has the file written anew, once."""
+        added = rows[self.written :]
+        columns = dict(self.columns)
+        for row in added:
+            columns.update(dict.fromkeys(row))
+        if not self.written or len(columns) > len(self.columns):
+            with replacing(self.path) as temporary:
+                temporary.write_bytes(table_lines(columns, rows, header=True))
+        elif added:
+            size = self.path.stat().st_size
+            try:
+                with open(self.path, "ab") as file:
+                    file.write(table_lines(columns, added))
+                    file.flush()
+                    os.fsync(file.fileno())
+            except BaseException:
+                os.truncate(self.path, size)
+                raise
+        self.columns, self.written = columns, len(rows)

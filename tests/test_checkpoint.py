@@ -38,7 +38,8 @@ from kindred.messages import to_record
 from kindred.server_app.app import run
 from kindred.server_app.cli import run as cli
 from kindred.server_app.config import Config, ConfigError
-from kindred.server_app.results import RunFolder, is_finished
+from kindred.server_app.results import RunFolder
+from kindred.server_app.run_files import is_finished
 from kindred.server_app.tables import read_table
 
 from .plain import FaultyGrid, initial, plain_app

@@ -22,10 +22,15 @@ from kindred.client.models import parse_models
 from kindred.data import DATASETS
 from kindred.data.federation import _load as loaded
 from kindred.data.partitions import divide
-from kindred.server_app import comparison as comparing
 from kindred.server_app.app import LOCAL_SETTINGS, make_strategy
 from kindred.server_app.cli.run import app
-from kindred.server_app.comparison import METRICS, carry_out, make_plan, remarks, run_hash, signed_rank, tables, write
+from kindred.server_app.comparison import files as comparison_files, runs as comparison_runs
+from kindred.server_app.comparison.files import as_csv, write
+from kindred.server_app.comparison.metrics import METRICS
+from kindred.server_app.comparison.plan import images_a_client, make_plan, run_hash
+from kindred.server_app.comparison.runs import carry_out, known_runs
+from kindred.server_app.comparison.statistics import signed_rank
+from kindred.server_app.comparison.texts import remarks, tables
 from kindred.server_app.config import Config, ConfigError, kebab
 from kindred.server_app.presets import FOLDER, load_preset, preset_names
 from kindred.server_app.report.figures import comparison_figure
@@ -238,7 +243,7 @@ def pretended(accuracies: dict[tuple[str, int], list[float]], failing: tuple[tup
         if who in failing:
             return Outcome(1, "it broke\nin two lines")
         found = accuracies[who]
-        folder = RunFolder(config.run_config(), images=comparing._images(config))
+        folder = RunFolder(config.run_config(), images=comparison_runs._images(config))
         mean = statistics.mean(found)
         (folder.path / "rounds.csv").write_text(f"round,accuracy\n1,{mean + 0.1}\n2,{mean}\n")
         (folder.path / "summary.json").write_text(
@@ -302,7 +307,7 @@ def test_a_name_that_begins_like_a_formula_is_a_text_in_the_table(tmp_path):
     plan = make_plan(["local", "-b"], {"output-dir": str(tmp_path)}, {"-b": {"strategy": "fedavg"}})
     execute = pretended({("local", 0): [0.5, 0.7], ("fedavg", 0): [0.5, 0.6]})
     content, _ = carry_out(plan, execute, lambda line: None, {}, ["kindred"])
-    lines = list(csv.DictReader(io.StringIO(comparing.as_csv(content).decode())))
+    lines = list(csv.DictReader(io.StringIO(as_csv(content).decode())))
     assert [line["strategy"] for line in lines] == ["local"] * 3 + ["'-b"] * 3
 
 
@@ -310,7 +315,7 @@ def test_a_picture_or_report_that_fails_ends_no_comparison(tmp_path, monkeypatch
     plan = make_plan(["local"], {"output-dir": str(tmp_path)}, {})
     content, _ = carry_out(plan, pretended({("local", 0): [0.5, 0.7]}), lambda line: None, {}, ["kindred"])
     for name in ("comparison_figure", "write_report"):
-        monkeypatch.setattr(comparing, name, lambda *_: 1 / 0)
+        monkeypatch.setattr(comparison_files, name, lambda *_: 1 / 0)
     write(content, plan.folder)
     assert {path.name for path in plan.folder.iterdir()} == {"comparison.json", "comparison.csv", "comparison.md"}
     for name in ("comparison.png", "report.html"):
@@ -402,10 +407,10 @@ def test_a_run_is_known_by_what_its_results_depend_on():
 def test_a_finished_run_is_taken_before_one_that_was_cut_short(tmp_path):
     config = Config(strategy="local", output_dir=str(tmp_path))
     done = pretended({("local", 0): [0.5]})(config).results
-    images = comparing._images(config)
+    images = comparison_runs._images(config)
     cut = RunFolder(config.run_config(), images=images).path
     assert cut.name > done.name
-    assert comparing.known_runs(tmp_path) == {run_hash(config.run_config(), images): done}
+    assert known_runs(tmp_path) == {run_hash(config.run_config(), images): done}
 
 
 # --- Scale --------------------------------------------------------------------------------------------------
@@ -433,7 +438,7 @@ def test_a_scale_shrinks_rounds_and_images_and_every_output_says_so(tmp_path):
 
 def test_images_a_client_are_those_that_the_setting_counts():
     def images(**settings) -> float:
-        return comparing.images_a_client(Config(num_clients=4, num_groups=2, **settings))
+        return images_a_client(Config(num_clients=4, num_groups=2, **settings))
 
     assert images() == 40 and images(samples_per_client=7) == 7
     assert images(partition="label-groups") == round(899 / 4, 1)  # training and test images together, of all 899
@@ -507,7 +512,7 @@ def test_the_presets_have_the_papers_numbers_and_settings():
 @pytest.fixture
 def without_images(monkeypatch):
     """Whose images nobody looks for, as where they would have to be downloaded."""
-    monkeypatch.setattr(comparing, "_images", lambda config: None)
+    monkeypatch.setattr(comparison_runs, "_images", lambda config: None)
 
 
 def test_what_the_command_says_counts_over_the_preset(tmp_path, without_images):

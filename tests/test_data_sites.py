@@ -17,7 +17,7 @@ from kindred.client_app.app import app
 from kindred.data import DataError, Sites, Task, read_site
 from kindred.server_app.app import run
 from kindred.server_app.config import Config
-from kindred.server_app.results import read_summary
+from kindred.server_app.run_files import read_summary
 from kindred.server_app.tables import read_table
 
 RUN_CONFIG = {"image-shape": "1x4x6", "num-classes": 3, "class-names": "", "input-mean": 0.5, "input-deviation": 0.25}

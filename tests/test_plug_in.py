@@ -74,7 +74,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel) -> None:
         f"{package}/{path.relative_to(ROOT / folder)}"
         for folder, package in folders.items()
         for path in (ROOT / folder).rglob("*")
-        if path.suffix in (".py", ".toml", ".typed")
+        if path.suffix in (".py", ".toml", ".typed", ".html", ".css", ".js")
     }
     assert held == written
 

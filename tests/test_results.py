@@ -30,14 +30,15 @@ from typer.testing import CliRunner
 import kindred.data
 from kindred.data import load_federation
 from kindred.engine.history import History
-from kindred.server_app import results
+from kindred.server_app import results, run_files
 from kindred.server_app.cli import run as cli
 from kindred.server_app.cli.report import Watcher
 from kindred.server_app.config import Config, ConfigError
 from kindred.server_app.report import content as report, figures as pictures
 from kindred.server_app.report.content import run_content
-from kindred.server_app.results import RunFolder, comparison_table
-from kindred.server_app.tables import read_table
+from kindred.server_app.results import RunFolder
+from kindred.server_app.summary import compare_runs, comparison_table, summarise
+from kindred.server_app.tables import GrowingTable, read_table
 
 SETTINGS = Config(num_rounds=2, num_clients=4, num_groups=2).run_config()
 
@@ -245,7 +246,7 @@ wild_rows = st.lists(
 @given(wild_rows, st.lists(st.integers(0, 8), max_size=4))
 def test_whatever_comes_in_rounds_is_read_back(tmp_path_factory, rows, cuts):
     path = tmp_path_factory.mktemp("table") / "t.csv"
-    table = results._GrowingTable(path, results.HISTORY_COLUMNS)
+    table = GrowingTable(path, results.HISTORY_COLUMNS)
     for cut in [*sorted(cuts), len(rows)]:
         table.extend(rows[:cut])
 
@@ -281,7 +282,7 @@ def test_no_name_or_reason_of_a_client_is_a_formula_to_a_spreadsheet(tmp_path):
 
 
 def test_columns_stay_in_order_of_first_appearance(tmp_path):
-    table = results._GrowingTable(tmp_path / "t.csv", ("round", "client"))
+    table = GrowingTable(tmp_path / "t.csv", ("round", "client"))
     rows = [{"round": 1, "client": 0, "z": 1}, {"round": 1, "client": 1, "a": 2}, {"client": 0, "round": 2, "m": 3}]
     for end in (2, 3):
         table.extend(rows[:end])
@@ -291,7 +292,7 @@ def test_columns_stay_in_order_of_first_appearance(tmp_path):
 @pytest.mark.parametrize("new_column", [False, True])
 def test_failed_write_leaves_the_table_as_it_was_and_the_next_makes_up_for_it(tmp_path, new_column):
     path = tmp_path / "t.csv"
-    table = results._GrowingTable(path, ("round", "client"))
+    table = GrowingTable(path, ("round", "client"))
     rows = [{"round": 1, "client": 0}]
     table.extend(rows)
     before = path.read_bytes()
@@ -389,7 +390,7 @@ def test_finished_run(tmp_path, federation):
         "models/client-0.safetensors",
         "models/client-1.safetensors",
     }
-    summary = results.read_summary(folder.path)
+    summary = run_files.read_summary(folder.path)
     assert summary == returned
     assert summary == {
         "strategy": "heurfedamp",
@@ -419,7 +420,7 @@ def test_finished_run(tmp_path, federation):
 
 def test_closing_evaluation_counts_as_cost_but_not_as_a_round(tmp_path):
     strategy = run_of([*TWO_ROUNDS, [row(3, 0, personal_accuracy=0.95), row(3, 1, personal_accuracy=0.85)]])
-    summary = results.summarise(settings(tmp_path), strategy.history, {})
+    summary = summarise(settings(tmp_path), strategy.history, {})
     assert (summary["rounds"], summary["seconds"], summary["seconds-per-round"]) == (2, 6.0, 2.0)
     assert summary["accuracy"] == pytest.approx(0.9)
     assert summary["bytes-down"] == 600
@@ -477,7 +478,7 @@ def test_whatever_number_clients_report_the_results_are_written(tmp_path, caplog
     with Watcher(folder.path, 0) as watcher:
         shown = strictly(watcher.content()[1])
     assert shown["finished"] and shown["clients"]["accuracy"] == [None, 0.5, None]
-    results.compare_runs([folder.path, folder.path], tmp_path / "comparison.png", io.StringIO())
+    compare_runs([folder.path, folder.path], tmp_path / "comparison.png", io.StringIO())
     assert "cannot be written" not in caplog.text and is_picture(tmp_path / "comparison.png")
 
 
@@ -536,7 +537,7 @@ def test_a_picture_that_fails_ends_no_run(tmp_path, monkeypatch):
     )
     assert done.exit_code == 0 and "accuracy.png cannot be written (ZeroDivisionError: division by zero)" in done.output
     (folder,) = tmp_path.iterdir()
-    assert results.is_finished(folder) and (folder / "report.html").exists()
+    assert run_files.is_finished(folder) and (folder / "report.html").exists()
 
 
 def test_the_summary_is_written_before_anything_that_could_keep_it_from_that(tmp_path, federation, monkeypatch):
@@ -548,13 +549,13 @@ def test_the_summary_is_written_before_anything_that_could_keep_it_from_that(tmp
         folder.finish(strategy, federation)
     assert files_of(folder.path) == before
     with pytest.raises(ValueError, match="holds no summary.json"):
-        results.read_summary(folder.path)
+        run_files.read_summary(folder.path)
     with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
         patch.setattr(RunFolder, "_save_models", no_space)
         folder.finish(strategy, federation)
     assert files_of(folder.path) == before | {"summary.json"}
     folder.finish(strategy, federation)
-    assert results.read_summary(folder.path)["rounds"] == 2 and "models/client-0.safetensors" in files_of(folder.path)
+    assert run_files.read_summary(folder.path)["rounds"] == 2 and "models/client-0.safetensors" in files_of(folder.path)
 
 
 def test_models_come_back_bit_by_bit(tmp_path, federation):
@@ -611,7 +612,7 @@ def test_odd_client_ids_each_have_their_own_model(tmp_path, federation):
     folder.record_round(strategy)
     folder.finish(strategy, federation)
     assert len(list((folder.path / "models").iterdir())) == size
-    for line in results.read_summary(folder.path)["clients"]:
+    for line in run_files.read_summary(folder.path)["clients"]:
         path = folder.path / line["model"]
         assert path.parent == folder.path / "models"
         assert load_file(path)["w"][0] == ODD_IDS.index(line["client"])
@@ -624,7 +625,7 @@ def test_odd_client_ids_each_have_their_own_model(tmp_path, federation):
 @example(["a", "A"])
 def test_file_names_are_safe_and_differ_everywhere(clients):
     taken = set()
-    names = [results.model_file(client, taken) for client in clients]
+    names = [run_files.model_file(client, taken) for client in clients]
     assert len({name.casefold() for name in names}) == len(clients)
     assert all(re.fullmatch(r"client-[A-Za-z0-9._~%-]{0,110}\.safetensors", name) for name in names)
 
@@ -812,10 +813,10 @@ def test_finished_runs_are_compared_in_a_table_and_a_picture(tmp_path, federatio
         folders.append(folder.path)
         if name == "local":
             with pytest.raises(ValueError, match="holds no summary.json"):
-                results.compare_runs(folders, tmp_path / "comparison.png")
+                compare_runs(folders, tmp_path / "comparison.png")
         folder.finish(run_of(rounds), federation)
     text = io.StringIO()
-    results.compare_runs(folders, tmp_path / "comparison.png", text)
+    compare_runs(folders, tmp_path / "comparison.png", text)
     assert "\x1b" not in text.getvalue() and text.getvalue().isascii()
     lines = [line.split()[:4] for line in text.getvalue().splitlines()[1:]]
     assert lines == [["heurfedamp", "70.0", "70.0", "54.0"], ["local", "60.0", "60.0", "52.0"]]

@@ -16,7 +16,7 @@ import pytest
 from sklearn.datasets import load_digits
 
 from kindred.server_app.config import kebab
-from kindred.server_app.results import read_table
+from kindred.server_app.tables import read_table
 
 from .machines import KINDRED, SCRIPTS, Machines, free_port, wait_until
 

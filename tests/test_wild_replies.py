@@ -15,7 +15,7 @@ from kindred import FedAvg, InlineGrid, Local, PersonalizedStrategy, TooFewClien
 from kindred.engine.admission import MAX_METRICS, MAX_NUMBERS, Refused, admit, admit_introduction
 from kindred.engine.history import MAX_COLUMNS, History
 from kindred.messages import KNOWN_METRICS, MOST
-from kindred.server_app.results import summarise
+from kindred.server_app.summary import summarise
 
 from .plain import FaultyGrid, initial, plain_app
 from .test_conformance import app_of, every_method, initial_of, make

@@ -483,7 +483,7 @@ def _save(content: bytes, path: Path) -> None:
 
 def _save_evaluation(found: dict[str, Any], figure: Figure, folder: Path) -> None:
     from kindred.client.state import replacing
-    from kindred.server_app.results import write_json
+    from kindred.server_app.run_files import write_json
 
     with _writing(f"--output-dir is {str(folder)!r}, where nothing can be written"):
         folder = folder.expanduser()

@@ -118,7 +118,7 @@ class Watcher(ThreadingHTTPServer):
     @property
     def finished(self) -> bool:
         """Whether the run is."""
-        from kindred.server_app.results import is_finished
+        from kindred.server_app.run_files import is_finished
 
         return is_finished(self.folder)
 
@@ -161,7 +161,8 @@ class Watcher(ThreadingHTTPServer):
 
     def content(self) -> tuple[str, bytes]:
         """The tag, and what the page shows, as JSON; made anew only where a file has changed."""
-        from kindred.server_app.report.content import embedded, run_content
+        from kindred.server_app.report.content import run_content
+        from kindred.server_app.report.page import embedded
 
         with self._lock:
             tag = self.tag()
@@ -177,7 +178,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         from kindred.server_app.config import ConfigError
-        from kindred.server_app.report.content import page, run_content
+        from kindred.server_app.report.content import run_content
+        from kindred.server_app.report.page import page
 
         if self.headers.get("Host") not in self.server.hosts:
             return self._answer(403, f"this is {self.server.address} and no other name's".encode())

@@ -156,7 +156,10 @@ def compare(
     from rich.table import Column
 
     from kindred.data import DataError
-    from kindred.server_app.comparison import carry_out, make_plan, remarks, tables, write
+    from kindred.server_app.comparison.files import write
+    from kindred.server_app.comparison.plan import make_plan
+    from kindred.server_app.comparison.runs import carry_out
+    from kindred.server_app.comparison.texts import remarks, tables
     from kindred.server_app.config import ConfigError
     from kindred.server_app.presets import load_preset
 
@@ -303,7 +306,7 @@ def main() -> None:
 def _config(named: Mapping[str, str | None], assignments: Sequence[str], resume: Path | None) -> Config:
     """The settings of a command, besides those of the run that it goes on with; a ConfigError says what is wrong."""
     from kindred.server_app.config import Config
-    from kindred.server_app.results import check_resumable, read_settings
+    from kindred.server_app.run_files import check_resumable, read_settings
 
     given = given_settings(named, assignments)
     before = read_settings(resume) if resume else {}
@@ -490,7 +493,8 @@ def _flower_logs_to(add: Callable[[str], None]) -> Iterator[None]:
 
 def report(folders: Sequence[Path]) -> None:
     """Print what came out of the runs, side by side; of several, draw the accuracies into the first one's folder."""
-    from kindred.server_app.results import compare_runs, comparison_table, read_summary
+    from kindred.server_app.run_files import read_summary
+    from kindred.server_app.summary import compare_runs, comparison_table
 
     print()
     if len(folders) > 1:

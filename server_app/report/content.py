@@ -1,7 +1,7 @@
 """`report.html`: what a run, or a comparison of runs, came to, in one file that needs nothing else to be read.
 
 `run_content` and `comparison_content` gather what the page shows from the files of the folder alone, as plain JSON;
-`page` puts that into the page of `page.py`, which draws it. A run that goes on has the same files, so `kindred watch`
+`page.page` puts that into the page, whose script draws it. A run that goes on has the same files, so `kindred watch`
 shows the same page.
 
 Names of clients and reasons of failures are other people's text: in the page they are data, never a part of its code.
@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import base64
 import csv
-import html
 import json
 import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -30,14 +28,15 @@ from kindred.data import DataError
 from kindred.data.files import open_npz
 from kindred.engine.history import is_status, statuses
 from kindred.messages import BETWEEN, PERSONAL, RECEIVED, SAMPLES_TRAINED, TRAINED, TUNED, ClientId, in_order
+from kindred.server_app.comparison.texts import remarks, tables
 from kindred.server_app.config import Config, ConfigError
-from kindred.server_app.results import finite, is_finished, what_data
 from kindred.server_app.flower_app import toml
+from kindred.server_app.run_files import is_finished, what_data
 from kindred.server_app.simulation import CONNECTION
 from kindred.server_app.tables import read_table
 
 from .figures import carried_forward, is_accuracy
-from .page import PAGE, SCRIPT, STYLE
+from .page import page
 
 REPORT = "report.html"
 COMPARISON = "comparison.json"
@@ -87,41 +86,6 @@ def write_report(folder: Path, summary: Mapping[str, Any] | None = None) -> Path
     with replacing(path) as temporary:
         temporary.write_text(page(content), encoding="utf-8")
     return path
-
-
-def page(content: Mapping[str, Any], poll_seconds: float = 0) -> str:
-    """The page that shows what `run_content` or `comparison_content` gave.
-
-    Parameters
-    ----------
-    content : mapping
-    poll_seconds : float (default: 0)
-        How often the page asks the server that it came from whether there is more to show; 0: never.
-    """
-
-    def digest(text: str) -> str:
-        return f"sha256-{base64.b64encode(sha256(text.encode()).digest()).decode()}"
-
-    # The browser runs this script and loads nothing, whatever else may be in the page.
-    policy = (
-        f"default-src 'none'; script-src '{digest(SCRIPT)}'; style-src '{digest(STYLE)}'; img-src data:; "
-        f"connect-src '{'self' if poll_seconds else 'none'}'; base-uri 'none'; form-action 'none'"
-    )
-    parts = {
-        "POLICY": policy,
-        "TITLE": html.escape(content["title"]),
-        "STYLE": STYLE,
-        "SCRIPT": SCRIPT,
-        "POLL": f"{poll_seconds:g}",
-        "DATA": embedded(content),
-    }
-    return re.sub(r"@([A-Z]+)@", lambda found: parts[found[1]], PAGE)
-
-
-def embedded(content: Mapping[str, Any]) -> str:
-    """JSON that may stand inside a `script` element: no character of it can end the element or begin another."""
-    text = json.dumps(finite(content), separators=(",", ":"), allow_nan=False)
-    return text.replace("<", r"\u003c").replace(">", r"\u003e").replace("&", r"\u0026")
 
 
 def command(settings: Mapping[str, Any]) -> str:
@@ -423,8 +387,6 @@ def comparison_content(folder: Path) -> dict[str, Any]:
     ConfigError
         The file, or one of the runs that it names, cannot be read.
     """
-    from kindred.server_app.comparison import remarks, tables
-
     path = folder / COMPARISON
     comparison = _read_json(path)
     try:

@@ -1,0 +1,162 @@
+"""The files of a comparison: JSON, CSV, Markdown, picture and report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kindred.client.state import replacing
+from kindred.server_app.config import Config
+from kindred.server_app.report.content import REPORT, write_report
+from kindred.server_app.report.figures import comparison_figure
+from kindred.server_app.run_files import failing_is_a_warning, save_figure, write_json
+from kindred.server_app.tables import read_table, table_lines
+
+from .metrics import METRICS
+from .texts import cell, remarks, tables
+
+
+def write(content: Mapping[str, Any], folder: Path) -> None:
+    """Write the files, the report of them last; a picture or report that cannot be made is a warning."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "comparison.json", content)
+    for name, data in (("comparison.csv", as_csv(content)), ("comparison.md", as_markdown(content).encode())):
+        with replacing(folder / name) as temporary:
+            temporary.write_bytes(data)
+    methods = [
+        (name, [read_table(folder / run["folder"] / "rounds.csv") for run in each["runs"] if "folder" in run])
+        for name, each in content["strategies"].items()
+    ]
+    with failing_is_a_warning(folder / "comparison.png"):
+        save_figure(comparison_figure(methods, content["title"]), folder / "comparison.png")
+    with failing_is_a_warning(folder / REPORT):
+        write_report(folder)
+
+
+def as_csv(content: Mapping[str, Any]) -> bytes:
+    """A line for each run, and lines with the seeds "mean" and "std"; accuracies are in [0, 1]."""
+    about = {
+        "scale": content["scale"],
+        "preset": content["preset"] and content["preset"]["name"],
+        "command": content["command"],
+    }
+    rows: list[dict[str, Any]] = []
+    for name, each in content["strategies"].items():
+        for run in each["runs"]:
+            rows.append(
+                {
+                    "strategy": name,
+                    "seed": run["seed"],
+                    **run.get("metrics", {}),
+                    **about,
+                    "folder": run.get("folder"),
+                    "versions": _told(run.get("versions")),
+                    "failed": run.get("reason"),
+                }
+            )
+        test = {f"wilcoxon-{key}": value for key, value in (each["wilcoxon"] or {}).items()}
+        paper = each["paper"] or {}
+        told = _told(content["versions"])
+        rows.append(
+            {
+                "strategy": name,
+                "seed": "mean",
+                **each["mean"],
+                **about,
+                **test,
+                "versions": told,
+                "reference": content["reference"],
+                "paper": paper.get("mean"),
+                "paper-floats": paper.get("floats"),
+            }
+        )
+        rows.append(
+            {"strategy": name, "seed": "std", **each["std"], **about, "paper": paper.get("std"), "versions": told}
+        )
+    last = ("scale", "preset", "folder", "failed", "versions", "command")
+    columns = dict.fromkeys(("strategy", "seed", *METRICS, "paper", "paper-floats", "reference"))
+    columns |= dict.fromkeys(key for row in rows for key in row if key not in last)
+    return table_lines([*columns, *last], rows, header=True)
+
+
+def _told(versions: Mapping[str, Any] | None) -> str:
+    return ", ".join(f"{name} {version}" for name, version in (versions or {}).items() if version)
+
+
+def as_markdown(content: Mapping[str, Any]) -> str:
+    """The comparison to be read: table, remarks, settings, runs, notes."""
+    strategies, preset = content["strategies"], content["preset"]
+    accuracy, cost = tables(content)
+    defaults = Config().run_config()
+    set_to = [
+        f"`{key}` = {value}"
+        for key, value in content["settings"].items()
+        if value != defaults[key] and key != "output-dir"
+    ]
+    parts = [
+        f"# {content['title']}",
+        "",
+        f"    {content['command']}",
+        "",
+        f"{content['finished']}, {content['platform']}; {_told(content['versions'])}.",
+        "",
+        *_rows(accuracy),
+        "",
+        *_rows(cost),
+        "",
+        *(f"- {line}" for line in remarks(content)),
+        "",
+        "## Columns",
+        "",
+        *(
+            f"- {metric.title}: {metric.meaning}"
+            for metric in METRICS.values()
+            if metric.title in accuracy[0] + cost[0]
+        ),
+        "",
+        "Mean ± standard deviation (of a sample) over seeds.",
+        "",
+        "## Settings",
+        "",
+        "Of all, where they are not the default: " + (", ".join(set_to) or "none") + ".",
+        "",
+        *(
+            f"- {name}"
+            + (f" ({each['strategy']})" if name != each["strategy"] else "")
+            + ": "
+            + (", ".join(f"`{key}` = {value}" for key, value in each["settings"].items()) or "nothing of its own")
+            for name, each in strategies.items()
+        ),
+        "",
+        "## Runs",
+        "",
+        *_rows(
+            [
+                ["strategy", "seed", "", "best %", "last %", "folder"],
+                *(
+                    [
+                        name,
+                        str(run["seed"]),
+                        run["how"],
+                        *(
+                            cell(run.get("metrics", {}).get(key), None, METRICS[key])
+                            for key in ("accuracy-best", "accuracy")
+                        ),
+                        run.get("folder") or run["reason"],
+                    ]
+                    for name, each in strategies.items()
+                    for run in each["runs"]
+                ),
+            ]
+        ),
+    ]
+    if preset:
+        parts += ["", f"## Preset {preset['name']}", "", *(f"- {note}" for note in preset["notes"])]
+    return "\n".join(parts) + "\n"
+
+
+def _rows(lines: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a Markdown table, of which the first are the titles."""
+    first, *others = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
+    return [first, "|" + " --- |" * len(lines[0]), *others]

@@ -1,0 +1,127 @@
+"""The runs of a comparison: which are there already, and carrying out the others."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from kindred.data import DataError, load_federation
+from kindred.server_app.app import images_of
+from kindred.server_app.config import Config, ConfigError
+from kindred.server_app.run_files import is_finished, read_config, read_summary, versions
+from kindred.server_app.simulation import Outcome
+
+from .plan import Plan, run_hash
+from .statistics import content_of
+
+INTERRUPTED = 128  # codes from here on are signals
+
+
+def known_runs(output_dir: Path) -> dict[str, Path]:
+    """The folders of the runs in a folder of results by `run_hash`; of equal runs a finished one, the last."""
+    found: dict[str, Path] = {}
+    for path in sorted(output_dir.glob("*/config.json")):
+        try:
+            config = read_config(path.parent)
+            key = run_hash(config["settings"], config.get("images"))
+        except (ConfigError, KeyError, TypeError):  # of something else, or of another version
+            continue
+        if key not in found or is_finished(path.parent) or not is_finished(found[key]):
+            found[key] = path.parent
+    return found
+
+
+def carry_out(
+    plan: Plan,
+    execute: Callable[[Config], Outcome],
+    say: Callable[[str], None],
+    unusable: Mapping[str, str],
+    command: Sequence[str],
+) -> tuple[dict[str, Any], int]:
+    """Run what has not been run, and sum up.
+
+    Parameters
+    ----------
+    plan : Plan
+    execute : callable
+        Runs what the settings say, or goes on with it.
+    say : callable
+        Called with lines of progress.
+    unusable : mapping
+        name -> why it is not to be run.
+    command : sequence of str
+        The words of the command, for the record.
+
+    Returns
+    -------
+    content : dict
+        As in comparison.json.
+    code : int
+        0: every run is there. 1: some failed. 128 + n: ended by signal n, with what there was by then.
+    """
+    known = known_runs(Path(plan.common.output_dir))
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in plan.configs}
+    code = 0
+    todo = plan.runs
+    for number, (name, config) in enumerate(todo, 1):
+        head = f"run {number}/{len(todo)}  {name}, seed {config.seed}"
+        key = run_hash(config.run_config(), _images(config))
+        folder = known.get(key) or known.get(run_hash(config.run_config()))  # the latter: of no record
+        if folder and is_finished(folder):
+            how, outcome = "reused", Outcome(0, "", folder)
+            say(f"{head}: reused, {folder}{_unlike(folder)}")
+        elif name in unusable:
+            how, outcome = "failed", Outcome(2, unusable[name])
+        elif folder:
+            how = "resumed"
+            say(f"{head}: resumed, {folder}")
+            outcome = execute(replace(config, resume=str(folder)))
+        else:
+            how = "run"
+            say(head)
+            outcome = execute(config)
+        if outcome.code >= INTERRUPTED:
+            code = outcome.code
+            say(f"{head}: {outcome.reason}; the same command goes on")
+            break
+        run: dict[str, Any] = {"seed": config.seed, "how": how, "hash": key}
+        if outcome.code == 0:
+            folder = known[key] = outcome.results
+            run |= {
+                "folder": os.path.relpath(folder, plan.folder),
+                "versions": read_config(folder).get("versions"),
+                "summary": read_summary(folder),
+            }
+        else:
+            code = 1
+            reason = " ".join(outcome.reason.split())
+            if how == "resumed":
+                reason += f"; remove {folder} to have it run anew"
+            say(f"{head}: failed, {reason}")
+            run |= {"how": "failed", "reason": reason}
+        runs[name].append(run)
+    return content_of(plan, runs, command), code
+
+
+def _images(config: Config) -> str | None:
+    """What says which images a run would have; None where it cannot have them, of which the run itself will tell."""
+    try:
+        return images_of(config, load_federation(config.run_config()))
+    except DataError:
+        return None
+
+
+def _unlike(folder: Path) -> str:
+    """In which ways a run of the same settings may still be another one."""
+    before = read_config(folder)
+    told = [
+        f"{name} was {version}"
+        for name, version in (before.get("versions") or {}).items()
+        if version != versions().get(name)
+    ]
+    if not before.get("images"):
+        told.append("which images it had is not on record")
+    return f" ({', '.join(told)})" if told else ""

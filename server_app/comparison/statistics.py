@@ -1,0 +1,138 @@
+"""The content of comparison.json: means and deviations over seeds, and tests against the reference."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+from scipy.stats import wilcoxon
+
+from kindred.server_app.run_files import versions
+
+from .metrics import METRICS
+from .plan import Plan
+
+LOCAL = "local"  # the name of the method that every client's accuracy is held against
+
+
+def content_of(plan: Plan, runs: Mapping[str, list[dict[str, Any]]], command: Sequence[str]) -> dict[str, Any]:
+    """The content of comparison.json, which docs/comparing.md describes; folders of runs are relative to its own."""
+    summaries = {name: {run["seed"]: run["summary"] for run in runs[name] if "summary" in run} for name in runs}
+    preset = plan.preset
+    strategies = {}
+    for name, config in plan.configs.items():
+        for run in runs[name]:
+            if "summary" in run:
+                run["metrics"] = metrics_of(run["summary"], summaries.get(LOCAL, {}).get(run["seed"]), name == LOCAL)
+        measured = [run["metrics"] for run in runs[name] if "metrics" in run]
+        values = {key: [each[key] for each in measured if each[key] is not None] for key in METRICS}
+        paper = preset.paper.get(name) if preset else None
+        strategies[name] = {
+            "strategy": config.strategy,
+            "settings": plan.own[name],
+            "runs": runs[name],
+            "mean": {key: float(np.mean(each, dtype=float)) if each else None for key, each in values.items()},
+            "std": {
+                key: float(np.std(each, ddof=1, dtype=float)) if len(each) > 1 else None for key, each in values.items()
+            },
+            "wilcoxon": signed_rank(*paired(summaries[name], summaries[plan.reference]))
+            if name != plan.reference
+            else None,
+            "paper": paper and {key: each if key == "floats" else round(each / 100, 6) for key, each in paper.items()},
+        }
+    settings = plan.common.run_config()
+    return {
+        "title": plan.title,
+        "command": shlex.join(command),
+        "finished": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
+        "platform": f"{platform.platform()}, {os.cpu_count()} CPUs",
+        "versions": versions(),
+        "scale": plan.scale,
+        "scaled": plan.scaled,
+        "preset": preset and {
+            "name": preset.name, "source": preset.source, "measures": preset.measures, "metric": preset.metric,
+            "notes": preset.notes, "changed": plan.changed,
+        },
+        "settings": {key: value for key, value in settings.items() if key not in ("strategy", "seed", "resume")},
+        "seeds": plan.seeds,
+        "reference": plan.reference,
+        "metrics": {key: metric._asdict() for key, metric in METRICS.items()},
+        "strategies": strategies,
+    }  # fmt: skip
+
+
+def metrics_of(summary: Mapping[str, Any], local: Mapping[str, Any] | None, is_local: bool = False) -> dict[str, Any]:
+    """A run's numbers by the names of `METRICS`; None where there is none.
+
+    Parameters
+    ----------
+    summary : mapping
+        Of the run.
+    local : mapping, optional
+        That of the run of the same seed in which every client learns alone.
+    is_local : bool
+        Whether it is the same: a method is not better than itself.
+    """
+    derived = {"bytes": summary["bytes-down"] + summary["bytes-up"], "better-than-local": None}
+    if local and not is_local:
+        ours, alone = paired({0: summary}, {0: local})
+        if len(ours):
+            derived["better-than-local"] = float((_differences(ours, alone) > 0).mean())
+    return {key: derived.get(key, summary.get(key)) for key in METRICS}
+
+
+def paired(
+    ours: Mapping[int, Mapping[str, Any]], others: Mapping[int, Mapping[str, Any]]
+) -> tuple[np.ndarray, np.ndarray]:
+    """The last accuracies, (n,) each, of the clients that have one in both, of all seeds that both have."""
+    pairs = []
+    for seed in ours.keys() & others.keys():
+        theirs = accuracies(others[seed])
+        pairs += [(mine, theirs[client]) for client, mine in accuracies(ours[seed]).items() if client in theirs]
+    first, second = np.array(sorted(pairs), dtype=float).reshape(-1, 2).T
+    return first, second
+
+
+def accuracies(summary: Mapping[str, Any]) -> dict[Any, float]:
+    """client -> its last accuracy, of those that have one."""
+    return {each["client"]: each["accuracy"] for each in summary["clients"] if each["accuracy"] is not None}
+
+
+def _differences(ours: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Of accuracies that are fractions of few images: equal where they are equal but for the last bits."""
+    return np.round(ours - others, 12)
+
+
+def signed_rank(ours: np.ndarray, reference: np.ndarray) -> dict[str, Any] | None:
+    """Wilcoxon's signed-rank test (1945) of accuracies (n,) against the reference's, pair by pair.
+
+    Two-sided: the hypothesis to reject is that differences lie symmetrically about 0. Pairs without a difference are
+    left out (Wilcoxon's way); equal differences share their ranks. Without any difference p is 1.
+
+    Returns
+    -------
+    dict or None
+        `pairs`, of which `better`, `worse` and `equal`; `median-difference`; `statistic`, the smaller sum of ranks;
+        `p`; `alternative` and `zeros`, what is said above. None without pairs.
+    """
+    differences = _differences(ours, reference)
+    if not len(differences):
+        return None
+    told = differences[differences != 0]
+    test = wilcoxon(told, alternative="two-sided") if len(told) else None
+    return {
+        "pairs": len(differences),
+        "better": int((differences > 0).sum()),
+        "worse": int((differences < 0).sum()),
+        "equal": int((differences == 0).sum()),
+        "median-difference": float(np.median(differences)),
+        "statistic": float(test.statistic) if test else 0.0,
+        "p": float(test.pvalue) if test else 1.0,
+        "alternative": "two-sided",
+        "zeros": "left out",
+    }

@@ -1,0 +1,90 @@
+"""A comparison as tables and remarks, from the content of comparison.json alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .metrics import METRICS, Metric
+
+
+def tables(content: Mapping[str, Any]) -> list[list[list[str]]]:
+    """Two tables, of accuracy and of cost, as lines of texts, the titles first; what is not known is "-"."""
+    strategies, metric = content["strategies"], (content["preset"] or {}).get("metric")
+    methods = list(strategies.values())
+    tests = [each["wilcoxon"] for each in methods]
+    names = ["strategy", *strategies]
+    accuracy = [names, ["runs", *(f"{_finished(each)}/{len(content['seeds'])}" for each in methods)]]
+    cost = [names]
+    for key, about in METRICS.items():
+        cells = [cell(each["mean"][key], each["std"][key], about) for each in methods]
+        papers = [each["paper"] or {} for each in methods]
+        if key == metric:
+            published = [cell(paper.get("mean"), paper.get("std"), about._replace(digits=2)) for paper in papers]
+        else:
+            published = [cell(paper.get(key), None, about) for paper in papers]
+        table = accuracy if about.factor == 100 else cost
+        if key != "floats" or set(cells) != {"-"}:  # which few methods count
+            table.append([about.title, *cells])
+        if set(published) != {"-"}:
+            table.append([f"paper, {about.title}", *published])
+    accuracy.append([f"p against {content['reference']}", *(_p(test["p"]) if test else "-" for test in tests)])
+    accuracy.append(
+        [
+            "better : worse : equal",
+            *(f"{test['better']} : {test['worse']} : {test['equal']}" if test else "-" for test in tests),
+        ]
+    )
+    return [[list(line) for line in zip(*columns, strict=True)] for columns in (accuracy, cost)]
+
+
+def _finished(strategy: Mapping[str, Any]) -> int:
+    return sum("summary" in run for run in strategy["runs"])
+
+
+def cell(mean: float | None, std: float | None, metric: Metric) -> str:
+    """Return the text of a table's cell; "-" where the number is not known."""
+    if mean is None:
+        return "-"
+    text = f"{metric.factor * mean:.{metric.digits}f}"
+    return text if std is None else f"{text} ± {metric.factor * std:.{metric.digits}f}"
+
+
+def _p(p: float) -> str:
+    return f"{p:.3f}" if p >= 0.001 else f"{p:.1e}"
+
+
+def remarks(content: Mapping[str, Any]) -> list[str]:
+    """What has to be said beside the table, a line each."""
+    strategies, preset, lines = content["strategies"], content["preset"], []
+    if content["scaled"]:
+        parts = [f"{key} {after:g} instead of {before:g}" for key, (before, after) in content["scaled"].items()]
+        lines.append(
+            f"At scale {content['scale']:g}, not in full: {', '.join(parts)}; settings of one method that "
+            "count rounds are shrunk alike."
+        )
+    if preset:
+        lines.append(f"The paper's numbers: {preset['source']}; {preset['measures']}.")
+        if preset["changed"]:
+            changes = ", ".join(f"{key} {value}" for key, value in preset["changed"].items())
+            lines.append(f"Other than in the preset: {changes}.")
+        both = {
+            name: (each["paper"]["mean"], each["mean"][preset["metric"]])
+            for name, each in strategies.items()
+            if each["paper"] and each["mean"][preset["metric"]] is not None
+        }
+        if len(both) > 1:
+            for who, column in (("paper", 0), ("here", 1)):
+                order = sorted(both, key=lambda name, column=column: -both[name][column])
+                lines.append(f"Best first, {who}: {', '.join(order)}.")
+    if any(each["wilcoxon"] for each in strategies.values()):
+        lines.append(
+            f"p: Wilcoxon's signed-rank test against {content['reference']}, two-sided, over the clients' last "
+            "accuracies, those of all seeds together; pairs without a difference are left out. Clients of a run learn "
+            "together, so their accuracies are not independent, and p is not corrected for the number of methods."
+        )
+    if len(content["seeds"]) == 1:
+        lines.append("One seed: there is no deviation.")
+    for name, each in strategies.items():
+        lines += [f"{name}, seed {run['seed']}, failed: {run['reason']}" for run in each["runs"] if "reason" in run]
+    return lines

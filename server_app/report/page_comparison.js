@@ -1,0 +1,83 @@
+// --- A comparison ---
+
+function comparison(data) {
+  const { methods } = data;
+  const curves = methods.map((method, i) => [method, i]).filter(([method]) => method.curve);
+  const most = key => Math.max(0, ...curves.flatMap(([method]) => method.curve[key] || []));
+  const bytes = unit(most("bytes"), "B"), samples = unit(most("samples"), "");
+  const band = curves.some(([method]) => method.curve.low) ? "standard deviation over seeds" : null;
+  const lines = (key, size) => curves.filter(([method]) => method.curve[key]).map(([method, i]) => ({ name: method.name,
+    x: method.curve[key].map(value => value / size), y: method.curve.mean,
+    low: method.curve.low, high: method.curve.high, i, dash: i,
+    titles: method.curve.rounds.map(number => `round ${number}`) }));
+  const text = value => typeof value === "string" ? value : JSON.stringify(value);
+  return [
+    header(data, null),
+    section("Results",
+      data.tables.map(([columns, ...lines], i) => table(columns, lines, { numbers: columns.map((_, at) => at).slice(1),
+        caption: ["Accuracy", "What it cost"][i] + (data.seeds.length > 1 ? ", mean ± deviation over seeds" : "") })),
+      h("ul", { class: "remarks" }, data.remarks.map(line => h("li", {}, line)))),
+    section("Accuracy", h("p", { class: "soft" }, "Mean over clients of each one's accuracy on its own test images" +
+      (band ? "; the line is the mean over seeds." : ".")),
+      h("div", { class: "pair" },
+        lineFigure({ title: "Over rounds", lines: lines("rounds", 1), xName: "round", whole: true, bandName: band,
+          caption: besides(curves.map(([method]) => [method.curve.rounds, method.asked])) }),
+        lineFigure({ title: "Against bytes", lines: lines("bytes", bytes[1]), xName: `${bytes[0]} sent, both ways`,
+          bandName: band }),
+        lines("samples", 1).length > 0 && lineFigure({ title: "Against the clients' work",
+          lines: lines("samples", samples[1]),
+          xName: `${samples[0]} samples trained on`.trim(), bandName: band }),
+        spread(methods))),
+    section("Runs", table(["method", "seed", "report"],
+      methods.flatMap(method => method.runs.map(run => [method.name, String(run.seed),
+      run.failed ? `failed: ${run.failed}` : run.report ? h("a", { href: run.report }, run.name)
+        : `${run.name}, which is not there`])),
+      { numbers: [1], long: [2], caption: "Each run's own report" }),
+      methods.some(method => method.settings.length)
+        && more("Settings of one method alone", table(["method", "setting", "value"],
+        methods.flatMap(method => method.settings.map(([name, value]) => [method.name, name, text(value)])),
+        { long: [2], caption: "Besides those that all have" })),
+      data.notes.length > 0 && more("Notes on the preset",
+        h("ul", { class: "remarks" }, data.notes.map(line => h("li", {}, line))))),
+    settings(data),
+  ];
+}
+
+// Every method's clients, those of all seeds: dots, the middle half, the median.
+function spread(methods) {
+  const rows = methods.map((method, i) => [method, i]).filter(([method]) => method.accuracies.length);
+  if (!rows.length) return null;
+  const quantile = (values, share) => {
+    const at = share * (values.length - 1), low = Math.floor(at);
+    return values[low] + (values[Math.min(low + 1, values.length - 1)] - values[low]) * (at - low);
+  };
+  const sorted = rows.map(([method]) => [...method.accuracies].sort((a, b) => a - b));
+  const label = "How accuracies are distributed over clients. " + rows.map(([method], n) =>
+    `${method.name}: ` + [["bottom decile", 0.1], ["median", 0.5], ["top decile", 0.9]].map(([name, share]) =>
+      `${name} ${percent(quantile(sorted[n], share))}`).join(", ") + ".").join(" ");
+  return figure("Distribution over clients", plot(width => {
+    const step = 46, top = 4, left = 6, right = 14, height = top + step * rows.length + 44;
+    const range = limits(sorted.flat().map(value => 100 * value));
+    const x = value => left + (width - left - right) * (value - range[0]) / (range[1] - range[0]);
+    const [marks, size] = ticks(range[0], range[1], width / 62);
+    return drawing(width, height, label,
+      marks.map(value => [
+        s("line", { x1: x(value), x2: x(value), y1: top, y2: height - 40, stroke: "var(--grid)" }),
+        s("text", { x: x(value), y: height - 24, "text-anchor": "middle", class: "soft" }, tickText(value, size))]),
+      s("text", { x: width / 2, y: height - 6, "text-anchor": "middle" }, "accuracy (%)"),
+      rows.map(([method, i], n) => {
+        const y = top + step * n + 30, at = share => x(100 * quantile(sorted[n], share)), paint = colour(i);
+        const every = Math.max(1, Math.ceil(sorted[n].length / 300));
+        return [
+          s("text", { x: left, y: y - 15 }, short(method.name, 30)),
+          s("line", { x1: at(0.1), x2: at(0.9), y1: y, y2: y, stroke: paint, "stroke-width": 2 }),
+          s("rect", { x: at(0.25), width: Math.max(1, at(0.75) - at(0.25)), y: y - 7, height: 14, fill: paint,
+            "fill-opacity": 0.3, stroke: paint }),
+          sorted[n].filter((_, k) => k % every === 0).map((value, k) =>
+            s("circle", { cx: x(100 * value), cy: y + (k % 5 - 2) * 2, r: 2,
+            fill: paint, "fill-opacity": 0.55 })),
+          s("line", { x1: at(0.5), x2: at(0.5), y1: y - 9, y2: y + 9, stroke: "var(--ink)", "stroke-width": 2.5 }),
+        ];
+      }));
+  }), h("figcaption", {}, "A dot: a client of a seed; line: between the deciles; box: the middle half; bar: median."));
+}

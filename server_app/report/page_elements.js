@@ -1,0 +1,195 @@
+const COLOURS = 7, DASHES = ["", "7 4", "8 3 2 3", "2 3", "10 2 2 2 2 2"], SHAPES = 6;
+const VIRIDIS = ["440154", "48186a", "472d7b", "424086", "3b528b", "33638d", "2c728e", "26828e", "21918c", "1fa088",
+  "28ae80", "3fbc73", "5ec962", "84d44b", "addc30", "d8e219", "fde725"].map(text =>
+  [0, 2, 4].map(at => parseInt(text.slice(at, at + 2), 16)));
+const OWN = [176, 176, 176, 255];
+const kept = { round: null, edges: 2 };  // what the reader has chosen; no round is the last one
+const plots = [];  // { box, draw }: boxes that are drawn as wide as they are
+const PRINTED = 330;  // pixels: how wide a column is on paper
+
+// --- Elements: texts are always text nodes, never HTML ---
+
+function fill(node, attributes, children) {
+  for (const [name, value] of Object.entries(attributes || {}))
+    if (value !== null && value !== undefined && value !== false) node.setAttribute(name, value === true ? "" : value);
+  node.append(...children.flat(Infinity).filter(child => child !== null && child !== undefined && child !== false));
+  return node;
+}
+const h = (tag, attributes, ...children) => fill(document.createElement(tag), attributes, children);
+const s = (tag, attributes, ...children) =>
+  fill(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
+const colour = i => `var(--c${i % COLOURS})`;
+const known = value => value !== null && value !== undefined;
+
+// --- Numbers as text ---
+
+const percent = (value, digits = 1) => known(value) ? `${(100 * value).toFixed(digits)} %` : "–";
+const digits = value => value >= 100 ? value.toFixed(0) : value >= 10 ? value.toFixed(1) : value.toFixed(2);
+function unit(most, base) {
+  const steps = base === "B" ? [["GB", 1e9], ["MB", 1e6], ["kB", 1e3], ["B", 1]]
+    : [["million", 1e6], ["thousand", 1e3], ["", 1]];
+  return steps.find(step => most >= step[1]) || steps[steps.length - 1];
+}
+function amount(value, base) {
+  if (!known(value)) return "–";
+  if (base !== "B") return Math.round(value).toLocaleString("en");
+  const [name, size] = unit(value, base);
+  return `${size === 1 ? Math.round(value) : digits(value / size)} ${name}`;
+}
+const time = seconds => seconds < 90 ? `${digits(seconds)} s`
+  : seconds < 5400 ? `${digits(seconds / 60)} min` : `${digits(seconds / 3600)} h`;
+const short = (text, longest = 14) => text.length > longest ? text.slice(0, longest - 1) + "…" : text;
+const plural = (number, word, several = word + "s") => `${number} ${number === 1 ? word : several}`;
+
+function ticks(low, high, most, whole) {
+  const raw = (high - low) / Math.max(1, most), power = 10 ** Math.floor(Math.log10(raw || 1));
+  let step = [1, 2, 5, 10].map(factor => factor * power).find(size => size >= raw * 0.999) || 1;
+  if (whole) step = Math.max(1, Math.round(step));
+  const found = [];
+  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) found.push(i * step);
+  return [found, step];
+}
+const tickText = (value, step) => value.toFixed(Math.max(0, Math.ceil(-Math.log10(step) - 1e-9)));
+
+// --- Plots ---
+
+function plot(draw) {
+  const box = h("div", { class: "plot" });
+  plots.push({ box, draw });
+  return box;
+}
+function drawPlots(most = Infinity) {
+  for (const { box, draw } of plots) {
+    const width = Math.min(most, Math.floor(box.clientWidth));
+    if (width) box.replaceChildren(draw(width));
+  }
+}
+const drawing = (width, height, label, ...children) => s("svg", {
+  viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": label }, ...children);
+
+function mark(shape, x, y, size, paint, title) {
+  const r = size, attributes = { fill: paint, stroke: "var(--paper)", "stroke-width": 0.8 };
+  const path = [
+    `M${-r} 0A${r} ${r} 0 1 0 ${r} 0A${r} ${r} 0 1 0 ${-r} 0Z`,
+    `M${-r} ${-r}H${r}V${r}H${-r}Z`,
+    `M0 ${-1.2 * r}L${1.2 * r} ${r}H${-1.2 * r}Z`,
+    `M0 ${-1.4 * r}L${1.4 * r} 0L0 ${1.4 * r}L${-1.4 * r} 0Z`,
+    `M0 ${1.2 * r}L${1.2 * r} ${-r}H${-1.2 * r}Z`,
+    `M${-r} ${-r / 3}H${-r / 3}V${-r}H${r / 3}V${-r / 3}H${r}V${r / 3}H${r / 3}V${r}H${-r / 3}V${r / 3}H${-r}Z`,
+  ][shape % SHAPES];
+  return s("path", { d: path, transform: `translate(${x.toFixed(1)} ${y.toFixed(1)})`, ...attributes },
+    title && s("title", {}, title));
+}
+
+// A frame with axes from and to the values `across` and `upward`, in which `inside(x, y)` draws: functions from values
+// to places.
+function framed(width, { across, upward, xName, yName, whole, label, inside, square }) {
+  const left = 42, right = 14, top = 26, bottom = 44;
+  const height = square ? Math.min(width, 420) : Math.round(Math.max(230, Math.min(340, width * 0.62)));
+  if (square) width = height;
+  const [from, to] = across, [low, high] = upward;
+  const x = value => left + (width - left - right) * (value - from) / (to - from || 1);
+  const y = value => height - bottom - (height - top - bottom) * (value - low) / (high - low || 1);
+  const [xTicks, xStep] = ticks(from, to, (width - left) / 62, whole);
+  const [yTicks, yStep] = ticks(low, high, (height - top - bottom) / 34);
+  return drawing(width, height, label,
+    yTicks.map(value => [
+      s("line", { x1: left, x2: width - right, y1: y(value), y2: y(value), stroke: "var(--grid)" }),
+      s("text", { x: left - 6, y: y(value) + 4, "text-anchor": "end", class: "soft" }, tickText(value, yStep))]),
+    xTicks.map(value => [
+      s("line", { x1: x(value), x2: x(value), y1: height - bottom, y2: height - bottom + 4, stroke: "var(--soft)" }),
+      s("text", { x: x(value), y: height - bottom + 18, "text-anchor": "middle", class: "soft" },
+        tickText(value, xStep))]),
+    s("line", { x1: left, x2: width - right, y1: height - bottom, y2: height - bottom, stroke: "var(--soft)" }),
+    s("text", { x: 2, y: 13 }, yName),
+    s("text", { x: (left + width - right) / 2, y: height - 6, "text-anchor": "middle" }, xName),
+    inside(x, y, width, height));
+}
+
+// Limits for accuracies in percent, with some air.
+function limits(values) {
+  const step = 5, low = Math.min(...values), high = Math.max(...values);
+  return [Math.max(0, Math.floor((low - 1) / step) * step), Math.min(100, Math.ceil((high + 1) / step) * step)];
+}
+
+// lines: { name, x, y, low, high, i, dash, plain }, y in [0, 1] with nulls.
+function lineFigure({ title, lines, xName, whole, says, caption, bandName }) {
+  lines = lines.filter(line => line.y.some(known));
+  const all = lines.flatMap(line => [line.y, line.low || [], line.high || []].flat()).filter(known).map(v => 100 * v);
+  if (!all.length) return figure(title, h("p", { class: "soft" }, "No client has reported an accuracy yet."));
+  const xs = lines.flatMap(line => line.x.filter((_, at) => known(line.y[at])));
+  const upward = limits(all.map(v => Math.max(0, Math.min(100, v))));
+  const [least, most] = [Math.min(...xs), Math.max(...xs)];
+  const across = whole ? [least - 0.5, most + 0.5] : [Math.min(0, least), 1.03 * most || 1];
+  const path = pairs => pairs.map(([px, py], at) => `${at ? "L" : "M"}${px.toFixed(1)} ${py.toFixed(1)}`).join("");
+  const label = `${title}. ${says || lines.map(describe).join(" ")}`;
+  return figure(title, plot(width => framed(width,
+    { across, upward, xName, yName: "accuracy (%)", whole, label, inside: (x, y) => [
+    lines.map(line => {
+      if (!line.low) return null;
+      const at = line.x.map((_, i) => i).filter(i => known(line.low[i]) && known(line.high[i]));
+      const edge = (side, order) => order.map(i =>
+        [x(line.x[i]), y(Math.max(upward[0], Math.min(upward[1], 100 * side[i])))]);
+      if (at.length === 1)
+        return s("line", { x1: x(line.x[at[0]]), x2: x(line.x[at[0]]), y1: y(100 * line.low[at[0]]),
+          y2: y(100 * line.high[at[0]]),
+          stroke: colour(line.i), "stroke-width": 12, "stroke-opacity": 0.2 });
+      return s("path", { d: path([...edge(line.low, at), ...edge(line.high, [...at].reverse())]) + "Z",
+        fill: colour(line.i),
+        "fill-opacity": 0.16 });
+    }),
+    lines.map(line => {
+      const at = line.x.map((_, i) => i).filter(i => known(line.y[i]));
+      const every = Math.max(1, Math.ceil(at.length / 20));
+      return [
+        s("path", { d: path(at.map(i => [x(line.x[i]), y(100 * line.y[i])])), fill: "none", stroke: colour(line.i),
+          "stroke-width": 2.2, "stroke-dasharray": DASHES[line.dash ?? 0] || null, "stroke-linejoin": "round" }),
+        at.filter((_, n) => n % every === 0 || n === at.length - 1).map(i =>
+          mark(line.dash ?? 0, x(line.x[i]), y(100 * line.y[i]), 3.6, colour(line.i),
+            `${line.name}, ${line.titles ? line.titles[i] : xName + " " + line.x[i]}: ${percent(line.y[i])}`)),
+      ];
+    }),
+  ] })), legend(lines, bandName), caption && h("figcaption", {}, caption));
+}
+function describe(line) {
+  const at = line.y.map((_, i) => i).filter(i => known(line.y[i]));
+  const [first, last] = [at[0], at[at.length - 1]];
+  const best = at.reduce((a, b) => line.y[b] > line.y[a] ? b : a, first);
+  return `${line.name}: ${percent(line.y[first])} at first, ${percent(line.y[last])} at last, ` +
+    `${percent(line.y[best])} at best.`;
+}
+function legend(lines, bandName) {
+  if (lines.length < 2 && !bandName) return null;
+  return h("ul", { class: "legend" },
+    lines.map(line => h("li", {}, s("svg", { width: 34, height: 12, "aria-hidden": "true" },
+      s("line", { x1: 0, x2: 34, y1: 6, y2: 6, stroke: colour(line.i), "stroke-width": 2.2,
+        "stroke-dasharray": DASHES[line.dash ?? 0] || null }),
+      mark(line.dash ?? 0, 17, 6, 3.6, colour(line.i))), line.name)),
+    bandName && h("li", {}, s("svg", { width: 20, height: 12, "aria-hidden": "true" },
+      s("rect", { width: 20, height: 12, fill: lines.length === 1 ? colour(lines[0].i) : "var(--soft)",
+        "fill-opacity": 0.2 })), bandName));
+}
+// What rounds besides those of training are; pairs: the rounds of a curve, and how many were asked for.
+function besides(pairs) {
+  const told = [
+    pairs.some(([rounds]) => rounds.includes(0)) && "Round 0 is what came before training.",
+    pairs.some(([rounds, asked]) => rounds.some(number => number > asked))
+      && "A round beyond those of training is a closing evaluation, of the models that the last one left."];
+  return told.filter(Boolean).join(" ") || null;
+}
+const figure = (title, ...children) => h("figure", {}, title && h("h3", {}, title), ...children);
+const section = (title, ...children) => h("section", {}, h("h2", {}, title), ...children);
+
+// `numbers` and `long` say which columns hold numbers, and texts of any length.
+function table(columns, rows, { caption, numbers = [], long = [] }) {
+  const kind = i => numbers.includes(i) ? "number" : long.includes(i) ? "long" : null;
+  return h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": caption },
+    h("table", {}, h("caption", {}, caption),
+      h("thead", {}, h("tr", {}, columns.map((name, i) => h("th", { scope: "col", class: kind(i) }, name)))),
+      h("tbody", {}, rows.map(row => h("tr", {}, row.map((cell, i) =>
+        i === 0 ? h("th", { scope: "row", class: kind(i) }, cell) : h("td", { class: kind(i) }, cell)))))));
+}
+const more = (title, ...children) => h("details", { id: "more-" + title.toLowerCase().replace(/[^a-z]+/g, "-") },
+  h("summary", {}, title), ...children);
+const figures = pairs => h("dl", { class: "figures" }, pairs.filter(Boolean).map(([name, text]) =>
+  h("div", {}, h("dt", {}, name), h("dd", {}, text))));

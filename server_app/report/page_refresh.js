@@ -1,0 +1,47 @@
+// --- Showing, and staying up to date ---
+
+const main = document.getElementById("main"), source = document.getElementById("data");
+function show(data) {
+  const open = new Set([...main.querySelectorAll("details[open]")].map(each => each.id));
+  const focused = document.activeElement && document.activeElement.id;
+  plots.length = 0;
+  main.replaceChildren(...(data.kind === "comparison" ? comparison(data) : run(data)).filter(Boolean));
+  for (const each of main.querySelectorAll("details")) each.open = open.has(each.id);
+  drawPlots();
+  if (focused && document.getElementById(focused)) document.getElementById(focused).focus({ preventScroll: true });
+}
+const content = JSON.parse(source.textContent), poll = 1000 * Number(source.dataset.poll);
+show({ ...content, live: poll > 0 });
+
+let waiting = false;
+addEventListener("resize", () => {
+  if (!waiting) requestAnimationFrame(() => { waiting = false; drawPlots(); });
+  waiting = true;
+});
+let opened = [];
+addEventListener("beforeprint", () => {
+  opened = [...main.querySelectorAll("details:not([open], #more-all-settings)")];
+  for (const each of opened) each.open = true;
+  drawPlots(PRINTED);
+});
+addEventListener("afterprint", () => {
+  for (const each of opened) each.open = false;
+  drawPlots();
+});
+
+let tag = "";
+async function refresh() {
+  let data = null, told = "";
+  try {
+    const reply = await fetch("data.json", { headers: tag ? { "If-None-Match": tag } : {}, cache: "no-store" });
+    if (reply.ok) { data = await reply.json(); tag = reply.headers.get("ETag") || ""; }
+    else if (reply.status !== 304) told = `Not up to date: ${await reply.text()}`;
+  } catch {
+    told = "Not up to date: `kindred watch` does not answer; it may have been ended.";
+  }
+  if (data) show({ ...data, live: true });
+  const note = document.getElementById("link");
+  if (note) { note.textContent = told; note.hidden = !told; }
+  if (!(data && data.finished)) setTimeout(refresh, poll);
+}
+if (poll && !content.finished) setTimeout(refresh, poll);

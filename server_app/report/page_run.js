@@ -1,0 +1,125 @@
+// --- A run ---
+
+function run(data) {
+  const { curve, figures: sum, clients } = data;
+  const rounds = curve.rounds.filter(number => number >= 1 && number <= data.asked).length;
+  const bytes = unit(Math.max(0, ...curve.bytes), "B");
+  const samples = curve.samples && unit(Math.max(0, ...curve.samples), "");
+  const inRounds = curve.rounds.map(number => `round ${number}`);
+  const against = (title, x, xName) => lineFigure({ title, xName, lines: [
+    { name: "mean over clients", x, y: curve.mean, low: curve.p10, high: curve.p90, i: 0, titles: inRounds }],
+    bandName: "bottom to top decile of clients" });
+  return [
+    header(data, data.finished ? `Finished: ${plural(rounds, "round")}`
+      : data.live ? `Under way: ${rounds} of ${plural(data.asked, "round")}`
+      : `Not finished: ${rounds} of ${plural(data.asked, "round")}`),
+    figures([
+      ["mean accuracy", percent(sum.accuracy)], ["best mean", percent(sum["accuracy-best"])],
+      ["bottom decile", percent(sum["accuracy-p10"])], ["mean by test size", percent(sum["accuracy-weighted"])],
+      ["sent, both ways", amount(sum["bytes-down"] + sum["bytes-up"], "B")],
+      known(sum["samples-trained"]) && ["samples trained", amount(sum["samples-trained"], "")],
+      ["time of all rounds", time(sum.seconds)],
+    ]),
+    section("Accuracy",
+      h("p", { class: "soft" }, "Each client's on its own test images; a client that sat out keeps its last.",
+        data.stages.personal && ` What counts here: ${data.stages.personal}.`),
+      h("div", { class: "pair" },
+        lineFigure({ title: "Over rounds", whole: true, xName: "round", lines: [
+          { name: "mean over clients", x: curve.rounds, y: curve.mean, low: curve.p10, high: curve.p90, i: 0,
+            titles: inRounds }],
+          bandName: "bottom to top decile of clients", caption: besides([[curve.rounds, data.asked]]) }),
+        against("Against bytes", curve.bytes.map(v => v / bytes[1]), `${bytes[0]} sent, both ways`),
+        samples && against("Against the clients' work", curve.samples.map(v => v / samples[1]),
+          `${samples[0]} samples trained on`.trim()),
+        distribution(clients)),
+      more("Numbers of every round", table(
+        ["round", "mean", "bottom decile", "top decile", "sent", ...(samples ? ["samples"] : [])],
+        curve.rounds.map((number, i) => [String(number), percent(curve.mean[i]), percent(curve.p10[i]),
+          percent(curve.p90[i]),
+          amount(curve.bytes[i], "B"), ...(samples ? [amount(curve.samples[i], "")] : [])]),
+        { caption: "After each round", numbers: [0, 1, 2, 3, 4, 5] }))),
+    beforeAfter(data),
+    data.collaboration && together(data.collaboration, data.asked),
+    data.clusters && tree(data.clusters, data),
+    data.partition && section("Who has which data", h("figure", {}, h("img", { src: data.partition,
+      alt: "Heatmap: how many training images of each class every client has" }),
+      h("figcaption", {}, "Training images of each client by class."))),
+    unused(data),
+    settings(data),
+  ];
+}
+
+function header(data, state) {
+  document.title = data.title;
+  return h("header", {}, h("h1", {}, data.title),
+    h("p", { class: "soft" }, data.about.join(" · ")),
+    state && h("p", { id: "state", role: "status" }, h("strong", {}, state)),
+    h("p", { id: "link", class: "note", hidden: true }));
+}
+
+const groupName = group => `true group ${group}`;
+function groupLegend(groups) {
+  const found = [...new Set(groups || [])].sort((a, b) => a - b);
+  if (found.length < 2 || found.length > COLOURS) return null;
+  return h("ul", { class: "legend" }, found.map((group, i) => h("li", {},
+    s("svg", { width: 12, height: 12, "aria-hidden": "true" }, mark(i, 6, 6, 4.5, colour(i))), groupName(group))));
+}
+function groupIndex(groups) {
+  const found = [...new Set(groups || [])].sort((a, b) => a - b);
+  return at => groups && found.length > 1 && found.length <= COLOURS ? found.indexOf(groups[at]) : 0;
+}
+
+// Every client a block, stacked over its accuracy.
+function distribution({ names, groups, accuracy }) {
+  const at = accuracy.map((_, i) => i).filter(i => known(accuracy[i]));
+  if (!at.length) return null;
+  const index = groupIndex(groups);
+  const low = Math.min(...at.map(i => accuracy[i])), high = Math.max(...at.map(i => accuracy[i]));
+  const step = [0.01, 0.025].find(size => (high - low) / size <= 12) || 0.05;
+  const bin = i => Math.min(Math.floor(accuracy[i] / step + 1e-9), Math.round(1 / step) - 1);
+  const stacks = new Map();
+  for (const i of [...at].sort((a, b) => index(a) - index(b) || accuracy[a] - accuracy[b]))
+    stacks.set(bin(i), [...(stacks.get(bin(i)) || []), i]);
+  const tallest = Math.max(...[...stacks.values()].map(stack => stack.length));
+  const first = Math.min(...stacks.keys()), last = Math.max(...stacks.keys());
+  const sorted = at.map(i => accuracy[i]).sort((a, b) => a - b), median = sorted[Math.floor(sorted.length / 2)];
+  const label = `How accuracies are distributed over ${plural(at.length, "client")}: ` +
+    `from ${percent(low)} to ${percent(high)}, ` +
+    `half of them at ${percent(median)} or more.`;
+  return figure("Distribution over clients", plot(width => framed(width, {
+    across: [100 * step * (first - 0.5), 100 * step * (last + 1.5)], upward: [0, Math.max(4, tallest + 0.5)],
+    xName: "accuracy (%)", yName: "clients", label,
+    inside: (x, y) => [...stacks].map(([number, stack]) => stack.map((i, up) => {
+      const left = x(100 * step * number) + 1, wide = x(100 * step * (number + 1)) - 1 - left, tall = y(0) - y(1);
+      return s("rect", { x: left, width: Math.max(1, wide), y: y(up + 1),
+        height: Math.max(0.5, tall - (tall > 4 ? 1 : 0)),
+        fill: colour(index(i)) }, s("title", {}, `client ${names[i]}: ${percent(accuracy[i])}`));
+    })) })), groupLegend(groups), h("figcaption", {}, "A block for each client, at its last accuracy."));
+}
+
+function beforeAfter({ curve, stages, clients }) {
+  const lines = stages.curves.map((each, i) =>
+    ({ name: each.name, x: curve.rounds, y: each.mean, i: [1, 0, 2, 3][i], dash: i }));
+  const at = clients.names.map((_, i) => i).filter(i => known(clients.before[i]) && known(clients.after[i]));
+  if (lines.length < 2 && !at.length) return null;
+  const index = groupIndex(clients.groups);
+  const gained = at.filter(i => clients.after[i] > clients.before[i]).length;
+  const lost = at.filter(i => clients.after[i] < clients.before[i]).length;
+  const values = at.flatMap(i => [100 * clients.before[i], 100 * clients.after[i]]);
+  const range = at.length ? limits(values) : [0, 100];
+  return section("Before and after",
+    h("p", { class: "soft" }, "What a client was sent, and what it made of it on its own data."),
+    h("div", { class: "pair" },
+      lineFigure({ title: "Mean over clients", lines, xName: "round", whole: true }),
+      at.length && figure(`Each client: ${stages["after-name"]}, against as received`, plot(width => framed(width, {
+        across: range, upward: range, square: true, xName: "model as received: accuracy (%)",
+        yName: `${stages["after-name"]}: accuracy (%)`,
+        label: `Each client's accuracy before and after: ${gained} of ${at.length} gained, ${lost} lost.`,
+        inside: (x, y) => [
+          s("line", { x1: x(range[0]), y1: y(range[0]), x2: x(range[1]), y2: y(range[1]), stroke: "var(--soft)",
+            "stroke-dasharray": "4 4" }),
+          at.map(i => mark(index(i), x(100 * clients.before[i]), y(100 * clients.after[i]), 4.5, colour(index(i)),
+            `client ${clients.names[i]}: ${percent(clients.before[i])}, then ${percent(clients.after[i])}`))] })),
+        groupLegend(clients.groups),
+        h("figcaption", {}, `Last reports. Above the line are gains: ${gained} of ${at.length}; ${lost} lost.`))));
+}
