@@ -107,7 +107,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{folder} holds no summary.json: the run is not finished; run it again") from None
 
 
-# --- Writing --------------------------------------------------------------------------------------------
+# --- Names of files, JSON, pictures ----------------------------------------------------------------------
 
 
 def client_array(clients: Sequence[ClientId]) -> np.ndarray:

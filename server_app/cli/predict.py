@@ -406,14 +406,14 @@ def confusion_figure(confusion: np.ndarray, classes: Sequence[str], title: str) 
     """
     from matplotlib import colormaps
 
-    from kindred.server_app.report.figures import MOST_NAMED, _figure, _name
+    from kindred.server_app.report.figures import MOST_NAMED, new_figure, short_name
 
     count = len(classes)
     totals = confusion.sum(axis=1, keepdims=True)  # (N, 1)
     shares = np.where(totals > 0, confusion / np.maximum(totals, 1), np.nan)  # (N, N)
 
     side = 6.4 if count <= 15 else 8.4
-    figure, axes = _figure(title, (side + 0.9, side))
+    figure, axes = new_figure(title, (side + 0.9, side))
     # One hue that only darkens, which needs no seeing of colours.
     image = axes.imshow(shares, cmap=colormaps["Blues"].with_extremes(bad="#d0d0d0"), vmin=0.0, vmax=1.0)
     figure.colorbar(image, ax=axes, shrink=0.85, pad=0.02).set_label("share of the true class's images")
@@ -421,7 +421,7 @@ def confusion_figure(confusion: np.ndarray, classes: Sequence[str], title: str) 
         axes.set_title("grey: no images of this class", fontsize=9.5)
 
     ticks = np.arange(0, count, max(1, -(-count // MOST_NAMED)))
-    names = [_name(classes[i], 24) for i in ticks]
+    names = [short_name(classes[i], 24) for i in ticks]
     size = 8.5 if count <= 25 else 6.5
     axes.set_xticks(ticks, names, fontsize=size, rotation=90 if max(map(len, names)) > 3 else 0)
     axes.set_yticks(ticks, names, fontsize=size)

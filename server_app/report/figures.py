@@ -76,7 +76,7 @@ def accuracy_figure(rows: Sequence[Mapping[str, Any]], title: str) -> Figure:
     title : str
     """
     rounds, clients, values = carried_forward(rows, f"{PERSONAL}-accuracy")
-    figure, axes = _figure(title, (7.2, 4.8))
+    figure, axes = new_figure(title, (7.2, 4.8))
     known = ~np.isnan(values).all(axis=1)  # rounds after the first report
     if not known.any():
         axes.text(0.5, 0.5, "no client reported an accuracy", transform=axes.transAxes, ha="center", va="center")
@@ -165,7 +165,7 @@ def collaboration_figure(
     np.fill_diagonal(shares, np.nan)
 
     side = 6.4 if count <= MOST_NAMED else 7.4
-    figure, axes = _figure(title, (side + 0.9, side))
+    figure, axes = new_figure(title, (side + 0.9, side))
     cmap = colormaps["viridis"].with_extremes(bad="#b0b0b0")
     strongest = np.nanmax(shares, initial=0.0) or 1.0
     image = axes.imshow(shares, cmap=cmap, vmin=0.0, vmax=strongest)
@@ -185,7 +185,7 @@ def collaboration_figure(
         by_group = ", by true group"
     else:
         ticks = np.arange(count) if count <= MOST_NAMED else np.arange(0, count, -(-count // 200) * 10)
-        names = [_name(clients[order[i]]) for i in ticks]
+        names = [short_name(clients[order[i]]) for i in ticks]
         size = 8 if count <= 25 or count > MOST_NAMED else 6.5
         axes.set_xticks(ticks, names, fontsize=size, rotation=90 if size < 8 or max(map(len, names)) > 3 else 0)
         axes.set_yticks(ticks, names, fontsize=size)
@@ -235,7 +235,7 @@ def tree_figure(
             places[cluster["cluster"]] = float(np.mean([places[part] for part in cluster["parts"]]))
 
     right = last + max(0.07 * last, 0.2)  # room for a cut in the last round
-    figure, axes = _figure(title, (9.0, 1.7 + 0.175 * max(end, 6)))
+    figure, axes = new_figure(title, (9.0, 1.7 + 0.175 * max(end, 6)))
     for cluster in clusters:
         number, stop = cluster["cluster"], cluster["divided"] or right
         place, colour = places[number], "#444444"
@@ -288,7 +288,7 @@ def comparison_figure(methods: Sequence[tuple[str, Sequence[Sequence[Mapping[str
         A method's name, and the rounds of the history of each of its runs.
     title : str
     """
-    figure, axes = _figure(title, (8.0, max(4.6, 0.3 * len(methods) + 1.6)))
+    figure, axes = new_figure(title, (8.0, max(4.6, 0.3 * len(methods) + 1.6)))
     lines = []  # (name, rounds, percent, style)
     for i, (name, runs) in enumerate(methods):
         told = [
@@ -303,7 +303,7 @@ def comparison_figure(methods: Sequence[tuple[str, Sequence[Sequence[Mapping[str
         if known:
             percents = 100 * np.array([[accuracy[number] for number in known] for accuracy in told])  # (runs, r)
             numbers, percent = np.array(known), percents.mean(axis=0)
-            lines.append((_name(name, 24), numbers, percent, style))
+            lines.append((short_name(name, 24), numbers, percent, style))
             if len(told) > 1:
                 spread = percents.std(axis=0, ddof=1)
                 axes.fill_between(
@@ -382,11 +382,12 @@ def _apart(values: np.ndarray, gap: float, low: float, high: float) -> np.ndarra
     return result
 
 
-def _figure(title: str, size: tuple[float, float]) -> tuple[Figure, Axes]:
+def new_figure(title: str, size: tuple[float, float]) -> tuple[Figure, Axes]:
+    """Return an empty white figure with a title, and its axes."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, dpi=150, layout="constrained", facecolor="white")
-    figure.suptitle(_name(title, 90), fontsize=11, fontweight="bold")
+    figure.suptitle(short_name(title, 90), fontsize=11, fontweight="bold")
     return figure, figure.add_subplot()
 
 
@@ -438,11 +439,11 @@ def _wrapped(start: str, clients: Sequence[ClientId]) -> list[str]:
     """Clients' names in lines of a bounded length, and the first few lines alone."""
     import textwrap
 
-    names = ", ".join(_name(client).replace(" ", "\u00a0") for client in clients)
+    names = ", ".join(short_name(client).replace(" ", "\u00a0") for client in clients)
     return textwrap.wrap(start + names, TEXT_WIDTH, max_lines=TEXT_LINES, placeholder=" …")
 
 
-def _name(text: object, longest: int = LONGEST_NAME) -> str:
+def short_name(text: object, longest: int = LONGEST_NAME) -> str:
     """A name as matplotlib shall show it: one line, not too long, dollars as themselves and not as mathematics."""
     text = " ".join(str(text).split())
     if len(text) > longest:
