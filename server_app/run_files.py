@@ -24,29 +24,23 @@ from flwr.supercore import log
 from kindred.client.state import replacing
 from kindred.engine.checkpoint import Checkpoints
 from kindred.messages import ClientId, in_order
+from kindred.versions import VERSION
 
 from .config import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-PACKAGES = ("kindred", "flwr", "torch", "numpy", "scikit-learn")
+PACKAGES = ("flwr", "torch", "numpy", "scikit-learn")  # beside our own
 
 
 # --- config.json and summary.json -----------------------------------------------------------------------
 
 
-def versions() -> dict[str, str | None]:
+def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that results depend on."""
-    return {"python": platform.python_version()} | {package: _version(package) for package in PACKAGES}
-
-
-def _version(package: str) -> str | None:
-    """The installed version; None where it is used without being installed, as from a checkout."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+    others = {package: metadata.version(package) for package in PACKAGES}
+    return {"python": platform.python_version(), "kindred": VERSION, **others}
 
 
 def read_settings(folder: str | os.PathLike[str]) -> dict[str, Any]:

@@ -113,7 +113,9 @@ def serve(
             f"the server is ready, and listens on {with_port(name, port)}; it takes runs and registrations from "
             "this machine alone. To run:"
         )
-        show_command(["flwr", "run", str(write_flower_app(state / "app")), CONNECTION, "--stream"], {"FLWR_HOME": str(state)})
+        show_command(
+            ["flwr", "run", str(write_flower_app(state / "app")), CONNECTION, "--stream"], {"FLWR_HOME": str(state)}
+        )
         pause, next_warning, renew = FIRST_PAUSE, 0.0, f"`kindred keys renew {keys}`, and start this again"
         while superlink.poll() is None:
             if keys and time.monotonic() >= next_warning:
