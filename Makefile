@@ -20,7 +20,6 @@ run: $(INSTALLED)
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check $(SOURCES)
 	$(VENV)/bin/ruff format --check $(SOURCES)
-	$(VENV)/bin/mypy
 
 test: $(INSTALLED)
 	$(VENV)/bin/python -m pytest --durations=10 --numprocesses logical --maxprocesses 4 --dist loadfile

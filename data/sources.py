@@ -13,7 +13,7 @@ import numpy as np
 
 from kindred.extensions import Registry
 
-from .files import DataError, one_line, read_image, read_npz
+from .files import DataError, one_line, read_image, read_npz  # noqa: F401  read_image: for added datasets
 
 DEFAULT_FOLDER = "~/.cache/kindred"
 """Where datasets that torchvision downloads lie unless data-dir says otherwise."""

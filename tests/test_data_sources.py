@@ -309,7 +309,8 @@ def test_a_torchvision_that_fits_or_fails_otherwise_is_left_alone(tmp_path, cont
 
 
 def test_reading_the_names_imports_nothing_heavy():
-    code = "import sys, kindred.data; print([m for m in ('torch', 'torchvision', 'matplotlib', 'sklearn') if m in sys.modules])"
+    heavy = ("torch", "torchvision", "matplotlib", "sklearn")
+    code = f"import sys, kindred.data; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stderr
 

@@ -170,9 +170,9 @@ def fork(tmp_path_factory) -> tuple[Path, Path]:
     lines = [clone.joinpath("pyproject.toml").read_text()]
     for kind, name in NAMES.items():
         module = {"methods": "method", "models": "model"}.get(kind, kind[:-1])
-        package = "strategies" if kind in ("methods", "models") else "data"
+        room, package = ("strategies", "kindred") if kind in ("methods", "models") else ("data", "kindred.data")
         code = (EXAMPLE / "extending" / f"{module}.py").read_text().replace(f"from {package}.", "from .")
-        clone.joinpath(package, f"my_{module}.py").write_text(code)
+        clone.joinpath(room, f"my_{module}.py").write_text(code)
         value = re.search(rf'"extending\.{module}:(\w+)"', (EXAMPLE / "pyproject.toml").read_text())[1]
         lines.append(f'[project.entry-points."kindred.{kind}"]\n{name} = "{package}.my_{module}:{value}"\n')
     clone.joinpath("pyproject.toml").write_text("\n".join(lines))
@@ -241,7 +241,8 @@ def packages(tmp_path, monkeypatch):
             "again",
             "M = 3",
             "[kindred.methods]\nfedavg = again:M",
-            "'fedavg' of kindred.methods is registered more than once, by kindred and by again (again:M): give it another "
+            "'fedavg' of kindred.methods is registered more than once, by kindred and by again (again:M): give it "
+            "another "
             "name, or remove a package",
         ),
     ],

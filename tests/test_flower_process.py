@@ -116,7 +116,8 @@ def app_dir(tmp_path_factory) -> Path:
 def start(app_dir: Path, **run_config) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-P", "-c", DRIVER, str(app_dir), json.dumps(run_config)],
-        env=os.environ | {"XDG_STATE_HOME": str(app_dir)}, cwd=app_dir, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env=os.environ | {"XDG_STATE_HOME": str(app_dir)}, cwd=app_dir,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
 
 

@@ -339,7 +339,7 @@ def told_of(models: np.ndarray) -> dict[str, np.ndarray]:
 def next_starts(
     models: np.ndarray, share: float, judged: np.ndarray | None = None, before: np.ndarray | None = None, ahead=0.0
 ) -> np.ndarray:
-    """u_i, where clients have told what the v_i of `judged` are worth to them, and had the models `before` a round ago."""
+    """u_i, where clients have told what the v_i of `judged` are worth to them, and had the models `before`."""
     told = np.ones(4) if judged is None else told_of(judged)[KIN]
     kin = probes_of(models)[KIN]
     starts = start_weights(kin, SAMPLES, OWN, share, own_share(kin, SAMPLES, OWN, told)) @ models

@@ -744,8 +744,8 @@ def test_a_site_that_fits_a_run_is_told_so(run, options, says, data, tmp_path, m
     monkeypatch.chdir(tmp_path)
     np.savez("public.npz", x=np.zeros((30, 8, 8), np.float32))
     Path("run.toml").write_text(run.replace(" ", "\n"))
-    for given in (run, "run.toml"):
-        said = site_for(given, data, *options, "--check")
+    for run_config in (run, "run.toml"):
+        said = site_for(run_config, data, *options, "--check")
         assert "fits the run: " in said and says in said
 
 

@@ -1,4 +1,4 @@
-"""Versions that do not fit are refused by one line: Flower's at the start, those of server and client at first contact."""
+"""Versions that do not fit are refused by one line: Flower's at the start, others at the first contact."""
 
 from __future__ import annotations
 

@@ -30,7 +30,6 @@ from kindred.messages import (
     in_order,
     is_name,
 )
-
 from kindred.versions import VERSION
 
 from .admission import SERVERS_OWN, Refused, admit_introduction
@@ -200,7 +199,7 @@ class Roster:
         self._introduce_newcomers(grid, introduce)
 
     def _forget_those_not_in(self, nodes: Collection[int]) -> None:
-        """Forget nodes that are not connected any more, and those that cannot take part: what was wrong may have been put right.
+        """Forget nodes that are not connected any more, and those that cannot take part: the fault may be repaired.
 
         In a simulation, where nobody puts anything right, the latter are only those that failed to introduce
         themselves.
