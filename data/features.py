@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .sources import DEFAULT_FOLDER, SUFFIXES, DataError, Images, one_line, read_image, read_npz
+from .files import DEFAULT_FOLDER, SUFFIXES, DataError, one_line, read_image, read_npz
+from .images import Images
 
 if TYPE_CHECKING:
     import torch

@@ -13,15 +13,9 @@ import numpy as np
 
 from kindred.extensions import Registry
 
-from .files import DataError, one_line, read_image, read_npz  # noqa: F401  read_image: for added datasets
-
-DEFAULT_FOLDER = "~/.cache/kindred"
-"""Where datasets that torchvision downloads lie unless data-dir says otherwise."""
-
-
-SUFFIXES = frozenset((".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"))
-"""What the names of image files end in."""
-
+from .features import folder_features
+from .files import DEFAULT_FOLDER, SUFFIXES, DataError, one_line, read_image, read_npz  # noqa: F401  for added datasets
+from .images import Images
 
 # The superclass, 0 to 19, of each of CIFAR-100's classes (the published table, superclasses in alphabetical order).
 CIFAR100_SUPERCLASSES = (
@@ -30,41 +24,6 @@ CIFAR100_SUPERCLASSES = (
     16, 4, 17, 4, 2, 0, 17, 4, 18, 17, 10, 3, 2, 12, 12, 16, 12, 1, 9, 19, 2, 10, 0, 1, 16,
     12, 9, 13, 15, 13, 16, 19, 2, 4, 6, 19, 5, 5, 8, 19, 18, 1, 2, 15, 6, 0, 17, 8, 14, 13,
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Images:
-    """Labelled images, checked.
-
-    Attributes
-    ----------
-    x_train, x_test : ndarray, (n, c, h, w), uint8 or float32
-        All finite. Features are images of one pixel with as many channels.
-    y_train, y_test : ndarray, (n,), int64
-        0 to num_classes - 1; in training each class occurs.
-    num_classes : int
-        2 or more.
-    """
-
-    x_train: np.ndarray
-    y_train: np.ndarray
-    x_test: np.ndarray
-    y_test: np.ndarray
-    num_classes: int
-
-    def __len__(self) -> int:
-        """Number of training and test images together."""
-        return len(self.x_train) + len(self.x_test)
-
-    def pick(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Copies of some images (k, c, h, w) and their labels (k,); test images are numbered on from n_train."""
-        n_train = len(self.x_train)
-        late = indices >= n_train
-        x = np.empty((len(indices), *self.x_train.shape[1:]), np.result_type(self.x_train, self.x_test))
-        y = np.empty(len(indices), np.int64)
-        x[~late], y[~late] = self.x_train[indices[~late]], self.y_train[indices[~late]]
-        x[late], y[late] = self.x_test[indices[late] - n_train], self.y_test[indices[late] - n_train]
-        return x, y
 
 
 @dataclass(frozen=True)
@@ -139,8 +98,6 @@ def _npz(data_dir: str) -> Images:
 
 
 def _office_home(data_dir: str) -> Images:
-    from .features import folder_features
-
     needs = "office-home needs a folder with a folder for each domain, and in it one with images for each class"
     path = there(data_dir, needs)
     if not path.is_dir():

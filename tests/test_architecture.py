@@ -108,3 +108,19 @@ def test_a_server_half_and_the_settings_do_not_wait_for_pytorch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_no_imports_run_in_a_circle() -> None:
+    """Neither at the top of files nor inside functions."""
+    graph = {name: {module for _, module in imports(name, path) if module in MODULES} for name, path in MODULES.items()}
+    done: set[str] = set()
+
+    def follow(name: str, way: tuple[str, ...]) -> None:
+        assert name not in way, " -> ".join((*way[way.index(name) :], name))
+        if name not in done:
+            for module in sorted(graph[name] - {name}):
+                follow(module, (*way, name))
+            done.add(name)
+
+    for name in MODULES:
+        follow(name, ())

@@ -42,6 +42,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 FORKS = """
 import json, os, signal, sys
 import torch
+import kindred  # the installed package, before a run's files come first on the path
 from flwr.supernode.cli import flwr_clientapp
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the processes
 for line in sys.stdin:
