@@ -18,8 +18,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from kindred.client.state import replacing
-
 MARK = "'"
 RUN = re.compile(rf"\s*[=+\-@＝＋－＠]|[\t\r\n]|{MARK}")  # the wide forms count where East Asian languages are set
 
@@ -92,6 +90,8 @@ class GrowingTable:
 
     def extend(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write the rows that are not in the file yet. A new column has the file written anew, once."""
+        from kindred.client.state import replacing  # waits for Flower
+
         added = rows[self.written :]
         columns = dict(self.columns)
         for row in added:

@@ -36,7 +36,7 @@ from kindred.federico import (
     mixture_shares,
     smooth,
 )
-from kindred.messages import METHODS, read_record, seed_for, to_record
+from kindred.messages import METHODS, VERSION_KEY, read_record, seed_for, to_record
 
 from .plain import FaultyGrid, ShuffledGrid
 from .test_conformance import everything, values
@@ -1264,7 +1264,7 @@ def test_a_site_that_does_not_share_refuses_a_server_that_has_not_heard_it() -> 
 
     class Silent(FedeRiCo):
         def introduce(self, newcomers):
-            heard = {client: {METHODS: about[METHODS]} for client, about in newcomers.items()}
+            heard = {client: {key: about[key] for key in (METHODS, VERSION_KEY)} for client, about in newcomers.items()}
             return super().introduce(heard)
 
     strategy = run(grid, strategy=Silent(num_neighbours=2, seed=SEED))

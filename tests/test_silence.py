@@ -310,7 +310,7 @@ def introduced_app(about: dict[int, dict[str, object]]):
     @app.query("identity")
     def identity(message, context):
         client = context.node_config["partition-id"]
-        known = {"client-id": client, "num-examples": 10, "methods": ["local"]}
+        known = {"client-id": client, "num-examples": 10, "methods": ["local"], "kindred-version": VERSION}
         return Message(RecordDict({"config": ConfigRecord(known | about.get(client, {}))}), reply_to=message)
 
     return app
