@@ -50,12 +50,14 @@ from kindred.messages import (
     NUM_TEST_EXAMPLES,
     PUBLIC_SET,
     TUNED,
+    VERSION_KEY,
     by_prefix,
     decode,
     records_of,
     to_record,
     with_prefix,
 )
+from kindred.versions import VERSION
 
 from . import markdown, methods_named
 
@@ -190,6 +192,7 @@ def introduction(client: int) -> ConfigRecord:
         {
             CLIENT_ID: client,
             METHODS: list(REGISTRY),
+            VERSION_KEY: VERSION,
             NUM_EXAMPLES: 10,
             PUBLIC_SET: "public",
             NUM_PUBLIC: PUBLIC,
