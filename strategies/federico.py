@@ -45,12 +45,14 @@ import json
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import repeat
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
+from .client.app import Visit, true_or_false
 from .client.state import MIXTURE
+from .client.training import get_arrays, predict
 from .engine.admission import Refused, Reply, are_numbers, norm
 from .engine.model_store import InTurn
 from .engine.strategy import StoredModels
@@ -76,9 +78,6 @@ from .messages import (
     with_prefix,
 )
 from .mixture import SMALLEST, accuracy_and_loss, keep_mixture, mixture_of
-
-if TYPE_CHECKING:
-    from .client.app import Visit
 
 Arrays = dict[str, np.ndarray]
 
@@ -277,9 +276,6 @@ class Collaboration:
     @staticmethod
     def train(visit: Visit) -> RecordDict:
         """Algorithm 1, lines 9 to 21."""
-        from .client.app import true_or_false
-        from .client.training import predict
-
         config, site = visit.config, visit.site
         if config[SHARE_MODEL] and not true_or_false(visit.node_config, SHARE_MODEL, True):
             raise ValueError(f"{SHARE_MODEL} is false at this site, and the server has not heard of it")
@@ -326,8 +322,6 @@ class Collaboration:
     @staticmethod
     def evaluate(visit: Visit) -> RecordDict:
         """Evaluate the mixture of the models in the message, and keep it."""
-        from .client.training import predict
-
         config = visit.config
         clients, models, _ = _at_hand(visit)
         smoothed = np.array(config[SMOOTHED]) if SMOOTHED in config else _load_losses(visit).of(clients)  # (k,)
@@ -341,8 +335,6 @@ class Collaboration:
 
 def _at_hand(visit: Visit) -> tuple[list[ClientId], list[Arrays], bool]:
     """The models in the message and whose they are, the client's own first; whether that had to be made."""
-    from .client.training import get_arrays
-
     clients = decode(visit.config[MODELS])
     parts = by_prefix(visit.arrays)
     is_new = "0" not in parts
@@ -353,8 +345,6 @@ def _at_hand(visit: Visit) -> tuple[list[ClientId], list[Arrays], bool]:
 
 def _update(visit: Visit, arrays: Arrays, weight: float, scale: float, *, own: bool) -> Arrays:
     """g_bi, or w_ib times what local training changes; of the client's own model buffers too, without the weight."""
-    from .client.training import get_arrays
-
     config = visit.config
     model = visit.model(arrays)
     if config["m-step"] == "gradient":
@@ -386,8 +376,6 @@ def _scores(visit: Visit, probabilities: np.ndarray, shares: np.ndarray, prefix:
 
 def _wishes(visit: Visit, table: Losses) -> dict[str, Any]:
     """What a client that decides for itself asks of the server, and what it agrees to tell."""
-    from .client.app import true_or_false
-
     config = visit.config
     temperature = float(config["temperature"])
     own, most = decode(config[MODELS])[0], int(config["num-neighbours"])

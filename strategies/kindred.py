@@ -85,8 +85,10 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricReco
 from flwr.serverapp import Grid
 from scipy.special import gammaln, rel_entr, softmax
 
+from .client.app import LocalTraining, Samples, Visit
 from .engine.admission import Refused, Reply, are_numbers, is_count
 from .engine.strategy import CloudModels
+from .lazy import lazy
 from .messages import (
     ARRAYS,
     BETWEEN,
@@ -108,8 +110,8 @@ from .messages import (
 
 if TYPE_CHECKING:
     import torch
-
-    from .client.app import Samples, Visit
+else:
+    torch = lazy("torch")
 
 SHARPNESS = 10.0
 PRIOR = 0.5
@@ -392,8 +394,6 @@ class Probed:
 
         Told is how good the places between u_i and the last are, by the samples that the last has not seen.
         """
-        from .client.app import LocalTraining
-
         adjustment = Adjustment.of(visit, ADJUSTMENT)
         visit = replace(visit, arrays=adjustment.added(visit.arrays))
         told = adjustment.told()
@@ -427,8 +427,6 @@ class Probed:
     @staticmethod
     def evaluate(visit: Visit) -> RecordDict:
         """Tell the loss of a model that is probed, on some of the training data; evaluate any other on test data."""
-        from .client.app import LocalTraining
-
         if PROBE not in visit.config:
             if not visit.config[TRAINED_IN]:  # personal models of those that have trained come adjusted
                 visit = replace(visit, arrays=Adjustment.of(visit, ADJUSTMENT).added(visit.arrays))
@@ -494,8 +492,6 @@ def output_bias(model: torch.nn.Module, images: torch.Tensor) -> str | None:
     str or None
         None if there is no such parameter.
     """
-    import torch
-
     was_training = model.training
     model.eval()
     noise = torch.randn(images[:1].shape, generator=torch.Generator().manual_seed(0))

@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
+from .client.app import Visit
 from .client.state import MIXTURE
+from .client.training import predict, set_arrays
 from .messages import ClientId, by_prefix, decode, encode, with_prefix
 
 if TYPE_CHECKING:
     import torch
-
-    from .client.app import Visit
 
 Arrays = dict[str, np.ndarray]
 
@@ -86,8 +87,6 @@ class Mixture:
         ValueError
             The file holds no mixture.
         """
-        from safetensors import SafetensorError, safe_open
-
         try:
             with safe_open(path, "numpy") as file:
                 about = file.metadata() or {}
@@ -100,8 +99,6 @@ class Mixture:
 
     def predict(self, module: torch.nn.Module, x: torch.Tensor) -> np.ndarray:
         """Class probabilities, (n, N), of images x (n, ...); the module, of the models' kind, ends as the last one."""
-        from .client.training import predict, set_arrays
-
         probabilities = []
         for model in self.models:
             set_arrays(module, model)

@@ -34,9 +34,12 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from flwr.supercore import log
 
+from .client.app import Visit
+from .client.training import channels_last
 from .engine.admission import Refused, Reply
 from .engine.model_store import Layout
 from .engine.strategy import PersonalizedStrategy
+from .lazy import lazy
 from .messages import (
     ARRAYS,
     CONFIG,
@@ -59,9 +62,11 @@ from .messages import (
 )
 
 if TYPE_CHECKING:
+    import sklearn.cluster as clustering
+    import threadpoolctl
     import torch
-
-    from .client.app import Visit
+else:
+    clustering, threadpoolctl, torch = lazy("sklearn.cluster"), lazy("threadpoolctl"), lazy("torch")
 
 LOGITS = "logits"
 CENTROIDS = "centroids"
@@ -98,9 +103,6 @@ def cluster_logits(logits: np.ndarray, num_clusters: int, seed: int) -> tuple[np
     assignment : ndarray of int, shape (m,)
         The cluster of each client, 0 to c' - 1, numbered in the order in which their first clients come.
     """
-    from sklearn.cluster import KMeans
-    from threadpoolctl import threadpool_limits
-
     check("num_clusters", num_clusters, num_clusters >= 1, "1 or more")
     points = logits.reshape(len(logits), -1)  # (m, P N)
     distinct = len({point.tobytes() for point in points})
@@ -108,8 +110,8 @@ def cluster_logits(logits: np.ndarray, num_clusters: int, seed: int) -> tuple[np
     if min(num_clusters, distinct) > 1:
         # k-means sees distances alone, and the points have the same ones in the space that they span.
         coordinates = np.linalg.qr(points.T.astype(np.float32, copy=False), mode="r").T  # (m, min(m, P N))
-        means = KMeans(min(num_clusters, distinct), n_init=10, random_state=seed % 2**32)
-        with threadpool_limits(1, user_api="openmp"):  # sums of more threads have no fixed order
+        means = clustering.KMeans(min(num_clusters, distinct), n_init=10, random_state=seed % 2**32)
+        with threadpoolctl.threadpool_limits(1, user_api="openmp"):  # sums of more threads have no fixed order
             labels = means.fit_predict(coordinates)  # (m,)
     return centroids_of(logits, labels)
 
@@ -203,11 +205,6 @@ class CoDistillation:
     @staticmethod
     def train(visit: Visit) -> RecordDict:
         """Algorithm 1, lines 11 to 15."""
-        from torch import Generator, from_numpy, randint
-        from torch.nn.functional import softmax
-
-        from .client.training import channels_last
-
         site, config = visit.site, visit.config
         if site.public is None:
             raise ValueError(f"client {visit.client} has no public set (Site.public), which PerFed-CKT needs")
@@ -220,14 +217,14 @@ class CoDistillation:
             centroids = visit.arrays[CENTROIDS].astype("float32")  # (c', P, N)
             nearest = nearest_centroid(visit.predict(model, public), centroids)
             metrics["nearest-centroid"] = nearest
-            target = from_numpy(centroids[nearest]).to(visit.device)  # (P, N)
-            draws = Generator().manual_seed(visit.seed("public"))
+            target = torch.from_numpy(centroids[nearest]).to(visit.device)  # (P, N)
+            draws = torch.Generator().manual_seed(visit.seed("public"))
             size = int(config.get(PUBLIC_BATCH_SIZE, 128))
 
             def term() -> torch.Tensor:
                 visit.compute[SAMPLES_TRAINED] += size
-                batch = randint(len(public), (size,), generator=draws).to(visit.device)
-                return distillation_term(softmax(model(public[batch]).float(), dim=1), target[batch], distill_weight)
+                batch = torch.randint(len(public), (size,), generator=draws).to(visit.device)
+                return distillation_term(model(public[batch]).float().softmax(dim=1), target[batch], distill_weight)
 
         if steps := int(config[LOCAL_STEPS]):  # none in round 0
             metrics[TRAIN_LOSS] = visit.train(model, epochs=0, steps=steps, term=term if distill_weight else None)

@@ -5,8 +5,14 @@ from __future__ import annotations
 import functools
 import sys
 from types import ModuleType
+from typing import TYPE_CHECKING
 
-import torch
+from kindred.lazy import lazy
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy("torch")
 
 
 @functools.cache

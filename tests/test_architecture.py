@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import pickle
 import subprocess
 import sys
 import tomllib
@@ -10,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from kindred.lazy import lazy
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = {
@@ -28,6 +31,7 @@ ALLOWED = {
     "kindred.client_app": {"kindred"},
     "kindred.server_app": {"kindred"},
 }
+HEAVY = ("torch", "torchvision", "ray", "matplotlib", "sklearn", "scipy.cluster", "scipy.spatial")
 ROOMS = sorted(FOLDERS, key=len, reverse=True)
 
 
@@ -101,13 +105,26 @@ def test_nothing_is_pickled() -> None:
                     assert options.get("allow_pickle", "False") == "False", path
 
 
-def test_a_server_half_and_the_settings_do_not_wait_for_pytorch() -> None:
+def test_methods_and_settings_do_not_wait_for_heavy_packages() -> None:
     code = (
-        "import sys; import kindred.fedamp, kindred.baselines.fedavg, kindred.baselines.local, "
-        "kindred.server_app.config; print([m for m in ('torch', 'ray', 'matplotlib') if m in sys.modules])"
+        "import sys; from kindred import REGISTRY, make_client_app; import kindred.server_app.config\n"
+        "for name, method in REGISTRY.items(): assert method.strategy().name == name and method.client()\n"
+        f"print([name for name in {HEAVY} if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_module_that_is_imported_late_is_itself_after_the_first_look() -> None:
+    late = lazy("colorsys")
+    sys.modules.pop("colorsys", None)
+    copy = pickle.loads(pickle.dumps(late))
+    assert "colorsys" not in sys.modules
+    assert copy.rgb_to_hsv is late.rgb_to_hsv is sys.modules["colorsys"].rgb_to_hsv
+    with pytest.raises(AttributeError, match="colorsys"):
+        late.no_such_name  # noqa: B018
+    with pytest.raises(ModuleNotFoundError):
+        lazy("no_such_module").name  # noqa: B018
 
 
 def test_no_imports_run_in_a_circle() -> None:

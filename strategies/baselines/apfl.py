@@ -40,9 +40,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
 
+from kindred.client.app import Visit
 from kindred.client.sgd import SGD_LEARNING_RATE, MeanLoss, PlainSGD, descend
 from kindred.client.state import MODEL
+from kindred.client.training import channels_last, check_finite, get_arrays, set_arrays, trained_weights
 from kindred.engine.admission import Refused, Reply
+from kindred.lazy import lazy
 from kindred.messages import (
     ARRAYS,
     METRICS,
@@ -59,9 +62,10 @@ from kindred.messages import (
 )
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
-
-    from kindred.client.app import Visit
+else:
+    torch = lazy("torch")
 
 MIXING_WEIGHT = "mixing-weight"
 ADAPT_MIXING = "adapt-mixing"
@@ -99,10 +103,6 @@ class MixedTraining:
     @staticmethod
     def train(visit: Visit) -> RecordDict:
         """Algorithm 1, on the client."""
-        import torch
-
-        from kindred.client.training import channels_last, check_finite, get_arrays, set_arrays, trained_weights
-
         config = visit.config
         step_size, adapts = float(config[SGD_LEARNING_RATE]), bool(config[ADAPT_MIXING])
         shared = visit.model()

@@ -42,7 +42,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from logging import INFO
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from flwr.app import ArrayRecord
@@ -52,9 +52,16 @@ from kindred.engine.admission import Reply
 from kindred.engine.model_store import BLOCK, Layout
 from kindred.engine.strategy import PersonalizedStrategy
 from kindred.fedamp import Blocks, cosines
+from kindred.lazy import lazy
 from kindred.messages import RECEIVED, ClientId, check, in_order, read_record
 
 from .fedavg import WeightedMean
+
+if TYPE_CHECKING:
+    from scipy.cluster import hierarchy
+    from scipy.spatial import distance
+else:
+    hierarchy, distance = lazy("scipy.cluster.hierarchy"), lazy("scipy.spatial.distance")
 
 # --- The mathematics ----------------------------------------------------------------------------------
 
@@ -105,11 +112,10 @@ def optimal_bipartition(similarities: np.ndarray) -> tuple[np.ndarray, float]:
     cross : float
         alpha_cross, the largest similarity of two clients in different parts.
     """
-    from scipy.cluster.hierarchy import linkage, to_tree
-    from scipy.spatial.distance import squareform
-
-    apart = squareform(similarities.max() - similarities, checks=False)  # (m (m - 1) / 2,), 0 or more
-    part = to_tree(linkage(apart, "single")).left.pre_order()  # of the last merge: two groups were left
+    apart = distance.squareform(similarities.max() - similarities, checks=False)  # (m (m - 1) / 2,), 0 or more
+    part = hierarchy.to_tree(
+        hierarchy.linkage(apart, "single")
+    ).left.pre_order()  # of the last merge: two groups were left
     first = np.zeros(len(similarities), dtype=bool)  # (m,)
     first[part] = True
     first = first == first[0]

@@ -25,17 +25,16 @@ Where we depart from the paper or it is silent:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flwr.app import MetricRecord, RecordDict
 
+from kindred.client.app import Visit
 from kindred.client.state import MODEL
+from kindred.client.training import get_arrays, set_arrays, trained_weights
 from kindred.messages import ARRAYS, METRICS, OWN, RECEIVED, TRAIN_LOSS, TRAINED, ClientId, check, to_record
 
 from .fedavg import FedAvg
-
-if TYPE_CHECKING:
-    from kindred.client.app import Visit
 
 DITTO_LAMBDA = "ditto-lambda"
 
@@ -51,8 +50,6 @@ class RegularizedTraining:
     @staticmethod
     def train(visit: Visit) -> RecordDict:
         """Algorithm 1 at a client; the reply holds the trained global model."""
-        from kindred.client.training import get_arrays, set_arrays, trained_weights
-
         own = visit.state.load(MODEL) or visit.arrays
         model = visit.model()
         received = [weight.clone() for weight in trained_weights(model)]

@@ -44,7 +44,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
 
+from kindred.client.app import Visit
+from kindred.client.training import batches, check_finite, get_arrays, trained_weights
 from kindred.engine.model_store import last_layers
+from kindred.lazy import lazy
 from kindred.messages import (
     ARRAYS,
     METRICS,
@@ -66,8 +69,8 @@ from .fedrep import HEAD, training_only
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-    from kindred.client.app import Visit
+else:
+    torch = lazy("torch")
 
 ALA = "ala"  # what a client keeps: the last layers of its local model, and W_i
 LOCAL, WEIGHTS = "local", "weights"
@@ -107,8 +110,6 @@ class AdaptiveAggregation:
     @staticmethod
     def train(visit: Visit) -> RecordDict:
         """The reply holds the model after local training."""
-        from kindred.client.training import check_finite, get_arrays
-
         kept = by_prefix(visit.state.load(ALA) or {})
         model = visit.model()
         metrics = visit.evaluation(RECEIVED, model)
@@ -149,10 +150,6 @@ def adapt(visit: Visit, model: torch.nn.Module, kept: Mapping[str, Mapping[str, 
     dict of str to ndarray
         W_i by the names of the parameters.
     """
-    import torch
-
-    from kindred.client.training import batches, trained_weights
-
     if LOCAL not in kept:
         return {}
     config, first = visit.config, WEIGHTS not in kept

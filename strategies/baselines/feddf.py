@@ -41,9 +41,11 @@ import numpy as np
 from flwr.app import ArrayRecord
 from flwr.supercore import log
 
+from kindred.client.training import batches, channels_last, differentiating, get_arrays, pick_device, set_arrays
 from kindred.engine.admission import Refused, Reply
 from kindred.engine.model_store import InTurn, Layout
 from kindred.engine.strategy import PersonalizedStrategy
+from kindred.lazy import lazy
 from kindred.messages import (
     NETWORK,
     RECEIVED,
@@ -60,16 +62,14 @@ from .fedavg import WeightedMean
 
 if TYPE_CHECKING:
     import torch
+else:
+    torch = lazy("torch")
 
 # --- The mathematics ----------------------------------------------------------------------------------
 
 
 def logits_of(model: torch.nn.Module, images: torch.Tensor, batch_size: int = 128) -> torch.Tensor:
     """f(x, d): the logits of a model, (P, N), as it predicts; it keeps its mode."""
-    import torch
-
-    from kindred.client.training import channels_last
-
     images = channels_last(model, images)
     was_training = model.training
     model.eval()
@@ -113,10 +113,6 @@ def distil(
     seed : int
         Of the draws, and of what the network itself draws, such as dropout.
     """
-    import torch
-
-    from kindred.client.training import batches, channels_last, differentiating
-
     images = channels_last(student, images)
     weights = [parameter for parameter in student.parameters() if parameter.requires_grad]
     adam = torch.optim.Adam(weights, learning_rate)
@@ -210,8 +206,6 @@ class FedDF(PersonalizedStrategy):
         self.device = device
 
     def begin(self, initial_arrays: ArrayRecord) -> None:
-        from kindred.client.training import pick_device, set_arrays
-
         device = pick_device(self.device)
         parts = {next(iter(self.models)): initial_arrays} if len(self.models) == 1 else by_prefix(initial_arrays)
         if parts.keys() != self.models.keys():
@@ -260,8 +254,6 @@ class FedDF(PersonalizedStrategy):
     def inspect(self, client: ClientId, reply: Reply) -> None:
         """Compute what the client's model adds to the teacher."""
         if self.distill_steps:
-            from kindred.client.training import set_arrays
-
             module = self._modules[self.networks[client]]
             set_arrays(module, reply.arrays)
             logits = self._logits[client] = logits_of(module, self._images)
@@ -302,8 +294,6 @@ class FedDF(PersonalizedStrategy):
         self._sum = None
 
     def _distil(self, name: str, probabilities: torch.Tensor, server_round: int) -> None:
-        from kindred.client.training import get_arrays, set_arrays
-
         student = self._modules[name]
         set_arrays(student, read_record(self._globals[name]))
         distil(

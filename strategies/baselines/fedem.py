@@ -39,9 +39,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
 
+from kindred.client.app import Visit
 from kindred.client.state import MIXTURE
+from kindred.client.training import get_arrays, predict
 from kindred.engine.admission import Reply
 from kindred.engine.multi_model import SeveralModels
+from kindred.lazy import lazy
 from kindred.messages import (
     ARRAYS,
     METRICS,
@@ -59,7 +62,9 @@ from kindred.messages import (
 from kindred.mixture import SMALLEST, Arrays, accuracy_and_loss, keep_mixture, mixture_of
 
 if TYPE_CHECKING:
-    from kindred.client.app import Visit
+    import torch
+else:
+    torch = lazy("torch")
 
 SHARES = "shares"  # the name under which a client keeps them, and of the array in that file
 
@@ -101,10 +106,6 @@ class MixtureTraining:
     @staticmethod
     def train(visit: Visit) -> RecordDict:
         """Algorithm 1, what a client does in a round."""
-        from torch import from_numpy
-
-        from kindred.client.training import get_arrays
-
         components, shares = in_a_row(visit.arrays), _shares(visit)
         metrics = _scores(visit, components, shares, f"{MIXTURE}-")
         if visit.is_site:  # should the run end before its closing evaluation
@@ -117,7 +118,7 @@ class MixtureTraining:
         metrics[TRAIN_LOSS] = 0.0
         for m, arrays in enumerate(components):
             model = visit.model(arrays)
-            factors = from_numpy(q[m].astype(np.float32)).to(visit.device)  # (n,)
+            factors = torch.from_numpy(q[m].astype(np.float32)).to(visit.device)  # (n,)
             metrics[TRAIN_LOSS] += visit.train(model, sample_weights=factors, purpose=f"train-{m}" if m else "train")
             sent |= with_prefix(m, get_arrays(model))
         return RecordDict({ARRAYS: to_record(sent), METRICS: MetricRecord({**metrics, **visit.counts()})})
@@ -156,8 +157,6 @@ def _likelihoods(visit: Visit, components: Sequence[Arrays]) -> np.ndarray:
 
 def _scores(visit: Visit, components: Sequence[Arrays], shares: np.ndarray, prefix: str = "") -> dict[str, float]:
     """Accuracy and loss of the mixture, and of the component with the largest share, as metrics."""
-    from kindred.client.training import predict
-
     x, y = visit.site.test
     labels = y.cpu().numpy()
     probabilities = np.stack([predict(visit.model(arrays), x) for arrays in components])  # (M, n, N)

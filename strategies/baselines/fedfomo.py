@@ -42,6 +42,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
+from kindred.client.app import LocalTraining, Samples, Visit
+from kindred.client.training import get_arrays
 from kindred.engine.admission import Refused, Reply, norm
 from kindred.engine.strategy import StoredModels
 from kindred.federico import NEIGHBOURS, WEIGHTS, choose_neighbours
@@ -64,8 +66,6 @@ from kindred.messages import (
 
 if TYPE_CHECKING:
     import torch
-
-    from kindred.client.app import Samples, Visit
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -142,8 +142,6 @@ class WeighedModels:
     @staticmethod
     def train(visit: Visit) -> RecordDict:
         """The reply holds the trained model and the weights, the client's own first."""
-        from kindred.client.training import get_arrays
-
         training, validation = _split(visit)
         models = in_a_row(visit.arrays)
         weights = _weigh(visit, models, validation)
@@ -164,8 +162,6 @@ class WeighedModels:
     @staticmethod
     def evaluate(visit: Visit) -> RecordDict:
         """Evaluate the client's own model."""
-        from kindred.client.app import LocalTraining
-
         return LocalTraining.evaluate(visit)
 
 

@@ -35,7 +35,9 @@ from typing import TYPE_CHECKING, Any
 
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
 
+from kindred.client.app import Visit
 from kindred.client.state import MODEL
+from kindred.client.training import get_arrays
 from kindred.engine.admission import Reply
 from kindred.engine.model_store import last_layers
 from kindred.messages import ARRAYS, METRICS, OWN, RECEIVED, TRAIN_LOSS, ClientId, check, to_record
@@ -45,8 +47,6 @@ from .fedavg import FedAvg
 if TYPE_CHECKING:
     import numpy as np
     import torch
-
-    from kindred.client.app import Visit
 
 HEAD = "head"  # the names of the entries that make it up
 HEAD_EPOCHS = "head-epochs"
@@ -77,8 +77,6 @@ class HeadAndBody:
     @staticmethod
     def train(visit: Visit) -> RecordDict:
         """Algorithm 1 at a client; the reply holds the trained body."""
-        from kindred.client.training import get_arrays
-
         head = visit.config[HEAD]
         model = _composed(visit, visit.state.load(MODEL))
         body = [name for name, _ in model.named_parameters() if name not in head]

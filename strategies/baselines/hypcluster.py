@@ -35,6 +35,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
 
+from kindred.client.app import Visit
+from kindred.client.training import get_arrays
 from kindred.engine.admission import Refused, Reply
 from kindred.engine.multi_model import SeveralModels
 from kindred.messages import (
@@ -52,8 +54,6 @@ from kindred.messages import (
 
 if TYPE_CHECKING:
     import torch
-
-    from kindred.client.app import Visit
 
 CLUSTER = "cluster"  # the metric in which a client says which model it took
 
@@ -75,8 +75,6 @@ class BestOfClusters:
     @staticmethod
     def train(visit: Visit) -> RecordDict:
         """The reply holds the trained model, its number, and the evaluations of it as it came and trained."""
-        from kindred.client.training import get_arrays
-
         cluster, model = _chosen(visit)
         metrics = visit.evaluation(RECEIVED, model) | {CLUSTER: cluster}
         metrics[TRAIN_LOSS] = visit.train(model)

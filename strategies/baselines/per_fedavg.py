@@ -34,7 +34,10 @@ from typing import TYPE_CHECKING, Any
 
 from flwr.app import MetricRecord, RecordDict
 
+from kindred.client.app import Visit
 from kindred.client.sgd import SGD_LEARNING_RATE, MeanLoss, PlainSGD, descend
+from kindred.client.training import Gradients, channels_last, get_arrays, set_arrays, trained_weights
+from kindred.lazy import lazy
 from kindred.messages import ARRAYS, METRICS, RECEIVED, TRAIN_LOSS, TRAINED, TUNED, ClientId, check, to_record
 
 from .fedavg import Tuned
@@ -42,9 +45,8 @@ from .fedavg import Tuned
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-    from kindred.client.app import Visit
-    from kindred.client.training import Gradients
+else:
+    torch = lazy("torch")
 
 ADAPT_LEARNING_RATE = "adapt-learning-rate"
 
@@ -92,8 +94,6 @@ class MetaTraining:
     @staticmethod
     def train(visit: Visit) -> RecordDict:
         """Algorithm 1, on the client; the evaluations are of the received, the adapted and the trained model."""
-        from kindred.client.training import channels_last, get_arrays, set_arrays, trained_weights
-
         alpha, beta = float(visit.config[ADAPT_LEARNING_RATE]), float(visit.config[SGD_LEARNING_RATE])
         model = visit.model()
         metrics = visit.evaluation(RECEIVED, model)
@@ -113,8 +113,6 @@ class MetaTraining:
     @staticmethod
     def evaluate(visit: Visit) -> RecordDict:
         """Adapt the received model and evaluate it; it is in the reply."""
-        from kindred.client.training import get_arrays
-
         model = visit.model()
         adapt(visit, model)
         metrics = visit.separate_evaluation(model)
@@ -125,15 +123,11 @@ class MetaTraining:
 
 def adapt(visit: Visit, model: torch.nn.Module) -> None:
     """w - alpha grad f_i(w), over all training data of the client, in place."""
-    from torch import from_numpy
-
-    from kindred.client.training import trained_weights
-
     gradient = visit.gradient(model)
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     descend(
         trained_weights(model),
-        (from_numpy(gradient[name]).to(visit.device) for name in names),
+        (torch.from_numpy(gradient[name]).to(visit.device) for name in names),
         float(visit.config[ADAPT_LEARNING_RATE]),
     )
 

@@ -39,9 +39,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
 
+from kindred.client.app import LocalTraining, Visit
 from kindred.client.sgd import SGD_LEARNING_RATE, PlainSGD
+from kindred.client.training import get_arrays, num_batches
 from kindred.engine.admission import Reply, norm
 from kindred.engine.model_store import InTurn, Layout
+from kindred.lazy import lazy
 from kindred.messages import (
     ARRAYS,
     METRICS,
@@ -58,7 +61,9 @@ from kindred.messages import (
 )
 
 if TYPE_CHECKING:
-    from kindred.client.app import Visit
+    import torch
+else:
+    torch = lazy("torch")
 
 Arrays = dict[str, np.ndarray]
 
@@ -109,10 +114,6 @@ class ControlledTraining:
     @staticmethod
     def train(visit: Visit) -> RecordDict:
         """Algorithm 1, on the client."""
-        from torch import from_numpy, zeros_like
-
-        from kindred.client.training import get_arrays, num_batches
-
         step_size = float(visit.config[SGD_LEARNING_RATE])
         num_steps = num_batches(len(visit.site.train[1]), visit.epochs, visit.steps, visit.batch_size)
         check("local-steps", num_steps, num_steps >= 1, "1 or more with SCAFFOLD")
@@ -121,9 +122,9 @@ class ControlledTraining:
         model = visit.model(received)
         metrics = visit.evaluation(RECEIVED, model)
         corrections = [
-            from_numpy(np.asarray(correction(own[name], control[name]))).to(visit.device)
+            torch.from_numpy(np.asarray(correction(own[name], control[name]))).to(visit.device)
             if name in control
-            else zeros_like(parameter)
+            else torch.zeros_like(parameter)
             for name, parameter in model.named_parameters()
             if parameter.requires_grad
         ]
@@ -152,8 +153,6 @@ class ControlledTraining:
     @staticmethod
     def evaluate(visit: Visit) -> RecordDict:
         """Evaluate the received model."""
-        from kindred.client.app import LocalTraining
-
         return LocalTraining.evaluate(visit)
 
 

@@ -8,14 +8,14 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from logging import ERROR
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.supercore import log
 
+from kindred.lazy import lazy
 from kindred.messages import (
     ARRAYS,
     ATTEMPT,
@@ -77,12 +77,17 @@ from .training import (
     train,
 )
 
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy("torch")
+
 # Sites whose data a process keeps at hand; those used least recently go first.
 SITES_KEPT = 256
 STATE_DIR = "state-dir"  # in the node config of a site
 
-ModelFactory = Callable[[], torch.nn.Module]
-Samples = tuple[torch.Tensor, torch.Tensor]
+ModelFactory = Callable[[], "torch.nn.Module"]
+Samples = tuple["torch.Tensor", "torch.Tensor"]
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,19 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from logging import WARNING
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from flwr.supercore import log
-from torch import Tensor, nn
 
-Step = Callable[..., Tensor]
+from kindred.lazy import lazy
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+else:
+    torch = lazy("torch")
+
+Step = Callable[..., "Tensor"]
 """Takes a batch's tensors, trains on them and returns the loss."""
 
 PAYS = 200  # steps: a capture takes some tenths of a second, and saves about half a millisecond a step

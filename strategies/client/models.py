@@ -13,9 +13,14 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from kindred.extensions import Registry
+from kindred.lazy import lazy
+from kindred.torchvision_import import import_torchvision
 
 if TYPE_CHECKING:  # reading the names of the models must not wait for PyTorch
     import torch
+    from torch import nn
+else:
+    torch, nn = lazy("torch"), lazy("torch.nn")
 
 ImageShape = tuple[int, int, int]
 
@@ -25,8 +30,6 @@ def digits_cnn(image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
 
     Two 3x3 convolutions (16, 32 channels), each with 2x2 max pooling and ReLU; FC 64 with ReLU; FC.
     """
-    from torch import nn
-
     channels, height, width = _at_least(4, "digits-cnn", image_shape)
     return nn.Sequential(
         OrderedDict(
@@ -51,8 +54,6 @@ def mcmahan_cnn(image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
     Two 5x5 convolutions (32, 64 channels), each with 2x2 max pooling and ReLU; FC 512 with ReLU; FC.
     The paper's number of parameters fixes what it leaves open: convolutions keep the images' size.
     """
-    from torch import nn
-
     channels, height, width = _at_least(4, "mcmahan-cnn", image_shape)
     return nn.Sequential(
         OrderedDict(
@@ -77,8 +78,6 @@ def cnn2(image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
     Three 3x3 convolutions of 128 channels, each with 2x2 max pooling and ReLU; FC. The convolutions keep
     the images' size.
     """
-    from torch import nn
-
     channels, height, width = _at_least(8, "cnn2", image_shape)
     return nn.Sequential(
         OrderedDict(
@@ -104,10 +103,6 @@ def resnet18(image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
     torchvision's, with a 3x3 convolution of stride 1 in place of the 7x7 one of stride 2, and without
     max pooling, so that 32x32 images reach the last stage as 4x4. It has batch normalisation.
     """
-    from torch import nn
-
-    from kindred.torchvision_import import import_torchvision
-
     channels, _, _ = _at_least(8, "resnet18", image_shape)
     model = import_torchvision().models.resnet18(num_classes=num_classes)
     model.conv1 = nn.Conv2d(channels, 64, 3, padding=1, bias=False)
@@ -125,8 +120,6 @@ def ckt_cnn(image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
     where it says no more: the 5x5 kernels and the 6 and 16 channels of LeNet-5, padding that keeps the
     images' size, 2x2 pooling, and ReLU.
     """
-    from torch import nn
-
     channels, height, width = _at_least(4, "ckt-cnn", image_shape)
     return nn.Sequential(
         OrderedDict(
@@ -157,8 +150,6 @@ def office_mlp(image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
 
     Two hidden layers, FC 1000 and FC 200, each with ReLU; FC. Larger images are flattened.
     """
-    from torch import nn
-
     return nn.Sequential(
         OrderedDict(
             flatten=nn.Flatten(),
@@ -328,8 +319,6 @@ def make_model(name: str, image_shape: ImageShape, num_classes: int, seed: int |
     ValueError
         An unknown name, fewer than two classes, or images that are too small for the network.
     """
-    import torch
-
     if name == "auto":
         name = choose_model(image_shape)
     if name not in MODELS:
@@ -345,10 +334,6 @@ def make_model(name: str, image_shape: ImageShape, num_classes: int, seed: int |
 
 
 def _vgg(name: str, configuration: str, image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
-    from torch import nn
-
-    from kindred.torchvision_import import import_torchvision
-
     channels, _, _ = _at_least(32, name, image_shape)
     # Not torchvision's VGG class, which would first make and fill a classifier of 120 million parameters.
     vgg = import_torchvision().models.vgg

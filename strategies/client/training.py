@@ -17,15 +17,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 
+from kindred.lazy import lazy
 from kindred.messages import check
 
 from . import cuda_graphs as graphs
 
 if TYPE_CHECKING:
+    import torch
+    import torch.nn.functional as F
     from torch import Tensor, nn
+else:
+    torch, F = lazy("torch"), lazy("torch.nn.functional")
 
 Descent = Callable[[list["Tensor"]], None]
 

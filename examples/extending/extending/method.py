@@ -8,18 +8,17 @@ with s the setting own-share. 0 is FedAvg, judged after local training; 1 is tra
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from flwr.app import MetricRecord, RecordDict
 
 from kindred.baselines.fedavg import FedAvg
+from kindred.client.app import Visit
 from kindred.client.state import MODEL
+from kindred.client.training import get_arrays
 from kindred.messages import ARRAYS, METRICS, OWN, TRAIN_LOSS, ClientId, check, to_record
 from kindred.registry import Method
-
-if TYPE_CHECKING:
-    from kindred.client.app import Visit
 
 OWN_SHARE = "own-share"
 
@@ -37,8 +36,6 @@ class BlendedTraining:
 
     @staticmethod
     def train(visit: Visit) -> RecordDict:
-        from kindred.client.training import get_arrays
-
         own = visit.state.load(MODEL) or visit.arrays  # the first time there is none
         model = visit.model(blended(visit.arrays, own, float(visit.config[OWN_SHARE])))
         metrics = {TRAIN_LOSS: visit.train(model)}
