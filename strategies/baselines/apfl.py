@@ -93,7 +93,7 @@ def adapted_share(
 # --- The client ---------------------------------------------------------------------------------------
 
 
-class MixedTraining:
+class APFLClient:
     """The client half: trains the global model and its own local one on the same batches."""
 
     @staticmethod
