@@ -12,7 +12,7 @@ maximises the likelihood of all data under the mixtures; what is exchanged is a 
 | lines 11 to 14: losses of the drawn models, the others' as they were | `Losses.update` |
 | line 15: moving average of the losses | `smooth` |
 | line 16, Eq. 3: weights | `collaborator_weights` |
-| lines 18 to 21: weighted updates of the models at hand | `Collaboration.train` |
+| lines 18 to 21: weighted updates of the models at hand | `FedeRiCoClient.train` |
 | line 25, Eq. 6: each model moved by the sum of what comes for it | `FedeRiCo.take`, `AdamStep`, `SGDStep` |
 | prediction by h_i = sum_j w_ij h_phi_j | `mixture_of` |
 
@@ -270,7 +270,7 @@ class AdamStep:
 # --- The client ---------------------------------------------------------------------------------------
 
 
-class Collaboration:
+class FedeRiCoClient:
     """The client half: works on the client's own model and on its neighbours'."""
 
     @staticmethod

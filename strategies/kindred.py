@@ -10,8 +10,8 @@ data set. w_i is the model of client i after its last training, n_i its number o
 | S_ij = cos(w_i - wbar, w_j - wbar), wbar the mean model | `centred_cosines` |
 | P_ij = softmax_{j != i}(SHARPNESS S_ij + log n_j), who is like i | `kin_weights` |
 | v_i = sum_j P_ij w_j, the model of i's kin; g_i = sum_{j != i} n_j w_j / sum_{j != i} n_j, of all | `probe_weights` |
-| every second round those who trained tell l(v_i), l(g_i), the losses on their data, o_i added | `Probed.evaluate` |
-| in the others up to a tenth of the data is left out; next time they tell its losses from u_i to w_i | `Probed.train` |
+| every second round those who trained report l(v_i), l(g_i) on their data, with o_i added | `KindredClient.evaluate` |
+| in the others up to a tenth of the data is held out; next, its losses from u_i to w_i | `KindredClient.train` |
 | t: which place on that way, from 0 to 1, these speak for | `smoothed_divergence`, `place_probabilities` |
 | q_i: how far the loss of v_i falls ahead of that of g_i | `kin_ahead` |
 | a: near 1 where the median q of the q_i or t is, by z = 1 - (1 - q) (1 - t) | `kin_share` |
@@ -19,7 +19,7 @@ data set. w_i is the model of client i after its last training, n_i its number o
 | c_i = n_i / (n_i + N_i exp(-l(v_i))), how far a client goes on from its own | `own_share` |
 | G = g + MOMENTUM (g - g'), g the mean of all models, g' that of the round before | `clouds` |
 | u_i = (1 - a) G + a ((1 - c_i) v_i + c_i w_i) | `start_weights` |
-| the client trains from u_i, with smoothed labels and FedProx's term, which gives the next w_i | `Probed.train` |
+| the client trains from u_i, with smoothed labels and FedProx's term: the next w_i | `KindredClient.train` |
 | after the last round, of ten or more: w_i is the mean of those of the last two rounds, if i trained in both | `take` |
 | its personal model is (1 - t) u_i + t w_i, u_i coming after w_i | `between` |
 
@@ -381,7 +381,7 @@ def start_weights(
 # --- The client ---------------------------------------------------------------------------------------
 
 
-class Probed:
+class KindredClient:
     """The client half: local training, and besides it the losses that the server asks about.
 
     An ordinary ClientApp does as well. It finds the losses on the data that its evaluate function takes, leaves no

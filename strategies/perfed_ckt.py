@@ -14,7 +14,7 @@ the |P| public images. Client k minimises (Eq. 1)
 | Algorithm 1, lines 6 and 7: c-means on the logits received | `cluster_logits` |
 | line 8: clients drawn without replacement, by the sizes of their data | `PerFedCKT.chances` |
 | line 11, Eq. 4: the nearest centroid for the current model | `nearest_centroid` |
-| lines 12 to 14, Eq. 2: tau steps on private and public mini-batches | `CoDistillation.train`, `distillation_term` |
+| lines 12 to 14, Eq. 2: tau steps on private and public mini-batches | `PerFedCKTClient.train`, `distillation_term` |
 | line 3: the first logits, of models that have not been trained | round 0 |
 
 Where the paper is silent: samples of a mini-batch are drawn independently, so that a client with fewer than b
@@ -199,7 +199,7 @@ def floats_communicated(num_public: int, num_classes: int, uploads: int, num_cen
 # --- The client ---------------------------------------------------------------------------------------
 
 
-class CoDistillation:
+class PerFedCKTClient:
     """The client half: a site trains the model that it keeps, and sends what that says about the public set."""
 
     @staticmethod

@@ -117,7 +117,7 @@ REGISTRY: Registry[Method] = Registry(
             models_travel=False,
             mixed_networks=True,
             needs_public_set=True,
-            client_path=".perfed_ckt:CoDistillation",
+            client_path=".perfed_ckt:PerFedCKTClient",
         ),
         "federico": Method(
             ".federico:FedeRiCo",
@@ -141,7 +141,7 @@ REGISTRY: Registry[Method] = Registry(
                 "selection",
                 "store",
             ),
-            client_path=".federico:Collaboration",
+            client_path=".federico:FedeRiCoClient",
         ),
         "kindred": Method(
             ".kindred:Kindred",
@@ -151,7 +151,7 @@ REGISTRY: Registry[Method] = Registry(
             "its last model",
             settings=("store",),
             any_client=True,
-            client_path=".kindred:Probed",
+            client_path=".kindred:KindredClient",
         ),
         "local": Method(
             ".baselines.local:Local",
@@ -194,7 +194,7 @@ REGISTRY: Registry[Method] = Registry(
             "the model and the control variate, both ways",
             "its control variate",
             settings=("sgd_learning_rate", "server_learning_rate"),
-            client_path=".baselines.scaffold:ControlledTraining",
+            client_path=".baselines.scaffold:SCAFFOLDClient",
         ),
         "apfl": Method(
             ".baselines.apfl:APFL",
@@ -203,7 +203,7 @@ REGISTRY: Registry[Method] = Registry(
             _MODEL_BOTH_WAYS,
             "its local model, its share",
             settings=("sgd_learning_rate", "mixing_weight", "adapt_mixing"),
-            client_path=".baselines.apfl:MixedTraining",
+            client_path=".baselines.apfl:APFLClient",
         ),
         "ditto": Method(
             ".baselines.ditto:Ditto",
@@ -212,7 +212,7 @@ REGISTRY: Registry[Method] = Registry(
             _MODEL_BOTH_WAYS,
             "its personal model",
             settings=("ditto_lambda",),
-            client_path=".baselines.ditto:RegularizedTraining",
+            client_path=".baselines.ditto:DittoClient",
         ),
         "per-fedavg": Method(
             ".baselines.per_fedavg:PerFedAvg",
@@ -220,7 +220,7 @@ REGISTRY: Registry[Method] = Registry(
             "Fallah et al., NeurIPS 2020, arXiv:2002.07948",
             _MODEL_BOTH_WAYS,
             settings=("sgd_learning_rate", "adapt_learning_rate"),
-            client_path=".baselines.per_fedavg:MetaTraining",
+            client_path=".baselines.per_fedavg:PerFedAvgClient",
         ),
         "clustered-fl": Method(
             ".baselines.clustered_fl:ClusteredFL",
@@ -235,7 +235,7 @@ REGISTRY: Registry[Method] = Registry(
             "Mansour et al., 2020, arXiv:2002.10619; Ghosh et al., NeurIPS 2020, arXiv:2006.04088",
             "all clusters' models, down; the trained one, up",
             settings=("num_clusters",),
-            client_path=".baselines.hypcluster:BestOfClusters",
+            client_path=".baselines.hypcluster:HypClusterClient",
         ),
         "fedfomo": Method(
             ".baselines.fedfomo:FedFomo",
@@ -244,7 +244,7 @@ REGISTRY: Registry[Method] = Registry(
             "the client's and others' models, down; its model and their weights, up",
             "the model that it last trained from",
             settings=("num_neighbours", "epsilon", "validation_share", "store"),
-            client_path=".baselines.fedfomo:WeighedModels",
+            client_path=".baselines.fedfomo:FedFomoClient",
         ),
         "fedem": Method(
             ".baselines.fedem:FedEM",
@@ -253,7 +253,7 @@ REGISTRY: Registry[Method] = Registry(
             "all components, both ways",
             "its shares of the components",
             settings=("num_components",),
-            client_path=".baselines.fedem:MixtureTraining",
+            client_path=".baselines.fedem:FedEMClient",
         ),
         "feddf": Method(
             ".baselines.feddf:FedDF",
@@ -272,7 +272,7 @@ REGISTRY: Registry[Method] = Registry(
             "the body of the model, both ways",
             "the head of its model",
             settings=("head_layers", "head_epochs"),
-            client_path=".baselines.fedrep:HeadAndBody",
+            client_path=".baselines.fedrep:FedRepClient",
         ),
         "fedala": Method(
             ".baselines.fedala:FedALA",
@@ -281,7 +281,7 @@ REGISTRY: Registry[Method] = Registry(
             _MODEL_BOTH_WAYS,
             "its model, the weights of its last layers",
             settings=("head_layers", "ala_share", "ala_learning_rate"),
-            client_path=".baselines.fedala:AdaptiveAggregation",
+            client_path=".baselines.fedala:FedALAClient",
         ),
     },
 )

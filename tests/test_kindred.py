@@ -655,7 +655,7 @@ def test_few_steps_leave_few_samples_out() -> None:
 
 def test_a_site_that_comes_back_with_fewer_samples_tells_of_those_it_has(monkeypatch) -> None:
     """That may be more than a tenth of what it has now."""
-    train, told = kindred.Probed.train, []
+    train, told = kindred.KindredClient.train, []
 
     def fewer(visit):
         if visit.config["server-round"] > 2:
@@ -665,7 +665,7 @@ def test_a_site_that_comes_back_with_fewer_samples_tells_of_those_it_has(monkeyp
         told.append(content["config"].get("fold-samples", 0))
         return content
 
-    monkeypatch.setattr(kindred.Probed, "train", staticmethod(fewer))
+    monkeypatch.setattr(kindred.KindredClient, "train", staticmethod(fewer))
     site = small_site(3)
     site = replace(site, train=(site.train[0].repeat(5, 1), site.train[1].repeat(5)))  # 200
     strategy = trained_by([site] * 6, 4, **{"local-epochs": 5, "batch-size": 20})

@@ -12,7 +12,7 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message
 
 from kindred import SCAFFOLD, FedAvg, InlineGrid, Site, make_client_app
-from kindred.baselines.scaffold import ControlledTraining, control_variate, correction, server_control, server_step
+from kindred.baselines.scaffold import SCAFFOLDClient, control_variate, correction, server_control, server_step
 from kindred.client.app import LocalTraining, Visit
 from kindred.client.state import ClientState
 from kindred.client.training import get_arrays
@@ -218,7 +218,7 @@ def test_with_equal_control_variates_a_client_trains_as_fedavgs_does(tmp_path) -
     model, control = get_arrays(small()), a_control(1)
     keep(tmp_path, control, a_control(2))
     config = {"method": "scaffold", "sgd-learning-rate": 0.05, "counted-round": 3}
-    reply = ControlledTraining.train(visit_of(tmp_path, model | with_prefix("control", control), **config))
+    reply = SCAFFOLDClient.train(visit_of(tmp_path, model | with_prefix("control", control), **config))
     plain = LocalTraining.train(visit_of(tmp_path, model, method="fedavg", **{"learning-rate": 0.05}))
     assert {name: reply["arrays"][name].data for name in model} == values(plain["arrays"])
     assert reply["metrics"]["train-loss"] == plain["metrics"]["train-loss"]
@@ -233,7 +233,7 @@ def test_a_client_goes_on_from_the_control_variate_that_the_server_has_counted(t
     model, step_size = get_arrays(small()), 0.01
     config = {"method": "scaffold", "sgd-learning-rate": step_size, "counted-round": counted}
     arrays = read_record(
-        ControlledTraining.train(visit_of(tmp_path, model | with_prefix("control", control), **config))["arrays"]
+        SCAFFOLDClient.train(visit_of(tmp_path, model | with_prefix("control", control), **config))["arrays"]
     )
     num_steps = 2 * 8  # 30 samples in batches of 4
     for name in control:

@@ -97,7 +97,7 @@ def adapted_share(
 # --- The client ---------------------------------------------------------------------------------------
 
 
-class MixedTraining:
+class APFLClient:
     """The client half: trains the global model and its own local one on the same batches."""
 
     @staticmethod

@@ -12,7 +12,7 @@ lambda 0 is local training; the larger it is, the nearer is v_k to the global mo
 | Algorithm 1 | here |
 |---|---|
 | w^t to the clients drawn; they train it and send it back; the server's mean | `FedAvg`, as it is |
-| s steps v_k = v_k - eta (grad F_k(v_k) + lambda (v_k - w^t)) | `RegularizedTraining.train`: training towards w^t |
+| s steps v_k = v_k - eta (grad F_k(v_k) + lambda (v_k - w^t)) | `DittoClient.train`: training towards w^t |
 
 The result for a client is v_k, which never leaves it. The global model is FedAvg's, bit for bit: v_k has no part in it.
 
@@ -44,7 +44,7 @@ DITTO_LAMBDA = "ditto-lambda"
 # --- The client ---------------------------------------------------------------------------------------
 
 
-class RegularizedTraining:
+class DittoClient:
     """The client half: a client trains the global model for all, and its own for itself."""
 
     @staticmethod

@@ -15,7 +15,7 @@ in the last `head_layers` layers, and from Theta in those before them, where W_i
 | adaptive local aggregation, as above | `aggregated` |
 | Eq. 5: W_i = W_i - eta grad_W L(Theta_hat_i), then cut off at 0 and 1 | `improved_weights` |
 | Eq. 5 on s% of the local data, drawn anew: until W_i has converged the first time, for one epoch later | `adapt` |
-| training from Theta_hat_i, whose result goes up | `AdaptiveAggregation.train` |
+| training from Theta_hat_i, whose result goes up | `FedALAClient.train` |
 | the mean by the clients' sizes | `FedAvg`, as it is |
 
 By the chain rule the gradient of Eq. 5 is that of the loss in Theta_hat_i times Theta - Theta_i.
@@ -104,7 +104,7 @@ def has_converged(losses: Sequence[float]) -> bool:
 # --- The client ---------------------------------------------------------------------------------------
 
 
-class AdaptiveAggregation:
+class FedALAClient:
     """The client half: a site mixes the received model with its last one, and trains from there."""
 
     @staticmethod

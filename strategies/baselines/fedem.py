@@ -10,7 +10,7 @@ itself. A round, with the loss l of a sample, its negative log-likelihood:
 |---|---|
 | E-step: q_t(z_s = m) proportional to pi_tm exp(-l(h_theta_m(x_s), y_s)) | `responsibilities` |
 | M-step: pi_tm = 1 / n_t sum_s q_t(z_s = m) | `new_shares` |
-| M-step: theta_m,t from local steps on sum_s q_t(z_s = m) l(h_theta(x_s), y_s) | `MixtureTraining.train` |
+| M-step: theta_m,t from local steps on sum_s q_t(z_s = m) l(h_theta(x_s), y_s) | `FedEMClient.train` |
 | the server: theta_m = sum_t n_t / n theta_m,t | `SeveralModels.end_round` |
 | prediction: sum_m pi_tm h_theta_m(x), of probabilities | `mixture_of` |
 
@@ -100,7 +100,7 @@ def new_shares(q: np.ndarray) -> np.ndarray:
 # --- The client ---------------------------------------------------------------------------------------
 
 
-class MixtureTraining:
+class FedEMClient:
     """The client half: finds its shares of the components, and trains all of these."""
 
     @staticmethod

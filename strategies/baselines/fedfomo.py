@@ -12,7 +12,7 @@ client trained theta_i in the round before:
 | w_n = (L_i(b) - L_i(theta_n)) / abs(theta_n - b), the client's own theta_i among the theta_n | `model_weights` |
 | negative ones are 0, and the rest divided by their sum | `model_weights` |
 | theta_i = b + sum_n w_n (theta_n - b) | `combined` |
-| local training from there, which gives the model that is sent | `WeighedModels.train` |
+| local training from there, which gives the model that is sent | `FedFomoClient.train` |
 | P_in grows by w_n | `FedFomo.take` |
 
 `received-accuracy` is that of the combination, from which training starts; the result is the trained model.
@@ -136,7 +136,7 @@ def split(size: int, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
 # --- The client ---------------------------------------------------------------------------------------
 
 
-class WeighedModels:
+class FedFomoClient:
     """The client half: weighs the models that it receives, combines them, and trains what comes of it."""
 
     @staticmethod

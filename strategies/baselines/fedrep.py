@@ -10,8 +10,8 @@ h_i is for its own labels. All learn together
 
 | Algorithm 1 | here |
 |---|---|
-| tau updates of the head h_i, with the body fixed | `HeadAndBody.train`, `head_epochs` |
-| then of the body, with that head fixed | `HeadAndBody.train`, the message's local epochs |
+| tau updates of the head h_i, with the body fixed | `FedRepClient.train`, `head_epochs` |
+| then of the body, with that head fixed | `FedRepClient.train`, the message's local epochs |
 | phi = 1/(rn) sum_i phi_i, over the clients drawn | `FedRep.take`: a plain mean, whatever the clients' sizes |
 
 The head is the network's last `head_layers` layers. It never leaves the client, and of the model only the body travels.
@@ -71,7 +71,7 @@ def training_only(model: torch.nn.Module, names: Collection[str]) -> Iterator[No
 # --- The client ---------------------------------------------------------------------------------------
 
 
-class HeadAndBody:
+class FedRepClient:
     """The client half: a site trains its head on the received body, then that body under its head."""
 
     @staticmethod

@@ -11,7 +11,7 @@ There are c models w_1 to w_c at the server, and the clients' losses F_i. A roun
 |---|---|
 | each client receives all models | `SeveralModels.outgoing` |
 | it takes j = argmin_j F_i(w_j) on its training data | `nearest_model` |
-| trains that one, and sends it with its number | `BestOfClusters.train` |
+| trains that one, and sends it with its number | `HypClusterClient.train` |
 | w_j = sum n_i w_i / sum n_i over the clients that took it | `SeveralModels.end_round` |
 
 The result for a client is the model that it takes, as it came; of the last models in a closing exchange, in which it
@@ -69,7 +69,7 @@ def nearest_model(losses: Sequence[float]) -> int:
 # --- The client ---------------------------------------------------------------------------------------
 
 
-class BestOfClusters:
+class HypClusterClient:
     """The client half: takes the model with the lowest training loss, and trains it."""
 
     @staticmethod

@@ -88,7 +88,7 @@ def meta_step(
 # --- The client ---------------------------------------------------------------------------------------
 
 
-class MetaTraining:
+class PerFedAvgClient:
     """The client half: trains the received model for what adaptation makes of it."""
 
     @staticmethod

@@ -10,7 +10,7 @@ Algorithm 1, with the clients S of all N, K local steps, and step sizes eta_l of
 |---|---|
 | on client i, from y = x, K times: y = y - eta_l (g_i(y) - c_i + c) | `correction`, `training.train` |
 | option II: c_i+ = c_i - c + (x - y) / (K eta_l) | `control_variate` |
-| client i sends y - x and c_i+ - c_i | `ControlledTraining.train` sends y and c_i+ - c_i |
+| client i sends y - x and c_i+ - c_i | `SCAFFOLDClient.train` sends y and c_i+ - c_i |
 | x = x + eta_g mean_S (y - x) | `server_step` |
 | c = c + |S| / N mean_S (c_i+ - c_i) | `server_control` |
 
@@ -108,7 +108,7 @@ def server_control(total: np.ndarray, weights: Sequence[float], num_clients: int
 # --- The client ---------------------------------------------------------------------------------------
 
 
-class ControlledTraining:
+class SCAFFOLDClient:
     """The client half: local training with corrected gradients, by a client that keeps its control variate."""
 
     @staticmethod

@@ -31,7 +31,7 @@ def blended(received: Mapping[str, np.ndarray], own: Mapping[str, np.ndarray], s
     }
 
 
-class BlendedTraining:
+class BlendClient:
     """The client half: what a site does with a message."""
 
     @staticmethod
@@ -75,5 +75,5 @@ class Blend(FedAvg):
 
 BLEND = Method(
     f"{__name__}:Blend", "Blend", "docs/extending.md", "the model, both ways", "its own model",
-    settings=("own_share",), client_path=f"{__name__}:BlendedTraining",
+    settings=("own_share",), client_path=f"{__name__}:BlendClient",
 )  # fmt: skip
