@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from logging import DEBUG, ERROR, INFO, WARNING
 from typing import Any, NoReturn
@@ -74,7 +74,29 @@ class _Asked:
     bytes_down: int
     notes: dict[str, Any]
     to_train: bool
-    probe: str  # what the model is called, if it is for a probe
+    side: str  # the model's name, if it is one of `side_evaluations`
+
+
+@dataclass(frozen=True)
+class SideEvaluation:
+    """A model that a client is to evaluate for the server, and that is not its personal model.
+
+    The client reports the loss on its data; the history keeps it in the client's row as NAME-loss.
+
+    Parameters
+    ----------
+    client : client id
+    name : str
+        The model's name: sent to the client under PROBE, and returned to `take_side_loss`.
+    arrays : ArrayRecord
+    settings : mapping, optional
+        Settings of the message, in addition to those of an evaluation.
+    """
+
+    client: ClientId
+    name: str
+    arrays: ArrayRecord
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 class PersonalizedStrategy(Strategy):
@@ -295,8 +317,16 @@ class PersonalizedStrategy(Strategy):
     def take_evaluation(self, client: ClientId, reply: Reply) -> None:
         """Take in an admitted evaluation reply; its arrays, if any, are a personal model."""
 
-    def take_probe(self, client: ClientId, probe: str, loss: float) -> None:
-        """Take in the loss that a client found for the model of a message to evaluate whose settings hold PROBE."""
+    def side_evaluations(self, server_round: int) -> Iterable[SideEvaluation]:
+        """Yield models that clients are to evaluate for the server, in addition to their personal models.
+
+        Called before each exchange of evaluations, the closing one too. A client without a reply in this round is not
+        asked. The loss of each model comes back through `take_side_loss`.
+        """
+        return ()
+
+    def take_side_loss(self, client: ClientId, name: str, loss: float) -> None:
+        """Take in the finite loss that a client reports for the model of this name from `side_evaluations`."""
 
     def end_round(self, server_round: int, answered: Sequence[ClientId]) -> None:
         """End a round in which these clients (in order) answered. Without any, nothing changes."""
@@ -445,6 +475,10 @@ class PersonalizedStrategy(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Make the messages by which clients evaluate their personal models, one at a time."""
+        for each in self.side_evaluations(server_round):
+            if each.client in self.roster.nodes and each.client not in self._not_replied:
+                settings = ConfigRecord({**config, **each.settings})
+                yield self._message(each.client, each.arrays, settings, server_round, MessageType.EVALUATE, each.name)
         clients = self._closing or self.sample(
             server_round, self.fraction_evaluate, self.min_evaluate_nodes, "evaluate"
         )
@@ -628,12 +662,12 @@ class PersonalizedStrategy(Strategy):
         config: ConfigRecord,
         server_round: int,
         message_type: str,
-        probe: str = "",
+        side: str = "",
     ) -> Message:
         settings = ConfigRecord({**config, **self.round_config(server_round, client)})
         settings.pop(PROBE, None)  # it is not the caller's to say
-        if probe:
-            settings[PROBE] = probe
+        if side:
+            settings[PROBE] = side
         settings[SERVER_ROUND] = server_round
         oldest = self._checkpoints.oldest if self._checkpoints else server_round - 1
         settings[KEEP_FROM] = -1 if oldest is None else oldest
@@ -725,9 +759,9 @@ class PersonalizedStrategy(Strategy):
         try:
             with self._at_the_senders_cost():
                 reply = admit(content, self.weighted_by_key, due)
-                if asked.probe:
+                if asked.side:
                     loss = _loss_in(reply.metrics)
-                    self.take_probe(asked.client, asked.probe, loss)
+                    self.take_side_loss(asked.client, asked.side, loss)
                 else:
                     if not evaluation:
                         self.inspect(asked.client, reply)
@@ -737,9 +771,9 @@ class PersonalizedStrategy(Strategy):
             self._refuse(asked, server_round, refusal, bytes_up)
             return None
         self.roster.succeeded(asked.client)
-        if asked.probe:
+        if asked.side:
             worked = {key: reply.metrics[key] for key in COMPUTE if key in reply.metrics}
-            self._add_row(asked, server_round, "ok", bytes_up, {f"{asked.probe}-loss": loss, **worked})
+            self._add_row(asked, server_round, "ok", bytes_up, {f"{asked.side}-loss": loss, **worked})
             return None
         # Numbers alone go into rows, and the engine's own columns are not the client's to name.
         metrics = {
@@ -808,8 +842,8 @@ class PersonalizedStrategy(Strategy):
         if status != "ok":
             status = first_line(status)
             log(WARNING, "kindred: round %d goes on without client %s: %s", server_round, asked.client, status)
-            if asked.probe:  # replies of an exchange come in any order: each has a column of its own
-                metrics, status = {f"{asked.probe}-status": status}, "ok"
+            if asked.side:  # replies of an exchange come in any order: each has a column of its own
+                metrics, status = {f"{asked.side}-status": status}, "ok"
         row = {
             **(metrics or {}),  # whatever a client calls its metrics, the columns below are not its own
             **asked.notes,
@@ -828,7 +862,7 @@ class PersonalizedStrategy(Strategy):
                     if measure == "loss" or 0 <= row[key] <= 1:
                         row[f"{PERSONAL}-{measure}"] = float(row[key])
                     break
-        reported = () if asked.probe else (metrics or {}).keys() - asked.notes.keys() - set(ENGINES_OWN)
+        reported = () if asked.side else (metrics or {}).keys() - asked.notes.keys() - set(ENGINES_OWN)
         self.history.add(row, reported)
 
     def _evaluate(self, grid: Grid, result: Result, config: ConfigRecord, timeout: float, server_round: int) -> None:
