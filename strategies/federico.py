@@ -53,7 +53,7 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from .client.state import MIXTURE
 from .engine.admission import Refused, Reply, are_numbers, norm
 from .engine.model_store import InTurn
-from .engine.strategy import StoredModels
+from .engine.stored import StoredModels
 from .messages import (
     ARRAYS,
     CONFIG,
@@ -717,7 +717,7 @@ class FedeRiCo(StoredModels):
             self._steps[owner] = (AdamStep if self.optimizer == "adam" else SGDStep)(self.learning_rate)
         return self._steps[owner]
 
-    def notes(self, client: ClientId) -> dict[str, Any]:
+    def row_fields(self, client: ClientId) -> dict[str, Any]:
         """Whose models the client received besides its own."""
         return {NEIGHBOURS: encode(self._at_hand[client][1:])}
 

@@ -86,7 +86,8 @@ from flwr.serverapp import Grid
 from scipy.special import gammaln, rel_entr, softmax
 
 from .engine.admission import Refused, Reply, are_numbers, is_count
-from .engine.strategy import CloudModels, SideEvaluation
+from .engine.hooks import SideEvaluation
+from .engine.stored import CloudModels
 from .messages import (
     ARRAYS,
     BETWEEN,
