@@ -37,7 +37,7 @@ from flwr.supercore import log
 from scipy.special import log_softmax, logsumexp
 
 from .engine.model_store import BLOCK
-from .engine.strategy import CloudModels
+from .engine.stored import CloudModels
 from .messages import PROXIMAL_MU, ClientId, check, in_order
 
 SelfWeight = float | Literal["uniform"]

@@ -55,7 +55,7 @@ from .client.state import MIXTURE
 from .client.training import get_arrays, predict
 from .engine.admission import Refused, Reply, are_numbers, norm
 from .engine.model_store import InTurn
-from .engine.strategy import StoredModels
+from .engine.stored import StoredModels
 from .messages import (
     ARRAYS,
     CONFIG,
@@ -705,7 +705,7 @@ class FedeRiCo(StoredModels):
             self._steps[owner] = (AdamStep if self.optimizer == "adam" else SGDStep)(self.learning_rate)
         return self._steps[owner]
 
-    def notes(self, client: ClientId) -> dict[str, Any]:
+    def row_fields(self, client: ClientId) -> dict[str, Any]:
         """Whose models the client received besides its own."""
         return {NEIGHBOURS: encode(self._at_hand[client][1:])}
 

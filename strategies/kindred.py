@@ -81,13 +81,14 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from scipy.special import gammaln, rel_entr, softmax
 
 from .client.app import LocalTraining, Samples, Visit
 from .engine.admission import Refused, Reply, are_numbers, is_count
-from .engine.strategy import CloudModels
+from .engine.hooks import SideEvaluation
+from .engine.stored import CloudModels
 from .lazy import lazy
 from .messages import (
     ARRAYS,
@@ -755,28 +756,21 @@ class Kindred(CloudModels):
         """g, shape (d,), to be used before another sum is asked for."""
         return next(self.models.combinations(latest[None, :] / latest.sum(), senders))
 
-    def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
+    def side_evaluations(self, server_round: int) -> Iterator[SideEvaluation]:
+        """Yield v_i and g_i for the clients that trained in this round, in every second round before the last."""
         self._told = {}
-        if server_round % 2 == 1 and server_round < self.last_round:
-            yield from self._probes(server_round, config)
-        yield from super().configure_evaluate(server_round, arrays, config, grid)
-
-    def _probes(self, server_round: int, config: ConfigRecord) -> Iterator[Message]:
-        """Have those that trained in this round tell what v_i and g_i are worth to them."""
         clients = [client for client in in_order(self._trained_in) if self._trained_in[client] == server_round]
-        if len(clients) < 3:  # with two g_i is the other one's model
+        # With two clients g_i is the other one's model.
+        if server_round % 2 == 0 or server_round >= self.last_round or len(clients) < 3:
             return
         senders, samples, latest = self._trained()
         kin, own = self._kin(clients, senders, samples)
-        settings = ConfigRecord({**config, **self._work})
         for probe, rows in probe_weights(kin, latest, own).items():
             for client, record in zip(clients, super().clouds(clients, senders, rows)):
-                yield self._message(client, record, settings, server_round, MessageType.EVALUATE, probe)
+                yield SideEvaluation(client, probe, record, self._work)
 
-    def take_probe(self, client: ClientId, probe: str, loss: float) -> None:
-        self._told.setdefault(client, {})[probe] = min(max(loss, LEAST_LOSS), LARGEST_LOSS)
+    def take_side_loss(self, client: ClientId, name: str, loss: float) -> None:
+        self._told.setdefault(client, {})[name] = min(max(loss, LEAST_LOSS), LARGEST_LOSS)
 
     def global_arrays(self) -> ArrayRecord:
         """g, the mean of the models of those who trained in the last round, weighted by samples."""

@@ -50,7 +50,7 @@ LABEL_SMOOTHING = "label-smoothing"
 FINETUNE_EPOCHS = "finetune-epochs"
 LOCAL_EPOCHS = "local-epochs"
 LOCAL_STEPS = "local-steps"
-PROBE = "probed-model"  # what a model is called that a client evaluates for the server's sake, and that is not its own
+PROBE = "probed-model"  # in messages to evaluate: name of a model that is not the client's own, see `SideEvaluation`
 
 METHODS = "methods"
 NETWORK = "network"

@@ -194,7 +194,7 @@ def test_a_run_comes_to_the_same_bits_from_a_file(name, settings) -> None:
 
 
 def test_every_method_that_keeps_models_takes_a_store() -> None:
-    from kindred.engine.strategy import StoredModels
+    from kindred.engine.stored import StoredModels
 
     for name, method in REGISTRY.items():
         assert issubclass(method.strategy(), StoredModels) == ("store" in method.settings), name

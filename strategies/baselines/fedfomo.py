@@ -45,7 +45,7 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from kindred.client.app import LocalTraining, Samples, Visit
 from kindred.client.training import get_arrays
 from kindred.engine.admission import Refused, Reply, norm
-from kindred.engine.strategy import StoredModels
+from kindred.engine.stored import StoredModels
 from kindred.federico import NEIGHBOURS, WEIGHTS, choose_neighbours
 from kindred.messages import (
     ARRAYS,
@@ -288,7 +288,7 @@ class FedFomo(StoredModels):
         super().end_round(server_round, answered)
         self._at_hand = {}  # a message to evaluate has the client's own model alone
 
-    def notes(self, client: ClientId) -> dict[str, Any]:
+    def row_fields(self, client: ClientId) -> dict[str, Any]:
         """Whose models the client received besides its own."""
         return {NEIGHBOURS: encode(self._at_hand.get(client, [client])[1:])}
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from flwr.app import ArrayRecord
 
-from kindred.engine.strategy import StoredModels
+from kindred.engine.stored import StoredModels
 from kindred.messages import ClientId
 
 

@@ -32,33 +32,25 @@ from kindred.messages import (
     ATTEMPT,
     KEEP_FROM,
     METHOD,
-    METHODS,
-    NUM_EXAMPLES,
     NUM_TEST_EXAMPLES,
     ORDINARY_NAMES,
     PERSONAL,
     PROBE,
     RUN,
     SERVER_ROUND,
-    SHARE_MODEL,
-    TRAINED,
-    VERSION_KEY,
     ClientId,
     check,
     first_line,
     in_order,
-    read_record,
     records_of,
     seed_for,
 )
-from kindred.registry import REGISTRY
-from kindred.versions import mismatch
 
-from .admission import MAX_EXAMPLES, REFUSED, SERVERS_OWN, Refused, Reply, admit, norm
+from .admission import REFUSED, SERVERS_OWN, Refused, Reply, admit
 from .checkpoint import Checkpoints
 from .exchange import content_of, is_from, pull, push
 from .history import COMPUTE, History
-from .model_store import ClientModels, Layout
+from .hooks import Hooks
 from .roster import CLOCKS, Roster, TooFewClients
 
 ENGINES_OWN = ("round", "client", "status", "seconds", "bytes-down", "bytes-up")  # columns of every row
@@ -74,10 +66,10 @@ class _Asked:
     bytes_down: int
     notes: dict[str, Any]
     to_train: bool
-    probe: str  # what the model is called, if it is for a probe
+    side: str  # the model's name, if it is one of `side_evaluations`
 
 
-class PersonalizedStrategy(Strategy):
+class PersonalizedStrategy(Hooks, Strategy):
     """Base of all methods: a Flower strategy whose clients each have a model of their own.
 
     Parameters
@@ -126,23 +118,7 @@ class PersonalizedStrategy(Strategy):
         An argument out of range, naming it.
     """
 
-    name: str
-    """The method's name in messages, in the registry and in results."""
-
-    personal: str = TRAINED
-    """Which evaluation is the method's result for a client, such as RECEIVED, TRAINED or TUNED (messages.py)."""
-
-    clients_keep_state: bool = False
-    """Whether clients keep something between rounds, on their own disk (`state.py`)."""
-
-    model_stays: bool = False
-    """Whether a client's personal model is one that no server sees, and that the client keeps."""
-
-    STATE: tuple[str, ...] = ("history", "run_id", "roster", "_answered", "_evaluated_apart")
-    """The attributes that a run goes on from, besides the arguments of `__init__` and `start`. See `state`."""
-
-    needs_shared_models: bool = True
-    """Whether others receive something of each client's model, so that one that does not share it is left out."""
+    STATE = ("history", "run_id", "roster", "_answered", "_evaluated_apart")
 
     def __init__(
         self,
@@ -221,132 +197,6 @@ class PersonalizedStrategy(Strategy):
         self.run_id = 0  # of the run as it began; going on with it is another to Flower
         self._attempt = 0  # when it began, or was last gone on with, in ns since 1970
         self._checkpoints: Checkpoints | None = None
-
-    # --- What a method says ---------------------------------------------------------------------------
-
-    @property
-    def first_round(self) -> int:
-        """1, or 0 where an exchange comes before the rounds of training."""
-        return 1
-
-    def begin(self, initial_arrays: ArrayRecord) -> None:
-        """Take the model that clients start from. Called once, before the first round."""
-        raise NotImplementedError
-
-    def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
-        """Settings that go to a client with the arrays made for it just now, besides the caller's own."""
-        return {}
-
-    def outgoing(self, server_round: int, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId, ArrayRecord]]:
-        """The model that goes to each of these clients to train from, one after the other."""
-        raise NotImplementedError
-
-    def introduce(self, newcomers: Mapping[ClientId, Mapping[str, Any]]) -> dict[ClientId, str]:
-        """Take note of what clients that were met just now say of themselves.
-
-        Parameters
-        ----------
-        newcomers : mapping
-            client -> what it said; nothing where its ClientApp knows no such question.
-
-        Returns
-        -------
-        dict
-            client -> why it cannot take part, of those that cannot.
-        """
-        reasons = {}
-        method = REGISTRY.get(self.name)
-        for client, about in newcomers.items():
-            examples, known = about.get(NUM_EXAMPLES, 1), about.get(METHODS)
-            if examples == 0:
-                reasons[client] = "it has no training sample"
-            elif not isinstance(examples, int) or not 1 <= examples <= MAX_EXAMPLES:
-                reasons[client] = f"its {NUM_EXAMPLES} is {examples!r}, allowed: 1 to {MAX_EXAMPLES}"
-            elif self.needs_shared_models and about.get(SHARE_MODEL) is False:
-                reasons[client] = f"its {SHARE_MODEL} is false, and {self.name} mixes all models"
-            elif METHODS in about and (differs := mismatch(about.get(VERSION_KEY), "the client", "this server")):
-                reasons[client] = differs
-            elif method and method.needs_our_client and not (isinstance(known, list) and self.name in known):
-                reasons[client] = f"its ClientApp knows no {method.title}; that of kindred.make_client_app does"
-        return reasons
-
-    def chances(self, clients: Sequence[ClientId]) -> np.ndarray | None:
-        """How likely each client is to be drawn, shape (m,), summing to 1; None if all alike."""
-        return None
-
-    def mismatch(self, client: ClientId, arrays: Mapping[str, np.ndarray]) -> str | None:
-        """Say in a few words how the arrays of a training reply are not what this client is to send; None if they are.
-
-        By default they are to be the model of `layout`, which `begin` sets.
-        """
-        return self.layout.mismatch(arrays)
-
-    def inspect(self, client: ClientId, reply: Reply) -> None:
-        """Raise `Refused` where a training reply, good otherwise, is not what this method can use."""
-
-    def update_norm(self, client: ClientId, arrays: Mapping[str, np.ndarray]) -> float:
-        """The L2 norm, over the parameters, of the update in a training reply; 0 where there is nothing to bound."""
-        return 0.0
-
-    def take(self, client: ClientId, reply: Reply) -> None:
-        """Take in an admitted training reply. Replies come in any order; the result must not depend on it."""
-        raise NotImplementedError
-
-    def take_evaluation(self, client: ClientId, reply: Reply) -> None:
-        """Take in an admitted evaluation reply; its arrays, if any, are a personal model."""
-
-    def take_probe(self, client: ClientId, probe: str, loss: float) -> None:
-        """Take in the loss that a client found for the model of a message to evaluate whose settings hold PROBE."""
-
-    def end_round(self, server_round: int, answered: Sequence[ClientId]) -> None:
-        """End a round in which these clients (in order) answered. Without any, nothing changes."""
-        raise NotImplementedError
-
-    def notes(self, client: ClientId) -> dict[str, Any]:
-        """What the history is to say of the last message to a client."""
-        return {}
-
-    def global_arrays(self) -> ArrayRecord:
-        """The global model; the plain mean of the clients' models where there is none."""
-        raise NotImplementedError
-
-    def personal_arrays(self, client: ClientId) -> ArrayRecord:
-        """The model that an evaluation of this client is of."""
-        raise NotImplementedError
-
-    def personal_models(self, clients: Sequence[ClientId]) -> Iterator[ArrayRecord]:
-        """The same of each of these clients, one after the other."""
-        return (self.personal_arrays(client) for client in clients)
-
-    def client_models(self) -> Mapping[ClientId, ArrayRecord]:
-        """Each client's personal model, as far as models reach the server."""
-        raise NotImplementedError
-
-    def collaboration(self) -> tuple[list[ClientId], np.ndarray]:
-        """Who learns from whom.
-
-        Returns
-        -------
-        clients : list of m client ids, in order
-        weights : ndarray, shape (m, m)
-            Row i holds the shares of the clients' models in what client i last received, or predicts with; rows sum
-            to 1, or are 0 where the server is not to know.
-        """
-        raise NotImplementedError
-
-    layout: Layout
-
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint at the end of a round holds; see `checkpoint.pack` for what can be in it."""
-        return {name: getattr(self, name) for name in self.STATE}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave, after `begin`."""
-        for name, value in state.items():
-            if hasattr(mine := getattr(self, name), "restore"):
-                mine.restore(value)
-            else:
-                setattr(self, name, value)
 
     # --- Flower's interface ---------------------------------------------------------------------------
 
@@ -445,6 +295,10 @@ class PersonalizedStrategy(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Make the messages by which clients evaluate their personal models, one at a time."""
+        for each in self.side_evaluations(server_round):
+            if each.client in self.roster.nodes and each.client not in self._not_replied:
+                settings = ConfigRecord({**config, **each.settings})
+                yield self._message(each.client, each.arrays, settings, server_round, MessageType.EVALUATE, each.name)
         clients = self._closing or self.sample(
             server_round, self.fraction_evaluate, self.min_evaluate_nodes, "evaluate"
         )
@@ -628,12 +482,12 @@ class PersonalizedStrategy(Strategy):
         config: ConfigRecord,
         server_round: int,
         message_type: str,
-        probe: str = "",
+        side: str = "",
     ) -> Message:
         settings = ConfigRecord({**config, **self.round_config(server_round, client)})
         settings.pop(PROBE, None)  # it is not the caller's to say
-        if probe:
-            settings[PROBE] = probe
+        if side:
+            settings[PROBE] = side
         settings[SERVER_ROUND] = server_round
         oldest = self._checkpoints.oldest if self._checkpoints else server_round - 1
         settings[KEEP_FROM] = -1 if oldest is None else oldest
@@ -655,7 +509,7 @@ class PersonalizedStrategy(Strategy):
         self._asked = {}
         for message in messages:
             client = client_of[message.metadata.dst_node_id]
-            notes = self.notes(client)
+            notes = self.row_fields(client)
             if message.metadata.message_type == MessageType.EVALUATE:  # it may join a row of training
                 notes = {f"evaluate-{key}": value for key, value in notes.items()}
             asked = _Asked(
@@ -725,9 +579,9 @@ class PersonalizedStrategy(Strategy):
         try:
             with self._at_the_senders_cost():
                 reply = admit(content, self.weighted_by_key, due)
-                if asked.probe:
+                if asked.side:
                     loss = _loss_in(reply.metrics)
-                    self.take_probe(asked.client, asked.probe, loss)
+                    self.take_side_loss(asked.client, asked.side, loss)
                 else:
                     if not evaluation:
                         self.inspect(asked.client, reply)
@@ -737,9 +591,9 @@ class PersonalizedStrategy(Strategy):
             self._refuse(asked, server_round, refusal, bytes_up)
             return None
         self.roster.succeeded(asked.client)
-        if asked.probe:
+        if asked.side:
             worked = {key: reply.metrics[key] for key in COMPUTE if key in reply.metrics}
-            self._add_row(asked, server_round, "ok", bytes_up, {f"{asked.probe}-loss": loss, **worked})
+            self._add_row(asked, server_round, "ok", bytes_up, {f"{asked.side}-loss": loss, **worked})
             return None
         # Numbers alone go into rows, and the engine's own columns are not the client's to name.
         metrics = {
@@ -808,8 +662,8 @@ class PersonalizedStrategy(Strategy):
         if status != "ok":
             status = first_line(status)
             log(WARNING, "kindred: round %d goes on without client %s: %s", server_round, asked.client, status)
-            if asked.probe:  # replies of an exchange come in any order: each has a column of its own
-                metrics, status = {f"{asked.probe}-status": status}, "ok"
+            if asked.side:  # replies of an exchange come in any order: each has a column of its own
+                metrics, status = {f"{asked.side}-status": status}, "ok"
         row = {
             **(metrics or {}),  # whatever a client calls its metrics, the columns below are not its own
             **asked.notes,
@@ -828,7 +682,7 @@ class PersonalizedStrategy(Strategy):
                     if measure == "loss" or 0 <= row[key] <= 1:
                         row[f"{PERSONAL}-{measure}"] = float(row[key])
                     break
-        reported = () if asked.probe else (metrics or {}).keys() - asked.notes.keys() - set(ENGINES_OWN)
+        reported = () if asked.side else (metrics or {}).keys() - asked.notes.keys() - set(ENGINES_OWN)
         self.history.add(row, reported)
 
     def _evaluate(self, grid: Grid, result: Result, config: ConfigRecord, timeout: float, server_round: int) -> None:
@@ -845,138 +699,6 @@ class PersonalizedStrategy(Strategy):
         log(INFO, "%s", progress(line, self.last_round))
         if on_round:
             on_round(server_round)
-
-
-class StoredModels(PersonalizedStrategy):
-    """Base of the methods in which every client's trained model reaches the server and is kept there.
-
-    Parameters
-    ----------
-    store : {"memory", "disk"}
-        Where the models are kept. On disk they are in a file, and memory holds little more than the models of those
-        who take part in a round; results are the same, bit for bit. See `ClientModels`.
-    **settings
-        Those of `PersonalizedStrategy`.
-
-    Attributes
-    ----------
-    models : ClientModels
-        The last model of each client that ever took part.
-    online : list of client ids, in order
-        Those whose model of the last round is at hand. A round without answers changes nothing.
-    """
-
-    STATE = (*PersonalizedStrategy.STATE, "models", "online")
-    models: ClientModels
-
-    def __init__(self, *, store: str = "memory", **settings: Any) -> None:
-        super().__init__(**settings)
-        check("store", store, store in ("memory", "disk"), "memory, disk")
-        self.store = store
-
-    def begin(self, initial_arrays: ArrayRecord) -> None:
-        self.initial = initial_arrays
-        self.layout = Layout(initial_arrays, self.buffers)
-        self.models = ClientModels(self.layout, self.store)
-        self.online: list[ClientId] = []
-
-    def welcome(self, clients: Sequence[ClientId]) -> None:
-        """Give the initial model to those of these clients that have none yet."""
-        self.models.reserve(len(self.roster.nodes))
-        for client in clients:
-            if client not in self.models:
-                self.models.put(client, read_record(self.initial))
-
-    def take(self, client: ClientId, reply: Reply) -> None:
-        self.models.put(client, reply.arrays)
-
-    def update_norm(self, client: ClientId, arrays: Mapping[str, np.ndarray]) -> float:
-        """Of the change since the client's last model, which is at the server; what it was sent is not kept."""
-        row = np.empty(self.layout.size, self.layout.dtype)  # (d,)
-        self.layout.flatten(arrays, row)
-        trained = self.layout.num_parameters
-        with np.errstate(over="ignore"):
-            return norm([row[:trained] - self.models.row(client)[:trained]])
-
-    def end_round(self, server_round: int, answered: Sequence[ClientId]) -> None:
-        if answered:
-            self.online = list(answered)
-
-    def global_arrays(self) -> ArrayRecord:
-        clients = list(self.models)
-        if not clients:
-            return self.initial
-        mean = next(self.models.combinations(np.full((1, len(clients)), 1 / len(clients)), clients))
-        return self.models.combined_record(mean, clients[0])
-
-    def personal_arrays(self, client: ClientId) -> ArrayRecord:
-        self.welcome([client])
-        return self.models[client]
-
-    def client_models(self) -> Mapping[ClientId, ArrayRecord]:
-        return self.models
-
-
-# Of a round: who received something, of whom, and how much of each, (r, m).
-NOBODYS: tuple[list[ClientId], list[ClientId], np.ndarray] = ([], [], np.zeros((0, 0)))
-
-
-class CloudModels(StoredModels):
-    """Base of the methods in which a client trains from a weighted sum of the clients' models, its cloud model.
-
-    Parameters
-    ----------
-    **settings
-        Those of `StoredModels`.
-    """
-
-    STATE = (*StoredModels.STATE, "_weights")
-
-    def begin(self, initial_arrays: ArrayRecord) -> None:
-        super().begin(initial_arrays)
-        self._weights = NOBODYS
-
-    def cloud_weights(self, server_round: int, clients: Sequence[ClientId]) -> tuple[list[ClientId], np.ndarray]:
-        """What the cloud models of these clients are made of.
-
-        Returns
-        -------
-        senders : list of m client ids
-            Nobody while no client has trained yet, and every model is the initial one.
-        weights : ndarray, shape (r, m)
-            Rows sum to 1.
-        """
-        raise NotImplementedError
-
-    def outgoing(self, server_round: int, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId, ArrayRecord]]:
-        self._weights = NOBODYS
-        self.welcome(clients)
-        senders, rows = self.cloud_weights(server_round, clients)
-        if senders:
-            self._weights = (list(clients), senders, rows)
-        yield from zip(clients, self.clouds(clients, senders, rows))
-
-    def clouds(
-        self, clients: Sequence[ClientId], senders: Sequence[ClientId], rows: np.ndarray
-    ) -> Iterator[ArrayRecord]:
-        """The cloud models of these clients, one after the other; the initial one, if there are no senders."""
-        if not senders:
-            yield from (self.initial for _ in clients)
-            return
-        for client, cloud_model in zip(clients, self.models.combinations(rows, senders)):
-            yield self.models.combined_record(cloud_model, client)
-
-    def collaboration(self) -> tuple[list[ClientId], np.ndarray]:
-        """The weights of the last round; a client that received nothing has its own model alone."""
-        clients = in_order({*self.models, *self.clients()})
-        column = {client: i for i, client in enumerate(clients)}
-        weights = np.eye(len(clients))
-        receivers, senders, received = self._weights
-        if receivers:
-            rows = [column[client] for client in receivers]
-            weights[rows] = 0
-            weights[np.ix_(rows, [column[client] for client in senders])] = received
-        return clients, weights
 
 
 def mean_metrics(contents: list[RecordDict], weighted_by_key: str) -> MetricRecord:

@@ -1,0 +1,147 @@
+"""Bases of the methods whose server keeps every client's model: `StoredModels`, and `CloudModels` that mix them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from flwr.app import ArrayRecord
+
+from kindred.messages import ClientId, check, in_order, read_record
+
+from .admission import Reply, norm
+from .model_store import ClientModels, Layout
+from .strategy import PersonalizedStrategy
+
+
+class StoredModels(PersonalizedStrategy):
+    """Base of the methods whose server keeps every client's trained model.
+
+    Parameters
+    ----------
+    store : {"memory", "disk"}
+        Where the models are kept. On disk they are in a file, and memory holds little more than the models of the
+        clients of a round; results are the same, bit for bit. See `ClientModels`.
+    **settings
+        Those of `PersonalizedStrategy`.
+
+    Attributes
+    ----------
+    models : ClientModels
+        The last model of each client that ever took part.
+    online : list of client ids, in order
+        Clients that answered in the last round. A round without answers changes nothing.
+    """
+
+    STATE = (*PersonalizedStrategy.STATE, "models", "online")
+    models: ClientModels
+
+    def __init__(self, *, store: str = "memory", **settings: Any) -> None:
+        super().__init__(**settings)
+        check("store", store, store in ("memory", "disk"), "memory, disk")
+        self.store = store
+
+    def begin(self, initial_arrays: ArrayRecord) -> None:
+        self.initial = initial_arrays
+        self.layout = Layout(initial_arrays, self.buffers)
+        self.models = ClientModels(self.layout, self.store)
+        self.online: list[ClientId] = []
+
+    def welcome(self, clients: Sequence[ClientId]) -> None:
+        """Give the initial model to those of these clients that have none yet."""
+        self.models.reserve(len(self.roster.nodes))
+        for client in clients:
+            if client not in self.models:
+                self.models.put(client, read_record(self.initial))
+
+    def take(self, client: ClientId, reply: Reply) -> None:
+        self.models.put(client, reply.arrays)
+
+    def update_norm(self, client: ClientId, arrays: Mapping[str, np.ndarray]) -> float:
+        """Return the norm of the change since the client's last model; the model that it was sent is not kept."""
+        row = np.empty(self.layout.size, self.layout.dtype)  # (d,)
+        self.layout.flatten(arrays, row)
+        trained = self.layout.num_parameters
+        with np.errstate(over="ignore"):
+            return norm([row[:trained] - self.models.row(client)[:trained]])
+
+    def end_round(self, server_round: int, answered: Sequence[ClientId]) -> None:
+        if answered:
+            self.online = list(answered)
+
+    def global_arrays(self) -> ArrayRecord:
+        clients = list(self.models)
+        if not clients:
+            return self.initial
+        mean = next(self.models.combinations(np.full((1, len(clients)), 1 / len(clients)), clients))
+        return self.models.combined_record(mean, clients[0])
+
+    def personal_arrays(self, client: ClientId) -> ArrayRecord:
+        self.welcome([client])
+        return self.models[client]
+
+    def client_models(self) -> Mapping[ClientId, ArrayRecord]:
+        return self.models
+
+
+# Receivers, senders and their weights, (r, m), of a round in which nobody received anything.
+NO_WEIGHTS: tuple[list[ClientId], list[ClientId], np.ndarray] = ([], [], np.zeros((0, 0)))
+
+
+class CloudModels(StoredModels):
+    """Base of the methods in which a client trains from a weighted sum of the clients' models, its cloud model.
+
+    Parameters
+    ----------
+    **settings
+        Those of `StoredModels`.
+    """
+
+    STATE = (*StoredModels.STATE, "_weights")
+
+    def begin(self, initial_arrays: ArrayRecord) -> None:
+        super().begin(initial_arrays)
+        self._weights = NO_WEIGHTS
+
+    def cloud_weights(self, server_round: int, clients: Sequence[ClientId]) -> tuple[list[ClientId], np.ndarray]:
+        """Return the mixing weights of these clients' cloud models.
+
+        Returns
+        -------
+        senders : list of m client ids
+            Empty until a client has trained: every cloud model is then the initial model.
+        weights : ndarray, shape (r, m)
+            Rows sum to 1.
+        """
+        raise NotImplementedError
+
+    def outgoing(self, server_round: int, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId, ArrayRecord]]:
+        self._weights = NO_WEIGHTS
+        self.welcome(clients)
+        senders, rows = self.cloud_weights(server_round, clients)
+        if senders:
+            self._weights = (list(clients), senders, rows)
+        yield from zip(clients, self.clouds(clients, senders, rows))
+
+    def clouds(
+        self, clients: Sequence[ClientId], senders: Sequence[ClientId], rows: np.ndarray
+    ) -> Iterator[ArrayRecord]:
+        """Yield the cloud model of each of these clients; the initial model where there are no senders."""
+        if not senders:
+            yield from (self.initial for _ in clients)
+            return
+        for client, cloud_model in zip(clients, self.models.combinations(rows, senders)):
+            yield self.models.combined_record(cloud_model, client)
+
+    def collaboration(self) -> tuple[list[ClientId], np.ndarray]:
+        """Return the weights of the last round; a client that received nothing has weight 1 on its own model."""
+        clients = in_order({*self.models, *self.clients()})
+        column = {client: i for i, client in enumerate(clients)}
+        weights = np.eye(len(clients))
+        receivers, senders, received = self._weights
+        if receivers:
+            rows = [column[client] for client in receivers]
+            weights[rows] = 0
+            weights[np.ix_(rows, [column[client] for client in senders])] = received
+        return clients, weights
