@@ -14,6 +14,7 @@ from typing import Any
 from kindred.server_app.config import Config
 from kindred.versions import DISTRIBUTION, VERSION
 
+CONNECTION = "kindred"  # the name of the SuperLink in the config.toml of an FLWR_HOME of ours
 PYPROJECT = """[project]
 name = {name}
 version = {version}

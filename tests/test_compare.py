@@ -35,7 +35,7 @@ from kindred.server_app.config import Config, ConfigError, kebab
 from kindred.server_app.presets import FOLDER, load_preset, preset_names
 from kindred.server_app.report.figures import comparison_figure
 from kindred.server_app.results import RunFolder
-from kindred.server_app.simulation import Outcome
+from kindred.server_app.run_log import Outcome
 
 SMALL = [
     "--clients=4",

@@ -28,7 +28,7 @@ from kindred import REGISTRY, FedAMP, FedAvg, FedeRiCo, InlineGrid, Local, TooFe
 from kindred.engine.admission import LARGEST, MAX_EXAMPLES, MAX_METRICS, MAX_NAME, MAX_NUMBERS, Refused, admit
 from kindred.engine.checkpoint import Checkpoints
 from kindred.messages import MOST, read_array, read_record, to_record
-from kindred.server_app.simulation import MARK, marked_processes
+from kindred.server_app.processes import MARK, marked_processes
 from kindred.server_app.summary import summarise
 
 from .plain import FaultyGrid, collaboration_app, initial, plain_app, target

@@ -17,9 +17,9 @@ import psutil
 import pytest
 from hypothesis import given, strategies as st
 
-from kindred.server_app import simulation as flower
+from kindred.server_app import processes, simulation as flower, workspace
 from kindred.server_app.flower_app import toml
-from kindred.server_app.simulation import Log
+from kindred.server_app.run_log import Log
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -226,7 +226,7 @@ def test_a_process_that_takes_its_time_to_end_is_waited_for(monkeypatch) -> None
     sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
     start_it = f"import subprocess; print(subprocess.Popen({sleep}, env={{}}).pid, flush=True); {sleep[-1]}"
     parent = subprocess.Popen(
-        [sys.executable, "-c", start_it], stdout=subprocess.PIPE, text=True, env={**os.environ, flower.MARK: "a-run"}
+        [sys.executable, "-c", start_it], stdout=subprocess.PIPE, text=True, env={**os.environ, processes.MARK: "a-run"}
     )
     child = psutil.Process(int(parent.stdout.readline()))
     kill, killed = psutil.Process.kill, []
@@ -238,7 +238,7 @@ def test_a_process_that_takes_its_time_to_end_is_waited_for(monkeypatch) -> None
 
     try:
         monkeypatch.setattr(psutil.Process, "kill", slow)
-        flower.kill_processes("a-run")
+        processes.kill_processes("a-run")
         assert running([psutil.Process(parent.pid), child]) == []
         assert killed.count(child) == 3
     finally:
@@ -271,8 +271,8 @@ def test_ports_that_are_taken_end_in_one_line_and_code_2_and_leave_nothing_of_ou
 def folder_of_a_killed_process(parent: Path) -> Path:
     """A working folder with a marker, of a process that was killed."""
     script = (
-        "import sys; from pathlib import Path; from kindred.server_app import simulation\n"
-        "folder = simulation._OwnFolder(Path(sys.argv[1])); print(folder.path, flush=True); sys.stdin.read()"
+        "import sys; from pathlib import Path; from kindred.server_app.workspace import OwnFolder\n"
+        "folder = OwnFolder(Path(sys.argv[1])); print(folder.path, flush=True); sys.stdin.read()"
     )
     process = subprocess.Popen(
         [sys.executable, "-P", "-c", script, str(parent)],
@@ -297,21 +297,21 @@ def test_only_marked_folders_of_processes_that_have_ended_are_removed(tmp_path) 
     (elsewhere / "thesis.txt").write_text("ours alone")
     (dead / "link").symlink_to(elsewhere)
 
-    marker = (dead / flower.MARKER).read_text()
+    marker = (dead / workspace.MARKER).read_text()
     kept = [parent / f"kindred-99999-{name}" for name in ("unmarked", "other", "elsewhere", "linked", "pipe")]
     unmarked, other, linked_folder, linked_marker, pipe = kept
     for folder in (unmarked, other, linked_marker, pipe):
         folder.mkdir()
         (folder / "thesis.txt").write_text("a user's")
-    (other / flower.MARKER).write_text("a user's too")
-    (elsewhere / flower.MARKER).write_text(marker)  # a folder of ours, but not here
+    (other / workspace.MARKER).write_text("a user's too")
+    (elsewhere / workspace.MARKER).write_text(marker)  # a folder of ours, but not here
     linked_folder.symlink_to(elsewhere)
-    (linked_marker / flower.MARKER).symlink_to(elsewhere / flower.MARKER)
-    os.mkfifo(pipe / flower.MARKER)
-    live = flower._OwnFolder(parent)
+    (linked_marker / workspace.MARKER).symlink_to(elsewhere / workspace.MARKER)
+    os.mkfifo(pipe / workspace.MARKER)
+    live = workspace.OwnFolder(parent)
     renamed = live.path.rename(parent / "kindred-99999-alive")  # the lock counts, not the number
 
-    new = flower._OwnFolder(parent)
+    new = workspace.OwnFolder(parent)
     assert sorted(parent.iterdir()) == sorted([*kept, renamed, new.path])
     assert (unmarked / "thesis.txt").read_text() == "a user's"
     assert (elsewhere / "thesis.txt").read_text() == "ours alone"
@@ -328,9 +328,9 @@ def test_what_cannot_be_removed_at_once_keeps_its_marker(tmp_path, monkeypatch) 
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "unlink", fail)
-        flower._OwnFolder(tmp_path)
-    assert (folder / flower.MARKER).exists()
-    flower._OwnFolder(tmp_path)
+        workspace.OwnFolder(tmp_path)
+    assert (folder / workspace.MARKER).exists()
+    workspace.OwnFolder(tmp_path)
     assert not folder.exists()
 
 

@@ -12,7 +12,7 @@ from flwr.clientapp import ClientApp
 
 import kindred
 from kindred import InlineGrid, Local, TooFewClients, make_client_app
-from kindred.server_app import simulation
+from kindred.server_app import run_log
 from kindred.server_app.cli import run as command_line
 from kindred.versions import FLOWER, VERSION, check_flower
 
@@ -91,8 +91,8 @@ def test_a_client_refuses_a_server_of_another_version_and_its_operator_sees_it(s
 
 def test_logs_of_runs_that_fail_are_files_of_their_own_of_which_the_newest_stay(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    monkeypatch.setattr(simulation, "LOGS_KEPT", 2)
-    kept = [simulation.keep_log(f"log {number}") for number in range(3)]
+    monkeypatch.setattr(run_log, "LOGS_KEPT", 2)
+    kept = [run_log.keep_log(f"log {number}") for number in range(3)]
     assert len(set(kept)) == 3
     there = set((tmp_path / "kindred" / "logs").iterdir())
     assert len(there) == 2 and there < set(kept)

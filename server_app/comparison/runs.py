@@ -12,7 +12,7 @@ from kindred.data import DataError, load_federation
 from kindred.server_app.app import images_of
 from kindred.server_app.config import Config, ConfigError
 from kindred.server_app.run_files import is_finished, read_config, read_summary, versions
-from kindred.server_app.simulation import Outcome
+from kindred.server_app.run_log import Outcome
 
 from .plan import Plan, run_hash
 from .statistics import content_of

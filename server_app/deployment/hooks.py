@@ -24,7 +24,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from kindred.server_app.simulation import END_WITH_PARENT
+from kindred.server_app.processes import END_WITH_PARENT
 
 # A command of Flower's that ends, with what it started, when the process that its first argument names does, even by
 # SIGKILL.

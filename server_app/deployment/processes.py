@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kindred.server_app.cli.common import warn
-from kindred.server_app.simulation import MARK, Signalled, kill_processes, signals_as_exceptions
+from kindred.server_app.processes import MARK, Signalled, kill_processes, signals_as_exceptions
 
 from . import hooks
 from .addresses import LOOPBACK

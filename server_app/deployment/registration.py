@@ -13,7 +13,7 @@ from pathlib import Path
 import typer
 
 from kindred.server_app.cli.common import warn
-from kindred.server_app.simulation import CONNECTION
+from kindred.server_app.flower_app import CONNECTION
 
 from .certificates import check_public_key, check_site_name
 from .files import open_to_others, write_file

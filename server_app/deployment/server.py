@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kindred.server_app.cli.common import app, end, option, warn
-from kindred.server_app.flower_app import toml, write_flower_app
-from kindred.server_app.simulation import CONNECTION, STARTUP_TIMEOUT
+from kindred.server_app.flower_app import CONNECTION, toml, write_flower_app
+from kindred.server_app.simulation import STARTUP_TIMEOUT
 
 from . import hooks
 from .addresses import (

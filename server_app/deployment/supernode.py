@@ -15,7 +15,7 @@ from typing import IO
 import typer
 
 from kindred.server_app.cli.common import warn
-from kindred.server_app.simulation import kill_processes
+from kindred.server_app.processes import kill_processes
 
 from . import hooks
 from .addresses import LOOPBACK, check_port_is_free

@@ -30,9 +30,8 @@ from kindred.engine.history import is_status, statuses
 from kindred.messages import BETWEEN, PERSONAL, RECEIVED, SAMPLES_TRAINED, TRAINED, TUNED, ClientId, in_order
 from kindred.server_app.comparison.texts import remarks, tables
 from kindred.server_app.config import Config, ConfigError
-from kindred.server_app.flower_app import toml
+from kindred.server_app.flower_app import CONNECTION, toml
 from kindred.server_app.run_files import is_finished, what_data
-from kindred.server_app.simulation import CONNECTION
 from kindred.server_app.tables import read_table
 
 from .figures import carried_forward, is_accuracy

@@ -1,0 +1,107 @@
+"""Processes that a command starts: marked, so that they are found and killed with all that they started.
+
+A signal becomes an exception, so that the command ends its processes before it ends itself.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+import psutil
+
+MARK = "KINDRED_RUN"  # an environment variable that every process of a run inherits
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+# Begins what a process of ours runs: should ours, its first argument, be killed, it sees to the end of what it started,
+# and of itself.
+END_WITH_PARENT = """
+import os, sys, threading, time
+import psutil
+
+def end_with(parent):
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    for process in psutil.Process().children(recursive=True):
+        process.kill()
+    os._exit(1)
+
+threading.Thread(target=end_with, args=(int(sys.argv.pop(1)),), daemon=True).start()
+"""
+
+
+class Signalled(BaseException):
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+class _Signals:
+    heeded = True
+
+
+@contextmanager
+def signals_as_exceptions() -> Iterator[_Signals]:
+    """Raise `Signalled` at a signal, as long as signals are heeded; what is ignored, as by nohup, stays so."""
+    signals = _Signals()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if signals.heeded:
+            signals.heeded = False
+            raise Signalled(signal.Signals(number))
+
+    before = {
+        number: signal.signal(number, handle) for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN
+    }
+    try:
+        yield signals
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def kill_processes(mark: str) -> None:
+    """Kill every process of the run and wait until there is none.
+
+    All are stopped before: none is to start another unseen. Those killed are remembered: one that takes its
+    time to end has lost the parent it was found by.
+    """
+    deadline = time.monotonic() + 15
+    killed: set[psutil.Process] = set()
+    while (processes := marked_processes(mark, killed)) and time.monotonic() < deadline:
+        stopped: set[psutil.Process] = set()
+        while more := processes - stopped:
+            for process in more:
+                with suppress(psutil.Error):
+                    process.suspend()
+            stopped |= more
+            processes = marked_processes(mark, killed)
+        for process in stopped:
+            with suppress(psutil.Error):
+                process.kill()
+        killed |= stopped
+        time.sleep(0.05)
+
+
+def marked_processes(mark: str, known: Collection[psutil.Process] = ()) -> set[psutil.Process]:
+    """Those that run of the known processes and of all that have the mark, and what they started.
+
+    Ray's actors write over their environment.
+    """
+    alive: dict[int, psutil.Process] = {}
+    parents: dict[int, int] = {}
+    found: set[int] = set()
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            parents[process.pid] = process.ppid()
+            alive[process.pid] = process
+            if process in known or process.environ().get(MARK) == mark:
+                found.add(process.pid)
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return {alive[pid] for pid in found}

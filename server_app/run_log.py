@@ -1,0 +1,134 @@
+"""The log of a run, and how the run ended: what is shown of Flower's lines, and what they say about a failure."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple, TextIO
+
+from kindred.client.state import default_root
+
+LOGS_KEPT = 20  # of runs that failed
+BAD_INPUT = ("ConfigError", "DataError", "ExtensionError")  # exceptions of the app that say: change a setting
+
+# Exceptions in which Flower wraps the one that says what happened.
+WRAPPERS = ("Simulation Runtime crashed.", "An error was encountered. Ending simulation.")
+# Warnings and errors of every run, or of every failed one, that say nothing about it.
+NOISE = re.compile(
+    r"Since flwr 1\.32|Manually terminating|Traceback |An exception occur|Stopping Simulation Runtime"
+    r"|Simulation raised an exception|Exit Code: |An exception was raised when processing|ray::|\s*$"
+)
+
+
+class Outcome(NamedTuple):
+    """How a run ended.
+
+    Attributes
+    ----------
+    code : int
+        0: completed. 1: failed. 2: a setting, the data or the machine must be changed. 128 + n: ended by signal n.
+    reason : str
+        One line; empty if the run completed.
+    results : Path or None
+        The folder of the results, if the run said where it is.
+    """
+
+    code: int
+    reason: str = ""
+    results: Path | None = None
+
+
+def keep_log(text: str) -> Path:
+    """Write the log of a run that failed before it had a folder, and return its path; the newest LOGS_KEPT stay.
+
+    Raises
+    ------
+    OSError
+        The log cannot be written.
+    """
+    folder = default_root() / "logs"
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor, path = tempfile.mkstemp(".log", f"failed-{datetime.now(UTC):%Y%m%d-%H%M%S}-", folder)
+    with open(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+    for old in sorted(folder.glob("failed-*.log"))[:-LOGS_KEPT]:
+        old.unlink(missing_ok=True)
+    return Path(path)
+
+
+class Log:
+    """The log of a run: written down as a whole, shown in part, understood as far as needed.
+
+    Parameters
+    ----------
+    file : text stream
+        Gets every line, without colours.
+    on_line : callable
+        Gets what `shown` lets through.
+
+    Attributes
+    ----------
+    results : Path or None
+        Where the app says that its results are.
+    """
+
+    def __init__(self, file: TextIO, on_line: Callable[[str], None]) -> None:
+        self.file = file
+        self.on_line = on_line
+        self.results: Path | None = None
+        self._errors: list[tuple[str, str]] = []  # (exception, message) of each traceback
+        self._in_traceback = False
+        self._last = ""
+        self._complaints: set[str] = set()
+
+    def add(self, line: str) -> None:
+        """Take in a line."""
+        line = re.sub(r"\x1b\[[0-9;]*m", "", line).rstrip()
+        self.file.write(f"{line}\n")
+        self._last = line.strip() or self._last
+        level, text = _level_and_text(line)
+        if text.startswith("Traceback (most recent call last)"):
+            self._in_traceback = True
+        elif self._in_traceback and text and not text.startswith(" "):
+            self._in_traceback = False
+            name, _, message = text.partition(": ")
+            if message not in WRAPPERS:
+                self._errors.append((name.rpartition(".")[2], message))
+        if text.startswith("kindred: results in "):
+            self.results = Path(text.removeprefix("kindred: results in "))
+        if (show := shown(level, text)) and not (level != "INFO" and show in self._complaints):
+            self._complaints.add(show)
+            self.on_line(show)
+
+    def failure(self, details: str) -> Outcome:
+        """The outcome of a run that has failed; `details` is what Flower says about it."""
+        if self._errors:
+            name, message = self._errors[-1]
+            if name in BAD_INPUT:
+                return Outcome(2, message, self.results)
+            return Outcome(1, f"{name}: {message}" if message else name, self.results)
+        reason = details.strip().partition("\n")[0] or self._last.removeprefix("Error: ") or "Flower says no more"
+        if reason.startswith("No heartbeat"):
+            reason = "the simulation's process was killed; most often the machine has too little memory"
+        return Outcome(1, f"the run failed: {reason}", self.results)
+
+
+def _level_and_text(line: str) -> tuple[str, str]:
+    """Take a line of Flower's logger apart; other lines have the level ""."""
+    line = re.sub(r"^\(\w+ pid=[^)]*\) ?", "", line)  # what Ray puts before the lines of an actor
+    found = re.match(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) *: +(.*)", line)
+    return (found[1], found[2]) if found else ("", line)
+
+
+def shown(level: str, text: str) -> str | None:
+    """What a person sees of a line of the log: progress, our own messages, warnings and errors; else None."""
+    if level == "INFO" and text.startswith(("round ", "closing evaluation ")):
+        return text
+    if level == "INFO" and text.startswith("kindred: "):
+        return text.removeprefix("kindred: ")
+    if level in ("WARNING", "ERROR", "CRITICAL") and not NOISE.match(text):
+        return f"{level.lower()}: {text.removeprefix('kindred: ')}"
+    return None
