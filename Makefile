@@ -2,9 +2,12 @@ PYTHON ?= python3
 VENV := .venv
 INSTALLED := $(VENV)/.installed
 
+# The package as mypy can follow it: see [tool.mypy] in pyproject.toml.
+TYPED := $(VENV)/types/kindred
+
 SOURCES := strategies data server_app client_app tests benchmarks examples
 
-.PHONY: install run lint test test-faults test-deployment benchmarks clean
+.PHONY: install run lint types test test-faults test-deployment benchmarks clean
 
 install: $(INSTALLED)
 
@@ -17,9 +20,15 @@ $(INSTALLED): pyproject.toml constraints.txt
 run: $(INSTALLED)
 	$(VENV)/bin/kindred run --against local,fedavg
 
-lint: $(INSTALLED)
+lint: $(INSTALLED) types
 	$(VENV)/bin/ruff check $(SOURCES)
 	$(VENV)/bin/ruff format --check $(SOURCES)
+
+types: $(INSTALLED)
+	rm -rf $(TYPED)
+	mkdir -p $(TYPED)
+	ln -s $(addprefix $(CURDIR)/,$(wildcard strategies/*) data server_app client_app) $(TYPED)
+	$(VENV)/bin/mypy
 
 test: $(INSTALLED)
 	$(VENV)/bin/python -m pytest --durations=10 --numprocesses logical --maxprocesses 4 --dist loadfile
