@@ -721,7 +721,7 @@ class Kindred(CloudModels):
         super().take(client, reply)
         if before is not None:
             self.models.row(client)[:] = before / 2 + self.models.row(client) / 2
-        self._samples[client] = float(reply.metrics[self.weighted_by_key])
+        self._samples[client] = reply.number(self.weighted_by_key)
         if FOLD_LOSSES in reply.config and self._leaves_out(self._trained_in.get(client, 0)):
             self._folds[client] = np.array(reply.config[FOLD_LOSSES], float)
         self._adjustments.pop(client, None)

@@ -84,7 +84,7 @@ def test_a_round_is_the_papers() -> None:
     for m, w in enumerate((FIRST, SECOND)):
         trained = [client.step(w, q[i][m]) for i, client in enumerate(CLIENTS)]
         mean = (1 * trained[0] + 3 * trained[1] + 2 * trained[2]) / 6  # by samples, and not by q
-        assert weights_of(strategy._models[m]) == pytest.approx(mean)
+        assert weights_of(strategy.models[m]) == pytest.approx(mean)
     row = strategy.history.rows[1]
     losses = CLIENTS[1].loss(FIRST, 0.88080), CLIENTS[1].loss(SECOND, 0.11920)
     assert row["train-loss"] == pytest.approx(sum(losses), abs=1e-4)
@@ -100,7 +100,7 @@ def test_shares_are_kept_at_the_client_and_go_on_from_round_to_round() -> None:
         CLIENTS,
         FIRST,
         3,
-        on_round=lambda r: seen.update({r: [weights_of(record) for record in strategy._models]}),
+        on_round=lambda r: seen.update({r: [weights_of(record) for record in strategy.models]}),
     )
     found = kept_mixtures(strategy)
     for i, client in enumerate(CLIENTS):
@@ -109,7 +109,7 @@ def test_shares_are_kept_at_the_client_and_go_on_from_round_to_round() -> None:
             shares = shares_of(client, shares, *components)
         assert found[i].shares == pytest.approx(shares, abs=1e-6)
         assert found[i].clients == [0, 1]
-        for kept, last in zip(found[i].models, strategy._models):
+        for kept, last in zip(found[i].models, strategy.models):
             assert kept["weight"].tobytes() == weights_of(last).tobytes()
     assert found[0].shares[0] > 0.8 and found[2].shares[1] > 0.8
     assert not any("share" in key for row in strategy.history.rows for key in row)
@@ -127,7 +127,7 @@ def test_who_was_never_there_finds_its_shares_by_one_step() -> None:
     grid = FaultyGrid(by_hand.app_of(CLIENTS), 3, lambda r, c: "error" if c == 2 else "ok")
     strategy = FedEM(num_components=2, other_models=[by_hand.model(SECOND)])
     by_hand.start(strategy, CLIENTS, FIRST, 2, grid)
-    last = [weights_of(record) for record in strategy._models]
+    last = [weights_of(record) for record in strategy.models]
     found = kept_mixtures(strategy)[2]
     assert found.shares == pytest.approx(shares_of(CLIENTS[2], np.array([0.5, 0.5]), *last), abs=1e-6)
 
@@ -184,7 +184,7 @@ def test_the_result_is_the_mixture_of_the_last_components() -> None:
     closing = {row["client"]: row for row in strategy.history.rows if row["round"] == 4}
     for client, mixture in kept_mixtures(strategy).items():
         site = test_client.load_site(type("Context", (), {"node_config": {"partition-id": client}}))
-        for kept, last in zip(mixture.models, strategy._models, strict=True):
+        for kept, last in zip(mixture.models, strategy.models, strict=True):
             assert {name: array.tobytes() for name, array in kept.items()} == {
                 name: array.tobytes() for name, array in read_record(last).items()
             }
@@ -239,7 +239,7 @@ def test_a_site_keeps_its_mixture_from_the_first_round_on(tmp_path) -> None:
         ),
     )
     assert seen[1].shares.tolist() == [0.5, 0.5] and seen[1].models[0]["weight"].tolist() == FIRST.tolist()
-    assert seen[3].models[0]["weight"].tobytes() == weights_of(strategy._models[0]).tobytes()
+    assert seen[3].models[0]["weight"].tobytes() == weights_of(strategy.models[0]).tobytes()
     assert seen[1].shares[0] < seen[2].shares[0] < seen[3].shares[0]
 
 

@@ -44,7 +44,7 @@ def test_a_round_is_the_papers() -> None:
     strategy = by_three()
     # p = 1 / (1 + e^-1) = 0.7311 and 1 / (1 + e^-2) = 0.8808; w + 0.5 x (1 - p)
     one, two = 0.5 + 0.5 * 0.26894, 0.5 + 0.5 * 2 * 0.11920
-    first, second, third = (weights_of(record) for record in strategy._models)
+    first, second, third = (weights_of(record) for record in strategy.models)
     assert first == pytest.approx([(1 * one + 3 * two) / 4, -(1 * one + 3 * two) / 4], abs=1e-5)
     assert first == pytest.approx((1 * CLIENTS[0].step(FIRST) + 3 * CLIENTS[1].step(FIRST)) / 4)
     assert second == pytest.approx([-one, one], abs=1e-5)
@@ -62,7 +62,7 @@ def test_models_belong_to_clusters() -> None:
     models = [weights_of(record).tolist() for record in strategy.client_models().values()]
     assert models[0] == models[1] != models[2]
     assert strategy.collaboration()[1].tolist() == np.eye(3).tolist()  # the models sent last were nobody's yet
-    mean = (2 * weights_of(strategy._models[0]) + weights_of(strategy._models[1])) / 3
+    mean = (2 * weights_of(strategy.models[0]) + weights_of(strategy.models[1])) / 3
     assert weights_of(strategy.global_arrays()) == pytest.approx(mean)
 
 
@@ -118,7 +118,7 @@ def test_the_other_models_have_the_numbers_of_the_first() -> None:
     def starts(**settings) -> list[dict[str, np.ndarray]]:
         strategy = HypCluster(num_clusters=3, **settings)
         strategy.begin(to_record(first))
-        return [read_record(record) for record in strategy._models]
+        return [read_record(record) for record in strategy.models]
 
     first = get_arrays(test_client.network())
     models = starts()
@@ -147,7 +147,7 @@ def test_the_result_is_the_model_as_it_came_of_the_last_ones() -> None:
     for client, record in strategy.client_models().items():
         site = test_client.load_site(type("Context", (), {"node_config": {"partition-id": client}}))
         losses = []
-        for each in strategy._models:
+        for each in strategy.models:
             set_arrays(module, read_record(each))
             losses.append(evaluate(module, *site.train)[1])
         assert closing[client]["cluster"] == int(np.argmin(losses))
@@ -163,7 +163,7 @@ def test_who_was_never_drawn_chooses_in_the_closing_exchange() -> None:
     asked = {row["client"]: row for row in strategy.history.rows if row["round"] == 2}
     assert len(trained) == 2 and list(asked) == strategy.clients()
     for client, record in strategy.client_models().items():
-        assert values(record) == values(strategy._models[asked[client]["cluster"]])
+        assert values(record) == values(strategy.models[asked[client]["cluster"]])
 
 
 # --- What is refused ----------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ def test_a_model_that_nobody_trained_in_a_round_stays_as_it_is() -> None:
         FIRST,
         3,
         grid,
-        on_round=lambda r: seen.update({r: [values(record) for record in strategy._models]}),
+        on_round=lambda r: seen.update({r: [values(record) for record in strategy.models]}),
     )
     assert seen[1][1] == seen[2][1] != seen[3][1]
     assert seen[1][0] != seen[2][0]

@@ -213,7 +213,7 @@ class APFL(PlainSGD):
 
     def take(self, client: ClientId, reply: Reply) -> None:
         super().take(client, reply)
-        self._shares[client] = float(reply.metrics[MIXING_WEIGHT])
+        self._shares[client] = reply.number(MIXING_WEIGHT)
 
     def collaboration(self) -> tuple[list[ClientId], np.ndarray]:
         """alpha_i of the client itself, and of the rest the clients' shares in the global model that was sent last."""

@@ -271,7 +271,7 @@ class ClusteredFL(PersonalizedStrategy):
     def take(self, client: ClientId, reply: Reply) -> None:
         self.layout.flatten(reply.arrays, self._rows[self._row_of[client]])
         self._counters[client] = self.layout.integer_arrays(reply.arrays)
-        self._examples[client] = float(reply.metrics[self.weighted_by_key])
+        self._examples[client] = reply.number(self.weighted_by_key)
 
     def end_round(self, server_round: int, answered: Sequence[ClientId]) -> None:
         members: dict[int, list[ClientId]] = {}

@@ -71,11 +71,11 @@ class FedAvg(PersonalizedStrategy):
 
     name = "fedavg"
     personal = RECEIVED
-    STATE = (*PersonalizedStrategy.STATE, "_global", "_examples", "_sent")
+    STATE = (*PersonalizedStrategy.STATE, "global_model", "_examples", "_sent")
 
     def begin(self, initial_arrays: ArrayRecord) -> None:
         self.layout = Layout(initial_arrays, self.buffers)
-        self._global = initial_arrays
+        self.global_model = initial_arrays
         self._examples: dict[ClientId, float] = {}  # n_k of those whose models are in the global one
         self._sent: dict[ClientId, float] = {}  # the same of the global model that was sent last
 
@@ -86,34 +86,34 @@ class FedAvg(PersonalizedStrategy):
         )
         self._sent = self._examples
         self._counters: dict[ClientId, Mapping[str, np.ndarray]] = {}
-        return ((client, self._global) for client in clients)
+        return ((client, self.global_model) for client in clients)
 
     def update_norm(self, client: ClientId, arrays: Mapping[str, np.ndarray]) -> float:
         """Of the change since the global model, which the client was sent."""
-        return self.layout.distance(arrays, read_record(self._global))
+        return self.layout.distance(arrays, read_record(self.global_model))
 
     def take(self, client: ClientId, reply: Reply) -> None:
         row = np.empty(self.layout.size, self.layout.dtype)  # (d,)
         self.layout.flatten(reply.arrays, row)
         self._counters[client] = self.layout.integer_arrays(reply.arrays)
-        self._terms.add(client, (float(reply.metrics[self.weighted_by_key]), row))
+        self._terms.add(client, (reply.number(self.weighted_by_key), row))
 
     def end_round(self, server_round: int, answered: Sequence[ClientId]) -> None:
         self._terms.finish()
         mean = self._mean.result()
         if mean is not None:
             self._examples = self._mean.weights
-            self._global = self.layout.record(mean, self._counters[answered[0]])
+            self.global_model = self.layout.record(mean, self._counters[answered[0]])
 
     def global_arrays(self) -> ArrayRecord:
-        return self._global
+        return self.global_model
 
     def personal_arrays(self, client: ClientId) -> ArrayRecord:
-        return self._global
+        return self.global_model
 
     def client_models(self) -> dict[ClientId, ArrayRecord]:
         """The global model, for every client; none where personal models stay with the clients."""
-        return {} if self.model_stays else {client: self._global for client in self.clients()}
+        return {} if self.model_stays else {client: self.global_model for client in self.clients()}
 
     def collaboration(self) -> tuple[list[ClientId], np.ndarray]:
         """The shares of the clients in the global model that was sent last, the same for every client."""

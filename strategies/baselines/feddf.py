@@ -269,7 +269,7 @@ class FedDF(PersonalizedStrategy):
         row = np.empty(layout.size, layout.dtype)  # (d,)
         layout.flatten(reply.arrays, row)
         self._counters[client] = layout.integer_arrays(reply.arrays)
-        examples = float(reply.metrics[self.weighted_by_key])
+        examples = reply.number(self.weighted_by_key)
         self._terms.add(client, (examples, row, self._logits.pop(client, None)))
 
     def _add(self, client: ClientId, term: tuple[float, np.ndarray, torch.Tensor | None]) -> None:

@@ -215,11 +215,11 @@ class FedEM(SeveralModels):
     def update_norm(self, client: ClientId, arrays: Mapping[str, np.ndarray]) -> float:
         """Of the largest among the changes of the components."""
         parts = by_prefix(arrays)
-        return max(self.layout.distance(parts[str(m)], read_record(sent)) for m, sent in enumerate(self._models))
+        return max(self.layout.distance(parts[str(m)], read_record(sent)) for m, sent in enumerate(self.models))
 
     def take(self, client: ClientId, reply: Reply) -> None:
         models = {int(place): arrays for place, arrays in by_prefix(reply.arrays).items()}
-        self.take_models(client, float(reply.metrics[self.weighted_by_key]), models)
+        self.take_models(client, reply.number(self.weighted_by_key), models)
 
     def client_models(self) -> dict[ClientId, ArrayRecord]:
         """None: a client's model is its mixture."""

@@ -144,11 +144,11 @@ class HypCluster(SeveralModels):
 
     def update_norm(self, client: ClientId, arrays: Mapping[str, np.ndarray]) -> float:
         """Of the change since the model that the client took."""
-        return self.layout.distance(arrays, read_record(self._models[self._told[client]]))
+        return self.layout.distance(arrays, read_record(self.models[self._told[client]]))
 
     def take(self, client: ClientId, reply: Reply) -> None:
         self._cluster_of[client] = cluster = self._told.pop(client)
-        self.take_models(client, float(reply.metrics[self.weighted_by_key]), {cluster: reply.arrays})
+        self.take_models(client, reply.number(self.weighted_by_key), {cluster: reply.arrays})
 
     def end_round(self, server_round: int, answered: Sequence[ClientId]) -> None:
         super().end_round(server_round, answered)
@@ -160,7 +160,7 @@ class HypCluster(SeveralModels):
 
     def client_models(self) -> dict[ClientId, ArrayRecord]:
         """The model that each client took last; the first, where it has not said."""
-        return {client: self._models[self._cluster_of.get(client, 0)] for client in self.clients()}
+        return {client: self.models[self._cluster_of.get(client, 0)] for client in self.clients()}
 
     def collaboration(self) -> tuple[list[ClientId], np.ndarray]:
         """Row i: the shares of the clients in the model that client i took last, of those that were sent last.

@@ -225,7 +225,7 @@ class SCAFFOLD(PlainSGD):
             for name in self.layout.parameters
         }
         record = ArrayRecord()
-        record.update(self._global)
+        record.update(self.global_model)
         record.update(to_record(with_prefix(CONTROL, self._control)))
         return ((client, record) for client, _ in super().outgoing(server_round, clients))
 
@@ -247,7 +247,7 @@ class SCAFFOLD(PlainSGD):
         row = np.empty_like(self._total)  # (d,)
         for name, change in changes.items():
             row[self.layout.slices[name]] = change.reshape(-1)
-        self._changes.add(client, (float(reply.metrics[self.weighted_by_key]), row))
+        self._changes.add(client, (reply.number(self.weighted_by_key), row))
 
     def _add_change(self, client: ClientId, term: tuple[float, np.ndarray]) -> None:
         weight, row = term
@@ -255,13 +255,13 @@ class SCAFFOLD(PlainSGD):
         self._total += row
 
     def end_round(self, server_round: int, answered: Sequence[ClientId]) -> None:
-        sent = read_record(self._global)
+        sent = read_record(self.global_model)
         super().end_round(server_round, answered)
         self._changes.finish()
         if answered:
             self._counted |= dict.fromkeys(answered, server_round)
-            means = read_record(self._global)
-            self._global = to_record(
+            means = read_record(self.global_model)
+            self.global_model = to_record(
                 means
                 | {
                     name: server_step(sent[name], means[name], self.server_learning_rate)

@@ -6,7 +6,7 @@ Pure functions; the caller counts and logs what they refuse.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from kindred.messages import (
     MODEL_BYTES,
     MOST,
     NUM_TEST_EXAMPLES,
+    ORDINARY_NAMES,
     SAMPLES_PREDICTED,
     SAMPLES_TRAINED,
     config_of,
@@ -48,20 +49,39 @@ class Refused(ValueError):
 
 @dataclass(frozen=True)
 class Reply:
-    """What a reply carries, once it is found good.
+    """The content of an admitted reply.
 
     Attributes
     ----------
     arrays : dict of str to ndarray
         Views into the message: copy what is to outlive it. Empty where none was asked for.
     metrics : MetricRecord
+        Numbers, and lists of numbers; see `number`.
     config : dict
-        What the reply says besides numbers.
+        What the reply holds besides numbers.
     """
 
     arrays: dict[str, np.ndarray]
     metrics: MetricRecord
     config: dict[str, Any]
+
+    def number(self, name: str) -> float:
+        """Return a metric that is one number; `Refused` where it is missing, or a list."""
+        value = self.metrics.get(name)
+        if value is None or isinstance(value, list):
+            raise Refused(f"its {name} is {reprlib.repr(value)}, expected a number")
+        return float(value)
+
+    def numbers(self) -> dict[str, int | float]:
+        """Return all metrics that are one number."""
+        return {name: value for name, value in self.metrics.items() if not isinstance(value, list)}
+
+    def loss(self) -> float:
+        """Return the loss, by any of its names; `Refused` where it is missing, or not finite."""
+        found = next((self.metrics[name] for name in ORDINARY_NAMES["loss"] if name in self.metrics), None)
+        if not isinstance(found, int | float) or not np.isfinite(found):
+            raise Refused(f"its loss is {reprlib.repr(found)}, expected a finite number")
+        return float(found)
 
 
 Mismatch = Callable[[dict[str, np.ndarray]], str | None]
@@ -102,9 +122,9 @@ def admit(content: RecordDict, weighted_by_key: str, mismatch: Mismatch | None =
         if len(records) != 1:
             raise Refused(f"it has {len(records)} array records, expected 1")
         (record,) = records
-        for name, array in record.items():
+        for name, packed in record.items():
             try:
-                arrays[name] = read_array(array)
+                arrays[name] = read_array(packed)
             except ValueError as error:
                 raise Refused(f"array {reprlib.repr(name)} {error}") from None
         if (difference := mismatch(arrays)) is not None:
@@ -166,9 +186,9 @@ def _check_metrics(metrics: MetricRecord) -> None:
     for name, value in metrics.items():
         if not is_name(name):
             raise Refused(f"a metric is called {reprlib.repr(name)}, allowed: 1 to {MAX_NAME} printable characters")
-        numbers = [value]
+        numbers: Sequence[object] = value if isinstance(value, list) else [value]
         if isinstance(value, list):
-            numbers, listed = value, listed + len(value)
+            listed += len(value)
             if not value or listed > MAX_NUMBERS:
                 raise Refused(
                     f"metric {name!r} is a list of {len(value)} numbers, allowed: 1 or more, and up to "

@@ -34,7 +34,7 @@ class SeveralModels(PersonalizedStrategy):
         Those of `PersonalizedStrategy`.
     """
 
-    STATE = (*PersonalizedStrategy.STATE, "_models", "_examples", "_sent")
+    STATE = (*PersonalizedStrategy.STATE, "models", "_examples", "_sent")
 
     def __init__(self, *, count: int, other_models: Sequence[ArrayRecord] | None = None, **settings: Any) -> None:
         super().__init__(**settings)
@@ -52,13 +52,13 @@ class SeveralModels(PersonalizedStrategy):
         for i, record in enumerate(others, start=1):
             difference = self.layout.mismatch(read_record(record))
             check("other_models", f"model {i}: {difference}", difference is None, "models like the initial one")
-        self._models = [initial_arrays, *others]
+        self.models = [initial_arrays, *others]
         # n_k of those whose models are in each, now and when they were sent last
-        self._examples: list[dict[ClientId, float]] = [{} for _ in self._models]
+        self._examples: list[dict[ClientId, float]] = [{} for _ in self.models]
         self._sent = self._examples
 
     def outgoing(self, server_round: int, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId, ArrayRecord]]:
-        self._means = [WeightedMean(self.layout.size, self.layout.dtype) for _ in self._models]
+        self._means = [WeightedMean(self.layout.size, self.layout.dtype) for _ in self.models]
         self._terms: InTurn[tuple[float, dict[int, np.ndarray]]] = InTurn(clients, self._add)
         self._integers: dict[ClientId, dict[int, Arrays]] = {}
         self._first: dict[int, Arrays] = {}  # of each model the integer buffers of the first client that trained it
@@ -68,7 +68,7 @@ class SeveralModels(PersonalizedStrategy):
 
     def _all_models(self) -> ArrayRecord:
         record = ArrayRecord()
-        for i, model in enumerate(self._models):
+        for i, model in enumerate(self.models):
             record.update(with_prefix(i, model))
         return record
 
@@ -89,25 +89,25 @@ class SeveralModels(PersonalizedStrategy):
 
     def end_round(self, server_round: int, answered: Sequence[ClientId]) -> None:
         self._terms.finish()
-        models, examples = list(self._models), list(self._examples)
+        models, examples = list(self.models), list(self._examples)
         for i, mean in enumerate(self._means):
             if (row := mean.result()) is not None:
                 models[i] = self.layout.record(row, self._first[i])
                 examples[i] = mean.weights
-        self._models, self._examples = models, examples
+        self.models, self._examples = models, examples
 
     def global_arrays(self) -> ArrayRecord:
         """The mean of the models, each by the number of clients whose models are in it."""
         if self.count == 1:
-            return self._models[0]
+            return self.models[0]
         counts = np.array([len(clients) for clients in self._examples], self.layout.dtype)  # (k,)
         counts = counts if counts.any() else np.ones_like(counts)
         mean, row = np.zeros(self.layout.size, self.layout.dtype), np.empty(self.layout.size, self.layout.dtype)  # (d,)
-        for share, record in zip(counts / counts.sum(), self._models):
+        for share, record in zip(counts / counts.sum(), self.models):
             self.layout.flatten(read_record(record), row)
             row *= share
             mean += row
-        return self.layout.record(mean, self.layout.integer_arrays(read_record(self._models[0])))
+        return self.layout.record(mean, self.layout.integer_arrays(read_record(self.models[0])))
 
     def personal_arrays(self, client: ClientId) -> ArrayRecord:
         """All models: a client chooses among them, or mixes them, by itself."""

@@ -8,7 +8,6 @@ done with an admitted reply (`take`), and what its models are (`client_models`, 
 from __future__ import annotations
 
 import math
-import reprlib
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -580,7 +579,7 @@ class PersonalizedStrategy(Hooks, Strategy):
             with self._at_the_senders_cost():
                 reply = admit(content, self.weighted_by_key, due)
                 if asked.side:
-                    loss = _loss_in(reply.metrics)
+                    loss = reply.loss()
                     self.take_side_loss(asked.client, asked.side, loss)
                 else:
                     if not evaluation:
@@ -723,14 +722,6 @@ def _count_bytes(record: ArrayRecord | MetricRecord | ConfigRecord) -> int:
         return record.count_bytes()
     except (IndexError, ValueError):  # of an empty list or text in a record, which Flower takes and cannot count
         return 0
-
-
-def _loss_in(metrics: Mapping[str, Any]) -> float:
-    """The loss that an evaluation tells, by any of its names; `Refused` where it tells none of use."""
-    found = next((metrics[name] for name in ORDINARY_NAMES["loss"] if name in metrics), None)
-    if not isinstance(found, int | float) or not np.isfinite(found):
-        raise Refused(f"its loss is {reprlib.repr(found)}, expected a finite number")
-    return float(found)
 
 
 def progress(line: dict[str, Any], num_rounds: int) -> str:
