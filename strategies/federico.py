@@ -278,7 +278,7 @@ class Collaboration:
     def train(visit: Visit) -> RecordDict:
         """Algorithm 1, lines 9 to 21."""
         from .client.app import true_or_false
-        from .client.training import predict
+        from .client.evaluation import predict
 
         config, site = visit.config, visit.site
         if config[SHARE_MODEL] and not true_or_false(visit.node_config, SHARE_MODEL, True):
@@ -326,7 +326,7 @@ class Collaboration:
     @staticmethod
     def evaluate(visit: Visit) -> RecordDict:
         """Evaluate the mixture of the models in the message, and keep it."""
-        from .client.training import predict
+        from .client.evaluation import predict
 
         config = visit.config
         clients, models, _ = _at_hand(visit)

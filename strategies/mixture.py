@@ -100,7 +100,8 @@ class Mixture:
 
     def predict(self, module: torch.nn.Module, x: torch.Tensor) -> np.ndarray:
         """Class probabilities, (n, N), of images x (n, ...); the module, of the models' kind, ends as the last one."""
-        from .client.training import predict, set_arrays
+        from .client.evaluation import predict
+        from .client.training import set_arrays
 
         probabilities = []
         for model in self.models:

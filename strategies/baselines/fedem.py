@@ -156,7 +156,7 @@ def _likelihoods(visit: Visit, components: Sequence[Arrays]) -> np.ndarray:
 
 def _scores(visit: Visit, components: Sequence[Arrays], shares: np.ndarray, prefix: str = "") -> dict[str, float]:
     """Accuracy and loss of the mixture, and of the component with the largest share, as metrics."""
-    from kindred.client.training import predict
+    from kindred.client.evaluation import predict
 
     x, y = visit.site.test
     labels = y.cpu().numpy()

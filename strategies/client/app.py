@@ -39,10 +39,11 @@ from kindred.messages import (
 from kindred.registry import REGISTRY
 from kindred.versions import VERSION, mismatch
 
+from .evaluation import predict
 from .local_training import LocalTraining
 from .site import STATE_DIR, LoadSite, Site, client_id, module_of, site_of, true_or_false
 from .state import ClientState
-from .training import pick_device, predict
+from .training import pick_device
 from .visit import Visit
 
 

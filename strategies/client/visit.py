@@ -26,20 +26,10 @@ from kindred.messages import (
 )
 from kindred.registry import REGISTRY
 
+from .evaluation import evaluate, predict
 from .site import STATE_DIR, Samples, Site, module_of
 from .state import BEST, MODEL, ClientState
-from .training import (
-    Gradients,
-    batches,
-    check_finite,
-    differentiating,
-    evaluate,
-    get_arrays,
-    mean_gradient,
-    predict,
-    set_arrays,
-    train,
-)
+from .training import Gradients, batches, check_finite, differentiating, get_arrays, mean_gradient, set_arrays, train
 
 
 @dataclass(frozen=True)
@@ -232,7 +222,7 @@ class Visit:
         return evaluate(model, *samples)[1]
 
     def predict(self, model: torch.nn.Module, x: torch.Tensor) -> np.ndarray:
-        """The class probabilities that a model gives, (n, classes). See `training.predict`."""
+        """The class probabilities that a model gives, (n, classes). See `evaluation.predict`."""
         self.compute[SAMPLES_PREDICTED] += len(x)
         return predict(model, x)
 
