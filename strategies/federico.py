@@ -78,7 +78,7 @@ from .messages import (
 from .mixture import SMALLEST, accuracy_and_loss, keep_mixture, mixture_of
 
 if TYPE_CHECKING:
-    from .client.app import Visit
+    from .client.visit import Visit
 
 Arrays = dict[str, np.ndarray]
 
@@ -277,8 +277,8 @@ class Collaboration:
     @staticmethod
     def train(visit: Visit) -> RecordDict:
         """Algorithm 1, lines 9 to 21."""
-        from .client.app import true_or_false
         from .client.evaluation import predict
+        from .client.site import true_or_false
 
         config, site = visit.config, visit.site
         if config[SHARE_MODEL] and not true_or_false(visit.node_config, SHARE_MODEL, True):
@@ -386,7 +386,7 @@ def _scores(visit: Visit, probabilities: np.ndarray, shares: np.ndarray, prefix:
 
 def _wishes(visit: Visit, table: Losses) -> dict[str, Any]:
     """What a client that decides for itself asks of the server, and what it agrees to tell."""
-    from .client.app import true_or_false
+    from .client.site import true_or_false
 
     config = visit.config
     temperature = float(config["temperature"])

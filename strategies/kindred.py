@@ -109,7 +109,8 @@ from .messages import (
 if TYPE_CHECKING:
     import torch
 
-    from .client.app import Samples, Visit
+    from .client.site import Samples
+    from .client.visit import Visit
 
 SHARPNESS = 10.0
 PRIOR = 0.5
@@ -392,7 +393,7 @@ class Probed:
 
         Told is how good the places between u_i and the last are, by the samples that the last has not seen.
         """
-        from .client.app import LocalTraining
+        from .client.local_training import LocalTraining
 
         adjustment = Adjustment.of(visit, ADJUSTMENT)
         visit = replace(visit, arrays=adjustment.added(visit.arrays))
@@ -427,7 +428,7 @@ class Probed:
     @staticmethod
     def evaluate(visit: Visit) -> RecordDict:
         """Tell the loss of a model that is probed, on some of the training data; evaluate any other on test data."""
-        from .client.app import LocalTraining
+        from .client.local_training import LocalTraining
 
         if PROBE not in visit.config:
             if not visit.config[TRAINED_IN]:  # personal models of those that have trained come adjusted

@@ -15,7 +15,7 @@ from .messages import ClientId, by_prefix, decode, encode, with_prefix
 if TYPE_CHECKING:
     import torch
 
-    from .client.app import Visit
+    from .client.visit import Visit
 
 Arrays = dict[str, np.ndarray]
 

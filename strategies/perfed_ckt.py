@@ -61,7 +61,7 @@ from .messages import (
 if TYPE_CHECKING:
     import torch
 
-    from .client.app import Visit
+    from .client.visit import Visit
 
 LOGITS = "logits"
 CENTROIDS = "centroids"

@@ -61,7 +61,7 @@ from kindred.messages import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kindred.client.app import Visit
+    from kindred.client.visit import Visit
 
 MIXING_WEIGHT = "mixing-weight"
 ADAPT_MIXING = "adapt-mixing"

@@ -35,7 +35,7 @@ from kindred.messages import ARRAYS, METRICS, OWN, RECEIVED, TRAIN_LOSS, TRAINED
 from .fedavg import FedAvg
 
 if TYPE_CHECKING:
-    from kindred.client.app import Visit
+    from kindred.client.visit import Visit
 
 DITTO_LAMBDA = "ditto-lambda"
 

@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from kindred.client.app import Visit
+    from kindred.client.visit import Visit
 
 ALA = "ala"  # what a client keeps: the last layers of its local model, and W_i
 LOCAL, WEIGHTS = "local", "weights"

@@ -59,7 +59,7 @@ from kindred.messages import (
 from kindred.mixture import SMALLEST, Arrays, accuracy_and_loss, keep_mixture, mixture_of
 
 if TYPE_CHECKING:
-    from kindred.client.app import Visit
+    from kindred.client.visit import Visit
 
 SHARES = "shares"  # the name under which a client keeps them, and of the array in that file
 

@@ -65,7 +65,8 @@ from kindred.messages import (
 if TYPE_CHECKING:
     import torch
 
-    from kindred.client.app import Samples, Visit
+    from kindred.client.site import Samples
+    from kindred.client.visit import Visit
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -164,7 +165,7 @@ class WeighedModels:
     @staticmethod
     def evaluate(visit: Visit) -> RecordDict:
         """Evaluate the client's own model."""
-        from kindred.client.app import LocalTraining
+        from kindred.client.local_training import LocalTraining
 
         return LocalTraining.evaluate(visit)
 

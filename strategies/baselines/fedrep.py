@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from kindred.client.app import Visit
+    from kindred.client.visit import Visit
 
 HEAD = "head"  # the names of the entries that make it up
 HEAD_EPOCHS = "head-epochs"

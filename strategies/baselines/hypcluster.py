@@ -53,7 +53,7 @@ from kindred.messages import (
 if TYPE_CHECKING:
     import torch
 
-    from kindred.client.app import Visit
+    from kindred.client.visit import Visit
 
 CLUSTER = "cluster"  # the metric in which a client says which model it took
 

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from kindred.client.app import Visit
     from kindred.client.training import Gradients
+    from kindred.client.visit import Visit
 
 ADAPT_LEARNING_RATE = "adapt-learning-rate"
 

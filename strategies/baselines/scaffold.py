@@ -58,7 +58,7 @@ from kindred.messages import (
 )
 
 if TYPE_CHECKING:
-    from kindred.client.app import Visit
+    from kindred.client.visit import Visit
 
 Arrays = dict[str, np.ndarray]
 
@@ -152,7 +152,7 @@ class ControlledTraining:
     @staticmethod
     def evaluate(visit: Visit) -> RecordDict:
         """Evaluate the received model."""
-        from kindred.client.app import LocalTraining
+        from kindred.client.local_training import LocalTraining
 
         return LocalTraining.evaluate(visit)
 

@@ -19,7 +19,7 @@ from kindred.messages import ARRAYS, METRICS, OWN, TRAIN_LOSS, ClientId, check, 
 from kindred.registry import Method
 
 if TYPE_CHECKING:
-    from kindred.client.app import Visit
+    from kindred.client.visit import Visit
 
 OWN_SHARE = "own-share"
 
