@@ -23,7 +23,7 @@ from unittest.mock import patch
 import numpy as np
 
 from kindred import kindred
-from kindred.client.app import Visit
+from kindred.client.visit import Visit
 from kindred.messages import PERSONAL, RECEIVED, TRAINED
 from kindred.server_app.app import run_inline
 from kindred.server_app.cli.run import given_settings

@@ -24,7 +24,8 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from kindred import make_model
-from kindred.client.training import evaluate, get_arrays, pick_device, set_arrays, train
+from kindred.client.evaluation import evaluate
+from kindred.client.training import get_arrays, pick_device, set_arrays, train
 from kindred.data.sources import DataError, load_images
 
 LEARNING_RATE = 1e-3

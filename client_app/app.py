@@ -10,8 +10,8 @@ from flwr.app import Context
 from torch import nn
 
 from kindred import MODELS, REGISTRY, Site, make_client_app, make_model
-from kindred.client.app import ModelFactory, client_id
 from kindred.client.models import choose_model, model_for_size, parse_models
+from kindred.client.site import ModelFactory, client_id
 from kindred.data import Sites, load_federation
 from kindred.messages import seed_for
 

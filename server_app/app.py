@@ -121,7 +121,7 @@ def prepare(config: Config, federation: Federation | Sites) -> tuple[Personalize
                 {key: array for name, start in arrays.items() for key, array in with_prefix(name, start).items()}
             )
     elif method.needs_public_set and isinstance(federation, Federation):
-        from kindred.client.app import fingerprint_of
+        from kindred.client.site import fingerprint_of
 
         given["public_set"] = fingerprint_of(federation.public_set())
     return make_strategy(config, **given), initial_arrays
@@ -202,7 +202,7 @@ def images_of(config: Config, federation: Federation | Sites) -> str | None:
         return None
     if not REGISTRY[config.strategy].needs_public_set:
         return federation.fingerprint
-    from kindred.client.app import fingerprint_of
+    from kindred.client.site import fingerprint_of
 
     return f"{federation.fingerprint}, public {fingerprint_of(federation.public_set())}"
 

@@ -54,7 +54,7 @@ _HOMES = {
     "Checkpoints": "engine.checkpoint",
     "NotResumable": "client.state",
     "History": "engine.history",
-    "Site": "client.app",
+    "Site": "client.site",
     "make_client_app": "client.app",
     "InlineGrid": "engine.inline",
     "MODELS": "client.models",

@@ -50,9 +50,11 @@ from typing import Any
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
-from .client.app import Visit, true_or_false
+from .client.evaluation import predict
+from .client.site import true_or_false
 from .client.state import MIXTURE
-from .client.training import get_arrays, predict
+from .client.training import get_arrays
+from .client.visit import Visit
 from .engine.admission import Refused, Reply, are_numbers, norm
 from .engine.model_store import InTurn
 from .engine.stored import StoredModels

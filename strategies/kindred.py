@@ -85,7 +85,9 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 from flwr.serverapp import Grid
 from scipy.special import gammaln, rel_entr, softmax
 
-from .client.app import LocalTraining, Samples, Visit
+from .client.local_training import LocalTraining
+from .client.site import Samples
+from .client.visit import Visit
 from .engine.admission import Refused, Reply, are_numbers, is_count
 from .engine.hooks import SideEvaluation
 from .engine.stored import CloudModels

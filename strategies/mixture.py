@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from .client.app import Visit
+from .client.evaluation import predict
 from .client.state import MIXTURE
-from .client.training import predict, set_arrays
+from .client.training import set_arrays
+from .client.visit import Visit
 from .messages import ClientId, by_prefix, decode, encode, with_prefix
 
 if TYPE_CHECKING:

@@ -34,8 +34,8 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from flwr.supercore import log
 
-from .client.app import Visit
 from .client.training import channels_last
+from .client.visit import Visit
 from .engine.admission import Refused, Reply
 from .engine.model_store import Layout
 from .engine.strategy import PersonalizedStrategy

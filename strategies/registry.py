@@ -8,7 +8,7 @@ from typing import Any
 
 from .extensions import Registry
 
-LOCAL_TRAINING = ".client.app:LocalTraining"
+LOCAL_TRAINING = ".client.local_training:LocalTraining"
 
 
 @dataclass(frozen=True)

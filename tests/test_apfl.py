@@ -11,7 +11,8 @@ from flwr.app import ConfigRecord, MetricRecord
 
 from kindred import APFL, FedAvg, InlineGrid, Local, Site, make_client_app
 from kindred.baselines.apfl import adapted_share, descend_local, mix
-from kindred.client.training import evaluate, get_arrays, set_arrays
+from kindred.client.evaluation import evaluate
+from kindred.client.training import get_arrays, set_arrays
 from kindred.messages import read_record, to_record
 
 from .plain import FaultyGrid, saved_models

@@ -10,7 +10,8 @@ import torch
 from flwr.app import ConfigRecord
 
 from kindred import Ditto, FedAvg, InlineGrid, Local, Site, make_client_app
-from kindred.client.training import evaluate, get_arrays, set_arrays
+from kindred.client.evaluation import evaluate
+from kindred.client.training import get_arrays, set_arrays
 from kindred.messages import read_record, to_record
 
 from .plain import FaultyGrid, saved_models

@@ -19,8 +19,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from kindred import FedeRiCo, InlineGrid, Local, Mixture, Site, make_client_app, make_model
+from kindred.client.evaluation import predict
 from kindred.client.state import MIXTURE, MODEL, saved_files
-from kindred.client.training import get_arrays, mean_gradient, predict, set_arrays, train
+from kindred.client.training import get_arrays, mean_gradient, set_arrays, train
 from kindred.engine import roster
 from kindred.federico import (
     USELESS,

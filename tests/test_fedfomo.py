@@ -14,9 +14,9 @@ from hypothesis import given, strategies as st
 
 from kindred import FedFomo, InlineGrid, Local, make_client_app
 from kindred.baselines.fedfomo import _weigh, combined, model_weights, split
-from kindred.client.app import Visit
 from kindred.client.state import ClientState
 from kindred.client.training import get_arrays
+from kindred.client.visit import Visit
 from kindred.messages import to_record
 
 from . import by_hand, test_client

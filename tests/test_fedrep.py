@@ -12,8 +12,9 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
 from kindred import FedAvg, FedRep, InlineGrid, Site, make_client_app
 from kindred.baselines.fedrep import training_only
+from kindred.client.evaluation import evaluate
 from kindred.client.state import saved_files
-from kindred.client.training import evaluate, get_arrays, set_arrays
+from kindred.client.training import get_arrays, set_arrays
 from kindred.messages import read_record, to_record
 
 from .plain import FaultyGrid, saved_models

@@ -15,8 +15,9 @@ from torch import nn
 
 from kindred import REGISTRY
 from kindred.client import cuda_graphs as graphs
+from kindred.client.evaluation import evaluate
 from kindred.client.models import make_model
-from kindred.client.training import evaluate, get_arrays, pick_device, set_arrays, train, trained_weights
+from kindred.client.training import get_arrays, pick_device, set_arrays, train, trained_weights
 
 from . import test_client
 from .test_conformance import everything

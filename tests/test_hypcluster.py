@@ -8,7 +8,8 @@ from flwr.app import ConfigRecord
 
 from kindred import FedAvg, HypCluster, InlineGrid
 from kindred.baselines.hypcluster import nearest_model
-from kindred.client.training import evaluate, get_arrays, set_arrays
+from kindred.client.evaluation import evaluate
+from kindred.client.training import get_arrays, set_arrays
 from kindred.engine.model_store import drawn_anew
 from kindred.messages import read_record, to_record
 

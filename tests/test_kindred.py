@@ -13,8 +13,9 @@ from hypothesis.extra.numpy import arrays
 from safetensors.numpy import load_file
 
 from kindred import FedAvg, InlineGrid, Kindred, Site, kindred, make_client_app
-from kindred.client.app import LocalTraining
-from kindred.client.training import evaluate, get_arrays, set_arrays
+from kindred.client.evaluation import evaluate
+from kindred.client.local_training import LocalTraining
+from kindred.client.training import get_arrays, set_arrays
 from kindred.kindred import (
     ALL,
     KIN,

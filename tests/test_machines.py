@@ -40,7 +40,7 @@ from typer.testing import CliRunner
 from kindred import InlineGrid
 from kindred.client_app.app import app as client_app
 from kindred.data import DataError, Sites
-from kindred.engine.roster import TooFewClients
+from kindred.engine.roster import REGISTERED, TooFewClients
 from kindred.server_app.app import prepare
 from kindred.server_app.cli.run import app
 from kindred.server_app.deployment import (
@@ -52,7 +52,7 @@ from kindred.server_app.deployment import (
 )
 from kindred.server_app.deployment.certificates import load_certificates
 from kindred.server_app.deployment.connection import Link, clock_fault, faults
-from kindred.server_app.deployment.processes import REGISTERED, environment as process_environment
+from kindred.server_app.deployment.processes import environment as process_environment
 from kindred.server_app.deployment.server import check_server_keys
 from kindred.server_app.deployment.site import client_id, node_config
 from kindred.server_app.deployment.site_check import fit, read_run_config

@@ -11,7 +11,8 @@ from flwr.app import ConfigRecord
 
 from kindred import FedAvg, InlineGrid, PerFedAvg, Site, make_client_app
 from kindred.baselines.per_fedavg import meta_step
-from kindred.client.training import Gradients, evaluate, get_arrays, mean_gradient, set_arrays
+from kindred.client.evaluation import evaluate
+from kindred.client.training import Gradients, get_arrays, mean_gradient, set_arrays
 from kindred.messages import read_record, to_record
 
 from .test_client import CLIENTS, SETTINGS, app, load_site, network

@@ -22,7 +22,8 @@ from safetensors.torch import save_file as save_tensors
 from typer.testing import CliRunner
 
 from kindred import Mixture, make_model
-from kindred.client.training import get_arrays, predict as predicted_by, set_arrays
+from kindred.client.evaluation import predict as predicted_by
+from kindred.client.training import get_arrays, set_arrays
 from kindred.data import Task, load_federation
 from kindred.server_app.app import run_inline
 from kindred.server_app.cli import predict

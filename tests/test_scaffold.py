@@ -13,9 +13,10 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message
 
 from kindred import SCAFFOLD, FedAvg, InlineGrid, Site, make_client_app
 from kindred.baselines.scaffold import SCAFFOLDClient, control_variate, correction, server_control, server_step
-from kindred.client.app import LocalTraining, Visit
+from kindred.client.local_training import LocalTraining
 from kindred.client.state import ClientState
 from kindred.client.training import get_arrays
+from kindred.client.visit import Visit
 from kindred.messages import read_record, to_record, with_prefix
 
 from .plain import FaultyGrid, small, small_app, small_site

@@ -19,11 +19,11 @@ from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 from hypothesis import given, settings, strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
-import kindred.client.app
 from kindred import InlineGrid, PerFedCKT, Site, make_client_app
-from kindred.client.app import Visit
+from kindred.client.site import forget_sites
 from kindred.client.state import ClientState, NotResumable, begin_simulation, default_root, end_simulation, saved_files
 from kindred.client.training import get_arrays
+from kindred.client.visit import Visit
 from kindred.messages import in_order, read_record
 
 from .plain import saved_models
@@ -558,9 +558,7 @@ def app():
 
 def restart(grid: InlineGrid) -> None:
     """Have the clients lose all that is in memory, as when their machines start again."""
-    kindred.client.app._sites.clear()
-    kindred.client.app._sites_of_run.clear()
-    kindred.client.app._module.cache_clear()
+    forget_sites()
     grid._client_app = app()
     for context in grid._contexts.values():
         context.state = RecordDict()

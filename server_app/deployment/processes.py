@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from kindred.engine.roster import REGISTERED
 from kindred.server_app.cli.common import warn
 from kindred.server_app.processes import MARK, Signalled, kill_processes, signals_as_exceptions
 
 from . import hooks
 from .addresses import LOOPBACK
 
-REGISTERED = "KINDRED_REGISTERED"  # an environment variable of runs: a file with the names that keys are registered for
 GRACE = 10.0  # s in which a process that is asked to end may do so; a SuperNode says goodbye to the SuperLink
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # s before a SuperNode is started again, or a server looks for new keys
 QUIET = {"FLWR_DISABLE_UPDATE_CHECK": "1", "FLWR_TELEMETRY_ENABLED": "0"}

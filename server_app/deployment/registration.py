@@ -12,12 +12,13 @@ from pathlib import Path
 
 import typer
 
+from kindred.engine.roster import REGISTERED
 from kindred.server_app.cli.common import warn
 from kindred.server_app.flower_app import CONNECTION
 
 from .certificates import check_public_key, check_site_name
 from .files import open_to_others, write_file
-from .processes import REGISTERED, environment, show_command
+from .processes import environment, show_command
 
 # One process registers all sites: importing flwr takes longer than the rest. A line of JSON says how each went.
 REGISTER = f"""

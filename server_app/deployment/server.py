@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kindred.engine.roster import REGISTERED
 from kindred.server_app.cli.common import app, end, option, warn
 from kindred.server_app.flower_app import CONNECTION, toml, write_flower_app
 from kindred.server_app.simulation import STARTUP_TIMEOUT
@@ -35,7 +36,7 @@ from .addresses import (
 )
 from .certificates import CA, SERVER, check_certificate_names, ending, load_certificates, out_of_date
 from .files import absolute_path, open_to_others, own_folder, write_file
-from .processes import FIRST_PAUSE, LONGEST_PAUSE, QUIET, REGISTERED, processes_that_end, show_command, start_process
+from .processes import FIRST_PAUSE, LONGEST_PAUSE, QUIET, processes_that_end, show_command, start_process
 from .registration import Registration, check_public_keys, public_keys_in
 
 if TYPE_CHECKING:

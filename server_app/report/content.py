@@ -27,7 +27,7 @@ from kindred.client.state import MIXTURE, replacing
 from kindred.data import DataError
 from kindred.data.files import open_npz
 from kindred.engine.history import is_status, statuses
-from kindred.messages import BETWEEN, PERSONAL, RECEIVED, SAMPLES_TRAINED, TRAINED, TUNED, ClientId, in_order
+from kindred.messages import BETWEEN, MOST, PERSONAL, RECEIVED, SAMPLES_TRAINED, TRAINED, TUNED, ClientId, in_order
 from kindred.server_app.comparison.texts import remarks, tables
 from kindred.server_app.config import Config, ConfigError
 from kindred.server_app.flower_app import CONNECTION, toml
@@ -42,7 +42,6 @@ COMPARISON = "comparison.json"
 MOST_ROUNDS = 50  # matrices that the page holds
 MATRIX_TIMES = 1100  # a matrix of clients that learn alone is nearly all zeros, and deflate reaches 1,032 at the most
 MATRIX_BYTES = 4_000_000  # and their size in all, a byte for a weight
-MOST = 2**53  # of a number on the page, beyond which it would not be exact there
 TEXTS = ("client", "personal")  # of a row, besides what becomes of replies; all else in it that is shown are numbers
 MOST_LISTED = 200  # clients whose replies were not used
 OPTIONS = {

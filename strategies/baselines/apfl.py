@@ -40,10 +40,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
 
-from kindred.client.app import Visit
 from kindred.client.sgd import SGD_LEARNING_RATE, MeanLoss, PlainSGD, descend
 from kindred.client.state import MODEL
 from kindred.client.training import channels_last, check_finite, get_arrays, set_arrays, trained_weights
+from kindred.client.visit import Visit
 from kindred.engine.admission import Refused, Reply
 from kindred.lazy import lazy
 from kindred.messages import (

@@ -29,9 +29,9 @@ from typing import Any
 
 from flwr.app import MetricRecord, RecordDict
 
-from kindred.client.app import Visit
 from kindred.client.state import MODEL
 from kindred.client.training import get_arrays, set_arrays, trained_weights
+from kindred.client.visit import Visit
 from kindred.messages import ARRAYS, METRICS, OWN, RECEIVED, TRAIN_LOSS, TRAINED, ClientId, check, to_record
 
 from .fedavg import FedAvg

@@ -44,8 +44,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
 
-from kindred.client.app import Visit
 from kindred.client.training import batches, check_finite, get_arrays, trained_weights
+from kindred.client.visit import Visit
 from kindred.engine.model_store import last_layers
 from kindred.lazy import lazy
 from kindred.messages import (

@@ -39,9 +39,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
 
-from kindred.client.app import Visit
+from kindred.client.evaluation import predict
 from kindred.client.state import MIXTURE
-from kindred.client.training import get_arrays, predict
+from kindred.client.training import get_arrays
+from kindred.client.visit import Visit
 from kindred.engine.admission import Reply
 from kindred.engine.multi_model import SeveralModels
 from kindred.lazy import lazy

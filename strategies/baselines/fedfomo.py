@@ -42,8 +42,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
-from kindred.client.app import LocalTraining, Samples, Visit
+from kindred.client.local_training import LocalTraining
+from kindred.client.site import Samples
 from kindred.client.training import get_arrays
+from kindred.client.visit import Visit
 from kindred.engine.admission import Refused, Reply, norm
 from kindred.engine.stored import StoredModels
 from kindred.federico import NEIGHBOURS, WEIGHTS, choose_neighbours

@@ -35,9 +35,9 @@ from typing import TYPE_CHECKING, Any
 
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
 
-from kindred.client.app import Visit
 from kindred.client.state import MODEL
 from kindred.client.training import get_arrays
+from kindred.client.visit import Visit
 from kindred.engine.admission import Reply
 from kindred.engine.model_store import last_layers
 from kindred.messages import ARRAYS, METRICS, OWN, RECEIVED, TRAIN_LOSS, ClientId, check, to_record

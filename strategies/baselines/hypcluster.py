@@ -35,8 +35,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
 
-from kindred.client.app import Visit
 from kindred.client.training import get_arrays
+from kindred.client.visit import Visit
 from kindred.engine.admission import Refused, Reply
 from kindred.engine.multi_model import SeveralModels
 from kindred.messages import (

@@ -34,9 +34,9 @@ from typing import TYPE_CHECKING, Any
 
 from flwr.app import MetricRecord, RecordDict
 
-from kindred.client.app import Visit
 from kindred.client.sgd import SGD_LEARNING_RATE, MeanLoss, PlainSGD, descend
 from kindred.client.training import Gradients, channels_last, get_arrays, set_arrays, trained_weights
+from kindred.client.visit import Visit
 from kindred.lazy import lazy
 from kindred.messages import ARRAYS, METRICS, RECEIVED, TRAIN_LOSS, TRAINED, TUNED, ClientId, check, to_record
 

@@ -39,9 +39,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
 
-from kindred.client.app import LocalTraining, Visit
+from kindred.client.local_training import LocalTraining
 from kindred.client.sgd import SGD_LEARNING_RATE, PlainSGD
 from kindred.client.training import get_arrays, num_batches
+from kindred.client.visit import Visit
 from kindred.engine.admission import Reply, norm
 from kindred.engine.model_store import InTurn, Layout
 from kindred.lazy import lazy

@@ -1,12 +1,10 @@
-"""Local training and evaluation in PyTorch: the one loop of the library.
+"""Local training in PyTorch: the one loop of the library.
 
 Client i minimises F_i(w) + mu/2 ||w - w_received||^2, F_i the mean cross-entropy over its data.
 
 Images and labels lie on the model's device; nothing per sample happens in Python and nothing waits for
-the device before the end. Networks of images are put into channels-last layout, which changes no value;
-the updates are torch's fused kernels, called directly: importing `torch.optim`'s machinery costs a new
-process about a second, and each message to a deployed client is one. On a GPU the steps that repeat are
-CUDA graphs (`graphs`).
+the device before the end. Networks of images are put into channels-last layout, which changes no value.
+On a GPU the steps that repeat are CUDA graphs (`graphs`).
 """
 
 from __future__ import annotations
@@ -22,6 +20,7 @@ from kindred.lazy import lazy
 from kindred.messages import check
 
 from . import cuda_graphs as graphs
+from .update import Update
 
 if TYPE_CHECKING:
     import torch
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 else:
     torch, F = lazy("torch"), lazy("torch.nn.functional")
-
-Descent = Callable[[list["Tensor"]], None]
 
 # On the CPU oneDNN sets each convolution up anew, which for images as small as the digits takes longer
 # than the work; without it batches of fewer than 16 go to NNPACK. In batches of 10 this is 1.8 times as
@@ -292,70 +289,6 @@ def mean_gradient(model: nn.Module, x: Tensor, y: Tensor, batch_size: int = 128)
     return gradients
 
 
-def predict(model: nn.Module, x: Tensor, batch_size: int = 128) -> np.ndarray:
-    """The class probabilities that a model gives; it keeps its mode.
-
-    Parameters
-    ----------
-    model : torch.nn.Module
-        Maps images to logits (n, classes).
-    x : tensor (n, ...)
-        Images, on the model's device.
-    batch_size : int
-        Images at a time.
-
-    Returns
-    -------
-    ndarray (n, classes), float32
-        Rows sum to 1.
-    """
-    x = channels_last(model, x)
-    was_training = model.training
-    model.eval()
-    with torch.inference_mode():
-        rows = [F.softmax(model(images).float(), dim=1) for images in x.split(batch_size)]
-    model.train(was_training)
-    return torch.cat(rows).cpu().numpy()
-
-
-def evaluate(model: nn.Module, x: Tensor, y: Tensor, batch_size: int = 128) -> tuple[float, float]:
-    """Evaluate a model; it keeps its mode.
-
-    Parameters
-    ----------
-    model : torch.nn.Module
-        Maps images to logits (n, classes).
-    x : tensor (n, ...)
-        Images, on the model's device.
-    y : tensor (n,) of int64
-        Labels, on the model's device.
-    batch_size : int
-        Images at a time; bounds the memory and does not change the result beyond rounding.
-
-    Returns
-    -------
-    accuracy : float
-        0 to 1.
-    loss : float
-        Mean cross-entropy. Both are NaN where there are no samples.
-    """
-    if len(y) == 0:
-        return math.nan, math.nan
-    x = channels_last(model, x)
-    correct, losses = [], []
-    was_training = model.training
-    model.eval()
-    with torch.inference_mode():
-        for images, labels in zip(x.split(batch_size), y.split(batch_size), strict=True):
-            logits = model(images)
-            correct.append((logits.argmax(1) == labels).sum())
-            losses.append(F.cross_entropy(logits, labels, reduction="sum"))
-        totals = torch.stack([torch.stack(correct).sum().double(), torch.stack(losses).double().sum()])
-        hits, loss = totals.tolist()
-    model.train(was_training)
-    return hits / len(y), loss / len(y)
-
-
 def check_finite(model: nn.Module) -> None:
     """Refuse to keep a model that training has driven out of bounds: the next round would begin with it.
 
@@ -485,106 +418,3 @@ def _batch_sizes(num_samples: int, batch_size: int) -> list[int]:
     elif left:
         sizes.append(left)
     return sizes
-
-
-class Update:
-    """What a step does to the weights, given their gradients: the proximal term, the correction and the optimiser.
-
-    Parameters
-    ----------
-    weights : list of tensors
-        As `trained_weights` gives them.
-    optimizer, learning_rate, momentum, proximal_mu
-        As for `train`.
-    corrected : bool
-        Whether there is a correction.
-
-    Attributes
-    ----------
-    memory : list of tensors
-        What it remembers from one step to the next. These, and all that it reads, stay where they are.
-    """
-
-    def __init__(
-        self,
-        weights: list[Tensor],
-        optimizer: str,
-        learning_rate: float,
-        momentum: float,
-        proximal_mu: float,
-        corrected: bool,
-    ) -> None:
-        self._weights = weights
-        self._mu = proximal_mu
-        self._towards = [torch.empty_like(weight) for weight in weights] if proximal_mu else []
-        self._correction = [torch.empty_like(weight) for weight in weights] if corrected else []
-        if optimizer == "adam":
-            self._descend, self.memory = _adam(weights, learning_rate)
-        else:
-            self._descend, self.memory = _sgd(weights, learning_rate, momentum)
-
-    def start(self, towards: Sequence[Tensor] | None, correction: Sequence[Tensor] | None) -> None:
-        """Forget the steps before. The proximal term pulls to `towards`, by default to the weights as they are."""
-        for tensor in self.memory:
-            tensor.zero_()
-        if self._towards:
-            torch._foreach_copy_(self._towards, self._weights if towards is None else list(towards))
-        if self._correction:
-            torch._foreach_copy_(self._correction, list(correction))
-
-    def __call__(self, gradients: list[Tensor]) -> None:
-        """Take a step, with gradients that are nobody else's."""
-        if self._towards:
-            torch._foreach_add_(gradients, torch._foreach_sub(self._weights, self._towards), alpha=self._mu)
-        if self._correction:
-            torch._foreach_add_(gradients, self._correction)
-        self._descend(gradients)
-
-
-def _adam(weights: list[Tensor], learning_rate: float) -> tuple[Descent, list[Tensor]]:
-    """Adam of Kingma and Ba, arXiv:1412.6980, with the paper's defaults; and what it remembers."""
-    first = [torch.empty_like(weight) for weight in weights]
-    second = [torch.empty_like(weight) for weight in weights]
-    step = torch.empty((), dtype=torch.float32, device=weights[0].device)
-    steps = [step] * len(weights)
-
-    def descend(gradients: list[Tensor]) -> None:
-        step.add_(1)
-        torch._fused_adam_(
-            weights,
-            gradients,
-            first,
-            second,
-            [],
-            steps,
-            lr=learning_rate,
-            beta1=0.9,
-            beta2=0.999,
-            weight_decay=0.0,
-            eps=1e-8,
-            amsgrad=False,
-            maximize=False,
-        )
-
-    return descend, [*first, *second, step]
-
-
-def _sgd(weights: list[Tensor], learning_rate: float, momentum: float) -> tuple[Descent, list[Tensor]]:
-    """SGD, and what it remembers; with momentum as torch has it: v = momentum v + g, w = w - learning_rate v."""
-    velocity = [torch.empty_like(weight) for weight in weights] if momentum else []
-
-    def descend(gradients: list[Tensor]) -> None:
-        torch._fused_sgd_(
-            weights,
-            gradients,
-            velocity,
-            weight_decay=0.0,
-            momentum=momentum,
-            lr=learning_rate,
-            dampening=0.0,
-            nesterov=False,
-            maximize=False,
-            is_first_step=False,
-        )
-
-    return descend, velocity

@@ -14,9 +14,9 @@ import numpy as np
 from flwr.app import MetricRecord, RecordDict
 
 from kindred.baselines.fedavg import FedAvg
-from kindred.client.app import Visit
 from kindred.client.state import MODEL
 from kindred.client.training import get_arrays
+from kindred.client.visit import Visit
 from kindred.messages import ARRAYS, METRICS, OWN, TRAIN_LOSS, ClientId, check, to_record
 from kindred.registry import Method
 

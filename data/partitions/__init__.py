@@ -1,0 +1,78 @@
+"""Who has which images: the partitions by name, and how a dataset is divided by one of them.
+
+flwr-datasets has IID, pathological and shard partitioners, but they take Hugging Face datasets (whose packages
+it brings along) and none knows groups of clients, so the few lines of drawing indices are here.
+
+Partitions are in two files: those that draw so many images of each class (`drawn.py`), and those that deal images out
+(`dealt.py`). Where there are groups, clients are numbered by group, group g having clients i with i G // m = g.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kindred.extensions import Registry
+
+from ..sources import DataError
+from .dealt import apportion, clustered_dirichlet, dirichlet, label_groups
+from .drawn import draw, even, iid, pathological, permuted, practical, rotated
+from .request import Partition, Request, Scheme, check_size
+
+__all__ = ["PARTITIONS", "Partition", "Request", "Scheme", "apportion", "check_size", "divide", "draw", "even"]
+
+PARTITIONS: Registry[Scheme] = Registry("kindred.partitions", Scheme, {
+    "iid": Scheme("every client a uniform draw from all data", iid, ("with-replacement",)),
+    "pathological": Scheme(
+        "two classes a client, drawn client by client, no groups", pathological, ("with-replacement",),
+    ),
+    "practical": Scheme(
+        "groups of clients; 80% of a client's images from its group's classes, 20% from the others",
+        practical, ("num-groups", "with-replacement"),
+    ),
+    "rotated": Scheme(
+        "groups of clients, classes uniform; the images of group g turned by 90 g degrees, up to 4 groups",
+        rotated, ("num-groups", "with-replacement"),
+    ),
+    "permuted": Scheme(
+        "groups of clients, classes uniform; each group has the labels permuted in its own way",
+        permuted, ("num-groups", "with-replacement"),
+    ),
+    "dirichlet": Scheme(
+        "each class spread over the clients by Dir(dirichlet-alpha): small is skewed, large is even",
+        dirichlet, ("dirichlet-alpha",), total=True,
+    ),
+    "label-groups": Scheme(
+        "groups of clients; each group has classes of its own, and its clients images of these alone",
+        label_groups, ("num-groups",), total=True,
+    ),
+    "clustered-dirichlet": Scheme(
+        "classes in num-groups clusters, each spread over the clients by Dir(dirichlet-alpha)",
+        clustered_dirichlet, ("num-groups", "dirichlet-alpha"), total=True,
+    ),
+})  # fmt: skip
+
+
+def divide(partition: str, y_train: np.ndarray, y_test: np.ndarray, num_classes: int, **settings: Any) -> Partition:
+    """Divide a dataset among clients.
+
+    Parameters
+    ----------
+    partition, y_train, y_test, num_classes, **settings
+        As in `Request`.
+
+    Raises
+    ------
+    DataError
+        More clients than images, groups that do not fit, or a class with too few images; in dirichlet and
+        clustered-dirichlet, training images for less than 2 clients.
+    """
+    ask = Request(partition, y_train, y_test, num_classes, **settings)
+    if partition not in PARTITIONS:
+        raise DataError(f"partition is {partition!r}, allowed: {', '.join(PARTITIONS)}")
+    if not 1 <= ask.num_clients <= len(y_train):
+        raise DataError(
+            f"num-clients is {ask.num_clients}, allowed: 1 to {len(y_train)}, the number of training images"
+        )
+    return PARTITIONS[partition].divide(ask)

@@ -1,0 +1,191 @@
+"""Partitions that deal a dataset's images out: class by class, or cluster of classes by cluster.
+
+What each client got is then cut into parts for training, validation and test.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..sources import DataError
+from .request import Partition, Request, as_classes, as_clients, check_groups, in_groups, make_partition
+
+# The share of a dataset that label-groups and clustered-dirichlet deal out where samples-per-client is 0: of the two
+# CIFARs that of Sui et al., 2022 (arXiv:2210.06597, appendix D), of small images and features all.
+SUBSAMPLES = {"cifar10": 0.1, "cifar100": 0.15, "digits": 1.0, "office-home": 1.0}
+OTHER_SUBSAMPLES = 0.1
+
+
+def dirichlet(ask: Request) -> Partition:
+    """Each class spread by Dir(alpha): Yurochkin et al., ICML 2019, arXiv:1905.12022.
+
+    The images of each class, training and test images together, are spread over the clients by shares drawn from
+    Dir(alpha), rounded by largest remainders. A client's k images are then divided as in PerFed-CKT (Cho et al., 2021,
+    arXiv:2109.08119, appendix E): in random order, they are cut at r k, (r + 0.1) k and (r + 0.6) k, rounded, halves
+    down, where r is 0.1, 0.3 or 0.4 at random. The parts are for training, validation and test; the rest serves for
+    nothing. Whoever has an image for training has one for test, but a client may have no images at all.
+
+    samples_per_client times m images, drawn uniformly, are divided (an average of so many a client, all parts
+    together); where it is 0 all there are but `held_out`.
+    """
+    m, rng = ask.num_clients, ask.rng(4)
+    y = np.concatenate([ask.y_train, ask.y_test])
+    order = rng.permutation(len(y))
+    amount = _amount(
+        ask, len(y), len(y) - ask.held_out, "training, validation and test",
+        f"a public set of {ask.held_out} images leaves too few of all {len(y)} for {m} clients: take a smaller "
+        "public-size",
+    )  # fmt: skip
+    taken = np.arange(len(y)) < amount
+    owned = _deal(order[taken], y[order[taken]], _dirichlet_shares(ask, ask.num_classes, rng), rng)
+    tenths = np.cumsum(np.column_stack([rng.choice([1, 3, 4], m), np.full((m, 2), [1, 5])]), axis=1)  # (m, 3)
+    return _check_trainers(ask, _cut(ask, owned, tenths, order[~taken], down=4))  # halves
+
+
+def label_groups(ask: Request) -> Partition:
+    """Groups with classes of their own, as in FedeRiCo: Sui et al., 2022, arXiv:2210.06597, section 4.1, appendix C, D.
+
+    The classes are divided at random into G sets, their sizes differing by at most one. Training images alone are
+    taken, and of them at random 10% of CIFAR-10, 15% of CIFAR-100 and, our choice, all of digits and 10% of any other
+    images. Of Office-Home, which has no division of its own, all images are taken. A group's clients share the images
+    of its set of classes equally, at random. A client's images, in random order, are cut into 80% for training, rounded
+    down, and the rest for test.
+    """
+    groups = in_groups(ask, as_clients(ask) | as_classes(ask))
+    rng = ask.rng(4)
+    order, sets, rest, amount = _class_sets(ask, rng)
+    taken = _take_by_group(ask, sets, groups, amount)
+    shares = (groups == np.arange(ask.num_groups)[:, None]) / np.bincount(groups)[:, None]  # (G, m)
+    owned = _deal(order[taken], sets[taken], shares, rng)
+    return _cut(ask, owned, TRAIN_AND_TEST, np.concatenate([order[~taken], rest]), groups=groups)
+
+
+def clustered_dirichlet(ask: Request) -> Partition:
+    """Clusters of classes spread by Dir(alpha), as in FedEM: Marfoq et al., NeurIPS 2021, arXiv:2108.10252.
+
+    Images, sets of classes and parts are those of `label_groups`, but the images of each set are spread over all
+    clients by shares drawn from Dir(alpha), whatever their classes; there are no groups of clients, and a client may
+    have no images. samples_per_client is an average.
+    """
+    check_groups(ask, as_classes(ask))
+    rng = ask.rng(4)
+    order, sets, rest, amount = _class_sets(ask, rng)
+    amount = _amount(ask, len(order), amount, "training and test", _too_few(ask, amount, len(order)))
+    taken = np.arange(len(order)) < amount
+    owned = _deal(order[taken], sets[taken], _dirichlet_shares(ask, ask.num_groups, rng), rng)
+    return _check_trainers(ask, _cut(ask, owned, TRAIN_AND_TEST, np.concatenate([order[~taken], rest])))
+
+
+# --- What the functions above are made of -------------------------------------------------------------
+
+
+TRAIN_AND_TEST = np.array([[8, 8, 10]])  # tenths of a client's images: where those for training and validation end
+
+
+def _class_sets(ask: Request, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+    """The images that may be dealt, in random order (n,); the number of each one's set of classes (n,); the images that
+    may not; how many are dealt where samples_per_client is 0."""
+    set_of_class = np.empty(ask.num_classes, int)
+    for number, classes in enumerate(np.array_split(rng.permutation(ask.num_classes), ask.num_groups)):
+        set_of_class[classes] = number
+    y = np.concatenate([ask.y_train, ask.y_test])
+    there = len(y) if ask.dataset == "office-home" else len(ask.y_train)
+    order = rng.permutation(there)
+    amount = round(SUBSAMPLES.get(ask.dataset, OTHER_SUBSAMPLES) * there)
+    return order, set_of_class[y[order]], np.arange(there, len(y)), amount
+
+
+def _amount(ask: Request, there: int, amount: int, parts: str, too_few: str) -> int:
+    """How many of the images that are there are dealt; `amount` where samples_per_client is 0."""
+    m, size = ask.num_clients, ask.samples_per_client
+    if not 0 <= size <= there // m:
+        raise DataError(
+            f"samples-per-client is {size}, allowed with {ask.partition}: 0 to {there // m}, as there are {there} "
+            f"images for {parts} of {m} clients"
+        )
+    amount = m * size or amount
+    if amount < m:
+        raise DataError(too_few)
+    return amount
+
+
+def _take_by_group(ask: Request, sets: np.ndarray, groups: np.ndarray, amount: int) -> np.ndarray:
+    """Which of the images in random order, group g's having the number g in sets (n,), are dealt: (n,), bool."""
+    clients = np.bincount(groups)  # (G,)
+    have = np.bincount(sets, minlength=len(clients))
+    poorest = int(np.argmin(have // clients))
+    most = have[poorest] // clients[poorest]
+    whose = f"group {poorest} has {have[poorest]} images of its classes for {clients[poorest]} clients"
+    if most < 2:
+        raise DataError(f"{whose}, and each client needs 2 or more: take fewer clients, or other groups")
+    if ask.samples_per_client == 0:
+        taken = np.arange(len(sets)) < amount
+        if (np.bincount(sets[taken], minlength=len(clients)) < 2 * clients).any():
+            raise DataError(_too_few(ask, amount, len(sets)))
+        return taken
+    if not 2 <= ask.samples_per_client <= most:
+        raise DataError(
+            f"samples-per-client is {ask.samples_per_client}, allowed with label-groups: 0 or 2 to {most}, as {whose}"
+        )
+    taken = np.zeros(len(sets), bool)
+    for group, size in enumerate(clients * ask.samples_per_client):
+        taken[np.flatnonzero(sets == group)[:size]] = True
+    return taken
+
+
+def _too_few(ask: Request, amount: int, there: int) -> str:
+    return (
+        f"{ask.partition} takes {amount} of {there} images where samples-per-client is 0, too few for "
+        f"{ask.num_clients} clients: set samples-per-client, or take fewer clients"
+    )
+
+
+def _dirichlet_shares(ask: Request, num_sets: int, rng: np.random.Generator) -> np.ndarray:
+    """Every client's share in each of some sets, (sets, m)."""
+    alpha = ask.dirichlet_alpha
+    if not 0 < alpha < 1e100:  # beyond, the sum over clients would leave the range of floats
+        raise DataError(f"dirichlet-alpha is {alpha}, allowed: above 0 and below 1e100")
+    return rng.dirichlet(np.full(ask.num_clients, alpha), num_sets)
+
+
+def apportion(shares: np.ndarray, amount: int) -> np.ndarray:
+    """Whole numbers (m,) that add up to amount, in proportion to shares (m,) that add up to 1: largest remainders."""
+    quotas = shares * amount
+    counts = np.floor(quotas).astype(int)
+    counts[np.argsort(counts - quotas, kind="stable")[: amount - counts.sum()]] += 1
+    return counts
+
+
+def _deal(images: np.ndarray, sets: np.ndarray, shares: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
+    """Deal images (n,) of so many sets, given by number (n,), to clients by their shares in each, (sets, m)."""
+    m = shares.shape[1]
+    owner = np.empty(len(images), int)
+    for number, share in enumerate(shares):
+        places = np.flatnonzero(sets == number)
+        owner[places] = np.repeat(np.arange(m), apportion(share, len(places)))
+    images = images[np.lexsort((rng.random(len(images)), owner))]  # each client's in an order of its own
+    return np.split(images, np.cumsum(np.bincount(owner, minlength=m))[:-1])
+
+
+def _cut(
+    ask: Request, owned: list[np.ndarray], tenths: np.ndarray, spare: np.ndarray, down: int = 0, **seen: np.ndarray
+) -> Partition:
+    """Cut each client's images at so many tenths, (m, 3) or (1, 3), for training, validation and test.
+
+    In tenths, so that halves are exact. Rounded down, all where `down` is 0 and halves where it is 4, so that no client
+    has an image for training and none for test.
+    """
+    tenths = np.resize(tenths, (len(owned), 3))
+    cuts = [(ends * len(images) + down) // 10 for ends, images in zip(tenths, owned, strict=True)]
+    train, validation, test, _ = zip(*map(np.split, owned, cuts), strict=True)
+    return make_partition(ask, list(train), list(validation), list(test), spare, **seen)
+
+
+def _check_trainers(ask: Request, partition: Partition) -> Partition:
+    trainers = sum(len(images) > 0 for images in partition.train)
+    if trainers < 2:
+        raise DataError(
+            f"{trainers} of {ask.num_clients} clients have training images, at least 2 must: take a larger "
+            f"dirichlet-alpha (it is {ask.dirichlet_alpha}), other clients or more images"
+        )
+    return partition

@@ -1,0 +1,66 @@
+"""The client half of the methods whose clients train the model they receive."""
+
+from __future__ import annotations
+
+import numpy as np
+from flwr.app import MetricRecord, RecordDict
+
+from kindred.messages import (
+    ARRAYS,
+    FINETUNE_EPOCHS,
+    LABEL_SMOOTHING,
+    METRICS,
+    PROXIMAL_MU,
+    RECEIVED,
+    TRAIN_LOSS,
+    TRAINED,
+    TUNED,
+    to_record,
+)
+
+from .training import get_arrays, set_arrays
+from .visit import Visit
+
+
+class LocalTraining:
+    """The client half of the methods whose clients train the model they receive.
+
+    These are FedAMP and HeurFedAMP (Eq. 6), Local, FedAvg, FedProx and the fine-tuned forms. The weight
+    of the proximal term, the smoothing of labels and the epochs of fine-tuning are in the message.
+    """
+
+    @staticmethod
+    def train(visit: Visit) -> RecordDict:
+        """Train from the received model; the reply holds the trained one and the evaluations of both."""
+        arrays, metrics = LocalTraining.trained(visit)
+        return RecordDict({ARRAYS: to_record(arrays), METRICS: MetricRecord(metrics)})
+
+    @staticmethod
+    def trained(visit: Visit) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+        """What is in the reply of `train`, for a method that does more with it."""
+        model = visit.model()
+        metrics = visit.evaluation(RECEIVED, model)
+        if FINETUNE_EPOCHS in visit.config:
+            visit.tune(model)
+            metrics |= visit.evaluation(TUNED, model)
+            set_arrays(model, visit.arrays)
+        metrics[TRAIN_LOSS] = visit.train(
+            model,
+            proximal_mu=float(visit.config.get(PROXIMAL_MU, 0.0)),
+            label_smoothing=float(visit.config.get(LABEL_SMOOTHING, 0.0)),
+        )
+        return get_arrays(model), metrics | visit.evaluation(TRAINED, model) | visit.counts()
+
+    @staticmethod
+    def evaluate(visit: Visit) -> RecordDict:
+        """Evaluate the received model, or what fine-tuning makes of it, which is then in the reply."""
+        model = visit.model()
+        content = RecordDict()
+        if FINETUNE_EPOCHS in visit.config:
+            visit.tune(model)
+            content[ARRAYS] = to_record(get_arrays(model))
+        metrics = visit.separate_evaluation(model)
+        if visit.is_site:
+            visit.keep(model, metrics["accuracy"])
+        content[METRICS] = MetricRecord(metrics)
+        return content

@@ -1,0 +1,146 @@
+"""A site: a client's data and network, which a process loads once and keeps on its device."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from flwr.app import Context
+
+from kindred.lazy import lazy
+from kindred.messages import ClientId, check
+
+from .models import MODELS
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy("torch")
+
+# Sites whose data a process keeps at hand; those used least recently go first.
+SITES_KEPT = 256
+STATE_DIR = "state-dir"  # in the node config of a site
+
+ModelFactory = Callable[[], "torch.nn.Module"]
+Samples = tuple["torch.Tensor", "torch.Tensor"]
+
+
+@dataclass(frozen=True)
+class Site:
+    """What a client brings: its data, and how to build its model.
+
+    Attributes
+    ----------
+    model : callable
+        Returns a new `torch.nn.Module`. Sites that share one factory object share one module per process.
+    train, test : pair of tensors
+        Images (n, ...) of float32 and labels (n,) of int64.
+    public : tensor, optional
+        Unlabelled images (n, ...), the same at every client and in the same order.
+    validation : pair of tensors, optional
+        More labelled samples, on which the trained model is evaluated besides.
+    about : mapping of str to str
+        What is written beside the models that the site keeps; under "model", which network they are. The server is
+        told that.
+    """
+
+    model: ModelFactory
+    train: Samples
+    test: Samples
+    public: torch.Tensor | None = None
+    validation: Samples | None = None
+    about: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def fingerprint(self) -> str:
+        """What tells the public set from another, or from the same in another order: its shape and a hash."""
+        return fingerprint_of(self.public)
+
+
+LoadSite = Callable[[Context], Site]
+
+
+def client_id(context: Context) -> ClientId:
+    """Who a client is: node-config's `client-id`, else its partition, else its node id."""
+    config = context.node_config
+    name = config.get("client-id", config.get("partition-id"))
+    return name if isinstance(name, int | str) and not isinstance(name, bool) else context.node_id
+
+
+def true_or_false(node_config: Mapping[str, Any], key: str, default: bool) -> bool:
+    """What a site has set in its node config.
+
+    Raises
+    ------
+    ValueError
+        Neither true nor false, without quotes: what is for the site's protection is not guessed at.
+    """
+    value = node_config.get(key, default)
+    check(key, value, isinstance(value, bool), "true, false")
+    return value
+
+
+# Sites of a simulation share one public set: it is gone through, and copied, once.
+@functools.lru_cache(maxsize=4)
+def fingerprint_of(public: torch.Tensor) -> str:
+    """The fingerprint of a public set, see `Site.fingerprint`."""
+    shape = "x".join(map(str, public.shape))
+    digest = hashlib.sha256(f"{public.dtype} {shape} ".encode())
+    digest.update(np.ascontiguousarray(public.cpu().numpy()))
+    return f"{shape}-{digest.hexdigest()[:16]}"
+
+
+# What is below belongs to the process: Flower copies a ClientApp to its workers, but no modules.
+
+_sites: dict[Any, Site] = {}
+_sites_of_run: dict[str, Any] = {}
+
+
+def site_of(load_site: LoadSite, context: Context, device: torch.device) -> Site:
+    """Return a client's site, with its data on a device: loaded at the first call, then kept for the run."""
+    if _sites_of_run != dict(context.run_config):  # another run: its sites may differ, the old ones are done with
+        _sites.clear()
+        _sites_of_run.clear()
+        _sites_of_run.update(context.run_config)
+    key = (load_site, device, *sorted(context.node_config.items()))
+    site = _sites.pop(key, None)
+    if site is None:
+        site = load_site(context)
+        site = replace(
+            site,
+            train=_to(device, site.train),
+            test=_to(device, site.test),
+            public=None if site.public is None else _public_on(device, site.public),
+            validation=None if site.validation is None else _to(device, site.validation),
+        )
+        while len(_sites) >= SITES_KEPT:
+            del _sites[next(iter(_sites))]
+    _sites[key] = site
+    return site
+
+
+def forget_sites() -> None:
+    """Let go of all data and networks that this process keeps."""
+    _sites.clear()
+    _sites_of_run.clear()
+    module_of.cache_clear()
+
+
+def _to(device: torch.device, samples: Samples) -> Samples:
+    x, y = samples
+    return x.to(device), y.to(device)
+
+
+@functools.lru_cache(maxsize=4)
+def _public_on(device: torch.device, public: torch.Tensor) -> torch.Tensor:
+    return public.to(device)
+
+
+@functools.lru_cache(maxsize=len(MODELS))
+def module_of(factory: ModelFactory, device: torch.device) -> torch.nn.Module:
+    """Return the one module that all sites with this factory share on a device."""
+    return factory().to(device)

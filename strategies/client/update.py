@@ -1,0 +1,120 @@
+"""What a step of training does to the weights, by torch's fused kernels.
+
+They are called directly: importing `torch.optim`'s machinery costs a new process about a second, and each message to a
+deployed client is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Descent = Callable[[list["Tensor"]], None]
+
+
+class Update:
+    """What a step does to the weights, given their gradients: the proximal term, the correction and the optimiser.
+
+    Parameters
+    ----------
+    weights : list of tensors
+        As `trained_weights` gives them.
+    optimizer, learning_rate, momentum, proximal_mu
+        As for `train`.
+    corrected : bool
+        Whether there is a correction.
+
+    Attributes
+    ----------
+    memory : list of tensors
+        What it remembers from one step to the next. These, and all that it reads, stay where they are.
+    """
+
+    def __init__(
+        self,
+        weights: list[Tensor],
+        optimizer: str,
+        learning_rate: float,
+        momentum: float,
+        proximal_mu: float,
+        corrected: bool,
+    ) -> None:
+        self._weights = weights
+        self._mu = proximal_mu
+        self._towards = [torch.empty_like(weight) for weight in weights] if proximal_mu else []
+        self._correction = [torch.empty_like(weight) for weight in weights] if corrected else []
+        if optimizer == "adam":
+            self._descend, self.memory = _adam(weights, learning_rate)
+        else:
+            self._descend, self.memory = _sgd(weights, learning_rate, momentum)
+
+    def start(self, towards: Sequence[Tensor] | None, correction: Sequence[Tensor] | None) -> None:
+        """Forget the steps before. The proximal term pulls to `towards`, by default to the weights as they are."""
+        for tensor in self.memory:
+            tensor.zero_()
+        if self._towards:
+            torch._foreach_copy_(self._towards, self._weights if towards is None else list(towards))
+        if self._correction:
+            torch._foreach_copy_(self._correction, list(correction))
+
+    def __call__(self, gradients: list[Tensor]) -> None:
+        """Take a step, with gradients that are nobody else's."""
+        if self._towards:
+            torch._foreach_add_(gradients, torch._foreach_sub(self._weights, self._towards), alpha=self._mu)
+        if self._correction:
+            torch._foreach_add_(gradients, self._correction)
+        self._descend(gradients)
+
+
+def _adam(weights: list[Tensor], learning_rate: float) -> tuple[Descent, list[Tensor]]:
+    """Adam of Kingma and Ba, arXiv:1412.6980, with the paper's defaults; and what it remembers."""
+    first = [torch.empty_like(weight) for weight in weights]
+    second = [torch.empty_like(weight) for weight in weights]
+    step = torch.empty((), dtype=torch.float32, device=weights[0].device)
+    steps = [step] * len(weights)
+
+    def descend(gradients: list[Tensor]) -> None:
+        step.add_(1)
+        torch._fused_adam_(
+            weights,
+            gradients,
+            first,
+            second,
+            [],
+            steps,
+            lr=learning_rate,
+            beta1=0.9,
+            beta2=0.999,
+            weight_decay=0.0,
+            eps=1e-8,
+            amsgrad=False,
+            maximize=False,
+        )
+
+    return descend, [*first, *second, step]
+
+
+def _sgd(weights: list[Tensor], learning_rate: float, momentum: float) -> tuple[Descent, list[Tensor]]:
+    """SGD, and what it remembers; with momentum as torch has it: v = momentum v + g, w = w - learning_rate v."""
+    velocity = [torch.empty_like(weight) for weight in weights] if momentum else []
+
+    def descend(gradients: list[Tensor]) -> None:
+        torch._fused_sgd_(
+            weights,
+            gradients,
+            velocity,
+            weight_decay=0.0,
+            momentum=momentum,
+            lr=learning_rate,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+            is_first_step=False,
+        )
+
+    return descend, velocity

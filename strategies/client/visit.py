@@ -1,0 +1,261 @@
+"""A message at a client: what a method's client half works with, and what it can do with that."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kindred.lazy import lazy
+from kindred.messages import (
+    FINETUNE_EPOCHS,
+    LOCAL_EPOCHS,
+    LOCAL_STEPS,
+    METHOD,
+    NUM_EXAMPLES,
+    NUM_TEST_EXAMPLES,
+    SAMPLES_PREDICTED,
+    SAMPLES_TRAINED,
+    SERVER_ROUND,
+    TRAINED,
+    ClientId,
+    seed_for,
+)
+from kindred.registry import REGISTRY
+
+from .evaluation import evaluate, predict
+from .site import STATE_DIR, Samples, Site, module_of
+from .state import BEST, MODEL, ClientState
+from .training import Gradients, batches, check_finite, differentiating, get_arrays, mean_gradient, set_arrays, train
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy("torch")
+
+
+@dataclass(frozen=True)
+class Visit:
+    """A message at a client: all that a method's client half works with.
+
+    Attributes
+    ----------
+    client : int or str
+    site : Site
+        With its data on `device`.
+    config : mapping
+        The settings in the message.
+    arrays : dict of str to ndarray
+        The arrays in the message, such as a model; views, not to be written to.
+    device : torch.device
+    state : ClientState
+        What the client keeps between messages.
+    node_config : mapping
+        What the site has set.
+    compute : dict
+        The samples that the method has worked on so far, each as often as it was: `samples-trained` forward and
+        backward, `samples-predicted` forward alone. Evaluations on test and validation data do not count.
+    """
+
+    client: ClientId
+    site: Site
+    config: Mapping[str, Any]
+    arrays: dict[str, np.ndarray]
+    device: torch.device
+    state: ClientState
+    node_config: Mapping[str, Any]
+    compute: dict[str, int] = field(default_factory=lambda: {SAMPLES_TRAINED: 0, SAMPLES_PREDICTED: 0})
+
+    @property
+    def strategy(self) -> type[Any] | None:
+        """The server half of the method; None of one that is not registered, such as Flower's own."""
+        method = REGISTRY.get(str(self.config.get(METHOD)))
+        return method.strategy() if method else None
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The site's module, holding what it was last given; there is but one."""
+        return module_of(self.site.model, self.device)
+
+    def model(self, arrays: Mapping[str, np.ndarray] | None = None) -> torch.nn.Module:
+        """The site's module, holding these arrays, by default those in the message."""
+        model = self.module
+        set_arrays(model, self.arrays if arrays is None else arrays)
+        return model
+
+    def own_model(self) -> torch.nn.Module:
+        """The site's module, holding the model that the client kept; the first time, a new one."""
+        kept = self.state.load(MODEL)
+        if kept is None:
+            with self._seeded(seed_for(self.config.get("seed", 0), self.client, MODEL)):
+                return self.site.model().to(self.device)
+        return self.model(kept)
+
+    @property
+    def is_site(self) -> bool:
+        """Whether the client is a site of its own, which keeps what it gets out of the run (node config: state-dir)."""
+        return STATE_DIR in self.node_config
+
+    def keep(self, model: torch.nn.Module, accuracy: float) -> None:
+        """Keep a model as the client's own; at a site the best one so far as well.
+
+        Raises
+        ------
+        ValueError
+            It is no longer finite.
+        """
+        check_finite(model)
+        arrays, about = get_arrays(model), {**self.site.about, "accuracy": repr(accuracy)}
+        self.state.save(MODEL, arrays, about)
+        if self.is_site and not accuracy < float(self.state.about(BEST).get("accuracy", "-inf")):
+            self.state.save(BEST, arrays, about)
+
+    def seed(self, purpose: str) -> int:
+        """A seed that depends on the run's seed, client, round and purpose alone."""
+        return seed_for(self.config.get("seed", 0), self.client, self.config.get(SERVER_ROUND, 0), purpose)
+
+    def samples_at(self, places: np.ndarray) -> Samples:
+        """Some of the training data, by their places (k,)."""
+        x, y = self.site.train
+        at = torch.from_numpy(places).to(self.device)
+        return x[at], y[at]
+
+    @property
+    def epochs(self) -> int:
+        """Epochs of local training that the message asks for; 0 where it asks for steps."""
+        return int(self.config.get(LOCAL_EPOCHS, 1))
+
+    @property
+    def steps(self) -> int:
+        """Steps of local training that the message asks for; 0 where it asks for epochs."""
+        return 0 if self.epochs else int(self.config.get(LOCAL_STEPS, 0))
+
+    @property
+    def batch_size(self) -> int:
+        return int(self.config.get("batch-size", 32))
+
+    @contextlib.contextmanager
+    def _seeded(self, seed: int) -> Iterator[None]:
+        """Have what PyTorch draws by itself, as for dropout or new weights, depend on a seed; then as before."""
+        on_gpu = self.device.type == "cuda"
+        with torch.random.fork_rng(devices=[self.device] if on_gpu else []):
+            torch.random.default_generator.manual_seed(seed)  # torch.manual_seed asks for GPUs at every call
+            if on_gpu:
+                torch.cuda.manual_seed(seed)
+            yield
+
+    def train(
+        self,
+        model: torch.nn.Module,
+        *,
+        epochs: int | None = None,
+        steps: int = 0,
+        samples: Samples | None = None,
+        purpose: str = "train",
+        **settings: Any,
+    ) -> float:
+        """Train with the settings in the message, on the training data; the mean loss.
+
+        Parameters
+        ----------
+        epochs, steps : int
+            By default those that the message asks for.
+        samples : pair of tensors, optional
+            By default all training data.
+        purpose : str
+            Part of the seed: what is drawn for one purpose is the same with every method.
+        **settings
+            Of `training.train`, in place of the message's.
+        """
+        if epochs is None:
+            epochs, steps = self.epochs, self.steps
+        x, y = self.site.train if samples is None else samples
+        config, seed = self.config, self.seed(purpose)
+        self.compute[SAMPLES_TRAINED] += epochs * len(y) + steps * self.batch_size
+        message = {
+            "batch_size": self.batch_size,
+            "optimizer": str(config.get("optimizer", "sgd")),
+            "learning_rate": float(config.get("learning-rate", 0.01)),
+            "momentum": float(config.get("momentum", 0.0)),
+            "precision": self.precision,
+        }
+        with self._seeded(seed):
+            return train(
+                model,
+                x,
+                y,
+                epochs=epochs,
+                steps=steps,
+                generator=torch.Generator().manual_seed(seed),
+                **(message | settings),
+            )
+
+    @property
+    def precision(self) -> str:
+        return str(self.config.get("precision", "float32"))
+
+    @contextlib.contextmanager
+    def differentiating(self, model: torch.nn.Module, purpose: str = "train") -> Iterator[Gradients]:
+        """For a method's own steps: see `training.differentiating`. They are to be on `batches`."""
+        with (
+            self._seeded(self.seed(purpose)),
+            differentiating(model, self.site.train[0], self.batch_size, self.precision) as gradients_of,
+        ):
+            yield gradients_of
+
+    def batches(self, purpose: str = "train", samples: Samples | None = None) -> Iterator[tuple[torch.Tensor, ...]]:
+        """The batches that `train` would draw for a purpose, for steps of a method's own."""
+        samples = self.site.train if samples is None else samples
+        generator = torch.Generator().manual_seed(self.seed(purpose))
+        for batch in batches(samples, self.epochs, self.steps, self.batch_size, generator):
+            self.compute[SAMPLES_TRAINED] += len(batch[0])
+            yield batch
+
+    def gradient(self, model: torch.nn.Module) -> dict[str, np.ndarray]:
+        """The gradient of the mean loss over the training data. See `training.mean_gradient`."""
+        self.compute[SAMPLES_TRAINED] += len(self.site.train[1])
+        with self._seeded(self.seed("gradient")):
+            return mean_gradient(model, *self.site.train)
+
+    def loss(self, model: torch.nn.Module, samples: Samples | None = None) -> float:
+        """The mean loss of a model, over the training data unless others are given."""
+        samples = self.site.train if samples is None else samples
+        self.compute[SAMPLES_PREDICTED] += len(samples[1])
+        return evaluate(model, *samples)[1]
+
+    def predict(self, model: torch.nn.Module, x: torch.Tensor) -> np.ndarray:
+        """The class probabilities that a model gives, (n, classes). See `evaluation.predict`."""
+        self.compute[SAMPLES_PREDICTED] += len(x)
+        return predict(model, x)
+
+    def tune(self, model: torch.nn.Module) -> None:
+        """Fine-tune a model for this site by the epochs that the message asks for; no proximal term."""
+        self.train(model, epochs=int(self.config[FINETUNE_EPOCHS]), purpose="tune")
+
+    def evaluation(self, which: str, model: torch.nn.Module) -> dict[str, float]:
+        """Accuracy and loss of a model on the site's test data, as metrics; of a trained one, validation data too.
+
+        If it is the method's result for the client it is kept, at a site, or where no server sees it.
+        """
+        accuracy, loss = evaluate(model, *self.site.test)
+        metrics = {f"{which}-accuracy": accuracy, f"{which}-loss": loss}
+        if which == TRAINED and self.site.validation is not None:
+            metrics["validation-accuracy"], metrics["validation-loss"] = evaluate(model, *self.site.validation)
+        strategy = self.strategy
+        if which == (strategy.personal if strategy else TRAINED) and (
+            self.is_site or (strategy and strategy.model_stays)
+        ):
+            self.keep(model, accuracy)
+        return metrics
+
+    def counts(self) -> dict[str, int]:
+        """How many samples the client trains on and tests on, as metrics."""
+        return {NUM_EXAMPLES: len(self.site.train[1]), NUM_TEST_EXAMPLES: len(self.site.test[1])}
+
+    def separate_evaluation(self, model: torch.nn.Module) -> dict[str, float]:
+        """The metrics of a reply to EVALUATE."""
+        accuracy, loss = evaluate(model, *self.site.test)
+        return {"accuracy": accuracy, "loss": loss, NUM_EXAMPLES: len(self.site.test[1])}
