@@ -40,8 +40,8 @@ from kindred.engine.checkpoint import Checkpoints
 from kindred.messages import ClientId, in_order, read_record
 
 from .config import ConfigError
-from .report import figures
 from .report.content import REPORT, write_report
+from .report.pictures import run_pictures
 from .run_files import (
     check_resumable,
     client_array,
@@ -58,7 +58,6 @@ from .tables import GrowingTable
 
 if TYPE_CHECKING:
     from flwr.app import ArrayRecord
-    from matplotlib.figure import Figure
 
     from kindred.data import Federation
     from kindred.engine.history import History
@@ -254,7 +253,11 @@ class RunFolder:
         if tree:
             write_json(self.path / "clusters.json", tree)
 
-        self._draw_pictures(strategy, tree, last, federation)
+        pictures = run_pictures(self.settings, history.rows, last, strategy.collaboration, tree, federation)
+        for name, draw in pictures.items():
+            with failing_is_a_warning(self.path / f"{name}.png"):
+                if figure := draw():
+                    save_figure(figure, self.path / f"{name}.png")
         with failing_is_a_warning(self.path / REPORT):
             write_report(self.path, summary)
         if checkpoints := self.checkpoints():
@@ -299,53 +302,6 @@ class RunFolder:
         path.parent.mkdir(exist_ok=True)
         with replacing(path) as temporary:
             yield temporary
-
-    def _draw_pictures(
-        self,
-        strategy: PersonalizedStrategy,
-        tree: Sequence[Mapping[str, Any]] | None,
-        last: int,
-        federation: Federation | None,
-    ) -> None:
-        from kindred.data import partition_figure
-
-        name = self.settings["strategy"]
-        setting = f"{what_data(self.settings)}, seed {self.settings['seed']}"
-
-        def groups_of(clients: Sequence[ClientId]) -> np.ndarray | None:
-            return true_groups(clients, federation) if federation else None
-
-        def draw(file: str, make: Callable[[], Figure | None]) -> None:
-            with failing_is_a_warning(self.path / file):
-                if figure := make():
-                    save_figure(figure, self.path / file)
-
-        def collaborations() -> Figure | None:
-            clients, weights = strategy.collaboration()
-            if not clients:
-                return None
-            title = f"Who learns from whom: {name}, round {last}, {setting}"
-            return figures.collaboration_figure(clients, weights, groups_of(clients), title)
-
-        def clusters() -> Figure:
-            members = [client for cluster in tree for client in cluster["clients"]]
-            groups = groups_of(members)
-            known = None if groups is None else dict(zip(members, groups.tolist()))
-            return figures.tree_figure(tree, last, known, f"Clusters: {name} on {setting}")
-
-        draw("accuracy.png", lambda: figures.accuracy_figure(strategy.history.rows, f"{name} on {setting}"))
-        draw("collaboration.png", collaborations)
-        if tree:
-            draw("clusters.png", clusters)
-        if federation:
-            draw("partition.png", lambda: partition_figure(federation))
-
-
-def true_groups(clients: Sequence[ClientId], federation: Federation) -> np.ndarray | None:
-    """The true group of each client; None unless every one is a partition of the federation."""
-    if all(isinstance(client, int) and 0 <= client < federation.num_clients for client in clients):
-        return federation.groups[list(clients)]
-    return None
 
 
 def _new_folder(parent: Path, name: str, made: list[Path]) -> Path:

@@ -34,11 +34,14 @@ class Outcome(NamedTuple):
         One line; empty if the run completed.
     results : Path or None
         The folder of the results, if the run said where it is.
+    error : Exception or None
+        What a run in this process failed with.
     """
 
     code: int
     reason: str = ""
     results: Path | None = None
+    error: Exception | None = None
 
 
 def keep_log(text: str) -> Path:

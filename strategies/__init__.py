@@ -8,6 +8,13 @@ A strategy goes where Flower's own would, in a ServerApp:
     result = strategy.start(grid, initial_arrays, num_rounds=10)
     models = strategy.client_models()  # one for each client
 
+and runs of whole federations on this machine, as the commands `kindred run` and `kindred compare` do them:
+
+    import kindred
+
+    result = kindred.run(method="heurfedamp", data="digits", clients=20)
+    comparison = kindred.compare(methods=["heurfedamp", "fedavg", "local"], data="digits", seeds=[0, 1])
+
 Names are imported when they are first used: a server half does not wait for PyTorch.
 """
 
@@ -59,6 +66,8 @@ _HOMES = {
     "InlineGrid": "engine.inline",
     "MODELS": "client.models",
     "make_model": "client.models",
+    "run": "server_app.api",
+    "compare": "server_app.api",
 }
 
 __all__ = ["REGISTRY", "Method", "__version__", *_HOMES]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import kindred
 from kindred.lazy import lazy
 
 ROOT = Path(__file__).parent.parent
@@ -82,6 +83,14 @@ def test_rooms_import_only_what_they_may(room) -> None:
                 assert allowed, (name, module)
             elif top != "kindred" and room in THIRD_PARTY and top not in sys.stdlib_module_names:
                 assert top in THIRD_PARTY[room], (name, module)
+
+
+def test_the_python_entrance_is_all_that_the_package_names_of_other_rooms() -> None:
+    """`kindred.run` and `kindred.compare` are imported from the application when they are first used."""
+    others = {name: home for name, home in kindred._HOMES.items() if room_of(f"kindred.{home}") != "kindred"}
+    assert others == {"run": "server_app.api", "compare": "server_app.api"}
+    for name, home in kindred._HOMES.items():
+        assert f"kindred.{home}" in MODULES and name in kindred.__all__, name
 
 
 def test_every_folder_of_the_package_is_in_the_wheel() -> None:

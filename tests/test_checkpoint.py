@@ -36,10 +36,12 @@ from kindred.engine.model_store import ClientModels, Layout
 from kindred.kindred import TAIL
 from kindred.messages import to_record
 from kindred.server_app.app import run
-from kindred.server_app.cli import run as cli
+from kindred.server_app.checks import check
 from kindred.server_app.config import Config, ConfigError
+from kindred.server_app.engines import Engine
 from kindred.server_app.results import RunFolder
 from kindred.server_app.run_files import is_finished
+from kindred.server_app.runs import run_settings
 from kindred.server_app.tables import read_table
 
 from .plain import FaultyGrid, initial, plain_app
@@ -395,8 +397,8 @@ def test_a_folder_of_results_can_be_moved_and_what_a_killed_process_left_there_g
     folder = folder.rename(tmp_path / "elsewhere")
     shutil.rmtree(tmp_path / "old")
     (tmp_path / "old").write_text("a file, in which no folder can be made")
-    config = cli._config({}, [], folder)
-    cli.check(config, [], cli.Engine.inline, 1, 0.0)
+    config = run_settings({}, folder)
+    check([config], Engine("inline"))
     run(InlineGrid(client_app, CLIENTS, config.run_config()), config)
     for name in ours:
         assert (folder / name).read_text() == "a user's"

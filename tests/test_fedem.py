@@ -18,8 +18,8 @@ from kindred.engine.model_store import drawn_anew
 from kindred.messages import by_prefix, in_order, read_record, to_record
 from kindred.mixture import accuracy_and_loss
 from kindred.server_app.app import run as run_app
-from kindred.server_app.cli.predict import Predictor
 from kindred.server_app.config import Config
+from kindred.server_app.prediction.predictor import Predictor
 from kindred.server_app.tables import read_table
 
 from . import by_hand, test_client

@@ -25,8 +25,8 @@ from kindred import MODELS, Mixture, make_model
 from kindred.client.training import get_arrays
 from kindred.data import DataError, Task, read_site
 from kindred.data.files import HEADER_BYTES, check_folder, image_size, open_npz, read_image, read_npz
-from kindred.server_app.cli.predict import Predictor
 from kindred.server_app.config import ConfigError
+from kindred.server_app.prediction.predictor import Predictor
 
 from .test_predict import kindred, refused
 

@@ -27,9 +27,9 @@ from kindred.client.training import get_arrays, set_arrays
 from kindred.data import Task, load_federation
 from kindred.server_app.app import run_inline
 from kindred.server_app.cli import predict
-from kindred.server_app.cli.predict import confusion_figure, evaluation
 from kindred.server_app.cli.run import app
 from kindred.server_app.config import Config
+from kindred.server_app.prediction.evaluation import confusion_figure, evaluation
 from kindred.server_app.tables import read_table
 
 ROOT = Path(__file__).resolve().parent.parent

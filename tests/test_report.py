@@ -23,9 +23,10 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from kindred.server_app.cli import report as see, run as cli
+from kindred.server_app import runs
+from kindred.server_app.cli import report as _report, run as cli  # noqa: F401  the first adds commands
 from kindred.server_app.config import Config, ConfigError
-from kindred.server_app.report import content as report
+from kindred.server_app.report import content as report, watch as see
 from kindred.server_app.report.content import comparison_content, run_content, write_report
 from kindred.server_app.report.page import STYLE
 from kindred.server_app.results import RunFolder
@@ -254,11 +255,11 @@ def test_the_command_repeats_the_run(tmp_path, monkeypatch):
     assert words[:2] == ["kindred", "run"]
     found = []
 
-    def stop(config, *_):
-        found.append(config)
+    def stop(configs, *_):
+        found.extend(configs)
         raise ConfigError("no further")
 
-    monkeypatch.setattr(cli, "check", stop)
+    monkeypatch.setattr(runs, "check", stop)
     assert CliRunner().invoke(cli.app, words[1:]).exit_code == 2
     assert replace(found[0], output_dir=config.output_dir) == config
 

@@ -31,11 +31,11 @@ import kindred.data
 from kindred.data import load_federation
 from kindred.engine.history import History
 from kindred.server_app import results, run_files
-from kindred.server_app.cli import run as cli
-from kindred.server_app.cli.report import Watcher
+from kindred.server_app.cli import report as _report, run as cli  # noqa: F401  the first adds commands
 from kindred.server_app.config import Config, ConfigError
 from kindred.server_app.report import content as report, figures as pictures
 from kindred.server_app.report.content import run_content
+from kindred.server_app.report.watch import Watcher
 from kindred.server_app.results import RunFolder
 from kindred.server_app.summary import compare_runs, comparison_table, summarise
 from kindred.server_app.tables import GrowingTable, read_table

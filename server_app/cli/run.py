@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import io
-import logging
-import os
-import re
 import sys
-import tempfile
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import fields, replace
-from enum import Enum
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -23,16 +15,6 @@ from kindred.versions import check_flower
 from .common import app, end, option, print_rich_table, print_table, show
 
 # What takes time to import is imported where it is needed: `kindred --help` needs nothing of it.
-if TYPE_CHECKING:
-    from kindred.server_app.config import Config
-    from kindred.server_app.simulation import Outcome
-
-
-class Engine(str, Enum):
-    """Where the clients of a run work."""
-
-    ray = "ray"
-    inline = "inline"
 
 
 # Options that more than one command has.
@@ -42,15 +24,14 @@ Partition = Annotated[str | None, option("partition", "NAME", "How clients' data
 Clients = Annotated[str | None, option("clients", "N", "Clients among whom the data are divided.")]
 Rounds = Annotated[str | None, option("rounds", "N", "Rounds of training.")]
 EngineChoice = Annotated[
-    Engine,
-    typer.Option(
-        help="ray (default): Flower's simulation engine, clients in parallel. inline: in this process.",
-        show_default=False,
+    str,
+    option(
+        "engine", "NAME", "flower (default): Flower's simulation engine, clients in parallel. inline: in this process."
     ),
 ]
 CpusPerClient = Annotated[int, option("cpus-per-client", "N", "CPUs that a client at work has (default 1).")]
 GpusPerClient = Annotated[
-    float, option("gpus-per-client", "SHARE", "Share of a GPU that a client at work has (ray; default 0).")
+    float, option("gpus-per-client", "SHARE", "Share of a GPU that a client at work has (flower; default 0).")
 ]
 
 
@@ -69,7 +50,7 @@ def run(
     settings: Annotated[
         list[str] | None, option("set", "KEY=VALUE", "Any setting of docs/configuration.md; may be repeated.")
     ] = None,
-    engine: EngineChoice = Engine.ray,
+    engine: EngineChoice = "flower",
     cpus_per_client: CpusPerClient = 1,
     gpus_per_client: GpusPerClient = 0.0,
     resume: Annotated[
@@ -82,28 +63,24 @@ def run(
     """Run a federation on this machine."""
     from kindred.data import DataError
     from kindred.server_app.config import ConfigError
+    from kindred.server_app.engines import Engine
+    from kindred.server_app.runs import RunFailed, run_methods, run_settings
 
     named = {
         "strategy": strategy, "dataset": dataset, "data-dir": data_dir, "partition": partition,
         "num-clients": clients, "num-rounds": rounds, "seed": seed, "output-dir": output_dir,
     }  # fmt: skip
     try:
-        config = _config(named, settings or [], resume)
-        names = dict.fromkeys(name.strip() for name in against.split(",") if name.strip())
-        others = [replace(config, strategy=name, resume="") for name in names if name != config.strategy]
-        check(config, others, engine, cpus_per_client, gpus_per_client)
+        config = run_settings(given_settings(named, settings or []), resume)
+        where = Engine(engine, cpus_per_client, gpus_per_client)
+        results = run_methods(config, [name.strip() for name in against.split(",") if name.strip()], where, show)
     except (ConfigError, DataError) as error:
         end(2, str(error))
-
-    print(f"{config.strategy} on {config.dataset}, {config.partition}, {config.num_clients} clients", flush=True)
-    outcomes = [execute(config, engine, cpus_per_client, gpus_per_client)]
-    for other in others:
-        if outcomes[-1].code == 0:
-            print(f"\n{other.strategy}", flush=True)
-            outcomes.append(run_here(other, cpus_per_client))
-    if outcomes[-1].code != 0:
-        end(outcomes[-1].code, outcomes[-1].reason)
-    report([outcome.results for outcome in outcomes if outcome.results])
+    except RunFailed as error:
+        end(error.code, str(error))
+    except KeyboardInterrupt as error:
+        end(130, str(error) or "ended by SIGINT")
+    _print_results([result.folder for result in results])
 
 
 @app.command()
@@ -145,7 +122,7 @@ def compare(
     output_dir: Annotated[
         str | None, option("output-dir", "PATH", "Folder of the runs; those that are there are not run again.")
     ] = None,
-    engine: EngineChoice = Engine.ray,
+    engine: EngineChoice = "flower",
     cpus_per_client: CpusPerClient = 1,
     gpus_per_client: GpusPerClient = 0.0,
 ) -> None:
@@ -156,12 +133,10 @@ def compare(
     from rich.table import Column
 
     from kindred.data import DataError
-    from kindred.server_app.comparison.files import write
-    from kindred.server_app.comparison.plan import make_plan
-    from kindred.server_app.comparison.runs import carry_out
     from kindred.server_app.comparison.texts import remarks, tables
     from kindred.server_app.config import ConfigError
-    from kindred.server_app.presets import load_preset
+    from kindred.server_app.engines import Engine
+    from kindred.server_app.runs import compare_methods
 
     named = {
         "dataset": dataset, "data-dir": data_dir, "partition": partition, "num-clients": clients,
@@ -175,45 +150,28 @@ def compare(
                 own.setdefault(name, []).append(rest)
             else:
                 for_all.append(assignment)
-        plan = make_plan(
+        result, code = compare_methods(
             [name.strip() for name in strategies.split(",") if name.strip()],
             given_settings(named, for_all),
             {name: given_settings({}, assignments) for name, assignments in own.items()},
-            seeds=_whole_numbers("--seeds", seeds), reference=reference, scale=scale,
-            preset=load_preset(preset) if preset else None,
+            seeds=_whole_numbers("--seeds", seeds), reference=reference, scale=scale, preset=preset,
+            engine=Engine(engine, cpus_per_client, gpus_per_client), on_line=show,
+            command=["kindred", *sys.argv[1:]],
         )  # fmt: skip
-        for _, config in plan.runs:
-            check_machine(config, engine, cpus_per_client, gpus_per_client)
-        unusable = {}
-        for name, config in plan.configs.items():
-            try:
-                check_method(config)
-            except (ConfigError, DataError) as error:
-                unusable[name] = str(error)
-        if len(unusable) == len(plan.configs):
-            end(2, next(iter(unusable.values())))
     except (ConfigError, DataError) as error:
         end(2, str(error))
 
-    show(f"{plan.title}: {', '.join(plan.configs)}")
-    content, code = carry_out(
-        plan, lambda config: execute(config, engine, cpus_per_client, gpus_per_client), show, unusable,
-        ["kindred", *sys.argv[1:]],
-    )  # fmt: skip
-    print(f"\n{content['title']}")
-    for (first, *titles), *lines in tables(content):
+    print(f"\n{result.content['title']}")
+    for (first, *titles), *lines in tables(result.content):
         print_table((Column(first, no_wrap=True), *titles), lines)
-    for line in remarks(content):
+    for line in remarks(result.content):
         print(line)
     try:
-        write(content, plan.folder)
+        result.save()
     except OSError as error:
-        end(
-            1,
-            f"the comparison cannot be written to {plan.folder} ({error.strerror or error}); make room there, and "
-            "give the command again",
-        )
-    print(f"comparison in {plan.folder}")
+        reason = f"the comparison cannot be written to {result.folder} ({error.strerror or error})"
+        end(1, f"{reason}; make room there, and give the command again")
+    print(f"comparison in {result.folder}")
     if code:
         raise typer.Exit(code)
 
@@ -303,21 +261,6 @@ def main() -> None:
     app(prog_name="kindred")
 
 
-def _config(named: Mapping[str, str | None], assignments: Sequence[str], resume: Path | None) -> Config:
-    """The settings of a command, besides those of the run that it goes on with; a ConfigError says what is wrong."""
-    from kindred.server_app.config import Config
-    from kindred.server_app.run_files import check_resumable, read_settings
-
-    given = given_settings(named, assignments)
-    before = read_settings(resume) if resume else {}
-    if resume:
-        given["resume"] = os.path.abspath(os.path.expanduser(resume))
-    config = Config.from_run_config(before | given).absolute()
-    if config.resume:
-        check_resumable(config.run_config())
-    return config
-
-
 def given_settings(named: Mapping[str, str | None], assignments: Sequence[str]) -> dict[str, Any]:
     """The settings that a command's options and its --set say, each read as its kind; ConfigError where they cannot."""
     from kindred.server_app.config import Config, ConfigError, kebab, parse
@@ -343,155 +286,7 @@ def _whole_numbers(option: str, text: str) -> list[int]:
         raise ConfigError(f"{option} is {text!r}, allowed: whole numbers separated by commas") from None
 
 
-def check(
-    config: Config, others: Sequence[Config], engine: Engine, cpus_per_client: int, gpus_per_client: float
-) -> None:
-    """Find out what would keep the runs from working, before any of them starts.
-
-    Raises
-    ------
-    ConfigError, DataError
-        What it is.
-    """
-    check_machine(config, engine, cpus_per_client, gpus_per_client)
-    for each in (config, *others):
-        check_method(each)
-
-
-def check_machine(config: Config, engine: Engine, cpus_per_client: int, gpus_per_client: float) -> None:
-    """Find out what keeps any method from working with these settings on this machine: see `check`."""
-    from kindred.server_app.config import ConfigError
-
-    for key, value in config.run_config().items():
-        if isinstance(value, str) and re.search(r"[\x00-\x1f\x7f\ud800-\udfff]", value):
-            raise ConfigError(f"{key} is {value!r}, allowed: text in UTF-8 without control characters")
-        if isinstance(value, int) and value >= 2**63:
-            raise ConfigError(f"{key} is {value}, allowed: less than 2^63")
-    for key in ("min-train-clients", "min-available-clients"):
-        if (least := config.run_config()[key]) > config.num_clients:
-            raise ConfigError(f"{key} is {least}, allowed: at most num-clients, which is {config.num_clients}")
-    cpus = os.cpu_count() or 1
-    if not 1 <= cpus_per_client <= cpus:
-        raise ConfigError(f"--cpus-per-client is {cpus_per_client}, allowed: 1 to {cpus}, the CPUs of this machine")
-    _check_gpus(config, engine, gpus_per_client)
-    if config.resume:
-        _check_folder(f"resume is {config.resume!r}", config.resume, "name a folder that can be written to")
-    else:
-        _check_folder(f"output-dir is {config.output_dir!r}", config.output_dir, "name a folder that can be made")
-
-
-def check_method(config: Config) -> None:
-    """Find out what keeps the method from working with these data: see `check`."""
-    from kindred.client.state import default_root
-    from kindred.data import load_federation
-    from kindred.server_app.app import check_data_and_models, make_strategy, needed_by
-
-    federation = load_federation(config.run_config())
-    check_data_and_models(config, federation)
-    if make_strategy(config, **needed_by(config, federation)).clients_keep_state:
-        root = default_root()
-        what = f"the folder of the clients' state is {str(root)!r}"
-        _check_folder(what, root, "set XDG_STATE_HOME to a folder that can be made")
-
-
-def _check_gpus(config: Config, engine: Engine, gpus_per_client: float) -> None:
-    if config.device != "cuda" and gpus_per_client == 0:
-        return
-    import torch
-
-    from kindred.server_app.config import ConfigError
-
-    asked = "device is 'cuda'" if config.device == "cuda" else f"--gpus-per-client is {gpus_per_client:g}"
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if gpus == 0:
-        raise ConfigError(f"{asked}, but PyTorch finds no GPU here; allowed: device cpu or auto, --gpus-per-client 0")
-    if not (0 <= gpus_per_client <= 1 or gpus_per_client in range(gpus + 1)):
-        raise ConfigError(
-            f"--gpus-per-client is {gpus_per_client:g}, allowed: 0 to 1, or a whole number of this "
-            f"machine's GPUs, of which there are {gpus}"
-        )
-    if engine is Engine.ray and gpus_per_client == 0:
-        raise ConfigError(f"{asked}, but --gpus-per-client is 0: say which share of a GPU a client gets, such as 0.25")
-
-
-def _check_folder(what: str, folder: str | Path, remedy: str) -> None:
-    from kindred.server_app.config import ConfigError
-
-    nearest = Path(folder)  # that exists
-    while not nearest.exists() and nearest != nearest.parent:
-        nearest = nearest.parent
-    try:
-        os.rmdir(tempfile.mkdtemp(dir=nearest))
-    except OSError as error:
-        raise ConfigError(f"{what}, but {nearest} cannot be written to ({error.strerror}); {remedy}") from None
-
-
-def execute(config: Config, engine: Engine, cpus_per_client: int, gpus_per_client: float) -> Outcome:
-    """Run in an engine, or go on with a run."""
-    if engine is Engine.inline:
-        return run_here(config, cpus_per_client)
-    from kindred.server_app.simulation import run_simulation
-
-    return run_simulation(
-        config.run_config(), num_clients=config.num_clients,
-        cpus_per_client=cpus_per_client, gpus_per_client=gpus_per_client, on_line=show,
-    )  # fmt: skip
-
-
-def run_here(config: Config, threads: int) -> Outcome:
-    """Run in this process, with PyTorch on so many threads; `log.txt` is in the folder of the results."""
-    from kindred.data import DataError
-    from kindred.server_app.app import run_inline
-    from kindred.server_app.config import ConfigError
-    from kindred.server_app.simulation import Log, Outcome, keep_log
-
-    file = io.StringIO()
-    log = Log(file, show)
-    with _flower_logs_to(log.add):
-        try:
-            results = run_inline(config, threads=threads).path
-        except (ConfigError, DataError) as error:
-            return Outcome(2, str(error), log.results)
-        except KeyboardInterrupt:
-            return Outcome(130, "ended by SIGINT", log.results)
-        except Exception as error:  # as of a run in Flower's engine: a line, and the log with the rest
-            reason = f"{type(error).__name__}: {error}"
-            try:
-                kept = keep_log(f"{file.getvalue()}{traceback.format_exc()}")
-            except OSError:  # the reason matters more
-                return Outcome(1, reason, log.results)
-            return Outcome(1, f"{reason} (log: {kept})", log.results)
-    _write_log(results / "log.txt", file.getvalue())
-    return Outcome(0, "", results)
-
-
-def _write_log(path: Path, text: str) -> None:
-    try:
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:  # nothing hangs on it
-        show(f"warning: {path} cannot be written ({error.strerror})")
-
-
-@contextmanager
-def _flower_logs_to(add: Callable[[str], None]) -> Iterator[None]:
-    """Have Flower's logger hand over its lines, in the form in which it prints them, and do nothing else."""
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            first, *more = self.format(record).splitlines() or [""]
-            for line in (f"{record.levelname} : {first}", *more):
-                add(line)
-
-    logger = logging.getLogger("flwr")
-    before, logger.handlers = logger.handlers, [Handler(logging.INFO)]
-    try:
-        yield
-    finally:
-        logger.handlers = before
-
-
-def report(folders: Sequence[Path]) -> None:
+def _print_results(folders: Sequence[Path]) -> None:
     """Print what came out of the runs, side by side; of several, draw the accuracies into the first one's folder."""
     from kindred.server_app.run_files import read_summary
     from kindred.server_app.summary import compare_runs, comparison_table

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kindred.client.state import replacing
 from kindred.server_app.config import Config
@@ -16,6 +16,9 @@ from kindred.server_app.tables import read_table, table_lines
 from .metrics import METRICS
 from .texts import cell, remarks, tables
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 
 def write(content: Mapping[str, Any], folder: Path) -> None:
     """Write the files, the report of them last; a picture or report that cannot be made is a warning."""
@@ -24,18 +27,32 @@ def write(content: Mapping[str, Any], folder: Path) -> None:
     for name, data in (("comparison.csv", as_csv(content)), ("comparison.md", as_markdown(content).encode())):
         with replacing(folder / name) as temporary:
             temporary.write_bytes(data)
-    methods = [
-        (name, [read_table(folder / run["folder"] / "rounds.csv") for run in each["runs"] if "folder" in run])
-        for name, each in content["strategies"].items()
-    ]
     with failing_is_a_warning(folder / "comparison.png"):
-        save_figure(comparison_figure(methods, content["title"]), folder / "comparison.png")
+        save_figure(draw(content, folder), folder / "comparison.png")
     with failing_is_a_warning(folder / REPORT):
         write_report(folder)
 
 
+def draw(content: Mapping[str, Any], folder: Path) -> Figure:
+    """Return the picture of the comparison in a folder: accuracy over rounds, mean and deviation over seeds."""
+    methods = [
+        (name, [read_table(folder / run["folder"] / "rounds.csv") for run in each["runs"] if "folder" in run])
+        for name, each in content["strategies"].items()
+    ]
+    return comparison_figure(methods, content["title"])
+
+
 def as_csv(content: Mapping[str, Any]) -> bytes:
-    """A line for each run, and lines with the seeds "mean" and "std"; accuracies are in [0, 1]."""
+    """Return the rows of `csv_rows` as CSV."""
+    rows = csv_rows(content)
+    last = ("scale", "preset", "folder", "failed", "versions", "command")
+    columns = dict.fromkeys(("strategy", "seed", *METRICS, "paper", "paper-floats", "reference"))
+    columns |= dict.fromkeys(key for row in rows for key in row if key not in last)
+    return table_lines([*columns, *last], rows, header=True)
+
+
+def csv_rows(content: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return a row for each run, and rows with the seeds "mean" and "std"; accuracies are in [0, 1]."""
     about = {
         "scale": content["scale"],
         "preset": content["preset"] and content["preset"]["name"],
@@ -74,10 +91,7 @@ def as_csv(content: Mapping[str, Any]) -> bytes:
         rows.append(
             {"strategy": name, "seed": "std", **each["std"], **about, "paper": paper.get("std"), "versions": told}
         )
-    last = ("scale", "preset", "folder", "failed", "versions", "command")
-    columns = dict.fromkeys(("strategy", "seed", *METRICS, "paper", "paper-floats", "reference"))
-    columns |= dict.fromkeys(key for row in rows for key in row if key not in last)
-    return table_lines([*columns, *last], rows, header=True)
+    return rows
 
 
 def _told(versions: Mapping[str, Any] | None) -> str:

@@ -13,7 +13,6 @@ import base64
 import csv
 import json
 import os
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,8 +23,6 @@ import numpy as np
 
 from kindred import REGISTRY
 from kindred.client.state import MIXTURE, replacing
-from kindred.data import DataError
-from kindred.data.files import open_npz
 from kindred.engine.history import is_status, statuses
 from kindred.messages import BETWEEN, MOST, PERSONAL, RECEIVED, SAMPLES_TRAINED, TRAINED, TUNED, ClientId, in_order
 from kindred.server_app.comparison.texts import remarks, tables
@@ -34,14 +31,12 @@ from kindred.server_app.flower_app import CONNECTION, toml
 from kindred.server_app.run_files import is_finished, what_data
 from kindred.server_app.tables import read_table
 
+from .collaboration import collaboration_content, groups_of
 from .figures import carried_forward, is_accuracy
 from .page import page
 
 REPORT = "report.html"
 COMPARISON = "comparison.json"
-MOST_ROUNDS = 50  # matrices that the page holds
-MATRIX_TIMES = 1100  # a matrix of clients that learn alone is nearly all zeros, and deflate reaches 1,032 at the most
-MATRIX_BYTES = 4_000_000  # and their size in all, a byte for a weight
 TEXTS = ("client", "personal")  # of a row, besides what becomes of replies; all else in it that is shown are numbers
 MOST_LISTED = 200  # clients whose replies were not used
 OPTIONS = {
@@ -171,12 +166,12 @@ def run_content(folder: Path, summary: Mapping[str, Any] | None = None) -> dict[
         "stages": stages,
         "clients": {
             "names": [str(client) for client in clients],
-            "groups": _groups_of(clients, groups),
+            "groups": groups_of(clients, groups),
             "accuracy": _last(rows, clients, f"{PERSONAL}-accuracy"),
             "before": _last(both, clients, before),
             "after": _last(both, clients, after),
         },
-        "collaboration": _collaboration(folder / "collaboration", groups),
+        "collaboration": collaboration_content(folder / "collaboration", groups),
         "clusters": _read_json(folder / "clusters.json", None),
         "partition": _picture(folder / "partition.png"),
         "unused": _unused(rows),
@@ -265,13 +260,6 @@ def _numbers(values: Any) -> list[float | None]:
     return [None if value is None or not np.isfinite(value) else round(float(value), 4) for value in values]
 
 
-def _groups_of(clients: Sequence[ClientId], groups: Sequence[int] | None) -> list[int] | None:
-    """The true group of each client, where they are those of the partition."""
-    if groups and all(isinstance(client, int) and 0 <= client < len(groups) for client in clients):
-        return [groups[client] for client in clients]
-    return None
-
-
 def _unused(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Replies that were not used, with how many of each client and reason, and in which rounds first and last."""
     found: dict[tuple[ClientId, str], list[int]] = {}
@@ -289,82 +277,6 @@ def _unused(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             for client, status in listed[:MOST_LISTED]
         ],
     }
-
-
-def _collaboration(folder: Path, groups: Sequence[int] | None) -> dict[str, Any] | None:
-    """The matrices of some rounds, each weight in a byte.
-
-    Of a round `strongest` is the largest weight of another client, for which 255 stands in `weights`, by rows; in
-    `own`, each client's own share, it stands for 1. Clients come by true group, or else those that learn from each
-    other side by side.
-    """
-    files = sorted(folder.glob("round-*.npz"), key=lambda path: int(re.sub(r"\D", "", path.stem)))
-    matrices, damaged = [], []
-    if files:
-        last = _matrix(files[-1]) or ([], np.zeros((0, 0)))
-        fitting = min(MOST_ROUNDS, MATRIX_BYTES // max(1, len(last[0])) ** 2, len(files))
-        for at in np.unique(np.linspace(len(files) - 1, 0, fitting).round().astype(int)):
-            if read := _matrix(files[at]):
-                matrices.append((int(re.sub(r"\D", "", files[at].stem)), *read))
-            else:
-                damaged.append(files[at].name)
-        if not fitting:
-            return {"too-many": len(last[0]), "rounds": []}
-    if not matrices:
-        return {"damaged": damaged, "rounds": []} if damaged else None
-
-    clients = in_order({client for _, some, _ in matrices for client in some})
-    place = {client: i for i, client in enumerate(clients)}
-    shares = np.zeros((len(matrices), len(clients), len(clients)))  # (r, m, m)
-    for share, (_, some, weights) in zip(shares, matrices):
-        at = [place[client] for client in some]
-        share[np.ix_(at, at)] = np.nan_to_num(weights, posinf=0).clip(0)
-    known = _groups_of(clients, groups)
-    order = np.argsort(known, kind="stable") if known else _by_likeness(shares[-1])
-    shares = shares[:, order][:, :, order]
-    diagonal = np.arange(len(clients))
-    own = shares[:, diagonal, diagonal].copy()  # (r, m)
-    shares[:, diagonal, diagonal] = 0
-    strongest = shares.max(axis=(1, 2), initial=0)  # (r,)
-    return {
-        "names": [str(clients[i]) for i in order],
-        "groups": [known[i] for i in order] if known else None,
-        "rounds": [number for number, _, _ in matrices],
-        "of": len(files),
-        "damaged": damaged,
-        "strongest": [float(f"{value:.4g}") for value in strongest],
-        "weights": [_bytes(share / (value or 1)) for share, value in zip(shares, strongest)],
-        "own": [_bytes(share) for share in own],
-    }
-
-
-def _matrix(path: Path) -> tuple[list[ClientId], np.ndarray] | None:
-    """Clients and weights of a file; None if it is damaged."""
-    try:
-        with open_npz(path, MATRIX_TIMES) as file:
-            clients, weights = file["clients"].tolist(), file["weights"]
-    except DataError:
-        return None
-    return (clients, weights) if weights.shape == (len(clients), len(clients)) else None
-
-
-def _by_likeness(shares: np.ndarray) -> np.ndarray:
-    """An order of clients in which those that learn much from each other are neighbours: hierarchical clustering."""
-    if len(shares) < 3:
-        return np.arange(len(shares))
-    from scipy.cluster.hierarchy import leaves_list, linkage
-    from scipy.spatial.distance import squareform
-
-    both = (shares + shares.T) / 2
-    distances = both.max() - both
-    np.fill_diagonal(distances, 0)
-    distances = distances.clip(0)
-    return leaves_list(linkage(squareform(distances, checks=False), "average"))
-
-
-def _bytes(values: np.ndarray) -> str:
-    """Numbers in [0, 1], a byte each, as text."""
-    return base64.b64encode(np.rint(255 * values.clip(0, 1)).astype(np.uint8).tobytes()).decode()
 
 
 def comparison_content(folder: Path) -> dict[str, Any]:

@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-import torch
+from kindred.lazy import lazy
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+else:
+    torch = lazy("torch")
 
 Descent = Callable[[list["Tensor"]], None]
 

@@ -1,0 +1,89 @@
+"""What would keep a run from working on this machine, found out before the run starts."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from kindred.client.state import default_root
+from kindred.data import load_federation
+
+from .app import check_data_and_models, make_strategy, needed_by
+from .config import Config, ConfigError
+from .engines import Engine
+
+
+def check(configs: Iterable[Config], engine: Engine) -> None:
+    """Find out what would keep runs from working, before any of them starts.
+
+    Raises
+    ------
+    ConfigError, DataError
+        What it is.
+    """
+    for config in configs:
+        check_machine(config, engine)
+        check_method(config)
+
+
+def check_machine(config: Config, engine: Engine) -> None:
+    """Find out what keeps any method from working with these settings on this machine: see `check`."""
+    for key, value in config.run_config().items():
+        if isinstance(value, str) and re.search(r"[\x00-\x1f\x7f\ud800-\udfff]", value):
+            raise ConfigError(f"{key} is {value!r}, allowed: text in UTF-8 without control characters")
+        if isinstance(value, int) and value >= 2**63:
+            raise ConfigError(f"{key} is {value}, allowed: less than 2^63")
+    for key in ("min-train-clients", "min-available-clients"):
+        if (least := config.run_config()[key]) > config.num_clients:
+            raise ConfigError(f"{key} is {least}, allowed: at most num-clients, which is {config.num_clients}")
+    cpus = os.cpu_count() or 1
+    if type(engine.cpus_per_client) is not int or not 1 <= engine.cpus_per_client <= cpus:
+        raise ConfigError(
+            f"--cpus-per-client is {engine.cpus_per_client}, allowed: 1 to {cpus}, the CPUs of this machine"
+        )
+    _check_gpus(config, engine)
+    if config.resume:
+        _check_folder(f"resume is {config.resume!r}", config.resume, "name a folder that can be written to")
+    else:
+        _check_folder(f"output-dir is {config.output_dir!r}", config.output_dir, "name a folder that can be made")
+
+
+def check_method(config: Config) -> None:
+    """Find out what keeps the method from working with these data: see `check`."""
+    federation = load_federation(config.run_config())
+    check_data_and_models(config, federation)
+    if make_strategy(config, **needed_by(config, federation)).clients_keep_state:
+        root = default_root()
+        what = f"the folder of the clients' state is {str(root)!r}"
+        _check_folder(what, root, "set XDG_STATE_HOME to a folder that can be made")
+
+
+def _check_gpus(config: Config, engine: Engine) -> None:
+    if config.device != "cuda" and engine.gpus_per_client == 0:
+        return
+    asked = "device is 'cuda'" if config.device == "cuda" else f"--gpus-per-client is {engine.gpus_per_client:g}"
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if gpus == 0:
+        raise ConfigError(f"{asked}, but PyTorch finds no GPU here; allowed: device cpu or auto, --gpus-per-client 0")
+    if not (0 <= engine.gpus_per_client <= 1 or engine.gpus_per_client in range(gpus + 1)):
+        raise ConfigError(
+            f"--gpus-per-client is {engine.gpus_per_client:g}, allowed: 0 to 1, or a whole number of this "
+            f"machine's GPUs, of which there are {gpus}"
+        )
+    if engine.name == "flower" and engine.gpus_per_client == 0:
+        raise ConfigError(f"{asked}, but --gpus-per-client is 0: say which share of a GPU a client gets, such as 0.25")
+
+
+def _check_folder(what: str, folder: str | Path, remedy: str) -> None:
+    nearest = Path(folder)  # that exists
+    while not nearest.exists() and nearest != nearest.parent:
+        nearest = nearest.parent
+    try:
+        os.rmdir(tempfile.mkdtemp(dir=nearest))
+    except OSError as error:
+        raise ConfigError(f"{what}, but {nearest} cannot be written to ({error.strerror}); {remedy}") from None

@@ -1,0 +1,132 @@
+"""How well predictions agree with the truth: numbers, and the picture of the confusions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from sklearn.metrics import confusion_matrix
+
+from kindred.mixture import accuracy_and_loss
+from kindred.server_app.config import ConfigError
+from kindred.server_app.report.figures import MOST_NAMED, new_figure, short_name
+
+from .inputs import read_test_part
+from .predictor import Predictor
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MOST_EVALUATED = 2000  # classes, of which a confusion matrix has the square
+SMALLEST_PRINT = 5  # points, in which a count can still be read
+
+
+def evaluate_model(model: Path, data_dir: Path) -> dict[str, Any]:
+    """Compare a model's predictions with a site's test labels.
+
+    Parameters
+    ----------
+    model : Path
+        A file of `Predictor.load`.
+    data_dir : Path
+        A site's data, as of `data.read_site`.
+
+    Returns
+    -------
+    dict
+        The two paths, `model` and `data-dir`, and what `evaluation` returns.
+
+    Raises
+    ------
+    ConfigError, DataError
+        The model or the data cannot be used.
+    """
+    predictor = Predictor.load(model)
+    if (count := predictor.task.num_classes) > MOST_EVALUATED:
+        raise ConfigError(f"--model is {str(model)!r}, of {count:,} classes, allowed: up to {MOST_EVALUATED:,}")
+    x, y = read_test_part(data_dir, predictor.task)
+    found = evaluation(predictor.probabilities(x), y, predictor.classes)
+    return {"model": str(model), "data-dir": str(data_dir), **found}
+
+
+def evaluation(probabilities: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> dict[str, Any]:
+    """Compare predictions with the truth.
+
+    Parameters
+    ----------
+    probabilities : ndarray, (n, N)
+    labels : ndarray, (n,), int
+    classes : sequence of N str
+        What the classes are called.
+
+    Returns
+    -------
+    dict
+        `images` n; `accuracy`; `loss`, the mean cross-entropy; `classes`: for each its name `class`, its `images`,
+        `accuracy` (how many of these are found; the recall) and `precision` (how many of those that are said to be
+        of it are), None where there are none; `confusion` (N, N): images of each class by what they are taken for.
+    """
+    accuracy, loss = accuracy_and_loss(probabilities, labels)
+    confusion = confusion_matrix(labels, probabilities.argmax(axis=1), labels=np.arange(len(classes)))
+
+    def share(hits: int, of: int) -> float | None:
+        return hits / of if of else None
+
+    lines = zip(classes, confusion.diagonal().tolist(), confusion.sum(axis=1).tolist(), confusion.sum(axis=0).tolist())
+    return {
+        "images": len(labels), "accuracy": accuracy, "loss": loss,
+        "classes": [{"class": name, "images": there, "accuracy": share(hits, there), "precision": share(hits, said)}
+                    for name, hits, there, said in lines],
+        "confusion": confusion.tolist(),
+    }  # fmt: skip
+
+
+def confusion_figure(confusion: np.ndarray, classes: Sequence[str], title: str) -> Figure:
+    """What images of each class are taken for: the share of the class as shade, the number where there is room.
+
+    Parameters
+    ----------
+    confusion : ndarray, (N, N), int
+        Row: the true class; column: the predicted one.
+    classes : sequence of N str
+    title : str
+    """
+    from matplotlib import colormaps
+
+    count = len(classes)
+    totals = confusion.sum(axis=1, keepdims=True)  # (N, 1)
+    shares = np.where(totals > 0, confusion / np.maximum(totals, 1), np.nan)  # (N, N)
+
+    side = 6.4 if count <= 15 else 8.4
+    figure, axes = new_figure(title, (side + 0.9, side))
+    # One hue that only darkens, which needs no seeing of colours.
+    image = axes.imshow(shares, cmap=colormaps["Blues"].with_extremes(bad="#d0d0d0"), vmin=0.0, vmax=1.0)
+    figure.colorbar(image, ax=axes, shrink=0.85, pad=0.02).set_label("share of the true class's images")
+    if (totals == 0).any():
+        axes.set_title("grey: no images of this class", fontsize=9.5)
+
+    ticks = np.arange(0, count, max(1, -(-count // MOST_NAMED)))
+    names = [short_name(classes[i], 24) for i in ticks]
+    size = 8.5 if count <= 25 else 6.5
+    axes.set_xticks(ticks, names, fontsize=size, rotation=90 if max(map(len, names)) > 3 else 0)
+    axes.set_yticks(ticks, names, fontsize=size)
+    axes.set_xlabel("predicted class")
+    axes.set_ylabel("true class")
+
+    # The axes take up some 0.75 of the figure; a digit is 0.6 as wide as it is high, and a cell needs a margin.
+    points = min(10.0, 0.75 * 72 * side / count / (0.6 * len(str(confusion.max())) + 0.6))
+    if points >= SMALLEST_PRINT:
+        for (true, predicted), number in np.ndenumerate(confusion):
+            if number:
+                axes.text(
+                    predicted,
+                    true,
+                    str(number),
+                    ha="center",
+                    va="center",
+                    fontsize=points,
+                    color="white" if shares[true, predicted] > 0.6 else "black",
+                )
+    return figure

@@ -1,0 +1,131 @@
+"""A model of this project, read from its file and ready for use."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.numpy import load_file
+
+from kindred import Mixture, make_model
+from kindred.client.training import check_shapes, set_arrays
+from kindred.data import Task
+from kindred.data.files import one_line, safetensors_header
+from kindred.messages import by_prefix
+from kindred.server_app.config import ConfigError
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """A model of this project, ready for use. A personal model is a mixture of one.
+
+    Attributes
+    ----------
+    task : Task
+        What the model takes and gives.
+    module : torch.nn.Module
+    mixture : Mixture
+        Whose models are the module's.
+    classes : tuple of str
+        What the classes are called: their names, else their numbers.
+    """
+
+    task: Task
+    module: torch.nn.Module
+    mixture: Mixture
+
+    @classmethod
+    def load(cls, path: Path) -> Predictor:
+        """Read a model's file.
+
+        No memory is taken for a network before the arrays in the file are known to be those of the network.
+
+        Raises
+        ------
+        ConfigError
+            There is no such file, or it is damaged, or no model that can be used.
+        """
+        path = path.expanduser()
+        if not path.is_file():
+            raise ConfigError(f"--model is {str(path)!r}, which is no file; allowed: a model's .safetensors file")
+        with _unusable(path, "cannot be read as a model"):
+            about, shapes = safetensors_header(path)
+        if not {"model", "task"} <= about.keys():
+            raise ConfigError(
+                f"--model is {str(path)!r}, which is no model of kindred's: nothing beside its arrays "
+                "says which network they are of"
+            )
+        with _unusable(path, "cannot be used"):
+            name, task = Task.from_metadata(about)
+            if len(task.class_names) not in (0, task.num_classes):
+                raise ValueError(f"it has {task.num_classes} classes and {len(task.class_names)} names for them")
+            for each in task.class_names:
+                if re.search(r"[\x00-\x1f\x7f\ud800-\udfff]", each):
+                    raise ValueError(f"it has a class {each!r}, allowed: names without control characters")
+            _check_carried(name, task, shapes, mixed="kind" in about)
+        with _unusable(path, "cannot be read as a model"):
+            mixture = _read_models(path, about)
+        with _unusable(path, "cannot be used"):
+            module = make_model(name, task.image_shape, task.num_classes)
+            for model in mixture.models:
+                set_arrays(module, model)  # which checks them
+                if spoilt := [key for key, array in model.items() if not np.isfinite(array).all()]:
+                    raise ValueError(f"its array {spoilt[0]!r} has values that are not finite: did training diverge?")
+        return cls(task, module, mixture)
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        return self.task.class_names or tuple(map(str, range(self.task.num_classes)))
+
+    def probabilities(self, x: np.ndarray) -> np.ndarray:
+        """Class probabilities (n, N) of images (n, c, h, w) that `Task.normalised` has put on the model's scale.
+
+        Raises
+        ------
+        ConfigError
+            They are not finite.
+        ValueError
+            The arrays are not those of the network.
+        """
+        rows = self.mixture.predict(self.module, torch.from_numpy(x))
+        if not np.isfinite(rows).all():
+            raise ConfigError("the model gives probabilities that are not finite: did its training diverge?")
+        return rows
+
+
+@contextmanager
+def _unusable(path: Path, how: str) -> Iterator[None]:
+    """Have everything that goes wrong said as a ConfigError: a file that somebody gave us may hold anything."""
+    try:
+        yield
+    except Exception as error:
+        raise ConfigError(f"--model is {str(path)!r}, which {how}: {one_line(error)}") from None
+
+
+def _check_carried(network: str, task: Task, shapes: Mapping[str, tuple[int, ...]], mixed: bool) -> None:
+    """Compare the shapes of the arrays in a file with those of the network that it names; ValueError if they differ."""
+    try:
+        with torch.device("meta"):  # shapes, and no memory for values
+            state = make_model(network, task.image_shape, task.num_classes).state_dict()
+    except RuntimeError:  # an extension's, which cannot be made without values
+        return
+    for part in by_prefix({n: s for n, s in shapes.items() if n != "shares"}).values() if mixed else [shapes]:
+        check_shapes(state, part)
+
+
+def _read_models(path: Path, about: Mapping[str, str]) -> Mixture:
+
+    if "kind" not in about:
+        return Mixture([about.get("client", "")], np.ones(1), [load_file(path)])
+    mixture = Mixture.load(path)
+    shares = mixture.shares
+    if shares.shape != (len(mixture.models),) or not ((shares >= 0).all() and abs(shares.sum() - 1) < 1e-6):
+        raise ValueError(f"its {len(mixture.models)} models have the shares {shares.tolist()}, they must sum to 1")
+    if mixture.kind not in ("probabilities", "logits"):
+        raise ValueError(f"it is a mixture of {mixture.kind!r}, allowed: probabilities, logits")
+    return mixture

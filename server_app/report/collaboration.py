@@ -1,0 +1,107 @@
+"""Who learnt from whom in the rounds of a run, for the page: read from the files of the folder `collaboration`."""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kindred.data import DataError
+from kindred.data.files import open_npz
+from kindred.messages import ClientId, in_order
+
+MOST_ROUNDS = 50  # matrices that the page holds
+MATRIX_TIMES = 1100  # a matrix of clients that learn alone is nearly all zeros, and deflate reaches 1,032 at the most
+MATRIX_BYTES = 4_000_000  # and their size in all, a byte for a weight
+
+
+def collaboration_content(folder: Path, groups: Sequence[int] | None) -> dict[str, Any] | None:
+    """The matrices of some rounds, each weight in a byte.
+
+    Of a round `strongest` is the largest weight of another client, for which 255 stands in `weights`, by rows; in
+    `own`, each client's own share, it stands for 1. Clients come by true group, or else those that learn from each
+    other side by side.
+    """
+    files = matrix_files(folder)
+    matrices, damaged = [], []
+    if files:
+        last = read_matrix(files[-1]) or ([], np.zeros((0, 0)))
+        fitting = min(MOST_ROUNDS, MATRIX_BYTES // max(1, len(last[0])) ** 2, len(files))
+        for at in np.unique(np.linspace(len(files) - 1, 0, fitting).round().astype(int)):
+            if read := read_matrix(files[at]):
+                matrices.append((int(re.sub(r"\D", "", files[at].stem)), *read))
+            else:
+                damaged.append(files[at].name)
+        if not fitting:
+            return {"too-many": len(last[0]), "rounds": []}
+    if not matrices:
+        return {"damaged": damaged, "rounds": []} if damaged else None
+
+    clients = in_order({client for _, some, _ in matrices for client in some})
+    place = {client: i for i, client in enumerate(clients)}
+    shares = np.zeros((len(matrices), len(clients), len(clients)))  # (r, m, m)
+    for share, (_, some, weights) in zip(shares, matrices):
+        at = [place[client] for client in some]
+        share[np.ix_(at, at)] = np.nan_to_num(weights, posinf=0).clip(0)
+    known = groups_of(clients, groups)
+    order = np.argsort(known, kind="stable") if known else _by_likeness(shares[-1])
+    shares = shares[:, order][:, :, order]
+    diagonal = np.arange(len(clients))
+    own = shares[:, diagonal, diagonal].copy()  # (r, m)
+    shares[:, diagonal, diagonal] = 0
+    strongest = shares.max(axis=(1, 2), initial=0)  # (r,)
+    return {
+        "names": [str(clients[i]) for i in order],
+        "groups": [known[i] for i in order] if known else None,
+        "rounds": [number for number, _, _ in matrices],
+        "of": len(files),
+        "damaged": damaged,
+        "strongest": [float(f"{value:.4g}") for value in strongest],
+        "weights": [_bytes(share / (value or 1)) for share, value in zip(shares, strongest)],
+        "own": [_bytes(share) for share in own],
+    }
+
+
+def matrix_files(folder: Path) -> list[Path]:
+    """Return the files of the rounds, in their order."""
+    return sorted(folder.glob("round-*.npz"), key=lambda path: int(re.sub(r"\D", "", path.stem)))
+
+
+def read_matrix(path: Path) -> tuple[list[ClientId], np.ndarray] | None:
+    """Return the m clients and the weights (m, m) of a file; None if it is damaged."""
+    try:
+        with open_npz(path, MATRIX_TIMES) as file:
+            clients, weights = file["clients"].tolist(), file["weights"]
+    except DataError:
+        return None
+    return (clients, weights) if weights.shape == (len(clients), len(clients)) else None
+
+
+def _by_likeness(shares: np.ndarray) -> np.ndarray:
+    """An order of clients in which those that learn much from each other are neighbours: hierarchical clustering."""
+    if len(shares) < 3:
+        return np.arange(len(shares))
+    from scipy.cluster.hierarchy import leaves_list, linkage
+    from scipy.spatial.distance import squareform
+
+    both = (shares + shares.T) / 2
+    distances = both.max() - both
+    np.fill_diagonal(distances, 0)
+    distances = distances.clip(0)
+    return leaves_list(linkage(squareform(distances, checks=False), "average"))
+
+
+def _bytes(values: np.ndarray) -> str:
+    """Numbers in [0, 1], a byte each, as text."""
+    return base64.b64encode(np.rint(255 * values.clip(0, 1)).astype(np.uint8).tobytes()).decode()
+
+
+def groups_of(clients: Sequence[ClientId], groups: Sequence[int] | None) -> list[int] | None:
+    """The true group of each client, where they are those of the partition."""
+    if groups and all(isinstance(client, int) and 0 <= client < len(groups) for client in clients):
+        return [groups[client] for client in clients]
+    return None

@@ -1,0 +1,147 @@
+"""A finished run as Python objects: what its folder holds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from safetensors.torch import load_file
+
+from kindred.data import load_federation
+from kindred.messages import ClientId
+
+from .prediction.predictor import Predictor
+from .report.collaboration import matrix_files, read_matrix
+from .report.pictures import run_pictures
+from .run_files import read_config, read_summary, what_data
+from .tables import read_table
+
+if TYPE_CHECKING:
+    import pandas
+    import torch
+    from matplotlib.figure import Figure
+
+
+class RunResult:
+    """A finished run; everything is read from its folder when it is first asked for.
+
+    Parameters
+    ----------
+    folder : Path
+        Of a finished run.
+
+    Attributes
+    ----------
+    folder : Path
+        Absolute.
+    settings : dict
+        Every setting, by its name in kebab-case.
+    summary : dict
+        The figures of the whole run, as in summary.json; accuracies are in [0, 1].
+    rows : list of dict
+        The history, a row for each round and client, as in history.csv. What was not reported is not in a row.
+    rounds : list of dict
+        A row for each round, as in rounds.csv.
+    tables : dict of pandas.DataFrame
+        "clients" (each one's last accuracy and file of its model), "rounds" and "history".
+    figures : dict of matplotlib.figure.Figure
+        "accuracy", "collaboration", "partition", and "clusters" of a method that divides its clients.
+    models : PersonalModels
+        client -> its personal model.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = Path(folder).absolute()
+
+    def __repr__(self) -> str:
+        accuracy = self.summary["accuracy"]
+        reached = "" if accuracy is None else f", accuracy {100 * accuracy:.1f} %"
+        what = f"{self.settings['strategy']} on {what_data(self.settings)}, seed {self.settings['seed']}"
+        return f"<RunResult: {what}{reached}, in {self.folder}>"
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        return read_config(self.folder)["settings"]
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        return read_summary(self.folder)
+
+    @cached_property
+    def rows(self) -> list[dict[str, Any]]:
+        return read_table(self.folder / "history.csv")
+
+    @cached_property
+    def rounds(self) -> list[dict[str, Any]]:
+        return read_table(self.folder / "rounds.csv")
+
+    @cached_property
+    def tables(self) -> dict[str, pandas.DataFrame]:
+        return data_frames({"clients": self.summary["clients"], "rounds": self.rounds, "history": self.rows})
+
+    @cached_property
+    def models(self) -> PersonalModels:
+        files = {each["client"]: each["model"] for each in self.summary["clients"] if each["model"]}
+        return PersonalModels({client: self.folder / file for client, file in files.items()})
+
+    @cached_property
+    def figures(self) -> dict[str, Figure]:
+        clusters = self.folder / "clusters.json"
+        pictures = run_pictures(
+            self.settings,
+            self.rows,
+            self.summary["rounds"],
+            self._last_collaboration,
+            json.loads(clusters.read_text(encoding="utf-8")) if clusters.exists() else None,
+            None if self.settings["dataset"] == "sites" else load_federation(self.settings),
+        )
+        drawn = {name: draw() for name, draw in pictures.items()}
+        return {name: figure for name, figure in drawn.items() if figure}
+
+    def _last_collaboration(self) -> tuple[Sequence[ClientId], np.ndarray]:
+        files = matrix_files(self.folder / "collaboration")
+        return (files and read_matrix(files[-1])) or ([], np.zeros((0, 0)))
+
+
+class PersonalModels(Mapping[ClientId, "dict[str, torch.Tensor]"]):
+    """The personal models of a run, by client; each is read from its file when it is asked for.
+
+    A model is a state dict, for `load_state_dict` of the network.
+
+    Parameters
+    ----------
+    files : mapping
+        client -> file of its model.
+    """
+
+    def __init__(self, files: Mapping[ClientId, Path]) -> None:
+        self.files = dict(files)
+
+    def __getitem__(self, client: ClientId) -> dict[str, torch.Tensor]:
+        return load_file(self.files[client])
+
+    def __iter__(self) -> Iterator[ClientId]:
+        return iter(self.files)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def module(self, client: ClientId) -> torch.nn.Module:
+        """Return a client's network with its personal model; it takes images on the scale that the file names."""
+        return Predictor.load(self.files[client]).module
+
+
+def data_frames(tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, pandas.DataFrame]:
+    """Return rows as tables of pandas, by the same names; ImportError of one line where pandas is not installed."""
+    try:
+        import pandas
+    except ImportError:
+        raise ImportError(
+            "tables need pandas, which is not installed: pip install 'kindred-fl[pandas]'; "
+            "rows and summary hold the same without it"
+        ) from None
+    return {name: pandas.DataFrame(list(rows)) for name, rows in tables.items()}

@@ -1,0 +1,164 @@
+"""Runs and comparisons from settings: what the commands `kindred run` and `compare` and the Python functions do."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from kindred.data import DataError
+
+from .checks import check, check_machine, check_method
+from .comparison.plan import make_plan
+from .comparison.result import ComparisonResult
+from .comparison.runs import carry_out
+from .config import Config, ConfigError
+from .engines import Engine, execute
+from .presets import load_preset
+from .run_files import check_resumable, read_settings
+from .run_log import Outcome
+from .run_result import RunResult
+
+
+class RunFailed(RuntimeError):
+    """A run that did not come to its end.
+
+    Parameters
+    ----------
+    code : int
+        As of `Outcome`.
+    reason : str
+        One line.
+    """
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+
+
+def run_settings(given: Mapping[str, Any], resume: str | os.PathLike[str] | None = None) -> Config:
+    """Return the settings of a run.
+
+    Parameters
+    ----------
+    given : mapping
+        Settings, kebab-case; others have their default.
+    resume : path, optional
+        The folder of the run to go on with, whose settings these then are.
+
+    Raises
+    ------
+    ConfigError
+        A setting that there is not, a value out of its range, or a run that cannot be gone on with.
+    """
+    before: dict[str, Any] = {}
+    if resume:
+        before = read_settings(resume)
+        given = {**given, "resume": os.path.abspath(os.path.expanduser(resume))}
+    config = Config.from_run_config({**before, **given}).absolute()
+    if config.resume:
+        check_resumable(config.run_config())
+    return config
+
+
+def run_methods(
+    config: Config, against: Iterable[str], engine: Engine, on_line: Callable[[str], None]
+) -> list[RunResult]:
+    """Run a method, then others with the same settings.
+
+    Parameters
+    ----------
+    config : Config
+    against : iterable of str
+        The other methods; they run in this process.
+    engine : Engine
+        Where the clients of the first run work.
+    on_line : callable
+        Called with each line of progress.
+
+    Raises
+    ------
+    ConfigError, DataError
+        The settings, the data or the machine must be changed. Unless a run says so itself, nothing was run.
+    RunFailed
+        A run failed.
+    KeyboardInterrupt
+        SIGINT ended a run.
+    """
+    others = [replace(config, strategy=name, resume="") for name in dict.fromkeys(against) if name != config.strategy]
+    check([config, *others], engine)
+    on_line(f"{config.strategy} on {config.dataset}, {config.partition}, {config.num_clients} clients")
+    results = [_result(execute(config, engine, on_line))]
+    for other in others:
+        on_line(f"\n{other.strategy}")
+        results.append(_result(execute(other, replace(engine, name="inline"), on_line)))
+    return results
+
+
+def _result(outcome: Outcome) -> RunResult:
+    if outcome.code == 0 and outcome.results:
+        return RunResult(outcome.results)
+    if outcome.code == 2:
+        raise ConfigError(outcome.reason)
+    if outcome.code == 130:
+        raise KeyboardInterrupt(outcome.reason)
+    raise RunFailed(outcome.code, outcome.reason) from outcome.error
+
+
+def compare_methods(
+    names: Sequence[str],
+    given: Mapping[str, Any],
+    own: Mapping[str, Mapping[str, Any]],
+    *,
+    seeds: Sequence[int],
+    reference: str,
+    scale: float,
+    preset: str,
+    engine: Engine,
+    on_line: Callable[[str], None],
+    command: Sequence[str],
+) -> tuple[ComparisonResult, int]:
+    """Run methods with the same data and seeds; what has been run before is not run again.
+
+    Parameters
+    ----------
+    names, given, own, seeds, reference, scale
+        As of `make_plan`.
+    preset : str
+        The name of a preset, or "".
+    engine : Engine
+    on_line : callable
+        Called with each line of progress.
+    command : sequence of str
+        The words of a command that does the same, for the record.
+
+    Returns
+    -------
+    result : ComparisonResult
+        Its files have not been written yet.
+    code : int
+        0: every run is there. 1: some failed. 128 + n: ended by signal n, with what there was by then.
+
+    Raises
+    ------
+    ConfigError, DataError
+        The settings, the data or the machine must be changed: no method can be run. Nothing was run.
+    """
+    plan = make_plan(
+        names, given, own, seeds=seeds, reference=reference, scale=scale, preset=load_preset(preset) if preset else None
+    )
+    for _, config in plan.runs:
+        check_machine(config, engine)
+    unusable: dict[str, ConfigError | DataError] = {}
+    for name, config in plan.configs.items():
+        try:
+            check_method(config)
+        except (ConfigError, DataError) as error:
+            unusable[name] = error
+    if len(unusable) == len(plan.configs):
+        raise next(iter(unusable.values()))
+    on_line(f"{plan.title}: {', '.join(plan.configs)}")
+    reasons = {name: str(error) for name, error in unusable.items()}
+    content, code = carry_out(plan, lambda config: execute(config, engine, on_line), on_line, reasons, command)
+    return ComparisonResult(content, plan.folder), code
