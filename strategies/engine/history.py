@@ -198,3 +198,23 @@ class History:
                     reason = status.removeprefix(REFUSED)
                     reasons[reason] = reasons.get(reason, 0) + 1
         return {client: counts[client] for client in in_order(counts)}
+
+
+def progress(line: dict[str, Any], num_rounds: int) -> str:
+    """Return a round's line of the history as one line of text."""
+    width = len(str(num_rounds))
+    title = "closing evaluation" if line["round"] > num_rounds else f"round {line['round']:{width}}/{num_rounds}"
+    parts = [title]
+    if "accuracy" in line:
+        parts += [
+            f"accuracy {line['accuracy']:.1%}",
+            f"bottom decile {line['accuracy-p10']:.1%}",
+            f"best {line['accuracy-best']:.1%}",
+        ]
+    parts += [
+        f"{line['seconds']:.1f} s",
+        f"up {line['bytes-up'] / 1e6:.2f} MB",
+        f"down {line['bytes-down'] / 1e6:.2f} MB",
+        f"{line['answered']}/{line['asked']} clients",
+    ]
+    return "  ".join(parts)
