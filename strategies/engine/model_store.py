@@ -247,7 +247,8 @@ class ClientModels(Mapping[ClientId, ArrayRecord]):
     def row(self, client: ClientId) -> np.ndarray:
         """The floats of a client's model, shape (d,): a view, to be changed in place."""
         let_go(self._rows)  # those asked for before
-        return self._rows[self._index[client]]
+        row: np.ndarray = self._rows[self._index[client]]
+        return row
 
     def blocks(self, clients: Sequence[ClientId], stop: int | None = None) -> Iterator[tuple[slice, np.ndarray]]:
         """Go through the models of these clients, some columns at a time.

@@ -168,9 +168,10 @@ def _ending_with(grid: Grid, over: threading.Event) -> Grid:
     flower = sys.modules.get("flwr.superlink.grid.http_grid")  # takes a second to import where Flower has not done so
     if flower is None or not isinstance(grid, flower.HttpGrid):
         return grid
-    ending: Any = copy.copy(grid)
-    ending._client = _EndingClient(ending._runtime_client, over)
-    return ending
+    http: Any = grid
+    copied = copy.copy(grid)
+    vars(copied)["_client"] = _EndingClient(http._runtime_client, over)
+    return copied
 
 
 class _EndingClient:
