@@ -308,7 +308,7 @@ class ClientModels(Mapping[ClientId, ArrayRecord]):
         return self.layout.record(row, self._integers[client])
 
     def state(self) -> dict[str, Any]:
-        """What `restore` needs: the clients in the order of their rows, a view of these, and the integer buffers."""
+        """Return what `restore` needs: clients in the order of their rows, a view of these, and integer buffers."""
         let_go(self._rows)
         # Of all clients together: a checkpoint with an entry for each takes longer.
         integers = {

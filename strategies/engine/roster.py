@@ -96,11 +96,11 @@ class Roster:
         self._answered: set[ClientId] = set()  # or one
 
     def state(self) -> dict[str, Any]:
-        """All that `restore` needs, between two rounds."""
+        """Return all that `restore` needs, between two rounds."""
         return {"strikes": self._strikes, "resting": self._resting, "kept-names": self._kept_names}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave."""
+        """Resume from what `state` returned."""
         self._strikes, self._resting, self._kept_names = state["strikes"], state["resting"], state["kept-names"]
 
     def clients(self) -> list[ClientId]:
@@ -305,7 +305,7 @@ class Roster:
                 self.tell(grid, node, reason)
 
     def _not_its_name(self, node: int, client: ClientId) -> str | None:
-        """Why a node cannot have the name that it gives; None if it can, or gives none."""
+        """Say why a node cannot have the name that it gives; None if it can, or gives none."""
         if client == node:
             return None
         registered = self._registered.get(node)

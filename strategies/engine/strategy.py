@@ -234,15 +234,15 @@ class PersonalizedStrategy(Hooks, Strategy):
             round_started = time.monotonic()
             self._exchange.begin_round()
             self.roster.meet(grid, self.introduce, timeout)
+            # Sampled clients get the models to train from; the method takes in their replies and ends the round.
             messages = self.configure_train(server_round, result.arrays, train_config, grid)
             replies = self._exchange.replies(server_round, messages)
             _, metrics = self.aggregate_train(server_round, replies)
             if metrics is not None:
                 result.train_metrics_clientapp[server_round] = metrics
             if self.fraction_evaluate:
-                self._evaluate(
-                    server_round, self.configure_evaluate(server_round, result.arrays, evaluate_config, grid), result
-                )
+                messages = self.configure_evaluate(server_round, result.arrays, evaluate_config, grid)
+                self._evaluate(server_round, messages, result)
             self._close_round(grid, server_round, time.monotonic() - round_started, on_round)
             if evaluate_fn and (metrics := evaluate_fn(server_round, self.global_arrays())) is not None:
                 result.evaluate_metrics_serverapp[server_round] = metrics

@@ -169,7 +169,7 @@ def _ending_with(grid: Grid, over: threading.Event) -> Grid:
     if flower is None or not isinstance(grid, flower.HttpGrid):
         return grid
     http: Any = grid
-    copied = copy.copy(grid)
+    copied: Grid = copy.copy(grid)
     vars(copied)["_client"] = _EndingClient(http._runtime_client, over)
     return copied
 
