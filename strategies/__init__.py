@@ -57,7 +57,7 @@ _HOMES = {
     "FedDF": "baselines.feddf",
     "PersonalizedStrategy": "engine.strategy",
     "TooFewClients": "engine.roster",
-    "WorkerDied": "engine.exchange",
+    "WorkerDied": "engine.transport",
     "Checkpoints": "engine.checkpoint",
     "NotResumable": "client.state",
     "History": "engine.history",

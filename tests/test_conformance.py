@@ -296,7 +296,6 @@ def test_a_round_without_any_answer_changes_nothing(name) -> None:
         "_directory",
         "_sent",
         "_weights",
-        "_evaluated_apart",  # what was sent, or evaluated
         "_tree",
         "_received",
         "_have_heads",

@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 
 from kindred import FedAvg, InlineGrid, Local, TooFewClients
 from kindred.baselines.fedavg import WeightedMean
-from kindred.engine import strategy as rounds
+from kindred.engine import transport
 from kindred.engine.history import History
 from kindred.engine.model_store import InTurn
 from kindred.messages import in_order, read_array, to_record
@@ -137,7 +137,7 @@ def test_a_message_is_not_handed_out_long_after_its_round() -> None:
 
     FedAvg().start(Noting(plain_app(), 2), initial(), 1, timeout=30)
     assert len(lifetimes) >= 4  # an identity query, one training and two evaluations at the least
-    assert set(lifetimes) == {30 + rounds.CLOCKS}
+    assert set(lifetimes) == {30 + transport.CLOCKS}
 
 
 def test_draws_depend_on_seed_round_and_clients_alone() -> None:

@@ -12,8 +12,8 @@ from flwr.common.constant import ErrorCode
 
 from kindred import InlineGrid, Local, TooFewClients
 from kindred.engine.admission import Refused
-from kindred.engine.exchange import PATIENCE, pull
 from kindred.engine.roster import Roster
+from kindred.engine.transport import PATIENCE, pull
 from kindred.messages import REFUSAL_QUERY
 from kindred.versions import VERSION
 
@@ -48,7 +48,7 @@ class Blocking(InlineGrid):
 @every_method
 def test_a_reply_that_is_announced_and_not_uploaded_costs_nobody_else_its_reply(name, monkeypatch) -> None:
     monkeypatch.setattr(FAR_AWAY, lambda grid: False)
-    monkeypatch.setattr("kindred.engine.exchange.PATIENCE", 0.2)
+    monkeypatch.setattr("kindred.engine.transport.PATIENCE", 0.2)
     grid = Blocking(app_of(name), 4, (0, 2))
     strategy = make(name)
     started = time.monotonic()

@@ -205,12 +205,12 @@ def _check_metrics(metrics: MetricRecord) -> None:
             raise Refused(f"{name} is {reprlib.repr(value)}, allowed: 0 to {MAX_EXAMPLES}")
 
 
-def are_numbers(told: object, count: int, least: float, most: float) -> bool:
+def are_numbers(value: object, count: int, least: float, most: float) -> bool:
     """Whether this is a list of so many numbers, none of them out of bounds or NaN."""
     return (
-        isinstance(told, list)
-        and len(told) == count
-        and all(isinstance(number, int | float) and least <= number <= most for number in told)
+        isinstance(value, list)
+        and len(value) == count
+        and all(isinstance(number, int | float) and least <= number <= most for number in value)
     )
 
 

@@ -32,7 +32,7 @@ from kindred.messages import check, in_order, read_record, to_record
 from .model_store import let_go, mapping_of
 
 STATE = "state"
-FORMAT = 2  # of what `save` writes
+FORMAT = 3  # of what `save` writes
 MAPPED = "mapped"  # how the entries begin of what lies in a mapped file
 
 # What JSON has as it is.
@@ -40,13 +40,13 @@ PLAIN = frozenset({type(None), bool, int, float, str})
 
 
 class Stateful(Protocol):
-    """What holds state of its own that a checkpoint is to have."""
+    """An object with state of its own that a checkpoint is to have."""
 
     def state(self) -> Any:
-        """All that `restore` needs, of types that `pack` takes."""
+        """Return all that `restore` needs, of types that `pack` takes."""
 
     def restore(self, state: Any) -> None:
-        """Go on from what `state` gave."""
+        """Resume from what `state` returned."""
 
 
 class Checkpoints:
@@ -162,7 +162,7 @@ class Checkpoints:
         return None
 
     def _files(self) -> list[tuple[int, Path]]:
-        """All checkpoints, the last round first."""
+        """Return all checkpoints, the last round first."""
         names = [(re.fullmatch(r"round-(\d+)-[0-9a-f]{64}\.npz", path.name), path) for path in self.folder.glob("*")]
         return sorted(((int(name[1]), path) for name, path in names if name), reverse=True)
 

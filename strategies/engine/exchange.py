@@ -1,214 +1,300 @@
-"""Messages to clients and their replies: sent, asked for until a deadline, and attributed to their senders."""
+"""An exchange with clients: messages go out, replies come in, and every message ends as a row of the history."""
 
 from __future__ import annotations
 
-import copy
-import queue
-import re
-import sys
-import threading
+import math
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from logging import ERROR, WARNING
 from typing import Any
 
-from flwr.app import Message, RecordDict
-from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
-from flwr.proto.message_pb2 import PullObjectRequest, PullObjectResponse
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
+from flwr.supercore import log
 
-from kindred.messages import first_line
+from kindred.messages import NUM_TEST_EXAMPLES, ORDINARY_NAMES, PERSONAL, PROBE, ClientId, config_of, first_line
 
-from .admission import Refused
+from .admission import REFUSED, SERVERS_OWN, Refused, Reply
+from .history import COMPUTE, History
+from .roster import Roster
+from .transport import CLOCKS, content_of, is_from, pull, push
 
-# Replies are asked for at once, then after pauses that grow: a simulation is not slowed down,
-# and a SuperLink on the other side of a network is not asked all the time.
-FIRST_PAUSE, PAUSE_GROWTH, LONGEST_PAUSE = 0.01, 1.3, 1.0  # s
-PATIENCE, LEAST_PATIENCE = 2.0, 0.05  # s that a reply may take to be handed out before others are asked for beside it
-SETTLING = 0.5  # s for the last of them, once all have been asked for
-
-# What Ray says of a process that is gone for good.
-DEAD_WORKER = re.compile(r"ray\.exceptions\.(ActorDied|RayActor|OutOfMemory|WorkerCrashed)Error")
+ENGINES_OWN = ("round", "client", "status", "seconds", "bytes-down", "bytes-up")  # columns of every row
 
 
-class WorkerDied(RuntimeError):
-    """A process of the simulation in which clients work is gone, and the simulation does without it badly."""
+@dataclass(frozen=True)
+class Sent:
+    """A message that is out.
+
+    Attributes
+    ----------
+    client : client id
+    node_id : int
+    at : float
+        Seconds, on `time.monotonic`'s clock.
+    num_bytes : int
+    fields : dict
+        The method's fields for the row of the history.
+    trains : bool
+        Whether the message asks for training; else it asks for an evaluation.
+    side : str
+        The model's name, where it is one of `Hooks.side_evaluations`; else empty.
+    """
+
+    client: ClientId
+    node_id: int
+    at: float
+    num_bytes: int
+    fields: dict[str, Any]
+    trains: bool
+    side: str
 
 
-def push(grid: Grid, message: Message) -> str | None:
-    """Send one message; its id, or None if the grid did not take it."""
-    ids = list(grid.push_messages([message]))
-    return (ids[0] or None) if ids else None
-
-
-def pull(
-    grid: Grid, message_ids: Collection[str], deadline: Callable[[], float], *, simulated: bool
-) -> Iterator[tuple[str, Message | Refused]]:
-    """Yield the first reply to each of these messages as they come, until the deadline.
-
-    Each message is asked for once more after the deadline: what has arrived by then is taken, however many they are.
+class Exchange:
+    """The exchanges of one run, one after the other: one of training in each round, and mostly one of evaluations.
 
     Parameters
     ----------
     grid : Grid
-    message_ids : collection of str
-    deadline : callable
-        Returns the time on `time.monotonic`'s clock; it may become earlier while replies come in.
+    roster : Roster
+        Has the nodes of clients; it is informed of clients that give no usable reply.
+    history : History
+        Gets the rows.
+    row_fields : callable
+        See `Hooks.row_fields`.
+    personal : str
+        Which evaluation in a training reply is the method's result for the client.
+    weighted_by_key : str
+        The metric that counts a client's samples.
+    timeout : float
+        Seconds after which an exchange ends with the replies that are in.
+    quorum, grace : float
+        See `PersonalizedStrategy`.
     simulated : bool
-        Whether the clients are on this machine. Elsewhere replies are asked for one by one, see `_Network`.
-
-    Yields
-    ------
-    tuple of str and (Message or Refused)
-        The message's id, and the reply, or why it cannot be read.
-    """
-    waiting = dict.fromkeys(message_ids)
-    source = _Simulation(grid) if simulated else _Network(grid)
-    pause = FIRST_PAUSE
-    try:
-        while waiting:
-            arrived = False
-            started = time.monotonic()
-            for message_id, reply in source.replies(list(waiting)):
-                if message_id in waiting:
-                    del waiting[message_id]
-                    arrived = True
-                    yield message_id, reply
-            now = time.monotonic()
-            if not waiting or started >= deadline():
-                return
-            pause = FIRST_PAUSE if arrived else min(pause * PAUSE_GROWTH, LONGEST_PAUSE)
-            if not arrived:  # the SuperLink has other work too
-                time.sleep(max(min(max(pause, now - started), deadline() - now), 0))
-    finally:
-        source.over.set()
-
-
-class _Simulation:
-    """Ask for all replies at once, which in a simulation takes no time and unpacks nothing."""
-
-    def __init__(self, grid: Grid) -> None:
-        self._grid = grid
-        self.over = threading.Event()
-
-    def replies(self, message_ids: Sequence[str]) -> Iterator[tuple[str, Message | Refused]]:
-        """Yield those of these replies that are there."""
-        for reply in self._grid.pull_messages(message_ids):
-            _check_worker(reply)
-            yield reply.metadata.reply_to_message_id, reply
-
-
-class _Network:
-    """Ask for replies over a network, one by one, each in a thread.
-
-    A reply is unpacked as it is handed out. One that cannot be unpacked would take others along that came with it, and
-    its sender could make it out to be an answer to any message. And Flower blocks, for minutes, where a client has
-    announced a reply and does not upload it: after a while such a thread is left alone, and the others are asked for
-    beside it. What it brings counts if it comes in time. An answer takes some 20 ms.
+        Whether the clients are on this machine; there is no quorum then.
 
     Attributes
     ----------
-    over : Event
-        Ends what such threads wait for, within seconds.
+    replied, not_replied : set of client ids
+        Clients that answered in the round in progress, and those that did not when their time was up.
     """
 
-    def __init__(self, grid: Grid) -> None:
-        self.over = threading.Event()
-        self._grid = _ending_with(grid, self.over)
-        self._answers: queue.SimpleQueue[tuple[str, list[Message] | Exception]] = queue.SimpleQueue()
-        self._asked: dict[str, float] = {}  # messages with a thread that waits for the reply: since when
+    def __init__(
+        self,
+        grid: Grid,
+        roster: Roster,
+        history: History,
+        row_fields: Callable[[ClientId], dict[str, Any]],
+        *,
+        personal: str,
+        weighted_by_key: str,
+        timeout: float,
+        quorum: float,
+        grace: float,
+        simulated: bool,
+    ) -> None:
+        self._grid = grid
+        self._roster = roster
+        self._history = history
+        self._row_fields = row_fields
+        self._personal = personal
+        self._weighted_by_key = weighted_by_key
+        self._timeout = timeout
+        self._quorum = quorum
+        self._grace = grace
+        self._simulated = simulated
+        self.begin_round()
+        self._sent: dict[str, Sent] = {}  # messages of the exchange in progress, by their ids,
+        self._until = 0.0  # its end, on time.monotonic's clock,
+        self._cut_short = False  # and whether the quorum has moved that end
+        self._traces: set[str] = set()  # where unexpected exceptions were raised
 
-    def replies(self, message_ids: Sequence[str]) -> Iterator[tuple[str, Message | Refused]]:
-        """Yield those of these replies that are there."""
-        for message_id in message_ids:
-            if message_id in self._asked:
-                continue
-            # For each that blocks the next is waited for half as long: a few together cost twice the patience.
-            patience = max(PATIENCE / 2 ** min(len(self._asked), 9), LEAST_PATIENCE)
-            self._asked[message_id] = now = time.monotonic()
-            threading.Thread(target=self._ask, args=(message_id,), daemon=True).start()
-            while message_id in self._asked and (answer := self._next(now + patience)) is not None:
-                yield from self._read(*answer)
-        while self._asked and (answer := self._next(max(self._asked.values()) + SETTLING)) is not None:
-            yield from self._read(*answer)
+    def begin_round(self) -> None:
+        """Forget who replied in the last round."""
+        self.replied: set[ClientId] = set()
+        self.not_replied: set[ClientId] = set()
 
-    def _ask(self, message_id: str) -> None:
-        try:
-            self._answers.put((message_id, list(self._grid.pull_messages([message_id]))))
-        except Exception as error:
-            self._answers.put((message_id, error))
+    # --- Messages and replies -------------------------------------------------------------------------
 
-    def _next(self, until: float) -> tuple[str, list[Message] | Exception] | None:
-        try:
-            return self._answers.get(timeout=max(until - time.monotonic(), 0))
-        except queue.Empty:
+    def replies(self, server_round: int, messages: Iterable[Message]) -> Iterator[Message]:
+        """Send messages, and yield the replies as they come, until all are in or time is up.
+
+        A reply is identified by the message that it answers, whatever sender it names: replies of an earlier exchange
+        are never asked for, and an error that the SuperLink reports for a dead node is that node's.
+        """
+        self._until, self._cut_short = time.monotonic() + self._timeout, False
+        self._send(server_round, messages)
+        waiting = dict(self._sent)
+        clients = {sent.client for sent in waiting.values()}
+        count = len(clients | self.replied)  # clients that answered before, and are not asked now, count as answers
+        self.replied -= clients
+        quorum = math.ceil(self._quorum * count) if self._quorum <= 1 else min(int(self._quorum), count)
+        self._look_for_quorum(quorum)
+        for message_id, reply in pull(self._grid, self._sent, lambda: self._until, simulated=self._simulated):
+            sent = waiting.pop(message_id)
+            self.replied.add(sent.client)
+            self._look_for_quorum(quorum)
+            if isinstance(reply, Refused):
+                self._refuse(sent, server_round, reply, 0)
+            else:
+                yield reply
+        for sent in waiting.values():
+            reason = f"no answer within {self._timeout:g} s"
+            if self._cut_short:
+                reason = f"no answer within {self._grace:g} s after {quorum} of {count} clients (quorum, grace)"
+            self._add_row(sent, server_round, reason, 0)
+            self.not_replied.add(sent.client)
+            self._roster.failed(sent.client)
+
+    def _send(self, server_round: int, messages: Iterable[Message]) -> None:
+        client_of = {node_id: client for client, node_id in self._roster.nodes.items()}
+        self._sent = {}
+        for message in messages:
+            client = client_of[message.metadata.dst_node_id]
+            trains = message.metadata.message_type == MessageType.TRAIN
+            fields = self._row_fields(client)
+            if not trains:  # the row may have fields of training already
+                fields = {f"evaluate-{key}": value for key, value in fields.items()}
+            size = payload_bytes(message.content)
+            side = str(config_of(message.content).get(PROBE, ""))
+            sent = Sent(client, message.metadata.dst_node_id, time.monotonic(), size, fields, trains, side)
+            message.metadata.ttl = self._timeout + CLOCKS
+            message_id = push(self._grid, message)
+            if message_id is None:
+                self._add_row(replace(sent, fields={}), server_round, "its message could not be sent", 0)
+            else:
+                self._sent[message_id] = sent
+
+    def _look_for_quorum(self, quorum: int) -> None:
+        """End the exchange `grace` seconds after so many clients have answered."""
+        until = time.monotonic() + self._grace
+        if not self._cut_short and not self._simulated and len(self.replied) >= quorum and until < self._until:
+            self._until, self._cut_short = until, True
+
+    # --- Admission ------------------------------------------------------------------------------------
+
+    def admitted(
+        self, server_round: int, replies: Iterable[Message], take: Callable[[Sent, RecordDict], Reply]
+    ) -> Iterator[tuple[ClientId, Reply]]:
+        """Yield the replies of clients that can be used, and add a row of the history for every reply.
+
+        Parameters
+        ----------
+        server_round : int
+        replies : iterable of Message
+            From `replies`.
+        take : callable
+            Checks a reply's content and has the method take it in; raises `Refused` where that cannot be. Any other
+            exception counts as a refusal too: one reply is lost, not the run.
+
+        Yields
+        ------
+        tuple of client id and Reply
+            Without those of `Hooks.side_evaluations`.
+        """
+        for message in replies:
+            sent = self._sent[message.metadata.reply_to_message_id]
+            reply = self._admit(sent, server_round, message, take)
+            if reply is not None and not sent.side:
+                yield sent.client, reply
+
+    def _admit(
+        self, sent: Sent, server_round: int, message: Message, take: Callable[[Sent, RecordDict], Reply]
+    ) -> Reply | None:
+        if not is_from(sent.node_id, message):  # no strike: whose fault it is, nobody knows
+            sender = message.metadata.src_node_id
+            self._add_row(sent, server_round, f"{REFUSED}it came from node {sender}, expected {sent.node_id}", 0)
             return None
+        if message.has_error():
+            # Flower's code for a reply that was announced and never uploaded; or the error came after the quorum.
+            if message.error.code == ErrorCode.MESSAGE_UNAVAILABLE or self._cut_short:
+                self._roster.failed(sent.client)
+            reason = f"error {message.error.code}: {first_line(message.error.reason or '')}"
+            self._add_row(sent, server_round, reason, 0)
+            return None
+        content = content_of(message)
+        bytes_up = payload_bytes(content)
+        try:
+            with self._as_refusal():
+                reply = take(sent, content)
+        except Refused as refusal:
+            self._refuse(sent, server_round, refusal, bytes_up)
+            return None
+        self._roster.succeeded(sent.client)
+        self._add_row(sent, server_round, "ok", bytes_up, self._reported(sent, reply))
+        return reply
 
-    def _read(self, message_id: str, found: list[Message] | Exception) -> Iterator[tuple[str, Message | Refused]]:
-        del self._asked[message_id]
-        if isinstance(found, Exception):
-            if _is_of_transport(found):
-                raise found
-            # It is gone: the SuperLink does not hand it out again.
-            yield message_id, Refused(f"it cannot be unpacked ({type(found).__name__}: {found})")
-            return
-        for reply in found:
-            if reply.metadata.reply_to_message_id == message_id:
-                yield message_id, reply
+    @contextmanager
+    def _as_refusal(self) -> Iterator[None]:
+        """Turn an unexpected exception into a refusal.
+
+        It may be a fault of the method, so the log says where it was raised, once for each place.
+        """
+        try:
+            yield
+        except (Refused, *SERVERS_OWN):
+            raise
+        except Exception as error:
+            trace = "".join(traceback.format_tb(error.__traceback__))
+            if trace not in self._traces:
+                self._traces.add(trace)
+                log(ERROR, "kindred: an exception that nobody foresaw, %s\n%s", type(error).__name__, trace)
+            raise Refused(f"it cannot be used ({type(error).__name__}: {error})") from error
+
+    def _refuse(self, sent: Sent, server_round: int, refusal: Refused, bytes_up: int) -> None:
+        """Note a refused reply, and inform the client; one to a training message is a strike."""
+        self._add_row(sent, server_round, f"{REFUSED}{refusal}", bytes_up)
+        self._roster.tell(self._grid, sent.node_id, f"its reply in round {server_round} is not used: {refusal}")
+        if sent.trains:
+            self._roster.failed(sent.client)
+
+    # --- Rows of the history --------------------------------------------------------------------------
+
+    def _reported(self, sent: Sent, reply: Reply) -> dict[str, int | float]:
+        """Return the numbers of a reply that go into its row: of a side evaluation the loss, and the work done."""
+        numbers = reply.numbers()
+        if sent.side:
+            return {f"{sent.side}-loss": reply.loss(), **{key: numbers[key] for key in COMPUTE if key in numbers}}
+        numbers = {key: value for key, value in numbers.items() if not key.startswith((f"{PERSONAL}-", "evaluate-"))}
+        if not sent.trains:
+            numbers[NUM_TEST_EXAMPLES] = numbers.pop(self._weighted_by_key)
+        return numbers
+
+    def _add_row(
+        self, sent: Sent, server_round: int, status: str, bytes_up: int, numbers: Mapping[str, Any] | None = None
+    ) -> None:
+        numbers = numbers or {}
+        reported = set() if sent.side else numbers.keys() - sent.fields.keys() - set(ENGINES_OWN)
+        if status != "ok":
+            status = first_line(status)
+            log(WARNING, "kindred: round %d goes on without client %s: %s", server_round, sent.client, status)
+            if sent.side:  # replies of an exchange come in any order: each has a column of its own
+                numbers, status = {f"{sent.side}-status": status}, "ok"
+        own = (server_round, sent.client, status, time.monotonic() - sent.at, sent.num_bytes, bytes_up)
+        # Whatever a client calls its metrics, the columns after them are not the client's to set.
+        row = {**numbers, **sent.fields, **dict(zip(ENGINES_OWN, own, strict=True))}
+        # A separate evaluation is of the personal model, under the name that an ordinary evaluate function uses.
+        evaluated = status == "ok" and bool(numbers) and not sent.trains and not sent.side
+        for measure, names in ORDINARY_NAMES.items():
+            for key in names if evaluated else (f"{self._personal}-{measure}",):
+                if key in row:
+                    if measure == "loss" or 0 <= row[key] <= 1:
+                        row[f"{PERSONAL}-{measure}"] = float(row[key])
+                    break
+        self._history.add(row, reported)
 
 
-def _is_of_transport(error: Exception) -> bool:
-    """Whether the way to the SuperLink failed; any other exception of a pull comes from unpacking a client's bytes."""
-    return isinstance(error, OSError) or type(error).__module__.partition(".")[0] == "httpx"  # Flower's HTTP client
+def payload_bytes(content: RecordDict) -> int:
+    """Return the bytes that the records of a message hold: arrays with their headers, metrics and settings."""
+    return sum(_count_bytes(record) for record in content.values())
 
 
-def _ending_with(grid: Grid, over: threading.Event) -> Grid:
-    """Return the grid, or a copy that stops waiting for what is announced and not uploaded once `over` is set."""
-    flower = sys.modules.get("flwr.superlink.grid.http_grid")  # takes a second to import where Flower has not done so
-    if flower is None or not isinstance(grid, flower.HttpGrid):
-        return grid
-    grid = copy.copy(grid)
-    grid._client = _EndingClient(grid._runtime_client, over)
-    return grid
-
-
-class _EndingClient:
-    """Flower's client of the SuperLink, to which nothing is there any more once `over` is set."""
-
-    def __init__(self, client: Any, over: threading.Event) -> None:
-        self._client = client
-        self._over = over
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._client, name)
-
-    def PullObject(self, request: PullObjectRequest) -> PullObjectResponse:  # Flower's name
-        return PullObjectResponse(object_found=False) if self._over.is_set() else self._client.PullObject(request)
-
-
-def is_from(node_id: int, reply: Message) -> bool:
-    """Whether a reply is this node's, or the SuperLink's report that the node is gone."""
-    sender = reply.metadata.src_node_id
-    return sender == node_id or (sender == SUPERLINK_NODE_ID and reply.has_error())
-
-
-def content_of(message: Message) -> RecordDict:
-    """The records that a reply carries; none where it has no content, or something else in its place."""
-    content = message.content if message.has_content() else None
-    return content if isinstance(content, RecordDict) else RecordDict()
-
-
-def _check_worker(reply: Message) -> None:
-    """End the run where a process of the simulation has died, by what Ray says of it.
-
-    Flower hands it messages as before, and to it first, for it is never busy: from then on they fail at once.
-
-    Raises
-    ------
-    WorkerDied
-    """
-    if reply.has_error() and reply.error.code == ErrorCode.UNKNOWN and DEAD_WORKER.search(reply.error.reason):
-        raise WorkerDied(
-            "a process in which clients of the simulation work died, most often for want of memory, and Flower "
-            "goes on giving it messages, so the run ends; with more CPUs for each client fewer work at a time "
-            f"({first_line(reply.error.reason)})"
-        )
+def _count_bytes(record: ArrayRecord | MetricRecord | ConfigRecord) -> int:
+    try:
+        return record.count_bytes()
+    except (IndexError, ValueError):  # of an empty list or text in a record, which Flower takes and cannot count
+        return 0

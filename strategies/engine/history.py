@@ -1,4 +1,4 @@
-"""What happened: a row for each client and round, and a line for each round."""
+"""The record of a run: a row for each client and round, and a line for each round."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def is_status(key: str) -> bool:
 
 
 def statuses(row: Mapping[str, Any]) -> Iterator[str]:
-    """What became of a client's replies in a round; a number under such a name is a metric of the client's own."""
+    """Yield the statuses of a client's replies in a round; a number under such a name is a metric of the client."""
     return (value for key, value in row.items() if is_status(key) and isinstance(value, str))
 
 
@@ -43,8 +43,8 @@ class History:
     ----------
     rows : list of dict
         One per round and client that was asked: `round`, `client`, `status` ("ok", or why nothing of it was
-        used), `evaluate-status` (why a separate evaluation failed, where it did; of another model that was to be
-        evaluated it has that one's name), `seconds` from sending to
+        used), `evaluate-status` (why a separate evaluation failed, where it did; NAME-status for that of
+        a side evaluation, whose loss is NAME-loss), `seconds` from sending to
         reply, `bytes-down`, `bytes-up` (payload), and the numbers that the client reported, by their names;
         `personal-accuracy` and `personal-loss` are the method's own choice.
     rounds : list of dict
@@ -71,7 +71,7 @@ class History:
         self._accuracy: dict[ClientId, tuple[float, float]] = {}  # last known, and its test size
 
     def state(self) -> dict[str, Any]:
-        """What `restore` needs, between two rounds."""
+        """Return what `restore` needs, between two rounds."""
         return {
             "rows": self.rows,
             "rounds": self.rounds,
@@ -81,7 +81,7 @@ class History:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` gave."""
+        """Resume from what `state` returned."""
         self.rows, self.rounds, self.left_out = state["rows"], state["rounds"], state["left_out"]
         self._accuracy, self._columns = state["accuracy"], state["columns"]
 
@@ -138,8 +138,9 @@ class History:
             accuracy = row.get(f"{PERSONAL}-accuracy")
             if accuracy is not None and 0 <= accuracy <= 1:
                 size = row.get(NUM_TEST_EXAMPLES)
-                counted = isinstance(size, int | float) and 0 < size <= MAX_EXAMPLES
-                self._accuracy[row["client"]] = (accuracy, size if counted else 1)
+                if not isinstance(size, int | float) or not 0 < size <= MAX_EXAMPLES:
+                    size = 1
+                self._accuracy[row["client"]] = (accuracy, size)
         if self._accuracy:
             known = np.array([self._accuracy[client] for client in in_order(self._accuracy)])  # (m, 2)
             line["evaluated"] = len(known)
@@ -189,7 +190,7 @@ class History:
         return {client: self._accuracy[client][0] for client in in_order(self._accuracy)}
 
     def refused(self) -> dict[ClientId, dict[str, int]]:
-        """Of the clients with replies that were refused, in order: reason -> how many."""
+        """Return reason -> count of refused replies, for each client that has any, in order."""
         counts: dict[ClientId, dict[str, int]] = {}
         for row in self.rows:
             for status in statuses(row):
@@ -198,3 +199,23 @@ class History:
                     reason = status.removeprefix(REFUSED)
                     reasons[reason] = reasons.get(reason, 0) + 1
         return {client: counts[client] for client in in_order(counts)}
+
+
+def progress(line: dict[str, Any], num_rounds: int) -> str:
+    """Return a round's line of the history as one line of text."""
+    width = len(str(num_rounds))
+    title = "closing evaluation" if line["round"] > num_rounds else f"round {line['round']:{width}}/{num_rounds}"
+    parts = [title]
+    if "accuracy" in line:
+        parts += [
+            f"accuracy {line['accuracy']:.1%}",
+            f"bottom decile {line['accuracy-p10']:.1%}",
+            f"best {line['accuracy-best']:.1%}",
+        ]
+    parts += [
+        f"{line['seconds']:.1f} s",
+        f"up {line['bytes-up'] / 1e6:.2f} MB",
+        f"down {line['bytes-down'] / 1e6:.2f} MB",
+        f"{line['answered']}/{line['asked']} clients",
+    ]
+    return "  ".join(parts)

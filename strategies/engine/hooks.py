@@ -1,4 +1,4 @@
-"""The hooks of a method: all that its server half can say to the round engine, in one place."""
+"""The hooks of a method: all that its server half says to the round engine, in one place."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class SideEvaluation:
 
 
 class Hooks:
-    """What a method says; a method overrides what it needs.
+    """The hooks of a method, which overrides those that it needs.
 
     | hook | called | by default |
     | --- | --- | --- |

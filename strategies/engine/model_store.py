@@ -247,7 +247,8 @@ class ClientModels(Mapping[ClientId, ArrayRecord]):
     def row(self, client: ClientId) -> np.ndarray:
         """The floats of a client's model, shape (d,): a view, to be changed in place."""
         let_go(self._rows)  # those asked for before
-        return self._rows[self._index[client]]
+        row: np.ndarray = self._rows[self._index[client]]
+        return row
 
     def blocks(self, clients: Sequence[ClientId], stop: int | None = None) -> Iterator[tuple[slice, np.ndarray]]:
         """Go through the models of these clients, some columns at a time.
@@ -307,7 +308,7 @@ class ClientModels(Mapping[ClientId, ArrayRecord]):
         return self.layout.record(row, self._integers[client])
 
     def state(self) -> dict[str, Any]:
-        """What `restore` needs: the clients in the order of their rows, a view of these, and the integer buffers."""
+        """Return what `restore` needs: clients in the order of their rows, a view of these, and integer buffers."""
         let_go(self._rows)
         # Of all clients together: a checkpoint with an entry for each takes longer.
         integers = {

@@ -1,4 +1,4 @@
-"""Several global models in place of one: what HypCluster and FedEM have in common on the server's side."""
+"""Several global models in place of one: the base of HypCluster and FedEM on the server's side."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class SeveralModels(PersonalizedStrategy):
         return self.layout.record(mean, self.layout.integer_arrays(read_record(self.models[0])))
 
     def personal_arrays(self, client: ClientId) -> ArrayRecord:
-        """All models: a client chooses among them, or mixes them, by itself."""
+        """Return all models: a client chooses among them, or mixes them."""
         return self._all_models()
 
     def shares(self) -> tuple[list[ClientId], np.ndarray]:

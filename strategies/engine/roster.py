@@ -33,15 +33,13 @@ from kindred.messages import (
 from kindred.versions import VERSION
 
 from .admission import SERVERS_OWN, Refused, admit_introduction
-from .exchange import content_of, is_from, pull, push
 from .history import History
+from .transport import CLOCKS, content_of, is_from, pull, push
 
 NODES_PAUSE = 0.1  # s between two looks at which nodes are connected
 SECOND_WAIT = 1.0  # s, for the names of nodes that were asked for them before
 MOST_NAMED = 20  # clients that a run waits for, in a line of the log
 ASK_AGAIN = 10.0  # s between two questions to nodes that cannot take part, while a round waits for clients
-# A message is for its exchange alone: who was away, or is slow, is not to work on those of rounds that are over.
-CLOCKS = 600.0  # s by which the clocks of a site and of the server may differ
 
 # In the environment of a run at `kindred server`: the file that lists the names of all registered keys, as JSON.
 REGISTERED = "KINDRED_REGISTERED"
@@ -98,11 +96,11 @@ class Roster:
         self._answered: set[ClientId] = set()  # or one
 
     def state(self) -> dict[str, Any]:
-        """All that `restore` needs, between two rounds."""
+        """Return all that `restore` needs, between two rounds."""
         return {"strikes": self._strikes, "resting": self._resting, "kept-names": self._kept_names}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave."""
+        """Resume from what `state` returned."""
         self._strikes, self._resting, self._kept_names = state["strikes"], state["resting"], state["kept-names"]
 
     def clients(self) -> list[ClientId]:
@@ -255,7 +253,7 @@ class Roster:
             elif not reply.has_error():
                 self._note(node, content_of(reply))
             # In a simulation all nodes run the same app; one that is far away reports for itself alone.
-            elif "No query function registered" in reply.error.reason and self._simulated:
+            elif "No query function registered" in (reply.error.reason or "") and self._simulated:
                 self._nodes_know_identity = False
             elif reply.error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION:
                 self._identities[node] = node
@@ -307,7 +305,7 @@ class Roster:
                 self.tell(grid, node, reason)
 
     def _not_its_name(self, node: int, client: ClientId) -> str | None:
-        """Why a node cannot have the name that it gives; None if it can, or gives none."""
+        """Say why a node cannot have the name that it gives; None if it can, or gives none."""
         if client == node:
             return None
         registered = self._registered.get(node)
@@ -408,4 +406,4 @@ def _registered_names() -> list[str]:
     if not path:
         return []
     with open(path, encoding="utf-8") as file:
-        return json.load(file)
+        return [str(name) for name in json.load(file)]

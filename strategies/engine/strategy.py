@@ -1,8 +1,9 @@
-"""The round engine: what every method shares on the server's side.
+"""The round engine: the loop that every method shares on the server's side.
 
-A round is one exchange: a message to each client that takes part, and replies that are checked and taken
-in one by one as they come. A method is a subclass that says what goes to a client (`outgoing`), what is
-done with an admitted reply (`take`), and what its models are (`client_models`, `collaboration`).
+A round is an exchange of training, and mostly one of evaluations: a message to each client that takes part, and
+replies that are checked and taken in one by one as they come. A method is a subclass that overrides some of the hooks
+(hooks.py). Who is there is in roster.py, the messages and replies in exchange.py, what is kept on the disk in
+checkpoint.py.
 """
 
 from __future__ import annotations
@@ -10,30 +11,21 @@ from __future__ import annotations
 import math
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from logging import DEBUG, ERROR, INFO, WARNING
-from typing import Any, NoReturn
+from logging import ERROR, INFO
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
-from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
-from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 from flwr.supercore import log
 
 from kindred.client.state import NotResumable, begin_simulation, simulated
 from kindred.messages import (
-    AFTER_TRAINING,
     ATTEMPT,
     KEEP_FROM,
     METHOD,
-    NUM_TEST_EXAMPLES,
-    ORDINARY_NAMES,
-    PERSONAL,
     PROBE,
     RUN,
     SERVER_ROUND,
@@ -45,31 +37,24 @@ from kindred.messages import (
     seed_for,
 )
 
-from .admission import REFUSED, SERVERS_OWN, Refused, Reply, admit
+from .admission import SERVERS_OWN, Refused, Reply, admit
 from .checkpoint import Checkpoints
-from .exchange import content_of, is_from, pull, push
-from .history import COMPUTE, History
+from .empty_rounds import EmptyRounds
+from .evaluation import EvaluationPlan
+from .exchange import Exchange, Sent
+from .history import History, progress
 from .hooks import Hooks
-from .roster import CLOCKS, Roster, TooFewClients
+from .metrics import aggregated, mean_metrics
+from .roster import Roster
 
-ENGINES_OWN = ("round", "client", "status", "seconds", "bytes-down", "bytes-up")  # columns of every row
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """A message that is out, and what the history is to say of it."""
-
-    client: ClientId
-    node_id: int
-    sent_at: float
-    bytes_down: int
-    notes: dict[str, Any]
-    to_train: bool
-    side: str  # the model's name, if it is one of `side_evaluations`
+RESULTS = ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp")  # of Flower's Result
 
 
 class PersonalizedStrategy(Hooks, Strategy):
-    """Base of all methods: a Flower strategy whose clients each have a model of their own.
+    """Base of all methods: a Flower strategy whose clients each have their own model.
+
+    What a method says are its hooks: `Hooks` lists them all. Public attributes that they may use, in addition to the
+    arguments: `roster` (`nodes`: client -> node), `history`, `last_round` and `run_id` of the run in progress.
 
     Parameters
     ----------
@@ -117,7 +102,7 @@ class PersonalizedStrategy(Hooks, Strategy):
         An argument out of range, naming it.
     """
 
-    STATE = ("history", "run_id", "roster", "_answered", "_evaluated_apart")
+    STATE: tuple[str, ...] = ("history", "run_id", "roster")
 
     def __init__(
         self,
@@ -178,24 +163,201 @@ class PersonalizedStrategy(Hooks, Strategy):
         self.wait_timeout = wait_timeout
         self.max_strikes = max_strikes
         self.roster = Roster(min_available_nodes, wait_timeout, max_strikes)
-        self._silent: set[ClientId] | None = None  # who may be asked for an evaluation in this round; None: all
-        self._evaluated_apart: set[ClientId] = set()  # whose personal model was evaluated by itself in this round
-        self._closing: list[ClientId] = []  # who is to be asked after the last round
         self.last_round = 0  # of the run that was started
-        self._empty_rounds = 0  # in a row
-        self._failure = ""  # of the last round, where it could not be ended
-        self._raised: set[str] = set()  # where exceptions that nobody foresaw were raised
-        self._simulated = True
-        self._asked: dict[str, _Asked] = {}  # messages of the exchange in progress,
-        self._until = 0.0  # its end, on time.monotonic's clock,
-        self._graced = False  # whether that follows from its quorum,
-        self._refusals: dict[int, str] = {}  # and nodes whose replies were refused in it, with the reasons
-        self._replied: set[ClientId] = set()  # clients that have answered in this round,
-        self._not_replied: set[ClientId] = set()  # and those that have not, and are asked nothing more in it
-        self._answered = False  # has any client, in any round of training
-        self.run_id = 0  # of the run as it began; going on with it is another to Flower
-        self._attempt = 0  # when it began, or was last gone on with, in ns since 1970
-        self._checkpoints: Checkpoints | None = None
+        self.run_id = 0  # of the run as it began: a resumed run has another one in Flower
+
+    _exchange: Exchange
+    _evaluations: EvaluationPlan
+    _empty_rounds: EmptyRounds
+    _checkpoints: Checkpoints | None
+    _attempt: int
+    """When the run began, or was last resumed, in ns since 1970."""
+
+    # --- A run ----------------------------------------------------------------------------------------
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+        on_round: Callable[[int], None] | None = None,
+        checkpoints: Checkpoints | None = None,
+    ) -> Result:
+        """Run the method.
+
+        Parameters
+        ----------
+        grid, initial_arrays, num_rounds, train_config, evaluate_config, evaluate_fn
+            As in Flower's `Strategy.start`.
+        timeout : float (default: 3600)
+            Seconds after which an exchange ends with the replies that are in.
+        on_round : callable, optional
+            Called with the round's number when it is over.
+        checkpoints : Checkpoints, optional
+            Where the state is kept. If there is one already, the run goes on from it, with the same bits as if it had
+            never ended, provided that all arguments are those it began with. A state that cannot be written ends
+            nothing: a warning says so, and the next round's is written instead.
+
+        Returns
+        -------
+        Result
+            Flower's. `arrays` is `global_arrays()`; the personal models are `client_models()`.
+
+        Raises
+        ------
+        TooFewClients
+            Fewer than `min_available_nodes` clients can take part after `wait_timeout` seconds; no usable answer of any
+            client in any round, or in `max_empty_rounds` rounds in a row; the state was saved before that.
+        WorkerDied
+            In a simulation: a process in which clients work is gone. The last state that was saved is of the round
+            before, or an earlier one.
+        NotResumable
+            There are checkpoints, but none that is whole and of this method and version; or what the clients of a
+            simulation kept is gone.
+        """
+        check("num_rounds", num_rounds, num_rounds >= 1, "1 or more")
+        log(INFO, "Starting %s strategy:", type(self).__name__)
+        self.summary()
+        train_config = ConfigRecord() if train_config is None else train_config
+        evaluate_config = ConfigRecord() if evaluate_config is None else evaluate_config
+        result = Result(arrays=initial_arrays)
+        first = self._begin(grid, result, num_rounds, timeout, checkpoints)
+        started = time.monotonic()
+        if evaluate_fn and first == self.first_round > 0 and (metrics := evaluate_fn(0, initial_arrays)) is not None:
+            result.evaluate_metrics_serverapp[0] = metrics
+
+        for server_round in range(first, num_rounds + 1):
+            round_started = time.monotonic()
+            self._exchange.begin_round()
+            self.roster.meet(grid, self.introduce, timeout)
+            # Sampled clients get the models to train from; the method takes in their replies and ends the round.
+            messages = self.configure_train(server_round, result.arrays, train_config, grid)
+            replies = self._exchange.replies(server_round, messages)
+            _, metrics = self.aggregate_train(server_round, replies)
+            if metrics is not None:
+                result.train_metrics_clientapp[server_round] = metrics
+            if self.fraction_evaluate:
+                messages = self.configure_evaluate(server_round, result.arrays, evaluate_config, grid)
+                self._evaluate(server_round, messages, result)
+            self._close_round(grid, server_round, time.monotonic() - round_started, on_round)
+            if evaluate_fn and (metrics := evaluate_fn(server_round, self.global_arrays())) is not None:
+                result.evaluate_metrics_serverapp[server_round] = metrics
+            self._save(server_round, result)
+            self._empty_rounds.check()
+
+        self._empty_rounds.check_all(num_rounds)
+        if first > num_rounds:  # resumed after its last round: nobody has been met
+            self.roster.meet(grid, self.introduce, timeout)
+        clients = self._evaluations.after_last_round(self.roster.active(), self.history)
+        if self.fraction_evaluate and clients:
+            round_started = time.monotonic()
+            self._evaluate(num_rounds + 1, self._to_evaluate(num_rounds + 1, clients, evaluate_config), result)
+            self._close_round(grid, num_rounds + 1, time.monotonic() - round_started, on_round)
+        result.arrays = self.global_arrays()
+        log(INFO, "%s finished %d rounds in %.1f s", self.name, num_rounds, time.monotonic() - started)
+        return result
+
+    def _begin(
+        self, grid: Grid, result: Result, num_rounds: int, timeout: float, checkpoints: Checkpoints | None
+    ) -> int:
+        """Begin a run, or resume the one that has checkpoints; return its first round."""
+        in_simulation = simulated(grid)
+        self.history = History()
+        self.roster.begin(self.history, simulated=in_simulation)
+        self.last_round = num_rounds
+        self.run_id = grid.run.run_id
+        self._attempt = time.time_ns()
+        self._checkpoints = checkpoints
+        self._empty_rounds = EmptyRounds(self.max_empty_rounds, self.history)
+        self._evaluations = EvaluationPlan(self.personal)
+        self._exchange = Exchange(
+            grid,
+            self.roster,
+            self.history,
+            self.row_fields,
+            personal=self.personal,
+            weighted_by_key=self.weighted_by_key,
+            timeout=timeout,
+            quorum=self.quorum,
+            grace=self.grace,
+            simulated=in_simulation,
+        )
+        self.begin(result.arrays)
+        first = self.first_round
+        if checkpoints and (last := self._resume(checkpoints, result)) is not None:
+            first = last + 1
+        if self.clients_keep_state and in_simulation:
+            folder = checkpoints.folder if checkpoints else None
+            begin_simulation(self.run_id, folder, goes_on=first > self.first_round)
+        return first
+
+    def _resume(self, checkpoints: Checkpoints, result: Result) -> int | None:
+        """Restore the state of the last checkpoint; return its round, or None if there is none."""
+        if (found := checkpoints.load()) is None:
+            return None
+        last, state = found
+        if differing := state["strategy"].keys() ^ self.state().keys():
+            raise NotResumable(
+                f"round {last} in {checkpoints.folder} was saved by another method or version: "
+                f"{', '.join(sorted(differing))} is in one of the two alone"
+            )
+        self.restore(state["strategy"])
+        self._evaluations.restore(state["evaluations"])
+        self._empty_rounds.restore(state["empty-rounds"])
+        for kind, metrics in state["result"].items():
+            vars(result)[kind] = {server_round: MetricRecord(m) for server_round, m in metrics.items()}
+        self._attempt = max(self._attempt, state["attempt"] + 1)  # whatever the clock of this machine says
+        log(INFO, "kindred: goes on after round %d, from %s", last, checkpoints.folder)
+        return last
+
+    def _save(self, server_round: int, result: Result) -> None:
+        """Write a checkpoint, if one is due; the run's last round always has one."""
+        last = server_round == self.last_round or self._empty_rounds.too_many
+        if self._checkpoints and (last or self._checkpoints.due(server_round)):
+            self._checkpoints.save(
+                server_round,
+                {
+                    "strategy": self,
+                    "evaluations": self._evaluations,
+                    "empty-rounds": self._empty_rounds,
+                    "result": {kind: dict(getattr(result, kind)) for kind in RESULTS},
+                    "attempt": self._attempt,
+                },
+            )
+
+    def _evaluate(self, server_round: int, messages: Iterable[Message], result: Result) -> None:
+        metrics = self.aggregate_evaluate(server_round, self._exchange.replies(server_round, messages))
+        if metrics is not None:
+            result.evaluate_metrics_clientapp[server_round] = metrics
+
+    def _close_round(
+        self, grid: Grid, server_round: int, seconds: float, on_round: Callable[[int], None] | None
+    ) -> None:
+        self.roster.end_round(grid, server_round)
+        line = self.history.close_round(server_round, seconds, self.personal)
+        log(INFO, "%s", progress(line, self.last_round))
+        if on_round:
+            on_round(server_round)
+
+    # --- Clients of a round ---------------------------------------------------------------------------
+
+    def clients(self) -> list[ClientId]:
+        """Return the clients that are connected and can take part, in order."""
+        return self.roster.clients()
+
+    def sample(self, server_round: int, fraction: float, at_least: int, purpose: str = "train") -> list[ClientId]:
+        """Sample clients without replacement; the draw depends on seed, round, purpose and client ids alone."""
+        clients = self.roster.active()
+        count = min(max(int(len(clients) * fraction), at_least), len(clients))
+        if count == len(clients):
+            return clients
+        rng = np.random.default_rng(seed_for(self.seed, purpose, server_round))
+        drawn = rng.choice(len(clients), count, replace=False, p=self.chances(clients))
+        return [clients[i] for i in sorted(drawn)]
 
     # --- Flower's interface ---------------------------------------------------------------------------
 
@@ -231,28 +393,30 @@ class PersonalizedStrategy(Hooks, Strategy):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Take in the training replies of a round as they come. The models stay here: no arrays are returned."""
-        contents: dict[ClientId, RecordDict] = {}
-        self._evaluated_apart = set()
-        evaluated: set[ClientId] = set()  # clients that reported their accuracy in their replies
-        for message in replies:
-            if (found := self._admitted(message, server_round, self.take, evaluation=False)) is not None:
-                client, reply = found
-                if f"{self.personal}-accuracy" in reply.metrics:
-                    evaluated.add(client)
-                contents[client] = RecordDict({"metrics": reply.metrics})
-        answered = in_order(contents)
-        # Clients that evaluate while they train have said all there is to say; who sits out keeps its last.
-        self._silent = set(answered) - evaluated if evaluated else None
-        self._failure = self._end_round(server_round, answered)
-        if not answered or self._failure:
-            self._empty_rounds += 1
+        metrics: dict[ClientId, MetricRecord] = {}
+        for client, reply in self._exchange.admitted(server_round, replies, self._take_training):
+            metrics[client] = reply.metrics
+        answered = in_order(metrics)
+        self._evaluations.trained(
+            answered, [client for client in answered if self._evaluations.has_result(metrics[client])]
+        )
+        failure = self._end_round(server_round, answered)
+        self._empty_rounds.count(server_round, answered=bool(answered), failure=failure)
+        if failure:
             return None, None
-        self._empty_rounds = 0
-        self._answered = self._answered or server_round > 0
-        return None, self._mean_of_metrics(self.train_metrics_aggr_fn, contents, server_round)
+        return None, aggregated(self.train_metrics_aggr_fn, metrics, self.weighted_by_key, server_round)
+
+    def _take_training(self, sent: Sent, content: RecordDict) -> Reply:
+        """Check a training reply and have the method take it in; `Refused` where it cannot be used."""
+        reply = admit(content, self.weighted_by_key, partial(self.mismatch, sent.client))
+        self.inspect(sent.client, reply)
+        if self.max_update_norm and (size := self.update_norm(sent.client, reply.arrays)) > self.max_update_norm:
+            raise Refused(f"its update has norm {size:g}, allowed: up to {self.max_update_norm:g}")
+        self.take(sent.client, reply)
+        return reply
 
     def _end_round(self, server_round: int, answered: Sequence[ClientId]) -> str:
-        """Have the method end a round; why it could not, or nothing."""
+        """Have the method end a round; return why it could not, or nothing."""
         try:
             self.end_round(server_round, answered)
         except SERVERS_OWN:
@@ -268,211 +432,40 @@ class PersonalizedStrategy(Hooks, Strategy):
             return failure
         return ""
 
-    def _mean_of_metrics(
-        self,
-        aggregate: Callable[[list[RecordDict], str], MetricRecord],
-        contents: Mapping[ClientId, RecordDict],
-        server_round: int,
-    ) -> MetricRecord | None:
-        """The mean of clients' metrics, in order of client; None where the caller's function raises an exception."""
-        try:
-            return aggregate([contents[client] for client in in_order(contents)], self.weighted_by_key)
-        except SERVERS_OWN:
-            raise
-        except Exception as error:
-            log(
-                WARNING,
-                "kindred: the metrics of round %d have no mean: %s raised %s",
-                server_round,
-                getattr(aggregate, "__name__", aggregate),
-                first_line(f"{type(error).__name__}: {error}"),
-            )
-            log(DEBUG, "%s", traceback.format_exc())
-            return None
-
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Make the messages by which clients evaluate their personal models, one at a time."""
-        for each in self.side_evaluations(server_round):
-            if each.client in self.roster.nodes and each.client not in self._not_replied:
-                settings = ConfigRecord({**config, **each.settings})
-                yield self._message(each.client, each.arrays, settings, server_round, MessageType.EVALUATE, each.name)
-        clients = self._closing or self.sample(
-            server_round, self.fraction_evaluate, self.min_evaluate_nodes, "evaluate"
-        )
-        asked = [
-            client
-            for client in clients
-            if client not in self._not_replied and (self._silent is None or client in self._silent)
-        ]
-        for client, record in zip(asked, self.personal_models(asked)):
+        """Make the messages by which clients evaluate models after a round, one at a time."""
+        sampled = self.sample(server_round, self.fraction_evaluate, self.min_evaluate_nodes, "evaluate")
+        clients = self._evaluations.after_round(sampled, self._exchange.not_replied)
+        return self._to_evaluate(server_round, clients, config)
+
+    def _to_evaluate(self, server_round: int, clients: Sequence[ClientId], config: ConfigRecord) -> Iterable[Message]:
+        """Make the messages of the method's side evaluations, and those to these clients."""
+        for side in self.side_evaluations(server_round):
+            if side.client in self.roster.nodes and side.client not in self._exchange.not_replied:
+                settings = ConfigRecord({**config, **side.settings})
+                yield self._message(side.client, side.arrays, settings, server_round, MessageType.EVALUATE, side.name)
+        for client, record in zip(clients, self.personal_models(clients)):
             yield self._message(client, record, config, server_round, MessageType.EVALUATE)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Take in the evaluation replies of a round."""
-        contents: dict[ClientId, RecordDict] = {}
-        for message in replies:
-            if (found := self._admitted(message, server_round, self.take_evaluation, evaluation=True)) is not None:
-                client, reply = found
-                self._evaluated_apart.add(client)
-                contents[client] = RecordDict({"metrics": reply.metrics})
-        if not contents:
-            return None
-        return self._mean_of_metrics(self.evaluate_metrics_aggr_fn, contents, server_round)
+        metrics: dict[ClientId, MetricRecord] = {}
+        for client, reply in self._exchange.admitted(server_round, replies, self._take_evaluation):
+            self._evaluations.evaluated(client)
+            metrics[client] = reply.metrics
+        return aggregated(self.evaluate_metrics_aggr_fn, metrics, self.weighted_by_key, server_round)
 
-    def start(
-        self,
-        grid: Grid,
-        initial_arrays: ArrayRecord,
-        num_rounds: int = 3,
-        timeout: float = 3600,
-        train_config: ConfigRecord | None = None,
-        evaluate_config: ConfigRecord | None = None,
-        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
-        on_round: Callable[[int], None] | None = None,
-        checkpoints: Checkpoints | None = None,
-    ) -> Result:
-        """Run the method.
-
-        Parameters
-        ----------
-        grid, initial_arrays, num_rounds, train_config, evaluate_config, evaluate_fn
-            As in Flower's `Strategy.start`.
-        timeout : float (default: 3600)
-            Seconds after which an exchange ends with those who answered.
-        on_round : callable, optional
-            Called with the round's number when it is over.
-        checkpoints : Checkpoints, optional
-            Where the state is kept. If there is one already, the run goes on from it, with the same bits as if it had
-            never ended, provided that all arguments are those it began with. A state that cannot be written ends
-            nothing: a warning says so, and the next round's is written instead.
-
-        Returns
-        -------
-        Result
-            Flower's. `arrays` is `global_arrays()`; the personal models are `client_models()`.
-
-        Raises
-        ------
-        TooFewClients
-            Fewer than `min_available_nodes` clients can take part after `wait_timeout` seconds; no usable answer of any
-            client in any round, or in `max_empty_rounds` rounds in a row; the state was saved before that.
-        WorkerDied
-            In a simulation: a process in which clients work is gone. The last state that was saved is of the round
-            before, or an earlier one.
-        NotResumable
-            There are checkpoints, but none that is whole and of this method and version; or what the clients of a
-            simulation kept is gone.
-        """
-        check("num_rounds", num_rounds, num_rounds >= 1, "1 or more")
-        log(INFO, "Starting %s strategy:", type(self).__name__)
-        self.summary()
-        train_config = ConfigRecord() if train_config is None else train_config
-        evaluate_config = ConfigRecord() if evaluate_config is None else evaluate_config
-        result = Result(arrays=initial_arrays)
-        self.history = History()
-        self._answered = False
-        self._closing = []
-        self.last_round = num_rounds
-        self._empty_rounds, self._failure = 0, ""
-        self._simulated = simulated(grid)
-        self.roster.begin(self.history, simulated=self._simulated)
-        self.run_id = grid.run.run_id
-        self._attempt = time.time_ns()
-        self._checkpoints = checkpoints
-        self._evaluated_apart = set()
-        self.begin(initial_arrays)
-        first = self.first_round
-        if checkpoints and (found := checkpoints.load()):
-            last, state = found
-            if differing := state["strategy"].keys() ^ self.state().keys():
-                raise NotResumable(
-                    f"round {last} in {checkpoints.folder} was saved by another method or version: "
-                    f"{', '.join(sorted(differing))} is in one of the two alone"
-                )
-            self.restore(state["strategy"])
-            for kind, metrics in state["result"].items():
-                vars(result)[kind] = {server_round: MetricRecord(m) for server_round, m in metrics.items()}
-            self._attempt = max(self._attempt, state["attempt"] + 1)  # whatever the clock of this machine says
-            self._empty_rounds = state["empty-rounds"] % self.max_empty_rounds  # those that ended it are forgiven
-            log(INFO, "kindred: goes on after round %d, from %s", last, checkpoints.folder)
-            first = last + 1
-            del found, state  # arrays of it would stay in memory
-        if self.clients_keep_state and self._simulated:
-            begin_simulation(self.run_id, checkpoints and checkpoints.folder, goes_on=first > self.first_round)
-        started = time.monotonic()
-        if evaluate_fn and first == self.first_round > 0 and (metrics := evaluate_fn(0, initial_arrays)) is not None:
-            result.evaluate_metrics_serverapp[0] = metrics
-
-        for server_round in range(first, num_rounds + 1):
-            round_started = time.monotonic()
-            self._replied, self._not_replied = set(), set()
-            self.roster.meet(grid, self.introduce, timeout)
-            _, metrics = self.aggregate_train(
-                server_round,
-                self._exchange(
-                    grid, self.configure_train(server_round, result.arrays, train_config, grid), timeout, server_round
-                ),
-            )
-            if metrics is not None:
-                result.train_metrics_clientapp[server_round] = metrics
-            if self.fraction_evaluate:
-                self._evaluate(grid, result, evaluate_config, timeout, server_round)
-            self._close_round(grid, server_round, time.monotonic() - round_started, on_round)
-            if evaluate_fn and (metrics := evaluate_fn(server_round, self.global_arrays())) is not None:
-                result.evaluate_metrics_serverapp[server_round] = metrics
-            given_up = self._empty_rounds >= self.max_empty_rounds
-            if checkpoints and (checkpoints.due(server_round) or server_round == num_rounds or given_up):
-                kinds = ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp")
-                checkpoints.save(
-                    server_round,
-                    {
-                        "strategy": self,
-                        "result": {kind: dict(getattr(result, kind)) for kind in kinds},
-                        "attempt": self._attempt,
-                        "empty-rounds": self._empty_rounds,
-                    },
-                )
-            if given_up:
-                self._give_up()
-
-        if not self._answered:
-            raise TooFewClients(f"no client gave a usable answer in any of the {num_rounds} rounds; {self._trouble()}")
-        if first > num_rounds:  # nobody has been met since it was cut short
-            self.roster.meet(grid, self.introduce, timeout)
-        # Replies of a round may speak of the model that it started from: the last one still needs a word. And who was
-        # never drawn has said nothing yet.
-        told = (
-            {row["client"] for row in self.history.rows} if self.personal in AFTER_TRAINING else self._evaluated_apart
-        )
-        self._closing = [client for client in self.roster.active() if client not in told]
-        if self.fraction_evaluate and self._closing:
-            closing_started = time.monotonic()
-            self._silent, self._not_replied = None, set()
-            self._evaluate(grid, result, evaluate_config, timeout, num_rounds + 1)
-            self._close_round(grid, num_rounds + 1, time.monotonic() - closing_started, on_round)
-        result.arrays = self.global_arrays()
-        log(INFO, "%s finished %d rounds in %.1f s", self.name, num_rounds, time.monotonic() - started)
-        return result
-
-    # --- Clients --------------------------------------------------------------------------------------
-
-    def clients(self) -> list[ClientId]:
-        """The clients that are connected and can take part, in order."""
-        return self.roster.clients()
-
-    def sample(self, server_round: int, fraction: float, at_least: int, purpose: str = "train") -> list[ClientId]:
-        """Draw clients for a round, without replacement; the draw depends on seed, round and client ids alone."""
-        clients = self.roster.active()
-        count = min(max(int(len(clients) * fraction), at_least), len(clients))
-        if count == len(clients):
-            return clients
-        rng = np.random.default_rng(seed_for(self.seed, purpose, server_round))
-        drawn = rng.choice(len(clients), count, replace=False, p=self.chances(clients))
-        return [clients[i] for i in sorted(drawn)]
-
-    # --- An exchange ----------------------------------------------------------------------------------
+    def _take_evaluation(self, sent: Sent, content: RecordDict) -> Reply:
+        """Check an evaluation reply and have the method take it in; `Refused` where it cannot be used."""
+        has_arrays = bool(records_of(content, ArrayRecord))
+        reply = admit(content, self.weighted_by_key, partial(self.mismatch, sent.client) if has_arrays else None)
+        if sent.side:
+            self.take_side_loss(sent.client, sent.side, reply.loss())
+        else:
+            self.take_evaluation(sent.client, reply)
+        return reply
 
     def _message(
         self,
@@ -484,7 +477,7 @@ class PersonalizedStrategy(Hooks, Strategy):
         side: str = "",
     ) -> Message:
         settings = ConfigRecord({**config, **self.round_config(server_round, client)})
-        settings.pop(PROBE, None)  # it is not the caller's to say
+        settings.pop(PROBE, None)  # not the caller's to set
         if side:
             settings[PROBE] = side
         settings[SERVER_ROUND] = server_round
@@ -494,251 +487,3 @@ class PersonalizedStrategy(Hooks, Strategy):
         settings[METHOD] = self.name
         content = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: settings})
         return Message(content, self.roster.nodes[client], message_type, group_id=str(server_round))
-
-    def _exchange(
-        self, grid: Grid, messages: Iterable[Message], timeout: float, server_round: int
-    ) -> Iterator[Message]:
-        """Send messages and give out the replies as they come, until all are in or time is up.
-
-        A reply is known by the message it answers, whoever signs it: replies of an earlier exchange are
-        never asked for, and an error that the SuperLink reports for a dead node is its client's.
-        """
-        self._until, self._graced = time.monotonic() + timeout, False
-        client_of = {node_id: client for client, node_id in self.roster.nodes.items()}
-        self._asked = {}
-        for message in messages:
-            client = client_of[message.metadata.dst_node_id]
-            notes = self.row_fields(client)
-            if message.metadata.message_type == MessageType.EVALUATE:  # it may join a row of training
-                notes = {f"evaluate-{key}": value for key, value in notes.items()}
-            asked = _Asked(
-                client,
-                message.metadata.dst_node_id,
-                time.monotonic(),
-                payload_bytes(message.content),
-                notes,
-                message.metadata.message_type == MessageType.TRAIN,
-                str(message.content[self.configrecord_key].get(PROBE, "")),
-            )
-            message.metadata.ttl = timeout + CLOCKS
-            message_id = push(grid, message)
-            if message_id is None:
-                self._add_row(replace(asked, notes={}), server_round, "its message could not be sent", 0)
-            else:
-                self._asked[message_id] = asked
-        waiting = dict(self._asked)
-        clients = {asked.client for asked in waiting.values()}
-        count = len(clients | self._replied)  # clients that have answered before and are not asked now have answered
-        self._replied -= clients
-        quorum = math.ceil(self.quorum * count) if self.quorum <= 1 else min(int(self.quorum), count)
-        self._look_for_quorum(quorum)
-        for message_id, reply in pull(grid, self._asked, lambda: self._until, simulated=self._simulated):
-            asked = waiting.pop(message_id)
-            self._replied.add(asked.client)
-            self._look_for_quorum(quorum)
-            if isinstance(reply, Refused):
-                self._refuse(asked, server_round, reply, 0)
-            else:
-                yield reply
-            while self._refusals:
-                self.roster.tell(grid, *self._refusals.popitem())
-        for asked in waiting.values():
-            reason = f"no answer within {timeout:g} s"
-            if self._graced:
-                reason = f"no answer within {self.grace:g} s after {quorum} of {count} clients (quorum, grace)"
-            self._add_row(asked, server_round, reason, 0)
-            self._not_replied.add(asked.client)
-            self.roster.failed(asked.client)
-
-    def _look_for_quorum(self, quorum: int) -> None:
-        """End the exchange some time after so many clients have answered."""
-        until = time.monotonic() + self.grace
-        if not self._graced and not self._simulated and len(self._replied) >= quorum and until < self._until:
-            self._until, self._graced = until, True
-
-    def _admitted(
-        self, message: Message, server_round: int, take: Callable[[ClientId, Reply], None], *, evaluation: bool
-    ) -> tuple[ClientId, Reply] | None:
-        """Check a reply, have the method take it in, and note it in the history; None if nothing of it is used."""
-        asked = self._asked[message.metadata.reply_to_message_id]
-        if not is_from(asked.node_id, message):  # no strike: whose fault it is, nobody knows
-            sender = message.metadata.src_node_id
-            self._add_row(asked, server_round, f"{REFUSED}it came from node {sender}, expected {asked.node_id}", 0)
-            return None
-        if message.has_error():
-            # Flower's word for a reply that was announced and never uploaded; or one that came when others had waited.
-            if message.error.code == ErrorCode.MESSAGE_UNAVAILABLE or self._graced:
-                self.roster.failed(asked.client)
-            reason = f"error {message.error.code}: {first_line(message.error.reason)}"
-            self._add_row(asked, server_round, reason, 0)
-            return None
-        content = content_of(message)
-        bytes_up = payload_bytes(content)
-        due = None if evaluation and not records_of(content, ArrayRecord) else partial(self.mismatch, asked.client)
-        try:
-            with self._at_the_senders_cost():
-                reply = admit(content, self.weighted_by_key, due)
-                if asked.side:
-                    loss = reply.loss()
-                    self.take_side_loss(asked.client, asked.side, loss)
-                else:
-                    if not evaluation:
-                        self.inspect(asked.client, reply)
-                        self._bound(asked.client, reply)
-                    take(asked.client, reply)
-        except Refused as refusal:
-            self._refuse(asked, server_round, refusal, bytes_up)
-            return None
-        self.roster.succeeded(asked.client)
-        if asked.side:
-            worked = {key: reply.metrics[key] for key in COMPUTE if key in reply.metrics}
-            self._add_row(asked, server_round, "ok", bytes_up, {f"{asked.side}-loss": loss, **worked})
-            return None
-        # Numbers alone go into rows, and the engine's own columns are not the client's to name.
-        metrics = {
-            key: value
-            for key, value in reply.metrics.items()
-            if isinstance(value, int | float) and not key.startswith((f"{PERSONAL}-", "evaluate-"))
-        }
-        if evaluation:
-            metrics[NUM_TEST_EXAMPLES] = metrics.pop(self.weighted_by_key)
-        self._add_row(asked, server_round, "ok", bytes_up, metrics, evaluation=evaluation)
-        return asked.client, reply
-
-    @contextmanager
-    def _at_the_senders_cost(self) -> Iterator[None]:
-        """Turn an exception that nobody foresaw into a refusal: one reply is lost, not the run.
-
-        It may be a fault of the method, so the log says where it was raised, once for each place.
-        """
-        try:
-            yield
-        except (Refused, *SERVERS_OWN):
-            raise
-        except Exception as error:
-            places = "".join(traceback.format_tb(error.__traceback__))
-            if places not in self._raised:
-                self._raised.add(places)
-                log(ERROR, "kindred: an exception that nobody foresaw, %s\n%s", type(error).__name__, places)
-            raise Refused(f"it cannot be used ({type(error).__name__}: {error})") from error
-
-    def _bound(self, client: ClientId, reply: Reply) -> None:
-        """Refuse an update that is larger than `max_update_norm`."""
-        if self.max_update_norm and (size := self.update_norm(client, reply.arrays)) > self.max_update_norm:
-            raise Refused(f"its update has norm {size:g}, allowed: up to {self.max_update_norm:g}")
-
-    def _refuse(self, asked: _Asked, server_round: int, refusal: Refused, bytes_up: int) -> None:
-        """Note a refused reply; one to a training message is a strike."""
-        self._add_row(asked, server_round, f"{REFUSED}{refusal}", bytes_up)
-        self._refusals[asked.node_id] = f"its reply in round {server_round} is not used: {refusal}"
-        if asked.to_train:
-            self.roster.failed(asked.client)
-
-    def _give_up(self) -> NoReturn:
-        """End a run that has been going on without anybody for too long."""
-        raise TooFewClients(
-            f"no client gave a usable answer in {self._empty_rounds} rounds in a row "
-            f"(max_empty_rounds), so the run ends; {self._trouble()}"
-        )
-
-    def _trouble(self) -> str:
-        """The last thing that went wrong."""
-        if self._failure:
-            return self._failure
-        last = next((row for row in reversed(self.history.rows) if row["status"] != "ok"), None)
-        return f"client {last['client']}: {last['status']}" if last else "no client was asked"
-
-    def _add_row(
-        self,
-        asked: _Asked,
-        server_round: int,
-        status: str,
-        bytes_up: int,
-        metrics: Mapping[str, Any] | None = None,
-        *,
-        evaluation: bool = False,
-    ) -> None:
-        if status != "ok":
-            status = first_line(status)
-            log(WARNING, "kindred: round %d goes on without client %s: %s", server_round, asked.client, status)
-            if asked.side:  # replies of an exchange come in any order: each has a column of its own
-                metrics, status = {f"{asked.side}-status": status}, "ok"
-        row = {
-            **(metrics or {}),  # whatever a client calls its metrics, the columns below are not its own
-            **asked.notes,
-            **dict(
-                zip(
-                    ENGINES_OWN,
-                    (server_round, asked.client, status, time.monotonic() - asked.sent_at, asked.bytes_down, bytes_up),
-                    strict=True,
-                )
-            ),
-        }
-        # An evaluation by itself is of the personal model, under the name that an ordinary evaluate function uses.
-        for measure, names in ORDINARY_NAMES.items():
-            for key in names if evaluation else (f"{self.personal}-{measure}",):
-                if key in row:
-                    if measure == "loss" or 0 <= row[key] <= 1:
-                        row[f"{PERSONAL}-{measure}"] = float(row[key])
-                    break
-        reported = () if asked.side else (metrics or {}).keys() - asked.notes.keys() - set(ENGINES_OWN)
-        self.history.add(row, reported)
-
-    def _evaluate(self, grid: Grid, result: Result, config: ConfigRecord, timeout: float, server_round: int) -> None:
-        messages = self.configure_evaluate(server_round, result.arrays, config, grid)
-        metrics = self.aggregate_evaluate(server_round, self._exchange(grid, messages, timeout, server_round))
-        if metrics is not None:
-            result.evaluate_metrics_clientapp[server_round] = metrics
-
-    def _close_round(
-        self, grid: Grid, server_round: int, seconds: float, on_round: Callable[[int], None] | None
-    ) -> None:
-        self.roster.end_round(grid, server_round)
-        line = self.history.close_round(server_round, seconds, self.personal)
-        log(INFO, "%s", progress(line, self.last_round))
-        if on_round:
-            on_round(server_round)
-
-
-def mean_metrics(contents: list[RecordDict], weighted_by_key: str) -> MetricRecord:
-    """Flower's weighted mean, of the metrics that all of these clients report in one form (a number, n numbers)."""
-
-    def form(value: Any) -> int | None:
-        return None if value is None else len(value) if isinstance(value, list) else 0
-
-    records = [next(iter(content.metric_records.values())) for content in contents]
-    shared = [key for key in records[0] if all(form(r.get(key)) == form(records[0][key]) for r in records)]
-    alike = [RecordDict({"metrics": MetricRecord({key: record[key] for key in shared})}) for record in records]
-    return aggregate_metricrecords(alike, weighted_by_key)
-
-
-def payload_bytes(content: RecordDict) -> int:
-    """Bytes that the records of a message hold: arrays with their headers, metrics and settings."""
-    return sum(_count_bytes(record) for record in content.values())
-
-
-def _count_bytes(record: ArrayRecord | MetricRecord | ConfigRecord) -> int:
-    try:
-        return record.count_bytes()
-    except (IndexError, ValueError):  # of an empty list or text in a record, which Flower takes and cannot count
-        return 0
-
-
-def progress(line: dict[str, Any], num_rounds: int) -> str:
-    """A round in one line."""
-    width = len(str(num_rounds))
-    title = "closing evaluation" if line["round"] > num_rounds else f"round {line['round']:{width}}/{num_rounds}"
-    parts = [title]
-    if "accuracy" in line:
-        parts += [
-            f"accuracy {line['accuracy']:.1%}",
-            f"bottom decile {line['accuracy-p10']:.1%}",
-            f"best {line['accuracy-best']:.1%}",
-        ]
-    parts += [
-        f"{line['seconds']:.1f} s",
-        f"up {line['bytes-up'] / 1e6:.2f} MB",
-        f"down {line['bytes-down'] / 1e6:.2f} MB",
-        f"{line['answered']}/{line['asked']} clients",
-    ]
-    return "  ".join(parts)

@@ -1,0 +1,69 @@
+"""Which clients are asked to evaluate, after a round and after the last one, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from kindred.messages import AFTER_TRAINING, ClientId
+
+from .history import History
+
+
+class EvaluationPlan:
+    """The plan of a run's separate evaluations: those that training replies do not bring.
+
+    | when | asked | why |
+    | --- | --- | --- |
+    | after a round in which no training reply has the method's result | clients sampled for evaluation | there is no other result |
+    | after any other round | of these, those that trained and did not report it | the others have reported it, or keep their last result |
+    | after the last round, of a result that training gives (`AFTER_TRAINING`) | clients without a row in the history | they were never sampled |
+    | after the last round, of any other result | clients not evaluated separately in that round | what a training reply reports is of the model that the round started from |
+
+    A client that did not answer a message of a round is asked nothing more in it.
+
+    Parameters
+    ----------
+    personal : str
+        Which evaluation is the method's result for a client.
+    """  # noqa: E501  # lines of a table
+
+    def __init__(self, personal: str) -> None:
+        self._personal = personal
+        self._evaluated: set[ClientId] = set()  # clients evaluated separately since the last training
+        self._without_result: set[ClientId] | None = None  # clients that may be asked in this round; None: all
+
+    def state(self) -> set[ClientId]:
+        """Return what `restore` needs, between two rounds."""
+        return self._evaluated
+
+    def restore(self, state: set[ClientId]) -> None:
+        """Resume from what `state` returned."""
+        self._evaluated = state
+
+    def has_result(self, metrics: Mapping[str, Any]) -> bool:
+        """Whether the metrics of a training reply have the method's result."""
+        return f"{self._personal}-accuracy" in metrics
+
+    def trained(self, answered: Collection[ClientId], with_result: Collection[ClientId]) -> None:
+        """Note which clients answered a round's training, and which of them reported the method's result."""
+        self._evaluated = set()
+        self._without_result = set(answered) - set(with_result) if with_result else None
+
+    def evaluated(self, client: ClientId) -> None:
+        """Note that a client's personal model was evaluated separately."""
+        self._evaluated.add(client)
+
+    def after_round(self, sampled: Sequence[ClientId], not_replied: Collection[ClientId]) -> list[ClientId]:
+        """Return the clients to ask after a round, of those that were sampled for evaluation."""
+        may_be_asked = self._without_result
+        return [
+            client
+            for client in sampled
+            if client not in not_replied and (may_be_asked is None or client in may_be_asked)
+        ]
+
+    def after_last_round(self, active: Sequence[ClientId], history: History) -> list[ClientId]:
+        """Return the clients to ask in the closing evaluation, of those that a round could be with."""
+        known = {row["client"] for row in history.rows} if self._personal in AFTER_TRAINING else self._evaluated
+        return [client for client in active if client not in known]
