@@ -50,6 +50,8 @@ LABEL_SMOOTHING = "label-smoothing"
 FINETUNE_EPOCHS = "finetune-epochs"
 LOCAL_EPOCHS = "local-epochs"
 LOCAL_STEPS = "local-steps"
+NEIGHBOURS = "neighbours"  # the other clients whose models a client receives
+WEIGHTS = "weights"  # of these models, as the client reports them
 PROBE = "probed-model"  # what a model is called that a client evaluates for the server's sake, and that is not its own
 
 METHODS = "methods"
