@@ -35,7 +35,7 @@ _HOMES = {
     "cluster_logits": "perfed_ckt",
     "nearest_centroid": "perfed_ckt",
     "FedeRiCo": "federico",
-    "choose_neighbours": "federico",
+    "choose_neighbours": "neighbours",
     "collaborator_weights": "federico",
     "Mixture": "mixture",
     "Kindred": "kindred",

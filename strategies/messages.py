@@ -50,6 +50,8 @@ LABEL_SMOOTHING = "label-smoothing"
 FINETUNE_EPOCHS = "finetune-epochs"
 LOCAL_EPOCHS = "local-epochs"
 LOCAL_STEPS = "local-steps"
+NEIGHBOURS = "neighbours"  # the other clients whose models a client receives
+WEIGHTS = "weights"  # of these models, as the client reports them
 PROBE = "probed-model"  # in messages to evaluate: name of a model that is not the client's own, see `SideEvaluation`
 
 METHODS = "methods"

@@ -1,4 +1,4 @@
-"""Models that predict together: what a client of FedeRiCo or FedEM has in the end, and the file that it is in."""
+"""Mixtures of models, with which clients of FedeRiCo and FedEM predict, and the file that holds one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .client.evaluation import predict
 from .client.state import MIXTURE
 from .client.training import set_arrays
 from .client.visit import Visit
-from .messages import ClientId, by_prefix, decode, encode, with_prefix
+from .messages import RECEIVED, ClientId, by_prefix, decode, encode, with_prefix
 
 if TYPE_CHECKING:
     import torch
@@ -22,11 +22,31 @@ if TYPE_CHECKING:
 Arrays = dict[str, np.ndarray]
 
 SMALLEST = float(np.finfo(np.float32).tiny)
-"""What a probability of 0 counts as where its logarithm is asked for."""
+"""Replaces a probability of 0 before its logarithm is taken."""
+
+
+def mixture_shares(weights: np.ndarray, threshold: float) -> np.ndarray:
+    """Weights of `threshold` or more divided by their sum, 0 for the others; all weights, if none is so large.
+
+    Parameters
+    ----------
+    weights : ndarray, shape (k,)
+    threshold : float
+        0 to 1.
+
+    Returns
+    -------
+    ndarray, shape (k,)
+        Summing to 1.
+    """
+    counted = np.where(weights >= threshold, weights, 0.0)
+    if not counted.any():
+        counted = weights if weights.any() else np.ones_like(weights)
+    return counted / counted.sum()
 
 
 def mixture_of(probabilities: np.ndarray, shares: np.ndarray, kind: str = "probabilities") -> np.ndarray:
-    """h(x) = sum_j w_j h_j(x), what a client predicts.
+    """Prediction of a mixture, h(x) = sum_j w_j h_j(x).
 
     Parameters
     ----------
@@ -42,7 +62,7 @@ def mixture_of(probabilities: np.ndarray, shares: np.ndarray, kind: str = "proba
     ndarray, shape (n, N)
         Rows sum to 1.
     """
-    counted = np.flatnonzero(shares)  # what a diverged model gives may be no numbers: 0 times that is not 0
+    counted = np.flatnonzero(shares)  # a diverged model may predict NaN, and 0 times NaN is not 0
     shares, probabilities = shares[counted], probabilities[counted]
     if kind == "probabilities":
         return np.tensordot(shares, probabilities, axes=1)
@@ -52,21 +72,53 @@ def mixture_of(probabilities: np.ndarray, shares: np.ndarray, kind: str = "proba
 
 
 def accuracy_and_loss(probabilities: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
-    """The share of labels (n,) that rows (n, N) give most to, and their mean cross-entropy; NaN of no samples."""
+    """Accuracy and mean cross-entropy of predictions (n, N) for labels (n,); NaN for no samples."""
     if not len(labels):
         return np.nan, np.nan
     given = probabilities[np.arange(len(labels)), labels]  # (n,)
     return float((probabilities.argmax(axis=1) == labels).mean()), float(-np.log(np.maximum(given, SMALLEST)).mean())
 
 
+def mixture_scores(
+    visit: Visit,
+    probabilities: np.ndarray,
+    shares: np.ndarray,
+    single: int,
+    kind: str = "probabilities",
+    prefix: str = "",
+) -> dict[str, float]:
+    """Accuracy and loss of a mixture and of a single one of its models on the client's test data, as metrics.
+
+    Parameters
+    ----------
+    visit : Visit
+    probabilities : ndarray, shape (k, n, N)
+        The models' predictions for the n test samples.
+    shares : ndarray, shape (k,)
+        Summing to 1.
+    single : int
+        Which model is also evaluated alone.
+    kind : {"probabilities", "logits"}
+        What is mixed.
+    prefix : str
+        Of the mixture's metrics; those of the single model begin with "received-".
+    """
+    labels = visit.site.test[1].cpu().numpy()
+    metrics = {}
+    mixed = mixture_of(probabilities, shares, kind)
+    for which, rows in ((prefix, mixed), (f"{RECEIVED}-", probabilities[single])):
+        metrics[f"{which}accuracy"], metrics[f"{which}loss"] = accuracy_and_loss(rows, labels)
+    return metrics
+
+
 @dataclass(frozen=True)
 class Mixture:
-    """What a client predicts with: models and their shares. It needs no server.
+    """Models and their shares, with which a client predicts; needs no server.
 
     Attributes
     ----------
     clients : list of k client ids
-        Whose models they are; of models that are nobody's, their numbers.
+        Owners of the models; the models' numbers where they have no owners.
     shares : ndarray, shape (k,)
         Summing to 1.
     models : list of k dicts of str to ndarray
@@ -95,11 +147,11 @@ class Mixture:
             clients, shares = decode(about["clients"]), arrays.pop("shares")
             parts = by_prefix(arrays)
             return cls(clients, shares, [parts[str(place)] for place in range(len(clients))], about["kind"])
-        except (SafetensorError, KeyError, ValueError, TypeError) as error:  # TypeError: numbers that NumPy has not
+        except (SafetensorError, KeyError, ValueError, TypeError) as error:  # TypeError: types that NumPy does not have
             raise ValueError(f"{path} holds no mixture of models ({error})") from None
 
     def predict(self, module: torch.nn.Module, x: torch.Tensor) -> np.ndarray:
-        """Class probabilities, (n, N), of images x (n, ...); the module, of the models' kind, ends as the last one."""
+        """Class probabilities, (n, N), of images x (n, ...); the module ends with the last model's arrays."""
         probabilities = []
         for model in self.models:
             set_arrays(module, model)

@@ -23,21 +23,11 @@ from kindred.client.evaluation import predict
 from kindred.client.state import MIXTURE, MODEL, saved_files
 from kindred.client.training import get_arrays, mean_gradient, set_arrays, train
 from kindred.engine import roster
-from kindred.federico import (
-    USELESS,
-    AdamStep,
-    Losses,
-    SGDStep,
-    accuracy_and_loss,
-    choose_neighbours,
-    collaborator_weights,
-    decode,
-    encode,
-    mixture_of,
-    mixture_shares,
-    smooth,
-)
-from kindred.messages import METHODS, VERSION_KEY, read_record, seed_for, to_record
+from kindred.engine.optimizers import AdamStep, SGDStep
+from kindred.federico import LARGEST_LOSS, Losses, collaborator_weights, smooth
+from kindred.messages import METHODS, VERSION_KEY, decode, encode, read_record, seed_for, to_record
+from kindred.mixture import accuracy_and_loss, mixture_of, mixture_shares
+from kindred.neighbours import choose_neighbours
 
 from .plain import FaultyGrid, ShuffledGrid
 from .test_conformance import everything, values
@@ -68,7 +58,7 @@ def test_weights_of_models_at_hand_are_those_of_a_softmax_over_all(latest, befor
     table = Losses(dict(zip(clients, latest)), dict(zip(clients, before)))
     at_hand = clients[:count]
     log_rest = table.log_rest(at_hand, beta, temperature)
-    averages = smooth(table.of(at_hand), np.array([table.latest[c] for c in at_hand]), beta)
+    averages = smooth(table.averages(at_hand), np.array([table.latest[c] for c in at_hand]), beta)
     weights = collaborator_weights(averages, temperature, log_rest)
     table.update(at_hand, [table.latest[c] for c in at_hand], beta)
     seen, plain = table.weights(temperature)
@@ -77,7 +67,7 @@ def test_weights_of_models_at_hand_are_those_of_a_softmax_over_all(latest, befor
 
 
 @given(
-    st.lists(st.floats(0, USELESS) | st.sampled_from([0.0, USELESS, 1e-300]), min_size=1, max_size=6),
+    st.lists(st.floats(0, LARGEST_LOSS) | st.sampled_from([0.0, LARGEST_LOSS, 1e-300]), min_size=1, max_size=6),
     st.sampled_from([1e-9, 1e-3, 1.0, 1e9]),
 )
 def test_weights_are_weights_whatever_the_losses(losses, temperature) -> None:
@@ -87,13 +77,13 @@ def test_weights_are_weights_whatever_the_losses(losses, temperature) -> None:
     table = Losses()
     table.update(range(len(losses)), losses, 0.6)
     rest = table.log_rest(range(1), 0.6, temperature)
-    at_hand = collaborator_weights(table.of([0]), temperature, rest)
+    at_hand = collaborator_weights(table.averages([0]), temperature, rest)
     assert np.isfinite(at_hand).all() and (at_hand >= 0).all() and (at_hand <= 1).all()
 
 
 def test_a_useless_model_gets_no_weight_and_equally_useless_ones_share_it() -> None:
-    assert collaborator_weights(np.array([0.5, USELESS])).tolist() == [1, 0]
-    assert collaborator_weights(np.full(4, USELESS), 1e-9).tolist() == [0.25] * 4
+    assert collaborator_weights(np.array([0.5, LARGEST_LOSS])).tolist() == [1, 0]
+    assert collaborator_weights(np.full(4, LARGEST_LOSS), 1e-9).tolist() == [0.25] * 4
 
 
 def test_losses_over_three_rounds() -> None:
@@ -109,7 +99,7 @@ def test_losses_over_three_rounds() -> None:
 
 def test_who_has_not_been_seen_counts_0_for_the_choice_and_not_for_the_weights() -> None:
     table = Losses({"a": 1.0, "b": 1.0}, {"a": 1.0, "b": 1.0 + np.log(3)})
-    assert table.of(["a", "new"]).tolist() == [1.0, 0.0]
+    assert table.averages(["a", "new"]).tolist() == [1.0, 0.0]
     clients, weights = table.weights(1.0)
     assert clients == ["a", "b"] and weights == pytest.approx([0.75, 0.25])
     assert [table.choose(["a", "b", "new"], 0.0, seed, 3) for seed in range(5)] == [["new", "a", "b"]] * 5
@@ -773,7 +763,7 @@ def test_a_relay_is_not_told_losses_and_weights_only_if_the_site_agrees(grid, ag
         assert clients == [] and weights.shape == (0, 0)
     # The work is the same either way.
     assert outcome(strategy)[0] == outcome(run(mixture_threshold=0.0))[0]
-    assert strategy._losses == {}
+    assert strategy.losses == {}
 
 
 def test_weights_are_known_of_those_who_tell_them() -> None:
@@ -1270,7 +1260,7 @@ def test_a_site_that_does_not_share_refuses_a_server_that_has_not_heard_it() -> 
 
     strategy = run(grid, strategy=Silent(num_neighbours=2, seed=SEED))
     status = {row["client"]: row["status"] for row in strategy.history.rows if row["round"] == 3}
-    assert status.pop(1002).endswith("share-model is false at this site, and the server has not heard of it")
+    assert status.pop(1002).endswith("share-model is false at this site, but the server was not informed")
     assert set(status.values()) == {"ok"} and 1002 not in strategy.client_models()
 
 

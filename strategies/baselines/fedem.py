@@ -50,7 +50,6 @@ from kindred.messages import (
     ARRAYS,
     METRICS,
     NUM_EXAMPLES,
-    RECEIVED,
     TRAIN_LOSS,
     ClientId,
     by_prefix,
@@ -60,7 +59,7 @@ from kindred.messages import (
     to_record,
     with_prefix,
 )
-from kindred.mixture import SMALLEST, Arrays, accuracy_and_loss, keep_mixture, mixture_of
+from kindred.mixture import SMALLEST, Arrays, keep_mixture, mixture_scores
 
 if TYPE_CHECKING:
     import torch
@@ -158,13 +157,8 @@ def _likelihoods(visit: Visit, components: Sequence[Arrays]) -> np.ndarray:
 
 def _scores(visit: Visit, components: Sequence[Arrays], shares: np.ndarray, prefix: str = "") -> dict[str, float]:
     """Accuracy and loss of the mixture, and of the component with the largest share, as metrics."""
-    x, y = visit.site.test
-    labels = y.cpu().numpy()
-    probabilities = np.stack([predict(visit.model(arrays), x) for arrays in components])  # (M, n, N)
-    metrics = {}
-    for which, rows in ((prefix, mixture_of(probabilities, shares)), (f"{RECEIVED}-", probabilities[shares.argmax()])):
-        metrics[f"{which}accuracy"], metrics[f"{which}loss"] = accuracy_and_loss(rows, labels)
-    return metrics
+    probabilities = np.stack([predict(visit.model(arrays), visit.site.test[0]) for arrays in components])  # (M, n, N)
+    return mixture_scores(visit, probabilities, shares, int(shares.argmax()), prefix=prefix)
 
 
 # --- The server ---------------------------------------------------------------------------------------

@@ -47,15 +47,17 @@ from kindred.client.site import Samples
 from kindred.client.training import get_arrays
 from kindred.client.visit import Visit
 from kindred.engine.admission import Refused, Reply, norm
+from kindred.engine.sent_models import SentModels
 from kindred.engine.stored import StoredModels
-from kindred.federico import NEIGHBOURS, WEIGHTS, choose_neighbours
 from kindred.messages import (
     ARRAYS,
     CONFIG,
     METRICS,
+    NEIGHBOURS,
     RECEIVED,
     TRAIN_LOSS,
     TRAINED,
+    WEIGHTS,
     ClientId,
     check,
     encode,
@@ -63,8 +65,8 @@ from kindred.messages import (
     in_order,
     seed_for,
     to_record,
-    with_prefix,
 )
+from kindred.neighbours import choose_neighbours
 
 if TYPE_CHECKING:
     import torch
@@ -237,7 +239,7 @@ class FedFomo(StoredModels):
         super().begin(initial_arrays)
         self._affinities: dict[ClientId, dict[ClientId, float]] = {}  # P_in; of every client whose model has come
         self._weights: dict[ClientId, dict[ClientId, float]] = {}  # w_n of the last round that it took part in
-        self._at_hand: dict[ClientId, list[ClientId]] = {}  # whose models the last message to a client holds
+        self._sent = SentModels(self.models)
 
     def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
         return {**super().round_config(server_round, client), VALIDATION_SHARE: self.validation_share}
@@ -245,15 +247,9 @@ class FedFomo(StoredModels):
     def outgoing(self, server_round: int, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId, ArrayRecord]]:
         self.welcome(clients)
         there = [other for other in in_order(self._affinities) if other not in self.history.left_out]
-        packed: dict[ClientId, ArrayRecord] = {}  # each once
         for client in clients:
-            self._at_hand[client] = [client, *self._choose(client, there, server_round)]
-            record = ArrayRecord()
-            for place, owner in enumerate(self._at_hand[client]):
-                if owner not in packed:
-                    packed[owner] = self.models[owner]
-                record.update(with_prefix(place, packed[owner]))
-            yield client, record
+            yield client, self._sent.pack(client, self._choose(client, there, server_round))
+        self._sent.forget_packed()
 
     def _choose(self, client: ClientId, there: Sequence[ClientId], server_round: int) -> list[ClientId]:
         """Draw others for a client, by what their models have been worth to it."""
@@ -268,7 +264,7 @@ class FedFomo(StoredModels):
         return [others[i] for i in order]
 
     def inspect(self, client: ClientId, reply: Reply) -> None:
-        weights, due = reply.config.get(WEIGHTS), len(self._at_hand[client])
+        weights, due = reply.config.get(WEIGHTS), len(self._sent.owners[client])
         if (
             not isinstance(weights, list)
             or len(weights) != due
@@ -279,7 +275,7 @@ class FedFomo(StoredModels):
 
     def take(self, client: ClientId, reply: Reply) -> None:
         super().take(client, reply)
-        told = dict(zip(self._at_hand[client], reply.config[WEIGHTS]))
+        told = dict(zip(self._sent.owners[client], reply.config[WEIGHTS]))
         self._weights[client] = told
         affinities = self._affinities.setdefault(client, {})
         for other, weight in told.items():
@@ -288,11 +284,11 @@ class FedFomo(StoredModels):
 
     def end_round(self, server_round: int, answered: Sequence[ClientId]) -> None:
         super().end_round(server_round, answered)
-        self._at_hand = {}  # a message to evaluate has the client's own model alone
+        self._sent = SentModels(self.models)  # a message to evaluate has the client's own model alone
 
     def row_fields(self, client: ClientId) -> dict[str, Any]:
-        """Whose models the client received besides its own."""
-        return {NEIGHBOURS: encode(self._at_hand.get(client, [client])[1:])}
+        """Return the other clients whose models the client received."""
+        return {NEIGHBOURS: encode(self._sent.neighbours(client))}
 
     def collaboration(self) -> tuple[list[ClientId], np.ndarray]:
         """The weights that each client told last: its own model alone where none was better, or it has told none."""

@@ -1,0 +1,128 @@
+"""Several clients' models in one message, and the updates of them in the reply."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from flwr.app import ArrayRecord
+
+from kindred.messages import ClientId, in_order, with_prefix
+
+from .model_store import ClientModels, InTurn
+from .optimizers import OptimizerSteps
+
+NEW_MODEL = "model"  # prefix of a model that the server has not yet received; updates are prefixed by place
+
+
+class SentModels:
+    """The models that each client receives in one message: its own, then its neighbours'.
+
+    Parameters
+    ----------
+    models : ClientModels
+        The last model of each client.
+
+    Attributes
+    ----------
+    models
+    owners : dict
+        client -> the clients whose models its last message is about, itself first.
+    count : int
+        Models in all these messages together.
+    """
+
+    def __init__(self, models: ClientModels) -> None:
+        self.owners: dict[ClientId, list[ClientId]] = {}
+        self.count = 0
+        self.models = models
+        self._packed: dict[ClientId, ArrayRecord] = {}  # several clients may receive a model: it is packed once
+
+    def pack(self, client: ClientId, neighbours: Sequence[ClientId]) -> ArrayRecord:
+        """Return the arrays of a message to a client.
+
+        Names are prefixed by the model's place among the owners: 0 for the client's own model, which is missing
+        while the client has none.
+        """
+        self.owners[client] = [client, *neighbours]
+        record = ArrayRecord()
+        for place, owner in enumerate(self.owners[client]):
+            if owner in self.models:
+                if owner not in self._packed:
+                    self._packed[owner] = self.models[owner]
+                record.update(with_prefix(place, self._packed[owner]))
+                self.count += 1
+        return record
+
+    def neighbours(self, client: ClientId) -> list[ClientId]:
+        """Return the other clients whose models the last message to a client holds."""
+        return self.owners.get(client, [client])[1:]
+
+    def mismatch(self, client: ClientId, updates: Mapping[str, Mapping[str, np.ndarray]]) -> str | None:
+        """Say in a few words why arrays, by prefix, are not updates of the models that were sent; None if they are.
+
+        Updates may leave out arrays; those of buffers are accepted from the owner alone.
+        """
+        layout = self.models.layout
+        places = {str(place) for place in range(len(self.owners[client]))}
+        for prefix, update in updates.items():
+            if prefix not in places:
+                return f"arrays {prefix!r} are of no model that was sent"
+            if (difference := layout.mismatch(update, whole=False)) is not None:
+                return difference
+            for name in update:
+                if prefix != "0" and layout.slices[name].start >= layout.num_parameters:
+                    return f"array {name!r} is the owner's alone to change"
+        return None
+
+    def forget_packed(self) -> None:
+        """Drop the packed models, before the models change."""
+        self._packed = {}
+
+
+class Updates:
+    """Sums of the updates that clients send of each other's models; their bits do not depend on the order of arrival.
+
+    Parameters
+    ----------
+    sent : SentModels
+        The models that the clients received.
+    order : sequence of client ids
+        In which the updates are added.
+    steps : OptimizerSteps, optional
+        If given, updates are gradients, by whose sum it moves a model in the end. Otherwise they are changes.
+    """
+
+    def __init__(self, sent: SentModels, order: Sequence[ClientId], steps: OptimizerSteps | None = None) -> None:
+        self._sent = sent
+        self._steps = steps
+        self._gradients: dict[ClientId, np.ndarray] = {}  # owner -> sum, (d,)
+        self._in_turn: InTurn[Mapping[str, Mapping[str, np.ndarray]]] = InTurn(order, self._add)
+
+    def add(self, client: ClientId, parts: Mapping[str, Mapping[str, np.ndarray]]) -> None:
+        """Take a client's updates by place, and by NEW_MODEL its model if the server has not received it yet."""
+        self._in_turn.add(client, parts)
+
+    def _add(self, client: ClientId, parts: Mapping[str, Mapping[str, np.ndarray]]) -> None:
+        models = self._sent.models
+        if NEW_MODEL in parts:
+            models.put(client, parts[NEW_MODEL])
+        for prefix, update in parts.items():
+            if prefix == NEW_MODEL:
+                continue
+            owner = self._sent.owners[client][int(prefix)]
+            row = models.row(owner)  # (d,)
+            if self._steps is not None:
+                row = self._gradients.setdefault(owner, np.zeros_like(row))
+            for name, array in update.items():
+                row[models.layout.slices[name]] += array.reshape(-1)
+
+    def finish(self) -> None:
+        """Add what still waits for its turn, and move models by their gradients."""
+        self._in_turn.finish()
+        trained = self._sent.models.layout.num_parameters
+        for owner in in_order(self._gradients):
+            row, gradient = self._sent.models.row(owner), self._gradients.pop(owner)
+            if self._steps is not None:
+                self._steps.move(owner, row[:trained], gradient[:trained])
+            row[trained:] += gradient[trained:]  # buffers of normalisation layers
