@@ -17,8 +17,8 @@ from kindred.server_app import app as application
 from kindred.server_app.cli.run import app as command_line
 from kindred.server_app.comparison.result import ComparisonResult
 from kindred.server_app.config import ConfigError
+from kindred.server_app.run_log import RunFailed
 from kindred.server_app.run_result import RunResult
-from kindred.server_app.runs import RunFailed
 from kindred.server_app.tables import read_table
 
 SMALL = {"clients": 3, "rounds": 2, "num_groups": 1, "samples_per_client": 10, "local_epochs": 1}
