@@ -14,8 +14,10 @@ from kindred.data import DATASETS
 from .comparison.result import ComparisonResult
 from .config import ConfigError, kebab
 from .engines import Engine
+from .run_files import run_settings
+from .run_log import RunFailed
 from .run_result import RunResult
-from .runs import RunFailed, compare_methods, run_methods, run_settings
+from .runs import compare_methods, run_methods
 
 # Arguments that have a plainer name than their setting.
 SETTINGS = {"method": "strategy", "clients": "num-clients", "rounds": "num-rounds", "output": "output-dir"}

@@ -26,7 +26,7 @@ from kindred.engine.checkpoint import Checkpoints
 from kindred.messages import ClientId, in_order
 from kindred.versions import VERSION
 
-from .config import ConfigError
+from .config import Config, ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -41,6 +41,31 @@ def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that results depend on."""
     others = {package: metadata.version(package) for package in PACKAGES}
     return {"python": platform.python_version(), "kindred": VERSION, **others}
+
+
+def run_settings(given: Mapping[str, Any], resume: str | os.PathLike[str] | None = None) -> Config:
+    """Return the settings of a run.
+
+    Parameters
+    ----------
+    given : mapping
+        Settings, kebab-case; others have their default.
+    resume : path, optional
+        The folder of the run to go on with, whose settings these then are.
+
+    Raises
+    ------
+    ConfigError
+        A setting that there is not, a value out of its range, or a run that cannot be gone on with.
+    """
+    before: dict[str, Any] = {}
+    if resume:
+        before = read_settings(resume)
+        given = {**given, "resume": os.path.abspath(os.path.expanduser(resume))}
+    config = Config.from_run_config({**before, **given}).absolute()
+    if config.resume:
+        check_resumable(config.run_config())
+    return config
 
 
 def read_settings(folder: str | os.PathLike[str]) -> dict[str, Any]:

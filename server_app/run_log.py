@@ -44,6 +44,22 @@ class Outcome(NamedTuple):
     error: Exception | None = None
 
 
+class RunFailed(RuntimeError):
+    """A run that did not come to its end.
+
+    Parameters
+    ----------
+    code : int
+        As of `Outcome`.
+    reason : str
+        One line.
+    """
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+
+
 def keep_log(text: str) -> Path:
     """Write the log of a run that failed before it had a folder, and return its path; the newest LOGS_KEPT stay.
 

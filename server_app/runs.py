@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,50 +15,8 @@ from .comparison.runs import carry_out
 from .config import Config, ConfigError
 from .engines import Engine, execute
 from .presets import load_preset
-from .run_files import check_resumable, read_settings
-from .run_log import Outcome
+from .run_log import Outcome, RunFailed
 from .run_result import RunResult
-
-
-class RunFailed(RuntimeError):
-    """A run that did not come to its end.
-
-    Parameters
-    ----------
-    code : int
-        As of `Outcome`.
-    reason : str
-        One line.
-    """
-
-    def __init__(self, code: int, reason: str) -> None:
-        super().__init__(reason)
-        self.code = code
-
-
-def run_settings(given: Mapping[str, Any], resume: str | os.PathLike[str] | None = None) -> Config:
-    """Return the settings of a run.
-
-    Parameters
-    ----------
-    given : mapping
-        Settings, kebab-case; others have their default.
-    resume : path, optional
-        The folder of the run to go on with, whose settings these then are.
-
-    Raises
-    ------
-    ConfigError
-        A setting that there is not, a value out of its range, or a run that cannot be gone on with.
-    """
-    before: dict[str, Any] = {}
-    if resume:
-        before = read_settings(resume)
-        given = {**given, "resume": os.path.abspath(os.path.expanduser(resume))}
-    config = Config.from_run_config({**before, **given}).absolute()
-    if config.resume:
-        check_resumable(config.run_config())
-    return config
 
 
 def run_methods(

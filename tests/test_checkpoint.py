@@ -40,8 +40,7 @@ from kindred.server_app.checks import check
 from kindred.server_app.config import Config, ConfigError
 from kindred.server_app.engines import Engine
 from kindred.server_app.results import RunFolder
-from kindred.server_app.run_files import is_finished
-from kindred.server_app.runs import run_settings
+from kindred.server_app.run_files import is_finished, run_settings
 from kindred.server_app.tables import read_table
 
 from .plain import FaultyGrid, initial, plain_app

@@ -63,8 +63,8 @@ def run(
     """Run a federation on this machine."""
     from kindred.data import DataError
     from kindred.server_app.config import ConfigError
-    from kindred.server_app.engines import Engine
-    from kindred.server_app.runs import RunFailed, run_methods, run_settings
+    from kindred.server_app.run_files import run_settings
+    from kindred.server_app.run_log import RunFailed
 
     named = {
         "strategy": strategy, "dataset": dataset, "data-dir": data_dir, "partition": partition,
@@ -72,6 +72,10 @@ def run(
     }  # fmt: skip
     try:
         config = run_settings(given_settings(named, settings or []), resume)
+        # They import PyTorch, for which a bad setting need not wait.
+        from kindred.server_app.engines import Engine
+        from kindred.server_app.runs import run_methods
+
         where = Engine(engine, cpus_per_client, gpus_per_client)
         results = run_methods(config, [name.strip() for name in against.split(",") if name.strip()], where, show)
     except (ConfigError, DataError) as error:

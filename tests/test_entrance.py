@@ -1,0 +1,216 @@
+"""`kindred.run` and `kindred.compare`: what they return is what the files hold, and what the commands give."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+from typer.testing import CliRunner
+
+import kindred
+from kindred.server_app import app as application
+from kindred.server_app.cli.run import app as command_line
+from kindred.server_app.comparison.result import ComparisonResult
+from kindred.server_app.config import ConfigError
+from kindred.server_app.run_log import RunFailed
+from kindred.server_app.run_result import RunResult
+from kindred.server_app.tables import read_table
+
+SMALL = {"clients": 3, "rounds": 2, "num_groups": 1, "samples_per_client": 10, "local_epochs": 1}
+SAME = ["--clients=3", "--rounds=2", "--set=num-groups=1", "--set=samples-per-client=10", "--set=local-epochs=1"]
+TIMES = {"seconds", "seconds-per-round"}
+
+
+@dataclass
+class Ran:
+    run: RunResult
+    comparison: ComparisonResult
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory) -> Ran:
+    """A run of HeurFedAMP, and a comparison in which it is reused."""
+    place = tmp_path_factory.mktemp("entrance")
+    run = kindred.run("heurfedamp", "digits", output=place, progress=False, sigma=50, **SMALL)
+    methods = {"heurfedamp": {"sigma": 50}, "alone": {"method": "local"}}
+    comparison = kindred.compare(methods, data="digits", seeds=np.arange(1), output=place, progress=False, **SMALL)
+    return Ran(run, comparison)
+
+
+def without_times(rows: list[dict]) -> list[dict]:
+    return [{key: value for key, value in row.items() if key not in TIMES} for row in rows]
+
+
+def test_a_run_holds_what_its_files_hold(ran) -> None:
+    folder = ran.run.folder
+    assert ran.run.rows == read_table(folder / "history.csv") and len(ran.run.rows) == 6
+    assert ran.run.rounds == read_table(folder / "rounds.csv")
+    assert ran.run.summary == json.loads((folder / "summary.json").read_text())
+    assert ran.run.settings["sigma"] == 50.0 and ran.run.settings["num-clients"] == 3
+    assert set(ran.run.figures) == {path.stem for path in folder.glob("*.png")}
+    assert "heurfedamp on digits, rotated, seed 0, accuracy" in repr(ran.run)
+
+
+def test_a_picture_is_that_of_the_report(ran, tmp_path) -> None:
+    for name, figure in ran.run.figures.items():
+        figure.savefig(tmp_path / "again.png")
+        assert (tmp_path / "again.png").read_bytes() == (ran.run.folder / f"{name}.png").read_bytes(), name
+
+
+def test_models_are_those_of_the_files_and_can_be_loaded_into_a_network(ran) -> None:
+    models = ran.run.models
+    assert list(models) == [0, 1, 2]
+    for client, state in models.items():
+        saved = load_file(ran.run.folder / f"models/client-{client}.safetensors")
+        assert state.keys() == saved.keys()
+        assert all(np.array_equal(state[key].numpy(), saved[key]) for key in saved)
+    module = kindred.make_model("digits-cnn", (1, 8, 8), 10)
+    module.load_state_dict(models[1])
+    assert all(torch.equal(value, models.module(1).state_dict()[key]) for key, value in module.state_dict().items())
+
+
+def test_the_command_with_the_same_settings_comes_to_the_same_bits(ran, tmp_path) -> None:
+    command = ["run", "--engine=inline", "--dataset=digits", "--set=sigma=50", f"--output-dir={tmp_path}", *SAME]
+    done = CliRunner().invoke(command_line, command)
+    assert done.exit_code == 0, done.output
+    (folder,) = tmp_path.iterdir()
+    assert without_times(read_table(folder / "history.csv")) == without_times(ran.run.rows)
+    for client, state in RunResult(folder).models.items():
+        assert all(torch.equal(value, ran.run.models[client][key]) for key, value in state.items())
+
+
+def test_a_comparison_holds_its_runs_and_reuses_them(ran) -> None:
+    comparison = ran.comparison
+    assert comparison.content == json.loads((comparison.folder / "comparison.json").read_text())
+    assert list(comparison.runs) == [("heurfedamp", 0), ("alone", 0)] and comparison.failed == {}
+    assert comparison.runs["heurfedamp", 0].folder == ran.run.folder
+    assert comparison.runs["alone", 0].settings["strategy"] == "local"
+    assert comparison.rows[0] == {"strategy": "heurfedamp", "seed": 0, **ran.run.rows[0]}
+    assert len(comparison.rows) == sum(len(run.rows) for run in comparison.runs.values())
+    assert [(row["strategy"], row["seed"]) for row in comparison.summary[:3]] == [
+        ("heurfedamp", 0), ("heurfedamp", "mean"), ("heurfedamp", "std"),
+    ]  # fmt: skip
+    assert list(comparison.models["alone", 0]) == [0, 1, 2] and list(comparison.figures) == ["comparison"]
+
+
+def test_the_command_in_the_record_is_the_same_comparison(ran) -> None:
+    import shlex
+
+    place = ran.run.folder.parent
+    words = shlex.split(ran.comparison.content["command"])
+    before = sorted(place.iterdir())
+    done = CliRunner().invoke(command_line, [*words[1:], "--engine=inline"])
+    assert done.exit_code == 0, done.output
+    assert done.stdout.count(": reused, ") == 2 and f"comparison in {ran.comparison.folder}" in done.stdout
+    assert sorted(place.iterdir()) == before
+
+
+def test_tables_are_data_frames(ran) -> None:
+    pytest.importorskip("pandas")
+    assert ran.run.tables["history"]["client"].tolist() == [row["client"] for row in ran.run.rows]
+    assert ran.run.tables["clients"]["accuracy"].tolist() == [each["accuracy"] for each in ran.run.summary["clients"]]
+    assert set(ran.run.tables) == {"clients", "rounds", "history"}
+    assert set(ran.comparison.tables) == {"summary", "rounds", "history"}
+    assert ran.comparison.tables["rounds"].groupby("strategy").size().min() >= 2
+
+
+def test_without_pandas_tables_say_what_to_install(ran, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ImportError, match=r"^tables need pandas, .* pip install 'kindred-fl\[pandas\]'; .*$"):
+        _ = RunResult(ran.run.folder).tables
+    with pytest.raises(ImportError, match="tables need pandas"):
+        _ = ComparisonResult(ran.comparison.content, ran.comparison.folder).tables
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"sigme": 1.0}, "unknown setting sigme; known: strategy, "),
+        ({"method": "fedamb"}, "strategy is 'fedamb', allowed: one of fedamp, "),
+        ({"data": "imagenet"}, "dataset is 'imagenet', allowed: one of digits, "),
+        ({"data": [1, 2]}, "data is a list, allowed: a dataset's name, or the path of an .npz file"),
+        ({"sigma": -1}, r"sigma is -1.0, allowed: more than 0 \(float\)"),
+        ({"sigma": None}, "sigma is None, allowed: more than 0"),
+        ({"clients": 2.5}, r"num-clients is 2.5, allowed: 2 or more \(int\)"),
+        ({"method": "local", "strategy": "fedavg"}, "strategy is given twice: 'local' and 'fedavg'"),
+        ({"engine": "car"}, "engine is 'car', allowed: inline, flower"),
+        ({"cpus_per_client": 0}, "--cpus-per-client is 0, allowed: 1 to "),
+        ({"resume": "nowhere"}, "resume is 'nowhere', which has no config.json of a run"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
+)
+def test_what_cannot_be_used_is_a_config_error_and_leaves_nothing(arguments, says, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"^{says}") as refused:
+        kindred.run(**arguments)
+    assert "\n" not in str(refused.value) and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"methods": "local"}, "methods is 'local', allowed: a list of names"),
+        ({"methods": ["local"], "seeds": 3}, "seeds is 3, allowed: a list of whole numbers"),
+        ({"methods": {"local": {"sigma": "wide"}}}, "sigma is 'wide', allowed: more than 0"),
+        ({"methods": ["local"], "reference": "fedavg"}, "--reference is 'fedavg', allowed: local"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
+)
+def test_what_cannot_be_compared_is_a_config_error(arguments, says, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"^{says}"):
+        kindred.compare(**arguments)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_npz_file_is_data_and_pytorch_has_its_threads_back(tmp_path) -> None:
+    rng, y = np.random.default_rng(0), np.arange(60) % 2
+    x = rng.integers(0, 256, (60, 8, 8), dtype=np.uint8)
+    np.savez(tmp_path / "mine.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)  # a run has one
+    try:
+        run = kindred.run("local", tmp_path / "mine.npz", output=tmp_path, partition="iid", progress=False, **SMALL)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert run.settings["dataset"] == "npz" and run.settings["data-dir"] == str(tmp_path / "mine.npz")
+
+
+def test_a_run_that_fails_says_why_and_keeps_what_it_failed_with(tmp_path, monkeypatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr(application, "prepare", fail)
+    with pytest.raises(RunFailed, match="^ZeroDivisionError: division by zero") as failed:
+        kindred.run("local", output=tmp_path, progress=False, **SMALL)
+    assert failed.value.code == 1 and isinstance(failed.value.__cause__, ZeroDivisionError)
+
+
+def test_an_interruption_is_passed_on_and_the_run_can_be_resumed(tmp_path, monkeypatch) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(application.RunFolder, "finish", interrupt)
+        kindred.run("local", output=tmp_path, progress=False, **SMALL)
+    (folder,) = tmp_path.iterdir()
+    assert kindred.run(resume=folder, progress=False).summary["rounds"] == 2
+
+
+def test_progress_is_printed_or_only_what_goes_wrong_is_a_warning(tmp_path, capsys, monkeypatch) -> None:
+    kindred.run("local", output=tmp_path, **SMALL)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "local on digits, rotated, 3 clients"
+    assert sum(line.startswith("round ") for line in lines) == 2
+    monkeypatch.setattr("kindred.server_app.report.figures.accuracy_figure", lambda *_: 1 / 0)
+    with pytest.warns(UserWarning) as given:
+        kindred.run("local", output=tmp_path, progress=False, **SMALL)
+    (warning,) = given
+    assert "accuracy.png cannot be written (ZeroDivisionError" in str(warning.message)
+    assert capsys.readouterr() == ("", "")
