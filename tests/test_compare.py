@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from kindred import REGISTRY
 from kindred.client.models import parse_models
 from kindred.data import DATASETS
-from kindred.data.federation import _load as loaded
+from kindred.data.loading import forget_federations
 from kindred.data.partitions import divide
 from kindred.server_app.app import LOCAL_SETTINGS, make_strategy
 from kindred.server_app.cli.run import app
@@ -362,9 +362,9 @@ def test_a_file_of_other_images_is_another_run_and_one_that_was_moved_is_not(tmp
     assert said(write("a.npz", 0), execute) == ["run 1/1  local, seed 0"]
     (tmp_path / "a.npz").rename(tmp_path / "b.npz")
     assert "reused" in said(str(tmp_path / "b.npz"), execute)[0]
-    loaded.cache_clear()  # a new command would read the file again
+    forget_federations()  # a new command would read the file again
     assert said(write("b.npz", 1), execute) == ["run 1/1  local, seed 0"]
-    loaded.cache_clear()
+    forget_federations()
     assert "reused" in said(write("c.npz", 0), execute)[0] and "reused" in said(str(tmp_path / "b.npz"), execute)[0]
 
 
