@@ -38,7 +38,7 @@ from kindred.server_app.config import Config, kebab
 from kindred.server_app.deployment import connection
 from kindred.server_app.tables import read_table
 
-from .machines import KINDRED, SCRIPTS, Machines, free_port, wait_until
+from .background_commands import KINDRED, SCRIPTS, Machines, free_port, wait_until
 
 pytestmark = pytest.mark.deployment
 

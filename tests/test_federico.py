@@ -39,7 +39,7 @@ from kindred.federico import (
 )
 from kindred.messages import METHODS, VERSION_KEY, read_record, seed_for, to_record
 
-from .plain import FaultyGrid, ShuffledGrid
+from .grids import FaultyGrid, ShuffledGrid
 from .test_conformance import everything, values
 
 # --- The mathematics ----------------------------------------------------------------------------------

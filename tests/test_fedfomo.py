@@ -19,10 +19,10 @@ from kindred.client.training import get_arrays
 from kindred.client.visit import Visit
 from kindred.messages import to_record
 
-from . import by_hand, test_client
-from .by_hand import Client, weights_of
-from .plain import FaultyGrid
+from . import test_client, two_weights
+from .grids import FaultyGrid
 from .test_conformance import check_that_it_counts_like_no_reply, everything, values
+from .two_weights import Client, weights_of
 
 # --- The mathematics ----------------------------------------------------------------------------------
 
@@ -92,7 +92,7 @@ START = np.array([0.2, -0.2])
 
 def three(rounds: int, **more) -> FedFomo:
     strategy = FedFomo(num_neighbours=2, **more)
-    return by_hand.start(strategy, CLIENTS, START, rounds)
+    return two_weights.start(strategy, CLIENTS, START, rounds)
 
 
 def test_two_rounds_are_the_papers() -> None:
@@ -138,7 +138,7 @@ def test_who_learns_from_whom_are_the_weights_of_the_last_round() -> None:
 def test_affinities_are_sums_of_weights() -> None:
     told = []
     strategy = FedFomo(num_neighbours=2)
-    by_hand.start(
+    two_weights.start(
         strategy,
         CLIENTS,
         START,
