@@ -13,7 +13,7 @@ from flwr.app import ConfigRecord
 from hypothesis import given, strategies as st
 
 from kindred import FedFomo, InlineGrid, Local, make_client_app
-from kindred.baselines.fedfomo import _weigh, combined, model_weights, split
+from kindred.baselines.fedfomo import combined, model_weights, split, weigh_models
 from kindred.client.state import ClientState
 from kindred.client.training import get_arrays
 from kindred.client.visit import Visit
@@ -270,10 +270,10 @@ def test_distances_are_of_parameters_alone(tmp_path) -> None:
     for _ in range(2):
         visit.train(module)
         models.append(get_arrays(module))
-    weights = _weigh(visit, models, site.train)
+    weights = weigh_models(visit, models, site.train)
     assert weights.min() > 0
     counter = {"1.num_batches_tracked": np.array(1000)}  # which no loss depends on
-    assert _weigh(visit, [models[0] | counter, models[1]], site.train).tolist() == weights.tolist()
+    assert weigh_models(visit, [models[0] | counter, models[1]], site.train).tolist() == weights.tolist()
 
 
 def test_clients_with_the_same_labels_find_each_other() -> None:

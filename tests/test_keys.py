@@ -351,7 +351,7 @@ def run_server(monkeypatch, days: float, *arguments: object) -> tuple[dict[str, 
 
     with monkeypatch.context() as patch:
         patch.setattr(server_command, "start_process", start)
-        patch.setattr(server_command, "_wait_until_it_answers", lambda *_: None)
+        patch.setattr(server_command, "wait_until_it_answers", lambda *_: None)
         patch.setattr(site_registration, "register_sites", lambda *_: [])
         patch.setattr(server_command, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
         said = kindred("server", "--port", free_port(), *arguments, code=1)
