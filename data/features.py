@@ -113,7 +113,7 @@ def features_of(folder: Path, paths: list[Path]) -> np.ndarray:
 
 
 def _key(folder: Path, paths: list[Path]) -> str:
-    """What the features depend on, as 16 hexadecimal digits."""
+    """Return a hash of all that the features depend on, as 16 hexadecimal digits."""
     key = sha256()
     weights = folder / WEIGHTS
     try:

@@ -44,7 +44,7 @@ class Federation:
     images : Images
     partition : Partition
     title : str
-        What the federation is, for pictures.
+        Title of pictures.
     public : callable, optional
         Returns the images of the public set, (P, c, h, w), uint8 or float32 as the clients' images are.
 
@@ -63,7 +63,7 @@ class Federation:
         Images of each client, for training, validation and test together.
     title : str
     task : Task
-        What its models take and give.
+        Input and classes of its models.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Federation:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of who has which images and labels: another one where any differs, whatever files they came from."""
+        """Hash of all clients' images and labels: it differs where any of them does, whatever files they came from."""
         digest = sha256(repr(self.task).encode())
         arrays = (self._x, self._y, self.quarter_turns, self._label_maps, *self._train, *self._validation, *self._test)
         for array in arrays:

@@ -1,4 +1,4 @@
-"""What the models of a run take and give: enough, beside its arrays, to use a model anywhere."""
+"""The input and the classes of a run's models: enough, with its arrays, to use a model anywhere."""
 
 from __future__ import annotations
 
