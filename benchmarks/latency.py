@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.machines import KINDRED, Machines, free_port
+from tests.background_commands import KINDRED, Machines, free_port
 
 SITES = 3
 ROUNDS = 5

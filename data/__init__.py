@@ -1,6 +1,7 @@
 """Images, and who has which of them: the data of a federation."""
 
-from .federation import Federation, SiteData, load_federation
+from .federation import Federation, SiteData
+from .loading import load_clients, load_federation
 from .partitions import PARTITIONS
 from .picture import partition_figure
 from .sites import Sites, read_site
@@ -15,6 +16,7 @@ __all__ = [
     "SiteData",
     "Sites",
     "Task",
+    "load_clients",
     "load_federation",
     "partition_figure",
     "read_site",

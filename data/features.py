@@ -65,7 +65,7 @@ def folder_features(folder: Path) -> Images:
         raise DataError(f"{folder} has images of one class only, {names[0]}: 2 classes or more are needed")
     if sizes.min() < 2:
         raise DataError(f"{folder} has one image only of class {names[sizes.argmin()]}: 2 or more are needed")
-    x = _features(folder, paths).reshape(-1, WIDTH, 1, 1)
+    x = features_of(folder, paths).reshape(-1, WIDTH, 1, 1)
     test = np.zeros(len(y), bool)
     for label in range(len(names)):
         test[np.flatnonzero(y == label)[1::5]] = True
@@ -91,7 +91,7 @@ def _image_paths(folder: Path) -> list[Path]:
     return sorted(paths, key=lambda path: path.parts)
 
 
-def _features(folder: Path, paths: list[Path]) -> np.ndarray:
+def features_of(folder: Path, paths: list[Path]) -> np.ndarray:
     """The features of the images (n, 512), float32: read if they are kept somewhere, else computed and kept."""
     name = f"office-home-{_key(folder, paths)}.npz"
     places = (folder, Path(DEFAULT_FOLDER).expanduser())
@@ -103,7 +103,7 @@ def _features(folder: Path, paths: list[Path]) -> np.ndarray:
         if x.shape == (len(paths), WIDTH) and x.dtype == np.float32 and np.isfinite(x).all():
             return x
     with _room(places) as partial:  # found first: computing takes minutes
-        x = _compute(folder, paths)
+        x = compute_features(folder, paths)
         try:
             np.savez(Path(partial, name), features=x)
             os.replace(Path(partial, name), Path(partial).parent / name)
@@ -113,7 +113,7 @@ def _features(folder: Path, paths: list[Path]) -> np.ndarray:
 
 
 def _key(folder: Path, paths: list[Path]) -> str:
-    """What the features depend on, as 16 hexadecimal digits."""
+    """Return a hash of all that the features depend on, as 16 hexadecimal digits."""
     key = sha256()
     weights = folder / WEIGHTS
     try:
@@ -142,7 +142,7 @@ def _room(places: tuple[Path, ...]) -> tempfile.TemporaryDirectory[str]:
     raise DataError(f"the features can be kept neither in {places[0]} nor in {places[1]}: {'; '.join(reasons)}")
 
 
-def _compute(folder: Path, paths: list[Path]) -> np.ndarray:
+def compute_features(folder: Path, paths: list[Path]) -> np.ndarray:
     """The features of the images: (n, 512), float32."""
     import torch
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import cached_property
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .partitions import Partition, divide
-from .public import hold_out_size, public_images, public_source
-from .sources import DataError, Images, load_images
+from .partitions import Partition
+from .sources import DataError, Images
 from .task import Task
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ class Federation:
     images : Images
     partition : Partition
     title : str
-        What the federation is, for pictures.
+        Title of pictures.
     public : callable, optional
         Returns the images of the public set, (P, c, h, w), uint8 or float32 as the clients' images are.
 
@@ -64,7 +63,7 @@ class Federation:
         Images of each client, for training, validation and test together.
     title : str
     task : Task
-        What its models take and give.
+        Input and classes of its models.
     """
 
     def __init__(
@@ -104,7 +103,7 @@ class Federation:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of who has which images and labels: another one where any differs, whatever files they came from."""
+        """Hash of all clients' images and labels: it differs where any of them does, whatever files they came from."""
         digest = sha256(repr(self.task).encode())
         arrays = (self._x, self._y, self.quarter_turns, self._label_maps, *self._train, *self._validation, *self._test)
         for array in arrays:
@@ -117,13 +116,18 @@ class Federation:
         labels = (self._label_maps[client][self._y[members]] for client, members in enumerate(self._train))
         return np.stack([np.bincount(y, minlength=self.num_classes) for y in labels])
 
-    def site_data(self, client: int) -> SiteData:
+    @property
+    def typical_size(self) -> float:
+        """Training images of a client, on average."""
+        return float(self.train_sizes.mean())
+
+    def site_data(self, client: int | str) -> SiteData:
         """The data of one client, made anew at each call.
 
         Parameters
         ----------
         client : int
-            0 to num_clients - 1.
+            0 to num_clients - 1; a name has no data here.
 
         Raises
         ------
@@ -132,12 +136,12 @@ class Federation:
         """
         import torch
 
-        if not 0 <= client < self.num_clients:
+        if client not in range(self.num_clients):
             raise DataError(f"client {client} has no data: num-clients is {self.num_clients}, clients count from 0")
 
         def samples(members: list[np.ndarray]) -> Samples:
             turned = np.rot90(self._x[members[client]], self.quarter_turns[client], axes=(2, 3))
-            return self._normalised(turned), torch.from_numpy(self._label_maps[client][self._y[members[client]]])
+            return self.task.tensor(turned), torch.from_numpy(self._label_maps[client][self._y[members[client]]])
 
         return SiteData(samples(self._train), samples(self._validation), samples(self._test))
 
@@ -166,13 +170,8 @@ class Federation:
                 raise DataError(
                     f"the images of public-data hold {x.dtype}, the clients' {self._x.dtype}: their scales may differ"
                 )
-            self._public = self._normalised(x)
+            self._public = self.task.tensor(x)
         return self._public
-
-    def _normalised(self, x: np.ndarray) -> torch.Tensor:
-        import torch
-
-        return torch.from_numpy(self.task.normalised(x))
 
 
 def _channel_statistics(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -192,74 +191,3 @@ def _channel_statistics(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         channels.append((mean, np.sqrt(square) or 1.0))
     mean, deviation = np.array(channels).T
     return mean, deviation
-
-
-KEYS = (  # settings that decide who has which images
-    "dataset",
-    "data-dir",
-    "partition",
-    "num-clients",
-    "num-groups",
-    "samples-per-client",
-    "with-replacement",
-    "dirichlet-alpha",
-    "public-data",
-    "public-size",
-    "seed",
-)
-
-
-def load_federation(run_config: Mapping[str, Any]) -> Federation:
-    """The federation that a run config describes; the last ones asked for are kept.
-
-    Parameters
-    ----------
-    run_config : mapping
-        With the keys dataset, data-dir, partition, num-clients, num-groups, samples-per-client,
-        with-replacement, dirichlet-alpha, public-data, public-size and seed.
-
-    Returns
-    -------
-    Federation
-        The same for the same settings, in every process.
-
-    Raises
-    ------
-    DataError
-        Settings that do not fit each other or the data, or data that cannot be read. What is wrong with the
-        public set alone is said when it is asked for (`Federation.public_set`).
-    """
-    return _load(**{key.replace("-", "_"): run_config[key] for key in KEYS})
-
-
-@lru_cache(maxsize=2)
-def _load(
-    *,
-    dataset: str,
-    data_dir: str,
-    partition: str,
-    num_clients: int,
-    public_data: str,
-    public_size: int,
-    seed: int,
-    **options: Any,
-) -> Federation:
-    if public_size < 0:
-        raise DataError(f"public-size is {public_size}, allowed: 0 or more")
-    images = load_images(dataset, data_dir)
-    source = public_source(public_data, dataset)
-    parts = divide(
-        partition,
-        images.y_train,
-        images.y_test,
-        images.num_classes,
-        dataset=dataset,
-        num_clients=num_clients,
-        held_out=hold_out_size(public_size, len(images)) if source == dataset else 0,
-        seed=seed,
-        **options,
-    )
-    public = partial(
-        public_images, source, dataset=dataset, data_dir=data_dir, size=public_size, spare=parts.spare, seed=seed
-    )
-    return Federation(images, parts, f"{dataset}, {partition}, {num_clients} clients", public)

@@ -26,7 +26,7 @@ DEFAULT_FOLDER = "~/.cache/kindred"
 """Where datasets that torchvision downloads lie unless data-dir says otherwise."""
 
 SUFFIXES = frozenset((".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"))
-"""What the names of image files end in."""
+"""Suffixes of image files."""
 
 ARRAY_BYTES = 64 * 2**20
 """Bytes that an array may take, however few it is stored in."""

@@ -14,14 +14,14 @@ MOST = 2000
 
 
 def public_source(public_data: str, dataset: str) -> str:
-    """What "auto" stands for: CIFAR-100 for CIFAR-10, as in PerFed-CKT, else a part of the dataset itself."""
+    """Return the source of the public set; auto: CIFAR-100 for CIFAR-10, as in PerFed-CKT, else the dataset itself."""
     if public_data != "auto":
         return public_data
     return "cifar100" if dataset == "cifar10" else dataset
 
 
 def hold_out_size(size: int, there: int) -> int:
-    """How many of all the images that a dataset has go into a public set taken from it; size 0: at most a tenth."""
+    """Return how many of a dataset's images go into a public set taken from it; with size 0 at most a tenth."""
     return size or max(1, min(MOST, there // 10))
 
 

@@ -32,12 +32,16 @@ KINDS = (
 
 
 class Sites:
-    """A federation of sites that have their data themselves.
+    """A federation of sites that have their data themselves, seen from one machine.
 
     Parameters
     ----------
     task : Task
         What all these must have in common.
+    files : mapping
+        The machine's `data-dir` and `public-data`.
+    typical_size : float
+        Training images of a typical site; 0 where that is not known.
 
     Attributes
     ----------
@@ -45,16 +49,26 @@ class Sites:
     image_shape : tuple of int
         (channels, height, width).
     num_classes : int
+    typical_size : float
     """
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, files: Mapping[str, Any], typical_size: float = 0) -> None:
         self.task = task
+        self.typical_size = typical_size
+        self._files = files
         self.image_shape = task.image_shape
         self.num_classes = task.num_classes
 
     @classmethod
-    def of(cls, run_config: Mapping[str, Any]) -> Sites:
-        """The sites of a run, by its keys image-shape, num-classes, class-names, input-mean and input-deviation.
+    def of(cls, run_config: Mapping[str, Any], node_config: Mapping[str, Any] | None = None) -> Sites:
+        """The sites of a run.
+
+        Parameters
+        ----------
+        run_config : mapping
+            With the keys image-shape, num-classes, class-names, input-mean, input-deviation and samples-per-client.
+        node_config : mapping, optional
+            A site's own settings; by default the run's, as at the server.
 
         Raises
         ------
@@ -75,10 +89,11 @@ class Sites:
             )
         channels, height, width = map(int, shape.split("x"))
         mean, deviation = (float(run_config["input-mean"]),), (float(run_config["input-deviation"]),)
-        return cls(Task((channels, height, width), num_classes, mean, deviation, 255, names))
+        task = Task((channels, height, width), num_classes, mean, deviation, 255, names)
+        return cls(task, run_config if node_config is None else node_config, int(run_config["samples-per-client"]))
 
-    def site_data(self, node_config: Mapping[str, Any]) -> SiteData:
-        """The data in the node config's `data-dir`.
+    def site_data(self, client: int | str) -> SiteData:
+        """The data in this machine's `data-dir`, whatever its client is called.
 
         Raises
         ------
@@ -87,31 +102,26 @@ class Sites:
         """
         import torch
 
-        if "data-dir" not in node_config:
+        if "data-dir" not in self._files:
             raise DataError(f"data-dir is not in the node config, allowed: {KINDS}")
-        images = read_site(node_config["data-dir"], self.task.class_names)
+        images = read_site(self._files["data-dir"], self.task.class_names)
         if images.num_classes > self.num_classes:
             raise DataError(f"labels go up to {images.num_classes - 1}, expected {self.num_classes} classes")
-        x_train, x_test = self._normalised(images.x_train), self._normalised(images.x_test)
+        x_train, x_test = self.task.tensor(images.x_train), self.task.tensor(images.x_test)
         nothing = x_train[:0], torch.empty(0, dtype=torch.int64)
         return SiteData((x_train, torch.from_numpy(images.y_train)), nothing, (x_test, torch.from_numpy(images.y_test)))
 
-    def public_set(self, node_config: Mapping[str, Any]) -> torch.Tensor:
-        """The unlabelled images in the node config's `public-data`, an .npz file with an array `x`.
+    def public_set(self) -> torch.Tensor:
+        """The unlabelled images in this machine's `public-data`, an .npz file with an array `x`.
 
         Raises
         ------
         DataError
             They cannot be read, or are not of this shape.
         """
-        if "public-data" not in node_config:
+        if "public-data" not in self._files:
             raise DataError("public-data is not in the node config, allowed: an .npz file with x, the same everywhere")
-        return self._normalised(read_public(node_config["public-data"]))
-
-    def _normalised(self, x: np.ndarray) -> torch.Tensor:
-        import torch
-
-        return torch.from_numpy(self.task.normalised(x))
+        return self.task.tensor(read_public(self._files["public-data"]))
 
 
 def read_site(data_dir: str | os.PathLike[str], class_names: Sequence[str] = ()) -> Images:

@@ -1,4 +1,4 @@
-"""What the models of a run take and give: enough, beside its arrays, to use a model anywhere."""
+"""The input and the classes of a run's models: enough, with its arrays, to use a model anywhere."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .files import MOST_PIXELS
 from .sources import DataError
+
+if TYPE_CHECKING:
+    import torch
 
 MOST = 1_000_000
 """Channels of an image, and classes: so much is refused in a file before a network is made of its size."""
@@ -53,6 +57,12 @@ class Task:
         if x.dtype == np.uint8 and self.full != 1:
             x = x / np.float32(self.full)
         return np.ascontiguousarray((x - mean) / deviation)
+
+    def tensor(self, x: np.ndarray) -> torch.Tensor:
+        """`normalised` images as a tensor."""
+        import torch
+
+        return torch.from_numpy(self.normalised(x))
 
     def check_shape(self, image_shape: tuple[int, ...]) -> None:
         """Find out whether images have the shape that they should have; DataError where they have not."""

@@ -14,9 +14,9 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.supercore import log
 
 from kindred import REGISTRY, InlineGrid, Method, make_model
-from kindred.client.models import choose_model, parse_models
+from kindred.client.models import network_names, parse_models
 from kindred.client.state import MIXTURE, MODEL, NotResumable, end_simulation, saved_files, simulated
-from kindred.data import DATASETS, Federation, Sites, load_federation
+from kindred.data import DATASETS, Federation, Sites, load_clients
 from kindred.engine.model_store import last_layers
 from kindred.messages import to_record, with_prefix
 
@@ -85,7 +85,7 @@ def run(grid: Grid, config: Config) -> RunFolder:
         The settings cannot be used; nothing has been sent or written then. Or the results cannot be written; the run
         can be gone on with then.
     """
-    federation = Sites.of(config.run_config()) if config.dataset == "sites" else load_federation(config.run_config())
+    federation = load_clients(config.run_config())
     strategy, initial_arrays = prepare(config, federation)
     groups = federation.groups.tolist() if isinstance(federation, Federation) and federation.groups.any() else None
     folder = RunFolder(config.run_config(), groups, images_of(config, federation))
@@ -103,7 +103,7 @@ def prepare(config: Config, federation: Federation | Sites) -> tuple[Personalize
         The method cannot work with these settings, data and networks.
     """
     check_data_and_models(config, federation)
-    method, networks = REGISTRY[config.strategy], network_names(config, federation)
+    method, networks = REGISTRY[config.strategy], network_names(config.model, federation.image_shape)
     initial_arrays, given = ArrayRecord(), needed_by(config, federation)
     if method.models_travel:
         models = {
@@ -177,7 +177,7 @@ def _train(
     local = strategy.clients_keep_state and simulated(grid)
     kept = {name: saved_files(strategy.run_id, file) for name, file in KEPT.items()} if local else {}
     network_of = getattr(strategy, "networks", {})  # where the server knows models of several
-    network, *_ = network_names(config, federation)
+    network, *_ = network_names(config.model, federation.image_shape)
     try:
         folder.finish(
             strategy,
@@ -216,19 +216,17 @@ def check_data_and_models(config: Config, federation: Federation | Sites) -> Non
         What keeps it from doing so.
     """
     method = REGISTRY[config.strategy]
-    names = parse_models(config.model)
-    if len(names) > 1 and not method.mixed_networks:
+    if len(asked := parse_models(config.model)) > 1 and not method.mixed_networks:
         raise ConfigError(
             f"model is {config.model!r}, allowed with {config.strategy}: one network, for its models are combined"
         )
     try:
-        for name in names:
-            if name == "auto":
-                choose_model(federation.image_shape)  # PyTorch takes a second to import
-            else:
+        names = network_names(config.model, federation.image_shape)
+        if asked == names:  # the network that auto stands for fits, and PyTorch takes a second to import
+            for name in names:
                 make_model(name, federation.image_shape, federation.num_classes, config.seed)
         if "head_layers" in method.settings:
-            (name,) = network_names(config, federation)
+            (name,) = names
             model = make_model(name, federation.image_shape, federation.num_classes, config.seed)
             last_layers(model.state_dict(), config.head_layers)
     except ValueError as error:
@@ -239,18 +237,13 @@ def check_data_and_models(config: Config, federation: Federation | Sites) -> Non
         federation.public_set()
 
 
-def network_names(config: Config, federation: Federation | Sites) -> list[str]:
-    """The networks that clients may have."""
-    return [choose_model(federation.image_shape) if name == "auto" else name for name in parse_models(config.model)]
-
-
 def needed_by(config: Config, federation: Federation | Sites) -> dict[str, Any]:
     """The arguments that a method's strategy cannot do without, besides settings: networks and public images."""
     if not REGISTRY[config.strategy].distils:
         return {}
     models = {
         name: partial(make_model, name, federation.image_shape, federation.num_classes)
-        for name in network_names(config, federation)
+        for name in network_names(config.model, federation.image_shape)
     }
     return {"models": models, "public": public_images(config, federation), "device": config.device}
 
@@ -270,7 +263,7 @@ def public_images(config: Config, federation: Federation | Sites) -> torch.Tenso
             f"public-data is {config.public_data!r}, allowed with {config.strategy} and dataset sites: "
             "an .npz file with x on the server's machine"
         )
-    x = federation.public_set({"public-data": config.public_data})
+    x = federation.public_set()
     if config.public_size > len(x):
         raise ConfigError(f"public-size is {config.public_size}, and {config.public_data} has {len(x)} images")
     return x[: config.public_size or len(x)]

@@ -34,7 +34,7 @@ class Registry(Mapping[str, Entry]):
         self.group, self.kind, self.own = group, kind, own
 
     def _added(self) -> Mapping[str, list[EntryPoint]]:
-        return _entry_points().get(self.group, {})
+        return entry_points_by_group().get(self.group, {})
 
     def __iter__(self) -> Iterator[str]:
         return iter(dict.fromkeys((*self.own, *sorted(self._added()))))
@@ -76,7 +76,7 @@ class Registry(Mapping[str, Entry]):
 
 
 @functools.cache  # one look at what is installed, which takes some hundredths of a second
-def _entry_points() -> dict[str, dict[str, list[EntryPoint]]]:
+def entry_points_by_group() -> dict[str, dict[str, list[EntryPoint]]]:
     """By group and name: an entry is asked for with every message, and a list of all would be gone through."""
     installed = entry_points()
     found: dict[str, dict[str, list[EntryPoint]]] = {group: {} for group in installed.groups}

@@ -15,7 +15,8 @@ from kindred.client.evaluation import evaluate
 from kindred.client.training import get_arrays, set_arrays
 from kindred.messages import read_record, to_record
 
-from .plain import FaultyGrid, saved_models
+from .client_apps import saved_models
+from .grids import FaultyGrid
 from .test_client import CLIENTS, SETTINGS, app, load_site, network
 from .test_conformance import values
 

@@ -149,3 +149,29 @@ def test_no_imports_run_in_a_circle() -> None:
 
     for name in MODULES:
         follow(name, ())
+
+
+def private_names(name: str, path: Path) -> Iterator[str]:
+    """Yield the names with an underscore that a file takes from one of our modules, or from what it imports of them."""
+    tree, ours = ast.parse(path.read_text()), set()
+    for node, module in imports(name, path):
+        if module.split(".")[0] == "kindred":
+            ours |= {alias.asname or alias.name for alias in node.names}
+            yield from (alias.name for alias in node.names if is_private(alias.name.rpartition(".")[2]))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr) and ast.unparse(node.value) in ours:
+            yield ast.unparse(node)
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def test_no_private_name_is_used_in_another_file(tmp_path) -> None:
+    others = [path for folder in ("benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")]
+    found = {str(path): list(private_names(name, path)) for name, path in MODULES.items()}
+    found |= {str(path): list(private_names("", path)) for path in others}
+    assert not {path: names for path, names in found.items() if names}
+    bad = tmp_path / "bad.py"
+    bad.write_text("import kindred.data as d\nfrom kindred import FedAMP, _HOMES, __version__\nd._load()\nFedAMP._xi\n")
+    assert sorted(set(private_names("", bad))) == ["FedAMP._xi", "_HOMES", "d._load"]

@@ -16,7 +16,7 @@ from kindred.client.training import get_arrays
 from kindred.messages import to_record
 from kindred.server_app.config import Config
 
-from .plain import Small, small, small_site
+from .client_apps import Small, small, small_site
 from .test_conformance import OWN_SETTINGS, make
 
 # --- How cost grows -----------------------------------------------------------------------------------

@@ -43,7 +43,8 @@ from kindred.server_app.results import RunFolder
 from kindred.server_app.run_files import is_finished, run_settings
 from kindred.server_app.tables import read_table
 
-from .plain import FaultyGrid, initial, plain_app
+from .client_apps import initial, plain_app
+from .grids import FaultyGrid
 
 ROOT = Path(__file__).resolve().parent.parent
 CLIENTS, ROUNDS = 3, 4

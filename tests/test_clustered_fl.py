@@ -26,7 +26,8 @@ from kindred.messages import read_record, to_record
 from kindred.server_app.app import run as run_app
 from kindred.server_app.config import Config
 
-from .plain import FaultyGrid, initial, plain_app, small, small_app
+from .client_apps import initial, plain_app, small, small_app
+from .grids import FaultyGrid
 from .test_conformance import everything, make, values
 
 # --- The mathematics ------------------------------------------------------------------------------------

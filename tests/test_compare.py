@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from kindred import REGISTRY
 from kindred.client.models import parse_models
 from kindred.data import DATASETS
-from kindred.data.federation import _load as loaded
+from kindred.data.loading import forget_federations
 from kindred.data.partitions import divide
 from kindred.server_app.app import LOCAL_SETTINGS, make_strategy
 from kindred.server_app.cli.run import app
@@ -243,7 +243,7 @@ def pretended(accuracies: dict[tuple[str, int], list[float]], failing: tuple[tup
         if who in failing:
             return Outcome(1, "it broke\nin two lines")
         found = accuracies[who]
-        folder = RunFolder(config.run_config(), images=comparison_runs._images(config))
+        folder = RunFolder(config.run_config(), images=comparison_runs.images_of_run(config))
         mean = statistics.mean(found)
         (folder.path / "rounds.csv").write_text(f"round,accuracy\n1,{mean + 0.1}\n2,{mean}\n")
         (folder.path / "summary.json").write_text(
@@ -362,9 +362,9 @@ def test_a_file_of_other_images_is_another_run_and_one_that_was_moved_is_not(tmp
     assert said(write("a.npz", 0), execute) == ["run 1/1  local, seed 0"]
     (tmp_path / "a.npz").rename(tmp_path / "b.npz")
     assert "reused" in said(str(tmp_path / "b.npz"), execute)[0]
-    loaded.cache_clear()  # a new command would read the file again
+    forget_federations()  # a new command would read the file again
     assert said(write("b.npz", 1), execute) == ["run 1/1  local, seed 0"]
-    loaded.cache_clear()
+    forget_federations()
     assert "reused" in said(write("c.npz", 0), execute)[0] and "reused" in said(str(tmp_path / "b.npz"), execute)[0]
 
 
@@ -407,7 +407,7 @@ def test_a_run_is_known_by_what_its_results_depend_on():
 def test_a_finished_run_is_taken_before_one_that_was_cut_short(tmp_path):
     config = Config(strategy="local", output_dir=str(tmp_path))
     done = pretended({("local", 0): [0.5]})(config).results
-    images = comparison_runs._images(config)
+    images = comparison_runs.images_of_run(config)
     cut = RunFolder(config.run_config(), images=images).path
     assert cut.name > done.name
     assert known_runs(tmp_path) == {run_hash(config.run_config(), images): done}
@@ -512,7 +512,7 @@ def test_the_presets_have_the_papers_numbers_and_settings():
 @pytest.fixture
 def without_images(monkeypatch):
     """Whose images nobody looks for, as where they would have to be downloaded."""
-    monkeypatch.setattr(comparison_runs, "_images", lambda config: None)
+    monkeypatch.setattr(comparison_runs, "images_of_run", lambda config: None)
 
 
 def test_what_the_command_says_counts_over_the_preset(tmp_path, without_images):

@@ -15,11 +15,9 @@ from kindred.client.training import get_arrays
 from kindred.engine.checkpoint import pack
 from kindred.messages import AFTER_TRAINING, TRAIN_LOSS, to_record
 
-from .plain import (
+from .client_apps import (
     POINTS,
-    FaultyGrid,
     Plain,
-    ShuffledGrid,
     collaboration_app,
     initial,
     logits_app,
@@ -29,6 +27,7 @@ from .plain import (
     small,
     small_app,
 )
+from .grids import FaultyGrid, ShuffledGrid
 
 CLIENTS = 6
 ROUNDS = 4

@@ -70,13 +70,13 @@ def folder(tmp_path, weights, monkeypatch):
 def computed(monkeypatch):
     """How many images features were computed of, for each time."""
     sizes = []
-    compute = kindred.data.features._compute
+    compute = kindred.data.features.compute_features
 
     def counting(place, paths):
         sizes.append(len(paths))
         return compute(place, paths)
 
-    monkeypatch.setattr(kindred.data.features, "_compute", counting)
+    monkeypatch.setattr(kindred.data.features, "compute_features", counting)
     return sizes
 
 
@@ -124,7 +124,7 @@ def test_every_fifth_image_of_a_class_is_for_test(folder, monkeypatch):
     number = {path.relative_to(folder): i for i, path in enumerate(sorted(folder.glob("*/*/*.png")))}
     monkeypatch.setattr(
         kindred.data.features,
-        "_features",
+        "features_of",
         lambda place, paths: np.array([[number[path]] * 512 for path in paths], np.float32),
     )
     images = load_images("office-home", str(folder))

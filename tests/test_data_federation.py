@@ -121,7 +121,7 @@ def test_permuted_labels_are_what_the_client_sees_everywhere():
 
 def test_only_clients_that_there_are_have_data():
     federation = small(np.zeros((4, 1, 2, 2), np.uint8))
-    for client in (-1, 2):
+    for client in (-1, 2, "lyon"):
         with pytest.raises(DataError, match=f"client {client} .*num-clients is 2"):
             federation.site_data(client)
 

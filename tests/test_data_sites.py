@@ -14,13 +14,14 @@ from sklearn.datasets import load_digits
 from kindred import InlineGrid
 from kindred.client.state import ClientState
 from kindred.client_app.app import app
-from kindred.data import DataError, Sites, Task, read_site
+from kindred.data import DataError, Sites, Task, load_clients, load_federation, read_site
 from kindred.server_app.app import run
 from kindred.server_app.config import Config
 from kindred.server_app.run_files import read_summary
 from kindred.server_app.tables import read_table
 
-RUN_CONFIG = {"image-shape": "1x4x6", "num-classes": 3, "class-names": "", "input-mean": 0.5, "input-deviation": 0.25}
+RUN_CONFIG = {"image-shape": "1x4x6", "num-classes": 3, "class-names": "", "input-mean": 0.5, "input-deviation": 0.25,
+              "samples-per-client": 0}  # fmt: skip
 
 
 def refusal(call) -> str:
@@ -141,23 +142,35 @@ def test_what_sites_must_have_in_common_is_checked(changes, words) -> None:
 
 
 def test_sites_see_their_images_on_one_scale(tmp_path) -> None:
-    sites = Sites.of(RUN_CONFIG)
-    data = sites.site_data({"data-dir": str(npz(tmp_path / "a.npz"))})
+    files = {"data-dir": str(npz(tmp_path / "a.npz")), "public-data": str(tmp_path / "public.npz")}
+    sites = Sites.of(RUN_CONFIG, files)
+    data = sites.site_data("lyon")
     raw = read_site(tmp_path / "a.npz").x_train
     assert torch.allclose(data.train[0], (torch.from_numpy(raw.astype(np.float32)) / 255 - 0.5) / 0.25)
     assert data.train[0].shape == (6, 1, 4, 6) and data.test[1].dtype == torch.int64 and len(data.validation[1]) == 0
     np.savez(tmp_path / "public.npz", x=raw[:, 0])
-    assert torch.equal(sites.public_set({"public-data": str(tmp_path / "public.npz")}), data.train[0])
+    assert torch.equal(sites.public_set(), data.train[0])
 
 
 def test_another_shape_or_more_classes_are_refused_with_what_was_expected(tmp_path) -> None:
-    sites = Sites.of(RUN_CONFIG)
-    text = refusal(lambda: sites.site_data({"data-dir": str(npz(tmp_path / "a.npz", shape=(6, 4)))}))
+    def read(files: dict[str, str]) -> str:
+        return refusal(lambda: Sites.of(RUN_CONFIG, files).site_data("lyon"))
+
+    text = read({"data-dir": str(npz(tmp_path / "a.npz", shape=(6, 4)))})
     assert "1x6x4" in text and "expected 1x4x6" in text
-    text = refusal(lambda: sites.site_data({"data-dir": str(npz(tmp_path / "b.npz", labels=(0, 3)))}))
+    text = read({"data-dir": str(npz(tmp_path / "b.npz", labels=(0, 3)))})
     assert "3" in text and "expected 3 classes" in text
-    assert "data-dir" in refusal(lambda: sites.site_data({}))
-    assert "public-data" in refusal(lambda: sites.public_set({}))
+    assert "data-dir" in read({})
+    assert "public-data" in refusal(Sites.of(RUN_CONFIG, {}).public_set)
+
+
+def test_the_setting_dataset_decides_whether_sites_have_data_of_their_own(tmp_path) -> None:
+    run_config = Config(**SITES).run_config() | {"samples-per-client": 7}
+    sites = load_clients(run_config, {"data-dir": str(npz(tmp_path / "a.npz", shape=(8, 8)))})
+    assert isinstance(sites, Sites) and sites.typical_size == 7 and len(sites.site_data("lyon").train[1]) == 6
+    divided = Config(num_clients=4).run_config()
+    assert load_clients(divided, {"data-dir": "of no use"}) is load_federation(divided)
+    assert load_federation(divided).typical_size == len(load_federation(divided).site_data(0).train[1]) == 40
 
 
 SITES = {"dataset": "sites", "image_shape": "1x8x8", "num_classes": 10, "num_rounds": 2, "local_epochs": 1}

@@ -38,7 +38,7 @@ from kindred.server_app.config import Config, kebab
 from kindred.server_app.deployment import connection
 from kindred.server_app.tables import read_table
 
-from .machines import KINDRED, SCRIPTS, Machines, free_port, wait_until
+from .background_commands import KINDRED, SCRIPTS, Machines, free_port, wait_until
 
 pytestmark = pytest.mark.deployment
 
@@ -192,15 +192,16 @@ def simulate(folder: Path, **settings: Any) -> Path:
 
 def test_sites_train_on_what_a_simulation_trains_on(tmp_path) -> None:
     write_data(tmp_path)
-    sites = Sites.of(Config(**SETTINGS, **SITES).run_config())
+    config = Config(**SETTINGS, **SITES).run_config()
     for client in CLIENTS:
-        ours, theirs = sites.site_data({"data-dir": str(site_file(tmp_path, client))}), FEDERATION.site_data(client)
+        ours = Sites.of(config, {"data-dir": str(site_file(tmp_path, client))}).site_data(client)
+        theirs = FEDERATION.site_data(client)
         for part in ("train", "validation", "test"):
             for tensor, expected in zip(getattr(ours, part), getattr(theirs, part)):
                 assert tensor.dtype == expected.dtype
                 assert tensor.numpy().tobytes() == expected.numpy().tobytes(), (client, part)
         assert len(ours.train[0]) == 40
-    public = sites.public_set({"public-data": str(tmp_path / "public.npz")})
+    public = Sites.of(config, {"public-data": str(tmp_path / "public.npz")}).public_set()
     assert public.numpy().tobytes() == FEDERATION.public_set().numpy().tobytes()
 
 

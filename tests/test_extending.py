@@ -193,7 +193,7 @@ def test_a_fork_takes_the_same_files_and_lines(fork, tmp_path) -> None:
 @pytest.fixture
 def packages(tmp_path, monkeypatch):
     """Has packages installed: (name, entry points, code of its module of that name)."""
-    extensions._entry_points.cache_clear()
+    extensions.entry_points_by_group.cache_clear()
 
     def add(name: str, points: str, code: str = "") -> Path:
         about = tmp_path / f"{name}-1.dist-info"
@@ -205,7 +205,7 @@ def packages(tmp_path, monkeypatch):
 
     monkeypatch.syspath_prepend(tmp_path)
     yield add
-    extensions._entry_points.cache_clear()
+    extensions.entry_points_by_group.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,8 @@ from kindred.messages import MOST, read_array, read_record, to_record
 from kindred.server_app.processes import MARK, marked_processes
 from kindred.server_app.summary import summarise
 
-from .plain import FaultyGrid, collaboration_app, initial, plain_app, target
+from .client_apps import collaboration_app, initial, plain_app, target
+from .grids import FaultyGrid
 from .test_conformance import (
     APPS,
     app_of,

@@ -8,7 +8,8 @@ import pytest
 from kindred import FedAMP, HeurFedAMP, Local
 from kindred.engine.strategy import PersonalizedStrategy
 
-from .plain import FaultyGrid, initial, plain_app, target
+from .client_apps import initial, plain_app, target
+from .grids import FaultyGrid
 
 CLIENTS = 6
 ROUNDS = 5

@@ -23,7 +23,8 @@ from kindred.server_app.app import make_strategy, needed_by
 from kindred.server_app.cli.run import app as command_line
 from kindred.server_app.config import Config, ConfigError
 
-from .plain import POINTS, FaultyGrid, Plain, ShuffledGrid, initial, plain_app, small, small_app
+from .client_apps import POINTS, Plain, initial, plain_app, small, small_app
+from .grids import FaultyGrid, ShuffledGrid
 from .test_conformance import everything, make, values
 
 # --- The mathematics ------------------------------------------------------------------------------------

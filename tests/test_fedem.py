@@ -22,10 +22,10 @@ from kindred.server_app.config import Config
 from kindred.server_app.prediction.predictor import Predictor
 from kindred.server_app.tables import read_table
 
-from . import by_hand, test_client
-from .by_hand import Client, probabilities, weights_of
-from .plain import FaultyGrid
+from . import test_client, two_weights
+from .grids import FaultyGrid
 from .test_conformance import check_that_it_counts_like_no_reply, values
+from .two_weights import Client, probabilities, weights_of
 
 # --- The mathematics ----------------------------------------------------------------------------------
 
@@ -59,8 +59,8 @@ FIRST, SECOND = np.array([0.5, -0.5]), np.array([-0.5, 0.5])
 
 
 def by_two(rounds: int = 1, **more) -> FedEM:
-    strategy = FedEM(num_components=2, other_models=[by_hand.model(SECOND)], **more)
-    return by_hand.start(strategy, CLIENTS, FIRST, rounds)
+    strategy = FedEM(num_components=2, other_models=[two_weights.model(SECOND)], **more)
+    return two_weights.start(strategy, CLIENTS, FIRST, rounds)
 
 
 def kept_mixtures(strategy: FedEM) -> dict[int, Mixture]:
@@ -94,8 +94,8 @@ def test_a_round_is_the_papers() -> None:
 
 
 def test_shares_are_kept_at_the_client_and_go_on_from_round_to_round() -> None:
-    strategy, seen = FedEM(num_components=2, other_models=[by_hand.model(SECOND)]), {}
-    by_hand.start(
+    strategy, seen = FedEM(num_components=2, other_models=[two_weights.model(SECOND)]), {}
+    two_weights.start(
         strategy,
         CLIENTS,
         FIRST,
@@ -124,9 +124,9 @@ def test_who_learns_from_whom_are_the_shares_in_every_component() -> None:
 
 
 def test_who_was_never_there_finds_its_shares_by_one_step() -> None:
-    grid = FaultyGrid(by_hand.app_of(CLIENTS), 3, lambda r, c: "error" if c == 2 else "ok")
-    strategy = FedEM(num_components=2, other_models=[by_hand.model(SECOND)])
-    by_hand.start(strategy, CLIENTS, FIRST, 2, grid)
+    grid = FaultyGrid(two_weights.app_of(CLIENTS), 3, lambda r, c: "error" if c == 2 else "ok")
+    strategy = FedEM(num_components=2, other_models=[two_weights.model(SECOND)])
+    two_weights.start(strategy, CLIENTS, FIRST, 2, grid)
     last = [weights_of(record) for record in strategy.models]
     found = kept_mixtures(strategy)[2]
     assert found.shares == pytest.approx(shares_of(CLIENTS[2], np.array([0.5, 0.5]), *last), abs=1e-6)
@@ -222,13 +222,13 @@ def test_mixtures_are_in_the_results_and_predict(tmp_path) -> None:
 def test_a_site_keeps_its_mixture_from_the_first_round_on(tmp_path) -> None:
     class Sites(InlineGrid):
         def __init__(self) -> None:
-            super().__init__(by_hand.app_of(CLIENTS), 3)
+            super().__init__(two_weights.app_of(CLIENTS), 3)
             for node, context in self._contexts.items():
                 context.node_config["state-dir"] = str(tmp_path / str(node))
 
     seen = {}
-    strategy = FedEM(num_components=2, other_models=[by_hand.model(SECOND)])
-    by_hand.start(
+    strategy = FedEM(num_components=2, other_models=[two_weights.model(SECOND)])
+    two_weights.start(
         strategy,
         CLIENTS,
         FIRST,
@@ -331,8 +331,10 @@ def test_the_norm_is_that_of_the_component_that_changes_most(most) -> None:
     assert norms.argmax(axis=1).tolist() == [most] * 3
     largest = norms.max(axis=1)  # (3,)
 
-    strategy = FedEM(num_components=2, other_models=[by_hand.model(starts[1])], max_update_norm=largest.min() + 0.001)
-    by_hand.start(strategy, CLIENTS, starts[0])
+    strategy = FedEM(
+        num_components=2, other_models=[two_weights.model(starts[1])], max_update_norm=largest.min() + 0.001
+    )
+    two_weights.start(strategy, CLIENTS, starts[0])
     statuses = [row["status"] for row in strategy.history.rows[:3]]
     assert [status == "ok" for status in statuses] == (largest == largest.min()).tolist()
     for status, norm in zip(statuses, largest):

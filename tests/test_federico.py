@@ -29,7 +29,7 @@ from kindred.messages import METHODS, VERSION_KEY, decode, encode, read_record, 
 from kindred.mixture import accuracy_and_loss, mixture_of, mixture_shares
 from kindred.neighbours import choose_neighbours
 
-from .plain import FaultyGrid, ShuffledGrid
+from .grids import FaultyGrid, ShuffledGrid
 from .test_conformance import everything, values
 
 # --- The mathematics ----------------------------------------------------------------------------------

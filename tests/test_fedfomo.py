@@ -13,16 +13,16 @@ from flwr.app import ConfigRecord
 from hypothesis import given, strategies as st
 
 from kindred import FedFomo, InlineGrid, Local, make_client_app
-from kindred.baselines.fedfomo import _weigh, combined, model_weights, split
+from kindred.baselines.fedfomo import combined, model_weights, split, weigh_models
 from kindred.client.state import ClientState
 from kindred.client.training import get_arrays
 from kindred.client.visit import Visit
 from kindred.messages import to_record
 
-from . import by_hand, test_client
-from .by_hand import Client, weights_of
-from .plain import FaultyGrid
+from . import test_client, two_weights
+from .grids import FaultyGrid
 from .test_conformance import check_that_it_counts_like_no_reply, everything, values
+from .two_weights import Client, weights_of
 
 # --- The mathematics ----------------------------------------------------------------------------------
 
@@ -92,7 +92,7 @@ START = np.array([0.2, -0.2])
 
 def three(rounds: int, **more) -> FedFomo:
     strategy = FedFomo(num_neighbours=2, **more)
-    return by_hand.start(strategy, CLIENTS, START, rounds)
+    return two_weights.start(strategy, CLIENTS, START, rounds)
 
 
 def test_two_rounds_are_the_papers() -> None:
@@ -138,7 +138,7 @@ def test_who_learns_from_whom_are_the_weights_of_the_last_round() -> None:
 def test_affinities_are_sums_of_weights() -> None:
     told = []
     strategy = FedFomo(num_neighbours=2)
-    by_hand.start(
+    two_weights.start(
         strategy,
         CLIENTS,
         START,
@@ -270,10 +270,10 @@ def test_distances_are_of_parameters_alone(tmp_path) -> None:
     for _ in range(2):
         visit.train(module)
         models.append(get_arrays(module))
-    weights = _weigh(visit, models, site.train)
+    weights = weigh_models(visit, models, site.train)
     assert weights.min() > 0
     counter = {"1.num_batches_tracked": np.array(1000)}  # which no loss depends on
-    assert _weigh(visit, [models[0] | counter, models[1]], site.train).tolist() == weights.tolist()
+    assert weigh_models(visit, [models[0] | counter, models[1]], site.train).tolist() == weights.tolist()
 
 
 def test_clients_with_the_same_labels_find_each_other() -> None:

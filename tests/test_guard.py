@@ -28,8 +28,8 @@ from flwr.supercore.primitives.asymmetric import generate_key_pairs, public_key_
 from kindred.server_app.deployment import guard
 from kindred.server_app.deployment.guard import CHUNK, OWN, SMALL, Connection, Guard, server_names
 
-from .machines import KINDRED, Machines, free_port, wait_until
-from .test_machines import kindred, write_digits
+from .background_commands import KINDRED, Machines, free_port, wait_until
+from .deployment_commands import kindred, write_digits
 
 PUSH, START, SENDS = "/v1/fleet/push-object", "/v1/control/start-run", guard.SENDS_MESSAGES
 KNOWN, UNKNOWN = b"known", b"unknown"

@@ -17,7 +17,7 @@ from flwr.supernode import start_client_internal
 
 from kindred.server_app.deployment import hooks
 
-from .machines import wait_until
+from .background_commands import wait_until
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere clients start as Flower starts them")
 

@@ -13,10 +13,10 @@ from kindred.client.training import get_arrays, set_arrays
 from kindred.engine.model_store import drawn_anew
 from kindred.messages import read_record, to_record
 
-from . import by_hand, test_client
-from .by_hand import Client, weights_of
-from .plain import FaultyGrid
+from . import test_client, two_weights
+from .grids import FaultyGrid
 from .test_conformance import check_that_it_counts_like_no_reply, everything, values
+from .two_weights import Client, weights_of
 
 # --- The mathematics ----------------------------------------------------------------------------------
 
@@ -36,8 +36,8 @@ FIRST, SECOND, THIRD = np.array([0.5, -0.5]), np.array([-0.5, 0.5]), np.array([-
 
 
 def by_three(**more) -> HypCluster:
-    strategy = HypCluster(num_clusters=3, other_models=[by_hand.model(SECOND), by_hand.model(THIRD)], **more)
-    return by_hand.start(strategy, CLIENTS, FIRST)
+    strategy = HypCluster(num_clusters=3, other_models=[two_weights.model(SECOND), two_weights.model(THIRD)], **more)
+    return two_weights.start(strategy, CLIENTS, FIRST)
 
 
 def test_a_round_is_the_papers() -> None:
@@ -68,16 +68,16 @@ def test_models_belong_to_clusters() -> None:
 
 
 def test_who_learns_from_whom_are_the_shares_within_a_cluster() -> None:
-    strategy = HypCluster(num_clusters=2, other_models=[by_hand.model(SECOND)])
-    clients, weights = by_hand.start(strategy, CLIENTS, FIRST, rounds=2).collaboration()
+    strategy = HypCluster(num_clusters=2, other_models=[two_weights.model(SECOND)])
+    clients, weights = two_weights.start(strategy, CLIENTS, FIRST, rounds=2).collaboration()
     assert clients == [0, 1, 2]
     assert weights.tolist() == [[0.25, 0.75, 0], [0.25, 0.75, 0], [0, 0, 1]]
 
 
 def test_all_models_go_down_and_one_comes_up() -> None:
-    rows = [by_hand.start(HypCluster(num_clusters=c), CLIENTS, FIRST).history.rows[0] for c in (1, 2, 3)]
+    rows = [two_weights.start(HypCluster(num_clusters=c), CLIENTS, FIRST).history.rows[0] for c in (1, 2, 3)]
     one, two, three = (row["bytes-down"] for row in rows)
-    assert two - one == three - two > weights_of(by_hand.model(FIRST)).nbytes
+    assert two - one == three - two > weights_of(two_weights.model(FIRST)).nbytes
     assert len({row["bytes-up"] for row in rows}) == 1
 
 
@@ -193,9 +193,9 @@ def test_the_norm_is_of_the_change_of_the_model_that_was_taken() -> None:
 
 def test_a_model_that_nobody_trained_in_a_round_stays_as_it_is() -> None:
     seen = {}
-    strategy = HypCluster(num_clusters=2, other_models=[by_hand.model(SECOND)])
-    grid = FaultyGrid(by_hand.app_of(CLIENTS), 3, lambda r, c: "error" if (r, c) == (2, 2) else "ok")
-    by_hand.start(
+    strategy = HypCluster(num_clusters=2, other_models=[two_weights.model(SECOND)])
+    grid = FaultyGrid(two_weights.app_of(CLIENTS), 3, lambda r, c: "error" if (r, c) == (2, 2) else "ok")
+    two_weights.start(
         strategy,
         CLIENTS,
         FIRST,
@@ -212,7 +212,7 @@ def test_a_model_that_nobody_trained_in_a_round_stays_as_it_is() -> None:
     [
         ({"num_clusters": 0}, "num_clusters is 0, allowed: 1 or more"),
         (
-            {"num_clusters": 3, "other_models": [by_hand.model(FIRST)]},
+            {"num_clusters": 3, "other_models": [two_weights.model(FIRST)]},
             "other_models is '1 models', allowed: 2, all but the first",
         ),
     ],
@@ -226,4 +226,4 @@ def test_arguments_out_of_range_are_named(arguments, said) -> None:
 def test_another_model_must_be_like_the_initial_one() -> None:
     strategy = HypCluster(num_clusters=2, other_models=[to_record({"weight": np.zeros(3, np.float32)})])
     with pytest.raises(ValueError, match=r"model 1: array 'weight' is float32 \(3,\), expected float32 \(2,\)"):
-        by_hand.start(strategy, CLIENTS, FIRST)
+        two_weights.start(strategy, CLIENTS, FIRST)

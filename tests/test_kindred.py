@@ -38,10 +38,11 @@ from kindred.kindred import (
 )
 from kindred.messages import read_record, to_record
 
-from . import by_hand, plain
-from .by_hand import Client, weights_of
-from .plain import FaultyGrid, initial, plain_app, small, small_app, small_site
+from . import client_apps, two_weights
+from .client_apps import initial, plain_app, small, small_app, small_site
+from .grids import FaultyGrid
 from .test_conformance import CLIENTS as MANY, ROUNDS, make, run, values
+from .two_weights import Client, weights_of
 
 # --- The mathematics ----------------------------------------------------------------------------------
 
@@ -279,12 +280,12 @@ class HeadFirst(torch.nn.Module):
         (torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LogSoftmax(dim=1)), None),
         (HeadFirst(1.0), "head.bias"),
         (HeadFirst(2.0), None),
-        (by_hand.TwoWeights(), None),
+        (two_weights.TwoWeights(), None),
     ],
 )
 def test_what_is_added_to_logits_is_found_wherever_it_lies(model, found) -> None:
     model.train()
-    x = torch.tensor([[1.0]]) if isinstance(model, by_hand.TwoWeights) else torch.tensor([[0.3, -2.0]])
+    x = torch.tensor([[1.0]]) if isinstance(model, two_weights.TwoWeights) else torch.tensor([[0.3, -2.0]])
     before = get_arrays(model)
     assert output_bias(model, x) == found
     assert model.training and all((array == before[name]).all() for name, array in get_arrays(model).items())
@@ -326,7 +327,7 @@ OWN = np.eye(4, dtype=bool)
 
 
 def by_four(rounds: int, **more) -> Kindred:
-    return by_hand.start(Kindred(**more), CLIENTS, FIRST, rounds)
+    return two_weights.start(Kindred(**more), CLIENTS, FIRST, rounds)
 
 
 def told_of(models: np.ndarray) -> dict[str, np.ndarray]:
@@ -382,11 +383,11 @@ def test_two_rounds() -> None:
 
 def test_clients_train_on_smoothed_labels_and_are_drawn_to_where_they_started() -> None:
     strategy = Kindred()
-    settings = ConfigRecord({**by_hand.SETTINGS, "local-epochs": 2})
-    strategy.start(InlineGrid(by_hand.app_of(CLIENTS), 4), by_hand.model(FIRST), 1, 60, settings, settings)
+    settings = ConfigRecord({**two_weights.SETTINGS, "local-epochs": 2})
+    strategy.start(InlineGrid(two_weights.app_of(CLIENTS), 4), two_weights.model(FIRST), 1, 60, settings, settings)
     for i, client in enumerate(CLIENTS):
         once = client.step(FIRST)
-        twice = client.step(once) - by_hand.RATE * 0.01 * (once - FIRST)
+        twice = client.step(once) - two_weights.RATE * 0.01 * (once - FIRST)
         assert weights_of(strategy.models[i]) == pytest.approx(twice, abs=1e-7)
 
 
@@ -459,7 +460,7 @@ def test_what_the_client_says_of_its_personal_model(kept) -> None:
 def test_nothing_is_probed_without_evaluations_or_without_another() -> None:
     for strategy in (
         by_four(3, fraction_evaluate=0),
-        by_hand.start(Kindred(min_available_nodes=1), CLIENTS[:1], FIRST, 3),
+        two_weights.start(Kindred(min_available_nodes=1), CLIENTS[:1], FIRST, 3),
     ):
         assert not any("kin-loss" in row for row in strategy.history.rows)
         assert strategy._share == 0.5
@@ -538,7 +539,7 @@ def test_the_mean_moves_as_far_as_it_is_of_the_same_clients(monkeypatch, fate, s
         found[server_round] = (weights_of(self.global_arrays()), self._moved)
 
     monkeypatch.setattr(Kindred, "end_round", noting)
-    by_hand.start(Kindred(), CLIENTS, FIRST, 4, FaultyGrid(by_hand.app_of(CLIENTS), 4, fate))
+    two_weights.start(Kindred(), CLIENTS, FIRST, 4, FaultyGrid(two_weights.app_of(CLIENTS), 4, fate))
     means = {number: mean for number, (mean, _) in found.items()}
     assert found[1][1] is None and found[4][1] is None  # after the last round, whoever answered, it goes ahead no more
     assert found[3][1] == pytest.approx(share * (means[last] - means[last - 1]), abs=1e-6)
@@ -552,7 +553,7 @@ def test_a_run_ends_with_the_mean_of_the_last_two_models(monkeypatch, store) -> 
     def models_of(tail: int) -> dict[int, np.ndarray]:
         monkeypatch.setattr(kindred, "TAIL", tail)
         ends.clear()
-        by_hand.start(Kindred(store=store), CLIENTS, FIRST, 10, FaultyGrid(by_hand.app_of(CLIENTS), 4, fate))
+        two_weights.start(Kindred(store=store), CLIENTS, FIRST, 10, FaultyGrid(two_weights.app_of(CLIENTS), 4, fate))
         return dict(ends)
 
     ends: dict[int, np.ndarray] = {}
@@ -577,7 +578,7 @@ def test_a_run_ends_with_the_mean_of_the_last_two_models(monkeypatch, store) -> 
 
 def test_bytes_are_one_and_a_half_times_those_of_fedavg() -> None:
     def moved(strategy) -> float:
-        settings = ConfigRecord(by_hand.SETTINGS)
+        settings = ConfigRecord(two_weights.SETTINGS)
         strategy.start(InlineGrid(small_app(), MANY), to_record(get_arrays(small())), 8, 60, settings, settings)
         return sum(row["bytes-down"] + row["bytes-up"] for row in strategy.history.rows if row["round"] <= 8)
 
@@ -595,7 +596,7 @@ def test_a_probe_is_a_fifteenth_of_the_work_of_training(epochs, steps, share) ->
     def site(context) -> Site:
         return small_site(3)  # 40 samples
 
-    settings = ConfigRecord({**by_hand.SETTINGS, "local-epochs": epochs, "local-steps": steps, "batch-size": 20})
+    settings = ConfigRecord({**two_weights.SETTINGS, "local-epochs": epochs, "local-steps": steps, "batch-size": 20})
     strategy = Kindred()
     strategy.start(InlineGrid(make_client_app(site), 3), to_record(get_arrays(small())), 6, 60, settings)
     worked = {
@@ -618,7 +619,7 @@ def test_a_probe_is_a_fifteenth_of_the_work_of_training(epochs, steps, share) ->
 
 def trained_by(sites, rounds: int, grid=InlineGrid, fate=(), strategy: Kindred | None = None, **settings) -> Kindred:
     app = make_client_app(lambda context: sites[context.node_config["partition-id"]])
-    strategy, config = strategy or Kindred(), ConfigRecord({**by_hand.SETTINGS, **settings})
+    strategy, config = strategy or Kindred(), ConfigRecord({**two_weights.SETTINGS, **settings})
     strategy.start(grid(app, len(sites), *fate), to_record(get_arrays(small())), rounds, 60, config, config)
     return strategy
 
@@ -721,7 +722,7 @@ def test_a_site_keeps_the_personal_model_that_the_server_has_made_for_it(tmp_pat
     grid = InlineGrid(make_client_app(lambda context: sites[context.node_config["partition-id"]]), 3)
     for client, context in enumerate(grid._contexts.values()):
         context.node_config["state-dir"] = str(tmp_path / str(client))
-    strategy, config = Kindred(), ConfigRecord(by_hand.SETTINGS)
+    strategy, config = Kindred(), ConfigRecord(two_weights.SETTINGS)
     strategy.start(grid, to_record(get_arrays(small())), 3, 60, config, config)
     for client, record in strategy.client_models().items():
         kept = load_file(next(tmp_path.glob(f"{client}/run-*/client-{client}/model.safetensors")))
@@ -769,7 +770,7 @@ def test_what_cannot_be_is_refused(key, told) -> None:
         return reply
 
     app._registered_funcs["train.default"] = odd
-    strategy, config = Kindred(), ConfigRecord(by_hand.SETTINGS)
+    strategy, config = Kindred(), ConfigRecord(two_weights.SETTINGS)
     strategy.start(InlineGrid(app, 4), to_record(get_arrays(small())), 2, 60, config, config)
     ((client, reasons),) = strategy.history.refused().items()
     assert client == 1 and all(reason.startswith((f"its {key} are ", f"its {key} is ")) for reason in reasons)
@@ -824,7 +825,7 @@ def test_those_who_keep_their_own_leave_the_mean_of_all(monkeypatch) -> None:
 
 def test_an_ordinary_client_tells_the_losses_when_it_evaluates(monkeypatch) -> None:
     # Two groups: on a line those in the middle do well by the mean of all.
-    monkeypatch.setattr(plain, "target", lambda client: np.full((2, 2), client // 3 * 5, np.float32))
+    monkeypatch.setattr(client_apps, "target", lambda client: np.full((2, 2), client // 3 * 5, np.float32))
     strategy = run("kindred")
     rows = strategy.history.rows
     assert len(rows) == ROUNDS * MANY
@@ -843,7 +844,7 @@ def test_an_ordinary_client_tells_the_losses_when_it_evaluates(monkeypatch) -> N
 
 def test_ordinary_clients_that_are_alike_come_to_follow_the_mean_of_all(monkeypatch) -> None:
     """They leave no samples out: t is not known, and has no say in a."""
-    monkeypatch.setattr(plain, "target", lambda client: np.ones((2, 2), np.float32))
+    monkeypatch.setattr(client_apps, "target", lambda client: np.ones((2, 2), np.float32))
     strategy = Kindred()
     strategy.start(InlineGrid(plain_app(), MANY), initial(), 6, 60)
     assert strategy._share < 0.1 and strategy._kept == 0.5
@@ -901,12 +902,12 @@ def test_only_who_trained_in_a_round_is_probed_in_it() -> None:
 
 def test_a_model_that_was_refused_is_not_what_the_client_goes_on_from() -> None:
     def too_large(content) -> None:
-        content["arrays"] = by_hand.model([1e20, 0.0])
+        content["arrays"] = two_weights.model([1e20, 0.0])
 
     trained = np.array([client.step(FIRST) for client in CLIENTS])
-    grid = FaultyGrid(by_hand.app_of(CLIENTS), 4, lambda r, c: too_large if (r, c) == (1, 1) else "ok")
+    grid = FaultyGrid(two_weights.app_of(CLIENTS), 4, lambda r, c: too_large if (r, c) == (1, 1) else "ok")
     rows = {
-        (row["round"], row["client"]): row for row in by_hand.start(Kindred(), CLIENTS, FIRST, 2, grid).history.rows
+        (row["round"], row["client"]): row for row in two_weights.start(Kindred(), CLIENTS, FIRST, 2, grid).history.rows
     }
     assert "refused" in rows[1, 1]["status"]
     others = [0, 2, 3]

@@ -10,7 +10,15 @@ from collections import Counter
 import pytest
 import torch
 
-from kindred.client.models import MODELS, choose_model, make_model, model_for_size, parse_models
+from kindred.client.models import (
+    MODELS,
+    choose_model,
+    client_network,
+    make_model,
+    model_for_size,
+    network_names,
+    parse_models,
+)
 
 # name, image shape, classes, parameters by hand: kernel area * in * out + out of each convolution, in * out + out
 # of each FC.
@@ -289,3 +297,16 @@ def test_a_draw_out_of_range_is_refused_in_one_line(arguments, text):
     with pytest.raises(ValueError) as refused:
         model_for_size(*arguments)
     assert str(refused.value) == text
+
+
+def test_a_clients_network_is_the_runs_only_one_or_drawn_by_its_size() -> None:
+    assert network_names("auto", (3, 32, 32)) == ["cnn2"] and network_names("vgg11,cnn2", (1, 8, 8)) == [
+        "vgg11",
+        "cnn2",
+    ]
+    assert {client_network("auto", (1, 8, 8), n, 50, seed) for n in (1, 99) for seed in (0, 1)} == {"digits-cnn"}
+    several = "ckt-cnn,vgg11"
+    for seed in range(9):
+        assert client_network(several, (3, 32, 32), 30, 50, seed) == model_for_size(several.split(","), 30, 50, seed)
+        # Without a typical number the client's own stands for it: the second network has a chance of 1/2.
+        assert client_network(several, (3, 32, 32), 30, 0, seed) == model_for_size(several.split(","), 1, 1, seed)

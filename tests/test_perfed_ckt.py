@@ -25,7 +25,8 @@ from kindred.perfed_ckt import (
     nearest_centroid,
 )
 
-from .plain import FaultyGrid, logits_app, saved_models
+from .client_apps import logits_app, saved_models
+from .grids import FaultyGrid
 from .test_conformance import values
 
 # --- The mathematics ----------------------------------------------------------------------------------

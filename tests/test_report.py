@@ -329,7 +329,7 @@ def test_deviation_over_seeds_where_rounds_are_shared():
     first = {"rounds": [1, 2, 3], "mean": [0.25, 0.5, 0.75], "bytes": [1, 2, 3], "samples": [10, 20, 30]}
     second = {"rounds": [1, 2], "mean": [0.75, 0.5], "bytes": [3, 4], "samples": None}
     half = 0.5 / 2**0.5
-    assert report._over_seeds([first, second]) == {
+    assert report.mean_over_seeds([first, second]) == {
         "rounds": [1, 2],
         "mean": [0.5, 0.5],
         "low": [round(0.5 - half, 4), 0.5],

@@ -16,7 +16,8 @@ from kindred.engine.history import History
 from kindred.engine.model_store import InTurn
 from kindred.messages import in_order, read_array, to_record
 
-from .plain import FaultyGrid, initial, plain_app
+from .client_apps import initial, plain_app
+from .grids import FaultyGrid
 
 
 def named_app(names: list[object]):

@@ -19,7 +19,8 @@ from kindred.client.training import get_arrays
 from kindred.client.visit import Visit
 from kindred.messages import read_record, to_record, with_prefix
 
-from .plain import FaultyGrid, small, small_app, small_site
+from .client_apps import small, small_app, small_site
+from .grids import FaultyGrid
 from .test_client import CLIENTS, SETTINGS, app, load_site, network
 from .test_conformance import everything, values
 

@@ -17,7 +17,8 @@ from kindred.engine.transport import PATIENCE, pull
 from kindred.messages import REFUSAL_QUERY
 from kindred.versions import VERSION
 
-from .plain import FaultyGrid, initial, plain_app
+from .client_apps import initial, plain_app
+from .grids import FaultyGrid
 from .test_conformance import app_of, every_method, initial_of, make
 
 FAR_AWAY = "kindred.engine.strategy.simulated"

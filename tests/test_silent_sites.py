@@ -18,7 +18,7 @@ from sklearn.datasets import load_digits
 from kindred.server_app.config import kebab
 from kindred.server_app.tables import read_table
 
-from .machines import KINDRED, SCRIPTS, Machines, free_port, wait_until
+from .background_commands import KINDRED, SCRIPTS, Machines, free_port, wait_until
 
 pytestmark = pytest.mark.deployment
 

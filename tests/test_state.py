@@ -26,7 +26,7 @@ from kindred.client.training import get_arrays
 from kindred.client.visit import Visit
 from kindred.messages import in_order, read_record
 
-from .plain import saved_models
+from .client_apps import saved_models
 from .test_conformance import everything, values
 
 ROOT = Path(__file__).parent.parent

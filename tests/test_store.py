@@ -19,7 +19,7 @@ from kindred.engine.model_store import BLOCK, ClientModels, Layout, let_go
 from kindred.fedamp import cosines, squared_distances
 from kindred.messages import in_order, read_record
 
-from .plain import FaultyGrid
+from .grids import FaultyGrid
 from .test_conformance import CLIENTS, OWN_SETTINGS, ROUNDS, app_of, everything, initial_of
 
 STORES = ("memory", "disk")

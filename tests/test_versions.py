@@ -16,7 +16,7 @@ from kindred.server_app import run_log
 from kindred.server_app.cli import run as command_line
 from kindred.versions import FLOWER, VERSION, check_flower
 
-from .plain import initial
+from .client_apps import initial
 
 ROOT = Path(__file__).parent.parent
 

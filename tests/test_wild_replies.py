@@ -17,7 +17,8 @@ from kindred.engine.history import MAX_COLUMNS, History
 from kindred.messages import KNOWN_METRICS, MOST
 from kindred.server_app.summary import summarise
 
-from .plain import FaultyGrid, initial, plain_app
+from .client_apps import initial, plain_app
+from .grids import FaultyGrid
 from .test_conformance import app_of, every_method, initial_of, make
 
 CLIENTS, ATTACKERS, ROUNDS = 6, (0, 4), 3

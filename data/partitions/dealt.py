@@ -96,7 +96,7 @@ def _class_sets(ask: Request, rng: np.random.Generator) -> tuple[np.ndarray, np.
 
 
 def _amount(ask: Request, there: int, amount: int, parts: str, too_few: str) -> int:
-    """How many of the images that are there are dealt; `amount` where samples_per_client is 0."""
+    """Return how many of the available images are dealt; `amount` where samples_per_client is 0."""
     m, size = ask.num_clients, ask.samples_per_client
     if not 0 <= size <= there // m:
         raise DataError(
@@ -110,7 +110,7 @@ def _amount(ask: Request, there: int, amount: int, parts: str, too_few: str) -> 
 
 
 def _take_by_group(ask: Request, sets: np.ndarray, groups: np.ndarray, amount: int) -> np.ndarray:
-    """Which of the images in random order, group g's having the number g in sets (n,), are dealt: (n,), bool."""
+    """Mask (n,) of the images that are dealt, of images in random order whose groups are in sets (n,)."""
     clients = np.bincount(groups)  # (G,)
     have = np.bincount(sets, minlength=len(clients))
     poorest = int(np.argmin(have // clients))

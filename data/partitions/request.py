@@ -1,4 +1,4 @@
-"""What a partition is asked for, what it answers, and the checks that several of them share."""
+"""The request for a partition, its result, and the checks that several partitions share."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kindred.data import DATASETS, PARTITIONS, load_federation
-from kindred.data.federation import KEYS
+from kindred.data.loading import KEYS
 from kindred.server_app.config import Config, ConfigError
 from kindred.server_app.presets import Preset
 from kindred.server_app.run_files import what_data

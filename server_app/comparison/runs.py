@@ -68,7 +68,7 @@ def carry_out(
     todo = plan.runs
     for number, (name, config) in enumerate(todo, 1):
         head = f"run {number}/{len(todo)}  {name}, seed {config.seed}"
-        key = run_hash(config.run_config(), _images(config))
+        key = run_hash(config.run_config(), images_of_run(config))
         folder = known.get(key) or known.get(run_hash(config.run_config()))  # the latter: of no record
         if folder and is_finished(folder):
             how, outcome = "reused", Outcome(0, "", folder)
@@ -106,7 +106,7 @@ def carry_out(
     return content_of(plan, runs, command), code
 
 
-def _images(config: Config) -> str | None:
+def images_of_run(config: Config) -> str | None:
     """What says which images a run would have; None where it cannot have them, of which the run itself will tell."""
     try:
         return images_of(config, load_federation(config.run_config()))

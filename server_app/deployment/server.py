@@ -107,7 +107,7 @@ def serve(
             settings[REGISTERED] = str(state / "registered.json")
             registration = Registration(keys, settings, state, mark)
         superlink = start_process(command, settings, state, mark, hooks.guard_superlink)
-        _wait_until_it_answers(superlink, reached, port, keys)
+        wait_until_it_answers(superlink, reached, port, keys)
         if registration and not registration.look():
             end(1, "not all sites can be registered")
         print(
@@ -145,7 +145,7 @@ def check_server_keys(folder: Path, host: str | Address) -> dict[str, x509.Certi
     return certificates
 
 
-def _wait_until_it_answers(superlink: subprocess.Popen[bytes], host: str, port: int, keys: Path | None) -> None:
+def wait_until_it_answers(superlink: subprocess.Popen[bytes], host: str, port: int, keys: Path | None) -> None:
     context = ssl.create_default_context(cafile=keys / "ca.crt") if keys else None
     deadline = time.monotonic() + STARTUP_TIMEOUT
     while superlink.poll() is None and time.monotonic() < deadline:

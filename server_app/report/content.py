@@ -311,7 +311,7 @@ def comparison_content(folder: Path) -> dict[str, Any]:
                     "settings": list(found["settings"].items()),
                     "asked": found["settings"].get("num-rounds", common["num-rounds"]),
                     "runs": [{key: run[key] for key in ("seed", "name", "report", "failed")} for run in runs],
-                    "curve": _over_seeds([run["curve"] for run in runs if run["curve"]]),
+                    "curve": mean_over_seeds([run["curve"] for run in runs if run["curve"]]),
                     "accuracies": [value for run in runs for value in run["accuracies"]],
                 }
             )
@@ -355,7 +355,7 @@ def _compared_run(folder: Path, run: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _over_seeds(curves: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+def mean_over_seeds(curves: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """Mean and standard deviation over runs, after the rounds that all of them have."""
     if not curves:
         return None

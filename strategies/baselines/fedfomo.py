@@ -148,7 +148,7 @@ class FedFomoClient:
         """The reply holds the trained model and the weights, the client's own first."""
         training, validation = _split(visit)
         models = in_a_row(visit.arrays)
-        weights = _weigh(visit, models, validation)
+        weights = weigh_models(visit, models, validation)
         model = visit.model(combined(models, weights) if weights.any() else models[0])
         visit.state.save(BEFORE, get_arrays(model))
 
@@ -179,7 +179,7 @@ def _split(visit: Visit) -> tuple[Samples, Samples]:
     return visit.samples_at(training), visit.samples_at(validation)
 
 
-def _weigh(visit: Visit, models: Sequence[Arrays], validation: Samples) -> np.ndarray:
+def weigh_models(visit: Visit, models: Sequence[Arrays], validation: Samples) -> np.ndarray:
     """The weights of the models, shape (k,), the first the client's own; by the model that it trained from last."""
     before = visit.state.load(BEFORE)
     if before is None:

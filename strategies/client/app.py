@@ -94,7 +94,7 @@ def make_client_app(load_site: LoadSite) -> ClientApp:
 
 
 def introduction_of(load_site: LoadSite, context: Context, server_version: object = VERSION) -> dict[str, Any]:
-    """What a client says of itself when it is first asked: who it is, how much data it has, and what it can do."""
+    """Return a client's introduction: its id, its amount of data, and the methods and network that it has."""
     about: dict[str, Any] = {CLIENT_ID: client_id(context), METHODS: list(REGISTRY), VERSION_KEY: VERSION}
     if differs := mismatch(server_version, "the server", "this client"):
         return {CLIENT_ID: about[CLIENT_ID], PROBLEM: differs}

@@ -73,6 +73,10 @@ class Graphs:
         self._taken: OrderedDict[Hashable, int] = OrderedDict()
         self._refused = False
 
+    def __len__(self) -> int:
+        """Number of graphs."""
+        return len(self._graphs)
+
     def get(self, key: Hashable) -> Graph | None:
         """The graph of a kind of step, if there is one."""
         if key in self._graphs:
@@ -127,12 +131,12 @@ class Graphs:
         self._graphs.clear()
 
 
-_graphs: weakref.WeakKeyDictionary[nn.Module, Graphs] = weakref.WeakKeyDictionary()
+graphs_by_module: weakref.WeakKeyDictionary[nn.Module, Graphs] = weakref.WeakKeyDictionary()
 
 
 def graphs_of(model: nn.Module) -> Graphs:
     """The graphs of a module, which go when it goes: nothing in them refers to it."""
-    return _graphs.setdefault(model, Graphs())
+    return graphs_by_module.setdefault(model, Graphs())
 
 
 def places(model: nn.Module) -> tuple[Hashable, ...]:
@@ -180,7 +184,7 @@ def _capture(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
         # Before torch 2.13 the generator is out of use after a failed capture. The new one is none that the graphs
         # at hand know.
         generator.graphsafe_set_state(usable)
-        for graphs in _graphs.values():
+        for graphs in graphs_by_module.values():
             graphs.drop()
         raise
     finally:

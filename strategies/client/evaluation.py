@@ -1,4 +1,4 @@
-"""What a model makes of samples: its class probabilities, accuracy and loss."""
+"""Evaluation of a model on samples: class probabilities, accuracy and loss."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ else:
 
 
 def predict(model: nn.Module, x: Tensor, batch_size: int = 128) -> np.ndarray:
-    """The class probabilities that a model gives; it keeps its mode.
+    """Return the class probabilities that a model gives; it keeps its mode.
 
     Parameters
     ----------

@@ -37,7 +37,7 @@ class LocalTraining:
 
     @staticmethod
     def trained(visit: Visit) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-        """What is in the reply of `train`, for a method that does more with it."""
+        """Return the arrays and metrics of `train`'s reply, for a method that does more with them."""
         model = visit.model()
         metrics = visit.evaluation(RECEIVED, model)
         if FINETUNE_EPOCHS in visit.config:

@@ -294,6 +294,31 @@ def model_for_size(names: Sequence[str], num_examples: int, typical: float, seed
     return names[int((coins < num_examples / (num_examples + typical)).sum())]
 
 
+def network_names(setting: str, image_shape: ImageShape) -> list[str]:
+    """Return the networks that a run's clients may have, from the setting `model` and the images' shape."""
+    return [choose_model(image_shape) if name == "auto" else name for name in parse_models(setting)]
+
+
+def client_network(setting: str, image_shape: ImageShape, num_examples: int, typical: float, seed: int) -> str:
+    """Return the name of a client's network: the only one of the run, or one drawn by the client's number of examples.
+
+    Parameters
+    ----------
+    setting : str
+        The run's `model`, see `parse_models`.
+    image_shape : tuple of int
+        Channels, height, width; decides what "auto" stands for.
+    num_examples, typical, seed
+        As for `model_for_size`. A typical number of 0 is not known: the client's own stands for it.
+
+    Raises
+    ------
+    ValueError
+        As in `parse_models`, `choose_model` and `model_for_size`.
+    """
+    return model_for_size(network_names(setting, image_shape), num_examples, typical or num_examples, seed)
+
+
 def make_model(name: str, image_shape: ImageShape, num_classes: int, seed: int | None = None) -> torch.nn.Module:
     """Build a network.
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 else:
     torch = lazy("torch")
 
-# Sites whose data a process keeps at hand; those used least recently go first.
+# Sites whose data a process keeps; those used least recently go first.
 SITES_KEPT = 256
 STATE_DIR = "state-dir"  # in the node config of a site
 
@@ -31,7 +31,7 @@ Samples = tuple["torch.Tensor", "torch.Tensor"]
 
 @dataclass(frozen=True)
 class Site:
-    """What a client brings: its data, and how to build its model.
+    """A client's data, and how to build its model.
 
     Attributes
     ----------
@@ -42,10 +42,10 @@ class Site:
     public : tensor, optional
         Unlabelled images (n, ...), the same at every client and in the same order.
     validation : pair of tensors, optional
-        More labelled samples, on which the trained model is evaluated besides.
+        More labelled samples, on which the trained model is also evaluated.
     about : mapping of str to str
-        What is written beside the models that the site keeps; under "model", which network they are. The server is
-        told that.
+        Texts that are kept beside the site's models; under "model" the name of the network, which is reported to the
+        server.
     """
 
     model: ModelFactory
@@ -57,7 +57,7 @@ class Site:
 
     @property
     def fingerprint(self) -> str:
-        """What tells the public set from another, or from the same in another order: its shape and a hash."""
+        """Fingerprint of the public set: its shape, and a hash of its values in their order."""
         return fingerprint_of(self.public)
 
 
@@ -65,14 +65,14 @@ LoadSite = Callable[[Context], Site]
 
 
 def client_id(context: Context) -> ClientId:
-    """Who a client is: node-config's `client-id`, else its partition, else its node id."""
+    """Return the client's id: node-config's `client-id`, else its partition, else its node id."""
     config = context.node_config
     name = config.get("client-id", config.get("partition-id"))
     return name if isinstance(name, int | str) and not isinstance(name, bool) else context.node_id
 
 
 def true_or_false(node_config: Mapping[str, Any], key: str, default: bool) -> bool:
-    """What a site has set in its node config.
+    """Return a site's setting from its node config.
 
     Raises
     ------
@@ -84,10 +84,10 @@ def true_or_false(node_config: Mapping[str, Any], key: str, default: bool) -> bo
     return value
 
 
-# Sites of a simulation share one public set: it is gone through, and copied, once.
+# Sites of a simulation share one public set: it is hashed, and copied, once.
 @functools.lru_cache(maxsize=4)
 def fingerprint_of(public: torch.Tensor) -> str:
-    """The fingerprint of a public set, see `Site.fingerprint`."""
+    """Return the fingerprint of a public set, see `Site.fingerprint`."""
     shape = "x".join(map(str, public.shape))
     digest = hashlib.sha256(f"{public.dtype} {shape} ".encode())
     digest.update(np.ascontiguousarray(public.cpu().numpy()))

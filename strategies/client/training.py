@@ -406,7 +406,7 @@ def batches(
 
 
 def num_batches(num_samples: int, epochs: int, steps: int, batch_size: int) -> int:
-    """How many batches `batches` draws from so many samples."""
+    """Return the number of batches that `batches` draws from so many samples."""
     return epochs * len(_batch_sizes(num_samples, batch_size)) + steps
 
 

@@ -1,4 +1,4 @@
-"""What a step of training does to the weights, by torch's fused kernels.
+"""The update of the weights in a training step, by torch's fused kernels.
 
 They are called directly: importing `torch.optim`'s machinery costs a new process about a second, and each message to a
 deployed client is one.
@@ -21,7 +21,7 @@ Descent = Callable[[list["Tensor"]], None]
 
 
 class Update:
-    """What a step does to the weights, given their gradients: the proximal term, the correction and the optimiser.
+    """Update of the weights from their gradients: the proximal term, the correction and the optimiser.
 
     Parameters
     ----------

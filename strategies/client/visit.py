@@ -1,4 +1,4 @@
-"""A message at a client: what a method's client half works with, and what it can do with that."""
+"""A message at a client: the data, settings and state that a method's client half works with."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ class Visit:
         return metrics
 
     def counts(self) -> dict[str, int]:
-        """How many samples the client trains on and tests on, as metrics."""
+        """Return the numbers of training and test samples, as metrics."""
         return {NUM_EXAMPLES: len(self.site.train[1]), NUM_TEST_EXAMPLES: len(self.site.test[1])}
 
     def separate_evaluation(self, model: torch.nn.Module) -> dict[str, float]:

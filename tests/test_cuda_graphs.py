@@ -126,7 +126,7 @@ def test_training_comes_out_as_without(capture, monkeypatch, case, n):
 
 @pytest.mark.parametrize("name", REGISTRY)
 def test_every_method_gives_the_same_bits(capture, monkeypatch, name):
-    graphs._graphs.clear()
+    graphs.graphs_by_module.clear()
     made = everything(test_client.run(name))
     monkeypatch.delitem(graphs.CAPTURE, "cpu")
     assert made == everything(test_client.run(name))
@@ -271,7 +271,7 @@ def test_graphs_go_with_their_module_and_are_no_part_of_it(capture, monkeypatch)
     model = network()
     message(model, 1, 8)
     other = copy.deepcopy(model)
-    assert model in graphs._graphs and other not in graphs._graphs
+    assert model in graphs.graphs_by_module and other not in graphs.graphs_by_module
     gc.collect()
     assert replays[0]() is not None
     gone = weakref.ref(model)
@@ -302,7 +302,7 @@ def on_gpu(monkeypatch, pays: float, seeds=(1, 2), n: int = 11, model: nn.Module
 
 
 def num_graphs(model: nn.Module) -> int:
-    return len(graphs.graphs_of(model)._graphs)
+    return len(graphs.graphs_of(model))
 
 
 def assert_near(made, expected, tolerance: float = 1e-4) -> None:

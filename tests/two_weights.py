@@ -18,7 +18,7 @@ SETTINGS = {"local-epochs": 1, "batch-size": 100, "optimizer": "sgd", "learning-
 
 
 class TwoWeights(torch.nn.Module):
-    """Of one number x the scores w_0 x and w_1 x of two classes."""
+    """Scores w_0 x and w_1 x of two classes, for a number x."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Client:
         return -q * np.log(probabilities(w, self.x)[self.label])
 
     def step(self, w: np.ndarray, q: float = 1.0) -> np.ndarray:
-        """What an epoch makes of the weights (2,): one step on the mean of q times the loss."""
+        """Return the weights (2,) after an epoch: one step on the mean of q times the loss."""
         label = (1 - self.smoothing) * np.eye(2)[self.label] + self.smoothing / 2
         return w - RATE * q * self.x * (probabilities(w, self.x) - label)
 

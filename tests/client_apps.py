@@ -1,19 +1,17 @@
-"""ClientApps as somebody else would write them, one of our own with next to no data, and Grids on which things go
-wrong."""
+"""ClientApps as somebody else would write them, and one of our own with next to no data."""
 
 from __future__ import annotations
 
 import json
-import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from safetensors.numpy import load_file
 
-from kindred import InlineGrid, Site, make_client_app
+from kindred import Site, make_client_app
 from kindred.client.state import saved_files
 from kindred.messages import CLIENT_ID, IDENTITY_QUERY, VERSION_KEY, by_prefix, in_order, to_record
 from kindred.versions import VERSION
@@ -291,50 +289,3 @@ def models_in(record: ArrayRecord) -> list[Mapping[str, Array]]:
 
 def closeness(w: np.ndarray | float, client: int) -> float:
     return float(np.exp(-np.abs(w - target(client)).mean()))
-
-
-class ShuffledGrid(InlineGrid):
-    """Replies come in an order of their own."""
-
-    def __init__(self, app: ClientApp, num_clients: int, seed: int) -> None:
-        super().__init__(app, num_clients)
-        self._random = random.Random(seed)
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        waiting = [message_id for message_id in message_ids if message_id in self._waiting]
-        return super().pull_messages([self._random.choice(waiting)]) if waiting else []
-
-
-class FaultyGrid(InlineGrid):
-    """`fate(round, client)` says what becomes of a training message: "ok", "error", "silent", "lost" (the client
-    works, its reply is an error), or a function that changes the reply's content."""
-
-    def __init__(self, app: ClientApp, num_clients: int, fate: Callable[[int, int], object]) -> None:
-        super().__init__(app, num_clients)
-        self._fate = fate
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        replies = []
-        for message_id in message_ids:
-            message = self._waiting.get(message_id)
-            if message is None:
-                continue
-            if message.metadata.message_type != "train":
-                replies += super().pull_messages([message_id])
-                continue
-            fate = self._fate(int(message.metadata.group_id), message.metadata.dst_node_id - 1001)
-            if fate == "silent":
-                continue
-            if fate in ("error", "lost"):
-                if fate == "lost":
-                    self._answer(message)
-                reply = Message(Error(0, "the worker\nwas lost"), reply_to=self._waiting.pop(message_id))
-                # As Flower reports a node that died: signed by the SuperLink, not by the node.
-                reply.metadata.__dict__["_src_node_id"] = 1
-                replies.append(reply)
-                continue
-            (reply,) = super().pull_messages([message_id])
-            if callable(fate):
-                fate(reply.content)
-            replies.append(reply)
-        return replies

@@ -1,0 +1,58 @@
+"""Grids on which things go wrong."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+
+from flwr.app import Error, Message
+from flwr.clientapp import ClientApp
+
+from kindred import InlineGrid
+
+
+class ShuffledGrid(InlineGrid):
+    """Replies come in an order of their own."""
+
+    def __init__(self, app: ClientApp, num_clients: int, seed: int) -> None:
+        super().__init__(app, num_clients)
+        self._random = random.Random(seed)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        waiting = [message_id for message_id in message_ids if message_id in self._waiting]
+        return super().pull_messages([self._random.choice(waiting)]) if waiting else []
+
+
+class FaultyGrid(InlineGrid):
+    """`fate(round, client)` says what becomes of a training message: "ok", "error", "silent", "lost" (the client
+    works, its reply is an error), or a function that changes the reply's content."""
+
+    def __init__(self, app: ClientApp, num_clients: int, fate: Callable[[int, int], object]) -> None:
+        super().__init__(app, num_clients)
+        self._fate = fate
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        replies = []
+        for message_id in message_ids:
+            message = self._waiting.get(message_id)
+            if message is None:
+                continue
+            if message.metadata.message_type != "train":
+                replies += super().pull_messages([message_id])
+                continue
+            fate = self._fate(int(message.metadata.group_id), message.metadata.dst_node_id - 1001)
+            if fate == "silent":
+                continue
+            if fate in ("error", "lost"):
+                if fate == "lost":
+                    self._answer(message)
+                reply = Message(Error(0, "the worker\nwas lost"), reply_to=self._waiting.pop(message_id))
+                # As Flower reports a node that died: signed by the SuperLink, not by the node.
+                reply.metadata.__dict__["_src_node_id"] = 1
+                replies.append(reply)
+                continue
+            (reply,) = super().pull_messages([message_id])
+            if callable(fate):
+                fate(reply.content)
+            replies.append(reply)
+        return replies

@@ -1,0 +1,258 @@
+"""`kindred site`: bad input, and a site that is only checked. A real run is in test_deployment.py."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import socket
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from flwr.common.config import parse_config_args
+from hypothesis import HealthCheck, given, settings, strategies as st
+from typer.testing import CliRunner
+
+from kindred import InlineGrid
+from kindred.client_app.app import app as client_app
+from kindred.data import DataError, Sites
+from kindred.engine.roster import TooFewClients
+from kindred.server_app.app import prepare
+from kindred.server_app.cli.run import app
+from kindred.server_app.deployment import (
+    site as site_command,
+)
+from kindred.server_app.deployment.site import client_id, node_config
+from kindred.server_app.deployment.site_check import fit, read_run_config
+
+from .deployment_commands import data_fixture, kindred, made_keys_fixture  # noqa: F401
+
+IN_ANY_TIME = settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("keys new", ["--server", "not given"]),
+        ("keys new --server fl_example", ["--server", "fl_example"]),
+        ("keys new --server 300.1.1.1", ["--server", "300.1.1.1"]),
+        ("keys new --server 0.0.0.0", ["--server", "0.0.0.0"]),
+        ("keys new --server localhost --sites ly/on", ["--sites", "ly/on", "letters"]),
+        ("keys new --server localhost --sites .lyon", ["--sites", ".lyon", "letters"]),
+        ("keys new --server localhost --sites ca", ["--sites", "ca"]),
+        ("keys new --server localhost --sites lyon,Lyon", ["--sites", "lyon", "twice"]),
+        ("keys open --server localhost", ["open", "chmod 700"]),
+        ("keys renew nowhere", ["nowhere/server.crt", "No such file"]),
+        ("keys renew KEYS --sites oslo", ["--sites", "renew DIR"]),
+        ("keys KEYS KEYS", ["allowed: DIR, or renew DIR"]),
+        ("keys digits.npz --server localhost", ["digits.npz", "folder"]),
+        ("server --keys KEYS --insecure", ["--keys", "--insecure"]),
+        ("server --host 0.0.0.0", ["--host", "0.0.0.0", "--keys"]),
+        ("server --host fl.example.org", ["--host", "fl.example.org", "--keys"]),
+        ("server --host a/b", ["--host", "a/b"]),
+        ("server --port 0", ["--port", "0", "1 to 65535"]),
+        ("server --port 70000", ["--port", "70000", "1 to 65535"]),
+        ("server --keys nowhere", ["nowhere/ca.crt", "No such file"]),
+        ("server --keys KEYS --host 192.0.2.9", ["server.crt", "192.0.2.9", "fl.example.org"]),
+        ("server --port TAKEN --state state", ["--port", "TAKEN", "127.0.0.1"]),
+        ("server --insecure --host 192.0.2.9 --state state", ["--port", "192.0.2.9"]),
+        ("site ly/on --server localhost:1 --data-dir digits.npz", ["NAME", "ly/on", "letters"]),
+        ("site lyon --server localhost --data-dir digits.npz", ["--server", "localhost", "HOST:PORT"]),
+        ("site lyon --server localhost:70000 --data-dir digits.npz", ["--server", "70000", "65535"]),
+        ("site lyon --server http://localhost:1 --data-dir digits.npz", ["--server", "http://localhost:1"]),
+        ("site lyon --server fl.example.org:1 --data-dir digits.npz", ["--server", "fl.example.org", "--ca", "--key"]),
+        ("site lyon --server localhost:1 --data-dir digits.npz --key KEYS/lyon.key", ["--ca", "not given"]),
+        ("site lyon --server localhost:1 --data-dir digits.npz --insecure --ca KEYS/ca.crt", ["--insecure", "--ca"]),
+        ("site lyon --server localhost:1 --data-dir digits.npz --ca KEYS/lyon.pub --key KEYS/lyon.key", ["lyon.pub"]),
+        ("site lyon --server localhost:1 --data-dir digits.npz --ca KEYS/ca.crt --key KEYS/ca.key", ["ca.key"]),
+        ("site lyon --server localhost:1 --data-dir digits.npz --ca KEYS/ca.crt --key lent.key", ["lent.key", "chmod"]),
+        ("site lyon --server localhost:1 --data-dir nowhere", ["data-dir", "nowhere"]),
+        ("site lyon --server localhost:1 --data-dir digits.npz --public-data nowhere", ["public-data", "nowhere"]),
+        ("site lyon --server localhost:1 --data-dir digits.npz --public-data large.npz", ["1x9x9", "1x8x8"]),
+        ("site lyon --server localhost:1 --data-dir digits.npz --threads 0", ["--threads", "0", str(os.cpu_count())]),
+        ("site lyon --server localhost:1 --data-dir digits.npz --port 0", ["--port", "0", "1 to 65535"]),
+        ("site lyon --server localhost:1 --data-dir digits.npz --state-dir digits.npz", ["digits.npz", "folder"]),
+    ],
+)
+def test_bad_input_gets_one_line_and_code_2_and_starts_nothing(
+    arguments, says, tmp_path, data, made_keys, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("something was started"))
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o755)
+    (tmp_path / "lent.key").write_bytes((made_keys / "lyon.key").read_bytes())
+    (tmp_path / "lent.key").chmod(0o644)
+    np.savez(tmp_path / "large.npz", x=np.zeros((3, 9, 9), np.uint8))
+    before = {path.name for path in tmp_path.iterdir()}
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        put = {"KEYS": str(made_keys), "TAKEN": port}
+        result = CliRunner().invoke(app, re.sub("KEYS|TAKEN", lambda found: put[found[0]], arguments).split())
+    assert result.exit_code == 2, result.output
+    *warning, error = result.stderr.splitlines()
+    assert all("without TLS" in line for line in warning)
+    assert error.startswith("kindred: ")
+    for word in says:
+        assert put.get(word, word) in error
+    assert {path.name for path in tmp_path.iterdir()} - before <= {"state"}
+
+
+def test_check_tells_what_the_server_learns_and_starts_nothing(tmp_path, data, made_keys, monkeypatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("something was started"))
+    np.savez(tmp_path / "public.npz", x=np.zeros((30, 8, 8), np.float32))
+    said = kindred(
+        "site", "lyon", "--server", "fl.example.org:8000", "--data-dir", data, "--public-data", tmp_path / "public.npz",
+        "--ca", made_keys / "ca.crt", "--key", made_keys / "lyon.key", "--state-dir", tmp_path / "state",
+        "--threads", 1, "--port", 9123, "--no-share-model", "--report-weights", "--check",
+    )  # fmt: skip
+    assert "40 images of 1x8x8 to train on, 20 to test on, labels up to 9" in said
+    assert "told to the server at first: the name lyon, 40 training samples, " in said
+    assert "that no other site may have its model, which methods the run's program knows, with PerFed-CKT that " in said
+    assert "it has 30 public images and their " in said
+    command = said.splitlines()[-1]
+    assert "OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 " in command
+    assert "FLWR_TELEMETRY_ENABLED=0 " in command
+    assert f"flower-supernode --superlink fl.example.org:8000 --root-certificates {made_keys}/ca.crt " in command
+    assert f"--auth-supernode-private-key {made_keys}/lyon.key --host 127.0.0.1 --port 9123 --node-config " in command
+    given = re.search("--node-config '(.*)'$", command)[1]
+    assert parse_config_args([given]) == {
+        "client-id": "lyon", "data-dir": str(data), "public-data": str(tmp_path / "public.npz"),
+        "state-dir": str(tmp_path / "state"), "share-model": False, "report-weights": True,
+    }  # fmt: skip
+    assert not (tmp_path / "state").exists()
+
+
+RUN = 'dataset="sites" image-shape="1x8x8" num-classes=10'
+
+
+def site_for(run: str, data: Path, *options: object, code: int = 0) -> str:
+    return kindred(
+        "site",
+        "lyon",
+        "--server",
+        "localhost:1",
+        "--data-dir",
+        data,
+        "--insecure",
+        "--run-config",
+        run,
+        *options,
+        code=code,
+    )
+
+
+@pytest.mark.parametrize(
+    ("run", "options", "says"),
+    [
+        (RUN, [], "heurfedamp with digits-cnn, 10 classes, 40 training samples"),
+        (f'{RUN} strategy="fedem"', [], "fedem with digits-cnn, 10 classes, 40 training samples"),
+        (f'{RUN} strategy="federico"', ["--no-share-model"], "federico with digits-cnn, 10 classes, 40 training"),
+        (f'{RUN} strategy="feddf" public-data="/at/the/server.npz" public-size=500', [], "feddf with digits-cnn, "),
+        (
+            f'{RUN} strategy="perfed-ckt" model="digits-cnn,mcmahan-cnn"',
+            ["--public-data", "public.npz"],
+            "10 classes, 40 training samples, 30 public images",
+        ),
+    ],
+)
+def test_a_site_that_fits_a_run_is_told_so(run, options, says, data, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    np.savez("public.npz", x=np.zeros((30, 8, 8), np.float32))
+    Path("run.toml").write_text(run.replace(" ", "\n"))
+    for run_config in (run, "run.toml"):
+        said = site_for(run_config, data, *options, "--check")
+        assert "fits the run: " in said and says in said
+
+
+@pytest.mark.parametrize(
+    ("run", "options", "says"),
+    [
+        ('dataset="sites" image-shape="1x8x8" num-classes=5', [], ["does not fit", "labels go up to 9", "5 classes"]),
+        ('dataset="sites" image-shape="1x28x28" num-classes=10', [], ["does not fit", "are 1x8x8, expected 1x28x28"]),
+        ('dataset="sites" image-shape="1x8x8" class-names="a,b,c"', [], ["has a label 9", "class-names has 3 names"]),
+        (f'{RUN} strategy="fedavg"', ["--no-share-model"], ["does not fit", "share-model is false", "fedavg mixes"]),
+        (f'{RUN} strategy="kindred"', ["--no-share-model"], ["does not fit", "share-model is false", "kindred mixes"]),
+        (f'{RUN} strategy="perfed-ckt"', [], ["does not fit", "public-data is not in the node config"]),
+        (f'{RUN} strategy="perfed-ckt"', ["--public-data", "large.npz"], ["public-data", "1x9x9", "1x8x8"]),
+        (f'{RUN} strategy="feddf"', [], ["would not begin", "public-data is 'auto'", "server's machine"]),
+        (f'{RUN} model="digits-cnn,mcmahan-cnn"', [], ["would not begin", "model is", "one network"]),
+        (f'{RUN} model="digits-cnm"', [], ["model is 'digits-cnm'", "digits-cnn"]),
+        (f'{RUN} strategy="fedavgg"', [], ["strategy is 'fedavgg'"]),
+        (f"{RUN} num-round=3", [], ["unknown setting num-round"]),
+        ('dataset="sites" num-classes=10', [], ["would not begin", "image-shape is ''", "1x28x28"]),
+        ('image-shape="1x8x8" num-classes=10', [], ["dataset is 'digits'", "sites"]),
+        (f"{RUN} strategy=fedavg", [], ["--run-config", "quotation marks"]),
+        ("fedavg", [], ["--run-config is 'fedavg'", ".toml", "key=value"]),
+        ("nowhere.toml", [], ["--run-config is 'nowhere.toml'", "No such file"]),
+        (RUN, ["--class-names", "a,b"], ["--class-names", "--run-config", "one of them"]),
+    ],
+)
+@pytest.mark.parametrize("check", [["--check"], []], ids=["checked", "started"])
+def test_a_site_that_does_not_fit_a_run_is_told_why_and_is_not_started(
+    run, options, says, check, data, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("something was started"))
+    np.savez("large.npz", x=np.zeros((3, 9, 9), np.uint8))
+    *_, error = site_for(run, data, *options, *check, code=2).splitlines()
+    assert error.startswith("kindred: ") and all(word in error for word in says), error
+
+
+def test_a_site_that_fits_a_run_is_started_without_check(data, tmp_path, monkeypatch) -> None:
+    started = []
+    monkeypatch.setattr(site_command, "keep_running", lambda command, *_: started.append(command()))
+    site_for(RUN, data, "--state-dir", tmp_path / "state")
+    assert len(started) == 1
+
+
+def test_what_is_found_before_a_run_is_what_the_server_would_say_in_it(data, tmp_path, caplog) -> None:
+    """The same words from a strategy that meets the site."""
+    run = read_run_config([f'{RUN} strategy="fedavg"'])
+    node = {"client-id": "lyon", "data-dir": str(data), "share-model": False}
+    grid = InlineGrid(client_app, 1, run.run_config())
+    for context in grid._contexts.values():
+        context.node_config = node
+    strategy, initial_arrays = prepare(replace(run, min_available_clients=1), Sites.of(run.run_config()))
+    with pytest.raises(TooFewClients):
+        strategy.start(grid, initial_arrays, 1)
+    with pytest.raises(DataError) as refused:
+        fit(run, node)
+    assert strategy.history.left_out == {"lyon": str(refused.value)}
+
+
+@pytest.mark.parametrize(
+    ("server", "options", "warned"),
+    [
+        ("localhost:1", [], "within this machine"),
+        ("[::1]:1", ["--insecure"], "within this machine"),
+        ("192.0.2.9:1", ["--insecure"], "FOR ALL TO READ"),
+    ],
+)
+def test_without_tls_a_line_says_so(server, options, warned, data) -> None:
+    result = CliRunner().invoke(app, ["site", "lyon", "--server", server, "--data-dir", str(data), *options, "--check"])
+    assert result.exit_code == 0
+    assert result.stderr.count("\n") == 1
+    assert "without TLS" in result.stderr
+    assert warned in result.stderr
+    assert f"--superlink {shlex.quote(server)} --insecure" in result.stdout
+
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=20)
+
+
+@IN_ANY_TIME
+@given(st.dictionaries(st.sampled_from(["a", "b-c", "d"]), TEXTS | st.booleans() | st.integers(0, 2**62)))
+def test_a_node_config_reads_back(values) -> None:
+    assert parse_config_args([node_config(values)]) == values
+
+
+def test_whole_numbers_are_numbers_to_the_server() -> None:
+    assert [client_id(name) for name in ("0", "12", "012", "lyon", "1.5", "9" * 30)] == [
+        0, 12, "012", "lyon", "1.5", "9" * 30,
+    ]  # fmt: skip

@@ -1,0 +1,190 @@
+"""What keeps a site from taking part: clocks, keys, certificates, and what is said of them."""
+
+from __future__ import annotations
+
+import json
+import re
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from ipaddress import ip_address
+from pathlib import Path
+
+import pytest
+import typer
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+from kindred.server_app.deployment import (
+    keys as keys_command,
+    supernode,
+)
+from kindred.server_app.deployment.connection import Link, clock_fault, faults
+
+from .background_commands import free_port, wait_until
+from .deployment_commands import keys_fixture, kindred, made_keys_fixture  # noqa: F401
+
+IN_ANY_TIME = settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
+
+
+@contextmanager
+def answering(
+    keys: Path | None, behind: float = 0.0, health: int = 200, refusal: tuple[int, object] = (500, {})
+) -> Iterator[int]:
+    """A server whose clock is so many seconds behind, and that refuses to activate SuperNodes; its port."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def date_time_string(self, timestamp=None):
+            return formatdate(time.time() - behind, usegmt=True)
+
+        def answer(self, status, content):
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(json.dumps(content).encode())
+
+        def do_GET(self):
+            self.answer(health if self.path == "/health" else 404, {})
+
+        def do_POST(self):
+            self.answer(*refusal)
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("0.0.0.0", 0), Handler) as server:
+        if keys:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(keys / "server.crt", keys / "server.key")
+            server.socket = context.wrap_socket(server.socket, server_side=True)
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield server.server_port
+        server.shutdown()
+
+
+def link(keys: Path, port: int) -> Link:
+    return Link("localhost", port, keys / "ca.crt", keys / "lyon.key")
+
+
+@pytest.mark.parametrize(
+    ("behind", "says"),
+    [
+        (0, None), (4, None), (-300, None),
+        (12, r"about 1[123] s ahead of the server's"), (4000, r"about (3999|400[01]) s ahead of the server's"),
+        (-315, r"about 31[456] s behind the server's"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("secure", [True, False])
+def test_a_clock_that_flower_does_not_tolerate_is_named(behind, says, secure, made_keys) -> None:
+    with answering(made_keys if secure else None, behind) as port:
+        found = list(faults(link(made_keys, port) if secure else Link("localhost", port)))
+    assert len(found) == (says is not None)
+    for line in found:
+        assert re.match(f"this machine's clock is {says}, allowed: up to 5 s ahead or 305 s behind; set it, ", line)
+
+
+@IN_ANY_TIME
+@given(st.floats(-1000, 1000), st.floats(0, 30), st.floats(0, 1), st.floats(0, 1))
+def test_a_clock_is_called_wrong_only_if_it_is_and_right_only_if_it_may_be(ahead, travel, share, late) -> None:
+    now, resolution = 1.7e9, 2.0
+    sent, received = now + ahead - share * travel, now + ahead + (1 - share) * travel
+    date = formatdate(now - late, usegmt=True)  # made anew once a second, and without fractions
+    if -305 <= ahead <= 5:
+        assert clock_fault(date, sent, received) is None
+    elif not -305 - resolution - travel - 0.01 <= ahead <= 5 + resolution + travel + 0.01:
+        assert f"s {'ahead of' if ahead > 0 else 'behind'} the server's" in clock_fault(date, sent, received)
+    assert "allowed: up to 5 s ahead" in clock_fault(date, sent, received, refused=True)
+
+
+def test_without_a_date_a_clock_is_wrong_where_the_server_refuses_what_was_signed_now() -> None:
+    assert clock_fault("", 0, 1) is None
+    assert "clock is not that of the server's" in clock_fault("", 0, 1, refused=True)
+
+
+IN_USE = b"Exit Code: 305\nFailed to initialize the connection to the SuperLink.\n[code: 2004] Failed to activate Supe"
+
+
+@pytest.mark.parametrize(
+    ("refusal", "output", "says"),
+    [
+        ((412, {"code": 2004, "detail": "no"}), IN_USE, "the server does not know the key KEYS/lyon.key, or has w"),
+        ((412, {"code": 2003, "detail": "no"}), IN_USE, "the key KEYS/lyon.key is in use by another SuperNode, or w"),
+        ((412, {"code": 2003, "detail": "no"}), b"ERROR :      Exit Code: 604", None),  # it says itself what is wrong
+        ((401, {"detail": "Invalid SuperNode authentication"}), b"", "this machine's clock is about "),
+        ((404, {}), IN_USE, None),
+        ((412, {"code": 2004, "detail": "no"}), None, None),  # nothing has ended yet
+    ],
+)
+def test_what_the_server_says_of_a_key(refusal, output, says, made_keys) -> None:
+    with answering(made_keys, refusal=refusal) as port:
+        found = list(faults(link(made_keys, port), output))
+    assert len(found) == (says is not None)
+    for line in found:
+        assert line.startswith(says.replace("KEYS", str(made_keys)))
+
+
+def test_a_certificate_that_the_site_does_not_trust_is_named_with_the_reason(made_keys, keys, tmp_path) -> None:
+    other = tmp_path / "other"
+    kindred("keys", other, "--server", "localhost")
+    with answering(other) as port:
+        (line,) = faults(link(keys, port))
+        assert f"localhost:{port} is not signed by the CA of {keys}/ca.crt (" in line
+        (line,) = faults(Link("localhost", port))
+        assert "does not answer without TLS" in line
+        assert "needs --ca and --key" in line
+    with answering(keys) as port:
+        (line,) = faults(link(keys, port)._replace(host=ip_address("127.0.0.2")))
+        assert f"127.0.0.2:{port} is not for this name (IP address mismatch" in line
+        (keys / "ca.crt").write_text("half of")
+        with pytest.raises(typer.Exit):
+            list(faults(link(keys, port)))
+    with answering(None) as port:
+        (line,) = faults(link(made_keys, port))
+        assert f"localhost:{port} does not speak TLS" in line
+    with answering(made_keys, health=404) as port:
+        (line,) = faults(link(made_keys, port))
+        assert "answers with status 404" in line
+    (line,) = faults(link(made_keys, free_port()))
+    assert "cannot be reached (Connection refused), and is tried again" in line
+
+
+@pytest.mark.parametrize(
+    ("ca_days", "server_days", "says"),
+    [
+        (3650, 61, []),
+        (3650, 30, [r"the certificate of localhost:\d+ is valid until \S+, for 29 more days: .*`kindred keys renew`"]),
+        (59, 30, [r"\S+/ca.crt is valid until \S+, for 58 more days: take the ca", r"the certificate of localhost"]),
+        (3650, 0, [r"the certificate of localhost:\d+ is not valid on \S+, the date .* \(certificate has expired\)"]),
+        (0, 30, [r"\S+/ca.crt is valid from .*: take the ca.crt that the server has now"]),
+    ],
+)
+def test_a_site_warns_of_certificates_that_end_soon_or_have(ca_days, server_days, says, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(keys_command, "CA_DAYS", ca_days)
+    monkeypatch.setattr(keys_command, "SERVER_DAYS", server_days)
+    kindred("keys", tmp_path / "keys", "--server", "fl.example.org", "--sites", "lyon")
+    with answering(tmp_path / "keys") as port:
+        found = list(faults(link(tmp_path / "keys", port)))
+    assert len(found) == len(says)
+    for line, pattern in zip(found, says):
+        assert re.match(pattern, line)
+
+
+def test_what_a_supernode_writes_is_passed_on_at_once_and_its_end_kept(capfdbinary, monkeypatch) -> None:
+    monkeypatch.setattr(supernode, "KEPT", 6)
+    code = (
+        "from sys import stderr, stdin; stderr.write('first, no'); stderr.flush(); stdin.read(); "
+        "stderr.write(' line\\nlast\\n')"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stderr=subprocess.PIPE)
+    output = supernode.Output(process.stderr)
+    passed_on = []
+    wait_until(lambda: passed_on.append(capfdbinary.readouterr().err) or b"".join(passed_on) == b"first, no", 20)
+    process.stdin.close()
+    output.join()
+    process.wait()
+    assert capfdbinary.readouterr().err == b" line\nlast\n"
+    assert output.end == b"\nlast\n"
