@@ -146,7 +146,7 @@ class ControlledTraining:
         metrics |= visit.evaluation(TRAINED, model) | visit.counts()
         changes = {name: new[name] - own[name] for name in new}
         return RecordDict(
-            {ARRAYS: to_record({**trained, **with_prefix(CONTROL, changes)}), METRICS: MetricRecord(metrics)}
+            {ARRAYS: to_record({**trained, **with_prefix(CONTROL, changes)}), METRICS: MetricRecord({**metrics})}
         )
 
     @staticmethod

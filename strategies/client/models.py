@@ -196,7 +196,7 @@ def vgg13(image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
 
 MODELS: Registry[Callable[[ImageShape, int], torch.nn.Module]] = Registry(
     "kindred.models",
-    Callable,
+    Callable,  # type: ignore[arg-type]  # a class when the program runs
     {
         "digits-cnn": digits_cnn,
         "mcmahan-cnn": mcmahan_cnn,
@@ -340,7 +340,7 @@ def make_model(name: str, image_shape: ImageShape, num_classes: int, seed: int |
         return MODELS[name](image_shape, num_classes)
     with torch.random.fork_rng(devices=[]):
         # Not torch.manual_seed, which seeds the GPUs too.
-        torch.random.default_generator.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         return MODELS[name](image_shape, num_classes)
 
 

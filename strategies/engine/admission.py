@@ -6,7 +6,7 @@ Pure functions; the caller counts and logs what they refuse.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,9 +109,9 @@ def admit(content: RecordDict, weighted_by_key: str, mismatch: Mismatch | None =
                 raise Refused(f"array {reprlib.repr(name)} {error}") from None
         if (difference := mismatch(arrays)) is not None:
             raise Refused(difference)
-        for name, array in arrays.items():
-            if np.issubdtype(array.dtype, np.floating):
-                _check_values(name, array.reshape(-1))
+        for name, values in arrays.items():
+            if np.issubdtype(values.dtype, np.floating):
+                _check_values(name, values.reshape(-1))
     return Reply(arrays, metrics, config_of(content))
 
 
@@ -166,7 +166,7 @@ def _check_metrics(metrics: MetricRecord) -> None:
     for name, value in metrics.items():
         if not is_name(name):
             raise Refused(f"a metric is called {reprlib.repr(name)}, allowed: 1 to {MAX_NAME} printable characters")
-        numbers = [value]
+        numbers: Sequence[object] = [value]
         if isinstance(value, list):
             numbers, listed = value, listed + len(value)
             if not value or listed > MAX_NUMBERS:

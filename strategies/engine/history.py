@@ -138,8 +138,8 @@ class History:
             accuracy = row.get(f"{PERSONAL}-accuracy")
             if accuracy is not None and 0 <= accuracy <= 1:
                 size = row.get(NUM_TEST_EXAMPLES)
-                counted = isinstance(size, int | float) and 0 < size <= MAX_EXAMPLES
-                self._accuracy[row["client"]] = (accuracy, size if counted else 1)
+                samples = size if isinstance(size, int | float) and 0 < size <= MAX_EXAMPLES else 1
+                self._accuracy[row["client"]] = (accuracy, samples)
         if self._accuracy:
             known = np.array([self._accuracy[client] for client in in_order(self._accuracy)])  # (m, 2)
             line["evaluated"] = len(known)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from logging import DEBUG, ERROR
 from typing import Any
 
-from flwr.app import ArrayRecord, Context, Error, Message, MessageType, RecordDict
+from flwr.app import Context, Error, Message, MessageType, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
@@ -94,13 +94,7 @@ class InlineGrid(Grid):
 
     def _answer(self, message: Message) -> Message:
         # Messages may share records; what one client does to its own is not the others' business.
-        content = RecordDict(
-            {
-                name: ArrayRecord(dict(record)) if isinstance(record, ArrayRecord) else type(record)(dict(record))
-                for name, record in message.content.items()
-            }
-        )
-        message.content = content
+        message.content = RecordDict({name: _copy(record) for name, record in message.content.items()})
         try:
             return self._client_app(message, self._contexts[message.metadata.dst_node_id])
         except Exception as error:  # a client's failure is the round's news, not its end
@@ -109,3 +103,7 @@ class InlineGrid(Grid):
             log(DEBUG if asked else ERROR, "%s", traceback.format_exc())
             reason = f"{type(error).__name__}: {error}"
             return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
+
+
+def _copy(record: Any) -> Any:
+    return type(record)(dict(record))
