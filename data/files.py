@@ -56,6 +56,7 @@ class DataError(ValueError):
 
 
 def one_line(error: Exception) -> str:
+    """Return what an error says as one line of at most 240 characters; its type where it says nothing."""
     return textwrap.shorten(str(error), 240) or type(error).__name__
 
 
