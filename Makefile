@@ -20,9 +20,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 run: $(INSTALLED)
 	$(VENV)/bin/kindred run --against local,fedavg
 
-lint: $(INSTALLED) types
+lint: $(INSTALLED)
 	$(VENV)/bin/ruff check $(SOURCES)
 	$(VENV)/bin/ruff format --check $(SOURCES)
+	$(MAKE) types
 
 types: $(INSTALLED)
 	rm -rf $(TYPED)

@@ -131,23 +131,24 @@ def last_accuracies(results: Path) -> dict[str, float]:
     return {stage: float(np.mean(list(accuracies.values()))) for stage, accuracies in last.items() if accuracies}
 
 
+Ways = Mapping[str, tuple[Config, Mapping[str, Any]]]  # settings and changes, by name
+
+
 def table(config: Config, partitions: Sequence[str], seeds: Sequence[int]) -> str:
     """Markdown: a line for each way to run Kindred, a column for each partition."""
     config = replace(config, strategy="kindred")
-    ways = {name: (config, changes) for name, changes in {STAGES[PERSONAL]: {}, **VARIANTS}.items()}
+    ways: Ways = {name: (config, changes) for name, changes in {STAGES[PERSONAL]: {}, **VARIANTS}.items()}
     return _table("Kindred", ways, partitions, seeds)
 
 
 def table_of_others(config: Config, partitions: Sequence[str], seeds: Sequence[int]) -> str:
     """Markdown: a line for each of `OTHERS`, a column for each partition."""
-    ways = {name: (replace(config, strategy=name, **settings), {}) for name, settings in OTHERS.items()}
+    ways: Ways = {name: (replace(config, strategy=name, **settings), {}) for name, settings in OTHERS.items()}
     with patch.object(Visit, "train", on_smoothed_labels):
         return _table("with smoothed labels", ways, partitions, seeds)
 
 
-def _table(
-    head: str, ways: Mapping[str, tuple[Config, Mapping[str, Any]]], partitions: Sequence[str], seeds: Sequence[int]
-) -> str:
+def _table(head: str, ways: Ways, partitions: Sequence[str], seeds: Sequence[int]) -> str:
     """Markdown: a line for each way, which is settings and changes; for Kindred as it is one for each stage."""
     lines: dict[str, list[str]] = {}
     for partition in partitions:

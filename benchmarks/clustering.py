@@ -35,7 +35,7 @@ def softmax_outputs(classes: int) -> np.ndarray:
     return logits
 
 
-def seconds(call: Callable, *arguments: object) -> float:
+def seconds(call: Callable[..., object], *arguments: object) -> float:
     started = time.perf_counter()
     call(*arguments)
     return time.perf_counter() - started

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 import time
+from functools import partial
 
 import numpy as np
 from flwr.app import ConfigRecord, MetricRecord, RecordDict
@@ -46,9 +47,9 @@ def main(clients: int, size: int) -> None:
     rounds, copies = [], []
     for server_round in range(1, REPEATS + 1):
         started = time.perf_counter()
-        for client, record in strategy.outgoing(server_round, everybody):
+        for receiver, record in strategy.outgoing(server_round, everybody):
             assert len(record) == 4
-            RecordDict({"arrays": record, "config": ConfigRecord(strategy.round_config(server_round, client))})
+            RecordDict({"arrays": record, "config": ConfigRecord(strategy.round_config(server_round, receiver))})
         for client in everybody:
             strategy.history.add(
                 {
@@ -60,7 +61,7 @@ def main(clients: int, size: int) -> None:
                     "bytes-up": 0,
                 }
             )
-            admitted = admit(reply, "num-examples", lambda arrays, client=client: strategy.mismatch(client, arrays))
+            admitted = admit(reply, "num-examples", partial(strategy.mismatch, client))
             strategy.inspect(client, admitted)
             strategy.take(client, admitted)
         strategy.end_round(server_round, everybody)

@@ -27,7 +27,7 @@ from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from kindred import REGISTRY, InlineGrid
-from kindred.messages import read_record, to_record
+from kindred.messages import read_record, records_of, to_record
 
 OWN_SETTINGS = {name: {"sigma": 100.0, "self_weight": 0.2} for name in ("fedamp", "heurfedamp")}
 
@@ -91,16 +91,16 @@ def changing_app() -> ClientApp:
 
     @app.train()
     def train(message: Message, context: Any) -> Message:
-        arrays = read_record(message.content["arrays"])
+        arrays = read_record(records_of(message.content, ArrayRecord)[0])
         name = next(iter(arrays))
         changed = arrays[name].copy()
         changed.flat[context.node_config["partition-id"] % changed.size] += 1
-        content = {"arrays": to_record({**arrays, name: changed}), "metrics": MetricRecord(metrics)}
-        return Message(RecordDict(content), reply_to=message)
+        content = RecordDict({"arrays": to_record({**arrays, name: changed}), "metrics": MetricRecord({**metrics})})
+        return Message(content, reply_to=message)
 
     @app.evaluate()
     def evaluate(message: Message, context: Any) -> Message:
-        return Message(RecordDict({"metrics": MetricRecord(metrics)}), reply_to=message)
+        return Message(RecordDict({"metrics": MetricRecord({**metrics})}), reply_to=message)
 
     return app
 
@@ -190,5 +190,6 @@ def main(clients: int, millions: float, a_round: int, rounds: int) -> None:
 
 if __name__ == "__main__":
     numbers = [float(argument) for argument in sys.argv[1:]]
-    clients, millions, a_round, rounds = (*numbers, *(1000, 0, 100, 20)[len(numbers) :])
+    defaults: list[float] = [1000, 0, 100, 20]
+    clients, millions, a_round, rounds = (*numbers, *defaults[len(numbers) :])
     main(int(clients), millions, int(a_round), int(rounds))

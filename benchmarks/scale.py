@@ -29,7 +29,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import psutil
@@ -163,7 +163,7 @@ def answer(model: Arrays, client: int, config: ConfigRecord, received: Sequence[
         arrays = {key: array for place in places for key, array in with_prefix(place, arrays).items()}
     elif name == "federico":
         at_hand = decode(config["models"])
-        told = {"losses": [0.1 if (other - client) % KINDS == 0 else 1.0 for other in at_hand]}
+        told = {"losses": [0.1 if (int(other) - client) % KINDS == 0 else 1.0 for other in at_hand]}
         arrays = {} if "0" in places else with_prefix("model", arrays)
         for place in range(len(at_hand)):
             arrays |= with_prefix(place, {key: np.full_like(array, 1e-3) for key, array in model.items()})
@@ -176,8 +176,9 @@ def answer(model: Arrays, client: int, config: ConfigRecord, received: Sequence[
     elif name == "apfl":
         metrics["mixing-weight"] = 0.5
     elif name == "fedrep":
-        arrays = {key: array for key, array in arrays.items() if key not in config["head"]}
-    return RecordDict({ARRAYS: to_record(arrays), METRICS: MetricRecord(metrics), CONFIG: ConfigRecord(told)})
+        head = cast(list[str], config["head"])
+        arrays = {key: array for key, array in arrays.items() if key not in head}
+    return RecordDict({ARRAYS: to_record(arrays), METRICS: MetricRecord({**metrics}), CONFIG: ConfigRecord(told)})
 
 
 def probabilities(client: int) -> np.ndarray:
@@ -243,7 +244,7 @@ class ServerAlone(InlineGrid):
         return replies
 
     def _reply(self, message: Message, received: Sequence[str]) -> RecordDict:
-        client = self._contexts[message.metadata.dst_node_id].node_config["partition-id"]
+        client = int(self._contexts[message.metadata.dst_node_id].node_config["partition-id"])
         if message.metadata.message_type.startswith(MessageType.QUERY):
             return RecordDict({CONFIG: introduction(client)})
         (config,) = records_of(message.content, ConfigRecord)
@@ -306,7 +307,7 @@ def _run(name: str, clients: int, hidden: int, store: str) -> Measured:
         raise RuntimeError(f"{name}: {refused[0]}")
     (line,) = (line for line in strategy.history.rounds if line["round"] == ROUNDS)
     return Measured(
-        messages[-1], line["bytes-down"], line["bytes-up"], float(np.median(seconds)), max(peak - before, 0)
+        messages[-1], line["bytes-down"], line["bytes-up"], float(np.median(seconds)), int(max(peak - before, 0))
     )
 
 
@@ -346,7 +347,8 @@ def growth(sizes: Sequence[float], costs: Sequence[float]) -> float:
     points = [(size, max(cost, 1e-12)) for size, cost in zip(sizes, costs) if 10 * size >= max(sizes)]
     if len(points) < 2:
         return float("nan")
-    return round(float(np.polyfit(*np.log(points).T, 1)[0]), 3)
+    logarithms = np.log(points)  # (k, 2)
+    return round(float(np.polyfit(logarithms[:, 0], logarithms[:, 1], 1)[0]), 3)
 
 
 def at(far: float, sizes: Sequence[float], costs: Sequence[float]) -> float:

@@ -154,7 +154,7 @@ def simulated(config: Config) -> Simulated:
         num_clients=config.num_clients,
         on_line=lambda line: print("   ", line, flush=True),
     )
-    if outcome.code:
+    if outcome.code or outcome.results is None:
         raise SystemExit(outcome.reason)
     folder, last = outcome.results, config.num_rounds - NOT_COUNTED
     counted = range(last - max(last // 3, 1) + 1, last + 1)

@@ -61,12 +61,15 @@ def samples(case: Case, num_images: int, data_dir: str) -> tuple[tuple[torch.Ten
     images = load_images(case.dataset if data_dir else "digits", data_dir)
     rng = np.random.default_rng(0)
     parts = []
-    for x, y, count in ((images.x_train, images.y_train, num_images), (images.x_test, images.y_test, TEST_IMAGES)):
-        drawn = rng.permutation(len(y))[:count]
-        pixels = torch.from_numpy(x[drawn]).float()
+    for pool, labels, count in (
+        (images.x_train, images.y_train, num_images),
+        (images.x_test, images.y_test, TEST_IMAGES),
+    ):
+        drawn = rng.permutation(len(labels))[:count]
+        pixels = torch.from_numpy(pool[drawn]).float()
         if pixels.shape[1:] != case.shape:
             pixels = F.interpolate(pixels, case.shape[1:], mode="bilinear").expand(-1, *case.shape).contiguous()
-        parts.append((pixels, torch.from_numpy(y[drawn])))
+        parts.append((pixels, torch.from_numpy(labels[drawn])))
     (x, y), (test_x, test_y) = parts
     return ((x - x.mean()) / x.std(), y), ((test_x - x.mean()) / x.std(), test_y)
 
@@ -95,8 +98,8 @@ def plain_loop(
 def compare(case: Case, precision: str, device: torch.device, data_dir: str, repeats: int) -> str:
     """A line of the table."""
     num_images, epochs = case.work[device.type]
-    (x, y), test = samples(case, num_images, data_dir)
-    test = tuple(part.to(device) for part in test)
+    (x, y), (test_x, test_y) = samples(case, num_images, data_dir)
+    test = test_x.to(device), test_y.to(device)
     resident = x.to(device), y.to(device)
     fast, plain = (make_model(case.model, case.shape, 10, 0).to(device) for _ in range(2))
 

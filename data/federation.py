@@ -108,7 +108,7 @@ class Federation:
         arrays = (self._x, self._y, self.quarter_turns, self._label_maps, *self._train, *self._validation, *self._test)
         for array in arrays:
             digest.update(f"{array.dtype} {array.shape} ".encode())
-            digest.update(np.ascontiguousarray(array))
+            digest.update(np.ascontiguousarray(array).data)
         return digest.hexdigest()[:16]
 
     def class_counts(self) -> np.ndarray:

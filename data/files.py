@@ -15,7 +15,7 @@ import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -56,6 +56,7 @@ class DataError(ValueError):
 
 
 def one_line(error: Exception) -> str:
+    """Return what an error says as one line of at most 240 characters; its type where it says nothing."""
     return textwrap.shorten(str(error), 240) or type(error).__name__
 
 
@@ -134,7 +135,7 @@ class _Arrays(Mapping[str, np.ndarray]):
                 raise ValueError(f"{name} declares {size:,} bytes, its shape is {shape}, and carries {carried:,}")
             content = np.empty(size, np.uint8)
             for start in range(0, size, step):
-                _fill(file, memoryview(content)[start : start + step])
+                _fill(file, content.data[start : start + step])
         return content.view(dtype).reshape(shape, order="F" if fortran_order else "C")
 
 
@@ -147,7 +148,7 @@ def _npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
 
 def _fill(file: IO[bytes], part: memoryview) -> None:
     while part:
-        if not (count := file.readinto(part)):
+        if not (count := cast(zipfile.ZipExtFile, file).readinto(part)):
             raise EOFError("the file ends before an array does")
         part = part[count:]
 
@@ -198,7 +199,7 @@ def _check_pixels(image: PIL.Image.Image) -> None:
     if (pixels := image.width * image.height) > MOST_PIXELS:
         raise ValueError(f"it declares {image.width}x{image.height} = {pixels:,} pixels, allowed: {MOST_PIXELS:,}")
     if image.format == "TIFF":  # of which whole tiles are unpacked, and a tile may be larger than the image
-        width, height = (image.tag_v2.get(tag, 0) for tag in (322, 323))
+        width, height = (image.tag_v2.get(tag, 0) for tag in (322, 323))  # type: ignore[attr-defined]  # of a TIFF
         if not (isinstance(width, int) and isinstance(height, int)) or width * height > max(pixels, _TILE_PIXELS):
             raise ValueError(f"it declares tiles of {width}x{height} pixels, allowed: {max(pixels, _TILE_PIXELS):,}")
 

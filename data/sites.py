@@ -16,7 +16,7 @@ import numpy as np
 from .federation import SiteData
 from .files import check_folder, image_size
 from .public import read_public
-from .sources import SUFFIXES, DataError, Images, checked_parts, one_line, read_image, read_npz
+from .sources import SUFFIXES, DataError, Images, Parts, checked_parts, one_line, read_image, read_npz
 from .task import Task
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ def class_labels(names: Sequence[str], class_names: Sequence[str], where: Path) 
     return [int(name) for name in names]
 
 
-def _image_folders(folder: Path, class_names: Sequence[str]) -> tuple[np.ndarray, ...]:
+def _image_folders(folder: Path, class_names: Sequence[str]) -> Parts:
     files: dict[str, list[Path]] = {}
     labels: dict[str, list[int]] = {}
     for part in ("train", "test"):
@@ -206,14 +206,14 @@ def _image_folders(folder: Path, class_names: Sequence[str]) -> tuple[np.ndarray
     x = {part: np.empty((len(paths), height, width, 3), np.uint8) for part, paths in files.items()}
     for part, paths in files.items():
         for image, path in zip(x[part], paths, strict=True):
-            image[:] = read_image(path)
+            image[:] = np.asarray(read_image(path))
     if all((each == each[..., :1]).all() for each in x.values()):
         x = {part: each[..., :1] for part, each in x.items()}
     arrays = {f"x_{part}": each for part, each in x.items()}
     return checked_parts(arrays | {f"y_{part}": np.array(each) for part, each in labels.items()}, folder)
 
 
-def _tables(folder: Path, class_names: Sequence[str]) -> tuple[np.ndarray, ...]:
+def _tables(folder: Path, class_names: Sequence[str]) -> Parts:
     x_train, y_train, columns = _table(folder / "train.csv", class_names)
     x_test, y_test, others = _table(folder / "test.csv", class_names)
     if columns != others:

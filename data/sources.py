@@ -14,8 +14,14 @@ import numpy as np
 from kindred.extensions import Registry
 
 from .features import folder_features
-from .files import DEFAULT_FOLDER, SUFFIXES, DataError, one_line, read_image, read_npz  # noqa: F401  for added datasets
+from .files import DEFAULT_FOLDER, SUFFIXES, DataError, one_line, read_image, read_npz
 from .images import Images
+
+# What added datasets are made with, those of other files among it.
+__all__ = [
+    "DATASETS", "SUFFIXES", "DataError", "Images", "Parts", "Source",
+    "checked_images", "checked_parts", "load_images", "one_line", "read_image", "read_npz",
+]  # fmt: skip
 
 # The superclass, 0 to 19, of each of CIFAR-100's classes (the published table, superclasses in alphabetical order).
 CIFAR100_SUPERCLASSES = (
@@ -24,6 +30,10 @@ CIFAR100_SUPERCLASSES = (
     16, 4, 17, 4, 2, 0, 17, 4, 18, 17, 10, 3, 2, 12, 12, 16, 12, 1, 9, 19, 2, 10, 0, 1, 16,
     12, 9, 13, 15, 13, 16, 19, 2, 4, 6, 19, 5, 5, 8, 19, 18, 1, 2, 15, 6, 0, 17, 8, 14, 13,
 )  # fmt: skip
+
+
+Parts = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+"""x_train, y_train, x_test, y_test, as `Images` describes them."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +196,7 @@ class _Published:
             raise DataError(f"data-dir {root} has no {files}, and the download failed: {one_line(error)}") from error
 
 
-def checked_parts(arrays: dict[str, np.ndarray], where: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def checked_parts(arrays: dict[str, np.ndarray], where: Path) -> Parts:
     """Images and labels for training and for test, checked against each other; DataError for what does not fit."""
     for part in ("train", "test"):
         x, y = arrays[f"x_{part}"], arrays[f"y_{part}"]

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -53,7 +53,7 @@ class Task:
             Images of another shape.
         """
         self.check_shape(x.shape[1:])
-        mean, deviation = (np.float32(values)[:, None, None] for values in (self.mean, self.deviation))
+        mean, deviation = (np.asarray(values, np.float32)[:, None, None] for values in (self.mean, self.deviation))
         if x.dtype == np.uint8 and self.full != 1:
             x = x / np.float32(self.full)
         return np.ascontiguousarray((x - mean) / deviation)
@@ -83,7 +83,7 @@ class Task:
         KeyError, ValueError, TypeError
             There are no such texts, or a field is out of range.
         """
-        fields = {
+        fields: dict[str, Any] = {
             key: tuple(value) if isinstance(value, list) else value
             for key, value in json.loads(metadata["task"]).items()
         }

@@ -21,10 +21,52 @@ Names are imported when they are first used: a server half does not wait for PyT
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .registry import REGISTRY, Method
 from .versions import VERSION as __version__, check_flower
+
+if TYPE_CHECKING:  # of `_HOMES`, for type checkers
+    from .baselines.apfl import APFL as APFL
+    from .baselines.clustered_fl import ClusteredFL as ClusteredFL
+    from .baselines.ditto import Ditto as Ditto
+    from .baselines.fedala import FedALA as FedALA
+    from .baselines.fedavg import FedAvg as FedAvg, FedAvgFT as FedAvgFT, FedProx as FedProx, FedProxFT as FedProxFT
+    from .baselines.feddf import FedDF as FedDF
+    from .baselines.fedem import FedEM as FedEM
+    from .baselines.fedfomo import FedFomo as FedFomo
+    from .baselines.fedrep import FedRep as FedRep
+    from .baselines.hypcluster import HypCluster as HypCluster
+    from .baselines.local import Local as Local
+    from .baselines.per_fedavg import PerFedAvg as PerFedAvg
+    from .baselines.scaffold import SCAFFOLD as SCAFFOLD
+    from .client.app import Site as Site, make_client_app as make_client_app
+    from .client.models import MODELS as MODELS, make_model as make_model
+    from .client.state import NotResumable as NotResumable
+    from .engine.checkpoint import Checkpoints as Checkpoints
+    from .engine.exchange import WorkerDied as WorkerDied
+    from .engine.history import History as History
+    from .engine.inline import InlineGrid as InlineGrid
+    from .engine.roster import TooFewClients as TooFewClients
+    from .engine.strategy import PersonalizedStrategy as PersonalizedStrategy
+    from .fedamp import (
+        FedAMP as FedAMP,
+        HeurFedAMP as HeurFedAMP,
+        attention_weights as attention_weights,
+        cosine_weights as cosine_weights,
+    )
+    from .federico import (
+        FedeRiCo as FedeRiCo,
+        choose_neighbours as choose_neighbours,
+        collaborator_weights as collaborator_weights,
+    )
+    from .kindred import Kindred as Kindred
+    from .mixture import Mixture as Mixture
+    from .perfed_ckt import (
+        PerFedCKT as PerFedCKT,
+        cluster_logits as cluster_logits,
+        nearest_centroid as nearest_centroid,
+    )
 
 _HOMES = {
     "FedAMP": "fedamp",

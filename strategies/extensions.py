@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping
 from importlib.metadata import EntryPoint, entry_points
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 Entry = TypeVar("Entry")
 
@@ -30,7 +30,7 @@ class Registry(Mapping[str, Entry]):
         Our own entries.
     """
 
-    def __init__(self, group: str, kind: type, own: Mapping[str, Entry]) -> None:
+    def __init__(self, group: str, kind: type[Any], own: Mapping[str, Entry]) -> None:
         self.group, self.kind, self.own = group, kind, own
 
     def _added(self) -> Mapping[str, list[EntryPoint]]:
@@ -72,7 +72,7 @@ class Registry(Mapping[str, Entry]):
             raise ExtensionError(f"{what} cannot be imported from {whose[0]}: {why}") from error
         if not isinstance(entry, self.kind):
             raise ExtensionError(f"{what}, from {whose[0]}, is {entry!r}, allowed: a {self.kind.__name__}")
-        return entry
+        return cast(Entry, entry)
 
 
 @functools.cache  # one look at what is installed, which takes some hundredths of a second

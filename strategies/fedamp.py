@@ -314,5 +314,6 @@ class HeurFedAMP(FedAMP):
         return self_weight is not None and FedAMP._allows(self_weight)
 
     def _xi(self, at_hand: Sequence[ClientId], server_round: int) -> np.ndarray:
+        assert self.self_weight is not None  # as `_allows` has it
         cosine = cosines(lambda: self._parameters(at_hand), len(at_hand))  # (m, m)
         return _cosine(cosine, self.sigma, self.self_weight, self._heard(at_hand))

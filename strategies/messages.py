@@ -207,7 +207,10 @@ def by_prefix(arrays: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def encode(clients: Sequence[ClientId]) -> str:
-    """Client ids as one text, JSON, which tells 7 from "7". (Flower's ConfigRecord cannot count an empty list.)"""
+    """Client ids as one text, JSON, which tells 7 from "7".
+
+    (Flower's ConfigRecord cannot count an empty list.)
+    """
     return json.dumps(list(clients))
 
 

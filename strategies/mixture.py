@@ -163,7 +163,7 @@ def keep_mixture(
     visit: Visit, clients: Sequence[ClientId], models: Sequence[Arrays], shares: np.ndarray, kind: str = "probabilities"
 ) -> None:
     """Write the file that `Mixture.load` reads, in the folder of the client's state."""
-    counted = np.flatnonzero(shares)
+    counted = np.flatnonzero(shares).tolist()
     arrays: Arrays = {"shares": shares[counted]}
     for place, i in enumerate(counted):
         arrays |= with_prefix(place, models[i])

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from logging import INFO, WARNING
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
@@ -109,7 +109,7 @@ def cluster_logits(logits: np.ndarray, num_clusters: int, seed: int) -> tuple[np
     labels = np.zeros(len(points), dtype=np.int64)  # (m,)
     if min(num_clusters, distinct) > 1:
         # k-means sees distances alone, and the points have the same ones in the space that they span.
-        coordinates = np.linalg.qr(points.T.astype(np.float32, copy=False), mode="r").T  # (m, min(m, P N))
+        coordinates = np.linalg.qr(points.T.astype(np.float32, copy=False), mode="r").T  # type: ignore[attr-defined]  # (m, min(m, P N))
         means = clustering.KMeans(min(num_clusters, distinct), n_init=10, random_state=seed % 2**32)
         with threadpoolctl.threadpool_limits(1, user_api="openmp"):  # sums of more threads have no fixed order
             labels = means.fit_predict(coordinates)  # (m,)
@@ -235,7 +235,7 @@ class PerFedCKTClient:
         return RecordDict(
             {
                 ARRAYS: to_record({LOGITS: logits}),
-                METRICS: MetricRecord(metrics),
+                METRICS: MetricRecord({**metrics}),
                 CONFIG: ConfigRecord({PUBLIC_SET: site.fingerprint}),
             }
         )
@@ -243,7 +243,7 @@ class PerFedCKTClient:
     @staticmethod
     def evaluate(visit: Visit) -> RecordDict:
         """Evaluate the model that the site keeps."""
-        return RecordDict({METRICS: MetricRecord(visit.separate_evaluation(visit.own_model()))})
+        return RecordDict({METRICS: MetricRecord({**visit.separate_evaluation(visit.own_model())})})
 
 
 def _bytes(model: torch.nn.Module) -> int:
@@ -357,8 +357,9 @@ class PerFedCKT(PersonalizedStrategy):
         return reasons
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> Layout:  # type: ignore[override]  # known when the first client has said what its set is
         """Of the logits that clients send."""
+        assert self.public_set is not None
         _, num_public, num_classes = self.public_set
         return Layout({LOGITS: np.broadcast_to(np.zeros((), self.logits_dtype), (num_public, num_classes))})
 
@@ -383,6 +384,7 @@ class PerFedCKT(PersonalizedStrategy):
         return ((client, record) for client in clients)
 
     def inspect(self, client: ClientId, reply: Reply) -> None:
+        assert self.public_set is not None  # the client has said what its own is
         fingerprint, _, _ = self.public_set
         if (theirs := reply.config.get(PUBLIC_SET)) != fingerprint:
             raise Refused(f"its public set is {theirs}, expected {fingerprint}")
@@ -459,11 +461,14 @@ class PerFedCKT(PersonalizedStrategy):
 
 def _stated_set(about: Mapping[str, Any]) -> tuple[str, int, int] | None:
     """What a client says its public set is: fingerprint, |P|, N; None where that is no public set."""
-    fingerprint, *counts = (about.get(key) for key in (PUBLIC_SET, NUM_PUBLIC, NUM_CLASSES))
-    counted = all(isinstance(n, int) and 1 <= n <= MOST_PUBLIC for n in counts)
-    if not isinstance(fingerprint, str) or not is_name(fingerprint) or not counted:
+    fingerprint, num_public, num_classes = (about.get(key) for key in (PUBLIC_SET, NUM_PUBLIC, NUM_CLASSES))
+    if not isinstance(fingerprint, str) or not is_name(fingerprint):
         return None
-    return fingerprint, *counts
+    return (fingerprint, num_public, num_classes) if _is_size(num_public) and _is_size(num_classes) else None
+
+
+def _is_size(number: object) -> TypeGuard[int]:
+    return isinstance(number, int) and 1 <= number <= MOST_PUBLIC
 
 
 def _described(public_set: tuple[str, int, int] | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import pickle
 import subprocess
 import sys
@@ -97,6 +98,14 @@ def test_every_folder_of_the_package_is_in_the_wheel() -> None:
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     assert set(setuptools["packages"]) == packages
     assert setuptools["package-dir"] == FOLDERS
+
+
+def test_type_checkers_find_the_names_of_the_package_where_python_does() -> None:
+    (block,) = [node for node in ast.parse(MODULES["kindred"].read_text()).body if isinstance(node, ast.If)]
+    homes = {alias.name: each.module for each in block.body for alias in each.names}
+    assert homes.keys() == set(kindred.__all__) - {"REGISTRY", "Method", "__version__"}
+    for name, module in homes.items():
+        assert getattr(kindred, name) is getattr(importlib.import_module(f"kindred.{module}"), name)
 
 
 def test_nothing_is_pickled() -> None:

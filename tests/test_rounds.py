@@ -300,10 +300,10 @@ def test_a_node_that_does_not_say_its_name_in_time_is_asked_again() -> None:
         def pull_messages(self, message_ids):
             for message_id in list(message_ids):
                 message = self._waiting.get(message_id)
-                if message and message.metadata.message_type.startswith("query"):
-                    if message.metadata.dst_node_id == 1002 and Slow.silent:
-                        Slow.silent = False
-                        del self._waiting[message_id]
+                asked = message and message.metadata.message_type.startswith("query")
+                if asked and message.metadata.dst_node_id == 1002 and Slow.silent:
+                    Slow.silent = False
+                    del self._waiting[message_id]
             return super().pull_messages(message_ids)
 
     strategy = Local(min_available_nodes=1)

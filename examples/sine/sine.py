@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from kindred.federico import AdamStep, Losses
 
@@ -61,19 +62,19 @@ def collaborate(
         for client, (x, y, table) in enumerate(zip(inputs, labels, losses)):
             others = [other for other in range(CLIENTS) if other != client]
             most = num_neighbours if number >= ALONE else 0
-            at_hand = [client, *table.choose(others, EPSILON, int(rng.integers(2**32)), most)]  # k of them
+            at_hand = [client, *map(int, table.choose(others, EPSILON, int(rng.integers(2**32)), most))]  # k of them
             seen = features(x)[at_hand]  # (k, n, 2)
             off = np.einsum("knd,kd->kn", seen, lines[at_hand]) - y
             table.update(at_hand, (off**2).sum(axis=1) / (2 * noise**2), BETA)
-            weights = dict(zip(*table.weights(temperature)))
-            shares = [weights[owner] for owner in at_hand]
+            share_of = dict(zip(*table.weights(temperature)))
+            shares = [share_of[owner] for owner in at_hand]
             gradients[at_hand] += np.einsum("k,kn,knd->kd", shares, off, seen) / noise**2
         for line, gradient, step in zip(lines, gradients, steps):
             step(line, gradient)
     weights = np.zeros((CLIENTS, CLIENTS))
     for row, table in zip(weights, losses):
-        seen, row_weights = table.weights(temperature)
-        row[seen] = row_weights
+        owners, row_weights = table.weights(temperature)
+        row[list(map(int, owners))] = row_weights
     return lines, weights
 
 
@@ -107,8 +108,7 @@ def by_distance(weights: np.ndarray) -> np.ndarray:
 
 def picture(seed: int, noise: float, ways: dict[str, np.ndarray], weights: np.ndarray) -> Figure:
     """Left the data and what each way predicts, right who uses whose line."""
-    figure = Figure(figsize=(12, 4.8), dpi=150, layout="constrained", facecolor="white")
-    figure.get_layout_engine().set(wspace=0.04)
+    figure = Figure(figsize=(12, 4.8), dpi=150, layout=ConstrainedLayoutEngine(wspace=0.04), facecolor="white")
     left, right = figure.subplots(1, 2, width_ratios=(1.45, 1))
     x = np.linspace(0, CLIENTS, 401)
     left.plot(x, curve(x), color="#CC79A7", linewidth=5, alpha=0.45, label="curve")  # colours: Okabe and Ito's

@@ -180,7 +180,8 @@ def server_names_in(folder: Path) -> list[str | Address]:
         names = extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:
         return []
-    return [*names.get_values_for_type(x509.DNSName), *names.get_values_for_type(x509.IPAddress)]
+    addresses = [each for each in names.get_values_for_type(x509.IPAddress) if isinstance(each, Address)]
+    return [*names.get_values_for_type(x509.DNSName), *addresses]
 
 
 def check_certificate_names(folder: Path, names: Iterable[str | Address]) -> None:

@@ -86,7 +86,7 @@ def faults(link: Link, output: bytes | None = None) -> Iterator[str]:
                     f"the server does not know the key {link.key}, or has withdrawn it: put the site's .pub into "
                     "the server's keys folder; for one that was withdrawn make a new key"
                 )
-            elif status == "known" and NOT_ACTIVATED in output:
+            elif status == "known" and output and NOT_ACTIVATED in output:
                 yield (
                     f"the key {link.key} is in use by another SuperNode, or was less than a minute ago: end the "
                     "other `kindred site`, or wait"

@@ -20,7 +20,7 @@ from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from cryptography import x509
 from fastapi import HTTPException, Request
@@ -198,7 +198,7 @@ async def _read(receive: Any, most: int) -> bytes:
                     parts.append(part)
                 if not message.get("more_body", False):
                     return b"".join(parts)
-                patience.reschedule(patience.when() + len(part) / PACE)
+                patience.reschedule(cast(float, patience.when()) + len(part) / PACE)
     except TimeoutError:  # SuperNodes try again after 503, and not after 408
         raise Refused(503, f"a body that takes {PATIENCE:g} s, at less than {PACE} bytes/s") from None
 
@@ -259,7 +259,7 @@ class Connection(HttpToolsProtocol):
         if self.pipeline:
             raise ValueError("more requests than one before the last is answered")  # uvicorn answers 400
         super().on_message_begin()
-        self.scope["extensions"] = {TRUST: self.trust}
+        self.scope["extensions"] = {TRUST: self.trust}  # type: ignore[dict-item]  # ASGI lets an extension be anything
 
     def on_headers_complete(self) -> None:
         """Have the request answered; from here on `Guard` knows how long its body may take."""

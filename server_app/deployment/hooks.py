@@ -83,8 +83,7 @@ def quicken_supernode() -> None:
         pauses.superexec = subprocess.Popen(command(script, arguments[1:], warm_up))
         return pauses.superexec
 
-    start_client_internal.time = pauses
-    start_client_internal.subprocess = SimpleNamespace(Popen=start_superexec)
+    vars(start_client_internal).update(time=pauses, subprocess=SimpleNamespace(Popen=start_superexec))
 
 
 class Pauses:
@@ -124,21 +123,24 @@ def warm_up() -> None:
 
     forks = start_forks()
 
+    def hand_over(line: bytes) -> None:
+        assert forks.stdin is not None  # a pipe
+        forks.stdin.write(line)
+        forks.stdin.flush()
+
     def start(arguments: Sequence[str], **settings: Any) -> subprocess.Popen[bytes]:
         nonlocal forks
         if arguments[0] != "flwr-clientapp":
             return subprocess.Popen(arguments, **settings)
         line = json.dumps(arguments).encode() + b"\n"
         try:
-            forks.stdin.write(line)
-            forks.stdin.flush()
+            hand_over(line)
         except OSError:  # it has ended, as for want of memory
             forks = start_forks()
-            forks.stdin.write(line)
-            forks.stdin.flush()
+            hand_over(line)
         return forks
 
-    subprocess_executor.subprocess = SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL)
+    vars(subprocess_executor).update(subprocess=SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL))
 
 
 def guard_superlink() -> None:
@@ -156,5 +158,5 @@ def guard_superlink() -> None:
         superlink.add_middleware(guard.Guard, names=guard.server_names(config.host, config.ssl_certfile))
         return superlink
 
-    main.create_app = create_guarded_app
+    vars(main).update(create_app=create_guarded_app)
     uvicorn.run = partial(serve, http=guard.Connection, ws="none")

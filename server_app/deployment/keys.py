@@ -123,6 +123,7 @@ def make_keys(folder: Path, names: Sequence[str | Address], sites: Iterable[str]
     """
     from cryptography import x509
     from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+    from cryptography.x509.oid import ExtendedKeyUsageOID
 
     def files(name: str) -> tuple[Path, Path]:
         return folder / f"{name}.key", folder / f"{name}.crt"
@@ -157,7 +158,7 @@ def make_keys(folder: Path, names: Sequence[str | Address], sites: Iterable[str]
         extensions = [
             (x509.BasicConstraints(ca=False, path_length=None), True),
             (key_usage(digital_signature=True), True),
-            (x509.ExtendedKeyUsage([x509.ExtendedKeyUsageOID.SERVER_AUTH]), False),
+            (x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), False),
             (
                 x509.SubjectAlternativeName(
                     [x509.DNSName(name) if isinstance(name, str) else x509.IPAddress(name) for name in all_names]

@@ -74,7 +74,7 @@ class Registration:
     def look(self) -> bool:
         """Register the keys that are new; False if that failed."""
         new: dict[Path, bytes] = {}
-        doubts = {open_to_others(self._folder)} - {None}
+        doubts = {doubt for doubt in [open_to_others(self._folder)] if doubt}
         for path in [] if doubts else public_keys_in(self._folder):
             if doubt := open_to_others(path):
                 doubts.add(doubt)

@@ -139,8 +139,8 @@ def check_server_keys(folder: Path, host: str | Address) -> dict[str, x509.Certi
     if isinstance(host, str) or not host.is_unspecified:
         check_certificate_names(folder, [host])
     check_public_keys(public_keys_in(folder))
-    for path in (folder, *sorted(folder.glob("[!.]*"))):
-        if doubt := open_to_others(path):
+    for each in (folder, *sorted(folder.glob("[!.]*"))):
+        if doubt := open_to_others(each):
             end(2, doubt)
     return certificates
 

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO
+from typing import TYPE_CHECKING, cast
 
 import typer
 
@@ -21,6 +21,9 @@ from . import hooks
 from .addresses import LOOPBACK, check_port_is_free
 from .connection import Link, faults
 from .processes import FIRST_PAUSE, GRACE, LONGEST_PAUSE, processes_that_end, start_process
+
+if TYPE_CHECKING:
+    from io import BufferedReader
 
 STEADY = 60.0  # s after which a SuperNode that ends has nothing to do with the time before
 KEPT = 4096  # bytes of what a SuperNode has written, to find in its end
@@ -44,7 +47,7 @@ def keep_running(command: Callable[[], list[str]], settings: Mapping[str, str], 
         while True:
             began = time.monotonic()
             supernode = start_process(command(), settings, home, mark, hooks.quicken_supernode, stderr=subprocess.PIPE)
-            output = Output(supernode.stderr)
+            output = Output(cast("BufferedReader", supernode.stderr))  # a pipe
             code = supernode.wait()
             kill_processes(mark)  # what it started, such as a client at work on a message
             output.join(GRACE)
@@ -59,7 +62,7 @@ def keep_running(command: Callable[[], list[str]], settings: Mapping[str, str], 
 class Output(threading.Thread):
     """Passes on what a process writes, when it writes it, and keeps the end of it."""
 
-    def __init__(self, source: IO[bytes]) -> None:
+    def __init__(self, source: BufferedReader) -> None:
         super().__init__()
         self._source = source
         self.end = b""

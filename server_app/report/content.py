@@ -243,7 +243,7 @@ def _stages(rows: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, Any]
     after = next((stage for stage in (TRAINED, TUNED, MIXTURE) if stage in curves), PERSONAL)
     return {
         "curves": list(curves.values()),
-        "personal": STAGES.get(personal, personal),
+        "personal": STAGES.get(personal, personal) if personal else None,
         "after": after,
         "after-name": STAGES[after],
     }
@@ -361,16 +361,14 @@ def mean_over_seeds(curves: Sequence[Mapping[str, Any]]) -> dict[str, Any] | Non
         return None
     rounds = sorted(set.intersection(*(set(curve["rounds"]) for curve in curves)))
 
-    def stacked(key: str) -> np.ndarray | None:
-        if any(curve[key] is None for curve in curves):
-            return None
+    def stacked(key: str) -> np.ndarray:
         values = [dict(zip(curve["rounds"], curve[key])) for curve in curves]
         return np.array([[np.nan if each[number] is None else each[number] for number in rounds] for each in values])
 
     accuracy = stacked("mean")  # (seeds, r)
     mean = accuracy.mean(axis=0)
     deviation = accuracy.std(axis=0, ddof=1) if len(curves) > 1 else None
-    samples = stacked("samples")
+    samples = None if any(curve["samples"] is None for curve in curves) else stacked("samples")
     return {
         "rounds": rounds,
         "mean": _numbers(mean),

@@ -157,9 +157,9 @@ def collaboration_figure(
     from matplotlib import colormaps
 
     count = len(clients)
-    groups = np.zeros(count, dtype=np.int64) if groups is None else np.asarray(groups)
-    order = np.argsort(groups, kind="stable")
-    groups = groups[order]
+    labels = np.zeros(count, dtype=np.int64) if groups is None else np.asarray(groups)
+    order = np.argsort(labels, kind="stable")
+    labels = labels[order]
     shares = np.array(weights, dtype=np.float64)[np.ix_(order, order)]  # (m, m)
     own = shares.diagonal().copy()
     np.fill_diagonal(shares, np.nan)
@@ -174,9 +174,9 @@ def collaboration_figure(
     low, high = f"{own.min():.2f}", f"{own.max():.2f}"
     axes.set_title(f"grey: a client's own share, {low}" + (f" to {high}" if high != low else ""), fontsize=9.5)
 
-    starts = np.flatnonzero(np.diff(groups)) + 1
+    starts = np.flatnonzero(np.diff(labels)) + 1
     edges = np.concatenate(([0], starts, [count]))
-    centres, numbers = (edges[:-1] + edges[1:] - 1) / 2, [str(group) for group in groups[edges[:-1]]]
+    centres, numbers = (edges[:-1] + edges[1:] - 1) / 2, [str(group) for group in labels[edges[:-1]]]
     by_group = ""
     if count > MOST_NAMED and len(starts):  # names that jump from group to group would say nothing
         axes.set_xticks([])
@@ -289,13 +289,13 @@ def comparison_figure(methods: Sequence[tuple[str, Sequence[Sequence[Mapping[str
     title : str
     """
     figure, axes = new_figure(title, (8.0, max(4.6, 0.3 * len(methods) + 1.6)))
-    lines = []  # (name, rounds, percent, style)
+    lines: list[tuple[str, np.ndarray, np.ndarray, dict[str, Any]]] = []  # (name, rounds, percent, style)
     for i, (name, runs) in enumerate(methods):
         told = [
             {line["round"]: line["accuracy"] for line in rounds if is_accuracy(line.get("accuracy"))} for rounds in runs
         ]
         known = sorted(set.intersection(*map(set, told))) if told else []  # the rounds of all runs
-        style = {
+        style: dict[str, Any] = {
             "color": COLOURS[i % len(COLOURS)],
             "linestyle": DASHES[i % len(DASHES)],
             "marker": MARKERS[i % len(MARKERS)],

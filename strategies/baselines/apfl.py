@@ -146,7 +146,7 @@ class APFLClient:
         check_finite(personal)  # which it is not where one of the two, or the share, is not
         visit.state.save(LOCAL, keeps)
         metrics |= visit.evaluation(TRAINED, shared) | visit.evaluation(OWN, personal) | visit.counts()
-        return RecordDict({ARRAYS: to_record(get_arrays(shared)), METRICS: MetricRecord(metrics)})
+        return RecordDict({ARRAYS: to_record(get_arrays(shared)), METRICS: MetricRecord({**metrics})})
 
     @staticmethod
     def evaluate(visit: Visit) -> RecordDict:
@@ -156,7 +156,7 @@ class APFLClient:
         metrics = visit.separate_evaluation(model)
         if kept is None and visit.is_site:
             visit.keep(model, metrics["accuracy"])
-        return RecordDict({METRICS: MetricRecord(metrics)})
+        return RecordDict({METRICS: MetricRecord({**metrics})})
 
 
 # --- The server ---------------------------------------------------------------------------------------

@@ -292,7 +292,9 @@ class ClusteredFL(PersonalizedStrategy):
         mean = WeightedMean(self.layout.size, self.layout.dtype)
         for client in clients:
             mean.add(client, self._examples[client], self._rows[self._row_of[client]].copy())
-        model = self.layout.record(mean.result(), self._counters[clients[0]])
+        row = mean.result()
+        assert row is not None  # a cluster has one client or more
+        model = self.layout.record(row, self._counters[clients[0]])
 
         cluster, rows = self._tree[number], self._to_updates(number, clients)
         norms = update_norms(lambda: self._blocks(rows), np.array([self._examples[client] for client in clients]))
@@ -302,9 +304,9 @@ class ClusteredFL(PersonalizedStrategy):
             cluster.model, cluster.examples = model, mean.weights
             return
         first, cross = optimal_bipartition(cosines(lambda: self._blocks(rows), len(rows)))
-        parts = []
+        parts: list[Cluster] = []
         for part in (first, ~first):
-            for place in np.flatnonzero(part):
+            for place in np.flatnonzero(part).tolist():
                 self._cluster_of[clients[place]] = len(self._tree.clusters) + len(parts)
             updates = self._rows[np.array(rows)[part], : self.layout.num_parameters]  # (m_p, parameters), a copy
             parts.append(Cluster(model, number, server_round, updates, mean.weights))
@@ -349,12 +351,14 @@ class ClusteredFL(PersonalizedStrategy):
         if len(counts) == 1:
             return self._tree[0].model
         mean = WeightedMean(self.layout.size, self.layout.dtype)
-        for number in np.flatnonzero(counts):
+        for number in np.flatnonzero(counts).tolist():
             row = np.empty(self.layout.size, self.layout.dtype)  # (d,)
             arrays = read_record(self._tree[number].model)
             self.layout.flatten(arrays, row)
-            mean.add(int(number), int(counts[number]), row)
-        return self.layout.record(mean.result(), self.layout.integer_arrays(read_record(self._tree[0].model)))
+            mean.add(number, int(counts[number]), row)
+        total = mean.result()
+        assert total is not None  # there are two clusters or more
+        return self.layout.record(total, self.layout.integer_arrays(read_record(self._tree[0].model)))
 
     def personal_arrays(self, client: ClientId) -> ArrayRecord:
         return self._tree[self._cluster_of.get(client, 0)].model

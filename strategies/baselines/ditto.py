@@ -61,13 +61,13 @@ class DittoClient:
         set_arrays(model, own)
         visit.train(model, proximal_mu=float(visit.config[DITTO_LAMBDA]), towards=received)
         metrics |= visit.evaluation(OWN, model) | visit.counts()
-        return RecordDict({ARRAYS: trained, METRICS: MetricRecord(metrics)})
+        return RecordDict({ARRAYS: trained, METRICS: MetricRecord({**metrics})})
 
     @staticmethod
     def evaluate(visit: Visit) -> RecordDict:
         """Evaluate the client's own model; the received one if it has none yet."""
         model = visit.model(visit.state.load(MODEL))
-        return RecordDict({METRICS: MetricRecord(visit.separate_evaluation(model))})
+        return RecordDict({METRICS: MetricRecord({**visit.separate_evaluation(model)})})
 
 
 # --- The server ---------------------------------------------------------------------------------------

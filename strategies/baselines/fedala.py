@@ -124,14 +124,14 @@ class FedALAClient:
         arrays = get_arrays(model)
         head = {name: arrays[name] for name in visit.config[HEAD]}
         visit.state.save(ALA, {**with_prefix(LOCAL, head), **with_prefix(WEIGHTS, weights)})
-        return RecordDict({ARRAYS: to_record(arrays), METRICS: MetricRecord(metrics)})
+        return RecordDict({ARRAYS: to_record(arrays), METRICS: MetricRecord({**metrics})})
 
     @staticmethod
     def evaluate(visit: Visit) -> RecordDict:
         """Evaluate what the client makes of the received model; what it keeps stays as it is."""
         model = visit.model()
         adapt(visit, model, by_prefix(visit.state.load(ALA) or {}))
-        return RecordDict({METRICS: MetricRecord(visit.separate_evaluation(model))})
+        return RecordDict({METRICS: MetricRecord({**visit.separate_evaluation(model)})})
 
 
 def adapt(visit: Visit, model: torch.nn.Module, kept: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:

@@ -123,7 +123,7 @@ def distil(
         torch.random.fork_rng(devices=[images.device] if on_gpu else []),
         differentiating(student, images, batch_size) as gradients_of,
     ):
-        torch.random.default_generator.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         if on_gpu:
             torch.cuda.manual_seed(seed)
         for batch, wanted in batches((images, probabilities), 0, steps, batch_size, generator):
@@ -288,7 +288,7 @@ class FedDF(PersonalizedStrategy):
                 first = next(iter(self._means[name].weights))
                 self._globals[name] = layout.record(mean, self._counters[first])
                 self._shares[name] = self._means[name].weights
-            if self.distill_steps:
+            if self._sum is not None:  # as there are steps of distillation
                 self._distil(name, teacher(self._sum, len(answered)), server_round)
                 self._shares[name] = dict.fromkeys(answered, 1.0)
         self._sum = None

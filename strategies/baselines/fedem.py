@@ -135,7 +135,7 @@ class FedEMClient:
         )
         keep_mixture(visit, range(len(components)), components, shares)
         metrics = _scores(visit, components, shares) | {NUM_EXAMPLES: len(visit.site.test[1])}
-        return RecordDict({METRICS: MetricRecord(metrics)})
+        return RecordDict({METRICS: MetricRecord({**metrics})})
 
 
 def _equal(count: int) -> np.ndarray:

@@ -98,11 +98,11 @@ def model_weights(loss_before: float, losses: Sequence[float], distances: Sequen
         Summing to 1; all 0 if no model is better. One whose loss or distance is not finite, or that is no other than
         b, has weight 0.
     """
-    losses, distances = np.asarray(losses, dtype=np.float64), np.asarray(distances, dtype=np.float64)  # (k,)
-    usable = np.isfinite(losses) & np.isfinite(distances) & (distances > 0)
+    after, moved = np.asarray(losses, dtype=np.float64), np.asarray(distances, dtype=np.float64)  # (k,)
+    usable = np.isfinite(after) & np.isfinite(moved) & (moved > 0)
     # A first model whose loss is not finite is worse than any other, by as much.
-    gains = loss_before - losses if np.isfinite(loss_before) else np.ones_like(losses)  # (k,)
-    weights = np.divide(np.maximum(gains, 0), distances, out=np.zeros_like(losses), where=usable)
+    gains = loss_before - after if np.isfinite(loss_before) else np.ones_like(after)  # (k,)
+    weights = np.divide(np.maximum(gains, 0), moved, out=np.zeros_like(after), where=usable)
     return weights / weights.sum() if weights.any() else weights
 
 
@@ -111,7 +111,7 @@ def combined(models: Sequence[Arrays], weights: np.ndarray) -> dict[str, np.ndar
 
     Integer buffers are those of the first model, which is the client's own.
     """
-    first, *others = np.flatnonzero(weights)
+    first, *others = np.flatnonzero(weights).tolist()
     sums = {}
     for name, own in models[0].items():
         sums[name] = own
@@ -158,7 +158,7 @@ class FedFomoClient:
         return RecordDict(
             {
                 ARRAYS: to_record(get_arrays(model)),
-                METRICS: MetricRecord(metrics),
+                METRICS: MetricRecord({**metrics}),
                 CONFIG: ConfigRecord({WEIGHTS: weights.tolist()}),
             }
         )
@@ -181,9 +181,8 @@ def _split(visit: Visit) -> tuple[Samples, Samples]:
 
 def weigh_models(visit: Visit, models: Sequence[Arrays], validation: Samples) -> np.ndarray:
     """The weights of the models, shape (k,), the first the client's own; by the model that it trained from last."""
-    before = visit.state.load(BEFORE)
-    if before is None:
-        before = models[0]
+    known = visit.state.load(BEFORE)
+    before = models[0] if known is None else known
     module = visit.model(before)
     loss_before = visit.loss(module, validation)
     trained = _trained(module)

@@ -87,14 +87,14 @@ class FedRepClient:
             metrics[TRAIN_LOSS] = visit.train(model)
         metrics |= visit.evaluation(OWN, model) | visit.counts()
         arrays = {name: array for name, array in get_arrays(model).items() if name not in head}
-        return RecordDict({ARRAYS: to_record(arrays), METRICS: MetricRecord(metrics)})
+        return RecordDict({ARRAYS: to_record(arrays), METRICS: MetricRecord({**metrics})})
 
     @staticmethod
     def evaluate(visit: Visit) -> RecordDict:
         """Evaluate the client's own model; the initial head on the received body if it has none yet."""
         own = visit.state.load(MODEL)
         model = visit.model(own) if own else _composed(visit, own)
-        return RecordDict({METRICS: MetricRecord(visit.separate_evaluation(model))})
+        return RecordDict({METRICS: MetricRecord({**visit.separate_evaluation(model)})})
 
 
 def _composed(visit: Visit, own: Mapping[str, np.ndarray] | None) -> torch.nn.Module:

@@ -62,8 +62,8 @@ CLUSTER = "cluster"  # the metric in which a client says which model it took
 
 def nearest_model(losses: Sequence[float]) -> int:
     """argmin_j F_i(w_j); of equally good ones the first. A loss that is not finite is worse than any other."""
-    losses = np.asarray(losses, dtype=np.float64)  # (c,)
-    return int(np.where(np.isfinite(losses), losses, np.inf).argmin())
+    values = np.asarray(losses, dtype=np.float64)  # (c,)
+    return int(np.where(np.isfinite(values), values, np.inf).argmin())
 
 
 # --- The client ---------------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ class HypClusterClient:
         metrics = visit.evaluation(RECEIVED, model) | {CLUSTER: cluster}
         metrics[TRAIN_LOSS] = visit.train(model)
         metrics |= visit.evaluation(TRAINED, model) | visit.counts()
-        return RecordDict({ARRAYS: to_record(get_arrays(model)), METRICS: MetricRecord(metrics)})
+        return RecordDict({ARRAYS: to_record(get_arrays(model)), METRICS: MetricRecord({**metrics})})
 
     @staticmethod
     def evaluate(visit: Visit) -> RecordDict:

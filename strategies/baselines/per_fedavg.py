@@ -108,7 +108,7 @@ class PerFedAvgClient:
                 train_loss.add(meta_step(weights, gradients_of, first, second, alpha, beta), len(second[1]))
         metrics[TRAIN_LOSS] = train_loss.result()
         metrics |= visit.evaluation(TRAINED, model) | visit.counts()
-        return RecordDict({ARRAYS: to_record(get_arrays(model)), METRICS: MetricRecord(metrics)})
+        return RecordDict({ARRAYS: to_record(get_arrays(model)), METRICS: MetricRecord({**metrics})})
 
     @staticmethod
     def evaluate(visit: Visit) -> RecordDict:
@@ -118,7 +118,7 @@ class PerFedAvgClient:
         metrics = visit.separate_evaluation(model)
         if visit.is_site:
             visit.keep(model, metrics["accuracy"])
-        return RecordDict({ARRAYS: to_record(get_arrays(model)), METRICS: MetricRecord(metrics)})
+        return RecordDict({ARRAYS: to_record(get_arrays(model)), METRICS: MetricRecord({**metrics})})
 
 
 def adapt(visit: Visit, model: torch.nn.Module) -> None:

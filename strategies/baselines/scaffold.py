@@ -148,7 +148,7 @@ class SCAFFOLDClient:
         metrics |= visit.evaluation(TRAINED, model) | visit.counts()
         changes = {name: new[name] - own[name] for name in new}
         return RecordDict(
-            {ARRAYS: to_record({**trained, **with_prefix(CONTROL, changes)}), METRICS: MetricRecord(metrics)}
+            {ARRAYS: to_record({**trained, **with_prefix(CONTROL, changes)}), METRICS: MetricRecord({**metrics})}
         )
 
     @staticmethod

@@ -112,9 +112,10 @@ class Graphs:
                 graph = Graph(model, step, update, batch)
         except Exception as error:  # of whatever kind: if it is the step's own the plain step will raise it
             self._refused = True
-            while error.__context__ is not None:
-                error = error.__context__
-            reason = (str(error) or type(error).__name__).partition("\n")[0]
+            cause: BaseException = error
+            while cause.__context__ is not None:
+                cause = cause.__context__
+            reason = (str(cause) or type(cause).__name__).partition("\n")[0]
             log(
                 WARNING,
                 "kindred: a step of %s cannot be a CUDA graph, so it stays as it is: %s",

@@ -48,11 +48,11 @@ def digits_cnn(image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
 
 
 def mcmahan_cnn(image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
-    """The MNIST CNN of McMahan et al., "Communication-Efficient Learning of Deep Networks from
-    Decentralized Data", AISTATS 2017, arXiv:1602.05629: its 1,663,370 parameters for 28x28 grey images.
+    """The MNIST CNN of FedAvg: 1,663,370 parameters for 28x28 grey images.
 
-    Two 5x5 convolutions (32, 64 channels), each with 2x2 max pooling and ReLU; FC 512 with ReLU; FC.
-    The paper's number of parameters fixes what it leaves open: convolutions keep the images' size.
+    McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017,
+    arXiv:1602.05629. Two 5x5 convolutions (32, 64 channels), each with 2x2 max pooling and ReLU; FC 512 with ReLU;
+    FC. The paper's number of parameters fixes what it leaves open: convolutions keep the images' size.
     """
     channels, height, width = _at_least(4, "mcmahan-cnn", image_shape)
     return nn.Sequential(
@@ -72,11 +72,10 @@ def mcmahan_cnn(image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
 
 
 def cnn2(image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
-    """The CNN2 of Shen et al., "Federated Mutual Learning", arXiv:2006.16765, as FedeRiCo uses it on
-    CIFAR-10: 319,242 parameters for 32x32 colour images and 10 classes.
+    """The CNN2 that FedeRiCo uses on CIFAR-10: 319,242 parameters for 32x32 colour images and 10 classes.
 
-    Three 3x3 convolutions of 128 channels, each with 2x2 max pooling and ReLU; FC. The convolutions keep
-    the images' size.
+    Shen et al., "Federated Mutual Learning", arXiv:2006.16765. Three 3x3 convolutions of 128 channels, each with 2x2
+    max pooling and ReLU; FC. The convolutions keep the images' size.
     """
     channels, height, width = _at_least(8, "cnn2", image_shape)
     return nn.Sequential(
@@ -97,11 +96,11 @@ def cnn2(image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
 
 
 def resnet18(image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
-    """ResNet-18 of He et al., "Deep Residual Learning for Image Recognition", CVPR 2016,
-    arXiv:1512.03385, for small images: 11,173,962 parameters for colour images and 10 classes.
+    """ResNet-18 for small images: 11,173,962 parameters for colour images and 10 classes.
 
-    torchvision's, with a 3x3 convolution of stride 1 in place of the 7x7 one of stride 2, and without
-    max pooling, so that 32x32 images reach the last stage as 4x4. It has batch normalisation.
+    He et al., "Deep Residual Learning for Image Recognition", CVPR 2016, arXiv:1512.03385. It is torchvision's, with
+    a 3x3 convolution of stride 1 in place of the 7x7 one of stride 2, and without max pooling, so that 32x32 images
+    reach the last stage as 4x4. It has batch normalisation.
     """
     channels, _, _ = _at_least(8, "resnet18", image_shape)
     model = import_torchvision().models.resnet18(num_classes=num_classes)
@@ -112,12 +111,11 @@ def resnet18(image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
 
 
 def ckt_cnn(image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
-    """The small CNN of Cho et al., "Personalized Federated Learning for Heterogeneous Clients with
-    Clustered Knowledge Transfer" (PerFed-CKT), arXiv:2109.08119: 151,216 parameters for 32x32 colour
-    images and 10 classes.
+    """The small CNN of PerFed-CKT: 151,216 parameters for 32x32 colour images and 10 classes.
 
-    The paper's (appendix E): two convolutions with max pooling; FC 120, 100, 84, 50; FC. Our choice,
-    where it says no more: the 5x5 kernels and the 6 and 16 channels of LeNet-5, padding that keeps the
+    Cho et al., "Personalized Federated Learning for Heterogeneous Clients with Clustered Knowledge Transfer",
+    arXiv:2109.08119. The paper's (appendix E): two convolutions with max pooling; FC 120, 100, 84, 50; FC. Our
+    choice, where it says no more: the 5x5 kernels and the 6 and 16 channels of LeNet-5, padding that keeps the
     images' size, 2x2 pooling, and ReLU.
     """
     channels, height, width = _at_least(4, "ckt-cnn", image_shape)
@@ -144,11 +142,10 @@ def ckt_cnn(image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
 
 
 def office_mlp(image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
-    """The MLP of Sui et al., "Find Your Friends: Personalized Federated Learning with the Right
-    Collaborators" (FedeRiCo), arXiv:2210.06597, appendix D, for ResNet-18's features of Office-Home:
-    726,265 parameters for 512 features and 65 classes.
+    """FedeRiCo's MLP for ResNet-18's features of Office-Home: 726,265 parameters for 512 features and 65 classes.
 
-    Two hidden layers, FC 1000 and FC 200, each with ReLU; FC. Larger images are flattened.
+    Sui et al., "Find Your Friends: Personalized Federated Learning with the Right Collaborators", arXiv:2210.06597,
+    appendix D. Two hidden layers, FC 1000 and FC 200, each with ReLU; FC. Larger images are flattened.
     """
     return nn.Sequential(
         OrderedDict(
@@ -163,15 +160,14 @@ def office_mlp(image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
 
 
 def vgg11(image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
-    """VGG11 of Simonyan and Zisserman, "Very Deep Convolutional Networks for Large-Scale Image
-    Recognition", ICLR 2015, arXiv:1409.1556, for small images, as PerFed-CKT uses it on CIFAR-10:
-    9,756,426 parameters for colour images and 10 classes.
+    """VGG11 for small images, as PerFed-CKT uses it: 9,756,426 parameters for colour images and 10 classes.
 
-    torchvision's layers of convolution, batch normalisation, ReLU and 2x2 max pooling, then for each of
-    two times dropout, FC 512 and ReLU; FC. PerFed-CKT does not say how it fits torchvision's classifier
-    to 32x32 images, but its Table 1 fixes the size: HypCluster with c = 2 and C = 0.1 costs 2340e7
-    floats in 200 rounds of 10 uploads and 2 broadcasts, 9.75 million a model, as with two layers of 512.
-    The last stage leaves one pixel of 32x32 images; the mean over its pixels makes larger ones fit.
+    Simonyan and Zisserman, "Very Deep Convolutional Networks for Large-Scale Image Recognition", ICLR 2015,
+    arXiv:1409.1556. It has torchvision's layers of convolution, batch normalisation, ReLU and 2x2 max pooling, then
+    for each of two times dropout, FC 512 and ReLU; FC. PerFed-CKT does not say how it fits torchvision's classifier
+    to 32x32 images, but its Table 1 fixes the size: HypCluster with c = 2 and C = 0.1 costs 2340e7 floats in 200
+    rounds of 10 uploads and 2 broadcasts, 9.75 million a model, as with two layers of 512. The last stage leaves one
+    pixel of 32x32 images; the mean over its pixels makes larger ones fit.
 
     Weights are drawn as PyTorch's layers draw theirs, not as torchvision's VGG does: with its N(0, 0.01)
     for linear layers of this width SGD does not get started. After 150 steps of 32 out of 400 images of
@@ -187,7 +183,7 @@ def vgg13(image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
 
 MODELS: Registry[Callable[[ImageShape, int], torch.nn.Module]] = Registry(
     "kindred.models",
-    Callable,
+    Callable,  # type: ignore[arg-type]  # a class when the program runs
     {
         "digits-cnn": digits_cnn,
         "mcmahan-cnn": mcmahan_cnn,
@@ -354,7 +350,7 @@ def make_model(name: str, image_shape: ImageShape, num_classes: int, seed: int |
         return MODELS[name](image_shape, num_classes)
     with torch.random.fork_rng(devices=[]):
         # Not torch.manual_seed, which seeds the GPUs too.
-        torch.random.default_generator.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         return MODELS[name](image_shape, num_classes)
 
 

@@ -281,17 +281,17 @@ def begin_simulation(run_id: int, checkpoints: Path | None = None, *, goes_on: b
                 if not _holds_checkpoints(str(checkpoints or "") if again else file.read()):
                     _remove(mark.parent)
         folder.mkdir(mode=0o700, exist_ok=True)
-        mark = open(folder / _SIMULATED, "a+", encoding="utf-8")  # stays open, and so locked
+        held = open(folder / _SIMULATED, "a+", encoding="utf-8")  # stays open, and so locked
         try:
-            fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            mark.close()
+            held.close()
             raise NotResumable("another process is at work on it") from None
-        mark.seek(0)
-        if mark.read() != (content := str(checkpoints or "")):  # what is right is at no moment not there
-            mark.truncate(0)
-            print(content, file=mark, end="", flush=True)
-        _marks.append(mark)
+        held.seek(0)
+        if held.read() != (content := str(checkpoints or "")):  # what is right is at no moment not there
+            held.truncate(0)
+            print(content, file=held, end="", flush=True)
+        _marks.append(held)
 
 
 def end_simulation(run_id: int) -> None:

@@ -301,8 +301,10 @@ def check_finite(model: nn.Module) -> None:
 
 
 def get_arrays(model: nn.Module) -> dict[str, np.ndarray]:
-    """Copy a model's parameters and buffers into arrays, C-contiguous, in the order and with the names of
-    its state dict. Training the model further does not change them."""
+    """Copy a model's parameters and buffers into arrays, in the order and with the names of its state dict.
+
+    They are C-contiguous. Training the model further does not change them.
+    """
     arrays = {}
     for name, tensor in model.state_dict().items():
         copy = True if tensor.device.type == "cpu" else None  # what comes from a GPU is a copy already

@@ -129,9 +129,9 @@ def admit(content: RecordDict, weighted_by_key: str, mismatch: Mismatch | None =
                 raise Refused(f"array {reprlib.repr(name)} {error}") from None
         if (difference := mismatch(arrays)) is not None:
             raise Refused(difference)
-        for name, array in arrays.items():
-            if np.issubdtype(array.dtype, np.floating):
-                _check_values(name, array.reshape(-1))
+        for name, values in arrays.items():
+            if np.issubdtype(values.dtype, np.floating):
+                _check_values(name, values.reshape(-1))
     return Reply(arrays, metrics, config_of(content))
 
 

@@ -40,12 +40,12 @@ class BlendClient:
         model = visit.model(blended(visit.arrays, own, float(visit.config[OWN_SHARE])))
         metrics = {TRAIN_LOSS: visit.train(model)}
         metrics |= visit.evaluation(OWN, model) | visit.counts()  # which keeps it, being the method's result
-        return RecordDict({ARRAYS: to_record(get_arrays(model)), METRICS: MetricRecord(metrics)})
+        return RecordDict({ARRAYS: to_record(get_arrays(model)), METRICS: MetricRecord({**metrics})})
 
     @staticmethod
     def evaluate(visit: Visit) -> RecordDict:
         model = visit.model(visit.state.load(MODEL))
-        return RecordDict({METRICS: MetricRecord(visit.separate_evaluation(model))})
+        return RecordDict({METRICS: MetricRecord({**visit.separate_evaluation(model)})})
 
 
 class Blend(FedAvg):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from torch import Tensor
+from torch.nn import Module
 
 from plug_in import task
 
@@ -35,7 +37,7 @@ def evaluate(message: Message, context: Context) -> Message:
     return Message(RecordDict({"metrics": metrics}), reply_to=message)
 
 
-def _prepare(message: Message, context: Context) -> tuple:
+def _prepare(message: Message, context: Context) -> tuple[Module, tuple[Tensor, ...]]:
     """The received model, and this client's data."""
     net = task.make_net()
     net.load_state_dict(message.content["arrays"].to_torch_state_dict())
