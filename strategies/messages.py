@@ -48,8 +48,6 @@ METHOD = "method"
 PROXIMAL_MU = "proximal-mu"
 LABEL_SMOOTHING = "label-smoothing"
 FINETUNE_EPOCHS = "finetune-epochs"
-LOCAL_EPOCHS = "local-epochs"
-LOCAL_STEPS = "local-steps"
 PROBE = "probed-model"  # what a model is called that a client evaluates for the server's sake, and that is not its own
 
 METHODS = "methods"

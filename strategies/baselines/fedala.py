@@ -58,10 +58,11 @@ from kindred.messages import (
     TRAINED,
     ClientId,
     by_prefix,
-    check,
     to_record,
     with_prefix,
 )
+from kindred.registry import MODEL_BOTH_WAYS, Method
+from kindred.settings import A_SHARE, Setting, above, at_least
 
 from .fedavg import FedAvg
 from .fedrep import HEAD, training_only
@@ -74,8 +75,9 @@ else:
 
 ALA = "ala"  # what a client keeps: the last layers of its local model, and W_i
 LOCAL, WEIGHTS = "local", "weights"
-ALA_SHARE = "ala-share"
-ALA_LEARNING_RATE = "ala-learning-rate"
+HEAD_LAYERS = Setting("head_layers", 1, at_least(1), "last layers of the network, those that it mixes")
+ALA_SHARE = Setting("ala_share", 0.8, A_SHARE, "share of the training images by which weights are learned (s)")
+ALA_LEARNING_RATE = Setting("ala_learning_rate", 1.0, above(0), "step size of these weights (eta)")
 ALA_WEIGHT = "ala-weight"  # the mean of W_i, in the history
 
 LOOK_BACK, STEADY, MOST_EPOCHS = 10, 0.01, 100
@@ -155,7 +157,7 @@ def adapt(visit: Visit, model: torch.nn.Module, kept: Mapping[str, Mapping[str, 
     config, first = visit.config, WEIGHTS not in kept
     generator = torch.Generator().manual_seed(visit.seed(ALA))
     count = len(visit.site.train[1])
-    drawn = torch.randperm(count, generator=generator)[: max(2, round(float(config[ALA_SHARE]) * count))]
+    drawn = torch.randperm(count, generator=generator)[: max(2, round(float(config[ALA_SHARE.key]) * count))]
     samples = tuple(part[drawn.to(part.device)] for part in visit.site.train)
     statistics = [buffer.clone() for buffer in model.buffers()]
     losses: list[float] = []
@@ -177,7 +179,7 @@ def adapt(visit: Visit, model: torch.nn.Module, kept: Mapping[str, Mapping[str, 
                 loss, gradients = gradients_of(images, labels)
                 total += loss.double() * len(labels)
                 weights = [
-                    improved_weights(*each, float(config[ALA_LEARNING_RATE]))
+                    improved_weights(*each, float(config[ALA_LEARNING_RATE.key]))
                     for each in zip(weights, gradients, local, received)
                 ]
                 _write(mixed, local, received, weights)
@@ -221,15 +223,17 @@ class FedALA(FedAvg):
     model_stays = True
 
     def __init__(
-        self, *, head_layers: int = 1, ala_share: float = 0.8, ala_learning_rate: float = 1.0, **settings: Any
+        self,
+        *,
+        head_layers: int = HEAD_LAYERS.default,
+        ala_share: float = ALA_SHARE.default,
+        ala_learning_rate: float = ALA_LEARNING_RATE.default,
+        **settings: Any,
     ) -> None:
         super().__init__(**settings)
-        check("head_layers", head_layers, head_layers >= 1, "1 or more")
-        check("ala_share", ala_share, 0 < ala_share <= 1, "more than 0, at most 1")
-        check("ala_learning_rate", ala_learning_rate, 0 < ala_learning_rate < float("inf"), "more than 0")
-        self.head_layers = head_layers
-        self.ala_share = ala_share
-        self.ala_learning_rate = ala_learning_rate
+        self.head_layers = HEAD_LAYERS.check(head_layers)
+        self.ala_share = ALA_SHARE.check(ala_share)
+        self.ala_learning_rate = ALA_LEARNING_RATE.check(ala_learning_rate)
 
     def begin(self, initial_arrays: ArrayRecord) -> None:
         super().begin(initial_arrays)
@@ -239,6 +243,17 @@ class FedALA(FedAvg):
         return {
             **super().round_config(server_round, client),
             HEAD: self._head,
-            ALA_SHARE: self.ala_share,
-            ALA_LEARNING_RATE: self.ala_learning_rate,
+            ALA_SHARE.key: self.ala_share,
+            ALA_LEARNING_RATE.key: self.ala_learning_rate,
         }
+
+
+METHOD = Method(
+    title="FedALA",
+    paper="Zhang et al., AAAI 2023, arXiv:2212.01197",
+    travels=MODEL_BOTH_WAYS,
+    stays="its model, the weights of its last layers",
+    strategy=FedALA,
+    client=AdaptiveAggregation,
+    settings=(HEAD_LAYERS, ALA_SHARE, ALA_LEARNING_RATE),
+)

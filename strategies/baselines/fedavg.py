@@ -23,7 +23,18 @@ from flwr.app import ArrayRecord
 from kindred.engine.admission import Reply
 from kindred.engine.model_store import InTurn, Layout
 from kindred.engine.strategy import PersonalizedStrategy
-from kindred.messages import FINETUNE_EPOCHS, PROXIMAL_MU, RECEIVED, TUNED, ClientId, check, read_record, to_record
+from kindred.messages import FINETUNE_EPOCHS, PROXIMAL_MU, RECEIVED, TUNED, ClientId, read_record, to_record
+from kindred.registry import MODEL_BOTH_WAYS, Method
+from kindred.settings import Setting, at_least
+
+MU = Setting(
+    "proximal_mu",
+    0.01,
+    at_least(0),
+    "weight mu of the proximal term, mu/2 times the squared distance from the global model",
+    trial=0.5,
+)
+TUNING_EPOCHS = Setting("finetune_epochs", 1, at_least(0), "epochs by which a client tunes the global model for itself")
 
 # --- The mathematics ----------------------------------------------------------------------------------
 
@@ -129,7 +140,7 @@ class FedProx(FedAvg):
 
     Parameters
     ----------
-    proximal_mu : float
+    proximal_mu : float (default: 0.01)
         Weight mu of mu/2 ||w - w_global||^2, 0 or more; 0 is FedAvg.
     **settings
         Those of `PersonalizedStrategy`.
@@ -137,10 +148,9 @@ class FedProx(FedAvg):
 
     name = "fedprox"
 
-    def __init__(self, *, proximal_mu: float, **settings: Any) -> None:
+    def __init__(self, *, proximal_mu: float = MU.default, **settings: Any) -> None:
         super().__init__(**settings)
-        check("proximal_mu", proximal_mu, proximal_mu >= 0, "0 or more")
-        self.proximal_mu = proximal_mu
+        self.proximal_mu = MU.check(proximal_mu)
 
     def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
         return {**super().round_config(server_round, client), PROXIMAL_MU: self.proximal_mu}
@@ -182,10 +192,9 @@ class FineTuned(Tuned):
         Those of the form that is tuned.
     """
 
-    def __init__(self, *, finetune_epochs: int = 1, **settings: Any) -> None:
+    def __init__(self, *, finetune_epochs: int = TUNING_EPOCHS.default, **settings: Any) -> None:
         super().__init__(**settings)
-        check("finetune_epochs", finetune_epochs, finetune_epochs >= 0, "0 or more")
-        self.finetune_epochs = finetune_epochs
+        self.finetune_epochs = TUNING_EPOCHS.check(finetune_epochs)
 
     def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
         return {**super().round_config(server_round, client), FINETUNE_EPOCHS: self.finetune_epochs}
@@ -201,3 +210,32 @@ class FedProxFT(FineTuned, FedProx):
     """FedProx, each client tuning the global model for itself; parameters of `FineTuned` and `FedProx`."""
 
     name = "fedprox-ft"
+
+
+FEDAVG = Method(
+    title="FedAvg",
+    paper="McMahan et al., AISTATS 2017, arXiv:1602.05629",
+    travels=MODEL_BOTH_WAYS,
+    strategy=FedAvg,
+)
+FEDPROX = Method(
+    title="FedProx",
+    paper="Li et al., MLSys 2020, arXiv:1812.06127",
+    travels=MODEL_BOTH_WAYS,
+    strategy=FedProx,
+    settings=(MU,),
+)
+FEDAVG_FT = Method(
+    title="FedAvg-FT",
+    paper="Wang et al., 2019, arXiv:1910.10252",
+    travels=MODEL_BOTH_WAYS,
+    strategy=FedAvgFT,
+    settings=(TUNING_EPOCHS,),
+)
+FEDPROX_FT = Method(
+    title="FedProx-FT",
+    paper="Wang et al., 2019, arXiv:1910.10252",
+    travels=MODEL_BOTH_WAYS,
+    strategy=FedProxFT,
+    settings=(MU, TUNING_EPOCHS),
+)

@@ -57,6 +57,8 @@ from kindred.messages import (
     to_record,
     with_prefix,
 )
+from kindred.registry import MODEL_BOTH_WAYS, Method
+from kindred.settings import DEVICE, Setting, above, at_least
 
 from .fedavg import WeightedMean
 
@@ -64,6 +66,16 @@ if TYPE_CHECKING:
     import torch
 else:
     torch = lazy("torch")
+
+DISTILL_STEPS = Setting(
+    "distill_steps",
+    200,
+    at_least(0),
+    "steps by which the server distils the clients' models into one a round; 0 is FedAvg",
+    trial=3,
+)
+DISTILL_LEARNING_RATE = Setting("distill_learning_rate", 0.001, above(0), "step size of Adam in them", trial=0.01)
+PUBLIC_BATCH_SIZE = Setting("public_batch_size", 128, at_least(1), "public images a step", trial=2)
 
 # --- The mathematics ----------------------------------------------------------------------------------
 
@@ -186,24 +198,21 @@ class FedDF(PersonalizedStrategy):
         *,
         models: Mapping[str, Callable[[], torch.nn.Module]],
         public: torch.Tensor,
-        distill_steps: int = 200,
-        distill_learning_rate: float = 1e-3,
-        public_batch_size: int = 128,
-        device: str = "auto",
+        distill_steps: int = DISTILL_STEPS.default,
+        distill_learning_rate: float = DISTILL_LEARNING_RATE.default,
+        public_batch_size: int = PUBLIC_BATCH_SIZE.default,
+        device: str = DEVICE.default,
         **settings: Any,
     ) -> None:
         super().__init__(**settings)
         check("models", sorted(models), len(models) >= 1, "one network or more")
         check("public", tuple(public.shape), len(public) >= 1, "one image or more")
-        check("distill_steps", distill_steps, distill_steps >= 0, "0 or more")
-        check("distill_learning_rate", distill_learning_rate, 0 < distill_learning_rate < np.inf, "more than 0")
-        check("public_batch_size", public_batch_size, public_batch_size >= 1, "1 or more")
         self.models = dict(models)
         self.public = public
-        self.distill_steps = distill_steps
-        self.distill_learning_rate = distill_learning_rate
-        self.public_batch_size = public_batch_size
-        self.device = device
+        self.distill_steps = DISTILL_STEPS.check(distill_steps)
+        self.distill_learning_rate = DISTILL_LEARNING_RATE.check(distill_learning_rate)
+        self.public_batch_size = PUBLIC_BATCH_SIZE.check(public_batch_size)
+        self.device = DEVICE.check(device)
 
     def begin(self, initial_arrays: ArrayRecord) -> None:
         device = pick_device(self.device)
@@ -345,3 +354,15 @@ class FedDF(PersonalizedStrategy):
             if shares.any():
                 weights[row] = shares / shares.sum()
         return clients, weights
+
+
+METHOD = Method(
+    title="FedDF",
+    paper="Lin et al., NeurIPS 2020, arXiv:2006.07242",
+    travels=MODEL_BOTH_WAYS,
+    strategy=FedDF,
+    settings=(DISTILL_STEPS, DISTILL_LEARNING_RATE, PUBLIC_BATCH_SIZE),
+    mixed_networks=True,
+    needs_public_set=True,
+    distils=True,
+)

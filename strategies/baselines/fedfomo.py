@@ -55,7 +55,6 @@ from kindred.messages import (
     TRAIN_LOSS,
     TRAINED,
     ClientId,
-    check,
     encode,
     in_a_row,
     in_order,
@@ -63,13 +62,29 @@ from kindred.messages import (
     to_record,
     with_prefix,
 )
+from kindred.registry import Method
+from kindred.settings import STORE, Setting, at_least, between, within
 
 if TYPE_CHECKING:
     import torch
 
 Arrays = Mapping[str, np.ndarray]
 
-VALIDATION_SHARE = "validation-share"
+NUM_NEIGHBOURS = Setting(
+    "num_neighbours",
+    3,
+    at_least(0),
+    "models of others that a client gets in a round (M); 0 is local training",
+    trial=2,
+)
+EPSILON = Setting("epsilon", 0.3, within(0, 1), "probability of a random neighbour instead of the best")
+VALIDATION_SHARE = Setting(
+    "validation_share",
+    0.2,
+    between(0, 1),
+    "share of a client's training images by which it weighs models and does not train",
+    trial=0.25,
+)
 BEFORE = "before"  # the name under which a client keeps the model that it trained from last
 
 # How far from 1 weights may sum up to.
@@ -171,7 +186,7 @@ def _split(visit: Visit) -> tuple[Samples, Samples]:
     if site.validation is not None and len(site.validation[1]):
         return site.train, site.validation
     seed = seed_for(visit.config.get("seed", 0), visit.client, "validation")
-    training, validation = split(len(site.train[1]), float(visit.config[VALIDATION_SHARE]), seed)
+    training, validation = split(len(site.train[1]), float(visit.config[VALIDATION_SHARE.key]), seed)
     return visit.samples_at(training), visit.samples_at(validation)
 
 
@@ -221,15 +236,17 @@ class FedFomo(StoredModels):
     STATE = (*StoredModels.STATE, "_affinities", "_weights")
 
     def __init__(
-        self, *, num_neighbours: int = 3, epsilon: float = 0.3, validation_share: float = 0.2, **settings: Any
+        self,
+        *,
+        num_neighbours: int = NUM_NEIGHBOURS.default,
+        epsilon: float = EPSILON.default,
+        validation_share: float = VALIDATION_SHARE.default,
+        **settings: Any,
     ) -> None:
         super().__init__(**settings)
-        check("num_neighbours", num_neighbours, num_neighbours >= 0, "0 or more")
-        check("epsilon", epsilon, 0 <= epsilon <= 1, "0 to 1")
-        check("validation_share", validation_share, 0 < validation_share < 1, "more than 0, less than 1")
-        self.num_neighbours = num_neighbours
-        self.epsilon = epsilon
-        self.validation_share = validation_share
+        self.num_neighbours = NUM_NEIGHBOURS.check(num_neighbours)
+        self.epsilon = EPSILON.check(epsilon)
+        self.validation_share = VALIDATION_SHARE.check(validation_share)
 
     def begin(self, initial_arrays: ArrayRecord) -> None:
         super().begin(initial_arrays)
@@ -238,7 +255,7 @@ class FedFomo(StoredModels):
         self._at_hand: dict[ClientId, list[ClientId]] = {}  # whose models the last message to a client holds
 
     def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
-        return {**super().round_config(server_round, client), VALIDATION_SHARE: self.validation_share}
+        return {**super().round_config(server_round, client), VALIDATION_SHARE.key: self.validation_share}
 
     def outgoing(self, server_round: int, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId, ArrayRecord]]:
         self.welcome(clients)
@@ -301,3 +318,14 @@ class FedFomo(StoredModels):
             if any(told.values()):
                 rows[i] = [told.get(other, 0.0) for other in clients]
         return clients, rows / rows.sum(axis=1, keepdims=True) if clients else rows
+
+
+METHOD = Method(
+    title="FedFomo",
+    paper="Zhang et al., ICLR 2021, arXiv:2012.08565",
+    travels="the client's and others' models, down; its model and their weights, up",
+    stays="the model that it last trained from",
+    strategy=FedFomo,
+    client=WeighedModels,
+    settings=(NUM_NEIGHBOURS, EPSILON, VALIDATION_SHARE, STORE),
+)

@@ -32,7 +32,6 @@ Its result is the model x, for every client. Decisions, and where we depart from
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -59,11 +58,15 @@ from kindred.messages import (
     to_record,
     with_prefix,
 )
+from kindred.registry import Method
+from kindred.settings import Setting, above
 
 if TYPE_CHECKING:
     import torch
 else:
     torch = lazy("torch")
+
+SERVER_LEARNING_RATE = Setting("server_learning_rate", 1.0, above(0), "step size of the server (eta_g)")
 
 Arrays = dict[str, np.ndarray]
 
@@ -114,7 +117,7 @@ class ControlledTraining:
     @staticmethod
     def train(visit: Visit) -> RecordDict:
         """Algorithm 1, on the client."""
-        step_size = float(visit.config[SGD_LEARNING_RATE])
+        step_size = float(visit.config[SGD_LEARNING_RATE.key])
         num_steps = num_batches(len(visit.site.train[1]), visit.epochs, visit.steps, visit.batch_size)
         check("local-steps", num_steps, num_steps >= 1, "1 or more with SCAFFOLD")
         received, control = _apart(visit.arrays)
@@ -180,7 +183,7 @@ class SCAFFOLD(PlainSGD):
 
     Parameters
     ----------
-    sgd_learning_rate : float
+    sgd_learning_rate : float (default: 0.05)
         eta_l, above 0.
     server_learning_rate : float (default: 1.0)
         eta_g, above 0. 1 is what the paper's experiments have.
@@ -197,10 +200,9 @@ class SCAFFOLD(PlainSGD):
     clients_keep_state = True
     STATE = (*PlainSGD.STATE, "_total", "_weights", "_known", "_counted")
 
-    def __init__(self, *, server_learning_rate: float = 1.0, **settings: Any) -> None:
+    def __init__(self, *, server_learning_rate: float = SERVER_LEARNING_RATE.default, **settings: Any) -> None:
         super().__init__(**settings)
-        check("server_learning_rate", server_learning_rate, 0 < server_learning_rate < math.inf, "more than 0")
-        self.server_learning_rate = server_learning_rate
+        self.server_learning_rate = SERVER_LEARNING_RATE.check(server_learning_rate)
 
     def begin(self, initial_arrays: ArrayRecord) -> None:
         super().begin(initial_arrays)
@@ -268,3 +270,14 @@ class SCAFFOLD(PlainSGD):
                     for name in self.layout.parameters
                 }
             )
+
+
+METHOD = Method(
+    title="SCAFFOLD",
+    paper="Karimireddy et al., ICML 2020, arXiv:1910.06378",
+    travels="the model and the control variate, both ways",
+    stays="its control variate",
+    strategy=SCAFFOLD,
+    client=ControlledTraining,
+    settings=(SGD_LEARNING_RATE, SERVER_LEARNING_RATE),
+)

@@ -25,8 +25,6 @@ from kindred.messages import (
     IDENTITY_QUERY,
     KEEP_FROM,
     LABEL_SMOOTHING,
-    LOCAL_EPOCHS,
-    LOCAL_STEPS,
     METHOD,
     METHODS,
     METRICS,
@@ -59,6 +57,16 @@ from kindred.messages import (
     to_record,
 )
 from kindred.registry import REGISTRY
+from kindred.settings import (
+    BATCH_SIZE,
+    DEVICE,
+    LEARNING_RATE,
+    LOCAL_EPOCHS,
+    LOCAL_STEPS,
+    MOMENTUM,
+    OPTIMIZER,
+    PRECISION,
+)
 from kindred.versions import VERSION, mismatch
 
 from .models import MODELS
@@ -176,7 +184,7 @@ class Visit:
     def strategy(self) -> type[Any] | None:
         """The server half of the method; None of one that is not registered, such as Flower's own."""
         method = REGISTRY.get(str(self.config.get(METHOD)))
-        return method.strategy() if method else None
+        return method.strategy if method else None
 
     @property
     def module(self) -> torch.nn.Module:
@@ -229,16 +237,16 @@ class Visit:
     @property
     def epochs(self) -> int:
         """Epochs of local training that the message asks for; 0 where it asks for steps."""
-        return int(self.config.get(LOCAL_EPOCHS, 1))
+        return int(LOCAL_EPOCHS.read(self.config))
 
     @property
     def steps(self) -> int:
         """Steps of local training that the message asks for; 0 where it asks for epochs."""
-        return 0 if self.epochs else int(self.config.get(LOCAL_STEPS, 0))
+        return 0 if self.epochs else int(LOCAL_STEPS.read(self.config))
 
     @property
     def batch_size(self) -> int:
-        return int(self.config.get("batch-size", 32))
+        return int(BATCH_SIZE.read(self.config))
 
     @contextlib.contextmanager
     def _seeded(self, seed: int) -> Iterator[None]:
@@ -280,9 +288,9 @@ class Visit:
         self.compute[SAMPLES_TRAINED] += epochs * len(y) + steps * self.batch_size
         message = {
             "batch_size": self.batch_size,
-            "optimizer": str(config.get("optimizer", "sgd")),
-            "learning_rate": float(config.get("learning-rate", 0.01)),
-            "momentum": float(config.get("momentum", 0.0)),
+            "optimizer": str(OPTIMIZER.read(config)),
+            "learning_rate": float(LEARNING_RATE.read(config)),
+            "momentum": float(MOMENTUM.read(config)),
             "precision": self.precision,
         }
         with self._seeded(seed):
@@ -298,7 +306,7 @@ class Visit:
 
     @property
     def precision(self) -> str:
-        return str(self.config.get("precision", "float32"))
+        return str(PRECISION.read(self.config))
 
     @contextlib.contextmanager
     def differentiating(self, model: torch.nn.Module, purpose: str = "train") -> Iterator[Gradients]:
@@ -480,14 +488,14 @@ def client_id(context: Context) -> ClientId:
 
 def _half(visit: Visit) -> Any:
     method = REGISTRY.get(str(visit.config.get(METHOD)))
-    return method.client() if method else LocalTraining
+    return (method.client if method else None) or LocalTraining
 
 
 def _visit(load_site: LoadSite, message: Message, context: Context) -> Visit:
     configs = records_of(message.content, ConfigRecord)
     config = dict(configs[0]) if configs else {}
     (arrays,) = records_of(message.content, ArrayRecord)
-    device = pick_device(str(config.get("device", "auto")))
+    device = pick_device(str(DEVICE.read(config)))
     client = client_id(context)
     run, server_round = str(config.get(RUN, context.run_id)), int(config.get(SERVER_ROUND, 0))
     check(RUN, run, run.isascii() and run.isdecimal(), "a number")  # it becomes part of a path

@@ -52,6 +52,16 @@ from kindred.messages import (
     seed_for,
 )
 from kindred.registry import REGISTRY
+from kindred.settings import (
+    GRACE,
+    MAX_EMPTY_ROUNDS,
+    MAX_STRIKES,
+    MAX_UPDATE_NORM,
+    QUORUM,
+    SEED,
+    STORE,
+    WAIT_TIMEOUT,
+)
 from kindred.versions import mismatch
 
 from .admission import MAX_EXAMPLES, REFUSED, SERVERS_OWN, Refused, Reply, admit, norm
@@ -157,13 +167,13 @@ class PersonalizedStrategy(Strategy):
         configrecord_key: str = "config",
         train_metrics_aggr_fn: Callable[[list[RecordDict], str], MetricRecord] | None = None,
         evaluate_metrics_aggr_fn: Callable[[list[RecordDict], str], MetricRecord] | None = None,
-        seed: int = 0,
-        wait_timeout: float = 300.0,
-        quorum: float = 0.5,
-        grace: float = 600.0,
-        max_strikes: int = 3,
-        max_update_norm: float = 0.0,
-        max_empty_rounds: int = 5,
+        seed: int = SEED.default,
+        wait_timeout: float = WAIT_TIMEOUT.default,
+        quorum: float = QUORUM.default,
+        grace: float = GRACE.default,
+        max_strikes: int = MAX_STRIKES.default,
+        max_update_norm: float = MAX_UPDATE_NORM.default,
+        max_empty_rounds: int = MAX_EMPTY_ROUNDS.default,
         buffers: Collection[str] | None = None,
     ) -> None:
         check("fraction_train", fraction_train, 0 <= fraction_train <= 1, "0 to 1")
@@ -171,18 +181,6 @@ class PersonalizedStrategy(Strategy):
         check("min_train_nodes", min_train_nodes, min_train_nodes >= 0, "0 or more")
         check("min_evaluate_nodes", min_evaluate_nodes, min_evaluate_nodes >= 0, "0 or more")
         check("min_available_nodes", min_available_nodes, min_available_nodes >= 1, "1 or more")
-        check("seed", seed, seed >= 0, "0 or more")
-        check("wait_timeout", wait_timeout, wait_timeout > 0, "more than 0")
-        check(
-            "quorum",
-            quorum,
-            0 < quorum <= 1 or (1 < quorum < math.inf and quorum == int(quorum)),
-            "a share, more than 0 and up to 1, or a whole number",
-        )
-        check("grace", grace, grace >= 0, "0 or more")
-        check("max_strikes", max_strikes, max_strikes >= 0, "0 or more")
-        check("max_update_norm", max_update_norm, max_update_norm >= 0, "0 or more")
-        check("max_empty_rounds", max_empty_rounds, max_empty_rounds >= 1, "1 or more")
         self.fraction_train = fraction_train
         self.fraction_evaluate = fraction_evaluate
         self.min_train_nodes = min_train_nodes if fraction_train else 0
@@ -192,16 +190,16 @@ class PersonalizedStrategy(Strategy):
         self.configrecord_key = configrecord_key
         self.train_metrics_aggr_fn = train_metrics_aggr_fn or mean_metrics
         self.evaluate_metrics_aggr_fn = evaluate_metrics_aggr_fn or mean_metrics
-        self.seed = seed
-        self.quorum = quorum
-        self.grace = grace
-        self.max_update_norm = max_update_norm
-        self.max_empty_rounds = max_empty_rounds
+        self.seed = SEED.check(seed)
+        self.quorum = QUORUM.check(quorum)
+        self.grace = GRACE.check(grace)
+        self.max_update_norm = MAX_UPDATE_NORM.check(max_update_norm)
+        self.max_empty_rounds = MAX_EMPTY_ROUNDS.check(max_empty_rounds)
         self.buffers = buffers
         self.history = History()
         self.min_available_nodes = min_available_nodes
-        self.wait_timeout = wait_timeout
-        self.max_strikes = max_strikes
+        self.wait_timeout = WAIT_TIMEOUT.check(wait_timeout)
+        self.max_strikes = MAX_STRIKES.check(max_strikes)
         self.roster = Roster(min_available_nodes, wait_timeout, max_strikes)
         self._silent: set[ClientId] | None = None  # who may be asked for an evaluation in this round; None: all
         self._evaluated_apart: set[ClientId] = set()  # whose personal model was evaluated by itself in this round
@@ -869,10 +867,9 @@ class StoredModels(PersonalizedStrategy):
     STATE = (*PersonalizedStrategy.STATE, "models", "online")
     models: ClientModels
 
-    def __init__(self, *, store: str = "memory", **settings: Any) -> None:
+    def __init__(self, *, store: str = STORE.default, **settings: Any) -> None:
         super().__init__(**settings)
-        check("store", store, store in ("memory", "disk"), "memory, disk")
-        self.store = store
+        self.store = STORE.check(store)
 
     def begin(self, initial_arrays: ArrayRecord) -> None:
         self.initial = initial_arrays
