@@ -31,12 +31,13 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from logging import WARNING
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import numpy as np
 from flwr.supercore import log
 from scipy.special import log_softmax, logsumexp
 
+from .engine.arguments import StoredShared
 from .engine.model_store import BLOCK
 from .engine.strategy import CloudModels
 from .messages import PROXIMAL_MU, ClientId, in_order
@@ -235,7 +236,7 @@ class FedAMP(CloudModels):
     self_weight : float in [0, 1], "uniform", or "none" or None (default: 0.2)
         xi_ii, as of `attention_weights`; None is Eq. 5 as written. The paper's experiments:
         1 / (1 + clients of the same distribution).
-    **settings
+    **shared
         Those of `PersonalizedStrategy`.
 
     Raises
@@ -255,9 +256,9 @@ class FedAMP(CloudModels):
         alpha_decay_every: int = ALPHA_DECAY_EVERY.default,
         lam: float = LAM.default,
         self_weight: SelfWeight | Literal["none"] | None = SELF_WEIGHT.default,
-        **settings: Any,
+        **shared: Unpack[StoredShared],
     ) -> None:
-        super().__init__(**settings)
+        super().__init__(**shared)
         self.sigma = SIGMA.check(sigma)
         self.alpha = ALPHA.check(alpha)
         self.alpha_decay = ALPHA_DECAY.check(alpha_decay)
@@ -308,6 +309,15 @@ class FedAMP(CloudModels):
         return np.array([client in online for client in at_hand])
 
 
+class FedAMPShared(StoredShared, total=False):
+    """The arguments of `FedAMP` that mean the same in HeurFedAMP."""
+
+    alpha: float
+    alpha_decay: float
+    alpha_decay_every: int
+    lam: float
+
+
 class HeurFedAMP(FedAMP):
     """HeurFedAMP as a Flower strategy: FedAMP with cosine similarity, for deep networks.
 
@@ -318,7 +328,7 @@ class HeurFedAMP(FedAMP):
         CIFAR-100.
     self_weight : float in [0, 1] or "uniform" (default: 0.2)
         xi_ii.
-    **settings
+    **shared
         Those of `FedAMP`.
     """
 
@@ -329,9 +339,9 @@ class HeurFedAMP(FedAMP):
         *,
         sigma: float = COSINE_SIGMA.default,
         self_weight: SelfWeight = COSINE_SELF_WEIGHT.default,
-        **settings: Any,
+        **shared: Unpack[FedAMPShared],
     ) -> None:
-        super().__init__(sigma=COSINE_SIGMA.check(sigma), self_weight=COSINE_SELF_WEIGHT.check(self_weight), **settings)
+        super().__init__(sigma=COSINE_SIGMA.check(sigma), self_weight=COSINE_SELF_WEIGHT.check(self_weight), **shared)
 
     def _xi(self, at_hand: Sequence[ClientId], server_round: int) -> np.ndarray:
         cosine = cosines(lambda: self._parameters(at_hand), len(at_hand))  # (m, m)

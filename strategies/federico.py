@@ -45,7 +45,7 @@ import json
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import repeat
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
@@ -54,6 +54,7 @@ from .client.app import Visit, true_or_false
 from .client.state import MIXTURE
 from .client.training import get_arrays, predict
 from .engine.admission import Refused, Reply, are_numbers, norm
+from .engine.arguments import StoredShared
 from .engine.model_store import InTurn
 from .engine.strategy import StoredModels
 from .messages import (
@@ -500,7 +501,7 @@ class FedeRiCo(StoredModels):
         Whether models of clients that are not connected remain available to others.
     selection : {"server", "relay"}
         Who holds the losses and chooses the neighbours: the server, or each client, for which the server is a relay.
-    **settings
+    **shared
         Those of `PersonalizedStrategy`.
 
     Raises
@@ -531,9 +532,9 @@ class FedeRiCo(StoredModels):
         mixture_threshold: float = MIXTURE_THRESHOLD.default,
         share_absent: bool = SHARE_ABSENT.default,
         selection: str = SELECTION.default,
-        **settings: Any,
+        **shared: Unpack[StoredShared],
     ) -> None:
-        super().__init__(**settings)
+        super().__init__(**shared)
         self.num_neighbours = NUM_NEIGHBOURS.check(num_neighbours)
         self.epsilon = EPSILON.check(epsilon)
         self.beta = BETA.check(beta)

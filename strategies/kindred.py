@@ -564,7 +564,7 @@ class Kindred(CloudModels):
 
     Parameters
     ----------
-    **settings
+    **shared
         Those of `StoredModels`.
     """
 

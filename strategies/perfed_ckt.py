@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from logging import INFO, WARNING
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
@@ -37,6 +37,7 @@ from flwr.supercore import log
 from .client.app import Visit
 from .client.training import channels_last
 from .engine.admission import Refused, Reply
+from .engine.arguments import Shared
 from .engine.model_store import Layout
 from .engine.strategy import PersonalizedStrategy
 from .lazy import lazy
@@ -301,7 +302,7 @@ class PerFedCKT(PersonalizedStrategy):
     public_set : str, optional
         The fingerprint (`Site.fingerprint`) of the public set that clients must have. By default it is the set that
         most of the clients that are met first have; at a tie, that of the first in order of client.
-    **settings
+    **shared
         Those of `PersonalizedStrategy`.
 
     Raises
@@ -327,9 +328,9 @@ class PerFedCKT(PersonalizedStrategy):
         min_cluster_size: int = MIN_CLUSTER_SIZE.default,
         logits_dtype: str = LOGITS_DTYPE.default,
         public_set: str | None = None,
-        **settings: Any,
+        **shared: Unpack[Shared],
     ) -> None:
-        super().__init__(**settings)
+        super().__init__(**shared)
         self.num_clusters = NUM_CLUSTERS.check(num_clusters)
         self.distill_weight = DISTILL_WEIGHT.check(distill_weight)
         self.local_steps = LOCAL_STEPS.check(local_steps)

@@ -35,13 +35,13 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Iterable
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
 
 from kindred.client.app import Visit
-from kindred.client.sgd import SGD_LEARNING_RATE, MeanLoss, PlainSGD, descend
+from kindred.client.sgd import SGD_LEARNING_RATE, MeanLoss, PlainSGD, PlainSGDShared, descend
 from kindred.client.state import MODEL
 from kindred.client.training import channels_last, check_finite, get_arrays, set_arrays, trained_weights
 from kindred.engine.admission import Refused, Reply
@@ -176,7 +176,7 @@ class APFL(PlainSGD):
         alpha_i, 0 to 1: the share of a client's local model in its personal one, at first.
     adapt_mixing : bool (default: True)
         Whether clients learn it.
-    **settings
+    **shared
         Those of `PersonalizedStrategy`.
 
     Raises
@@ -196,9 +196,9 @@ class APFL(PlainSGD):
         *,
         mixing_weight: float = MIXING_WEIGHT.default,
         adapt_mixing: bool = ADAPT_MIXING.default,
-        **settings: Any,
+        **shared: Unpack[PlainSGDShared],
     ) -> None:
-        super().__init__(**settings)
+        super().__init__(**shared)
         self.mixing_weight = MIXING_WEIGHT.check(mixing_weight)
         self.adapt_mixing = ADAPT_MIXING.check(adapt_mixing)
 

@@ -42,13 +42,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from logging import INFO
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 from flwr.app import ArrayRecord
 from flwr.supercore import log
 
 from kindred.engine.admission import Reply
+from kindred.engine.arguments import Shared
 from kindred.engine.model_store import BLOCK, Layout
 from kindred.engine.strategy import PersonalizedStrategy
 from kindred.fedamp import Blocks, cosines
@@ -233,7 +234,7 @@ class ClusteredFL(PersonalizedStrategy):
         A cluster may be divided once the norm of its mean update is below it, 0 or more; 0 is FedAvg.
     eps2 : float (default: 0.95)
         And the largest norm of an update in it is above this, 0 or more.
-    **settings
+    **shared
         Those of `PersonalizedStrategy`.
 
     Raises
@@ -246,8 +247,8 @@ class ClusteredFL(PersonalizedStrategy):
     personal = RECEIVED
     STATE = (*PersonalizedStrategy.STATE, "_tree", "_cluster_of", "_received")
 
-    def __init__(self, *, eps1: float = EPS1.default, eps2: float = EPS2.default, **settings: Any) -> None:
-        super().__init__(**settings)
+    def __init__(self, *, eps1: float = EPS1.default, eps2: float = EPS2.default, **shared: Unpack[Shared]) -> None:
+        super().__init__(**shared)
         self.eps1 = EPS1.check(eps1)
         self.eps2 = EPS2.check(eps2)
 

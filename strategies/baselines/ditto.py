@@ -25,13 +25,14 @@ Where we depart from the paper or it is silent:
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 from flwr.app import MetricRecord, RecordDict
 
 from kindred.client.app import Visit
 from kindred.client.state import MODEL
 from kindred.client.training import get_arrays, set_arrays, trained_weights
+from kindred.engine.arguments import Shared
 from kindred.messages import ARRAYS, METRICS, OWN, RECEIVED, TRAIN_LOSS, TRAINED, ClientId, to_record
 from kindred.registry import MODEL_BOTH_WAYS, Method
 from kindred.settings import Setting, at_least
@@ -88,7 +89,7 @@ class Ditto(FedAvg):
     ----------
     ditto_lambda : float (default: 1.0)
         lambda, 0 or more, the weight of half the squared distance from the global model; 0 is local training.
-    **settings
+    **shared
         Those of `PersonalizedStrategy`.
 
     Raises
@@ -102,8 +103,8 @@ class Ditto(FedAvg):
     clients_keep_state = True
     model_stays = True
 
-    def __init__(self, *, ditto_lambda: float = DITTO_LAMBDA.default, **settings: Any) -> None:
-        super().__init__(**settings)
+    def __init__(self, *, ditto_lambda: float = DITTO_LAMBDA.default, **shared: Unpack[Shared]) -> None:
+        super().__init__(**shared)
         self.ditto_lambda = DITTO_LAMBDA.check(ditto_lambda)
 
     def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:

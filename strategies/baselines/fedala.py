@@ -39,13 +39,14 @@ Where we depart from the paper or it is silent:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
 
 from kindred.client.app import Visit
 from kindred.client.training import batches, check_finite, get_arrays, trained_weights
+from kindred.engine.arguments import Shared
 from kindred.engine.model_store import last_layers
 from kindred.lazy import lazy
 from kindred.messages import (
@@ -208,7 +209,7 @@ class FedALA(FedAvg):
         s, the share of the training data by which weights are learned, more than 0, at most 1; two samples at least.
     ala_learning_rate : float (default: 1.0)
         eta, the step size of the weights, more than 0.
-    **settings
+    **shared
         Those of `PersonalizedStrategy`.
 
     Raises
@@ -228,9 +229,9 @@ class FedALA(FedAvg):
         head_layers: int = HEAD_LAYERS.default,
         ala_share: float = ALA_SHARE.default,
         ala_learning_rate: float = ALA_LEARNING_RATE.default,
-        **settings: Any,
+        **shared: Unpack[Shared],
     ) -> None:
-        super().__init__(**settings)
+        super().__init__(**shared)
         self.head_layers = HEAD_LAYERS.check(head_layers)
         self.ala_share = ALA_SHARE.check(ala_share)
         self.ala_learning_rate = ALA_LEARNING_RATE.check(ala_learning_rate)

@@ -15,12 +15,13 @@ last one is evaluated in a closing exchange, which brings the tuned models to th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 from flwr.app import ArrayRecord
 
 from kindred.engine.admission import Reply
+from kindred.engine.arguments import Shared
 from kindred.engine.model_store import InTurn, Layout
 from kindred.engine.strategy import PersonalizedStrategy
 from kindred.messages import FINETUNE_EPOCHS, PROXIMAL_MU, RECEIVED, TUNED, ClientId, read_record, to_record
@@ -76,7 +77,7 @@ class FedAvg(PersonalizedStrategy):
 
     Parameters
     ----------
-    **settings
+    **shared
         Those of `PersonalizedStrategy`.
     """
 
@@ -142,14 +143,14 @@ class FedProx(FedAvg):
     ----------
     proximal_mu : float (default: 0.01)
         Weight mu of mu/2 ||w - w_global||^2, 0 or more; 0 is FedAvg.
-    **settings
+    **shared
         Those of `PersonalizedStrategy`.
     """
 
     name = "fedprox"
 
-    def __init__(self, *, proximal_mu: float = MU.default, **settings: Any) -> None:
-        super().__init__(**settings)
+    def __init__(self, *, proximal_mu: float = MU.default, **shared: Unpack[Shared]) -> None:
+        super().__init__(**shared)
         self.proximal_mu = MU.check(proximal_mu)
 
     def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
@@ -161,7 +162,7 @@ class Tuned(FedAvg):
 
     Parameters
     ----------
-    **settings
+    **shared
         Those of `FedAvg`.
     """
 
@@ -188,12 +189,12 @@ class FineTuned(Tuned):
     ----------
     finetune_epochs : int (default: 1)
         Epochs, 0 or more, by which a client tunes the global model for itself.
-    **settings
+    **arguments
         Those of the form that is tuned.
     """
 
-    def __init__(self, *, finetune_epochs: int = TUNING_EPOCHS.default, **settings: Any) -> None:
-        super().__init__(**settings)
+    def __init__(self, *, finetune_epochs: int = TUNING_EPOCHS.default, **arguments: Any) -> None:
+        super().__init__(**arguments)
         self.finetune_epochs = TUNING_EPOCHS.check(finetune_epochs)
 
     def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
@@ -205,11 +206,23 @@ class FedAvgFT(FineTuned):
 
     name = "fedavg-ft"
 
+    def __init__(self, *, finetune_epochs: int = TUNING_EPOCHS.default, **shared: Unpack[Shared]) -> None:
+        super().__init__(finetune_epochs=finetune_epochs, **shared)
+
 
 class FedProxFT(FineTuned, FedProx):
     """FedProx, each client tuning the global model for itself; parameters of `FineTuned` and `FedProx`."""
 
     name = "fedprox-ft"
+
+    def __init__(
+        self,
+        *,
+        finetune_epochs: int = TUNING_EPOCHS.default,
+        proximal_mu: float = MU.default,
+        **shared: Unpack[Shared],
+    ) -> None:
+        super().__init__(finetune_epochs=finetune_epochs, proximal_mu=proximal_mu, **shared)
 
 
 FEDAVG = Method(

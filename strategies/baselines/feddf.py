@@ -35,7 +35,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from logging import WARNING
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 from flwr.app import ArrayRecord
@@ -43,6 +43,7 @@ from flwr.supercore import log
 
 from kindred.client.training import batches, channels_last, differentiating, get_arrays, pick_device, set_arrays
 from kindred.engine.admission import Refused, Reply
+from kindred.engine.arguments import Shared
 from kindred.engine.model_store import InTurn, Layout
 from kindred.engine.strategy import PersonalizedStrategy
 from kindred.lazy import lazy
@@ -175,7 +176,7 @@ class FedDF(PersonalizedStrategy):
         Public images a step, 1 or more.
     device : {"auto", "cpu", "cuda"}
         Where the server computes logits and distils.
-    **settings
+    **shared
         Those of `PersonalizedStrategy`. `buffers` are by default those of each network's modules.
 
     Attributes
@@ -202,9 +203,9 @@ class FedDF(PersonalizedStrategy):
         distill_learning_rate: float = DISTILL_LEARNING_RATE.default,
         public_batch_size: int = PUBLIC_BATCH_SIZE.default,
         device: str = DEVICE.default,
-        **settings: Any,
+        **shared: Unpack[Shared],
     ) -> None:
-        super().__init__(**settings)
+        super().__init__(**shared)
         check("models", sorted(models), len(models) >= 1, "one network or more")
         check("public", tuple(public.shape), len(public) >= 1, "one image or more")
         self.models = dict(models)

@@ -34,7 +34,7 @@ Where the paper is silent or we depart from it:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
@@ -43,6 +43,7 @@ from kindred.client.app import Visit
 from kindred.client.state import MIXTURE
 from kindred.client.training import get_arrays, predict
 from kindred.engine.admission import Reply
+from kindred.engine.arguments import Shared
 from kindred.engine.multi_model import SeveralModels
 from kindred.lazy import lazy
 from kindred.messages import (
@@ -181,7 +182,7 @@ class FedEM(SeveralModels):
         M, 1 or more; 1 is FedAvg.
     other_models : sequence of ArrayRecord, optional
         What the components after the first start from.
-    **settings
+    **shared
         Those of `PersonalizedStrategy`.
 
     Raises
@@ -200,10 +201,10 @@ class FedEM(SeveralModels):
         *,
         num_components: int = NUM_COMPONENTS.default,
         other_models: Sequence[ArrayRecord] | None = None,
-        **settings: Any,
+        **shared: Unpack[Shared],
     ) -> None:
         self.num_components = NUM_COMPONENTS.check(num_components)
-        super().__init__(count=self.num_components, other_models=other_models, **settings)
+        super().__init__(count=self.num_components, other_models=other_models, **shared)
 
     def mismatch(self, client: ClientId, arrays: Mapping[str, np.ndarray]) -> str | None:
         parts = by_prefix(arrays)

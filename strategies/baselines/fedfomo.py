@@ -37,7 +37,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import repeat
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
@@ -45,6 +45,7 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from kindred.client.app import LocalTraining, Samples, Visit
 from kindred.client.training import get_arrays
 from kindred.engine.admission import Refused, Reply, norm
+from kindred.engine.arguments import StoredShared
 from kindred.engine.strategy import StoredModels
 from kindred.federico import NEIGHBOURS, WEIGHTS, choose_neighbours
 from kindred.messages import (
@@ -222,7 +223,7 @@ class FedFomo(StoredModels):
         Probability, 0 to 1, that one is drawn at random instead of by affinity.
     validation_share : float (default: 0.2)
         More than 0, less than 1: share of a client's training data by which it weighs models, and does not train.
-    **settings
+    **shared
         Those of `StoredModels`.
 
     Raises
@@ -241,9 +242,9 @@ class FedFomo(StoredModels):
         num_neighbours: int = NUM_NEIGHBOURS.default,
         epsilon: float = EPSILON.default,
         validation_share: float = VALIDATION_SHARE.default,
-        **settings: Any,
+        **shared: Unpack[StoredShared],
     ) -> None:
-        super().__init__(**settings)
+        super().__init__(**shared)
         self.num_neighbours = NUM_NEIGHBOURS.check(num_neighbours)
         self.epsilon = EPSILON.check(epsilon)
         self.validation_share = VALIDATION_SHARE.check(validation_share)

@@ -31,7 +31,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
 
@@ -39,6 +39,7 @@ from kindred.client.app import Visit
 from kindred.client.state import MODEL
 from kindred.client.training import get_arrays
 from kindred.engine.admission import Reply
+from kindred.engine.arguments import Shared
 from kindred.engine.model_store import last_layers
 from kindred.messages import ARRAYS, METRICS, OWN, RECEIVED, TRAIN_LOSS, ClientId, to_record
 from kindred.registry import Method
@@ -129,7 +130,7 @@ class FedRep(FedAvg):
         Last layers of the network that make up the head, 1 or more, and fewer than it has.
     head_epochs : int (default: 5)
         Epochs of training the head in a round, 0 or more. With 0 all keep the head of the initial model.
-    **settings
+    **shared
         Those of `PersonalizedStrategy`.
 
     Raises
@@ -145,9 +146,13 @@ class FedRep(FedAvg):
     STATE = (*FedAvg.STATE, "_have_heads")
 
     def __init__(
-        self, *, head_layers: int = HEAD_LAYERS.default, head_epochs: int = HEAD_EPOCHS.default, **settings: Any
+        self,
+        *,
+        head_layers: int = HEAD_LAYERS.default,
+        head_epochs: int = HEAD_EPOCHS.default,
+        **shared: Unpack[Shared],
     ) -> None:
-        super().__init__(**settings)
+        super().__init__(**shared)
         self.head_layers = HEAD_LAYERS.check(head_layers)
         self.head_epochs = HEAD_EPOCHS.check(head_epochs)
 

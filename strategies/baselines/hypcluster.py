@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
@@ -38,6 +38,7 @@ from flwr.app import ArrayRecord, MetricRecord, RecordDict
 from kindred.client.app import Visit
 from kindred.client.training import get_arrays
 from kindred.engine.admission import Refused, Reply
+from kindred.engine.arguments import Shared
 from kindred.engine.multi_model import SeveralModels
 from kindred.messages import (
     ARRAYS,
@@ -112,7 +113,7 @@ class HypCluster(SeveralModels):
         Models c, 1 or more; 1 is FedAvg.
     other_models : sequence of ArrayRecord, optional
         What the models after the first start from.
-    **settings
+    **shared
         Those of `PersonalizedStrategy`.
 
     Raises
@@ -130,10 +131,10 @@ class HypCluster(SeveralModels):
         *,
         num_clusters: int = NUM_CLUSTERS.default,
         other_models: Sequence[ArrayRecord] | None = None,
-        **settings: Any,
+        **shared: Unpack[Shared],
     ) -> None:
         self.num_clusters = NUM_CLUSTERS.check(num_clusters)
-        super().__init__(count=self.num_clusters, other_models=other_models, **settings)
+        super().__init__(count=self.num_clusters, other_models=other_models, **shared)
 
     def begin(self, initial_arrays: ArrayRecord) -> None:
         super().begin(initial_arrays)

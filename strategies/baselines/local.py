@@ -22,7 +22,7 @@ class Local(StoredModels):
 
     Parameters
     ----------
-    **settings
+    **shared
         Those of `PersonalizedStrategy`.
     """
 

@@ -29,12 +29,12 @@ Decisions, and where we depart from the paper:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from flwr.app import MetricRecord, RecordDict
 
 from kindred.client.app import Visit
-from kindred.client.sgd import SGD_LEARNING_RATE, MeanLoss, PlainSGD, descend
+from kindred.client.sgd import SGD_LEARNING_RATE, MeanLoss, PlainSGD, PlainSGDShared, descend
 from kindred.client.training import Gradients, channels_last, get_arrays, set_arrays, trained_weights
 from kindred.lazy import lazy
 from kindred.messages import ARRAYS, METRICS, RECEIVED, TRAIN_LOSS, TRAINED, TUNED, ClientId, to_record
@@ -147,7 +147,7 @@ class PerFedAvg(Tuned, PlainSGD):
         beta, above 0: the step size of local training.
     adapt_learning_rate : float (default: 0.01)
         alpha, above 0: the step size of adaptation.
-    **settings
+    **shared
         Those of `PersonalizedStrategy`.
 
     Raises
@@ -158,8 +158,10 @@ class PerFedAvg(Tuned, PlainSGD):
 
     name = "per-fedavg"
 
-    def __init__(self, *, adapt_learning_rate: float = ADAPT_LEARNING_RATE.default, **settings: Any) -> None:
-        super().__init__(**settings)
+    def __init__(
+        self, *, adapt_learning_rate: float = ADAPT_LEARNING_RATE.default, **shared: Unpack[PlainSGDShared]
+    ) -> None:
+        super().__init__(**shared)
         self.adapt_learning_rate = ADAPT_LEARNING_RATE.check(adapt_learning_rate)
 
     def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:

@@ -33,13 +33,13 @@ Its result is the model x, for every client. Decisions, and where we depart from
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
 
 from kindred.client.app import LocalTraining, Visit
-from kindred.client.sgd import SGD_LEARNING_RATE, PlainSGD
+from kindred.client.sgd import SGD_LEARNING_RATE, PlainSGD, PlainSGDShared
 from kindred.client.training import get_arrays, num_batches
 from kindred.engine.admission import Reply, norm
 from kindred.engine.model_store import InTurn, Layout
@@ -187,7 +187,7 @@ class SCAFFOLD(PlainSGD):
         eta_l, above 0.
     server_learning_rate : float (default: 1.0)
         eta_g, above 0. 1 is what the paper's experiments have.
-    **settings
+    **shared
         Those of `PersonalizedStrategy`.
 
     Raises
@@ -200,8 +200,10 @@ class SCAFFOLD(PlainSGD):
     clients_keep_state = True
     STATE = (*PlainSGD.STATE, "_total", "_weights", "_known", "_counted")
 
-    def __init__(self, *, server_learning_rate: float = SERVER_LEARNING_RATE.default, **settings: Any) -> None:
-        super().__init__(**settings)
+    def __init__(
+        self, *, server_learning_rate: float = SERVER_LEARNING_RATE.default, **shared: Unpack[PlainSGDShared]
+    ) -> None:
+        super().__init__(**shared)
         self.server_learning_rate = SERVER_LEARNING_RATE.check(server_learning_rate)
 
     def begin(self, initial_arrays: ArrayRecord) -> None:

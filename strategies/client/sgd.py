@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from kindred.baselines.fedavg import FedAvg
+from kindred.engine.arguments import Shared
 from kindred.messages import ClientId
 from kindred.settings import Setting, above
 
@@ -50,6 +51,12 @@ class MeanLoss:
 # --- The server ---------------------------------------------------------------------------------------
 
 
+class PlainSGDShared(Shared, total=False):
+    """The arguments of `PlainSGD`."""
+
+    sgd_learning_rate: float
+
+
 class PlainSGD(FedAvg):
     """FedAvg whose clients are told the step size of their SGD.
 
@@ -57,12 +64,12 @@ class PlainSGD(FedAvg):
     ----------
     sgd_learning_rate : float (default: 0.05)
         Above 0.
-    **settings
+    **shared
         Those of `FedAvg`.
     """
 
-    def __init__(self, *, sgd_learning_rate: float = SGD_LEARNING_RATE.default, **settings: Any) -> None:
-        super().__init__(**settings)
+    def __init__(self, *, sgd_learning_rate: float = SGD_LEARNING_RATE.default, **shared: Unpack[Shared]) -> None:
+        super().__init__(**shared)
         self.sgd_learning_rate = SGD_LEARNING_RATE.check(sgd_learning_rate)
 
     def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:

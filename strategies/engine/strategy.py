@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from logging import DEBUG, ERROR, INFO, WARNING
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Unpack
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
@@ -65,6 +65,7 @@ from kindred.settings import (
 from kindred.versions import mismatch
 
 from .admission import MAX_EXAMPLES, REFUSED, SERVERS_OWN, Refused, Reply, admit, norm
+from .arguments import Shared
 from .checkpoint import Checkpoints
 from .exchange import content_of, is_from, pull, push
 from .history import COMPUTE, History
@@ -853,7 +854,7 @@ class StoredModels(PersonalizedStrategy):
     store : {"memory", "disk"}
         Where the models are kept. On disk they are in a file, and memory holds little more than the models of those
         who take part in a round; results are the same, bit for bit. See `ClientModels`.
-    **settings
+    **shared
         Those of `PersonalizedStrategy`.
 
     Attributes
@@ -867,8 +868,8 @@ class StoredModels(PersonalizedStrategy):
     STATE = (*PersonalizedStrategy.STATE, "models", "online")
     models: ClientModels
 
-    def __init__(self, *, store: str = STORE.default, **settings: Any) -> None:
-        super().__init__(**settings)
+    def __init__(self, *, store: str = STORE.default, **shared: Unpack[Shared]) -> None:
+        super().__init__(**shared)
         self.store = STORE.check(store)
 
     def begin(self, initial_arrays: ArrayRecord) -> None:
@@ -923,7 +924,7 @@ class CloudModels(StoredModels):
 
     Parameters
     ----------
-    **settings
+    **shared
         Those of `StoredModels`.
     """
 
