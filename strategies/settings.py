@@ -138,7 +138,7 @@ def kebab(name: str) -> str:
 
 
 # What people call settings that they know from elsewhere.
-CALLED_ELSEWHERE = {"lr": "learning-rate", "bs": "batch-size", "wd": "weight-decay"}
+CALLED_ELSEWHERE = {"lr": "learning-rate", "bs": "batch-size", "epochs": "local-epochs", "steps": "local-steps"}
 
 
 def meant_by(key: str, known: Iterable[str]) -> str | None:

@@ -60,7 +60,9 @@ from kindred.settings import (
     QUORUM,
     SEED,
     STORE,
+    TRAINING,
     WAIT_TIMEOUT,
+    meant_by,
 )
 from kindred.versions import mismatch
 
@@ -516,6 +518,7 @@ class PersonalizedStrategy(Strategy):
         self.summary()
         train_config = ConfigRecord() if train_config is None else train_config
         evaluate_config = ConfigRecord() if evaluate_config is None else evaluate_config
+        self._warn_of_unread_settings(train_config)
         result = Result(arrays=initial_arrays)
         self.history = History()
         self._answered = False
@@ -603,6 +606,20 @@ class PersonalizedStrategy(Strategy):
         return result
 
     # --- Clients --------------------------------------------------------------------------------------
+
+    def _warn_of_unread_settings(self, config: ConfigRecord) -> None:
+        """Warn of settings that look like misspelt ones of local training. Others may be for a client of the user's."""
+        method = REGISTRY.get(self.name)
+        own = [each.key for each in method.settings] if method else []
+        for key in config.keys() - own:
+            meant = meant_by(key, [each.key for each in TRAINING])
+            if meant and meant not in config:
+                log(
+                    WARNING,
+                    "kindred: train_config has %s, which no client of kindred reads; did you mean %s?",
+                    key,
+                    meant,
+                )
 
     def clients(self) -> list[ClientId]:
         """The clients that are connected and can take part, in order."""
