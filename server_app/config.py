@@ -241,7 +241,7 @@ class Config:
             try:
                 object.__setattr__(self, each.name, known.check(getattr(self, each.name), kebab(each.name)))
             except ValueError as error:
-                raise ConfigError(str(error)) from None
+                raise ConfigError(f"{error} ({known.kind})") from None
         for key in assigned(self.method_settings):
             if key not in (added := added_settings()):  # which imports what is installed
                 known = ", ".join(added) or "none"

@@ -103,7 +103,7 @@ class Setting:
         if isinstance(value, bool) and not self._is(bool):
             right = False
         if not right or (isinstance(value, float) and not math.isfinite(value)) or not self.allowed.holds(value):
-            raise ValueError(f"{name or self.name} is {value!r}, allowed: {self.allowed.words} ({self.kind})")
+            raise ValueError(f"{name or self.name} is {value!r}, allowed: {self.allowed.words}")
         return value
 
     def _is(self, kind: type) -> bool:

@@ -86,7 +86,7 @@ def by_hand(rounds: int, share: float, eta: float, adapts: bool) -> tuple[list[f
     return personal, shares
 
 
-@pytest.mark.parametrize("adapts", [True, False])
+@pytest.mark.parametrize("adapts", [true or false])
 def test_rounds_by_hand(adapts) -> None:
     strategy = APFL(sgd_learning_rate=0.5, mixing_weight=0.25, adapt_mixing=adapts)
     config = ConfigRecord({"local-epochs": 3, "batch-size": 1, "optimizer": "adam", "learning-rate": 7.0})
@@ -161,7 +161,7 @@ def test_every_hyperparameter_changes_the_personal_models() -> None:
         ("sgd_learning_rate", 0.0, "more than 0"),
         ("mixing_weight", 1.1, "0 to 1"),
         ("mixing_weight", -0.1, "0 to 1"),
-        ("adapt_mixing", "no", "True, False"),
+        ("adapt_mixing", "no", "true or false"),
     ],
 )
 def test_what_is_out_of_range_is_named(name, value, allowed) -> None:

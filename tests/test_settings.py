@@ -97,12 +97,12 @@ def test_type_checkers_know_the_arguments_that_the_engine_has() -> None:
 @pytest.mark.parametrize(
     ("setting", "value", "message"),
     [
-        (Setting("a_b", 1, at_least(1), ""), 0, "a_b is 0, allowed: 1 or more (int)"),
-        (Setting("a_b", 1, at_least(1), ""), 1.5, "a_b is 1.5, allowed: 1 or more (int)"),
-        (Setting("a_b", 1, at_least(1), ""), True, "a_b is True, allowed: 1 or more (int)"),
-        (Setting("a_b", 1.0, above(0), ""), float("inf"), "a_b is inf, allowed: more than 0 (float)"),
-        (Setting("a_b", "x", one_of("x", "y"), ""), "z", "a_b is 'z', allowed: x, y (str)"),
-        (Setting("a_b", 1.0, above(0), ""), "2", "a_b is '2', allowed: more than 0 (float)"),
+        (Setting("a_b", 1, at_least(1), ""), 0, "a_b is 0, allowed: 1 or more"),
+        (Setting("a_b", 1, at_least(1), ""), 1.5, "a_b is 1.5, allowed: 1 or more"),
+        (Setting("a_b", 1, at_least(1), ""), True, "a_b is True, allowed: 1 or more"),
+        (Setting("a_b", 1.0, above(0), ""), float("inf"), "a_b is inf, allowed: more than 0"),
+        (Setting("a_b", "x", one_of("x", "y"), ""), "z", "a_b is 'z', allowed: x, y"),
+        (Setting("a_b", 1.0, above(0), ""), "2", "a_b is '2', allowed: more than 0"),
     ],
 )
 def test_a_value_out_of_range_is_named(setting, value, message) -> None:
