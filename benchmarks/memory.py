@@ -140,9 +140,9 @@ def measure(
     model = initial(millions)
     settings = {**OWN_SETTINGS.get(name, {}), "store": store, "fraction_evaluate": float(closing)}
     # What is imported, or made once and for all, is not the run's.
-    REGISTRY[name].strategy()(**settings, fraction_train=0.5).start(InlineGrid(changing_app(), 20), initial(0), 3)
+    REGISTRY[name].strategy(**settings, fraction_train=0.5).start(InlineGrid(changing_app(), 20), initial(0), 3)
     gc.collect()
-    strategy = REGISTRY[name].strategy()(**settings, fraction_train=a_round / clients)
+    strategy = REGISTRY[name].strategy(**settings, fraction_train=a_round / clients)
     grid = WatchedGrid(changing_app(), clients)
     before, found, started = grid.look(), Measured(), time.perf_counter()
 

@@ -151,7 +151,7 @@ def answer(model: Arrays, client: int, config: ConfigRecord, received: Sequence[
     metrics: dict[str, float] = {
         NUM_EXAMPLES: 10,
         NUM_TEST_EXAMPLES: 5,
-        f"{REGISTRY[name].strategy().personal}-accuracy": 0.5,
+        f"{REGISTRY[name].strategy.personal}-accuracy": 0.5,
     }
     told: dict[str, Any] = {}
     if name == "perfed-ckt":
@@ -251,7 +251,7 @@ class ServerAlone(InlineGrid):
         if message.metadata.message_type == MessageType.TRAIN:
             return answer(self._model, client, config, received)
         content = RecordDict({METRICS: MetricRecord({"accuracy": 0.5, "loss": 1.0, NUM_EXAMPLES: 5})})
-        if REGISTRY[str(config[METHOD])].strategy().personal == TUNED:
+        if REGISTRY[str(config[METHOD])].strategy.personal == TUNED:
             content[ARRAYS] = to_record(trained(self._model, client))
         return content
 
@@ -436,7 +436,7 @@ def far_table(columns: Sequence[tuple[str, Sequence[float], dict[str, list[Measu
 
 def report(methods: Sequence[str], clients: Sequence[int], megabytes: Sequence[float], many: Sequence[int]) -> str:
     """Measure, and put it into tables."""
-    with_store = [name for name in methods if "store" in REGISTRY[name].settings]
+    with_store = [name for name in methods if "store" in REGISTRY[name]]
     wide = {size: hidden_for(size) for size in (*megabytes, MANY_MEGABYTES)}
     by_clients = {name: [in_a_process(name, m) for m in clients] for name in methods}
     by_size = {name: [in_a_process(name, FEW_CLIENTS, wide[size]) for size in megabytes] for name in methods}

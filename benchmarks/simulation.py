@@ -106,8 +106,8 @@ def work_of(row: Mapping[str, Any], config: Config) -> Work:
     """What a client did in a round, from its row of the history."""
     method, trained = REGISTRY[config.strategy], int(row[SAMPLES_TRAINED])
     # Where a part of the network has layers of its own: the message's epochs are for the other part, or the whole.
-    whole = min(trained, config.local_epochs * int(row[NUM_EXAMPLES])) if "head_layers" in method.settings else trained
-    if method.strategy().personal == MIXTURE:
+    whole = min(trained, config.local_epochs * int(row[NUM_EXAMPLES])) if "head_layers" in method else trained
+    if method.strategy.personal == MIXTURE:
         tests = 1 + len(decode(row["neighbours"])) if "neighbours" in row else config.num_components
     else:
         tests = sum(row.get(f"{which}-accuracy") is not None for which in (RECEIVED, TRAINED, TUNED, OWN, BETWEEN))
@@ -204,7 +204,7 @@ def do(model: Any, work: Work, config: Config, train: tuple[Any, Any], test: tup
         evaluate(model, *test)
     for count in _parts(work.predicted, AT_ONCE):
         predict(model, next(drawn(x, y, count))[0])
-    plain = "sgd_learning_rate" in REGISTRY[config.strategy].settings
+    plain = "sgd_learning_rate" in REGISTRY[config.strategy]
     for samples, names in ((work.head, head), (work.whole, None)):
         if not samples:
             continue

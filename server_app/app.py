@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import fields
 from functools import partial
-from inspect import signature
 from logging import INFO, WARNING
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +17,9 @@ from kindred.client.state import MIXTURE, MODEL, NotResumable, end_simulation, s
 from kindred.data import DATASETS, Federation, Sites, load_clients
 from kindred.engine.model_store import last_layers
 from kindred.messages import to_record, with_prefix
+from kindred.settings import ROUNDS, TRAINING
 
-from .config import Config, ConfigError, assigned, kebab, parse
+from .config import Config, ConfigError
 from .results import RunFolder
 
 if TYPE_CHECKING:
@@ -29,19 +28,6 @@ if TYPE_CHECKING:
     from kindred import PersonalizedStrategy
 
 CLIENT_APP = "kindred.client_app.app:app"  # as in pyproject.toml
-
-# The settings that clients need for their local work; they travel with every message.
-LOCAL_SETTINGS = (
-    "seed",
-    "local_epochs",
-    "local_steps",
-    "batch_size",
-    "optimizer",
-    "learning_rate",
-    "momentum",
-    "precision",
-    "device",
-)
 
 # The folders of the results for what clients have kept on this disk, in a simulation.
 KEPT = {"models": MODEL, "mixtures": MIXTURE}
@@ -225,12 +211,12 @@ def check_data_and_models(config: Config, federation: Federation | Sites) -> Non
         if asked == names:  # the network that auto stands for fits, and PyTorch takes a second to import
             for name in names:
                 make_model(name, federation.image_shape, federation.num_classes, config.seed)
-        if "head_layers" in method.settings:
+        if "head_layers" in method:
             (name,) = names
             model = make_model(name, federation.image_shape, federation.num_classes, config.seed)
-            last_layers(model.state_dict(), config.head_layers)
+            last_layers(model.state_dict(), config.own_settings().get("head_layers", 1))
     except ValueError as error:
-        raise ConfigError(_in_kebab(str(error), method.settings)) from None
+        raise ConfigError(_in_kebab(str(error), method)) from None
     if method.distils:
         public_images(config, federation)
     elif method.needs_public_set and isinstance(federation, Federation):
@@ -284,58 +270,33 @@ def make_strategy(config: Config, **given: Any) -> PersonalizedStrategy:
         A setting that this method does not take.
     """
     method = REGISTRY[config.strategy]
-    if method.strategy().name != config.strategy:
+    if method.name != config.strategy:
         raise ConfigError(
-            f"the name of {method.strategy_path} is {method.strategy().name!r}, and it is registered as "
+            f"the name of {method.strategy.__name__} is {method.name!r}, and it is registered as "
             f"{config.strategy!r}: they must be the same"
         )
-    own = _own_settings(config, method)
-    if own.get("self_weight") == "none":
-        own["self_weight"] = None
+    rounds = {each.name: getattr(config, each.name) for each in ROUNDS}
     try:
-        return method.strategy()(
-            **own,
+        return method.strategy(
+            **config.own_settings(),
+            **rounds,
             fraction_train=config.fraction_train,
             min_train_nodes=config.min_train_clients,
             min_available_nodes=config.min_available_clients,
-            seed=config.seed,
-            wait_timeout=config.wait_timeout,
-            quorum=config.quorum,
-            grace=config.grace,
-            max_strikes=config.max_strikes,
-            max_update_norm=config.max_update_norm,
-            max_empty_rounds=config.max_empty_rounds,
             **given,
         )
     except ValueError as error:
-        raise ConfigError(f"{config.strategy}: {_in_kebab(str(error), method.settings)}") from None
+        raise ConfigError(f"{config.strategy}: {_in_kebab(str(error), method)}") from None
 
 
-def _own_settings(config: Config, method: Method) -> dict[str, Any]:
-    """The settings of a method: those of Config, and of the others those that are set, of the type of their default."""
-    known, others = {spec.name for spec in fields(config)}, assigned(config.method_settings)
-    own: dict[str, Any] = {name: getattr(config, name) for name in method.settings if name in known}
-    for name in method.settings:
-        if name in known or kebab(name) not in others:
-            continue
-        argument = signature(method.strategy()).parameters.get(name)
-        if argument is None or argument.default is argument.empty:
-            raise ConfigError(f"{config.strategy}: its strategy has no argument {name} with a default, and must have")
-        text, kind = others[kebab(name)], type(argument.default).__name__
-        own[name] = parse(text, kind)
-        if type(own[name]).__name__ != kind:
-            raise ConfigError(f"{kebab(name)} is {text!r}, allowed with {config.strategy}: {kind}")
-    return own
-
-
-def _in_kebab(text: str, names: tuple[str, ...]) -> str:
-    for name in names:
-        text = text.replace(name, kebab(name))
+def _in_kebab(text: str, method: Method) -> str:
+    for each in method.settings:
+        text = text.replace(each.name, each.key)
     return text
 
 
 def _local_settings(config: Config) -> ConfigRecord:
-    return ConfigRecord({kebab(name): getattr(config, name) for name in LOCAL_SETTINGS})
+    return ConfigRecord({each.key: getattr(config, each.name) for each in TRAINING})
 
 
 def _tell_who_is_missing(strategy: PersonalizedStrategy, federation: Federation) -> None:

@@ -1,64 +1,66 @@
-"""The settings of a run: the one place where each has its name, type, default, range and meaning.
+"""The settings of a run: its own, written here, and those of the methods, each written with its method.
 
 A setting is written in kebab-case everywhere outside Python (`--set local-epochs=1`,
 `flwr run . --run-config "local-epochs=1"`, [tool.flwr.app.config] in pyproject.toml) and in
-snake_case inside. `python -m kindred.server_app.config` prints the table of docs/configuration.md.
+snake_case inside. `python -m kindred.server_app.config --write` brings docs/configuration.md, the README's table of
+methods and pyproject.toml up to date; without `--write` it prints the table of settings.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import Field, dataclass, field, fields, replace
-from typing import Any
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from kindred import REGISTRY
 from kindred.client.models import MODELS, parse_models
 from kindred.data import DATASETS, PARTITIONS
 from kindred.extensions import Registry
+from kindred.settings import (
+    A_SHARE,
+    ANY_TEXT,
+    BATCH_SIZE,
+    DEVICE,
+    GRACE,
+    LEARNING_RATE,
+    LOCAL_EPOCHS,
+    LOCAL_STEPS,
+    MAX_EMPTY_ROUNDS,
+    MAX_STRIKES,
+    MAX_UPDATE_NORM,
+    MOMENTUM,
+    OPTIMIZER,
+    PRECISION,
+    QUORUM,
+    SEED,
+    TRUE_OR_FALSE,
+    WAIT_TIMEOUT,
+    Range,
+    Setting,
+    above,
+    at_least,
+    kebab,
+    meant_by,
+    one_of,
+    within,
+)
+
+OWN_DEFAULT = "default"
+"""The default of a setting that methods share and have different defaults for: each method's own."""
 
 
 class ConfigError(ValueError):
     """A setting that cannot be used; its text is one line that says what to change."""
 
 
-def at_least(low: float) -> tuple[str, Callable[[Any], bool]]:
-    return f"{low:g} or more", lambda value: value >= low
-
-
-def above(low: float) -> tuple[str, Callable[[Any], bool]]:
-    return f"more than {low:g}", lambda value: value > low
-
-
-def a_share() -> tuple[str, Callable[[Any], bool]]:
-    return "more than 0, at most 1", lambda value: 0 < value <= 1
-
-
-def within(low: float, high: float) -> tuple[str, Callable[[Any], bool]]:
-    return f"{low:g} to {high:g}", lambda value: low <= value <= high
-
-
-def one_of(*names: str) -> tuple[str, Callable[[Any], bool]]:
-    return "one of " + ", ".join(names), lambda value: value in names
-
-
-def registered(registry: Registry, command: str) -> tuple[str, Callable[[Any], bool], str]:
-    return *one_of(*registry), f"a name that `kindred {command}` lists"
-
-
-ANY_TEXT = ("any text", lambda value: True)
-TRUE_OR_FALSE = ("true or false", lambda value: True)
-
-
-def _is_self_weight(value: Any) -> bool:
-    return value in ("uniform", "none") or (isinstance(value, int | float) and 0 <= value <= 1)
-
-
-def _is_quorum(value: float) -> bool:
-    return 0 < value <= 1 or (value > 1 and value == int(value))
+def registered(registry: Registry[Any], command: str) -> Range:
+    names = one_of(*registry)
+    return Range(f"one of {names.words}", names.holds, f"a name that `kindred {command}` lists")
 
 
 def _are_assignments(value: str) -> bool:
@@ -72,12 +74,60 @@ def _are_models(value: str) -> bool:
         return False
 
 
-def setting(default: Any, allowed: tuple[str, Callable[[Any], bool], *tuple[str, ...]], meaning: str) -> Any:
-    """A setting: what is allowed, in words, and whether a value is; in other words for the table, if it has others."""
-    return field(default=default, metadata={"allowed": allowed, "meaning": meaning})
+def setting(default: Any, allowed: Range, meaning: str) -> Any:
+    """Return a field for a setting of the run alone; its name is the field's."""
+    return of(Setting("", default, allowed, meaning))
+
+
+def of(known: Setting, methods: Mapping[Setting, list[str]] | None = None) -> Any:
+    """Return a field for a setting that others know too; those that are methods' own: with the titles of these."""
+    return field(default=known.default, metadata={"setting": known, "methods": methods or {known: []}})
+
+
+def with_settings_of_methods(cls: type) -> type:
+    """Add a field for each name of our own methods' settings, and put it before `method_settings`."""
+    found: dict[str, dict[Setting, list[str]]] = {}
+    for method in (REGISTRY[name] for name in REGISTRY.own):
+        for each in method.settings:
+            if each.name not in cls.__annotations__:
+                found.setdefault(each.name, {}).setdefault(each, []).append(method.title)
+    last = cls.__annotations__.pop("method_settings")
+    for name, methods in found.items():
+        known = shared(list(methods))
+        cls.__annotations__[name] = known.kind
+        setattr(cls, name, of(known, methods))
+    cls.__annotations__["method_settings"] = last
+    return cls
+
+
+def shared(settings: Sequence[Setting]) -> Setting:
+    """Return one setting for all of a name: it takes what any method takes, and the method checks it again."""
+    if len(settings) == 1:
+        return settings[0]
+    defaults = {json.dumps(each.default) for each in settings}
+    kinds = dict.fromkeys(kind for each in settings for kind in each.kind.split(" | "))
+    ranges = dict.fromkeys(each.allowed.words for each in settings)
+    if len(defaults) > 1:
+        kinds["str"], ranges[f"{OWN_DEFAULT}, which is the method's own"] = None, None
+    return Setting(
+        settings[0].name,
+        settings[0].default if len(defaults) == 1 else OWN_DEFAULT,
+        Range("; ".join(ranges), lambda value: value == OWN_DEFAULT or any(_takes(each, value) for each in settings)),
+        "",
+        kind=" | ".join(kinds),
+    )
+
+
+def _takes(one: Setting, value: Any) -> bool:
+    try:
+        one.check(value)
+    except ValueError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, kw_only=True)
+@with_settings_of_methods
 class Config:
     """Every setting of a run, checked.
 
@@ -88,7 +138,7 @@ class Config:
     """
 
     strategy: str = setting("heurfedamp", registered(REGISTRY, "strategies"), "the method")
-    seed: int = setting(0, at_least(0), "seed of everything random: data, sampling, models, batches")
+    seed: int = of(SEED)
     num_rounds: int = setting(15, at_least(1), "rounds of training")
     output_dir: str = setting("results", ANY_TEXT, "folder under which each run makes a folder of its own")
     resume: str = setting(
@@ -142,7 +192,7 @@ class Config:
 
     model: str = setting(
         "auto",
-        (
+        Range(
             f"auto, one of {', '.join(MODELS)}, or several separated by commas, smallest first",
             _are_models,
             "auto, a name that `kindred datasets` lists, or several separated by commas, smallest first",
@@ -150,25 +200,16 @@ class Config:
         "the network; auto: the one for the images' size; of several, where models do not travel, the more images a "
         "client has the likelier it gets a larger one",
     )
-    local_epochs: int = setting(5, at_least(0), "epochs of local training a round; 0: local-steps steps instead")
-    local_steps: int = setting(
-        50,
-        at_least(1),
-        "steps of local training a round, each on images drawn at random (tau): always with PerFed-CKT, else where "
-        "local-epochs is 0",
-    )
-    batch_size: int = setting(10, at_least(1), "images a step")
-    optimizer: str = setting("adam", one_of("adam", "sgd"), "local optimiser")
-    learning_rate: float = setting(0.002, above(0), "step size of the local optimiser")
-    momentum: float = setting(0.0, within(0, 1), "momentum of sgd")
-    precision: str = setting(
-        "float32", one_of("float32", "bfloat16"), "arithmetic of local training; bfloat16 by autocast"
-    )
-    device: str = setting(
-        "auto", one_of("auto", "cpu", "cuda"), "where clients train; auto: the GPU where there is one"
-    )
+    local_epochs: int = of(LOCAL_EPOCHS)
+    local_steps: int = of(LOCAL_STEPS)
+    batch_size: int = of(BATCH_SIZE)
+    optimizer: str = of(OPTIMIZER)
+    learning_rate: float = of(LEARNING_RATE)
+    momentum: float = of(MOMENTUM)
+    precision: str = of(PRECISION)
+    device: str = of(DEVICE)
 
-    fraction_train: float = setting(1.0, a_share(), "share of the clients that take part in a round, rounded down")
+    fraction_train: float = setting(1.0, A_SHARE, "share of the clients that take part in a round, rounded down")
     min_train_clients: int = setting(2, at_least(1), "clients that take part in a round at the least")
     min_available_clients: int = setting(
         2,
@@ -176,160 +217,35 @@ class Config:
         "clients that must be able to take part before a round starts, which waits for them; "
         "those that rest for their strikes count",
     )
-    wait_timeout: float = setting(300.0, above(0), "seconds to wait for them before the run ends")
+    wait_timeout: float = of(WAIT_TIMEOUT)
     round_timeout: float = setting(3600.0, above(0), "seconds after which a round ends with those who answered")
-    quorum: float = setting(
-        0.5,
-        ("more than 0 and up to 1, or a whole number", _is_quorum),
-        "real machines: clients that have answered, as a share of those asked (up to 1) or as a number, after which "
-        "the others have only grace seconds more; 1: all",
-    )
-    grace: float = setting(600.0, at_least(0), "real machines: seconds that a round waits for others after its quorum")
-    max_strikes: int = setting(
-        3,
-        at_least(0),
-        "rounds in a row in which a client's reply was refused or did not come, after which it is left "
-        "out for as many rounds; 0: never",
-    )
-    max_update_norm: float = setting(
-        0.0,
-        at_least(0),
-        "L2 norm, over the parameters, above which a client's update is refused; 0: no bound. "
-        "PerFed-CKT, whose clients send probabilities, has none",
-    )
-    max_empty_rounds: int = setting(5, at_least(1), "rounds in a row without a usable answer after which the run ends")
-
-    store: str = setting(
-        "memory",
-        one_of("memory", "disk"),
-        "FedAMP, HeurFedAMP, Local, FedeRiCo, FedFomo: where the server keeps all clients' models; disk: in a file in "
-        "$XDG_STATE_HOME/kindred (~/.local/state/kindred), with memory for the clients of a round alone",
-    )
-
-    sigma: float = setting(100.0, above(0), "FedAMP: scale of the squared distance; HeurFedAMP: scale of the cosine")
-    self_weight: float | str = setting(
-        0.2,
-        ("0 to 1, uniform (1 / clients online), or none (FedAMP: Eq. 5 as written)", _is_self_weight),
-        "FedAMP, HeurFedAMP: share of a client's own model in its cloud model",
-    )
-    alpha: float = setting(
-        1e4, above(0), "FedAMP, HeurFedAMP: step size of the collaboration; the proximal weight is lam / alpha"
-    )
-    alpha_decay: float = setting(0.1, a_share(), "factor on alpha every alpha-decay-every rounds")
-    alpha_decay_every: int = setting(30, at_least(1), "rounds between two decays of alpha")
-    lam: float = setting(1.0, at_least(0), "FedAMP, HeurFedAMP: weight of the collaboration term (lambda)")
-    proximal_mu: float = setting(
-        0.01,
-        at_least(0),
-        "FedProx, FedProx-FT: weight mu of the proximal term, mu/2 times the squared distance from the global model",
-    )
-    num_clusters: int = setting(
-        3,
-        at_least(1),
-        "PerFed-CKT: clusters of clients (c); 1: all learn from the mean of all; HypCluster: models, "
-        "of which each client takes the best",
-    )
-    distill_weight: float = setting(
-        2.0, at_least(0), "PerFed-CKT: weight of the squared distance from the centroid's probabilities (lambda)"
-    )
-    public_batch_size: int = setting(128, at_least(1), "PerFed-CKT, FedDF: public images a step (b')")
-    warmup_rounds: int = setting(
-        0, at_least(0), "PerFed-CKT: rounds of training alone first; 0: a round in which untrained models speak"
-    )
-    min_cluster_size: int = setting(
-        1, at_least(1), "PerFed-CKT: clients that a cluster must have; smaller ones are merged into the nearest"
-    )
-    logits_dtype: str = setting("float32", one_of("float32", "float16"), "PerFed-CKT: in which probabilities travel")
-    num_neighbours: int = setting(
-        3, at_least(0), "FedeRiCo, FedFomo: models of others that a client gets in a round (M); 0 is local training"
-    )
-    epsilon: float = setting(
-        0.3, within(0, 1), "FedeRiCo, FedFomo: probability of a random neighbour instead of the best"
-    )
-    beta: float = setting(0.6, a_share(), "FedeRiCo: momentum of the moving average of losses; 1: the last alone")
-    likelihood: str = setting(
-        "mean",
-        one_of("mean", "sum"),
-        "FedeRiCo: the loss, over a client's samples, that weights go by; the paper's is the sum",
-    )
-    temperature: float = setting(1.0, at_least(1e-9), "FedeRiCo: weights are a softmax of the losses divided by it")
-    m_step: str = setting(
-        "epochs",
-        one_of("epochs", "steps", "gradient"),
-        "FedeRiCo: work on each model in a round: local-epochs epochs (where that is 0, local-steps steps), "
-        "local-steps steps, or one gradient over all data, by which the server moves the model with optimizer",
-    )
-    min_weight: float = setting(
-        0.001, within(0, 1), "FedeRiCo: updates with a smaller weight are neither computed nor sent"
-    )
-    mixture: str = setting(
-        "probabilities", one_of("probabilities", "logits"), "FedeRiCo: what a client's prediction mixes"
-    )
-    mixture_threshold: float = setting(
-        0.01, within(0, 1), "FedeRiCo: models with a smaller weight have no part in the prediction"
-    )
-    share_absent: bool = setting(
-        True, TRUE_OR_FALSE, "FedeRiCo: whether models of clients that are not connected stay available to others"
-    )
-    selection: str = setting(
-        "server",
-        one_of("server", "relay"),
-        "FedeRiCo: who holds the losses and chooses neighbours: the server, or each client, with the server as a relay",
-    )
-    finetune_epochs: int = setting(
-        1, at_least(0), "FedAvg-FT, FedProx-FT: epochs by which a client tunes the global model for itself"
-    )
-    sgd_learning_rate: float = setting(
-        0.05,
-        above(0),
-        "SCAFFOLD, APFL, Per-FedAvg: step size of the plain SGD that they are made of, whatever "
-        "optimizer and learning-rate say",
-    )
-    server_learning_rate: float = setting(1.0, above(0), "SCAFFOLD: step size of the server (eta_g)")
-    mixing_weight: float = setting(
-        0.5, within(0, 1), "APFL: share of the client's own model in its personal one (alpha), at first"
-    )
-    adapt_mixing: bool = setting(True, TRUE_OR_FALSE, "APFL: whether clients learn that share")
-    ditto_lambda: float = setting(
-        1.0, at_least(0), "Ditto: weight of half the squared distance of the personal model from the global one"
-    )
-    adapt_learning_rate: float = setting(
-        0.01, above(0), "Per-FedAvg: step size by which a client adapts the global model (alpha)"
-    )
-    eps1: float = setting(
-        0.4, at_least(0), "Clustered FL: a cluster may be split once the norm of its mean update is below it"
-    )
-    eps2: float = setting(0.95, at_least(0), "Clustered FL: and the largest norm of an update in it is above this")
-    validation_share: float = setting(
-        0.2,
-        ("more than 0, less than 1", lambda value: 0 < value < 1),
-        "FedFomo: share of a client's training images by which it weighs models and does not train",
-    )
-    num_components: int = setting(3, at_least(1), "FedEM: models that each client mixes (M)")
-    distill_steps: int = setting(
-        200, at_least(0), "FedDF: steps by which the server distils the clients' models into one a round; 0 is FedAvg"
-    )
-    distill_learning_rate: float = setting(0.001, above(0), "FedDF: step size of Adam in them")
-    head_layers: int = setting(
-        1, at_least(1), "FedRep: last layers of the network, which stay at the client; FedALA: those that it mixes"
-    )
-    head_epochs: int = setting(5, at_least(0), "FedRep: epochs on the last layers, before local-epochs on the others")
-    ala_share: float = setting(0.8, a_share(), "FedALA: share of the training images by which weights are learned (s)")
-    ala_learning_rate: float = setting(1.0, above(0), "FedALA: step size of these weights (eta)")
+    quorum: float = of(QUORUM)
+    grace: float = of(GRACE)
+    max_strikes: int = of(MAX_STRIKES)
+    max_update_norm: float = of(MAX_UPDATE_NORM)
+    max_empty_rounds: int = of(MAX_EMPTY_ROUNDS)
 
     method_settings: str = setting(
         "",
-        ("key=value, separated by blanks", _are_assignments),
+        Range("key=value, separated by blanks", _are_assignments),
         "settings of added methods that are not in this table; `--set key=value` puts them here",
     )
 
+    if TYPE_CHECKING:  # the settings of methods
+
+        def __getattr__(self, name: str) -> Any: ...
+
     def __post_init__(self) -> None:
-        for spec in fields(self):
-            _check(spec, getattr(self, spec.name))
-        given = assigned(self.method_settings).keys()
-        if given and (stray := given - _added_settings()):  # which imports what is installed
-            known = ", ".join(_added_settings()) or "none"
-            raise ConfigError(f"method-settings has {min(stray)}, allowed: settings of added methods, {known}")
+        for each in fields(self):
+            known = each.metadata["setting"]
+            try:
+                object.__setattr__(self, each.name, known.check(getattr(self, each.name), kebab(each.name)))
+            except ValueError as error:
+                raise ConfigError(f"{error} ({known.kind})") from None
+        for key in assigned(self.method_settings):
+            if key not in (added := added_settings()):  # which imports what is installed
+                known = ", ".join(added) or "none"
+                raise ConfigError(f"method-settings has {key}, allowed: settings of added methods, {known}")
 
     @classmethod
     def from_run_config(cls, run_config: Mapping[str, Any]) -> Config:
@@ -343,25 +259,42 @@ class Config:
         ConfigError
             An unknown key, a wrong type or a value out of range.
         """
-        known = {kebab(spec.name): spec for spec in fields(cls)}
-        values = {known[key].name: _as_declared(known[key], value) for key, value in run_config.items() if key in known}
-        if added := {key: value for key, value in run_config.items() if key not in known}:
-            if stray := added.keys() - _added_settings():
-                raise ConfigError(f"unknown setting {min(stray)}; known: {', '.join((*known, *_added_settings()))}")
-            both = assigned(values.get("method_settings", "")) | added
+        values = {SETTINGS[key].name: value for key, value in run_config.items() if key in SETTINGS}
+        if others := {key: value for key, value in run_config.items() if key not in SETTINGS}:
+            added = added_settings()
+            if stray := others.keys() - added.keys():
+                raise ConfigError(unknown_setting(min(stray), (*SETTINGS, *added)))
+            both = assigned(values.get("method_settings", "")) | others
             values["method_settings"] = " ".join(f"{key}={both[key]}" for key in sorted(both))
         return cls(**values)
 
     def run_config(self) -> dict[str, Any]:
-        """The settings as a Flower run config, kebab-case."""
-        return {kebab(spec.name): getattr(self, spec.name) for spec in fields(self)}
+        """Return the settings as a Flower run config, kebab-case."""
+        return {key: getattr(self, known.name) for key, known in SETTINGS.items()}
 
     def settings(self) -> dict[str, Any]:
-        """All settings by their names in kebab-case, those of added methods, as texts, among them."""
+        """Return all settings by their names in kebab-case, those of added methods, as texts, among them."""
         return self.run_config() | assigned(self.method_settings)
 
+    def own_settings(self) -> dict[str, Any]:
+        """Return the arguments of the run's method that are its own settings; those left at its default are not there.
+
+        Raises
+        ------
+        ConfigError
+            A text of `method_settings` is not what the method takes.
+        """
+        own, texts = {}, assigned(self.method_settings)
+        for each in REGISTRY[self.strategy].settings:
+            if each.key not in SETTINGS:
+                if each.key in texts:
+                    own[each.name] = each.parse(texts[each.key])
+            elif (value := getattr(self, each.name)) != OWN_DEFAULT:
+                own[each.name] = value
+        return own
+
     def absolute(self) -> Config:
-        """The same, with paths that do not depend on the working directory."""
+        """Return the same, with paths that do not depend on the working directory."""
 
         def whole(path: str) -> str:
             return os.path.abspath(os.path.expanduser(path)) if path else ""
@@ -374,61 +307,75 @@ class Config:
         )
 
 
-def kebab(name: str) -> str:
-    return name.replace("_", "-")
+SETTINGS: dict[str, Setting] = {
+    kebab(each.name): replace(each.metadata["setting"], name=each.name) for each in fields(Config)
+}
+"""Every setting of a run by its name in kebab-case. Of methods' settings that share a name: one that takes all."""
 
 
 def assigned(text: str) -> dict[str, str]:
-    """Settings written as `method_settings` are."""
+    """Return the settings written as `method_settings` are."""
     return {key: value for key, _, value in (word.partition("=") for word in text.split())}
 
 
-def _added_settings() -> list[str]:
-    """The settings of all methods that are no fields of Config."""
-    fields_of_config = {spec.name for spec in fields(Config)}
-    names = (name for method in REGISTRY.values() for name in method.settings)
-    return [kebab(name) for name in dict.fromkeys(names) if name not in fields_of_config]
+def added_settings() -> dict[str, Setting]:
+    """Return the settings of all methods that are no fields of Config, by their names in kebab-case."""
+    found = (each for method in REGISTRY.values() for each in method.settings)
+    return {each.key: each for each in found if each.key not in SETTINGS}
 
 
-def parse(text: str, kind: str) -> bool | int | float | str:
-    """Read a value as the kind that its setting has; text that is none of the kind stays text."""
-    if kind == "bool":
-        return {"true": True, "false": False}.get(text.lower(), text)
-    for read in {"int": (int,), "float": (float,), "float | str": (float,)}.get(kind, ()):
-        try:
-            return read(text)
-        except ValueError:
-            pass
-    return text
+def unknown_setting(key: str, known: tuple[str, ...]) -> str:
+    """Return what to say of a setting that does not exist."""
+    meant = meant_by(key, known)
+    return f"unknown setting {key}; " + (f"did you mean {meant}?" if meant else f"known: {', '.join(known)}")
 
 
-def _as_declared(spec: Field, value: Any) -> Any:
-    """Whole numbers stand for floats too: 1 is 1.0 where a float is asked for."""
-    if "float" in str(spec.type) and type(value) is int:
-        return float(value)
-    return value
-
-
-def _check(spec: Field, value: Any) -> None:
-    allowed, holds, *_ = spec.metadata["allowed"]
-    types = {"int": (int,), "float": (float,), "str": (str,), "bool": (bool,), "float | str": (float, str)}[
-        str(spec.type)
-    ]
-    if type(value) not in types or (isinstance(value, float) and not math.isfinite(value)) or not holds(value):
-        raise ConfigError(f"{kebab(spec.name)} is {value!r}, allowed: {allowed} ({spec.type})")
+# --- What documents and pyproject.toml say of settings -------------------------------------------------
 
 
 def table() -> str:
-    """The settings as a Markdown table, a line each."""
+    """Return the settings as a Markdown table, a line each."""
     lines = ["| setting | type | default | allowed | meaning |", "|---|---|---|---|---|"]
     for spec in fields(Config):
-        kind = str(spec.type).replace(" | ", " or ")
-        default = json.dumps(spec.default)
-        allowed, _, *in_the_table = spec.metadata["allowed"]
-        meaning = spec.metadata["meaning"]
-        lines.append(f"| `{kebab(spec.name)}` | {kind} | {default} | {(*in_the_table, allowed)[0]} | {meaning} |")
+        for each, methods in spec.metadata["methods"].items():
+            kind, allowed = each.kind.replace(" | ", " or "), each.allowed.documented or each.allowed.words
+            meaning = f"{', '.join(methods)}: {each.meaning}" if methods else each.meaning
+            lines.append(f"| `{kebab(spec.name)}` | {kind} | {json.dumps(each.default)} | {allowed} | {meaning} |")
     return "\n".join(lines)
 
 
+def methods_table() -> str:
+    """Return our own methods as a Markdown table, a line each."""
+    lines = ["| `--strategy` | method | settings of its own | from |", "|---|---|---|---|"]
+    for name in REGISTRY.own:
+        method = REGISTRY[name]
+        own = ", ".join(f"`{each.key}`" for each in method.settings)
+        paper = re.sub(r"(docs/\S+\.md)", r"[\1](\1)", method.paper)
+        lines.append(f"| `{name}` | {method.title} | {own} | {paper} |")
+    return "\n".join(lines)
+
+
+def defaults() -> str:
+    """Return the settings with their defaults, in TOML."""
+    return "\n".join(f"{key} = {json.dumps(known.default)}" for key, known in SETTINGS.items())
+
+
+def written(root: Path) -> dict[Path, str]:
+    """Return what the files that speak of settings are to be: path -> text."""
+    parts = {
+        root / "docs" / "configuration.md": (r"(?:^\| .*\n\|---\|(?:.*\n)(?:^\| `.*\n)+)", table()),
+        root / "README.md": (r"(?:^\| `--strategy` .*\n(?:^\|.*\n)+)", methods_table()),
+        root / "pyproject.toml": (r"(?<=^\[tool\.flwr\.app\.config\]\n)(?:^[\w-]+ = .*\n)+", defaults()),
+    }
+    return {
+        path: re.sub(pattern, lambda _, text=text: f"{text}\n", path.read_text(), count=1, flags=re.MULTILINE)
+        for path, (pattern, text) in parts.items()
+    }
+
+
 if __name__ == "__main__":
-    print(table())
+    if sys.argv[1:] == ["--write"]:
+        for path, text in written(Path()).items():
+            path.write_text(text)
+    else:
+        print(table())

@@ -27,10 +27,10 @@ class Registry(Mapping[str, Entry]):
     kind : type
         What an entry must be.
     own : mapping
-        Our own entries.
+        Our own entries, or where those are that are imported late, as entry points say it: "package.module:NAME".
     """
 
-    def __init__(self, group: str, kind: type[Any], own: Mapping[str, Entry]) -> None:
+    def __init__(self, group: str, kind: type[Any], own: Mapping[str, Entry] | Mapping[str, str]) -> None:
         self.group, self.kind, self.own = group, kind, own
 
     def _added(self) -> Mapping[str, list[EntryPoint]]:
@@ -57,7 +57,8 @@ class Registry(Mapping[str, Entry]):
         """
         points = self._added().get(name)
         if not points:
-            return self.own[name]
+            own = self.own[name]
+            return EntryPoint(name, own, self.group).load() if isinstance(own, str) else own
         whose = ["kindred"] * (name in self.own) + [f"{_package(point)} ({point.value})" for point in points]
         what = f"{name!r} of {self.group}"
         if len(whose) > 1:

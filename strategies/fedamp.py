@@ -29,20 +29,49 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from logging import WARNING
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import numpy as np
 from flwr.supercore import log
 from scipy.special import log_softmax, logsumexp
 
+from .engine.arguments import StoredShared
 from .engine.model_store import BLOCK
 from .engine.stored import CloudModels
-from .messages import PROXIMAL_MU, ClientId, check, in_order
+from .messages import PROXIMAL_MU, ClientId, in_order
+from .registry import MODEL_BOTH_WAYS, Method
+from .settings import A_SHARE, STORE, Range, Setting, above, at_least
 
 SelfWeight = float | Literal["uniform"]
+SIGMA = Setting("sigma", 100.0, above(0), "scale of the squared distance", trial=2.0)
+COSINE_SIGMA = Setting("sigma", 100.0, above(0), "scale of the cosine", trial=2.0)
+UNIFORM = "0 to 1, uniform (1 / clients online)"
+SELF_WEIGHT = Setting(
+    "self_weight",
+    0.2,
+    Range(f"{UNIFORM}, or none (Eq. 5 as written)", lambda value: value in ("uniform", "none") or is_part(value)),
+    "share of a client's own model in its cloud model",
+    kind="float | str",
+    trial=0.3,
+)
+COSINE_SELF_WEIGHT = replace(SELF_WEIGHT, allowed=Range(UNIFORM, lambda value: value == "uniform" or is_part(value)))
+ALPHA = Setting(
+    "alpha", 1e4, above(0), "step size of the collaboration; the proximal weight is lam / alpha", trial=10.0
+)
+ALPHA_DECAY = Setting("alpha_decay", 0.1, A_SHARE, "factor on alpha every alpha-decay-every rounds", trial=0.5)
+ALPHA_DECAY_EVERY = Setting("alpha_decay_every", 30, at_least(1), "rounds between two decays of alpha", trial=2)
+LAM = Setting("lam", 1.0, at_least(0), "weight of the collaboration term (lambda)")
+
 Blocks = Callable[[], Iterator[np.ndarray]]
 """Goes through the columns of an (m, d) matrix, some at a time: each of shape (m, b)."""
+
+
+def is_part(value: float | str) -> bool:
+    """Whether a value is a number from 0 to 1."""
+    return not isinstance(value, str) and 0 <= value <= 1
+
 
 # --- The mathematics ----------------------------------------------------------------------------------
 
@@ -195,7 +224,7 @@ class FedAMP(CloudModels):
 
     Parameters
     ----------
-    sigma : float
+    sigma : float (default: 100)
         Scale of the squared distance in A, more than 0. The paper: 100 on MNIST, 10 on Fashion-MNIST and
         EMNIST, 1e6 on CIFAR-100.
     alpha : float (default: 1e4)
@@ -204,9 +233,10 @@ class FedAMP(CloudModels):
         Factor on alpha, in (0, 1], every `alpha_decay_every` (default: 30) rounds.
     lam : float (default: 1.0)
         Weight lambda of the collaboration, 0 or more; the proximal weight is lam / alpha_k.
-    self_weight : float in [0, 1], "uniform" or None (default: None)
-        xi_ii, as of `attention_weights`. The paper's experiments: 1 / (1 + clients of the same distribution).
-    **settings
+    self_weight : float in [0, 1], "uniform", or "none" or None (default: 0.2)
+        xi_ii, as of `attention_weights`; None is Eq. 5 as written. The paper's experiments:
+        1 / (1 + clients of the same distribution).
+    **shared
         Those of `PersonalizedStrategy`.
 
     Raises
@@ -220,35 +250,25 @@ class FedAMP(CloudModels):
     def __init__(
         self,
         *,
-        sigma: float,
-        alpha: float = 1e4,
-        alpha_decay: float = 0.1,
-        alpha_decay_every: int = 30,
-        lam: float = 1.0,
-        self_weight: SelfWeight | None = None,
-        **settings: Any,
+        sigma: float = SIGMA.default,
+        alpha: float = ALPHA.default,
+        alpha_decay: float = ALPHA_DECAY.default,
+        alpha_decay_every: int = ALPHA_DECAY_EVERY.default,
+        lam: float = LAM.default,
+        self_weight: SelfWeight | Literal["none"] | None = SELF_WEIGHT.default,
+        **shared: Unpack[StoredShared],
     ) -> None:
-        super().__init__(**settings)
-        check("sigma", sigma, sigma > 0, "more than 0")
-        check("alpha", alpha, alpha > 0, "more than 0")
-        check("alpha_decay", alpha_decay, 0 < alpha_decay <= 1, "more than 0, at most 1")
-        check("alpha_decay_every", alpha_decay_every, alpha_decay_every >= 1, "1 or more")
-        check("lam", lam, lam >= 0, "0 or more")
-        check("self_weight", self_weight, self._allows(self_weight), self._self_weights)
-        self.sigma = sigma
-        self.alpha = alpha
-        self.alpha_decay = alpha_decay
-        self.alpha_decay_every = alpha_decay_every
-        self.lam = lam
-        self.self_weight = self_weight
+        super().__init__(**shared)
+        self.sigma = SIGMA.check(sigma)
+        self.alpha = ALPHA.check(alpha)
+        self.alpha_decay = ALPHA_DECAY.check(alpha_decay)
+        self.alpha_decay_every = ALPHA_DECAY_EVERY.check(alpha_decay_every)
+        self.lam = LAM.check(lam)
+        own = SELF_WEIGHT.check("none" if self_weight is None else self_weight)
+        self.self_weight: SelfWeight | None = None if own == "none" else own
         self._scaled = False
 
     STATE = (*CloudModels.STATE, "_scaled")
-    _self_weights = "0 to 1, 'uniform' or None"
-
-    @staticmethod
-    def _allows(self_weight: Any) -> bool:
-        return self_weight in (None, "uniform") or (isinstance(self_weight, int | float) and 0 <= self_weight <= 1)
 
     def alpha_at(self, server_round: int) -> float:
         """alpha_k: decayed once every `alpha_decay_every` rounds."""
@@ -289,31 +309,56 @@ class FedAMP(CloudModels):
         return np.array([client in online for client in at_hand])
 
 
+class FedAMPShared(StoredShared, total=False):
+    """The arguments of `FedAMP` that mean the same in HeurFedAMP."""
+
+    alpha: float
+    alpha_decay: float
+    alpha_decay_every: int
+    lam: float
+
+
 class HeurFedAMP(FedAMP):
     """HeurFedAMP as a Flower strategy: FedAMP with cosine similarity, for deep networks.
 
     Parameters
     ----------
-    sigma : float
+    sigma : float (default: 100)
         Scale of the cosine, more than 0. The paper: 25 on MNIST, 100 on Fashion-MNIST, 50 on EMNIST, 10 on
         CIFAR-100.
-    self_weight : float in [0, 1] or "uniform"
+    self_weight : float in [0, 1] or "uniform" (default: 0.2)
         xi_ii.
-    **settings
+    **shared
         Those of `FedAMP`.
     """
 
     name = "heurfedamp"
-    _self_weights = "0 to 1 or 'uniform'"
 
-    def __init__(self, *, sigma: float, self_weight: SelfWeight, **settings: Any) -> None:
-        super().__init__(sigma=sigma, self_weight=self_weight, **settings)
-
-    @staticmethod
-    def _allows(self_weight: Any) -> bool:
-        return self_weight is not None and FedAMP._allows(self_weight)
+    def __init__(
+        self,
+        *,
+        sigma: float = COSINE_SIGMA.default,
+        self_weight: SelfWeight = COSINE_SELF_WEIGHT.default,
+        **shared: Unpack[FedAMPShared],
+    ) -> None:
+        super().__init__(sigma=COSINE_SIGMA.check(sigma), self_weight=COSINE_SELF_WEIGHT.check(self_weight), **shared)
 
     def _xi(self, at_hand: Sequence[ClientId], server_round: int) -> np.ndarray:
         assert self.self_weight is not None  # as `_allows` has it
         cosine = cosines(lambda: self._parameters(at_hand), len(at_hand))  # (m, m)
         return _cosine(cosine, self.sigma, self.self_weight, self._heard(at_hand))
+
+
+FEDAMP = Method(
+    title="FedAMP",
+    paper="Huang et al., AAAI 2021, arXiv:2007.03797",
+    travels=MODEL_BOTH_WAYS,
+    strategy=FedAMP,
+    settings=(SIGMA, SELF_WEIGHT, ALPHA, ALPHA_DECAY, ALPHA_DECAY_EVERY, LAM, STORE),
+)
+HEURFEDAMP = replace(
+    FEDAMP,
+    title="HeurFedAMP",
+    strategy=HeurFedAMP,
+    settings=(COSINE_SIGMA, COSINE_SELF_WEIGHT, ALPHA, ALPHA_DECAY, ALPHA_DECAY_EVERY, LAM, STORE),
+)

@@ -45,7 +45,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import repeat
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
@@ -56,6 +56,7 @@ from .client.state import MIXTURE
 from .client.training import get_arrays
 from .client.visit import Visit
 from .engine.admission import Refused, Reply, are_numbers, norm
+from .engine.arguments import StoredShared
 from .engine.optimizers import OptimizerSteps
 from .engine.sent_models import NEW_MODEL, SentModels, Updates
 from .engine.stored import StoredModels
@@ -63,8 +64,6 @@ from .federico_relay import LOSSES, Request, load_losses, reports_weights, save_
 from .messages import (
     ARRAYS,
     CONFIG,
-    LOCAL_EPOCHS,
-    LOCAL_STEPS,
     METRICS,
     NEIGHBOURS,
     NUM_EXAMPLES,
@@ -72,7 +71,6 @@ from .messages import (
     TRAIN_LOSS,
     ClientId,
     by_prefix,
-    check,
     decode,
     encode,
     in_order,
@@ -82,6 +80,63 @@ from .messages import (
 )
 from .mixture import SMALLEST, Arrays, keep_mixture, mixture_scores, mixture_shares
 from .neighbours import choose_neighbours
+from .registry import Method
+from .settings import (
+    A_SHARE,
+    LEARNING_RATE,
+    LOCAL_EPOCHS,
+    LOCAL_STEPS,
+    OPTIMIZER,
+    STORE,
+    TRUE_OR_FALSE,
+    Setting,
+    at_least,
+    one_of,
+    within,
+)
+
+NUM_NEIGHBOURS = Setting(
+    "num_neighbours",
+    3,
+    at_least(0),
+    "models of others that a client gets in a round (M); 0 is local training",
+    trial=2,
+)
+EPSILON = Setting("epsilon", 0.3, within(0, 1), "probability of a random neighbour instead of the best")
+BETA = Setting("beta", 0.6, A_SHARE, "momentum of the moving average of losses; 1: the last alone")
+LIKELIHOOD = Setting(
+    "likelihood",
+    "mean",
+    one_of("mean", "sum"),
+    "the loss, over a client's samples, that weights go by; the paper's is the sum",
+)
+TEMPERATURE = Setting(
+    "temperature", 1.0, at_least(1e-9), "weights are a softmax of the losses divided by it", trial=0.5
+)
+M_STEP = Setting(
+    "m_step",
+    "epochs",
+    one_of("epochs", "steps", "gradient"),
+    "work on each model in a round: local-epochs epochs (where that is 0, local-steps steps), local-steps steps, or "
+    "one gradient over all data, by which the server moves the model with optimizer",
+)
+MIN_WEIGHT = Setting("min_weight", 0.001, within(0, 1), "updates with a smaller weight are neither computed nor sent")
+MIXING = Setting("mixture", "probabilities", one_of("probabilities", "logits"), "what a client's prediction mixes")
+MIXTURE_THRESHOLD = Setting(
+    "mixture_threshold", 0.01, within(0, 1), "models with a smaller weight have no part in the prediction"
+)
+SHARE_ABSENT = Setting(
+    "share_absent",
+    True,
+    TRUE_OR_FALSE,
+    "whether models of clients that are not connected stay available to others",
+)
+SELECTION = Setting(
+    "selection",
+    "server",
+    one_of("server", "relay"),
+    "who holds the losses and chooses neighbours: the server, or each client, with the server as a relay",
+)
 
 # Keys in messages.
 MODELS = "models"
@@ -277,8 +332,8 @@ def _update(visit: Visit, arrays: Arrays, weight: float, scale: float, *, own: b
     if config["m-step"] == "gradient":
         update = {name: weight * scale * array for name, array in visit.gradient(model).items()}
     else:
-        epochs = int(config.get(LOCAL_EPOCHS, 1)) if config["m-step"] == "epochs" else 0
-        visit.train(model, epochs=epochs, steps=0 if epochs else int(config.get(LOCAL_STEPS, 1)))
+        epochs = int(LOCAL_EPOCHS.read(config)) if config["m-step"] == "epochs" else 0
+        visit.train(model, epochs=epochs, steps=0 if epochs else int(LOCAL_STEPS.read(config)))
         trained, parameters = get_arrays(model), {name for name, _ in model.named_parameters(remove_duplicate=False)}
         update = {name: weight * (trained[name] - arrays[name]) for name in arrays if name in parameters}
     if own:
@@ -330,7 +385,7 @@ class FedeRiCo(StoredModels):
         `local-steps` steps) or `local-steps` steps, or compute one gradient over all its data.
     optimizer : {"adam", "sgd"}
         With m_step "gradient": how the server moves a model by the sum of the gradients.
-    learning_rate : float (default: 0.01)
+    learning_rate : float (default: 0.002)
         Of that, above 0.
     min_weight : float (default: 0.001)
         0 to 1; an update with a smaller weight is neither computed nor sent.
@@ -343,7 +398,7 @@ class FedeRiCo(StoredModels):
         Whether models of clients that are not connected remain available to others.
     selection : {"server", "relay"}
         Who holds the losses and chooses the neighbours: the server, or each client, for which the server is a relay.
-    **settings
+    **shared
         Those of `PersonalizedStrategy`.
 
     Raises
@@ -370,47 +425,35 @@ class FedeRiCo(StoredModels):
     def __init__(
         self,
         *,
-        num_neighbours: int = 3,
-        epsilon: float = 0.3,
-        beta: float = 0.6,
-        likelihood: str = "mean",
-        temperature: float = 1.0,
-        m_step: str = "epochs",
-        optimizer: str = "adam",
-        learning_rate: float = 0.01,
-        min_weight: float = 0.001,
-        mixture: str = "probabilities",
-        mixture_threshold: float = 0.01,
-        share_absent: bool = True,
-        selection: str = "server",
-        **settings: Any,
+        num_neighbours: int = NUM_NEIGHBOURS.default,
+        epsilon: float = EPSILON.default,
+        beta: float = BETA.default,
+        likelihood: str = LIKELIHOOD.default,
+        temperature: float = TEMPERATURE.default,
+        m_step: str = M_STEP.default,
+        optimizer: str = OPTIMIZER.default,
+        learning_rate: float = LEARNING_RATE.default,
+        min_weight: float = MIN_WEIGHT.default,
+        mixture: str = MIXING.default,
+        mixture_threshold: float = MIXTURE_THRESHOLD.default,
+        share_absent: bool = SHARE_ABSENT.default,
+        selection: str = SELECTION.default,
+        **shared: Unpack[StoredShared],
     ) -> None:
-        super().__init__(**settings)
-        check("num_neighbours", num_neighbours, num_neighbours >= 0, "0 or more")
-        check("epsilon", epsilon, 0 <= epsilon <= 1, "0 to 1")
-        check("beta", beta, 0 < beta <= 1, "more than 0, at most 1")
-        check("likelihood", likelihood, likelihood in ("mean", "sum"), "mean, sum")
-        check("temperature", temperature, 1e-9 <= temperature < np.inf, "1e-9 or more")
-        check("m_step", m_step, m_step in ("epochs", "steps", "gradient"), "epochs, steps, gradient")
-        check("optimizer", optimizer, optimizer in ("adam", "sgd"), "adam, sgd")
-        check("learning_rate", learning_rate, 0 < learning_rate < np.inf, "more than 0")
-        check("min_weight", min_weight, 0 <= min_weight <= 1, "0 to 1")
-        check("mixture", mixture, mixture in ("probabilities", "logits"), "probabilities, logits")
-        check("mixture_threshold", mixture_threshold, 0 <= mixture_threshold <= 1, "0 to 1")
-        check("selection", selection, selection in ("server", "relay"), "server, relay")
-        self.num_neighbours = num_neighbours
-        self.epsilon = epsilon
-        self.beta = beta
-        self.likelihood = likelihood
-        self.temperature = temperature
-        self.m_step = m_step
-        self.min_weight = min_weight
-        self.mixture = mixture
-        self.mixture_threshold = mixture_threshold
-        self.share_absent = share_absent
-        self.selection = selection
-        self.optimizer = optimizer
-        self.learning_rate = learning_rate
+        super().__init__(**shared)
+        self.num_neighbours = NUM_NEIGHBOURS.check(num_neighbours)
+        self.epsilon = EPSILON.check(epsilon)
+        self.beta = BETA.check(beta)
+        self.likelihood = LIKELIHOOD.check(likelihood)
+        self.temperature = TEMPERATURE.check(temperature)
+        self.m_step = M_STEP.check(m_step)
+        self.min_weight = MIN_WEIGHT.check(min_weight)
+        self.mixture = MIXING.check(mixture)
+        self.mixture_threshold = MIXTURE_THRESHOLD.check(mixture_threshold)
+        self.share_absent = SHARE_ABSENT.check(share_absent)
+        self.selection = SELECTION.check(selection)
+        self.optimizer = OPTIMIZER.check(optimizer)
+        self.learning_rate = LEARNING_RATE.check(learning_rate)
 
     def begin(self, initial_arrays: ArrayRecord) -> None:
         super().begin(initial_arrays)
@@ -568,3 +611,29 @@ class FedeRiCo(StoredModels):
         clients = in_order({*known, *self.models}) if known else []
         weights = np.array([[known.get(i, {}).get(j, 0.0) for j in clients] for i in clients])
         return clients, weights.reshape(len(clients), len(clients))
+
+
+METHOD = Method(
+    title="FedeRiCo",
+    paper="Sui et al., 2022, arXiv:2210.06597",
+    travels="the client's and its neighbours' models, down; their weighted updates, up",
+    stays="with relay, its losses",
+    strategy=FedeRiCo,
+    client=FedeRiCoClient,
+    settings=(
+        NUM_NEIGHBOURS,
+        EPSILON,
+        BETA,
+        LIKELIHOOD,
+        TEMPERATURE,
+        M_STEP,
+        OPTIMIZER,
+        LEARNING_RATE,
+        MIN_WEIGHT,
+        MIXING,
+        MIXTURE_THRESHOLD,
+        SHARE_ABSENT,
+        SELECTION,
+        STORE,
+    ),
+)

@@ -97,8 +97,6 @@ from .messages import (
     BETWEEN,
     CONFIG,
     LABEL_SMOOTHING,
-    LOCAL_EPOCHS,
-    LOCAL_STEPS,
     METRICS,
     NUM_EXAMPLES,
     PROBE,
@@ -110,6 +108,8 @@ from .messages import (
     seed_for,
     to_record,
 )
+from .registry import Method
+from .settings import BATCH_SIZE, LOCAL_EPOCHS, LOCAL_STEPS, STORE
 
 if TYPE_CHECKING:
     import torch
@@ -154,7 +154,7 @@ LARGEST_ADJUSTMENT = 100.0
 LEAST_PROBABILITY = 1e-8  # that counts in a loss of samples left out
 LARGEST_FOLD_LOSS = 20.0  # of a sample, more than -log(LEAST_PROBABILITY) = 18.4, which no divergence is above
 LEAVES_OUT = "leaves-out"  # whether the client leaves samples out in this round
-WORK = (LOCAL_EPOCHS, LOCAL_STEPS, "batch-size")  # settings that say how much a client trains
+WORK = (LOCAL_EPOCHS.key, LOCAL_STEPS.key, BATCH_SIZE.key)  # settings that say how much a client trains
 
 # --- The mathematics ----------------------------------------------------------------------------------
 
@@ -567,7 +567,7 @@ class Kindred(CloudModels):
 
     Parameters
     ----------
-    **settings
+    **shared
         Those of `StoredModels`.
     """
 
@@ -827,3 +827,15 @@ class _PersonalModels(Mapping[ClientId, ArrayRecord]):
     def items(self) -> Iterator[tuple[ClientId, ArrayRecord]]:  # type: ignore[override]
         """Together, which takes a few products of matrices, and the same bits as an evaluation of all has."""
         return zip(self._clients, self._strategy.personal_models(self._clients))
+
+
+METHOD = Method(
+    title="Kindred",
+    paper="of this library: docs/kindred.md",
+    travels="the model, both ways; in every second round two more to evaluate, down",
+    stays="its last model",
+    strategy=Kindred,
+    client=KindredClient,
+    settings=(STORE,),
+    any_client=True,
+)

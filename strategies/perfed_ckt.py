@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from logging import INFO, WARNING
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard, Unpack
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
@@ -37,13 +37,13 @@ from flwr.supercore import log
 from .client.training import channels_last
 from .client.visit import Visit
 from .engine.admission import Refused, Reply
+from .engine.arguments import Shared
 from .engine.model_store import Layout
 from .engine.strategy import PersonalizedStrategy
 from .lazy import lazy
 from .messages import (
     ARRAYS,
     CONFIG,
-    LOCAL_STEPS,
     METRICS,
     MODEL_BYTES,
     NUM_CLASSES,
@@ -60,6 +60,8 @@ from .messages import (
     seed_for,
     to_record,
 )
+from .registry import Method
+from .settings import LOCAL_STEPS, Setting, at_least, one_of
 
 if TYPE_CHECKING:
     import sklearn.cluster as clustering
@@ -70,9 +72,28 @@ else:
 
 LOGITS = "logits"
 CENTROIDS = "centroids"
-DISTILL_WEIGHT = "distill-weight"
-PUBLIC_BATCH_SIZE = "public-batch-size"
-LOGITS_DTYPE = "logits-dtype"
+
+NUM_CLUSTERS = Setting(
+    "num_clusters", 3, at_least(1), "clusters of clients (c); 1: all learn from the mean of all", trial=2
+)
+DISTILL_WEIGHT = Setting(
+    "distill_weight",
+    2.0,
+    at_least(0),
+    "weight of the squared distance from the centroid's probabilities (lambda)",
+    trial=0.5,
+)
+PUBLIC_BATCH_SIZE = Setting("public_batch_size", 128, at_least(1), "public images a step (b')", trial=2)
+WARMUP_ROUNDS = Setting(
+    "warmup_rounds", 0, at_least(0), "rounds of training alone first; 0: a round in which untrained models speak"
+)
+MIN_CLUSTER_SIZE = Setting(
+    "min_cluster_size",
+    1,
+    at_least(1),
+    "clients that a cluster must have; smaller ones are merged into the nearest",
+)
+LOGITS_DTYPE = Setting("logits_dtype", "float32", one_of("float32", "float16"), "in which probabilities travel")
 
 # What a client says of itself is not to be trusted.
 MOST_PUBLIC = 10**6  # images, and classes
@@ -212,23 +233,23 @@ class PerFedCKTClient:
         public = channels_last(model, site.public)
         metrics: dict[str, float] = {}
 
-        distill_weight, term = float(config.get(DISTILL_WEIGHT, 0.0)), None
+        distill_weight, term = float(config.get(DISTILL_WEIGHT.key, 0.0)), None
         if CENTROIDS in visit.arrays:
             centroids = visit.arrays[CENTROIDS].astype("float32")  # (c', P, N)
             nearest = nearest_centroid(visit.predict(model, public), centroids)
             metrics["nearest-centroid"] = nearest
             target = torch.from_numpy(centroids[nearest]).to(visit.device)  # (P, N)
             draws = torch.Generator().manual_seed(visit.seed("public"))
-            size = int(config.get(PUBLIC_BATCH_SIZE, 128))
+            size = int(PUBLIC_BATCH_SIZE.read(config))
 
             def term() -> torch.Tensor:
                 visit.compute[SAMPLES_TRAINED] += size
                 batch = torch.randint(len(public), (size,), generator=draws).to(visit.device)
                 return distillation_term(model(public[batch]).float().softmax(dim=1), target[batch], distill_weight)
 
-        if steps := int(config[LOCAL_STEPS]):  # none in round 0
+        if steps := int(config[LOCAL_STEPS.key]):  # none in round 0
             metrics[TRAIN_LOSS] = visit.train(model, epochs=0, steps=steps, term=term if distill_weight else None)
-        logits = visit.predict(model, public).astype(str(config.get(LOGITS_DTYPE, "float32")))  # (P, N)
+        logits = visit.predict(model, public).astype(str(LOGITS_DTYPE.read(config)))  # (P, N)
         if not np.isfinite(logits).all():
             raise ValueError("the trained model gives no finite probabilities; the one kept before stays")
         metrics |= {**visit.evaluation(TRAINED, model), **visit.counts(), MODEL_BYTES: _bytes(model)}
@@ -262,7 +283,7 @@ class PerFedCKT(PersonalizedStrategy):
 
     Parameters
     ----------
-    num_clusters : int
+    num_clusters : int (default: 3)
         c, 1 or more; 1 is plain co-distillation. The paper's best is 3.
     distill_weight : float (default: 2.0)
         lambda, 0 or more; 0 is local training.
@@ -281,7 +302,7 @@ class PerFedCKT(PersonalizedStrategy):
     public_set : str, optional
         The fingerprint (`Site.fingerprint`) of the public set that clients must have. By default it is the set that
         most of the clients that are met first have; at a tie, that of the first in order of client.
-    **settings
+    **shared
         Those of `PersonalizedStrategy`.
 
     Raises
@@ -299,31 +320,24 @@ class PerFedCKT(PersonalizedStrategy):
     def __init__(
         self,
         *,
-        num_clusters: int,
-        distill_weight: float = 2.0,
-        local_steps: int = 50,
-        public_batch_size: int = 128,
-        warmup_rounds: int = 0,
-        min_cluster_size: int = 1,
-        logits_dtype: str = "float32",
+        num_clusters: int = NUM_CLUSTERS.default,
+        distill_weight: float = DISTILL_WEIGHT.default,
+        local_steps: int = LOCAL_STEPS.default,
+        public_batch_size: int = PUBLIC_BATCH_SIZE.default,
+        warmup_rounds: int = WARMUP_ROUNDS.default,
+        min_cluster_size: int = MIN_CLUSTER_SIZE.default,
+        logits_dtype: str = LOGITS_DTYPE.default,
         public_set: str | None = None,
-        **settings: Any,
+        **shared: Unpack[Shared],
     ) -> None:
-        super().__init__(**settings)
-        check("num_clusters", num_clusters, num_clusters >= 1, "1 or more")
-        check("distill_weight", distill_weight, 0 <= distill_weight < float("inf"), "0 or more")
-        check("local_steps", local_steps, local_steps >= 1, "1 or more")
-        check("public_batch_size", public_batch_size, public_batch_size >= 1, "1 or more")
-        check("warmup_rounds", warmup_rounds, warmup_rounds >= 0, "0 or more")
-        check("min_cluster_size", min_cluster_size, min_cluster_size >= 1, "1 or more")
-        check("logits_dtype", logits_dtype, logits_dtype in ("float32", "float16"), "float32, float16")
-        self.num_clusters = num_clusters
-        self.distill_weight = distill_weight
-        self.local_steps = local_steps
-        self.public_batch_size = public_batch_size
-        self.warmup_rounds = warmup_rounds
-        self.min_cluster_size = min_cluster_size
-        self.logits_dtype = logits_dtype
+        super().__init__(**shared)
+        self.num_clusters = NUM_CLUSTERS.check(num_clusters)
+        self.distill_weight = DISTILL_WEIGHT.check(distill_weight)
+        self.local_steps = LOCAL_STEPS.check(local_steps)
+        self.public_batch_size = PUBLIC_BATCH_SIZE.check(public_batch_size)
+        self.warmup_rounds = WARMUP_ROUNDS.check(warmup_rounds)
+        self.min_cluster_size = MIN_CLUSTER_SIZE.check(min_cluster_size)
+        self.logits_dtype = LOGITS_DTYPE.check(logits_dtype)
         self._expected = public_set
 
     @property
@@ -370,10 +384,10 @@ class PerFedCKT(PersonalizedStrategy):
 
     def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
         return {
-            LOCAL_STEPS: self.local_steps if server_round > 0 else 0,
-            DISTILL_WEIGHT: self.distill_weight,
-            PUBLIC_BATCH_SIZE: self.public_batch_size,
-            LOGITS_DTYPE: self.logits_dtype,
+            LOCAL_STEPS.key: self.local_steps if server_round > 0 else 0,
+            DISTILL_WEIGHT.key: self.distill_weight,
+            PUBLIC_BATCH_SIZE.key: self.public_batch_size,
+            LOGITS_DTYPE.key: self.logits_dtype,
         }
 
     def outgoing(self, server_round: int, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId, ArrayRecord]]:
@@ -476,3 +490,25 @@ def _described(public_set: tuple[str, int, int] | None) -> str:
         return "no public set"
     fingerprint, num_public, num_classes = public_set
     return f"the public set {fingerprint} ({num_public} images) with {num_classes} classes"
+
+
+METHOD = Method(
+    title="PerFed-CKT",
+    paper="Cho et al., 2021, arXiv:2109.08119",
+    travels="class probabilities on public images, both ways",
+    stays="its model",
+    strategy=PerFedCKT,
+    client=PerFedCKTClient,
+    settings=(
+        NUM_CLUSTERS,
+        DISTILL_WEIGHT,
+        LOCAL_STEPS,
+        PUBLIC_BATCH_SIZE,
+        WARMUP_ROUNDS,
+        MIN_CLUSTER_SIZE,
+        LOGITS_DTYPE,
+    ),
+    models_travel=False,
+    mixed_networks=True,
+    needs_public_set=True,
+)

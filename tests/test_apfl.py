@@ -163,7 +163,7 @@ def test_every_hyperparameter_changes_the_personal_models() -> None:
         ("sgd_learning_rate", 0.0, "more than 0"),
         ("mixing_weight", 1.1, "0 to 1"),
         ("mixing_weight", -0.1, "0 to 1"),
-        ("adapt_mixing", "no", "True, False"),
+        ("adapt_mixing", "no", "true or false"),
     ],
 )
 def test_what_is_out_of_range_is_named(name, value, allowed) -> None:

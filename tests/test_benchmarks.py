@@ -17,7 +17,7 @@ from kindred.messages import to_record
 from kindred.server_app.config import Config
 
 from .client_apps import Small, small, small_site
-from .test_conformance import OWN_SETTINGS, make
+from .test_conformance import make, trial_settings
 
 # --- How cost grows -----------------------------------------------------------------------------------
 
@@ -144,7 +144,7 @@ def test_the_work_of_a_round_is_what_went_through_the_network(name) -> None:
         return replace(small_site(context.node_config["partition-id"]), model=counted, public=points)
 
     strategy = make(name, network=small, images=points, fraction_evaluate=0.0)
-    config = Config(strategy=name, local_epochs=2, num_components=OWN_SETTINGS["num_components"])
+    config = Config(strategy=name, local_epochs=2, num_components=trial_settings("fedem")["num_components"])
     works: dict[int, list[Work]] = {}
     seen: dict[int, list[tuple[int, bool]]] = {}
 

@@ -292,7 +292,7 @@ OWN = {"cluster", "update-norm", "mean-update-norm", "bytes-down"}  # the method
 def test_with_eps1_0_it_is_fedavg_bit_for_bit(app) -> None:
     def found(name: str, **settings) -> tuple:
         grid = FaultyGrid(app(), 6, lambda r, c: "error" if (r + c) % 5 == 0 else "ok")
-        strategy = REGISTRY[name].strategy()(fraction_train=0.7, **settings)
+        strategy = REGISTRY[name].strategy(fraction_train=0.7, **settings)
         strategy.start(grid, initial() if app is plain_app else to_record(get_arrays(small())), 5)
         models, clients, weights, rows = everything(strategy)
         return models, clients, weights, [{k: v for k, v in row.items() if k not in OWN} for row in rows]

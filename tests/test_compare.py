@@ -22,7 +22,7 @@ from kindred.client.models import parse_models
 from kindred.data import DATASETS
 from kindred.data.loading import forget_federations
 from kindred.data.partitions import divide
-from kindred.server_app.app import LOCAL_SETTINGS, make_strategy
+from kindred.server_app.app import make_strategy
 from kindred.server_app.cli.run import app
 from kindred.server_app.comparison import files as comparison_files, runs as comparison_runs
 from kindred.server_app.comparison.files import as_csv, write
@@ -31,11 +31,12 @@ from kindred.server_app.comparison.plan import images_a_client, make_plan, run_h
 from kindred.server_app.comparison.runs import carry_out, known_runs
 from kindred.server_app.comparison.statistics import signed_rank
 from kindred.server_app.comparison.texts import remarks, tables
-from kindred.server_app.config import Config, ConfigError, kebab
+from kindred.server_app.config import Config, ConfigError
 from kindred.server_app.presets import FOLDER, load_preset, preset_names
 from kindred.server_app.report.figures import comparison_figure
 from kindred.server_app.results import RunFolder
 from kindred.server_app.run_log import Outcome
+from kindred.settings import TRAINING
 
 SMALL = [
     "--clients=4",
@@ -467,7 +468,7 @@ def test_a_preset_is_complete_and_its_settings_can_be_used(name):
     for entry, numbers in preset.paper.items():
         assert 0 < numbers["mean"] < 100 and numbers.keys() <= {"mean", "std", "floats"}
         config, method = plan.configs[entry], REGISTRY[plan.configs[entry].strategy]
-        concern = {kebab(key) for key in (*method.settings, *LOCAL_SETTINGS)} | {"strategy", "num-rounds"}
+        concern = {setting.key for setting in (*method.settings, *TRAINING)} | {"strategy", "num-rounds"}
         assert preset.strategies[entry].keys() <= concern
         assert method.mixed_networks or len(parse_models(config.model)) == 1
         if not method.distils:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,53 +32,6 @@ from .grids import FaultyGrid, ShuffledGrid
 
 CLIENTS = 6
 ROUNDS = 4
-OWN_SETTINGS = {
-    "sigma": 2.0,
-    "self_weight": 0.3,
-    "alpha": 10.0,
-    "alpha_decay": 0.5,
-    "alpha_decay_every": 2,
-    "lam": 1.0,
-    "proximal_mu": 0.5,
-    "finetune_epochs": 1,
-    "num_clusters": 2,
-    "distill_weight": 0.5,
-    "local_steps": 10,
-    "public_batch_size": 2,
-    "warmup_rounds": 0,
-    "min_cluster_size": 1,
-    "logits_dtype": "float32",
-    "num_neighbours": 2,
-    "epsilon": 0.3,
-    "beta": 0.6,
-    "likelihood": "mean",
-    "temperature": 0.5,
-    "m_step": "epochs",
-    "optimizer": "adam",
-    "learning_rate": 0.1,
-    "min_weight": 0.001,
-    "mixture": "probabilities",
-    "mixture_threshold": 0.01,
-    "share_absent": True,
-    "selection": "server",
-    "store": "memory",
-    "sgd_learning_rate": 0.1,
-    "server_learning_rate": 1.0,
-    "mixing_weight": 0.5,
-    "adapt_mixing": True,
-    "ditto_lambda": 0.5,
-    "adapt_learning_rate": 0.1,
-    "eps1": 10.0,
-    "eps2": 0.001,
-    "validation_share": 0.25,
-    "num_components": 2,
-    "distill_steps": 3,
-    "distill_learning_rate": 0.01,
-    "head_layers": 1,
-    "head_epochs": 1,
-    "ala_share": 0.8,
-    "ala_learning_rate": 1.0,
-}
 # Methods whose clients do more than to train a model as FedProx's do: written by somebody else, or our own.
 APPS = {"perfed-ckt": logits_app, "federico": collaboration_app}
 OWN_CLIENTS = [name for name, method in REGISTRY.items() if method.needs_our_client and name not in APPS]
@@ -93,6 +47,11 @@ with_an_ordinary_client = pytest.mark.parametrize("name", [name for name in REGI
 where_logits_travel = pytest.mark.parametrize("name", [name for name in REGISTRY if not REGISTRY[name].models_travel])
 
 
+def trial_settings(name: str) -> dict[str, Any]:
+    """Return values of a method's own settings for small models that train for seconds."""
+    return {setting.name: setting.trial for setting in REGISTRY[name].settings}
+
+
 def app_of(name: str, evaluates_in_training: bool = False) -> ClientApp:
     return APPS.get(name, small_app if name in OWN_CLIENTS else plain_app)(evaluates_in_training)
 
@@ -104,10 +63,10 @@ def initial_of(name: str) -> ArrayRecord:
 def make(name: str, network=Plain, images=POINTS, **settings) -> PersonalizedStrategy:
     """A method; the network and unlabelled images of its clients are for those whose server works with them."""
     method = REGISTRY[name]
-    own = {key: OWN_SETTINGS[key] for key in method.settings if key in OWN_SETTINGS}  # else the default
+    own = trial_settings(name)
     if method.distils:
         own |= {"models": {"network": network}, "public": images, "device": "cpu"}
-    return method.strategy()(**(own | settings))
+    return method.strategy(**(own | settings))
 
 
 def run(name: str, grid: InlineGrid | None = None, timeout: float = 60, **settings) -> PersonalizedStrategy:

@@ -1060,7 +1060,7 @@ def test_half_of_the_clients_fail_in_every_round(name) -> None:
     }
     grid = Failing(fates)
     own = {"sigma": 2.0, "self_weight": 0.3, "alpha": 10.0, "alpha_decay": 0.5, "alpha_decay_every": 10}
-    strategy = REGISTRY[name].strategy()(fraction_evaluate=0.0, max_strikes=0, **(own if "amp" in name else {}))
+    strategy = REGISTRY[name].strategy(fraction_evaluate=0.0, max_strikes=0, **(own if "amp" in name else {}))
     rounds = [
         ([c for c in range(MANY) if fates.get((r, c)) != "away"], [c for c in range(MANY) if (r, c) not in fates])
         for r in range(1, LONG + 1)

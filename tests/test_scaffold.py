@@ -53,6 +53,7 @@ def test_a_server_step_of_1_is_the_mean_to_the_bit() -> None:
 # p - 1 at client 0, and p at client 1.
 
 SIZES = (1, 3)
+SGD = {"optimizer": "sgd"}
 HAND = {"local-epochs": 2, "batch-size": 10, "optimizer": "adam", "learning-rate": 5.0, "momentum": 0.9}
 
 
@@ -169,7 +170,10 @@ def run(strategy, rounds: int = 3, grid: InlineGrid | None = None, **settings):
 @pytest.mark.parametrize("how", [{"local-epochs": 2}, {"local-epochs": 0, "local-steps": 7}])
 def test_the_first_round_where_all_control_variates_are_0_is_fedavgs(how) -> None:
     grid = [InlineGrid(small_app(), 4) for _ in range(2)]  # clients of 10 to 40 samples
-    initial, config = to_record(get_arrays(small())), ConfigRecord({"learning-rate": 0.05, "batch-size": 4, **how})
+    initial, config = (
+        to_record(get_arrays(small())),
+        ConfigRecord({**SGD, "learning-rate": 0.05, "batch-size": 4, **how}),
+    )
     scaffold, fedavg = SCAFFOLD(sgd_learning_rate=0.05), FedAvg()
     for strategy, each in zip((scaffold, fedavg), grid):
         strategy.start(each, initial, 1, 60, config, config)
@@ -183,7 +187,7 @@ def test_later_rounds_are_not_fedavgs_and_control_variates_lessen_the_drift() ->
         inner = listening(
             make_client_app(hand_site), lambda _, reply: ends.append(reply.content["arrays"]["weight"].numpy())
         )
-        config = ConfigRecord({"local-epochs": 5, "learning-rate": 0.2})
+        config = ConfigRecord({**SGD, "local-epochs": 5, "learning-rate": 0.2, "batch-size": 32})
         strategy.start(InlineGrid(inner, 2), to_record(get_arrays(two_weights())), 4, 60, config, config)
         return float(np.abs(ends[-1] - ends[-2]).max())
 
@@ -195,7 +199,7 @@ def visit_of(folder, arrays, **config) -> Visit:
     return Visit(
         2,
         site,
-        {"server-round": 5, "batch-size": 4, "local-epochs": 2, **config},
+        {**SGD, "server-round": 5, "batch-size": 4, "local-epochs": 2, **config},
         arrays,
         torch.device("cpu"),
         ClientState(1, 2, folder, server_round=5, before=5),

@@ -20,7 +20,7 @@ from kindred.fedamp import cosines, squared_distances
 from kindred.messages import in_order, read_record
 
 from .grids import FaultyGrid
-from .test_conformance import CLIENTS, OWN_SETTINGS, ROUNDS, app_of, everything, initial_of
+from .test_conformance import CLIENTS, ROUNDS, app_of, everything, initial_of, trial_settings
 
 STORES = ("memory", "disk")
 in_each_store = pytest.mark.parametrize("kept", STORES)
@@ -178,16 +178,16 @@ def test_a_file_takes_no_memory_beyond_what_is_at_work() -> None:
 
 @pytest.mark.parametrize(
     ("name", "settings"),
-    [*((name, {}) for name in REGISTRY if "store" in REGISTRY[name].settings), ("federico", {"m_step": "gradient"})],
+    [*((name, {}) for name in REGISTRY if "store" in REGISTRY[name]), ("federico", {"m_step": "gradient"})],
 )
 def test_a_run_comes_to_the_same_bits_from_a_file(name, settings) -> None:
     def fate(server_round: int, client: int) -> str:
         return "error" if (server_round + client) % 3 == 0 else "ok"
 
-    own = {key: OWN_SETTINGS[key] for key in REGISTRY[name].settings}
+    own = trial_settings(name)
     runs = []
     for kept in STORES:
-        strategy = REGISTRY[name].strategy()(**{**own, **settings, "store": kept}, fraction_train=0.7)
+        strategy = REGISTRY[name].strategy(**{**own, **settings, "store": kept}, fraction_train=0.7)
         strategy.start(FaultyGrid(app_of(name), CLIENTS, fate), initial_of(name), ROUNDS, 60)
         runs.append(everything(strategy))
     assert runs[0] == runs[1]
@@ -197,6 +197,6 @@ def test_every_method_that_keeps_models_takes_a_store() -> None:
     from kindred.engine.stored import StoredModels
 
     for name, method in REGISTRY.items():
-        assert issubclass(method.strategy(), StoredModels) == ("store" in method.settings), name
+        assert issubclass(method.strategy, StoredModels) == ("store" in method), name
     with pytest.raises(ValueError, match="store is 'tape', allowed: memory, disk"):
         Local(store="tape")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -267,7 +266,7 @@ def main() -> None:
 
 def given_settings(named: Mapping[str, str | None], assignments: Sequence[str]) -> dict[str, Any]:
     """The settings that a command's options and its --set say, each read as its kind; ConfigError where they cannot."""
-    from kindred.server_app.config import Config, ConfigError, kebab, parse
+    from kindred.server_app.config import SETTINGS, ConfigError
 
     texts = {key: text for key, text in named.items() if text is not None}
     for assignment in assignments:
@@ -277,8 +276,7 @@ def given_settings(named: Mapping[str, str | None], assignments: Sequence[str]) 
         if key in texts:
             raise ConfigError(f"{key} is given twice: {texts[key]!r} and {text!r}")
         texts[key] = text
-    kinds = {kebab(spec.name): str(spec.type) for spec in fields(Config)}
-    return {key: parse(text, kinds.get(key, "str")) for key, text in texts.items()}
+    return {key: SETTINGS[key].parse(text) if key in SETTINGS else text for key, text in texts.items()}
 
 
 def _whole_numbers(option: str, text: str) -> list[int]:

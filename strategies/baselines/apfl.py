@@ -35,12 +35,12 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Iterable
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
 
-from kindred.client.sgd import SGD_LEARNING_RATE, MeanLoss, PlainSGD, descend
+from kindred.client.sgd import SGD_LEARNING_RATE, MeanLoss, PlainSGD, PlainSGDShared, descend
 from kindred.client.state import MODEL
 from kindred.client.training import channels_last, check_finite, get_arrays, set_arrays, trained_weights
 from kindred.client.visit import Visit
@@ -56,10 +56,11 @@ from kindred.messages import (
     TRAINED,
     ClientId,
     by_prefix,
-    check,
     to_record,
     with_prefix,
 )
+from kindred.registry import MODEL_BOTH_WAYS, Method
+from kindred.settings import TRUE_OR_FALSE, Setting, within
 
 if TYPE_CHECKING:
     import torch
@@ -67,8 +68,10 @@ if TYPE_CHECKING:
 else:
     torch = lazy("torch")
 
-MIXING_WEIGHT = "mixing-weight"
-ADAPT_MIXING = "adapt-mixing"
+MIXING_WEIGHT = Setting(
+    "mixing_weight", 0.5, within(0, 1), "share of the client's own model in its personal one (alpha), at first"
+)
+ADAPT_MIXING = Setting("adapt_mixing", True, TRUE_OR_FALSE, "whether clients learn that share")
 LOCAL = "local"  # under which a client keeps v_i and alpha_i
 
 # --- The mathematics ----------------------------------------------------------------------------------
@@ -104,16 +107,16 @@ class APFLClient:
     def train(visit: Visit) -> RecordDict:
         """Algorithm 1, on the client."""
         config = visit.config
-        step_size, adapts = float(config[SGD_LEARNING_RATE]), bool(config[ADAPT_MIXING])
+        step_size, adapts = float(config[SGD_LEARNING_RATE.key]), bool(config[ADAPT_MIXING.key])
         shared = visit.model()
         metrics = visit.evaluation(RECEIVED, shared)
         samples = channels_last(shared, visit.site.train[0]), visit.site.train[1]
 
         personal = deepcopy(shared)
-        share = torch.tensor(float(config[MIXING_WEIGHT]), device=visit.device)
+        share = torch.tensor(float(config[MIXING_WEIGHT.key]), device=visit.device)
         if (kept := visit.state.load(LOCAL)) is not None:
             if adapts:
-                share.fill_(float(kept[MIXING_WEIGHT]))
+                share.fill_(float(kept[MIXING_WEIGHT.key]))
             set_arrays(personal, by_prefix(kept)[MODEL])
         w, v_bar = trained_weights(shared), trained_weights(personal)
         v = [weight.clone() for weight in v_bar]
@@ -131,11 +134,11 @@ class APFLClient:
                 share = new
                 train_loss.add(loss, len(labels))
         metrics[TRAIN_LOSS] = train_loss.result()
-        metrics[MIXING_WEIGHT] = float(share)
+        metrics[MIXING_WEIGHT.key] = float(share)
 
         for weight, local in zip(v_bar, v, strict=True):
             weight.copy_(local)
-        keeps = {**with_prefix(MODEL, get_arrays(personal)), MIXING_WEIGHT: share.cpu().numpy()}
+        keeps = {**with_prefix(MODEL, get_arrays(personal)), MIXING_WEIGHT.key: share.cpu().numpy()}
         mix(v_bar, w, v, share)
         buffers = [
             (own, global_)
@@ -167,13 +170,13 @@ class APFL(PlainSGD):
 
     Parameters
     ----------
-    sgd_learning_rate : float
+    sgd_learning_rate : float (default: 0.05)
         eta, above 0.
     mixing_weight : float (default: 0.5)
         alpha_i, 0 to 1: the share of a client's local model in its personal one, at first.
     adapt_mixing : bool (default: True)
         Whether clients learn it.
-    **settings
+    **shared
         Those of `PersonalizedStrategy`.
 
     Raises
@@ -188,12 +191,16 @@ class APFL(PlainSGD):
     clients_keep_state = True
     STATE = (*PlainSGD.STATE, "_shares")
 
-    def __init__(self, *, mixing_weight: float = 0.5, adapt_mixing: bool = True, **settings: Any) -> None:
-        super().__init__(**settings)
-        check("mixing_weight", mixing_weight, 0 <= mixing_weight <= 1, "0 to 1")
-        check("adapt_mixing", adapt_mixing, isinstance(adapt_mixing, bool), "True, False")
-        self.mixing_weight = mixing_weight
-        self.adapt_mixing = adapt_mixing
+    def __init__(
+        self,
+        *,
+        mixing_weight: float = MIXING_WEIGHT.default,
+        adapt_mixing: bool = ADAPT_MIXING.default,
+        **shared: Unpack[PlainSGDShared],
+    ) -> None:
+        super().__init__(**shared)
+        self.mixing_weight = MIXING_WEIGHT.check(mixing_weight)
+        self.adapt_mixing = ADAPT_MIXING.check(adapt_mixing)
 
     def begin(self, initial_arrays: ArrayRecord) -> None:
         super().begin(initial_arrays)
@@ -202,21 +209,32 @@ class APFL(PlainSGD):
     def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
         return {
             **super().round_config(server_round, client),
-            MIXING_WEIGHT: self.mixing_weight,
-            ADAPT_MIXING: self.adapt_mixing,
+            MIXING_WEIGHT.key: self.mixing_weight,
+            ADAPT_MIXING.key: self.adapt_mixing,
         }
 
     def inspect(self, client: ClientId, reply: Reply) -> None:
-        share = reply.metrics.get(MIXING_WEIGHT)
+        share = reply.metrics.get(MIXING_WEIGHT.key)
         if not isinstance(share, int | float) or not 0 <= share <= 1:
-            raise Refused(f"its {MIXING_WEIGHT} is {reprlib.repr(share)}, allowed: 0 to 1")
+            raise Refused(f"its {MIXING_WEIGHT.key} is {reprlib.repr(share)}, allowed: 0 to 1")
 
     def take(self, client: ClientId, reply: Reply) -> None:
         super().take(client, reply)
-        self._shares[client] = reply.number(MIXING_WEIGHT)
+        self._shares[client] = reply.number(MIXING_WEIGHT.key)
 
     def collaboration(self) -> tuple[list[ClientId], np.ndarray]:
         """alpha_i of the client itself, and of the rest the clients' shares in the global model that was sent last."""
         clients, shares = super().collaboration()  # (m, m)
         own = np.array([self._shares.get(client, self.mixing_weight) for client in clients])  # (m,)
         return clients, np.diag(own) + (1 - own)[:, None] * shares
+
+
+METHOD = Method(
+    title="APFL",
+    paper="Deng et al., 2020, arXiv:2003.13461",
+    travels=MODEL_BOTH_WAYS,
+    stays="its local model, its share",
+    strategy=APFL,
+    client=APFLClient,
+    settings=(SGD_LEARNING_RATE, MIXING_WEIGHT, ADAPT_MIXING),
+)

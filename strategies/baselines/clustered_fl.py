@@ -42,18 +42,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from logging import INFO
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 from flwr.app import ArrayRecord
 from flwr.supercore import log
 
 from kindred.engine.admission import Reply
+from kindred.engine.arguments import Shared
 from kindred.engine.model_store import BLOCK, Layout
 from kindred.engine.strategy import PersonalizedStrategy
 from kindred.fedamp import Blocks, cosines
 from kindred.lazy import lazy
-from kindred.messages import RECEIVED, ClientId, check, in_order, read_record
+from kindred.messages import RECEIVED, ClientId, in_order, read_record
+from kindred.registry import MODEL_BOTH_WAYS, Method
+from kindred.settings import Setting, at_least
 
 from .fedavg import WeightedMean
 
@@ -62,6 +65,11 @@ if TYPE_CHECKING:
     from scipy.spatial import distance
 else:
     hierarchy, distance = lazy("scipy.cluster.hierarchy"), lazy("scipy.spatial.distance")
+
+EPS1 = Setting(
+    "eps1", 0.4, at_least(0), "a cluster may be split once the norm of its mean update is below it", trial=10.0
+)
+EPS2 = Setting("eps2", 0.95, at_least(0), "and the largest norm of an update in it is above this", trial=0.001)
 
 # --- The mathematics ----------------------------------------------------------------------------------
 
@@ -222,11 +230,11 @@ class ClusteredFL(PersonalizedStrategy):
 
     Parameters
     ----------
-    eps1 : float
+    eps1 : float (default: 0.4)
         A cluster may be divided once the norm of its mean update is below it, 0 or more; 0 is FedAvg.
-    eps2 : float
+    eps2 : float (default: 0.95)
         And the largest norm of an update in it is above this, 0 or more.
-    **settings
+    **shared
         Those of `PersonalizedStrategy`.
 
     Raises
@@ -239,12 +247,10 @@ class ClusteredFL(PersonalizedStrategy):
     personal = RECEIVED
     STATE = (*PersonalizedStrategy.STATE, "_tree", "_cluster_of", "_received")
 
-    def __init__(self, *, eps1: float, eps2: float, **settings: Any) -> None:
-        super().__init__(**settings)
-        check("eps1", eps1, eps1 >= 0, "0 or more")
-        check("eps2", eps2, eps2 >= 0, "0 or more")
-        self.eps1 = eps1
-        self.eps2 = eps2
+    def __init__(self, *, eps1: float = EPS1.default, eps2: float = EPS2.default, **shared: Unpack[Shared]) -> None:
+        super().__init__(**shared)
+        self.eps1 = EPS1.check(eps1)
+        self.eps2 = EPS2.check(eps2)
 
     def begin(self, initial_arrays: ArrayRecord) -> None:
         self.layout = Layout(initial_arrays, self.buffers)
@@ -406,3 +412,12 @@ class ClusteredFL(PersonalizedStrategy):
             }
             for number, cluster in enumerate(self._tree.clusters)
         ]
+
+
+METHOD = Method(
+    title="Clustered FL",
+    paper="Sattler et al., IEEE TNNLS 2021, arXiv:1910.01991",
+    travels=MODEL_BOTH_WAYS,
+    strategy=ClusteredFL,
+    settings=(EPS1, EPS2),
+)

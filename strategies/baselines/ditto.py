@@ -25,18 +25,27 @@ Where we depart from the paper or it is silent:
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 from flwr.app import MetricRecord, RecordDict
 
 from kindred.client.state import MODEL
 from kindred.client.training import get_arrays, set_arrays, trained_weights
 from kindred.client.visit import Visit
-from kindred.messages import ARRAYS, METRICS, OWN, RECEIVED, TRAIN_LOSS, TRAINED, ClientId, check, to_record
+from kindred.engine.arguments import Shared
+from kindred.messages import ARRAYS, METRICS, OWN, RECEIVED, TRAIN_LOSS, TRAINED, ClientId, to_record
+from kindred.registry import MODEL_BOTH_WAYS, Method
+from kindred.settings import Setting, at_least
 
 from .fedavg import FedAvg
 
-DITTO_LAMBDA = "ditto-lambda"
+DITTO_LAMBDA = Setting(
+    "ditto_lambda",
+    1.0,
+    at_least(0),
+    "weight of half the squared distance of the personal model from the global one",
+    trial=0.5,
+)
 
 # --- The mathematics ----------------------------------------------------------------------------------
 # The step above is that of `training.train` with proximal_mu lambda and towards w^t.
@@ -59,7 +68,7 @@ class DittoClient:
         trained = to_record(get_arrays(model))
 
         set_arrays(model, own)
-        visit.train(model, proximal_mu=float(visit.config[DITTO_LAMBDA]), towards=received)
+        visit.train(model, proximal_mu=float(visit.config[DITTO_LAMBDA.key]), towards=received)
         metrics |= visit.evaluation(OWN, model) | visit.counts()
         return RecordDict({ARRAYS: trained, METRICS: MetricRecord({**metrics})})
 
@@ -80,7 +89,7 @@ class Ditto(FedAvg):
     ----------
     ditto_lambda : float (default: 1.0)
         lambda, 0 or more, the weight of half the squared distance from the global model; 0 is local training.
-    **settings
+    **shared
         Those of `PersonalizedStrategy`.
 
     Raises
@@ -94,10 +103,20 @@ class Ditto(FedAvg):
     clients_keep_state = True
     model_stays = True
 
-    def __init__(self, *, ditto_lambda: float = 1.0, **settings: Any) -> None:
-        super().__init__(**settings)
-        check("ditto_lambda", ditto_lambda, 0 <= ditto_lambda < float("inf"), "0 or more")
-        self.ditto_lambda = ditto_lambda
+    def __init__(self, *, ditto_lambda: float = DITTO_LAMBDA.default, **shared: Unpack[Shared]) -> None:
+        super().__init__(**shared)
+        self.ditto_lambda = DITTO_LAMBDA.check(ditto_lambda)
 
     def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
-        return {**super().round_config(server_round, client), DITTO_LAMBDA: self.ditto_lambda}
+        return {**super().round_config(server_round, client), DITTO_LAMBDA.key: self.ditto_lambda}
+
+
+METHOD = Method(
+    title="Ditto",
+    paper="Li et al., ICML 2021, arXiv:2012.04221",
+    travels=MODEL_BOTH_WAYS,
+    stays="its personal model",
+    strategy=Ditto,
+    client=DittoClient,
+    settings=(DITTO_LAMBDA,),
+)

@@ -39,13 +39,14 @@ Where we depart from the paper or it is silent:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
 
 from kindred.client.training import batches, check_finite, get_arrays, trained_weights
 from kindred.client.visit import Visit
+from kindred.engine.arguments import Shared
 from kindred.engine.model_store import last_layers
 from kindred.lazy import lazy
 from kindred.messages import (
@@ -58,10 +59,11 @@ from kindred.messages import (
     TRAINED,
     ClientId,
     by_prefix,
-    check,
     to_record,
     with_prefix,
 )
+from kindred.registry import MODEL_BOTH_WAYS, Method
+from kindred.settings import A_SHARE, Setting, above, at_least
 
 from .fedavg import FedAvg
 from .fedrep import HEAD, training_only
@@ -74,8 +76,9 @@ else:
 
 ALA = "ala"  # what a client keeps: the last layers of its local model, and W_i
 LOCAL, WEIGHTS = "local", "weights"
-ALA_SHARE = "ala-share"
-ALA_LEARNING_RATE = "ala-learning-rate"
+HEAD_LAYERS = Setting("head_layers", 1, at_least(1), "last layers of the network, those that it mixes")
+ALA_SHARE = Setting("ala_share", 0.8, A_SHARE, "share of the training images by which weights are learned (s)")
+ALA_LEARNING_RATE = Setting("ala_learning_rate", 1.0, above(0), "step size of these weights (eta)")
 ALA_WEIGHT = "ala-weight"  # the mean of W_i, in the history
 
 LOOK_BACK, STEADY, MOST_EPOCHS = 10, 0.01, 100
@@ -155,7 +158,7 @@ def adapt(visit: Visit, model: torch.nn.Module, kept: Mapping[str, Mapping[str, 
     config, first = visit.config, WEIGHTS not in kept
     generator = torch.Generator().manual_seed(visit.seed(ALA))
     count = len(visit.site.train[1])
-    drawn = torch.randperm(count, generator=generator)[: max(2, round(float(config[ALA_SHARE]) * count))]
+    drawn = torch.randperm(count, generator=generator)[: max(2, round(float(config[ALA_SHARE.key]) * count))]
     samples = tuple(part[drawn.to(part.device)] for part in visit.site.train)
     statistics = [buffer.clone() for buffer in model.buffers()]
     losses: list[float] = []
@@ -177,7 +180,7 @@ def adapt(visit: Visit, model: torch.nn.Module, kept: Mapping[str, Mapping[str, 
                 loss, gradients = gradients_of(images, labels)
                 total += loss.double() * len(labels)
                 weights = [
-                    improved_weights(*each, float(config[ALA_LEARNING_RATE]))
+                    improved_weights(*each, float(config[ALA_LEARNING_RATE.key]))
                     for each in zip(weights, gradients, local, received)
                 ]
                 _write(mixed, local, received, weights)
@@ -206,7 +209,7 @@ class FedALA(FedAvg):
         s, the share of the training data by which weights are learned, more than 0, at most 1; two samples at least.
     ala_learning_rate : float (default: 1.0)
         eta, the step size of the weights, more than 0.
-    **settings
+    **shared
         Those of `PersonalizedStrategy`.
 
     Raises
@@ -221,15 +224,17 @@ class FedALA(FedAvg):
     model_stays = True
 
     def __init__(
-        self, *, head_layers: int = 1, ala_share: float = 0.8, ala_learning_rate: float = 1.0, **settings: Any
+        self,
+        *,
+        head_layers: int = HEAD_LAYERS.default,
+        ala_share: float = ALA_SHARE.default,
+        ala_learning_rate: float = ALA_LEARNING_RATE.default,
+        **shared: Unpack[Shared],
     ) -> None:
-        super().__init__(**settings)
-        check("head_layers", head_layers, head_layers >= 1, "1 or more")
-        check("ala_share", ala_share, 0 < ala_share <= 1, "more than 0, at most 1")
-        check("ala_learning_rate", ala_learning_rate, 0 < ala_learning_rate < float("inf"), "more than 0")
-        self.head_layers = head_layers
-        self.ala_share = ala_share
-        self.ala_learning_rate = ala_learning_rate
+        super().__init__(**shared)
+        self.head_layers = HEAD_LAYERS.check(head_layers)
+        self.ala_share = ALA_SHARE.check(ala_share)
+        self.ala_learning_rate = ALA_LEARNING_RATE.check(ala_learning_rate)
 
     def begin(self, initial_arrays: ArrayRecord) -> None:
         super().begin(initial_arrays)
@@ -239,6 +244,17 @@ class FedALA(FedAvg):
         return {
             **super().round_config(server_round, client),
             HEAD: self._head,
-            ALA_SHARE: self.ala_share,
-            ALA_LEARNING_RATE: self.ala_learning_rate,
+            ALA_SHARE.key: self.ala_share,
+            ALA_LEARNING_RATE.key: self.ala_learning_rate,
         }
+
+
+METHOD = Method(
+    title="FedALA",
+    paper="Zhang et al., AAAI 2023, arXiv:2212.01197",
+    travels=MODEL_BOTH_WAYS,
+    stays="its model, the weights of its last layers",
+    strategy=FedALA,
+    client=FedALAClient,
+    settings=(HEAD_LAYERS, ALA_SHARE, ALA_LEARNING_RATE),
+)

@@ -15,15 +15,27 @@ last one is evaluated in a closing exchange, which brings the tuned models to th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 from flwr.app import ArrayRecord
 
 from kindred.engine.admission import Reply
+from kindred.engine.arguments import Shared
 from kindred.engine.model_store import InTurn, Layout
 from kindred.engine.strategy import PersonalizedStrategy
-from kindred.messages import FINETUNE_EPOCHS, PROXIMAL_MU, RECEIVED, TUNED, ClientId, check, read_record, to_record
+from kindred.messages import FINETUNE_EPOCHS, PROXIMAL_MU, RECEIVED, TUNED, ClientId, read_record, to_record
+from kindred.registry import MODEL_BOTH_WAYS, Method
+from kindred.settings import Setting, at_least
+
+MU = Setting(
+    "proximal_mu",
+    0.01,
+    at_least(0),
+    "weight mu of the proximal term, mu/2 times the squared distance from the global model",
+    trial=0.5,
+)
+TUNING_EPOCHS = Setting("finetune_epochs", 1, at_least(0), "epochs by which a client tunes the global model for itself")
 
 # --- The mathematics ----------------------------------------------------------------------------------
 
@@ -65,7 +77,7 @@ class FedAvg(PersonalizedStrategy):
 
     Parameters
     ----------
-    **settings
+    **shared
         Those of `PersonalizedStrategy`.
     """
 
@@ -129,18 +141,17 @@ class FedProx(FedAvg):
 
     Parameters
     ----------
-    proximal_mu : float
+    proximal_mu : float (default: 0.01)
         Weight mu of mu/2 ||w - w_global||^2, 0 or more; 0 is FedAvg.
-    **settings
+    **shared
         Those of `PersonalizedStrategy`.
     """
 
     name = "fedprox"
 
-    def __init__(self, *, proximal_mu: float, **settings: Any) -> None:
-        super().__init__(**settings)
-        check("proximal_mu", proximal_mu, proximal_mu >= 0, "0 or more")
-        self.proximal_mu = proximal_mu
+    def __init__(self, *, proximal_mu: float = MU.default, **shared: Unpack[Shared]) -> None:
+        super().__init__(**shared)
+        self.proximal_mu = MU.check(proximal_mu)
 
     def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
         return {**super().round_config(server_round, client), PROXIMAL_MU: self.proximal_mu}
@@ -151,7 +162,7 @@ class Tuned(FedAvg):
 
     Parameters
     ----------
-    **settings
+    **shared
         Those of `FedAvg`.
     """
 
@@ -178,14 +189,13 @@ class FineTuned(Tuned):
     ----------
     finetune_epochs : int (default: 1)
         Epochs, 0 or more, by which a client tunes the global model for itself.
-    **settings
+    **arguments
         Those of the form that is tuned.
     """
 
-    def __init__(self, *, finetune_epochs: int = 1, **settings: Any) -> None:
-        super().__init__(**settings)
-        check("finetune_epochs", finetune_epochs, finetune_epochs >= 0, "0 or more")
-        self.finetune_epochs = finetune_epochs
+    def __init__(self, *, finetune_epochs: int = TUNING_EPOCHS.default, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.finetune_epochs = TUNING_EPOCHS.check(finetune_epochs)
 
     def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
         return {**super().round_config(server_round, client), FINETUNE_EPOCHS: self.finetune_epochs}
@@ -196,8 +206,49 @@ class FedAvgFT(FineTuned):
 
     name = "fedavg-ft"
 
+    def __init__(self, *, finetune_epochs: int = TUNING_EPOCHS.default, **shared: Unpack[Shared]) -> None:
+        super().__init__(finetune_epochs=finetune_epochs, **shared)
+
 
 class FedProxFT(FineTuned, FedProx):
     """FedProx, each client tuning the global model for itself; parameters of `FineTuned` and `FedProx`."""
 
     name = "fedprox-ft"
+
+    def __init__(
+        self,
+        *,
+        finetune_epochs: int = TUNING_EPOCHS.default,
+        proximal_mu: float = MU.default,
+        **shared: Unpack[Shared],
+    ) -> None:
+        super().__init__(finetune_epochs=finetune_epochs, proximal_mu=proximal_mu, **shared)
+
+
+FEDAVG = Method(
+    title="FedAvg",
+    paper="McMahan et al., AISTATS 2017, arXiv:1602.05629",
+    travels=MODEL_BOTH_WAYS,
+    strategy=FedAvg,
+)
+FEDPROX = Method(
+    title="FedProx",
+    paper="Li et al., MLSys 2020, arXiv:1812.06127",
+    travels=MODEL_BOTH_WAYS,
+    strategy=FedProx,
+    settings=(MU,),
+)
+FEDAVG_FT = Method(
+    title="FedAvg-FT",
+    paper="Wang et al., 2019, arXiv:1910.10252",
+    travels=MODEL_BOTH_WAYS,
+    strategy=FedAvgFT,
+    settings=(TUNING_EPOCHS,),
+)
+FEDPROX_FT = Method(
+    title="FedProx-FT",
+    paper="Wang et al., 2019, arXiv:1910.10252",
+    travels=MODEL_BOTH_WAYS,
+    strategy=FedProxFT,
+    settings=(MU, TUNING_EPOCHS),
+)

@@ -35,7 +35,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from logging import WARNING
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 from flwr.app import ArrayRecord
@@ -43,6 +43,7 @@ from flwr.supercore import log
 
 from kindred.client.training import batches, channels_last, differentiating, get_arrays, pick_device, set_arrays
 from kindred.engine.admission import Refused, Reply
+from kindred.engine.arguments import Shared
 from kindred.engine.model_store import InTurn, Layout
 from kindred.engine.strategy import PersonalizedStrategy
 from kindred.lazy import lazy
@@ -57,6 +58,8 @@ from kindred.messages import (
     to_record,
     with_prefix,
 )
+from kindred.registry import MODEL_BOTH_WAYS, Method
+from kindred.settings import DEVICE, Setting, above, at_least
 
 from .fedavg import WeightedMean
 
@@ -64,6 +67,16 @@ if TYPE_CHECKING:
     import torch
 else:
     torch = lazy("torch")
+
+DISTILL_STEPS = Setting(
+    "distill_steps",
+    200,
+    at_least(0),
+    "steps by which the server distils the clients' models into one a round; 0 is FedAvg",
+    trial=3,
+)
+DISTILL_LEARNING_RATE = Setting("distill_learning_rate", 0.001, above(0), "step size of Adam in them", trial=0.01)
+PUBLIC_BATCH_SIZE = Setting("public_batch_size", 128, at_least(1), "public images a step", trial=2)
 
 # --- The mathematics ----------------------------------------------------------------------------------
 
@@ -163,7 +176,7 @@ class FedDF(PersonalizedStrategy):
         Public images a step, 1 or more.
     device : {"auto", "cpu", "cuda"}
         Where the server computes logits and distils.
-    **settings
+    **shared
         Those of `PersonalizedStrategy`. `buffers` are by default those of each network's modules.
 
     Attributes
@@ -186,24 +199,21 @@ class FedDF(PersonalizedStrategy):
         *,
         models: Mapping[str, Callable[[], torch.nn.Module]],
         public: torch.Tensor,
-        distill_steps: int = 200,
-        distill_learning_rate: float = 1e-3,
-        public_batch_size: int = 128,
-        device: str = "auto",
-        **settings: Any,
+        distill_steps: int = DISTILL_STEPS.default,
+        distill_learning_rate: float = DISTILL_LEARNING_RATE.default,
+        public_batch_size: int = PUBLIC_BATCH_SIZE.default,
+        device: str = DEVICE.default,
+        **shared: Unpack[Shared],
     ) -> None:
-        super().__init__(**settings)
+        super().__init__(**shared)
         check("models", sorted(models), len(models) >= 1, "one network or more")
         check("public", tuple(public.shape), len(public) >= 1, "one image or more")
-        check("distill_steps", distill_steps, distill_steps >= 0, "0 or more")
-        check("distill_learning_rate", distill_learning_rate, 0 < distill_learning_rate < np.inf, "more than 0")
-        check("public_batch_size", public_batch_size, public_batch_size >= 1, "1 or more")
         self.models = dict(models)
         self.public = public
-        self.distill_steps = distill_steps
-        self.distill_learning_rate = distill_learning_rate
-        self.public_batch_size = public_batch_size
-        self.device = device
+        self.distill_steps = DISTILL_STEPS.check(distill_steps)
+        self.distill_learning_rate = DISTILL_LEARNING_RATE.check(distill_learning_rate)
+        self.public_batch_size = PUBLIC_BATCH_SIZE.check(public_batch_size)
+        self.device = DEVICE.check(device)
 
     def begin(self, initial_arrays: ArrayRecord) -> None:
         device = pick_device(self.device)
@@ -345,3 +355,15 @@ class FedDF(PersonalizedStrategy):
             if shares.any():
                 weights[row] = shares / shares.sum()
         return clients, weights
+
+
+METHOD = Method(
+    title="FedDF",
+    paper="Lin et al., NeurIPS 2020, arXiv:2006.07242",
+    travels=MODEL_BOTH_WAYS,
+    strategy=FedDF,
+    settings=(DISTILL_STEPS, DISTILL_LEARNING_RATE, PUBLIC_BATCH_SIZE),
+    mixed_networks=True,
+    needs_public_set=True,
+    distils=True,
+)

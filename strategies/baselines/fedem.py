@@ -34,7 +34,7 @@ Where the paper is silent or we depart from it:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
@@ -44,6 +44,7 @@ from kindred.client.state import MIXTURE
 from kindred.client.training import get_arrays
 from kindred.client.visit import Visit
 from kindred.engine.admission import Reply
+from kindred.engine.arguments import Shared
 from kindred.engine.multi_model import SeveralModels
 from kindred.lazy import lazy
 from kindred.messages import (
@@ -53,13 +54,14 @@ from kindred.messages import (
     TRAIN_LOSS,
     ClientId,
     by_prefix,
-    check,
     in_a_row,
     read_record,
     to_record,
     with_prefix,
 )
 from kindred.mixture import SMALLEST, Arrays, keep_mixture, mixture_scores
+from kindred.registry import Method
+from kindred.settings import Setting, at_least
 
 if TYPE_CHECKING:
     import torch
@@ -67,6 +69,8 @@ else:
     torch = lazy("torch")
 
 SHARES = "shares"  # the name under which a client keeps them, and of the array in that file
+
+NUM_COMPONENTS = Setting("num_components", 3, at_least(1), "models that each client mixes (M)", trial=2)
 
 # --- The mathematics ----------------------------------------------------------------------------------
 
@@ -169,11 +173,11 @@ class FedEM(SeveralModels):
 
     Parameters
     ----------
-    num_components : int
+    num_components : int (default: 3)
         M, 1 or more; 1 is FedAvg.
     other_models : sequence of ArrayRecord, optional
         What the components after the first start from.
-    **settings
+    **shared
         Those of `PersonalizedStrategy`.
 
     Raises
@@ -188,11 +192,14 @@ class FedEM(SeveralModels):
     model_stays = True
 
     def __init__(
-        self, *, num_components: int, other_models: Sequence[ArrayRecord] | None = None, **settings: Any
+        self,
+        *,
+        num_components: int = NUM_COMPONENTS.default,
+        other_models: Sequence[ArrayRecord] | None = None,
+        **shared: Unpack[Shared],
     ) -> None:
-        check("num_components", num_components, num_components >= 1, "1 or more")
-        super().__init__(count=num_components, other_models=other_models, **settings)
-        self.num_components = num_components
+        self.num_components = NUM_COMPONENTS.check(num_components)
+        super().__init__(count=self.num_components, other_models=other_models, **shared)
 
     def mismatch(self, client: ClientId, arrays: Mapping[str, np.ndarray]) -> str | None:
         parts = by_prefix(arrays)
@@ -224,3 +231,14 @@ class FedEM(SeveralModels):
         """The shares of the clients in the components that were sent last, which are the same in each."""
         clients, shares = self.shares()  # (M, m)
         return clients, np.tile(shares[0], (len(clients), 1)) if shares.any() else np.eye(len(clients))
+
+
+METHOD = Method(
+    title="FedEM",
+    paper="Marfoq et al., NeurIPS 2021, arXiv:2108.10252",
+    travels="all components, both ways",
+    stays="its shares of the components",
+    strategy=FedEM,
+    client=FedEMClient,
+    settings=(NUM_COMPONENTS,),
+)

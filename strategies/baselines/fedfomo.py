@@ -37,7 +37,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import repeat
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
@@ -47,6 +47,7 @@ from kindred.client.site import Samples
 from kindred.client.training import get_arrays
 from kindred.client.visit import Visit
 from kindred.engine.admission import Refused, Reply, norm
+from kindred.engine.arguments import StoredShared
 from kindred.engine.sent_models import SentModels
 from kindred.engine.stored import StoredModels
 from kindred.messages import (
@@ -59,7 +60,6 @@ from kindred.messages import (
     TRAINED,
     WEIGHTS,
     ClientId,
-    check,
     encode,
     in_a_row,
     in_order,
@@ -67,13 +67,29 @@ from kindred.messages import (
     to_record,
 )
 from kindred.neighbours import choose_neighbours
+from kindred.registry import Method
+from kindred.settings import STORE, Setting, at_least, between, within
 
 if TYPE_CHECKING:
     import torch
 
 Arrays = Mapping[str, np.ndarray]
 
-VALIDATION_SHARE = "validation-share"
+NUM_NEIGHBOURS = Setting(
+    "num_neighbours",
+    3,
+    at_least(0),
+    "models of others that a client gets in a round (M); 0 is local training",
+    trial=2,
+)
+EPSILON = Setting("epsilon", 0.3, within(0, 1), "probability of a random neighbour instead of the best")
+VALIDATION_SHARE = Setting(
+    "validation_share",
+    0.2,
+    between(0, 1),
+    "share of a client's training images by which it weighs models and does not train",
+    trial=0.25,
+)
 BEFORE = "before"  # the name under which a client keeps the model that it trained from last
 
 # How far from 1 weights may sum up to.
@@ -175,7 +191,7 @@ def _split(visit: Visit) -> tuple[Samples, Samples]:
     if site.validation is not None and len(site.validation[1]):
         return site.train, site.validation
     seed = seed_for(visit.config.get("seed", 0), visit.client, "validation")
-    training, validation = split(len(site.train[1]), float(visit.config[VALIDATION_SHARE]), seed)
+    training, validation = split(len(site.train[1]), float(visit.config[VALIDATION_SHARE.key]), seed)
     return visit.samples_at(training), visit.samples_at(validation)
 
 
@@ -210,7 +226,7 @@ class FedFomo(StoredModels):
         Probability, 0 to 1, that one is drawn at random instead of by affinity.
     validation_share : float (default: 0.2)
         More than 0, less than 1: share of a client's training data by which it weighs models, and does not train.
-    **settings
+    **shared
         Those of `StoredModels`.
 
     Raises
@@ -224,15 +240,17 @@ class FedFomo(StoredModels):
     STATE = (*StoredModels.STATE, "_affinities", "_weights")
 
     def __init__(
-        self, *, num_neighbours: int = 3, epsilon: float = 0.3, validation_share: float = 0.2, **settings: Any
+        self,
+        *,
+        num_neighbours: int = NUM_NEIGHBOURS.default,
+        epsilon: float = EPSILON.default,
+        validation_share: float = VALIDATION_SHARE.default,
+        **shared: Unpack[StoredShared],
     ) -> None:
-        super().__init__(**settings)
-        check("num_neighbours", num_neighbours, num_neighbours >= 0, "0 or more")
-        check("epsilon", epsilon, 0 <= epsilon <= 1, "0 to 1")
-        check("validation_share", validation_share, 0 < validation_share < 1, "more than 0, less than 1")
-        self.num_neighbours = num_neighbours
-        self.epsilon = epsilon
-        self.validation_share = validation_share
+        super().__init__(**shared)
+        self.num_neighbours = NUM_NEIGHBOURS.check(num_neighbours)
+        self.epsilon = EPSILON.check(epsilon)
+        self.validation_share = VALIDATION_SHARE.check(validation_share)
 
     def begin(self, initial_arrays: ArrayRecord) -> None:
         super().begin(initial_arrays)
@@ -241,7 +259,7 @@ class FedFomo(StoredModels):
         self._sent = SentModels(self.models)
 
     def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
-        return {**super().round_config(server_round, client), VALIDATION_SHARE: self.validation_share}
+        return {**super().round_config(server_round, client), VALIDATION_SHARE.key: self.validation_share}
 
     def outgoing(self, server_round: int, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId, ArrayRecord]]:
         self.welcome(clients)
@@ -298,3 +316,14 @@ class FedFomo(StoredModels):
             if any(told.values()):
                 rows[i] = [told.get(other, 0.0) for other in clients]
         return clients, rows / rows.sum(axis=1, keepdims=True) if clients else rows
+
+
+METHOD = Method(
+    title="FedFomo",
+    paper="Zhang et al., ICLR 2021, arXiv:2012.08565",
+    travels="the client's and others' models, down; its model and their weights, up",
+    stays="the model that it last trained from",
+    strategy=FedFomo,
+    client=FedFomoClient,
+    settings=(NUM_NEIGHBOURS, EPSILON, VALIDATION_SHARE, STORE),
+)

@@ -31,7 +31,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
 
@@ -39,8 +39,11 @@ from kindred.client.state import MODEL
 from kindred.client.training import get_arrays
 from kindred.client.visit import Visit
 from kindred.engine.admission import Reply
+from kindred.engine.arguments import Shared
 from kindred.engine.model_store import last_layers
-from kindred.messages import ARRAYS, METRICS, OWN, RECEIVED, TRAIN_LOSS, ClientId, check, to_record
+from kindred.messages import ARRAYS, METRICS, OWN, RECEIVED, TRAIN_LOSS, ClientId, to_record
+from kindred.registry import Method
+from kindred.settings import Setting, at_least
 
 from .fedavg import FedAvg
 
@@ -49,7 +52,10 @@ if TYPE_CHECKING:
     import torch
 
 HEAD = "head"  # the names of the entries that make it up
-HEAD_EPOCHS = "head-epochs"
+HEAD_LAYERS = Setting("head_layers", 1, at_least(1), "last layers of the network, which stay at the client")
+HEAD_EPOCHS = Setting(
+    "head_epochs", 5, at_least(0), "epochs on the last layers, before local-epochs on the others", trial=1
+)
 
 # --- The mathematics ----------------------------------------------------------------------------------
 # Both steps are local training with a part of the weights fixed.
@@ -82,7 +88,7 @@ class FedRepClient:
         body = [name for name, _ in model.named_parameters() if name not in head]
         metrics = visit.evaluation(RECEIVED, model)
         with training_only(model, head):
-            visit.train(model, epochs=int(visit.config[HEAD_EPOCHS]), purpose=HEAD)
+            visit.train(model, epochs=int(visit.config[HEAD_EPOCHS.key]), purpose=HEAD)
         with training_only(model, body):
             metrics[TRAIN_LOSS] = visit.train(model)
         metrics |= visit.evaluation(OWN, model) | visit.counts()
@@ -124,7 +130,7 @@ class FedRep(FedAvg):
         Last layers of the network that make up the head, 1 or more, and fewer than it has.
     head_epochs : int (default: 5)
         Epochs of training the head in a round, 0 or more. With 0 all keep the head of the initial model.
-    **settings
+    **shared
         Those of `PersonalizedStrategy`.
 
     Raises
@@ -139,12 +145,16 @@ class FedRep(FedAvg):
     model_stays = True
     STATE = (*FedAvg.STATE, "_have_heads")
 
-    def __init__(self, *, head_layers: int = 1, head_epochs: int = 5, **settings: Any) -> None:
-        super().__init__(**settings)
-        check("head_layers", head_layers, head_layers >= 1, "1 or more")
-        check("head_epochs", head_epochs, head_epochs >= 0, "0 or more")
-        self.head_layers = head_layers
-        self.head_epochs = head_epochs
+    def __init__(
+        self,
+        *,
+        head_layers: int = HEAD_LAYERS.default,
+        head_epochs: int = HEAD_EPOCHS.default,
+        **shared: Unpack[Shared],
+    ) -> None:
+        super().__init__(**shared)
+        self.head_layers = HEAD_LAYERS.check(head_layers)
+        self.head_epochs = HEAD_EPOCHS.check(head_epochs)
 
     def begin(self, initial_arrays: ArrayRecord) -> None:
         names = last_layers(initial_arrays, self.head_layers)
@@ -153,7 +163,7 @@ class FedRep(FedAvg):
         super().begin(ArrayRecord({name: array for name, array in initial_arrays.items() if name not in names}))
 
     def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
-        return {**super().round_config(server_round, client), HEAD: list(self._head), HEAD_EPOCHS: self.head_epochs}
+        return {**super().round_config(server_round, client), HEAD: list(self._head), HEAD_EPOCHS.key: self.head_epochs}
 
     def outgoing(self, server_round: int, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId, ArrayRecord]]:
         self._asked_to_train = set(clients)
@@ -170,3 +180,14 @@ class FedRep(FedAvg):
         """The body, and the first head for a client that may have none."""
         body = self.global_arrays()
         return body if client in self._have_heads else ArrayRecord({**body, **self._head})
+
+
+METHOD = Method(
+    title="FedRep",
+    paper="Collins et al., ICML 2021, arXiv:2102.07078",
+    travels="the body of the model, both ways",
+    stays="the head of its model",
+    strategy=FedRep,
+    client=FedRepClient,
+    settings=(HEAD_LAYERS, HEAD_EPOCHS),
+)

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
@@ -38,6 +38,7 @@ from flwr.app import ArrayRecord, MetricRecord, RecordDict
 from kindred.client.training import get_arrays
 from kindred.client.visit import Visit
 from kindred.engine.admission import Refused, Reply
+from kindred.engine.arguments import Shared
 from kindred.engine.multi_model import SeveralModels
 from kindred.messages import (
     ARRAYS,
@@ -46,16 +47,19 @@ from kindred.messages import (
     TRAIN_LOSS,
     TRAINED,
     ClientId,
-    check,
     in_a_row,
     read_record,
     to_record,
 )
+from kindred.registry import Method
+from kindred.settings import Setting, at_least
 
 if TYPE_CHECKING:
     import torch
 
 CLUSTER = "cluster"  # the metric in which a client says which model it took
+
+NUM_CLUSTERS = Setting("num_clusters", 3, at_least(1), "models, of which each client takes the best", trial=2)
 
 # --- The mathematics ----------------------------------------------------------------------------------
 
@@ -105,11 +109,11 @@ class HypCluster(SeveralModels):
 
     Parameters
     ----------
-    num_clusters : int
+    num_clusters : int (default: 3)
         Models c, 1 or more; 1 is FedAvg.
     other_models : sequence of ArrayRecord, optional
         What the models after the first start from.
-    **settings
+    **shared
         Those of `PersonalizedStrategy`.
 
     Raises
@@ -123,11 +127,14 @@ class HypCluster(SeveralModels):
     STATE = (*SeveralModels.STATE, "_cluster_of")
 
     def __init__(
-        self, *, num_clusters: int, other_models: Sequence[ArrayRecord] | None = None, **settings: Any
+        self,
+        *,
+        num_clusters: int = NUM_CLUSTERS.default,
+        other_models: Sequence[ArrayRecord] | None = None,
+        **shared: Unpack[Shared],
     ) -> None:
-        check("num_clusters", num_clusters, num_clusters >= 1, "1 or more")
-        super().__init__(count=num_clusters, other_models=other_models, **settings)
-        self.num_clusters = num_clusters
+        self.num_clusters = NUM_CLUSTERS.check(num_clusters)
+        super().__init__(count=self.num_clusters, other_models=other_models, **shared)
 
     def begin(self, initial_arrays: ArrayRecord) -> None:
         super().begin(initial_arrays)
@@ -180,3 +187,13 @@ def _cluster_in(reply: Reply, count: int) -> int | None:
     """The number of a model in a reply; None if it is none."""
     cluster = reply.metrics.get(CLUSTER)
     return cluster if isinstance(cluster, int) and 0 <= cluster < count else None
+
+
+METHOD = Method(
+    title="HypCluster (IFCA)",
+    paper="Mansour et al., 2020, arXiv:2002.10619; Ghosh et al., NeurIPS 2020, arXiv:2006.04088",
+    travels="all clusters' models, down; the trained one, up",
+    strategy=HypCluster,
+    client=HypClusterClient,
+    settings=(NUM_CLUSTERS,),
+)

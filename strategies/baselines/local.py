@@ -13,6 +13,8 @@ from flwr.app import ArrayRecord
 
 from kindred.engine.stored import StoredModels
 from kindred.messages import ClientId
+from kindred.registry import Method
+from kindred.settings import STORE
 
 
 class Local(StoredModels):
@@ -20,7 +22,7 @@ class Local(StoredModels):
 
     Parameters
     ----------
-    **settings
+    **shared
         Those of `PersonalizedStrategy`.
     """
 
@@ -35,3 +37,12 @@ class Local(StoredModels):
         """Everybody learns from itself."""
         clients = list(self.models)
         return clients, np.eye(len(clients))
+
+
+METHOD = Method(
+    title="Local",
+    paper="training alone",
+    travels="the client's own model, both ways",
+    strategy=Local,
+    settings=(STORE,),
+)

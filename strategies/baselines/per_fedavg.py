@@ -28,17 +28,18 @@ Decisions, and where we depart from the paper:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from flwr.app import MetricRecord, RecordDict
 
-from kindred.client.sgd import SGD_LEARNING_RATE, MeanLoss, PlainSGD, descend
+from kindred.client.sgd import SGD_LEARNING_RATE, MeanLoss, PlainSGD, PlainSGDShared, descend
 from kindred.client.training import Gradients, channels_last, get_arrays, set_arrays, trained_weights
 from kindred.client.visit import Visit
 from kindred.lazy import lazy
-from kindred.messages import ARRAYS, METRICS, RECEIVED, TRAIN_LOSS, TRAINED, TUNED, ClientId, check, to_record
+from kindred.messages import ARRAYS, METRICS, RECEIVED, TRAIN_LOSS, TRAINED, TUNED, ClientId, to_record
+from kindred.registry import MODEL_BOTH_WAYS, Method
+from kindred.settings import Setting, above
 
 from .fedavg import Tuned
 
@@ -48,7 +49,9 @@ if TYPE_CHECKING:
 else:
     torch = lazy("torch")
 
-ADAPT_LEARNING_RATE = "adapt-learning-rate"
+ADAPT_LEARNING_RATE = Setting(
+    "adapt_learning_rate", 0.01, above(0), "step size by which a client adapts the global model (alpha)", trial=0.1
+)
 
 Batch = tuple["Tensor", ...]
 
@@ -94,7 +97,7 @@ class PerFedAvgClient:
     @staticmethod
     def train(visit: Visit) -> RecordDict:
         """Algorithm 1, on the client; the evaluations are of the received, the adapted and the trained model."""
-        alpha, beta = float(visit.config[ADAPT_LEARNING_RATE]), float(visit.config[SGD_LEARNING_RATE])
+        alpha, beta = float(visit.config[ADAPT_LEARNING_RATE.key]), float(visit.config[SGD_LEARNING_RATE.key])
         model = visit.model()
         metrics = visit.evaluation(RECEIVED, model)
         adapt(visit, model)
@@ -128,7 +131,7 @@ def adapt(visit: Visit, model: torch.nn.Module) -> None:
     descend(
         trained_weights(model),
         (torch.from_numpy(gradient[name]).to(visit.device) for name in names),
-        float(visit.config[ADAPT_LEARNING_RATE]),
+        float(visit.config[ADAPT_LEARNING_RATE.key]),
     )
 
 
@@ -140,11 +143,11 @@ class PerFedAvg(Tuned, PlainSGD):
 
     Parameters
     ----------
-    sgd_learning_rate : float
+    sgd_learning_rate : float (default: 0.05)
         beta, above 0: the step size of local training.
-    adapt_learning_rate : float
+    adapt_learning_rate : float (default: 0.01)
         alpha, above 0: the step size of adaptation.
-    **settings
+    **shared
         Those of `PersonalizedStrategy`.
 
     Raises
@@ -155,10 +158,21 @@ class PerFedAvg(Tuned, PlainSGD):
 
     name = "per-fedavg"
 
-    def __init__(self, *, adapt_learning_rate: float, **settings: Any) -> None:
-        super().__init__(**settings)
-        check("adapt_learning_rate", adapt_learning_rate, 0 < adapt_learning_rate < math.inf, "more than 0")
-        self.adapt_learning_rate = adapt_learning_rate
+    def __init__(
+        self, *, adapt_learning_rate: float = ADAPT_LEARNING_RATE.default, **shared: Unpack[PlainSGDShared]
+    ) -> None:
+        super().__init__(**shared)
+        self.adapt_learning_rate = ADAPT_LEARNING_RATE.check(adapt_learning_rate)
 
     def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
-        return {**super().round_config(server_round, client), ADAPT_LEARNING_RATE: self.adapt_learning_rate}
+        return {**super().round_config(server_round, client), ADAPT_LEARNING_RATE.key: self.adapt_learning_rate}
+
+
+METHOD = Method(
+    title="Per-FedAvg",
+    paper="Fallah et al., NeurIPS 2020, arXiv:2002.07948",
+    travels=MODEL_BOTH_WAYS,
+    strategy=PerFedAvg,
+    client=PerFedAvgClient,
+    settings=(SGD_LEARNING_RATE, ADAPT_LEARNING_RATE),
+)

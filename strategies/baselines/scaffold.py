@@ -32,15 +32,14 @@ Its result is the model x, for every client. Decisions, and where we depart from
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
 
 from kindred.client.local_training import LocalTraining
-from kindred.client.sgd import SGD_LEARNING_RATE, PlainSGD
+from kindred.client.sgd import SGD_LEARNING_RATE, PlainSGD, PlainSGDShared
 from kindred.client.training import get_arrays, num_batches
 from kindred.client.visit import Visit
 from kindred.engine.admission import Reply, norm
@@ -60,11 +59,15 @@ from kindred.messages import (
     to_record,
     with_prefix,
 )
+from kindred.registry import Method
+from kindred.settings import Setting, above
 
 if TYPE_CHECKING:
     import torch
 else:
     torch = lazy("torch")
+
+SERVER_LEARNING_RATE = Setting("server_learning_rate", 1.0, above(0), "step size of the server (eta_g)")
 
 Arrays = dict[str, np.ndarray]
 
@@ -115,7 +118,7 @@ class SCAFFOLDClient:
     @staticmethod
     def train(visit: Visit) -> RecordDict:
         """Algorithm 1, on the client."""
-        step_size = float(visit.config[SGD_LEARNING_RATE])
+        step_size = float(visit.config[SGD_LEARNING_RATE.key])
         num_steps = num_batches(len(visit.site.train[1]), visit.epochs, visit.steps, visit.batch_size)
         check("local-steps", num_steps, num_steps >= 1, "1 or more with SCAFFOLD")
         received, control = _apart(visit.arrays)
@@ -181,11 +184,11 @@ class SCAFFOLD(PlainSGD):
 
     Parameters
     ----------
-    sgd_learning_rate : float
+    sgd_learning_rate : float (default: 0.05)
         eta_l, above 0.
     server_learning_rate : float (default: 1.0)
         eta_g, above 0. 1 is what the paper's experiments have.
-    **settings
+    **shared
         Those of `PersonalizedStrategy`.
 
     Raises
@@ -198,10 +201,11 @@ class SCAFFOLD(PlainSGD):
     clients_keep_state = True
     STATE = (*PlainSGD.STATE, "_total", "_weights", "_known", "_counted")
 
-    def __init__(self, *, server_learning_rate: float = 1.0, **settings: Any) -> None:
-        super().__init__(**settings)
-        check("server_learning_rate", server_learning_rate, 0 < server_learning_rate < math.inf, "more than 0")
-        self.server_learning_rate = server_learning_rate
+    def __init__(
+        self, *, server_learning_rate: float = SERVER_LEARNING_RATE.default, **shared: Unpack[PlainSGDShared]
+    ) -> None:
+        super().__init__(**shared)
+        self.server_learning_rate = SERVER_LEARNING_RATE.check(server_learning_rate)
 
     def begin(self, initial_arrays: ArrayRecord) -> None:
         super().begin(initial_arrays)
@@ -269,3 +273,14 @@ class SCAFFOLD(PlainSGD):
                     for name in self.layout.parameters
                 }
             )
+
+
+METHOD = Method(
+    title="SCAFFOLD",
+    paper="Karimireddy et al., ICML 2020, arXiv:1910.06378",
+    travels="the model and the control variate, both ways",
+    stays="its control variate",
+    strategy=SCAFFOLD,
+    client=SCAFFOLDClient,
+    settings=(SGD_LEARNING_RATE, SERVER_LEARNING_RATE),
+)

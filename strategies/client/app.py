@@ -37,6 +37,9 @@ from kindred.messages import (
     records_of,
 )
 from kindred.registry import REGISTRY
+from kindred.settings import (
+    DEVICE,
+)
 from kindred.versions import VERSION, mismatch
 
 from .evaluation import predict
@@ -117,14 +120,14 @@ def introduction_of(load_site: LoadSite, context: Context, server_version: objec
 
 def _half(visit: Visit) -> Any:
     method = REGISTRY.get(str(visit.config.get(METHOD)))
-    return method.client() if method else LocalTraining
+    return (method.client if method else None) or LocalTraining
 
 
 def _visit(load_site: LoadSite, message: Message, context: Context) -> Visit:
     configs = records_of(message.content, ConfigRecord)
     config = dict(configs[0]) if configs else {}
     (arrays,) = records_of(message.content, ArrayRecord)
-    device = pick_device(str(config.get("device", "auto")))
+    device = pick_device(str(DEVICE.read(config)))
     client = client_id(context)
     run, server_round = str(config.get(RUN, context.run_id)), int(config.get(SERVER_ROUND, 0))
     check(RUN, run, run.isascii() and run.isdecimal(), "a number")  # it becomes part of a path

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from kindred.baselines.fedavg import FedAvg
-from kindred.messages import ClientId, check
+from kindred.engine.arguments import Shared
+from kindred.messages import ClientId
+from kindred.settings import Setting, above
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-SGD_LEARNING_RATE = "sgd-learning-rate"
+SGD_LEARNING_RATE = Setting(
+    "sgd_learning_rate",
+    0.05,
+    above(0),
+    "step size of the plain SGD that they are made of, whatever optimizer and learning-rate say",
+    trial=0.1,
+)
 
 # --- The mathematics ----------------------------------------------------------------------------------
 
@@ -43,21 +51,26 @@ class MeanLoss:
 # --- The server ---------------------------------------------------------------------------------------
 
 
+class PlainSGDShared(Shared, total=False):
+    """The arguments of `PlainSGD`."""
+
+    sgd_learning_rate: float
+
+
 class PlainSGD(FedAvg):
     """FedAvg whose clients are told the step size of their SGD.
 
     Parameters
     ----------
-    sgd_learning_rate : float
+    sgd_learning_rate : float (default: 0.05)
         Above 0.
-    **settings
+    **shared
         Those of `FedAvg`.
     """
 
-    def __init__(self, *, sgd_learning_rate: float, **settings: Any) -> None:
-        super().__init__(**settings)
-        check("sgd_learning_rate", sgd_learning_rate, 0 < sgd_learning_rate < math.inf, "more than 0")
-        self.sgd_learning_rate = sgd_learning_rate
+    def __init__(self, *, sgd_learning_rate: float = SGD_LEARNING_RATE.default, **shared: Unpack[Shared]) -> None:
+        super().__init__(**shared)
+        self.sgd_learning_rate = SGD_LEARNING_RATE.check(sgd_learning_rate)
 
     def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
-        return {**super().round_config(server_round, client), SGD_LEARNING_RATE: self.sgd_learning_rate}
+        return {**super().round_config(server_round, client), SGD_LEARNING_RATE.key: self.sgd_learning_rate}

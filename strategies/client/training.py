@@ -18,6 +18,7 @@ import numpy as np
 
 from kindred.lazy import lazy
 from kindred.messages import check
+from kindred.settings import BATCH_SIZE, DEVICE, LEARNING_RATE, MOMENTUM, OPTIMIZER, PRECISION
 
 from . import cuda_graphs as graphs
 from .update import Update
@@ -49,8 +50,7 @@ def pick_device(name: str) -> torch.device:
     ValueError
         Another name, or "cuda" where torch finds no GPU.
     """
-    if name not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"device is {name!r}, allowed: auto, cpu, cuda")
+    DEVICE.check(name)
     available = name != "cpu" and torch.cuda.is_available()
     if name == "cuda" and not available:
         raise ValueError("device is cuda and torch finds no CUDA GPU on this machine; set device to cpu or auto")
@@ -68,13 +68,13 @@ def train(
     generator: torch.Generator,
     epochs: int = 0,
     steps: int = 0,
-    momentum: float = 0.0,
+    momentum: float = MOMENTUM.default,
     proximal_mu: float = 0.0,
     towards: Sequence[Tensor] | None = None,
     correction: Sequence[Tensor] | None = None,
     sample_weights: Tensor | None = None,
     label_smoothing: float = 0.0,
-    precision: str = "float32",
+    precision: str = PRECISION.default,
     term: Callable[[], Tensor] | None = None,
 ) -> float:
     """Train a model in place, from the weights that it has.
@@ -131,13 +131,13 @@ def train(
     """
     check("epochs", epochs, epochs >= 0, "0 or more")
     check("steps", steps, steps == 0 or (steps > 0 and epochs == 0), "0 or more, with epochs 0")
-    check("batch_size", batch_size, batch_size >= 1, "1 or more")
-    check("optimizer", optimizer, optimizer in ("adam", "sgd"), "adam, sgd")
-    check("learning_rate", learning_rate, 0 < learning_rate < math.inf, "more than 0")
-    check("momentum", momentum, 0 <= momentum <= 1, "0 to 1")
+    BATCH_SIZE.check(batch_size)
+    OPTIMIZER.check(optimizer)
+    LEARNING_RATE.check(learning_rate)
+    MOMENTUM.check(momentum)
+    PRECISION.check(precision)
     check("proximal_mu", proximal_mu, 0 <= proximal_mu < math.inf, "0 or more")
     check("label_smoothing", label_smoothing, 0 <= label_smoothing <= 1, "0 to 1")
-    check("precision", precision, precision in ("float32", "bfloat16"), "float32, bfloat16")
     if epochs + steps == 0 or len(y) == 0:
         return math.nan
 

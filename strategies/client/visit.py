@@ -12,8 +12,6 @@ import numpy as np
 from kindred.lazy import lazy
 from kindred.messages import (
     FINETUNE_EPOCHS,
-    LOCAL_EPOCHS,
-    LOCAL_STEPS,
     METHOD,
     NUM_EXAMPLES,
     NUM_TEST_EXAMPLES,
@@ -25,6 +23,7 @@ from kindred.messages import (
     seed_for,
 )
 from kindred.registry import REGISTRY
+from kindred.settings import BATCH_SIZE, LEARNING_RATE, LOCAL_EPOCHS, LOCAL_STEPS, MOMENTUM, OPTIMIZER, PRECISION
 
 from .evaluation import evaluate, predict
 from .site import STATE_DIR, Samples, Site, module_of
@@ -73,7 +72,7 @@ class Visit:
     def strategy(self) -> type[Any] | None:
         """The server half of the method; None of one that is not registered, such as Flower's own."""
         method = REGISTRY.get(str(self.config.get(METHOD)))
-        return method.strategy() if method else None
+        return method.strategy if method else None
 
     @property
     def module(self) -> torch.nn.Module:
@@ -126,16 +125,16 @@ class Visit:
     @property
     def epochs(self) -> int:
         """Epochs of local training that the message asks for; 0 where it asks for steps."""
-        return int(self.config.get(LOCAL_EPOCHS, 1))
+        return int(LOCAL_EPOCHS.read(self.config))
 
     @property
     def steps(self) -> int:
         """Steps of local training that the message asks for; 0 where it asks for epochs."""
-        return 0 if self.epochs else int(self.config.get(LOCAL_STEPS, 0))
+        return 0 if self.epochs else int(LOCAL_STEPS.read(self.config))
 
     @property
     def batch_size(self) -> int:
-        return int(self.config.get("batch-size", 32))
+        return int(BATCH_SIZE.read(self.config))
 
     @contextlib.contextmanager
     def _seeded(self, seed: int) -> Iterator[None]:
@@ -177,9 +176,9 @@ class Visit:
         self.compute[SAMPLES_TRAINED] += epochs * len(y) + steps * self.batch_size
         message = {
             "batch_size": self.batch_size,
-            "optimizer": str(config.get("optimizer", "sgd")),
-            "learning_rate": float(config.get("learning-rate", 0.01)),
-            "momentum": float(config.get("momentum", 0.0)),
+            "optimizer": str(OPTIMIZER.read(config)),
+            "learning_rate": float(LEARNING_RATE.read(config)),
+            "momentum": float(MOMENTUM.read(config)),
             "precision": self.precision,
         }
         with self._seeded(seed):
@@ -195,7 +194,7 @@ class Visit:
 
     @property
     def precision(self) -> str:
-        return str(self.config.get("precision", "float32"))
+        return str(PRECISION.read(self.config))
 
     @contextlib.contextmanager
     def differentiating(self, model: torch.nn.Module, purpose: str = "train") -> Iterator[Gradients]:

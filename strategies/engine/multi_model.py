@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Unpack
 
 import numpy as np
 from flwr.app import ArrayRecord
@@ -11,6 +11,7 @@ from flwr.app import ArrayRecord
 from kindred.baselines.fedavg import WeightedMean
 from kindred.messages import ClientId, check, read_record, seed_for, to_record, with_prefix
 
+from .arguments import Shared
 from .model_store import InTurn, Layout, drawn_anew
 from .strategy import PersonalizedStrategy
 
@@ -30,14 +31,16 @@ class SeveralModels(PersonalizedStrategy):
     other_models : sequence of ArrayRecord, optional
         What the models after the first start from, the first from that of `start`. By default each from the numbers
         of the first in an order of its own (`drawn_anew`).
-    **settings
+    **shared
         Those of `PersonalizedStrategy`.
     """
 
     STATE = (*PersonalizedStrategy.STATE, "models", "_examples", "_sent")
 
-    def __init__(self, *, count: int, other_models: Sequence[ArrayRecord] | None = None, **settings: Any) -> None:
-        super().__init__(**settings)
+    def __init__(
+        self, *, count: int, other_models: Sequence[ArrayRecord] | None = None, **shared: Unpack[Shared]
+    ) -> None:
+        super().__init__(**shared)
         given = count - 1 if other_models is None else len(other_models)
         check("other_models", f"{given} models", given == count - 1, f"{count - 1}, all but the first")
         self.count = count

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Unpack
 
 import numpy as np
 from flwr.app import ArrayRecord
 
-from kindred.messages import ClientId, check, in_order, read_record
+from kindred.messages import ClientId, in_order, read_record
+from kindred.settings import STORE
 
 from .admission import Reply, norm
+from .arguments import Shared
 from .model_store import ClientModels, Layout
 from .strategy import PersonalizedStrategy
 
@@ -23,7 +25,7 @@ class StoredModels(PersonalizedStrategy):
     store : {"memory", "disk"}
         Where the models are kept. On disk they are in a file, and memory holds little more than the models of the
         clients of a round; results are the same, bit for bit. See `ClientModels`.
-    **settings
+    **shared
         Those of `PersonalizedStrategy`.
 
     Attributes
@@ -37,10 +39,9 @@ class StoredModels(PersonalizedStrategy):
     STATE = (*PersonalizedStrategy.STATE, "models", "online")
     models: ClientModels
 
-    def __init__(self, *, store: str = "memory", **settings: Any) -> None:
-        super().__init__(**settings)
-        check("store", store, store in ("memory", "disk"), "memory, disk")
-        self.store = store
+    def __init__(self, *, store: str = STORE.default, **shared: Unpack[Shared]) -> None:
+        super().__init__(**shared)
+        self.store = STORE.check(store)
 
     def begin(self, initial_arrays: ArrayRecord) -> None:
         self.initial = initial_arrays
@@ -94,7 +95,7 @@ class CloudModels(StoredModels):
 
     Parameters
     ----------
-    **settings
+    **shared
         Those of `StoredModels`.
     """
 

@@ -8,12 +8,11 @@ checkpoint.py.
 
 from __future__ import annotations
 
-import math
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from logging import ERROR, INFO
+from logging import ERROR, INFO, WARNING
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
@@ -35,6 +34,18 @@ from kindred.messages import (
     in_order,
     records_of,
     seed_for,
+)
+from kindred.registry import REGISTRY
+from kindred.settings import (
+    GRACE,
+    MAX_EMPTY_ROUNDS,
+    MAX_STRIKES,
+    MAX_UPDATE_NORM,
+    QUORUM,
+    SEED,
+    TRAINING,
+    WAIT_TIMEOUT,
+    meant_by,
 )
 
 from .admission import SERVERS_OWN, Refused, Reply, admit
@@ -117,13 +128,13 @@ class PersonalizedStrategy(Hooks, Strategy):
         configrecord_key: str = "config",
         train_metrics_aggr_fn: Callable[[list[RecordDict], str], MetricRecord] | None = None,
         evaluate_metrics_aggr_fn: Callable[[list[RecordDict], str], MetricRecord] | None = None,
-        seed: int = 0,
-        wait_timeout: float = 300.0,
-        quorum: float = 0.5,
-        grace: float = 600.0,
-        max_strikes: int = 3,
-        max_update_norm: float = 0.0,
-        max_empty_rounds: int = 5,
+        seed: int = SEED.default,
+        wait_timeout: float = WAIT_TIMEOUT.default,
+        quorum: float = QUORUM.default,
+        grace: float = GRACE.default,
+        max_strikes: int = MAX_STRIKES.default,
+        max_update_norm: float = MAX_UPDATE_NORM.default,
+        max_empty_rounds: int = MAX_EMPTY_ROUNDS.default,
         buffers: Collection[str] | None = None,
     ) -> None:
         check("fraction_train", fraction_train, 0 <= fraction_train <= 1, "0 to 1")
@@ -131,18 +142,6 @@ class PersonalizedStrategy(Hooks, Strategy):
         check("min_train_nodes", min_train_nodes, min_train_nodes >= 0, "0 or more")
         check("min_evaluate_nodes", min_evaluate_nodes, min_evaluate_nodes >= 0, "0 or more")
         check("min_available_nodes", min_available_nodes, min_available_nodes >= 1, "1 or more")
-        check("seed", seed, seed >= 0, "0 or more")
-        check("wait_timeout", wait_timeout, wait_timeout > 0, "more than 0")
-        check(
-            "quorum",
-            quorum,
-            0 < quorum <= 1 or (1 < quorum < math.inf and quorum == int(quorum)),
-            "a share, more than 0 and up to 1, or a whole number",
-        )
-        check("grace", grace, grace >= 0, "0 or more")
-        check("max_strikes", max_strikes, max_strikes >= 0, "0 or more")
-        check("max_update_norm", max_update_norm, max_update_norm >= 0, "0 or more")
-        check("max_empty_rounds", max_empty_rounds, max_empty_rounds >= 1, "1 or more")
         self.fraction_train = fraction_train
         self.fraction_evaluate = fraction_evaluate
         self.min_train_nodes = min_train_nodes if fraction_train else 0
@@ -152,16 +151,16 @@ class PersonalizedStrategy(Hooks, Strategy):
         self.configrecord_key = configrecord_key
         self.train_metrics_aggr_fn = train_metrics_aggr_fn or mean_metrics
         self.evaluate_metrics_aggr_fn = evaluate_metrics_aggr_fn or mean_metrics
-        self.seed = seed
-        self.quorum = quorum
-        self.grace = grace
-        self.max_update_norm = max_update_norm
-        self.max_empty_rounds = max_empty_rounds
+        self.seed = SEED.check(seed)
+        self.quorum = QUORUM.check(quorum)
+        self.grace = GRACE.check(grace)
+        self.max_update_norm = MAX_UPDATE_NORM.check(max_update_norm)
+        self.max_empty_rounds = MAX_EMPTY_ROUNDS.check(max_empty_rounds)
         self.buffers = buffers
         self.history = History()
         self.min_available_nodes = min_available_nodes
-        self.wait_timeout = wait_timeout
-        self.max_strikes = max_strikes
+        self.wait_timeout = WAIT_TIMEOUT.check(wait_timeout)
+        self.max_strikes = MAX_STRIKES.check(max_strikes)
         self.roster = Roster(min_available_nodes, wait_timeout, max_strikes)
         self.last_round = 0  # of the run that was started
         self.run_id = 0  # of the run as it began: a resumed run has another one in Flower
@@ -224,6 +223,7 @@ class PersonalizedStrategy(Hooks, Strategy):
         self.summary()
         train_config = ConfigRecord() if train_config is None else train_config
         evaluate_config = ConfigRecord() if evaluate_config is None else evaluate_config
+        self._warn_of_unread_settings(train_config)
         result = Result(arrays=initial_arrays)
         first = self._begin(grid, result, num_rounds, timeout, checkpoints)
         started = time.monotonic()
@@ -260,6 +260,20 @@ class PersonalizedStrategy(Hooks, Strategy):
         result.arrays = self.global_arrays()
         log(INFO, "%s finished %d rounds in %.1f s", self.name, num_rounds, time.monotonic() - started)
         return result
+
+    def _warn_of_unread_settings(self, config: ConfigRecord) -> None:
+        """Warn of settings that look like misspelt ones of local training. Others may be for a client of the user's."""
+        method = REGISTRY.get(self.name)
+        own = [each.key for each in method.settings] if method else []
+        for key in config.keys() - own:
+            meant = meant_by(key, [each.key for each in TRAINING])
+            if meant and meant not in config:
+                log(
+                    WARNING,
+                    "kindred: train_config has %s, which no client of kindred reads; did you mean %s?",
+                    key,
+                    meant,
+                )
 
     def _begin(
         self, grid: Grid, result: Result, num_rounds: int, timeout: float, checkpoints: Checkpoints | None

@@ -17,10 +17,11 @@ from kindred.baselines.fedavg import FedAvg
 from kindred.client.state import MODEL
 from kindred.client.training import get_arrays
 from kindred.client.visit import Visit
-from kindred.messages import ARRAYS, METRICS, OWN, TRAIN_LOSS, ClientId, check, to_record
+from kindred.messages import ARRAYS, METRICS, OWN, TRAIN_LOSS, ClientId, to_record
 from kindred.registry import Method
+from kindred.settings import Setting, within
 
-OWN_SHARE = "own-share"
+OWN_SHARE = Setting("own_share", 0.5, within(0, 1), "share of the client's own model where it starts from (s)")
 
 
 def blended(received: Mapping[str, np.ndarray], own: Mapping[str, np.ndarray], s: float) -> dict[str, np.ndarray]:
@@ -37,7 +38,7 @@ class BlendClient:
     @staticmethod
     def train(visit: Visit) -> RecordDict:
         own = visit.state.load(MODEL) or visit.arrays  # the first time there is none
-        model = visit.model(blended(visit.arrays, own, float(visit.config[OWN_SHARE])))
+        model = visit.model(blended(visit.arrays, own, float(visit.config[OWN_SHARE.key])))
         metrics = {TRAIN_LOSS: visit.train(model)}
         metrics |= visit.evaluation(OWN, model) | visit.counts()  # which keeps it, being the method's result
         return RecordDict({ARRAYS: to_record(get_arrays(model)), METRICS: MetricRecord({**metrics})})
@@ -64,16 +65,15 @@ class Blend(FedAvg):
     clients_keep_state = True
     model_stays = True
 
-    def __init__(self, *, own_share: float = 0.5, **settings: Any) -> None:
+    def __init__(self, *, own_share: float = OWN_SHARE.default, **settings: Any) -> None:
         super().__init__(**settings)
-        check("own_share", own_share, 0 <= own_share <= 1, "0 to 1")
-        self.own_share = own_share
+        self.own_share = OWN_SHARE.check(own_share)
 
     def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
-        return {**super().round_config(server_round, client), OWN_SHARE: self.own_share}
+        return {**super().round_config(server_round, client), OWN_SHARE.key: self.own_share}
 
 
 BLEND = Method(
-    f"{__name__}:Blend", "Blend", "docs/extending.md", "the model, both ways", "its own model",
-    settings=("own_share",), client_path=f"{__name__}:BlendClient",
+    title="Blend", paper="docs/extending.md", travels="the model, both ways", stays="its own model",
+    strategy=Blend, client=BlendClient, settings=(OWN_SHARE,),
 )  # fmt: skip

@@ -1,0 +1,37 @@
+"""Arguments that all strategies take, by which type checkers and editors know those of every method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import TypedDict
+
+from flwr.app import MetricRecord, RecordDict
+
+
+class Shared(TypedDict, total=False):
+    """The arguments of `PersonalizedStrategy`: meaning, range and default are there."""
+
+    fraction_train: float
+    fraction_evaluate: float
+    min_train_nodes: int
+    min_evaluate_nodes: int
+    min_available_nodes: int
+    weighted_by_key: str
+    arrayrecord_key: str
+    configrecord_key: str
+    train_metrics_aggr_fn: Callable[[list[RecordDict], str], MetricRecord] | None
+    evaluate_metrics_aggr_fn: Callable[[list[RecordDict], str], MetricRecord] | None
+    seed: int
+    wait_timeout: float
+    quorum: float
+    grace: float
+    max_strikes: int
+    max_update_norm: float
+    max_empty_rounds: int
+    buffers: Collection[str] | None
+
+
+class StoredShared(Shared, total=False):
+    """The arguments of `StoredModels`."""
+
+    store: str

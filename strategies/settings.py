@@ -1,0 +1,221 @@
+"""A setting: its name, default, range and meaning, written once; constructor, run config and documents read it here.
+
+A method's own settings are in the method's file. Here are those that methods share: what clients do in local training,
+and how the server runs its rounds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from numbers import Integral, Real
+from typing import Any, NamedTuple
+
+
+class Range(NamedTuple):
+    """What is allowed: in words, as a test of a value of the right type, and in the documents' words if they differ."""
+
+    words: str
+    holds: Callable[[Any], bool]
+    documented: str = ""
+
+
+def at_least(low: float) -> Range:
+    return Range(f"{low:g} or more", lambda value: value >= low)
+
+
+def above(low: float) -> Range:
+    return Range(f"more than {low:g}", lambda value: value > low)
+
+
+def within(low: float, high: float) -> Range:
+    return Range(f"{low:g} to {high:g}", lambda value: low <= value <= high)
+
+
+def between(low: float, high: float) -> Range:
+    return Range(f"more than {low:g}, less than {high:g}", lambda value: low < value < high)
+
+
+def one_of(*names: str) -> Range:
+    return Range(", ".join(names), lambda value: value in names)
+
+
+A_SHARE = Range("more than 0, at most 1", lambda value: 0 < value <= 1)
+ANY_TEXT = Range("any text", lambda value: True)
+TRUE_OR_FALSE = Range("true or false", lambda value: True)
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """A setting. Methods share one if they name the same object.
+
+    Attributes
+    ----------
+    name : str
+        As Python's arguments have it: local_epochs.
+    default : bool, int, float or str
+    allowed : Range
+    meaning : str
+        In a phrase, for the table of settings.
+    kind : str
+        Its types, "float" or "float | str"; that of the default if left out.
+    trial : bool, int, float or str
+        For the conformance suite, which trains small models on a few samples; the default if left out.
+    """
+
+    name: str
+    default: Any
+    allowed: Range
+    meaning: str
+    kind: str = ""
+    trial: Any = None
+
+    def __post_init__(self) -> None:
+        if not self.kind:
+            object.__setattr__(self, "kind", type(self.default).__name__)
+        if self.trial is None:
+            object.__setattr__(self, "trial", self.default)
+
+    @property
+    def key(self) -> str:
+        """The name in messages, run configs and on the command line: local-epochs."""
+        return kebab(self.name)
+
+    def check(self, value: Any, name: str = "") -> Any:
+        """Return a value, a whole number for a float as that float.
+
+        Parameters
+        ----------
+        value : object
+        name : str
+            What the setting is called where the value is from; by default its name.
+
+        Raises
+        ------
+        ValueError
+            It has another type or is out of range.
+        """
+        value = float(value) if isinstance(value, Real) and self._is(float) and not isinstance(value, bool) else value
+        types = {"bool": bool, "int": Integral, "float": float, "str": str}
+        right = any(isinstance(value, types[kind]) for kind in self.kind.split(" | "))
+        if isinstance(value, bool) and not self._is(bool):
+            right = False
+        if not right or (isinstance(value, float) and not math.isfinite(value)) or not self.allowed.holds(value):
+            raise ValueError(f"{name or self.name} is {value!r}, allowed: {self.allowed.words}")
+        return value
+
+    def _is(self, kind: type) -> bool:
+        return kind.__name__ in self.kind.split(" | ")
+
+    def read(self, config: Mapping[str, Any]) -> Any:
+        """Return the value in a message's settings; the default if it is not among them."""
+        return config.get(self.key, self.default)
+
+    def parse(self, text: str) -> Any:
+        """Return the value that a text says; text that is of none of the setting's types stays text."""
+        return parse(text, self.kind)
+
+
+def parse(text: str, kind: str) -> bool | int | float | str:
+    """Read a value as one of the types in `kind`, as `Setting.kind` names them; text of none of them stays text."""
+    kinds = kind.split(" | ")
+    if "bool" in kinds and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for read in (int, float):
+        if read.__name__ in kinds:
+            try:
+                return read(text)
+            except ValueError:
+                pass
+    return text
+
+
+def kebab(name: str) -> str:
+    """The name of a setting outside Python: local-epochs."""
+    return name.replace("_", "-")
+
+
+# What people call settings that they know from elsewhere.
+CALLED_ELSEWHERE = {"lr": "learning-rate", "bs": "batch-size", "epochs": "local-epochs", "steps": "local-steps"}
+
+
+def meant_by(key: str, known: Iterable[str]) -> str | None:
+    """Return the known name that somebody probably meant; None if none is close."""
+    names = list(known)
+    if CALLED_ELSEWHERE.get(key) in names:
+        return CALLED_ELSEWHERE[key]
+    close = get_close_matches(kebab(key), names, n=1, cutoff=0.7)
+    return close[0] if close else None
+
+
+SEED = Setting("seed", 0, at_least(0), "seed of everything random: data, sampling, models, batches")
+
+# --- Local training -----------------------------------------------------------------------------------
+
+LOCAL_EPOCHS = Setting("local_epochs", 5, at_least(0), "epochs of local training a round; 0: local-steps steps instead")
+LOCAL_STEPS = Setting(
+    "local_steps",
+    50,
+    at_least(1),
+    "steps of local training a round, each on images drawn at random (tau): always with PerFed-CKT, else where "
+    "local-epochs is 0",
+    trial=10,
+)
+BATCH_SIZE = Setting("batch_size", 10, at_least(1), "images a step")
+OPTIMIZER = Setting("optimizer", "adam", one_of("adam", "sgd"), "local optimiser")
+LEARNING_RATE = Setting("learning_rate", 0.002, above(0), "step size of the local optimiser", trial=0.1)
+MOMENTUM = Setting("momentum", 0.0, within(0, 1), "momentum of sgd")
+PRECISION = Setting(
+    "precision", "float32", one_of("float32", "bfloat16"), "arithmetic of local training; bfloat16 by autocast"
+)
+DEVICE = Setting(
+    "device", "auto", one_of("auto", "cpu", "cuda"), "where clients train; auto: the GPU where there is one"
+)
+
+TRAINING = (SEED, LOCAL_EPOCHS, LOCAL_STEPS, BATCH_SIZE, OPTIMIZER, LEARNING_RATE, MOMENTUM, PRECISION, DEVICE)
+"""What clients need for local training: it goes with every message."""
+
+# --- The server's rounds ------------------------------------------------------------------------------
+
+WAIT_TIMEOUT = Setting("wait_timeout", 300.0, above(0), "seconds to wait for them before the run ends")
+QUORUM = Setting(
+    "quorum",
+    0.5,
+    Range(
+        "a share, more than 0 and up to 1, or a whole number",
+        lambda value: 0 < value <= 1 or (value > 1 and value == int(value)),
+    ),
+    "real machines: clients that have answered, as a share of those asked (up to 1) or as a number, after which "
+    "the others have only grace seconds more; 1: all",
+)
+GRACE = Setting("grace", 600.0, at_least(0), "real machines: seconds that a round waits for others after its quorum")
+MAX_STRIKES = Setting(
+    "max_strikes",
+    3,
+    at_least(0),
+    "rounds in a row in which a client's reply was refused or did not come, after which it is left out for as many "
+    "rounds; 0: never",
+)
+MAX_UPDATE_NORM = Setting(
+    "max_update_norm",
+    0.0,
+    at_least(0),
+    "L2 norm, over the parameters, above which a client's update is refused; 0: no bound. PerFed-CKT, whose clients "
+    "send probabilities, has none",
+)
+MAX_EMPTY_ROUNDS = Setting(
+    "max_empty_rounds", 5, at_least(1), "rounds in a row without a usable answer after which the run ends"
+)
+
+ROUNDS = (SEED, WAIT_TIMEOUT, QUORUM, GRACE, MAX_STRIKES, MAX_UPDATE_NORM, MAX_EMPTY_ROUNDS)
+"""Arguments of every strategy that are settings of a run by the same name."""
+
+STORE = Setting(
+    "store",
+    "memory",
+    one_of("memory", "disk"),
+    "where the server keeps all clients' models; disk: in a file in $XDG_STATE_HOME/kindred (~/.local/state/kindred), "
+    "with memory for the clients of a round alone",
+)
