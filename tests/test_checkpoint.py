@@ -449,7 +449,7 @@ def test_a_checkpoint_of_another_version_is_refused_by_name(tmp_path) -> None:
     with pytest.raises(
         NotResumable,
         match=r"round-0003-\w+.npz was saved by another version of kindred, in format 1; "
-        "this one reads format 2",
+        "this one reads format 3",
     ):
         Checkpoints(tmp_path).load()
 

@@ -32,7 +32,7 @@ from kindred.messages import check, in_order, read_record, to_record
 from .model_store import let_go, mapping_of
 
 STATE = "state"
-FORMAT = 2  # of what `save` writes
+FORMAT = 3  # of what `save` writes
 MAPPED = "mapped"  # how the entries begin of what lies in a mapped file
 
 # What JSON has as it is.
