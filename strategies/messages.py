@@ -50,8 +50,6 @@ LABEL_SMOOTHING = "label-smoothing"
 FINETUNE_EPOCHS = "finetune-epochs"
 LOCAL_EPOCHS = "local-epochs"
 LOCAL_STEPS = "local-steps"
-NEIGHBOURS = "neighbours"  # the other clients whose models a client receives
-WEIGHTS = "weights"  # of these models, as the client reports them
 PROBE = "probed-model"  # what a model is called that a client evaluates for the server's sake, and that is not its own
 
 METHODS = "methods"
@@ -62,6 +60,9 @@ NUM_CLASSES = "num-classes"
 # In a site's node config: whether other sites may have its model, and the server know its weights.
 SHARE_MODEL = "share-model"
 REPORT_WEIGHTS = "report-weights"
+# In messages of several clients' models: the other clients whose models a client receives, and the models' weights.
+NEIGHBOURS = "neighbours"
+WEIGHTS = "weights"
 PROBLEM = "problem"
 
 NUM_EXAMPLES = "num-examples"
