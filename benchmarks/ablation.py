@@ -22,7 +22,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from kindred import kindred
+from kindred import kindred, kindred_momentum, kindred_places
 from kindred.client.visit import Visit
 from kindred.messages import PERSONAL, RECEIVED, TRAINED
 from kindred.server_app.app import run_inline
@@ -35,7 +35,7 @@ from . import markdown
 PARTITIONS = ("iid", "pathological", "practical", "label-groups", "dirichlet", "rotated", "permuted")
 STAGES = {PERSONAL: "as it is", TRAINED: "the model after the last training", RECEIVED: "the start before it"}
 
-centred_cosines, kin_share = kindred.centred_cosines, kindred.kin_share
+centred_cosines, neighbour_share = kindred.centred_cosines, kindred.neighbour_share
 own_share, start_weights = kindred.own_share, kindred.start_weights
 train_as_asked = Visit.train
 
@@ -45,23 +45,23 @@ def plain_cosines(blocks: Iterable[np.ndarray], rows: Sequence[int], m: int) -> 
     return centred_cosines((np.concatenate([block, -block]) for block in blocks), rows, 2 * m)[:, :m]
 
 
-def whole_probes(kin: np.ndarray, latest: np.ndarray, own: np.ndarray) -> dict[str, np.ndarray]:
-    """Probes in which the client has its part, as one more of its kin."""
-    own_shares = own_share(kin, np.ones(len(latest)), own, np.ones(len(kin)))
+def whole_probes(neighbours: np.ndarray, latest: np.ndarray, own: np.ndarray) -> dict[str, np.ndarray]:
+    """Probes in which the client has its part, as one more of its neighbours."""
+    own_shares = own_share(neighbours, np.ones(len(latest)), own, np.ones(len(neighbours)))
     return {
-        kindred.KIN: start_weights(kin, latest, own, 1.0, own_shares),
-        kindred.ALL: start_weights(kin, latest, own, 0.0, own_shares),
+        kindred.KIN: start_weights(neighbours, latest, own, 1.0, own_shares),
+        kindred.ALL: start_weights(neighbours, latest, own, 0.0, own_shares),
     }
 
 
-def unjudged(kin: np.ndarray, samples: np.ndarray, own: np.ndarray, likelihoods: np.ndarray) -> np.ndarray:
+def unjudged(neighbours: np.ndarray, samples: np.ndarray, own: np.ndarray, likelihoods: np.ndarray) -> np.ndarray:
     """c_i with exp(-l(v_i)) = 1."""
-    return own_share(kin, samples, own, np.ones(len(likelihoods)))
+    return own_share(neighbours, samples, own, np.ones(len(likelihoods)))
 
 
-def nothing(kin: np.ndarray, samples: np.ndarray, own: np.ndarray, likelihoods: np.ndarray) -> np.ndarray:
+def nothing(neighbours: np.ndarray, samples: np.ndarray, own: np.ndarray, likelihoods: np.ndarray) -> np.ndarray:
     """c_i = 0, but for a client that has nobody."""
-    return np.where(kin.any(axis=1), 0.0, own_share(kin, samples, own, likelihoods))
+    return np.where(neighbours.any(axis=1), 0.0, own_share(neighbours, samples, own, likelihoods))
 
 
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
@@ -71,12 +71,12 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "sharpness 5, not 10": {"SHARPNESS": 5.0},
     "sharpness 20, not 10": {"SHARPNESS": 20.0},
     "probes with the client's part": {"probe_weights": whole_probes},
-    "a without regard to t": {"kin_share": lambda ahead, kept: kin_share(ahead, 0.0)},
-    "a = 0: the mean of all": {"kin_share": lambda ahead, kept: 0.0},
-    "a = 1: kin alone": {"kin_share": lambda ahead, kept: 1.0},
-    "exp(-l) = 1: kin are not judged": {"own_share": unjudged},
+    "a without regard to t": {"neighbour_share": lambda ahead, kept: neighbour_share(ahead, 0.0)},
+    "a = 0: the mean of all": {"neighbour_share": lambda ahead, kept: 0.0},
+    "a = 1: neighbours alone": {"neighbour_share": lambda ahead, kept: 1.0},
+    "exp(-l) = 1: neighbours are not judged": {"own_share": unjudged},
     "nothing probed: q = 1/2, exp(-l) = 1": {
-        "kin_share": lambda ahead, kept: kin_share([], kept),
+        "neighbour_share": lambda ahead, kept: neighbour_share([], kept),
         "own_share": unjudged,
     },
     "nothing of its own: c = 0": {"own_share": nothing},
@@ -87,10 +87,10 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "labels not smoothed, no proximal term": {"SMOOTHING": 0.0, "PROXIMAL": 0.0},
     "t by labels smoothed as for training": {"JUDGED_SMOOTHING": kindred.SMOOTHING},
     "halfway everywhere: t = 1/2, in a as well": {
-        "place_probabilities": lambda before, losses: np.eye(len(kindred.PLACES))[2]
+        "place_probabilities": lambda before, losses: np.eye(len(kindred_places.PLACES))[2]
     },
 }
-"""What is put in place of what in strategies/kindred.py."""
+"""Replacements of names in strategies/kindred.py and the files of its parts."""
 
 OTHERS: Mapping[str, Mapping[str, Any]] = {
     "local": {},
@@ -117,7 +117,8 @@ def measure(config: Config, changes: Mapping[str, Any]) -> dict[str, float]:
     """The mean accuracy over clients at the end of a run, of those of `STAGES` that the method has."""
     with contextlib.ExitStack() as changed, tempfile.TemporaryDirectory() as folder:
         for name, other in changes.items():
-            changed.enter_context(patch.object(kindred, name, other))
+            home = next(part for part in (kindred, kindred_momentum, kindred_places) if hasattr(part, name))
+            changed.enter_context(patch.object(home, name, other))
         return last_accuracies(run_inline(replace(config, output_dir=folder)).path)
 
 

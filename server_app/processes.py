@@ -34,6 +34,8 @@ threading.Thread(target=end_with, args=(int(sys.argv.pop(1)),), daemon=True).sta
 
 
 class Signalled(BaseException):
+    """A signal that asks this process to end."""
+
     def __init__(self, number: signal.Signals) -> None:
         super().__init__(number)
         self.number = number

@@ -60,6 +60,9 @@ NUM_CLASSES = "num-classes"
 # In a site's node config: whether other sites may have its model, and the server know its weights.
 SHARE_MODEL = "share-model"
 REPORT_WEIGHTS = "report-weights"
+# In messages of several clients' models: the other clients whose models a client receives, and the models' weights.
+NEIGHBOURS = "neighbours"
+WEIGHTS = "weights"
 PROBLEM = "problem"
 
 NUM_EXAMPLES = "num-examples"

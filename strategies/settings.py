@@ -23,22 +23,27 @@ class Range(NamedTuple):
 
 
 def at_least(low: float) -> Range:
+    """Range of numbers from `low` on."""
     return Range(f"{low:g} or more", lambda value: value >= low)
 
 
 def above(low: float) -> Range:
+    """Range of numbers larger than `low`."""
     return Range(f"more than {low:g}", lambda value: value > low)
 
 
 def within(low: float, high: float) -> Range:
+    """Range from `low` to `high`, both included."""
     return Range(f"{low:g} to {high:g}", lambda value: low <= value <= high)
 
 
 def between(low: float, high: float) -> Range:
+    """Range from `low` to `high`, both excluded."""
     return Range(f"more than {low:g}, less than {high:g}", lambda value: low < value < high)
 
 
 def one_of(*names: str) -> Range:
+    """Range of these names alone."""
     return Range(", ".join(names), lambda value: value in names)
 
 

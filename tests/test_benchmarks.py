@@ -244,7 +244,7 @@ def test_each_variant_leaves_out_what_it_says() -> None:
     samples, own, kin = np.array([1.0, 1.0, 2.0]), np.eye(3, dtype=bool)[:1], np.array([[0.0, 0.5, 0.5]])
     whole = ablation.whole_probes(kin, samples, own)
     assert whole["all"].tolist() == [[0.25, 0.25, 0.5]] and whole["kin"][0] == pytest.approx([1 / 3] * 3)
-    assert ablation.VARIANTS["a = 1: kin alone"]["kin_share"]([0.2], 0.3) == 1
+    assert ablation.VARIANTS["a = 1: neighbours alone"]["neighbour_share"]([0.2], 0.3) == 1
     assert ablation.unjudged(kin, samples, own, np.zeros(1)).tolist() == [0.25]  # its 1 sample and 3 of others
     assert ablation.nothing(kin, samples, own, np.ones(1)).tolist() == [0]
     assert ablation.nothing(0 * kin, samples, own, np.ones(1)).tolist() == [1]

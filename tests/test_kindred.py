@@ -12,30 +12,25 @@ from hypothesis import given, strategies as st
 from hypothesis.extra.numpy import arrays
 from safetensors.numpy import load_file
 
-from kindred import FedAvg, InlineGrid, Kindred, Site, kindred, make_client_app
+from kindred import FedAvg, InlineGrid, Kindred, Site, kindred, kindred_places, logit_adjustment, make_client_app
 from kindred.client.evaluation import evaluate
 from kindred.client.local_training import LocalTraining
 from kindred.client.training import get_arrays, set_arrays
 from kindred.kindred import (
     ALL,
     KIN,
-    PLACES,
     SHARPNESS,
-    Adjustment,
-    between,
     centred_cosines,
-    kin_ahead,
-    kin_share,
-    kin_weights,
-    log_proportions,
-    output_bias,
+    neighbour_share,
+    neighbour_weights,
+    neighbours_ahead,
     own_share,
-    place_probabilities,
     probe_weights,
     samples_behind,
-    smoothed_divergence,
     start_weights,
 )
+from kindred.kindred_places import PLACES, between, place_probabilities, smoothed_divergence
+from kindred.logit_adjustment import Adjustment, log_proportions, output_bias
 from kindred.messages import read_record, to_record
 
 from . import client_apps, two_weights
@@ -70,7 +65,7 @@ def test_a_model_that_is_the_mean_is_like_nobody() -> None:
 def test_kin_are_weighed_by_likeness_and_by_samples() -> None:
     own = np.eye(3, dtype=bool)[:1]
     doubled = np.log(2) / SHARPNESS  # so much more of a cosine doubles a weight
-    weigh = lambda cosines, samples: kin_weights(np.array([cosines]), np.array(samples), own)[0]  # noqa: E731
+    weigh = lambda cosines, samples: neighbour_weights(np.array([cosines]), np.array(samples), own)[0]  # noqa: E731
     assert weigh([1.0, doubled, 0.0], [9.0, 1.0, 1.0]) == pytest.approx([0, 2 / 3, 1 / 3])
     assert weigh([1.0, 0.3, 0.3], [9.0, 1.0, 4.0]) == pytest.approx([0, 1 / 5, 4 / 5])
     assert weigh([1.0, doubled, 0.0], [1.0, 3.0, 2.0]) == pytest.approx([0, 3 / 4, 1 / 4])
@@ -79,7 +74,7 @@ def test_kin_are_weighed_by_likeness_and_by_samples() -> None:
 def test_nobody_has_a_part_in_what_it_is_to_judge() -> None:
     own = np.eye(3, dtype=bool)
     samples = np.array([1.0, 1.0, 2.0])
-    kin = kin_weights(np.zeros((3, 3)), samples, own)
+    kin = neighbour_weights(np.zeros((3, 3)), samples, own)
     probes = probe_weights(kin, samples, own)
     assert list(probes) == [KIN, ALL]
     for weights in probes.values():  # nobody is like anybody here: kin are all others
@@ -105,7 +100,7 @@ def test_nobody_has_a_part_in_what_it_is_to_judge() -> None:
 )
 def test_kin_are_ahead_by_what_all_fall_behind(kin, everybody, ahead) -> None:
     first, last = ({KIN: float(np.exp(-kin[when])), ALL: float(np.exp(-everybody[when]))} for when in (0, 1))
-    assert kin_ahead(first, last) == pytest.approx(ahead)
+    assert neighbours_ahead(first, last) == pytest.approx(ahead)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +115,7 @@ def test_kin_are_ahead_by_what_all_fall_behind(kin, everybody, ahead) -> None:
     ],
 )
 def test_the_share_of_kin_is_by_the_median_of_clients(ahead, share) -> None:
-    assert kin_share(ahead, 0.0) == pytest.approx(share)
+    assert neighbour_share(ahead, 0.0) == pytest.approx(share)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +129,7 @@ def test_the_share_of_kin_is_by_the_median_of_clients(ahead, share) -> None:
     ],
 )
 def test_the_share_of_kin_is_the_more_the_more_clients_keep_of_their_own(ahead, kept, share) -> None:
-    assert kin_share(ahead, kept) == pytest.approx(share)
+    assert neighbour_share(ahead, kept) == pytest.approx(share)
 
 
 def test_how_many_samples_speak_in_a_mean() -> None:
@@ -165,7 +160,7 @@ def test_a_client_without_a_model_starts_from_the_mean_and_one_that_is_alone_fro
     samples, nobody = np.array([1.0, 3.0]), np.zeros((1, 2), bool)
     assert start_weights(np.zeros((1, 2)), samples, nobody, 1.0, np.zeros(1)).tolist() == [[0.25, 0.75]]
     alone = np.ones((1, 1), bool)
-    assert kin_weights(np.ones((1, 1)), np.ones(1), alone).tolist() == [[0.0]]
+    assert neighbour_weights(np.ones((1, 1)), np.ones(1), alone).tolist() == [[0.0]]
     assert start_weights(np.zeros((1, 1)), np.ones(1), alone, 0.5, np.ones(1)).tolist() == [[1.0]]
 
 
@@ -174,7 +169,7 @@ def test_starts_are_mixtures_whatever_the_models(m, seed, share, scale, likeliho
     rng = np.random.default_rng(seed)
     models, samples = (scale * rng.standard_normal((m, 5))).astype(np.float32), rng.integers(1, 1000, m).astype(float)
     own = np.eye(m, dtype=bool)
-    kin = kin_weights(cosines_of(models), samples, own)
+    kin = neighbour_weights(cosines_of(models), samples, own)
     own_shares = own_share(kin, samples, own, np.full(m, likelihood))
     assert ((0 < own_shares) & (own_shares <= 1)).all()
     starts = start_weights(kin, samples, own, share, own_shares)
@@ -222,20 +217,20 @@ def test_judged_is_how_far_predictions_are_from_smoothed_labels() -> None:
 def test_what_is_sure_and_wrong_counts_for_no_more_than_the_server_takes(rows, labels) -> None:
     total = rows.sum(axis=1, keepdims=True)
     probabilities = np.where(total > 0, rows / np.where(total > 0, total, 1), 1 / 4)
-    assert 0 <= smoothed_divergence(probabilities, np.array(labels)) <= 3 * kindred.LARGEST_FOLD_LOSS
+    assert 0 <= smoothed_divergence(probabilities, np.array(labels)) <= 3 * kindred_places.LARGEST_FOLD_LOSS
 
 
 @pytest.mark.parametrize("classes", [1, 2, 10, 1000])
 def test_who_is_sure_and_wrong_is_within_the_bound(classes) -> None:
     wrong = np.eye(classes, dtype=np.float32)[:1]
-    assert 0 <= smoothed_divergence(wrong, np.array([classes - 1])) <= -np.log(1e-8) < kindred.LARGEST_FOLD_LOSS
+    assert 0 <= smoothed_divergence(wrong, np.array([classes - 1])) <= -np.log(1e-8) < kindred_places.LARGEST_FOLD_LOSS
 
 
 def test_the_log_of_proportions(monkeypatch) -> None:
-    monkeypatch.setattr(kindred, "CONCENTRATIONS", np.array([1.0]))  # Laplace's rule: one more of each class
+    monkeypatch.setattr(logit_adjustment, "CONCENTRATIONS", np.array([1.0]))  # Laplace's rule: one more of each class
     assert log_proportions(np.array([3, 0])) == pytest.approx(np.log([2 * 4 / 5, 2 * 1 / 5]))
     assert log_proportions(np.array([1, 4, 1])) == pytest.approx(np.log([3 * 2 / 9, 3 * 5 / 9, 3 * 2 / 9]))
-    monkeypatch.setattr(kindred, "CONCENTRATIONS", np.array([1.0, 2.0]))  # two of one class: 1/3 and 3/10 likely
+    monkeypatch.setattr(logit_adjustment, "CONCENTRATIONS", np.array([1.0, 2.0]))  # of two samples: 1/3 and 3/10 likely
     expected = (10 * (3 / 4) + 9 * (4 / 6)) / 19
     assert log_proportions(np.array([2, 0])) == pytest.approx(np.log([2 * expected, 2 * (1 - expected)]))
 
@@ -303,8 +298,8 @@ def test_an_adjustment_is_taken_off_as_it_was_added() -> None:
     assert found["fc.bias"].tolist() == [1.5, 1.5] and found["fc.bias"].dtype == np.float16
     assert found["fc.weight"] is model["fc.weight"] and model["fc.bias"].tolist() == [1, 2]
     assert adjustment.removed(found)["fc.bias"].tolist() == [1, 2]
-    assert adjustment.told() == {"output-bias": "fc.bias", "logit-adjustment": [0.5, -0.5]}
-    assert Adjustment().added(model) == model and Adjustment().told() == {}
+    assert adjustment.report() == {"output-bias": "fc.bias", "logit-adjustment": [0.5, -0.5]}
+    assert Adjustment().added(model) == model and Adjustment().report() == {}
 
 
 def test_a_personal_model_lies_between_and_counts_as_the_client_does() -> None:
@@ -354,13 +349,13 @@ def noted(strategy: Kindred, name: str) -> list[float]:
 
 
 def probes_of(models: np.ndarray) -> dict[str, np.ndarray]:
-    return probe_weights(kin_weights(cosines_of(models), SAMPLES, OWN), SAMPLES, OWN)
+    return probe_weights(neighbour_weights(cosines_of(models), SAMPLES, OWN), SAMPLES, OWN)
 
 
 @pytest.fixture
 def kept(monkeypatch) -> float:
     """t once losses have been told, whatever they are."""
-    monkeypatch.setattr(kindred, "place_probabilities", lambda before, losses: np.eye(5)[1])
+    monkeypatch.setattr(kindred_places, "place_probabilities", lambda before, losses: np.eye(5)[1])
     return 0.25
 
 
@@ -399,7 +394,7 @@ def test_how_much_is_kept_is_judged_by_samples_that_were_left_out(monkeypatch) -
         told.append((before, losses, place_probabilities(before, losses)))
         return told[-1][-1]
 
-    monkeypatch.setattr(kindred, "place_probabilities", noting)
+    monkeypatch.setattr(kindred_places, "place_probabilities", noting)
     strategy = by_four(7)
     trained = np.array([client.step(FIRST) for client in CLIENTS])
     starts = next_starts(trained, 0.5, judged=trained)
@@ -425,7 +420,7 @@ def test_how_much_is_kept_is_judged_by_samples_that_were_left_out(monkeypatch) -
 def test_what_is_probed_in_every_second_round() -> None:
     trained = np.array([client.step(FIRST) for client in CLIENTS])
     strategy = by_four(4)
-    kin = kin_weights(cosines_of(trained), SAMPLES, OWN)
+    kin = neighbour_weights(cosines_of(trained), SAMPLES, OWN)
     rows = {(row["round"], row["client"]): row for row in strategy.history.rows}
     for probe, weights in probe_weights(kin, SAMPLES, OWN).items():
         for i, client in enumerate(CLIENTS):
@@ -435,10 +430,10 @@ def test_what_is_probed_in_every_second_round() -> None:
     shares = noted(strategy, "kin-share")
     assert shares[:3] == [0.5] * 3  # until there is a second time to compare with the first
     told = [[{probe: rows[r, i][f"{probe}-loss"] for probe in (KIN, ALL)} for r in (1, 3)] for i in range(4)]
-    ahead = [kin_ahead(*losses) for losses in told]
+    ahead = [neighbours_ahead(*losses) for losses in told]
     z = 1 - (1 - np.median(ahead)) * (1 - noted(strategy, "kept-share")[3])
     assert shares[3] == pytest.approx(z**2 / (z**2 + (1 - z) ** 2))
-    assert kin_share(ahead, 0.0) > 0.6
+    assert neighbour_share(ahead, 0.0) > 0.6
 
 
 def test_what_the_client_says_of_its_personal_model(kept) -> None:
@@ -472,7 +467,7 @@ def test_nothing_is_probed_without_evaluations_or_without_another() -> None:
 
 def test_the_mean_of_all_goes_ahead_of_itself_with_parameters_alone(monkeypatch) -> None:
     """In whatever is made of it: starts, personal models, and the whole of it for who has no model yet."""
-    monkeypatch.setattr(kindred, "kin_share", lambda ahead, kept: 0.75)
+    monkeypatch.setattr(kindred, "neighbour_share", lambda ahead, kept: 0.75)
     strategy = trained_by(
         [small_site(seed) for seed in range(3)], 4, FaultyGrid, (lambda r, c: "error" if c == 2 else "ok",)
     )
@@ -483,13 +478,14 @@ def test_the_mean_of_all_goes_ahead_of_itself_with_parameters_alone(monkeypatch)
         strategy.layout.flatten(read_record(record), row)
         return row
 
-    assert strategy._moved is None  # the run is over
+    assert strategy._momentum.moved is None  # the run is over
     plain = [floats(record) for _, record in strategy.outgoing(5, range(3))]
     personal = [floats(record) for record in strategy.personal_models(range(3))]
-    strategy._moved = 2 * step
+    strategy._momentum.moved = 2 * step
+    kept = strategy._places.mean
     for before, after, share in (
         (plain, [floats(record) for _, record in strategy.outgoing(5, range(3))], 0.25),
-        (personal, [floats(record) for record in strategy.personal_models(range(3))], 0.25 * (1 - strategy._kept)),
+        (personal, [floats(record) for record in strategy.personal_models(range(3))], 0.25 * (1 - kept)),
     ):
         for client, expected in enumerate((share, share, 1.0)):
             moved = after[client] - before[client]
@@ -536,7 +532,7 @@ def test_the_mean_moves_as_far_as_it_is_of_the_same_clients(monkeypatch, fate, s
 
     def noting(self, server_round, answered):
         end_round(self, server_round, answered)
-        found[server_round] = (weights_of(self.global_arrays()), self._moved)
+        found[server_round] = (weights_of(self.global_arrays()), self._momentum.moved)
 
     monkeypatch.setattr(Kindred, "end_round", noting)
     two_weights.start(Kindred(), CLIENTS, FIRST, 4, FaultyGrid(two_weights.app_of(CLIENTS), 4, fate))
@@ -787,14 +783,14 @@ def test_who_tells_of_samples_that_it_was_not_to_leave_out_is_not_heard() -> Non
 
         return trained_by([small_site(seed) for seed in range(3)], rounds, FaultyGrid, (fate,))
 
-    assert telling(3)._kept == 0.5
+    assert telling(3)._places.mean == 0.5
     heard = noted(telling(4), "kept-share")
     assert heard[:3] == [0.5] * 3 and heard[3] > 0.9  # what it tells in round 3 of those of round 2
 
 
 def test_those_who_keep_their_own_leave_the_mean_of_all(monkeypatch) -> None:
     """t is of all samples that were left out, and counts for nothing until any are told of."""
-    monkeypatch.setattr(kindred, "kin_ahead", lambda first, last: 0.5)
+    monkeypatch.setattr(kindred, "neighbours_ahead", lambda first, last: 0.5)
     keep, drop = [20.0, 20.0, 20.0, 20.0, 0.0], [0.0, 20.0, 20.0, 20.0, 20.0]
     told = {(3, 0): (drop, 1), (3, 1): (keep, 2), (5, 0): (drop, 2)}  # by round and client
 
@@ -847,7 +843,7 @@ def test_ordinary_clients_that_are_alike_come_to_follow_the_mean_of_all(monkeypa
     monkeypatch.setattr(client_apps, "target", lambda client: np.ones((2, 2), np.float32))
     strategy = Kindred()
     strategy.start(InlineGrid(plain_app(), MANY), initial(), 6, 60)
-    assert strategy._share < 0.1 and strategy._kept == 0.5
+    assert strategy._share < 0.1 and strategy._places.mean == 0.5
 
 
 @pytest.mark.parametrize("loss", [None, float("nan"), float("inf")])
@@ -945,8 +941,8 @@ def test_no_client_ends_the_run_or_spoils_the_share_with_what_it_tells_of_a_prob
         if "kin-loss" in row
     }
     clients = sorted(client for server_round, client in losses if server_round == 1)
-    others = [kin_ahead(losses[1, client], losses[3, client]) for client in clients[2:]]
-    assert kin_share([min(others)], 0.0) <= strategy._share <= kin_share([max(others)], 0.0)
+    others = [neighbours_ahead(losses[1, client], losses[3, client]) for client in clients[2:]]
+    assert neighbour_share([min(others)], 0.0) <= strategy._share <= neighbour_share([max(others)], 0.0)
 
 
 def test_it_begins_anew_when_it_is_started_again() -> None:

@@ -83,8 +83,18 @@ TRAIN_AND_TEST = np.array([[8, 8, 10]])  # tenths of a client's images: where th
 
 
 def _class_sets(ask: Request, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-    """The images that may be dealt, in random order (n,); the number of each one's set of classes (n,); the images that
-    may not; how many are dealt where samples_per_client is 0.
+    """Divide the classes into as many sets as there are groups.
+
+    Returns
+    -------
+    dealt : ndarray, shape (n,)
+        The images that may be dealt, in random order.
+    numbers : ndarray, shape (n,)
+        The number of each one's set of classes.
+    others : ndarray
+        The images that may not be dealt.
+    count : int
+        How many are dealt where samples_per_client is 0.
     """
     set_of_class = np.empty(ask.num_classes, int)
     for number, classes in enumerate(np.array_split(rng.permutation(ask.num_classes), ask.num_groups)):

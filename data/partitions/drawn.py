@@ -42,12 +42,14 @@ PAPER_SETTINGS = {
 
 
 def iid(ask: Request) -> Partition:
+    """Give every client the same mix of all classes, in random order."""
     check_size(ask)
     seed = int(ask.rng(0).integers(2**63))  # what is random in a rule is drawn once
     return _draw_shares(ask, lambda have, sizes: _iid_counts(have, sizes, seed))
 
 
 def pathological(ask: Request) -> Partition:
+    """Give every client images of two classes alone."""
     check_size(ask, least=2)
     pairs = _class_pairs(ask.have_train, ask.num_clients, ask.rng(0))
     return _draw_shares(ask, lambda have, sizes: _pair_counts(pairs, sizes, ask.num_classes), least=2)
@@ -86,12 +88,14 @@ def practical(ask: Request) -> Partition:
 
 
 def rotated(ask: Request) -> Partition:
+    """Turn the images of each group of clients by the group's number of quarter turns."""
     check_size(ask)
     groups = in_groups(ask, as_clients(ask) | {"4, the different quarter turns": 4})
     return _draw_shares(ask, lambda _, sizes: even(ask, sizes), groups=groups, quarter_turns=groups)
 
 
 def permuted(ask: Request) -> Partition:
+    """Rename the classes of each group of clients by the group's permutation."""
     check_size(ask)
     orders = {"the different orders of the classes": math.factorial(ask.num_classes)} if ask.num_classes < 20 else {}
     groups = in_groups(ask, as_clients(ask) | orders)

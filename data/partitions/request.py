@@ -133,10 +133,12 @@ def check_size(ask: Request, least: int = 1) -> None:
 
 
 def as_clients(ask: Request) -> dict[str, int]:
+    """Name the bound that there are no more groups than clients, for `in_groups`."""
     return {f"num-clients, {ask.num_clients}": ask.num_clients}
 
 
 def as_classes(ask: Request) -> dict[str, int]:
+    """Name the bound that there are no more groups than classes, for `in_groups`."""
     return {f"the number of classes, {ask.num_classes}": ask.num_classes}
 
 

@@ -146,6 +146,7 @@ def check_server_keys(folder: Path, host: str | Address) -> dict[str, x509.Certi
 
 
 def wait_until_it_answers(superlink: subprocess.Popen[bytes], host: str, port: int, keys: Path | None) -> None:
+    """Return when the SuperLink answers; end the command if it does not within `STARTUP_TIMEOUT` seconds."""
     context = ssl.create_default_context(cafile=keys / "ca.crt") if keys else None
     deadline = time.monotonic() + STARTUP_TIMEOUT
     while superlink.poll() is None and time.monotonic() < deadline:

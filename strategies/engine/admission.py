@@ -214,6 +214,12 @@ def are_numbers(value: object, count: int, least: float, most: float) -> bool:
     )
 
 
+def check_numbers(name: str, reported: object, count: int, least: float, most: float) -> None:
+    """Raise `Refused` where a reported value is not a list of `count` numbers in a range."""
+    if not are_numbers(reported, count, least, most):
+        raise Refused(f"its {name} are {reprlib.repr(reported)}, expected {count} numbers from {least:g} to {most:g}")
+
+
 def is_count(examples: object, least: int = 1) -> bool:
     """Whether this is a number of samples. Flower's apps may send a whole number as a float."""
     return (

@@ -1,0 +1,113 @@
+"""The parts of Kindred and FedeRiCo that have state of their own, alone and by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kindred.engine.model_store import ClientModels, Layout
+from kindred.engine.optimizers import OptimizerSteps
+from kindred.engine.sent_models import NEW_MODEL, SentModels, Updates
+from kindred.federico_relay import Request
+from kindred.kindred_losses import ReportedLosses
+from kindred.kindred_momentum import Momentum
+from kindred.kindred_places import PlaceFilter
+from kindred.messages import read_record
+
+LAYOUT = Layout({"weight": np.zeros(2, np.float32), "running_mean": np.zeros(1, np.float32)})
+
+
+def model(*numbers: float) -> dict[str, np.ndarray]:
+    """Return a model with two parameters and a buffer."""
+    return {"weight": np.array(numbers[:2], np.float32), "running_mean": np.array(numbers[2:], np.float32)}
+
+
+def restored(fresh, part):
+    """Return a new part that continues from another."""
+    fresh.restore(part.state())
+    return fresh
+
+
+# --- Kindred ------------------------------------------------------------------------------------------
+
+
+def test_the_best_place_follows_the_summed_losses_and_is_halfway_before_the_first() -> None:
+    places = PlaceFilter()
+    places.update()
+    assert places.probabilities is None and places.mean == 0.5
+    for client in (1, 0):  # one is sure that place 1/4 is the best, the other has no preference
+        places.add(client, np.array([50.0, 0.0, 50.0, 50.0, 50.0]) * client)
+    restored(PlaceFilter(), places).update()
+    places.update()
+    assert places.mean == pytest.approx(0.25)
+    before = places.probabilities
+    places.update()  # without a new report nothing changes
+    assert places.probabilities is before
+
+
+def test_losses_count_where_all_probes_are_reported_and_changes_are_from_the_first_report() -> None:
+    losses = ReportedLosses(("kin", "all"))
+    assert losses.likelihoods("kin", [0, 1]).tolist() == [1, 1] and losses.changes([0, 1]) == []
+    losses.update({1: {"kin": np.log(4), "all": 2.0}, 0: {"kin": 1.0}})
+    assert losses.likelihoods("kin", [0, 1]) == pytest.approx([0.25, 0.25])  # client 0 gets the mean
+    assert losses.changes([0, 1]) == []
+    losses.update({})  # an exchange without reports leaves the last ones
+    losses.update({1: {"kin": np.log(2), "all": 2.0}, 0: {"kin": np.log(4), "all": 1.0}})
+    for each in (losses, restored(ReportedLosses(("kin", "all")), losses)):
+        assert each.likelihoods("kin", [0, 1, 2]) == pytest.approx([0.25, 0.5, 0.375])
+        assert each.changes([0, 1]) == [({"kin": np.log(4), "all": 2.0}, {"kin": np.log(2), "all": 2.0})]
+        assert each.changes([0]) == []
+
+
+def test_momentum_needs_two_means_and_moves_parameters_alone() -> None:
+    momentum, start = Momentum(LAYOUT), np.array([1.0, 1.0, 1.0], np.float32)
+    momentum.update(np.array([0.0, 2.0, 5.0], np.float32), 1.0)
+    momentum.advance(start, 1.0)
+    assert start.tolist() == [1, 1, 1]
+    momentum = restored(Momentum(LAYOUT), momentum)
+    momentum.update(np.array([4.0, 0.0, 9.0], np.float32), 0.5)  # half of g is of clients of both rounds
+    momentum.advance(start, 0.5)  # half of the half of (2, -1)
+    assert start.tolist() == [1.5, 0.75, 1]
+    momentum.stop()
+    momentum.advance(start, 1.0)
+    assert start.tolist() == [1.5, 0.75, 1]
+
+
+# --- FedeRiCo -----------------------------------------------------------------------------------------
+
+
+def sent_to_both() -> SentModels:
+    models = ClientModels(LAYOUT)
+    models.put("a", model(1, 1, 1))
+    sent = SentModels(models)
+    sent.pack("a", [])
+    sent.pack("b", ["a"])
+    return sent
+
+
+def test_a_message_holds_the_models_that_there_are_by_place() -> None:
+    sent = sent_to_both()
+    assert sent.count == 2 and sent.neighbours("a") == [] and sent.neighbours("b") == ["a"]
+    assert sent.neighbours("c") == []
+    assert list(read_record(sent.pack("b", ["a"]))) == ["1/weight", "1/running_mean"]  # b has no model yet
+    update = {"weight": np.zeros(2, np.float32)}
+    assert sent.mismatch("b", {"0": model(0, 0, 0), "1": update}) is None
+    assert sent.mismatch("b", {"1": model(0, 0, 0)}) == "array 'running_mean' is the owner's alone to change"
+    assert sent.mismatch("a", {"1": update}) == "arrays '1' are of no model that was sent"
+
+
+@pytest.mark.parametrize(("steps", "moved"), [(None, [3, 5, 2]), (OptimizerSteps("sgd", 0.5), [0, -1, 2])])
+def test_updates_are_changes_or_gradients_and_add_up(steps, moved) -> None:
+    sent = sent_to_both()
+    updates = Updates(sent, ["a", "b"], steps)
+    updates.add("b", {NEW_MODEL: model(7, 7, 7), "1": {"weight": np.array([1, 1], np.float32)}})
+    updates.add("a", {"0": model(1, 3, 1)})
+    updates.finish()
+    assert sent.models.row("a").tolist() == moved and sent.models.row("b").tolist() == [7, 7, 7]
+
+
+def test_a_request_is_read_as_it_was_packed_and_what_is_malformed_is_empty() -> None:
+    request = Request(["b", 3], ["a", "b"], {"a": 0.75, "b": 0.25})
+    assert Request.unpack(request.pack()) == request
+    assert Request.unpack({**request.pack(), "weights": [0.75, 0.5]}) == Request(["b", 3], ["a", "b"])
+    assert Request.unpack({}) == Request([], [])
