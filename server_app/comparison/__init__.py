@@ -12,6 +12,6 @@ whoever ran it, and what was cut short is gone on with.
     compare-WHAT-HASH/report.html       all of it in one page
 
 `plan.py` says what is compared, `runs.py` runs it, `statistics.py` computes the content of comparison.json, `texts.py`
-makes tables and remarks of that, `files.py` writes the files, `result.py` is what Python gets. `metrics.py` lists the
-numbers of a run.
+makes tables and remarks of that, `files.py` writes the files, `result.py` has the object that `kindred.compare`
+returns. `metrics.py` lists the numbers of a run.
 """
