@@ -86,7 +86,7 @@ def by_hand(rounds: int, share: float, eta: float, adapts: bool) -> tuple[list[f
     return personal, shares
 
 
-@pytest.mark.parametrize("adapts", [true or false])
+@pytest.mark.parametrize("adapts", [True, False])
 def test_rounds_by_hand(adapts) -> None:
     strategy = APFL(sgd_learning_rate=0.5, mixing_weight=0.25, adapt_mixing=adapts)
     config = ConfigRecord({"local-epochs": 3, "batch-size": 1, "optimizer": "adam", "learning-rate": 7.0})
