@@ -287,7 +287,8 @@ def _run(name: str, clients: int, hidden: int, store: str) -> Measured:
         }
     model = model_of(hidden)
     initial = to_record(model) if REGISTRY[name].models_travel else ArrayRecord()
-    strategy = make_strategy(Config(strategy=name, store=store, num_clients=clients), **given)
+    of_method: dict[str, Any] = {"store": store}
+    strategy = make_strategy(Config(strategy=name, num_clients=clients, **of_method), **given)
     grid = ServerAlone(model, clients)
     seconds, messages = [], []
     before, forget = memory_now(), forget_peak()

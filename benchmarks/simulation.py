@@ -54,6 +54,12 @@ AT_ONCE = 500  # images, where no gradient is asked for
 
 
 def settings(strategy: str, data_dir: str, rounds: int, output_dir: str) -> Config:
+    of_methods: dict[str, Any] = {
+        "head_epochs": EPOCHS,
+        "public_batch_size": BATCH,
+        "validation_share": 1 / 3,
+        "ala_share": 2 / 3,
+    }
     return Config(
         strategy=strategy,
         dataset="fashion-mnist",
@@ -68,11 +74,8 @@ def settings(strategy: str, data_dir: str, rounds: int, output_dir: str) -> Conf
         learning_rate=1e-3,
         output_dir=output_dir,
         local_steps=EPOCHS * SAMPLES // BATCH,
-        head_epochs=EPOCHS,
-        public_batch_size=BATCH,
         public_size=500,
-        validation_share=1 / 3,
-        ala_share=2 / 3,
+        **of_methods,
     )
 
 

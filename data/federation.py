@@ -136,7 +136,7 @@ class Federation:
         """
         import torch
 
-        if client not in range(self.num_clients):
+        if not isinstance(client, int) or client not in range(self.num_clients):
             raise DataError(f"client {client} has no data: num-clients is {self.num_clients}, clients count from 0")
 
         def samples(members: list[np.ndarray]) -> Samples:

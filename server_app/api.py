@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from kindred.data import DATASETS
+from kindred.settings import kebab
 
 from .comparison.result import ComparisonResult
-from .config import ConfigError, kebab
+from .config import ConfigError
 from .engines import Engine
 from .run_files import run_settings
 from .run_log import RunFailed

@@ -126,6 +126,7 @@ def _run(workspace: Workspace, log: Log, arguments: list[str]) -> Outcome:
             try:
                 flwr = _start_flwr(workspace, arguments)
                 _start_superlink(workspace)
+                assert flwr.stdin is not None  # a pipe
                 with suppress(BrokenPipeError):  # what it said before it ended is read next
                     flwr.stdin.write("go\n")
                     flwr.stdin.flush()
@@ -192,6 +193,7 @@ def _is_healthy(port: int) -> bool:
 
 def _follow(flwr: subprocess.Popen[str], log: Log) -> Outcome:
     """Read what the process says to its end."""
+    assert flwr.stdout is not None  # a pipe
     for line in flwr.stdout:
         if line.rstrip("\n") == SEPARATOR:
             break

@@ -40,28 +40,26 @@ if TYPE_CHECKING:  # of `_HOMES`, for type checkers
     from .baselines.local import Local as Local
     from .baselines.per_fedavg import PerFedAvg as PerFedAvg
     from .baselines.scaffold import SCAFFOLD as SCAFFOLD
-    from .client.app import Site as Site, make_client_app as make_client_app
+    from .client.app import make_client_app as make_client_app
     from .client.models import MODELS as MODELS, make_model as make_model
+    from .client.site import Site as Site
     from .client.state import NotResumable as NotResumable
     from .engine.checkpoint import Checkpoints as Checkpoints
-    from .engine.exchange import WorkerDied as WorkerDied
     from .engine.history import History as History
     from .engine.inline import InlineGrid as InlineGrid
     from .engine.roster import TooFewClients as TooFewClients
     from .engine.strategy import PersonalizedStrategy as PersonalizedStrategy
+    from .engine.transport import WorkerDied as WorkerDied
     from .fedamp import (
         FedAMP as FedAMP,
         HeurFedAMP as HeurFedAMP,
         attention_weights as attention_weights,
         cosine_weights as cosine_weights,
     )
-    from .federico import (
-        FedeRiCo as FedeRiCo,
-        choose_neighbours as choose_neighbours,
-        collaborator_weights as collaborator_weights,
-    )
+    from .federico import FedeRiCo as FedeRiCo, collaborator_weights as collaborator_weights
     from .kindred import Kindred as Kindred
     from .mixture import Mixture as Mixture
+    from .neighbours import choose_neighbours as choose_neighbours
     from .perfed_ckt import (
         PerFedCKT as PerFedCKT,
         cluster_logits as cluster_logits,

@@ -296,7 +296,7 @@ class FedeRiCoClient:
             keep_mixture(visit, clients, models, shares, kind)
         metrics |= visit.counts()
         metrics |= mixture_scores(visit, np.stack(probabilities), shares, 0, kind, f"{MIXTURE}-")
-        return RecordDict({ARRAYS: to_record(sent), METRICS: MetricRecord(metrics), CONFIG: ConfigRecord(reported)})
+        return RecordDict({ARRAYS: to_record(sent), METRICS: MetricRecord({**metrics}), CONFIG: ConfigRecord(reported)})
 
     @staticmethod
     def evaluate(visit: Visit) -> RecordDict:
@@ -312,7 +312,7 @@ class FedeRiCoClient:
         probabilities = np.stack([predict(visit.model(arrays), visit.site.test[0]) for arrays in models])  # (k, n, N)
         keep_mixture(visit, clients, models, shares, kind)
         metrics = mixture_scores(visit, probabilities, shares, 0, kind) | {NUM_EXAMPLES: len(visit.site.test[1])}
-        return RecordDict({METRICS: MetricRecord(metrics)})
+        return RecordDict({METRICS: MetricRecord({**metrics})})
 
 
 def _received_models(visit: Visit) -> tuple[list[ClientId], list[Arrays], bool]:

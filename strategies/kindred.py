@@ -149,8 +149,8 @@ def neighbour_weights(cosines: np.ndarray, samples: np.ndarray, own: np.ndarray)
         Rows sum to 1, or are 0 where there is no other client.
     """
     scores = np.where(own, -np.inf, SHARPNESS * cosines + np.log(samples))  # (r, m)
-    alone = own.all(axis=1)  # (r,)
-    return np.where(alone[:, None], 0.0, softmax(np.where(alone[:, None], 0.0, scores), axis=1))
+    alone = own.all(axis=1, keepdims=True)  # (r, 1)
+    return np.where(alone, 0.0, softmax(np.where(alone, 0.0, scores), axis=1))
 
 
 def probe_weights(neighbours: np.ndarray, latest: np.ndarray, own: np.ndarray) -> dict[str, np.ndarray]:

@@ -64,7 +64,8 @@ def practical(ask: Request) -> Partition:
     default) or the paper's own, it is the paper's setting instead, its groups and sizes included.
     """
     check_size(ask)
-    paper, own = PAPER_SETTINGS.get(ask.dataset), {}
+    paper = PAPER_SETTINGS.get(ask.dataset)
+    own: dict[str, Any] = {}
     order = np.arange(ask.num_classes)
     if ask.dataset == "cifar100":
         order = np.argsort(CIFAR100_SUPERCLASSES, kind="stable")

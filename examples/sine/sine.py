@@ -16,7 +16,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from kindred.federico import AdamStep, Losses
+from kindred.engine.optimizers import AdamStep
+from kindred.federico import Losses
 
 # The paper gives none of these. Noise has the height of a third of the curve.
 CLIENTS, POINTS, NOISE = 10, 5, 0.3

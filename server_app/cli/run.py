@@ -146,7 +146,8 @@ def compare(
         "num-rounds": rounds, "output-dir": output_dir,
     }  # fmt: skip
     try:
-        for_all, own = [], {}
+        for_all: list[str] = []
+        own: dict[str, list[str]] = {}
         for assignment in settings or []:
             name, colon, rest = assignment.partition(":")
             if colon and "=" not in name and "=" in rest:

@@ -88,7 +88,7 @@ def carry_out(
             say(f"{head}: {outcome.reason}; the same command goes on")
             break
         run: dict[str, Any] = {"seed": config.seed, "how": how, "hash": key}
-        if outcome.code == 0:
+        if outcome.code == 0 and outcome.results:
             folder = known[key] = outcome.results
             run |= {
                 "folder": os.path.relpath(folder, plan.folder),

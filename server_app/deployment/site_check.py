@@ -81,7 +81,8 @@ def fit(config: Config, node_config: Mapping[str, Any]) -> str:
     from kindred.messages import CLIENT_ID, NETWORK, NUM_CLASSES, NUM_EXAMPLES, NUM_PUBLIC, PROBLEM
     from kindred.server_app.app import prepare
 
-    here = replace(config, store="memory", public_size=0)  # the server's own disk and public images are not here
+    elsewhere: dict[str, Any] = {"store": "memory", "public_size": 0}
+    here = replace(config, **elsewhere)  # the server's own disk and public images are not here
     try:
         strategy, initial_arrays = prepare(here, _SitesAndServer.of(config.run_config()))
     except ValueError as error:

@@ -108,7 +108,7 @@ def confusion_figure(confusion: np.ndarray, classes: Sequence[str], title: str) 
         axes.set_title("grey: no images of this class", fontsize=9.5)
 
     ticks = np.arange(0, count, max(1, -(-count // MOST_NAMED)))
-    names = [short_name(classes[i], 24) for i in ticks]
+    names = [short_name(classes[i], 24) for i in ticks.tolist()]
     size = 8.5 if count <= 25 else 6.5
     axes.set_xticks(ticks, names, fontsize=size, rotation=90 if max(map(len, names)) > 3 else 0)
     axes.set_yticks(ticks, names, fontsize=size)

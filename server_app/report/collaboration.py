@@ -102,6 +102,7 @@ def _bytes(values: np.ndarray) -> str:
 
 def groups_of(clients: Sequence[ClientId], groups: Sequence[int] | None) -> list[int] | None:
     """The true group of each client, where they are those of the partition."""
-    if groups and all(isinstance(client, int) and 0 <= client < len(groups) for client in clients):
-        return [groups[client] for client in clients]
-    return None
+    if not groups:
+        return None
+    known = [groups[client] for client in clients if isinstance(client, int) and 0 <= client < len(groups)]
+    return known if len(known) == len(clients) else None

@@ -57,7 +57,8 @@ def run_pictures(
         if not clients:
             return None
         title = f"Who learns from whom: {name}, round {last}, {where}"
-        return figures.collaboration_figure(clients, weights, groups_of(clients), title)
+        groups = groups_of(clients)
+        return figures.collaboration_figure(clients, weights, None if groups is None else groups.tolist(), title)
 
     def draw_clusters() -> Figure:
         members = [client for cluster in tree or () for client in cluster["clients"]]
@@ -78,6 +79,5 @@ def run_pictures(
 
 def true_groups(clients: Sequence[ClientId], federation: data.Federation) -> np.ndarray | None:
     """Return the true group of each client; None unless every one is a partition of the federation."""
-    if all(isinstance(client, int) and 0 <= client < federation.num_clients for client in clients):
-        return federation.groups[list(clients)]
-    return None
+    known = [client for client in clients if isinstance(client, int) and 0 <= client < federation.num_clients]
+    return federation.groups[known] if len(known) == len(clients) else None

@@ -14,6 +14,7 @@ from hashlib import sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Lock, Thread
+from typing import Any
 
 from kindred.server_app.config import ConfigError
 from kindred.server_app.run_files import is_finished
@@ -82,7 +83,7 @@ class Watcher(ThreadingHTTPServer):
                 self.shutdown()
                 thread.join()
 
-    def handle_error(self, request: object, client_address: object) -> None:
+    def handle_error(self, request: Any, client_address: Any) -> None:
         """Nothing, of a page that was closed before it had its answer."""
         if not isinstance(sys.exception(), ConnectionError | TimeoutError):
             super().handle_error(request, client_address)

@@ -125,7 +125,8 @@ def _half(visit: Visit) -> Any:
 
 def _visit(load_site: LoadSite, message: Message, context: Context) -> Visit:
     configs = records_of(message.content, ConfigRecord)
-    config = dict(configs[0]) if configs else {}
+    config: dict[str, Any] = dict(configs[0]) if configs else {}
+    folder = context.node_config.get(STATE_DIR)
     (arrays,) = records_of(message.content, ArrayRecord)
     device = pick_device(str(DEVICE.read(config)))
     client = client_id(context)
@@ -136,7 +137,7 @@ def _visit(load_site: LoadSite, message: Message, context: Context) -> Visit:
     state = ClientState(
         int(run),
         client,
-        context.node_config.get(STATE_DIR),
+        None if folder is None else str(folder),
         server_round=server_round,
         before=server_round + evaluates if repeats else None,
         keep_from=config.get(KEEP_FROM),

@@ -33,7 +33,7 @@ class LocalTraining:
     def train(visit: Visit) -> RecordDict:
         """Train from the received model; the reply holds the trained one and the evaluations of both."""
         arrays, metrics = LocalTraining.trained(visit)
-        return RecordDict({ARRAYS: to_record(arrays), METRICS: MetricRecord(metrics)})
+        return RecordDict({ARRAYS: to_record(arrays), METRICS: MetricRecord({**metrics})})
 
     @staticmethod
     def trained(visit: Visit) -> tuple[dict[str, np.ndarray], dict[str, float]]:
@@ -62,5 +62,5 @@ class LocalTraining:
         metrics = visit.separate_evaluation(model)
         if visit.is_site:
             visit.keep(model, metrics["accuracy"])
-        content[METRICS] = MetricRecord(metrics)
+        content[METRICS] = MetricRecord({**metrics})
         return content

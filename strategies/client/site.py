@@ -90,7 +90,7 @@ def fingerprint_of(public: torch.Tensor) -> str:
     """Return the fingerprint of a public set, see `Site.fingerprint`."""
     shape = "x".join(map(str, public.shape))
     digest = hashlib.sha256(f"{public.dtype} {shape} ".encode())
-    digest.update(np.ascontiguousarray(public.cpu().numpy()))
+    digest.update(np.ascontiguousarray(public.cpu().numpy()).data)
     return f"{shape}-{digest.hexdigest()[:16]}"
 
 

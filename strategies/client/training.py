@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -359,7 +359,7 @@ def channels_last(model: nn.Module, x: Tensor) -> Tensor:
     if not all(
         weight.is_contiguous(memory_format=torch.channels_last) for weight in model.parameters() if weight.dim() == 4
     ):  # `to` goes through all in any case
-        model.to(memory_format=torch.channels_last)
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's types lack it
     return x.contiguous(memory_format=torch.channels_last)
 
 
@@ -372,7 +372,7 @@ def _quick_convolutions(x: Tensor, batch_size: int) -> Iterator[None]:
         and min(len(x), batch_size) < _SMALL_BATCH
         and math.prod(x.shape[2:]) <= _SMALL_IMAGE
     )
-    onednn = torch.backends.mkldnn
+    onednn: Any = torch.backends.mkldnn
     if not (small and onednn.enabled and torch.backends.nnpack.is_available()):
         yield
         return

@@ -141,7 +141,7 @@ class Visit:
         """Have what PyTorch draws by itself, as for dropout or new weights, depend on a seed; then as before."""
         on_gpu = self.device.type == "cuda"
         with torch.random.fork_rng(devices=[self.device] if on_gpu else []):
-            torch.random.default_generator.manual_seed(seed)  # torch.manual_seed asks for GPUs at every call
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed asks for GPUs at every call
             if on_gpu:
                 torch.cuda.manual_seed(seed)
             yield
@@ -174,7 +174,7 @@ class Visit:
         x, y = self.site.train if samples is None else samples
         config, seed = self.config, self.seed(purpose)
         self.compute[SAMPLES_TRAINED] += epochs * len(y) + steps * self.batch_size
-        message = {
+        message: dict[str, Any] = {
             "batch_size": self.batch_size,
             "optimizer": str(OPTIMIZER.read(config)),
             "learning_rate": float(LEARNING_RATE.read(config)),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
@@ -220,7 +220,7 @@ def check_numbers(name: str, reported: object, count: int, least: float, most: f
         raise Refused(f"its {name} are {reprlib.repr(reported)}, expected {count} numbers from {least:g} to {most:g}")
 
 
-def is_count(examples: object, least: int = 1) -> bool:
+def is_count(examples: object, least: int = 1) -> TypeGuard[int | float]:
     """Whether this is a number of samples. Flower's apps may send a whole number as a float."""
     return (
         isinstance(examples, int | float)
