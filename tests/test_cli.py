@@ -164,7 +164,7 @@ def test_ctrl_c_ends_a_run_in_this_process_with_130(tmp_path) -> None:
 
 def test_reading_settings_waits_for_no_heavy_package() -> None:
     script = "import sys, {}; print(*sys.modules)"
-    packages, methods = {"torch", "ray", "sklearn", "matplotlib"}, {"flwr.serverapp", "kindred.server_app.config"}
+    packages, methods = {"torch", "ray", "sklearn", "matplotlib"}, {"kindred.fedamp", "kindred.server_app.config"}
     deployment = "kindred.server_app.deployment."
     for modules, heavy in (
         ("kindred.server_app.cli.run", packages | methods | {"flwr"}),
