@@ -367,10 +367,11 @@ def written(root: Path) -> dict[Path, str]:
         root / "README.md": (r"(?:^\| `--strategy` .*\n(?:^\|.*\n)+)", methods_table()),
         root / "pyproject.toml": (r"(?<=^\[tool\.flwr\.app\.config\]\n)(?:^[\w-]+ = .*\n)+", defaults()),
     }
-    return {
-        path: re.sub(pattern, lambda _, text=text: f"{text}\n", path.read_text(), count=1, flags=re.MULTILINE)
-        for path, (pattern, text) in parts.items()
-    }
+    changed = {}
+    for path, (pattern, text) in parts.items():
+        before, _, after = re.split(f"({pattern})", path.read_text(), maxsplit=1, flags=re.MULTILINE)
+        changed[path] = f"{before}{text}\n{after}"
+    return changed
 
 
 if __name__ == "__main__":

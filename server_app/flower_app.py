@@ -9,10 +9,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kindred.server_app.config import Config
+from kindred.lazy import lazy
 from kindred.versions import DISTRIBUTION, VERSION
+
+if TYPE_CHECKING:
+    from kindred.server_app import config
+else:
+    config = lazy("kindred.server_app.config")  # imports all methods, which `kindred --help` does without
 
 CONNECTION = "kindred"  # the name of the SuperLink in the config.toml of an FLWR_HOME of ours
 PYPROJECT = """[project]
@@ -37,7 +42,7 @@ def write_flower_app(folder: Path) -> Path:
     """Write the app into a folder, which is made where there is none, and return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     text = PYPROJECT.format(
-        name=json.dumps(DISTRIBUTION), version=json.dumps(VERSION), settings=toml(Config().run_config())
+        name=json.dumps(DISTRIBUTION), version=json.dumps(VERSION), settings=toml(config.Config().run_config())
     )
     (folder / "pyproject.toml").write_text(text, encoding="utf-8")
     return folder

@@ -119,8 +119,8 @@ class RunFolder:
                     f"resume is {self.settings['resume']!r}, a run with other images: the files of its "
                     "data have been changed since"
                 )
-            before = config.get("versions")
-            if changed := [name for name, now in versions().items() if before and before.get(name) != now]:
+            before = config.get("versions") or versions()
+            if changed := [name for name, now in versions().items() if before.get(name) != now]:
                 log(
                     WARNING,
                     "kindred: the run goes on with other versions than it began with, and may not come to "

@@ -164,9 +164,12 @@ def test_ctrl_c_ends_a_run_in_this_process_with_130(tmp_path) -> None:
 
 def test_reading_settings_waits_for_no_heavy_package() -> None:
     script = "import sys, {}; print(*sys.modules)"
+    packages, methods = {"torch", "ray", "sklearn", "matplotlib"}, {"kindred.fedamp", "kindred.server_app.config"}
+    deployment = "kindred.server_app.deployment."
     for modules, heavy in (
-        ("kindred.server_app.cli.run", {"torch", "ray", "flwr", "sklearn", "matplotlib", "kindred.server_app.config"}),
-        ("kindred.server_app.config", {"torch", "ray", "sklearn", "matplotlib"}),  # whose methods import flwr
+        ("kindred.server_app.cli.run", packages | methods | {"flwr"}),
+        (f"{deployment}keys, {deployment}server, {deployment}site", packages | methods),
+        ("kindred.server_app.config", packages),  # it reads the settings of methods, which import flwr
     ):
         done = subprocess.run(
             [sys.executable, "-P", "-c", script.format(modules)], capture_output=True, text=True, timeout=60

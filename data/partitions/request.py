@@ -160,7 +160,7 @@ def in_groups(ask: Request, at_most: Mapping[str, int], least: int = 1) -> np.nd
 def make_partition(ask: Request, *images: Any, **seen: np.ndarray) -> Partition:
     """A partition without groups, of upright images with their own labels, but for what `seen` says."""
     m = ask.num_clients
-    plain = {
+    plain: dict[str, Any] = {
         "groups": np.zeros(m, int),
         "quarter_turns": np.zeros(m, int),
         "label_maps": np.tile(np.arange(ask.num_classes), (m, 1)),

@@ -14,13 +14,13 @@ from kindred.extensions import ExtensionError
 if TYPE_CHECKING:
     from rich.table import Column, Table
 
-UsageError = typer.BadParameter.__base__  # click's, which is a part of typer
+UsageError: Any = typer.BadParameter.__base__  # click's, which is a part of typer
 
 
 class Commands(typer.core.TyperGroup):
     """The commands; one that is not given as it should be ends with one line."""
 
-    def invoke(self, ctx: typer.Context) -> Any:
+    def invoke(self, ctx: Any) -> Any:
         """Run the command that the context names."""
         try:
             return super().invoke(ctx)

@@ -75,7 +75,8 @@ def remarks(content: Mapping[str, Any]) -> list[str]:
         }
         if len(both) > 1:
             for who, column in (("paper", 0), ("here", 1)):
-                order = sorted(both, key=lambda name, column=column: -both[name][column])
+                means = {name: each[column] for name, each in both.items()}
+                order = sorted(means, key=means.__getitem__, reverse=True)
                 lines.append(f"Best first, {who}: {', '.join(order)}.")
     if any(each["wilcoxon"] for each in strategies.values()):
         lines.append(

@@ -62,7 +62,7 @@ class Update:
             tensor.zero_()
         if self._towards:
             torch._foreach_copy_(self._towards, self._weights if towards is None else list(towards))
-        if self._correction:
+        if self._correction and correction is not None:
             torch._foreach_copy_(self._correction, list(correction))
 
     def __call__(self, gradients: list[Tensor]) -> None:
