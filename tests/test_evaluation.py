@@ -14,7 +14,8 @@ from kindred.engine.evaluation import EvaluationPlan
 from kindred.engine.hooks import SideEvaluation
 from kindred.messages import RECEIVED, TRAINED, ClientId
 
-from .plain import FaultyGrid, initial, plain_app
+from .client_apps import initial, plain_app
+from .grids import FaultyGrid
 
 CLIENTS = [1, 2, 3, 4]
 

@@ -22,6 +22,7 @@ from kindred.messages import read_record, to_record, with_prefix
 from kindred.server_app.app import make_strategy, needed_by
 from kindred.server_app.cli.run import app as command_line
 from kindred.server_app.config import Config, ConfigError
+from kindred.settings import LOCAL_EPOCHS
 
 from .client_apps import POINTS, Plain, initial, plain_app, small, small_app
 from .grids import FaultyGrid, ShuffledGrid
@@ -172,7 +173,7 @@ def test_clients_do_and_report_what_fedavgs_do() -> None:
     assert [line["round"] for line in strategy.history.rounds] == [1, 2, 3, 4, 5]
     for row in strategy.history.rows:
         if row["round"] < 5:
-            assert row["samples-trained"] == row["num-examples"] and row["samples-predicted"] == 0
+            assert row["samples-trained"] == LOCAL_EPOCHS.default * row["num-examples"] and row["samples-predicted"] == 0
             assert row["personal-accuracy"] == row["received-accuracy"]
     clients, weights = strategy.collaboration()
     assert weights == pytest.approx(np.full((6, 6), 1 / 6))  # all count alike in the teacher
@@ -213,6 +214,12 @@ def test_a_student_that_overflows_is_not_used(caplog) -> None:
 def test_a_bad_argument_is_named(changed, message) -> None:
     with pytest.raises(ValueError, match=message):
         one_network(**changed)
+
+
+@pytest.mark.parametrize("missing", ["models", "public"])
+def test_a_run_needs_networks_and_public_images(missing) -> None:
+    with pytest.raises(ValueError, match=f"{missing} is None"):
+        one_network(**{missing: None})
 
 
 # --- Several networks -----------------------------------------------------------------------------------

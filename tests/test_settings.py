@@ -15,12 +15,12 @@ from kindred import REGISTRY, InlineGrid, Local, PersonalizedStrategy
 from kindred.data import load_federation
 from kindred.engine import strategy as engine
 from kindred.engine.arguments import Shared, StoredShared
-from kindred.engine.strategy import StoredModels
+from kindred.engine.stored import StoredModels
 from kindred.server_app.app import make_strategy, needed_by
 from kindred.server_app.config import OWN_DEFAULT, Config, shared
 from kindred.settings import ROUNDS, Range, Setting, above, at_least, meant_by, one_of, within
 
-from .plain import initial, plain_app
+from .client_apps import initial, plain_app
 
 ROOT = Path(__file__).parent.parent
 MINE = """
@@ -80,7 +80,7 @@ def test_a_method_of_one_file_is_everywhere(tmp_path) -> None:
 def test_a_constructor_without_arguments_has_the_command_lines_defaults(name) -> None:
     config, method = Config(strategy=name), REGISTRY[name]
     given = needed_by(config, load_federation(config.run_config()))
-    plain, from_the_command = method.strategy(**given), make_strategy(config, **given)
+    plain, from_the_command = method.strategy(), make_strategy(config, **given)
     for setting in (*method.settings, *ROUNDS):
         default = None if setting.default == "none" else setting.default
         assert getattr(plain, setting.name) == getattr(from_the_command, setting.name) == default

@@ -165,9 +165,9 @@ class FedDF(PersonalizedStrategy):
     Parameters
     ----------
     models : mapping of str to callable
-        The networks that clients may have: name -> what returns a new module, images to logits.
+        The networks that clients may have: name -> what returns a new module, images to logits. `start` needs them,
     public : tensor (P, ...)
-        Unlabelled images, on the scale that the models know.
+        and unlabelled images, on the scale that the models know.
     distill_steps : int (default: 200)
         N, 0 or more.
     distill_learning_rate : float (default: 0.001)
@@ -197,8 +197,8 @@ class FedDF(PersonalizedStrategy):
     def __init__(
         self,
         *,
-        models: Mapping[str, Callable[[], torch.nn.Module]],
-        public: torch.Tensor,
+        models: Mapping[str, Callable[[], torch.nn.Module]] | None = None,
+        public: torch.Tensor | None = None,
         distill_steps: int = DISTILL_STEPS.default,
         distill_learning_rate: float = DISTILL_LEARNING_RATE.default,
         public_batch_size: int = PUBLIC_BATCH_SIZE.default,
@@ -206,9 +206,11 @@ class FedDF(PersonalizedStrategy):
         **shared: Unpack[Shared],
     ) -> None:
         super().__init__(**shared)
-        check("models", sorted(models), len(models) >= 1, "one network or more")
-        check("public", tuple(public.shape), len(public) >= 1, "one image or more")
-        self.models = dict(models)
+        if models is not None:
+            check("models", sorted(models), len(models) >= 1, "one network or more")
+        if public is not None:
+            check("public", tuple(public.shape), len(public) >= 1, "one image or more")
+        self.models = dict(models or {})
         self.public = public
         self.distill_steps = DISTILL_STEPS.check(distill_steps)
         self.distill_learning_rate = DISTILL_LEARNING_RATE.check(distill_learning_rate)
@@ -216,6 +218,9 @@ class FedDF(PersonalizedStrategy):
         self.device = DEVICE.check(device)
 
     def begin(self, initial_arrays: ArrayRecord) -> None:
+        if not self.models or self.public is None:
+            missing = "public" if self.models else "models"
+            raise ValueError(f"{missing} is None, and FedDF distils with the clients' networks on public images")
         device = pick_device(self.device)
         parts = {next(iter(self.models)): initial_arrays} if len(self.models) == 1 else by_prefix(initial_arrays)
         if parts.keys() != self.models.keys():
