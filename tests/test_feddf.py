@@ -173,7 +173,8 @@ def test_clients_do_and_report_what_fedavgs_do() -> None:
     assert [line["round"] for line in strategy.history.rounds] == [1, 2, 3, 4, 5]
     for row in strategy.history.rows:
         if row["round"] < 5:
-            assert row["samples-trained"] == LOCAL_EPOCHS.default * row["num-examples"] and row["samples-predicted"] == 0
+            assert row["samples-trained"] == LOCAL_EPOCHS.default * row["num-examples"]
+            assert row["samples-predicted"] == 0
             assert row["personal-accuracy"] == row["received-accuracy"]
     clients, weights = strategy.collaboration()
     assert weights == pytest.approx(np.full((6, 6), 1 / 6))  # all count alike in the teacher
