@@ -22,9 +22,10 @@ from unittest.mock import patch
 
 import numpy as np
 
-from kindred import kindred, kindred_momentum, kindred_places
+from kindred import kindred
 from kindred.client.visit import Visit
 from kindred.messages import PERSONAL, RECEIVED, TRAINED
+from kindred.parts import kindred_momentum, kindred_places
 from kindred.server_app.app import run_inline
 from kindred.server_app.cli.run import given_settings
 from kindred.server_app.config import Config, ConfigError
@@ -49,8 +50,8 @@ def whole_probes(neighbours: np.ndarray, latest: np.ndarray, own: np.ndarray) ->
     """Probes in which the client has its part, as one more of its neighbours."""
     own_shares = own_share(neighbours, np.ones(len(latest)), own, np.ones(len(neighbours)))
     return {
-        kindred.KIN: start_weights(neighbours, latest, own, 1.0, own_shares),
-        kindred.ALL: start_weights(neighbours, latest, own, 0.0, own_shares),
+        kindred.NEIGHBOUR_MEAN: start_weights(neighbours, latest, own, 1.0, own_shares),
+        kindred.GLOBAL_MEAN: start_weights(neighbours, latest, own, 0.0, own_shares),
     }
 
 

@@ -58,8 +58,8 @@ if TYPE_CHECKING:  # of `_HOMES`, for type checkers
     )
     from .federico import FedeRiCo as FedeRiCo, collaborator_weights as collaborator_weights
     from .kindred import Kindred as Kindred
-    from .mixture import Mixture as Mixture
-    from .neighbours import choose_neighbours as choose_neighbours
+    from .parts.mixture import Mixture as Mixture
+    from .parts.neighbours import choose_neighbours as choose_neighbours
     from .perfed_ckt import (
         PerFedCKT as PerFedCKT,
         cluster_logits as cluster_logits,
@@ -75,9 +75,9 @@ _HOMES = {
     "cluster_logits": "perfed_ckt",
     "nearest_centroid": "perfed_ckt",
     "FedeRiCo": "federico",
-    "choose_neighbours": "neighbours",
+    "choose_neighbours": "parts.neighbours",
     "collaborator_weights": "federico",
-    "Mixture": "mixture",
+    "Mixture": "parts.mixture",
     "Kindred": "kindred",
     "Local": "baselines.local",
     "FedAvg": "baselines.fedavg",

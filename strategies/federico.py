@@ -12,7 +12,7 @@ maximises the likelihood of all data under the mixtures. Clients exchange a few 
 | lines 11 to 14: losses of the received models; those of the others are unchanged | `Losses.update` |
 | line 15: moving average of the losses | `smooth` |
 | line 16, Eq. 3: weights | `collaborator_weights` |
-| lines 18 to 21: weighted updates of the received models | `FedeRiCoClient.train` |
+| lines 18 to 21: weighted updates of the received models | `weighted_update` |
 | line 25, Eq. 6: each model moved by the sum of its updates | `Updates`, `OptimizerSteps` |
 | prediction by h_i = sum_j w_ij h_phi_j | `mixture_of` |
 
@@ -35,16 +35,16 @@ Decisions where the paper is silent, or where its letter fails:
   mixture.
 
 Clients have no channel between them: the server passes models on and adds updates up, so it knows which client has
-which model. With `selection` "server" it also keeps the losses and draws the neighbours. With "relay" the clients do
-(`federico_relay`). The functions are the same, and so are the results, unless a reply is lost: its client then has
-losses that the server does not have.
+which model. With `selection` "server" it also keeps the losses and draws the neighbours. With "relay" the clients do.
+The functions are the same, and so are the results, unless a reply is lost: its client then has losses that the server
+does not have. The table of losses, requests and clients' updates are in `kindred.parts`.
 """
 
 from __future__ import annotations
 
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import repeat
+from dataclasses import replace
 from typing import Any, Unpack
 
 import numpy as np
@@ -53,14 +53,12 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from .client.evaluation import predict
 from .client.site import true_or_false
 from .client.state import MIXTURE
-from .client.training import get_arrays
 from .client.visit import Visit
-from .engine.admission import Refused, Reply, are_numbers, norm
+from .engine.admission import Refused, Reply, are_numbers
 from .engine.arguments import StoredShared
 from .engine.optimizers import OptimizerSteps
 from .engine.sent_models import NEW_MODEL, SentModels, Updates
 from .engine.stored import StoredModels
-from .federico_relay import LOSSES, Request, load_losses, reports_weights, save_losses
 from .messages import (
     ARRAYS,
     CONFIG,
@@ -78,14 +76,14 @@ from .messages import (
     to_record,
     with_prefix,
 )
-from .mixture import SMALLEST, Arrays, keep_mixture, mixture_scores, mixture_shares
-from .neighbours import choose_neighbours
+from .parts.federico_losses import LARGEST_LOSS, LOSSES, Losses, smooth
+from .parts.federico_requests import Request, Requests, choose_request, reports_weights
+from .parts.federico_updates import MODELS, received_models, weighted_update
+from .parts.mixture import SMALLEST, keep_mixture, mixture_scores, mixture_shares
 from .registry import Method
 from .settings import (
     A_SHARE,
     LEARNING_RATE,
-    LOCAL_EPOCHS,
-    LOCAL_STEPS,
     OPTIMIZER,
     STORE,
     TRUE_OR_FALSE,
@@ -139,24 +137,12 @@ SELECTION = Setting(
 )
 
 # Keys in messages.
-MODELS = "models"
 CLIENTS = "clients"
 SMOOTHED = "smoothed-losses"
 LOG_REST = "log-rest"
 CHOICE_SEED = "choice-seed"
 
-OVERSAMPLING = 2
-"""Candidates drawn for each neighbour: the others are spares for clients whose models are unavailable."""
-
-LARGEST_LOSS = 1e12
-"""Loss of a model whose loss is larger, or not finite."""
-
 # --- The mathematics ----------------------------------------------------------------------------------
-
-
-def smooth(smoothed: np.ndarray, losses: np.ndarray, beta: float) -> np.ndarray:
-    """Moving average (1 - beta) Lhat + beta l; Algorithm 1, line 15. All of shape (k,)."""
-    return (1 - beta) * smoothed + beta * losses
 
 
 def collaborator_weights(smoothed: np.ndarray, temperature: float = 1.0, log_rest: float = -np.inf) -> np.ndarray:
@@ -189,59 +175,16 @@ def log_sum_exp(scores: np.ndarray) -> float:
     return float(highest + np.log(np.exp(scores - highest).sum()))
 
 
-class Losses:
-    """One client's losses of the models that it has received: l_ij and Lhat_ij.
+def log_rest_of(losses: Losses, clients: Sequence[ClientId], beta: float, temperature: float) -> float:
+    """`log_rest` of `collaborator_weights` after the next update of the losses, which is of these clients' models."""
+    return log_sum_exp(-losses.averages_without(clients, beta) / temperature)
 
-    Attributes
-    ----------
-    latest, smoothed : dict
-        client -> loss.
-    """
 
-    def __init__(
-        self, latest: Mapping[ClientId, float] | None = None, smoothed: Mapping[ClientId, float] | None = None
-    ) -> None:
-        self.latest = dict(latest or {})
-        self.smoothed = dict(smoothed or {})
-
-    def averages(self, clients: Sequence[ClientId]) -> np.ndarray:
-        """Lhat_ij of these clients' models, shape (k,); 0 of those not yet received."""
-        return np.fromiter(map(self.smoothed.get, clients, repeat(0.0)), np.float64, len(clients))
-
-    def update(self, clients: Sequence[ClientId], losses: Sequence[float], beta: float) -> None:
-        """Take in the losses of these models; the latest losses of the others enter their averages again."""
-        self.latest |= dict(zip(clients, losses))
-        known = in_order(self.latest)
-        latest = np.array([self.latest[client] for client in known], dtype=np.float64)
-        self.smoothed = dict(zip(known, smooth(self.averages(known), latest, beta).tolist()))
-
-    def log_rest(self, clients: Sequence[ClientId], beta: float, temperature: float) -> float:
-        """`log_rest` of `collaborator_weights` after the next `update`, over the models that are not these clients'."""
-        rest = in_order(self.latest.keys() - set(clients))
-        latest = np.array([self.latest[client] for client in rest], dtype=np.float64)
-        return log_sum_exp(-smooth(self.averages(rest), latest, beta) / temperature)
-
-    def weights(self, temperature: float) -> tuple[list[ClientId], np.ndarray]:
-        """The clients whose models have been received, in order, and their weights, shape (k,)."""
-        known = in_order(self.smoothed)
-        return known, collaborator_weights(self.averages(known), temperature)
-
-    def choose(self, others: Sequence[ClientId], epsilon: float, seed: int, most: int) -> list[ClientId]:
-        """At most `most` of the other clients, in the order in which `choose_neighbours` draws them."""
-        return [others[i] for i in choose_neighbours(self.averages(others), epsilon, seed, most)]
-
-    def mixture(self, own: ClientId, temperature: float, threshold: float, most: int) -> list[ClientId]:
-        """The clients whose models client `own` predicts with: itself, then at most `most` others by descending weight.
-
-        The others' weights are the threshold or more.
-        """
-        known, weights = self.weights(temperature)
-        best_first = [known[place] for place in np.argsort(-weights, kind="stable") if weights[place] >= threshold]
-        return [own, *(client for client in best_first if client != own)][: 1 + most]
-
-    def state(self) -> tuple[dict[ClientId, float], dict[ClientId, float]]:
-        """Return the arguments that make this object again."""
-        return self.latest, self.smoothed
+def known_weights(losses: Losses, temperature: float) -> dict[ClientId, float]:
+    """w_ij of the models that a client has received: their owners, in order, and the weights."""
+    known = in_order(losses.smoothed)
+    weights = collaborator_weights(losses.averages(known), temperature) if known else np.zeros(0)
+    return dict(zip(known, weights.tolist()))
 
 
 # --- The client ---------------------------------------------------------------------------------------
@@ -256,10 +199,11 @@ class FedeRiCoClient:
         config, site = visit.config, visit.site
         if config[SHARE_MODEL] and not true_or_false(visit.node_config, SHARE_MODEL, True):
             raise ValueError(f"{SHARE_MODEL} is false at this site, but the server was not informed")
-        clients, models, is_new = _received_models(visit)
+        clients, models, is_new = received_models(visit)
         scale = len(site.train[1]) if config["likelihood"] == "sum" else 1
-        table = Losses(*load_losses(visit.state)) if config["selection"] == "relay" else None
+        table = Losses.load(visit.state) if config["selection"] == "relay" else None
         beta, temperature = float(config["beta"]), float(config["temperature"])
+        threshold = float(config["mixture-threshold"])
 
         # E-step
         losses, probabilities = [], []
@@ -271,14 +215,14 @@ class FedeRiCoClient:
         if table is None:
             before, log_rest = np.array(config[SMOOTHED]), float(config[LOG_REST])
         else:
-            before, log_rest = table.averages(clients), table.log_rest(clients, beta, temperature)
+            before, log_rest = table.averages(clients), log_rest_of(table, clients, beta, temperature)
         weights = collaborator_weights(smooth(before, np.array(losses), beta), temperature, log_rest)  # (k,)
 
         # M-step
         sent = with_prefix(NEW_MODEL, models[0]) if is_new else {}
         for place, (arrays, weight) in enumerate(zip(models, weights.tolist())):
             if weight >= max(float(config["min-weight"]), SMALLEST):
-                update = _update(visit, arrays, weight, scale, own=place == 0)
+                update = weighted_update(visit, arrays, weight, scale, own=place == 0)
                 if all(np.isfinite(array).all() for array in update.values()):
                     sent |= with_prefix(place, update)
 
@@ -288,9 +232,19 @@ class FedeRiCoClient:
             metrics[TRAIN_LOSS] = losses[0] / scale
         else:
             table.update(clients, losses, beta)
-            save_losses(visit.state, *table.state())
-            reported = _request(visit, table).pack()
-        shares = mixture_shares(weights, float(config["mixture-threshold"]))
+            table.save(visit.state)
+            request = choose_request(
+                clients[0],
+                decode(config[CLIENTS]),
+                table,
+                known_weights(table, temperature),
+                num_neighbours=int(config["num-neighbours"]),
+                epsilon=float(config["epsilon"]),
+                seed=config[CHOICE_SEED],
+                threshold=threshold,
+            )
+            reported = (request if reports_weights(visit) else replace(request, weights={})).pack()
+        shares = mixture_shares(weights, threshold)
         kind = str(config["mixture"])
         if visit.is_site:  # should the run end before its closing evaluation
             keep_mixture(visit, clients, models, shares, kind)
@@ -302,9 +256,9 @@ class FedeRiCoClient:
     def evaluate(visit: Visit) -> RecordDict:
         """Evaluate the mixture of the models in the message, and keep it."""
         config = visit.config
-        clients, models, _ = _received_models(visit)
+        clients, models, _ = received_models(visit)
         smoothed = (
-            np.array(config[SMOOTHED]) if SMOOTHED in config else Losses(*load_losses(visit.state)).averages(clients)
+            np.array(config[SMOOTHED]) if SMOOTHED in config else Losses.load(visit.state).averages(clients)
         )  # (k,)
         weights = collaborator_weights(smoothed, float(config["temperature"]))
         shares = mixture_shares(weights, float(config["mixture-threshold"]))  # (k,)
@@ -313,51 +267,6 @@ class FedeRiCoClient:
         keep_mixture(visit, clients, models, shares, kind)
         metrics = mixture_scores(visit, probabilities, shares, 0, kind) | {NUM_EXAMPLES: len(visit.site.test[1])}
         return RecordDict({METRICS: MetricRecord({**metrics})})
-
-
-def _received_models(visit: Visit) -> tuple[list[ClientId], list[Arrays], bool]:
-    """The owners of the models in the message, the client first; the models; whether the client's is made only now."""
-    clients = decode(visit.config[MODELS])
-    parts = by_prefix(visit.arrays)
-    is_new = "0" not in parts
-    if is_new:
-        parts["0"] = get_arrays(visit.own_model())
-    return clients, [parts[str(place)] for place in range(len(clients))], is_new
-
-
-def _update(visit: Visit, arrays: Arrays, weight: float, scale: float, *, own: bool) -> Arrays:
-    """The gradient g_bi, or w_ib times the change by local training; of the own model also its buffers, unweighted."""
-    config = visit.config
-    model = visit.model(arrays)
-    if config["m-step"] == "gradient":
-        update = {name: weight * scale * array for name, array in visit.gradient(model).items()}
-    else:
-        epochs = int(LOCAL_EPOCHS.read(config)) if config["m-step"] == "epochs" else 0
-        visit.train(model, epochs=epochs, steps=0 if epochs else int(LOCAL_STEPS.read(config)))
-        trained, parameters = get_arrays(model), {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        update = {name: weight * (trained[name] - arrays[name]) for name in arrays if name in parameters}
-    if own:
-        now = get_arrays(model)
-        update |= {
-            name: now[name] - arrays[name]
-            for name in arrays
-            if name not in update and np.issubdtype(now[name].dtype, np.floating)
-        }
-    return update
-
-
-def _request(visit: Visit, table: Losses) -> Request:
-    """Choose neighbours for the next round and the models to predict with, by the client's own losses."""
-    config = visit.config
-    temperature = float(config["temperature"])
-    own, most = decode(config[MODELS])[0], int(config["num-neighbours"])
-    others = [client for client in decode(config[CLIENTS]) if client != own]
-    neighbours = table.choose(others, float(config["epsilon"]), config[CHOICE_SEED], OVERSAMPLING * most)
-    mixture = table.mixture(own, temperature, float(config["mixture-threshold"]), most)
-    if not reports_weights(visit):
-        return Request(neighbours, mixture)
-    known, weights = table.weights(temperature)
-    return Request(neighbours, mixture, dict(zip(known, weights.tolist())))
 
 
 # --- The server ---------------------------------------------------------------------------------------
@@ -411,16 +320,7 @@ class FedeRiCo(StoredModels):
     needs_shared_models = False
     personal = MIXTURE
     clients_keep_state = True
-    STATE = StoredModels.STATE + (
-        "losses",
-        "steps",
-        "_private",
-        "_choices",
-        "_mixtures",
-        "_weights",
-        "_directory",
-        "_round",
-    )
+    STATE = (*StoredModels.STATE, "losses", "steps", "_requests", "_directory", "_round")
 
     def __init__(
         self,
@@ -459,11 +359,8 @@ class FedeRiCo(StoredModels):
         super().begin(initial_arrays)
         self.losses: dict[ClientId, Losses] = {}  # with selection "server"
         self.steps = OptimizerSteps(self.optimizer, self.learning_rate)
-        self._private: set[ClientId] = set()  # clients that do not share their models
-        self._choices: dict[ClientId, list[ClientId]] = {}  # client -> others, in the order in which it chose them
-        self._mixtures: dict[ClientId, list[ClientId]] = {}  # client -> the owners of the models it predicts with
-        self._weights: dict[ClientId, dict[ClientId, float]] = {}  # w_ij, where the server knows them
-        self._directory: list[ClientId] = []  # clients whose models were available in the last round
+        self._requests = Requests(self.models, self.roster, self.share_absent)
+        self._directory: list[ClientId] = []  # clients whose models were shared in the last round
         self._round = 0
         self._sent = SentModels(self.models)
 
@@ -473,14 +370,14 @@ class FedeRiCo(StoredModels):
 
     def introduce(self, newcomers: Mapping[ClientId, Mapping[str, Any]]) -> dict[ClientId, str]:
         # Once reported it stays: a node that takes over a name must not give away a model that the site does not share.
-        self._private |= {client for client, about in newcomers.items() if not about.get(SHARE_MODEL, True)}
+        self._requests.make_private(client for client, about in newcomers.items() if not about.get(SHARE_MODEL, True))
         return super().introduce(newcomers)
 
     def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
         owners = self._sent.owners[client]
         config = {
             MODELS: encode(owners),
-            SHARE_MODEL: client not in self._private,
+            SHARE_MODEL: not self._requests.is_private(client),
             "selection": self.selection,
             "beta": self.beta,
             "likelihood": self.likelihood,
@@ -500,59 +397,38 @@ class FedeRiCo(StoredModels):
         losses = self.losses.get(client, Losses())
         return config | {
             SMOOTHED: losses.averages(owners).tolist(),
-            LOG_REST: losses.log_rest(owners, self.beta, self.temperature),
+            LOG_REST: log_rest_of(losses, owners, self.beta, self.temperature),
         }
 
     def outgoing(self, server_round: int, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId, ArrayRecord]]:
         self._round = server_round
-        self._directory = in_order(filter(self._shares, {*self.roster.nodes, *self.models}))
+        self._directory = self._requests.shared()
         self.models.reserve(len(self.roster.nodes))
         self._sent = SentModels(self.models)
         self._updates = Updates(self._sent, clients, self.steps if self.m_step == "gradient" else None)
         for client in clients:
-            yield client, self._sent.pack(client, self._neighbours(client))
+            if client not in self._requests:  # its first round
+                self._requests.put(client, self._request(client))
+            yield client, self._sent.pack(client, self._requests.neighbours(client, self.num_neighbours))
 
-    def _shares(self, client: ClientId) -> bool:
-        """Whether other clients may receive a client's model."""
-        return client not in self._private and (self.share_absent or client in self.roster.nodes)
-
-    def _neighbours(self, client: ClientId) -> list[ClientId]:
-        """The clients whose models a client receives in this round, besides its own."""
-        if client in self._private:
-            return []
-        if client not in self._choices:  # its first round
-            self._choose(client)
-        return self._available(client, self._choices[client])[: self.num_neighbours]
-
-    def _available(self, client: ClientId, chosen: Sequence[ClientId]) -> list[ClientId]:
-        """Those of the chosen clients, without the client itself, whose models are available."""
-        return [
-            other for other in dict.fromkeys(chosen) if other != client and other in self.models and self._shares(other)
-        ]
-
-    def _existing(self, requested: Sequence[ClientId]) -> list[ClientId]:
-        """Those of the requested clients that exist, each once: a request is kept from round to round."""
-        return [other for other in dict.fromkeys(requested) if other in self.models or other in self.roster.nodes]
-
-    def _choose(self, client: ClientId) -> None:
-        """Draw candidates for the client's next neighbours."""
-        others = [other for other in self._directory if other != client]
+    def _request(self, client: ClientId) -> Request:
         losses = self.losses.get(client, Losses())
-        self._choices[client] = losses.choose(
-            others, self.epsilon, self._choice_seed(client), OVERSAMPLING * self.num_neighbours
+        return choose_request(
+            client,
+            self._directory,
+            losses,
+            known_weights(losses, self.temperature),
+            num_neighbours=self.num_neighbours,
+            epsilon=self.epsilon,
+            seed=self._choice_seed(client),
+            threshold=self.mixture_threshold,
         )
 
     def _choice_seed(self, client: ClientId) -> int:
         return seed_for(self.seed, client, self._round, NEIGHBOURS)
 
     def mismatch(self, client: ClientId, arrays: Mapping[str, np.ndarray]) -> str | None:
-        parts = by_prefix(arrays)
-        new = parts.pop(NEW_MODEL, None)
-        if (new is None) != (client in self.models):
-            return "it holds a model where an update is due" if new else "its model is missing"
-        if new is not None and (difference := self.layout.mismatch(new)) is not None:
-            return difference
-        return self._sent.mismatch(client, parts)
+        return self._sent.mismatch(client, arrays)
 
     def inspect(self, client: ClientId, reply: Reply) -> None:
         if self.selection == "server":
@@ -561,27 +437,16 @@ class FedeRiCo(StoredModels):
                 raise Refused(f"its losses are {reprlib.repr(losses)}, expected {due} numbers up to {LARGEST_LOSS:g}")
 
     def update_norm(self, client: ClientId, arrays: Mapping[str, np.ndarray]) -> float:
-        """The largest norm among the updates of models; a model that is new to the server is no update."""
-        updates = (update for prefix, update in by_prefix(arrays).items() if prefix != NEW_MODEL)
-        return max(
-            (norm(update[name] for name in self.layout.parameters if name in update) for update in updates), default=0.0
-        )
+        return self._sent.update_norm(arrays)
 
     def take(self, client: ClientId, reply: Reply) -> None:
         owners = self._sent.owners[client]
         if self.selection == "server":
-            losses = self.losses.setdefault(client, Losses())
-            losses.update(owners, reply.config[LOSSES], self.beta)
-            self._choose(client)
-            self._mixtures[client] = losses.mixture(
-                client, self.temperature, self.mixture_threshold, self.num_neighbours
-            )
-            self._weights[client] = dict(zip(*losses.weights(self.temperature)))
+            self.losses.setdefault(client, Losses()).update(owners, reply.config[LOSSES], self.beta)
+            request = self._request(client)
         else:
-            request = Request.unpack(reply.config)
-            self._choices[client] = self._existing(request.neighbours)
-            self._mixtures[client] = self._existing(request.mixture)
-            self._weights[client] = request.weights
+            request = self._requests.existing(Request.unpack(reply.config))
+        self._requests.put(client, request)
         parts = by_prefix(reply.arrays)
         self.history.count(client, updates_withheld=len(owners) - len(parts.keys() - {NEW_MODEL}))
         self._updates.add(client, parts)
@@ -602,15 +467,11 @@ class FedeRiCo(StoredModels):
 
     def personal_arrays(self, client: ClientId) -> ArrayRecord:
         """All models of the client's mixture, its own first."""
-        others = [] if client in self._private else self._available(client, self._mixtures.get(client, []))
-        return self._sent.pack(client, others[: self.num_neighbours])
+        return self._sent.pack(client, self._requests.mixture(client, self.num_neighbours))
 
     def collaboration(self) -> tuple[list[ClientId], np.ndarray]:
         """The weights w_ij where the server knows them; the row of a client that does not report them is 0."""
-        known = {client: weights for client, weights in self._weights.items() if weights}
-        clients = in_order({*known, *self.models}) if known else []
-        weights = np.array([[known.get(i, {}).get(j, 0.0) for j in clients] for i in clients])
-        return clients, weights.reshape(len(clients), len(clients))
+        return self._requests.weights()
 
 
 METHOD = Method(

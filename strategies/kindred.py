@@ -13,7 +13,7 @@ is to be set for a data set. w_i is the model of client i after its last trainin
 | every second round those who trained report l(v_i), l(g_i) on their data, with o_i added | `KindredClient.evaluate` |
 | in the others up to a tenth of the data is held out; next, its losses from u_i to w_i | `KindredClient.train` |
 | t: the best place from u_i (0) to w_i (1) by these losses | `smoothed_divergence`, `place_probabilities` |
-| q_i: by how much more the loss of v_i decreases than that of g_i | `neighbours_ahead` |
+| q_i: how much more the loss of v_i decreases than that of g_i | `neighbours_ahead` |
 | a: near 1 where the median q of the q_i or t is, by z = 1 - (1 - q) (1 - t) | `neighbour_share` |
 | N_i = sum_j P_ij n_j / sum_j P_ij^2, the number of samples that v_i represents | `samples_behind` |
 | c_i = n_i / (n_i + N_i exp(-l(v_i))), the share of a client's own model | `own_share` |
@@ -23,7 +23,7 @@ is to be set for a data set. w_i is the model of client i after its last trainin
 | after the last of ten rounds or more: w_i is the mean of those of the last two rounds, if i trained in both | `take` |
 | its personal model is (1 - t) u_i + t w_i, where u_i is newer than w_i | `between` |
 
-The parts have files of their own: the adjustment of logits (`logit_adjustment`), t (`kindred_places`), momentum
+The parts are in `kindred.parts`: the adjustment of logits (`logit_adjustment`), t (`kindred_places`), momentum
 (`kindred_momentum`) and the record of the reported losses (`kindred_losses`). Smoothed labels are of Szegedy et al.,
 CVPR 2016, arXiv:1512.00567; the proximal term of Li et al., MLSys 2020, arXiv:1812.06127; momentum at the server of Hsu
 et al., 2019, arXiv:1909.06335, here in Nesterov's form.
@@ -47,26 +47,11 @@ from flwr.serverapp import Grid
 from scipy.special import softmax
 
 from .client.local_training import LocalTraining
-from .client.site import Samples
 from .client.visit import Visit
 from .engine.admission import Reply
 from .engine.computed_models import ComputedModels
 from .engine.hooks import SideEvaluation
 from .engine.stored import CloudModels
-from .kindred_losses import ReportedLosses
-from .kindred_momentum import Momentum
-from .kindred_places import (
-    FOLD_LOSSES,
-    HOLDS_OUT,
-    PlaceFilter,
-    affordable_samples,
-    between,
-    check_fold_losses,
-    fold_losses,
-    held_out_samples,
-    shuffled_samples,
-)
-from .logit_adjustment import Adjustment, check_report
 from .messages import (
     ARRAYS,
     BETWEEN,
@@ -82,6 +67,19 @@ from .messages import (
     read_record,
     to_record,
 )
+from .parts.kindred_losses import ReportedLosses
+from .parts.kindred_momentum import Momentum
+from .parts.kindred_places import (
+    FOLD_LOSSES,
+    HOLDS_OUT,
+    PlaceFilter,
+    between,
+    check_fold_losses,
+    fold_losses,
+    held_out_samples,
+    probe_samples,
+)
+from .parts.logit_adjustment import Adjustment, check_report
 from .registry import Method
 from .settings import BATCH_SIZE, LOCAL_EPOCHS, LOCAL_STEPS, STORE
 
@@ -96,8 +94,7 @@ PROBE_ADJUSTMENT = 1.0  # and to those of probed models
 SMOOTHING = 0.1  # share of each label that is spread over all classes, where clients train
 PROXIMAL = 0.01  # weight of the proximal term, mu/2 times the squared distance from u_i
 
-KIN, ALL = "kin", "all"  # names of the two probes: v_i and g_i
-LEAST_LOSS, LARGEST_LOSS = 1e-30, 1e30
+NEIGHBOUR_MEAN, GLOBAL_MEAN = "kin", "all"  # names of the probes v_i and g_i, in messages and in the history
 LAST = "last"  # under which name a client keeps its model after training,
 HELD_OUT = "left-out"  # with the indices of the samples that were held out,
 TRAINED_IN = "trained-in"  # and the round; in a message the round of the client's model at the server, 0 if none
@@ -164,7 +161,7 @@ def probe_weights(neighbours: np.ndarray, latest: np.ndarray, own: np.ndarray) -
         n_j of the clients that trained in the last round, 0 of the others; each row has another client among them.
     """
     others = np.where(own, 0.0, latest)  # (r, m)
-    return {KIN: neighbours, ALL: others / others.sum(axis=1, keepdims=True)}
+    return {NEIGHBOUR_MEAN: neighbours, GLOBAL_MEAN: others / others.sum(axis=1, keepdims=True)}
 
 
 def neighbours_ahead(first: Mapping[str, float], last: Mapping[str, float]) -> float:
@@ -180,8 +177,8 @@ def neighbours_ahead(first: Mapping[str, float], last: Mapping[str, float]) -> f
     float
         In (0, 1). One half before any decrease, near 0 where both decrease alike, near 1 where only v_i's does.
     """
-    falls = {probe: max(float(np.log(first[probe] / last[probe])), 0.0) for probe in (KIN, ALL)}
-    return 1 - (falls[ALL] + PRIOR / 2) / (max(falls.values()) + PRIOR)
+    falls = {probe: max(float(np.log(first[probe] / last[probe])), 0.0) for probe in (NEIGHBOUR_MEAN, GLOBAL_MEAN)}
+    return 1 - (falls[GLOBAL_MEAN] + PRIOR / 2) / (max(falls.values()) + PRIOR)
 
 
 def neighbour_share(ahead: Sequence[float], kept: float) -> float:
@@ -299,22 +296,14 @@ class KindredClient:
 
     @staticmethod
     def evaluate(visit: Visit) -> RecordDict:
-        """Tell the loss of a model that is probed, on some of the training data; evaluate any other on test data."""
+        """Report the loss of a model that is probed, on some of the training data; evaluate any other on test data."""
         if PROBE not in visit.config:
             if not visit.config[TRAINED_IN]:  # personal models of those that have trained come adjusted
                 visit = replace(visit, arrays=Adjustment.of(visit, ADJUSTMENT).added(visit.arrays))
             return LocalTraining.evaluate(visit)
-        samples = _probe_samples(visit)
+        samples = probe_samples(visit)
         loss = visit.loss(visit.model(Adjustment.of(visit, PROBE_ADJUSTMENT).added(visit.arrays)), samples)
         return RecordDict({METRICS: MetricRecord({"loss": loss, NUM_EXAMPLES: len(samples[1])})})
-
-
-def _probe_samples(visit: Visit) -> Samples:
-    """The training data, or as many as are in proportion to the training, the same in all rounds."""
-    count = max(affordable_samples(visit), 1)
-    if count >= len(visit.site.train[1]):
-        return visit.site.train
-    return visit.samples_at(np.sort(shuffled_samples(visit, PROBE)[:count]))
 
 
 # --- The server ---------------------------------------------------------------------------------------
@@ -334,25 +323,14 @@ class Kindred(CloudModels):
     name = "kindred"
     personal = BETWEEN
     clients_keep_state = True
-    STATE = (
-        *CloudModels.STATE,
-        "_samples",
-        "_trained_in",
-        "_share",
-        "_losses",
-        "_told",
-        "_adjustments",
-        "_places",
-        "_momentum",
-    )
+    STATE = (*CloudModels.STATE, "_samples", "_trained_in", "_share", "_losses", "_adjustments", "_places", "_momentum")
 
     def begin(self, initial_arrays: ArrayRecord) -> None:
         super().begin(initial_arrays)
         self._samples: dict[ClientId, float] = {}  # n_i of those that have trained
         self._trained_in: dict[ClientId, int] = {}  # and the round in which they last did
         self._share = 0.5  # a
-        self._losses = ReportedLosses((KIN, ALL))
-        self._told: dict[ClientId, dict[str, float]] = {}  # losses reported in this round, used from the next one on
+        self._losses = ReportedLosses((NEIGHBOUR_MEAN, GLOBAL_MEAN))
         self._places = PlaceFilter()  # its mean is t
         self._momentum = Momentum(self.layout)
         self._adjustments: dict[ClientId, dict[str, Any]] = {}  # reports of those that adjust their logits
@@ -368,7 +346,7 @@ class Kindred(CloudModels):
     ) -> Iterable[Message]:
         self._work = {key: config[key] for key in WORK if key in config}
         # Not as soon as losses are reported: until then personal models are those that were evaluated.
-        self._losses.update(self._told)
+        self._losses.update()
         self._places.update()
         ahead = [neighbours_ahead(first, last) for first, last in self._losses.changes(self.roster.nodes)]
         self._share = neighbour_share(ahead, 0.0 if self._places.probabilities is None else self._places.mean)
@@ -399,10 +377,10 @@ class Kindred(CloudModels):
     def _starts(self, clients: Sequence[ClientId]) -> tuple[list[ClientId], np.ndarray, np.ndarray]:
         """The m clients that have trained, in order; mixing weights of these clients' u_i, and `own`, (r, m) each."""
         senders, samples, latest = self._trained()
-        neighbours, own = self._kin(clients, senders, samples)
+        neighbours, own = self._neighbour_weights(clients, senders, samples)
         if not senders:
             return senders, neighbours, own
-        own_shares = own_share(neighbours, samples, own, self._losses.likelihoods(KIN, clients))
+        own_shares = own_share(neighbours, samples, own, self._losses.likelihoods(NEIGHBOUR_MEAN, clients))
         return senders, start_weights(neighbours, latest, own, self._share, own_shares), own
 
     def _trained(self) -> tuple[list[ClientId], np.ndarray, np.ndarray]:
@@ -412,7 +390,7 @@ class Kindred(CloudModels):
         rounds = np.array([self._trained_in[client] for client in senders])  # (m,)
         return senders, samples, np.where(rounds == rounds.max(initial=0), samples, 0.0)
 
-    def _kin(
+    def _neighbour_weights(
         self, clients: Sequence[ClientId], senders: Sequence[ClientId], samples: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """P and `own` of these clients, (r, m) each, given the clients that have trained."""
@@ -461,19 +439,18 @@ class Kindred(CloudModels):
 
     def side_evaluations(self, server_round: int) -> Iterator[SideEvaluation]:
         """Yield v_i and g_i for the clients that trained in this round, in every second round before the last."""
-        self._told = {}
         clients = [client for client in in_order(self._trained_in) if self._trained_in[client] == server_round]
         # With two clients g_i is the other one's model.
         if server_round % 2 == 0 or server_round >= self.last_round or len(clients) < 3:
             return
         senders, samples, latest = self._trained()
-        kin, own = self._kin(clients, senders, samples)
-        for probe, rows in probe_weights(kin, latest, own).items():
+        neighbours, own = self._neighbour_weights(clients, senders, samples)
+        for probe, rows in probe_weights(neighbours, latest, own).items():
             for client, record in zip(clients, super().clouds(clients, senders, rows)):
                 yield SideEvaluation(client, probe, record, self._work)
 
     def take_side_loss(self, client: ClientId, name: str, loss: float) -> None:
-        self._told.setdefault(client, {})[name] = min(max(loss, LEAST_LOSS), LARGEST_LOSS)
+        self._losses.add(client, name, loss)
 
     def global_arrays(self) -> ArrayRecord:
         """g, the mean of the models of the clients that trained in the last round, weighted by samples."""

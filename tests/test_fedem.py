@@ -16,7 +16,7 @@ from kindred.client.training import get_arrays, set_arrays
 from kindred.client_app.app import app as client_app
 from kindred.engine.model_store import drawn_anew
 from kindred.messages import by_prefix, in_order, read_record, to_record
-from kindred.mixture import accuracy_and_loss
+from kindred.parts.mixture import accuracy_and_loss
 from kindred.server_app.app import run as run_app
 from kindred.server_app.config import Config
 from kindred.server_app.prediction.predictor import Predictor

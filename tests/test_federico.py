@@ -24,10 +24,12 @@ from kindred.client.state import MIXTURE, MODEL, saved_files
 from kindred.client.training import get_arrays, mean_gradient, set_arrays, train
 from kindred.engine import roster
 from kindred.engine.optimizers import AdamStep, SGDStep
-from kindred.federico import LARGEST_LOSS, Losses, collaborator_weights, smooth
+from kindred.federico import collaborator_weights, known_weights, log_rest_of
 from kindred.messages import METHODS, VERSION_KEY, decode, encode, read_record, seed_for, to_record
-from kindred.mixture import accuracy_and_loss, mixture_of, mixture_shares
-from kindred.neighbours import choose_neighbours
+from kindred.parts.federico_losses import LARGEST_LOSS, Losses, smooth
+from kindred.parts.federico_requests import Request, choose_request
+from kindred.parts.mixture import accuracy_and_loss, mixture_of, mixture_shares
+from kindred.parts.neighbours import choose_neighbours
 
 from .grids import FaultyGrid, ShuffledGrid
 from .test_conformance import everything, values
@@ -57,13 +59,13 @@ def test_weights_of_models_at_hand_are_those_of_a_softmax_over_all(latest, befor
     clients = list(range(min(len(latest), len(before))))
     table = Losses(dict(zip(clients, latest)), dict(zip(clients, before)))
     at_hand = clients[:count]
-    log_rest = table.log_rest(at_hand, beta, temperature)
+    log_rest = log_rest_of(table, at_hand, beta, temperature)
     averages = smooth(table.averages(at_hand), np.array([table.latest[c] for c in at_hand]), beta)
     weights = collaborator_weights(averages, temperature, log_rest)
     table.update(at_hand, [table.latest[c] for c in at_hand], beta)
-    seen, plain = table.weights(temperature)
-    assert seen == clients and plain.sum() == pytest.approx(1)
-    assert weights == pytest.approx(plain[: len(at_hand)])
+    plain = known_weights(table, temperature)
+    assert list(plain) == clients and sum(plain.values()) == pytest.approx(1)
+    assert weights == pytest.approx([plain[client] for client in at_hand])
 
 
 @given(
@@ -76,7 +78,7 @@ def test_weights_are_weights_whatever_the_losses(losses, temperature) -> None:
     assert weights.argmax() == np.argmin(losses) or weights.max() == weights[np.argmin(losses)]
     table = Losses()
     table.update(range(len(losses)), losses, 0.6)
-    rest = table.log_rest(range(1), 0.6, temperature)
+    rest = log_rest_of(table, range(1), 0.6, temperature)
     at_hand = collaborator_weights(table.averages([0]), temperature, rest)
     assert np.isfinite(at_hand).all() and (at_hand >= 0).all() and (at_hand <= 1).all()
 
@@ -100,12 +102,23 @@ def test_losses_over_three_rounds() -> None:
 def test_who_has_not_been_seen_counts_0_for_the_choice_and_not_for_the_weights() -> None:
     table = Losses({"a": 1.0, "b": 1.0}, {"a": 1.0, "b": 1.0 + np.log(3)})
     assert table.averages(["a", "new"]).tolist() == [1.0, 0.0]
-    clients, weights = table.weights(1.0)
-    assert clients == ["a", "b"] and weights == pytest.approx([0.75, 0.25])
-    assert [table.choose(["a", "b", "new"], 0.0, seed, 3) for seed in range(5)] == [["new", "a", "b"]] * 5
-    assert table.choose(["a", "b", "new"], 0.0, 0, 2) == ["new", "a"] and table.choose(["a"], 0.0, 0, 0) == []
-    assert table.mixture("me", 1.0, 0.5, 3) == ["me", "a"] and table.mixture("b", 1.0, 0.2, 3) == ["b", "a"]
-    assert table.mixture("me", 1.0, 0.0, 1) == ["me", "a"] and table.mixture("me", 1.0, 0.0, 0) == ["me"]
+    weights = known_weights(table, 1.0)
+    assert list(weights) == ["a", "b"] and weights == pytest.approx({"a": 0.75, "b": 0.25})
+
+    def request(own, clients, most, threshold=0.0, seed=0) -> Request:
+        settings = {"num_neighbours": most, "epsilon": 0.0, "seed": seed, "threshold": threshold}
+        return choose_request(own, clients, table, weights, **settings)
+
+    shared = ["a", "b", "me", "new"]
+    for seed in range(5):  # twice as many as are wanted, the others being spares
+        assert request("me", shared, 2, seed=seed).neighbours == ["new", "a", "b"]
+    assert request("me", shared, 1).neighbours == ["new", "a"] and request("me", shared, 0).neighbours == []
+    assert request("b", shared, 1).neighbours in (["me", "new"], ["new", "me"])
+    assert request("me", shared, 3, 0.5).mixture == ["me", "a"] and request("b", shared, 3, 0.2).mixture == ["b", "a"]
+    assert request("me", shared, 1).mixture == ["me", "a"] and request("me", shared, 0).mixture == ["me"]
+    assert request("me", shared, 1).weights == weights
+    nothing_yet = choose_request("me", shared, Losses(), {}, num_neighbours=2, epsilon=0.0, seed=0, threshold=0.0)
+    assert sorted(nothing_yet.neighbours) == ["a", "b", "new"] and nothing_yet.mixture == ["me"]
 
 
 def test_without_exploration_the_best_are_chosen_in_order_and_equals_by_chance() -> None:

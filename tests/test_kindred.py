@@ -12,13 +12,13 @@ from hypothesis import given, strategies as st
 from hypothesis.extra.numpy import arrays
 from safetensors.numpy import load_file
 
-from kindred import FedAvg, InlineGrid, Kindred, Site, kindred, kindred_places, logit_adjustment, make_client_app
+from kindred import FedAvg, InlineGrid, Kindred, Site, kindred, make_client_app
 from kindred.client.evaluation import evaluate
 from kindred.client.local_training import LocalTraining
 from kindred.client.training import get_arrays, set_arrays
 from kindred.kindred import (
-    ALL,
-    KIN,
+    GLOBAL_MEAN,
+    NEIGHBOUR_MEAN,
     SHARPNESS,
     centred_cosines,
     neighbour_share,
@@ -29,9 +29,10 @@ from kindred.kindred import (
     samples_behind,
     start_weights,
 )
-from kindred.kindred_places import PLACES, between, place_probabilities, smoothed_divergence
-from kindred.logit_adjustment import Adjustment, log_proportions, output_bias
 from kindred.messages import read_record, to_record
+from kindred.parts import kindred_places, logit_adjustment
+from kindred.parts.kindred_places import PLACES, between, place_probabilities, smoothed_divergence
+from kindred.parts.logit_adjustment import Adjustment, log_proportions, output_bias
 
 from . import client_apps, two_weights
 from .client_apps import initial, plain_app, small, small_app, small_site
@@ -76,7 +77,7 @@ def test_nobody_has_a_part_in_what_it_is_to_judge() -> None:
     samples = np.array([1.0, 1.0, 2.0])
     kin = neighbour_weights(np.zeros((3, 3)), samples, own)
     probes = probe_weights(kin, samples, own)
-    assert list(probes) == [KIN, ALL]
+    assert list(probes) == [NEIGHBOUR_MEAN, GLOBAL_MEAN]
     for weights in probes.values():  # nobody is like anybody here: kin are all others
         assert weights.tolist() == [
             [0, pytest.approx(1 / 3), pytest.approx(2 / 3)],
@@ -99,7 +100,9 @@ def test_nobody_has_a_part_in_what_it_is_to_judge() -> None:
     ],
 )
 def test_kin_are_ahead_by_what_all_fall_behind(kin, everybody, ahead) -> None:
-    first, last = ({KIN: float(np.exp(-kin[when])), ALL: float(np.exp(-everybody[when]))} for when in (0, 1))
+    first, last = (
+        {NEIGHBOUR_MEAN: float(np.exp(-kin[when])), GLOBAL_MEAN: float(np.exp(-everybody[when]))} for when in (0, 1)
+    )
     assert neighbours_ahead(first, last) == pytest.approx(ahead)
 
 
@@ -337,8 +340,8 @@ def next_starts(
     models: np.ndarray, share: float, judged: np.ndarray | None = None, before: np.ndarray | None = None, ahead=0.0
 ) -> np.ndarray:
     """u_i, where clients have told what the v_i of `judged` are worth to them, and had the models `before`."""
-    told = np.ones(4) if judged is None else told_of(judged)[KIN]
-    kin = probes_of(models)[KIN]
+    told = np.ones(4) if judged is None else told_of(judged)[NEIGHBOUR_MEAN]
+    kin = probes_of(models)[NEIGHBOUR_MEAN]
     starts = start_weights(kin, SAMPLES, OWN, share, own_share(kin, SAMPLES, OWN, told)) @ models
     return starts if before is None else starts + (1 - share) * ahead * SAMPLES @ (models - before) / SAMPLES.sum()
 
@@ -429,7 +432,10 @@ def test_what_is_probed_in_every_second_round() -> None:
     assert not any("kin-loss" in row for row in by_four(3).history.rows if row["round"] == 3)  # it would be of no use
     shares = noted(strategy, "kin-share")
     assert shares[:3] == [0.5] * 3  # until there is a second time to compare with the first
-    told = [[{probe: rows[r, i][f"{probe}-loss"] for probe in (KIN, ALL)} for r in (1, 3)] for i in range(4)]
+    told = [
+        [{probe: rows[r, i][f"{probe}-loss"] for probe in (NEIGHBOUR_MEAN, GLOBAL_MEAN)} for r in (1, 3)]
+        for i in range(4)
+    ]
     ahead = [neighbours_ahead(*losses) for losses in told]
     z = 1 - (1 - np.median(ahead)) * (1 - noted(strategy, "kept-share")[3])
     assert shares[3] == pytest.approx(z**2 / (z**2 + (1 - z) ** 2))
@@ -936,7 +942,7 @@ def test_no_client_ends_the_run_or_spoils_the_share_with_what_it_tells_of_a_prob
     strategy.start(InlineGrid(app, MANY), initial(), ROUNDS, 60)
     assert all(row["status"] == "ok" for row in strategy.history.rows)
     losses = {
-        (row["round"], row["client"]): {probe: row[f"{probe}-loss"] for probe in (KIN, ALL)}
+        (row["round"], row["client"]): {probe: row[f"{probe}-loss"] for probe in (NEIGHBOUR_MEAN, GLOBAL_MEAN)}
         for row in strategy.history.rows
         if "kin-loss" in row
     }

@@ -8,11 +8,11 @@ import pytest
 from kindred.engine.model_store import ClientModels, Layout
 from kindred.engine.optimizers import OptimizerSteps
 from kindred.engine.sent_models import NEW_MODEL, SentModels, Updates
-from kindred.federico_relay import Request
-from kindred.kindred_losses import ReportedLosses
-from kindred.kindred_momentum import Momentum
-from kindred.kindred_places import PlaceFilter
-from kindred.messages import read_record
+from kindred.messages import read_record, with_prefix
+from kindred.parts.federico_requests import Request
+from kindred.parts.kindred_losses import ReportedLosses
+from kindred.parts.kindred_momentum import Momentum
+from kindred.parts.kindred_places import PlaceFilter
 
 LAYOUT = Layout({"weight": np.zeros(2, np.float32), "running_mean": np.zeros(1, np.float32)})
 
@@ -47,12 +47,19 @@ def test_the_best_place_follows_the_summed_losses_and_is_halfway_before_the_firs
 
 def test_losses_count_where_all_probes_are_reported_and_changes_are_from_the_first_report() -> None:
     losses = ReportedLosses(("kin", "all"))
+
+    def exchange(reports) -> None:
+        for client, reported in reports.items():
+            for probe, loss in reported.items():
+                losses.add(client, probe, loss)
+        losses.update()
+
     assert losses.likelihoods("kin", [0, 1]).tolist() == [1, 1] and losses.changes([0, 1]) == []
-    losses.update({1: {"kin": np.log(4), "all": 2.0}, 0: {"kin": 1.0}})
+    exchange({1: {"kin": np.log(4), "all": 2.0}, 0: {"kin": 1.0}})
     assert losses.likelihoods("kin", [0, 1]) == pytest.approx([0.25, 0.25])  # client 0 gets the mean
     assert losses.changes([0, 1]) == []
-    losses.update({})  # an exchange without reports leaves the last ones
-    losses.update({1: {"kin": np.log(2), "all": 2.0}, 0: {"kin": np.log(4), "all": 1.0}})
+    exchange({})  # an exchange without reports leaves the last ones
+    exchange({1: {"kin": np.log(2), "all": 2.0}, 0: {"kin": np.log(4), "all": 1.0}})
     for each in (losses, restored(ReportedLosses(("kin", "all")), losses)):
         assert each.likelihoods("kin", [0, 1, 2]) == pytest.approx([0.25, 0.5, 0.375])
         assert each.changes([0, 1]) == [({"kin": np.log(4), "all": 2.0}, {"kin": np.log(2), "all": 2.0})]
@@ -91,9 +98,19 @@ def test_a_message_holds_the_models_that_there_are_by_place() -> None:
     assert sent.neighbours("c") == []
     assert list(read_record(sent.pack("b", ["a"]))) == ["1/weight", "1/running_mean"]  # b has no model yet
     update = {"weight": np.zeros(2, np.float32)}
-    assert sent.mismatch("b", {"0": model(0, 0, 0), "1": update}) is None
-    assert sent.mismatch("b", {"1": model(0, 0, 0)}) == "array 'running_mean' is the owner's alone to change"
-    assert sent.mismatch("a", {"1": update}) == "arrays '1' are of no model that was sent"
+    new = with_prefix(NEW_MODEL, model(0, 0, 0))  # which b owes
+    assert sent.mismatch("b", {**new, **with_prefix(0, model(0, 0, 0)), **with_prefix(1, update)}) is None
+    owners_alone = "array 'running_mean' is the owner's alone to change"
+    assert sent.mismatch("b", {**new, **with_prefix(1, model(0, 0, 0))}) == owners_alone
+    assert sent.mismatch("b", with_prefix(1, update)) == "its model is missing"
+    assert sent.mismatch("a", with_prefix(1, update)) == "arrays '1' are of no model that was sent"
+    assert sent.mismatch("a", new) == "it holds a model where an update is due"
+
+
+def test_the_norm_of_updates_is_the_largest_one_of_their_parameters() -> None:
+    updates = {**with_prefix(0, model(1, 0, 9)), **with_prefix(1, model(3, 4, 9))}
+    assert sent_to_both().update_norm({**updates, **with_prefix(NEW_MODEL, model(9, 9, 9))}) == 5
+    assert sent_to_both().update_norm({}) == 0
 
 
 @pytest.mark.parametrize(("steps", "moved"), [(None, [3, 5, 2]), (OptimizerSteps("sgd", 0.5), [0, -1, 2])])

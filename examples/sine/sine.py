@@ -17,7 +17,9 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from kindred.engine.optimizers import AdamStep
-from kindred.federico import Losses
+from kindred.federico import known_weights
+from kindred.parts.federico_losses import Losses
+from kindred.parts.neighbours import choose_neighbours
 
 # The paper gives none of these. Noise has the height of a third of the curve.
 CLIENTS, POINTS, NOISE = 10, 5, 0.3
@@ -63,19 +65,20 @@ def collaborate(
         for client, (x, y, table) in enumerate(zip(inputs, labels, losses)):
             others = [other for other in range(CLIENTS) if other != client]
             most = num_neighbours if number >= ALONE else 0
-            at_hand = [client, *map(int, table.choose(others, EPSILON, int(rng.integers(2**32)), most))]  # k of them
+            drawn = choose_neighbours(table.averages(others), EPSILON, int(rng.integers(2**32)), most)
+            at_hand = [client, *(others[i] for i in drawn)]  # k of them
             seen = features(x)[at_hand]  # (k, n, 2)
             off = np.einsum("knd,kd->kn", seen, lines[at_hand]) - y
             table.update(at_hand, (off**2).sum(axis=1) / (2 * noise**2), BETA)
-            share_of = dict(zip(*table.weights(temperature)))
+            share_of = known_weights(table, temperature)
             shares = [share_of[owner] for owner in at_hand]
             gradients[at_hand] += np.einsum("k,kn,knd->kd", shares, off, seen) / noise**2
         for line, gradient, step in zip(lines, gradients, steps):
             step(line, gradient)
     weights = np.zeros((CLIENTS, CLIENTS))
     for row, table in zip(weights, losses):
-        owners, row_weights = table.weights(temperature)
-        row[list(map(int, owners))] = row_weights
+        for owner, weight in known_weights(table, temperature).items():
+            row[int(owner)] = weight
     return lines, weights
 
 

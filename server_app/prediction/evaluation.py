@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from sklearn.metrics import confusion_matrix
 
-from kindred.mixture import accuracy_and_loss
+from kindred.parts.mixture import accuracy_and_loss
 from kindred.server_app.config import ConfigError
 from kindred.server_app.report.figures import MOST_NAMED, new_figure, short_name
 

@@ -59,7 +59,7 @@ from kindred.messages import (
     to_record,
     with_prefix,
 )
-from kindred.mixture import SMALLEST, Arrays, keep_mixture, mixture_scores
+from kindred.parts.mixture import SMALLEST, Arrays, keep_mixture, mixture_scores
 from kindred.registry import Method
 from kindred.settings import Setting, at_least
 

@@ -66,7 +66,7 @@ from kindred.messages import (
     seed_for,
     to_record,
 )
-from kindred.neighbours import choose_neighbours
+from kindred.parts.neighbours import choose_neighbours
 from kindred.registry import Method
 from kindred.settings import STORE, Setting, at_least, between, within
 

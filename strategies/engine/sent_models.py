@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from flwr.app import ArrayRecord
 
-from kindred.messages import ClientId, in_order, with_prefix
+from kindred.messages import ClientId, by_prefix, in_order, with_prefix
 
+from .admission import norm
 from .model_store import ClientModels, InTurn
 from .optimizers import OptimizerSteps
 
@@ -58,12 +59,18 @@ class SentModels:
         """Return the other clients whose models the last message to a client holds."""
         return self.owners.get(client, [client])[1:]
 
-    def mismatch(self, client: ClientId, updates: Mapping[str, Mapping[str, np.ndarray]]) -> str | None:
-        """Say in a few words why arrays, by prefix, are not updates of the models that were sent; None if they are.
+    def mismatch(self, client: ClientId, arrays: Mapping[str, np.ndarray]) -> str | None:
+        """Say in a few words why arrays are not updates of the models that were sent; None if they are.
 
-        Updates may leave out arrays; those of buffers are accepted from the owner alone.
+        They also hold the client's own model, if and only if the server does not have it yet. Updates may leave out
+        arrays; those of buffers are accepted from the owner alone.
         """
-        layout = self.models.layout
+        layout, updates = self.models.layout, by_prefix(arrays)
+        new = updates.pop(NEW_MODEL, None)
+        if (new is None) != (client in self.models):
+            return "it holds a model where an update is due" if new else "its model is missing"
+        if new is not None and (difference := layout.mismatch(new)) is not None:
+            return difference
         places = {str(place) for place in range(len(self.owners[client]))}
         for prefix, update in updates.items():
             if prefix not in places:
@@ -74,6 +81,12 @@ class SentModels:
                 if prefix != "0" and layout.slices[name].start >= layout.num_parameters:
                     return f"array {name!r} is the owner's alone to change"
         return None
+
+    def update_norm(self, arrays: Mapping[str, np.ndarray]) -> float:
+        """Return the largest norm among the updates of models; a model that is new to the server is no update."""
+        parameters = self.models.layout.parameters
+        updates = (update for prefix, update in by_prefix(arrays).items() if prefix != NEW_MODEL)
+        return max((norm(update[name] for name in parameters if name in update) for update in updates), default=0.0)
 
     def forget_packed(self) -> None:
         """Drop the packed models, before the models change."""

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from .client.evaluation import predict
-from .client.state import MIXTURE
-from .client.training import set_arrays
-from .client.visit import Visit
-from .messages import RECEIVED, ClientId, by_prefix, decode, encode, with_prefix
+from kindred.client.evaluation import predict
+from kindred.client.state import MIXTURE
+from kindred.client.training import set_arrays
+from kindred.client.visit import Visit
+from kindred.messages import RECEIVED, ClientId, by_prefix, decode, encode, with_prefix
 
 if TYPE_CHECKING:
     import torch

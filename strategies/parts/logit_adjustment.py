@@ -18,14 +18,14 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from scipy.special import gammaln, softmax
 
-from .engine.admission import Refused, check_numbers
-from .engine.model_store import Layout
-from .lazy import lazy
+from kindred.engine.admission import Refused, check_numbers
+from kindred.engine.model_store import Layout
+from kindred.lazy import lazy
 
 if TYPE_CHECKING:
     import torch
 
-    from .client.visit import Visit
+    from kindred.client.visit import Visit
 else:
     torch = lazy("torch")
 

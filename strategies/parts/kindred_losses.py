@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from .messages import ClientId, in_order
+from kindred.messages import ClientId, in_order
 
 Losses = Mapping[str, float]  # probe -> loss
+LEAST_LOSS, LARGEST_LOSS = 1e-30, 1e30
 
 
 class ReportedLosses:
@@ -26,10 +27,16 @@ class ReportedLosses:
         self._first: dict[ClientId, Losses] = {}
         self._last: dict[ClientId, Losses] = {}
         self._latest: dict[ClientId, Losses] = {}  # of the last exchange with any report
+        self._reported: dict[ClientId, dict[str, float]] = {}  # since the last update
 
-    def update(self, reported: Mapping[ClientId, Losses]) -> None:
-        """Take in the reports of an exchange."""
-        complete = {
+    def add(self, client: ClientId, probe: str, loss: float) -> None:
+        """Take a client's loss of a probe, which counts from the next update on."""
+        self._reported.setdefault(client, {})[probe] = min(max(loss, LEAST_LOSS), LARGEST_LOSS)
+
+    def update(self) -> None:
+        """Take in the reports of an exchange: those since the last update."""
+        reported, self._reported = self._reported, {}
+        complete: dict[ClientId, Losses] = {
             client: reported[client] for client in in_order(reported) if len(reported[client]) == len(self._probes)
         }
         if complete:
@@ -54,8 +61,9 @@ class ReportedLosses:
 
     def state(self) -> dict[str, Any]:
         """Return what `restore` needs."""
-        return {"first": self._first, "last": self._last, "latest": self._latest}
+        return {"first": self._first, "last": self._last, "latest": self._latest, "reported": self._reported}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state` returned."""
         self._first, self._last, self._latest = state["first"], state["last"], state["latest"]
+        self._reported = state["reported"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .engine.model_store import Layout
+from kindred.engine.model_store import Layout
 
 MOMENTUM = 0.5
 

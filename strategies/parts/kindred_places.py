@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from scipy.special import rel_entr, softmax
 
-from .engine.admission import Refused, check_numbers, is_count
-from .messages import SERVER_ROUND, ClientId, in_order, seed_for
+from kindred.engine.admission import Refused, check_numbers, is_count
+from kindred.messages import PROBE, SERVER_ROUND, ClientId, in_order, seed_for
 
 if TYPE_CHECKING:
-    from .client.visit import Visit
+    from kindred.client.site import Samples
+    from kindred.client.visit import Visit
 
 PLACES = np.linspace(0, 1, 5)  # from u_i to w_i, where u_i is newer than w_i
 JUDGED_SMOOTHING = 0.3  # share of a label that is spread over all classes where places are judged
@@ -135,6 +136,14 @@ def held_out_samples(visit: Visit) -> np.ndarray:
 def affordable_samples(visit: Visit) -> int:
     """Number of samples that a client can predict for in a fifteenth of the work of its training."""
     return int(PREDICTED_SHARE * (visit.epochs * len(visit.site.train[1]) + visit.steps * visit.batch_size))
+
+
+def probe_samples(visit: Visit) -> Samples:
+    """Return the training data, or as many as are in proportion to the training, the same in all rounds."""
+    count = max(affordable_samples(visit), 1)
+    if count >= len(visit.site.train[1]):
+        return visit.site.train
+    return visit.samples_at(np.sort(shuffled_samples(visit, PROBE)[:count]))
 
 
 def shuffled_samples(visit: Visit, purpose: str) -> np.ndarray:

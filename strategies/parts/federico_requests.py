@@ -1,0 +1,188 @@
+"""The models that clients of FedeRiCo request, and which of them they get.
+
+With `selection` "relay" a client keeps its losses and sends its request; otherwise the server makes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from kindred.client.site import true_or_false
+from kindred.client.state import MIXTURE
+from kindred.client.visit import Visit
+from kindred.engine.model_store import ClientModels
+from kindred.engine.roster import Roster
+from kindred.messages import NEIGHBOURS, REPORT_WEIGHTS, WEIGHTS, ClientId, decode, encode, in_order
+
+from .federico_losses import Losses
+from .neighbours import choose_neighbours
+
+WEIGHTS_OF = "weights-of"
+
+OVERSAMPLING = 2
+"""Candidates drawn for each neighbour: the others are spares for clients whose models are unavailable."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """The models that a client requests, and the weights that it reports.
+
+    Attributes
+    ----------
+    neighbours : list of client ids
+        Whose models it requests for the next round, preferred ones first, with spares for unavailable clients.
+    mixture : list of client ids
+        Whose models it predicts with, its own first.
+    weights : dict
+        client -> w_ij; empty where the client does not report its weights.
+    """
+
+    neighbours: list[ClientId]
+    mixture: list[ClientId]
+    weights: dict[ClientId, float] = field(default_factory=dict)
+
+    def pack(self) -> dict[str, Any]:
+        """Return the entries of the reply's settings."""
+        packed: dict[str, Any] = {NEIGHBOURS: encode(self.neighbours), MIXTURE: encode(self.mixture)}
+        if self.weights:
+            packed |= {WEIGHTS_OF: encode(list(self.weights)), WEIGHTS: list(self.weights.values())}
+        return packed
+
+    @classmethod
+    def unpack(cls, config: Mapping[str, Any]) -> Request:
+        """Read a reply's settings; what is missing or malformed is empty."""
+        clients, weights = decode(config.get(WEIGHTS_OF)), config.get(WEIGHTS)
+        if (
+            not isinstance(weights, list)
+            or len(weights) != len(clients)
+            or len(set(clients)) != len(clients)
+            or not all(isinstance(weight, float) and 0 <= weight <= 1 for weight in weights)
+            or not abs(sum(weights) - 1) < 1e-6
+        ):
+            clients, weights = [], []
+        return cls(decode(config.get(NEIGHBOURS)), decode(config.get(MIXTURE)), dict(zip(clients, weights)))
+
+
+def choose_request(
+    own: ClientId,
+    clients: Sequence[ClientId],
+    losses: Losses,
+    weights: Mapping[ClientId, float],
+    *,
+    num_neighbours: int,
+    epsilon: float,
+    seed: int,
+    threshold: float,
+) -> Request:
+    """Choose what a client requests for the next round.
+
+    Parameters
+    ----------
+    own : client id
+    clients : sequence of client ids
+        Whose models are shared.
+    losses : Losses
+    weights : mapping
+        w_ij of the models that it has received: client -> weight, in order.
+    num_neighbours, epsilon, seed
+        As for `choose_neighbours`, for each of the neighbours.
+    threshold : float
+        The least weight of another client's model that it predicts with; there are at most `num_neighbours`.
+    """
+    others = [client for client in clients if client != own]
+    drawn = choose_neighbours(losses.averages(others), epsilon, seed, OVERSAMPLING * num_neighbours)
+    best_first = sorted(weights, key=lambda client: -weights[client])
+    mixed = [client for client in best_first if client != own and weights[client] >= threshold]
+    return Request([others[i] for i in drawn], [own, *mixed[:num_neighbours]], dict(weights))
+
+
+class Requests:
+    """The last request of each client, and which models are available to it.
+
+    Parameters
+    ----------
+    models : ClientModels
+        The last model of each client.
+    roster : Roster
+        The clients that are connected.
+    share_absent : bool
+        Whether models of clients that are not connected are available to others.
+    """
+
+    def __init__(self, models: ClientModels, roster: Roster, share_absent: bool) -> None:
+        self._models = models
+        self._roster = roster
+        self._share_absent = share_absent
+        self._private: set[ClientId] = set()
+        self._last: dict[ClientId, Request] = {}
+
+    def make_private(self, clients: Iterable[ClientId]) -> None:
+        """Neither give these clients' models to others from now on, nor others' models to them."""
+        self._private |= set(clients)
+
+    def is_private(self, client: ClientId) -> bool:
+        """Return whether `make_private` named a client."""
+        return client in self._private
+
+    def shared(self) -> list[ClientId]:
+        """Return the clients whose models others may receive, in order; some may not have sent theirs yet."""
+        return in_order(filter(self._shares, {*self._roster.nodes, *self._models}))
+
+    def _shares(self, client: ClientId) -> bool:
+        return client not in self._private and (self._share_absent or client in self._roster.nodes)
+
+    def __contains__(self, client: ClientId) -> bool:
+        return client in self._last
+
+    def put(self, client: ClientId, request: Request) -> None:
+        """Keep a client's request until its next one."""
+        self._last[client] = request
+
+    def existing(self, request: Request) -> Request:
+        """Return a request without clients that do not exist, each client once: clients may request anything."""
+        return replace(request, neighbours=self._existing(request.neighbours), mixture=self._existing(request.mixture))
+
+    def _existing(self, clients: Iterable[ClientId]) -> list[ClientId]:
+        return [client for client in dict.fromkeys(clients) if client in self._models or client in self._roster.nodes]
+
+    def neighbours(self, client: ClientId, most: int) -> list[ClientId]:
+        """Return the other clients, at most `most`, whose models a client receives to train."""
+        return self._available(client, self._last[client].neighbours)[:most]
+
+    def mixture(self, client: ClientId, most: int) -> list[ClientId]:
+        """Return the other clients, at most `most`, whose models a client predicts with."""
+        return self._available(client, self._last[client].mixture)[:most] if client in self._last else []
+
+    def _available(self, client: ClientId, requested: Iterable[ClientId]) -> list[ClientId]:
+        if client in self._private:
+            return []
+        others = (other for other in dict.fromkeys(requested) if other != client)
+        return [other for other in others if other in self._models and self._shares(other)]
+
+    def weights(self) -> tuple[list[ClientId], np.ndarray]:
+        """Return m clients, in order, and their weights w_ij, (m, m); the row of a client that reports none is 0."""
+        known = {client: request.weights for client, request in self._last.items() if request.weights}
+        clients = in_order({*known, *self._models}) if known else []
+        weights = np.array([[known.get(i, {}).get(j, 0.0) for j in clients] for i in clients])
+        return clients, weights.reshape(len(clients), len(clients))
+
+    def state(self) -> dict[str, Any]:
+        """Return what `restore` needs."""
+        last = {client: [each.neighbours, each.mixture, each.weights] for client, each in self._last.items()}
+        return {"private": self._private, "last": last}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state` returned."""
+        self._private = state["private"]
+        self._last = {client: Request(*request) for client, request in state["last"].items()}
+
+
+def reports_weights(visit: Visit) -> bool:
+    """Return whether the client reports its weights: `report-weights` of its node config, true in a simulation."""
+    # A client of a simulation has a number alone in its node config.
+    is_simulated = "partition-id" in visit.node_config and "client-id" not in visit.node_config and not visit.is_site
+    return true_or_false(visit.node_config, REPORT_WEIGHTS, is_simulated)
