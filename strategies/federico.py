@@ -210,10 +210,10 @@ class Losses:
 
     def update(self, clients: Sequence[ClientId], losses: Sequence[float], beta: float) -> None:
         """Take in the losses of these models; the latest losses of the others enter their averages again."""
-        self.latest |= dict(zip(clients, losses))
+        self.latest |= dict(zip(clients, losses, strict=True))
         known = in_order(self.latest)
         latest = np.array([self.latest[client] for client in known], dtype=np.float64)
-        self.smoothed = dict(zip(known, smooth(self.averages(known), latest, beta).tolist()))
+        self.smoothed = dict(zip(known, smooth(self.averages(known), latest, beta).tolist(), strict=True))
 
     def log_rest(self, clients: Sequence[ClientId], beta: float, temperature: float) -> float:
         """`log_rest` of `collaborator_weights` after the next `update`, over the models that are not these clients'."""
@@ -276,7 +276,7 @@ class FedeRiCoClient:
 
         # M-step
         sent = with_prefix(NEW_MODEL, models[0]) if is_new else {}
-        for place, (arrays, weight) in enumerate(zip(models, weights.tolist())):
+        for place, (arrays, weight) in enumerate(zip(models, weights.tolist(), strict=True)):
             if weight >= max(float(config["min-weight"]), SMALLEST):
                 update = _update(visit, arrays, weight, scale, own=place == 0)
                 if all(np.isfinite(array).all() for array in update.values()):
@@ -357,7 +357,7 @@ def _request(visit: Visit, table: Losses) -> Request:
     if not reports_weights(visit):
         return Request(neighbours, mixture)
     known, weights = table.weights(temperature)
-    return Request(neighbours, mixture, dict(zip(known, weights.tolist())))
+    return Request(neighbours, mixture, dict(zip(known, weights.tolist(), strict=True)))
 
 
 # --- The server ---------------------------------------------------------------------------------------
@@ -576,7 +576,7 @@ class FedeRiCo(StoredModels):
             self._mixtures[client] = losses.mixture(
                 client, self.temperature, self.mixture_threshold, self.num_neighbours
             )
-            self._weights[client] = dict(zip(*losses.weights(self.temperature)))
+            self._weights[client] = dict(zip(*losses.weights(self.temperature), strict=True))
         else:
             request = Request.unpack(reply.config)
             self._choices[client] = self._existing(request.neighbours)
