@@ -2,8 +2,8 @@
 
 from .federation import Federation, SiteData
 from .loading import load_clients, load_federation
+from .partition_figure import partition_figure
 from .partitions import PARTITIONS
-from .picture import partition_figure
 from .sites import Sites, read_site
 from .sources import DATASETS, DataError
 from .task import Task

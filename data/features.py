@@ -17,11 +17,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .files import DEFAULT_FOLDER, SUFFIXES, DataError, one_line, read_image, read_npz
+from kindred import torchvision_import
+from kindred.lazy import lazy
+
+from .files import DEFAULT_FOLDER, SUFFIXES, DataError, one_line, read_image, read_npz, safetensors_header
 from .images import Images
 
 if TYPE_CHECKING:
+    import safetensors.torch as safetensors_torch
     import torch
+else:
+    safetensors_torch, torch = lazy("safetensors.torch"), lazy("torch")
 
 WEIGHTS = "resnet18.safetensors"
 WIDTH = 512
@@ -144,8 +150,6 @@ def _room(places: tuple[Path, ...]) -> tempfile.TemporaryDirectory[str]:
 
 def compute_features(folder: Path, paths: list[Path]) -> np.ndarray:
     """The features of the images: (n, 512), float32."""
-    import torch
-
     network = _network(folder)
     prepare = _torchvision().models.ResNet18_Weights.IMAGENET1K_V1.transforms()
 
@@ -161,17 +165,12 @@ def compute_features(folder: Path, paths: list[Path]) -> np.ndarray:
 
 def _network(folder: Path) -> torch.nn.Module:
     """ResNet-18 without its last layer: images (n, 3, 224, 224) to features (n, 512)."""
-    import torch
-    from safetensors.torch import load_file
-
-    from .files import safetensors_header
-
     models = _torchvision().models
     file = folder / WEIGHTS
     if file.is_file():
         try:
             safetensors_header(file)
-            state = load_file(file)
+            state = safetensors_torch.load_file(file)
         except Exception as error:
             raise DataError(f"{file} cannot be read as safetensors: {one_line(error)}") from error
     else:
@@ -195,9 +194,7 @@ def _network(folder: Path) -> torch.nn.Module:
 
 
 def _torchvision() -> ModuleType:
-    from kindred.torchvision_import import import_torchvision
-
     try:
-        return import_torchvision()
+        return torchvision_import.import_torchvision()
     except ImportError as error:
         raise DataError(f"the features of office-home are computed by torchvision: {one_line(error)}") from error

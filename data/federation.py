@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kindred.lazy import lazy
+
 from .partitions import Partition
 from .sources import DataError, Images
 from .task import Task
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     import torch
 
     Samples = tuple[torch.Tensor, torch.Tensor]
+else:
+    torch = lazy("torch")
 
 
 @dataclass(frozen=True)
@@ -134,8 +138,6 @@ class Federation:
         DataError
             No such client.
         """
-        import torch
-
         if not isinstance(client, int) or client not in range(self.num_clients):
             raise DataError(f"client {client} has no data: num-clients is {self.num_clients}, clients count from 0")
 

@@ -15,12 +15,11 @@ import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, cast
+from typing import IO, cast
 
 import numpy as np
-
-if TYPE_CHECKING:
-    import PIL.Image
+from PIL import Image
+from safetensors import safe_open
 
 DEFAULT_FOLDER = "~/.cache/kindred"
 """Where datasets that torchvision downloads lie unless data-dir says otherwise."""
@@ -156,7 +155,7 @@ def _fill(file: IO[bytes], part: memoryview) -> None:
 # --- Images ---------------------------------------------------------------------------------------------
 
 
-def read_image(path: Path, mode: str = "RGB") -> PIL.Image.Image:
+def read_image(path: Path, mode: str = "RGB") -> Image.Image:
     """An image of a file in Pillow's mode ("RGB", "L" for grey); DataError where it cannot be read."""
     with _opened_image(path) as image:
         return image.convert(mode)
@@ -178,9 +177,7 @@ def check_folder(folder: Path, paths: Sequence[Path], image_bytes: int) -> None:
 
 
 @contextmanager
-def _opened_image(path: Path) -> Iterator[PIL.Image.Image]:
-    from PIL import Image
-
+def _opened_image(path: Path) -> Iterator[Image.Image]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what else is in the file, and of sizes that are refused here
@@ -195,7 +192,7 @@ def _opened_image(path: Path) -> Iterator[PIL.Image.Image]:
         raise DataError(f"{path} cannot be read as an image: {one_line(error)}") from error
 
 
-def _check_pixels(image: PIL.Image.Image) -> None:
+def _check_pixels(image: Image.Image) -> None:
     if (pixels := image.width * image.height) > MOST_PIXELS:
         raise ValueError(f"it declares {image.width}x{image.height} = {pixels:,} pixels, allowed: {MOST_PIXELS:,}")
     if image.format == "TIFF":  # of which whole tiles are unpacked, and a tile may be larger than the image
@@ -215,8 +212,6 @@ def safetensors_header(path: Path) -> tuple[dict[str, str], dict[str, tuple[int,
     Exception
         The file cannot be read, declares what it does not carry, or has a header that is too long.
     """
-    from safetensors import safe_open
-
     with open(path, "rb") as file:
         if (size := int.from_bytes(file.read(8), "little")) > HEADER_BYTES:
             raise ValueError(f"it declares a header of {size:,} bytes, allowed: {HEADER_BYTES:,}")

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kindred.lazy import lazy
+
 from .federation import SiteData
 from .files import check_folder, image_size
 from .public import read_public
@@ -21,6 +23,8 @@ from .task import Task
 
 if TYPE_CHECKING:
     import torch
+else:
+    torch = lazy("torch")
 
 LABEL = "label"
 """The column of a table that holds the labels."""
@@ -100,8 +104,6 @@ class Sites:
         DataError
             They cannot be read, or are not of this shape and these classes.
         """
-        import torch
-
         if "data-dir" not in self._files:
             raise DataError(f"data-dir is not in the node config, allowed: {KINDS}")
         images = read_site(self._files["data-dir"], self.task.class_names)

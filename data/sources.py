@@ -7,15 +7,22 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kindred import torchvision_import
 from kindred.extensions import Registry
+from kindred.lazy import lazy
 
 from .features import folder_features
 from .files import DEFAULT_FOLDER, SUFFIXES, DataError, one_line, read_image, read_npz
 from .images import Images
+
+if TYPE_CHECKING:
+    from sklearn import datasets as sklearn_datasets
+else:
+    sklearn_datasets = lazy("sklearn.datasets")
 
 # What added datasets are made with, those of other files among it.
 __all__ = [
@@ -90,9 +97,7 @@ def there(data_dir: str, needs: str) -> Path:
 
 def _digits(data_dir: str) -> Images:
     """scikit-learn's digits, always in the same halves, each class in as equal parts as can be."""
-    from sklearn.datasets import load_digits
-
-    x, y = load_digits(return_X_y=True)
+    x, y = sklearn_datasets.load_digits(return_X_y=True)
     x = x.reshape(-1, 1, 8, 8).astype(np.uint8)  # whole numbers, 0 to 16
     order = np.lexsort((np.random.default_rng(0).random(len(y)), y))
     train, test = np.sort(order[0::2]), np.sort(order[1::2])
@@ -160,10 +165,8 @@ class _Published:
         return _checked(self._read(path), path / self.folder, self.num_classes, self.image_shape)
 
     def _class(self) -> type:
-        from kindred.torchvision_import import import_torchvision
-
         try:
-            return getattr(import_torchvision().datasets, self.torchvision)
+            return getattr(torchvision_import.import_torchvision().datasets, self.torchvision)
         except ImportError as error:
             text = f"{self.torchvision} is read by torchvision, an .npz file needs none: {one_line(error)}"
             raise DataError(text) from error

@@ -10,11 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kindred.lazy import lazy
+
 from .files import MOST_PIXELS
 from .sources import DataError
 
 if TYPE_CHECKING:
     import torch
+else:
+    torch = lazy("torch")
 
 MOST = 1_000_000
 """Channels of an image, and classes: so much is refused in a file before a network is made of its size."""
@@ -60,8 +64,6 @@ class Task:
 
     def tensor(self, x: np.ndarray) -> torch.Tensor:
         """`normalised` images as a tensor."""
-        import torch
-
         return torch.from_numpy(self.normalised(x))
 
     def check_shape(self, image_shape: tuple[int, ...]) -> None:

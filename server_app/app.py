@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any
 from flwr.app import ArrayRecord, ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
 from flwr.supercore import log
+from flwr.supercore.object_ref import load_app
 
 from kindred import REGISTRY, InlineGrid, Method, make_model
 from kindred.client.models import network_names, parse_models
+from kindred.client.site import fingerprint_of
 from kindred.client.state import MIXTURE, MODEL, NotResumable, end_simulation, saved_files, simulated
 from kindred.data import DATASETS, Federation, Sites, load_clients
 from kindred.engine.model_store import last_layers
+from kindred.lazy import lazy
 from kindred.messages import to_record, with_prefix
 from kindred.settings import ROUNDS, TRAINING
 
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
     import torch
 
     from kindred import PersonalizedStrategy
+else:
+    torch = lazy("torch")
 
 CLIENT_APP = "kindred.client_app.app:app"  # as in pyproject.toml
 
@@ -54,9 +59,6 @@ def run_inline(config: Config, threads: int = 1) -> RunFolder:
     -------
     RunFolder
     """
-    import torch
-    from flwr.supercore.object_ref import load_app
-
     torch.set_num_threads(threads)
     client_app = load_app(CLIENT_APP, ConfigError)
     return run(InlineGrid(client_app, config.num_clients, config.run_config()), config)
@@ -107,8 +109,6 @@ def prepare(config: Config, federation: Federation | Sites) -> tuple[Personalize
                 {key: array for name, start in arrays.items() for key, array in with_prefix(name, start).items()}
             )
     elif method.needs_public_set and isinstance(federation, Federation):
-        from kindred.client.site import fingerprint_of
-
         given["public_set"] = fingerprint_of(federation.public_set())
     return make_strategy(config, **given), initial_arrays
 
@@ -188,8 +188,6 @@ def images_of(config: Config, federation: Federation | Sites) -> str | None:
         return None
     if not REGISTRY[config.strategy].needs_public_set:
         return federation.fingerprint
-    from kindred.client.site import fingerprint_of
-
     return f"{federation.fingerprint}, public {fingerprint_of(federation.public_set())}"
 
 

@@ -34,6 +34,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from flwr.supercore import log
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
 
 from kindred.client.state import partial_files, replacing
 from kindred.engine.checkpoint import Checkpoints
@@ -41,7 +43,7 @@ from kindred.messages import ClientId, in_order, read_record
 
 from .config import ConfigError
 from .report.content import REPORT, write_report
-from .report.pictures import run_pictures
+from .report.run_figures import run_figures
 from .run_files import (
     check_resumable,
     client_array,
@@ -253,7 +255,7 @@ class RunFolder:
         if tree:
             write_json(self.path / "clusters.json", tree)
 
-        pictures = run_pictures(self.settings, history.rows, last, strategy.collaboration, tree, federation)
+        pictures = run_figures(self.settings, history.rows, last, strategy.collaboration, tree, federation)
         for name, draw in pictures.items():
             with failing_is_a_warning(self.path / f"{name}.png"):
                 if figure := draw():
@@ -272,9 +274,6 @@ class RunFolder:
         about: Callable[[ClientId], Mapping[str, str]] | None,
     ) -> None:
         """Write each client's model to its place inside the run's folder."""
-        from safetensors import SafetensorError
-        from safetensors.numpy import save_file
-
         for client in in_order(records):
             texts = {
                 "strategy": str(self.settings["strategy"]),

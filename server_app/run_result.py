@@ -12,11 +12,12 @@ import numpy as np
 from safetensors.torch import load_file
 
 from kindred.data import load_federation
+from kindred.lazy import lazy
 from kindred.messages import ClientId
 
 from .prediction.predictor import Predictor
 from .report.collaboration import matrix_files, read_matrix
-from .report.pictures import run_pictures
+from .report.run_figures import run_figures
 from .run_files import read_config, read_summary, what_data
 from .tables import read_table
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     import pandas
     import torch
     from matplotlib.figure import Figure
+else:
+    pandas = lazy("pandas")
 
 
 class RunResult:
@@ -91,7 +94,7 @@ class RunResult:
     @cached_property
     def figures(self) -> dict[str, Figure]:
         clusters = self.folder / "clusters.json"
-        pictures = run_pictures(
+        pictures = run_figures(
             self.settings,
             self.rows,
             self.summary["rounds"],
@@ -138,10 +141,9 @@ class PersonalModels(Mapping[ClientId, "dict[str, torch.Tensor]"]):
 def data_frames(tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, pandas.DataFrame]:
     """Return rows as tables of pandas, by the same names; ImportError of one line where pandas is not installed."""
     try:
-        import pandas
+        return {name: pandas.DataFrame(list(rows)) for name, rows in tables.items()}
     except ImportError:
         raise ImportError(
             "tables need pandas, which is not installed: pip install 'kindred-fl[pandas]'; "
             "rows and summary hold the same without it"
         ) from None
-    return {name: pandas.DataFrame(list(rows)) for name, rows in tables.items()}

@@ -7,6 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
 from kindred.engine.history import COMPUTE
 from kindred.messages import ClientId, in_order
 
@@ -15,8 +19,6 @@ from .run_files import failing_is_a_warning, read_summary, save_figure, what_dat
 from .tables import read_table
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from kindred.engine.history import History
 
 SUMMED = (*COMPUTE, "floats", "bytes-fedavg")
@@ -87,9 +89,6 @@ def comparison_table(summaries: Sequence[Mapping[str, Any]], terminal: bool = Tr
     terminal : bool
         False leaves out the rules and the emphasis on the best of each column of accuracies.
     """
-    from rich import box
-    from rich.table import Table
-
     table = Table(box=box.SIMPLE_HEAD if terminal else None, show_edge=terminal, pad_edge=False)
     table.add_column("strategy", no_wrap=True)
     columns = {"mean %": "accuracy", "best %": "accuracy-best", "bottom decile %": "accuracy-p10"}
@@ -128,8 +127,6 @@ def compare_runs(folders: Sequence[Path], picture: Path, file: TextIO | None = N
     ValueError
         One of the runs did not finish.
     """
-    from rich.console import Console
-
     summaries = [read_summary(folder) for folder in folders]
     console = Console(file=file or sys.stdout, highlight=False)
     if not console.is_terminal:

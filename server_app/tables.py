@@ -18,6 +18,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from kindred.client.state import replacing
+
 MARK = "'"
 RUN = re.compile(rf"\s*[=+\-@＝＋－＠]|[\t\r\n]|{MARK}")  # the wide forms count where East Asian languages are set
 
@@ -57,7 +59,7 @@ def read_table(path: Path) -> list[dict[str, Any]]:
     finally:
         csv.field_size_limit(limit)
     columns = [column.removeprefix(MARK) for column in header]
-    return [{key: _value(key, cell) for key, cell in zip(columns, row) if cell} for row in rows if row]
+    return [{key: _value(key, cell) for key, cell in zip(columns, row, strict=False) if cell} for row in rows if row]
 
 
 def _value(key: str, cell: str) -> int | float | str:
@@ -90,8 +92,6 @@ class GrowingTable:
 
     def extend(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write the rows that are not in the file yet. A new column has the file written anew, once."""
-        from kindred.client.state import replacing  # waits for Flower
-
         added = rows[self.written :]
         columns = dict(self.columns)
         for row in added:

@@ -184,7 +184,7 @@ def known_weights(losses: Losses, temperature: float) -> dict[ClientId, float]:
     """w_ij of the models that a client has received: their owners, in order, and the weights."""
     known = in_order(losses.smoothed)
     weights = collaborator_weights(losses.averages(known), temperature) if known else np.zeros(0)
-    return dict(zip(known, weights.tolist()))
+    return dict(zip(known, weights.tolist(), strict=True))
 
 
 # --- The client ---------------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ class FedeRiCoClient:
 
         # M-step
         sent = with_prefix(NEW_MODEL, models[0]) if is_new else {}
-        for place, (arrays, weight) in enumerate(zip(models, weights.tolist())):
+        for place, (arrays, weight) in enumerate(zip(models, weights.tolist(), strict=True)):
             if weight >= max(float(config["min-weight"]), SMALLEST):
                 update = weighted_update(visit, arrays, weight, scale, own=place == 0)
                 if all(np.isfinite(array).all() for array in update.values()):

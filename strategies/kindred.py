@@ -370,7 +370,7 @@ class Kindred(CloudModels):
             yield from super().clouds(clients, senders, rows)
             return
         known = set(senders)
-        for client, model in zip(clients, self.models.combinations(rows, senders)):
+        for client, model in zip(clients, self.models.combinations(rows, senders), strict=False):
             self._momentum.advance(model, (1 - kept) * (1 - self._share) if client in known else 1.0)
             yield self.models.combined_record(model, client)
 
@@ -446,7 +446,7 @@ class Kindred(CloudModels):
         senders, samples, latest = self._trained()
         neighbours, own = self._neighbour_weights(clients, senders, samples)
         for probe, rows in probe_weights(neighbours, latest, own).items():
-            for client, record in zip(clients, super().clouds(clients, senders, rows)):
+            for client, record in zip(clients, super().clouds(clients, senders, rows), strict=False):
                 yield SideEvaluation(client, probe, record, self._work)
 
     def take_side_loss(self, client: ClientId, name: str, loss: float) -> None:
@@ -469,7 +469,7 @@ class Kindred(CloudModels):
         known = own.any(axis=1, keepdims=True)  # (r, 1)
         kept = self._places.mean
         rows = np.where(known, (1 - kept) * starts + kept * own, starts)  # (r, m)
-        for client, record in zip(clients, self.clouds(clients, senders, rows, kept)):
+        for client, record in zip(clients, self.clouds(clients, senders, rows, kept), strict=False):
             mine = self.models[client] if client in self._samples and client not in senders else record
             adjustment = Adjustment.read(self._adjustments.get(client, {}))
             yield mine if adjustment.name is None else to_record(adjustment.added(read_record(mine)))

@@ -29,15 +29,25 @@ def lazy(name: str) -> Any:
 
 
 class _StandIn:
-    _module: ModuleType | None = None
+    __slots__ = ("_module", "_name")
+    _module: ModuleType | None
+    _name: str
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        object.__setattr__(self, "_module", None)
+        object.__setattr__(self, "_name", name)
 
-    def __getattr__(self, attribute: str) -> Any:  # only for what is not found above: all of the module's own
+    def __getattr__(self, attribute: str) -> Any:  # only for what is not found in the class: all of the module's own
         if self._module is None:
-            self._module = import_module(self._name)
+            object.__setattr__(self, "_module", import_module(self._name))
         return getattr(self._module, attribute)
+
+    def __setattr__(self, attribute: str, value: Any) -> None:
+        setattr(import_module(self._name), attribute, value)
+
+    @property
+    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]  # vars() is the module's
+        return self.__getattr__("__dict__")
 
     def __reduce__(self) -> tuple[Any, tuple[str]]:
         return lazy, (self._name,)

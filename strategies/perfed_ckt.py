@@ -443,7 +443,7 @@ class PerFedCKT(PersonalizedStrategy):
         logits = np.stack([self._received.pop(client) for client in answered])  # (m, P, N)
         found = cluster_logits(logits, self.num_clusters, seed_for(self.seed, "clusters", server_round))
         self._centroids, assignment = merge_small_clusters(logits, *found, self.min_cluster_size)
-        self._cluster_of = dict(zip(answered, assignment.tolist()))
+        self._cluster_of = dict(zip(answered, assignment.tolist(), strict=True))
         self.history.count(clusters=len(self._centroids))
         for client, cluster in self._cluster_of.items():
             self.history.count(client, cluster=cluster)

@@ -34,15 +34,16 @@ def import_torchvision() -> ModuleType:
     ImportError
         torchvision is not installed, or fails for another reason.
     """
+    # Inside the function, and not through `lazy`: an import that fails is mended and done again.
     try:
-        import torchvision
+        import torchvision  # noqa: PLC0415
     except RuntimeError as error:
         if "operator torchvision::" not in str(error):
             raise ImportError(f"torchvision cannot be imported beside torch {torch.__version__}: {error}") from error
         for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
             del sys.modules[name]  # what the failed import left behind
         _declare_operators()
-        import torchvision
+        import torchvision  # noqa: PLC0415
     return torchvision
 
 

@@ -10,7 +10,7 @@ import pytest
 from sklearn.datasets import load_digits
 from typer.testing import CliRunner
 
-from kindred.server_app.cli.run import app
+from kindred.server_app.cli.commands import app
 
 
 def kindred(*arguments: object, code: int = 0) -> str:

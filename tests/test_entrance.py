@@ -13,7 +13,8 @@ from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
 import kindred
-from kindred.server_app import app as application
+from kindred.lazy import lazy
+from kindred.server_app import app as application, run_result
 from kindred.server_app.cli.run import app as command_line
 from kindred.server_app.comparison.result import ComparisonResult
 from kindred.server_app.config import ConfigError
@@ -121,6 +122,7 @@ def test_tables_are_data_frames(ran) -> None:
 
 def test_without_pandas_tables_say_what_to_install(ran, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
+    monkeypatch.setattr(run_result, "pandas", lazy("pandas"))  # not imported yet
     with pytest.raises(ImportError, match=r"^tables need pandas, .* pip install 'kindred-fl\[pandas\]'; .*$"):
         _ = RunResult(ran.run.folder).tables
     with pytest.raises(ImportError, match="tables need pandas"):

@@ -23,7 +23,7 @@ from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 from typer.testing import CliRunner
 
 from kindred.engine.roster import REGISTERED
-from kindred.server_app.cli.run import app
+from kindred.server_app.cli.commands import app
 from kindred.server_app.deployment import (
     keys as keys_command,
     registration as site_registration,

@@ -28,7 +28,7 @@ from kindred.server_app.cli import report as _report, run as cli  # noqa: F401  
 from kindred.server_app.config import Config, ConfigError
 from kindred.server_app.report import content as report, watch as see
 from kindred.server_app.report.content import comparison_content, run_content, write_report
-from kindred.server_app.report.page import STYLE
+from kindred.server_app.report.render import STYLE
 from kindred.server_app.results import RunFolder
 from tests.test_results import TWO_ROUNDS, row, run_of, settings
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import typer
+from rich import box
+from rich.console import Console
+from rich.table import Column, Table
 
 from kindred.extensions import ExtensionError
-
-# What takes time to import is imported where it is needed: `kindred --help` needs nothing of it.
-if TYPE_CHECKING:
-    from rich.table import Column, Table
 
 UsageError: Any = typer.BadParameter.__base__  # click's, which is a part of typer
 
@@ -45,9 +44,6 @@ def option(name: str, metavar: str, meaning: str) -> Any:
 
 def print_table(columns: Iterable[str | Column], lines: Iterable[Iterable[str]]) -> None:
     """Print lines below the titles of their columns."""
-    from rich import box
-    from rich.table import Column, Table
-
     first, *others = (column if isinstance(column, Column) else Column(column, overflow="fold") for column in columns)
     first.no_wrap = True  # what is to be typed
     table = Table(first, *others, box=box.SIMPLE_HEAD, pad_edge=False)
@@ -58,8 +54,6 @@ def print_table(columns: Iterable[str | Column], lines: Iterable[Iterable[str]])
 
 def print_rich_table(table: Table) -> None:
     """Print a table of rich."""
-    from rich.console import Console
-
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 1000  # a file or a pipe has room: a table is as wide as its longest lines

@@ -6,11 +6,24 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+from rich.markup import escape
+from rich.table import Column
+
+from kindred.lazy import lazy
 from kindred.server_app.prediction import INPUTS
 
 from .common import app, end, option, print_table
+
+if TYPE_CHECKING:  # `kindred --help` waits for nothing of it
+    from kindred import data
+    from kindred.server_app import config
+    from kindred.server_app.prediction import evaluation, output as prediction
+else:
+    data, config = lazy("kindred.data"), lazy("kindred.server_app.config")
+    evaluation = lazy("kindred.server_app.prediction.evaluation")
+    prediction = lazy("kindred.server_app.prediction.output")
 
 ModelFile = Annotated[
     Path, option("model", "FILE", "A personal model or a mixture: model.safetensors, mixture.safetensors.")
@@ -28,13 +41,11 @@ def predict(
     The column `input` is a file's name, or a row's number, from 0.
     """
     with _refusals():
-        from kindred.server_app.prediction.output import predictions, save_predictions, writing
-
-        table = predictions(model, given)
+        table = prediction.predictions(model, given)
         if output is not None:
-            save_predictions(table, output)
+            prediction.save_predictions(table, output)
         else:
-            with writing("standard output cannot be written to"):
+            with prediction.writing("standard output cannot be written to"):
                 sys.stdout.buffer.write(table)
                 sys.stdout.buffer.flush()
 
@@ -51,19 +62,13 @@ def evaluate(
 ) -> None:
     """Say how well a model does on a site's test data."""
     with _refusals():
-        from kindred.server_app.prediction.evaluation import evaluate_model
-        from kindred.server_app.prediction.output import save_evaluation
-
-        found = evaluate_model(model, data_dir)
+        found = evaluation.evaluate_model(model, data_dir)
         _show_evaluation(found)
         if output_dir is not None:
-            save_evaluation(found, output_dir)
+            prediction.save_evaluation(found, output_dir)
 
 
 def _show_evaluation(found: Mapping[str, Any]) -> None:
-    from rich.markup import escape
-    from rich.table import Column
-
     def percent(share: float | None) -> str:
         return "-" if share is None else f"{100 * share:.1f}"
 
@@ -81,10 +86,7 @@ def _show_evaluation(found: Mapping[str, Any]) -> None:
 @contextmanager
 def _refusals() -> Iterator[None]:
     """End with a line and code 2 for what cannot be used."""
-    from kindred.data import DataError
-    from kindred.server_app.config import ConfigError
-
     try:
         yield
-    except (ConfigError, DataError) as error:
+    except (config.ConfigError, data.DataError) as error:
         end(2, " ".join(str(error).splitlines()))  # a file's name may have several lines

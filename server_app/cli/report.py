@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kindred.lazy import lazy
+
 from .common import app, end, option, show
+
+if TYPE_CHECKING:  # `kindred --help` waits for nothing of it
+    from kindred.server_app import config
+    from kindred.server_app.report import content, watch as watching
+else:
+    config, content = lazy("kindred.server_app.config"), lazy("kindred.server_app.report.content")
+    watching = lazy("kindred.server_app.report.watch")
 
 LOOK_SECONDS = 0.5  # between two looks at the folder
 
@@ -18,12 +27,9 @@ Folder = typer.Argument(metavar="DIR", show_default=False)
 @app.command()
 def report(folder: Annotated[Path, Folder]) -> None:
     """Write report.html into the folder of a run, or of a comparison."""
-    from kindred.server_app.config import ConfigError
-    from kindred.server_app.report.content import write_report
-
     try:
-        path = write_report(_existing(folder))
-    except (ConfigError, OSError) as error:
+        path = content.write_report(_existing(folder))
+    except (config.ConfigError, OSError) as error:
         end(2, str(error))
     print(path)
 
@@ -34,16 +40,13 @@ def watch(
     port: Annotated[int, option("port", "N", "Port on 127.0.0.1 (default 0: any that is free).")] = 0,
 ) -> None:
     """Serve the report of a run while it goes on, on this machine alone; Ctrl-C ends it."""
-    from kindred.server_app.config import ConfigError
-    from kindred.server_app.report.watch import POLL_SECONDS, Watcher
-
     try:
-        with Watcher(_existing(folder), port).serving() as watcher:
+        with watching.Watcher(_existing(folder), port).serving() as watcher:
             show(f"{watcher.address} shows {watcher.folder}; Ctrl-C ends it")
             while not watcher.finished:
                 time.sleep(LOOK_SECONDS)
-            time.sleep(2 * POLL_SECONDS)  # open pages ask for the end
-    except ConfigError as error:
+            time.sleep(2 * watching.POLL_SECONDS)  # open pages ask for the end
+    except config.ConfigError as error:
         end(2, str(error))
     except KeyboardInterrupt:
         show("ended; the run goes on without it")
@@ -52,9 +55,7 @@ def watch(
 
 
 def _existing(folder: Path) -> Path:
-    from kindred.server_app.config import ConfigError
-
     folder = folder.expanduser().absolute()
     if not folder.is_dir():
-        raise ConfigError(f"{str(folder)!r} is no folder; name that of a run, or of a comparison")
+        raise config.ConfigError(f"{str(folder)!r} is no folder; name that of a run, or of a comparison")
     return folder

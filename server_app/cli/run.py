@@ -5,16 +5,31 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.table import Column
 
+from kindred import REGISTRY
+from kindred.lazy import lazy
 from kindred.versions import check_flower
 
 from .common import app, end, option, print_rich_table, print_table, show
 
-# What takes time to import is imported where it is needed: `kindred --help` needs nothing of it.
+if TYPE_CHECKING:  # `kindred --help` waits for nothing of it but the commands
+    from kindred import data
+    from kindred.client import models
+    from kindred.server_app import config, engines, presets as papers, run_files, run_log, runs, summary
+    from kindred.server_app.comparison import texts
 
+    from . import commands
+else:
+    data, models = lazy("kindred.data"), lazy("kindred.client.models")
+    config, engines = lazy("kindred.server_app.config"), lazy("kindred.server_app.engines")
+    papers, texts = lazy("kindred.server_app.presets"), lazy("kindred.server_app.comparison.texts")
+    run_files, run_log = lazy("kindred.server_app.run_files"), lazy("kindred.server_app.run_log")
+    runs, summary = lazy("kindred.server_app.runs"), lazy("kindred.server_app.summary")
+    commands = lazy("kindred.server_app.cli.commands")
 
 # Options that more than one command has.
 Dataset = Annotated[str | None, option("dataset", "NAME", "The images; see `kindred datasets`.")]
@@ -60,26 +75,18 @@ def run(
     ] = "",
 ) -> None:
     """Run a federation on this machine."""
-    from kindred.data import DataError
-    from kindred.server_app.config import ConfigError
-    from kindred.server_app.run_files import run_settings
-    from kindred.server_app.run_log import RunFailed
-
     named = {
         "strategy": strategy, "dataset": dataset, "data-dir": data_dir, "partition": partition,
         "num-clients": clients, "num-rounds": rounds, "seed": seed, "output-dir": output_dir,
     }  # fmt: skip
     try:
-        config = run_settings(given_settings(named, settings or []), resume)
-        # They import PyTorch, for which a bad setting need not wait.
-        from kindred.server_app.engines import Engine
-        from kindred.server_app.runs import run_methods
-
-        where = Engine(engine, cpus_per_client, gpus_per_client)
-        results = run_methods(config, [name.strip() for name in against.split(",") if name.strip()], where, show)
-    except (ConfigError, DataError) as error:
+        checked = run_files.run_settings(given_settings(named, settings or []), resume)
+        # Only now is PyTorch imported, for which a bad setting need not wait.
+        where = engines.Engine(engine, cpus_per_client, gpus_per_client)
+        results = runs.run_methods(checked, [name.strip() for name in against.split(",") if name.strip()], where, show)
+    except (config.ConfigError, data.DataError) as error:
         end(2, str(error))
-    except RunFailed as error:
+    except run_log.RunFailed as error:
         end(error.code, str(error))
     except KeyboardInterrupt as error:
         end(130, str(error) or "ended by SIGINT")
@@ -133,14 +140,6 @@ def compare(
 
     The same command goes on after an interruption.
     """
-    from rich.table import Column
-
-    from kindred.data import DataError
-    from kindred.server_app.comparison.texts import remarks, tables
-    from kindred.server_app.config import ConfigError
-    from kindred.server_app.engines import Engine
-    from kindred.server_app.runs import compare_methods
-
     named = {
         "dataset": dataset, "data-dir": data_dir, "partition": partition, "num-clients": clients,
         "num-rounds": rounds, "output-dir": output_dir,
@@ -154,21 +153,21 @@ def compare(
                 own.setdefault(name, []).append(rest)
             else:
                 for_all.append(assignment)
-        result, code = compare_methods(
+        result, code = runs.compare_methods(
             [name.strip() for name in strategies.split(",") if name.strip()],
             given_settings(named, for_all),
             {name: given_settings({}, assignments) for name, assignments in own.items()},
             seeds=_whole_numbers("--seeds", seeds), reference=reference, scale=scale, preset=preset,
-            engine=Engine(engine, cpus_per_client, gpus_per_client), on_line=show,
+            engine=engines.Engine(engine, cpus_per_client, gpus_per_client), on_line=show,
             command=["kindred", *sys.argv[1:]],
         )  # fmt: skip
-    except (ConfigError, DataError) as error:
+    except (config.ConfigError, data.DataError) as error:
         end(2, str(error))
 
     print(f"\n{result.content['title']}")
-    for (first, *titles), *lines in tables(result.content):
+    for (first, *titles), *lines in texts.tables(result.content):
         print_table((Column(first, no_wrap=True), *titles), lines)
-    for line in remarks(result.content):
+    for line in texts.remarks(result.content):
         print(line)
     try:
         result.save()
@@ -183,9 +182,7 @@ def compare(
 @app.command()
 def presets() -> None:
     """List the papers' settings for `kindred compare --preset`."""
-    from kindred.server_app.presets import load_preset, preset_names
-
-    every = [load_preset(name) for name in preset_names()]
+    every = [papers.load_preset(name) for name in papers.preset_names()]
     print_table(
         ("preset", "methods", "rounds", "seeds", "from"),
         (
@@ -204,8 +201,6 @@ def presets() -> None:
 @app.command()
 def strategies() -> None:
     """List the methods."""
-    from kindred import REGISTRY
-
     columns = (
         "strategy",
         "method",
@@ -235,15 +230,12 @@ def strategies() -> None:
 @app.command()
 def datasets() -> None:
     """List the datasets, the ways to divide them, and the networks."""
-    from kindred.client.models import MODELS
-    from kindred.data import DATASETS, PARTITIONS
-
-    print_table(("dataset", "images"), ((name, source.description) for name, source in DATASETS.items()))
+    print_table(("dataset", "images"), ((name, source.description) for name, source in data.DATASETS.items()))
     print_table(
         ("partition", "who has what", "settings that count"),
-        ((name, scheme.description, ", ".join(scheme.settings)) for name, scheme in PARTITIONS.items()),
+        ((name, scheme.description, ", ".join(scheme.settings)) for name, scheme in data.PARTITIONS.items()),
     )
-    print_table(("model", "network"), ((name, _beginning(model)) for name, model in MODELS.items()))
+    print_table(("model", "network"), ((name, _beginning(model)) for name, model in models.MODELS.items()))
 
 
 def _beginning(thing: Any) -> str:
@@ -257,48 +249,36 @@ def main() -> None:
         check_flower()
     except ImportError as error:
         end(2, str(error))
-    # They add their commands: keys, server, site; predict, evaluate; report, watch.
-    from kindred.server_app.deployment import keys, server, site  # noqa: F401
-
-    from . import predict, report as see  # noqa: F401
-
-    app(prog_name="kindred")
+    commands.app(prog_name="kindred")
 
 
 def given_settings(named: Mapping[str, str | None], assignments: Sequence[str]) -> dict[str, Any]:
     """The settings that a command's options and its --set say, each read as its kind; ConfigError where they cannot."""
-    from kindred.server_app.config import SETTINGS, ConfigError
-
     texts = {key: text for key, text in named.items() if text is not None}
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         if not equals:
-            raise ConfigError(f"--set is {assignment!r}, allowed: key=value")
+            raise config.ConfigError(f"--set is {assignment!r}, allowed: key=value")
         if key in texts:
-            raise ConfigError(f"{key} is given twice: {texts[key]!r} and {text!r}")
+            raise config.ConfigError(f"{key} is given twice: {texts[key]!r} and {text!r}")
         texts[key] = text
-    return {key: SETTINGS[key].parse(text) if key in SETTINGS else text for key, text in texts.items()}
+    return {key: config.SETTINGS[key].parse(text) if key in config.SETTINGS else text for key, text in texts.items()}
 
 
 def _whole_numbers(option: str, text: str) -> list[int]:
-    from kindred.server_app.config import ConfigError
-
     try:
         return [int(word) for word in text.split(",")] if text else []
     except ValueError:
-        raise ConfigError(f"{option} is {text!r}, allowed: whole numbers separated by commas") from None
+        raise config.ConfigError(f"{option} is {text!r}, allowed: whole numbers separated by commas") from None
 
 
 def _print_results(folders: Sequence[Path]) -> None:
     """Print what came out of the runs, side by side; of several, draw the accuracies into the first one's folder."""
-    from kindred.server_app.run_files import read_summary
-    from kindred.server_app.summary import compare_runs, comparison_table
-
     print()
     if len(folders) > 1:
-        compare_runs(folders, folders[0] / "comparison.png")
+        summary.compare_runs(folders, folders[0] / "comparison.png")
     elif folders:
-        print_rich_table(comparison_table([read_summary(folders[0])]))
+        print_rich_table(summary.comparison_table([run_files.read_summary(folders[0])]))
 
 
 def _yes_or_no(value: bool) -> str:

@@ -8,13 +8,28 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey, EllipticCurvePublicKey
+from cryptography.hazmat.primitives.hashes import SHA384
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    load_pem_private_key,
+    load_ssh_private_key,
+    load_ssh_public_key,
+)
+
+from kindred.lazy import lazy
 from kindred.server_app.cli.common import end
 
 from .addresses import Address
 
 if TYPE_CHECKING:
     from cryptography import x509
-    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+else:
+    x509 = lazy("cryptography.x509")
 
 CA, SERVER = "ca", "server"  # names of certificates, and so of no site
 WARNING_DAYS = 60  # before a certificate ends
@@ -39,10 +54,6 @@ def signed_certificate(
     issuer_key: EllipticCurvePrivateKey,
 ) -> bytes:
     """Return a new certificate in PEM, signed with the issuer's key."""
-    from cryptography import x509
-    from cryptography.hazmat.primitives.hashes import SHA384
-    from cryptography.hazmat.primitives.serialization import Encoding
-
     now = datetime.now(UTC)
     builder = (
         x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key)
@@ -58,15 +69,11 @@ def signed_certificate(
 
 def subject_name(name: str) -> x509.Name:
     """Return the subject of a certificate, with a common name."""
-    from cryptography import x509
-
     return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
 
 
 def key_usage(**used: bool) -> x509.KeyUsage:
     """Return the key usage extension with the given usages alone."""
-    from cryptography import x509
-
     usages = (
         "digital_signature",
         "content_commitment",
@@ -83,37 +90,26 @@ def key_usage(**used: bool) -> x509.KeyUsage:
 
 def new_key() -> EllipticCurvePrivateKey:
     """Return a new private key."""
-    from cryptography.hazmat.primitives.asymmetric import ec
-
     return ec.generate_private_key(ec.SECP384R1())
 
 
 def private_pem(key: EllipticCurvePrivateKey) -> bytes:
     """Write a private key in PEM."""
-    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-
     return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
 
 
 def private_openssh(key: EllipticCurvePrivateKey) -> bytes:
     """Write a private key in the format of OpenSSH, the only one that flower-supernode reads."""
-    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-
     return key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
 
 
 def load_pem_key(path: Path) -> Any:
     """Load a private key in PEM; ends the command if it cannot be used."""
-    from cryptography.hazmat.primitives.serialization import load_pem_private_key
-
     return _read(path, lambda content: load_pem_private_key(content, None), "a private key in PEM")
 
 
 def load_site_key(path: Path) -> EllipticCurvePrivateKey:
     """Load a site's private key; ends the command if it cannot be used."""
-    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
-    from cryptography.hazmat.primitives.serialization import load_ssh_private_key
-
     allowed = "a private key as `kindred keys` or ssh-keygen -t ecdsa makes it, without a password"
     key = _read(path, lambda content: load_ssh_private_key(content, None), allowed)
     if not isinstance(key, EllipticCurvePrivateKey):
@@ -131,9 +127,6 @@ def load_ca_key(folder: Path) -> EllipticCurvePrivateKey:
 
 def check_public_key(path: Path) -> None:
     """End the command if a file is not the public key of a site."""
-    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
-    from cryptography.hazmat.primitives.serialization import load_ssh_public_key
-
     allowed = "a public key as `kindred keys` or ssh-keygen -t ecdsa makes it"
     if not isinstance(_read(path, load_ssh_public_key, allowed), EllipticCurvePublicKey):
         end(2, f"{path} holds a key of another kind, allowed: {allowed}")
@@ -141,15 +134,11 @@ def check_public_key(path: Path) -> None:
 
 def load_certificate(path: Path) -> x509.Certificate:
     """Load a certificate in PEM; ends the command if it cannot be used."""
-    from cryptography import x509
-
     return _read(path, x509.load_pem_x509_certificate, "a certificate in PEM")
 
 
 def load_certificates(folder: Path) -> tuple[x509.Certificate, x509.Certificate]:
     """Load those of the CA and of the server; ends the command where they and the server's key are not one set."""
-    from cryptography.exceptions import InvalidSignature
-
     ca, server = (load_certificate(folder / f"{name}.crt") for name in (CA, SERVER))
     if load_pem_key(folder / f"{SERVER}.key").public_key() != server.public_key():
         end(2, f"{folder / SERVER}.key is not the key of {SERVER}.crt")
@@ -161,8 +150,6 @@ def load_certificates(folder: Path) -> tuple[x509.Certificate, x509.Certificate]
 
 
 def _read(path: Path, load: Callable[[bytes], Any], allowed: str) -> Any:
-    from cryptography.exceptions import UnsupportedAlgorithm
-
     try:
         return load(path.read_bytes())
     except OSError as error:
@@ -173,8 +160,6 @@ def _read(path: Path, load: Callable[[bytes], Any], allowed: str) -> Any:
 
 def server_names_in(folder: Path) -> list[str | Address]:
     """What the server's certificate in a folder is for."""
-    from cryptography import x509
-
     extensions = load_certificate(folder / f"{SERVER}.crt").extensions
     try:
         names = extensions.get_extension_for_class(x509.SubjectAlternativeName).value

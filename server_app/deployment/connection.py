@@ -11,11 +11,25 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+import httpx
+from flwr.proto.fleet_pb2 import ActivateNodeRequest
+from flwr.supercore.constant import MAX_TIMESTAMP_DIFF_SECONDS, MIN_TIMESTAMP_DIFF_SECONDS
+from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+from flwr.supercore.protobuf.client import ProtobufRequestContext
+from flwr.supercore.protobuf.constants import PROTOBUF_MEDIA_TYPE
+
+from kindred.lazy import lazy
+
 from .addresses import Address, is_loopback, with_port
 from .certificates import ending, load_certificate, load_site_key, out_of_date
 
 if TYPE_CHECKING:
-    import httpx
+    from cryptography import x509
+    from flwr.supercore import error as flower_error
+    from flwr.supernode import node_auth_http_interceptor as node_auth
+else:
+    x509, flower_error = lazy("cryptography.x509"), lazy("flwr.supercore.error")
+    node_auth = lazy("flwr.supernode.node_auth_http_interceptor")
 
 NOT_ACTIVATED = b"[code: 2004]"  # Flower's: it does not know a key, or the key is in use
 ANSWER_TIMEOUT = 5.0  # s that a site waits for the server's answer when it looks what is wrong
@@ -45,9 +59,6 @@ def faults(link: Link, output: bytes | None = None) -> Iterator[str]:
     output : bytes, optional
         The end of what a SuperNode has written that ended by itself; None if none did.
     """
-    import httpx
-    from cryptography import x509
-
     context: ssl.SSLContext | bool = False
     if link.ca:
         ca = load_certificate(link.ca)
@@ -107,8 +118,6 @@ def clock_fault(date: str, sent: float, received: float, refused: bool = False) 
     refused : bool
         The server has refused a message that was signed now: the clock is off, be it by less than the date can show.
     """
-    from flwr.supercore.constant import MAX_TIMESTAMP_DIFF_SECONDS, MIN_TIMESTAMP_DIFF_SECONDS
-
     try:
         earliest = parsedate_to_datetime(date).timestamp()
     except ValueError:  # it says nothing of the time
@@ -132,33 +141,24 @@ def _key_status(client: httpx.Client, path: Path) -> Literal["refused", "unknown
     The request is a SuperNode's first, with a heartbeat interval that Flower refuses: after it has looked at the time
     of the signature and for the key, and before it changes anything.
     """
-    from flwr.proto.fleet_pb2 import ActivateNodeRequest
-    from flwr.supercore.error import ApiErrorCode, FlowerError
-    from flwr.supercore.primitives.asymmetric import public_key_to_bytes
-    from flwr.supercore.protobuf.client import ProtobufRequestContext
-    from flwr.supercore.protobuf.constants import PROTOBUF_MEDIA_TYPE
-    from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
-
     key = load_site_key(path)
     question = ActivateNodeRequest(public_key=public_key_to_bytes(key.public_key()), heartbeat_interval=0)
     request = client.build_request(
         "POST", "/v1/fleet/activate-node", content=question.SerializeToString(),
         headers={"content-type": PROTOBUF_MEDIA_TYPE, "accept": PROTOBUF_MEDIA_TYPE},
     )  # fmt: skip
-    signed = NodeAuthHttpInterceptor(key, key.public_key())
+    signed = node_auth.NodeAuthHttpInterceptor(key, key.public_key())
     answer = signed.intercept(ProtobufRequestContext("", question, request), lambda each: client.send(each.request))
     if answer.status_code == 401:
         return "refused"
-    error = FlowerError.from_json(answer.text)
-    if error and error.code == ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED:
+    error = flower_error.FlowerError.from_json(answer.text)
+    if error and error.code == flower_error.ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED:
         return "unknown"
-    return "known" if error and error.code == ApiErrorCode.FLEET_INVALID_HEARTBEAT_INTERVAL else None
+    return "known" if error and error.code == flower_error.ApiErrorCode.FLEET_INVALID_HEARTBEAT_INTERVAL else None
 
 
 def _connection_fault(link: Link, error: BaseException) -> str:
     """Say why no answer came."""
-    import httpx
-
     reason: BaseException | None = error
     while reason and not isinstance(reason, OSError):
         reason = reason.__context__

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from kindred.client.state import partial_files, replacing
 from kindred.server_app.cli.common import end
 
 
@@ -44,8 +45,6 @@ def own_folder(folder: Path, alone: bool = True) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             end(2, f"{folder} is in use by another `kindred` that runs")
-        from kindred.client.state import partial_files
-
         for partial, _ in partial_files(folder):  # of one that was killed as it wrote
             partial.unlink()
         yield
@@ -77,8 +76,6 @@ def open_to_others(path: Path) -> str | None:
 
 def write_file(path: Path, content: bytes, mode: int = 0o600) -> None:
     """Write a file, whole or not at all."""
-    from kindred.client.state import replacing
-
     with replacing(path) as temporary:
         temporary.touch(mode=mode)
         temporary.write_bytes(content)

@@ -22,9 +22,24 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from kindred.lazy import lazy
 from kindred.server_app.processes import END_WITH_PARENT
+
+# Each of Flower's processes imports what its own hook changes, and nothing of the others'.
+if TYPE_CHECKING:
+    import uvicorn
+    from flwr.supercore.superexec.executor import subprocess_executor
+    from flwr.superlink import main as superlink
+    from flwr.supernode import start_client_internal
+
+    from . import guard
+else:
+    uvicorn, superlink = lazy("uvicorn"), lazy("flwr.superlink.main")
+    start_client_internal = lazy("flwr.supernode.start_client_internal")
+    subprocess_executor = lazy("flwr.supercore.superexec.executor.subprocess_executor")
+    guard = lazy("kindred.server_app.deployment.guard")
 
 # A command of Flower's that ends, with what it started, when the process that its first argument names does, even by
 # SIGKILL.
@@ -74,8 +89,6 @@ def command(script: str, arguments: Sequence[str], hook: Callable[[], None] | No
 
 def quicken_supernode() -> None:
     """Shorten the pauses of the SuperNode that this process will start, and its clients' start."""
-    from flwr.supernode import start_client_internal
-
     pauses = Pauses()
 
     def start_superexec(arguments: Sequence[str]) -> subprocess.Popen[bytes]:
@@ -116,7 +129,6 @@ def warm_up() -> None:
     """Have clients at work be forks of a process that has imported what takes time."""
     if sys.platform != "linux":  # on macOS a process may fork only before it has imported such libraries
         return
-    from flwr.supercore.superexec.executor import subprocess_executor
 
     def start_forks() -> subprocess.Popen[bytes]:
         return subprocess.Popen([sys.executable, "-P", "-c", FORKS], stdin=subprocess.PIPE)
@@ -145,18 +157,13 @@ def warm_up() -> None:
 
 def guard_superlink() -> None:
     """Have the SuperLink that this process will start take orders from this machine alone, and bound its memory."""
-    import uvicorn
-    from flwr.superlink import main
-
-    from . import guard
-
+    create_app, serve = superlink.create_app, uvicorn.run
     guard.bound_open_files()
-    create_app, serve = main.create_app, uvicorn.run
 
     def create_guarded_app(config: Any, *args: Any) -> Any:
-        superlink = create_app(config, *args)
-        superlink.add_middleware(guard.Guard, names=guard.server_names(config.host, config.ssl_certfile))
-        return superlink
+        guarded = create_app(config, *args)
+        guarded.add_middleware(guard.Guard, names=guard.server_names(config.host, config.ssl_certfile))
+        return guarded
 
-    vars(main).update(create_app=create_guarded_app)
+    vars(superlink).update(create_app=create_guarded_app)
     uvicorn.run = partial(serve, http=guard.Connection, ws="none")

@@ -9,10 +9,12 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
+from kindred.lazy import lazy
 from kindred.server_app.cli.common import app, end, option
 
 from .addresses import LOOPBACK, Address, address_of
@@ -35,6 +37,12 @@ from .certificates import (
     subject_name,
 )
 from .files import absolute_path, own_folder, write_file
+
+if TYPE_CHECKING:
+    from cryptography import x509
+    from cryptography.x509 import oid
+else:
+    x509, oid = lazy("cryptography.x509"), lazy("cryptography.x509.oid")
 
 CA_DAYS, SERVER_DAYS = 3650, 825  # the latter is the most that clients on macOS accept
 
@@ -121,9 +129,6 @@ def make_keys(folder: Path, names: Sequence[str | Address], sites: Iterable[str]
     tuple of Path and str
         A file, and a command that would make the like.
     """
-    from cryptography import x509
-    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
-    from cryptography.x509.oid import ExtendedKeyUsageOID
 
     def files(name: str) -> tuple[Path, Path]:
         return folder / f"{name}.key", folder / f"{name}.crt"
@@ -158,7 +163,7 @@ def make_keys(folder: Path, names: Sequence[str | Address], sites: Iterable[str]
         extensions = [
             (x509.BasicConstraints(ca=False, path_length=None), True),
             (key_usage(digital_signature=True), True),
-            (x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), False),
+            (x509.ExtendedKeyUsage([oid.ExtendedKeyUsageOID.SERVER_AUTH]), False),
             (
                 x509.SubjectAlternativeName(
                     [x509.DNSName(name) if isinstance(name, str) else x509.IPAddress(name) for name in all_names]
@@ -235,8 +240,6 @@ def renewed_certificates(folder: Path) -> Iterator[Path]:
     Path
         A file that has been made.
     """
-    from cryptography import x509
-
     ca, server = load_certificates(folder)
     key = load_ca_key(folder)
     if key.public_key() != ca.public_key():

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from kindred.engine.roster import REGISTERED
 from kindred.server_app.cli.common import warn
 from kindred.server_app.processes import MARK, Signalled, kill_processes, signals_as_exceptions
@@ -42,8 +44,6 @@ def processes_that_end() -> Iterator[str]:
 
 
 def _ask_to_end(mark: str) -> None:
-    import psutil
-
     children = [child for child in psutil.Process().children() if _has_mark(child, mark)]
     for child in children:
         with contextlib.suppress(psutil.Error):
@@ -52,8 +52,6 @@ def _ask_to_end(mark: str) -> None:
 
 
 def _has_mark(process: Any, mark: str) -> bool:
-    import psutil
-
     try:
         return process.environ().get(MARK) == mark
     except psutil.Error:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kindred.client.state import default_root
 from kindred.engine.roster import REGISTERED
 from kindred.server_app.cli.common import app, end, option, warn
 from kindred.server_app.flower_app import CONNECTION, toml, write_flower_app
@@ -59,8 +60,6 @@ def serve(
     insecure: Annotated[bool, typer.Option("--insecure", help="Without TLS and authentication.")] = False,
 ) -> None:
     """Start the server: a SuperLink, on which runs are then started from this machine."""
-    from kindred.client.state import default_root
-
     name = parse_host(host, "--host")
     if keys and insecure:
         end(2, "--keys and --insecure are both given, allowed: one of them")

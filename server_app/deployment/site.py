@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kindred.client.state import default_root
+from kindred.lazy import lazy
 from kindred.server_app.cli.common import app, end, option
 
 from .addresses import LOOPBACK, check_port, is_loopback, parse_server, warn_of_no_tls, with_port
@@ -25,7 +27,14 @@ from .processes import QUIET, show_command
 from .supernode import keep_running, port_for_supernode
 
 if TYPE_CHECKING:
-    from kindred.server_app.config import Config
+    from kindred import data
+    from kindred.data import public as public_images, sites
+    from kindred.server_app import config
+
+    from . import site_check
+else:
+    data, sites, public_images = lazy("kindred.data"), lazy("kindred.data.sites"), lazy("kindred.data.public")
+    config, site_check = lazy("kindred.server_app.config"), lazy("kindred.server_app.deployment.site_check")
 
 
 @app.command()
@@ -63,8 +72,6 @@ def site(
     check: Annotated[bool, typer.Option("--check", help="Check and print, start nothing.")] = False,
 ) -> None:
     """Take part as a site with data of its own: check the data, then keep a SuperNode running."""
-    from kindred.client.state import default_root
-
     check_site_name("NAME", name)
     host, superlink_port = parse_server(server)
     if insecure and (ca or key):
@@ -151,14 +158,10 @@ def node_config(values: Mapping[str, str | int | bool]) -> str:
 
 def _print_data_summary(name: str, node: Mapping[str, Any], class_names: Sequence[str]) -> None:
     """Check a site's data, and print what the server learns of them."""
-    from kindred.data import DataError
-    from kindred.data.public import read_public
-    from kindred.data.sites import read_site
-
     try:
-        images = read_site(node["data-dir"], class_names)
-        public = read_public(node["public-data"]) if "public-data" in node else None
-    except DataError as error:
+        images = sites.read_site(node["data-dir"], class_names)
+        public = public_images.read_public(node["public-data"]) if "public-data" in node else None
+    except data.DataError as error:
         end(2, str(error))
     shape, told = "x".join(map(str, images.x_train.shape[1:])), ""
     if public is not None:
@@ -181,30 +184,21 @@ def _print_data_summary(name: str, node: Mapping[str, Any], class_names: Sequenc
     )
 
 
-def _run_config(given: Sequence[str], class_names: str) -> Config:
+def _run_config(given: Sequence[str], class_names: str) -> config.Config:
     """The settings of a run that the site is to fit; ends the command where they are none."""
-    from kindred.server_app.config import ConfigError
-
-    from .site_check import read_run_config
-
     if class_names:
         end(2, "--class-names and --run-config are both given, allowed: one of them, for the run's class-names count")
     try:
-        return read_run_config(given)
-    except ConfigError as error:
+        return site_check.read_run_config(given)
+    except config.ConfigError as error:
         end(2, str(error))
 
 
-def _check_fit(name: str, node: Mapping[str, Any], run: Config) -> None:
+def _check_fit(name: str, node: Mapping[str, Any], run: config.Config) -> None:
     """Say that a site fits a run, or end the command with the reason for which it does not."""
-    from kindred.data import DataError
-    from kindred.server_app.config import ConfigError
-
-    from .site_check import fit
-
     try:
-        print(f"fits the run: {fit(run, node)}", flush=True)
-    except ConfigError as error:
+        print(f"fits the run: {site_check.fit(run, node)}", flush=True)
+    except config.ConfigError as error:
         end(2, str(error))
-    except DataError as error:
+    except data.DataError as error:
         end(2, f"{name} does not fit the run: {' '.join(str(error).split())}")

@@ -6,11 +6,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from flwr.app import Context, RecordDict
+from flwr.common.config import parse_config_args
+from flwr.supercore.object_ref import load_app
+
+from kindred.client.app import introduction_of
 from kindred.data import DataError, Sites
+from kindred.lazy import lazy
+from kindred.messages import CLIENT_ID, NETWORK, NUM_CLASSES, NUM_EXAMPLES, NUM_PUBLIC, PROBLEM
+from kindred.server_app.app import prepare
 from kindred.server_app.config import Config, ConfigError
 
 if TYPE_CHECKING:
     import torch
+else:
+    torch = lazy("torch")
 
 LOAD_SITE = "kindred.client_app.app:load_site"
 
@@ -28,8 +38,6 @@ def read_run_config(given: Sequence[str]) -> Config:
     ConfigError
         They cannot be read, or are not those of a run that sites with data of their own take part in.
     """
-    from flwr.common.config import parse_config_args
-
     text = " ".join(given)
     try:
         settings = parse_config_args(list(given))
@@ -52,8 +60,6 @@ class _SitesAndServer(Sites):
     """The sites of a run whose server is another machine: its public images are not here, others stand for them."""
 
     def public_set(self) -> torch.Tensor:
-        import torch
-
         return torch.zeros(1, *self.image_shape)
 
 
@@ -74,13 +80,6 @@ def fit(config: Config, node_config: Mapping[str, Any]) -> str:
     DataError
         Why the site would be left out.
     """
-    from flwr.app import Context, RecordDict
-    from flwr.supercore.object_ref import load_app
-
-    from kindred.client.app import introduction_of
-    from kindred.messages import CLIENT_ID, NETWORK, NUM_CLASSES, NUM_EXAMPLES, NUM_PUBLIC, PROBLEM
-    from kindred.server_app.app import prepare
-
     elsewhere: dict[str, Any] = {"store": "memory", "public_size": 0}
     here = replace(config, **elsewhere)  # the server's own disk and public images are not here
     try:

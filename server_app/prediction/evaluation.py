@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from sklearn.metrics import confusion_matrix
 
+from kindred.lazy import lazy
 from kindred.parts.mixture import accuracy_and_loss
 from kindred.server_app.config import ConfigError
 from kindred.server_app.report.figures import MOST_NAMED, new_figure, short_name
@@ -17,7 +18,10 @@ from .inputs import read_test_part
 from .predictor import Predictor
 
 if TYPE_CHECKING:
+    import matplotlib
     from matplotlib.figure import Figure
+else:
+    matplotlib = lazy("matplotlib")
 
 MOST_EVALUATED = 2000  # classes, of which a confusion matrix has the square
 SMALLEST_PRINT = 5  # points, in which a count can still be read
@@ -74,7 +78,13 @@ def evaluation(probabilities: np.ndarray, labels: np.ndarray, classes: Sequence[
     def share(hits: int, of: int) -> float | None:
         return hits / of if of else None
 
-    lines = zip(classes, confusion.diagonal().tolist(), confusion.sum(axis=1).tolist(), confusion.sum(axis=0).tolist())
+    lines = zip(
+        classes,
+        confusion.diagonal().tolist(),
+        confusion.sum(axis=1).tolist(),
+        confusion.sum(axis=0).tolist(),
+        strict=True,
+    )
     return {
         "images": len(labels), "accuracy": accuracy, "loss": loss,
         "classes": [{"class": name, "images": there, "accuracy": share(hits, there), "precision": share(hits, said)}
@@ -93,8 +103,6 @@ def confusion_figure(confusion: np.ndarray, classes: Sequence[str], title: str) 
     classes : sequence of N str
     title : str
     """
-    from matplotlib import colormaps
-
     count = len(classes)
     totals = confusion.sum(axis=1, keepdims=True)  # (N, 1)
     shares = np.where(totals > 0, confusion / np.maximum(totals, 1), np.nan)  # (N, N)
@@ -102,7 +110,7 @@ def confusion_figure(confusion: np.ndarray, classes: Sequence[str], title: str) 
     side = 6.4 if count <= 15 else 8.4
     figure, axes = new_figure(title, (side + 0.9, side))
     # One hue that only darkens, which needs no seeing of colours.
-    image = axes.imshow(shares, cmap=colormaps["Blues"].with_extremes(bad="#d0d0d0"), vmin=0.0, vmax=1.0)
+    image = axes.imshow(shares, cmap=matplotlib.colormaps["Blues"].with_extremes(bad="#d0d0d0"), vmin=0.0, vmax=1.0)
     figure.colorbar(image, ax=axes, shrink=0.85, pad=0.02).set_label("share of the true class's images")
     if (totals == 0).any():
         axes.set_title("grey: no images of this class", fontsize=9.5)

@@ -6,13 +6,20 @@ import base64
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kindred.data import DataError
 from kindred.data.files import open_npz
+from kindred.lazy import lazy
 from kindred.messages import ClientId, in_order
+
+if TYPE_CHECKING:
+    from scipy.cluster import hierarchy
+    from scipy.spatial import distance
+else:
+    hierarchy, distance = lazy("scipy.cluster.hierarchy"), lazy("scipy.spatial.distance")
 
 MOST_ROUNDS = 50  # matrices that the page holds
 MATRIX_TIMES = 1100  # a matrix of clients that learn alone is nearly all zeros, and deflate reaches 1,032 at the most
@@ -44,7 +51,7 @@ def collaboration_content(folder: Path, groups: Sequence[int] | None) -> dict[st
     clients = in_order({client for _, some, _ in matrices for client in some})
     place = {client: i for i, client in enumerate(clients)}
     shares = np.zeros((len(matrices), len(clients), len(clients)))  # (r, m, m)
-    for share, (_, some, weights) in zip(shares, matrices):
+    for share, (_, some, weights) in zip(shares, matrices, strict=True):
         at = [place[client] for client in some]
         share[np.ix_(at, at)] = np.nan_to_num(weights, posinf=0).clip(0)
     known = groups_of(clients, groups)
@@ -61,7 +68,7 @@ def collaboration_content(folder: Path, groups: Sequence[int] | None) -> dict[st
         "of": len(files),
         "damaged": damaged,
         "strongest": [float(f"{value:.4g}") for value in strongest],
-        "weights": [_bytes(share / (value or 1)) for share, value in zip(shares, strongest)],
+        "weights": [_bytes(share / (value or 1)) for share, value in zip(shares, strongest, strict=True)],
         "own": [_bytes(share) for share in own],
     }
 
@@ -85,14 +92,11 @@ def _by_likeness(shares: np.ndarray) -> np.ndarray:
     """An order of clients in which those that learn much from each other are neighbours: hierarchical clustering."""
     if len(shares) < 3:
         return np.arange(len(shares))
-    from scipy.cluster.hierarchy import leaves_list, linkage
-    from scipy.spatial.distance import squareform
-
     both = (shares + shares.T) / 2
     distances = both.max() - both
     np.fill_diagonal(distances, 0)
     distances = distances.clip(0)
-    return leaves_list(linkage(squareform(distances, checks=False), "average"))
+    return hierarchy.leaves_list(hierarchy.linkage(distance.squareform(distances, checks=False), "average"))
 
 
 def _bytes(values: np.ndarray) -> str:

@@ -1,7 +1,7 @@
 """`report.html`: what a run, or a comparison of runs, came to, in one file that needs nothing else to be read.
 
 `run_content` and `comparison_content` gather what the page shows from the files of the folder alone, as plain JSON;
-`page.page` puts that into the page, whose script draws it. A run that goes on has the same files, so `kindred watch`
+`render.page` puts that into the page, whose script draws it. A run that goes on has the same files, so `kindred watch`
 shows the same page.
 
 Names of clients and reasons of failures are other people's text: in the page they are data, never a part of its code.
@@ -33,7 +33,7 @@ from kindred.server_app.tables import read_table
 
 from .collaboration import collaboration_content, groups_of
 from .figures import carried_forward, is_accuracy
-from .page import page
+from .render import page
 
 REPORT = "report.html"
 COMPARISON = "comparison.json"
@@ -207,7 +207,7 @@ def _curve(lines: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]
     """After every round: accuracies over clients, and what it took until then."""
     rounds, _, values = carried_forward(rows, f"{PERSONAL}-accuracy")  # (r,), (m,), (r, m)
     known = ~np.isnan(values).all(axis=1)
-    top = dict(zip(rounds[known].tolist(), np.nanquantile(values[known], 0.9, axis=1).tolist()))
+    top = dict(zip(rounds[known].tolist(), np.nanquantile(values[known], 0.9, axis=1).tolist(), strict=True))
     return {
         "rounds": [line["round"] for line in lines],
         "mean": _numbers(line.get("accuracy") for line in lines),
@@ -237,7 +237,11 @@ def _stages(rows: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, Any]
         rounds, _, values = carried_forward(rows, key)
         told = {row["round"] for row in rows if is_accuracy(row.get(key))}
         if told:
-            mean = {number: float(np.nanmean(line)) for number, line in zip(rounds.tolist(), values) if number in told}
+            mean = {
+                number: float(np.nanmean(line))
+                for number, line in zip(rounds.tolist(), values, strict=True)
+                if number in told
+            }
             curves[stage] = {"name": STAGES[stage], "mean": _numbers(mean.get(line["round"]) for line in lines)}
     personal = next((line["personal"] for line in reversed(lines) if "personal" in line), None)
     after = next((stage for stage in (TRAINED, TUNED, MIXTURE) if stage in curves), PERSONAL)
@@ -362,7 +366,7 @@ def mean_over_seeds(curves: Sequence[Mapping[str, Any]]) -> dict[str, Any] | Non
     rounds = sorted(set.intersection(*(set(curve["rounds"]) for curve in curves)))
 
     def stacked(key: str) -> np.ndarray:
-        values = [dict(zip(curve["rounds"], curve[key])) for curve in curves]
+        values = [dict(zip(curve["rounds"], curve[key], strict=False)) for curve in curves]
         return np.array([[np.nan if each[number] is None else each[number] for number in rounds] for each in values])
 
     accuracy = stacked("mean")  # (seeds, r)

@@ -7,17 +7,25 @@ can tell apart; lines differ in dash and marker too.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kindred.client.state import MIXTURE
+from kindred.lazy import lazy
 from kindred.messages import PERSONAL, RECEIVED, TRAINED, TUNED, ClientId, in_order
 
 if TYPE_CHECKING:
+    import matplotlib
+    from matplotlib import figure as mpl_figure, ticker
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from sklearn import isotonic
+else:
+    matplotlib, isotonic = lazy("matplotlib"), lazy("sklearn.isotonic")
+    mpl_figure, ticker = lazy("matplotlib.figure"), lazy("matplotlib.ticker")
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito's
 DASHES = ("-", "--", "-.", ":", (0, (6, 1.5, 1, 1.5, 1, 1.5)))
@@ -154,8 +162,6 @@ def collaboration_figure(
         The true group of each client, where there are groups.
     title : str
     """
-    from matplotlib import colormaps
-
     count = len(clients)
     labels = np.zeros(count, dtype=np.int64) if groups is None else np.asarray(groups)
     order = np.argsort(labels, kind="stable")
@@ -166,7 +172,7 @@ def collaboration_figure(
 
     side = 6.4 if count <= MOST_NAMED else 7.4
     figure, axes = new_figure(title, (side + 0.9, side))
-    cmap = colormaps["viridis"].with_extremes(bad="#b0b0b0")
+    cmap = matplotlib.colormaps["viridis"].with_extremes(bad="#b0b0b0")
     strongest = np.nanmax(shares, initial=0.0) or 1.0
     image = axes.imshow(shares, cmap=cmap, vmin=0.0, vmax=strongest)
     bar = figure.colorbar(image, ax=axes, shrink=0.85, pad=0.02)
@@ -371,22 +377,18 @@ def _same(rows: Sequence[Mapping[str, Any]], stage: str) -> bool | None:
 
 def _apart(values: np.ndarray, gap: float, low: float, high: float) -> np.ndarray:
     """Move values apart as little as needed to be `gap` from each other, inside [low, high] if that has room."""
-    from sklearn.isotonic import isotonic_regression
-
     order = np.argsort(values, kind="stable")
     steps = gap * np.arange(len(values))
     # Less i gaps, "at least a gap apart" reads "not decreasing": least squares under that is isotonic regression.
     least, most = low + gap / 2, high - gap / 2 - steps[-1]
     result = np.empty(len(values))
-    result[order] = steps + isotonic_regression(values[order] - steps, y_min=least, y_max=max(least, most))
+    result[order] = steps + isotonic.isotonic_regression(values[order] - steps, y_min=least, y_max=max(least, most))
     return result
 
 
 def new_figure(title: str, size: tuple[float, float]) -> tuple[Figure, Axes]:
     """Return an empty white figure with a title, and its axes."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=size, dpi=150, layout="constrained", facecolor="white")
+    figure = mpl_figure.Figure(figsize=size, dpi=150, layout="constrained", facecolor="white")
     figure.suptitle(short_name(title, 90), fontsize=11, fontweight="bold")
     return figure, figure.add_subplot()
 
@@ -402,10 +404,8 @@ def _accuracy_axes(axes: Axes, rounds: np.ndarray, suffix: str = "") -> None:
 
 
 def _round_axis(axes: Axes, rounds: np.ndarray) -> None:
-    from matplotlib.ticker import MaxNLocator
-
     axes.set_xlabel("round")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
     room = max(0.5, 0.02 * (rounds[-1] - rounds[0]))
     axes.set_xlim(rounds[0] - room, rounds[-1] + room)
 
@@ -437,8 +437,6 @@ def _cluster_text(cluster: Mapping[str, Any], groups: Mapping[ClientId, int] | N
 
 def _wrapped(start: str, clients: Sequence[ClientId]) -> list[str]:
     """Clients' names in lines of a bounded length, and the first few lines alone."""
-    import textwrap
-
     names = ", ".join(short_name(client).replace(" ", "\u00a0") for client in clients)
     return textwrap.wrap(start + names, TEXT_WIDTH, max_lines=TEXT_LINES, placeholder=" …")
 

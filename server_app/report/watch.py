@@ -20,7 +20,7 @@ from kindred.server_app.config import ConfigError
 from kindred.server_app.run_files import is_finished
 
 from .content import run_content
-from .page import embedded, page
+from .render import embedded, page
 
 HOST = "127.0.0.1"
 POLL_SECONDS = 2.0  # between two requests of a page

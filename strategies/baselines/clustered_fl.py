@@ -304,7 +304,7 @@ class ClusteredFL(PersonalizedStrategy):
 
         cluster, rows = self._tree[number], self._to_updates(number, clients)
         norms = update_norms(lambda: self._blocks(rows), np.array([self._examples[client] for client in clients]))
-        for client, length in zip(clients, norms[1].tolist()):
+        for client, length in zip(clients, norms[1].tolist(), strict=True):
             self.history.count(client, update_norm=length, mean_update_norm=norms[0])
         if not is_to_be_divided(*norms, self.eps1, self.eps2):
             cluster.model, cluster.examples = model, mean.weights
@@ -331,7 +331,7 @@ class ClusteredFL(PersonalizedStrategy):
         """Move clients that were sent the model of a divided cluster on to one of its parts."""
         parts = self._tree[number].parts
         updates = [self._tree[part].updates for part in parts]
-        for client, row in zip(clients, self._to_updates(number, clients)):
+        for client, row in zip(clients, self._to_updates(number, clients), strict=True):
             part = nearest_part(self._rows[row, : self.layout.num_parameters], updates)
             self._cluster_of[client] = parts[part]
 

@@ -181,17 +181,17 @@ def adapt(visit: Visit, model: torch.nn.Module, kept: Mapping[str, Mapping[str, 
                 total += loss.double() * len(labels)
                 weights = [
                     improved_weights(*each, float(config[ALA_LEARNING_RATE.key]))
-                    for each in zip(weights, gradients, local, received)
+                    for each in zip(weights, gradients, local, received, strict=True)
                 ]
                 _write(mixed, local, received, weights)
             losses.append(float(total) / len(samples[1]))
-    for buffer, before in zip(model.buffers(), statistics):
+    for buffer, before in zip(model.buffers(), statistics, strict=True):
         buffer.copy_(before)
-    return {name: weight.cpu().numpy() for name, weight in zip(names, weights)}
+    return {name: weight.cpu().numpy() for name, weight in zip(names, weights, strict=True)}
 
 
 def _write(mixed: list[Tensor], local: list[Tensor], received: list[Tensor], weights: list[Tensor]) -> None:
-    for into, *each in zip(mixed, local, received, weights):
+    for into, *each in zip(mixed, local, received, weights, strict=True):
         into.copy_(aggregated(*each))
 
 

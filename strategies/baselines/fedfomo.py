@@ -292,7 +292,7 @@ class FedFomo(StoredModels):
 
     def take(self, client: ClientId, reply: Reply) -> None:
         super().take(client, reply)
-        told = dict(zip(self._sent.owners[client], reply.config[WEIGHTS]))
+        told = dict(zip(self._sent.owners[client], reply.config[WEIGHTS], strict=True))
         self._weights[client] = told
         affinities = self._affinities.setdefault(client, {})
         for other, weight in told.items():

@@ -12,8 +12,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from kindred.extensions import Registry
 from kindred.lazy import lazy
+from kindred.messages import check
 from kindred.torchvision_import import import_torchvision
 
 if TYPE_CHECKING:  # reading the names of the models must not wait for PyTorch
@@ -278,10 +281,6 @@ def model_for_size(names: Sequence[str], num_examples: int, typical: float, seed
     ValueError
         No names, or a number outside what is allowed.
     """
-    import numpy as np
-
-    from kindred.messages import check
-
     check("names", names, len(names) >= 1, "one name or more")
     check("num_examples", num_examples, 0 <= num_examples < math.inf, "0 or more")
     check("typical", typical, 0 < typical < math.inf, "more than 0")

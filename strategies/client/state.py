@@ -29,14 +29,23 @@ from contextlib import contextmanager, suppress
 from hashlib import sha256
 from logging import WARNING
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, TYPE_CHECKING, NamedTuple
 from urllib.parse import quote
 
 import numpy as np
 from flwr.serverapp import Grid
 from flwr.supercore import log
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import load_file, save_file
 
+from kindred.engine.inline import InlineGrid
+from kindred.lazy import lazy
 from kindred.messages import ClientId
+
+if TYPE_CHECKING:
+    from flwr.superlink import grid as superlink_grid
+else:
+    superlink_grid = lazy("flwr.superlink.grid")  # a second, which runs in this process do without
 
 # Names under which a client keeps
 MODEL = "model"  # its personal model
@@ -109,8 +118,6 @@ class ClientState:
         ValueError
             The file is damaged.
         """
-        from safetensors.numpy import load_file
-
         self._loaded.add(name)
         path = self._path(name)
         with _reading(path):
@@ -129,8 +136,6 @@ class ClientState:
         ValueError
             A later round, or attempt, has been at work here: the message for this one comes late.
         """
-        from safetensors.numpy import save_file
-
         self._make_folder()
         last = next(iter(self._versions(name)), None)
         if last and (last.attempt, last.round) > (self._attempt, self._round):
@@ -198,8 +203,6 @@ class _Version(NamedTuple):
 
 def _texts(path: Path) -> dict[str, str] | None:
     """The texts in a file; None if there is no file."""
-    from safetensors import safe_open
-
     try:
         with safe_open(path, "numpy") as file:
             return file.metadata() or {}
@@ -224,8 +227,6 @@ def saved_files(run_id: int, name: str) -> dict[ClientId, Path]:
     dict
         client -> path
     """
-    from safetensors import safe_open
-
     files: dict[ClientId, Path] = {}
     for path in _run_folder(run_id, default_root()).glob(f"client-*/{name}.safetensors"):
         try:
@@ -240,13 +241,7 @@ def saved_files(run_id: int, name: str) -> dict[ClientId, Path]:
 
 def simulated(grid: Grid) -> bool:
     """Whether the clients behind a grid are on this machine, as in Flower's simulation engine and `InlineGrid`."""
-    from kindred.engine.inline import InlineGrid
-
-    if isinstance(grid, InlineGrid):
-        return True
-    from flwr.superlink.grid import InMemoryGrid  # takes a second to import where Flower has not done so
-
-    return isinstance(grid, InMemoryGrid)
+    return isinstance(grid, InlineGrid) or isinstance(grid, superlink_grid.InMemoryGrid)  # noqa: SIM101
 
 
 def begin_simulation(run_id: int, checkpoints: Path | None = None, *, goes_on: bool = False) -> None:
@@ -359,8 +354,6 @@ def _is_running(pid: int) -> bool:
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
     """Have a damaged file named."""
-    from safetensors import SafetensorError
-
     try:
         yield
     except SafetensorError as error:

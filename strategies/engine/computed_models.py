@@ -38,4 +38,4 @@ class ComputedModels(Mapping[ClientId, ArrayRecord]):
 
     def items(self) -> Iterator[tuple[ClientId, ArrayRecord]]:  # type: ignore[override]
         """Compute all models together, which takes fewer products of matrices, and the bits of an evaluation of all."""
-        return zip(self._clients, self._compute(self._clients))
+        return zip(self._clients, self._compute(self._clients), strict=False)

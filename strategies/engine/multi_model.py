@@ -106,7 +106,7 @@ class SeveralModels(PersonalizedStrategy):
         counts = np.array([len(clients) for clients in self._examples], self.layout.dtype)  # (k,)
         counts = counts if counts.any() else np.ones_like(counts)
         mean, row = np.zeros(self.layout.size, self.layout.dtype), np.empty(self.layout.size, self.layout.dtype)  # (d,)
-        for share, record in zip(counts / counts.sum(), self.models):
+        for share, record in zip(counts / counts.sum(), self.models, strict=True):
             self.layout.flatten(read_record(record), row)
             row *= share
             mean += row

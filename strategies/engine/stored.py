@@ -123,7 +123,7 @@ class CloudModels(StoredModels):
         senders, rows = self.cloud_weights(server_round, clients)
         if senders:
             self._weights = (list(clients), senders, rows)
-        yield from zip(clients, self.clouds(clients, senders, rows))
+        yield from zip(clients, self.clouds(clients, senders, rows), strict=False)
 
     def clouds(
         self, clients: Sequence[ClientId], senders: Sequence[ClientId], rows: np.ndarray
@@ -132,7 +132,7 @@ class CloudModels(StoredModels):
         if not senders:
             yield from (self.initial for _ in clients)
             return
-        for client, cloud_model in zip(clients, self.models.combinations(rows, senders)):
+        for client, cloud_model in zip(clients, self.models.combinations(rows, senders), strict=False):
             yield self.models.combined_record(cloud_model, client)
 
     def collaboration(self) -> tuple[list[ClientId], np.ndarray]:

@@ -460,7 +460,7 @@ class PersonalizedStrategy(Hooks, Strategy):
             if side.client in self.roster.nodes and side.client not in self._exchange.not_replied:
                 settings = ConfigRecord({**config, **side.settings})
                 yield self._message(side.client, side.arrays, settings, server_round, MessageType.EVALUATE, side.name)
-        for client, record in zip(clients, self.personal_models(clients)):
+        for client, record in zip(clients, self.personal_models(clients), strict=False):
             yield self._message(client, record, config, server_round, MessageType.EVALUATE)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:

@@ -43,9 +43,9 @@ class Losses:
 
     def update(self, clients: Sequence[ClientId], losses: Sequence[float], beta: float) -> None:
         """Take in the losses of these models; the latest losses of the others enter their averages again."""
-        self.latest |= dict(zip(clients, losses))
+        self.latest |= dict(zip(clients, losses, strict=True))
         known = in_order(self.latest)
-        self.smoothed = dict(zip(known, self._next_averages(known, beta).tolist()))
+        self.smoothed = dict(zip(known, self._next_averages(known, beta).tolist(), strict=True))
 
     def averages_without(self, clients: Sequence[ClientId], beta: float) -> np.ndarray:
         """Lhat_ij, after the next `update`, of the models received before that are not these clients'."""

@@ -64,7 +64,9 @@ class Request:
             or not abs(sum(weights) - 1) < 1e-6
         ):
             clients, weights = [], []
-        return cls(decode(config.get(NEIGHBOURS)), decode(config.get(MIXTURE)), dict(zip(clients, weights)))
+        return cls(
+            decode(config.get(NEIGHBOURS)), decode(config.get(MIXTURE)), dict(zip(clients, weights, strict=True))
+        )
 
 
 def choose_request(

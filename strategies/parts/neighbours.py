@@ -31,4 +31,6 @@ def choose_neighbours(smoothed: np.ndarray, epsilon: float, seed: int, most: int
     left = shuffled[np.argsort(np.asarray(smoothed)[shuffled], kind="stable")].tolist()  # best first
     explores = (rng.random(len(left)) < epsilon)[:most]
     anywhere = rng.random(len(left))[:most]
-    return np.array([left.pop(int(at * len(left)) if explore else 0) for explore, at in zip(explores, anywhere)], int)
+    return np.array(
+        [left.pop(int(at * len(left)) if explore else 0) for explore, at in zip(explores, anywhere, strict=True)], int
+    )

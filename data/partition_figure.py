@@ -6,29 +6,30 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kindred.lazy import lazy
+
 from .federation import Federation
 
 if TYPE_CHECKING:
+    from matplotlib import colors, figure as mpl_figure, ticker
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+else:
+    colors, mpl_figure, ticker = lazy("matplotlib.colors"), lazy("matplotlib.figure"), lazy("matplotlib.ticker")
 
 
 def partition_figure(federation: Federation) -> Figure:
     """Draw the training images of each client by class as a heatmap."""
-    from matplotlib.colors import PowerNorm
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
     counts = federation.class_counts()  # (m, C)
     m, num_classes = counts.shape
     few = m <= 30 and num_classes <= 15
     width = np.clip((0.42 if few else 0.12) * num_classes, 4.2, 12)
     height = np.clip((0.24 if few else 0.09) * m, 3, 16)
-    figure = Figure(figsize=(width + 2.4, height + 1.1), dpi=120, layout="constrained")
+    figure = mpl_figure.Figure(figsize=(width + 2.4, height + 1.1), dpi=120, layout="constrained")
     axes = figure.add_subplot()
     # Beside clients with very many images, those with few would look as if they had none: a scale of square roots.
     sizes = federation.train_sizes
-    norm = PowerNorm(0.5 if sizes.max() > 10 * np.median(sizes) else 1, vmin=0, vmax=max(counts.max(), 1))
+    norm = colors.PowerNorm(0.5 if sizes.max() > 10 * np.median(sizes) else 1, vmin=0, vmax=max(counts.max(), 1))
     # One hue from light to dark reads the same with any colour vision; orange lines stand out from all of it.
     image = axes.imshow(counts, cmap="Blues", norm=norm, aspect="auto", interpolation="none")
     if few:
@@ -37,10 +38,10 @@ def partition_figure(federation: Federation) -> Figure:
             colour = "white" if norm(count) > 0.55 else "black"
             axes.text(label, client, count, ha="center", va="center", fontsize=7, color=colour)
     for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(MaxNLocator(nbins=25, steps=[1, 2, 5, 10], integer=True))
+        axis.set_major_locator(ticker.MaxNLocator(nbins=25, steps=[1, 2, 5, 10], integer=True))
     axes.set(title=federation.title, xlabel="class, as the client labels it", ylabel="client")
     _mark_groups(axes, federation)
-    figure.colorbar(image, ax=axes, label="training images", pad=0.02, ticks=MaxNLocator(integer=True))
+    figure.colorbar(image, ax=axes, label="training images", pad=0.02, ticks=ticker.MaxNLocator(integer=True))
     return figure
 
 

@@ -1,4 +1,4 @@
-"""The pictures of a whole run, by the names of their files: which there are, and of what each is drawn."""
+"""The figures of a whole run, by the names of their files: which there are, and of what each is drawn."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def run_pictures(
+def run_figures(
     settings: Mapping[str, Any],
     rows: Sequence[Mapping[str, Any]],
     last: int,
@@ -63,7 +63,7 @@ def run_pictures(
     def draw_clusters() -> Figure:
         members = [client for cluster in tree or () for client in cluster["clients"]]
         groups = groups_of(members)
-        known = None if groups is None else dict(zip(members, groups.tolist()))
+        known = None if groups is None else dict(zip(members, groups.tolist(), strict=True))
         return figures.tree_figure(tree or (), last, known, f"Clusters: {name} on {where}")
 
     pictures: dict[str, Callable[[], Figure | None]] = {
