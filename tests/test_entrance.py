@@ -132,7 +132,7 @@ def test_without_pandas_tables_say_what_to_install(ran, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"sigme": 1.0}, "unknown setting sigme; known: strategy, "),
+        ({"sigme": 1.0}, r"unknown setting sigme; did you mean sigma\?"),
         ({"method": "fedamb"}, "strategy is 'fedamb', allowed: one of fedamp, "),
         ({"data": "imagenet"}, "dataset is 'imagenet', allowed: one of digits, "),
         ({"data": [1, 2]}, "data is a list, allowed: a dataset's name, or the path of an .npz file"),

@@ -145,7 +145,7 @@ def test_a_bad_setting_of_an_added_method_gets_one_line(installed, tmp_path, set
 def test_flowers_engine_finds_them_too_and_comes_to_the_same(installed, tmp_path) -> None:
     arguments = COMMANDS[-1][0].replace("\\\n", " ").replace("--engine inline", "").split()[1:]
     found = []
-    for engine in ("ray", "inline"):
+    for engine in ("flower", "inline"):
         done = kindred(
             *arguments, f"--engine={engine}", "--rounds=2", f"--output-dir={tmp_path / engine}", path=installed
         )
@@ -278,10 +278,10 @@ def test_a_name_that_is_not_the_methods_own_is_refused(packages, tmp_path) -> No
 def test_two_packages_with_one_name_are_refused_when_it_is_asked_for(packages) -> None:
     packages("one", "[kindred.things]\nsame = one:X\nown = one:X", "X = 'of one'")
     packages("two", "[kindred.things]\nsame = two:X", "X = 'of two'")
-    things = Registry("kindred.things", str, {"first": "ours"})
+    things = Registry("kindred.things", str, {"first": "builtins:__name__"})
     assert list(things) == ["first", "own", "same"] and len(things) == 3
     assert "same" in things and "none" not in things
-    assert (things["first"], things["own"], things.get("none")) == ("ours", "of one", None)
+    assert (things["first"], things["own"], things.get("none")) == ("builtins", "of one", None)
     with pytest.raises(ExtensionError, match=r"by one \(one:X\) and by two \(two:X\)|by two .* and by one "):
         things["same"]
     with pytest.raises(KeyError):

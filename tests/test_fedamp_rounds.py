@@ -86,7 +86,7 @@ def by_cosine(sigma: float, own: float):
     ("strategy", "weigh", "mu"),
     [
         (FedAMP(sigma=3.0, alpha=4.0, lam=2.0, self_weight=0.3), by_distance(3.0, 0.3), 0.5),
-        (FedAMP(sigma=3.0, alpha=0.5, lam=0.2), by_equation_5(0.5, 3.0), 0.4),
+        (FedAMP(sigma=3.0, alpha=0.5, lam=0.2, self_weight=None), by_equation_5(0.5, 3.0), 0.4),
         (HeurFedAMP(sigma=5.0, alpha=4.0, lam=2.0, self_weight=0.3), by_cosine(5.0, 0.3), 0.5),
     ],
     ids=["fedamp with self-weight", "fedamp by Eq. 5", "heurfedamp"],
@@ -136,7 +136,7 @@ def test_fedamp_is_not_local_training_but_for_full_self_weight_and_no_proximal_t
 
 def test_scaling_equation_5_is_told_once(caplog) -> None:
     caplog.set_level("WARNING")
-    train(FedAMP(sigma=1.0, alpha=1e4), missing=lambda r, c: False)
+    train(FedAMP(sigma=1.0, alpha=1e4, self_weight=None), missing=lambda r, c: False)
     assert sum("sum to more than 1 (Eq. 5)" in message for message in caplog.messages) == 1
 
 

@@ -260,7 +260,7 @@ def test_ports_that_are_taken_end_in_one_line_and_code_2_and_leave_nothing_of_ou
         port = taken.getsockname()[1]
         monkeypatch.setattr(flower, "_free_port", lambda: port)
         monkeypatch.setattr(flower, "ATTEMPTS", 2)
-        code, reason, results = flower.run_simulation({}, app_dir=app_dir, num_clients=2)
+        code, reason, results, _ = flower.run_simulation({}, app_dir=app_dir, num_clients=2)
     assert (code, results) == (2, None)
     assert str(port) in reason and "\n" not in reason
     assert of_app(app_dir) == []
@@ -386,7 +386,7 @@ def test_the_reason_of_a_failure_is_the_last_exception_that_flower_did_not_raise
 )
 def test_a_failure_without_exception_has_a_reason_of_one_line(details, says) -> None:
     log, _ = logged("INFO :      Starting\nError: the app cannot be loaded\n\n")
-    code, reason, _ = log.failure(details)
+    code, reason, *_ = log.failure(details)
     assert code == 1
     assert says in reason and "\n" not in reason
 

@@ -13,10 +13,9 @@ from torch.nn.functional import cross_entropy, softmax
 
 from kindred import InlineGrid, PerFedCKT, Site, TooFewClients, make_client_app, make_model
 from kindred.baselines.local import Local
-from kindred.client import app as client
 from kindred.client.models import MODELS
 from kindred.client.training import get_arrays, train
-from kindred.messages import in_order
+from kindred.messages import in_order, to_record
 from kindred.perfed_ckt import (
     cluster_logits,
     distillation_term,
@@ -452,7 +451,7 @@ def test_without_weight_it_is_local_training_to_the_last_bit() -> None:
     strategy = PerFedCKT(num_clusters=2, distill_weight=0.0, local_steps=4)
     _, grid = run_networks(load_site, strategy)
     models = {number: values(record) for number, record in saved_models(grid.run.run_id).items()}
-    initial = ArrayRecord({k: client.to_record({k: v})[k] for k, v in get_arrays(FACTORIES["digits-cnn"]()).items()})
+    initial = ArrayRecord({k: to_record({k: v})[k] for k, v in get_arrays(FACTORIES["digits-cnn"]()).items()})
     local, _ = run_networks(load_site, Local(), initial=initial)
     assert models == {number: values(record) for number, record in local.client_models().items()}
     _, grid = run_networks(load_site)
