@@ -20,3 +20,9 @@ def _clients_keep_their_state_here(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put files with runs in Flower's engine, which take longest, first: no worker is left with one at the end."""
+    longest = {item.path for item in items if item.get_closest_marker("engine")}
+    items.sort(key=lambda item: item.path not in longest)

@@ -22,7 +22,6 @@ from kindred.messages import read_record, to_record, with_prefix
 from kindred.server_app.app import make_strategy, needed_by
 from kindred.server_app.cli.run import app as command_line
 from kindred.server_app.config import Config, ConfigError
-from kindred.settings import LOCAL_EPOCHS
 
 from .client_apps import POINTS, Plain, initial, plain_app, small, small_app
 from .grids import FaultyGrid, ShuffledGrid
@@ -173,7 +172,7 @@ def test_clients_do_and_report_what_fedavgs_do() -> None:
     assert [line["round"] for line in strategy.history.rounds] == [1, 2, 3, 4, 5]
     for row in strategy.history.rows:
         if row["round"] < 5:
-            assert row["samples-trained"] == LOCAL_EPOCHS.default * row["num-examples"]
+            assert row["samples-trained"] == row["num-examples"]
             assert row["samples-predicted"] == 0
             assert row["personal-accuracy"] == row["received-accuracy"]
     clients, weights = strategy.collaboration()
