@@ -305,7 +305,7 @@ def test_a_client_that_saves_in_two_processes_at_once_has_a_whole_file(monkeypat
             assert same(state.load("model"), {"w": np.zeros(3)})
             file.write(whole[20:])
 
-    monkeypatch.setattr(safetensors.numpy, "save_file", overtaken)
+    monkeypatch.setattr(state_module, "save_file", overtaken)
     state.save("model", {"w": np.ones(5)})
     assert same(state.load("model"), {"w": np.ones(5)})
     assert files_in(state.folder) == {"model.safetensors"}
