@@ -22,6 +22,7 @@ import hashlib
 import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -132,6 +133,9 @@ def check(name: str, value: object, holds: bool, allowed: str) -> None:
         raise ValueError(f"{name} is {value!r}, allowed: {allowed}")
 
 
+LONGEST_HEADER = 10_000  # bytes; NumPy refuses longer ones too
+
+
 def to_record(arrays: Mapping[str, np.ndarray]) -> ArrayRecord:
     """Pack arrays into a record, copying each once (Flower's own constructor copies twice)."""
     record = ArrayRecord()
@@ -142,6 +146,24 @@ def to_record(arrays: Mapping[str, np.ndarray]) -> ArrayRecord:
         data = b"".join((header.getvalue(), array.data if array.ndim else array.tobytes()))
         record[name] = Array(str(array.dtype), tuple(array.shape), "numpy.ndarray", data)
     return record
+
+
+def _header_length(data: bytes) -> int:
+    """Bytes before the values of an array in a .npy file of version 1 or 2."""
+    magic = np.lib.format.MAGIC_LEN
+    width = {(1, 0): 2, (2, 0): 4}[np.lib.format.read_magic(io.BytesIO(data[:magic]))]
+    length = magic + width + int.from_bytes(data[magic : magic + width], "little")
+    if length > LONGEST_HEADER:
+        raise ValueError(f"a header of {length} bytes, allowed: {LONGEST_HEADER}")
+    return length
+
+
+@lru_cache(maxsize=1024)  # networks have the same few shapes, in every message
+def _parse_header(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype]:
+    stream = io.BytesIO(header)
+    if np.lib.format.read_magic(stream) == (1, 0):
+        return np.lib.format.read_array_header_1_0(stream)
+    return np.lib.format.read_array_header_2_0(stream)
 
 
 def read_array(array: Array) -> np.ndarray:
@@ -157,23 +179,21 @@ def read_array(array: Array) -> np.ndarray:
     """
     if array.stype != "numpy.ndarray":
         raise ValueError(f"serialised as {array.stype!r}, allowed: 'numpy.ndarray'")
-    stream = io.BytesIO(array.data)
     try:
-        version = np.lib.format.read_magic(stream)
-        headers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-        shape, fortran_order, dtype = headers[version](stream)
-    except Exception as error:  # whatever comes of parsing bytes that may be anything
+        begin = _header_length(array.data)
+        shape, fortran_order, dtype = _parse_header(array.data[:begin])
+    except Exception as error:  # bytes that may be anything
         raise ValueError("carries no readable NumPy array") from error
     if dtype.hasobject or str(dtype) != array.dtype or shape != tuple(array.shape):
         raise ValueError(f"declares {array.dtype} {tuple(array.shape)} but carries {dtype} {shape}")
-    carried = len(array.data) - stream.tell()
+    carried = len(array.data) - begin
     count = 1
     for length in shape:
         count *= length
     if carried != count * dtype.itemsize:
         raise ValueError(f"declares {count * dtype.itemsize} bytes but carries {carried}")
     try:
-        flat = np.frombuffer(array.data, dtype, count, stream.tell())
+        flat = np.frombuffer(array.data, dtype, count, begin)
         return flat.reshape(shape, order="F" if fortran_order else "C")
     except (ValueError, OverflowError, TypeError) as error:  # a shape without elements may still be impossible
         raise ValueError(f"carries {dtype} {shape}, which is no array") from error

@@ -9,10 +9,13 @@ import pytest
 import torch
 from hypothesis import settings
 
+from kindred.engine import roster
+
 settings.register_profile("without deadlines", deadline=None)  # which would measure the machine, and imports
 settings.load_profile("without deadlines")
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
+roster.NODES_PAUSE = 0.005  # s; each of hundreds of runs waits so long for nodes, which are all there
 
 
 @pytest.fixture(scope="session", autouse=True)

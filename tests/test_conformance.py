@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -87,6 +88,11 @@ def everything(strategy: PersonalizedStrategy) -> tuple:
     clients, weights = strategy.collaboration()
     rows = [{key: row[key] for key in row if key != "seconds"} for row in strategy.history.rows]
     return models, clients, weights.tobytes(), rows
+
+
+@cache  # several tests compare with it
+def undisturbed(name: str) -> tuple:
+    return everything(run(name))
 
 
 @where_models_travel
@@ -185,9 +191,8 @@ def test_the_same_seed_gives_the_same_bits_and_another_draws_other_clients(name)
 
 @every_method
 def test_the_order_of_replies_changes_no_bit(name) -> None:
-    reference = everything(run(name))
     for seed in range(3):
-        assert everything(run(name, ShuffledGrid(app_of(name), CLIENTS, seed))) == reference
+        assert everything(run(name, ShuffledGrid(app_of(name), CLIENTS, seed))) == undisturbed(name)
 
 
 @with_an_ordinary_client
@@ -387,18 +392,23 @@ def test_bad_logits_count_like_no_reply_and_say_why(name, damage, reason) -> Non
     check_that_it_counts_like_no_reply(name, damage, reason)
 
 
+@cache
+def with_a_reply_lost(name: str) -> tuple:
+    def lost(server_round: int, client: int) -> object:
+        return "lost" if (server_round, client) == (2, 3) else "ok"
+
+    return everything(run(name, FaultyGrid(app_of(name), CLIENTS, lost)))
+
+
 def check_that_it_counts_like_no_reply(name, damage, reason) -> None:
     """A client whose reply is damaged in round 2 counts in it as one whose reply is lost."""
 
     def damaged(server_round: int, client: int) -> object:
         return damage if (server_round, client) == (2, 3) else "ok"
 
-    def lost(server_round: int, client: int) -> object:
-        return "lost" if (server_round, client) == (2, 3) else "ok"
-
     bad = run(name, FaultyGrid(app_of(name), CLIENTS, damaged))
     found = everything(bad)
-    assert found[:3] == everything(run(name, FaultyGrid(app_of(name), CLIENTS, lost)))[:3]
+    assert found[:3] == with_a_reply_lost(name)[:3]
     (row,) = [row for row in bad.history.rows if row["status"] != "ok"]
     assert (row["round"], row["client"], row["status"]) == (2, 1004, reason)
 
@@ -415,4 +425,4 @@ def test_messages_share_nothing_that_one_client_could_change_for_another(name) -
         return reply
 
     app._registered_funcs["train.default"] = greedy
-    assert everything(run(name, InlineGrid(app, CLIENTS))) == everything(run(name))
+    assert everything(run(name, InlineGrid(app, CLIENTS))) == undisturbed(name)
