@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from kindred import extensions
 from kindred.data.partitions import PARTITIONS, Scheme
@@ -139,26 +138,6 @@ def test_a_bad_setting_of_an_added_method_gets_one_line(installed, tmp_path, set
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"kindred: {message}") and done.stderr.count("\n") == 1
-
-
-@pytest.mark.engine
-def test_flowers_engine_finds_them_too_and_comes_to_the_same(installed, tmp_path) -> None:
-    arguments = COMMANDS[-1][0].replace("\\\n", " ").replace("--engine inline", "").split()[1:]
-    found = []
-    for engine in ("flower", "inline"):
-        done = kindred(
-            *arguments, f"--engine={engine}", "--rounds=2", f"--output-dir={tmp_path / engine}", path=installed
-        )
-        assert done.returncode == 0, done.stderr + done.stdout
-        (folder,) = (tmp_path / engine).iterdir()
-        found.append(
-            {
-                (path.name, name): array.tobytes()
-                for path in (folder / "models").iterdir()
-                for name, array in load_file(path).items()
-            }
-        )
-    assert found[0] == found[1] and len(found[0]) > 1
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from .golden.runs import BITS, IN_FLOWER, KEYS, bits, bits_in_flower, machine
+from .golden.runs import BITS, IN_FLOWER, KEYS, bits, bits_in_flower, bits_in_process, machine
 
 RECORDED = json.loads(BITS.read_text())
 SAME_MACHINE = machine() == RECORDED["machine"]
@@ -32,5 +32,7 @@ def test_a_run_that_is_cut_short_and_resumed_gives_the_recorded_bits(key) -> Non
 
 @pytest.mark.engine
 @pytest.mark.parametrize("key", IN_FLOWER)
-def test_a_run_resumed_in_flowers_engine_gives_the_recorded_bits(key, tmp_path) -> None:
-    check(bits_in_flower(key, tmp_path), RECORDED["in-flower"][key])
+def test_a_run_resumed_in_flowers_engine_gives_the_recorded_bits_and_those_of_one_process(key, tmp_path) -> None:
+    found = bits_in_flower(key, tmp_path / "flower")
+    check(found, RECORDED["in-flower"][key])
+    assert found == bits_in_process(key, tmp_path / "process")

@@ -14,19 +14,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = "run compare report watch predict evaluate keys server site strategies datasets presets".split()
 SMALL = ["--clients=4", "--rounds=2", "--set=num-groups=2", "--set=samples-per-client=10", "--set=local-epochs=1"]
 
 
-def build(folder: Path) -> Path:
-    """Build the wheel from a copy of the clone."""
+def build(source: Path, folder: Path) -> Path:
+    """Build a package's wheel from a copy of its folder."""
     ignored = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "results", "*.egg-info")
-    shutil.copytree(ROOT, folder / "source", ignore=ignored)
-    pip(sys.executable, "wheel", "--no-build-isolation", "--wheel-dir", str(folder), str(folder / "source"))
-    (wheel,) = folder.glob("kindred_fl-*.whl")
-    shutil.rmtree(folder / "source")
+    shutil.copytree(source, folder / "source", ignore=ignored)
+    pip(sys.executable, "wheel", "--no-build-isolation", "--wheel-dir", str(folder / "wheel"), str(folder / "source"))
+    (wheel,) = (folder / "wheel").iterdir()
     return wheel
 
 
@@ -41,11 +41,12 @@ def pip(python: str | Path, command: str, *arguments: str) -> None:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory) -> Path:
-    """A fresh environment with the wheel; what the wheel requires is found where the tests have it."""
+    """A fresh environment with the wheel and the example of an extension; the rest is found where the tests have it."""
     folder = tmp_path_factory.mktemp("fresh")
     venv.create(folder / "venv", symlinks=True)
     scripts, python = folder / "venv" / "bin", folder / "venv" / "bin" / "python"
-    pip(python, "install", str(build(folder)))
+    for name, source in {"kindred": ROOT, "example": ROOT / "examples" / "extending"}.items():
+        pip(python, "install", str(build(source, folder / name)))
     (packages,) = (folder / "venv" / "lib").glob("python*/site-packages")
     (packages / "requirements.pth").write_text(
         f"{sysconfig.get_path('purelib')}\n"
@@ -75,6 +76,10 @@ def kindred(environment, tmp_path):
     return run
 
 
+def values(model: Path) -> dict[str, bytes]:
+    return {name: array.tobytes() for name, array in load_file(model).items()}
+
+
 def files(environment: Path) -> set[Path]:
     return {path for path in environment.rglob("*") if "__pycache__" not in path.parts}
 
@@ -101,9 +106,16 @@ def test_a_site_checks_its_data(kindred, tmp_path) -> None:
 
 
 @pytest.mark.engine
-def test_a_simulation_in_flowers_engine_leaves_the_environment_as_it_is(kindred, environment, tmp_path) -> None:
+def test_a_simulation_with_an_extension_gives_the_bits_of_one_process_and_leaves_the_environment_as_it_is(
+    kindred, environment, tmp_path
+) -> None:
     before = files(environment)
-    said = kindred("run", "--strategy=fedavg", *SMALL)
-    assert "results in" in said and "round 2/2" in said
+    models = []
+    for engine in ("flower", "inline"):
+        said = kindred("run", "--strategy=blend", f"--engine={engine}", f"--output-dir={tmp_path / engine}", *SMALL)
+        assert "results in" in said and "round 2/2" in said
+        (folder,) = (tmp_path / engine).iterdir()
+        models.append({path.name: values(path) for path in (folder / "models").iterdir()})
+    assert models[0] == models[1] and len(models[0]) == 4
     assert files(environment) == before
     assert list((tmp_path / "state" / "kindred" / "simulations").iterdir()) == []

@@ -7,15 +7,20 @@ import platform
 import shlex
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from scipy.stats import wilcoxon
 
+from kindred.lazy import lazy
 from kindred.server_app.run_files import versions
 
 from .metrics import METRICS
 from .plan import Plan
+
+if TYPE_CHECKING:
+    from scipy import stats
+else:
+    stats = lazy("scipy.stats")  # a second, which a run without others to compare with does without
 
 LOCAL = "local"  # the name of the method that every client's accuracy is held against
 
@@ -124,7 +129,7 @@ def signed_rank(ours: np.ndarray, reference: np.ndarray) -> dict[str, Any] | Non
     if not len(differences):
         return None
     told = differences[differences != 0]
-    test = wilcoxon(told, alternative="two-sided") if len(told) else None
+    test = stats.wilcoxon(told, alternative="two-sided") if len(told) else None
     return {
         "pairs": len(differences),
         "better": int((differences > 0).sum()),

@@ -13,7 +13,6 @@ import json
 import platform
 import re
 import subprocess
-import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -33,7 +32,7 @@ from kindred.client.state import saved_files
 from kindred.client_app.app import app as client_app
 from kindred.data import load_federation
 from kindred.messages import SERVER_ROUND, in_order, read_record, records_of
-from kindred.server_app.app import prepare, run
+from kindred.server_app.app import prepare, run, run_inline
 from kindred.server_app.config import Config
 from kindred.server_app.tables import read_table
 
@@ -160,13 +159,23 @@ def begin(key: str, output_dir: str) -> None:
 
 
 def bits_in_flower(key: str, output_dir: Path) -> dict[str, Any]:
-    """Begin a run in a process, cut it short, resume it in Flower's engine; return the hashes of its results."""
-    begin = f"from tests.golden.runs import begin; begin({key!r}, {str(output_dir)!r})"
-    subprocess.run([sys.executable, "-c", begin], check=True, cwd=FOLDER.parent.parent, capture_output=True)
+    """Begin a run in this process, cut it short, resume it in Flower's engine; return the hashes of its results."""
+    begin(key, str(output_dir))
     (folder,) = output_dir.iterdir()
     assert not (folder / "summary.json").exists(), f"{key} was not cut short"
     done = subprocess.run([KINDRED, "run", "--resume", folder], cwd=output_dir, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+    return bits_of_folder(folder)
+
+
+def bits_in_process(key: str, output_dir: Path) -> dict[str, Any]:
+    """Return the hashes of the same run's results where nothing cuts it short, and all is done in this process."""
+    config = replace(Config.from_run_config(settings_of(key)), output_dir=str(output_dir))
+    return bits_of_folder(run_inline(config).path)
+
+
+def bits_of_folder(folder: Path) -> dict[str, Any]:
+    """Return the hashes of a run's results as its folder has them, and its accuracy."""
     matrices = [np.load(file) for file in sorted(folder.glob("collaboration/*.npz"))]
     files = sorted([*folder.glob("models/*.safetensors"), *folder.glob("mixtures/*.safetensors")])
     history = read_table(folder / "history.csv")
