@@ -32,7 +32,7 @@ types: $(INSTALLED)
 	$(VENV)/bin/mypy
 
 test: $(INSTALLED)
-	$(VENV)/bin/python -m pytest --durations=10 --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	$(VENV)/bin/python -m pytest --durations=10 --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 test-faults: $(INSTALLED)
 	$(VENV)/bin/python -m pytest --durations=10 -m faults

@@ -13,6 +13,7 @@ import json
 import platform
 import re
 import subprocess
+import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -159,8 +160,9 @@ def begin(key: str, output_dir: str) -> None:
 
 
 def bits_in_flower(key: str, output_dir: Path) -> dict[str, Any]:
-    """Begin a run in this process, cut it short, resume it in Flower's engine; return the hashes of its results."""
-    begin(key, str(output_dir))
+    """Begin a run in a process, cut it short, resume it in Flower's engine; return the hashes of its results."""
+    begin = f"from tests.golden.runs import begin; begin({key!r}, {str(output_dir)!r})"
+    subprocess.run([sys.executable, "-c", begin], check=True, cwd=FOLDER.parent.parent, capture_output=True)
     (folder,) = output_dir.iterdir()
     assert not (folder / "summary.json").exists(), f"{key} was not cut short"
     done = subprocess.run([KINDRED, "run", "--resume", folder], cwd=output_dir, capture_output=True, text=True)
