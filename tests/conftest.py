@@ -10,6 +10,7 @@ import torch
 from hypothesis import settings
 
 from kindred.engine import roster
+from kindred.server_app import results
 
 settings.register_profile("without deadlines", deadline=None)  # which would measure the machine, and imports
 settings.load_profile("without deadlines")
@@ -22,6 +23,15 @@ roster.NODES_PAUSE = 0.005  # s; each of hundreds of runs waits so long for node
 def _clients_keep_their_state_here(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def no_pictures():
+    """Runs in this process draw nothing and write no report: for files whose tests look at neither."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(results, "run_figures", lambda *_, **__: {})
+        patch.setattr(results, "write_report", lambda *_, **__: None)
         yield
 
 

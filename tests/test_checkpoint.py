@@ -46,6 +46,8 @@ from kindred.server_app.tables import read_table
 from .client_apps import initial, plain_app
 from .grids import FaultyGrid
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 ROOT = Path(__file__).resolve().parent.parent
 CLIENTS, ROUNDS = 3, 4
 FINISHED = {"summary.json", "config.json", "log.txt"}

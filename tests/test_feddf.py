@@ -27,6 +27,8 @@ from .client_apps import POINTS, Plain, initial, plain_app, small, small_app
 from .grids import FaultyGrid, ShuffledGrid
 from .test_conformance import everything, make, values
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 # --- The mathematics ------------------------------------------------------------------------------------
 
 

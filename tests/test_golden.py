@@ -9,6 +9,8 @@ import pytest
 
 from .golden.runs import BITS, IN_FLOWER, KEYS, bits, bits_in_flower, bits_in_process, machine
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 RECORDED = json.loads(BITS.read_text())
 SAME_MACHINE = machine() == RECORDED["machine"]
 TOLERANCE = 0.1  # of the mean accuracy on another processor, or with another torch: 4 clients with few test images

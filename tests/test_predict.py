@@ -32,6 +32,8 @@ from kindred.server_app.config import Config
 from kindred.server_app.prediction.evaluation import confusion_figure, evaluation
 from kindred.server_app.tables import read_table
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = ("cat", "dog", "owl")
 
