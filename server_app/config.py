@@ -345,13 +345,21 @@ def table() -> str:
 
 
 def methods_table() -> str:
-    """Return our own methods as a Markdown table, a line each."""
-    lines = ["| `--strategy` | method | settings of its own | from |", "|---|---|---|---|"]
+    """Return our own methods and their papers as a Markdown table, a line each."""
+    lines = ["| `--strategy` | method | from |", "|---|---|---|"]
     for name in REGISTRY.own:
         method = REGISTRY[name]
-        own = ", ".join(f"`{each.key}`" for each in method.settings)
         paper = re.sub(r"(docs/\S+\.md)", r"[\1](\1)", method.paper)
-        lines.append(f"| `{name}` | {method.title} | {own} | {paper} |")
+        lines.append(f"| `{name}` | {method.title} | {paper} |")
+    return "\n".join(lines)
+
+
+def method_settings_table() -> str:
+    """Return our own methods and the settings of each as a Markdown table, a line each."""
+    lines = ["| method | settings |", "|---|---|"]
+    for name in REGISTRY.own:
+        own = ", ".join(f"`{each.key}`" for each in REGISTRY[name].settings)
+        lines.append(f"| `{name}` | {own or 'none'} |")
     return "\n".join(lines)
 
 
@@ -362,14 +370,16 @@ def defaults() -> str:
 
 def written(root: Path) -> dict[Path, str]:
     """Return what the files that speak of settings are to be: path -> text."""
-    parts = {
-        root / "docs" / "configuration.md": (r"(?:^\| .*\n\|---\|(?:.*\n)(?:^\| `.*\n)+)", table()),
-        root / "README.md": (r"(?:^\| `--strategy` .*\n(?:^\|.*\n)+)", methods_table()),
-        root / "pyproject.toml": (r"(?<=^\[tool\.flwr\.app\.config\]\n)(?:^[\w-]+ = .*\n)+", defaults()),
-    }
-    changed = {}
-    for path, (pattern, text) in parts.items():
-        before, _, after = re.split(f"({pattern})", path.read_text(), maxsplit=1, flags=re.MULTILINE)
+    documented, readme, project = root / "docs" / "configuration.md", root / "README.md", root / "pyproject.toml"
+    parts = (
+        (documented, r"(?:^\| setting \| .*\n(?:^\|.*\n)+)", table()),
+        (documented, r"(?:^\| method \| .*\n(?:^\|.*\n)+)", method_settings_table()),
+        (readme, r"(?:^\| `--strategy` .*\n(?:^\|.*\n)+)", methods_table()),
+        (project, r"(?<=^\[tool\.flwr\.app\.config\]\n)(?:^[\w-]+ = .*\n)+", defaults()),
+    )
+    changed = {path: path.read_text() for path in (documented, readme, project)}
+    for path, pattern, text in parts:
+        before, _, after = re.split(f"({pattern})", changed[path], maxsplit=1, flags=re.MULTILINE)
         changed[path] = f"{before}{text}\n{after}"
     return changed
 
