@@ -30,7 +30,7 @@ types: tree
 
 # The documentation site, in site/. Any warning is an error.
 docs: tree
-	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
 
 tree: $(INSTALLED)
 	rm -rf $(TYPED)

@@ -160,7 +160,8 @@ def source_page(path: Path) -> str:
     name = path.relative_to(ROOT).as_posix()
     head = f"---\ntitle: {name}\nsearch:\n  exclude: true\n---\n\n# {name}\n\n"
     if path.is_dir():
-        below = sorted(set(files_below(path)))
-        entries = [f"- [{each.relative_to(path).as_posix()}]({each.relative_to(path).as_posix()})" for each in below]
+        here = posixpath.dirname(page_of(path))
+        below = {each.relative_to(path).as_posix(): posixpath.relpath(page_of(each), here) for each in files_below(path)}
+        entries = [f"- [`{each}`]({page})" for each, page in sorted(below.items())]
         return head + "\n".join(entries)
     return f'{head}~~~~~~{{ .{LANGUAGES.get(path.suffix, "text")} linenums="1" }}\n{path.read_text()}\n~~~~~~\n'
