@@ -13,9 +13,12 @@ import html
 import posixpath
 import re
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
+from griffe import Extension, Function
 from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
@@ -33,6 +36,7 @@ METHODS = "Methods"  # section of the navigation that lists the page of each met
 LINK = re.compile(r"(?<=\]\()[^)\s]+(?=[)\s])|(?<=src=\")[^\"]+(?=\")")
 FENCE = re.compile(r"^( *)(`{3,}|~{3,}).*?^\1\2[`~]*$", re.M | re.S)
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.S)
+SAID_TWICE = re.compile(r"(\(default: [^)<]*\)</code>),\s+default:\s+<code>.*?</code>")
 OPENING = re.compile(r"(?<!\\)[{}]")
 # What the converter does not know, in words that it does.
 REPLACEMENTS = {
@@ -42,6 +46,8 @@ REPLACEMENTS = {
     r"\argmin": r"\operatorname*{arg min}",
     r"\argmax": r"\operatorname*{arg max}",
 }
+MATHML = "{http://www.w3.org/1998/Math/MathML}"
+ElementTree.register_namespace("", MATHML[1:-1])
 REPLACED = re.compile(r"\\(?:begin|end){aligned}|\\arg(?:min|max)?(?![A-Za-z])")
 CHILDREN = {"mfrac": 2, "msub": 2, "msup": 2, "munder": 2, "mover": 2, "mroot": 2, "msubsup": 3, "munderover": 3}
 
@@ -91,8 +97,22 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html_text: str, /, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Convert formulas to MathML."""
+    """Convert formulas to MathML; leave out what says nothing: a default said twice, and an empty table of contents."""
+    if not any(heading.children for heading in page.toc):
+        page.meta.setdefault("hide", ["toc"])
+    html_text = SAID_TWICE.sub(r"\1", html_text)
     return FORMULA.sub(lambda found: mathml(html.unescape(found[3]), found[2] == "[", page.file.src_uri), html_text)
+
+
+class SettingDefaults(Extension):
+    """Defaults of arguments in the reference: the value itself where the code says `SIGMA.default`."""
+
+    def on_function_instance(self, *, func: Function, **kwargs: Any) -> None:
+        """Replace the defaults of one function."""
+        for parameter in func.parameters:
+            if re.fullmatch(r"[A-Z_]+\.default", text := str(parameter.default)):
+                setting = getattr(import_module(func.module.path), text.partition(".")[0])
+                parameter.default = repr(setting.default)
 
 
 def mathml(formula: str, block: bool, where: str) -> str:
@@ -107,19 +127,24 @@ def mathml(formula: str, block: bool, where: str) -> str:
     try:
         if OPENING.findall(text).count("{") != OPENING.findall(text).count("}"):
             raise ValueError("its braces do not match")
-        result = convert(
-            REPLACED.sub(lambda found: REPLACEMENTS[found[0]], text), display="block" if block else "inline"
-        )
-        for element in ElementTree.fromstring(result).iter():
-            name = element.tag.rpartition("}")[2]
+        known = REPLACED.sub(lambda found: REPLACEMENTS[found[0]], text)
+        tree = ElementTree.fromstring(convert(known, display="block" if block else "inline"))
+        for element in tree.iter():
+            name, first = element.tag.removeprefix(MATHML), element[0] if len(element) else None
             if "\\" in (element.text or ""):
                 raise ValueError(f"unknown command {element.text}")
             if name == "mspace" and element.get("linebreak"):
                 raise ValueError("browsers ignore a line break outside of aligned, array or cases")
             if len(element) != CHILDREN.get(name, len(element)):
                 raise ValueError(f"an argument is missing ({name})")
+            if name == "mo" and element.text in ("|", "\N{DOUBLE VERTICAL LINE}") and "stretchy" not in element.attrib:
+                element.set("stretchy", "false")  # as that of brackets, which \left and \right alone let grow
+            if name == "msub" and first is not None and first.text in ("min", "max"):
+                element.tag = f"{MATHML}munder"  # in a line of text the index stays beside
+                first.set("movablelimits", "true")
     except Exception as error:
         raise PluginError(f"{where}: formula {text!r}: {error or type(error).__name__}") from None
+    result = ElementTree.tostring(tree, encoding="unicode")
     return f'<div class="formula">{result}</div>' if block else result
 
 
@@ -158,10 +183,12 @@ def files_below(path: Path) -> Iterator[Path]:
 def source_page(path: Path) -> str:
     """Return the Markdown page that shows a file, or lists a folder."""
     name = path.relative_to(ROOT).as_posix()
-    head = f"---\ntitle: {name}\nsearch:\n  exclude: true\n---\n\n# {name}\n\n"
+    head = f"---\ntitle: {name}\nsearch:\n  exclude: true\nhide: [navigation, toc]\n---\n\n# {name}\n\n"
     if path.is_dir():
         here = posixpath.dirname(page_of(path))
-        below = {each.relative_to(path).as_posix(): posixpath.relpath(page_of(each), here) for each in files_below(path)}
+        below = {
+            each.relative_to(path).as_posix(): posixpath.relpath(page_of(each), here) for each in files_below(path)
+        }
         entries = [f"- [`{each}`]({page})" for each, page in sorted(below.items())]
         return head + "\n".join(entries)
     return f'{head}~~~~~~{{ .{LANGUAGES.get(path.suffix, "text")} linenums="1" }}\n{path.read_text()}\n~~~~~~\n'

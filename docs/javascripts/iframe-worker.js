@@ -4,6 +4,7 @@ if (location.protocol === "file:") {
   window.Worker = class extends EventTarget {
     constructor(url) {
       super();
+      const base = new URL(url, location.href);
       const frame = document.createElement("iframe");
       frame.hidden = true;
       document.body.append(frame);
@@ -11,7 +12,7 @@ if (location.protocol === "file:") {
       const load = (source) =>
         new Promise((resolve, reject) => {
           const script = inside.document.createElement("script");
-          script.src = new URL(source, url);
+          script.src = new URL(source, base);
           script.onload = resolve;
           script.onerror = reject;
           inside.document.head.append(script);
@@ -21,7 +22,7 @@ if (location.protocol === "file:") {
         for (const source of sources) await load(source);
       };
       this.frame = frame;
-      this.loaded = load(url);
+      this.loaded = load(base);
     }
 
     async postMessage(data) {
