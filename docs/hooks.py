@@ -54,10 +54,13 @@ CHILDREN = {"mfrac": 2, "msub": 2, "msup": 2, "munder": 2, "mover": 2, "mroot": 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Add the methods' pages to the navigation, in the registry's order."""
-    pages = [f"methods/{name}.md" for name in REGISTRY if (DOCS / "methods" / f"{name}.md").is_file()]
+    known = {f"methods/{name}.md": method.title for name, method in REGISTRY.items()}
+    pages: list[Any] = [{title: page} for page, title in known.items() if (DOCS / page).is_file()]
+    if (DOCS / "methods" / "index.md").is_file():
+        pages = ["methods/index.md", *pages]
     for section in config.nav or []:
         if METHODS in section:
-            section[METHODS] = [*section[METHODS], *({REGISTRY[Path(page).stem].title: page} for page in pages)]
+            section[METHODS] = [*pages, *section[METHODS]]
     return config
 
 
