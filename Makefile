@@ -2,19 +2,19 @@ PYTHON ?= python3
 VENV := .venv
 INSTALLED := $(VENV)/.installed
 
-# The package as mypy can follow it: see [tool.mypy] in pyproject.toml.
+# The package as mypy and mkdocstrings can follow it: see [tool.mypy] in pyproject.toml.
 TYPED := $(VENV)/types/kindred
 
-SOURCES := strategies data server_app client_app tests benchmarks examples
+SOURCES := strategies data server_app client_app tests benchmarks examples docs/hooks.py
 
-.PHONY: install run lint types test test-faults test-deployment benchmarks clean
+.PHONY: install run lint types tree docs test test-faults test-deployment benchmarks clean
 
 install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[test,lint]'
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[test,lint,docs]'
 	touch $@
 
 run: $(INSTALLED)
@@ -25,11 +25,17 @@ lint: $(INSTALLED)
 	$(VENV)/bin/ruff format --check $(SOURCES)
 	$(MAKE) types
 
-types: $(INSTALLED)
+types: tree
+	$(VENV)/bin/mypy
+
+# The documentation site, in site/. Any warning is an error.
+docs: tree
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
+
+tree: $(INSTALLED)
 	rm -rf $(TYPED)
 	mkdir -p $(TYPED)
 	ln -s $(addprefix $(CURDIR)/,$(wildcard strategies/*) data server_app client_app) $(TYPED)
-	$(VENV)/bin/mypy
 
 test: $(INSTALLED)
 	$(VENV)/bin/python -m pytest --durations=10 --numprocesses 3 --dist loadfile --no-loadscope-reorder
@@ -51,4 +57,4 @@ benchmarks: $(INSTALLED)
 	$(VENV)/bin/python -m benchmarks.scale
 
 clean:
-	rm -rf $(VENV) .kindred build dist *.egg-info
+	rm -rf $(VENV) .kindred build dist site *.egg-info
