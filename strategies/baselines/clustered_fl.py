@@ -153,7 +153,7 @@ def nearest_part(update: np.ndarray, parts: Sequence[np.ndarray]) -> int:
 
 
 # --- The client ---------------------------------------------------------------------------------------
-# Local training from the received model: `LocalTraining` in client.py.
+# Local training from the received model: `LocalTraining` in client/local_training.py.
 
 
 # --- The server ---------------------------------------------------------------------------------------
@@ -235,12 +235,12 @@ class ClusteredFL(PersonalizedStrategy):
     eps2 : float (default: 0.95)
         And the largest norm of an update in it is above this, 0 or more.
     **shared
-        Those of `PersonalizedStrategy`.
+        Arguments of `PersonalizedStrategy`.
 
     Raises
     ------
     ValueError
-        An argument out of range, naming it.
+        An argument is out of range; the message names it.
     """
 
     name = "clustered-fl"

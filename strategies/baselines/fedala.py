@@ -210,12 +210,12 @@ class FedALA(FedAvg):
     ala_learning_rate : float (default: 1.0)
         eta, the step size of the weights, more than 0.
     **shared
-        Those of `PersonalizedStrategy`.
+        Arguments of `PersonalizedStrategy`.
 
     Raises
     ------
     ValueError
-        An argument out of range, naming it; `start` does so where the network has too few layers.
+        An argument is out of range, or, in `start`, the network has too few layers; the message names the argument.
     """
 
     name = "fedala"

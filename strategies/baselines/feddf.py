@@ -149,7 +149,7 @@ def distil(
 
 
 # --- The client ---------------------------------------------------------------------------------------
-# Local training from the received model: `LocalTraining` in client.py. Where networks differ, a client says which
+# Local training from the received model: `LocalTraining` in client/local_training.py. Where networks differ, a client says which
 # it has when it introduces itself (`network`), and gets and returns models of that one.
 
 
@@ -177,7 +177,7 @@ class FedDF(PersonalizedStrategy):
     device : {"auto", "cpu", "cuda"}
         Where the server computes logits and distils.
     **shared
-        Those of `PersonalizedStrategy`. `buffers` are by default those of each network's modules.
+        Arguments of `PersonalizedStrategy`. `buffers` are by default those of each network's modules.
 
     Attributes
     ----------
@@ -187,7 +187,7 @@ class FedDF(PersonalizedStrategy):
     Raises
     ------
     ValueError
-        An argument out of range, naming it.
+        An argument is out of range; the message names it.
     """
 
     name = "feddf"

@@ -178,12 +178,12 @@ class FedEM(SeveralModels):
     other_models : sequence of ArrayRecord, optional
         What the components after the first start from.
     **shared
-        Those of `PersonalizedStrategy`.
+        Arguments of `PersonalizedStrategy`.
 
     Raises
     ------
     ValueError
-        An argument out of range, naming it.
+        An argument is out of range; the message names it.
     """
 
     name = "fedem"

@@ -227,12 +227,12 @@ class FedFomo(StoredModels):
     validation_share : float (default: 0.2)
         More than 0, less than 1: share of a client's training data by which it weighs models, and does not train.
     **shared
-        Those of `StoredModels`.
+        Arguments of `StoredModels`.
 
     Raises
     ------
     ValueError
-        An argument out of range, naming it.
+        An argument is out of range; the message names it.
     """
 
     name = "fedfomo"

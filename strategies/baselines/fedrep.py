@@ -131,12 +131,12 @@ class FedRep(FedAvg):
     head_epochs : int (default: 5)
         Epochs of training the head in a round, 0 or more. With 0 all keep the head of the initial model.
     **shared
-        Those of `PersonalizedStrategy`.
+        Arguments of `PersonalizedStrategy`.
 
     Raises
     ------
     ValueError
-        An argument out of range, naming it; `start` does so where the network has too few layers.
+        An argument is out of range, or, in `start`, the network has too few layers; the message names the argument.
     """
 
     name = "fedrep"

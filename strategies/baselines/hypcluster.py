@@ -114,12 +114,12 @@ class HypCluster(SeveralModels):
     other_models : sequence of ArrayRecord, optional
         What the models after the first start from.
     **shared
-        Those of `PersonalizedStrategy`.
+        Arguments of `PersonalizedStrategy`.
 
     Raises
     ------
     ValueError
-        An argument out of range, naming it.
+        An argument is out of range; the message names it.
     """
 
     name = "hypcluster"

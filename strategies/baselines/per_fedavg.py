@@ -148,12 +148,12 @@ class PerFedAvg(Tuned, PlainSGD):
     adapt_learning_rate : float (default: 0.01)
         alpha, above 0: the step size of adaptation.
     **shared
-        Those of `PersonalizedStrategy`.
+        Arguments of `PersonalizedStrategy`.
 
     Raises
     ------
     ValueError
-        An argument out of range, naming it.
+        An argument is out of range; the message names it.
     """
 
     name = "per-fedavg"

@@ -189,12 +189,12 @@ class SCAFFOLD(PlainSGD):
     server_learning_rate : float (default: 1.0)
         eta_g, above 0. 1 is what the paper's experiments have.
     **shared
-        Those of `PersonalizedStrategy`.
+        Arguments of `PersonalizedStrategy`.
 
     Raises
     ------
     ValueError
-        An argument out of range, naming it.
+        An argument is out of range; the message names it.
     """
 
     name = "scaffold"
