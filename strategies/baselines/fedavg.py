@@ -184,7 +184,7 @@ class Tuned(FedAvg):
 
 
 class FineTuned(Tuned):
-    """Common part of `FedAvgFT` and `FedProxFT`; it comes before the class that is fine-tuned among their bases.
+    """Base class of the fine-tuned methods; it stands before the class that is fine-tuned in the list of bases.
 
     Parameters
     ----------
