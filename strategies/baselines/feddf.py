@@ -85,7 +85,7 @@ PUBLIC_BATCH_SIZE = Setting("public_batch_size", 128, at_least(1), "public image
 
 
 def logits_of(model: torch.nn.Module, images: torch.Tensor, batch_size: int = 128) -> torch.Tensor:
-    """Return the logits of a model in evaluation mode, f(x, d), shape (P, N); afterwards it has its mode of before."""
+    """Return a model's logits in evaluation mode, f(x, d), shape (P, N), and restore its own mode."""
     images = channels_last(model, images)
     was_training = model.training
     model.eval()
