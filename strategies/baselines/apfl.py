@@ -71,7 +71,9 @@ else:
 MIXING_WEIGHT = Setting(
     "mixing_weight", 0.5, within(0, 1), "initial share of the client's local model in its personal one (alpha)"
 )
-ADAPT_MIXING = Setting("adapt_mixing", True, TRUE_OR_FALSE, "whether clients learn this share, or keep mixing-weight")
+ADAPT_MIXING = Setting(
+    "adapt_mixing", True, TRUE_OR_FALSE, "whether clients learn their share, which starts at mixing-weight"
+)
 LOCAL = "local"  # name under which a client keeps v_i and alpha_i
 
 # --- The mathematics ----------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ ALA = "ala"  # name under which a client keeps the last layers of its local mode
 LOCAL, WEIGHTS = "local", "weights"
 HEAD_LAYERS = Setting("head_layers", 1, at_least(1), "number of last layers of the network that are mixed")
 ALA_SHARE = Setting("ala_share", 0.8, A_SHARE, "share of the training images on which mixing weights are learned (s)")
-ALA_LEARNING_RATE = Setting("ala_learning_rate", 1.0, above(0), "step size of these mixing weights (eta)")
+ALA_LEARNING_RATE = Setting("ala_learning_rate", 1.0, above(0), "step size of the mixing weights (eta)")
 ALA_WEIGHT = "ala-weight"  # the mean of W_i, in the history
 
 LOOK_BACK, STEADY, MOST_EPOCHS = 10, 0.01, 100

@@ -60,7 +60,9 @@ if TYPE_CHECKING:
 
 CLUSTER = "cluster"  # the metric in which a client reports the number of the model that it chose
 
-NUM_CLUSTERS = Setting("num_clusters", 3, at_least(1), "models, of which each client uses the best (c)", trial=2)
+NUM_CLUSTERS = Setting(
+    "num_clusters", 3, at_least(1), "number of models (c), of which each client uses the best", trial=2
+)
 
 # --- The mathematics ----------------------------------------------------------------------------------
 
