@@ -153,50 +153,52 @@ def cosines(blocks: Blocks, m: int) -> np.ndarray:
 
 
 def _attention(
-    distances: np.ndarray, alpha: float, sigma: float, self_weight: SelfWeight | None, heard: np.ndarray | None
+    distances: np.ndarray, alpha: float, sigma: float, self_weight: SelfWeight | None, online: np.ndarray | None
 ) -> np.ndarray:
     # log(alpha A'(t)), A'(t) = exp(-t / sigma) / sigma
     scores = np.log(alpha) - np.log(sigma) - distances / sigma  # (m, m)
     if self_weight is not None:
-        return _combination(scores, heard, _others_share(self_weight, heard, len(scores)))
-    return _combination(scores, heard, np.exp(np.minimum(_log_sums(scores, heard), 0)))
+        return _combination(scores, online, _others_share(self_weight, online, len(scores)))
+    return _combination(scores, online, np.exp(np.minimum(_log_sums(scores, online), 0)))
 
 
-def _cosine(cosine: np.ndarray, sigma: float, self_weight: SelfWeight, heard: np.ndarray | None) -> np.ndarray:
-    return _combination(sigma * cosine, heard, _others_share(self_weight, heard, len(cosine)))
+def _cosine(cosine: np.ndarray, sigma: float, self_weight: SelfWeight, online: np.ndarray | None) -> np.ndarray:
+    return _combination(sigma * cosine, online, _others_share(self_weight, online, len(cosine)))
 
 
-def _among_others(m: int, heard: np.ndarray | None) -> np.ndarray:
+def _sender_mask(m: int, online: np.ndarray | None) -> np.ndarray:
     """Mask of (receiver, sender) pairs, shape (m, m): true at [i, j] if i receives j's model and j is not i."""
     others = ~np.eye(m, dtype=bool)
-    return others if heard is None else others & heard[None, :]
+    return others if online is None else others & online[None, :]
 
 
-def _log_sums(scores: np.ndarray, heard: np.ndarray | None) -> np.ndarray:
+def _log_sums(scores: np.ndarray, online: np.ndarray | None) -> np.ndarray:
     """Return log sum_{j != i} exp(scores_ij) over the models that i receives, shape (m,); -inf if there are none."""
-    return logsumexp(np.where(_among_others(len(scores), heard), scores, -np.inf), axis=1)
+    return logsumexp(np.where(_sender_mask(len(scores), online), scores, -np.inf), axis=1)
 
 
-def _others_share(self_weight: SelfWeight, heard: np.ndarray | None, m: int) -> np.ndarray:
+def _others_share(self_weight: SelfWeight, online: np.ndarray | None, m: int) -> np.ndarray:
     """Return 1 - xi_ii, shape (m,)."""
     if self_weight == "uniform":
-        return 1 - 1 / (_among_others(m, heard).sum(axis=1) + 1)
+        return 1 - 1 / (_sender_mask(m, online).sum(axis=1) + 1)
     return np.full(m, 1 - self_weight)
 
 
-def _combination(scores: np.ndarray, heard: np.ndarray | None, share: np.ndarray) -> np.ndarray:
+def _combination(scores: np.ndarray, online: np.ndarray | None, share: np.ndarray) -> np.ndarray:
     """Divide share_i among the clients that i receives models from, in proportion to exp(scores_ij); i has the rest.
 
     Parameters
     ----------
     scores : ndarray, shape (m, m)
+    online : ndarray of bool, shape (m,), or None
+        Mask of the clients whose models the others receive; None for all.
     share : ndarray, shape (m,), in [0, 1]
 
     Returns
     -------
     ndarray, shape (m, m)
     """
-    others = _among_others(len(scores), heard) & (scores > -np.inf)  # (m, m)
+    others = _sender_mask(len(scores), online) & (scores > -np.inf)  # (m, m)
     alone = ~others.any(axis=1)  # (m,)
     with np.errstate(invalid="ignore"):  # a row without others is NaN until it is set to 0
         weights = share[:, None] * np.exp(log_softmax(np.where(others, scores, -np.inf), axis=1))  # (m, m)
@@ -288,9 +290,9 @@ class FedAMP(CloudModels):
 
     def _xi(self, senders: Sequence[ClientId], server_round: int) -> np.ndarray:
         distances = squared_distances(lambda: self._parameters(senders), len(senders))  # (m, m)
-        heard = self._online_mask(senders)
-        weights = _attention(distances, self.alpha_at(server_round), self.sigma, self.self_weight, heard)
-        if self.self_weight is None and not self._scaled and (np.diagonal(weights)[heard] == 0).any():
+        online = self._online_mask(senders)
+        weights = _attention(distances, self.alpha_at(server_round), self.sigma, self.self_weight, online)
+        if self.self_weight is None and not self._scaled and (np.diagonal(weights)[online] == 0).any():
             log(
                 WARNING,
                 "kindred: with alpha %g and sigma %g the weights of the other clients sum to more than 1 (Eq. 5) "

@@ -23,7 +23,7 @@ Decisions where the paper is silent, or where its letter fails:
 - Losses start from 0, so that a model not yet received looks best. This is right for the choice of neighbours, which
   thus explores, and wrong for weights. Weights are therefore over the models received so far. A model received once
   enters with beta times its loss, as in the paper's average, so its first weight is too high.
-- A client trains its own model every round, besides the M neighbours'. Neighbours are drawn one after the other,
+- A client trains its own model every round, in addition to the M neighbours'. Neighbours are drawn one after the other,
   without replacement. M = 0 is local training.
 - Each client's model has its own random initialisation. A client sends its model when it first takes part, after
   training it alone. Until then the model is unavailable, and a client that drew it gets its next choice.
@@ -192,7 +192,7 @@ def known_weights(losses: Losses, temperature: float) -> dict[ClientId, float]:
 
 
 class FedeRiCoClient:
-    """The client half: trains the client's own model and its neighbours', and weighs the updates."""
+    """The client half: trains the client's own model and its neighbours', and weights the updates."""
 
     @staticmethod
     def train(visit: Visit) -> RecordDict:

@@ -259,10 +259,10 @@ def start_weights(
     ndarray, shape (r, m)
         Rows sum to 1. A client without a model gets g; where there is no other client, a client gets its own model.
     """
-    everybody = latest / latest.sum()  # (m,)
+    mean_of_all = latest / latest.sum()  # (m,)
     c = own_shares[:, None]  # (r, 1)
     known = own.any(axis=1, keepdims=True)  # (r, 1)
-    return np.where(known, (1 - share) * everybody + share * ((1 - c) * neighbours + c * own), everybody)
+    return np.where(known, (1 - share) * mean_of_all + share * ((1 - c) * neighbours + c * own), mean_of_all)
 
 
 # --- The client ---------------------------------------------------------------------------------------
