@@ -1,4 +1,4 @@
-"""FedAMP and HeurFedAMP: federated attentive message passing.
+"""FedAMP and HeurFedAMP: each client trains from a weighted sum of all clients' models, most of similar ones.
 
 Y. Huang, L. Chu, Z. Zhou, L. Wang, J. Liu, J. Pei, Y. Zhang: Personalized Cross-Silo Federated Learning on
 Non-IID Data. AAAI 2021, arXiv:2007.03797.
@@ -12,16 +12,16 @@ Round k, with the clients' models w_i of the round before:
     Eq. 6      the client            w_i = argmin F_i(w) + lam / (2 alpha_k) ||w - u_i||^2
 
 Where we depart from the paper or it is silent:
-- Eq. 5 gives a convex combination for a small alpha_k only. Where the shares of the others sum to more than 1
-  they are scaled to sum to 1, and a warning says so. The paper's experiments fix xi_ii instead, for both
-  methods: that is `self_weight`; the others then share 1 - xi_ii in proportion to A'.
-- Shares are computed from logarithms: exp(-t / sigma) of every other client may underflow, and their
+- Eq. 5 gives a convex combination for a small alpha_k only. Where the weights of the other clients sum to more
+  than 1, they are scaled to sum to 1, and a warning is logged. The paper's experiments fix xi_ii instead, for
+  both methods. This is `self_weight`; the others then share 1 - xi_ii in proportion to A'.
+- Weights are computed from logarithms: exp(-t / sigma) of every other client may underflow, and their
   proportions still matter.
 - Eq. 6 is solved approximately by local epochs that start from u_i. At the paper's alpha_1 = 1e4 the proximal
-  term is next to nothing, and starting from u_i is what makes clients collaborate.
-- A client that sat out keeps its last model, is not heard by the others while it is away, and gets a cloud
-  model from those that are there when it returns.
-- Distances and cosines see parameters only; floating buffers are combined like parameters, integer buffers
+  term has almost no effect; the collaboration comes from starting at u_i.
+- An absent client keeps its last model, which the others do not receive while it is absent. When it returns, its
+  cloud model is combined from its own model and those of the clients online.
+- Distances and cosines use parameters only. Floating-point buffers are combined like parameters; integer buffers
   are the client's own.
 """
 
@@ -65,11 +65,11 @@ ALPHA_DECAY_EVERY = Setting("alpha_decay_every", 30, at_least(1), "rounds betwee
 LAM = Setting("lam", 1.0, at_least(0), "weight of the collaboration term (lambda)")
 
 Blocks = Callable[[], Iterator[np.ndarray]]
-"""Goes through the columns of an (m, d) matrix, some at a time: each of shape (m, b)."""
+"""Returns an iterator over the columns of an (m, d) matrix, in blocks of shape (m, b)."""
 
 
 def is_part(value: float | str) -> bool:
-    """Whether a value is a number from 0 to 1."""
+    """Return whether a value is a number from 0 to 1."""
     return not isinstance(value, str) and 0 <= value <= 1
 
 
@@ -83,7 +83,7 @@ def attention_weights(
     self_weight: SelfWeight | None = None,
     heard: np.ndarray | None = None,
 ) -> np.ndarray:
-    """FedAMP's weights xi, Eq. 5 and 7.
+    """Return FedAMP's weights xi, Eq. 5 and 7.
 
     Parameters
     ----------
@@ -92,9 +92,9 @@ def attention_weights(
     alpha, sigma : float
         Step size alpha_k and scale of the squared distance, both more than 0.
     self_weight : float in [0, 1] or "uniform", optional
-        xi_ii; "uniform" is 1 / m over the clients that i hears and itself. None is Eq. 5 as written.
+        xi_ii; "uniform" is 1 / (number of clients whose models i receives, and itself). None is Eq. 5 as written.
     heard : ndarray of bool, shape (m,), optional
-        The clients whose models the others receive; all by default.
+        Mask of the clients whose models the others receive; all by default.
 
     Returns
     -------
@@ -107,7 +107,7 @@ def attention_weights(
 def cosine_weights(
     models: np.ndarray, sigma: float, self_weight: SelfWeight, heard: np.ndarray | None = None
 ) -> np.ndarray:
-    """HeurFedAMP's weights xi, Eq. 8; parameters and result as of `attention_weights`.
+    """Return HeurFedAMP's weights xi, Eq. 8; parameters and result as for `attention_weights`.
 
     A model of zeros has cosine 0 with every other.
     """
@@ -115,11 +115,11 @@ def cosine_weights(
 
 
 def squared_distances(blocks: Blocks, m: int) -> np.ndarray:
-    """||w_i - w_j||^2 of all pairs, shape (m, m), from one matrix product over blocks of columns.
+    """Return ||w_i - w_j||^2 of all pairs, shape (m, m), from one matrix product over blocks of columns.
 
-    Distances do not change when the first model is taken from all, and little is then lost to cancellation.
-    Where two models are so much nearer to each other than to the first that much would be lost (it is an
-    outlier), the product is made again in double precision. A model too large for that is infinitely far.
+    The first model is subtracted from all: distances stay the same, and cancellation loses little precision.
+    It would lose much where two models are far nearer to each other than to the first, an outlier. The product
+    is then computed again in double precision. A model too large for that has infinite distance.
     """
     for dtype in (None, np.float64):
         gram = np.zeros((m, m))
@@ -138,7 +138,7 @@ def squared_distances(blocks: Blocks, m: int) -> np.ndarray:
 
 
 def cosines(blocks: Blocks, m: int) -> np.ndarray:
-    """cos(w_i, w_j) of all pairs, shape (m, m), from one matrix product over blocks of columns.
+    """Return cos(w_i, w_j) of all pairs, shape (m, m), from one matrix product over blocks of columns.
 
     A model of zeros, or one whose norm overflows, has cosine 0 with every other.
     """
@@ -153,52 +153,54 @@ def cosines(blocks: Blocks, m: int) -> np.ndarray:
 
 
 def _attention(
-    distances: np.ndarray, alpha: float, sigma: float, self_weight: SelfWeight | None, heard: np.ndarray | None
+    distances: np.ndarray, alpha: float, sigma: float, self_weight: SelfWeight | None, online: np.ndarray | None
 ) -> np.ndarray:
     # log(alpha A'(t)), A'(t) = exp(-t / sigma) / sigma
     scores = np.log(alpha) - np.log(sigma) - distances / sigma  # (m, m)
     if self_weight is not None:
-        return _combination(scores, heard, _others_share(self_weight, heard, len(scores)))
-    return _combination(scores, heard, np.exp(np.minimum(_log_sums(scores, heard), 0)))
+        return _combination(scores, online, _others_share(self_weight, online, len(scores)))
+    return _combination(scores, online, np.exp(np.minimum(_log_sums(scores, online), 0)))
 
 
-def _cosine(cosine: np.ndarray, sigma: float, self_weight: SelfWeight, heard: np.ndarray | None) -> np.ndarray:
-    return _combination(sigma * cosine, heard, _others_share(self_weight, heard, len(cosine)))
+def _cosine(cosine: np.ndarray, sigma: float, self_weight: SelfWeight, online: np.ndarray | None) -> np.ndarray:
+    return _combination(sigma * cosine, online, _others_share(self_weight, online, len(cosine)))
 
 
-def _among_others(m: int, heard: np.ndarray | None) -> np.ndarray:
-    """Which models count as another client's for whom: shape (m, m), [i, j] if i hears j and j is not i."""
+def _sender_mask(m: int, online: np.ndarray | None) -> np.ndarray:
+    """Mask of (receiver, sender) pairs, shape (m, m): true at [i, j] if i receives j's model and j is not i."""
     others = ~np.eye(m, dtype=bool)
-    return others if heard is None else others & heard[None, :]
+    return others if online is None else others & online[None, :]
 
 
-def _log_sums(scores: np.ndarray, heard: np.ndarray | None) -> np.ndarray:
-    """log of sum_{j != i} exp(scores_ij) over those that i hears, shape (m,); -inf where there is nobody."""
-    return logsumexp(np.where(_among_others(len(scores), heard), scores, -np.inf), axis=1)
+def _log_sums(scores: np.ndarray, online: np.ndarray | None) -> np.ndarray:
+    """Return log sum_{j != i} exp(scores_ij) over the models that i receives, shape (m,); -inf if there are none."""
+    return logsumexp(np.where(_sender_mask(len(scores), online), scores, -np.inf), axis=1)
 
 
-def _others_share(self_weight: SelfWeight, heard: np.ndarray | None, m: int) -> np.ndarray:
-    """1 - xi_ii, shape (m,)."""
+def _others_share(self_weight: SelfWeight, online: np.ndarray | None, m: int) -> np.ndarray:
+    """Return 1 - xi_ii, shape (m,)."""
     if self_weight == "uniform":
-        return 1 - 1 / (_among_others(m, heard).sum(axis=1) + 1)
+        return 1 - 1 / (_sender_mask(m, online).sum(axis=1) + 1)
     return np.full(m, 1 - self_weight)
 
 
-def _combination(scores: np.ndarray, heard: np.ndarray | None, share: np.ndarray) -> np.ndarray:
-    """Divide share_i over those that i hears in proportion to exp(scores_ij), and leave it the rest.
+def _combination(scores: np.ndarray, online: np.ndarray | None, share: np.ndarray) -> np.ndarray:
+    """Divide share_i among the clients that i receives models from, in proportion to exp(scores_ij); i has the rest.
 
     Parameters
     ----------
     scores : ndarray, shape (m, m)
+    online : ndarray of bool, shape (m,), or None
+        Mask of the clients whose models the others receive; None for all.
     share : ndarray, shape (m,), in [0, 1]
 
     Returns
     -------
     ndarray, shape (m, m)
     """
-    others = _among_others(len(scores), heard) & (scores > -np.inf)  # (m, m)
+    others = _sender_mask(len(scores), online) & (scores > -np.inf)  # (m, m)
     alone = ~others.any(axis=1)  # (m,)
-    with np.errstate(invalid="ignore"):  # a row without others is nan until it is set
+    with np.errstate(invalid="ignore"):  # a row without others is NaN until it is set to 0
         weights = share[:, None] * np.exp(log_softmax(np.where(others, scores, -np.inf), axis=1))  # (m, m)
     weights[alone] = 0
     np.fill_diagonal(weights, np.where(alone, 1, 1 - share))
@@ -211,9 +213,9 @@ def _blocks_of(models: np.ndarray) -> Iterator[np.ndarray]:
 
 
 # --- The client ---------------------------------------------------------------------------------------
-# Eq. 6 is local training from the received model with FedProx's proximal term mu/2 ||w - u_i||^2,
-# mu = lam / alpha_k, which travels as "proximal-mu": `LocalTraining` in client.py, or any ClientApp
-# written for FedProx.
+# Eq. 6 is local training from the received model with FedProx's proximal term mu/2 ||w - u_i||^2.
+# mu = lam / alpha_k is in the message as "proximal-mu". `LocalTraining` in client/local_training.py does
+# this, and so does any ClientApp written for FedProx.
 
 
 # --- The server ---------------------------------------------------------------------------------------
@@ -230,19 +232,19 @@ class FedAMP(CloudModels):
     alpha : float (default: 1e4)
         Step size alpha_1, more than 0.
     alpha_decay : float (default: 0.1)
-        Factor on alpha, in (0, 1], every `alpha_decay_every` (default: 30) rounds.
+        Factor, in (0, 1], on alpha every `alpha_decay_every` (default: 30) rounds.
     lam : float (default: 1.0)
         Weight lambda of the collaboration, 0 or more; the proximal weight is lam / alpha_k.
     self_weight : float in [0, 1], "uniform", or "none" or None (default: 0.2)
-        xi_ii, as of `attention_weights`; None is Eq. 5 as written. The paper's experiments:
-        1 / (1 + clients of the same distribution).
+        xi_ii, as for `attention_weights`; None is Eq. 5 as written. The paper's experiments have
+        1 / (N_i + 1), with N_i the number of clients of the same distribution.
     **shared
-        Those of `PersonalizedStrategy`.
+        Arguments of `PersonalizedStrategy`.
 
     Raises
     ------
     ValueError
-        An argument out of range, naming it.
+        An argument is out of range; the message names it.
     """
 
     name = "fedamp"
@@ -271,7 +273,7 @@ class FedAMP(CloudModels):
     STATE = (*CloudModels.STATE, "_scaled")
 
     def alpha_at(self, server_round: int) -> float:
-        """alpha_k: decayed once every `alpha_decay_every` rounds."""
+        """Return alpha_k, decayed once every `alpha_decay_every` rounds."""
         alpha = self.alpha * self.alpha_decay ** ((server_round - 1) // self.alpha_decay_every)
         return max(alpha, sys.float_info.min)
 
@@ -279,22 +281,22 @@ class FedAMP(CloudModels):
         return {PROXIMAL_MU: self.lam / self.alpha_at(server_round)}
 
     def cloud_weights(self, server_round: int, clients: Sequence[ClientId]) -> tuple[list[ClientId], np.ndarray]:
-        at_hand = in_order({*self.online, *clients}) if self.online else []
-        if not at_hand:
+        senders = in_order({*self.online, *clients}) if self.online else []
+        if not senders:
             return [], np.zeros((len(clients), 0))
-        weights = self._xi(at_hand, server_round)  # (m, m)
-        row_of = {client: row for row, client in enumerate(at_hand)}
-        return at_hand, weights[[row_of[client] for client in clients]]
+        weights = self._xi(senders, server_round)  # (m, m)
+        row_of = {client: row for row, client in enumerate(senders)}
+        return senders, weights[[row_of[client] for client in clients]]
 
-    def _xi(self, at_hand: Sequence[ClientId], server_round: int) -> np.ndarray:
-        distances = squared_distances(lambda: self._parameters(at_hand), len(at_hand))  # (m, m)
-        heard = self._heard(at_hand)
-        weights = _attention(distances, self.alpha_at(server_round), self.sigma, self.self_weight, heard)
-        if self.self_weight is None and not self._scaled and (np.diagonal(weights)[heard] == 0).any():
+    def _xi(self, senders: Sequence[ClientId], server_round: int) -> np.ndarray:
+        distances = squared_distances(lambda: self._parameters(senders), len(senders))  # (m, m)
+        online = self._online_mask(senders)
+        weights = _attention(distances, self.alpha_at(server_round), self.sigma, self.self_weight, online)
+        if self.self_weight is None and not self._scaled and (np.diagonal(weights)[online] == 0).any():
             log(
                 WARNING,
-                "kindred: with alpha %g and sigma %g the weights of the others sum to more than 1 (Eq. 5) "
-                "and are scaled to sum to 1; a smaller alpha or a self_weight avoids it",
+                "kindred: with alpha %g and sigma %g the weights of the other clients sum to more than 1 (Eq. 5) "
+                "and are scaled to sum to 1; to avoid this, set a smaller alpha or a self_weight",
                 self.alpha_at(server_round),
                 self.sigma,
             )
@@ -304,13 +306,13 @@ class FedAMP(CloudModels):
     def _parameters(self, clients: Sequence[ClientId]) -> Iterator[np.ndarray]:
         return (block for _, block in self.models.blocks(clients, self.layout.num_parameters))
 
-    def _heard(self, at_hand: Sequence[ClientId]) -> np.ndarray:
+    def _online_mask(self, clients: Sequence[ClientId]) -> np.ndarray:
         online = set(self.online)
-        return np.array([client in online for client in at_hand])
+        return np.array([client in online for client in clients])
 
 
 class FedAMPShared(StoredShared, total=False):
-    """The arguments of `FedAMP` that mean the same in HeurFedAMP."""
+    """Arguments of `FedAMP` that have the same meaning in `HeurFedAMP`."""
 
     alpha: float
     alpha_decay: float
@@ -329,7 +331,7 @@ class HeurFedAMP(FedAMP):
     self_weight : float in [0, 1] or "uniform" (default: 0.2)
         xi_ii.
     **shared
-        Those of `FedAMP`.
+        Arguments of `FedAMP`.
     """
 
     name = "heurfedamp"
@@ -343,10 +345,10 @@ class HeurFedAMP(FedAMP):
     ) -> None:
         super().__init__(sigma=COSINE_SIGMA.check(sigma), self_weight=COSINE_SELF_WEIGHT.check(self_weight), **shared)
 
-    def _xi(self, at_hand: Sequence[ClientId], server_round: int) -> np.ndarray:
-        assert self.self_weight is not None  # as `_allows` has it
-        cosine = cosines(lambda: self._parameters(at_hand), len(at_hand))  # (m, m)
-        return _cosine(cosine, self.sigma, self.self_weight, self._heard(at_hand))
+    def _xi(self, senders: Sequence[ClientId], server_round: int) -> np.ndarray:
+        assert self.self_weight is not None  # COSINE_SELF_WEIGHT does not allow "none"
+        cosine = cosines(lambda: self._parameters(senders), len(senders))  # (m, m)
+        return _cosine(cosine, self.sigma, self.self_weight, self._online_mask(senders))
 
 
 FEDAMP = Method(

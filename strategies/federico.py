@@ -1,4 +1,4 @@
-"""FedeRiCo: every client finds its collaborators.
+"""FedeRiCo: each client predicts with a mixture of clients' models, and trains the models that suit its data.
 
 A. Sui, J. Wen, Y. Lau, B. L. Ross, J. C. Cresswell: Find Your Friends: Personalized Federated Learning with the
 Right Collaborators. arXiv:2210.06597.
@@ -18,26 +18,27 @@ maximises the likelihood of all data under the mixtures. Clients exchange a few 
 
 Decisions where the paper is silent, or where its letter fails:
 
-- The loss l_ib is the mean over the samples (`likelihood`); the paper's is the sum. The sum makes the weights one-hot
+- The loss l_ib is the mean over the samples (`likelihood`); the paper has the sum. The sum makes the weights one-hot
   within a few rounds, often on another client's model. The mean spreads them over the clients of a distribution.
 - Losses start from 0, so that a model not yet received looks best. This is right for the choice of neighbours, which
-  thereby explores, and wrong for weights. Weights are over the models received so far. A model received once enters
-  with beta times its loss, as in the paper's average, so its first weight is too high.
-- A client trains its own model every round, besides the M neighbours'. Neighbours are drawn one after the other,
+  thus explores, and wrong for weights. Weights are therefore over the models received so far. A model received once
+  enters with beta times its loss, as in the paper's average, so its first weight is too high.
+- A client trains its own model every round, in addition to the M neighbours'. Neighbours are drawn one after the other,
   without replacement. M = 0 is local training.
-- Each client's model has its own random start. A client sends its model when it first takes part, having trained it
-  alone. Until then it is unavailable, and a client that drew it gets its next choice.
+- Each client's model has its own random initialisation. A client sends its model when it first takes part, after
+  training it alone. Until then the model is unavailable, and a client that drew it gets its next choice.
 - An update is the change by local training, times the weight (`m_step` "epochs" or "steps"), or the weighted gradient
   over all training data ("gradient"). With gradients the server makes a step of SGD, or of Adam with a state for each
   model.
-- Buffers of normalisation layers follow the owner's data: its updates of them have no weight, and others send none.
-- The mixture is of probabilities. In a round it is over the received models; the closing evaluation is of the whole
+- Buffers of normalisation layers follow the owner's data: its updates of them are not weighted, and other clients send
+  none.
+- The mixture is of probabilities. In a round it is over the received models; the closing evaluation uses the whole
   mixture.
 
-Clients have no channel between them: the server passes models on and adds updates up, so it knows which client has
-which model. With `selection` "server" it also keeps the losses and draws the neighbours. With "relay" the clients do.
-The functions are the same, and so are the results, unless a reply is lost: its client then has losses that the server
-does not have. The table of losses, requests and clients' updates are in `kindred.parts`.
+Clients have no channel between them. The server forwards models and sums updates, so it knows which client has which
+model. With `selection` "server" it also keeps the losses and draws the neighbours; with "relay" the clients do this.
+The functions are the same, and so are the results unless a reply is lost. The client then has losses that the server
+does not have. The table of losses, the requests and the clients' updates are in `kindred.parts`.
 """
 
 from __future__ import annotations
@@ -97,16 +98,16 @@ NUM_NEIGHBOURS = Setting(
     "num_neighbours",
     3,
     at_least(0),
-    "models of others that a client gets in a round (M); 0 is local training",
+    "models of other clients that a client receives per round (M); 0 is local training",
     trial=2,
 )
 EPSILON = Setting("epsilon", 0.3, within(0, 1), "probability of a random neighbour instead of the best")
-BETA = Setting("beta", 0.6, A_SHARE, "momentum of the moving average of losses; 1: the last alone")
+BETA = Setting("beta", 0.6, A_SHARE, "momentum of the moving average of losses; 1: the latest loss alone")
 LIKELIHOOD = Setting(
     "likelihood",
     "mean",
     one_of("mean", "sum"),
-    "the loss, over a client's samples, that weights go by; the paper's is the sum",
+    "whether weights depend on the mean or the sum of the loss over a client's samples; the paper has the sum",
 )
 TEMPERATURE = Setting(
     "temperature", 1.0, at_least(1e-9), "weights are a softmax of the losses divided by it", trial=0.5
@@ -115,13 +116,13 @@ M_STEP = Setting(
     "m_step",
     "epochs",
     one_of("epochs", "steps", "gradient"),
-    "work on each model in a round: local-epochs epochs (where that is 0, local-steps steps), local-steps steps, or "
-    "one gradient over all data, by which the server moves the model with optimizer",
+    "work on each model per round: local-epochs epochs (local-steps steps if that is 0), local-steps steps, or one "
+    "gradient over all data, with which the server updates the model by optimizer",
 )
 MIN_WEIGHT = Setting("min_weight", 0.001, within(0, 1), "updates with a smaller weight are neither computed nor sent")
 MIXING = Setting("mixture", "probabilities", one_of("probabilities", "logits"), "what a client's prediction mixes")
 MIXTURE_THRESHOLD = Setting(
-    "mixture_threshold", 0.01, within(0, 1), "models with a smaller weight have no part in the prediction"
+    "mixture_threshold", 0.01, within(0, 1), "models with a smaller weight are not used in the prediction"
 )
 SHARE_ABSENT = Setting(
     "share_absent",
@@ -146,7 +147,7 @@ CHOICE_SEED = "choice-seed"
 
 
 def collaborator_weights(smoothed: np.ndarray, temperature: float = 1.0, log_rest: float = -np.inf) -> np.ndarray:
-    """w_ib = exp(-Lhat_ib / temperature) / sum_j exp(-Lhat_ij / temperature); line 16, Eq. 3.
+    """Return w_ib = exp(-Lhat_ib / temperature) / sum_j exp(-Lhat_ij / temperature); line 16, Eq. 3.
 
     Parameters
     ----------
@@ -155,7 +156,7 @@ def collaborator_weights(smoothed: np.ndarray, temperature: float = 1.0, log_res
     temperature : float
         Above 0.
     log_rest : float
-        Logarithm of the sum over all other models; -inf if there are none.
+        Logarithm of the denominator's sum over all other models; -inf if there are none.
 
     Returns
     -------
@@ -163,12 +164,12 @@ def collaborator_weights(smoothed: np.ndarray, temperature: float = 1.0, log_res
         Summing to 1 together with the weights of the other models.
     """
     scores = -np.asarray(smoothed, dtype=np.float64) / temperature  # (k,)
-    highest = max(scores.max(), log_rest)  # subtracted first: a sum's logarithm would be lost in scores of 1e12
+    highest = max(scores.max(), log_rest)  # subtracted first: rounding would lose a sum's logarithm beside 1e12
     return np.exp(scores - highest - np.logaddexp(log_sum_exp(scores - highest), log_rest - highest))
 
 
 def log_sum_exp(scores: np.ndarray) -> float:
-    """log sum_j exp(scores_j) of finite scores, shape (k,); -inf if there are none."""
+    """Return log sum_j exp(scores_j) of finite scores, shape (k,); -inf if there are none."""
     if not len(scores):
         return -np.inf
     highest = scores.max()
@@ -176,12 +177,12 @@ def log_sum_exp(scores: np.ndarray) -> float:
 
 
 def log_rest_of(losses: Losses, clients: Sequence[ClientId], beta: float, temperature: float) -> float:
-    """`log_rest` of `collaborator_weights` after the next update of the losses, which is of these clients' models."""
+    """Return `log_rest` of `collaborator_weights` as it is after the next update, of these clients' losses."""
     return log_sum_exp(-losses.averages_without(clients, beta) / temperature)
 
 
 def known_weights(losses: Losses, temperature: float) -> dict[ClientId, float]:
-    """w_ij of the models that a client has received: their owners, in order, and the weights."""
+    """Return the weights w_ij of the models that a client has received: owner -> weight, in order."""
     known = in_order(losses.smoothed)
     weights = collaborator_weights(losses.averages(known), temperature) if known else np.zeros(0)
     return dict(zip(known, weights.tolist(), strict=True))
@@ -191,7 +192,7 @@ def known_weights(losses: Losses, temperature: float) -> dict[ClientId, float]:
 
 
 class FedeRiCoClient:
-    """The client half: trains the client's own model and its neighbours', and weighs the updates."""
+    """The client half: trains the client's own model and its neighbours', and weights the updates."""
 
     @staticmethod
     def train(visit: Visit) -> RecordDict:
@@ -246,7 +247,7 @@ class FedeRiCoClient:
             reported = (request if reports_weights(visit) else replace(request, weights={})).pack()
         shares = mixture_shares(weights, threshold)
         kind = str(config["mixture"])
-        if visit.is_site:  # should the run end before its closing evaluation
+        if visit.is_site:  # in case the run ends before its closing evaluation
             keep_mixture(visit, clients, models, shares, kind)
         metrics |= visit.counts()
         metrics |= mixture_scores(visit, np.stack(probabilities), shares, 0, kind, f"{MIXTURE}-")
@@ -275,12 +276,12 @@ class FedeRiCoClient:
 class FedeRiCo(StoredModels):
     """FedeRiCo as a Flower strategy.
 
-    `initial_arrays` of `start` says what the arrays of a model are; a client starts from weights of its own.
+    `initial_arrays` of `start` gives the names, shapes and types of a model's arrays; each client initialises its own.
 
     Parameters
     ----------
     num_neighbours : int (default: 3)
-        M, 0 or more; 0 is local training.
+        M, 0 or more, the models of other clients that a client receives per round; 0 is local training.
     epsilon : float (default: 0.3)
         Probability, 0 to 1, that a neighbour is drawn at random instead of by weight.
     beta : float (default: 0.6)
@@ -290,30 +291,30 @@ class FedeRiCo(StoredModels):
     temperature : float (default: 1.0)
         1e-9 or more; weights are a softmax of the losses divided by it.
     m_step : {"epochs", "steps", "gradient"}
-        What a client does with the models at hand: train them for `local-epochs` epochs (where that is 0, for
-        `local-steps` steps) or `local-steps` steps, or compute one gradient over all its data.
+        What a client does with its own and the received models: train them for `local-epochs` epochs (`local-steps`
+        steps if that is 0) or `local-steps` steps, or compute one gradient over all its data.
     optimizer : {"adam", "sgd"}
-        With m_step "gradient": how the server moves a model by the sum of the gradients.
+        With m_step "gradient": how the server updates a model with the sum of the gradients.
     learning_rate : float (default: 0.002)
-        Of that, above 0.
+        Step size of that update, above 0.
     min_weight : float (default: 0.001)
         0 to 1; an update with a smaller weight is neither computed nor sent.
     mixture : {"probabilities", "logits"}
         What a client's prediction mixes.
     mixture_threshold : float (default: 0.01)
-        0 to 1; models with a smaller weight have no part in the prediction.
-        Of the others at most num_neighbours have part in it.
+        0 to 1; models with a smaller weight are not used in the prediction, nor more than num_neighbours models of
+        other clients.
     share_absent : bool (default: True)
         Whether models of clients that are not connected remain available to others.
     selection : {"server", "relay"}
         Who holds the losses and chooses the neighbours: the server, or each client, for which the server is a relay.
     **shared
-        Those of `PersonalizedStrategy`.
+        Arguments of `PersonalizedStrategy`.
 
     Raises
     ------
     ValueError
-        An argument out of range, naming it.
+        An argument is out of range; the message names it.
     """
 
     name = "federico"
@@ -369,7 +370,7 @@ class FedeRiCo(StoredModels):
         super().restore({**state, "losses": losses})
 
     def introduce(self, newcomers: Mapping[ClientId, Mapping[str, Any]]) -> dict[ClientId, str]:
-        # Once reported it stays: a node that takes over a name must not give away a model that the site does not share.
+        # Never undone: a node that takes over a name must not make the server share a model that its site withholds.
         self._requests.make_private(client for client, about in newcomers.items() if not about.get(SHARE_MODEL, True))
         return super().introduce(newcomers)
 
@@ -466,11 +467,11 @@ class FedeRiCo(StoredModels):
         return {NEIGHBOURS: encode(self._sent.neighbours(client))}
 
     def personal_arrays(self, client: ClientId) -> ArrayRecord:
-        """All models of the client's mixture, its own first."""
+        """Return all models of the client's mixture, its own first."""
         return self._sent.pack(client, self._requests.mixture(client, self.num_neighbours))
 
     def collaboration(self) -> tuple[list[ClientId], np.ndarray]:
-        """The weights w_ij where the server knows them; the row of a client that does not report them is 0."""
+        """Return the weights w_ij that the server knows; the row of a client that does not report them is 0."""
         return self._requests.weights()
 
 

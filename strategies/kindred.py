@@ -1,7 +1,8 @@
-"""Kindred: every client starts from the mean of all models where that is enough, else from that of similar clients.
+"""Kindred: each client starts from the mean of all models where that suffices, otherwise from similar clients' mean.
 
-A method of this library. docs/kindred.md has the reasons for each step, the results and what else was tried. Nothing
-is to be set for a data set. w_i is the model of client i after its last training, n_i its number of samples. A round:
+This method is this library's own. docs/kindred.md gives the reasons for each step, the results and the alternatives
+that were tried. It has no setting to choose per data set. w_i is client i's model after its last training, n_i its
+number of samples. A round:
 
 | step | here |
 |---|---|
@@ -10,17 +11,17 @@ is to be set for a data set. w_i is the model of client i after its last trainin
 | S_ij = cos(w_i - wbar, w_j - wbar), wbar the mean model | `centred_cosines` |
 | P_ij = softmax_{j != i}(SHARPNESS S_ij + log n_j): weights of similar clients, i's neighbours | `neighbour_weights` |
 | v_i = sum_j P_ij w_j, of the neighbours; g_i = sum_{j != i} n_j w_j / sum_{j != i} n_j, of all | `probe_weights` |
-| every second round those who trained report l(v_i), l(g_i) on their data, with o_i added | `KindredClient.evaluate` |
-| in the others up to a tenth of the data is held out; next, its losses from u_i to w_i | `KindredClient.train` |
+| every second round: trained clients report l(v_i), l(g_i) on their data, with o_i added | `KindredClient.evaluate` |
+| other rounds: up to a tenth of the data is held out; later, its losses from u_i to w_i | `KindredClient.train` |
 | t: the best place from u_i (0) to w_i (1) by these losses | `smoothed_divergence`, `place_probabilities` |
 | q_i: how much more the loss of v_i decreases than that of g_i | `neighbours_ahead` |
-| a: near 1 where the median q of the q_i or t is, by z = 1 - (1 - q) (1 - t) | `neighbour_share` |
+| a: near 1 where q, the median of the q_i, or t is near 1, by z = 1 - (1 - q) (1 - t) | `neighbour_share` |
 | N_i = sum_j P_ij n_j / sum_j P_ij^2, the number of samples that v_i represents | `samples_behind` |
 | c_i = n_i / (n_i + N_i exp(-l(v_i))), the share of a client's own model | `own_share` |
-| G = g + MOMENTUM (g - g'), g the mean of all models, g' that of the round before | `Momentum` |
+| G = g + MOMENTUM (g - g'), g the mean of all models, g' its value in the round before | `Momentum` |
 | u_i = (1 - a) G + a ((1 - c_i) v_i + c_i w_i) | `start_weights` |
 | the client trains from u_i, with smoothed labels and FedProx's term: the next w_i | `KindredClient.train` |
-| after the last of ten rounds or more: w_i is the mean of those of the last two rounds, if i trained in both | `take` |
+| at the end of ten rounds or more: w_i is its mean over the last two rounds, if i trained in both | `take` |
 | its personal model is (1 - t) u_i + t w_i, where u_i is newer than w_i | `between` |
 
 The parts are in `kindred.parts`: the adjustment of logits (`logit_adjustment`), t (`kindred_places`), momentum
@@ -28,11 +29,12 @@ The parts are in `kindred.parts`: the adjustment of logits (`logit_adjustment`),
 CVPR 2016, arXiv:1512.00567; the proximal term of Li et al., MLSys 2020, arXiv:1812.06127; momentum at the server of Hsu
 et al., 2019, arXiv:1909.06335, here in Nesterov's form.
 
-Absent clients keep their last model, and it remains in their neighbours' means; g is over the clients that trained in
-the last round, as FedAvg's. At the end nothing is probed and no sample is held out, because no later round would use
-the reports; with fewer than four rounds a and t remain one half. Losses are cross-entropies in nats, a mean over
-samples. Only parameters count in cosines and have momentum; floating buffers are combined like parameters, integer
-buffers are the client's own. Logits are adjusted by the bias that is added to them; a network without one is not.
+Absent clients keep their last model, and it remains in their neighbours' means. As in FedAvg, g is over the clients
+that trained in the last round. At the end nothing is probed and no sample is held out, because no later round would use
+the reports. With fewer than four rounds a and t remain one half. Losses are cross-entropies in nats, a mean over
+samples. Only parameters count in cosines and have momentum. Floating-point buffers are combined like parameters;
+integer buffers are the client's own. The adjustment changes the bias that is added to the logits; a network without
+such a bias is not adjusted.
 """
 
 from __future__ import annotations
@@ -87,38 +89,38 @@ SHARPNESS = 10.0
 PRIOR = 0.5
 """Prior strength, in nats of loss decrease, in favour of a global/neighbour ratio of 1/2."""
 
-TAIL = 10  # rounds: a run of so many or more ends with the mean of clients' models of the last two
+TAIL = 10  # a run of this many rounds or more ends with the mean of each client's models of the last two rounds
 
-ADJUSTMENT = 0.5  # share of o_i that is added to the logits of models that clients train or use,
-PROBE_ADJUSTMENT = 1.0  # and to those of probed models
-SMOOTHING = 0.1  # share of each label that is spread over all classes, where clients train
+ADJUSTMENT = 0.5  # share of o_i that is added to the logits of models that clients train or use
+PROBE_ADJUSTMENT = 1.0  # share of o_i that is added to the logits of probed models
+SMOOTHING = 0.1  # share of each label that is spread over all classes in training
 PROXIMAL = 0.01  # weight of the proximal term, mu/2 times the squared distance from u_i
 
 NEIGHBOUR_MEAN, GLOBAL_MEAN = "kin", "all"  # names of the probes v_i and g_i, in messages and in the history
-LAST = "last"  # under which name a client keeps its model after training,
-HELD_OUT = "left-out"  # with the indices of the samples that were held out,
-TRAINED_IN = "trained-in"  # and the round; in a message the round of the client's model at the server, 0 if none
+LAST = "last"  # name under which a client keeps its model after training, with the next two:
+HELD_OUT = "left-out"  # indices of the samples that were held out
+TRAINED_IN = "trained-in"  # round of that training; in a message, the round of the client's model at the server, or 0
 KEPT = "kept-share"  # t
-WORK = (LOCAL_EPOCHS.key, LOCAL_STEPS.key, BATCH_SIZE.key)  # settings that say how much a client trains
+WORK = (LOCAL_EPOCHS.key, LOCAL_STEPS.key, BATCH_SIZE.key)  # settings that determine how much a client trains
 
 # --- The mathematics ----------------------------------------------------------------------------------
 
 
 def centred_cosines(blocks: Iterable[np.ndarray], rows: Sequence[int], m: int) -> np.ndarray:
-    """S_ij = cos(w_i - wbar, w_j - wbar) for the clients in some rows and all m, from products over blocks of columns.
+    """Return S_ij = cos(w_i - wbar, w_j - wbar) for r of the clients and all m, from products over blocks of columns.
 
     Parameters
     ----------
     blocks : iterable of ndarray
-        The columns of the matrix of models, (m, d), some at a time: each of shape (m, b).
+        The columns of the matrix of models, (m, d), in blocks of shape (m, b).
     rows : sequence of r ints
-        The clients whose rows are computed.
+        Indices i of the clients whose rows are computed.
     m : int
 
     Returns
     -------
     ndarray, shape (r, m)
-        0 where one of the two does not differ from the mean.
+        0 where w_i or w_j equals the mean.
     """
     products, squares = np.zeros((len(rows), m)), np.zeros(m)
     for block in blocks:  # (m, b)
@@ -130,7 +132,7 @@ def centred_cosines(blocks: Iterable[np.ndarray], rows: Sequence[int], m: int) -
 
 
 def neighbour_weights(cosines: np.ndarray, samples: np.ndarray, own: np.ndarray) -> np.ndarray:
-    """Weights of a client's neighbours: P_ij = softmax_{j != i}(SHARPNESS S_ij + log n_j).
+    """Return the weights of clients' neighbours, P_ij = softmax_{j != i}(SHARPNESS S_ij + log n_j).
 
     Parameters
     ----------
@@ -138,7 +140,7 @@ def neighbour_weights(cosines: np.ndarray, samples: np.ndarray, own: np.ndarray)
     samples : ndarray, shape (m,)
         n_j, above 0.
     own : ndarray of bool, shape (r, m)
-        The column of the row's client.
+        True in the column of the row's client.
 
     Returns
     -------
@@ -151,21 +153,22 @@ def neighbour_weights(cosines: np.ndarray, samples: np.ndarray, own: np.ndarray)
 
 
 def probe_weights(neighbours: np.ndarray, latest: np.ndarray, own: np.ndarray) -> dict[str, np.ndarray]:
-    """Mixing weights of v_i and g_i, each of shape (r, m); that of client i is 0 in both.
+    """Return the mixing weights of v_i and g_i, each of shape (r, m); client i's own weight is 0 in both.
 
     Parameters
     ----------
     neighbours, own : ndarray, shape (r, m)
-        P and the columns of the rows' clients, as of `neighbour_weights`.
+        P and the columns of the rows' clients, as for `neighbour_weights`.
     latest : ndarray, shape (m,)
-        n_j of the clients that trained in the last round, 0 of the others; each row has another client among them.
+        n_j of the clients that trained in the last round, 0 for the others. For each row, at least one of these
+        clients must be another than the row's.
     """
     others = np.where(own, 0.0, latest)  # (r, m)
     return {NEIGHBOUR_MEAN: neighbours, GLOBAL_MEAN: others / others.sum(axis=1, keepdims=True)}
 
 
 def neighbours_ahead(first: Mapping[str, float], last: Mapping[str, float]) -> float:
-    """q_i = 1 - (f(g) + PRIOR / 2) / (max(f(v), f(g)) + PRIOR), f the decrease of a loss's logarithm, at least 0.
+    """Return q_i = 1 - (f(g) + PRIOR / 2) / (max(f(v), f(g)) + PRIOR), f the decrease of log loss, at least 0.
 
     Parameters
     ----------
@@ -175,19 +178,19 @@ def neighbours_ahead(first: Mapping[str, float], last: Mapping[str, float]) -> f
     Returns
     -------
     float
-        In (0, 1). One half before any decrease, near 0 where both decrease alike, near 1 where only v_i's does.
+        In (0, 1). One half before any decrease, near 0 where both losses decrease alike, near 1 where only v_i's does.
     """
     falls = {probe: max(float(np.log(first[probe] / last[probe])), 0.0) for probe in (NEIGHBOUR_MEAN, GLOBAL_MEAN)}
     return 1 - (falls[GLOBAL_MEAN] + PRIOR / 2) / (max(falls.values()) + PRIOR)
 
 
 def neighbour_share(ahead: Sequence[float], kept: float) -> float:
-    """a = z^2 / (z^2 + (1 - z)^2), z = 1 - (1 - q) (1 - t), q the median of the q_i.
+    """Return a = z^2 / (z^2 + (1 - z)^2), z = 1 - (1 - q) (1 - t), q the median of the q_i.
 
     Parameters
     ----------
     ahead : sequence of float
-        q_i of the clients whose losses have changed since their first report; without any the median is 1/2.
+        q_i of the clients whose losses have changed since their first report; without any, q is 1/2.
     kept : float
         t, in [0, 1]; 0 before the first report.
 
@@ -202,9 +205,9 @@ def neighbour_share(ahead: Sequence[float], kept: float) -> float:
 
 
 def samples_behind(neighbours: np.ndarray, samples: np.ndarray) -> np.ndarray:
-    """Number of samples that the mean of i's neighbours represents: N_i = sum_j P_ij n_j / sum_j P_ij^2.
+    """Return the number of samples that the mean of i's neighbours represents, N_i = sum_j P_ij n_j / sum_j P_ij^2.
 
-    It is the sum of n_j where P_ij is in proportion to n_j, and n_j where P_ij is 1 for one j alone.
+    It is the sum of all n_j where P_ij is proportional to n_j, and n_j where P_ij is 1 for a single j.
 
     Parameters
     ----------
@@ -222,7 +225,7 @@ def samples_behind(neighbours: np.ndarray, samples: np.ndarray) -> np.ndarray:
 
 
 def own_share(neighbours: np.ndarray, samples: np.ndarray, own: np.ndarray, likelihoods: np.ndarray) -> np.ndarray:
-    """Share of a client's own model: c_i = n_i / (n_i + N_i exp(-l(v_i))).
+    """Return the share of a client's own model, c_i = n_i / (n_i + N_i exp(-l(v_i))).
 
     Parameters
     ----------
@@ -230,7 +233,7 @@ def own_share(neighbours: np.ndarray, samples: np.ndarray, own: np.ndarray, like
     samples : ndarray, shape (m,)
         n_j, above 0.
     own : ndarray of bool, shape (r, m)
-        The column of the row's client; none, where it has no model yet.
+        True in the column of the row's client; nowhere, if the client has no model yet.
     likelihoods : ndarray, shape (r,)
         exp(-l(v_i)), in [0, 1].
 
@@ -247,41 +250,44 @@ def own_share(neighbours: np.ndarray, samples: np.ndarray, own: np.ndarray, like
 def start_weights(
     neighbours: np.ndarray, latest: np.ndarray, own: np.ndarray, share: float, own_shares: np.ndarray
 ) -> np.ndarray:
-    """Mixing weights of (1 - a) g + a ((1 - c_i) v_i + c_i w_i), given a and c_i; see `probe_weights`.
+    """Return the mixing weights of (1 - a) g + a ((1 - c_i) v_i + c_i w_i), given a and c_i.
+
+    The first three arguments are as for `probe_weights`; g has no momentum here.
 
     Returns
     -------
     ndarray, shape (r, m)
-        Rows sum to 1. A client without a model gets g, a client without others its own; g has no momentum here.
+        Rows sum to 1. A client without a model gets g; where there is no other client, a client gets its own model.
     """
-    everybody = latest / latest.sum()  # (m,)
+    mean_of_all = latest / latest.sum()  # (m,)
     c = own_shares[:, None]  # (r, 1)
     known = own.any(axis=1, keepdims=True)  # (r, 1)
-    return np.where(known, (1 - share) * everybody + share * ((1 - c) * neighbours + c * own), everybody)
+    return np.where(known, (1 - share) * mean_of_all + share * ((1 - c) * neighbours + c * own), mean_of_all)
 
 
 # --- The client ---------------------------------------------------------------------------------------
 
 
 class KindredClient:
-    """The client half: local training, and the losses by which the server sets a, c_i and t.
+    """The client half: local training, and the losses from which the server computes a, c_i and t.
 
     An ordinary ClientApp also works. It evaluates the probes on its evaluation data, holds no samples out, and does not
-    adjust its logits; labels are smoothed and the proximal term is added if it follows these settings.
+    adjust its logits. It smooths labels and adds the proximal term if it follows the settings for these.
     """
 
     @staticmethod
     def train(visit: Visit) -> RecordDict:
-        """Train from u_i; evaluate u_i, the trained model, and the personal one, between u_i and the last w_i.
+        """Train from u_i; evaluate u_i, the trained model and the personal model.
 
-        Report the losses between u_i and the last w_i of samples that the last training did not see.
+        The personal model lies between u_i and the last w_i. The reply reports the losses of models between these two
+        on samples that the last training did not see.
         """
         adjustment = Adjustment.of(visit, ADJUSTMENT)
         visit = replace(visit, arrays=adjustment.added(visit.arrays))
         last = visit.state.load(LAST) or {}
         unseen = last.pop(HELD_OUT, np.zeros(0, int))
         if not np.array_equal(last.pop(TRAINED_IN, -1), visit.config[TRAINED_IN]):
-            last, unseen = visit.arrays, unseen[:0]  # the server has another model, or none
+            last, unseen = visit.arrays, unseen[:0]  # the server has a different model, or none
         reported = {**adjustment.report(), **fold_losses(visit, last, unseen)}
         personal = visit.model(between(visit.arrays, last, float(visit.config[KEPT])))
         metrics = visit.evaluation(BETWEEN, personal) | visit.counts()
@@ -296,9 +302,9 @@ class KindredClient:
 
     @staticmethod
     def evaluate(visit: Visit) -> RecordDict:
-        """Report the loss of a model that is probed, on some of the training data; evaluate any other on test data."""
+        """Report the loss of a probed model on some of the training data; evaluate any other model on the test data."""
         if PROBE not in visit.config:
-            if not visit.config[TRAINED_IN]:  # personal models of those that have trained come adjusted
+            if not visit.config[TRAINED_IN]:  # the server adjusts the personal models of clients that have trained
                 visit = replace(visit, arrays=Adjustment.of(visit, ADJUSTMENT).added(visit.arrays))
             return LocalTraining.evaluate(visit)
         samples = probe_samples(visit)
@@ -312,12 +318,12 @@ class KindredClient:
 class Kindred(CloudModels):
     """Kindred as a Flower strategy. It has no settings of its own.
 
-    Where `fraction_evaluate` is 0 nothing is probed; a is then one half, or more by t.
+    Where `fraction_evaluate` is 0, nothing is probed: q is 1/2, so a is one half, or more if t is above 0.
 
     Parameters
     ----------
     **shared
-        Those of `StoredModels`.
+        Arguments of `StoredModels`.
     """
 
     name = "kindred"
@@ -327,13 +333,13 @@ class Kindred(CloudModels):
 
     def begin(self, initial_arrays: ArrayRecord) -> None:
         super().begin(initial_arrays)
-        self._samples: dict[ClientId, float] = {}  # n_i of those that have trained
-        self._trained_in: dict[ClientId, int] = {}  # and the round in which they last did
+        self._samples: dict[ClientId, float] = {}  # n_i of the clients that have trained
+        self._trained_in: dict[ClientId, int] = {}  # the last round in which each of them trained
         self._share = 0.5  # a
         self._losses = ReportedLosses((NEIGHBOUR_MEAN, GLOBAL_MEAN))
         self._places = PlaceFilter()  # its mean is t
         self._momentum = Momentum(self.layout)
-        self._adjustments: dict[ClientId, dict[str, Any]] = {}  # reports of those that adjust their logits
+        self._adjustments: dict[ClientId, dict[str, Any]] = {}  # reports of the clients that adjust their logits
 
     def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
         return {**super().round_config(server_round, client), TRAINED_IN: self._trained_in.get(client, 0)}
@@ -345,7 +351,7 @@ class Kindred(CloudModels):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         self._work = {key: config[key] for key in WORK if key in config}
-        # Not as soon as losses are reported: until then personal models are those that were evaluated.
+        # Reported losses take effect here, not at once: until now, personal models were to stay as evaluated.
         self._losses.update()
         self._places.update()
         ahead = [neighbours_ahead(first, last) for first, last in self._losses.changes(self.roster.nodes)]
@@ -365,7 +371,10 @@ class Kindred(CloudModels):
     def clouds(
         self, clients: Sequence[ClientId], senders: Sequence[ClientId], rows: np.ndarray, kept: float = 0.0
     ) -> Iterator[ArrayRecord]:
-        """Combinations of models whose share of g has momentum: starts, or models between starts and clients' own."""
+        """Yield combinations of models whose share of g has momentum.
+
+        These are the starts (`kept` is 0), or models between the starts and the clients' own, at t = `kept`.
+        """
         if self._momentum.moved is None or not senders:
             yield from super().clouds(clients, senders, rows)
             return
@@ -375,7 +384,7 @@ class Kindred(CloudModels):
             yield self.models.combined_record(model, client)
 
     def _starts(self, clients: Sequence[ClientId]) -> tuple[list[ClientId], np.ndarray, np.ndarray]:
-        """The m clients that have trained, in order; mixing weights of these clients' u_i, and `own`, (r, m) each."""
+        """Return the m clients that have trained, in order, and u_i's mixing weights and `own`, (r, m) each."""
         senders, samples, latest = self._trained()
         neighbours, own = self._neighbour_weights(clients, senders, samples)
         if not senders:
@@ -384,7 +393,7 @@ class Kindred(CloudModels):
         return senders, start_weights(neighbours, latest, own, self._share, own_shares), own
 
     def _trained(self) -> tuple[list[ClientId], np.ndarray, np.ndarray]:
-        """The clients that have trained, m in order, with n_j, (m,), and `latest`, (m,)."""
+        """Return the m clients that have trained, in order, with n_j, (m,), and `latest`, (m,)."""
         senders = [client for client in in_order(self._samples) if client not in self.history.left_out]
         samples = np.array([self._samples[client] for client in senders])  # (m,)
         rounds = np.array([self._trained_in[client] for client in senders])  # (m,)
@@ -393,7 +402,7 @@ class Kindred(CloudModels):
     def _neighbour_weights(
         self, clients: Sequence[ClientId], senders: Sequence[ClientId], samples: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """P and `own` of these clients, (r, m) each, given the clients that have trained."""
+        """Return P and `own` of these clients, (r, m) each, given the clients that have trained (`senders`)."""
         place = {client: i for i, client in enumerate(senders)}
         known = [i for i, client in enumerate(clients) if client in place]
         rows = [place[clients[i]] for i in known]
@@ -427,20 +436,20 @@ class Kindred(CloudModels):
         self._trained_in |= dict.fromkeys(answered, server_round)
         senders, _, latest = self._trained()
         if server_round == self.last_round:
-            self._momentum.stop()  # no later training would correct the overshoot
+            self._momentum.stop()  # no later training would correct what momentum overshoots
         elif answered and senders:
             share = float(latest @ [client in again for client in senders] / latest.sum())
             self._momentum.update(self._mean_of(senders, latest), share)
         self.history.count(kin_share=self._share, kept_share=self._places.mean)
 
     def _mean_of(self, senders: Sequence[ClientId], latest: np.ndarray) -> np.ndarray:
-        """g, shape (d,); valid until the next sum is computed."""
+        """Return g, shape (d,); valid until the next combination is computed."""
         return next(self.models.combinations(latest[None, :] / latest.sum(), senders))
 
     def side_evaluations(self, server_round: int) -> Iterator[SideEvaluation]:
-        """Yield v_i and g_i for the clients that trained in this round, in every second round before the last."""
+        """Yield v_i and g_i of the clients that trained in this round, in every second round before the last."""
         clients = [client for client in in_order(self._trained_in) if self._trained_in[client] == server_round]
-        # With two clients g_i is the other one's model.
+        # With two clients g_i is the other client's model, as v_i is.
         if server_round % 2 == 0 or server_round >= self.last_round or len(clients) < 3:
             return
         senders, samples, latest = self._trained()
@@ -453,7 +462,7 @@ class Kindred(CloudModels):
         self._losses.add(client, name, loss)
 
     def global_arrays(self) -> ArrayRecord:
-        """g, the mean of the models of the clients that trained in the last round, weighted by samples."""
+        """Return g, the mean of the models of the clients that trained in the last round, weighted by samples."""
         senders, _, latest = self._trained()
         if not senders:
             return self.initial
@@ -463,7 +472,7 @@ class Kindred(CloudModels):
         return next(self.personal_models([client]))
 
     def personal_models(self, clients: Sequence[ClientId]) -> Iterator[ArrayRecord]:
-        """Models between each client's next start and its own model; an excluded client's own model."""
+        """Yield the model between each client's next start and its own model; for an excluded client, its own model."""
         self.welcome(clients)
         senders, starts, own = self._starts(clients)
         known = own.any(axis=1, keepdims=True)  # (r, 1)

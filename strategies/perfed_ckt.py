@@ -1,27 +1,31 @@
-"""PerFed-CKT: clustered co-distillation among clients whose models differ and stay where they are.
+"""PerFed-CKT: each client distils from class probabilities that similar clients predict on public images.
 
 Y. J. Cho, J. Wang, T. Chiruvolu, G. Joshi: Personalized Federated Learning for Heterogeneous Clients with
 Clustered Knowledge Transfer. arXiv:2109.08119.
 
-Every client has a private labelled set B_k and the same unlabelled public set P, in the same order. What travels
-are "logits", which in the paper, and here, are softmax outputs: s_k, a row of N class probabilities for each of
-the |P| public images. Client k minimises (Eq. 1)
+This is clustered co-distillation: models may differ between clients, and never leave them. Every client has a
+private labelled set B_k and the same unlabelled public set P, in the same order. Clients and server exchange
+"logits". In the paper, and here, these are softmax outputs: s_k, a row of N class probabilities for each of the
+|P| public images. Client k minimises (Eq. 1)
 
     F_k(w) + lambda / |P| sum_{x in P} || sbar_k(x) - s(w, x) ||^2
 
 | paper | here |
 |---|---|
 | Algorithm 1, lines 6 and 7: c-means on the logits received | `cluster_logits` |
-| line 8: clients drawn without replacement, by the sizes of their data | `PerFedCKT.chances` |
+| line 8: clients sampled without replacement, with probabilities in proportion to n_k | `PerFedCKT.chances` |
 | line 11, Eq. 4: the nearest centroid for the current model | `nearest_centroid` |
 | lines 12 to 14, Eq. 2: tau steps on private and public mini-batches | `PerFedCKTClient.train`, `distillation_term` |
 | line 3: the first logits, of models that have not been trained | round 0 |
 
-Where the paper is silent: samples of a mini-batch are drawn independently, so that a client with fewer than b
-samples takes part like any other. Private and public batches go through the model one after the other; batch
-normalisation sees both. With fewer distinct logits than clusters there are as many clusters as distinct logits.
-The logits of untrained models say nothing about the data: `warmup_rounds` replaces round 0 by rounds of training
-without the second term. A centroid of one client is that client's logits; `min_cluster_size` avoids it.
+Where the paper is silent:
+- Samples of a mini-batch are drawn independently, so that a client with fewer than b samples takes part like any
+  other.
+- Private and public batches go through the model one after the other; batch normalisation sees both.
+- With fewer distinct logits than clusters there are as many clusters as distinct logits.
+- The logits of untrained models carry no information about the data. `warmup_rounds` replaces round 0 by rounds
+  of training without the second term.
+- The centroid of a cluster with one client is that client's logits; `min_cluster_size` avoids such centroids.
 """
 
 from __future__ import annotations
@@ -83,9 +87,12 @@ DISTILL_WEIGHT = Setting(
     "weight of the squared distance from the centroid's probabilities (lambda)",
     trial=0.5,
 )
-PUBLIC_BATCH_SIZE = Setting("public_batch_size", 128, at_least(1), "public images a step (b')", trial=2)
+PUBLIC_BATCH_SIZE = Setting("public_batch_size", 128, at_least(1), "public images per step (b')", trial=2)
 WARMUP_ROUNDS = Setting(
-    "warmup_rounds", 0, at_least(0), "rounds of training alone first; 0: a round in which untrained models speak"
+    "warmup_rounds",
+    0,
+    at_least(0),
+    "rounds at the start without distillation; 0: a round first in which untrained models predict",
 )
 MIN_CLUSTER_SIZE = Setting(
     "min_cluster_size",
@@ -93,13 +100,13 @@ MIN_CLUSTER_SIZE = Setting(
     at_least(1),
     "clients that a cluster must have; smaller ones are merged into the nearest",
 )
-LOGITS_DTYPE = Setting("logits_dtype", "float32", one_of("float32", "float16"), "in which probabilities travel")
+LOGITS_DTYPE = Setting("logits_dtype", "float32", one_of("float32", "float16"), "type in which probabilities are sent")
 
-# What a client says of itself is not to be trusted.
+# Limits on numbers that clients report, which cannot be trusted.
 MOST_PUBLIC = 10**6  # images, and classes
 MOST_BYTES = 10**15
 
-# How far from 1 the probabilities of an image may sum up to: float16 is off by 5e-4 at the most.
+# Largest difference from 1 of the sum of an image's probabilities: rounding to float16 gives at most 5e-4.
 SUM_TOLERANCE = 1e-3
 
 # --- The mathematics ----------------------------------------------------------------------------------
@@ -115,30 +122,30 @@ def cluster_logits(logits: np.ndarray, num_clusters: int, seed: int) -> tuple[np
     num_clusters : int
         c, 1 or more.
     seed : int
-        Of k-means++, whose best of 10 starts is taken.
+        Of k-means++; the best of its 10 starts is taken.
 
     Returns
     -------
     centroids : ndarray, shape (c', P, N), of the logits' type
-        The mean of each cluster; c' is the least of c and the number of distinct matrices.
+        The mean of each cluster; c' is the smaller of c and the number of distinct matrices.
     assignment : ndarray of int, shape (m,)
-        The cluster of each client, 0 to c' - 1, numbered in the order in which their first clients come.
+        The cluster of each client, 0 to c' - 1, numbered in the order of their first clients.
     """
     check("num_clusters", num_clusters, num_clusters >= 1, "1 or more")
     points = logits.reshape(len(logits), -1)  # (m, P N)
     distinct = len({point.tobytes() for point in points})
     labels = np.zeros(len(points), dtype=np.int64)  # (m,)
     if min(num_clusters, distinct) > 1:
-        # k-means sees distances alone, and the points have the same ones in the space that they span.
+        # k-means depends on distances alone, and these are the same in the subspace that the points span.
         coordinates = np.linalg.qr(points.T.astype(np.float32, copy=False), mode="r").T  # type: ignore[attr-defined]  # (m, min(m, P N))
         means = clustering.KMeans(min(num_clusters, distinct), n_init=10, random_state=seed % 2**32)
-        with threadpoolctl.threadpool_limits(1, user_api="openmp"):  # sums of more threads have no fixed order
+        with threadpoolctl.threadpool_limits(1, user_api="openmp"):  # several threads add in no fixed order
             labels = means.fit_predict(coordinates)  # (m,)
     return centroids_of(logits, labels)
 
 
 def centroids_of(logits: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The mean of each cluster, clusters numbered in the order in which their first clients come.
+    """Return the mean of each cluster, with clusters numbered in the order of their first clients.
 
     Parameters
     ----------
@@ -148,7 +155,7 @@ def centroids_of(logits: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np
 
     Returns
     -------
-    As of `cluster_logits`.
+    As for `cluster_logits`.
     """
     _, first, inverse = np.unique(labels, return_index=True, return_inverse=True)
     assignment = np.argsort(np.argsort(first))[inverse]  # (m,)
@@ -159,7 +166,7 @@ def centroids_of(logits: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np
 def merge_small_clusters(
     logits: np.ndarray, centroids: np.ndarray, assignment: np.ndarray, min_size: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Merge each cluster of fewer clients into the nearest one, the smallest first, until none is too small.
+    """Merge each cluster of fewer than `min_size` clients into the nearest one, the smallest first.
 
     Parameters
     ----------
@@ -167,11 +174,11 @@ def merge_small_clusters(
     centroids, assignment
         As from `cluster_logits`.
     min_size : int
-        Clients that a cluster must have, 1 or more. One cluster of all is left as it is.
+        Clients that a cluster must have, 1 or more. A single cluster of all clients remains unchanged.
 
     Returns
     -------
-    As of `cluster_logits`.
+    As for `cluster_logits`.
     """
     while len(centroids) > 1:
         sizes = np.bincount(assignment)  # (c',)
@@ -185,11 +192,12 @@ def merge_small_clusters(
 
 
 def nearest_centroid(logits: np.ndarray, centroids: np.ndarray) -> int:
-    """The centroid nearest to a client's logits in squared l2 distance (Eq. 4); of equally near ones the first.
+    """Return the index of the centroid nearest in squared l2 distance (Eq. 4); of equally near ones the first.
 
     Parameters
     ----------
     logits : ndarray, shape (P, N)
+        The client's.
     centroids : ndarray, shape (c', P, N)
     """
     return int(np.square(centroids - logits).sum(axis=(1, 2), dtype=np.float64).argmin())  # of (c',)
@@ -213,7 +221,7 @@ def distillation_term(probabilities: torch.Tensor, centroid: torch.Tensor, disti
 
 
 def floats_communicated(num_public: int, num_classes: int, uploads: int, num_centroids: int) -> int:
-    """|P| N (m + c): the floats of a round as the paper counts them, the centroids once, as a broadcast."""
+    """Return |P| N (m + c), the floats of a round. As in the paper, centroids count once, as a broadcast."""
     return num_public * num_classes * (uploads + num_centroids)
 
 
@@ -221,7 +229,7 @@ def floats_communicated(num_public: int, num_classes: int, uploads: int, num_cen
 
 
 class PerFedCKTClient:
-    """The client half: a site trains the model that it keeps, and sends what that says about the public set."""
+    """The client half: trains the model that the client keeps, and sends its predictions for the public set."""
 
     @staticmethod
     def train(visit: Visit) -> RecordDict:
@@ -251,7 +259,7 @@ class PerFedCKTClient:
             metrics[TRAIN_LOSS] = visit.train(model, epochs=0, steps=steps, term=term if distill_weight else None)
         logits = visit.predict(model, public).astype(str(LOGITS_DTYPE.read(config)))  # (P, N)
         if not np.isfinite(logits).all():
-            raise ValueError("the trained model gives no finite probabilities; the one kept before stays")
+            raise ValueError("the trained model's probabilities are not finite; the client keeps its previous model")
         metrics |= {**visit.evaluation(TRAINED, model), **visit.counts(), MODEL_BYTES: _bytes(model)}
         return RecordDict(
             {
@@ -263,7 +271,7 @@ class PerFedCKTClient:
 
     @staticmethod
     def evaluate(visit: Visit) -> RecordDict:
-        """Evaluate the model that the site keeps."""
+        """Evaluate the model that the client keeps."""
         return RecordDict({METRICS: MetricRecord({**visit.separate_evaluation(visit.own_model())})})
 
 
@@ -275,11 +283,11 @@ def _bytes(model: torch.nn.Module) -> int:
 
 
 class PerFedCKT(PersonalizedStrategy):
-    """PerFed-CKT as a Flower strategy. `start` needs no model: an empty ArrayRecord will do.
+    """PerFed-CKT as a Flower strategy.
 
-    A client says what its public set is when it is first met; clients with another one are left out, by name. What a
-    client kept it goes on with: a second `start` in the same Flower run does not begin with untrained models, unless
-    it is a simulation.
+    `start` needs no model: give it an empty ArrayRecord. A client reports its public set when it first connects;
+    clients with another one are excluded, and named in the log. Clients continue with the models that they keep:
+    except in a simulation, a second `start` in the same Flower run does not begin with untrained models.
 
     Parameters
     ----------
@@ -292,23 +300,23 @@ class PerFedCKT(PersonalizedStrategy):
     public_batch_size : int (default: 128)
         b', 1 or more.
     warmup_rounds : int (default: 0)
-        Rounds, 0 or more, that train without distillation first. 0, the paper's, starts with round 0, in which
-        clients send the logits of their untrained models.
+        Rounds, 0 or more, that train without distillation first. With 0, as in the paper, a round 0 comes first, in
+        which clients send the logits of their untrained models.
     min_cluster_size : int (default: 1)
-        Clients, 1 or more, whose logits a centroid must be the mean of: smaller clusters are merged into the
-        nearest one, and where fewer clients than that answered no centroid is sent at all.
+        Least number of clients, 1 or more, whose logits a centroid averages. Smaller clusters are merged into the
+        nearest one. Where fewer clients replied, no centroid is sent.
     logits_dtype : {"float32", "float16"}
-        In which logits and centroids travel.
+        Type in which logits and centroids are sent.
     public_set : str, optional
-        The fingerprint (`Site.fingerprint`) of the public set that clients must have. By default it is the set that
-        most of the clients that are met first have; at a tie, that of the first in order of client.
+        The fingerprint (`Site.fingerprint`) of the public set that clients must have. By default it is the most
+        frequent set among the clients that connect first; at a tie, that of the first in order of client.
     **shared
-        Those of `PersonalizedStrategy`.
+        Arguments of `PersonalizedStrategy`.
 
     Raises
     ------
     ValueError
-        An argument out of range, naming it.
+        An argument is out of range; the message names it.
     """
 
     name = "perfed-ckt"
@@ -345,12 +353,12 @@ class PerFedCKT(PersonalizedStrategy):
         return 0 if self.warmup_rounds == 0 else 1
 
     def begin(self, initial_arrays: ArrayRecord) -> None:
-        """Forget all; `initial_arrays` is not used, for clients make their models themselves."""
+        """Reset the state; `initial_arrays` is not used, because clients initialise their own models."""
         self.public_set: tuple[str, int, int] | None = None  # fingerprint, |P|, N
         self._sizes: dict[ClientId, int] = {}  # n_k
         self._received: dict[ClientId, np.ndarray] = {}  # (P, N) each, of the round in progress
-        self._centroids: np.ndarray | None = None  # (c', P, N), of the last round with answers
-        self._sent: int = 0  # centroids that went out in the round in progress
+        self._centroids: np.ndarray | None = None  # (c', P, N), of the last round with replies
+        self._sent: int = 0  # number of centroids sent in the round in progress
         self._cluster_of: dict[ClientId, int] = {}
 
     def introduce(self, newcomers: Mapping[ClientId, Mapping[str, Any]]) -> dict[ClientId, str]:
@@ -362,7 +370,7 @@ class PerFedCKT(PersonalizedStrategy):
                 wanted = f", expected {self._expected}" if self._expected else ""
                 return reasons | {client: f"it has {_described(each)}{wanted}" for client, each in stated.items()}
             self.public_set = max(sets, key=sets.count)  # at a tie the first, which is that of the first client
-            log(INFO, "kindred: clients need %s", _described(self.public_set))
+            log(INFO, "kindred: clients must have %s", _described(self.public_set))
         for client, public_set in stated.items():
             if public_set != self.public_set:
                 reasons[client] = f"it has {_described(public_set)}, expected {_described(self.public_set)}"
@@ -371,14 +379,14 @@ class PerFedCKT(PersonalizedStrategy):
         return reasons
 
     @property
-    def layout(self) -> Layout:  # type: ignore[override]  # known when the first client has said what its set is
-        """Of the logits that clients send."""
+    def layout(self) -> Layout:  # type: ignore[override]  # known when the first client has reported its public set
+        """Layout of the logits that clients send."""
         assert self.public_set is not None
         _, num_public, num_classes = self.public_set
         return Layout({LOGITS: np.broadcast_to(np.zeros((), self.logits_dtype), (num_public, num_classes))})
 
     def chances(self, clients: Sequence[ClientId]) -> np.ndarray:
-        """p_k = n_k / sum n_k."""
+        """Return the sampling probabilities p_k = n_k / sum n_k, shape (m,)."""
         sizes = np.array([self._sizes[client] for client in clients], dtype=np.float64)
         return sizes / sizes.sum()
 
@@ -398,7 +406,7 @@ class PerFedCKT(PersonalizedStrategy):
         return ((client, record) for client in clients)
 
     def inspect(self, client: ClientId, reply: Reply) -> None:
-        assert self.public_set is not None  # the client has said what its own is
+        assert self.public_set is not None  # the client has reported its own
         fingerprint, _, _ = self.public_set
         if (theirs := reply.config.get(PUBLIC_SET)) != fingerprint:
             raise Refused(f"its public set is {theirs}, expected {fingerprint}")
@@ -417,7 +425,7 @@ class PerFedCKT(PersonalizedStrategy):
         self._received[client] = reply.arrays[LOGITS].astype(np.float32)
 
     def end_round(self, server_round: int, answered: Sequence[ClientId]) -> None:
-        if self.public_set is None:  # nobody has said who it is yet
+        if self.public_set is None:  # no client has reported its public set yet
             return
         self.history.count(clusters=0)
         if answered:
@@ -433,7 +441,7 @@ class PerFedCKT(PersonalizedStrategy):
         if len(answered) < self.min_cluster_size:
             log(
                 WARNING,
-                "kindred: round %d: no centroids, for %d clients answered and min_cluster_size is %d",
+                "kindred: round %d: no centroids, because %d clients replied and min_cluster_size is %d",
                 server_round,
                 len(answered),
                 self.min_cluster_size,
@@ -449,23 +457,24 @@ class PerFedCKT(PersonalizedStrategy):
             self.history.count(client, cluster=cluster)
 
     def global_arrays(self) -> ArrayRecord:
-        """The centroids: all that the server has. Empty while there are none."""
+        """Return the centroids, which are all that the server has; empty while there are none."""
         if self._centroids is None:
             return ArrayRecord()
         return to_record({CENTROIDS: self._centroids.astype(self.logits_dtype)})
 
     def personal_arrays(self, client: ClientId) -> ArrayRecord:
-        """Nothing: a client evaluates the model that it keeps."""
+        """Return an empty record: a client evaluates the model that it keeps."""
         return ArrayRecord()
 
     def client_models(self) -> dict[ClientId, ArrayRecord]:
-        """None: models stay with the clients."""
+        """Return no models: they stay with the clients."""
         return {}
 
     def collaboration(self) -> tuple[list[ClientId], np.ndarray]:
-        """Who shares a cluster in the last round: row i the shares of the clients in the centroid of i's cluster.
+        """Return m clients, in order, and their shares in the centroids of the last round, (m, m).
 
-        A client whose logits are in no cluster of that round has itself alone.
+        Row i has the clients' shares in the centroid of client i's cluster. A client whose logits are in no cluster
+        of that round has weight 1 on itself.
         """
         clients = in_order({*(row["client"] for row in self.history.rows), *self.clients()})
         cluster = np.array([self._cluster_of.get(client, -1 - i) for i, client in enumerate(clients)])  # (m,)
@@ -474,7 +483,7 @@ class PerFedCKT(PersonalizedStrategy):
 
 
 def _stated_set(about: Mapping[str, Any]) -> tuple[str, int, int] | None:
-    """What a client says its public set is: fingerprint, |P|, N; None where that is no public set."""
+    """Return the public set that a client reports (fingerprint, |P|, N); None if it reports none or a malformed one."""
     fingerprint, num_public, num_classes = (about.get(key) for key in (PUBLIC_SET, NUM_PUBLIC, NUM_CLASSES))
     if not isinstance(fingerprint, str) or not is_name(fingerprint):
         return None

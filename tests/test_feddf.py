@@ -327,7 +327,7 @@ def test_the_order_of_replies_changes_no_bit_with_several_networks() -> None:
 @pytest.mark.parametrize(
     ("said", "reason"),
     [
-        (None, "it does not say which network it has, expected one of plain, biased"),
+        (None, "it does not report its network, expected one of plain, biased"),
         ("other", "its network is 'other', expected one of plain, biased"),
         (7, "its network is 7, expected one of plain, biased"),
     ],

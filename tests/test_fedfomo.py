@@ -336,7 +336,7 @@ def test_weights_that_are_none_count_like_no_reply(weights) -> None:
     check_that_it_counts_like_no_reply(
         "fedfomo",
         damage,
-        f"refused: its weights are {reprlib.repr(weights)}, expected 3 of 0 or more that sum to 1 or 0",
+        f"refused: its weights are {reprlib.repr(weights)}, expected 3 numbers, 0 to 1, that sum to 1 or are all 0",
     )
 
 

@@ -189,7 +189,7 @@ def test_a_client_that_lost_its_head_says_so_and_begins_with_the_first_one_again
     run(strategy, 4, grid, on_round=forget)
     status = {(row["round"], row["client"]): row["status"] for row in strategy.history.rows}
     assert status.pop((2, 2)) == (
-        "error 2: ValueError: client 2 no longer has its head: array '3.weight' is not kept here"
+        "error 2: ValueError: client 2 has lost its head: '3.weight' is missing; the server sends it again"
     )
     assert set(status.values()) == {"ok"}
     assert set(HEAD) <= set(grid.down[3, 2]) and not set(HEAD) & set(grid.down[4, 2])

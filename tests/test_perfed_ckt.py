@@ -550,7 +550,7 @@ def test_a_model_that_is_no_longer_finite_does_not_take_the_place_of_the_last_go
     strategy, _ = run_networks(sites(), Exploding(num_clusters=2, local_steps=4, public_batch_size=6))
     status = {number: {row["status"] for row in strategy.history.rows if row["round"] == number} for number in range(4)}
     assert status.pop(2) == {
-        "error 2: ValueError: the trained model gives no finite probabilities; the one kept before stays"
+        "error 2: ValueError: the trained model's probabilities are not finite; the client keeps its previous model"
     }
     assert all(each == {"ok"} for each in status.values())
 

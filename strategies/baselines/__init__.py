@@ -1,1 +1,1 @@
-"""The methods that personalised learning is compared with, one a file."""
+"""The methods that personalised learning is compared with, one per file."""

@@ -1,10 +1,10 @@
-"""APFL: each client mixes a model of its own with the global one, and learns how much of each.
+"""APFL: each client mixes a local model with the global one, and learns the share of each.
 
 Y. Deng, M. M. Kamani, M. Mahdavi: Adaptive Personalized Federated Learning. arXiv:2003.13461.
 
-Client i has its version w_i of the global model, a local model v_i that nobody else sees, and a share alpha_i. Its
-result is the personal model vbar_i = alpha_i v_i + (1 - alpha_i) w_i. A local step on a batch xi (Algorithm 1, "Local
-Descent APFL", and the adaptive update of alpha_i), with everything on the right as it was before the step:
+Client i has its version w_i of the global model, a local model v_i that never leaves it, and a share alpha_i. Its
+result is the personal model vbar_i = alpha_i v_i + (1 - alpha_i) w_i. The table has a local step on a batch xi
+(Algorithm 1, "Local Descent APFL", and the adaptive update of alpha_i). Right-hand sides are values before the step.
 
 | paper | here |
 |---|---|
@@ -12,22 +12,22 @@ Descent APFL", and the adaptive update of alpha_i), with everything on the right
 | w_i = w_i - eta grad f_i(w_i; xi) | `descend` |
 | v_i = v_i - eta grad_v f_i(vbar_i; xi), grad_v f_i(vbar_i) = alpha_i grad f_i(vbar_i) | `descend_local` |
 | alpha_i = alpha_i - eta < v_i - w_i, grad f_i(vbar_i; xi) > | `adapted_share` |
-| w = mean of the w_i, with which the next round's clients start | `FedAvg` |
+| w = mean of the w_i, from which the next round's clients start | `FedAvg` |
 
-With alpha_i = 0 the personal model is FedAvg's after local training, with alpha_i = 1 that of Local. The global model
-is FedAvg's whatever alpha_i is.
+With alpha_i = 0 the personal model is FedAvg's after local training; with alpha_i = 1 it is that of Local. The global
+model is FedAvg's for every alpha_i.
 
 Decisions, and where we depart from the paper:
 
-- alpha_i is kept within 0 and 1, which the paper's update does not ensure, and moves at every step, as the paper writes
-  it. Public implementations move it once in a round, add 0.02 alpha_i to its gradient, or take the gradients of v_i
-  and w_i in place of the one at vbar_i; some mix outputs in place of weights. We have none of these.
-- The mean of the w_i is weighted by the clients' numbers of samples, as FedAvg's is here.
-- v_i starts from the global model that the client receives when it first takes part: the initial one, for those of the
-  first round. A client that sat out goes on with the v_i and alpha_i that it kept.
-- The personal model is evaluated at the end of local training, with the w_i that was trained.
-- Normalisation layers of v_i count the batches at vbar_i. In the personal model floating buffers are mixed as
-  parameters are; integer ones are those of v_i.
+- alpha_i is clipped to 0 to 1, which the paper's update does not ensure. It is updated at every step, as in the paper.
+  Public implementations update it once per round, add 0.02 alpha_i to its gradient, or use the gradients of v_i and
+  w_i in place of the one at vbar_i; some mix outputs in place of weights. This implementation does none of these.
+- The mean of the w_i is weighted by the clients' numbers of samples, as in this library's FedAvg.
+- v_i starts from the global model that the client receives when it first takes part; in the first round, this is the
+  initial model. A client that was absent continues with the v_i and alpha_i that it kept.
+- The personal model is evaluated at the end of local training, with the trained w_i.
+- Running statistics of v_i's normalisation layers follow the batches at vbar_i. In the personal model floating-point
+  buffers are mixed like parameters; integer buffers are those of v_i.
 """
 
 from __future__ import annotations
@@ -69,30 +69,32 @@ else:
     torch = lazy("torch")
 
 MIXING_WEIGHT = Setting(
-    "mixing_weight", 0.5, within(0, 1), "share of the client's own model in its personal one (alpha), at first"
+    "mixing_weight", 0.5, within(0, 1), "initial share of the client's local model in its personal one (alpha)"
 )
-ADAPT_MIXING = Setting("adapt_mixing", True, TRUE_OR_FALSE, "whether clients learn that share")
-LOCAL = "local"  # under which a client keeps v_i and alpha_i
+ADAPT_MIXING = Setting(
+    "adapt_mixing", True, TRUE_OR_FALSE, "whether clients learn their share, which starts at mixing-weight"
+)
+LOCAL = "local"  # name under which a client keeps v_i and alpha_i
 
 # --- The mathematics ----------------------------------------------------------------------------------
-# Models are lists of tensors; the share alpha is a tensor of shape (), so that no step waits for the device.
+# Models are iterables of tensors. The share alpha is a tensor of shape (), so that no step waits for the device.
 
 
 def mix(personal: Iterable[Tensor], shared: Iterable[Tensor], local: Iterable[Tensor], share: Tensor) -> None:
-    """Write vbar = alpha v + (1 - alpha) w into `personal`; with alpha 0 or 1 it is w or v, to the bit."""
+    """Write vbar = alpha v + (1 - alpha) w into `personal`; with alpha 0 or 1 it is exactly w or v, to the bit."""
     for mixed, w, v in zip(personal, shared, local, strict=True):
         mixed.copy_(w.lerp(v, share.to(w.dtype)))
 
 
 def descend_local(local: Iterable[Tensor], gradients: Iterable[Tensor], share: Tensor, step_size: float) -> None:
-    """v = v - eta alpha grad f(vbar), in place."""
+    """Update v = v - eta alpha grad f(vbar), in place."""
     descend(local, (share * gradient for gradient in gradients), step_size)
 
 
 def adapted_share(
     share: Tensor, shared: Iterable[Tensor], local: Iterable[Tensor], gradients: Iterable[Tensor], step_size: float
 ) -> Tensor:
-    """alpha - eta < v - w, grad f(vbar) >, not below 0 and not above 1; shape ()."""
+    """Return alpha - eta < v - w, grad f(vbar) >, clipped to 0 to 1; shape ()."""
     slope = sum(((v - w) * gradient).sum() for w, v, gradient in zip(shared, local, gradients, strict=True))
     return (share - step_size * slope).clamp(0, 1)
 
@@ -105,7 +107,7 @@ class APFLClient:
 
     @staticmethod
     def train(visit: Visit) -> RecordDict:
-        """Algorithm 1, on the client."""
+        """Train w_i, v_i and alpha_i (Algorithm 1, on the client); the reply holds w_i and alpha_i."""
         config = visit.config
         step_size, adapts = float(config[SGD_LEARNING_RATE.key]), bool(config[ADAPT_MIXING.key])
         shared = visit.model()
@@ -124,7 +126,7 @@ class APFLClient:
         train_loss = MeanLoss()
         with visit.differentiating(shared) as at_w, visit.differentiating(personal) as at_v_bar:
             for images, labels in visit.batches(samples=samples):
-                visit.compute[SAMPLES_TRAINED] += len(labels)  # once more, for the second of two models
+                visit.compute[SAMPLES_TRAINED] += len(labels)  # counted twice, because two models are trained
                 mix(v_bar, w, v, share)
                 loss, of_w = at_w(images, labels)
                 _, of_v_bar = at_v_bar(images, labels)
@@ -146,14 +148,14 @@ class APFLClient:
             if own.is_floating_point()
         ]
         mix([own for own, _ in buffers], [global_ for _, global_ in buffers], [own for own, _ in buffers], share)
-        check_finite(personal)  # which it is not where one of the two, or the share, is not
+        check_finite(personal)  # it is not finite if w, v or the share is not
         visit.state.save(LOCAL, keeps)
         metrics |= visit.evaluation(TRAINED, shared) | visit.evaluation(OWN, personal) | visit.counts()
         return RecordDict({ARRAYS: to_record(get_arrays(shared)), METRICS: MetricRecord({**metrics})})
 
     @staticmethod
     def evaluate(visit: Visit) -> RecordDict:
-        """Evaluate the personal model; of a client that has never trained, the global one."""
+        """Evaluate the personal model; the global one, if the client has never trained."""
         kept = visit.state.load(MODEL)
         model = visit.model(kept)
         metrics = visit.separate_evaluation(model)
@@ -173,16 +175,16 @@ class APFL(PlainSGD):
     sgd_learning_rate : float (default: 0.05)
         eta, above 0.
     mixing_weight : float (default: 0.5)
-        alpha_i, 0 to 1: the share of a client's local model in its personal one, at first.
+        Initial alpha_i, 0 to 1: the share of a client's local model in its personal one.
     adapt_mixing : bool (default: True)
-        Whether clients learn it.
+        Whether clients learn alpha_i.
     **shared
-        Those of `PersonalizedStrategy`.
+        Arguments of `PersonalizedStrategy`.
 
     Raises
     ------
     ValueError
-        An argument out of range, naming it.
+        An argument is out of range; the message names it.
     """
 
     name = "apfl"
@@ -223,7 +225,10 @@ class APFL(PlainSGD):
         self._shares[client] = reply.number(MIXING_WEIGHT.key)
 
     def collaboration(self) -> tuple[list[ClientId], np.ndarray]:
-        """alpha_i of the client itself, and of the rest the clients' shares in the global model that was sent last."""
+        """Return the clients, in order, and the shares of their models in each personal model, (m, m).
+
+        A client's own model has alpha_i; 1 - alpha_i is divided by the shares in the global model that was sent last.
+        """
         clients, shares = super().collaboration()  # (m, m)
         own = np.array([self._shares.get(client, self.mixing_weight) for client in clients])  # (m,)
         return clients, np.diag(own) + (1 - own)[:, None] * shares

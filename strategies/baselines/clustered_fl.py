@@ -1,40 +1,40 @@
-"""Clustered FL: federated averaging within clusters that are divided where their clients disagree.
+"""Clustered FL: federated averaging within clusters, which are divided where their clients' updates disagree.
 
 F. Sattler, K.-R. Müller, W. Samek: Clustered Federated Learning: Model-Agnostic Distributed Multitask Optimization
 Under Privacy Constraints. IEEE Transactions on Neural Networks and Learning Systems 32(8), 2021, arXiv:1910.01991.
 
-All clients begin as one cluster, and every cluster has a model, which its clients train. A round, with client i's
-update dW_i, the trained model less the one that it was sent:
+All clients start in one cluster. Every cluster has a model, which its clients train. Client i's update dW_i is the
+trained model minus the model that it was sent. A round:
 
     `update_norms`         ||sum_i n_i/n dW_i|| over the clients of a cluster, and ||dW_i||
     `is_to_be_divided`     the first is below eps1 and the largest of the others above eps2: the cluster's model has
-                           come to rest, and still does not suit its clients
+                           converged, but does not suit all of its clients
     `fedamp.cosines`       alpha_ij = cos(dW_i, dW_j)
     `optimal_bipartition`  the two parts for which max alpha_ij over pairs across the cut is smallest: Algorithm 1
-    `nearest_part`         where a client belongs that was not there when its cluster was divided: by its update for
-                           the model that was divided, with the part that holds the update nearest to it in angle
+    `nearest_part`         the part of a client that was absent when its cluster was divided: it trains the model that
+                           was divided, and joins the part that has the update nearest in angle to its own
 
-Both parts go on from the mean of all, each by itself, and may be divided again. With eps1 = 0 nothing ever is, and
-this is FedAvg. What the norms are depends on network, data and step size; the history has them (`mean-update-norm`,
-`update-norm`), for a choice of eps1 and eps2.
+Both parts continue from the mean over the whole cluster, each on its own, and may be divided again. With eps1 = 0 no
+cluster is divided, and this is FedAvg. The norms depend on network, data and step size. The history has them
+(`mean-update-norm`, `update-norm`), to help choose eps1 and eps2.
 
 What the paper leaves open, and where we or others depart from it:
-- Algorithm 1 merges the most similar clients until two groups are left. That is single linkage, exactly. The authors'
-  code divides by complete linkage; this follows the paper.
-- Their code also averages the two parts apart in the round in which they are found. Here, as where the paper's
-  procedure calls itself, both parts start from the model of the whole.
-- Their code divides only clusters of more than two clients, after round 20. The paper has no such bounds.
-- The paper's recursion has one more condition: sqrt((1 - alpha_cross) / 2) > gamma_max, alpha_cross being the largest
-  similarity across the cut, and gamma_max a bound on how far clients' gradients lie from those of their distribution.
-  Such a bound is not known in practice, and there is none here. Each cut's alpha_cross is in the results, so that one
-  can see which cuts a given gamma_max would have allowed.
-- In the paper all clients answer in every round. Here norms and cosines are of those that did. A member that was away
-  when its cluster was divided is placed like the paper's new clients: it gets the model that was divided, and its
-  update shows the way, one step down the tree each time that it answers. Such an answer is in no mean.
-- The server therefore keeps, of each division, the model that was sent and all updates, as the paper has it: for every
-  level of the tree about as much as the updates of a round.
-- Norms and cosines see parameters only; floating buffers are averaged like parameters, integer buffers are the first
-  client's.
+- Algorithm 1 merges the most similar clients until two groups are left. This is exactly single linkage. The authors'
+  code divides by complete linkage; this implementation follows the paper.
+- Their code also averages each part separately in the round in which the cluster is divided. Here, as in the paper's
+  recursion, both parts start from the model of the whole cluster.
+- Their code divides only clusters of more than two clients, after round 20. The paper has no such limits.
+- The paper's recursion has one more condition: sqrt((1 - alpha_cross) / 2) > gamma_max. alpha_cross is the largest
+  similarity across the cut; gamma_max bounds how far clients' gradients lie from those of their distribution. Such a
+  bound is not known in practice, and there is none here. The results have each cut's alpha_cross, which shows the cuts
+  that a given gamma_max would have allowed.
+- In the paper all clients reply in every round. Here norms and cosines are over the clients that replied. A member that
+  was absent when its cluster was divided is placed like the paper's new clients. It receives the model that was
+  divided, and its update chooses the part; each reply moves it one level down the tree. No mean includes such a reply.
+- The server therefore keeps, for each division, the model that was sent and all updates, as in the paper. For every
+  level of the tree this takes about as much memory as the updates of a round.
+- Norms and cosines use parameters only. Floating-point buffers are averaged like parameters; integer buffers are the
+  first client's.
 """
 
 from __future__ import annotations
@@ -67,20 +67,26 @@ else:
     hierarchy, distance = lazy("scipy.cluster.hierarchy"), lazy("scipy.spatial.distance")
 
 EPS1 = Setting(
-    "eps1", 0.4, at_least(0), "a cluster may be split once the norm of its mean update is below it", trial=10.0
+    "eps1", 0.4, at_least(0), "a cluster is divided only if the norm of its mean update is below this", trial=10.0
 )
-EPS2 = Setting("eps2", 0.95, at_least(0), "and the largest norm of an update in it is above this", trial=0.001)
+EPS2 = Setting(
+    "eps2",
+    0.95,
+    at_least(0),
+    "a cluster is divided only if the largest norm of its clients' updates is above this",
+    trial=0.001,
+)
 
 # --- The mathematics ----------------------------------------------------------------------------------
 
 
 def update_norms(blocks: Blocks, examples: np.ndarray) -> tuple[float, np.ndarray]:
-    """How far a cluster's mean update goes, and each of its clients'.
+    """Return the norms of a cluster's mean update and of each client's update.
 
     Parameters
     ----------
     blocks : callable
-        Goes through the columns of the updates dW, (m, d).
+        Returns an iterator over the columns of the updates dW, (m, d), in blocks.
     examples : ndarray, shape (m,)
         n_i.
 
@@ -101,12 +107,12 @@ def update_norms(blocks: Blocks, examples: np.ndarray) -> tuple[float, np.ndarra
 
 
 def is_to_be_divided(mean: float, each: np.ndarray, eps1: float, eps2: float) -> bool:
-    """Whether a cluster's model has come to rest while some of its clients are far from it; norms as `update_norms`."""
+    """Return whether a cluster's model has converged but does not suit all clients; norms as from `update_norms`."""
     return len(each) >= 2 and mean < eps1 and bool(each.max() > eps2)
 
 
 def optimal_bipartition(similarities: np.ndarray) -> tuple[np.ndarray, float]:
-    """Divide clients in two so that the largest similarity across the cut is smallest, Algorithm 1.
+    """Divide clients into two parts so that the largest similarity across the cut is smallest; Algorithm 1.
 
     Parameters
     ----------
@@ -116,14 +122,13 @@ def optimal_bipartition(similarities: np.ndarray) -> tuple[np.ndarray, float]:
     Returns
     -------
     first : ndarray of bool, shape (m,)
-        Those who are in one part with client 0.
+        True for the clients that are in the same part as client 0.
     cross : float
         alpha_cross, the largest similarity of two clients in different parts.
     """
     apart = distance.squareform(similarities.max() - similarities, checks=False)  # (m (m - 1) / 2,), 0 or more
-    part = hierarchy.to_tree(
-        hierarchy.linkage(apart, "single")
-    ).left.pre_order()  # of the last merge: two groups were left
+    # The root is the last merge, before which two groups were left.
+    part = hierarchy.to_tree(hierarchy.linkage(apart, "single")).left.pre_order()
     first = np.zeros(len(similarities), dtype=bool)  # (m,)
     first[part] = True
     first = first == first[0]
@@ -131,7 +136,7 @@ def optimal_bipartition(similarities: np.ndarray) -> tuple[np.ndarray, float]:
 
 
 def nearest_part(update: np.ndarray, parts: Sequence[np.ndarray]) -> int:
-    """The part with the update nearest in angle to a client's.
+    """Return the index of the part that has the update nearest in angle to a client's.
 
     Parameters
     ----------
@@ -142,7 +147,7 @@ def nearest_part(update: np.ndarray, parts: Sequence[np.ndarray]) -> int:
     Returns
     -------
     int
-        Of equally near ones the last, as in the paper. An update of zeros has cosine 0 with every other.
+        Of equally near parts the last, as in the paper. An update of zeros has cosine 0 with every other.
     """
     own = np.linalg.norm(update.astype(np.float64)) or 1.0
     nearest = []
@@ -153,7 +158,7 @@ def nearest_part(update: np.ndarray, parts: Sequence[np.ndarray]) -> int:
 
 
 # --- The client ---------------------------------------------------------------------------------------
-# Local training from the received model: `LocalTraining` in client.py.
+# Local training from the received model: `LocalTraining` in client/local_training.py.
 
 
 # --- The server ---------------------------------------------------------------------------------------
@@ -161,28 +166,28 @@ def nearest_part(update: np.ndarray, parts: Sequence[np.ndarray]) -> int:
 
 @dataclass
 class Cluster:
-    """A node of the tree.
+    """Cluster of clients, a node of the tree.
 
     Attributes
     ----------
     model : ArrayRecord
-        That of the cluster; once it has been divided, the one that its clients were sent then.
+        The cluster's model; for a divided cluster, the model that its clients were sent in the round of the division.
     parent : int or None
-        The cluster that it is a part of.
+        The cluster of which this is a part; None for the first cluster.
     since : int
-        The round at the end of which it was made, 0 for the first one.
+        The round at the end of which it was created, 0 for the first cluster.
     updates : ndarray, shape (m, parameters)
-        Those of its first members, for its parent's model; none for the first cluster.
+        Its first members' updates of the parent's model; none for the first cluster.
     examples : dict
-        n_i of those whose models are in `model`.
+        client -> n_i of the clients whose models are in `model`.
     sent : dict
-        The same of the model that was sent last.
+        The same for the model that was sent last.
     parts : list of int
-        The two clusters that it was divided into, if it was.
+        The two clusters into which it was divided; empty if it was not.
     divided : int
-        The round at the end of which that was.
+        The round at the end of which it was divided; 0 if it was not.
     cross : float
-        The largest similarity across the cut.
+        The largest similarity across the cut; 0 if it was not divided.
     """
 
     model: ArrayRecord
@@ -197,7 +202,7 @@ class Cluster:
 
 
 class Tree:
-    """The clusters: the first one, its parts, theirs, and so on, in the order in which they were made."""
+    """All clusters, in the order in which they were created: the first cluster, its parts, their parts, and so on."""
 
     def __init__(self, model: ArrayRecord) -> None:
         self.clusters = [Cluster(model)]
@@ -206,22 +211,22 @@ class Tree:
         return self.clusters[number]
 
     def leaves(self) -> list[int]:
-        """The clusters that have not been divided."""
+        """Return the numbers of the clusters that have not been divided."""
         return [number for number, cluster in enumerate(self.clusters) if not cluster.parts]
 
     def divide(self, number: int, server_round: int, cross: float, parts: Sequence[Cluster]) -> None:
-        """Put these two in the place of a cluster."""
+        """Divide a cluster into these two parts."""
         cluster = self.clusters[number]
         cluster.parts = [len(self.clusters), len(self.clusters) + 1]
         cluster.divided, cluster.cross = server_round, cross
         self.clusters += parts
 
     def state(self) -> list[dict[str, Any]]:
-        """What `restore` needs."""
+        """Return what `restore` needs."""
         return [{each.name: getattr(cluster, each.name) for each in fields(Cluster)} for cluster in self.clusters]
 
     def restore(self, state: Sequence[Mapping[str, Any]]) -> None:
-        """Go on from what `state` gave."""
+        """Continue from what `state` returned."""
         self.clusters = [Cluster(**each) for each in state]
 
 
@@ -231,16 +236,16 @@ class ClusteredFL(PersonalizedStrategy):
     Parameters
     ----------
     eps1 : float (default: 0.4)
-        A cluster may be divided once the norm of its mean update is below it, 0 or more; 0 is FedAvg.
+        0 or more. A cluster is divided only if the norm of its mean update is below eps1; 0 is FedAvg.
     eps2 : float (default: 0.95)
-        And the largest norm of an update in it is above this, 0 or more.
+        0 or more. A cluster is divided only if the largest norm of its clients' updates is above eps2.
     **shared
-        Those of `PersonalizedStrategy`.
+        Arguments of `PersonalizedStrategy`.
 
     Raises
     ------
     ValueError
-        An argument out of range, naming it.
+        An argument is out of range; the message names it.
     """
 
     name = "clustered-fl"
@@ -255,11 +260,11 @@ class ClusteredFL(PersonalizedStrategy):
     def begin(self, initial_arrays: ArrayRecord) -> None:
         self.layout = Layout(initial_arrays, self.buffers)
         self._tree = Tree(initial_arrays)
-        self._cluster_of: dict[ClientId, int] = {}  # of every client that was ever asked
-        self._received: dict[ClientId, int] = {}  # whose model each was sent last
+        self._cluster_of: dict[ClientId, int] = {}  # of every client that was ever sampled
+        self._received: dict[ClientId, int] = {}  # client -> the cluster whose model it was sent last
 
     def outgoing(self, server_round: int, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId, ArrayRecord]]:
-        # Trained models, then updates, in order of client; memory is taken as they come.
+        # Rows hold trained models, and later updates, in order of client. Memory is used only as they arrive.
         self._rows = np.empty((len(clients), self.layout.size), self.layout.dtype)  # (m, d)
         self._row_of = {client: row for row, client in enumerate(clients)}
         self._counters: dict[ClientId, Mapping[str, np.ndarray]] = {}
@@ -271,7 +276,7 @@ class ClusteredFL(PersonalizedStrategy):
         return ((client, self.personal_arrays(client)) for client in clients)
 
     def update_norm(self, client: ClientId, arrays: Mapping[str, np.ndarray]) -> float:
-        """Of the change since the model that the client was sent."""
+        """Return the norm of the change since the model that the client was sent."""
         return self.layout.distance(arrays, read_record(self._tree[self._received[client]].model))
 
     def take(self, client: ClientId, reply: Reply) -> None:
@@ -294,7 +299,7 @@ class ClusteredFL(PersonalizedStrategy):
         del self._rows
 
     def _average(self, number: int, clients: Sequence[ClientId], server_round: int) -> None:
-        """Give a cluster the mean of its clients' models, or that to each of two parts."""
+        """Average the models of a cluster's clients, for the cluster or for both of its new parts."""
         mean = WeightedMean(self.layout.size, self.layout.dtype)
         for client in clients:
             mean.add(client, self._examples[client], self._rows[self._row_of[client]].copy())
@@ -319,7 +324,7 @@ class ClusteredFL(PersonalizedStrategy):
         self._tree.divide(number, server_round, cross, parts)
         log(
             INFO,
-            "kindred: round %d divides cluster %d: %d clients and %d, similarity across %.2f",
+            "kindred: round %d: cluster %d is divided into %d and %d clients; similarity across the cut: %.2f",
             server_round,
             number,
             first.sum(),
@@ -328,7 +333,7 @@ class ClusteredFL(PersonalizedStrategy):
         )
 
     def _place(self, number: int, clients: Sequence[ClientId]) -> None:
-        """Move clients that were sent the model of a divided cluster on to one of its parts."""
+        """Move clients that were sent the model of a divided cluster to one of its parts."""
         parts = self._tree[number].parts
         updates = [self._tree[part].updates for part in parts]
         for client, row in zip(clients, self._to_updates(number, clients), strict=True):
@@ -336,23 +341,23 @@ class ClusteredFL(PersonalizedStrategy):
             self._cluster_of[client] = parts[part]
 
     def _to_updates(self, number: int, clients: Sequence[ClientId]) -> list[int]:
-        """Take from the models of clients what they were sent, in place; their rows."""
+        """Subtract from clients' models the model that they were sent, in place; return their rows."""
         sent = np.empty(self.layout.size, self.layout.dtype)  # (d,)
         self.layout.flatten(read_record(self._tree[number].model), sent)
         rows = [self._row_of[client] for client in clients]
-        with np.errstate(over="ignore"):  # an infinite update is in no angle with others, and divides nothing
+        with np.errstate(over="ignore"):  # an infinite update has cosine 0 with others; its cluster is not divided
             for row in rows:
                 self._rows[row] -= sent
         return rows
 
     def _blocks(self, rows: Sequence[int]) -> Iterator[np.ndarray]:
-        """Go through the parameters' columns of some rows, some at a time."""
+        """Yield the parameters' columns of these rows, in blocks."""
         step = max(BLOCK // len(rows), 1)
         for start in range(0, self.layout.num_parameters, step):
             yield self._rows[rows, start : min(start + step, self.layout.num_parameters)]
 
     def global_arrays(self) -> ArrayRecord:
-        """The model of the one cluster; the mean of all clients' where there are more."""
+        """Return the model of the only cluster; if there are several, the mean over all clients of their models."""
         counts = np.bincount(list(self._cluster_of.values()), minlength=len(self._tree.clusters))  # (clusters,)
         if len(counts) == 1:
             return self._tree[0].model
@@ -370,11 +375,11 @@ class ClusteredFL(PersonalizedStrategy):
         return self._tree[self._cluster_of.get(client, 0)].model
 
     def client_models(self) -> dict[ClientId, ArrayRecord]:
-        """The model of each client's cluster."""
+        """Return the model of each client's cluster."""
         return {client: self.personal_arrays(client) for client in self.clients()}
 
     def collaboration(self) -> tuple[list[ClientId], np.ndarray]:
-        """The shares of the clients in the model that each was sent last, which is that of its cluster."""
+        """Return the clients' shares in the model that each was sent last, which is its cluster's."""
         clients = in_order({*self.clients(), *self._cluster_of})
         shares = {
             number: np.array([self._tree[number].sent.get(client, 0.0) for client in clients])
@@ -388,14 +393,18 @@ class ClusteredFL(PersonalizedStrategy):
 
     @property
     def tree(self) -> list[dict[str, Any]]:
-        """The clusters, in the order in which they were made.
+        """Clusters, in the order in which they were created.
 
         Returns
         -------
         list of dict
-            `cluster` (its number), `parent` (None of the first), `since` (the round after which it was made), `parts`
-            (two numbers, or none), `divided` (the round after which it was, or None), `cross-similarity` (the largest
-            across the cut, or None), and `clients`: who is in it; of a divided one, who has not been placed yet.
+            `cluster`: its number.
+            `parent`: the parent's number; None for the first cluster.
+            `since`: the round after which it was created.
+            `parts`: the numbers of its two parts, or an empty list.
+            `divided`: the round after which it was divided, or None.
+            `cross-similarity`: the largest similarity across the cut, or None.
+            `clients`: its members; for a divided cluster, the members that have not been placed in a part yet.
         """
         members: dict[int, list[ClientId]] = {}
         for client in in_order(self._cluster_of):

@@ -1,26 +1,27 @@
-"""Ditto: a personal model beside the global one, held near it.
+"""Ditto: each client trains a personal model that a penalty keeps near the global one.
 
 T. Li, S. Hu, A. Beirami, V. Smith: Ditto: Fair and Robust Federated Learning Through Personalization. ICML 2021,
 arXiv:2012.04221.
 
-Client k has two models. The global model w solves min G(F_1, ..., F_K) by any solver; the personal one v_k is for
+Client k has two models. The global model w solves min G(F_1, ..., F_K) by any solver; the personal model v_k solves
 
     min h_k(v_k; w) = F_k(v_k) + lambda/2 ||v_k - w||^2
 
-lambda 0 is local training; the larger it is, the nearer is v_k to the global model.
+With lambda 0 this is local training; the larger lambda is, the nearer v_k is to the global model.
 
 | Algorithm 1 | here |
 |---|---|
-| w^t to the clients drawn; they train it and send it back; the server's mean | `FedAvg`, as it is |
+| sampled clients receive w^t, train it and send it back; the server averages | `FedAvg`, unchanged |
 | s steps v_k = v_k - eta (grad F_k(v_k) + lambda (v_k - w^t)) | `DittoClient.train`: training towards w^t |
 
-The result for a client is v_k, which never leaves it. The global model is FedAvg's, bit for bit: v_k has no part in it.
+The result for a client is v_k, which never leaves it. The global model is FedAvg's, bit for bit: it does not depend on
+v_k.
 
 Where we depart from the paper or it is silent:
-- G is FedAvg's, so that clients weigh as much as they have samples; the mean of Algorithm 1 is plain.
-- v_k goes on from where it was, and at first from the first global model that the client receives to train.
-- Both models train as long as the message says, with its optimiser, and see the same batches.
-- lambda is one for all. The paper also lets each client choose among a few by its validation data.
+- G is FedAvg's, which weights clients by their numbers of samples; the mean of Algorithm 1 is unweighted.
+- v_k continues from its last value; at first, from the first global model that the client receives to train.
+- Both models train for the epochs or steps in the message, with its optimiser, on the same batches.
+- lambda is the same for all clients. The paper also lets each client choose among a few values by its validation data.
 """
 
 from __future__ import annotations
@@ -48,17 +49,17 @@ DITTO_LAMBDA = Setting(
 )
 
 # --- The mathematics ----------------------------------------------------------------------------------
-# The step above is that of `training.train` with proximal_mu lambda and towards w^t.
+# The step above is that of `training.train`, with `proximal_mu` lambda and `towards` w^t.
 
 # --- The client ---------------------------------------------------------------------------------------
 
 
 class DittoClient:
-    """The client half: a client trains the global model for all, and its own for itself."""
+    """The client half: trains the global model, which the client sends, and the personal one, which it keeps."""
 
     @staticmethod
     def train(visit: Visit) -> RecordDict:
-        """Algorithm 1 at a client; the reply holds the trained global model."""
+        """Train both models (Algorithm 1, at a client); the reply holds the trained global model."""
         own = visit.state.load(MODEL) or visit.arrays
         model = visit.model()
         received = [weight.clone() for weight in trained_weights(model)]
@@ -74,7 +75,7 @@ class DittoClient:
 
     @staticmethod
     def evaluate(visit: Visit) -> RecordDict:
-        """Evaluate the client's own model; the received one if it has none yet."""
+        """Evaluate the client's personal model; the received one if it has none yet."""
         model = visit.model(visit.state.load(MODEL))
         return RecordDict({METRICS: MetricRecord({**visit.separate_evaluation(model)})})
 
@@ -90,12 +91,12 @@ class Ditto(FedAvg):
     ditto_lambda : float (default: 1.0)
         lambda, 0 or more, the weight of half the squared distance from the global model; 0 is local training.
     **shared
-        Those of `PersonalizedStrategy`.
+        Arguments of `PersonalizedStrategy`.
 
     Raises
     ------
     ValueError
-        An argument out of range, naming it.
+        An argument is out of range; the message names it.
     """
 
     name = "ditto"

@@ -1,4 +1,4 @@
-"""FedALA: each client learns, weight by weight, how much of the global model to take.
+"""FedALA: each client learns, for each weight of the last layers, how much of the global model to use.
 
 J. Zhang, Y. Hua, H. Wang, T. Song, Z. Xue, R. Ma, H. Guan: FedALA: Adaptive Local Aggregation for Personalized
 Federated Learning. AAAI 2023, arXiv:2212.01197.
@@ -8,32 +8,32 @@ starts the round's training from
 
     Theta_hat_i = Theta_i + (Theta - Theta_i) * W_i    element by element, W_i in [0, 1]
 
-in the last `head_layers` layers, and from Theta in those before them, where W_i is 1.
+in the last `head_layers` layers. In the layers before them it starts from Theta: W_i is 1 there.
 
 | the paper | here |
 |---|---|
 | adaptive local aggregation, as above | `aggregated` |
-| Eq. 5: W_i = W_i - eta grad_W L(Theta_hat_i), then cut off at 0 and 1 | `improved_weights` |
-| Eq. 5 on s% of the local data, drawn anew: until W_i has converged the first time, for one epoch later | `adapt` |
-| training from Theta_hat_i, whose result goes up | `FedALAClient.train` |
-| the mean by the clients' sizes | `FedAvg`, as it is |
+| Eq. 5: W_i = W_i - eta grad_W L(Theta_hat_i), then clipped to 0 to 1 | `improved_weights` |
+| Eq. 5 on s% of the local data, drawn anew: the first time until W_i has converged, later for one epoch | `adapt` |
+| training from Theta_hat_i; the client sends the result | `FedALAClient.train` |
+| the mean, weighted by the clients' numbers of samples | `FedAvg`, unchanged |
 
-By the chain rule the gradient of Eq. 5 is that of the loss in Theta_hat_i times Theta - Theta_i.
+By the chain rule the gradient of Eq. 5 is the gradient of the loss in Theta_hat_i, times Theta - Theta_i.
 
-What the paper's algorithm returns, and its authors' program evaluates, is Theta_hat_i, before the local training that
-starts from it. That is the result for a client here too ("own"), and what the client keeps as its model; the
-evaluation after training is in the history beside it ("trained").
+The paper's algorithm returns, and its authors' program evaluates, Theta_hat_i, before the local training that starts
+from it. Here too, Theta_hat_i is the result for a client ("own"), and the client keeps it as its model. The history
+also has the evaluation after training ("trained").
 
-Among newer methods FedALA stands here, and not pFedGraph, because no other one learns what to take of the global model
-element by element. pFedGraph weighs whole models of others by their similarity, as FedAMP does.
+Of the newer methods, FedALA is included and pFedGraph is not. No other method here learns, element by element, how much
+of the global model to use. pFedGraph weights the other clients' whole models by similarity, as FedAMP does.
 
 Where we depart from the paper or it is silent:
-- A client that takes part for the first time has no local model, and takes the global one as it is. In the paper it has
-  the initial model, which in the first round is the same.
+- A client that takes part for the first time has no local model, and uses the global one unchanged. In the paper it has
+  the initial model, which is the same in the first round.
 - W_i has converged when the mean losses of the last 10 epochs have a standard deviation below 0.01, at the latest after
-  100 epochs. The authors' program takes the last batch's loss of each epoch and, by default, 0.1; it has no bound.
-- W_i is for parameters. Normalisation layers' statistics are the global model's, as FedAvg's clients have them.
-- In the paper all layers may be mixed; here one is left at least. The paper's choice is the last layer alone.
+  100 epochs. The authors' program uses the last batch's loss of each epoch and, by default, 0.1; it has no limit.
+- W_i is for parameters. The statistics of normalisation layers are the global model's, as for FedAvg's clients.
+- In the paper all layers may be mixed; here at least one layer is not. The paper's choice is the last layer alone.
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ if TYPE_CHECKING:
 else:
     torch = lazy("torch")
 
-ALA = "ala"  # what a client keeps: the last layers of its local model, and W_i
+ALA = "ala"  # name under which a client keeps the last layers of its local model, and W_i
 LOCAL, WEIGHTS = "local", "weights"
-HEAD_LAYERS = Setting("head_layers", 1, at_least(1), "last layers of the network, those that it mixes")
-ALA_SHARE = Setting("ala_share", 0.8, A_SHARE, "share of the training images by which weights are learned (s)")
-ALA_LEARNING_RATE = Setting("ala_learning_rate", 1.0, above(0), "step size of these weights (eta)")
+HEAD_LAYERS = Setting("head_layers", 1, at_least(1), "number of last layers of the network that are mixed")
+ALA_SHARE = Setting("ala_share", 0.8, A_SHARE, "share of the training images on which mixing weights are learned (s)")
+ALA_LEARNING_RATE = Setting("ala_learning_rate", 1.0, above(0), "step size of the mixing weights (eta)")
 ALA_WEIGHT = "ala-weight"  # the mean of W_i, in the history
 
 LOOK_BACK, STEADY, MOST_EPOCHS = 10, 0.01, 100
@@ -87,19 +87,19 @@ LOOK_BACK, STEADY, MOST_EPOCHS = 10, 0.01, 100
 
 
 def aggregated(local: Tensor, received: Tensor, weights: Tensor) -> Tensor:
-    """Theta_i + (Theta - Theta_i) * W_i, all of one shape; of weights 0 and 1 it is one of the two to the last bit."""
+    """Return Theta_i + (Theta - Theta_i) * W_i, all of one shape; for weights 0 and 1 it is exact, to the bit."""
     return local.lerp(received, weights)
 
 
 def improved_weights(
     weights: Tensor, gradient: Tensor, local: Tensor, received: Tensor, learning_rate: float
 ) -> Tensor:
-    """A step of Eq. 5, given the gradient of the loss in Theta_hat_i; all of one shape."""
+    """Return W_i after a step of Eq. 5, given the gradient of the loss in Theta_hat_i; all of one shape."""
     return (weights - learning_rate * gradient * (received - local)).clamp(0, 1)
 
 
 def has_converged(losses: Sequence[float]) -> bool:
-    """Whether the mean losses of the epochs so far stand still, or there have been enough of them."""
+    """Return whether the epochs' mean losses have become steady, or MOST_EPOCHS epochs are done."""
     steady = len(losses) > LOOK_BACK and float(np.std(losses[-LOOK_BACK:])) < STEADY
     return steady or len(losses) >= MOST_EPOCHS
 
@@ -108,11 +108,11 @@ def has_converged(losses: Sequence[float]) -> bool:
 
 
 class FedALAClient:
-    """The client half: a site mixes the received model with its last one, and trains from there."""
+    """The client half: mixes the received model with the client's last one, and trains the result."""
 
     @staticmethod
     def train(visit: Visit) -> RecordDict:
-        """The reply holds the model after local training."""
+        """Train from Theta_hat_i; the reply holds the trained model."""
         kept = by_prefix(visit.state.load(ALA) or {})
         model = visit.model()
         metrics = visit.evaluation(RECEIVED, model)
@@ -131,22 +131,22 @@ class FedALAClient:
 
     @staticmethod
     def evaluate(visit: Visit) -> RecordDict:
-        """Evaluate what the client makes of the received model; what it keeps stays as it is."""
+        """Evaluate Theta_hat_i for the received model; what the client keeps does not change."""
         model = visit.model()
         adapt(visit, model, by_prefix(visit.state.load(ALA) or {}))
         return RecordDict({METRICS: MetricRecord({**visit.separate_evaluation(model)})})
 
 
 def adapt(visit: Visit, model: torch.nn.Module, kept: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Turn the received model that `model` holds into Theta_hat_i, learning W_i on the way.
+    """Learn W_i, and turn the received model, which `model` holds, into Theta_hat_i.
 
     Parameters
     ----------
     visit : Visit
     model : torch.nn.Module
     kept : mapping
-        What the client keeps: its last layers by name, and W_i if it has learned it before. Where there is nothing the
-        model stays as it is.
+        What the client keeps: its last layers by name, and W_i if it has learned W_i before. If this is empty, `model`
+        does not change.
 
     Returns
     -------
@@ -164,7 +164,7 @@ def adapt(visit: Visit, model: torch.nn.Module, kept: Mapping[str, Mapping[str, 
     losses: list[float] = []
     with training_only(model, config[HEAD]), visit.differentiating(model, ALA) as gradients_of:
         names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-        mixed = trained_weights(model)  # Theta_hat_i: what is written into them is the model's
+        mixed = trained_weights(model)  # Theta_hat_i; writing to these tensors changes the model
         received = [weight.clone() for weight in mixed]
         local = [torch.from_numpy(kept[LOCAL][name]).to(visit.device) for name in names]
         weights = (
@@ -204,18 +204,19 @@ class FedALA(FedAvg):
     Parameters
     ----------
     head_layers : int (default: 1)
-        p, the last layers of the network that are mixed, 1 or more, and fewer than it has.
+        p, the number of last layers of the network that are mixed, 1 or more, and fewer than it has.
     ala_share : float (default: 0.8)
-        s, the share of the training data by which weights are learned, more than 0, at most 1; two samples at least.
+        s, the share of the training data on which mixing weights are learned, more than 0, at most 1. At least two
+        samples are used.
     ala_learning_rate : float (default: 1.0)
-        eta, the step size of the weights, more than 0.
+        eta, the step size of the mixing weights, more than 0.
     **shared
-        Those of `PersonalizedStrategy`.
+        Arguments of `PersonalizedStrategy`.
 
     Raises
     ------
     ValueError
-        An argument out of range, naming it; `start` does so where the network has too few layers.
+        An argument is out of range, or, in `start`, the network has too few layers; the message names the argument.
     """
 
     name = "fedala"

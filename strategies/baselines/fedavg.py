@@ -1,4 +1,4 @@
-"""FedAvg and FedProx, plain and fine-tuned: one global model.
+"""FedAvg and FedProx: all clients train one global model, which each may fine-tune for itself (FT).
 
 H. B. McMahan, E. Moore, D. Ramage, S. Hampson, B. Agüera y Arcas: Communication-Efficient Learning of Deep
 Networks from Decentralized Data. AISTATS 2017, arXiv:1602.05629 (FedAvg, Algorithm 1).
@@ -7,9 +7,10 @@ Networks. MLSys 2020, arXiv:1812.06127 (FedProx, Algorithm 2: local loss + mu/2 
 K. Wang, R. Mathews, C. Kiddon, H. Eichner, F. Beaufays, D. Ramage: Federated Evaluation of On-device
 Personalization. arXiv:1910.10252 (fine-tuning: FedAvg-FT, FedProx-FT; also called FedAvg+).
 
-The result for a client is the global model, or that model after `finetune_epochs` epochs of plain local
-training that nobody else sees. A training reply speaks of the global model that the round started from; the
-last one is evaluated in a closing exchange, which brings the tuned models to the server as well.
+The result for a client is the global model or, with fine-tuning, that model after `finetune_epochs` epochs of plain
+local training, which no other client receives. A training reply evaluates the global model from which the round
+started. The last global model is evaluated in a closing exchange, in which clients also send their tuned models to
+the server.
 """
 
 from __future__ import annotations
@@ -35,18 +36,18 @@ MU = Setting(
     "weight mu of the proximal term, mu/2 times the squared distance from the global model",
     trial=0.5,
 )
-TUNING_EPOCHS = Setting("finetune_epochs", 1, at_least(0), "epochs by which a client tunes the global model for itself")
+TUNING_EPOCHS = Setting("finetune_epochs", 1, at_least(0), "epochs for which each client fine-tunes the global model")
 
 # --- The mathematics ----------------------------------------------------------------------------------
 
 
 class WeightedMean:
-    """sum_k n_k w_k / sum_k n_k.
+    """Weighted mean sum_k n_k w_k / sum_k n_k.
 
     Attributes
     ----------
     weights : dict
-        client -> n_k of the terms in the sum, in its order.
+        client -> n_k of the terms in the sum, in the order in which they were added.
     """
 
     def __init__(self, size: int, dtype: np.dtype) -> None:
@@ -54,19 +55,19 @@ class WeightedMean:
         self.weights: dict[ClientId, float] = {}
 
     def add(self, client: ClientId, weight: float, row: np.ndarray) -> None:
-        """Add a client's term; row has shape (d,) and is changed."""
+        """Add a client's term; `row`, of shape (d,), is changed in place."""
         row *= weight
         self._sum += row
         self.weights[client] = weight
 
     def result(self) -> np.ndarray | None:
-        """The mean, shape (d,), of all that came; None if nothing did."""
+        """Return the mean, shape (d,), of the terms added; None if there are none."""
         return self._sum / sum(self.weights.values()) if self.weights else None
 
 
 # --- The client ---------------------------------------------------------------------------------------
-# Local training from the received model: `LocalTraining` in client.py, which tunes a copy of the received
-# model first where the message says "finetune-epochs".
+# Local training from the received model: `LocalTraining` in client/local_training.py. It first fine-tunes a copy of
+# the received model where the message has "finetune-epochs".
 
 
 # --- The server ---------------------------------------------------------------------------------------
@@ -78,7 +79,7 @@ class FedAvg(PersonalizedStrategy):
     Parameters
     ----------
     **shared
-        Those of `PersonalizedStrategy`.
+        Arguments of `PersonalizedStrategy`.
     """
 
     name = "fedavg"
@@ -88,8 +89,8 @@ class FedAvg(PersonalizedStrategy):
     def begin(self, initial_arrays: ArrayRecord) -> None:
         self.layout = Layout(initial_arrays, self.buffers)
         self.global_model = initial_arrays
-        self._examples: dict[ClientId, float] = {}  # n_k of those whose models are in the global one
-        self._sent: dict[ClientId, float] = {}  # the same of the global model that was sent last
+        self._examples: dict[ClientId, float] = {}  # n_k of the clients whose models are in the global one
+        self._sent: dict[ClientId, float] = {}  # the same for the global model that was sent last
 
     def outgoing(self, server_round: int, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId, ArrayRecord]]:
         self._mean = WeightedMean(self.layout.size, self.layout.dtype)
@@ -101,7 +102,7 @@ class FedAvg(PersonalizedStrategy):
         return ((client, self.global_model) for client in clients)
 
     def update_norm(self, client: ClientId, arrays: Mapping[str, np.ndarray]) -> float:
-        """Of the change since the global model, which the client was sent."""
+        """Return the norm of the change since the global model, which the client was sent."""
         return self.layout.distance(arrays, read_record(self.global_model))
 
     def take(self, client: ClientId, reply: Reply) -> None:
@@ -124,11 +125,11 @@ class FedAvg(PersonalizedStrategy):
         return self.global_model
 
     def client_models(self) -> dict[ClientId, ArrayRecord]:
-        """The global model, for every client; none where personal models stay with the clients."""
+        """Return the global model for every client; no models where personal models stay with the clients."""
         return {} if self.model_stays else {client: self.global_model for client in self.clients()}
 
     def collaboration(self) -> tuple[list[ClientId], np.ndarray]:
-        """The shares of the clients in the global model that was sent last, the same for every client."""
+        """Return the clients' shares in the global model that was sent last; every row is the same."""
         clients = self.clients()
         shares = np.array([self._sent.get(client, 0.0) for client in clients])
         if not shares.any():
@@ -144,7 +145,7 @@ class FedProx(FedAvg):
     proximal_mu : float (default: 0.01)
         Weight mu of mu/2 ||w - w_global||^2, 0 or more; 0 is FedAvg.
     **shared
-        Those of `PersonalizedStrategy`.
+        Arguments of `PersonalizedStrategy`.
     """
 
     name = "fedprox"
@@ -158,12 +159,12 @@ class FedProx(FedAvg):
 
 
 class Tuned(FedAvg):
-    """FedAvg whose clients tune the global model for themselves, and send what comes of it when they evaluate.
+    """FedAvg whose clients fine-tune the global model, and send the tuned model when they evaluate it.
 
     Parameters
     ----------
     **shared
-        Those of `FedAvg`.
+        Arguments of `FedAvg`.
     """
 
     personal = TUNED
@@ -178,19 +179,19 @@ class Tuned(FedAvg):
             self._tuned[client] = to_record(reply.arrays)
 
     def client_models(self) -> dict[ClientId, ArrayRecord]:
-        """The tuned model of each client, from the last evaluation; the global one where none came."""
+        """Return each client's tuned model from its last evaluation; the global model if it has sent none."""
         return super().client_models() | self._tuned
 
 
 class FineTuned(Tuned):
-    """What the two fine-tuned forms have in common, to be put before the form that is tuned.
+    """Base class of the fine-tuned methods; it stands before the class that is fine-tuned in the list of bases.
 
     Parameters
     ----------
     finetune_epochs : int (default: 1)
-        Epochs, 0 or more, by which a client tunes the global model for itself.
+        Epochs, 0 or more, for which each client fine-tunes the global model.
     **arguments
-        Those of the form that is tuned.
+        Arguments of the class that is fine-tuned.
     """
 
     def __init__(self, *, finetune_epochs: int = TUNING_EPOCHS.default, **arguments: Any) -> None:
@@ -202,7 +203,7 @@ class FineTuned(Tuned):
 
 
 class FedAvgFT(FineTuned):
-    """FedAvg, each client tuning the global model for itself; parameters of `FineTuned`."""
+    """FedAvg with fine-tuning at each client; parameters as for `FineTuned`."""
 
     name = "fedavg-ft"
 
@@ -211,7 +212,7 @@ class FedAvgFT(FineTuned):
 
 
 class FedProxFT(FineTuned, FedProx):
-    """FedProx, each client tuning the global model for itself; parameters of `FineTuned` and `FedProx`."""
+    """FedProx with fine-tuning at each client; parameters as for `FineTuned` and `FedProx`."""
 
     name = "fedprox-ft"
 

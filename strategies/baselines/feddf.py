@@ -1,12 +1,12 @@
-"""FedDF: clients' models fused by distilling their ensemble, at the server, on unlabelled images.
+"""FedDF: the server fuses the clients' models by distilling their ensemble on unlabelled images.
 
 T. Lin, L. Kong, S. U. Stich, M. Jaggi: Ensemble Distillation for Robust Model Fusion in Federated Learning. NeurIPS
 2020, arXiv:2006.07242.
 
-Algorithm 1, and for clients whose networks differ Algorithm 3. A round, with x_k the models of the clients S that
-answered, f(x, d) a model's logits on images d, and s the softmax:
+This is Algorithm 1, and Algorithm 3 for clients whose networks differ. A round, with x_k the models of the clients S
+that replied, f(x, d) a model's logits on images d, and s the softmax:
 
-    clients                  train the model of their network, by n_k samples each
+    clients                  train the model of their network, on n_k samples each
     `WeightedMean`           the student of each network begins as sum_k n_k x_k / sum_k n_k over its own clients
     `logits_of`, `teacher`   s(1/|S| sum_k f(x_k, d)) on all public images: the ensemble of all models of all networks
     `distil`                 N steps of Adam on KL(teacher || s(f(x, d))), on batches of public images
@@ -14,21 +14,22 @@ answered, f(x, d) a model's logits on images d, and s the softmax:
 The student is the network's next model. With N = 0 and one network this is FedAvg.
 
 What the paper leaves open, and where we or others depart from it:
-- The teacher does not change within a round, so each client's logits are computed once, on the whole public set, when
-  its reply comes, and added up in order of client. The ensemble's models need not be kept.
+- The teacher does not change within a round. Each client's logits are therefore computed once, on the whole public set,
+  when its reply arrives, and summed in order of client. The ensemble's models need not be kept.
 - The gradient of the KL divergence is that of the cross-entropy with the teacher's probabilities as labels; the two
-  differ by the teacher's entropy.
+  losses differ by the teacher's entropy.
 - The step size falls to 0 along half a cosine over the N steps, as in the paper. The paper makes up to 10,000 steps and
-  ends when accuracy on a validation set has not risen for 1,000. The server has no labels here: N is a setting, and
-  much smaller by default, for the sake of time.
-- The authors' code averages the divergences from the single models by default, and clips gradients. The paper's teacher
-  is the softmax of the mean logits (AVGLOGITS), each model counting alike, without clipping; this follows the paper.
-- Normalisation: teachers go by the buffers that their clients sent. A student is in training mode as in any training:
-  it begins with the mean of the buffers, normalises by the batch, and its running statistics become those of the
-  public images, for which its weights were found. Integer buffers go on from those of its network's first client.
-- A network none of whose clients answered in a round is distilled from its last model.
-- A client's model whose logits overflow is refused, for one of them would spoil the teacher. A student whose weights
-  overflow, as by too large a step size, is not used: the round's mean is.
+  stops when accuracy on a validation set has not risen for 1,000. The server has no labels here, so N is a setting. Its
+  default is much smaller, to save time.
+- The authors' code by default averages the divergences from the single models, and clips gradients. The paper's teacher
+  is the softmax of the mean logits (AVGLOGITS), with equal weights and without clipping. This implementation follows
+  the paper.
+- Normalisation: teachers use the buffers that their clients sent. A student is in training mode. It starts with the
+  mean of the buffers and normalises by the batch. Its running statistics become those of the public images, on which
+  its weights are trained. Its integer buffers continue from those of its network's first client.
+- A network none of whose clients replied in a round is distilled from its last model.
+- A client's model whose logits overflow is refused, because a single one would spoil the teacher. If a student's
+  weights overflow, for example because the step size is too large, the round's mean is used instead.
 """
 
 from __future__ import annotations
@@ -72,17 +73,19 @@ DISTILL_STEPS = Setting(
     "distill_steps",
     200,
     at_least(0),
-    "steps by which the server distils the clients' models into one a round; 0 is FedAvg",
+    "steps per round by which the server distils the clients' models into one; 0 is FedAvg",
     trial=3,
 )
-DISTILL_LEARNING_RATE = Setting("distill_learning_rate", 0.001, above(0), "step size of Adam in them", trial=0.01)
-PUBLIC_BATCH_SIZE = Setting("public_batch_size", 128, at_least(1), "public images a step", trial=2)
+DISTILL_LEARNING_RATE = Setting(
+    "distill_learning_rate", 0.001, above(0), "initial step size of Adam in distillation", trial=0.01
+)
+PUBLIC_BATCH_SIZE = Setting("public_batch_size", 128, at_least(1), "public images per step", trial=2)
 
 # --- The mathematics ----------------------------------------------------------------------------------
 
 
 def logits_of(model: torch.nn.Module, images: torch.Tensor, batch_size: int = 128) -> torch.Tensor:
-    """f(x, d): the logits of a model, (P, N), as it predicts; it keeps its mode."""
+    """Return a model's logits in evaluation mode, f(x, d), shape (P, N), and restore its own mode."""
     images = channels_last(model, images)
     was_training = model.training
     model.eval()
@@ -93,7 +96,7 @@ def logits_of(model: torch.nn.Module, images: torch.Tensor, batch_size: int = 12
 
 
 def teacher(sum_of_logits: torch.Tensor, count: int) -> torch.Tensor:
-    """s(1/|S| sum_k f(x_k, d)): the probabilities of the ensemble, (P, N), from the sum of |S| models' logits."""
+    """Return the ensemble's probabilities s(1/|S| sum_k f(x_k, d)), (P, N), from the sum of |S| models' logits."""
     return (sum_of_logits / count).softmax(dim=1)
 
 
@@ -107,7 +110,7 @@ def distil(
     batch_size: int,
     seed: int,
 ) -> None:
-    """Move a model towards a teacher, in place: Adam on the KL divergence of its predictions from the teacher's.
+    """Train a model towards a teacher, in place: Adam on the KL divergence of its predictions from the teacher's.
 
     Parameters
     ----------
@@ -120,11 +123,11 @@ def distil(
     steps : int
         N, 1 or more.
     learning_rate : float
-        Of the first step; that of step j, from 0, is (1 + cos(pi j / N)) / 2 of it.
+        Step size of the first step; that of step j, from 0, is (1 + cos(pi j / N)) / 2 times this.
     batch_size : int
-        Images a step, drawn independently.
+        Images per step, drawn independently.
     seed : int
-        Of the draws, and of what the network itself draws, such as dropout.
+        Seed of these draws, and of the network's own random numbers, such as dropout.
     """
     images = channels_last(student, images)
     weights = [parameter for parameter in student.parameters() if parameter.requires_grad]
@@ -140,7 +143,7 @@ def distil(
         if on_gpu:
             torch.cuda.manual_seed(seed)
         for batch, wanted in batches((images, probabilities), 0, steps, batch_size, generator):
-            _, gradients = gradients_of(batch, wanted)  # of the cross-entropy, which are those of the divergence
+            _, gradients = gradients_of(batch, wanted)  # of the cross-entropy; those of the divergence are the same
             for weight, gradient in zip(weights, gradients, strict=True):
                 weight.grad = gradient
             adam.step()
@@ -149,8 +152,8 @@ def distil(
 
 
 # --- The client ---------------------------------------------------------------------------------------
-# Local training from the received model: `LocalTraining` in client.py. Where networks differ, a client says which
-# it has when it introduces itself (`network`), and gets and returns models of that one.
+# Local training from the received model: `LocalTraining` in client/local_training.py. Where networks differ, a
+# client reports the name of its network when it connects (`network`), and receives and returns models of that network.
 
 
 # --- The server ---------------------------------------------------------------------------------------
@@ -159,35 +162,36 @@ def distil(
 class FedDF(PersonalizedStrategy):
     """FedDF as a Flower strategy.
 
-    `start` takes the model that clients begin with; of several networks all models in one record, each under its
-    network's name: `with_prefix(name, arrays)`, "name/layer.weight".
+    `start` takes the model that clients start from. For several networks it takes all models in one record, each under
+    its network's name: `with_prefix(name, arrays)`, "name/layer.weight".
 
     Parameters
     ----------
     models : mapping of str to callable
-        The networks that clients may have: name -> what returns a new module, images to logits. `start` needs them,
+        The networks that clients may have: name -> callable that returns a new module, from images to logits. `start`
+        needs them.
     public : tensor (P, ...)
-        and unlabelled images, on the scale that the models know.
+        Unlabelled images, scaled like the models' training images. `start` needs them.
     distill_steps : int (default: 200)
-        N, 0 or more.
+        N, the steps of distillation per round, 0 or more.
     distill_learning_rate : float (default: 0.001)
-        Step size of Adam at first, more than 0.
+        Initial step size of Adam, more than 0.
     public_batch_size : int (default: 128)
-        Public images a step, 1 or more.
+        Public images per step, 1 or more.
     device : {"auto", "cpu", "cuda"}
         Where the server computes logits and distils.
     **shared
-        Those of `PersonalizedStrategy`. `buffers` are by default those of each network's modules.
+        Arguments of `PersonalizedStrategy`. `buffers` are by default those of each network's modules.
 
     Attributes
     ----------
     networks : dict
-        client -> the name of its network, of those that said it when they were met.
+        client -> the name of its network, for the clients that reported it when they connected.
 
     Raises
     ------
     ValueError
-        An argument out of range, naming it.
+        An argument is out of range; the message names it.
     """
 
     name = "feddf"
@@ -220,7 +224,7 @@ class FedDF(PersonalizedStrategy):
     def begin(self, initial_arrays: ArrayRecord) -> None:
         if not self.models or self.public is None:
             missing = "public" if self.models else "models"
-            raise ValueError(f"{missing} is None, and FedDF distils with the clients' networks on public images")
+            raise ValueError(f"{missing} is None, but FedDF needs the clients' networks (models) and public images")
         device = pick_device(self.device)
         parts = {next(iter(self.models)): initial_arrays} if len(self.models) == 1 else by_prefix(initial_arrays)
         if parts.keys() != self.models.keys():
@@ -237,7 +241,7 @@ class FedDF(PersonalizedStrategy):
             classes[name] = logits_of(module, self._images[:1]).shape[1]
         check("models", classes, len(set(classes.values())) == 1, "networks for one number of classes")
         self.networks: dict[ClientId, str] = {}
-        # Of each network: whose models are in its model, and by how much; the same of what was sent last.
+        # network -> client -> the client's weight in the network's model; the same for the model that was sent last.
         self._shares: dict[str, dict[ClientId, float]] = {name: {} for name in self.models}
         self._sent = self._shares
 
@@ -245,19 +249,19 @@ class FedDF(PersonalizedStrategy):
         reasons = super().introduce(newcomers)
         for client, about in newcomers.items():
             name = about.get(NETWORK)
-            if len(self.models) == 1:  # whatever it is called there: models are checked by their arrays
+            if len(self.models) == 1:  # the client may give it another name: models are checked by their arrays
                 self.networks[client] = next(iter(self.models))
             elif isinstance(name, str) and name in self.models:
                 self.networks[client] = name
             else:
-                said = "it does not say which network it has" if name is None else f"its network is {name!r}"
-                reasons.setdefault(client, f"{said}, expected one of {', '.join(self.models)}")
+                found = "it does not report its network" if name is None else f"its network is {name!r}"
+                reasons.setdefault(client, f"{found}, expected one of {', '.join(self.models)}")
         return reasons
 
     def outgoing(self, server_round: int, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId, ArrayRecord]]:
         self._means = {name: WeightedMean(layout.size, layout.dtype) for name, layout in self._layouts.items()}
         self._counters: dict[ClientId, Mapping[str, np.ndarray]] = {}
-        self._logits: dict[ClientId, torch.Tensor] = {}  # (P, N), of replies that are being looked at
+        self._logits: dict[ClientId, torch.Tensor] = {}  # (P, N), of replies that are being checked
         self._sum: torch.Tensor | None = None  # (P, N)
         self._terms: InTurn[tuple[float, np.ndarray, torch.Tensor | None]] = InTurn(clients, self._add)
         self._sent = dict(self._shares)
@@ -267,7 +271,7 @@ class FedDF(PersonalizedStrategy):
         return self._layouts[self.networks[client]].mismatch(arrays)
 
     def inspect(self, client: ClientId, reply: Reply) -> None:
-        """Compute what the client's model adds to the teacher."""
+        """Compute the logits that the client's model adds to the teacher; refuse them if they are not finite."""
         if self.distill_steps:
             module = self._modules[self.networks[client]]
             set_arrays(module, reply.arrays)
@@ -276,7 +280,7 @@ class FedDF(PersonalizedStrategy):
                 raise Refused("its model gives logits that are not finite")
 
     def update_norm(self, client: ClientId, arrays: Mapping[str, np.ndarray]) -> float:
-        """Of the change since its network's model, which the client was sent."""
+        """Return the norm of the change since its network's model, which the client was sent."""
         return self._layouts[self.networks[client]].distance(arrays, read_record(self.personal_arrays(client)))
 
     def take(self, client: ClientId, reply: Reply) -> None:
@@ -303,7 +307,7 @@ class FedDF(PersonalizedStrategy):
                 first = next(iter(self._means[name].weights))
                 self._globals[name] = layout.record(mean, self._counters[first])
                 self._shares[name] = self._means[name].weights
-            if self._sum is not None:  # as there are steps of distillation
+            if self._sum is not None:  # only where there are steps of distillation
                 self._distil(name, teacher(self._sum, len(answered)), server_round)
                 self._shares[name] = dict.fromkeys(answered, 1.0)
         self._sum = None
@@ -326,14 +330,14 @@ class FedDF(PersonalizedStrategy):
         else:
             log(
                 WARNING,
-                "kindred: round %d: distilling %s gave weights that are not finite; the mean of its clients' "
+                "kindred: round %d: distilling %s gave weights that are not finite, so the mean of its clients' "
                 "models is used",
                 server_round,
                 name,
             )
 
     def global_arrays(self) -> ArrayRecord:
-        """The model of the one network; of several all of them, as `start` was given them."""
+        """Return the model of the only network; of several networks all models, in the form that `start` takes."""
         if len(self._globals) == 1:
             return next(iter(self._globals.values()))
         return ArrayRecord(
@@ -344,13 +348,14 @@ class FedDF(PersonalizedStrategy):
         return self._globals[self.networks[client]]
 
     def client_models(self) -> dict[ClientId, ArrayRecord]:
-        """The model of each client's network."""
+        """Return the model of each client's network."""
         return {client: self.personal_arrays(client) for client in self.clients()}
 
     def collaboration(self) -> tuple[list[ClientId], np.ndarray]:
-        """The shares of the clients in the model that was sent last to those of a network.
+        """Return the clients' shares in the model of each one's network that was sent last.
 
-        With distillation that is an equal share in the teacher, for all who answered; without, the share in the mean.
+        With distillation, all clients that replied have an equal share, that in the teacher; without, the share in the
+        mean.
         """
         clients = self.clients()
         weights = np.eye(len(clients))

@@ -1,10 +1,11 @@
-"""FedEM: every client's data are a mixture of the same unknown distributions, with a model for each of these.
+"""FedEM: all clients train the same component models, and each client predicts with its own mixture of these.
 
 O. Marfoq, G. Neglia, A. Bellet, L. Kameni, R. Vidal: Federated Multi-Task Learning under a Mixture of Distributions.
 NeurIPS 2021, arXiv:2108.10252 (Algorithm 1).
 
-There are M components theta_1 to theta_M, which all clients train, and shares pi_t of them, which client t has for
-itself. A round, with the loss l of a sample, its negative log-likelihood:
+Each client's data are assumed to be a mixture of the same M unknown distributions. For each of these there is a
+component, theta_1 to theta_M, which all clients train. Client t has its own shares pi_t of the components. A round,
+with l the loss of a sample, its negative log-likelihood:
 
 | paper | here |
 |---|---|
@@ -14,21 +15,21 @@ itself. A round, with the loss l of a sample, its negative log-likelihood:
 | the server: theta_m = sum_t n_t / n theta_m,t | `SeveralModels.end_round` |
 | prediction: sum_m pi_tm h_theta_m(x), of probabilities | `mixture_of` |
 
-The shares stay at the client. Its result is the mixture of the components as they came with the shares that it has:
-after the last round of the last components, in a closing exchange. A client that has no shares yet finds them by one
-E-step and one M-step from equal ones, as the paper has it for clients that were not there when components were trained.
-`received-accuracy` is that of the one component with the largest share.
+The shares stay at the client. The result for a client is the mixture of the components as received, with the client's
+current shares. After the last round, a closing exchange evaluates the mixture of the last components. A client without
+shares computes them by one E-step and one M-step from equal shares, as in the paper for clients that were absent when
+components were trained. `received-accuracy` is that of the single component with the largest share.
 
 Where the paper is silent or we depart from it:
-- Components are averaged by n_t, as in Algorithm 1 and in the authors' code, and not by the sum of q: a client holds a
-  component that it has no use for where it is, as far as its local steps leave it there. SGD's are as small as q; those
-  of Adam are not, for their size does not depend on the gradient's.
-- The local steps are those of the other methods: epochs in batches, with the optimiser that is set, and the mean over a
-  batch of q times the loss. The order of the samples is each component's own.
-- With equal models all responsibilities are equal, for good. The first component is the initial model, so that one is
-  FedAvg; the others have its numbers in another order (`drawn_anew`), or are given as `other_models`, which a network
-  with frozen or pretrained parts needs.
-- Where components have batch normalisation, the E-step goes by their running statistics.
+- Components are averaged by n_t, as in Algorithm 1 and in the authors' code, and not by the sum of q. A client thus
+  holds back a component that does not fit its data, to the extent that its local steps leave that component unchanged.
+  Steps of SGD are as small as q. Steps of Adam are not, because their size does not depend on that of the gradient.
+- The local steps are those of the other methods: epochs in batches, with the configured optimiser, on the mean over a
+  batch of q times the loss. Each component has its own order of the samples.
+- With equal models all responsibilities would stay equal for ever. The first component is the initial model, so that
+  FedEM with one component is FedAvg. The others have its numbers in another order (`drawn_anew`), or are given as
+  `other_models`, which a network with frozen or pretrained parts needs.
+- Where components have batch normalisation, the E-step uses their running statistics.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ if TYPE_CHECKING:
 else:
     torch = lazy("torch")
 
-SHARES = "shares"  # the name under which a client keeps them, and of the array in that file
+SHARES = "shares"  # name under which a client keeps its shares, and name of the array in that file
 
 NUM_COMPONENTS = Setting("num_components", 3, at_least(1), "models that each client mixes (M)", trial=2)
 
@@ -76,28 +77,28 @@ NUM_COMPONENTS = Setting("num_components", 3, at_least(1), "models that each cli
 
 
 def responsibilities(shares: np.ndarray, likelihoods: np.ndarray) -> np.ndarray:
-    """q(z_s = m) = pi_m p_m(y_s | x_s) / sum_m' pi_m' p_m'(y_s | x_s), where p = exp(-l); the E-step.
+    """Return q(z_s = m) = pi_m p_m(y_s | x_s) / sum_m' pi_m' p_m'(y_s | x_s), where p = exp(-l); the E-step.
 
     Parameters
     ----------
     shares : ndarray, shape (M,)
         pi, summing to 1.
     likelihoods : ndarray, shape (M, n)
-        The probability that each component gives each sample's label; what is no number counts as next to 0.
+        The probability that each component gives to each sample's label; NaN counts as SMALLEST.
 
     Returns
     -------
     ndarray, shape (M, n), float64
         Columns sum to 1.
     """
-    with np.errstate(divide="ignore"):  # a share of 0 stays one
+    with np.errstate(divide="ignore"):  # a share of 0 remains 0
         scores = np.log(shares)[:, None] + np.log(np.fmax(likelihoods, SMALLEST, dtype=np.float64))  # (M, n)
     powers = np.exp(scores - scores.max(axis=0))  # (M, n)
     return powers / powers.sum(axis=0)
 
 
 def new_shares(q: np.ndarray) -> np.ndarray:
-    """pi_m = mean_s q(z_s = m), shape (M,), of responsibilities (M, n); the M-step."""
+    """Return pi_m = mean_s q(z_s = m), shape (M,), from responsibilities (M, n); the M-step."""
     return q.mean(axis=1)
 
 
@@ -105,14 +106,14 @@ def new_shares(q: np.ndarray) -> np.ndarray:
 
 
 class FedEMClient:
-    """The client half: finds its shares of the components, and trains all of these."""
+    """The client half: computes the client's shares of the components, and trains all components."""
 
     @staticmethod
     def train(visit: Visit) -> RecordDict:
-        """Algorithm 1, what a client does in a round."""
+        """Update the shares and train all components (Algorithm 1, on the client); the reply holds the components."""
         components, shares = in_a_row(visit.arrays), _shares(visit)
         metrics = _scores(visit, components, shares, f"{MIXTURE}-")
-        if visit.is_site:  # should the run end before its closing evaluation
+        if visit.is_site:  # in case the run ends before its closing evaluation
             keep_mixture(visit, range(len(components)), components, shares)
 
         q = responsibilities(shares, _likelihoods(visit, components))  # (M, n)
@@ -147,20 +148,20 @@ def _equal(count: int) -> np.ndarray:
 
 
 def _shares(visit: Visit) -> np.ndarray:
-    """pi_t of the round before; equal ones before the first."""
+    """Return pi_t as of the client's last round; equal shares before its first."""
     known = visit.state.load(SHARES)
     return known[SHARES] if known else _equal(len(in_a_row(visit.arrays)))
 
 
 def _likelihoods(visit: Visit, components: Sequence[Arrays]) -> np.ndarray:
-    """The probability that each component gives each training sample's label, (M, n)."""
+    """Return the probability that each component gives to each training sample's label, (M, n)."""
     x, y = visit.site.train
     labels = y.cpu().numpy()
     return np.stack([visit.predict(visit.model(arrays), x)[np.arange(len(labels)), labels] for arrays in components])
 
 
 def _scores(visit: Visit, components: Sequence[Arrays], shares: np.ndarray, prefix: str = "") -> dict[str, float]:
-    """Accuracy and loss of the mixture, and of the component with the largest share, as metrics."""
+    """Return accuracy and loss of the mixture, and of the component with the largest share, as metrics."""
     probabilities = np.stack([predict(visit.model(arrays), visit.site.test[0]) for arrays in components])  # (M, n, N)
     return mixture_scores(visit, probabilities, shares, int(shares.argmax()), prefix=prefix)
 
@@ -169,21 +170,21 @@ def _scores(visit: Visit, components: Sequence[Arrays], shares: np.ndarray, pref
 
 
 class FedEM(SeveralModels):
-    """FedEM as a Flower strategy. The clients' mixtures are not known to the server: they keep them.
+    """FedEM as a Flower strategy. Clients keep their shares; the server does not know them.
 
     Parameters
     ----------
     num_components : int (default: 3)
         M, 1 or more; 1 is FedAvg.
     other_models : sequence of ArrayRecord, optional
-        What the components after the first start from.
+        The models from which the components after the first start.
     **shared
-        Those of `PersonalizedStrategy`.
+        Arguments of `PersonalizedStrategy`.
 
     Raises
     ------
     ValueError
-        An argument out of range, naming it.
+        An argument is out of range; the message names it.
     """
 
     name = "fedem"
@@ -215,7 +216,7 @@ class FedEM(SeveralModels):
         return None
 
     def update_norm(self, client: ClientId, arrays: Mapping[str, np.ndarray]) -> float:
-        """Of the largest among the changes of the components."""
+        """Return the norm of the largest among the components' changes."""
         parts = by_prefix(arrays)
         return max(self.layout.distance(parts[str(m)], read_record(sent)) for m, sent in enumerate(self.models))
 
@@ -224,11 +225,11 @@ class FedEM(SeveralModels):
         self.take_models(client, reply.number(self.weighted_by_key), models)
 
     def client_models(self) -> dict[ClientId, ArrayRecord]:
-        """None: a client's model is its mixture."""
+        """Return no models: a client's model is its mixture, which the server does not know."""
         return {}
 
     def collaboration(self) -> tuple[list[ClientId], np.ndarray]:
-        """The shares of the clients in the components that were sent last, which are the same in each."""
+        """Return the clients' shares in the components that were sent last; they are the same in each component."""
         clients, shares = self.shares()  # (M, m)
         return clients, np.tile(shares[0], (len(clients), 1)) if shares.any() else np.eye(len(clients))
 

@@ -1,35 +1,36 @@
-"""FedFomo: every client weighs the others' models by what they are worth on data that it holds out.
+"""FedFomo: each client weights other clients' models by how much they reduce its loss on held-out data.
 
 M. Zhang, K. Sapra, S. Fidler, S. Yeung, J. M. Alvarez: Personalized Federated Learning with First Order Model
 Optimization. ICLR 2021, arXiv:2012.08565.
 
-Client i has a model theta_i, and validation data with the mean loss L_i. A round, with the model b from which the
+Client i has a model theta_i, and validation data with the mean loss L_i. A round, with b the model from which the
 client trained theta_i in the round before:
 
 | paper | here |
 |---|---|
-| M models of others by epsilon-greedy choice on the affinities P_i | `choose_neighbours`, of FedeRiCo |
+| M models of other clients by epsilon-greedy choice on the affinities P_i | `choose_neighbours`, of FedeRiCo |
 | w_n = (L_i(b) - L_i(theta_n)) / abs(theta_n - b), the client's own theta_i among the theta_n | `model_weights` |
-| negative ones are 0, and the rest divided by their sum | `model_weights` |
+| negative weights become 0, and the others are divided by their sum | `model_weights` |
 | theta_i = b + sum_n w_n (theta_n - b) | `combined` |
-| local training from there, which gives the model that is sent | `FedFomoClient.train` |
+| local training from this theta_i, which gives the model that is sent | `FedFomoClient.train` |
 | P_in grows by w_n | `FedFomo.take` |
 
 `received-accuracy` is that of the combination, from which training starts; the result is the trained model.
 
 Where the paper is silent or we depart from it:
-- If no model is better than b, the update leaves b: the training of the round before would be lost. Here the client
-  goes on with its own theta_i. So FedFomo without neighbours, or with equal losses, is training alone.
-- As weights sum to 1, b cancels, and a client's own model drops out of the combination where it is no better than b.
-  Implementations that compare with theta_i in place of b have it drop out whenever another model is better.
-- P is the sum of the weights of the update; the authors' code adds negative ones as well, divided by the size of their
-  sum, which may be next to 0. Ties, such as models not seen yet, are broken at random. Their code also lets epsilon
-  decay.
-- Validation data are a share of the training data, drawn once for each client, which it then does not train on; where
-  a site has validation data of its own, these are taken and it trains on all. A single sample is used for both.
-- A client whose answer was lost takes for b the model that it then trained from, whatever it has at the server.
-- Any model that has come can be drawn, in its last form. Everybody starts from the initial model.
-- Distances are of parameters; floating buffers are combined like these, integer buffers are the client's own.
+- If no model is better than b, the paper's update gives b, and the training of the round before would be lost. Here
+  the client continues with its own theta_i. So FedFomo without neighbours, or with equal losses, is local training.
+- As weights sum to 1, b cancels. A client's own model has no part in the combination where it is no better than b.
+  In implementations that compare with theta_i in place of b, it has none whenever another model is better.
+- P is the sum of the weights of the update. The authors' code also adds negative weights, divided by the absolute value
+  of their sum, which may be close to 0. Ties, such as models not received yet, are broken at random. The authors' code
+  also reduces epsilon over time.
+- Validation data are a share of the training data, drawn once for each client, on which it does not train. Where a site
+  has its own validation data, these are used and it trains on all training data. A single sample is used for both.
+- A client whose reply was lost uses as b the model from which it then trained, whatever model the server has for it.
+- Any model that the server has received can be drawn, in its last version. All clients start from the initial model.
+- Distances are of parameters. Floating-point buffers are combined like parameters; integer buffers are the client's
+  own.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ NUM_NEIGHBOURS = Setting(
     "num_neighbours",
     3,
     at_least(0),
-    "models of others that a client gets in a round (M); 0 is local training",
+    "models of other clients that a client receives per round (M); 0 is local training",
     trial=2,
 )
 EPSILON = Setting("epsilon", 0.3, within(0, 1), "probability of a random neighbour instead of the best")
@@ -87,19 +88,19 @@ VALIDATION_SHARE = Setting(
     "validation_share",
     0.2,
     between(0, 1),
-    "share of a client's training images by which it weighs models and does not train",
+    "share of a client's training images held out from training, to weight models by their losses",
     trial=0.25,
 )
-BEFORE = "before"  # the name under which a client keeps the model that it trained from last
+BEFORE = "before"  # name under which a client keeps b, the model from which it trained last
 
-# How far from 1 weights may sum up to.
+# Largest difference from 1 of the sum of weights.
 SUM_TOLERANCE = 1e-6
 
 # --- The mathematics ----------------------------------------------------------------------------------
 
 
 def model_weights(loss_before: float, losses: Sequence[float], distances: Sequence[float]) -> np.ndarray:
-    """w_n = max(0, (L(b) - L(theta_n)) / ||theta_n - b||), divided by their sum.
+    """Return w_n = max(0, (L(b) - L(theta_n)) / ||theta_n - b||), divided by their sum.
 
     Parameters
     ----------
@@ -111,19 +112,19 @@ def model_weights(loss_before: float, losses: Sequence[float], distances: Sequen
     Returns
     -------
     ndarray, shape (k,)
-        Summing to 1; all 0 if no model is better. One whose loss or distance is not finite, or that is no other than
-        b, has weight 0.
+        Summing to 1; all 0 if no model is better than b. A model has weight 0 if its loss or distance is not finite,
+        or if it equals b.
     """
     after, moved = np.asarray(losses, dtype=np.float64), np.asarray(distances, dtype=np.float64)  # (k,)
     usable = np.isfinite(after) & np.isfinite(moved) & (moved > 0)
-    # A first model whose loss is not finite is worse than any other, by as much.
+    # If the loss of b is not finite, every other model is better, all by the same amount.
     gains = loss_before - after if np.isfinite(loss_before) else np.ones_like(after)  # (k,)
     weights = np.divide(np.maximum(gains, 0), moved, out=np.zeros_like(after), where=usable)
     return weights / weights.sum() if weights.any() else weights
 
 
 def combined(models: Sequence[Arrays], weights: np.ndarray) -> dict[str, np.ndarray]:
-    """b + sum_n w_n (theta_n - b) = sum_n w_n theta_n, for weights (k,) that sum to 1.
+    """Return b + sum_n w_n (theta_n - b) = sum_n w_n theta_n, for weights (k,) that sum to 1.
 
     Integer buffers are those of the first model, which is the client's own.
     """
@@ -139,12 +140,12 @@ def combined(models: Sequence[Arrays], weights: np.ndarray) -> dict[str, np.ndar
 
 
 def split(size: int, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Which of a client's samples are for training and which for validation: one of each at the least.
+    """Divide a client's samples into training and validation, with at least one sample in each.
 
     Returns
     -------
     training, validation : ndarray of int
-        In order; together 0 to size - 1. Both are the one sample, if there is no other.
+        Indices, in order; together 0 to size - 1. A single sample is in both.
     """
     order = np.random.default_rng(seed).permutation(size)
     if size < 2:
@@ -157,11 +158,11 @@ def split(size: int, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 class FedFomoClient:
-    """The client half: weighs the models that it receives, combines them, and trains what comes of it."""
+    """The client half: weights and combines the received models, and trains the combination."""
 
     @staticmethod
     def train(visit: Visit) -> RecordDict:
-        """The reply holds the trained model and the weights, the client's own first."""
+        """Train the combination; the reply holds the trained model and the models' weights, the client's own first."""
         training, validation = _split(visit)
         models = in_a_row(visit.arrays)
         weights = weigh_models(visit, models, validation)
@@ -186,7 +187,7 @@ class FedFomoClient:
 
 
 def _split(visit: Visit) -> tuple[Samples, Samples]:
-    """The samples to train on, and those to weigh models by."""
+    """Return the samples for training, and those for the losses that weight models."""
     site = visit.site
     if site.validation is not None and len(site.validation[1]):
         return site.train, site.validation
@@ -196,19 +197,22 @@ def _split(visit: Visit) -> tuple[Samples, Samples]:
 
 
 def weigh_models(visit: Visit, models: Sequence[Arrays], validation: Samples) -> np.ndarray:
-    """The weights of the models, shape (k,), the first the client's own; by the model that it trained from last."""
+    """Return the weights of the models, shape (k,), of which the first is the client's own.
+
+    b is the model from which the client trained last; if it has none yet, b is its own model.
+    """
     known = visit.state.load(BEFORE)
     before = models[0] if known is None else known
     module = visit.model(before)
     loss_before = visit.loss(module, validation)
-    trained = _trained(module)
+    names = _trainable_names(module)
     losses = [visit.loss(visit.model(arrays), validation) for arrays in models]
-    distances = [norm(arrays[name] - before[name] for name in trained) for arrays in models]
+    distances = [norm(arrays[name] - before[name] for name in names) for arrays in models]
     return model_weights(loss_before, losses, distances)
 
 
-def _trained(module: torch.nn.Module) -> list[str]:
-    """The names of the parameters that are trained."""
+def _trainable_names(module: torch.nn.Module) -> list[str]:
+    """Return the names of the parameters that are trained."""
     return [name for name, parameter in module.named_parameters(remove_duplicate=False) if parameter.requires_grad]
 
 
@@ -221,18 +225,18 @@ class FedFomo(StoredModels):
     Parameters
     ----------
     num_neighbours : int (default: 3)
-        M, 0 or more: models of others that a client receives in a round; 0 is training alone.
+        M, 0 or more: models of other clients that a client receives per round; 0 is local training.
     epsilon : float (default: 0.3)
-        Probability, 0 to 1, that one is drawn at random instead of by affinity.
+        Probability, 0 to 1, that one of them is drawn at random instead of by affinity.
     validation_share : float (default: 0.2)
-        More than 0, less than 1: share of a client's training data by which it weighs models, and does not train.
+        More than 0, less than 1: share of a client's training data that it holds out, to weight models by their losses.
     **shared
-        Those of `StoredModels`.
+        Arguments of `StoredModels`.
 
     Raises
     ------
     ValueError
-        An argument out of range, naming it.
+        An argument is out of range; the message names it.
     """
 
     name = "fedfomo"
@@ -254,8 +258,8 @@ class FedFomo(StoredModels):
 
     def begin(self, initial_arrays: ArrayRecord) -> None:
         super().begin(initial_arrays)
-        self._affinities: dict[ClientId, dict[ClientId, float]] = {}  # P_in; of every client whose model has come
-        self._weights: dict[ClientId, dict[ClientId, float]] = {}  # w_n of the last round that it took part in
+        self._affinities: dict[ClientId, dict[ClientId, float]] = {}  # P_in of every client that has sent a model
+        self._weights: dict[ClientId, dict[ClientId, float]] = {}  # w_n of the last round in which it took part
         self._sent = SentModels(self.models)
 
     def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
@@ -263,17 +267,17 @@ class FedFomo(StoredModels):
 
     def outgoing(self, server_round: int, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId, ArrayRecord]]:
         self.welcome(clients)
-        there = [other for other in in_order(self._affinities) if other not in self.history.left_out]
+        available = [other for other in in_order(self._affinities) if other not in self.history.left_out]
         for client in clients:
-            yield client, self._sent.pack(client, self._choose(client, there, server_round))
+            yield client, self._sent.pack(client, self._choose(client, available, server_round))
         self._sent.forget_packed()
 
-    def _choose(self, client: ClientId, there: Sequence[ClientId], server_round: int) -> list[ClientId]:
-        """Draw others for a client, by what their models have been worth to it."""
-        others = [other for other in there if other != client]
-        worth = self._affinities.get(client, {})
+    def _choose(self, client: ClientId, available: Sequence[ClientId], server_round: int) -> list[ClientId]:
+        """Draw a client's neighbours by its affinities."""
+        others = [other for other in available if other != client]
+        affinities = self._affinities.get(client, {})
         order = choose_neighbours(
-            -np.fromiter(map(worth.get, others, repeat(0.0)), np.float64, len(others)),
+            -np.fromiter(map(affinities.get, others, repeat(0.0)), np.float64, len(others)),
             self.epsilon,
             seed_for(self.seed, client, server_round, NEIGHBOURS),
             self.num_neighbours,
@@ -288,33 +292,38 @@ class FedFomo(StoredModels):
             or not all(isinstance(weight, float) and 0 <= weight <= 1 for weight in weights)
             or not (sum(weights) == 0 or abs(sum(weights) - 1) <= SUM_TOLERANCE)
         ):
-            raise Refused(f"its weights are {reprlib.repr(weights)}, expected {due} of 0 or more that sum to 1 or 0")
+            raise Refused(
+                f"its weights are {reprlib.repr(weights)}, expected {due} numbers, 0 to 1, that sum to 1 or are all 0"
+            )
 
     def take(self, client: ClientId, reply: Reply) -> None:
         super().take(client, reply)
-        told = dict(zip(self._sent.owners[client], reply.config[WEIGHTS], strict=True))
-        self._weights[client] = told
+        reported = dict(zip(self._sent.owners[client], reply.config[WEIGHTS], strict=True))
+        self._weights[client] = reported
         affinities = self._affinities.setdefault(client, {})
-        for other, weight in told.items():
+        for other, weight in reported.items():
             if other != client:
                 affinities[other] = affinities.get(other, 0.0) + weight
 
     def end_round(self, server_round: int, answered: Sequence[ClientId]) -> None:
         super().end_round(server_round, answered)
-        self._sent = SentModels(self.models)  # a message to evaluate has the client's own model alone
+        self._sent = SentModels(self.models)  # a message to evaluate holds the client's own model only
 
     def row_fields(self, client: ClientId) -> dict[str, Any]:
         """Return the other clients whose models the client received."""
         return {NEIGHBOURS: encode(self._sent.neighbours(client))}
 
     def collaboration(self) -> tuple[list[ClientId], np.ndarray]:
-        """The weights that each client told last: its own model alone where none was better, or it has told none."""
+        """Return the weights that each client reported last.
+
+        A client has weight 1 on its own model where no model was better, or where it has reported no weights.
+        """
         clients = list(self.models)
         rows = np.eye(len(clients))
         for i, client in enumerate(clients):
-            told = self._weights.get(client, {})
-            if any(told.values()):
-                rows[i] = [told.get(other, 0.0) for other in clients]
+            reported = self._weights.get(client, {})
+            if any(reported.values()):
+                rows[i] = [reported.get(other, 0.0) for other in clients]
         return clients, rows / rows.sum(axis=1, keepdims=True) if clients else rows
 
 

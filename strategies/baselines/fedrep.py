@@ -1,29 +1,29 @@
-"""FedRep: a body that all clients share, and a head of its own at each.
+"""FedRep: all clients train the same body of a network, and each trains its own head.
 
 L. Collins, H. Hassani, A. Mokhtari, S. Shakkottai: Exploiting Shared Representations for Personalized Federated
 Learning. ICML 2021, arXiv:2102.07078.
 
-The model of client i is h_i(phi(x)): the body phi, its representation of the data, is the same for all, and the head
-h_i is for its own labels. All learn together
+The model of client i is h_i(phi(x)). The body phi, the representation of the data, is the same for all clients; the
+head h_i is for client i's own labels. Together the clients minimise
 
     min over phi of 1/n sum_i min over h_i of f_i(h_i, phi)
 
 | Algorithm 1 | here |
 |---|---|
 | tau updates of the head h_i, with the body fixed | `FedRepClient.train`, `head_epochs` |
-| then of the body, with that head fixed | `FedRepClient.train`, the message's local epochs |
-| phi = 1/(rn) sum_i phi_i, over the clients drawn | `FedRep.take`: a plain mean, whatever the clients' sizes |
+| then updates of the body, with that head fixed | `FedRepClient.train`, the message's local epochs |
+| phi = 1/(rn) sum_i phi_i, over the sampled clients | `FedRep.take`: an unweighted mean, whatever the clients' sizes |
 
-The head is the network's last `head_layers` layers. It never leaves the client, and of the model only the body travels.
-The result for a client is its model when both steps are done: its head on the body as it trained it.
+The head is the network's last `head_layers` layers. It never leaves the client; only the body is sent. The result for a
+client is its model after both steps: its head on the body that it trained.
 
 Where we depart from the paper or it is silent:
-- A client's first head is that of the initial model, which goes along with the body until the client has answered, and
-  again where it gave no answer, for it may have lost what it kept. A client that has a head of its own stays with it.
-- The paper has many updates of the head for each of the body. Here either number of epochs is free, and both steps use
-  the message's optimiser, begun anew.
-- The running statistics of normalisation layers are neither step's weights: they follow the data in both.
-- After the last round the paper's own program trains the heads once more. Here, as in Algorithm 1, nothing follows.
+- A client's first head is that of the initial model. The server sends it with the body until the client has replied. It
+  sends it again after a missing reply, because the client may have lost its head. A client that has a head keeps it.
+- The paper makes many updates of the head for each update of the body. Here both numbers of epochs are settings, and
+  each step starts the message's optimiser anew.
+- The running statistics of normalisation layers are not weights of either step: they follow the data in both.
+- After the last round the authors' program trains the heads once more. Here, as in Algorithm 1, nothing follows.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-HEAD = "head"  # the names of the entries that make it up
-HEAD_LAYERS = Setting("head_layers", 1, at_least(1), "last layers of the network, which stay at the client")
+HEAD = "head"  # in a message: the names of the head's arrays
+HEAD_LAYERS = Setting("head_layers", 1, at_least(1), "number of last layers of the network that stay at the client")
 HEAD_EPOCHS = Setting(
     "head_epochs", 5, at_least(0), "epochs on the last layers, before local-epochs on the others", trial=1
 )
 
 # --- The mathematics ----------------------------------------------------------------------------------
-# Both steps are local training with a part of the weights fixed.
+# Both steps are local training with some of the weights fixed.
 
 
 @contextlib.contextmanager
 def training_only(model: torch.nn.Module, names: Collection[str]) -> Iterator[None]:
-    """Have no other parameters trained than those with these names; afterwards, those that were before."""
+    """Within this context, only those of the trainable parameters that have these names are trained."""
     fixed = [parameter for name, parameter in model.named_parameters() if parameter.requires_grad and name not in names]
     for parameter in fixed:
         parameter.requires_grad_(False)
@@ -78,11 +78,11 @@ def training_only(model: torch.nn.Module, names: Collection[str]) -> Iterator[No
 
 
 class FedRepClient:
-    """The client half: a site trains its head on the received body, then that body under its head."""
+    """The client half: trains the client's head on the received body, then that body with the head fixed."""
 
     @staticmethod
     def train(visit: Visit) -> RecordDict:
-        """Algorithm 1 at a client; the reply holds the trained body."""
+        """Train the head, then the body (Algorithm 1, at a client); the reply holds the trained body."""
         head = visit.config[HEAD]
         model = _composed(visit, visit.state.load(MODEL))
         body = [name for name, _ in model.named_parameters() if name not in head]
@@ -97,24 +97,24 @@ class FedRepClient:
 
     @staticmethod
     def evaluate(visit: Visit) -> RecordDict:
-        """Evaluate the client's own model; the initial head on the received body if it has none yet."""
+        """Evaluate the client's own model; if it has none yet, the initial head on the received body."""
         own = visit.state.load(MODEL)
         model = visit.model(own) if own else _composed(visit, own)
         return RecordDict({METRICS: MetricRecord({**visit.separate_evaluation(model)})})
 
 
 def _composed(visit: Visit, own: Mapping[str, np.ndarray] | None) -> torch.nn.Module:
-    """The client's head on the received body.
+    """Return the client's head on the received body.
 
     Raises
     ------
     ValueError
-        It has no head, and none came along: the next message brings one.
+        The client has no head, and the message has none; the next message will have one.
     """
     heads = own or visit.arrays
     for name in visit.config[HEAD]:
         if name not in heads:
-            raise ValueError(f"client {visit.client} no longer has its head: array {name!r} is not kept here")
+            raise ValueError(f"client {visit.client} has lost its head: {name!r} is missing; the server sends it again")
     return visit.model({**visit.arrays, **{name: heads[name] for name in visit.config[HEAD]}})
 
 
@@ -122,21 +122,21 @@ def _composed(visit: Visit, own: Mapping[str, np.ndarray] | None) -> torch.nn.Mo
 
 
 class FedRep(FedAvg):
-    """FedRep as a Flower strategy. The global model that it gives is the body alone.
+    """FedRep as a Flower strategy. Its global model is the body alone.
 
     Parameters
     ----------
     head_layers : int (default: 1)
-        Last layers of the network that make up the head, 1 or more, and fewer than it has.
+        Number of last layers of the network that form the head, 1 or more, and fewer than it has.
     head_epochs : int (default: 5)
-        Epochs of training the head in a round, 0 or more. With 0 all keep the head of the initial model.
+        Epochs of training the head per round, 0 or more. With 0 all clients keep the head of the initial model.
     **shared
-        Those of `PersonalizedStrategy`.
+        Arguments of `PersonalizedStrategy`.
 
     Raises
     ------
     ValueError
-        An argument out of range, naming it; `start` does so where the network has too few layers.
+        An argument is out of range, or, in `start`, the network has too few layers; the message names the argument.
     """
 
     name = "fedrep"
@@ -159,7 +159,7 @@ class FedRep(FedAvg):
     def begin(self, initial_arrays: ArrayRecord) -> None:
         names = last_layers(initial_arrays, self.head_layers)
         self._head = {name: initial_arrays[name] for name in names}
-        self._have_heads: set[ClientId] = set()  # those who answered the last message that they got
+        self._have_heads: set[ClientId] = set()  # clients that replied to the last message to train that they were sent
         super().begin(ArrayRecord({name: array for name, array in initial_arrays.items() if name not in names}))
 
     def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
@@ -177,7 +177,7 @@ class FedRep(FedAvg):
         super().end_round(server_round, answered)
 
     def personal_arrays(self, client: ClientId) -> ArrayRecord:
-        """The body, and the first head for a client that may have none."""
+        """Return the body, with the initial head for a client that may have no head."""
         body = self.global_arrays()
         return body if client in self._have_heads else ArrayRecord({**body, **self._head})
 

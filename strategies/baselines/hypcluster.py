@@ -1,29 +1,30 @@
-"""HypCluster, also called IFCA: several global models, of which each client takes the one that suits it best.
+"""HypCluster, also called IFCA: of several global models, each client chooses and trains the one that suits it best.
 
 Y. Mansour, M. Mohri, J. Ro, A. T. Suresh: Three Approaches for Personalization with Applications to Federated
 Learning. arXiv:2002.10619 (HypCluster).
 A. Ghosh, J. Chung, D. Yin, K. Ramchandran: An Efficient Framework for Clustered Federated Learning. NeurIPS 2020,
 arXiv:2006.04088 (IFCA, Algorithm 1, whose model averaging is the same method).
 
-There are c models w_1 to w_c at the server, and the clients' losses F_i. A round:
+The server has c models w_1 to w_c; F_i is client i's loss. A round:
 
 | paper | here |
 |---|---|
 | each client receives all models | `SeveralModels.outgoing` |
-| it takes j = argmin_j F_i(w_j) on its training data | `nearest_model` |
-| trains that one, and sends it with its number | `HypClusterClient.train` |
-| w_j = sum n_i w_i / sum n_i over the clients that took it | `SeveralModels.end_round` |
+| it chooses j = argmin_j F_i(w_j) on its training data | `nearest_model` |
+| it trains that model, and sends it with its number | `HypClusterClient.train` |
+| w_j = sum n_i w_i / sum n_i over the clients that chose it | `SeveralModels.end_round` |
 
-The result for a client is the model that it takes, as it came; of the last models in a closing exchange, in which it
-chooses once more.
+The result for a client is the model that it chooses, as received. For the last models this is in a closing exchange, in
+which the client chooses once more.
 
 Where we depart from the papers or they differ:
-- Means are weighted by samples, as in FedAvg and in Mansour et al.; IFCA's are over clients that have equally many.
-- A model that nobody takes stays as it is; the papers do not say.
-- The first model is the initial one, so that one cluster is FedAvg. The others have its numbers in another order, each
-  array by itself, as another random start would have; `other_models` gives them instead, which a network with frozen or
-  pretrained parts needs. Starts decide which clusters are found: IFCA's experiments begin several times.
-- All layers are the clusters' own. IFCA's experiments on FEMNIST share the first ones.
+- Means are weighted by samples, as in FedAvg and in Mansour et al.; in IFCA all clients have equally many samples.
+- A model that no client chooses stays unchanged; the papers do not specify this.
+- The first model is the initial one, so that with one cluster this is FedAvg. The others have its numbers in another
+  order, shuffled within each array, like another random initialisation. `other_models` gives them instead, which a
+  network with frozen or pretrained parts needs. The initial models decide which clusters are found: IFCA's experiments
+  start several times.
+- Each cluster has all layers of its own. In IFCA's experiments on FEMNIST clusters share the first layers.
 """
 
 from __future__ import annotations
@@ -57,15 +58,17 @@ from kindred.settings import Setting, at_least
 if TYPE_CHECKING:
     import torch
 
-CLUSTER = "cluster"  # the metric in which a client says which model it took
+CLUSTER = "cluster"  # the metric in which a client reports the number of the model that it chose
 
-NUM_CLUSTERS = Setting("num_clusters", 3, at_least(1), "models, of which each client takes the best", trial=2)
+NUM_CLUSTERS = Setting(
+    "num_clusters", 3, at_least(1), "number of models (c), of which each client uses the best", trial=2
+)
 
 # --- The mathematics ----------------------------------------------------------------------------------
 
 
 def nearest_model(losses: Sequence[float]) -> int:
-    """argmin_j F_i(w_j); of equally good ones the first. A loss that is not finite is worse than any other."""
+    """Return argmin_j F_i(w_j), of equally good models the first. A loss that is not finite is worse than any other."""
     values = np.asarray(losses, dtype=np.float64)  # (c,)
     return int(np.where(np.isfinite(values), values, np.inf).argmin())
 
@@ -74,12 +77,12 @@ def nearest_model(losses: Sequence[float]) -> int:
 
 
 class HypClusterClient:
-    """The client half: takes the model with the lowest training loss, and trains it."""
+    """The client half: chooses the model with the lowest training loss, and trains it."""
 
     @staticmethod
     def train(visit: Visit) -> RecordDict:
-        """The reply holds the trained model, its number, and the evaluations of it as it came and trained."""
-        cluster, model = _chosen(visit)
+        """Train the chosen model; the reply holds it, its number, and its evaluations before and after training."""
+        cluster, model = _choose(visit)
         metrics = visit.evaluation(RECEIVED, model) | {CLUSTER: cluster}
         metrics[TRAIN_LOSS] = visit.train(model)
         metrics |= visit.evaluation(TRAINED, model) | visit.counts()
@@ -88,14 +91,14 @@ class HypClusterClient:
     @staticmethod
     def evaluate(visit: Visit) -> RecordDict:
         """Evaluate the model with the lowest training loss."""
-        cluster, model = _chosen(visit)
+        cluster, model = _choose(visit)
         metrics = visit.separate_evaluation(model)
         if visit.is_site:
             visit.keep(model, metrics["accuracy"])
         return RecordDict({METRICS: MetricRecord({**metrics, CLUSTER: cluster})})
 
 
-def _chosen(visit: Visit) -> tuple[int, torch.nn.Module]:
+def _choose(visit: Visit) -> tuple[int, torch.nn.Module]:
     models = in_a_row(visit.arrays)
     cluster = nearest_model([visit.loss(visit.model(arrays)) for arrays in models])
     return cluster, visit.model(models[cluster])
@@ -110,16 +113,16 @@ class HypCluster(SeveralModels):
     Parameters
     ----------
     num_clusters : int (default: 3)
-        Models c, 1 or more; 1 is FedAvg.
+        Number c of models, 1 or more; 1 is FedAvg.
     other_models : sequence of ArrayRecord, optional
-        What the models after the first start from.
+        The initial models after the first.
     **shared
-        Those of `PersonalizedStrategy`.
+        Arguments of `PersonalizedStrategy`.
 
     Raises
     ------
     ValueError
-        An argument out of range, naming it.
+        An argument is out of range; the message names it.
     """
 
     name = "hypcluster"
@@ -138,8 +141,8 @@ class HypCluster(SeveralModels):
 
     def begin(self, initial_arrays: ArrayRecord) -> None:
         super().begin(initial_arrays)
-        self._cluster_of: dict[ClientId, int] = {}  # which model each client took last
-        self._told: dict[ClientId, int] = {}  # the same of the reply that is being looked at
+        self._cluster_of: dict[ClientId, int] = {}  # client -> the number of the model that it chose last
+        self._reported: dict[ClientId, int] = {}  # the same, from the reply that is being checked
 
     def inspect(self, client: ClientId, reply: Reply) -> None:
         cluster = _cluster_in(reply, self.num_clusters)
@@ -147,14 +150,14 @@ class HypCluster(SeveralModels):
             raise Refused(
                 f"its cluster is {reprlib.repr(reply.metrics.get(CLUSTER))}, allowed: 0 to {self.num_clusters - 1}"
             )
-        self._told[client] = cluster
+        self._reported[client] = cluster
 
     def update_norm(self, client: ClientId, arrays: Mapping[str, np.ndarray]) -> float:
-        """Of the change since the model that the client took."""
-        return self.layout.distance(arrays, read_record(self.models[self._told[client]]))
+        """Return the norm of the change since the model that the client chose."""
+        return self.layout.distance(arrays, read_record(self.models[self._reported[client]]))
 
     def take(self, client: ClientId, reply: Reply) -> None:
-        self._cluster_of[client] = cluster = self._told.pop(client)
+        self._cluster_of[client] = cluster = self._reported.pop(client)
         self.take_models(client, reply.number(self.weighted_by_key), {cluster: reply.arrays})
 
     def end_round(self, server_round: int, answered: Sequence[ClientId]) -> None:
@@ -166,13 +169,14 @@ class HypCluster(SeveralModels):
             self._cluster_of[client] = cluster
 
     def client_models(self) -> dict[ClientId, ArrayRecord]:
-        """The model that each client took last; the first, where it has not said."""
+        """Return the model that each client chose last; the first model, if it has reported no choice."""
         return {client: self.models[self._cluster_of.get(client, 0)] for client in self.clients()}
 
     def collaboration(self) -> tuple[list[ClientId], np.ndarray]:
-        """Row i: the shares of the clients in the model that client i took last, of those that were sent last.
+        """Return m clients and, for each, the clients' shares in the model that it chose last, (m, m).
 
-        A client that took a model that nobody has trained yet, or none, has itself alone.
+        The shares are those in the models that were sent last. A client has weight 1 on itself if it has chosen no
+        model, or one that no client has trained yet.
         """
         clients, shares = self.shares()  # (c, m)
         rows = np.eye(len(clients))
@@ -184,7 +188,7 @@ class HypCluster(SeveralModels):
 
 
 def _cluster_in(reply: Reply, count: int) -> int | None:
-    """The number of a model in a reply; None if it is none."""
+    """Return the number of a model in a reply; None if it is not the number of a model."""
     cluster = reply.metrics.get(CLUSTER)
     return cluster if isinstance(cluster, int) and 0 <= cluster < count else None
 

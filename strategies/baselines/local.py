@@ -1,7 +1,7 @@
-"""Local training ("Separate" in the FedAMP paper): every client learns alone.
+"""Local training ("Separate" in the FedAMP paper): each client trains alone.
 
-The model goes to the server and back between rounds, so that a client needs no memory of its own;
-nothing of it reaches another client.
+Between rounds the server keeps each client's model, so that clients need to keep nothing. No model reaches another
+client.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Local(StoredModels):
     Parameters
     ----------
     **shared
-        Those of `PersonalizedStrategy`.
+        Arguments of `PersonalizedStrategy`.
     """
 
     name = "local"
@@ -34,7 +34,7 @@ class Local(StoredModels):
         return ((client, self.models[client]) for client in clients)
 
     def collaboration(self) -> tuple[list[ClientId], np.ndarray]:
-        """Everybody learns from itself."""
+        """Return the identity matrix: each client has weight 1 on its own model."""
         clients = list(self.models)
         return clients, np.eye(len(clients))
 

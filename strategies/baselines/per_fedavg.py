@@ -1,9 +1,9 @@
-"""Per-FedAvg, first-order: a global model from which one step adapts to any client.
+"""Per-FedAvg, first-order: clients train a global model that one gradient step adapts to each client.
 
 A. Fallah, A. Mokhtari, A. Ozdaglar: Personalized Federated Learning with Theoretical Guarantees: A Model-Agnostic
 Meta-Learning Approach. NeurIPS 2020, arXiv:2002.07948.
 
-What is minimised is the mean over the clients of F_i(w) = f_i(w - alpha grad f_i(w)), the loss after a step of
+The method minimises the mean over the clients of F_i(w) = f_i(w - alpha grad f_i(w)), the loss after a step of
 adaptation. A local step of Algorithm 1, on batches D and D' that are drawn independently:
 
 | paper | here |
@@ -11,19 +11,20 @@ adaptation. A local step of Algorithm 1, on batches D and D' that are drawn inde
 | w~ = w - alpha grad f_i(w; D) | `descend` by alpha |
 | w = w - beta (I - alpha Hessian) grad f_i(w~; D') | `meta_step`, without the Hessian |
 | w = mean of the clients' w | `FedAvg` |
-| evaluation: of w - alpha grad f_i(w), for each client | `adapt` |
+| each client evaluates w - alpha grad f_i(w) | `adapt` |
 
-The Hessian is left out: this is the paper's Per-FedAvg (FO). As alpha goes to 0 it becomes FedAvg, with plain SGD of
+The Hessian is omitted: this is the paper's Per-FedAvg (FO). As alpha goes to 0 it becomes FedAvg, with plain SGD of
 step size beta.
 
 Decisions, and where we depart from the paper:
 
-- A client adapts by one step along the gradient over all its training data, as F_i is defined; in the paper's
-  experiments it is a step of SGD.
-- D and D' are batches of as many epochs, or steps, each in an order of its own: an epoch of local training goes over
-  the data twice. D' are the batches that FedAvg's clients draw.
-- The mean of the clients' models is weighted by their numbers of samples, as FedAvg's is here.
-- Normalisation layers count both batches, and in an adapted model the data that it was adapted to.
+- A client adapts the model by one step along the gradient over all its training data, as in the definition of F_i; in
+  the paper's experiments it makes a step of SGD.
+- D and D' are the batches of equally many epochs, or steps, each with its own order: an epoch of local training goes
+  over the data twice. D' are the batches that FedAvg's clients draw.
+- The mean of the clients' models is weighted by their numbers of samples, as in this library's FedAvg.
+- Running statistics of normalisation layers include both batches, and in an adapted model the data to which it was
+  adapted.
 """
 
 from __future__ import annotations
@@ -61,12 +62,12 @@ Batch = tuple["Tensor", ...]
 def meta_step(
     weights: Sequence[Tensor], gradients_of: Gradients, first: Batch, second: Batch, alpha: float, beta: float
 ) -> Tensor:
-    """w = w - beta grad f(w - alpha grad f(w; D); D'), in place.
+    """Update w = w - beta grad f(w - alpha grad f(w; D); D'), in place.
 
     Parameters
     ----------
     weights : sequence of tensors
-        w: those of the model that `gradients_of` is of.
+        w, the weights of the model whose gradients `gradients_of` computes.
     gradients_of : callable
         Given the images and labels of a batch, returns the mean loss and its gradient.
     first, second : tuple of tensors
@@ -92,11 +93,11 @@ def meta_step(
 
 
 class PerFedAvgClient:
-    """The client half: trains the received model for what adaptation makes of it."""
+    """The client half: trains the received model so that its loss after adaptation decreases."""
 
     @staticmethod
     def train(visit: Visit) -> RecordDict:
-        """Algorithm 1, on the client; the evaluations are of the received, the adapted and the trained model."""
+        """Train by `meta_step` (Algorithm 1, on the client); evaluate the received, adapted and trained model."""
         alpha, beta = float(visit.config[ADAPT_LEARNING_RATE.key]), float(visit.config[SGD_LEARNING_RATE.key])
         model = visit.model()
         metrics = visit.evaluation(RECEIVED, model)
@@ -115,7 +116,7 @@ class PerFedAvgClient:
 
     @staticmethod
     def evaluate(visit: Visit) -> RecordDict:
-        """Adapt the received model and evaluate it; it is in the reply."""
+        """Adapt the received model and evaluate it; the reply holds the adapted model."""
         model = visit.model()
         adapt(visit, model)
         metrics = visit.separate_evaluation(model)
@@ -125,7 +126,7 @@ class PerFedAvgClient:
 
 
 def adapt(visit: Visit, model: torch.nn.Module) -> None:
-    """w - alpha grad f_i(w), over all training data of the client, in place."""
+    """Update w = w - alpha grad f_i(w), over all training data of the client, in place."""
     gradient = visit.gradient(model)
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     descend(
@@ -148,12 +149,12 @@ class PerFedAvg(Tuned, PlainSGD):
     adapt_learning_rate : float (default: 0.01)
         alpha, above 0: the step size of adaptation.
     **shared
-        Those of `PersonalizedStrategy`.
+        Arguments of `PersonalizedStrategy`.
 
     Raises
     ------
     ValueError
-        An argument out of range, naming it.
+        An argument is out of range; the message names it.
     """
 
     name = "per-fedavg"

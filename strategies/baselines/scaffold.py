@@ -1,4 +1,4 @@
-"""SCAFFOLD: local steps corrected by control variates, so that clients do not drift apart.
+"""SCAFFOLD: control variates correct clients' local steps, so that their models do not drift apart.
 
 S. P. Karimireddy, S. Kale, M. Mohri, S. J. Reddi, S. U. Stich, A. T. Suresh: SCAFFOLD: Stochastic Controlled
 Averaging for Federated Learning. ICML 2020, arXiv:1910.06378.
@@ -14,20 +14,22 @@ Algorithm 1, with the clients S of all N, K local steps, and step sizes eta_l of
 | x = x + eta_g mean_S (y - x) | `server_step` |
 | c = c + |S| / N mean_S (c_i+ - c_i) | `server_control` |
 
-Its result is the model x, for every client. Decisions, and where we depart from the paper:
+The result for every client is the model x. Decisions, and where we depart from the paper:
 
-- Both means are weighted by the clients' numbers of samples, as FedAvg's is here; the paper has f = 1/N sum_i f_i and
-  plain means. With clients of one size this is the same. With others the control variates would make SCAFFOLD
-  minimise another sum than FedAvg: once they have settled all clients move by c alone, so that it is the weights in c
-  that say what is minimised. As it is SCAFFOLD differs from FedAvg by its control variates, and by nothing else.
-- What is kept is sum_i n_i c_i: c is then the mean of all c_i, also when N grows, of which those that have not answered
-  yet are 0. N are the clients that the server knows so far. One that has not answered counts like the mean of the
-  others, and one that has by the samples that it had then.
-- A client whose answer was not used goes on from the control variate that the server has counted, as if it had not
-  been drawn: of two it keeps the one that the message names. Otherwise c would no longer be the mean of all c_i. One
-  that has lost what it kept begins with 0 again, and the share in c of what it lost stays there.
-- The K of a client are its own steps: with epochs they depend on how many samples it has.
-- Control variates are of parameters. Buffers have no gradient; they are averaged, and not extrapolated by eta_g.
+- Both means are weighted by the clients' numbers of samples, as in this library's FedAvg; the paper has
+  f = 1/N sum_i f_i and unweighted means. For clients of equal size both are the same. Otherwise, an unweighted c
+  would make SCAFFOLD minimise another sum than FedAvg: once the control variates have converged, all clients move by c
+  alone, so the weights in c determine what is minimised. With the same weights, SCAFFOLD differs from FedAvg by its
+  control variates only.
+- The server keeps sum_i n_i c_i. Thus c is the mean of all c_i even when N grows; c_i is 0 for clients that have not
+  replied yet. N is the number of clients that the server knows so far. In the mean, a client that has not replied has
+  the mean weight of the others; a client that has replied has the number of samples of its first reply.
+- A client whose reply was not used continues from the control variate that the server has counted, as if it had not
+  been sampled. It keeps its last two, and the message says which one was counted. Otherwise c would no longer be the
+  mean of all c_i. A client that has lost its control variate starts again from 0; the part of c that stems from the
+  lost one remains.
+- Each client has its own number of steps K: with epochs, K depends on its number of samples.
+- Control variates are of parameters. Buffers have no gradient; they are averaged, and eta_g does not apply to them.
 """
 
 from __future__ import annotations
@@ -71,31 +73,31 @@ SERVER_LEARNING_RATE = Setting("server_learning_rate", 1.0, above(0), "step size
 
 Arrays = dict[str, np.ndarray]
 
-CONTROL = "control"  # prefix of c in messages, of c_i+ - c_i in replies; what a client keeps
-COUNTED = "counted-round"  # the last round of which the server has counted the client's control variate; 0: none
+CONTROL = "control"  # prefix of c in messages and of c_i+ - c_i in replies; name under which a client keeps its c_i
+COUNTED = "counted-round"  # the last round whose reply of the client is counted in c; 0: none
 
 # --- The mathematics ----------------------------------------------------------------------------------
 
 
 def correction(own: np.ndarray, control: np.ndarray) -> np.ndarray:
-    """c - c_i, what is added to every gradient of a client; of any shape, as in the functions below."""
+    """Return c - c_i, which is added to every gradient of a client; of any shape, as in the functions below."""
     return control - own
 
 
 def control_variate(
     own: np.ndarray, control: np.ndarray, received: np.ndarray, trained: np.ndarray, num_steps: int, step_size: float
 ) -> np.ndarray:
-    """c_i+ = c_i - c + (x - y) / (K eta_l), option II: the mean of the gradients at the client's steps."""
+    """Return c_i+ = c_i - c + (x - y) / (K eta_l), option II: the mean of the gradients at the client's steps."""
     return own - control + (received - trained) / (num_steps * step_size)
 
 
 def server_step(sent: np.ndarray, mean: np.ndarray, step_size: float) -> np.ndarray:
-    """x + eta_g (mean of y - x), written such that with eta_g = 1 it is the mean of y, to the bit."""
+    """Return x + eta_g (mean of y - x), in a form that for eta_g = 1 is the mean of y, to the bit."""
     return (1 - step_size) * sent + step_size * mean
 
 
 def server_control(total: np.ndarray, weights: Sequence[float], num_clients: int) -> np.ndarray:
-    """c, the mean of all c_i.
+    """Return c, the mean of all c_i.
 
     Parameters
     ----------
@@ -104,7 +106,7 @@ def server_control(total: np.ndarray, weights: Sequence[float], num_clients: int
     weights : sequence of float
         n_i of the clients in that sum.
     num_clients : int
-        N: the others count like the mean of these, and have c_i = 0.
+        N: the other clients have the mean weight of these, and c_i = 0.
     """
     return total * (len(weights) / (num_clients * sum(weights)) if weights else 0.0)
 
@@ -113,15 +115,15 @@ def server_control(total: np.ndarray, weights: Sequence[float], num_clients: int
 
 
 class SCAFFOLDClient:
-    """The client half: local training with corrected gradients, by a client that keeps its control variate."""
+    """The client half: local training with corrected gradients; the client keeps its control variate."""
 
     @staticmethod
     def train(visit: Visit) -> RecordDict:
-        """Algorithm 1, on the client."""
+        """Train with corrected gradients (Algorithm 1, on the client); the reply holds y and c_i+ - c_i."""
         step_size = float(visit.config[SGD_LEARNING_RATE.key])
         num_steps = num_batches(len(visit.site.train[1]), visit.epochs, visit.steps, visit.batch_size)
         check("local-steps", num_steps, num_steps >= 1, "1 or more with SCAFFOLD")
-        received, control = _apart(visit.arrays)
+        received, control = _model_and_control(visit.arrays)
         own = _own_control(visit, control)
         model = visit.model(received)
         metrics = visit.evaluation(RECEIVED, model)
@@ -160,15 +162,15 @@ class SCAFFOLDClient:
         return LocalTraining.evaluate(visit)
 
 
-def _apart(arrays: Mapping[str, np.ndarray]) -> tuple[Arrays, Arrays]:
-    """The model in a message, and the control variate."""
+def _model_and_control(arrays: Mapping[str, np.ndarray]) -> tuple[Arrays, Arrays]:
+    """Return the model and the control variate in a message."""
     prefix = f"{CONTROL}/"
     control = {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
     return {name: array for name, array in arrays.items() if not name.startswith(prefix)}, control
 
 
 def _own_control(visit: Visit, control: Arrays) -> Arrays:
-    """c_i as the server has counted it; 0 if it has not yet, or the client has lost it."""
+    """Return c_i as the server has counted it; 0 if the server has not yet, or if the client has lost it."""
     kept, counted = visit.state.load(CONTROL), int(visit.config[COUNTED])
     if kept is None or not counted:
         return {name: np.zeros_like(array) for name, array in control.items()}
@@ -187,14 +189,14 @@ class SCAFFOLD(PlainSGD):
     sgd_learning_rate : float (default: 0.05)
         eta_l, above 0.
     server_learning_rate : float (default: 1.0)
-        eta_g, above 0. 1 is what the paper's experiments have.
+        eta_g, above 0. The paper's experiments have 1.
     **shared
-        Those of `PersonalizedStrategy`.
+        Arguments of `PersonalizedStrategy`.
 
     Raises
     ------
     ValueError
-        An argument out of range, naming it.
+        An argument is out of range; the message names it.
     """
 
     name = "scaffold"
@@ -212,9 +214,9 @@ class SCAFFOLD(PlainSGD):
         layout, model = self.layout, read_record(initial_arrays)
         self._due = Layout({**model, **with_prefix(CONTROL, {name: model[name] for name in layout.parameters})})
         self._total = np.zeros(layout.num_parameters, layout.dtype)  # sum_i n_i c_i
-        self._weights: dict[ClientId, float] = {}  # n_i of those in it
+        self._weights: dict[ClientId, float] = {}  # n_i of the clients in that sum
         self._known: set[ClientId] = set()
-        self._counted: dict[ClientId, int] = {}  # client -> the last round of which its c_i is in the sum
+        self._counted: dict[ClientId, int] = {}  # client -> the last round whose c_i is in the sum
 
     def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
         return {**super().round_config(server_round, client), COUNTED: self._counted.get(client, 0)}
@@ -238,9 +240,9 @@ class SCAFFOLD(PlainSGD):
         return self._due.mismatch(arrays)
 
     def update_norm(self, client: ClientId, arrays: Mapping[str, np.ndarray]) -> float:
-        """Of the change since the global model, and of what the change of the control variate says that one step was.
+        """Return the larger of the norms of y - x and of one step according to the control variate's change.
 
-        That is eta_l (c_i+ - c_i + c) = (x - y) / K, which no client that is honest has larger than y - x.
+        That step is eta_l (c_i+ - c_i + c) = (x - y) / K. From an honest client it is never larger than y - x.
         """
         with np.errstate(over="ignore"):
             steps = (arrays[f"{CONTROL}/{name}"] + control for name, control in self._control.items())
@@ -248,7 +250,7 @@ class SCAFFOLD(PlainSGD):
 
     def take(self, client: ClientId, reply: Reply) -> None:
         super().take(client, reply)
-        _, changes = _apart(reply.arrays)
+        _, changes = _model_and_control(reply.arrays)
         row = np.empty_like(self._total)  # (d,)
         for name, change in changes.items():
             row[self.layout.slices[name]] = change.reshape(-1)

@@ -1,1 +1,1 @@
-"""Parts of methods, and what several methods share: each a piece of mathematics with its messages and its state."""
+"""Parts of methods, some shared by several methods: each has a piece of mathematics, its messages and its state."""

@@ -1,4 +1,4 @@
-"""The losses that a client of FedeRiCo has on the models that it received, and their moving averages."""
+"""Losses of the models that a client of FedeRiCo has received, and their moving averages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LARGEST_LOSS = 1e12
 
 
 def smooth(smoothed: np.ndarray, losses: np.ndarray, beta: float) -> np.ndarray:
-    """Moving average (1 - beta) Lhat + beta l; Algorithm 1, line 15. All of shape (k,)."""
+    """Return the moving average (1 - beta) Lhat + beta l; Algorithm 1, line 15. All of shape (k,)."""
     return (1 - beta) * smoothed + beta * losses
 
 
@@ -38,17 +38,17 @@ class Losses:
         self.smoothed = dict(smoothed or {})
 
     def averages(self, clients: Sequence[ClientId]) -> np.ndarray:
-        """Lhat_ij of these clients' models, shape (k,); 0 of those not yet received."""
+        """Return Lhat_ij of these clients' models, shape (k,); 0 for models not yet received."""
         return np.fromiter(map(self.smoothed.get, clients, repeat(0.0)), np.float64, len(clients))
 
     def update(self, clients: Sequence[ClientId], losses: Sequence[float], beta: float) -> None:
-        """Take in the losses of these models; the latest losses of the others enter their averages again."""
+        """Add the losses of these models; the averages of the other models repeat their latest losses."""
         self.latest |= dict(zip(clients, losses, strict=True))
         known = in_order(self.latest)
         self.smoothed = dict(zip(known, self._next_averages(known, beta).tolist(), strict=True))
 
     def averages_without(self, clients: Sequence[ClientId], beta: float) -> np.ndarray:
-        """Lhat_ij, after the next `update`, of the models received before that are not these clients'."""
+        """Return Lhat_ij, as after the next `update`, of the models received before that are not these clients'."""
         return self._next_averages(in_order(self.latest.keys() - set(clients)), beta)
 
     def _next_averages(self, clients: Sequence[ClientId], beta: float) -> np.ndarray:

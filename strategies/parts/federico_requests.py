@@ -1,6 +1,6 @@
-"""The models that clients of FedeRiCo request, and which of them they get.
+"""Models that clients of FedeRiCo request, and those of them that they receive.
 
-With `selection` "relay" a client keeps its losses and sends its request; otherwise the server makes it.
+With `selection` "relay" a client keeps its losses and sends its request; otherwise the server makes the request.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ OVERSAMPLING = 2
 
 @dataclass(frozen=True)
 class Request:
-    """The models that a client requests, and the weights that it reports.
+    """Models that a client requests, and weights that it reports.
 
     Attributes
     ----------
     neighbours : list of client ids
-        Whose models it requests for the next round, preferred ones first, with spares for unavailable clients.
+        Owners of the models requested for the next round, preferred ones first, with spares for unavailable clients.
     mixture : list of client ids
-        Whose models it predicts with, its own first.
+        Owners of the models that the client predicts with, itself first.
     weights : dict
         client -> w_ij; empty where the client does not report its weights.
     """
@@ -86,12 +86,12 @@ def choose_request(
     ----------
     own : client id
     clients : sequence of client ids
-        Whose models are shared.
+        Clients that share their models.
     losses : Losses
     weights : mapping
         w_ij of the models that it has received: client -> weight, in order.
     num_neighbours, epsilon, seed
-        As for `choose_neighbours`, for each of the neighbours.
+        Number of neighbours M; the other two are as for `choose_neighbours`.
     threshold : float
         The least weight of another client's model that it predicts with; there are at most `num_neighbours`.
     """
@@ -103,7 +103,7 @@ def choose_request(
 
 
 class Requests:
-    """The last request of each client, and which models are available to it.
+    """Last request of each client, and the models that are available to it.
 
     Parameters
     ----------
@@ -123,11 +123,11 @@ class Requests:
         self._last: dict[ClientId, Request] = {}
 
     def make_private(self, clients: Iterable[ClientId]) -> None:
-        """Neither give these clients' models to others from now on, nor others' models to them."""
+        """From now on, send these clients' models to no other client, and no other client's model to them."""
         self._private |= set(clients)
 
     def is_private(self, client: ClientId) -> bool:
-        """Return whether `make_private` named a client."""
+        """Return whether `make_private` has been called for a client."""
         return client in self._private
 
     def shared(self) -> list[ClientId]:
@@ -185,6 +185,6 @@ class Requests:
 
 def reports_weights(visit: Visit) -> bool:
     """Return whether the client reports its weights: `report-weights` of its node config, true in a simulation."""
-    # A client of a simulation has a number alone in its node config.
+    # In a simulation, a client's node config identifies it by a number only.
     is_simulated = "partition-id" in visit.node_config and "client-id" not in visit.node_config and not visit.is_site
     return true_or_false(visit.node_config, REPORT_WEIGHTS, is_simulated)

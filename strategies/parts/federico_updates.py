@@ -1,4 +1,4 @@
-"""The models that a client of FedeRiCo receives, and its updates of them."""
+"""Models that a client of FedeRiCo receives, and its updates of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The losses of the neighbours' and of all clients' mean model that Kindred's clients report."""
+"""Losses of the neighbours' mean model and of all clients' mean model, as Kindred's clients report them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ LEAST_LOSS, LARGEST_LOSS = 1e-30, 1e30
 
 
 class ReportedLosses:
-    """The losses of the probes that each client reported first and last, and those of the last reports alone.
+    """Losses of the probes that each client reported first and last, and those of the last exchange alone.
 
     Parameters
     ----------
     probes : collection of str
-        A client counts where it reported the losses of all of them.
+        Names of the probes. A client's report counts only where it has the losses of all of them.
     """
 
     def __init__(self, probes: Collection[str]) -> None:
@@ -30,11 +30,11 @@ class ReportedLosses:
         self._reported: dict[ClientId, dict[str, float]] = {}  # since the last update
 
     def add(self, client: ClientId, probe: str, loss: float) -> None:
-        """Take a client's loss of a probe, which counts from the next update on."""
+        """Add a client's loss of a probe, which counts from the next update on."""
         self._reported.setdefault(client, {})[probe] = min(max(loss, LEAST_LOSS), LARGEST_LOSS)
 
     def update(self) -> None:
-        """Take in the reports of an exchange: those since the last update."""
+        """Process the reports of an exchange: those since the last update."""
         reported, self._reported = self._reported, {}
         complete: dict[ClientId, Losses] = {
             client: reported[client] for client in in_order(reported) if len(reported[client]) == len(self._probes)
@@ -43,7 +43,7 @@ class ReportedLosses:
             self._first, self._last, self._latest = complete | self._first, self._last | complete, complete
 
     def changes(self, clients: Collection[ClientId]) -> list[tuple[Losses, Losses]]:
-        """The first and the last losses of those of these clients whose losses have changed, in order."""
+        """Return the first and the last losses of each of these clients whose losses have changed, in order."""
         return [
             (self._first[client], self._last[client])
             for client in in_order(self._last)
@@ -51,13 +51,13 @@ class ReportedLosses:
         ]
 
     def likelihoods(self, probe: str, clients: Sequence[ClientId]) -> np.ndarray:
-        """exp(-l) of a probe for each of these clients, shape (r,), by the last exchange with any report.
+        """Return exp(-l) of a probe for each of these clients, shape (r,), from the last exchange with any report.
 
-        The mean of the reporting clients for one that did not report, and 1 without any report.
+        A client that did not report has the mean of those that did; without any report, each has 1.
         """
         reported = {client: float(np.exp(-losses[probe])) for client, losses in self._latest.items()}
-        usual = sum(reported.values()) / len(reported) if reported else 1.0
-        return np.array([reported.get(client, usual) for client in clients])
+        mean = sum(reported.values()) / len(reported) if reported else 1.0
+        return np.array([reported.get(client, mean) for client in clients])
 
     def state(self) -> dict[str, Any]:
         """Return what `restore` needs."""

@@ -1,4 +1,4 @@
-"""Nesterov's momentum of the mean of all models, by which Kindred's starts go ahead of it."""
+"""Nesterov's momentum of the mean of all models, which moves Kindred's starts ahead of that mean."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ MOMENTUM = 0.5
 
 
 class Momentum:
-    """The mean g of all models, its last move, and the step ahead G - g = MOMENTUM (g - g').
+    """Mean g of all models, its last change, and the step ahead G - g = MOMENTUM (g - g').
 
     Parameters
     ----------
     layout : Layout
-        Of the models, whose p parameters alone have momentum.
+        Layout of the models. Only their p parameters have momentum.
 
     Attributes
     ----------
@@ -30,7 +30,7 @@ class Momentum:
         self.moved: np.ndarray | None = None
         self._mean: np.ndarray | None = None  # (p,)
         self._size = layout.num_parameters
-        # For example float16: a mean of models never exceeds its largest number, but momentum may.
+        # For example float16: a mean of models never exceeds its largest number, but a model with momentum may.
         self._narrow = [
             (layout.slices[name], np.finfo(layout.dtypes[name]).max)
             for name in layout.parameters
@@ -38,20 +38,20 @@ class Momentum:
         ]
 
     def update(self, mean: np.ndarray, share: float) -> None:
-        """Take the new g, shape (d,), and the share in it of the clients that also trained in the round before.
+        """Set the new g, shape (d,), and the share in it of the clients that also trained in the round before.
 
-        Means of a few newly sampled clients differ for that alone.
+        The share reduces momentum where clients are sampled: g then changes merely because it is over other clients.
         """
         before, self._mean = self._mean, mean[: self._size].copy()  # (p,)
         if before is not None:
             self.moved = share * (self._mean - before)
 
     def stop(self) -> None:
-        """Have no momentum from now on."""
+        """Remove the momentum from now on."""
         self.moved = None
 
     def advance(self, model: np.ndarray, share: float) -> None:
-        """Add the step ahead to a combination of models, shape (d,), in place, times the share of g in it."""
+        """Add the step ahead, times the share of g, to a combination of models, shape (d,), in place."""
         if self.moved is not None:
             model[: self._size] += share * (MOMENTUM * self.moved)
             for place, largest in self._narrow:

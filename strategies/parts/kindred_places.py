@@ -1,7 +1,8 @@
-"""How much of its last training a Kindred client keeps: t, from the losses of held-out samples.
+"""Share t of its last training that a Kindred client keeps, estimated from the losses of held-out samples.
 
 A client's personal model lies between the start u_i (place 0) and its last model w_i (place 1). In some rounds a client
-holds samples out. When it next receives a start, it reports their losses at PLACES; the server filters the best place.
+holds samples out. When it next receives a start, it reports their losses at PLACES. The server filters these reports
+to estimate the best place.
 """
 
 from __future__ import annotations
@@ -21,32 +22,32 @@ if TYPE_CHECKING:
     from kindred.client.visit import Visit
 
 PLACES = np.linspace(0, 1, 5)  # from u_i to w_i, where u_i is newer than w_i
-JUDGED_SMOOTHING = 0.3  # share of a label that is spread over all classes where places are judged
-JUMP = 0.01  # probability that the best place is drawn anew, from one report to the next
-LEAST_PROBABILITY = 1e-8  # in a loss of held-out samples
-LARGEST_FOLD_LOSS = 20.0  # of a sample; above -log(LEAST_PROBABILITY) = 18.4, which bounds the divergence
+JUDGED_SMOOTHING = 0.3  # share of a label that is spread over all classes when places are evaluated
+JUMP = 0.01  # probability, from one report to the next, that the best place is drawn anew
+LEAST_PROBABILITY = 1e-8  # smaller predicted probabilities of held-out samples are replaced by this
+LARGEST_FOLD_LOSS = 20.0  # per sample; above -log(LEAST_PROBABILITY) = 18.4, which bounds the divergence
 
-FOLDS = 10  # into which a client divides its samples, to hold them out in turn
+FOLDS = 10  # parts into which a client divides its samples, to hold them out in turn
 PREDICTED_SHARE = 0.2
-"""Samples that a client predicts for to judge models one way, at most, per sample that it trains on.
+"""Upper limit of predictions to evaluate probes, or to evaluate places, per sample that a client trains on.
 
-That is a fifteenth of the work: a prediction takes a third of a training step.
+Each is at most a fifteenth of the work of training: a prediction takes a third of a training step.
 """
 
 HOLDS_OUT = "leaves-out"  # setting: whether the client holds samples out in this round
-FOLD_LOSSES = "fold-losses"  # in the reply: the held-out samples' summed losses at PLACES,
-FOLD_SAMPLES = "fold-samples"  # and their number
+FOLD_LOSSES = "fold-losses"  # in the reply: the summed losses of the held-out samples at PLACES
+FOLD_SAMPLES = "fold-samples"  # in the reply: the number of held-out samples
 
 # --- The mathematics ----------------------------------------------------------------------------------
 
 
 def smoothed_divergence(probabilities: np.ndarray, labels: np.ndarray) -> float:
-    """sum KL(q, p) of predictions p from labels q, smoothed by JUDGED_SMOOTHING.
+    """Return sum KL(q, p) of predictions p from labels q, which are smoothed by JUDGED_SMOOTHING.
 
     Parameters
     ----------
     probabilities : ndarray, shape (n, K)
-        Replaced by LEAST_PROBABILITY where smaller.
+        p; values below LEAST_PROBABILITY are replaced by it.
     labels : ndarray of int, shape (n,)
 
     Returns
@@ -62,7 +63,7 @@ def smoothed_divergence(probabilities: np.ndarray, labels: np.ndarray) -> float:
 
 
 def place_probabilities(before: np.ndarray, losses: np.ndarray) -> np.ndarray:
-    """Probability of each of PLACES to be the best one: p_k ~ ((1 - JUMP) before_k + JUMP / 5) exp(-losses_k).
+    """Return the probability that each of PLACES is the best: p_k ~ ((1 - JUMP) before_k + JUMP / 5) exp(-losses_k).
 
     This is the filter of a hidden Markov model, in which the best place jumps to any place with probability JUMP.
 
@@ -96,7 +97,7 @@ def between(start: Mapping[str, np.ndarray], last: Mapping[str, np.ndarray], kep
 
 
 def fold_losses(visit: Visit, last: Mapping[str, np.ndarray], held_out: np.ndarray) -> dict[str, Any]:
-    """Judge the places between the received model and the client's last one by samples that the last one has not seen.
+    """Return the losses at PLACES of samples that the client's last model was not trained on.
 
     Parameters
     ----------
@@ -109,7 +110,7 @@ def fold_losses(visit: Visit, last: Mapping[str, np.ndarray], held_out: np.ndarr
     Returns
     -------
     dict
-        Entries of the reply's settings; empty without samples.
+        Entries of the reply's settings; empty if there are no samples.
     """
     held_out = held_out[held_out < len(visit.site.train[1])]  # a site may have restarted with fewer samples
     if not len(held_out):
@@ -124,7 +125,7 @@ def fold_losses(visit: Visit, last: Mapping[str, np.ndarray], held_out: np.ndarr
 
 
 def held_out_samples(visit: Visit) -> np.ndarray:
-    """Indices of the training samples held out in this round; at least two remain, if there are as many."""
+    """Return the indices of the training samples held out in this round: none, or so few that two or more remain."""
     if not visit.config[HOLDS_OUT]:
         return np.zeros(0, int)
     order = shuffled_samples(visit, "fold")
@@ -134,12 +135,12 @@ def held_out_samples(visit: Visit) -> np.ndarray:
 
 
 def affordable_samples(visit: Visit) -> int:
-    """Number of samples that a client can predict for in a fifteenth of the work of its training."""
+    """Return the number of samples that a client can predict for in a fifteenth of the work of its training."""
     return int(PREDICTED_SHARE * (visit.epochs * len(visit.site.train[1]) + visit.steps * visit.batch_size))
 
 
 def probe_samples(visit: Visit) -> Samples:
-    """Return the training data, or as many as are in proportion to the training, the same in all rounds."""
+    """Return the training data, or `affordable_samples` of them; the same in all rounds."""
     count = max(affordable_samples(visit), 1)
     if count >= len(visit.site.train[1]):
         return visit.site.train
@@ -147,7 +148,7 @@ def probe_samples(visit: Visit) -> Samples:
 
 
 def shuffled_samples(visit: Visit, purpose: str) -> np.ndarray:
-    """Indices of the training samples, in a random order that is the same in all rounds."""
+    """Return the indices of the training samples, in a random order that is the same in all rounds."""
     seed = seed_for(visit.config.get("seed", 0), visit.client, purpose)
     return np.random.default_rng(seed).permutation(len(visit.site.train[1]))
 
@@ -156,7 +157,7 @@ def shuffled_samples(visit: Visit, purpose: str) -> np.ndarray:
 
 
 def check_fold_losses(config: Mapping[str, Any]) -> None:
-    """Raise `Refused` where a reply's settings report losses of held-out samples that cannot be."""
+    """Raise `Refused` where a reply's settings report impossible losses of held-out samples."""
     if (losses := config.get(FOLD_LOSSES)) is not None:
         samples = config.get(FOLD_SAMPLES)
         if not is_count(samples):
@@ -165,29 +166,29 @@ def check_fold_losses(config: Mapping[str, Any]) -> None:
 
 
 class PlaceFilter:
-    """The best place so far, and the losses reported since.
+    """Filter that estimates the best place from the losses that clients report.
 
     Attributes
     ----------
     probabilities : ndarray, shape (5,), or None
-        Of each of PLACES to be the best one; None before the first report.
+        Probability of each of PLACES to be the best one; None before the first report.
     """
 
     def __init__(self) -> None:
         self.probabilities: np.ndarray | None = None
-        self._losses: dict[ClientId, np.ndarray] = {}  # of this round, (5,)
+        self._losses: dict[ClientId, np.ndarray] = {}  # reported since the last update, (5,)
 
     @property
     def mean(self) -> float:
-        """The mean place, t; one half before the first report."""
+        """Mean place, t; one half before the first report."""
         return 0.5 if self.probabilities is None else float(self.probabilities @ PLACES)
 
     def add(self, client: ClientId, losses: np.ndarray) -> None:
-        """Take a client's losses at PLACES, shape (5,)."""
+        """Add a client's losses at PLACES, shape (5,)."""
         self._losses[client] = losses
 
     def update(self) -> None:
-        """Filter with the losses reported since the last update."""
+        """Update the probabilities with the losses reported since the last update."""
         if self._losses:
             before = np.full(len(PLACES), 1 / len(PLACES)) if self.probabilities is None else self.probabilities
             losses = [self._losses[client] for client in in_order(self._losses)]

@@ -30,15 +30,15 @@ else:
     torch = lazy("torch")
 
 CONCENTRATIONS = np.geomspace(0.02, 200, 41)
-"""Of the Dirichlet prior of class proportions: small where most samples are of one class."""
+"""Concentrations of the Dirichlet prior of class proportions; small where most samples are of one class."""
 
-OUTPUT_BIAS = "output-bias"  # name of the bias, in a client's reply,
-REPORTED_LOGITS = "logit-adjustment"  # and the logits that the client adds to it
+OUTPUT_BIAS = "output-bias"  # in a client's reply: the name of the bias
+REPORTED_LOGITS = "logit-adjustment"  # in a client's reply: the logits that the client adds to that bias
 LARGEST_ADJUSTMENT = 100.0
 
 
 def log_proportions(counts: np.ndarray) -> np.ndarray:
-    """Logarithms of a client's class proportions: o_i = log(K pi_i), pi_i the posterior mean of the proportions.
+    """Return the logarithms of class proportions, o_i = log(K pi_i), pi_i the posterior mean of the proportions.
 
     Their prior is Dirichlet with one concentration alpha for all K classes, uniform over CONCENTRATIONS:
     pi_i = sum_alpha p(alpha | counts) (counts + alpha) / (n_i + K alpha).
@@ -76,7 +76,7 @@ class Adjustment:
 
     @classmethod
     def of(cls, visit: Visit, share: float) -> Adjustment:
-        """`share` times o_i, by the labels of the client's training data."""
+        """Return the adjustment `share` times o_i, with o_i from the labels of the client's training data."""
         name = _output_bias(visit)
         if name is None:
             return cls()
@@ -94,7 +94,7 @@ class Adjustment:
         return self.added(arrays, -1)
 
     def report(self) -> dict[str, Any]:
-        """Return the entries of a reply's settings by which the server is informed; `read` is the inverse."""
+        """Return the entries of a reply's settings that report the adjustment; `read` is the inverse."""
         return {} if self.name is None else {OUTPUT_BIAS: self.name, REPORTED_LOGITS: self.logits.tolist()}
 
     @classmethod
@@ -104,14 +104,16 @@ class Adjustment:
 
 
 def output_bias(model: torch.nn.Module, images: torch.Tensor) -> str | None:
-    """Name of the parameter that is added to the logits: the gradient of r.logits to it is r.
+    """Return the name of the parameter that is added to the logits.
+
+    It is the one to which the gradient of r . logits is r.
 
     Parameters
     ----------
     model : torch.nn.Module
         Maps images to logits (n, K); it keeps its mode.
     images : tensor (n, ...)
-        For their shape: the gradient is taken at noise, because a factor looks like an addend at an image of ones.
+        Only their shape is used. The gradient is taken at noise: at an image of ones a factor looks like an addend.
 
     Returns
     -------

@@ -26,7 +26,9 @@ SMALLEST = float(np.finfo(np.float32).tiny)
 
 
 def mixture_shares(weights: np.ndarray, threshold: float) -> np.ndarray:
-    """Weights of `threshold` or more divided by their sum, 0 for the others; all weights, if none is so large.
+    """Return the weights of `threshold` or more, divided by their sum, and 0 for the others.
+
+    If no weight is that large, all weights count; if all are 0, the shares are equal.
 
     Parameters
     ----------
@@ -46,7 +48,7 @@ def mixture_shares(weights: np.ndarray, threshold: float) -> np.ndarray:
 
 
 def mixture_of(probabilities: np.ndarray, shares: np.ndarray, kind: str = "probabilities") -> np.ndarray:
-    """Prediction of a mixture, h(x) = sum_j w_j h_j(x).
+    """Return the prediction of a mixture, h(x) = sum_j w_j h_j(x).
 
     Parameters
     ----------
@@ -72,7 +74,7 @@ def mixture_of(probabilities: np.ndarray, shares: np.ndarray, kind: str = "proba
 
 
 def accuracy_and_loss(probabilities: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
-    """Accuracy and mean cross-entropy of predictions (n, N) for labels (n,); NaN for no samples."""
+    """Return accuracy and mean cross-entropy of predictions (n, N) for labels (n,); NaN for no samples."""
     if not len(labels):
         return np.nan, np.nan
     given = probabilities[np.arange(len(labels)), labels]  # (n,)
@@ -87,7 +89,7 @@ def mixture_scores(
     kind: str = "probabilities",
     prefix: str = "",
 ) -> dict[str, float]:
-    """Accuracy and loss of a mixture and of a single one of its models on the client's test data, as metrics.
+    """Return accuracy and loss, on the client's test data, of a mixture and of one of its models, as metrics.
 
     Parameters
     ----------
@@ -97,11 +99,11 @@ def mixture_scores(
     shares : ndarray, shape (k,)
         Summing to 1.
     single : int
-        Which model is also evaluated alone.
+        Index of the model that is also evaluated alone.
     kind : {"probabilities", "logits"}
         What is mixed.
     prefix : str
-        Of the mixture's metrics; those of the single model begin with "received-".
+        Prefix of the mixture's metrics; those of the single model begin with "received-".
     """
     labels = visit.site.test[1].cpu().numpy()
     metrics = {}
@@ -113,7 +115,7 @@ def mixture_scores(
 
 @dataclass(frozen=True)
 class Mixture:
-    """Models and their shares, with which a client predicts; needs no server.
+    """Models and their shares with which a client predicts, without a server.
 
     Attributes
     ----------
@@ -151,7 +153,7 @@ class Mixture:
             raise ValueError(f"{path} holds no mixture of models ({error})") from None
 
     def predict(self, module: torch.nn.Module, x: torch.Tensor) -> np.ndarray:
-        """Class probabilities, (n, N), of images x (n, ...); the module ends with the last model's arrays."""
+        """Return the class probabilities, (n, N), of images x (n, ...); `module` then holds the last model's arrays."""
         probabilities = []
         for model in self.models:
             set_arrays(module, model)
@@ -162,7 +164,7 @@ class Mixture:
 def keep_mixture(
     visit: Visit, clients: Sequence[ClientId], models: Sequence[Arrays], shares: np.ndarray, kind: str = "probabilities"
 ) -> None:
-    """Write the file that `Mixture.load` reads, in the folder of the client's state."""
+    """Write the file that `Mixture.load` reads to the folder of the client's state."""
     counted = np.flatnonzero(shares).tolist()
     arrays: Arrays = {"shares": shares[counted]}
     for place, i in enumerate(counted):

@@ -6,7 +6,7 @@ import numpy as np
 
 
 def choose_neighbours(smoothed: np.ndarray, epsilon: float, seed: int, most: int | None = None) -> np.ndarray:
-    """Epsilon-greedy choice; FedeRiCo, Algorithm 1, line 7.
+    """Return clients in the order of an epsilon-greedy choice; FedeRiCo, Algorithm 1, line 7.
 
     Each draw is without replacement: uniform with probability epsilon, otherwise the client with the highest weight,
     which has the lowest loss. Ties, such as models not yet received, are broken at random.
@@ -14,7 +14,7 @@ def choose_neighbours(smoothed: np.ndarray, epsilon: float, seed: int, most: int
     Parameters
     ----------
     smoothed : ndarray, shape (k,)
-        Lhat_ij of the other clients' models, 0 of those not yet received.
+        Lhat_ij of the other clients' models, 0 for models not yet received.
     epsilon : float
         0 to 1.
     seed : int
@@ -23,8 +23,8 @@ def choose_neighbours(smoothed: np.ndarray, epsilon: float, seed: int, most: int
 
     Returns
     -------
-    ndarray of int, shape (k,)
-        In the order drawn: the first M are the neighbours, the next are spares for unavailable ones.
+    ndarray of int, shape (min(k, most),)
+        Indices in the order drawn: the first M are the neighbours, the next are spares for unavailable ones.
     """
     rng = np.random.default_rng(seed)
     shuffled = rng.permutation(len(smoothed))
