@@ -178,7 +178,7 @@ def test_a_checkpoint_that_is_damaged_is_noticed_and_the_one_before_it_used(
     config = config_of(tmp_path, name, resume=str(folder))
     run(InlineGrid(client_app, CLIENTS, config.run_config()), config)
     assert f"{last} is damaged" in caplog.text
-    assert "goes on after round 2" in caplog.text
+    assert "resumes after round 2" in caplog.text
     assert kept(folder) == whole(name, {})
 
 

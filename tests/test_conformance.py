@@ -146,7 +146,7 @@ def test_an_ordinary_client_takes_no_part_in_what_it_cannot_do(name, has_name) -
     with pytest.raises(
         TooFewClients,
         match=re.escape(
-            f"client 1001: its ClientApp knows no {REGISTRY[name].title}; that of kindred.make_client_app does"
+            f"client 1001: its ClientApp does not support {REGISTRY[name].title}; use that of kindred.make_client_app"
         ),
     ):
         run(name, InlineGrid(app, CLIENTS))

@@ -295,7 +295,7 @@ def test_an_exception_costs_that_reply_or_round_and_not_the_run(where, statuses,
         assert strategy.history.left_out == {1002: "its introduction cannot be used (KeyError: 'nobody foresaw this')"}
     elif where == "end_round":
         said = next(line for line in caplog.messages if "round 2 could not be ended" in line)
-        assert said.startswith("kindred: round 2 could not be ended (KeyError: 'nobody foresaw this'): what its ")
+        assert said.startswith("kindred: round 2 could not be ended (KeyError: 'nobody foresaw this'): changes ")
         assert "in end_round" in said  # where
     if where in ("inspect", "take", "take_evaluation"):
         said = [line for line in caplog.messages if "nobody foresaw, KeyError" in line]
