@@ -376,7 +376,9 @@ def test_a_run_whose_clients_have_lost_their_models_does_not_go_on_with_new_ones
     folder = interrupted(config_of(tmp_path / "results", "perfed-ckt"), answers=4 * CLIENTS)
     config = config_of(tmp_path, "perfed-ckt", resume=str(folder))
     moved = default_root().rename(tmp_path / "moved")
-    with pytest.raises(ConfigError, match=f"^resume is '{folder}': what its clients kept is not in {default_root()}"):
+    with pytest.raises(
+        ConfigError, match=f"^resume is '{folder}': the saved state of its clients is not in {default_root()}"
+    ):
         run(InlineGrid(client_app, CLIENTS, config.run_config()), config)
     moved.rename(default_root())
     run(InlineGrid(client_app, CLIENTS, config.run_config()), config)
