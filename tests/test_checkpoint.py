@@ -294,10 +294,10 @@ def test_a_checkpoint_that_cannot_be_written_is_tried_again_after_the_next_round
             checkpoints.save(6, state)
     (said,) = (record.message for record in caplog.records)
     reason = "File too large" if moment == "in the middle" else "No space left on device"
-    before = "cannot be gone on with" if moment == "mkdir" else "can be gone on with from round 4"
+    before = "cannot be resumed" if moment == "mkdir" else "can be resumed from round 4"
     assert said == (
-        f"kindred: round 6 could not be saved in {checkpoints.folder} ({reason}): the run goes on, and "
-        f"tries again after the next round; cut short before that, it {before}"
+        f"kindred: round 6 could not be saved in {checkpoints.folder} ({reason}): the run continues, and "
+        f"tries again after the next round; if interrupted before that, it {before}"
     )
     if moment != "mkdir":
         assert rounds_in(checkpoints) == [3]  # and nothing else

@@ -752,9 +752,9 @@ def test_a_client_that_is_refused_time_and_again_is_left_out_for_a_while(caplog)
     assert strategy.roster.state() == {"strikes": {}, "resting": {}, "kept-names": set()}
     said = [line for line in caplog.messages if "1002" in line and "goes on without" not in line]
     assert said == [
-        "kindred: client 1002 is left out of the next 2 rounds: no usable reply in 2 rounds in a row",
+        "kindred: client 1002 is excluded from the next 2 rounds: no usable reply in 2 rounds in a row",
         "kindred: client 1002 may take part again, from round 5",
-        "kindred: client 1002 is left out of the next 3 rounds: no usable reply in 3 rounds in a row",
+        "kindred: client 1002 is excluded from the next 3 rounds: no usable reply in 3 rounds in a row",
         "kindred: client 1002 may take part again, from round 9",
     ]
 
@@ -904,7 +904,7 @@ def test_a_dead_worker_ends_a_simulation_and_is_called_so(when) -> None:
             return replies
 
     strategy = Local()
-    with pytest.raises(WorkerDied, match="for want of memory.*ActorDiedError") as ended:
+    with pytest.raises(WorkerDied, match="for lack of memory.*ActorDiedError") as ended:
         strategy.start(Dying(named_app(["a", "b"]) if when.startswith("query") else plain_app(), 2), initial(), 4)
     assert "\n" not in str(ended.value)
     assert [line["round"] for line in strategy.history.rounds] == ([] if when.startswith("query") else [1])
@@ -923,7 +923,7 @@ def test_a_worker_that_is_killed_ends_a_simulation_in_the_engine(tmp_path) -> No
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
         said = [line for line in iter(run.stdout.readline, "") if kill_a_worker(run.pid, line)]
     assert run.returncode == 1
-    assert said[-1].startswith("kindred: WorkerDied: a process in which clients of the simulation work died"), said
+    assert said[-1].startswith("kindred: WorkerDied: a worker process of the simulation died"), said
     (folder,) = (tmp_path / "results").iterdir()
     assert list((folder / "checkpoints").iterdir())
 

@@ -413,7 +413,7 @@ def test_a_client_is_told_why_its_reply_is_not_used(monkeypatch) -> None:
     assert grid.refusals == [
         (1002, f"its reply in round 1 {reason}"),
         (1002, f"its reply in round 2 {reason}"),
-        (1002, "left out of the next 2 rounds: no usable reply in 2 rounds in a row"),
+        (1002, "excluded from the next 2 rounds: no usable reply in 2 rounds in a row"),
     ]
 
 
