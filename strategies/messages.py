@@ -62,7 +62,7 @@ LABEL_SMOOTHING = "label-smoothing"
 FINETUNE_EPOCHS = "finetune-epochs"
 NEIGHBOURS = "neighbours"  # the other clients whose models a client receives
 WEIGHTS = "weights"  # of these models, as the client reports them
-PROBE = "probed-model"  # in EVALUATE messages: name of a model that is not the client's own, see `SideEvaluation`
+PROBE = "probed-model"  # in EVALUATE messages: name of a model other than the personal one, see `SideEvaluation`
 
 METHODS = "methods"
 NETWORK = "network"

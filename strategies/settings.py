@@ -143,14 +143,14 @@ def kebab(name: str) -> str:
 
 
 # Common names of settings in other libraries.
-CALLED_ELSEWHERE = {"lr": "learning-rate", "bs": "batch-size", "epochs": "local-epochs", "steps": "local-steps"}
+COMMON_NAMES = {"lr": "learning-rate", "bs": "batch-size", "epochs": "local-epochs", "steps": "local-steps"}
 
 
 def meant_by(key: str, known: Iterable[str]) -> str | None:
     """Return the known name that a misspelt key probably means; None if none is close."""
     names = list(known)
-    if CALLED_ELSEWHERE.get(key) in names:
-        return CALLED_ELSEWHERE[key]
+    if COMMON_NAMES.get(key) in names:
+        return COMMON_NAMES[key]
     close = get_close_matches(kebab(key), names, n=1, cutoff=0.7)
     return close[0] if close else None
 

@@ -430,7 +430,7 @@ def test_a_name_stays_with_the_node_that_had_it_first(caplog) -> None:
     strategy.start(grid, initial(), 5, on_round=on_round)
     assert seen == {1: 1003, 2: 1003, 3: 1003, 4: 1001, 5: 1001}
     said = [line for line in caplog.messages if "takes no part" in line]
-    assert said == ["kindred: node 1001 takes no part: it says it is client lyon, as node 1003 does"]
+    assert said == ["kindred: node 1001 takes no part: its client id is lyon, which node 1003 already has"]
 
 
 class Registered(Present):
@@ -448,7 +448,7 @@ class Registered(Present):
     ("registered", "owner_in_round_3", "said"),
     [
         (["lyon", "oslo", "eve"], None, "but its key is registered as eve"),
-        (["lyon", "oslo", ""], None, "a name that is kept for the key registered under it"),
+        (["lyon", "oslo", ""], None, "a name reserved for the key registered under it"),
         (["", "oslo", ""], 1003, None),  # nobody knows who comes back
     ],
 )
@@ -464,7 +464,7 @@ def test_the_name_of_a_registered_node_waits_for_it(registered, owner_in_round_3
     strategy.start(grid, initial(), 4, on_round=on_round)
     assert seen == {1: 1001, 2: 1001, 3: owner_in_round_3, 4: 1001}
     warnings = {line for line in caplog.messages if "takes no part" in line}
-    assert warnings == ({f"kindred: node 1003 takes no part: it says it is client lyon, {said}"} if said else set())
+    assert warnings == ({f"kindred: node 1003 takes no part: its client id is lyon, {said}"} if said else set())
 
 
 def test_a_registered_key_has_its_name_and_no_other(caplog) -> None:
@@ -483,7 +483,7 @@ def test_a_registered_key_has_its_name_and_no_other(caplog) -> None:
     strategy.start(grid, initial(), 3, on_round=on_round)
     assert seen == {1: None, 2: 1002, 3: 1004}
     assert [line for line in caplog.messages if "takes no part" in line] == [
-        "kindred: node 1001 takes no part: it says it is client lyon, but its key is registered as eve"
+        "kindred: node 1001 takes no part: its client id is lyon, but its key is registered as eve"
     ]
 
 
@@ -502,7 +502,7 @@ def test_a_name_that_is_none_is_not_taken(name, caplog) -> None:
     strategy = Local()
     strategy.start(InlineGrid(named_app([name, "oslo"]), 2), initial(), 1)
     assert strategy.clients() == [1001, "oslo"]
-    assert any(line.startswith("kindred: node 1001 calls itself") for line in caplog.messages)
+    assert any(line.startswith("kindred: the client id of node 1001 is") for line in caplog.messages)
 
 
 def test_a_reply_of_another_node_is_refused_without_a_strike() -> None:

@@ -67,7 +67,7 @@ def make_client_app(load_site: LoadSite) -> ClientApp:
     def work(message: Message, context: Context, task: str) -> Message:
         visit = _visit(load_site, message, context)
         with visit.state.locked() if visit.is_site else contextlib.nullcontext():
-            content = getattr(_half(visit), task)(visit)
+            content = getattr(_client_half(visit), task)(visit)
         content[METRICS].update(visit.compute)
         return Message(content, reply_to=message)
 
@@ -118,7 +118,7 @@ def introduction_of(load_site: LoadSite, context: Context, server_version: objec
     return about
 
 
-def _half(visit: Visit) -> Any:
+def _client_half(visit: Visit) -> Any:
     method = REGISTRY.get(str(visit.config.get(METHOD)))
     return (method.client if method else None) or LocalTraining
 

@@ -111,7 +111,7 @@ class Graphs:
         """
         self._taken.pop(key, None)
         try:
-            with _as_it_was(model, update.memory):
+            with _restoring(model, update.memory):
                 graph = Graph(model, step, update, batch)
         except Exception as error:  # of any kind: an error of the step itself will be raised again by the plain step
             self._refused = True
@@ -153,7 +153,7 @@ def _tensors(model: nn.Module) -> Iterable[Tensor]:
 
 
 @contextlib.contextmanager
-def _as_it_was(model: nn.Module, memory: Sequence[Tensor]) -> Iterator[None]:
+def _restoring(model: nn.Module, memory: Sequence[Tensor]) -> Iterator[None]:
     """Restore a model, an optimiser's state and the random state at the end of the block."""
     tensors = [*_tensors(model), *memory]
     copies = [tensor.detach().clone() for tensor in tensors]

@@ -1,6 +1,6 @@
 """The networks of the papers, by name, and the choice of a client's network among several.
 
-Each factory takes the images' shape (channels, height, width) and the number of classes, and returns a
+Each factory takes the images' shape (channels, height, width) and the number of classes. It returns a
 module that maps images (n, c, h, w) to logits (n, classes). In the networks written here pooling comes before
 ReLU: the function is the same, and ReLU processes a quarter of the values.
 """
@@ -174,8 +174,8 @@ def vgg11(image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
     32x32 images to one pixel; larger images fit because the mean over the remaining pixels is taken.
 
     Weights are initialised as by PyTorch's layers, not as by torchvision's VGG: with its N(0, 0.01) for linear layers
-    of this width SGD makes no progress. After 150 steps of 32 out of 400 images of CIFAR-10 its loss is still
-    log 10 = 2.30 with step sizes of 0.01 and 0.001, against 1.02 and 2.21 with PyTorch's.
+    of this width SGD makes no progress. An example is training on 400 images of CIFAR-10, for 150 steps of 32 images
+    with step sizes of 0.01 and 0.001. The loss is still log 10 = 2.30, against 1.02 and 2.21 with PyTorch's weights.
     """
     return _vgg("vgg11", "A", image_shape, num_classes)
 

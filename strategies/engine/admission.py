@@ -40,7 +40,7 @@ MAX_ENTRIES, MAX_ITEMS, MAX_TEXT = 100, 1000, 10_000
 
 
 # Exceptions that are the server's own fault: no reply is refused for them.
-SERVERS_OWN = (MemoryError, OSError)
+SERVER_ERRORS = (MemoryError, OSError)
 
 
 class Refused(ValueError):

@@ -29,7 +29,7 @@ from flwr.supercore import log
 from kindred.client.state import NotResumable, partial_files
 from kindred.messages import check, in_order, read_record, to_record
 
-from .model_store import let_go, mapping_of
+from .model_store import mapping_of, release_pages
 
 STATE = "state"
 FORMAT = 3  # version of the format that `save` writes
@@ -226,7 +226,7 @@ def unpack(packed: Any, arrays: Mapping[str, np.ndarray] | _Arrays) -> Any:
             return {"set": set, "list": list, "tuple": tuple}[kind](unpack(each, arrays) for each in content)
 
 
-class _LettingGo:
+class _ReleasingFile:
     """A file to write an array to; only the part that is being written stays in memory."""
 
     def __init__(self, file: IO[bytes], array: np.ndarray) -> None:
@@ -235,7 +235,7 @@ class _LettingGo:
 
     def write(self, data: Any) -> None:
         self._file.write(data)
-        let_go(self._array)
+        release_pages(self._array)
 
 
 def _write_arrays(file: IO[bytes], arrays: Mapping[str, np.ndarray]) -> None:
@@ -243,7 +243,7 @@ def _write_arrays(file: IO[bytes], arrays: Mapping[str, np.ndarray]) -> None:
     with zipfile.ZipFile(file, "w") as archive:
         for name, array in arrays.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
-                np.lib.format.write_array(_LettingGo(entry, array), array, allow_pickle=False)
+                np.lib.format.write_array(_ReleasingFile(entry, array), array, allow_pickle=False)
 
 
 class _Arrays:

@@ -53,17 +53,17 @@ class EmptyRounds:
         if self.too_many:
             raise TooFewClients(
                 f"no client gave a usable answer in {self._in_a_row} rounds in a row "
-                f"(max_empty_rounds), so the run ends; {self._last_trouble()}"
+                f"(max_empty_rounds), so the run ends; {self._last_reason()}"
             )
 
     def check_all(self, num_rounds: int) -> None:
         """Raise `TooFewClients` if no round of the run had a usable answer."""
         if not self._any_answer:
             raise TooFewClients(
-                f"no client gave a usable answer in any of the {num_rounds} rounds; {self._last_trouble()}"
+                f"no client gave a usable answer in any of the {num_rounds} rounds; {self._last_reason()}"
             )
 
-    def _last_trouble(self) -> str:
+    def _last_reason(self) -> str:
         if self._failure:
             return self._failure
         last = next((row for row in reversed(self._history.rows) if row["status"] != "ok"), None)

@@ -18,12 +18,12 @@ from flwr.supercore import log
 
 from kindred.messages import NUM_TEST_EXAMPLES, ORDINARY_NAMES, PERSONAL, PROBE, ClientId, config_of, first_line
 
-from .admission import REFUSED, SERVERS_OWN, Refused, Reply
+from .admission import REFUSED, SERVER_ERRORS, Refused, Reply
 from .history import COMPUTE, History
 from .roster import Roster
 from .transport import CLOCKS, content_of, is_from, pull, push
 
-ENGINES_OWN = ("round", "client", "status", "seconds", "bytes-down", "bytes-up")  # columns of every row
+ENGINE_COLUMNS = ("round", "client", "status", "seconds", "bytes-down", "bytes-up")  # columns of every row
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Exchange:
         """Send messages and yield the replies as they arrive, until all have arrived or the time is up.
 
         A reply is identified by the message that it answers, not by the sender that it names. Replies of an earlier
-        exchange are therefore never asked for, and an error that the SuperLink reports for a dead node counts as that
+        exchange are therefore never asked for. An error that the SuperLink reports for a dead node counts as that
         node's reply.
         """
         self._until, self._cut_short = time.monotonic() + self._timeout, False
@@ -237,7 +237,7 @@ class Exchange:
         """
         try:
             yield
-        except (Refused, *SERVERS_OWN):
+        except (Refused, *SERVER_ERRORS):
             raise
         except Exception as error:
             trace = "".join(traceback.format_tb(error.__traceback__))
@@ -269,7 +269,7 @@ class Exchange:
         self, sent: Sent, server_round: int, status: str, bytes_up: int, numbers: Mapping[str, Any] | None = None
     ) -> None:
         numbers = numbers or {}
-        reported = set() if sent.side else numbers.keys() - sent.fields.keys() - set(ENGINES_OWN)
+        reported = set() if sent.side else numbers.keys() - sent.fields.keys() - set(ENGINE_COLUMNS)
         if status != "ok":
             status = first_line(status)
             log(WARNING, "kindred: round %d goes on without client %s: %s", server_round, sent.client, status)
@@ -277,7 +277,7 @@ class Exchange:
                 numbers, status = {f"{sent.side}-status": status}, "ok"
         own = (server_round, sent.client, status, time.monotonic() - sent.at, sent.num_bytes, bytes_up)
         # Whatever names a client gives its metrics, it cannot overwrite the columns that follow.
-        row = {**numbers, **sent.fields, **dict(zip(ENGINES_OWN, own, strict=True))}
+        row = {**numbers, **sent.fields, **dict(zip(ENGINE_COLUMNS, own, strict=True))}
         # A separate evaluation is that of the personal model, under the names that ordinary evaluate functions use.
         evaluated = status == "ok" and bool(numbers) and not sent.trains and not sent.side
         for measure, names in ORDINARY_NAMES.items():

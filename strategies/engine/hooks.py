@@ -203,7 +203,7 @@ class Hooks:
         raise NotImplementedError
 
     def collaboration(self) -> tuple[list[ClientId], np.ndarray]:
-        """Return who learns from whom.
+        """Return the collaboration weights: the share of each client's model in the other clients' models.
 
         Returns
         -------

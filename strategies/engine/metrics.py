@@ -13,7 +13,7 @@ from flwr.supercore import log
 
 from kindred.messages import ClientId, first_line, in_order
 
-from .admission import SERVERS_OWN
+from .admission import SERVER_ERRORS
 
 Aggregate = Callable[[list[RecordDict], str], MetricRecord]
 
@@ -38,7 +38,7 @@ def aggregated(
         return None
     try:
         return aggregate([RecordDict({"metrics": metrics[client]}) for client in in_order(metrics)], weighted_by_key)
-    except SERVERS_OWN:
+    except SERVER_ERRORS:
         raise
     except Exception as error:
         log(

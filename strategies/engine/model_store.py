@@ -1,8 +1,8 @@
 """Models as rows of one matrix: the form in which the server stores and combines them.
 
 The matrix is in memory, or in a file that is mapped into memory. Pages of a mapped file that are read or written count
-as the process's memory until they are released (`let_go`). Nothing is lost by that: the operating system has the data
-and writes it to disk.
+as the process's memory until they are released (`release_pages`). Nothing is lost by that: the operating system has the
+data and writes it to disk.
 """
 
 from __future__ import annotations
@@ -163,14 +163,14 @@ class InTurn(Generic[Item]):
     ----------
     order : sequence of client ids
         The clients that may send an item, in the order of their turns.
-    hand_on : callable
+    pass_on : callable
         Called with a client and its item.
     """
 
-    def __init__(self, order: Sequence[ClientId], hand_on: Callable[[ClientId, Item], None]) -> None:
+    def __init__(self, order: Sequence[ClientId], pass_on: Callable[[ClientId, Item], None]) -> None:
         self._turns = list(reversed(order))
         self._waiting: dict[ClientId, Item] = {}
-        self._hand_on = hand_on
+        self._pass_on = pass_on
 
     def add(self, client: ClientId, item: Item) -> None:
         """Add a client's item."""
@@ -188,7 +188,7 @@ class InTurn(Generic[Item]):
 
     def _next(self) -> None:
         client = self._turns.pop()
-        self._hand_on(client, self._waiting.pop(client))
+        self._pass_on(client, self._waiting.pop(client))
 
 
 class ClientModels(Mapping[ClientId, ArrayRecord]):
@@ -246,7 +246,7 @@ class ClientModels(Mapping[ClientId, ArrayRecord]):
 
     def row(self, client: ClientId) -> np.ndarray:
         """Return the floats of a client's model, shape (d,): a view that may be changed in place."""
-        let_go(self._rows)  # releases the rows used before
+        release_pages(self._rows)  # releases the rows used before
         row: np.ndarray = self._rows[self._index[client]]
         return row
 
@@ -271,7 +271,7 @@ class ClientModels(Mapping[ClientId, ArrayRecord]):
                 for first in range(0, len(index), MAPPED_AT_ONCE):
                     some = slice(first, first + MAPPED_AT_ONCE)
                     block[some] = self._rows[index[some], columns]
-                    let_go(self._rows)
+                    release_pages(self._rows)
                 yield columns, block
             elif index == list(range(index[0], index[0] + len(index))):
                 yield columns, self._rows[index[0] : index[0] + len(index), columns]
@@ -309,7 +309,7 @@ class ClientModels(Mapping[ClientId, ArrayRecord]):
 
     def state(self) -> dict[str, Any]:
         """Return what `restore` needs: clients in the order of their rows, a view of these, and integer buffers."""
-        let_go(self._rows)
+        release_pages(self._rows)
         # All clients' buffers are stacked: a checkpoint with an entry for each client takes longer.
         integers = {
             name: np.stack([self._integers[client][name] for client in self._index])
@@ -327,8 +327,8 @@ class ClientModels(Mapping[ClientId, ArrayRecord]):
             self.reserve(len(rows))
             for i, row in enumerate(rows):
                 self._rows[i] = row
-                let_go(self._rows)
-                let_go(rows)
+                release_pages(self._rows)
+                release_pages(rows)
         self._index = {client: place for place, client in enumerate(state["clients"])}
         self._integers = {
             client: {name: np.array(array[i]) for name, array in state["integers"].items()}
@@ -336,7 +336,7 @@ class ClientModels(Mapping[ClientId, ArrayRecord]):
         }
 
 
-def let_go(array: np.ndarray) -> None:
+def release_pages(array: np.ndarray) -> None:
     """Release the memory of the mapped file in which an array lies; do nothing for other arrays.
 
     The array stays valid: pages are read again when they are used.

@@ -32,7 +32,7 @@ from kindred.messages import (
 )
 from kindred.versions import VERSION
 
-from .admission import SERVERS_OWN, Refused, admit_introduction
+from .admission import SERVER_ERRORS, Refused, admit_introduction
 from .history import History
 from .transport import CLOCKS, content_of, is_from, pull, push
 
@@ -87,21 +87,22 @@ class Roster:
         self._introduced: dict[ClientId, int] = {}  # client -> node, as last introduced to the method
         self._queries: dict[str, int] = {}  # identity queries without an answer yet: message -> node
         self._registered: dict[int, str] = {}  # node -> name under which its key is registered
-        self._kept_names: set[str] = set()  # names of registered keys, connected or not
+        self._reserved_names: set[str] = set()  # names of registered keys, connected or not
         self._refused: dict[int, str] = {}  # node -> why it cannot have the client id that it reports
         self._nodes_know_identity = True
         self._strikes: dict[ClientId, int] = {}  # rounds in a row without a usable reply
-        self._resting: dict[ClientId, int] = {}  # client -> last round of its exclusion for strikes
+        self._excluded_until: dict[ClientId, int] = {}  # client -> last round of its exclusion for strikes
         self._failed: set[ClientId] = set()  # clients without a usable reply in the round in progress
         self._answered: set[ClientId] = set()  # clients with a usable reply in it
 
     def state(self) -> dict[str, Any]:
         """Return all that `restore` needs, between two rounds."""
-        return {"strikes": self._strikes, "resting": self._resting, "kept-names": self._kept_names}
+        return {"strikes": self._strikes, "resting": self._excluded_until, "kept-names": self._reserved_names}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Resume from what `state` returned."""
-        self._strikes, self._resting, self._kept_names = state["strikes"], state["resting"], state["kept-names"]
+        self._strikes, self._excluded_until = state["strikes"], state["resting"]
+        self._reserved_names = state["kept-names"]
 
     def clients(self) -> list[ClientId]:
         """Return the clients that are connected and can take part, in order, including those excluded for strikes."""
@@ -109,7 +110,7 @@ class Roster:
 
     def active(self) -> list[ClientId]:
         """Return the clients that a round can ask, in order: not those excluded for strikes, unless all of them are."""
-        return [client for client in self.clients() if client not in self._resting] or self.clients()
+        return [client for client in self.clients() if client not in self._excluded_until] or self.clients()
 
     # --- Meeting clients --------------------------------------------------------------------------------
 
@@ -134,7 +135,7 @@ class Roster:
         seen: list[int] | None = None  # nodes connected at the last query
         met: list[int] | None = None  # nodes connected when they were last asked for their ids
         asked_at, logged, waits = 0.0, "", ""
-        self._kept_names |= set(_registered_names())
+        self._reserved_names |= set(_registered_names())
         while True:
             nodes, now = sorted(grid.get_node_ids()), time.monotonic()
             # At the start nodes connect one after the other.
@@ -150,7 +151,7 @@ class Roster:
                 (len(nodes), "are connected") if len(nodes) < self.min_available else (len(self.nodes), "can take part")
             )
             if nodes != seen:
-                missing = self._who_is_missing(grid, nodes)
+                missing = self._missing_clients(grid, nodes)
                 waits = f"{count} of {self.min_available} {what} (min_available_nodes){missing}"
             if time.monotonic() > deadline:
                 raise TooFewClients(f"too few clients after {self.wait_timeout:g} s: {waits}")
@@ -162,9 +163,9 @@ class Roster:
             seen = nodes
             time.sleep(NODES_PAUSE)
 
-    def _who_is_missing(self, grid: Grid, nodes: Sequence[int]) -> str:
+    def _missing_clients(self, grid: Grid, nodes: Sequence[int]) -> str:
         """Return the clients that cannot take part, each with the reason, as a text to append to a message."""
-        known = {*self._kept_names, *(str(row["client"]) for row in self._history.rows)}
+        known = {*self._reserved_names, *(str(row["client"]) for row in self._history.rows)}
         here = {str(client) for client in (*self._identities.values(), *self._history.left_out)}
         here |= {node.name for node in grid.get_nodes()} if known - here else set()
         missing = [f"client {client}: {self._history.left_out[client]}" for client in in_order(self._history.left_out)]
@@ -180,11 +181,11 @@ class Roster:
 
     def _ask_and_admit(self, grid: Grid, nodes: Sequence[int], introduce: Introduce, timeout: float) -> None:
         """Ask new nodes for their client ids, and introduce new clients to the method."""
-        self._forget_those_not_in(nodes)
+        self._forget_outdated(nodes)
         new = [node for node in nodes if node not in self._identities]
         if new:
             self._registered |= {node.node_id: node.name for node in grid.get_nodes() if node.name}
-            self._kept_names |= set(self._registered.values())
+            self._reserved_names |= set(self._registered.values())
         if self._nodes_know_identity and not self._asked_before(new):
             log(INFO, "Asking clients for their ids; a ClientApp that cannot answer logs an error, which is harmless")
         # One node first: if a simulation's ClientApp does not know this query, no other node is asked.
@@ -193,10 +194,10 @@ class Roster:
                 self._identify(grid, group, timeout)
             if not self._nodes_know_identity:
                 self._identities |= {node: node for node in group}
-        self._give_names(grid)
+        self._assign_nodes(grid)
         self._introduce_newcomers(grid, introduce)
 
-    def _forget_those_not_in(self, nodes: Collection[int]) -> None:
+    def _forget_outdated(self, nodes: Collection[int]) -> None:
         """Forget nodes that are no longer connected, and nodes that cannot take part: their fault may be fixed by now.
 
         In a simulation nobody fixes a fault, so only those nodes of the second kind are forgotten that failed to
@@ -273,8 +274,8 @@ class Roster:
         if not is_name(client):
             log(
                 WARNING,
-                "kindred: node %d calls itself %s, allowed: a whole number, or 1 to %d printable "
-                "characters; it is identified by its number",
+                "kindred: the client id of node %d is %s, allowed: a whole number, or 1 to %d printable "
+                "characters; its node id is used instead",
                 node,
                 reprlib.repr(client),
                 MAX_NAME,
@@ -283,7 +284,7 @@ class Roster:
         self._identities[node] = client
         self._about[node] = about
 
-    def _give_names(self, grid: Grid) -> None:
+    def _assign_nodes(self, grid: Grid) -> None:
         """Assign each client id to one of the nodes that report it.
 
         A node whose key is registered at the server may only have the registered name, and only that node may have this
@@ -292,9 +293,9 @@ class Roster:
         first = {client: node for client, node in self._introduced.items() if self._identities.get(node) == client}
         self.nodes = {}
         for node, client in sorted(self._identities.items()):
-            reason = self._not_its_name(node, client)
+            reason = self._name_conflict(node, client)
             if reason is None and first.setdefault(client, node) != node:
-                reason = f"it says it is client {client}, as node {first[client]} does"
+                reason = f"its client id is {client}, which node {first[client]} already has"
             if reason is None:
                 self.nodes[client] = node
                 self._refused.pop(node, None)
@@ -304,15 +305,15 @@ class Roster:
                 self._refused[node] = reason
                 self.inform(grid, node, reason)
 
-    def _not_its_name(self, node: int, client: ClientId) -> str | None:
+    def _name_conflict(self, node: int, client: ClientId) -> str | None:
         """Say why a node cannot have the client id that it reports; None if it can, or reports none."""
         if client == node:
             return None
         registered = self._registered.get(node)
         if registered and registered != str(client):
-            return f"it says it is client {client}, but its key is registered as {registered}"
-        if not registered and str(client) in self._kept_names:
-            return f"it says it is client {client}, a name that is kept for the key registered under it"
+            return f"its client id is {client}, but its key is registered as {registered}"
+        if not registered and str(client) in self._reserved_names:
+            return f"its client id is {client}, a name reserved for the key registered under it"
         return None
 
     def _introduce_newcomers(self, grid: Grid, introduce: Introduce) -> None:
@@ -339,15 +340,15 @@ class Roster:
                 if PROBLEM not in newcomers[client]:  # a client knows its own problem
                     self.inform(grid, self.nodes[client], reason)
             elif client in before:
-                log(INFO, "kindred: client %s takes part now, and did not because: %s", client, before[client])
+                log(INFO, "kindred: client %s takes part now; excluded before: %s", client, before[client])
         for client in left_out:
             self.nodes.pop(client, None)
 
     def inform(self, grid: Grid, node: int, reason: str) -> None:
         """Make a site print why it takes no part, or why its reply is not used, so that its operator can act on it.
 
-        The server does not wait for the answer. Nothing is sent in a simulation, where server and clients share a log,
-        nor to a ClientApp that is not of this project and does not know this message.
+        The server does not wait for the answer. Nothing is sent in a simulation, where server and clients share a log.
+        Nothing is sent to a foreign ClientApp either, because it does not know this message.
         """
         if self._simulated or not isinstance(self._about.get(node, {}).get(METHODS), list):
             return
@@ -366,8 +367,8 @@ class Roster:
 
     def begin_round(self, server_round: int) -> None:
         """Readmit clients whose exclusion for strikes is over."""
-        for client in in_order(client for client, last in self._resting.items() if last < server_round):
-            del self._resting[client]
+        for client in in_order(client for client, last in self._excluded_until.items() if last < server_round):
+            del self._excluded_until[client]
             log(INFO, "kindred: client %s may take part again, from round %d", client, server_round)
 
     def end_round(self, grid: Grid, server_round: int) -> None:
@@ -377,7 +378,7 @@ class Roster:
         for client in in_order(self._failed):
             strikes = self._strikes[client] = self._strikes.get(client, 0) + 1
             if 0 < self.max_strikes <= strikes:
-                self._resting[client] = server_round + strikes
+                self._excluded_until[client] = server_round + strikes
                 reason = f"excluded from the next {strikes} rounds: no usable reply in {strikes} rounds in a row"
                 log(WARNING, "kindred: client %s is %s", client, reason)
                 if client in self.nodes:
@@ -389,7 +390,7 @@ def _reasons(introduce: Introduce, newcomers: Mapping[ClientId, Mapping[str, Any
     """Return why newcomers cannot take part; a newcomer whose introduction raises an exception cannot."""
     try:
         return introduce(newcomers)
-    except SERVERS_OWN:
+    except SERVER_ERRORS:
         raise
     except Exception as error:
         if len(newcomers) == 1:

@@ -48,7 +48,7 @@ from kindred.settings import (
     meant_by,
 )
 
-from .admission import SERVERS_OWN, Refused, Reply, admit
+from .admission import SERVER_ERRORS, Refused, Reply, admit
 from .checkpoint import Checkpoints
 from .empty_rounds import EmptyRounds
 from .evaluation import EvaluationPlan
@@ -319,7 +319,7 @@ class PersonalizedStrategy(Hooks, Strategy):
         if differing := state["strategy"].keys() ^ self.state().keys():
             raise NotResumable(
                 f"round {last} in {checkpoints.folder} was saved by another method or version: "
-                f"only one of the two has {', '.join(sorted(differing))}"
+                f"only the checkpoint or only this run has {', '.join(sorted(differing))}"
             )
         self.restore(state["strategy"])
         self._evaluations.restore(state["evaluations"])
@@ -408,7 +408,7 @@ class PersonalizedStrategy(Hooks, Strategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Process the training replies of a round as they arrive. The strategy keeps the models: arrays are None."""
+        """Process the training replies of a round as they arrive; the models stay here, so no arrays are returned."""
         metrics: dict[ClientId, MetricRecord] = {}
         for client, reply in self._exchange.admitted(server_round, replies, self._take_training):
             metrics[client] = reply.metrics
@@ -435,7 +435,7 @@ class PersonalizedStrategy(Hooks, Strategy):
         """Call the method's `end_round`; return the reason if it failed, else an empty text."""
         try:
             self.end_round(server_round, answered)
-        except SERVERS_OWN:
+        except SERVER_ERRORS:
             raise
         except Exception as error:
             failure = first_line(f"round {server_round} could not be ended ({type(error).__name__}: {error})")

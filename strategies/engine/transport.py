@@ -103,7 +103,7 @@ class _Network:
     """Asks for replies over a network, one by one, each in its own thread.
 
     There are two reasons to ask one by one. First, Flower unpacks a reply when it is requested. A reply that cannot be
-    unpacked would make the others requested with it fail too, and its sender could declare it an answer to any message.
+    unpacked would make the others requested with it fail too. Its sender could also declare it the answer to any other.
     Second, Flower blocks for minutes if a client has announced a reply and does not upload it. After a while such a
     thread is no longer waited for, and the other replies are asked for in parallel. Its reply still counts if it comes
     in time. An answer takes some 20 ms.
