@@ -1,6 +1,6 @@
 """Personalised federated learning methods as Flower strategies.
 
-A strategy goes where Flower's own would, in a ServerApp:
+Use a strategy in a ServerApp, in place of one of Flower's own:
 
     from kindred import HeurFedAMP
 
@@ -8,14 +8,14 @@ A strategy goes where Flower's own would, in a ServerApp:
     result = strategy.start(grid, initial_arrays, num_rounds=10)
     models = strategy.client_models()  # one for each client
 
-and runs of whole federations on this machine, as the commands `kindred run` and `kindred compare` do them:
+Run whole federations on this machine, as the commands `kindred run` and `kindred compare` do:
 
     import kindred
 
     result = kindred.run(method="heurfedamp", data="digits", clients=20)
     comparison = kindred.compare(methods=["heurfedamp", "fedavg", "local"], data="digits", seeds=[0, 1])
 
-Names are imported when they are first used: a server half does not wait for PyTorch.
+A name is imported when it is first used. The server half of a method therefore does not wait for PyTorch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from .registry import REGISTRY, Method
 from .versions import VERSION as __version__, check_flower
 
-if TYPE_CHECKING:  # of `_HOMES`, for type checkers
+if TYPE_CHECKING:  # the names in `_HOMES`, for type checkers
     from .baselines.apfl import APFL as APFL
     from .baselines.clustered_fl import ClusteredFL as ClusteredFL
     from .baselines.ditto import Ditto as Ditto

@@ -1,4 +1,4 @@
-"""What goes by a name: methods, models, datasets and partitions, our own and those that installed packages add."""
+"""Registries of methods, models, datasets and partitions by name: our own, and those of installed packages."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ Entry = TypeVar("Entry")
 
 
 class ExtensionError(ValueError):
-    """What an installed package adds cannot be used; its text is one line that says what and why."""
+    """An entry of an installed package cannot be used; the message, one line, says which and why."""
 
 
 class Registry(Mapping[str, Entry]):
-    """Entries by name: our own, and entry points of installed packages, a line each in their pyproject.toml.
+    """Entries by name: our own, and those of installed packages, which declare entry points in their pyproject.toml.
 
-    Every process that runs in the same environment finds the same names. An installed package is imported when its
-    entry is first asked for, not for its name.
+    All processes in one environment find the same names. An installed package is imported when its entry is first
+    used; listing its name does not import it.
 
     Parameters
     ----------
     group : str
-        The group of entry points: "kindred.methods".
+        The group of entry points, such as "kindred.methods".
     kind : type
-        What an entry must be.
+        The required type of an entry.
     own : mapping
-        Our own entries, or where those are that are imported late, as entry points say it: "package.module:NAME".
+        Our own entries. An entry that is imported late is given as in entry points: "package.module:NAME".
     """
 
     def __init__(self, group: str, kind: type[Any], own: Mapping[str, Entry] | Mapping[str, str]) -> None:
@@ -42,18 +42,18 @@ class Registry(Mapping[str, Entry]):
     def __len__(self) -> int:
         return len(self.own.keys() | self._added())
 
-    def __contains__(self, name: object) -> bool:  # Mapping's would import it
+    def __contains__(self, name: object) -> bool:  # Mapping's own would import the entry
         return name in self.own or name in self._added()
 
     def __getitem__(self, name: str) -> Entry:
-        """Our own entry, or an installed package's.
+        """Return the entry of this name, our own or an installed package's.
 
         Raises
         ------
         KeyError
-            No such name.
+            The name is unknown.
         ExtensionError
-            A name that is there twice, or an entry that cannot be imported or is something else.
+            The name is registered twice, or the entry cannot be imported or has the wrong type.
         """
         points = self._added().get(name)
         if not points:
@@ -68,7 +68,7 @@ class Registry(Mapping[str, Entry]):
             )
         try:
             entry = points[0].load()
-        except Exception as error:  # whatever a module does when it is imported
+        except Exception as error:  # importing a module can raise anything
             why = f"{type(error).__name__}: {' '.join(str(error).split())}"
             raise ExtensionError(f"{what} cannot be imported from {whose[0]}: {why}") from error
         if not isinstance(entry, self.kind):
@@ -76,9 +76,9 @@ class Registry(Mapping[str, Entry]):
         return cast(Entry, entry)
 
 
-@functools.cache  # one look at what is installed, which takes some hundredths of a second
+@functools.cache  # looking up the installed packages takes some hundredths of a second
 def entry_points_by_group() -> dict[str, dict[str, list[EntryPoint]]]:
-    """By group and name: an entry is asked for with every message, and a list of all would be gone through."""
+    """Return all entry points by group and name: every message looks one up, and searching a list would be slow."""
     installed = entry_points()
     found: dict[str, dict[str, list[EntryPoint]]] = {group: {} for group in installed.groups}
     for group, points in found.items():

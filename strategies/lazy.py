@@ -1,4 +1,4 @@
-"""Packages that take long to import are imported when they are first used."""
+"""Lazy imports of packages that take long to import: they are imported at their first use."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from typing import Any
 
 
 def lazy(name: str) -> Any:
-    """Return a stand-in for a module, which imports it when one of its attributes is first asked for.
+    """Return a stand-in for a module, which imports it at the first access to one of its attributes.
 
-    In a file, where type checkers read the first part and Python the second:
+    Usage; type checkers read the first branch and Python the second:
 
         if TYPE_CHECKING:
             import torch
         else:
             torch = lazy("torch")
 
-    What a file does while it is imported itself, such as a decorator or a base class, must not come from a stand-in.
-    Threads may share one: Python imports a module once, and the others wait. Copies and pickles are stand-ins too.
+    Code that runs while a file is imported, such as a decorator or a base class, must not use a stand-in. Threads may
+    share a stand-in: Python imports the module once, and the other threads wait. Its copies and pickles are stand-ins
+    too.
 
     Parameters
     ----------
@@ -37,7 +38,7 @@ class _StandIn:
         object.__setattr__(self, "_module", None)
         object.__setattr__(self, "_name", name)
 
-    def __getattr__(self, attribute: str) -> Any:  # only for what is not found in the class: all of the module's own
+    def __getattr__(self, attribute: str) -> Any:  # called for all attributes that the class has not: the module's
         if self._module is None:
             object.__setattr__(self, "_module", import_module(self._name))
         return getattr(self._module, attribute)

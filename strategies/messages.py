@@ -1,19 +1,30 @@
-"""The contract between the two halves of a method: what stands where in a message.
+"""The contract between the two halves of a method: the records of each message and their names.
 
-Server to client, TRAIN and EVALUATE: an ArrayRecord `arrays` (the model the client starts from or
-evaluates) and a ConfigRecord `config` (`server-round`, `method`, and the settings of local work).
-Client to server: an ArrayRecord `arrays` (the trained model) and a MetricRecord `metrics`.
-Server to client, QUERY with action `identity`: nothing; the reply's ConfigRecord holds `client-id`, `num-examples`,
-`num-classes` and `share-model`, false where the site does not want other sites to have its model; of a client that
-knows the name of its network, `network`, and of one that has a public set, its fingerprint `public-set` and
-`num-public`; of one made by `make_client_app` the `methods` that it knows; or `client-id` and the `problem` for which
-it cannot say more.
-Server to client, QUERY with action `refusal`, to those that named their `methods`: a ConfigRecord with the `problem`
-for which the client takes no part, or its last reply was not used. Nobody waits for the reply.
-Where logits travel in place of models (PerFed-CKT), `arrays` holds `centroids` on the way down, `logits` on the
-way up, and the reply's ConfigRecord `config` the fingerprint again. What else a method's clients tell, besides numbers
-for the history, is in that record too, by names that the method's file has.
-These are the names of Flower's own FedAvg and FedProx, so that a ClientApp written for them takes part.
+TRAIN and EVALUATE, server to client: an ArrayRecord `arrays` (the model that the client starts from or evaluates) and
+a ConfigRecord `config` (`server-round`, `method`, and the settings of local training).
+TRAIN and EVALUATE, client to server: an ArrayRecord `arrays` (the trained model) and a MetricRecord `metrics`.
+
+QUERY with action `identity`: the server sends only its `kindred-version`. The reply's ConfigRecord holds:
+
+| entry | sent by | meaning |
+| --- | --- | --- |
+| `client-id` | all clients | the client's id |
+| `kindred-version` | clients made by `make_client_app` | the client's version |
+| `num-examples`, `num-classes` | all without a problem | training samples, classes of the network |
+| `share-model` | all without a problem | false if other sites must not receive the site's model |
+| `network` | clients that know it | name of the network |
+| `public-set`, `num-public` | clients with a public set | its fingerprint and its number of images |
+| `methods` | clients made by `make_client_app` | the methods that the client supports |
+| `problem` | clients that fail to introduce themselves | the reason; only `client-id` is then sent beside it |
+
+QUERY with action `refusal`, only to clients that reported their `methods`: a ConfigRecord with the `problem`, the
+reason why the client takes no part or why its last reply was not used. The server does not wait for the reply.
+
+In PerFed-CKT logits travel in place of models. `arrays` then holds `centroids` on the way to the client and `logits`
+on the way back, and the reply's ConfigRecord `config` repeats the fingerprint. Anything else that a method's clients
+report, apart from numbers for the history, is also in that record, under names that the method's file defines.
+
+The names are those of Flower's own FedAvg and FedProx, so that a ClientApp written for these can take part.
 """
 
 from __future__ import annotations
@@ -37,11 +48,11 @@ METRICS = "metrics"
 IDENTITY_QUERY = "query.identity"
 REFUSAL_QUERY = "query.refusal"
 CLIENT_ID = "client-id"
-VERSION_KEY = "kindred-version"  # of the sender, in the question who a client is and in its answer
+VERSION_KEY = "kindred-version"  # the sender's version, in the identity query and in its reply
 
 SERVER_ROUND = "server-round"
-# For what a client keeps: the run as it was first called, how often it has been gone on with, and the round from which
-# it may have to go on again.
+# They identify the state that a client keeps: the id of the run when it began, the time at which the run began or was
+# last resumed, and the earliest round after which the server may have to resume.
 RUN = "run"
 ATTEMPT = "attempt"
 KEEP_FROM = "keep-from"
@@ -51,17 +62,17 @@ LABEL_SMOOTHING = "label-smoothing"
 FINETUNE_EPOCHS = "finetune-epochs"
 NEIGHBOURS = "neighbours"  # the other clients whose models a client receives
 WEIGHTS = "weights"  # of these models, as the client reports them
-PROBE = "probed-model"  # in messages to evaluate: name of a model that is not the client's own, see `SideEvaluation`
+PROBE = "probed-model"  # in EVALUATE messages: name of a model other than the personal one, see `SideEvaluation`
 
 METHODS = "methods"
 NETWORK = "network"
 PUBLIC_SET = "public-set"
 NUM_PUBLIC = "num-public"
 NUM_CLASSES = "num-classes"
-# In a site's node config: whether other sites may have its model, and the server know its weights.
+# In a site's node config: whether other sites may receive its model, and whether the server may know its weights.
 SHARE_MODEL = "share-model"
 REPORT_WEIGHTS = "report-weights"
-# In messages of several clients' models: the other clients whose models a client receives, and the models' weights.
+# In messages with several clients' models: the other clients whose models a client receives, and the models' weights.
 NEIGHBOURS = "neighbours"
 WEIGHTS = "weights"
 PROBLEM = "problem"
@@ -70,19 +81,19 @@ NUM_EXAMPLES = "num-examples"
 NUM_TEST_EXAMPLES = "num-test-examples"
 TRAIN_LOSS = "train-loss"
 MODEL_BYTES = "model-bytes"
-# What the client's half of a method has worked on in a round, see `Visit.compute`.
+# Samples that the client half of a method has processed in a round, see `Visit.compute`.
 SAMPLES_TRAINED = "samples-trained"
 SAMPLES_PREDICTED = "samples-predicted"
-# Evaluations on a client's test data are named WHICH-accuracy and WHICH-loss. Which model:
-RECEIVED = "received"  # as it came from the server
-TRAINED = "trained"  # after local training
-TUNED = "tuned"  # the received one, fine-tuned for this client alone
-OWN = "own"  # another that the client has for itself, besides the one that goes to and fro
-BETWEEN = "between"  # somewhere between the one from the server and the client's last one
-AFTER_TRAINING = (TRAINED, OWN)  # those of which the last training reply tells, so that nothing is left to say
-PERSONAL = "personal"  # the method's own choice among these: its result for this client
+# Evaluations on a client's test data are named WHICH-accuracy and WHICH-loss. WHICH is the model:
+RECEIVED = "received"  # the model received from the server
+TRAINED = "trained"  # the model after local training
+TUNED = "tuned"  # the received model, fine-tuned for this client alone
+OWN = "own"  # a second model that stays at the client, beside the one exchanged with the server
+BETWEEN = "between"  # a model between the one received from the server and the client's last one
+AFTER_TRAINING = (TRAINED, OWN)  # models that the last training reply evaluates: no further evaluation is needed
+PERSONAL = "personal"  # the model among these that is the method's result for the client
 
-# The names of metrics that this project knows, in its own clients and in ordinary ones.
+# The names of metrics that this project knows, from its own clients and from ordinary ones.
 ORDINARY_NAMES = {"accuracy": ("accuracy", "eval_accuracy", "eval_acc"), "loss": ("loss", "eval_loss")}
 KNOWN_METRICS = frozenset({
     NUM_EXAMPLES, NUM_TEST_EXAMPLES, TRAIN_LOSS, "train_loss", MODEL_BYTES, SAMPLES_TRAINED, SAMPLES_PREDICTED,
@@ -92,43 +103,43 @@ KNOWN_METRICS = frozenset({
 })  # fmt: skip
 
 ClientId = int | str
-"""What a client is called: node-config's `client-id`, else its partition, else its node id."""
+"""A client's id: node-config's `client-id`, else its partition, else its node id."""
 
 
 MAX_NAME = 200  # characters
-MOST = 2**53  # of whole numbers: every program that reads the results has them exactly, as floats too
-NUMBERS = -(2**63), 2**64 - 1  # what whole numbers a message can carry
+MOST = 2**53  # largest whole number: every program that reads the results represents it exactly, even as a float
+NUMBERS = -(2**63), 2**64 - 1  # smallest and largest whole number that a message can carry
 
 
 def is_name(name: object) -> bool:
-    """Whether this can name a client or a metric: a text of one line, or a whole number that a message can carry."""
+    """Return whether `name` can name a client or a metric: one line of text, or a whole number that fits a message."""
     if isinstance(name, str):
         return 1 <= len(name) <= MAX_NAME and name.isprintable()
     return isinstance(name, int) and not isinstance(name, bool) and NUMBERS[0] <= name <= NUMBERS[1]
 
 
-LONGEST_LINE = 300  # characters of a client's text that are shown
+LONGEST_LINE = 300  # characters shown of a client's text
 
 
 def first_line(text: str) -> str:
-    """The first line of a text that is not blank, fit for a log: printable, and not too long."""
+    """Return the first line of a text that is not blank, made fit for a log: printable, at most `LONGEST_LINE` long."""
     line = next((line.strip() for line in text.splitlines() if line.strip()), "no reason given")
     line = "".join(character if character.isprintable() else "?" for character in line[: LONGEST_LINE + 1])
     return line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]}..."
 
 
 def in_order(clients: Iterable[ClientId]) -> list[ClientId]:
-    """Client ids in the one order used everywhere: numbers by value, then names."""
+    """Sort client ids in the order that is used everywhere: numbers by value, then names."""
     return sorted(clients, key=lambda client: (isinstance(client, str), client))
 
 
 def seed_for(*parts: object) -> int:
-    """A seed in [0, 2**63) that depends on every part, the same in every process and on every machine."""
+    """Return a seed in [0, 2**63) that depends on every part and is the same in every process and on every machine."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big") >> 1
 
 
 def check(name: str, value: object, holds: bool, allowed: str) -> None:
-    """Refuse an argument out of range, naming it, its value and what is allowed."""
+    """Raise ValueError unless `holds`; the message has the argument's name, its value and what is allowed."""
     if not holds:
         raise ValueError(f"{name} is {value!r}, allowed: {allowed}")
 
@@ -149,7 +160,7 @@ def to_record(arrays: Mapping[str, np.ndarray]) -> ArrayRecord:
 
 
 def _header_length(data: bytes) -> int:
-    """Bytes before the values of an array in a .npy file of version 1 or 2."""
+    """Return the number of bytes before an array's values in a .npy file of version 1 or 2."""
     magic = np.lib.format.MAGIC_LEN
     width = {(1, 0): 2, (2, 0): 4}[np.lib.format.read_magic(io.BytesIO(data[:magic]))]
     length = magic + width + int.from_bytes(data[magic : magic + width], "little")
@@ -158,7 +169,7 @@ def _header_length(data: bytes) -> int:
     return length
 
 
-@lru_cache(maxsize=1024)  # networks have the same few shapes, in every message
+@lru_cache(maxsize=1024)  # every message has the same few shapes
 def _parse_header(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype]:
     stream = io.BytesIO(header)
     if np.lib.format.read_magic(stream) == (1, 0):
@@ -169,20 +180,20 @@ def _parse_header(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype]:
 def read_array(array: Array) -> np.ndarray:
     """View the array that a record's entry carries, without copying it.
 
-    The header is compared with the bytes that follow before anything is made of it: an entry that
+    The header is compared with the bytes that follow before anything is allocated: an entry that
     declares more than it carries costs no memory.
 
     Raises
     ------
     ValueError
-        The entry is not a NumPy array, or its declared type or shape is not what it carries.
+        The entry is not a NumPy array, or its content has not the type or shape that it declares.
     """
     if array.stype != "numpy.ndarray":
         raise ValueError(f"serialised as {array.stype!r}, allowed: 'numpy.ndarray'")
     try:
         begin = _header_length(array.data)
         shape, fortran_order, dtype = _parse_header(array.data[:begin])
-    except Exception as error:  # bytes that may be anything
+    except Exception as error:  # the bytes can be anything
         raise ValueError("carries no readable NumPy array") from error
     if dtype.hasobject or str(dtype) != array.dtype or shape != tuple(array.shape):
         raise ValueError(f"declares {array.dtype} {tuple(array.shape)} but carries {dtype} {shape}")
@@ -200,26 +211,26 @@ def read_array(array: Array) -> np.ndarray:
 
 
 def records_of(content: RecordDict, kind: type[Record]) -> list[Record]:
-    """The records of one kind in a message.
+    """Return the records of one kind in a message.
 
-    Flower's own views of them (`array_records` and so on) refer to themselves: what they are of, arrays and all, would
-    stay in memory until Python looks for such circles.
+    Flower's own views of them (`array_records` and so on) are reference cycles: the records, with all their arrays,
+    would stay in memory until Python's garbage collector runs.
     """
     return [record for record in content.values() if isinstance(record, kind)]
 
 
 def config_of(content: RecordDict) -> dict[str, Any]:
-    """The entries of a message's ConfigRecords together."""
+    """Return the entries of all ConfigRecords in a message, merged."""
     return {key: value for record in records_of(content, ConfigRecord) for key, value in record.items()}
 
 
 def with_prefix(prefix: object, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Arrays under names by which several models go in one record."""
+    """Prefix the names of a model's arrays, so that one record can hold several models."""
     return {f"{prefix}/{name}": array for name, array in arrays.items()}
 
 
 def by_prefix(arrays: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What `with_prefix` put together: prefix -> arrays by name."""
+    """Undo `with_prefix`: return prefix -> arrays by name."""
     parts: dict[str, dict[str, Any]] = {}
     for key, array in arrays.items():
         prefix, _, name = key.partition("/")
@@ -228,15 +239,15 @@ def by_prefix(arrays: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def encode(clients: Sequence[ClientId]) -> str:
-    """Client ids as one text, JSON, which tells 7 from "7".
+    """Encode client ids as one JSON text, which distinguishes 7 from "7".
 
-    (Flower's ConfigRecord cannot count an empty list.)
+    (Flower's ConfigRecord cannot count the bytes of an empty list.)
     """
     return json.dumps(list(clients))
 
 
 def decode(text: Any) -> list[ClientId]:
-    """The client ids in a text; what else is in it, or no such text, counts for nothing."""
+    """Decode the client ids in a text from `encode`; items that are no ids, and malformed texts, are ignored."""
     try:
         found = json.loads(text)
     except (TypeError, ValueError, RecursionError):
@@ -246,7 +257,7 @@ def decode(text: Any) -> list[ClientId]:
 
 
 def in_a_row(arrays: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The models that `with_prefix` put together under the prefixes 0, 1, 2 and so on."""
+    """Return the models that `with_prefix` gave the prefixes 0, 1, 2 and so on, in this order."""
     parts = by_prefix(arrays)
     return [parts[str(place)] for place in range(len(parts))]
 

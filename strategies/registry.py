@@ -1,4 +1,4 @@
-"""The methods by name. A method's file says all else of it, and is imported when the method is first asked for."""
+"""The methods by name. Everything else about a method is in its file, which is imported at the method's first use."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from .settings import Setting
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A method: its two halves, and all that others need to know of it. The last thing in the method's file.
+    """A method: its two halves and its properties. A method's file ends with it.
 
     Attributes
     ----------
     title : str
         The method's name as papers write it.
     paper : str
-        Where it comes from.
+        The publication that introduced it.
     travels : str
-        What goes over the wire in a round.
+        What clients and server exchange in a round.
     stays : str
-        What a client keeps from round to round, if anything.
+        What a client keeps from round to round; empty if nothing.
     strategy : type
         The server half, a `PersonalizedStrategy`.
     client : type, optional
@@ -33,13 +33,14 @@ class Method:
     models_travel : bool
         Whether the server sees clients' models.
     mixed_networks : bool
-        Whether clients may have networks that differ.
+        Whether clients may have different networks.
     needs_public_set : bool
-        Whether unlabelled images are needed that all have.
+        Whether the method needs a public set: unlabelled images that all clients have.
     distils : bool
-        Whether the server alone needs them, and the networks: its half takes `models`, `public` and `device`.
+        Whether only the server needs a public set, and the networks: the strategy takes `models`, `public` and
+        `device`.
     any_client : bool
-        Whether a client that only trains the model that it is sent can take part, though our half does more.
+        Whether a client that only trains the received model can take part, although our client half does more.
     """
 
     title: str
@@ -57,20 +58,20 @@ class Method:
 
     @property
     def name(self) -> str:
-        """The strategy's name, by which the method is registered."""
+        """The strategy's name, under which the method is registered."""
         return self.strategy.name
 
     @property
     def needs_our_client(self) -> bool:
-        """Whether clients must be those of `make_client_app`.
+        """True if clients must be made by `make_client_app`.
 
-        An ordinary one, which trains the model that it is sent, would fail, or take part in another method under this
-        one's name. Where no model travels clients are known by their public set.
+        An ordinary client, which only trains the model that it receives, would fail, or would take part in a different
+        method under this method's name. If no model travels, clients are recognised by their public set instead.
         """
         return self.models_travel and self.client is not None and not self.any_client
 
     def __contains__(self, name: object) -> bool:
-        """Whether the method has a setting of this name."""
+        """Return whether the method has a setting of this name."""
         return any(setting.name == name for setting in self.settings)
 
 

@@ -1,7 +1,7 @@
-"""A setting: its name, default, range and meaning, written once; constructor, run config and documents read it here.
+"""Settings: each has its name, default, range and meaning here, for constructors, run configs and documents alike.
 
-A method's own settings are in the method's file. Here are those that methods share: what clients do in local training,
-and how the server runs its rounds.
+A method's own settings are in the method's file. This file has the settings that methods share: those of the clients'
+local training and those of the server's rounds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 
 class Range(NamedTuple):
-    """What is allowed: in words, as a test of a value of the right type, and in the documents' words if they differ."""
+    """Allowed values: in words, as a test of a value of the right type, and in the documents' words if these differ."""
 
     words: str
     holds: Callable[[Any], bool]
@@ -23,7 +23,7 @@ class Range(NamedTuple):
 
 
 def at_least(low: float) -> Range:
-    """Range of numbers from `low` on."""
+    """Range of numbers that are `low` or more."""
     return Range(f"{low:g} or more", lambda value: value >= low)
 
 
@@ -43,7 +43,7 @@ def between(low: float, high: float) -> Range:
 
 
 def one_of(*names: str) -> Range:
-    """Range of these names alone."""
+    """Range of exactly these names."""
     return Range(", ".join(names), lambda value: value in names)
 
 
@@ -59,15 +59,15 @@ class Setting:
     Attributes
     ----------
     name : str
-        As Python's arguments have it: local_epochs.
+        The name of the Python argument: local_epochs.
     default : bool, int, float or str
     allowed : Range
     meaning : str
-        In a phrase, for the table of settings.
+        A phrase for the table of settings.
     kind : str
-        Its types, "float" or "float | str"; that of the default if left out.
+        Its types, such as "float" or "float | str"; by default the type of `default`.
     trial : bool, int, float or str
-        For the conformance suite, which trains small models on a few samples; the default if left out.
+        Value for the conformance suite, which trains small models on a few samples; by default `default`.
     """
 
     name: str
@@ -115,16 +115,16 @@ class Setting:
         return kind.__name__ in self.kind.split(" | ")
 
     def read(self, config: Mapping[str, Any]) -> Any:
-        """Return the value in a message's settings; the default if it is not among them."""
+        """Return the setting's value in a message's config; the default if it is missing."""
         return config.get(self.key, self.default)
 
     def parse(self, text: str) -> Any:
-        """Return the value that a text says; text that is of none of the setting's types stays text."""
+        """Parse a text as one of the setting's types; a text that fits none of them is returned unchanged."""
         return parse(text, self.kind)
 
 
 def parse(text: str, kind: str) -> bool | int | float | str:
-    """Read a value as one of the types in `kind`, as `Setting.kind` names them; text of none of them stays text."""
+    """Parse a text as one of the types in `kind` (see `Setting.kind`); return it unchanged if it fits none."""
     kinds = kind.split(" | ")
     if "bool" in kinds and text.lower() in ("true", "false"):
         return text.lower() == "true"
@@ -138,19 +138,19 @@ def parse(text: str, kind: str) -> bool | int | float | str:
 
 
 def kebab(name: str) -> str:
-    """The name of a setting outside Python: local-epochs."""
+    """Return the name of a setting outside Python: local-epochs."""
     return name.replace("_", "-")
 
 
-# What people call settings that they know from elsewhere.
-CALLED_ELSEWHERE = {"lr": "learning-rate", "bs": "batch-size", "epochs": "local-epochs", "steps": "local-steps"}
+# Common names of settings in other libraries.
+COMMON_NAMES = {"lr": "learning-rate", "bs": "batch-size", "epochs": "local-epochs", "steps": "local-steps"}
 
 
 def meant_by(key: str, known: Iterable[str]) -> str | None:
-    """Return the known name that somebody probably meant; None if none is close."""
+    """Return the known name that a misspelt key probably means; None if none is close."""
     names = list(known)
-    if CALLED_ELSEWHERE.get(key) in names:
-        return CALLED_ELSEWHERE[key]
+    if COMMON_NAMES.get(key) in names:
+        return COMMON_NAMES[key]
     close = get_close_matches(kebab(key), names, n=1, cutoff=0.7)
     return close[0] if close else None
 
@@ -159,32 +159,32 @@ SEED = Setting("seed", 0, at_least(0), "seed of everything random: data, samplin
 
 # --- Local training -----------------------------------------------------------------------------------
 
-LOCAL_EPOCHS = Setting("local_epochs", 5, at_least(0), "epochs of local training a round; 0: local-steps steps instead")
+LOCAL_EPOCHS = Setting(
+    "local_epochs", 5, at_least(0), "epochs of local training per round; 0: local-steps steps instead"
+)
 LOCAL_STEPS = Setting(
     "local_steps",
     50,
     at_least(1),
-    "steps of local training a round, each on images drawn at random (tau): always with PerFed-CKT, else where "
+    "steps of local training per round (tau), each on images drawn at random: always with PerFed-CKT, else if "
     "local-epochs is 0",
     trial=10,
 )
-BATCH_SIZE = Setting("batch_size", 10, at_least(1), "images a step")
+BATCH_SIZE = Setting("batch_size", 10, at_least(1), "images per step")
 OPTIMIZER = Setting("optimizer", "adam", one_of("adam", "sgd"), "local optimiser")
 LEARNING_RATE = Setting("learning_rate", 0.002, above(0), "step size of the local optimiser", trial=0.1)
 MOMENTUM = Setting("momentum", 0.0, within(0, 1), "momentum of sgd")
 PRECISION = Setting(
     "precision", "float32", one_of("float32", "bfloat16"), "arithmetic of local training; bfloat16 by autocast"
 )
-DEVICE = Setting(
-    "device", "auto", one_of("auto", "cpu", "cuda"), "where clients train; auto: the GPU where there is one"
-)
+DEVICE = Setting("device", "auto", one_of("auto", "cpu", "cuda"), "where clients train; auto: the GPU if there is one")
 
 TRAINING = (SEED, LOCAL_EPOCHS, LOCAL_STEPS, BATCH_SIZE, OPTIMIZER, LEARNING_RATE, MOMENTUM, PRECISION, DEVICE)
-"""What clients need for local training: it goes with every message."""
+"""The settings of local training, which every message holds."""
 
 # --- The server's rounds ------------------------------------------------------------------------------
 
-WAIT_TIMEOUT = Setting("wait_timeout", 300.0, above(0), "seconds to wait for them before the run ends")
+WAIT_TIMEOUT = Setting("wait_timeout", 300.0, above(0), "seconds to wait for enough clients before the run ends")
 QUORUM = Setting(
     "quorum",
     0.5,
@@ -192,35 +192,37 @@ QUORUM = Setting(
         "a share, more than 0 and up to 1, or a whole number",
         lambda value: 0 < value <= 1 or (value > 1 and value == int(value)),
     ),
-    "real machines: clients that have answered, as a share of those asked (up to 1) or as a number, after which "
-    "the others have only grace seconds more; 1: all",
+    "real machines: clients, as a share of those asked (up to 1) or as a number; once so many have answered, the "
+    "others have only grace seconds more; 1: wait for all",
 )
-GRACE = Setting("grace", 600.0, at_least(0), "real machines: seconds that a round waits for others after its quorum")
+GRACE = Setting(
+    "grace", 600.0, at_least(0), "real machines: seconds that a round waits for the other clients after its quorum"
+)
 MAX_STRIKES = Setting(
     "max_strikes",
     3,
     at_least(0),
-    "rounds in a row in which a client's reply was refused or did not come, after which it is left out for as many "
+    "rounds in a row in which a client's reply was refused or did not come, after which it is excluded for as many "
     "rounds; 0: never",
 )
 MAX_UPDATE_NORM = Setting(
     "max_update_norm",
     0.0,
     at_least(0),
-    "L2 norm, over the parameters, above which a client's update is refused; 0: no bound. PerFed-CKT, whose clients "
-    "send probabilities, has none",
+    "L2 norm, over the parameters, above which a client's update is refused; 0: no bound. Without effect in "
+    "PerFed-CKT, whose clients send probabilities",
 )
 MAX_EMPTY_ROUNDS = Setting(
     "max_empty_rounds", 5, at_least(1), "rounds in a row without a usable answer after which the run ends"
 )
 
 ROUNDS = (SEED, WAIT_TIMEOUT, QUORUM, GRACE, MAX_STRIKES, MAX_UPDATE_NORM, MAX_EMPTY_ROUNDS)
-"""Arguments of every strategy that are settings of a run by the same name."""
+"""Arguments of every strategy that are also settings of a run, under the same names."""
 
 STORE = Setting(
     "store",
     "memory",
     one_of("memory", "disk"),
     "where the server keeps all clients' models; disk: in a file in $XDG_STATE_HOME/kindred (~/.local/state/kindred), "
-    "with memory for the clients of a round alone",
+    "so that memory holds only the models of a round's clients",
 )

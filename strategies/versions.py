@@ -1,7 +1,7 @@
 """The version of this package, and the one version of Flower that it works with.
 
-Flower's documented interfaces change little. These places use what it does not document; each test named here fails
-first when Flower changes it:
+Flower's documented interfaces rarely change. The places below use undocumented ones; the test named beside each is the
+first to fail when Flower changes it:
 
 | what | where | test |
 | --- | --- | --- |
@@ -26,14 +26,14 @@ FLOWER = "1.41.0"
 
 
 def mismatch(theirs: object, who: str, here: str) -> str | None:
-    """Say how the version of another machine differs from the one here; None where it is the same.
+    """Describe how the version of another machine differs from the one here; None if it is the same.
 
     Parameters
     ----------
     theirs : object
-        What the other machine reported; None where it reported nothing, as before 0.2.0.
+        The version that the other machine reported; None if it reported none, as versions before 0.2.0 do.
     who, here : str
-        The other machine and this one, as the message names them: "the server", "this client".
+        Names of the other machine and of this one for the message: "the server", "this client".
     """
     if theirs == VERSION:
         return None
@@ -43,12 +43,12 @@ def mismatch(theirs: object, who: str, here: str) -> str | None:
 
 @functools.cache
 def check_flower() -> None:
-    """Refuse another version of Flower than the one that this package works with.
+    """Raise ImportError unless the installed Flower is the version that this package works with.
 
     Raises
     ------
     ImportError
-        Another version is installed; the text is one line that says which, and what to do.
+        Another version is installed; the message, one line, says which, and what to do.
     """
     installed = metadata.version("flwr")
     if installed != FLOWER:

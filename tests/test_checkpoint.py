@@ -180,7 +180,7 @@ def test_a_checkpoint_that_is_damaged_is_noticed_and_the_one_before_it_used(
     config = config_of(tmp_path, name, resume=str(folder))
     run(InlineGrid(client_app, CLIENTS, config.run_config()), config)
     assert f"{last} is damaged" in caplog.text
-    assert "goes on after round 2" in caplog.text
+    assert "resumes after round 2" in caplog.text
     assert kept(folder) == whole(name, {})
 
 
@@ -296,10 +296,10 @@ def test_a_checkpoint_that_cannot_be_written_is_tried_again_after_the_next_round
             checkpoints.save(6, state)
     (said,) = (record.message for record in caplog.records)
     reason = "File too large" if moment == "in the middle" else "No space left on device"
-    before = "cannot be gone on with" if moment == "mkdir" else "can be gone on with from round 4"
+    before = "cannot be resumed" if moment == "mkdir" else "can be resumed from round 4"
     assert said == (
-        f"kindred: round 6 could not be saved in {checkpoints.folder} ({reason}): the run goes on, and "
-        f"tries again after the next round; cut short before that, it {before}"
+        f"kindred: round 6 could not be saved in {checkpoints.folder} ({reason}): the run continues, and "
+        f"tries again after the next round; if interrupted before that, it {before}"
     )
     if moment != "mkdir":
         assert rounds_in(checkpoints) == [3]  # and nothing else
@@ -378,7 +378,9 @@ def test_a_run_whose_clients_have_lost_their_models_does_not_go_on_with_new_ones
     folder = interrupted(config_of(tmp_path / "results", "perfed-ckt"), answers=4 * CLIENTS)
     config = config_of(tmp_path, "perfed-ckt", resume=str(folder))
     moved = default_root().rename(tmp_path / "moved")
-    with pytest.raises(ConfigError, match=f"^resume is '{folder}': what its clients kept is not in {default_root()}"):
+    with pytest.raises(
+        ConfigError, match=f"^resume is '{folder}': the saved state of its clients is not in {default_root()}"
+    ):
         run(InlineGrid(client_app, CLIENTS, config.run_config()), config)
     moved.rename(default_root())
     run(InlineGrid(client_app, CLIENTS, config.run_config()), config)

@@ -146,7 +146,7 @@ def test_an_ordinary_client_takes_no_part_in_what_it_cannot_do(name, has_name) -
     with pytest.raises(
         TooFewClients,
         match=re.escape(
-            f"client 1001: its ClientApp knows no {REGISTRY[name].title}; that of kindred.make_client_app does"
+            f"client 1001: its ClientApp does not support {REGISTRY[name].title}; use that of kindred.make_client_app"
         ),
     ):
         run(name, InlineGrid(app, CLIENTS))
@@ -359,11 +359,11 @@ def test_a_bad_model_counts_like_no_reply_and_says_why(name, damage, reason) -> 
         (_nan, "refused: array '0/layer.weight' has values that are not finite"),
         (_shape, "refused: array 'layer.weight' is float32 (2, 3), expected float32 (2, 2)"),
         (_double, "refused: array 'layer.weight' is float64 (2, 2), expected float32 (2, 2)"),
-        (_extra, "refused: arrays 'backdoor' are of no model that was sent"),
+        (_extra, "refused: arrays 'backdoor' belong to no model that was sent"),
         (_giant, f"refused: array '0/layer.weight' declares {2**62} bytes but carries 4"),
         (_no_examples, "refused: num-examples is 0, allowed: 1 to 1000000000000"),
         (_few_losses, "refused: its losses are [0.5], expected 3 numbers up to 1e+12"),
-        (_again_a_model, "refused: it holds a model where an update is due"),
+        (_again_a_model, "refused: it holds a model where an update is expected"),
     ],
 )
 def test_bad_updates_count_like_no_reply_and_say_why(damage, reason) -> None:

@@ -240,7 +240,7 @@ def test_what_cannot_be_captured_is_trained_as_without_and_tried_once(capture, m
     made.append(message(model, 3, 11))  # another kind of step of the same module
     assert len(tried) == 1
     assert log_lines == [
-        "kindred: a step of Sequential cannot be a CUDA graph, so it stays as it is: operation not permitted"
+        "kindred: a step of Sequential cannot be captured as a CUDA graph and runs without one: operation not permitted"
     ]
     monkeypatch.delitem(graphs.CAPTURE, "cpu")
     for seed, one in zip((1, 2), made):

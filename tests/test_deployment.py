@@ -401,7 +401,7 @@ def test_a_registered_key_has_its_name_and_no_other_and_runs_know_all_registered
     assert json.loads(names.read_text()) == ["0", "1", "2", "eve", "zurich"]
     _, results = real.finish_run()
     assert {row["client"] for row in read_table(results / "history.csv")} == set(CLIENTS)
-    reason = "it says it is client zurich, but its key is registered as eve"
+    reason = "its client id is zurich, but its key is registered as eve"
     assert f" takes no part: {reason}" in real.said("run")
     real.wait_for("zurich", f"kindred: the server says of this site: {reason}")
     assert real.end("zurich") == {"zurich": 0}

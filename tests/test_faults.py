@@ -430,7 +430,7 @@ def test_a_name_stays_with_the_node_that_had_it_first(caplog) -> None:
     strategy.start(grid, initial(), 5, on_round=on_round)
     assert seen == {1: 1003, 2: 1003, 3: 1003, 4: 1001, 5: 1001}
     said = [line for line in caplog.messages if "takes no part" in line]
-    assert said == ["kindred: node 1001 takes no part: it says it is client lyon, as node 1003 does"]
+    assert said == ["kindred: node 1001 takes no part: its client id is lyon, which node 1003 already has"]
 
 
 class Registered(Present):
@@ -448,7 +448,7 @@ class Registered(Present):
     ("registered", "owner_in_round_3", "said"),
     [
         (["lyon", "oslo", "eve"], None, "but its key is registered as eve"),
-        (["lyon", "oslo", ""], None, "a name that is kept for the key registered under it"),
+        (["lyon", "oslo", ""], None, "a name reserved for the key registered under it"),
         (["", "oslo", ""], 1003, None),  # nobody knows who comes back
     ],
 )
@@ -464,7 +464,7 @@ def test_the_name_of_a_registered_node_waits_for_it(registered, owner_in_round_3
     strategy.start(grid, initial(), 4, on_round=on_round)
     assert seen == {1: 1001, 2: 1001, 3: owner_in_round_3, 4: 1001}
     warnings = {line for line in caplog.messages if "takes no part" in line}
-    assert warnings == ({f"kindred: node 1003 takes no part: it says it is client lyon, {said}"} if said else set())
+    assert warnings == ({f"kindred: node 1003 takes no part: its client id is lyon, {said}"} if said else set())
 
 
 def test_a_registered_key_has_its_name_and_no_other(caplog) -> None:
@@ -483,7 +483,7 @@ def test_a_registered_key_has_its_name_and_no_other(caplog) -> None:
     strategy.start(grid, initial(), 3, on_round=on_round)
     assert seen == {1: None, 2: 1002, 3: 1004}
     assert [line for line in caplog.messages if "takes no part" in line] == [
-        "kindred: node 1001 takes no part: it says it is client lyon, but its key is registered as eve"
+        "kindred: node 1001 takes no part: its client id is lyon, but its key is registered as eve"
     ]
 
 
@@ -502,7 +502,7 @@ def test_a_name_that_is_none_is_not_taken(name, caplog) -> None:
     strategy = Local()
     strategy.start(InlineGrid(named_app([name, "oslo"]), 2), initial(), 1)
     assert strategy.clients() == [1001, "oslo"]
-    assert any(line.startswith("kindred: node 1001 calls itself") for line in caplog.messages)
+    assert any(line.startswith("kindred: the client id of node 1001 is") for line in caplog.messages)
 
 
 def test_a_reply_of_another_node_is_refused_without_a_strike() -> None:
@@ -752,9 +752,9 @@ def test_a_client_that_is_refused_time_and_again_is_left_out_for_a_while(caplog)
     assert strategy.roster.state() == {"strikes": {}, "resting": {}, "kept-names": set()}
     said = [line for line in caplog.messages if "1002" in line and "goes on without" not in line]
     assert said == [
-        "kindred: client 1002 is left out of the next 2 rounds: no usable reply in 2 rounds in a row",
+        "kindred: client 1002 is excluded from the next 2 rounds: no usable reply in 2 rounds in a row",
         "kindred: client 1002 may take part again, from round 5",
-        "kindred: client 1002 is left out of the next 3 rounds: no usable reply in 3 rounds in a row",
+        "kindred: client 1002 is excluded from the next 3 rounds: no usable reply in 3 rounds in a row",
         "kindred: client 1002 may take part again, from round 9",
     ]
 
@@ -904,7 +904,7 @@ def test_a_dead_worker_ends_a_simulation_and_is_called_so(when) -> None:
             return replies
 
     strategy = Local()
-    with pytest.raises(WorkerDied, match="for want of memory.*ActorDiedError") as ended:
+    with pytest.raises(WorkerDied, match="for lack of memory.*ActorDiedError") as ended:
         strategy.start(Dying(named_app(["a", "b"]) if when.startswith("query") else plain_app(), 2), initial(), 4)
     assert "\n" not in str(ended.value)
     assert [line["round"] for line in strategy.history.rounds] == ([] if when.startswith("query") else [1])
@@ -923,7 +923,7 @@ def test_a_worker_that_is_killed_ends_a_simulation_in_the_engine(tmp_path) -> No
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
         said = [line for line in iter(run.stdout.readline, "") if kill_a_worker(run.pid, line)]
     assert run.returncode == 1
-    assert said[-1].startswith("kindred: WorkerDied: a process in which clients of the simulation work died"), said
+    assert said[-1].startswith("kindred: WorkerDied: a worker process of the simulation died"), said
     (folder,) = (tmp_path / "results").iterdir()
     assert list((folder / "checkpoints").iterdir())
 

@@ -291,5 +291,5 @@ def test_a_bad_setting_is_named(settings, message) -> None:
 
 
 def test_a_network_of_the_mixed_layers_alone_is_refused() -> None:
-    with pytest.raises(ValueError, match="head_layers is 3, allowed: 1 to 2, for the model has 3 layers"):
+    with pytest.raises(ValueError, match="head_layers is 3, allowed: 1 to 2, because the model has 3 layers"):
         run(FedALA(head_layers=3))

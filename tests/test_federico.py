@@ -915,19 +915,19 @@ WEIGHT, BIAS = np.ones((2, 4), np.float32), np.ones(2, np.float32)
 @pytest.mark.parametrize(
     ("damage", "reason", "server_round"),
     [
-        (arrays(at3_weight=WEIGHT), "arrays '3' are of no model that was sent", 2),
-        (arrays(at00_weight=WEIGHT), "arrays '00' are of no model that was sent", 2),
-        (arrays(other_weight=WEIGHT), "arrays 'other' are of no model that was sent", 2),
+        (arrays(at3_weight=WEIGHT), "arrays '3' belong to no model that was sent", 2),
+        (arrays(at00_weight=WEIGHT), "arrays '00' belong to no model that was sent", 2),
+        (arrays(other_weight=WEIGHT), "arrays 'other' belong to no model that was sent", 2),
         (arrays(at0_weight=WEIGHT.T.copy()), "array 'weight' is float32 (4, 2), expected float32 (2, 4)", 2),
         (arrays(at1_bias=BIAS.astype(np.float64)), "array 'bias' is float64 (2,), expected float32 (2,)", 2),
         (arrays(at0_backdoor=BIAS), "array 'backdoor' is not part of the model", 2),
         (arrays(at2_bias=BIAS * np.nan), "array '2/bias' has values that are not finite", 2),
         (arrays(at2_bias=np.full_like(BIAS, 1e20)), "array '2/bias' holds 1e+20, allowed: up to 1e+15", 2),
         (arrays(at2_bias=np.full_like(BIAS, -2e15)), "array '2/bias' holds 2e+15, allowed: up to 1e+15", 2),
-        (arrays(model_weight=WEIGHT, model_bias=BIAS), "it holds a model where an update is due", 2),
+        (arrays(model_weight=WEIGHT, model_bias=BIAS), "it holds a model where an update is expected", 2),
         (arrays(model_weight=None, model_bias=None), "its model is missing", 1),
         (arrays(model_bias=None), "array 'bias' is missing", 1),
-        (arrays(at1_weight=WEIGHT), "arrays '1' are of no model that was sent", 1),
+        (arrays(at1_weight=WEIGHT), "arrays '1' belong to no model that was sent", 1),
     ],
 )
 def test_what_is_not_an_update_of_a_model_at_hand_is_refused(damage, reason, server_round) -> None:
@@ -1317,7 +1317,9 @@ def test_the_buffers_of_a_model_are_its_owners_alone_to_change() -> None:
 
     strategy = run(FaultyGrid(APPS[normalised], CLIENTS, fate), 3, normalised)
     (row,) = [row for row in strategy.history.rows if row["status"] != "ok"]
-    assert (row["round"], row["client"]) == (2, 3) and "running_var' is the owner's alone to change" in row["status"]
+    assert (row["round"], row["client"]) == (2, 3) and "running_var' may be changed by the model's owner alone" in row[
+        "status"
+    ]
 
 
 class Tied(nn.Module):

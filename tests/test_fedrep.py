@@ -298,5 +298,5 @@ def test_a_bad_setting_is_named(settings, message) -> None:
 
 
 def test_a_network_without_a_body_is_refused() -> None:
-    with pytest.raises(ValueError, match="head_layers is 3, allowed: 1 to 2, for the model has 3 layers"):
+    with pytest.raises(ValueError, match="head_layers is 3, allowed: 1 to 2, because the model has 3 layers"):
         run(FedRep(head_layers=3))

@@ -100,11 +100,11 @@ def test_a_message_holds_the_models_that_there_are_by_place() -> None:
     update = {"weight": np.zeros(2, np.float32)}
     new = with_prefix(NEW_MODEL, model(0, 0, 0))  # which b owes
     assert sent.mismatch("b", {**new, **with_prefix(0, model(0, 0, 0)), **with_prefix(1, update)}) is None
-    owners_alone = "array 'running_mean' is the owner's alone to change"
+    owners_alone = "array 'running_mean' may be changed by the model's owner alone"
     assert sent.mismatch("b", {**new, **with_prefix(1, model(0, 0, 0))}) == owners_alone
     assert sent.mismatch("b", with_prefix(1, update)) == "its model is missing"
-    assert sent.mismatch("a", with_prefix(1, update)) == "arrays '1' are of no model that was sent"
-    assert sent.mismatch("a", new) == "it holds a model where an update is due"
+    assert sent.mismatch("a", with_prefix(1, update)) == "arrays '1' belong to no model that was sent"
+    assert sent.mismatch("a", new) == "it holds a model where an update is expected"
 
 
 def test_the_norm_of_updates_is_the_largest_one_of_their_parameters() -> None:

@@ -248,7 +248,7 @@ def test_a_bad_name_in_a_setting_is_named(text, bad):
     with pytest.raises(ValueError) as refused:
         parse_models(text)
     assert str(refused.value) == (
-        f"model is {text!r}, where {bad!r} cannot stand; "
+        f"model is {text!r}, where {bad!r} is not valid; "
         f"allowed: auto alone, or any of {', '.join(MODELS)}, each once, separated by commas"
     )
 

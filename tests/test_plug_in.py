@@ -197,7 +197,7 @@ def test_a_method_of_the_table_runs_as_written(task, expression, clients, result
     if clients == "any":
         assert len(start(app).history.last_accuracies()) == 3
     else:
-        with pytest.raises(TooFewClients, match="that of kindred.make_client_app does"):
+        with pytest.raises(TooFewClients, match="use that of kindred.make_client_app"):
             start(app)
 
 

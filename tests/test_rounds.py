@@ -52,7 +52,7 @@ def test_the_second_node_with_a_taken_name_is_left_out(caplog) -> None:
     strategy = Local()
     strategy.start(InlineGrid(app, 3), initial(), 1)
     assert [row["client"] for row in strategy.history.rows] == [1, 2]
-    assert "kindred: node 1002 takes no part: it says it is client 1, as node 1001 does" in caplog.messages
+    assert "kindred: node 1002 takes no part: its client id is 1, which node 1001 already has" in caplog.messages
 
 
 class Leaving(InlineGrid):

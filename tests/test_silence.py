@@ -367,7 +367,7 @@ def test_what_is_put_right_while_a_run_waits_is_noticed(monkeypatch, caplog) -> 
     assert (
         "kindred: waiting for clients: 2 of 3 can take part (min_available_nodes); client 1: it has no training sample"
     ) in caplog.messages
-    assert "kindred: client 1 takes part now, and did not because: it has no training sample" in caplog.messages
+    assert "kindred: client 1 takes part now; excluded before: it has no training sample" in caplog.messages
     assert caplog.messages.count("kindred: client 1 takes no part: it has no training sample") == 1
     assert (
         set(grid.refusals) == {(1002, "it has no training sample")} and len(grid.refusals) >= 2
@@ -413,7 +413,7 @@ def test_a_client_is_told_why_its_reply_is_not_used(monkeypatch) -> None:
     assert grid.refusals == [
         (1002, f"its reply in round 1 {reason}"),
         (1002, f"its reply in round 2 {reason}"),
-        (1002, "left out of the next 2 rounds: no usable reply in 2 rounds in a row"),
+        (1002, "excluded from the next 2 rounds: no usable reply in 2 rounds in a row"),
     ]
 
 
@@ -473,5 +473,5 @@ def test_a_run_says_for_whom_it_waits_before_there_are_nodes_enough(monkeypatch,
 def test_a_roster_says_who_is_missing_of_those_it_knows() -> None:
     roster = Roster(2, 1.0, 3)
     roster.restore({"strikes": {}, "resting": {}, "kept-names": {"oslo", "lyon"}})
-    missing = roster._who_is_missing(InlineGrid(plain_app(), 0), [])
+    missing = roster._missing_clients(InlineGrid(plain_app(), 0), [])
     assert missing == "; client lyon is not connected; client oslo is not connected"

@@ -195,7 +195,7 @@ def test_a_file_that_does_not_say_whose_it_is_counts_for_nobody(root, caplog, ab
     (other := root / "run-1" / "client-8" / "model.safetensors").parent.mkdir()
     safetensors.numpy.save_file({"a": np.zeros(3)}, other, about)
     assert list(saved_files(1, "model")) == [7]
-    assert caplog.messages == [f"kindred: {other} does not say whose it is, and is left out"]
+    assert caplog.messages == [f"kindred: {other} does not name its client and is skipped"]
 
 
 def test_a_simulation_that_is_over_can_be_removed_at_once(root) -> None:
@@ -255,7 +255,7 @@ def test_what_was_asked_before_the_server_went_back_comes_late_too() -> None:
     assert train(2, keep_from=1, attempt=2) == 1
     for r in (2, 3):
         late = state_in(r, 1, attempt=1)
-        with pytest.raises(ValueError, match=f"round {r} is over: .* is of round 2, of the run as it was gone on with"):
+        with pytest.raises(ValueError, match=f"round {r} is over: .* is of round 2 of the resumed run"):
             late.save("model", {"w": np.array([9])})
     assert train(3, keep_from=1, attempt=2) == 2
 
@@ -488,7 +488,7 @@ def test_a_simulation_goes_on_with_what_its_clients_kept_or_not_at_all(root, tmp
     checkpoints = tmp_path / "checkpoints"
     checkpoints.mkdir()
     (checkpoints / "round-0001-abc.npz").touch()
-    with pytest.raises(NotResumable, match=f"what its clients kept is not in {root}/run-1"):
+    with pytest.raises(NotResumable, match=f"the saved state of its clients is not in {root}/run-1"):
         begin_simulation(1, checkpoints, goes_on=True)
     assert not root.exists()
     begin_simulation(1, checkpoints)
@@ -502,7 +502,7 @@ def test_a_simulation_goes_on_with_what_its_clients_kept_or_not_at_all(root, tmp
     begin_simulation(2)
     with open(mark) as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(NotResumable, match="another process is at work on it"):
+        with pytest.raises(NotResumable, match="another process is running it"):
             begin_simulation(1, moved, goes_on=True)
 
 

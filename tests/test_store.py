@@ -15,7 +15,7 @@ import pytest
 from kindred import REGISTRY, Local
 from kindred.client.state import default_root
 from kindred.engine import model_store as store
-from kindred.engine.model_store import BLOCK, ClientModels, Layout, let_go
+from kindred.engine.model_store import BLOCK, ClientModels, Layout, release_pages
 from kindred.fedamp import cosines, squared_distances
 from kindred.messages import in_order, read_record
 
@@ -172,7 +172,7 @@ def test_a_file_takes_no_memory_beyond_what_is_at_work() -> None:
     rows = models.state()["rows"]
     rows.sum()
     taken = resident().rss
-    let_go(rows)
+    release_pages(rows)
     assert taken - resident().rss > 60e6
 
 

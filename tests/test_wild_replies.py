@@ -237,7 +237,7 @@ def test_an_introduction_that_cannot_be_used_is_refused_with_a_reason(about, rea
         admit_introduction(RecordDict({"config": ConfigRecord(about)}))
 
 
-# --- Exceptions that nobody foresaw ---------------------------------------------------------------------
+# --- Unexpected exceptions ------------------------------------------------------------------------------
 
 
 class Raising(Local):
@@ -295,10 +295,10 @@ def test_an_exception_costs_that_reply_or_round_and_not_the_run(where, statuses,
         assert strategy.history.left_out == {1002: "its introduction cannot be used (KeyError: 'nobody foresaw this')"}
     elif where == "end_round":
         said = next(line for line in caplog.messages if "round 2 could not be ended" in line)
-        assert said.startswith("kindred: round 2 could not be ended (KeyError: 'nobody foresaw this'): what its ")
+        assert said.startswith("kindred: round 2 could not be ended (KeyError: 'nobody foresaw this'): changes ")
         assert "in end_round" in said  # where
     if where in ("inspect", "take", "take_evaluation"):
-        said = [line for line in caplog.messages if "nobody foresaw, KeyError" in line]
+        said = [line for line in caplog.messages if "unexpected exception KeyError" in line]
         assert len(said) == 1 and f"in {where}" in said[0]  # once, though it is raised in every round
 
 
@@ -329,7 +329,8 @@ def test_a_mean_that_raises_costs_the_mean_of_that_round(caplog) -> None:
     result = strategy.start(InlineGrid(plain_app(), 2), initial(), 2)
     assert result.train_metrics_clientapp == {} and sorted(result.evaluate_metrics_clientapp) == [1, 2]
     assert (
-        "kindred: the metrics of round 2 have no mean: mean_of_losses raised ValueError: no losses" in caplog.messages
+        "kindred: the metrics of round 2 could not be aggregated: mean_of_losses raised ValueError: no losses"
+        in caplog.messages
     )
 
 

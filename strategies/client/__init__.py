@@ -1,1 +1,1 @@
-"""The client's side of every method: data, training and state of one client."""
+"""The client code that all methods share: data, training and state of one client."""

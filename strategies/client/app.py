@@ -1,4 +1,4 @@
-"""The client's side: a complete ClientApp for every method, from a function that loads a site."""
+"""The ClientApp that takes part in every method, made from a function that loads a site."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def make_client_app(load_site: LoadSite) -> ClientApp:
     Parameters
     ----------
     load_site : callable
-        Given Flower's Context of a client, returns its `Site`. Called once per client and process.
+        Given Flower's Context of a client, returns the client's `Site`. Called once per client and process.
 
     Returns
     -------
@@ -64,10 +64,10 @@ def make_client_app(load_site: LoadSite) -> ClientApp:
     """
     app = ClientApp()
 
-    def work(message: Message, context: Context, what: str) -> Message:
+    def work(message: Message, context: Context, task: str) -> Message:
         visit = _visit(load_site, message, context)
         with visit.state.locked() if visit.is_site else contextlib.nullcontext():
-            content = getattr(_half(visit), what)(visit)
+            content = getattr(_client_half(visit), task)(visit)
         content[METRICS].update(visit.compute)
         return Message(content, reply_to=message)
 
@@ -75,7 +75,7 @@ def make_client_app(load_site: LoadSite) -> ClientApp:
     def identity(message: Message, context: Context) -> Message:
         asked = dict(records_of(message.content, ConfigRecord)[0]) if message.content.config_records else {}
         about = introduction_of(load_site, context, asked.get(VERSION_KEY))
-        if PROBLEM in about and STATE_DIR in context.node_config:  # a site's operator can put it right
+        if PROBLEM in about and STATE_DIR in context.node_config:  # a site's operator can fix it
             log(ERROR, "kindred: this site takes no part: %s", first_line(str(about[PROBLEM])))
         return Message(RecordDict({CONFIG: ConfigRecord(about)}), reply_to=message)
 
@@ -97,7 +97,7 @@ def make_client_app(load_site: LoadSite) -> ClientApp:
 
 
 def introduction_of(load_site: LoadSite, context: Context, server_version: object = VERSION) -> dict[str, Any]:
-    """Return a client's introduction: its id, its amount of data, and the methods and network that it has."""
+    """Return a client's introduction: its id, number of samples, methods and network (see `messages`)."""
     about: dict[str, Any] = {CLIENT_ID: client_id(context), METHODS: list(REGISTRY), VERSION_KEY: VERSION}
     if differs := mismatch(server_version, "the server", "this client"):
         return {CLIENT_ID: about[CLIENT_ID], PROBLEM: differs}
@@ -113,12 +113,12 @@ def introduction_of(load_site: LoadSite, context: Context, server_version: objec
             about[NETWORK] = site.about["model"]
         if site.public is not None:
             about |= {PUBLIC_SET: site.fingerprint, NUM_PUBLIC: len(site.public)}
-    except Exception as error:  # it still has a name
+    except Exception as error:  # the client's id is known all the same
         return {CLIENT_ID: about[CLIENT_ID], PROBLEM: f"{type(error).__name__}: {error}"}
     return about
 
 
-def _half(visit: Visit) -> Any:
+def _client_half(visit: Visit) -> Any:
     method = REGISTRY.get(str(visit.config.get(METHOD)))
     return (method.client if method else None) or LocalTraining
 
@@ -132,7 +132,7 @@ def _visit(load_site: LoadSite, message: Message, context: Context) -> Visit:
     client = client_id(context)
     run, server_round = str(config.get(RUN, context.run_id)), int(config.get(SERVER_ROUND, 0))
     check(RUN, run, run.isascii() and run.isdecimal(), "a number")  # it becomes part of a path
-    repeats = ATTEMPT in config  # the server tells which state a round starts from
+    repeats = ATTEMPT in config  # the server says which state a round starts from
     evaluates = message.metadata.message_type == MessageType.EVALUATE
     state = ClientState(
         int(run),
@@ -149,7 +149,7 @@ def _visit(load_site: LoadSite, message: Message, context: Context) -> Visit:
 
 
 def _num_classes(site: Site) -> int:
-    """The classes of a site's network, once it has taken an image; ValueError where a label is none of them."""
+    """Return the number of classes that a site's network gives for an image; ValueError if a label is none of them."""
     x, y = site.train
     if not len(y):
         return 0

@@ -1,16 +1,17 @@
 """Steps of training as CUDA graphs.
 
-A GPU has done a step of a small network before Python has asked for its kernels, of which there are some hundred. A
-CUDA graph is all of them, recorded from a step as it stands and started by one call.
+A training step of a small network starts some hundred GPU kernels. The GPU computes them faster than Python can start
+them. A CUDA graph records all kernels of a step, and one call starts them all.
 
-A graph reads and writes where the recorded step did: the weights and buffers of one module, which is why it lives as
-long as the module, from message to message; and places of its own, into which each batch is copied, and in which the
-optimiser's memory is. Whatever else the step depends on is recorded with it, so that another learning rate, for
-instance, is another graph: the caller's key names all that.
+A graph reads and writes the same memory as the recorded step. That is the weights and buffers of one module, so the
+graph lives as long as the module, from message to message. It is also memory of the graph's own, into which each batch
+is copied and in which the optimiser's state lies. Everything else that the step depends on is recorded as a constant.
+Another learning rate, for instance, needs another graph; the caller's key names all such values.
 
-A step is captured once the module has taken, or is about to take, `PAYS` of its kind: by then the plain steps have lost
-about as much as a capture costs, so that neither a module that trains briefly, once, nor one that trains forever takes
-more than twice the time of the better way. What cannot be captured is done step by step, as on a CPU.
+A step is captured once the module has taken, or is about to take, `PAYS` steps of its kind. By then the plain steps
+have lost about as much time as a capture costs. So neither a module that trains briefly, once, nor one that trains
+forever takes more than twice the time of the better choice. Steps that cannot be captured run one kernel at a time, as
+without graphs.
 """
 
 from __future__ import annotations
@@ -37,36 +38,36 @@ Step = Callable[..., "Tensor"]
 """Takes a batch's tensors, trains on them and returns the loss."""
 
 PAYS = 200  # steps: a capture takes some tenths of a second, and saves about half a millisecond a step
-GRAPHS_KEPT = 4  # a module; each holds the memory of a step
-COUNTS_KEPT = 256  # a module; more kinds of step than graphs, or their counts would push each other out
-WARM_UP = 3  # steps, as in torch's documentation: libraries set themselves up at their first calls
+GRAPHS_KEPT = 4  # per module; each holds the memory of a step
+COUNTS_KEPT = 256  # per module; far more kinds of step than graphs, so that counts do not push each other out
+WARM_UP = 3  # steps before a capture, as in torch's documentation: libraries initialise at their first calls
 
 
 class Graph:
-    """A step of one module, captured.
+    """A captured step of one module.
 
     Attributes
     ----------
     update : object
-        What the step remembers from batch to batch, at the places where the graph finds it.
+        The step's state from batch to batch, in the memory that the graph uses.
     """
 
     def __init__(self, model: nn.Module, step: Step, update: Any, batch: Sequence[Tensor]) -> None:
         self.update = update
         self._batch = batch
-        # As long as these are held nothing else comes to lie where the graph writes.
+        # While these references exist, nothing else can be allocated in the memory that the graph writes.
         self._tensors = [tensor.detach() for tensor in _tensors(model)]
         self._replay = CAPTURE[batch[0].device.type](lambda: step(*batch))
 
     def __call__(self, *batch: Tensor) -> Tensor:
-        """Take a step on a batch; its loss."""
+        """Take a step on a batch and return its loss."""
         for place, part in zip(self._batch, batch, strict=True):
             place.copy_(part)
         return self._replay().clone()
 
 
 class Graphs:
-    """The graphs of a module, and how often it has taken the steps that have none."""
+    """The graphs of a module, and how often it has taken each kind of step that has no graph."""
 
     def __init__(self) -> None:
         self._graphs: OrderedDict[Hashable, Graph] = OrderedDict()
@@ -78,13 +79,13 @@ class Graphs:
         return len(self._graphs)
 
     def get(self, key: Hashable) -> Graph | None:
-        """The graph of a kind of step, if there is one."""
+        """Return the graph of a kind of step; None if there is none."""
         if key in self._graphs:
             self._graphs.move_to_end(key)
         return self._graphs.get(key)
 
     def pays(self, key: Hashable, count: int) -> bool:
-        """Whether a kind of step that is to be taken so many times more, and has no graph, is to be captured."""
+        """Return whether to capture a kind of step that has no graph and will be taken `count` more times."""
         if self._refused:
             return False
         self._taken[key] = self._taken.pop(key, 0) + count
@@ -94,23 +95,25 @@ class Graphs:
     def capture(
         self, key: Hashable, model: nn.Module, step: Step, update: Any, batch: Sequence[Tensor]
     ) -> Graph | None:
-        """Capture a step; None where that cannot be, of which the log tells once. Nothing else changes.
+        """Capture a step and return its graph; None, with one warning in the log, if that fails.
+
+        The model, `update` and the random state are left unchanged.
 
         Parameters
         ----------
         key : hashable
-            Names what the step depends on besides the values of the model, of `update` and of the batch.
+            Names everything that the step depends on, except the values of the model, of `update` and of the batch.
         step : callable
         update : object
-            What the step remembers, in its `memory`, a list of tensors.
+            The step's state: its `memory` is a list of tensors.
         batch : sequence of tensors
-            Any; those to come have its shapes and types.
+            Any batch with the shapes and types of those to come.
         """
         self._taken.pop(key, None)
         try:
-            with _as_it_was(model, update.memory):
+            with _restoring(model, update.memory):
                 graph = Graph(model, step, update, batch)
-        except Exception as error:  # of whatever kind: if it is the step's own the plain step will raise it
+        except Exception as error:  # of any kind: an error of the step itself will be raised again by the plain step
             self._refused = True
             cause: BaseException = error
             while cause.__context__ is not None:
@@ -118,7 +121,7 @@ class Graphs:
             reason = (str(cause) or type(cause).__name__).partition("\n")[0]
             log(
                 WARNING,
-                "kindred: a step of %s cannot be a CUDA graph, so it stays as it is: %s",
+                "kindred: a step of %s cannot be captured as a CUDA graph and runs without one: %s",
                 type(model).__name__,
                 reason,
             )
@@ -128,7 +131,7 @@ class Graphs:
         return graph
 
     def drop(self) -> None:
-        """Do without the graphs; they are captured anew when they pay again."""
+        """Drop all graphs; they are captured anew once that pays again."""
         self._graphs.clear()
 
 
@@ -136,12 +139,12 @@ graphs_by_module: weakref.WeakKeyDictionary[nn.Module, Graphs] = weakref.WeakKey
 
 
 def graphs_of(model: nn.Module) -> Graphs:
-    """The graphs of a module, which go when it goes: nothing in them refers to it."""
+    """Return the graphs of a module. They are freed with it, because they hold no reference to it."""
     return graphs_by_module.setdefault(model, Graphs())
 
 
 def places(model: nn.Module) -> tuple[Hashable, ...]:
-    """Where a module's values lie, and which are trained: part of every key."""
+    """Return the memory addresses of a module's values and which of these are trained: part of every key."""
     return tuple((tensor.data_ptr(), tensor.requires_grad) for tensor in _tensors(model))
 
 
@@ -150,8 +153,8 @@ def _tensors(model: nn.Module) -> Iterable[Tensor]:
 
 
 @contextlib.contextmanager
-def _as_it_was(model: nn.Module, memory: Sequence[Tensor]) -> Iterator[None]:
-    """Leave a model, what an optimiser remembers and the random state as if nothing had been done with them."""
+def _restoring(model: nn.Module, memory: Sequence[Tensor]) -> Iterator[None]:
+    """Restore a model, an optimiser's state and the random state at the end of the block."""
     tensors = [*_tensors(model), *memory]
     copies = [tensor.detach().clone() for tensor in tensors]
     devices = [tensors[0].device] if tensors[0].is_cuda else []
@@ -166,24 +169,24 @@ def _as_it_was(model: nn.Module, memory: Sequence[Tensor]) -> Iterator[None]:
 
 
 def _capture(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """Record a step on the GPU; what it allocates, the loss among it, stays in the graph's memory."""
+    """Record a step on the GPU; all that it allocates, including the loss, stays in the graph's memory."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     generator = torch.cuda.default_generators[torch.cuda.current_device()]
     usable = generator.clone_state()
     stream.wait_stream(torch.cuda.current_stream())
     try:
-        # Not torch.cuda.graph's alone: it does not leave the stream when a capture fails.
+        # torch.cuda.graph's own stream context is not enough: it does not leave the stream if a capture fails.
         with torch.cuda.stream(stream):
             before = _host_random_state()
             for _ in range(WARM_UP):
                 step()
             if _host_random_state() != before:
-                raise RuntimeError("it draws random numbers on the host, which a graph would not draw anew")
+                raise RuntimeError("it draws random numbers on the host, which a graph would repeat at every step")
             with torch.cuda.graph(graph, stream=stream):
                 loss = step()
     except Exception:
-        # Before torch 2.13 the generator is out of use after a failed capture. The new one is none that the graphs
-        # at hand know.
+        # Before torch 2.13 the generator is unusable after a failed capture. The existing graphs do not know the new
+        # one, so they are dropped.
         generator.graphsafe_set_state(usable)
         for graphs in graphs_by_module.values():
             graphs.drop()
@@ -199,7 +202,7 @@ def _capture(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 
 CAPTURE: dict[str, Callable[[Callable[[], Tensor]], Callable[[], Tensor]]] = {"cuda": _capture}
-"""How a step is captured, by the type of the device; where it cannot be there is none."""
+"""Functions that capture a step, by type of device; a type that is missing has no capture."""
 
 
 def _host_random_state() -> tuple[Any, ...]:

@@ -20,7 +20,7 @@ else:
 
 
 def predict(model: nn.Module, x: Tensor, batch_size: int = 128) -> np.ndarray:
-    """Return the class probabilities that a model gives; it keeps its mode.
+    """Return the class probabilities that a model gives; the model's mode (training or evaluation) is kept.
 
     Parameters
     ----------
@@ -29,7 +29,7 @@ def predict(model: nn.Module, x: Tensor, batch_size: int = 128) -> np.ndarray:
     x : tensor (n, ...)
         Images, on the model's device.
     batch_size : int
-        Images at a time.
+        Images per forward pass.
 
     Returns
     -------
@@ -46,7 +46,7 @@ def predict(model: nn.Module, x: Tensor, batch_size: int = 128) -> np.ndarray:
 
 
 def evaluate(model: nn.Module, x: Tensor, y: Tensor, batch_size: int = 128) -> tuple[float, float]:
-    """Evaluate a model; it keeps its mode.
+    """Return a model's accuracy and loss; the model's mode (training or evaluation) is kept.
 
     Parameters
     ----------
@@ -57,14 +57,14 @@ def evaluate(model: nn.Module, x: Tensor, y: Tensor, batch_size: int = 128) -> t
     y : tensor (n,) of int64
         Labels, on the model's device.
     batch_size : int
-        Images at a time; bounds the memory and does not change the result beyond rounding.
+        Images per forward pass; it bounds the memory and does not change the result beyond rounding.
 
     Returns
     -------
     accuracy : float
         0 to 1.
     loss : float
-        Mean cross-entropy. Both are NaN where there are no samples.
+        Mean cross-entropy. Both are NaN if there are no samples.
     """
     if len(y) == 0:
         return math.nan, math.nan

@@ -25,19 +25,19 @@ from .visit import Visit
 class LocalTraining:
     """The client half of the methods whose clients train the model they receive.
 
-    These are FedAMP and HeurFedAMP (Eq. 6), Local, FedAvg, FedProx and the fine-tuned forms. The weight
-    of the proximal term, the smoothing of labels and the epochs of fine-tuning are in the message.
+    These are FedAMP and HeurFedAMP (Eq. 6), Local, FedAvg, FedProx and their fine-tuned forms. The message holds the
+    weight of the proximal term, the label smoothing and the epochs of fine-tuning.
     """
 
     @staticmethod
     def train(visit: Visit) -> RecordDict:
-        """Train from the received model; the reply holds the trained one and the evaluations of both."""
+        """Train the received model; the reply holds the trained model and the evaluations of both."""
         arrays, metrics = LocalTraining.trained(visit)
         return RecordDict({ARRAYS: to_record(arrays), METRICS: MetricRecord({**metrics})})
 
     @staticmethod
     def trained(visit: Visit) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-        """Return the arrays and metrics of `train`'s reply, for a method that does more with them."""
+        """Return the arrays and metrics of `train`'s reply, for a method that processes them further."""
         model = visit.model()
         metrics = visit.evaluation(RECEIVED, model)
         if FINETUNE_EPOCHS in visit.config:
@@ -53,7 +53,7 @@ class LocalTraining:
 
     @staticmethod
     def evaluate(visit: Visit) -> RecordDict:
-        """Evaluate the received model, or what fine-tuning makes of it, which is then in the reply."""
+        """Evaluate the received model; with fine-tuning, the fine-tuned model, which the reply then holds."""
         model = visit.model()
         content = RecordDict()
         if FINETUNE_EPOCHS in visit.config:

@@ -1,8 +1,8 @@
-"""The networks of the papers, by name, and which of several a client gets.
+"""The networks of the papers, by name, and the choice of a client's network among several.
 
-Each factory takes the images' shape (channels, height, width) and the number of classes, and returns a
-module that maps images (n, c, h, w) to logits (n, classes). In those written here pooling comes before
-ReLU: the function is the same and ReLU works on a quarter of the values.
+Each factory takes the images' shape (channels, height, width) and the number of classes. It returns a
+module that maps images (n, c, h, w) to logits (n, classes). In the networks written here pooling comes before
+ReLU: the function is the same, and ReLU processes a quarter of the values.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kindred.lazy import lazy
 from kindred.messages import check
 from kindred.torchvision_import import import_torchvision
 
-if TYPE_CHECKING:  # reading the names of the models must not wait for PyTorch
+if TYPE_CHECKING:  # listing the models' names must not wait for PyTorch
     import torch
     from torch import nn
 else:
@@ -55,7 +55,7 @@ def mcmahan_cnn(image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
 
     McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017,
     arXiv:1602.05629. Two 5x5 convolutions (32, 64 channels), each with 2x2 max pooling and ReLU; FC 512 with ReLU;
-    FC. The paper's number of parameters fixes what it leaves open: convolutions keep the images' size.
+    FC. The paper leaves the padding open; its number of parameters implies that convolutions keep the images' size.
     """
     channels, height, width = _at_least(4, "mcmahan-cnn", image_shape)
     return nn.Sequential(
@@ -101,14 +101,15 @@ def cnn2(image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
 def resnet18(image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
     """ResNet-18 for small images: 11,173,962 parameters for colour images and 10 classes.
 
-    He et al., "Deep Residual Learning for Image Recognition", CVPR 2016, arXiv:1512.03385. It is torchvision's, with
-    a 3x3 convolution of stride 1 in place of the 7x7 one of stride 2, and without max pooling, so that 32x32 images
-    reach the last stage as 4x4. It has batch normalisation.
+    He et al., "Deep Residual Learning for Image Recognition", CVPR 2016, arXiv:1512.03385. It is torchvision's network
+    with two changes: the first convolution is 3x3 with stride 1 in place of 7x7 with stride 2, and there is no max
+    pooling. 32x32 images therefore reach the last stage as 4x4. It has batch normalisation.
     """
     channels, _, _ = _at_least(8, "resnet18", image_shape)
     model = import_torchvision().models.resnet18(num_classes=num_classes)
     model.conv1 = nn.Conv2d(channels, 64, 3, padding=1, bias=False)
-    nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")  # as torchvision's others
+    # As torchvision initialises its other convolutions.
+    nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
     model.maxpool = nn.Identity()
     return model
 
@@ -117,8 +118,8 @@ def ckt_cnn(image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
     """The small CNN of PerFed-CKT: 151,216 parameters for 32x32 colour images and 10 classes.
 
     Cho et al., "Personalized Federated Learning for Heterogeneous Clients with Clustered Knowledge Transfer",
-    arXiv:2109.08119. The paper's (appendix E): two convolutions with max pooling; FC 120, 100, 84, 50; FC. Our
-    choice, where it says no more: the 5x5 kernels and the 6 and 16 channels of LeNet-5, padding that keeps the
+    arXiv:2109.08119. The paper (appendix E) specifies two convolutions with max pooling; FC 120, 100, 84, 50; FC. It
+    leaves the rest open. Our choice: the 5x5 kernels and the 6 and 16 channels of LeNet-5, padding that keeps the
     images' size, 2x2 pooling, and ReLU.
     """
     channels, height, width = _at_least(4, "ckt-cnn", image_shape)
@@ -167,26 +168,26 @@ def vgg11(image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
 
     Simonyan and Zisserman, "Very Deep Convolutional Networks for Large-Scale Image Recognition", ICLR 2015,
     arXiv:1409.1556. It has torchvision's layers of convolution, batch normalisation, ReLU and 2x2 max pooling, then
-    for each of two times dropout, FC 512 and ReLU; FC. PerFed-CKT does not say how it fits torchvision's classifier
-    to 32x32 images, but its Table 1 fixes the size: HypCluster with c = 2 and C = 0.1 costs 2340e7 floats in 200
-    rounds of 10 uploads and 2 broadcasts, 9.75 million a model, as with two layers of 512. The last stage leaves one
-    pixel of 32x32 images; the mean over its pixels makes larger ones fit.
+    twice dropout, FC 512 and ReLU; FC. PerFed-CKT does not say how it adapts torchvision's classifier to 32x32
+    images, but its Table 1 implies the size. HypCluster with c = 2 and C = 0.1 costs 2340e7 floats in 200 rounds of 10
+    uploads and 2 broadcasts. That is 9.75 million per model, which two layers of 512 give. The last stage reduces
+    32x32 images to one pixel; larger images fit because the mean over the remaining pixels is taken.
 
-    Weights are drawn as PyTorch's layers draw theirs, not as torchvision's VGG does: with its N(0, 0.01)
-    for linear layers of this width SGD does not get started. After 150 steps of 32 out of 400 images of
-    CIFAR-10 the loss is still log 10 = 2.30 with step sizes of 0.01 and 0.001, against 1.02 and 2.21.
+    Weights are initialised as by PyTorch's layers, not as by torchvision's VGG: with its N(0, 0.01) for linear layers
+    of this width SGD makes no progress. An example is training on 400 images of CIFAR-10, for 150 steps of 32 images
+    with step sizes of 0.01 and 0.001. The loss is still log 10 = 2.30, against 1.02 and 2.21 with PyTorch's weights.
     """
     return _vgg("vgg11", "A", image_shape, num_classes)
 
 
 def vgg13(image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
-    """VGG13, otherwise as `vgg11`: 9,941,322 parameters for colour images and 10 classes."""
+    """VGG13, built like `vgg11`: 9,941,322 parameters for colour images and 10 classes."""
     return _vgg("vgg13", "B", image_shape, num_classes)
 
 
 MODELS: Registry[Callable[[ImageShape, int], torch.nn.Module]] = Registry(
     "kindred.models",
-    Callable,  # type: ignore[arg-type]  # a class when the program runs
+    Callable,  # type: ignore[arg-type]  # at run time it is a class
     {
         "digits-cnn": digits_cnn,
         "mcmahan-cnn": mcmahan_cnn,
@@ -201,22 +202,22 @@ MODELS: Registry[Callable[[ImageShape, int], torch.nn.Module]] = Registry(
 
 
 def parse_models(text: str) -> list[str]:
-    """The names in a setting: one model for all clients, or several for `model_for_size` to choose from.
+    """Return the names in a setting: one model for all clients, or several for `model_for_size` to choose from.
 
     Parameters
     ----------
     text : str
-        "auto", or names of `MODELS` separated by commas, each once; blanks around them do no harm.
+        "auto", or names of `MODELS` separated by commas, each once; blanks around names are ignored.
 
     Returns
     -------
     list of str
-        In the order written; `["auto"]` for "auto".
+        The names in their order; `["auto"]` for "auto".
 
     Raises
     ------
     ValueError
-        Another name, a name twice, or "auto" beside others.
+        An unknown name, a name twice, or "auto" together with others.
     """
     names = [name.strip() for name in text.split(",")]
     if names == ["auto"]:
@@ -224,19 +225,19 @@ def parse_models(text: str) -> list[str]:
     for place, name in enumerate(names):
         if name not in MODELS or name in names[:place]:
             raise ValueError(
-                f"model is {text!r}, where {name!r} cannot stand; "
+                f"model is {text!r}, where {name!r} is not valid; "
                 f"allowed: auto alone, or any of {', '.join(MODELS)}, each once, separated by commas"
             )
     return names
 
 
 def choose_model(image_shape: ImageShape) -> str:
-    """The name of the model that "auto" stands for, by the size of the images.
+    """Return the name of the model that "auto" selects for images of this shape.
 
     Raises
     ------
     ValueError
-        There is none for this size.
+        There is no model for this size.
     """
     channels, *size = image_shape
     if size == [8, 8]:
@@ -248,17 +249,17 @@ def choose_model(image_shape: ImageShape) -> str:
     if size == [1, 1]:
         return "office-mlp"
     raise ValueError(
-        f"model auto knows 8x8, 28x28 grey and 32x32 images and features (1x1), these are {_described(image_shape)}; "
+        f"model auto is for 8x8, 28x28 grey and 32x32 images and features (1x1), these are {_described(image_shape)}; "
         f"choose one of {', '.join(MODELS)}"
     )
 
 
 def model_for_size(names: Sequence[str], num_examples: int, typical: float, seed: int) -> str:
-    """Draw a client's model: the more data it has, the likelier a larger one.
+    """Draw a client's model: the more data a client has, the likelier a larger model.
 
     PerFed-CKT (section 5) gives a larger model with a probability "proportional to the client's dataset
-    size" and no formula. Ours, for K models: the place in `names` is Binomial(K - 1, r) with
-    r = n / (n + typical). One seed's draw never falls as n grows.
+    size" and no formula. Our formula for K models: the index in `names` is Binomial(K - 1, r) with
+    r = n / (n + typical). For a fixed seed the index never decreases as n grows.
 
     Parameters
     ----------
@@ -267,9 +268,9 @@ def model_for_size(names: Sequence[str], num_examples: int, typical: float, seed
     num_examples : int
         The client's number n of examples, 0 or more.
     typical : float
-        Above 0: the n for which r is 1/2, the mean or median over clients for instance.
+        Above 0: the n for which r is 1/2, for instance the mean or median over clients.
     seed : int
-        0 or more. The same seed gives the same draw; clients need seeds of their own.
+        0 or more. The same seed gives the same draw, so each client needs its own seed.
 
     Returns
     -------
@@ -279,13 +280,13 @@ def model_for_size(names: Sequence[str], num_examples: int, typical: float, seed
     Raises
     ------
     ValueError
-        No names, or a number outside what is allowed.
+        No names, or a number out of range.
     """
     check("names", names, len(names) >= 1, "one name or more")
     check("num_examples", num_examples, 0 <= num_examples < math.inf, "0 or more")
     check("typical", typical, 0 < typical < math.inf, "more than 0")
     check("seed", seed, seed >= 0, "0 or more")
-    coins = np.random.default_rng(seed).random(len(names) - 1)  # the same whatever n is: hence monotone in n
+    coins = np.random.default_rng(seed).random(len(names) - 1)  # independent of n: hence monotone in n
     return names[int((coins < num_examples / (num_examples + typical)).sum())]
 
 
@@ -302,9 +303,9 @@ def client_network(setting: str, image_shape: ImageShape, num_examples: int, typ
     setting : str
         The run's `model`, see `parse_models`.
     image_shape : tuple of int
-        Channels, height, width; decides what "auto" stands for.
+        Channels, height, width; it determines what "auto" selects.
     num_examples, typical, seed
-        As for `model_for_size`. A typical number of 0 is not known: the client's own stands for it.
+        As for `model_for_size`. A `typical` of 0 means unknown: the client's own number is then used.
 
     Raises
     ------
@@ -320,14 +321,14 @@ def make_model(name: str, image_shape: ImageShape, num_classes: int, seed: int |
     Parameters
     ----------
     name : str
-        One of `MODELS`, or "auto" for the one that goes with the images' size (`choose_model`).
+        One of `MODELS`, or "auto" for the one that fits the images' size (`choose_model`).
     image_shape : tuple of int
         Channels, height, width.
     num_classes : int
         2 or more.
     seed : int, optional
-        Of the weights: the same seed gives the same bits, and PyTorch's random state stays as it is. By default
-        they are drawn from that state.
+        Seed of the weights: the same seed gives the same bits and leaves PyTorch's random state unchanged. By default
+        the weights are drawn from that state.
 
     Returns
     -------
@@ -348,14 +349,14 @@ def make_model(name: str, image_shape: ImageShape, num_classes: int, seed: int |
     if seed is None:
         return MODELS[name](image_shape, num_classes)
     with torch.random.fork_rng(devices=[]):
-        # Not torch.manual_seed, which seeds the GPUs too.
+        # torch.manual_seed would seed the GPUs too.
         torch.default_generator.manual_seed(seed)
         return MODELS[name](image_shape, num_classes)
 
 
 def _vgg(name: str, configuration: str, image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
     channels, _, _ = _at_least(32, name, image_shape)
-    # Not torchvision's VGG class, which would first make and fill a classifier of 120 million parameters.
+    # torchvision's VGG class would first build and initialise a classifier of 120 million parameters.
     vgg = import_torchvision().models.vgg
     features = vgg.make_layers(vgg.cfgs[configuration], batch_norm=True)
     features[0] = nn.Conv2d(channels, 64, 3, padding=1)

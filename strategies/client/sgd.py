@@ -1,4 +1,4 @@
-"""What the methods have in common that are made of plain SGD: a step size of their own, whatever clients are set to."""
+"""Common parts of the methods that use plain SGD, with a step size that is independent of the clients' settings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SGD_LEARNING_RATE = Setting(
     "sgd_learning_rate",
     0.05,
     above(0),
-    "step size of the plain SGD that they are made of, whatever optimizer and learning-rate say",
+    "step size of these methods' plain SGD, which ignores optimizer and learning-rate",
     trial=0.1,
 )
 
@@ -26,25 +26,25 @@ SGD_LEARNING_RATE = Setting(
 
 
 def descend(weights: Iterable[Tensor], gradients: Iterable[Tensor], step_size: float) -> None:
-    """w = w - eta g, in place, with the bits that `training.train` gives."""
+    """Compute w = w - eta g in place, bit for bit as `training.train` does."""
     for weight, gradient in zip(weights, gradients, strict=True):
         weight.sub_(gradient, alpha=step_size)
 
 
 class MeanLoss:
-    """The mean over the samples of batches. Nothing waits for the device before the end."""
+    """The mean loss over the samples of batches. It does not wait for the device before `result`."""
 
     def __init__(self) -> None:
         self._total: Any = 0.0
         self._count = 0
 
     def add(self, loss: Tensor, count: int) -> None:
-        """Add the mean loss of a batch of so many samples."""
+        """Add the mean loss of a batch of `count` samples."""
         self._total = self._total + count * loss.double()
         self._count += count
 
     def result(self) -> float:
-        """The mean; NaN of nothing."""
+        """Return the mean; NaN if nothing was added."""
         return float(self._total) / self._count if self._count else math.nan
 
 
@@ -58,7 +58,7 @@ class PlainSGDShared(Shared, total=False):
 
 
 class PlainSGD(FedAvg):
-    """FedAvg whose clients are told the step size of their SGD.
+    """FedAvg that sends clients the step size of their SGD.
 
     Parameters
     ----------

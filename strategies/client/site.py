@@ -1,4 +1,4 @@
-"""A site: a client's data and network, which a process loads once and keeps on its device."""
+"""A site: a client's data and network. A process loads it once and keeps it on its device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 else:
     torch = lazy("torch")
 
-# Sites whose data a process keeps; those used least recently go first.
+# Sites whose data a process keeps; the least recently used ones are dropped first.
 SITES_KEPT = 256
 STATE_DIR = "state-dir"  # in the node config of a site
 
@@ -44,7 +44,7 @@ class Site:
     validation : pair of tensors, optional
         More labelled samples, on which the trained model is also evaluated.
     about : mapping of str to str
-        Texts that are kept beside the site's models; under "model" the name of the network, which is reported to the
+        Texts to save with the site's models. The entry "model" is the name of the network, which is reported to the
         server.
     """
 
@@ -77,14 +77,14 @@ def true_or_false(node_config: Mapping[str, Any], key: str, default: bool) -> bo
     Raises
     ------
     ValueError
-        Neither true nor false, without quotes: what is for the site's protection is not guessed at.
+        The value is not true or false, written without quotes: a setting that protects the site is never guessed.
     """
     value = node_config.get(key, default)
     check(key, value, isinstance(value, bool), "true, false")
     return value
 
 
-# Sites of a simulation share one public set: it is hashed, and copied, once.
+# Sites of a simulation share one public set: it is hashed and copied only once.
 @functools.lru_cache(maxsize=4)
 def fingerprint_of(public: torch.Tensor) -> str:
     """Return the fingerprint of a public set, see `Site.fingerprint`."""
@@ -94,15 +94,15 @@ def fingerprint_of(public: torch.Tensor) -> str:
     return f"{shape}-{digest.hexdigest()[:16]}"
 
 
-# What is below belongs to the process: Flower copies a ClientApp to its workers, but no modules.
+# The names below belong to the process: Flower copies a ClientApp to its workers, but no modules.
 
 _sites: dict[Any, Site] = {}
 _sites_of_run: dict[str, Any] = {}
 
 
 def site_of(load_site: LoadSite, context: Context, device: torch.device) -> Site:
-    """Return a client's site, with its data on a device: loaded at the first call, then kept for the run."""
-    if _sites_of_run != dict(context.run_config):  # another run: its sites may differ, the old ones are done with
+    """Return a client's site, with its data on a device; it is loaded at the first call and kept for the run."""
+    if _sites_of_run != dict(context.run_config):  # another run: its sites may differ, the old ones are not needed
         _sites.clear()
         _sites_of_run.clear()
         _sites_of_run.update(context.run_config)
@@ -124,7 +124,7 @@ def site_of(load_site: LoadSite, context: Context, device: torch.device) -> Site
 
 
 def forget_sites() -> None:
-    """Let go of all data and networks that this process keeps."""
+    """Forget all data and networks that this process keeps."""
     _sites.clear()
     _sites_of_run.clear()
     module_of.cache_clear()

@@ -1,19 +1,19 @@
-"""What a client keeps between messages: files in a folder of its own, written whole or not at all.
+"""The state that a client keeps between messages: files in the client's own folder, written atomically.
 
     ROOT/run-RUN/client-ID/NAME.safetensors
     ROOT/run-RUN/client-ID/.NAME.round-0007.safetensors
 
 ROOT is the node config's `state-dir`, else `$XDG_STATE_HOME/kindred`, else `~/.local/state/kindred`; only its
-user can read it. Flower's Context would do for small things, but a SuperNode forgets it when it restarts, and in
-a simulation it travels with every message.
+user can read it. Flower's Context could hold a small state, but a SuperNode loses it when it restarts, and in a
+simulation it travels with every message.
 
-What is kept is the state after a round. As long as the server may go on from an earlier round, after it was killed,
-the states after earlier rounds are kept too of what rounds start from, under names with a dot; a round that is repeated
-starts from the state before it.
+The files hold the state after the last round. A server that was killed may resume from an earlier round. While that is
+possible, the states after earlier rounds are kept too, under names with a dot, for all names that rounds load. A
+repeated round starts from the state before it.
 
-At a site the folders stay: the personal model in them is what the site took part for. In a simulation the
-clients share a disk with the server, which marks the run's folder as simulated (`begin_simulation`) and removes
-those of simulations that are over, unless `end_simulation` did.
+At a site the folders stay, because the personal model in them is the result for the site. In a simulation the
+clients share a disk with the server. The server marks the run's folder as simulated (`begin_simulation`) and removes
+the folders of simulations that have ended, unless `end_simulation` already did.
 """
 
 from __future__ import annotations
@@ -45,29 +45,29 @@ from kindred.messages import ClientId
 if TYPE_CHECKING:
     from flwr.superlink import grid as superlink_grid
 else:
-    superlink_grid = lazy("flwr.superlink.grid")  # a second, which runs in this process do without
+    superlink_grid = lazy("flwr.superlink.grid")  # its import takes a second; in-process runs skip it
 
-# Names under which a client keeps
+# Names under which a client saves
 MODEL = "model"  # its personal model
-BEST = "best"  # the best of these so far
-MIXTURE = "mixture"  # models that it predicts with together
+BEST = "best"  # its best personal model so far
+MIXTURE = "mixture"  # the models that it combines for its predictions
 _SIMULATED = ".simulated"
 
 
 class NotResumable(RuntimeError):
-    """A run cannot go on from what is left of it; nothing has been sent then, and what is left is as it was."""
+    """A run cannot be resumed from its saved state. No message has been sent, and the saved state is unchanged."""
 
 
 def default_root() -> Path:
-    """Where clients keep their folders unless their node config says otherwise."""
+    """Return the folder in which clients save their state unless their node config names another."""
     home = os.environ.get("XDG_STATE_HOME", "")
-    if not os.path.isabs(home):  # the XDG specification has a relative one ignored
+    if not os.path.isabs(home):  # the XDG specification ignores relative paths
         home = os.path.expanduser("~/.local/state")
     return Path(home, "kindred")
 
 
 class ClientState:
-    """The folder of one client in one run. Nothing is made before something is saved.
+    """The saved state of one client in one run. The folder is created at the first save.
 
     Parameters
     ----------
@@ -76,14 +76,14 @@ class ClientState:
     root : path, optional
         By default `default_root()`.
     server_round : int (default: 0)
-        The round in which something is saved.
+        The current round, recorded with every save.
     before : int, optional
-        What is loaded was saved in a round before this one; by default the last.
+        Load only states that were saved in a round before this one; by default the last state.
     keep_from : int, optional
-        The round after which the server may have to go on again; by default there is none.
+        The round after which the server may have to resume; by default it never has to.
     attempt : int (default: 0)
-        Grows each time that the server goes on with the run. What was saved in the same attempt is not older than what
-        is saved now, unless a message comes late.
+        Increases each time that the server resumes the run. A save of an earlier round than the saved one, or of an
+        earlier attempt, comes from a late message.
 
     Attributes
     ----------
@@ -106,12 +106,12 @@ class ClientState:
         self._before = before
         self._keep_from = server_round if keep_from is None else keep_from
         self._attempt = attempt
-        self._loaded: set[str] = set()  # what rounds start from; of all else the last state is enough
+        self._loaded: set[str] = set()  # names that rounds start from; for all others the last state is enough
         self._run = _run_folder(run_id, Path(root).expanduser() if root else default_root())
         self.folder = self._run / _folder_name(client)
 
     def load(self, name: str) -> dict[str, np.ndarray] | None:
-        """The arrays saved last under a name, before the round that `before` says; None if there are none.
+        """Return the arrays last saved under a name, before the round `before`; None if there are none.
 
         Raises
         ------
@@ -129,24 +129,24 @@ class ClientState:
         return None
 
     def save(self, name: str, arrays: Mapping[str, np.ndarray], about: Mapping[str, str] | None = None) -> None:
-        """Keep arrays under a name, with texts about them, in place of the last ones.
+        """Save arrays under a name, with texts about them, in place of the last ones.
 
         Raises
         ------
         ValueError
-            A later round, or attempt, has been at work here: the message for this one comes late.
+            A later round or attempt has already saved: the message of this round came late.
         """
         self._make_folder()
         last = next(iter(self._versions(name)), None)
         if last and (last.attempt, last.round) > (self._attempt, self._round):
-            gone_on = ", of the run as it was gone on with" if last.attempt > self._attempt else ""
-            raise ValueError(f"round {self._round} is over: {last.path} is of round {last.round}{gone_on}")
+            resumed = " of the resumed run" if last.attempt > self._attempt else ""
+            raise ValueError(f"round {self._round} is over: {last.path} is of round {last.round}{resumed}")
         if last and last.path == self._path(name) and last.round < self._round and name in self._loaded:
             _link(last.path, self.folder / f".{name}.round-{last.round:04d}.safetensors")
         for partial, process in partial_files(self.folder):
-            if not _is_running(process):  # it was killed while it saved
+            if not _is_running(process):  # the process was killed during a save
                 partial.unlink(missing_ok=True)
-        whole = {key: np.asarray(array, order="C") for key, array in arrays.items()}  # save_file writes memory as it is
+        whole = {key: np.asarray(array, order="C") for key, array in arrays.items()}  # save_file ignores strides
         with replacing(self._path(name)) as temporary:
             save_file(
                 whole,
@@ -165,13 +165,13 @@ class ClientState:
                 version.path.unlink(missing_ok=True)
 
     def about(self, name: str) -> dict[str, str]:
-        """The texts saved with the arrays of a name; none if there are none, or the file is damaged."""
+        """Return the texts saved with a name's arrays; empty if there is no file or it is damaged."""
         with suppress(ValueError), _reading(self._path(name)):
             return _texts(self._path(name)) or {}
         return {}
 
     def _versions(self, name: str) -> list[_Version]:
-        """What is kept under a name and not damaged: the last, then those of earlier rounds, from the last back."""
+        """Return the undamaged versions of a name: the last first, then those of earlier rounds, newest first."""
         found = []
         for path in (self._path(name), *self.folder.glob(f".{name}.round-*.safetensors")):
             with suppress(ValueError), _reading(path):
@@ -181,7 +181,7 @@ class ClientState:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other processes out of the folder, or wait until one that works in it is done."""
+        """Lock the folder against other processes; first wait until a process that uses it has finished."""
         self._make_folder()
         with open(self.folder / ".lock", "w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -202,7 +202,7 @@ class _Version(NamedTuple):
 
 
 def _texts(path: Path) -> dict[str, str] | None:
-    """The texts in a file; None if there is no file."""
+    """Return the texts in a file; None if there is no file."""
     try:
         with safe_open(path, "numpy") as file:
             return file.metadata() or {}
@@ -211,7 +211,7 @@ def _texts(path: Path) -> dict[str, str] | None:
 
 
 def _link(path: Path, other: Path) -> None:
-    """Have a file under another name as well; where the file system cannot, a copy."""
+    """Give a file a second name; make a copy if the file system does not support links."""
     other.unlink(missing_ok=True)
     try:
         os.link(path, other)
@@ -220,7 +220,7 @@ def _link(path: Path, other: Path) -> None:
 
 
 def saved_files(run_id: int, name: str) -> dict[ClientId, Path]:
-    """The files that the clients of a run keep under a name on this machine; a damaged one is left out, with a warning.
+    """Return the files that a run's clients saved under a name on this machine; skip damaged ones with a warning.
 
     Returns
     -------
@@ -235,35 +235,37 @@ def saved_files(run_id: int, name: str) -> dict[ClientId, Path]:
         except ValueError as error:
             log(WARNING, "kindred: %s", error)
         except (KeyError, TypeError):
-            log(WARNING, "kindred: %s does not say whose it is, and is left out", path)
+            log(WARNING, "kindred: %s does not name its client and is skipped", path)
     return files
 
 
 def simulated(grid: Grid) -> bool:
-    """Whether the clients behind a grid are on this machine, as in Flower's simulation engine and `InlineGrid`."""
+    """Return whether a grid's clients are on this machine, as in Flower's simulation engine and `InlineGrid`."""
     return isinstance(grid, InlineGrid) or isinstance(grid, superlink_grid.InMemoryGrid)  # noqa: SIM101
 
 
 def begin_simulation(run_id: int, checkpoints: Path | None = None, *, goes_on: bool = False) -> None:
-    """Mark a run as simulated, and remove the folders of simulated runs that are over.
+    """Mark a run as simulated, and remove the folders of simulated runs that have ended.
 
-    A run that was not brought to its end and has checkpoints, in the folder given here, may be gone on with: what its
-    clients keep stays as long as these are there.
+    An unfinished run with checkpoints, in the folder given here, can be resumed: the state of its clients stays as long
+    as its checkpoints exist.
 
-    The mark is a lock that this process holds until it ends, however it ends, or begins another simulation: a process
-    has one at a time.
+    The mark is a lock. This process holds it until the process ends, in whatever way, or begins another simulation: a
+    process runs one simulation at a time.
 
     Raises
     ------
     NotResumable
-        The run goes on, and what its clients kept is gone, or in use by another process.
+        The run is to be resumed (`goes_on`), and the state of its clients is missing; or another process uses it.
     """
     while _marks:
         _marks.pop().close()
     root = default_root()
     folder = _run_folder(run_id, root)
     if goes_on and not folder.is_dir():
-        raise NotResumable(f"what its clients kept is not in {folder} (any more): without that it is another run")
+        raise NotResumable(
+            f"the saved state of its clients is not in {folder} (any more), and the run cannot be resumed without it"
+        )
     root.mkdir(parents=True, mode=0o700, exist_ok=True)
     with open(root / ".lock", "w") as one_at_a_time:
         fcntl.flock(one_at_a_time, fcntl.LOCK_EX)
@@ -272,25 +274,25 @@ def begin_simulation(run_id: int, checkpoints: Path | None = None, *, goes_on: b
                 continue
             with suppress(OSError), open(mark, encoding="utf-8") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                again = mark.parent == folder
-                if not _holds_checkpoints(str(checkpoints or "") if again else file.read()):
+                is_this_run = mark.parent == folder
+                if not _holds_checkpoints(str(checkpoints or "") if is_this_run else file.read()):
                     _remove(mark.parent)
         folder.mkdir(mode=0o700, exist_ok=True)
-        held = open(folder / _SIMULATED, "a+", encoding="utf-8")  # stays open, and so locked
+        held = open(folder / _SIMULATED, "a+", encoding="utf-8")  # it stays open, and therefore locked
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             held.close()
-            raise NotResumable("another process is at work on it") from None
+            raise NotResumable("another process is running it") from None
         held.seek(0)
-        if held.read() != (content := str(checkpoints or "")):  # what is right is at no moment not there
+        if held.read() != (content := str(checkpoints or "")):  # a correct mark is never removed, not even for a moment
             held.truncate(0)
             print(content, file=held, end="", flush=True)
         _marks.append(held)
 
 
 def end_simulation(run_id: int) -> None:
-    """Remove what the clients of a simulated run kept."""
+    """Remove the saved state of a simulated run's clients."""
     _remove(_run_folder(run_id, default_root()))
 
 
@@ -302,7 +304,7 @@ def _holds_checkpoints(folder: str) -> bool:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a simulated run's folder, the mark last: what is interrupted is then taken up the next time."""
+    """Remove a simulated run's folder, the mark last: an interrupted removal is then completed the next time."""
     for path in folder.glob("client-*"):
         shutil.rmtree(path, ignore_errors=True)
     shutil.rmtree(folder, ignore_errors=True)
@@ -310,11 +312,11 @@ def _remove(folder: Path) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`, with its ending, that takes its place if the block ends well.
+    """Yield a temporary path beside `path`, with its suffix, which replaces `path` if the block ends without error.
 
-    If not, `path` is left as it was and the temporary file is gone.
+    After an error `path` is unchanged and the temporary file is removed.
     """
-    # Of this process: where a client answers late, its next answer may be under way in another.
+    # The name holds the process id: a client that answers late may be at work in another process at the same time.
     temporary = path.with_name(f".{path.stem}.{os.getpid()}.partial{path.suffix}")
     try:
         yield temporary
@@ -327,13 +329,13 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def partial_files(folder: Path) -> list[tuple[Path, int]]:
-    """Files of this user that `replacing` has left in a folder, and the process that wrote each."""
+    """Return this user's files that `replacing` left behind in a folder, each with the id of its process."""
     names = [(re.fullmatch(r"\.(?:.+\.)?(\d{1,9})\.partial(?:\.\w+)?", path.name), path) for path in folder.glob(".*")]
     return [(path, int(name[1])) for name, path in names if name and path.is_file() and _is_own(path)]
 
 
 def _is_own(path: Path) -> bool:
-    """Whether something belongs to this user, and is no link to what may be elsewhere."""
+    """Return whether a path belongs to this user and is no symbolic link, which could lead elsewhere."""
     try:
         about = path.lstat()
     except OSError:
@@ -346,14 +348,14 @@ def _is_running(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # it is another user's
+    except PermissionError:  # another user's process
         pass
     return True
 
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Have a damaged file named."""
+    """Turn the error of a damaged file into a ValueError that names the file."""
     try:
         yield
     except SafetensorError as error:
@@ -365,7 +367,7 @@ def _run_folder(run_id: int, root: Path) -> Path:
 
 
 def _folder_name(client: ClientId) -> str:
-    """A name that every file system takes; a hash keeps names apart that differ in upper and lower case alone."""
+    """Return a folder name that every file system accepts; a hash separates ids that differ only in case."""
     if isinstance(client, int):
         return f"client-{client}"
     return f"client-{quote(client, safe='')[:80]}-{sha256(client.encode()).hexdigest()[:16]}"

@@ -1,10 +1,10 @@
-"""Local training in PyTorch: the one loop of the library.
+"""Local training in PyTorch: the library's only training loop.
 
-Client i minimises F_i(w) + mu/2 ||w - w_received||^2, F_i the mean cross-entropy over its data.
+Client i minimises F_i(w) + mu/2 ||w - w_received||^2, where F_i is the mean cross-entropy over its data.
 
-Images and labels lie on the model's device; nothing per sample happens in Python and nothing waits for
-the device before the end. Networks of images are put into channels-last layout, which changes no value.
-On a GPU the steps that repeat are CUDA graphs (`graphs`).
+Images and labels lie on the model's device. Python does no work per sample, and does not wait for the device before
+the end of training. Networks for images are put into channels-last layout, which changes no value. On a GPU repeated
+steps run as CUDA graphs (`graphs`).
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ if TYPE_CHECKING:
 else:
     torch, F = lazy("torch"), lazy("torch.nn.functional")
 
-# On the CPU oneDNN sets each convolution up anew, which for images as small as the digits takes longer
-# than the work; without it batches of fewer than 16 go to NNPACK. In batches of 10 this is 1.8 times as
-# fast at 8x8 and 1.1 times at 16x16, and slower above.
+# On the CPU oneDNN sets up each convolution anew. For images as small as the digits that takes longer than the
+# convolution. Without oneDNN, batches of fewer than 16 go to NNPACK. In batches of 10 this is 1.8 times as fast for
+# 8x8 images, 1.1 times as fast for 16x16, and slower for larger ones.
 _SMALL_BATCH = 16
 _SMALL_IMAGE = 16 * 16
 
 
 def pick_device(name: str) -> torch.device:
-    """The device that a setting names.
+    """Return the device that a setting names.
 
     Parameters
     ----------
     name : {"auto", "cpu", "cuda"}
-        "auto" is the GPU where there is one.
+        "auto" is the GPU if there is one, else the CPU.
 
     Raises
     ------
     ValueError
-        Another name, or "cuda" where torch finds no GPU.
+        Another name, or "cuda" if torch finds no GPU.
     """
     DEVICE.check(name)
     available = name != "cpu" and torch.cuda.is_available()
@@ -77,57 +77,59 @@ def train(
     precision: str = PRECISION.default,
     term: Callable[[], Tensor] | None = None,
 ) -> float:
-    """Train a model in place, from the weights that it has.
+    """Train a model in place, starting from its current weights, and return the mean loss.
 
     Parameters
     ----------
     model : torch.nn.Module
-        Maps images to logits (n, classes). Left in training mode; what the optimiser remembers is
-        forgotten at the end.
+        Maps images to logits (n, classes). It is left in training mode; the optimiser's state is not kept.
     x : tensor (n, ...)
         Images, on the model's device.
     y : tensor (n,) of int64
         Labels, on the model's device.
     epochs : int
-        0 or more. Each goes over all samples in a new random order.
+        0 or more. Each epoch goes over all samples in a new random order.
     steps : int
-        0 or more, in place of epochs: so many batches, of samples drawn independently (one may occur twice).
+        0 or more, in place of epochs: the number of batches. Their samples are drawn independently (one may occur
+        twice).
     batch_size : int
-        1 or more. The last batch of an epoch is as large as what is left; a single sample that is left
-        joins the batch before it, because batch normalisation cannot be trained on one.
+        1 or more. The last batch of an epoch holds the remaining samples. A single remaining sample joins the batch
+        before it, because batch normalisation cannot be trained on one sample.
     optimizer : {"adam", "sgd"}
-        Adam with beta 0.9 and 0.999 and epsilon 1e-8; SGD with `momentum`. Neither has weight decay.
+        Adam with betas 0.9 and 0.999 and epsilon 1e-8; SGD with `momentum`. Neither uses weight decay.
     learning_rate : float
         Above 0.
     generator : torch.Generator
-        On the CPU, also for a model on a GPU: the order of the samples is the same on both.
+        On the CPU, even for a model on a GPU, so that the order of the samples is the same on both.
     momentum : float
-        0 to 1, of SGD.
+        Momentum of SGD, 0 to 1.
     proximal_mu : float
         Weight mu of the proximal term, 0 or more. It acts on the trainable parameters, not on buffers.
     towards : sequence of tensors, optional
-        The weights to which the proximal term pulls, as `trained_weights` gives them; by default those at the start.
+        The weights towards which the proximal term pulls, in the form of `trained_weights`; by default the model's
+        weights at the start.
     correction : sequence of tensors, optional
-        What is added to every gradient, one for each of `trained_weights`.
+        Tensors added to the gradients at every step, one for each of `trained_weights`.
     sample_weights : tensor (n,), optional
-        A factor on the loss of each sample; what is minimised is the mean of the products.
+        A factor on the loss of each sample; training minimises the mean of the products.
     label_smoothing : float
-        0 to 1: so much of each label is given to all classes alike.
+        0 to 1: the fraction of each label that is spread equally over all classes.
     precision : {"float32", "bfloat16"}
         "bfloat16" computes by autocast; weights and updates remain float32.
     term : callable, optional
-        Called at each step; a scalar tensor that is added to the loss, and depends on the model.
+        Called at each step. Returns a scalar tensor that depends on the model and is added to the loss.
 
     Returns
     -------
     float
-        The mean of F_i over all samples of all batches, each with the weights at its step, of smoothed labels if they
-        are, without the proximal and the other term. NaN where there was no step: no epochs or no samples.
+        The mean of F_i over all samples of all batches, each with the weights at its step. It uses smoothed labels if
+        `label_smoothing` is set, and excludes the proximal term and `term`. NaN if there was no step: no epochs or no
+        samples.
 
     Raises
     ------
     ValueError
-        An argument outside what is allowed.
+        An argument out of range.
     """
     check("epochs", epochs, epochs >= 0, "0 or more")
     check("steps", steps, steps == 0 or (steps > 0 and epochs == 0), "0 or more, with epochs 0")
@@ -174,12 +176,12 @@ def train(
 
 
 def trained_weights(model: nn.Module) -> list[Tensor]:
-    """The parameters of a model that are trained, without their gradients: what is written into them is the model's."""
+    """Return the trainable parameters of a model, detached from gradients; writing to them changes the model."""
     return [parameter.detach() for parameter in model.parameters() if parameter.requires_grad]
 
 
 class Gradients:
-    """The gradient of a batch's mean cross-entropy, at the weights that a model has.
+    """Computes the gradient of a batch's mean cross-entropy at a model's current weights.
 
     Parameters
     ----------
@@ -202,7 +204,7 @@ class Gradients:
         self._term = term
         self._smoothing = label_smoothing
         device = self._parameters[0].device.type if self._parameters else "cpu"
-        # Without a cache of converted weights: a step uses each once, and a CUDA graph must hold the conversion.
+        # No cache of converted weights: a step uses each weight once, and a CUDA graph must contain the conversion.
         self._arithmetic = (
             torch.autocast(device, torch.bfloat16, cache_enabled=False)
             if precision == "bfloat16"
@@ -210,14 +212,14 @@ class Gradients:
         )
 
     def __call__(self, images: Tensor, labels: Tensor, factors: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
-        """The mean loss of a batch, without the term, and its gradient for each of `trained_weights`.
+        """Return a batch's mean loss, without `term`, and the gradients, with it, for each of `trained_weights`.
 
-        Of each sample the loss is multiplied by its factor, if there are any (n,).
+        If `factors` (n,) are given, each sample's loss is multiplied by its factor.
         """
         with self._arithmetic:
             logits = self._model(images)
         if logits.dtype in (torch.float16, torch.bfloat16):
-            logits = logits.float()  # sums over classes may be beyond float16
+            logits = logits.float()  # sums over classes may overflow float16
         if factors is None:
             loss = F.cross_entropy(logits, labels, label_smoothing=self._smoothing)
         else:
@@ -245,36 +247,36 @@ def differentiating(
     term: Callable[[], Tensor] | None = None,
     label_smoothing: float = 0.0,
 ) -> Iterator[Gradients]:
-    """Have a model in training mode, and what makes batches of these images quick; yields its `Gradients`."""
+    """Put a model into training mode, with fast convolutions for batches of these images; yield its `Gradients`."""
     model.train()
     model.zero_grad()
-    # What else is in the loss is of larger batches.
+    # An additional term in the loss is computed on larger batches.
     plain = precision == "float32" and term is None
     with _quick_convolutions(x, batch_size) if plain else contextlib.nullcontext():
         yield Gradients(model, precision, term, label_smoothing)
 
 
 def mean_gradient(model: nn.Module, x: Tensor, y: Tensor, batch_size: int = 128) -> dict[str, np.ndarray]:
-    """The gradient of the mean cross-entropy over all samples, at the weights that a model has.
+    """Return the gradient of the mean cross-entropy over all samples, at a model's current weights.
 
     Parameters
     ----------
     model : torch.nn.Module
-        Maps images to logits (n, classes). Left in training mode: normalisation layers go by the batch.
+        Maps images to logits (n, classes). It is left in training mode: normalisation layers use batch statistics.
     x : tensor (n, ...)
         Images, on the model's device.
     y : tensor (n,) of int64
-        Labels, on the model's device; one at least.
+        Labels, on the model's device; at least one.
     batch_size : int
-        Images at a time, as for `train`.
+        Images per pass, as for `train`.
 
     Returns
     -------
     dict of str to ndarray
-        For each parameter that is trained, by its name in the state dict.
+        The gradient of each trainable parameter, by its name in the state dict.
     """
     x = channels_last(model, x)
-    named = dict(model.named_parameters(remove_duplicate=False))  # shared ones under each of their names
+    named = dict(model.named_parameters(remove_duplicate=False))  # shared parameters under each of their names
     parameters = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
     model.train()
     model.zero_grad()
@@ -290,7 +292,7 @@ def mean_gradient(model: nn.Module, x: Tensor, y: Tensor, batch_size: int = 128)
 
 
 def check_finite(model: nn.Module) -> None:
-    """Refuse to keep a model that training has driven out of bounds: the next round would begin with it.
+    """Refuse a model with values that are not finite: the next round would start from it.
 
     Raises
     ------
@@ -307,7 +309,7 @@ def get_arrays(model: nn.Module) -> dict[str, np.ndarray]:
     """
     arrays = {}
     for name, tensor in model.state_dict().items():
-        copy = True if tensor.device.type == "cpu" else None  # what comes from a GPU is a copy already
+        copy = True if tensor.device.type == "cpu" else None  # an array from a GPU is a copy already
         arrays[name] = np.array(tensor.cpu().numpy(), order="C", copy=copy)
     return arrays
 
@@ -324,7 +326,7 @@ def set_arrays(model: nn.Module, arrays: Mapping[str, np.ndarray]) -> None:
     Raises
     ------
     ValueError
-        A name, shape or type of number is not the model's; then the model is as it was.
+        A name, shape or type differs from the model's; the model is then unchanged.
     """
     state = model.state_dict()
     check_shapes(state, {name: array.shape for name, array in arrays.items()})
@@ -333,7 +335,7 @@ def set_arrays(model: nn.Module, arrays: Mapping[str, np.ndarray]) -> None:
         if not np.can_cast(arrays[name].dtype, wanted, "same_kind"):
             raise ValueError(f"array {name!r} is of type {arrays[name].dtype}, the model's is of type {wanted}")
     for name, tensor in state.items():
-        # NumPy writes into the tensor: torch would warn of an array that is read-only.
+        # NumPy writes into the tensor, because torch would warn about a read-only array.
         host = tensor if tensor.device.type == "cpu" else torch.empty_like(tensor, device="cpu")
         np.copyto(host.numpy(), arrays[name])
         if host is not tensor:
@@ -341,7 +343,7 @@ def set_arrays(model: nn.Module, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def check_shapes(state: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Compare the names and shapes of arrays with a model's state dict; ValueError where they differ."""
+    """Compare the names and shapes of arrays with a model's state dict; raise ValueError if they differ."""
     for name, tensor in state.items():
         if name not in shapes:
             raise ValueError(f"array {name!r} of the model is missing among those received")
@@ -353,19 +355,19 @@ def check_shapes(state: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ..
 
 
 def channels_last(model: nn.Module, x: Tensor) -> Tensor:
-    """Put a network of images into channels-last layout, and return the images in it; values stay as they are."""
+    """Put a network for images into channels-last layout, and return the images in this layout; no value changes."""
     if x.dim() != 4:
         return x
     if not all(
         weight.is_contiguous(memory_format=torch.channels_last) for weight in model.parameters() if weight.dim() == 4
-    ):  # `to` goes through all in any case
+    ):  # `to` would process all weights in any case
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's types lack it
     return x.contiguous(memory_format=torch.channels_last)
 
 
 @contextlib.contextmanager
 def _quick_convolutions(x: Tensor, batch_size: int) -> Iterator[None]:
-    """Keep the convolutions of small batches of small images on the CPU from oneDNN."""
+    """Switch oneDNN off while small batches of small images are convolved on the CPU."""
     small = (
         x.device.type == "cpu"
         and x.dim() == 4
@@ -386,7 +388,7 @@ def _quick_convolutions(x: Tensor, batch_size: int) -> Iterator[None]:
 def batches(
     samples: tuple[Tensor, ...], epochs: int, steps: int, batch_size: int, generator: torch.Generator
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Batches for so many epochs, or so many steps, drawn as for `train`.
+    """Yield the batches of so many epochs, or of so many steps, drawn as for `train`.
 
     Parameters
     ----------
@@ -396,11 +398,11 @@ def batches(
     Yields
     ------
     tuple of tensors
-        The batch's rows of each.
+        The batch's rows of each tensor in `samples`.
     """
     count, device = len(samples[0]), samples[0].device
     sizes = _batch_sizes(count, batch_size)
-    # All of them first: a copy from the host waits until the device has done what was asked of it before.
+    # Draw all orders first: a copy from the host waits until the device has finished its earlier work.
     for order in [torch.randperm(count, generator=generator).to(device) for _ in range(epochs)]:
         yield from zip(*(part[order].split(sizes) for part in samples), strict=True)
     for drawn in torch.randint(count, (steps, batch_size), generator=generator).to(device):

@@ -1,7 +1,7 @@
 """The update of the weights in a training step, by torch's fused kernels.
 
-They are called directly: importing `torch.optim`'s machinery costs a new process about a second, and each message to a
-deployed client is one.
+The kernels are called directly. Importing `torch.optim` costs a new process about a second, and a deployed client
+starts a new process for each message.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Update:
     Parameters
     ----------
     weights : list of tensors
-        As `trained_weights` gives them.
+        As returned by `trained_weights`.
     optimizer, learning_rate, momentum, proximal_mu
         As for `train`.
     corrected : bool
@@ -35,7 +35,7 @@ class Update:
     Attributes
     ----------
     memory : list of tensors
-        What it remembers from one step to the next. These, and all that it reads, stay where they are.
+        The state from one step to the next. These tensors, and all that the update reads, keep their memory addresses.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Update:
             self._descend, self.memory = _sgd(weights, learning_rate, momentum)
 
     def start(self, towards: Sequence[Tensor] | None, correction: Sequence[Tensor] | None) -> None:
-        """Forget the steps before. The proximal term pulls to `towards`, by default to the weights as they are."""
+        """Reset the state. The proximal term pulls towards `towards`, by default the current weights."""
         for tensor in self.memory:
             tensor.zero_()
         if self._towards:
@@ -66,7 +66,7 @@ class Update:
             torch._foreach_copy_(self._correction, list(correction))
 
     def __call__(self, gradients: list[Tensor]) -> None:
-        """Take a step, with gradients that are nobody else's."""
+        """Take a step; it may overwrite the gradients."""
         if self._towards:
             torch._foreach_add_(gradients, torch._foreach_sub(self._weights, self._towards), alpha=self._mu)
         if self._correction:
@@ -75,7 +75,7 @@ class Update:
 
 
 def _adam(weights: list[Tensor], learning_rate: float) -> tuple[Descent, list[Tensor]]:
-    """Adam of Kingma and Ba, arXiv:1412.6980, with the paper's defaults; and what it remembers."""
+    """Return a step of Adam (Kingma and Ba, arXiv:1412.6980) with the paper's defaults, and its state."""
     first = [torch.empty_like(weight) for weight in weights]
     second = [torch.empty_like(weight) for weight in weights]
     step = torch.empty((), dtype=torch.float32, device=weights[0].device)
@@ -103,7 +103,7 @@ def _adam(weights: list[Tensor], learning_rate: float) -> tuple[Descent, list[Te
 
 
 def _sgd(weights: list[Tensor], learning_rate: float, momentum: float) -> tuple[Descent, list[Tensor]]:
-    """SGD, and what it remembers; with momentum as torch has it: v = momentum v + g, w = w - learning_rate v."""
+    """Return a step of SGD and its state; momentum as in torch: v = momentum v + g, w = w - learning_rate v."""
     velocity = [torch.empty_like(weight) for weight in weights] if momentum else []
 
     def descend(gradients: list[Tensor]) -> None:

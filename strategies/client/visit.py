@@ -38,7 +38,7 @@ else:
 
 @dataclass(frozen=True)
 class Visit:
-    """A message at a client: all that a method's client half works with.
+    """A message at a client, with everything that a method's client half needs.
 
     Attributes
     ----------
@@ -48,15 +48,16 @@ class Visit:
     config : mapping
         The settings in the message.
     arrays : dict of str to ndarray
-        The arrays in the message, such as a model; views, not to be written to.
+        The arrays in the message, such as a model; read-only views.
     device : torch.device
     state : ClientState
-        What the client keeps between messages.
+        The client's saved state.
     node_config : mapping
-        What the site has set.
+        The site's own settings.
     compute : dict
-        The samples that the method has worked on so far, each as often as it was: `samples-trained` forward and
-        backward, `samples-predicted` forward alone. Evaluations on test and validation data do not count.
+        Number of samples that the method has processed so far; a sample counts each time that it is used.
+        `samples-trained` counts forward and backward passes, `samples-predicted` forward passes alone. Evaluations on
+        test and validation data do not count.
     """
 
     client: ClientId
@@ -70,23 +71,23 @@ class Visit:
 
     @property
     def strategy(self) -> type[Any] | None:
-        """The server half of the method; None of one that is not registered, such as Flower's own."""
+        """The server half of the method; None if the method is not registered, such as Flower's own methods."""
         method = REGISTRY.get(str(self.config.get(METHOD)))
         return method.strategy if method else None
 
     @property
     def module(self) -> torch.nn.Module:
-        """The site's module, holding what it was last given; there is but one."""
+        """The site's only module, with the weights that it was last given."""
         return module_of(self.site.model, self.device)
 
     def model(self, arrays: Mapping[str, np.ndarray] | None = None) -> torch.nn.Module:
-        """The site's module, holding these arrays, by default those in the message."""
+        """Return the site's module with these arrays as weights, by default those in the message."""
         model = self.module
         set_arrays(model, self.arrays if arrays is None else arrays)
         return model
 
     def own_model(self) -> torch.nn.Module:
-        """The site's module, holding the model that the client kept; the first time, a new one."""
+        """Return the site's module with the model that the client saved; if there is none, a new model."""
         kept = self.state.load(MODEL)
         if kept is None:
             with self._seeded(seed_for(self.config.get("seed", 0), self.client, MODEL)):
@@ -95,16 +96,16 @@ class Visit:
 
     @property
     def is_site(self) -> bool:
-        """Whether the client is a site of its own, which keeps what it gets out of the run (node config: state-dir)."""
+        """True if the client is a real site, which keeps its model after the run (node config: state-dir)."""
         return STATE_DIR in self.node_config
 
     def keep(self, model: torch.nn.Module, accuracy: float) -> None:
-        """Keep a model as the client's own; at a site the best one so far as well.
+        """Save a model as the client's personal model; at a site also as the best one so far, if it is.
 
         Raises
         ------
         ValueError
-            It is no longer finite.
+            The model has values that are not finite.
         """
         check_finite(model)
         arrays, about = get_arrays(model), {**self.site.about, "accuracy": repr(accuracy)}
@@ -113,11 +114,11 @@ class Visit:
             self.state.save(BEST, arrays, about)
 
     def seed(self, purpose: str) -> int:
-        """A seed that depends on the run's seed, client, round and purpose alone."""
+        """Return a seed that depends only on the run's seed, client, round and purpose."""
         return seed_for(self.config.get("seed", 0), self.client, self.config.get(SERVER_ROUND, 0), purpose)
 
     def samples_at(self, places: np.ndarray) -> Samples:
-        """Some of the training data, by their places (k,)."""
+        """Return the training samples at these indices (k,)."""
         x, y = self.site.train
         at = torch.from_numpy(places).to(self.device)
         return x[at], y[at]
@@ -138,10 +139,10 @@ class Visit:
 
     @contextlib.contextmanager
     def _seeded(self, seed: int) -> Iterator[None]:
-        """Have what PyTorch draws by itself, as for dropout or new weights, depend on a seed; then as before."""
+        """Seed PyTorch's own random draws, such as dropout and new weights; restore the random state afterwards."""
         on_gpu = self.device.type == "cuda"
         with torch.random.fork_rng(devices=[self.device] if on_gpu else []):
-            torch.default_generator.manual_seed(seed)  # torch.manual_seed asks for GPUs at every call
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed looks for GPUs at every call
             if on_gpu:
                 torch.cuda.manual_seed(seed)
             yield
@@ -156,7 +157,7 @@ class Visit:
         purpose: str = "train",
         **settings: Any,
     ) -> float:
-        """Train with the settings in the message, on the training data; the mean loss.
+        """Train a model on the training data, with the settings in the message, and return the mean loss.
 
         Parameters
         ----------
@@ -165,9 +166,9 @@ class Visit:
         samples : pair of tensors, optional
             By default all training data.
         purpose : str
-            Part of the seed: what is drawn for one purpose is the same with every method.
+            Part of the seed: for one purpose the random draws are the same with every method.
         **settings
-            Of `training.train`, in place of the message's.
+            Arguments of `training.train` that replace the message's settings.
         """
         if epochs is None:
             epochs, steps = self.epochs, self.steps
@@ -198,7 +199,7 @@ class Visit:
 
     @contextlib.contextmanager
     def differentiating(self, model: torch.nn.Module, purpose: str = "train") -> Iterator[Gradients]:
-        """For a method's own steps: see `training.differentiating`. They are to be on `batches`."""
+        """Prepare a method's own steps, which must use `batches`; yield as `training.differentiating` does."""
         with (
             self._seeded(self.seed(purpose)),
             differentiating(model, self.site.train[0], self.batch_size, self.precision) as gradients_of,
@@ -206,7 +207,7 @@ class Visit:
             yield gradients_of
 
     def batches(self, purpose: str = "train", samples: Samples | None = None) -> Iterator[tuple[torch.Tensor, ...]]:
-        """The batches that `train` would draw for a purpose, for steps of a method's own."""
+        """Yield the batches that `train` would draw for a purpose, for a method's own steps."""
         samples = self.site.train if samples is None else samples
         generator = torch.Generator().manual_seed(self.seed(purpose))
         for batch in batches(samples, self.epochs, self.steps, self.batch_size, generator):
@@ -214,30 +215,31 @@ class Visit:
             yield batch
 
     def gradient(self, model: torch.nn.Module) -> dict[str, np.ndarray]:
-        """The gradient of the mean loss over the training data. See `training.mean_gradient`."""
+        """Return the gradient of the mean loss over the training data. See `training.mean_gradient`."""
         self.compute[SAMPLES_TRAINED] += len(self.site.train[1])
         with self._seeded(self.seed("gradient")):
             return mean_gradient(model, *self.site.train)
 
     def loss(self, model: torch.nn.Module, samples: Samples | None = None) -> float:
-        """The mean loss of a model, over the training data unless others are given."""
+        """Return the mean loss of a model on samples, by default on the training data."""
         samples = self.site.train if samples is None else samples
         self.compute[SAMPLES_PREDICTED] += len(samples[1])
         return evaluate(model, *samples)[1]
 
     def predict(self, model: torch.nn.Module, x: torch.Tensor) -> np.ndarray:
-        """The class probabilities that a model gives, (n, classes). See `evaluation.predict`."""
+        """Return the class probabilities of a model, shape (n, classes). See `evaluation.predict`."""
         self.compute[SAMPLES_PREDICTED] += len(x)
         return predict(model, x)
 
     def tune(self, model: torch.nn.Module) -> None:
-        """Fine-tune a model for this site by the epochs that the message asks for; no proximal term."""
+        """Fine-tune a model for this site, for the epochs that the message asks for and without a proximal term."""
         self.train(model, epochs=int(self.config[FINETUNE_EPOCHS]), purpose="tune")
 
     def evaluation(self, which: str, model: torch.nn.Module) -> dict[str, float]:
-        """Accuracy and loss of a model on the site's test data, as metrics; of a trained one, validation data too.
+        """Return a model's accuracy and loss on the site's test data, as metrics; saves the model if it is the result.
 
-        If it is the method's result for the client it is kept, at a site, or where no server sees it.
+        For a trained model the metrics also include those on validation data, if there are any. If the model is the
+        method's result for the client, it is saved at a site, and wherever the server does not receive it.
         """
         accuracy, loss = evaluate(model, *self.site.test)
         metrics = {f"{which}-accuracy": accuracy, f"{which}-loss": loss}
@@ -255,6 +257,6 @@ class Visit:
         return {NUM_EXAMPLES: len(self.site.train[1]), NUM_TEST_EXAMPLES: len(self.site.test[1])}
 
     def separate_evaluation(self, model: torch.nn.Module) -> dict[str, float]:
-        """The metrics of a reply to EVALUATE."""
+        """Return the metrics of a reply to EVALUATE."""
         accuracy, loss = evaluate(model, *self.site.test)
         return {"accuracy": accuracy, "loss": loss, NUM_EXAMPLES: len(self.site.test[1])}

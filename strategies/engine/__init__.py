@@ -1,1 +1,1 @@
-"""The round engine: what every method shares on the server's side."""
+"""The round engine: the server code that all methods share."""

@@ -1,6 +1,6 @@
-"""Which replies are used: each is checked as a whole before anything of it is.
+"""Admission of replies: each reply is checked as a whole before any part of it is used.
 
-Pure functions; the caller counts and logs what they refuse.
+These are pure functions; the caller counts and logs the refused replies.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from kindred.messages import (
 
 REFUSED = "refused: "  # how the status of a refused reply begins; its reason follows
 MAX_EXAMPLES = 10**12
-LARGEST = 1e15  # of floats: their sums, times so many samples, and squares stay far from what float32 cannot hold
+LARGEST = 1e15  # largest float: its square, and sums weighted by numbers of samples, stay far below float32's maximum
 MAX_METRICS = 1000
 MAX_NUMBERS = 10_000  # in all lists of a reply's metrics together
-# Metrics that count something, where a reply has them: whole numbers from 0 to MAX_EXAMPLES.
+# Metrics that are counts: whole numbers from 0 to MAX_EXAMPLES, if a reply has them.
 COUNTS = (NUM_TEST_EXAMPLES, SAMPLES_TRAINED, SAMPLES_PREDICTED, MODEL_BYTES)
-# Of an introduction.
+# Bounds of an introduction: entries, items of a list, characters of a text.
 MAX_ENTRIES, MAX_ITEMS, MAX_TEXT = 100, 1000, 10_000
 
 
-# Exceptions that are the server's own trouble, for which no client pays.
-SERVERS_OWN = (MemoryError, OSError)
+# Exceptions that are the server's own fault: no reply is refused for them.
+SERVER_ERRORS = (MemoryError, OSError)
 
 
 class Refused(ValueError):
-    """A reply that is not used; its text is the reason."""
+    """A reply cannot be used; the message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,11 @@ class Reply:
     Attributes
     ----------
     arrays : dict of str to ndarray
-        Views into the message: copy what is to outlive it. Empty where none was asked for.
+        Views into the message: copy those that must outlive it. Empty if no arrays were expected.
     metrics : MetricRecord
         Numbers, and lists of numbers; see `number`.
     config : dict
-        What the reply holds besides numbers.
+        The entries of the reply that are not numbers.
     """
 
     arrays: dict[str, np.ndarray]
@@ -66,7 +66,7 @@ class Reply:
     config: dict[str, Any]
 
     def number(self, name: str) -> float:
-        """Return a metric that is one number; `Refused` where it is missing, or a list."""
+        """Return a metric that is one number; raise `Refused` if it is missing or a list."""
         value = self.metrics.get(name)
         if value is None or isinstance(value, list):
             raise Refused(f"its {name} is {reprlib.repr(value)}, expected a number")
@@ -77,7 +77,7 @@ class Reply:
         return {name: value for name, value in self.metrics.items() if not isinstance(value, list)}
 
     def loss(self) -> float:
-        """Return the loss, by any of its names; `Refused` where it is missing, or not finite."""
+        """Return the loss, under any of its names; raise `Refused` if it is missing or not finite."""
         found = next((self.metrics[name] for name in ORDINARY_NAMES["loss"] if name in self.metrics), None)
         if not isinstance(found, int | float) or not np.isfinite(found):
             raise Refused(f"its loss is {reprlib.repr(found)}, expected a finite number")
@@ -88,23 +88,23 @@ Mismatch = Callable[[dict[str, np.ndarray]], str | None]
 
 
 def admit(content: RecordDict, weighted_by_key: str, mismatch: Mismatch | None = None) -> Reply:
-    """Check a reply.
+    """Check a reply and return its content.
 
     Parameters
     ----------
     content : RecordDict
-        One MetricRecord and, if arrays are due, one ArrayRecord, under any names (as Flower's FedAvg has it); besides
-        these one ConfigRecord at the most.
+        One MetricRecord and, if arrays are expected, one ArrayRecord, under any names (as in Flower's FedAvg); also at
+        most one ConfigRecord.
     weighted_by_key : str
-        The metric that counts the client's samples: a whole number from 1 to `MAX_EXAMPLES`, 10.0 for 10 too.
+        The metric that counts the client's samples: a whole number from 1 to `MAX_EXAMPLES`, also as a float (10.0).
     mismatch : callable, optional
-        Given the arrays by name, says how their names, shapes and types are not those due, None if they are. Floats
-        must be finite besides, and at most `LARGEST`. Left out where no arrays are due.
+        Given the arrays by name, says how their names, shapes and types differ from those expected; None if they do
+        not. In addition, floats must be finite and at most `LARGEST`. Omitted if no arrays are expected.
 
     Raises
     ------
     Refused
-        With the reason, in a few words.
+        The reply cannot be used; the message says why in a few words.
     """
     all_metrics, configs = records_of(content, MetricRecord), records_of(content, ConfigRecord)
     if len(all_metrics) != 1:
@@ -136,13 +136,13 @@ def admit(content: RecordDict, weighted_by_key: str, mismatch: Mismatch | None =
 
 
 def norm(arrays: Iterable[np.ndarray]) -> float:
-    """The L2 norm of all values together."""
+    """Return the L2 norm of all arrays' values together."""
     with np.errstate(over="ignore"):
         return float(np.sqrt(sum(np.square(array, dtype=np.float64).sum() for array in arrays)))
 
 
 def admit_introduction(content: RecordDict) -> dict[str, Any]:
-    """Check what a client says of itself.
+    """Check a client's introduction and return its entries.
 
     Returns
     -------
@@ -152,13 +152,13 @@ def admit_introduction(content: RecordDict) -> dict[str, Any]:
     Raises
     ------
     Refused
-        With the reason, in a few words.
+        The introduction cannot be used; the message says why in a few words.
     """
     about = config_of(content)
     if len(about) > MAX_ENTRIES:
         raise Refused(f"its introduction has {len(about)} entries, allowed: up to {MAX_ENTRIES}")
     for key, value in about.items():
-        if key == CLIENT_ID:  # the caller checks names
+        if key == CLIENT_ID:  # the caller checks the id
             continue
         items = value if isinstance(value, list) else [value]
         if len(items) > MAX_ITEMS:
@@ -179,7 +179,7 @@ def admit_introduction(content: RecordDict) -> dict[str, Any]:
 
 
 def _check_metrics(metrics: MetricRecord) -> None:
-    """Refuse metrics that cannot become columns of a table, or be averaged."""
+    """Raise `Refused` for metrics that cannot become columns of a table or cannot be averaged."""
     if len(metrics) > MAX_METRICS:
         raise Refused(f"it has {len(metrics)} metrics, allowed: up to {MAX_METRICS}")
     listed = 0
@@ -206,7 +206,7 @@ def _check_metrics(metrics: MetricRecord) -> None:
 
 
 def are_numbers(value: object, count: int, least: float, most: float) -> bool:
-    """Whether this is a list of so many numbers, none of them out of bounds or NaN."""
+    """Return whether `value` is a list of `count` numbers from `least` to `most`, none of them NaN."""
     return (
         isinstance(value, list)
         and len(value) == count
@@ -221,7 +221,7 @@ def check_numbers(name: str, reported: object, count: int, least: float, most: f
 
 
 def is_count(examples: object, least: int = 1) -> TypeGuard[int | float]:
-    """Whether this is a number of samples. Flower's apps may send a whole number as a float."""
+    """Return whether this is a number of samples. Flower's apps may send a whole number as a float."""
     return (
         isinstance(examples, int | float)
         and not isinstance(examples, bool)
@@ -231,10 +231,10 @@ def is_count(examples: object, least: int = 1) -> TypeGuard[int | float]:
 
 
 def _check_values(name: str, values: np.ndarray) -> None:
-    """Refuse floats (k,) that are not finite, or too large."""
+    """Raise `Refused` if floats (k,) are not finite or too large."""
     with np.errstate(over="ignore", invalid="ignore"):
-        if float(np.dot(values, values)) <= LARGEST**2:  # as fast as memory, and without a mask
-            return  # in half precision it may overflow
+        if float(np.dot(values, values)) <= LARGEST**2:  # as fast as memory allows, without a mask
+            return  # else check precisely: in half precision the product may overflow
     if not np.isfinite(values).all():
         raise Refused(f"array {name!r} has values that are not finite")
     if (largest := float(max(values.max(), -values.min()))) > LARGEST:

@@ -1,4 +1,4 @@
-"""Arguments that all strategies take, by which type checkers and editors know those of every method."""
+"""Types of the arguments that all strategies share, for type checkers and editors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flwr.app import MetricRecord, RecordDict
 
 
 class Shared(TypedDict, total=False):
-    """The arguments of `PersonalizedStrategy`: meaning, range and default are there."""
+    """The arguments of `PersonalizedStrategy`, which documents their meanings, ranges and defaults."""
 
     fraction_train: float
     fraction_evaluate: float

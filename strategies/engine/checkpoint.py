@@ -1,11 +1,11 @@
-"""The state of a run on disk: written whole or not at all, and checked before it is used.
+"""Checkpoints: the state of a run on disk, written atomically and checked before it is used.
 
     FOLDER/round-0007-SHA256.npz
 
-The name holds the round and the checksum of the content, which holds the round too. A file that was cut short or
-changed has another checksum, one that was renamed another round; the checkpoint before it is then used. An .npz file
-holds arrays as they are and nothing that could run; the rest of the state is JSON in its entry `state`. What lies in a
-mapped file goes to the disk and comes back some of it at a time, not through memory as a whole.
+The name holds the round and the checksum of the content; the content holds the round too. A truncated or changed file
+has another checksum, and a renamed one another round; the checkpoint before it is then used. An .npz file holds plain
+arrays and no code that could run; the rest of the state is JSON in its entry `state`. Arrays in a mapped file are
+written and read in pieces, so that they are never in memory as a whole.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from flwr.supercore import log
 from kindred.client.state import NotResumable, partial_files
 from kindred.messages import check, in_order, read_record, to_record
 
-from .model_store import let_go, mapping_of
+from .model_store import mapping_of, release_pages
 
 STATE = "state"
-FORMAT = 3  # of what `save` writes
-MAPPED = "mapped"  # how the entries begin of what lies in a mapped file
+FORMAT = 3  # version of the format that `save` writes
+MAPPED = "mapped"  # prefix of entries for arrays that lie in a mapped file
 
-# What JSON has as it is.
+# Types that JSON represents unchanged.
 PLAIN = frozenset({type(None), bool, int, float, str})
 
 
 class Stateful(Protocol):
-    """An object with state of its own that a checkpoint is to have."""
+    """An object whose own state belongs in a checkpoint."""
 
     def state(self) -> Any:
-        """Return all that `restore` needs, of types that `pack` takes."""
+        """Return everything that `restore` needs, of types that `pack` accepts."""
 
     def restore(self, state: Any) -> None:
         """Resume from what `state` returned."""
@@ -55,11 +55,11 @@ class Checkpoints:
     Parameters
     ----------
     folder : path
-        Made when the first checkpoint is.
+        It is created with the first checkpoint.
     every : int (default: 1)
-        Rounds, 1 or more, from one checkpoint to the next.
+        Number of rounds, 1 or more, from one checkpoint to the next.
     keep : int (default: 2)
-        How many of the last ones, 1 or more, are kept.
+        Number of last checkpoints, 1 or more, to keep.
     """
 
     def __init__(self, folder: str | os.PathLike[str], every: int = 1, keep: int = 2) -> None:
@@ -71,11 +71,11 @@ class Checkpoints:
         self._overdue = False  # the last one could not be written
 
     def due(self, server_round: int) -> bool:
-        """Whether a checkpoint is to be made at the end of a round."""
+        """Return whether a checkpoint is due at the end of a round."""
         return self._overdue or server_round % self.every == 0
 
     def save(self, server_round: int, state: Any) -> None:
-        """Write the state at the end of a round. Where it cannot be written it is due again after the next round."""
+        """Write the state at the end of a round. If that fails, a checkpoint is due again after the next round."""
         arrays: dict[str, np.ndarray] = {}
         text = json.dumps({"format": FORMAT, "round": server_round, "state": pack(state, arrays)})
         arrays[STATE] = np.frombuffer(text.encode(), np.uint8)
@@ -87,17 +87,17 @@ class Checkpoints:
             last = next(iter(self._files()), None)
             log(
                 WARNING,
-                "kindred: round %d could not be saved in %s (%s): the run goes on, and tries again after the "
-                "next round; cut short before that, it %s",
+                "kindred: round %d could not be saved in %s (%s): the run continues, and tries again after the "
+                "next round; if interrupted before that, it %s",
                 server_round,
                 self.folder,
                 error.strerror or error,
-                f"can be gone on with from round {last[0] + 1}" if last else "cannot be gone on with",
+                f"can be resumed from round {last[0] + 1}" if last else "cannot be resumed",
             )
 
     def _write(self, server_round: int, arrays: Mapping[str, np.ndarray]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        for partial, _ in partial_files(self.folder):  # of a process that was killed as it wrote
+        for partial, _ in partial_files(self.folder):  # left by a process that was killed during a write
             partial.unlink()
         temporary = self.folder / f".{os.getpid()}.partial"
         try:
@@ -112,7 +112,7 @@ class Checkpoints:
                 temporary.unlink()
             raise
         _sync(self.folder)
-        # What else there is of this round and of later ones was damaged, and the run went back behind it.
+        # Other files of this round or of later ones are damaged: the run resumed from an earlier round.
         earlier = [old for number, old in self._files() if number < server_round]
         for _, old in self._files():
             if old != path and old not in earlier[: self.keep - 1]:
@@ -120,7 +120,7 @@ class Checkpoints:
                     old.unlink()
 
     def remove(self) -> None:
-        """Remove all checkpoints, and the folder if nothing else is in it."""
+        """Remove all checkpoints, and the folder if it is then empty."""
         for path in [path for _, path in self._files()] + [path for path, _ in partial_files(self.folder)]:
             with suppress(OSError):
                 path.unlink()
@@ -129,19 +129,19 @@ class Checkpoints:
 
     @property
     def oldest(self) -> int | None:
-        """The round of the first checkpoint that is kept: from there a run may have to go on."""
+        """Round of the oldest checkpoint, the earliest from which a run may have to resume; None if there is none."""
         files = self._files()
         return files[-1][0] if files else None
 
     def load(self) -> tuple[int, Any] | None:
-        """The last checkpoint that is whole: its round and the state; None if there is none at all.
+        """Return the round and the state of the last intact checkpoint; None if there is no checkpoint at all.
 
-        Arrays that lay in a mapped file are views of the checkpoint, which cannot be written to.
+        Arrays that lay in a mapped file are read-only views of the checkpoint.
 
         Raises
         ------
         NotResumable
-            There are some, and none of them is whole; or the last is of another version of kindred.
+            There are checkpoints but none is intact; or the last one is of another version of kindred.
         """
         files = self._files()
         for server_round, path in files:
@@ -154,7 +154,7 @@ class Checkpoints:
                     reason = f"it is of round {found}, not of round {server_round}"
             except (MemoryError, NotResumable):
                 raise
-            except Exception as error:  # whatever comes of reading what may be anything
+            except Exception as error:  # the file can hold anything
                 reason = f"{type(error).__name__}: {error}"
             log(WARNING, "kindred: %s is damaged, and not used (%s)", path, reason)
         if files:
@@ -168,25 +168,25 @@ class Checkpoints:
 
 
 def pack(value: Any, arrays: dict[str, np.ndarray]) -> Any:
-    """Write a value as JSON has it, and put the arrays in it aside.
+    """Convert a value to what JSON can represent, and collect its arrays in `arrays`.
 
     Parameters
     ----------
     value
         None, bool, int, float, str, ndarray, ArrayRecord, `Stateful`, and lists, tuples, sets and mappings of these.
     arrays : dict
-        Gets the arrays.
+        Receives the arrays.
 
     Returns
     -------
     object
-        What JSON can write; `unpack` makes a value of it again.
+        A value that JSON can represent; `unpack` converts it back.
     """
     match value:
         case None | bool() | int() | float() | str():
             return value
         case dict() if all(type(key) is str and type(each) in PLAIN for key, each in value.items()):
-            return value  # the rows of a history are many
+            return value  # a short cut for the many rows of a history
         case np.ndarray():
             name = f"{MAPPED if value.size and mapping_of(value) else 'array'}-{len(arrays)}"
             arrays[name] = value
@@ -203,13 +203,13 @@ def pack(value: Any, arrays: dict[str, np.ndarray]) -> Any:
             return ["mapping", [[pack(key, arrays), pack(each, arrays)] for key, each in value.items()]]
         case set():
             return ["set", [pack(each, arrays) for each in in_order(value)]]
-        case list() | tuple() if type(value) in (list, tuple):  # no named ones, which could not be made again
+        case list() | tuple() if type(value) in (list, tuple):  # no named tuples, which could not be restored
             return [type(value).__name__, [pack(each, arrays) for each in value]]
     raise TypeError(f"{type(value).__name__} cannot be part of a checkpoint")
 
 
 def unpack(packed: Any, arrays: Mapping[str, np.ndarray] | _Arrays) -> Any:
-    """The value that `pack` was given; what is `Stateful` is the state that it gave."""
+    """Return the value that `pack` was given; in place of a `Stateful` object, its state."""
     if isinstance(packed, dict):
         return {key: unpack(each, arrays) for key, each in packed.items()}
     if not isinstance(packed, list):
@@ -226,8 +226,8 @@ def unpack(packed: Any, arrays: Mapping[str, np.ndarray] | _Arrays) -> Any:
             return {"set": set, "list": list, "tuple": tuple}[kind](unpack(each, arrays) for each in content)
 
 
-class _LettingGo:
-    """A file to write an array to, of which no more is in memory than is being written."""
+class _ReleasingFile:
+    """A file to write an array to; only the part that is being written stays in memory."""
 
     def __init__(self, file: IO[bytes], array: np.ndarray) -> None:
         self._file = file
@@ -235,7 +235,7 @@ class _LettingGo:
 
     def write(self, data: Any) -> None:
         self._file.write(data)
-        let_go(self._array)
+        release_pages(self._array)
 
 
 def _write_arrays(file: IO[bytes], arrays: Mapping[str, np.ndarray]) -> None:
@@ -243,11 +243,11 @@ def _write_arrays(file: IO[bytes], arrays: Mapping[str, np.ndarray]) -> None:
     with zipfile.ZipFile(file, "w") as archive:
         for name, array in arrays.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
-                np.lib.format.write_array(_LettingGo(entry, array), array, allow_pickle=False)
+                np.lib.format.write_array(_ReleasingFile(entry, array), array, allow_pickle=False)
 
 
 class _Arrays:
-    """The arrays of an open .npz file by name: read into memory, or mapped if they were."""
+    """The arrays of an open .npz file by name: read into memory, or mapped if they were mapped when saved."""
 
     def __init__(self, path: Path, archive: zipfile.ZipFile) -> None:
         self._path = path
@@ -258,7 +258,7 @@ class _Arrays:
         if not name.startswith(MAPPED):
             with self._archive.open(entry) as file:
                 return np.lib.format.read_array(file, allow_pickle=False)
-        with open(self._path, "rb") as file:  # entries are not compressed: the array lies in the file as it is
+        with open(self._path, "rb") as file:  # entries are not compressed, so the array can be mapped
             file.seek(entry.header_offset + 26)
             file.seek(sum(struct.unpack("<HH", file.read(4))), os.SEEK_CUR)  # lengths of the entry's name and extras
             np.lib.format.read_magic(file)
@@ -267,7 +267,7 @@ class _Arrays:
 
 
 def _read(path: Path) -> tuple[int, Any]:
-    """The round and the state in a checkpoint."""
+    """Return the round and the state in a checkpoint."""
     with zipfile.ZipFile(path) as archive:
         arrays = _Arrays(path, archive)
         content = json.loads(arrays[STATE].tobytes())
@@ -285,7 +285,7 @@ def _checksum(path: Path) -> str:
 
 
 def _sync(folder: Path) -> None:
-    """Have the names in a folder on the disk too."""
+    """Flush a folder's file names to disk."""
     directory = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(directory)

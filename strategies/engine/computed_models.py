@@ -1,4 +1,4 @@
-"""Clients' models that are computed when they are asked for."""
+"""Clients' models that are computed on access."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from kindred.messages import ClientId
 
 
 class ComputedModels(Mapping[ClientId, ArrayRecord]):
-    """A model of each client, none of which is kept in memory.
+    """A mapping from clients to models that are computed on access and not kept in memory.
 
     Parameters
     ----------
     clients : sequence of client ids
     compute : callable
-        Given clients, it yields their models one after the other.
+        Given clients, yields their models one after the other.
     """
 
     def __init__(
@@ -37,5 +37,5 @@ class ComputedModels(Mapping[ClientId, ArrayRecord]):
         return len(self._clients)
 
     def items(self) -> Iterator[tuple[ClientId, ArrayRecord]]:  # type: ignore[override]
-        """Compute all models together, which takes fewer products of matrices, and the bits of an evaluation of all."""
+        """Compute all models together: fewer matrix products, and bit for bit the models of an evaluation of all."""
         return zip(self._clients, self._compute(self._clients), strict=False)

@@ -1,4 +1,4 @@
-"""Which clients are asked to evaluate, after a round and after the last one, and why."""
+"""The choice of clients that are asked to evaluate, after each round and after the last one."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from .history import History
 
 
 class EvaluationPlan:
-    """The plan of a run's separate evaluations: those that training replies do not bring.
+    """The plan of a run's separate evaluations, for results that training replies do not hold.
 
     | when | asked | why |
     | --- | --- | --- |
     | after a round in which no training reply has the method's result | clients sampled for evaluation | there is no other result |
-    | after any other round | of these, those that trained and did not report it | the others have reported it, or keep their last result |
-    | after the last round, of a result that training gives (`AFTER_TRAINING`) | clients without a row in the history | they were never sampled |
-    | after the last round, of any other result | clients not evaluated separately in that round | what a training reply reports is of the model that the round started from |
+    | after any other round | of these, the clients that trained and did not report the result | the others have reported it, or keep their last result |
+    | after the last round, if training gives the result (`AFTER_TRAINING`) | clients without a row in the history | they were never sampled |
+    | after the last round, otherwise | clients not evaluated separately in that round | a training reply reports on the model that the round started from |
 
-    A client that did not answer a message of a round is asked nothing more in it.
+    A client that did not answer a message of a round is not asked again in that round.
 
     Parameters
     ----------
     personal : str
-        Which evaluation is the method's result for a client.
+        The evaluation that is the method's result for a client.
     """  # noqa: E501  # lines of a table
 
     def __init__(self, personal: str) -> None:
@@ -42,20 +42,20 @@ class EvaluationPlan:
         self._evaluated = state
 
     def has_result(self, metrics: Mapping[str, Any]) -> bool:
-        """Whether the metrics of a training reply have the method's result."""
+        """Return whether the metrics of a training reply hold the method's result."""
         return f"{self._personal}-accuracy" in metrics
 
     def trained(self, answered: Collection[ClientId], with_result: Collection[ClientId]) -> None:
-        """Note which clients answered a round's training, and which of them reported the method's result."""
+        """Record which clients answered a round's training, and which of them reported the method's result."""
         self._evaluated = set()
         self._without_result = set(answered) - set(with_result) if with_result else None
 
     def evaluated(self, client: ClientId) -> None:
-        """Note that a client's personal model was evaluated separately."""
+        """Record that a client's personal model was evaluated separately."""
         self._evaluated.add(client)
 
     def after_round(self, sampled: Sequence[ClientId], not_replied: Collection[ClientId]) -> list[ClientId]:
-        """Return the clients to ask after a round, of those that were sampled for evaluation."""
+        """Return the clients to ask after a round, among those that were sampled for evaluation."""
         may_be_asked = self._without_result
         return [
             client
@@ -64,6 +64,6 @@ class EvaluationPlan:
         ]
 
     def after_last_round(self, active: Sequence[ClientId], history: History) -> list[ClientId]:
-        """Return the clients to ask in the closing evaluation, of those that a round could be with."""
+        """Return the clients to ask in the closing evaluation, among those that a round can ask."""
         known = {row["client"] for row in history.rows} if self._personal in AFTER_TRAINING else self._evaluated
         return [client for client in active if client not in known]

@@ -1,4 +1,4 @@
-"""An exchange with clients: messages go out, replies come in, and every message ends as a row of the history."""
+"""An exchange with clients: it sends messages, receives replies, and records every message in the history."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from flwr.supercore import log
 
 from kindred.messages import NUM_TEST_EXAMPLES, ORDINARY_NAMES, PERSONAL, PROBE, ClientId, config_of, first_line
 
-from .admission import REFUSED, SERVERS_OWN, Refused, Reply
+from .admission import REFUSED, SERVER_ERRORS, Refused, Reply
 from .history import COMPUTE, History
 from .roster import Roster
 from .transport import CLOCKS, content_of, is_from, pull, push
 
-ENGINES_OWN = ("round", "client", "status", "seconds", "bytes-down", "bytes-up")  # columns of every row
+ENGINE_COLUMNS = ("round", "client", "status", "seconds", "bytes-down", "bytes-up")  # columns of every row
 
 
 @dataclass(frozen=True)
 class Sent:
-    """A message that is out.
+    """A message that has been sent.
 
     Attributes
     ----------
     client : client id
     node_id : int
     at : float
-        Seconds, on `time.monotonic`'s clock.
+        Time of sending, in seconds on `time.monotonic`'s clock.
     num_bytes : int
     fields : dict
         The method's fields for the row of the history.
     trains : bool
-        Whether the message asks for training; else it asks for an evaluation.
+        Whether the message asks for training; otherwise it asks for an evaluation.
     side : str
-        The model's name, where it is one of `Hooks.side_evaluations`; else empty.
+        The model's name if the message is for one of `Hooks.side_evaluations`; else empty.
     """
 
     client: ClientId
@@ -55,32 +55,32 @@ class Sent:
 
 
 class Exchange:
-    """The exchanges of one run, one after the other: one of training in each round, and mostly one of evaluations.
+    """The exchanges of one run: in each round one of training messages, and mostly one of evaluation messages.
 
     Parameters
     ----------
     grid : Grid
     roster : Roster
-        Has the nodes of clients; it is informed of clients that give no usable reply.
+        Knows the clients' nodes, and is informed of clients that give no usable reply.
     history : History
-        Gets the rows.
+        Receives the rows.
     row_fields : callable
         See `Hooks.row_fields`.
     personal : str
-        Which evaluation in a training reply is the method's result for the client.
+        The evaluation in a training reply that is the method's result for the client.
     weighted_by_key : str
         The metric that counts a client's samples.
     timeout : float
-        Seconds after which an exchange ends with the replies that are in.
+        Seconds after which an exchange ends with the replies received so far.
     quorum, grace : float
         See `PersonalizedStrategy`.
     simulated : bool
-        Whether the clients are on this machine; there is no quorum then.
+        Whether the clients are on this machine; the quorum is then not used.
 
     Attributes
     ----------
     replied, not_replied : set of client ids
-        Clients that answered in the round in progress, and those that did not when their time was up.
+        Clients that answered in the round in progress, and clients that did not answer in time.
     """
 
     def __init__(
@@ -108,29 +108,30 @@ class Exchange:
         self._grace = grace
         self._simulated = simulated
         self.begin_round()
-        self._sent: dict[str, Sent] = {}  # messages of the exchange in progress, by their ids,
-        self._until = 0.0  # its end, on time.monotonic's clock,
-        self._cut_short = False  # and whether the quorum has moved that end
+        self._sent: dict[str, Sent] = {}  # messages of the exchange in progress, by their ids
+        self._until = 0.0  # end of the exchange in progress, on time.monotonic's clock
+        self._cut_short = False  # whether the quorum has moved that end
         self._traces: set[str] = set()  # where unexpected exceptions were raised
 
     def begin_round(self) -> None:
-        """Forget who replied in the last round."""
+        """Forget which clients replied in the last round."""
         self.replied: set[ClientId] = set()
         self.not_replied: set[ClientId] = set()
 
     # --- Messages and replies -------------------------------------------------------------------------
 
     def replies(self, server_round: int, messages: Iterable[Message]) -> Iterator[Message]:
-        """Send messages, and yield the replies as they come, until all are in or time is up.
+        """Send messages and yield the replies as they arrive, until all have arrived or the time is up.
 
-        A reply is identified by the message that it answers, whatever sender it names: replies of an earlier exchange
-        are never asked for, and an error that the SuperLink reports for a dead node is that node's.
+        A reply is identified by the message that it answers, not by the sender that it names. Replies of an earlier
+        exchange are therefore never asked for. An error that the SuperLink reports for a dead node counts as that
+        node's reply.
         """
         self._until, self._cut_short = time.monotonic() + self._timeout, False
         self._send(server_round, messages)
         waiting = dict(self._sent)
         clients = {sent.client for sent in waiting.values()}
-        count = len(clients | self.replied)  # clients that answered before, and are not asked now, count as answers
+        count = len(clients | self.replied)  # clients that answered before and are not asked now count too
         self.replied -= clients
         quorum = math.ceil(self._quorum * count) if self._quorum <= 1 else min(int(self._quorum), count)
         self._look_for_quorum(quorum)
@@ -170,7 +171,7 @@ class Exchange:
                 self._sent[message_id] = sent
 
     def _look_for_quorum(self, quorum: int) -> None:
-        """End the exchange `grace` seconds after so many clients have answered."""
+        """Let the exchange end in `grace` seconds if `quorum` clients have answered."""
         until = time.monotonic() + self._grace
         if not self._cut_short and not self._simulated and len(self.replied) >= quorum and until < self._until:
             self._until, self._cut_short = until, True
@@ -188,13 +189,13 @@ class Exchange:
         replies : iterable of Message
             From `replies`.
         take : callable
-            Checks a reply's content and has the method take it in; raises `Refused` where that cannot be. Any other
-            exception counts as a refusal too: one reply is lost, not the run.
+            Checks a reply's content and passes it to the method; raises `Refused` if the reply cannot be used. Any
+            other exception counts as a refusal too, so that one reply is lost and not the run.
 
         Yields
         ------
         tuple of client id and Reply
-            Without those of `Hooks.side_evaluations`.
+            Replies for `Hooks.side_evaluations` are not among them.
         """
         for message in replies:
             sent = self._sent[message.metadata.reply_to_message_id]
@@ -205,12 +206,12 @@ class Exchange:
     def _admit(
         self, sent: Sent, server_round: int, message: Message, take: Callable[[Sent, RecordDict], Reply]
     ) -> Reply | None:
-        if not is_from(sent.node_id, message):  # no strike: whose fault it is, nobody knows
+        if not is_from(sent.node_id, message):  # no strike: it is unknown whose fault this is
             sender = message.metadata.src_node_id
             self._add_row(sent, server_round, f"{REFUSED}it came from node {sender}, expected {sent.node_id}", 0)
             return None
         if message.has_error():
-            # Flower's code for a reply that was announced and never uploaded; or the error came after the quorum.
+            # The code is Flower's for a reply that was announced and never uploaded. After the quorum any error counts.
             if message.error.code == ErrorCode.MESSAGE_UNAVAILABLE or self._cut_short:
                 self._roster.failed(sent.client)
             reason = f"error {message.error.code}: {first_line(message.error.reason or '')}"
@@ -232,30 +233,30 @@ class Exchange:
     def _as_refusal(self) -> Iterator[None]:
         """Turn an unexpected exception into a refusal.
 
-        It may be a fault of the method, so the log says where it was raised, once for each place.
+        The cause may be a bug in the method, so the traceback is logged, once for each place.
         """
         try:
             yield
-        except (Refused, *SERVERS_OWN):
+        except (Refused, *SERVER_ERRORS):
             raise
         except Exception as error:
             trace = "".join(traceback.format_tb(error.__traceback__))
             if trace not in self._traces:
                 self._traces.add(trace)
-                log(ERROR, "kindred: an exception that nobody foresaw, %s\n%s", type(error).__name__, trace)
+                log(ERROR, "kindred: unexpected exception %s\n%s", type(error).__name__, trace)
             raise Refused(f"it cannot be used ({type(error).__name__}: {error})") from error
 
     def _refuse(self, sent: Sent, server_round: int, refusal: Refused, bytes_up: int) -> None:
-        """Note a refused reply, and inform the client; one to a training message is a strike."""
+        """Record a refused reply and inform the client; a refused training reply is a strike."""
         self._add_row(sent, server_round, f"{REFUSED}{refusal}", bytes_up)
-        self._roster.tell(self._grid, sent.node_id, f"its reply in round {server_round} is not used: {refusal}")
+        self._roster.inform(self._grid, sent.node_id, f"its reply in round {server_round} is not used: {refusal}")
         if sent.trains:
             self._roster.failed(sent.client)
 
     # --- Rows of the history --------------------------------------------------------------------------
 
     def _reported(self, sent: Sent, reply: Reply) -> dict[str, int | float]:
-        """Return the numbers of a reply that go into its row: of a side evaluation the loss, and the work done."""
+        """Return a reply's numbers for its row; for a side evaluation the loss and the samples processed."""
         numbers = reply.numbers()
         if sent.side:
             return {f"{sent.side}-loss": reply.loss(), **{key: numbers[key] for key in COMPUTE if key in numbers}}
@@ -268,16 +269,16 @@ class Exchange:
         self, sent: Sent, server_round: int, status: str, bytes_up: int, numbers: Mapping[str, Any] | None = None
     ) -> None:
         numbers = numbers or {}
-        reported = set() if sent.side else numbers.keys() - sent.fields.keys() - set(ENGINES_OWN)
+        reported = set() if sent.side else numbers.keys() - sent.fields.keys() - set(ENGINE_COLUMNS)
         if status != "ok":
             status = first_line(status)
             log(WARNING, "kindred: round %d goes on without client %s: %s", server_round, sent.client, status)
-            if sent.side:  # replies of an exchange come in any order: each has a column of its own
+            if sent.side:  # replies of an exchange arrive in any order, so each has its own column
                 numbers, status = {f"{sent.side}-status": status}, "ok"
         own = (server_round, sent.client, status, time.monotonic() - sent.at, sent.num_bytes, bytes_up)
-        # Whatever a client calls its metrics, the columns after them are not the client's to set.
-        row = {**numbers, **sent.fields, **dict(zip(ENGINES_OWN, own, strict=True))}
-        # A separate evaluation is of the personal model, under the name that an ordinary evaluate function uses.
+        # Whatever names a client gives its metrics, it cannot overwrite the columns that follow.
+        row = {**numbers, **sent.fields, **dict(zip(ENGINE_COLUMNS, own, strict=True))}
+        # A separate evaluation is that of the personal model, under the names that ordinary evaluate functions use.
         evaluated = status == "ok" and bool(numbers) and not sent.trains and not sent.side
         for measure, names in ORDINARY_NAMES.items():
             for key in names if evaluated else (f"{self._personal}-{measure}",):
@@ -289,12 +290,12 @@ class Exchange:
 
 
 def payload_bytes(content: RecordDict) -> int:
-    """Return the bytes that the records of a message hold: arrays with their headers, metrics and settings."""
+    """Return the number of bytes in a message's records: arrays with their headers, metrics and settings."""
     return sum(_count_bytes(record) for record in content.values())
 
 
 def _count_bytes(record: ArrayRecord | MetricRecord | ConfigRecord) -> int:
     try:
         return record.count_bytes()
-    except (IndexError, ValueError):  # of an empty list or text in a record, which Flower takes and cannot count
+    except (IndexError, ValueError):  # Flower accepts an empty list or text in a record but cannot count it
         return 0

@@ -1,4 +1,4 @@
-"""The record of a run: a row for each client and round, and a line for each round."""
+"""The history of a run: a row for each client and round, and a summary line for each round."""
 
 from __future__ import annotations
 
@@ -23,40 +23,50 @@ from kindred.messages import (
 from .admission import MAX_EXAMPLES, REFUSED, is_count
 
 COMPUTE = (SAMPLES_TRAINED, SAMPLES_PREDICTED)
-MAX_COLUMNS = 500  # names of metrics that a run keeps, in addition to those that the project knows
+MAX_COLUMNS = 500  # names of metrics that a run keeps, in addition to KNOWN_METRICS
 
 
 def is_status(key: str) -> bool:
-    """Whether a column of a row says what became of a reply."""
+    """Return whether a column of a row holds the status of a reply."""
     return key == "status" or key.endswith("-status")
 
 
 def statuses(row: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the statuses of a client's replies in a round; a number under such a name is a metric of the client."""
+    """Yield the statuses of a client's replies in a round; a number under such a name is the client's own metric."""
     return (value for key, value in row.items() if is_status(key) and isinstance(value, str))
 
 
 class History:
-    """The record of a run.
+    """The history of a run.
 
     Attributes
     ----------
     rows : list of dict
-        One per round and client that was asked: `round`, `client`, `status` ("ok", or why nothing of it was
-        used), `evaluate-status` (why a separate evaluation failed, where it did; NAME-status for that of
-        a side evaluation, whose loss is NAME-loss), `seconds` from sending to
-        reply, `bytes-down`, `bytes-up` (payload), and the numbers that the client reported, by their names;
-        `personal-accuracy` and `personal-loss` are the method's own choice.
+        One row for each round and client that was asked:
+
+        - `round`, `client`
+        - `status`: "ok", or the reason why the reply was not used
+        - `evaluate-status`: the reason why a separate evaluation failed, if it did
+        - NAME-loss and NAME-status: the loss of a side evaluation, and the reason why it failed, if it did
+        - `seconds` from sending to reply
+        - `bytes-down`, `bytes-up` (payload)
+        - the numbers that the client reported, by their names
+        - `personal-accuracy`, `personal-loss`: the evaluation that is the method's result for the client
+
     rounds : list of dict
-        One per round: `round`, `asked`, `answered`, `seconds`, `bytes-down`, `bytes-up`, and over the clients'
-        last known personal accuracies (a client that sat out keeps its last): `evaluated` (of how many), `accuracy`
-        (plain mean), `accuracy-weighted` (by test size), `accuracy-p10` (bottom decile), `accuracy-best` (best plain
-        mean so far, over as many clients; BMTA in the FedAMP paper). All accuracies lie in [0, 1]. `personal` says
-        which evaluation they are of ("trained", "mixture"); `samples-trained` and `samples-predicted` are what the
-        clients worked on in the round, where they report it. What a method counts follows, and `metrics-dropped`, the
-        metrics that were not kept because the run has `MAX_COLUMNS` names of metrics already.
+        One summary line for each round: `round`, `asked`, `answered`, `seconds`, `bytes-down`, `bytes-up`, and:
+
+        - accuracies in [0, 1], over the clients' last known personal accuracies (a client that was not asked keeps its
+          last one): `evaluated` (number of clients), `accuracy` (plain mean), `accuracy-weighted` (by test size),
+          `accuracy-p10` (bottom decile), `accuracy-best` (best plain mean so far over the same number of clients; BMTA
+          in the FedAMP paper)
+        - `personal`: the evaluation that these are from ("trained", "mixture")
+        - `samples-trained`, `samples-predicted`: samples that the clients processed in the round, if they report it
+        - the method's own numbers
+        - `metrics-dropped`: metrics that were dropped because the run already has `MAX_COLUMNS` names of metrics
+
     left_out : dict
-        client -> why it takes no part at all, such as having no data.
+        client -> the reason why it takes no part at all, such as having no data.
     """
 
     def __init__(self) -> None:
@@ -64,11 +74,11 @@ class History:
         self.rounds: list[dict[str, Any]] = []
         self.left_out: dict[ClientId, str] = {}
         self._open: dict[ClientId, dict[str, Any]] = {}  # rows of the round in progress
-        self._reported: dict[ClientId, set[str]] = {}  # names of the metrics in them that are the clients' own
-        self._columns: set[str] = set()  # such names that are kept
-        self._counts: dict[ClientId, dict[str, float]] = {}  # the method's own numbers for them,
-        self._counted: dict[str, float] = {}  # and for the round
-        self._accuracy: dict[ClientId, tuple[float, float]] = {}  # last known, and its test size
+        self._reported: dict[ClientId, set[str]] = {}  # names of the metrics in them that the clients chose
+        self._columns: set[str] = set()  # such names that the run keeps
+        self._counts: dict[ClientId, dict[str, float]] = {}  # the method's own numbers for these rows
+        self._counted: dict[str, float] = {}  # the method's own numbers for the round
+        self._accuracy: dict[ClientId, tuple[float, float]] = {}  # last known accuracy, and its test size
 
     def state(self) -> dict[str, Any]:
         """Return what `restore` needs, between two rounds."""
@@ -86,9 +96,9 @@ class History:
         self._accuracy, self._columns = state["accuracy"], state["columns"]
 
     def add(self, row: dict[str, Any], reported: Collection[str] = ()) -> None:
-        """Add what a client did in the round in progress; a second exchange of the round joins its first row.
+        """Add a client's row to the round in progress; a second exchange's row is merged into the first.
 
-        `reported` are the keys of the row that the client chose itself.
+        `reported` are the keys of the row that the client itself chose.
         """
         self._reported.setdefault(row["client"], set()).update(reported)
         first = self._open.setdefault(row["client"], row)
@@ -100,11 +110,13 @@ class History:
             }
             if row["status"] != "ok":
                 together["evaluate-status"] = row["status"]
-            texts = {key: value for key, value in first.items() if isinstance(value, str)}  # no client's to change
+            texts = {
+                key: value for key, value in first.items() if isinstance(value, str)
+            }  # a client cannot change them
             first.update({**row, **together, **texts})
 
     def count(self, client: ClientId | None = None, **numbers: float) -> None:
-        """Add a method's own numbers to the round in progress, or to the row that one client has in it.
+        """Add a method's own numbers to the round in progress, or to one client's row in it.
 
         Names are given in snake_case and kept in kebab-case.
         """
@@ -112,11 +124,11 @@ class History:
         into.update({name.replace("_", "-"): number for name, number in numbers.items()})
 
     def open_rows(self) -> list[dict[str, Any]]:
-        """The rows of the round in progress, in order of client."""
+        """Return the rows of the round in progress, in order of client."""
         return [{**self._open[client], **self._counts.get(client, {})} for client in in_order(self._open)]
 
     def close_round(self, server_round: int, seconds: float, personal: str) -> dict[str, Any]:
-        """End a round: add its rows in order of client, sum it up, and return the sum."""
+        """End a round: add its rows, in order of client, and its summary line, and return this line."""
         rows = self.open_rows()
         dropped = self._drop_columns(rows)
         self._open, self._reported, self._counts = {}, {}, {}
@@ -159,9 +171,9 @@ class History:
         return line
 
     def _drop_columns(self, rows: list[dict[str, Any]]) -> int:
-        """Remove metrics of new names from rows once the run has enough names; return how many were removed.
+        """Remove metrics with new names from rows once the run has too many names; return the number removed.
 
-        Names that the project knows are always kept. Of the others those that most clients report come first.
+        `KNOWN_METRICS` are always kept. Of the other names those that most clients report are kept first.
         """
         names = {
             client: self._reported[client] - self._counts.get(client, {}).keys() - KNOWN_METRICS
@@ -175,7 +187,7 @@ class History:
             return 0
         log(
             WARNING,
-            "kindred: %d metrics with new names are dropped, %s for one: a run keeps %d names",
+            "kindred: %d metrics with new names are dropped, such as %s: a run keeps %d names",
             len(too_many),
             min(too_many),
             MAX_COLUMNS,
@@ -186,11 +198,11 @@ class History:
         return sum(reporting[name] for name in too_many)
 
     def last_accuracies(self) -> dict[ClientId, float]:
-        """Each client's last known personal accuracy, in order of client."""
+        """Return each client's last known personal accuracy, in order of client."""
         return {client: self._accuracy[client][0] for client in in_order(self._accuracy)}
 
     def refused(self) -> dict[ClientId, dict[str, int]]:
-        """Return reason -> count of refused replies, for each client that has any, in order."""
+        """Return client -> reason -> number of replies refused for it, for clients with any, in order."""
         counts: dict[ClientId, dict[str, int]] = {}
         for row in self.rows:
             for status in statuses(row):
@@ -202,7 +214,7 @@ class History:
 
 
 def progress(line: dict[str, Any], num_rounds: int) -> str:
-    """Return a round's line of the history as one line of text."""
+    """Return a round's summary line as one line of text."""
     width = len(str(num_rounds))
     title = "closing evaluation" if line["round"] > num_rounds else f"round {line['round']:{width}}/{num_rounds}"
     parts = [title]

@@ -1,7 +1,7 @@
-"""The in-process engine: a Flower Grid that runs the ClientApp where the strategy runs.
+"""The in-process engine: a Flower Grid that runs the ClientApp in the strategy's process.
 
-One process, the same messages, no worker and no copy between processes: for a debugger's breakpoint, for
-tests, and for one fast GPU on which all clients' data stay. A client works when its reply is asked for.
+It exchanges the same messages in one process, with no worker and no copy between processes. It suits debugging with
+breakpoints, tests, and one fast GPU that holds all clients' data. A client works when its reply is asked for.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ class InlineGrid(Grid):
     Parameters
     ----------
     client_app : ClientApp
-        What each node runs.
+        The ClientApp that each node runs.
     num_clients : int
-        Nodes; node i has the node config `partition-id` = i, `num-partitions` = num_clients.
+        Number of nodes; node i has the node config `partition-id` = i, `num-partitions` = num_clients.
     run_config : mapping, optional
         The run config that the ClientApp sees.
     """
 
     def __init__(self, client_app: ClientApp, num_clients: int, run_config: Mapping[str, Any] | None = None) -> None:
         self._client_app = client_app
-        run_id = secrets.randbits(63)  # as Flower's: what clients keep is kept by run
+        run_id = secrets.randbits(63)  # random, as Flower's: clients save their state under the run's id
         self._contexts = {
             FIRST_NODE_ID + i: Context(
                 run_id=run_id,
@@ -53,7 +53,7 @@ class InlineGrid(Grid):
         self._waiting: dict[str, Message] = {}
         self._numbers = itertools.count(1)
         self._run = Run.create_empty(run_id=run_id)
-        # Messages take their sender from here; a process that runs a strategy by itself has not set it.
+        # Messages take their sender from TaskIdentity, which is not set in a process outside Flower's engine.
         for name, value in (("task_id", 1), ("run_id", run_id), ("node_id", 1)):
             if getattr(TaskIdentity, f"_{name}") is None:
                 setattr(TaskIdentity, name, value)
@@ -83,7 +83,7 @@ class InlineGrid(Grid):
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Let the first of these nodes that has not answered yet do so; its reply alone."""
+        """Run the first of these nodes that has not answered yet, and return only its reply."""
         wanted = set(message_ids)
         message_id = next((waiting for waiting in self._waiting if waiting in wanted), None)
         return [] if message_id is None else [self._answer(self._waiting.pop(message_id))]
@@ -93,12 +93,12 @@ class InlineGrid(Grid):
         return [reply for message_id in ids for reply in self.pull_messages([message_id])]
 
     def _answer(self, message: Message) -> Message:
-        # Messages may share records; what one client does to its own is not the others' business.
+        # Messages may share records: a client's changes to its records must not affect the others.
         message.content = RecordDict({name: _copy(record) for name, record in message.content.items()})
         try:
             return self._client_app(message, self._contexts[message.metadata.dst_node_id])
-        except Exception as error:  # a client's failure is the round's news, not its end
-            # A query is for those who know it.
+        except Exception as error:  # a client's failure must not end the round
+            # A ClientApp need not know a query, so its failure is logged as debug.
             asked = message.metadata.message_type.startswith(MessageType.QUERY)
             log(DEBUG if asked else ERROR, "%s", traceback.format_exc())
             reason = f"{type(error).__name__}: {error}"

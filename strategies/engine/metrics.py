@@ -1,4 +1,4 @@
-"""Means of the metrics that clients report, as Flower's Result has them."""
+"""Means of the metrics that clients report, for Flower's Result."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from flwr.supercore import log
 
 from kindred.messages import ClientId, first_line, in_order
 
-from .admission import SERVERS_OWN
+from .admission import SERVER_ERRORS
 
 Aggregate = Callable[[list[RecordDict], str], MetricRecord]
 
 
 def mean_metrics(contents: list[RecordDict], weighted_by_key: str) -> MetricRecord:
-    """Return Flower's weighted mean of the metrics that all clients report in one form (a number, n numbers)."""
+    """Return Flower's weighted mean of the metrics that all clients report in the same form (a number, n numbers)."""
 
     def form(value: Any) -> int | None:
         return None if value is None else len(value) if isinstance(value, list) else 0
@@ -33,17 +33,17 @@ def mean_metrics(contents: list[RecordDict], weighted_by_key: str) -> MetricReco
 def aggregated(
     aggregate: Aggregate, metrics: Mapping[ClientId, MetricRecord], weighted_by_key: str, server_round: int
 ) -> MetricRecord | None:
-    """Aggregate clients' metrics, in order of client; None where there are none, or `aggregate` raises an exception."""
+    """Aggregate clients' metrics, in order of client; None if there are none, or if `aggregate` raises an exception."""
     if not metrics:
         return None
     try:
         return aggregate([RecordDict({"metrics": metrics[client]}) for client in in_order(metrics)], weighted_by_key)
-    except SERVERS_OWN:
+    except SERVER_ERRORS:
         raise
     except Exception as error:
         log(
             WARNING,
-            "kindred: the metrics of round %d have no mean: %s raised %s",
+            "kindred: the metrics of round %d could not be aggregated: %s raised %s",
             server_round,
             getattr(aggregate, "__name__", aggregate),
             first_line(f"{type(error).__name__}: {error}"),

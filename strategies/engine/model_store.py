@@ -1,8 +1,8 @@
-"""Models as rows of one matrix: the form in which the server keeps and combines them.
+"""Models as rows of one matrix: the form in which the server stores and combines them.
 
-The matrix is in memory, or in a file that is mapped into it. What is read or written of a mapped file counts as the
-process's memory until it is let go (`let_go`). That loses nothing: the system has it, and writes it to the disk in its
-own time.
+The matrix is in memory, or in a file that is mapped into memory. Pages of a mapped file that are read or written count
+as the process's memory until they are released (`release_pages`). Nothing is lost by that: the operating system has the
+data and writes it to disk.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ from kindred.messages import ClientId, check, in_order, read_record, to_record
 
 from .admission import norm
 
-# Columns that one step of a blocked computation takes at the most, and its share of the numbers kept, for it may be a
-# copy; fewer numbers than the least would not be worth a step.
+# One step of a blocked computation, which may be a copy, takes at most BLOCK columns and at most this share of all
+# stored numbers, but at least AT_LEAST numbers: smaller steps would not be efficient.
 BLOCK = 1 << 16
 SHARE = 1 / 256
 AT_LEAST = 1 << 16
 
-# Rows of a mapped file that are read before they are let go.
+# Rows of a mapped file that are read before they are released.
 MAPPED_AT_ONCE = 64
 
-# Sums that are made at a time: many enough for an efficient matrix product, and few beside the models kept where these
-# are not many numbers, which are quickly gone through again.
+# Sums computed at a time: enough for an efficient matrix product. If the stored models are fewer numbers than NOT_MANY,
+# only FEW_SUMS, so that the sums take little memory beside the models; several passes over these are then quick.
 SUMS_AT_ONCE, FEW_SUMS = 64, 8
 NOT_MANY = 1 << 24
 
-# What PyTorch calls the buffers of its normalisation layers.
+# PyTorch's names for the buffers of its normalisation layers.
 NORMALISATION_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class Layout:
-    """Where each array of a model lies in a flat vector of floats: parameters first, then floating buffers.
+    """The place of each array of a model in a flat vector of floats: parameters first, then floating buffers.
 
-    Integer buffers (counters) are not part of the vector: nobody averages them.
+    Integer buffers (counters) are not part of the vector, because they are never averaged.
 
     Parameters
     ----------
     record : ArrayRecord or mapping of str to ndarray
-        A model, as from `ArrayRecord(module.state_dict())`, or anything else that clients send.
+        A model, such as `ArrayRecord(module.state_dict())`, or any other arrays that clients send.
     buffers : collection of str, optional
-        Names of the entries that the optimiser does not train. By default those that end like the
-        buffers of PyTorch's normalisation layers.
+        Names of the entries that the optimiser does not train. By default those named like the buffers of PyTorch's
+        normalisation layers.
     """
 
     def __init__(self, record: ArrayRecord | Mapping[str, np.ndarray], buffers: Collection[str] | None = None) -> None:
@@ -78,7 +78,7 @@ class Layout:
     def mismatch(self, arrays: Mapping[str, np.ndarray], whole: bool = True) -> str | None:
         """Say in a few words how arrays differ from this model's; None if they do not.
 
-        With `whole` false they may be some of the floats alone.
+        With `whole` false a subset of the model's float arrays is accepted.
         """
         due = self.shapes if whole else self.slices
         for name in self.shapes if whole else ():
@@ -94,7 +94,7 @@ class Layout:
         return None
 
     def distance(self, arrays: Mapping[str, np.ndarray], others: Mapping[str, np.ndarray]) -> float:
-        """The L2 norm, over the parameters, of the difference between two models."""
+        """Return the L2 norm, over the parameters, of the difference between two models."""
         return norm(arrays[name] - others[name] for name in self.parameters)
 
     def flatten(self, arrays: Mapping[str, np.ndarray], out: np.ndarray) -> None:
@@ -103,11 +103,11 @@ class Layout:
             out[place] = arrays[name].reshape(-1)
 
     def integer_arrays(self, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Copies of the integer buffers (a view would keep the whole message alive)."""
+        """Return copies of the integer buffers (a view would keep the whole message alive)."""
         return {name: arrays[name].copy() for name in self.integers}
 
     def record(self, row: np.ndarray, integers: Mapping[str, np.ndarray]) -> ArrayRecord:
-        """The model whose floats are `row`, shape (size,), in the order and types it came in."""
+        """Return the model whose floats are `row`, shape (size,), with the original order and types of its arrays."""
         return to_record(
             {
                 name: row[self.slices[name]].reshape(shape).astype(self.dtypes[name], copy=False)
@@ -119,20 +119,20 @@ class Layout:
 
 
 def last_layers(names: Iterable[str], count: int) -> list[str]:
-    """The entries of a model's last layers, in its order.
+    """Return the names of the entries of a model's last layers, in the model's order.
 
     Parameters
     ----------
     names : iterable of str
-        Of a model's parameters and buffers, in the order of its state dict: those of a layer differ after the last dot
-        alone, as in "head.weight" and "head.bias".
+        Names of a model's parameters and buffers, in the order of its state dict. Those of one layer differ only after
+        the last dot, as in "head.weight" and "head.bias".
     count : int
-        Layers, 1 or more.
+        Number of layers, 1 or more.
 
     Raises
     ------
     ValueError
-        The model has no more layers than that: nothing would be left.
+        The model has no more than `count` layers: none would be left.
     """
     names = list(names)
     layers = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
@@ -140,13 +140,13 @@ def last_layers(names: Iterable[str], count: int) -> list[str]:
         "head_layers",
         count,
         1 <= count < len(layers),
-        f"1 to {len(layers) - 1}, for the model has {len(layers)} layers",
+        f"1 to {len(layers) - 1}, because the model has {len(layers)} layers",
     )
     return [name for name in names if name.rpartition(".")[0] in layers[-count:]]
 
 
 def drawn_anew(arrays: Mapping[str, np.ndarray], seed: int) -> dict[str, np.ndarray]:
-    """A model with the numbers of another, each array's in a random order: what another first draw would have been."""
+    """Return a model with each array's numbers in a random order, as another random initialisation would give."""
     rng = np.random.default_rng(seed)
     return {name: rng.permutation(array.reshape(-1)).reshape(array.shape) for name, array in arrays.items()}
 
@@ -155,31 +155,31 @@ Item = TypeVar("Item")
 
 
 class InTurn(Generic[Item]):
-    """Hands on what clients send in a given order, however it comes: sums then have the same bits.
+    """Passes on clients' items in a given order, whatever the order of arrival: sums then have the same bits.
 
-    What comes before its turn waits; the rest is handed on at once and not kept.
+    An item that arrives before its turn waits; other items are passed on at once and not kept.
 
     Parameters
     ----------
     order : sequence of client ids
-        Of those who may send something.
-    hand_on : callable
-        Given a client and what it sent.
+        The clients that may send an item, in the order of their turns.
+    pass_on : callable
+        Called with a client and its item.
     """
 
-    def __init__(self, order: Sequence[ClientId], hand_on: Callable[[ClientId, Item], None]) -> None:
+    def __init__(self, order: Sequence[ClientId], pass_on: Callable[[ClientId, Item], None]) -> None:
         self._turns = list(reversed(order))
         self._waiting: dict[ClientId, Item] = {}
-        self._hand_on = hand_on
+        self._pass_on = pass_on
 
     def add(self, client: ClientId, item: Item) -> None:
-        """Take what a client sent."""
+        """Add a client's item."""
         self._waiting[client] = item
         while self._turns and self._turns[-1] in self._waiting:
             self._next()
 
     def finish(self) -> None:
-        """Hand on what still waits: for clients that sent nothing."""
+        """Pass on the items that still wait for clients that sent nothing."""
         while self._waiting:
             if self._turns[-1] in self._waiting:
                 self._next()
@@ -188,28 +188,28 @@ class InTurn(Generic[Item]):
 
     def _next(self) -> None:
         client = self._turns.pop()
-        self._hand_on(client, self._waiting.pop(client))
+        self._pass_on(client, self._waiting.pop(client))
 
 
 class ClientModels(Mapping[ClientId, ArrayRecord]):
-    """The last model of each client, held once, as the rows of one (m, d) matrix.
+    """The last model of each client, stored once, as the rows of one (m, d) matrix.
 
-    As a mapping it goes from client ids, in order, to records, each packed when it is asked for.
+    As a mapping it goes from client ids, in order, to records; a record is packed at each access.
 
     Parameters
     ----------
     layout : Layout
-        Of all clients' models.
+        Layout of all clients' models.
     store : {"memory", "disk"}
-        Where the matrix is. On disk it is a file without a name in `state.default_root()`, which is gone when the
-        process ends, however it ends.
+        Where the matrix is. On disk it is a file without a name in `state.default_root()`, which disappears when the
+        process ends, in whatever way.
     """
 
     def __init__(self, layout: Layout, store: str = "memory") -> None:
         self.layout = layout
         self._file = _file_without_name() if store == "disk" else None
         self._rows = np.empty((0, layout.size), layout.dtype)
-        self._sums = self._rows  # kept from round to round: new memory costs as much as the product
+        self._sums = self._rows  # reused in each round: allocating it costs as much as the matrix product
         self._index: dict[ClientId, int] = {}
         self._integers: dict[ClientId, dict[str, np.ndarray]] = {}
 
@@ -226,18 +226,18 @@ class ClientModels(Mapping[ClientId, ArrayRecord]):
         return client in self._index
 
     def reserve(self, count: int) -> None:
-        """Make room for `count` models in all. Memory is taken as models come, not before; a file, at once."""
+        """Make room for `count` models in total. Memory is used only as models arrive; a file's space at once."""
         if count > len(self._rows):
             shape, used = (count, self.layout.size), len(self._index)
             if self._file is None:
                 rows = np.empty(shape, self.layout.dtype)
                 rows[:used] = self._rows[:used]
                 self._rows = rows
-            else:  # what it holds stays where it is
+            else:  # the file's content is kept
                 self._rows = _mapped(self._file.fileno(), shape, self.layout.dtype)
 
     def put(self, client: ClientId, arrays: Mapping[str, np.ndarray]) -> None:
-        """Keep a client's model in place of its last one."""
+        """Store a client's model in place of its last one."""
         if client not in self._index:
             self.reserve(len(self._index) + 1)
             self._index[client] = len(self._index)
@@ -245,20 +245,20 @@ class ClientModels(Mapping[ClientId, ArrayRecord]):
         self._integers[client] = self.layout.integer_arrays(arrays)
 
     def row(self, client: ClientId) -> np.ndarray:
-        """The floats of a client's model, shape (d,): a view, to be changed in place."""
-        let_go(self._rows)  # those asked for before
+        """Return the floats of a client's model, shape (d,): a view that may be changed in place."""
+        release_pages(self._rows)  # releases the rows used before
         row: np.ndarray = self._rows[self._index[client]]
         return row
 
     def blocks(self, clients: Sequence[ClientId], stop: int | None = None) -> Iterator[tuple[slice, np.ndarray]]:
-        """Go through the models of these clients, some columns at a time.
+        """Iterate over the models of these clients, in blocks of columns.
 
         Yields
         ------
         columns : slice
-            At most BLOCK columns, up to `stop` (default all).
+            At most BLOCK columns, up to `stop` (default: all).
         block : ndarray, shape (len(clients), columns)
-            A view where the clients' rows are in memory and follow each other, else a copy.
+            A view if the clients' rows are in memory and consecutive, else a copy.
         """
         index = [self._index[client] for client in clients]
         stop = self.layout.size if stop is None else stop
@@ -271,7 +271,7 @@ class ClientModels(Mapping[ClientId, ArrayRecord]):
                 for first in range(0, len(index), MAPPED_AT_ONCE):
                     some = slice(first, first + MAPPED_AT_ONCE)
                     block[some] = self._rows[index[some], columns]
-                    let_go(self._rows)
+                    release_pages(self._rows)
                 yield columns, block
             elif index == list(range(index[0], index[0] + len(index))):
                 yield columns, self._rows[index[0] : index[0] + len(index), columns]
@@ -279,7 +279,7 @@ class ClientModels(Mapping[ClientId, ArrayRecord]):
                 yield columns, self._rows[index, columns]
 
     def combinations(self, weights: np.ndarray, senders: Sequence[ClientId]) -> Iterator[np.ndarray]:
-        """Weighted sums of clients' models, one after the other.
+        """Yield weighted sums of clients' models, one after the other.
 
         Parameters
         ----------
@@ -290,7 +290,7 @@ class ClientModels(Mapping[ClientId, ArrayRecord]):
         Yields
         ------
         ndarray, shape (d,)
-            To be used before the next is asked for: the memory is used again.
+            Valid only until the next one is requested: the memory is reused.
         """
         weights = weights.astype(self.layout.dtype)  # (r, m)
         at_once = FEW_SUMS if len(self) * self.layout.size < NOT_MANY else SUMS_AT_ONCE
@@ -304,13 +304,13 @@ class ClientModels(Mapping[ClientId, ArrayRecord]):
             yield from sums
 
     def combined_record(self, row: np.ndarray, client: ClientId) -> ArrayRecord:
-        """A combined model for a client: floats from `row`, integer buffers the client's own."""
+        """Return a combined model for a client: floats from `row`, integer buffers from the client's own model."""
         return self.layout.record(row, self._integers[client])
 
     def state(self) -> dict[str, Any]:
         """Return what `restore` needs: clients in the order of their rows, a view of these, and integer buffers."""
-        let_go(self._rows)
-        # Of all clients together: a checkpoint with an entry for each takes longer.
+        release_pages(self._rows)
+        # All clients' buffers are stacked: a checkpoint with an entry for each client takes longer.
         integers = {
             name: np.stack([self._integers[client][name] for client in self._index])
             for name in self.layout.integers
@@ -319,7 +319,7 @@ class ClientModels(Mapping[ClientId, ArrayRecord]):
         return {"clients": list(self._index), "rows": self._rows[: len(self._index)], "integers": integers}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave, whose arrays are this object's own from now on."""
+        """Resume from what `state` returned; this object takes over its arrays."""
         rows = state["rows"]
         if self._file is None:
             self._rows = np.require(rows, requirements="W")
@@ -327,8 +327,8 @@ class ClientModels(Mapping[ClientId, ArrayRecord]):
             self.reserve(len(rows))
             for i, row in enumerate(rows):
                 self._rows[i] = row
-                let_go(self._rows)
-                let_go(rows)
+                release_pages(self._rows)
+                release_pages(rows)
         self._index = {client: place for place, client in enumerate(state["clients"])}
         self._integers = {
             client: {name: np.array(array[i]) for name, array in state["integers"].items()}
@@ -336,17 +336,17 @@ class ClientModels(Mapping[ClientId, ArrayRecord]):
         }
 
 
-def let_go(array: np.ndarray) -> None:
-    """Have the pages of a mapped file that an array lies in count as the process's memory no more; else do nothing.
+def release_pages(array: np.ndarray) -> None:
+    """Release the memory of the mapped file in which an array lies; do nothing for other arrays.
 
-    The array stays as it is: pages come back as they are used.
+    The array stays valid: pages are read again when they are used.
     """
     if (mapping := mapping_of(array)) is not None:
         mapping.madvise(mmap.MADV_DONTNEED)
 
 
 def mapping_of(array: np.ndarray) -> mmap.mmap | None:
-    """The mapped file that an array lies in, if it does."""
+    """Return the mapped file in which an array lies; None if it lies in none."""
     base: Any = array
     while isinstance(base, np.ndarray):
         base = base.base
@@ -360,9 +360,9 @@ def _file_without_name() -> IO[bytes]:
 
 
 def _mapped(file: int, shape: tuple[int, int], dtype: np.dtype[Any]) -> np.ndarray:
-    """The matrix that a file holds from its start; the file becomes as long as that if it is shorter."""
+    """Map a file from its start as a matrix; a shorter file is extended."""
     size = max(math.prod(shape) * dtype.itemsize, 1)
-    if hasattr(os, "posix_fallocate"):  # without room on the disk, to write into the mapping would end the process
+    if hasattr(os, "posix_fallocate"):  # on a full disk, writing to the mapping would kill the process
         try:
             os.posix_fallocate(file, 0, size)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Several global models in place of one: the base of HypCluster and FedEM on the server's side."""
+"""Several global models in place of one: the base class of HypCluster's and FedEM's server halves."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ Arrays = Mapping[str, np.ndarray]
 
 
 class SeveralModels(PersonalizedStrategy):
-    """Base of the methods in which the server has several models, and sends all of them to every client.
+    """Base of the methods in which the server has several models and sends all of them to every client.
 
-    Each is the mean of what clients made of it, by their samples, as in FedAvg; one of which nobody sent anything
-    stays as it is. With one model this is FedAvg.
+    Each new model is the mean of the models that clients trained from it, weighted by their samples, as in FedAvg. A
+    model that no client trained stays unchanged. With one model this is FedAvg.
 
     Parameters
     ----------
     count : int
-        Models, 1 or more.
+        Number of models, 1 or more.
     other_models : sequence of ArrayRecord, optional
-        What the models after the first start from, the first from that of `start`. By default each from the numbers
-        of the first in an order of its own (`drawn_anew`).
+        Initial models after the first, which is that of `start`. By default each has the numbers of the first one in
+        another random order (`drawn_anew`).
     **shared
-        Those of `PersonalizedStrategy`.
+        Arguments of `PersonalizedStrategy`.
     """
 
     STATE = (*PersonalizedStrategy.STATE, "models", "_examples", "_sent")
@@ -56,7 +56,7 @@ class SeveralModels(PersonalizedStrategy):
             difference = self.layout.mismatch(read_record(record))
             check("other_models", f"model {i}: {difference}", difference is None, "models like the initial one")
         self.models = [initial_arrays, *others]
-        # n_k of those whose models are in each, now and when they were sent last
+        # n_k of the clients that trained each model: for the current models, and for those last sent
         self._examples: list[dict[ClientId, float]] = [{} for _ in self.models]
         self._sent = self._examples
 
@@ -64,7 +64,7 @@ class SeveralModels(PersonalizedStrategy):
         self._means = [WeightedMean(self.layout.size, self.layout.dtype) for _ in self.models]
         self._terms: InTurn[tuple[float, dict[int, np.ndarray]]] = InTurn(clients, self._add)
         self._integers: dict[ClientId, dict[int, Arrays]] = {}
-        self._first: dict[int, Arrays] = {}  # of each model the integer buffers of the first client that trained it
+        self._first: dict[int, Arrays] = {}  # model -> integer buffers of the first client that trained it
         self._sent = self._examples
         record = self._all_models()
         return ((client, record) for client in clients)
@@ -76,7 +76,7 @@ class SeveralModels(PersonalizedStrategy):
         return record
 
     def take_models(self, client: ClientId, weight: float, models: Mapping[int, Arrays]) -> None:
-        """Take in what a client made of some of the models, by their numbers."""
+        """Add the models that a client trained, by their numbers, with the client's weight."""
         rows = {}
         for i, arrays in models.items():
             rows[i] = np.empty(self.layout.size, self.layout.dtype)  # (d,)
@@ -100,7 +100,7 @@ class SeveralModels(PersonalizedStrategy):
         self.models, self._examples = models, examples
 
     def global_arrays(self) -> ArrayRecord:
-        """The mean of the models, each by the number of clients whose models are in it."""
+        """Return the mean of the models, each weighted by the number of clients that trained it."""
         if self.count == 1:
             return self.models[0]
         counts = np.array([len(clients) for clients in self._examples], self.layout.dtype)  # (k,)
@@ -113,13 +113,13 @@ class SeveralModels(PersonalizedStrategy):
         return self.layout.record(mean, self.layout.integer_arrays(read_record(self.models[0])))
 
     def personal_arrays(self, client: ClientId) -> ArrayRecord:
-        """Return all models: a client chooses among them, or mixes them."""
+        """Return all models: a client chooses one of them, or mixes them."""
         return self._all_models()
 
     def shares(self) -> tuple[list[ClientId], np.ndarray]:
-        """The connected clients, and their shares in the models that were sent last, shape (k, m).
+        """Return the connected clients, and their shares in the models that were sent last, shape (k, m).
 
-        Rows sum to 1; the row of a model that none of them had a part in is 0.
+        Rows sum to 1; the row of a model that none of these clients trained is 0.
         """
         clients = self.clients()
         examples = np.array([[sent.get(client, 0.0) for client in clients] for sent in self._sent])  # (k, m)

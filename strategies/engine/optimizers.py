@@ -1,4 +1,4 @@
-"""Optimisers with which a server moves clients' models by gradients that clients sent."""
+"""Optimisers of the server, which update clients' models by gradients that clients sent."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from kindred.messages import ClientId, in_order
 
 
 class SGDStep:
-    """phi = phi - eta g, for one model."""
+    """SGD for one model: phi = phi - eta g."""
 
     def __init__(self, learning_rate: float) -> None:
         self.learning_rate = learning_rate
 
     def __call__(self, parameters: np.ndarray, gradient: np.ndarray) -> None:
-        """Change parameters, shape (d,), in place."""
+        """Update parameters, shape (d,), in place."""
         parameters -= self.learning_rate * gradient
 
 
 class AdamStep:
-    """Adam of Kingma and Ba, arXiv:1412.6980, with the paper's defaults, for one model."""
+    """Adam for one model (Kingma and Ba, arXiv:1412.6980), with the paper's defaults."""
 
     def __init__(self, learning_rate: float) -> None:
         self.learning_rate = learning_rate
@@ -31,7 +31,7 @@ class AdamStep:
         self.second: np.ndarray | float = 0.0  # (d,)
 
     def __call__(self, parameters: np.ndarray, gradient: np.ndarray) -> None:
-        """Change parameters, shape (d,), in place."""
+        """Update parameters, shape (d,), in place."""
         self.steps += 1
         self.first = 0.9 * self.first + 0.1 * gradient
         self.second = 0.999 * self.second + 0.001 * np.square(gradient)
@@ -58,7 +58,7 @@ class OptimizerSteps:
         self._steps: dict[ClientId, AdamStep | SGDStep] = {}
 
     def move(self, owner: ClientId, parameters: np.ndarray, gradient: np.ndarray) -> None:
-        """Change the parameters of a client's model, shape (d,), in place."""
+        """Update the parameters of a client's model, shape (d,), in place."""
         if owner not in self._steps:
             self._steps[owner] = self._new(self._learning_rate)
         self._steps[owner](parameters, gradient)
@@ -68,7 +68,7 @@ class OptimizerSteps:
         return {owner: vars(step) for owner, step in self._steps.items()}
 
     def restore(self, state: Mapping[ClientId, Mapping[str, Any]]) -> None:
-        """Continue from what `state` returned."""
+        """Resume from what `state` returned."""
         for owner in in_order(state):
             self._steps[owner] = self._new(self._learning_rate)
             vars(self._steps[owner]).update(state[owner])

@@ -1,4 +1,4 @@
-"""The connected nodes: which client each one is, and which clients can take part in a round."""
+"""The connected nodes: the client id of each, and the clients that can take part in a round."""
 
 from __future__ import annotations
 
@@ -32,43 +32,43 @@ from kindred.messages import (
 )
 from kindred.versions import VERSION
 
-from .admission import SERVERS_OWN, Refused, admit_introduction
+from .admission import SERVER_ERRORS, Refused, admit_introduction
 from .history import History
 from .transport import CLOCKS, content_of, is_from, pull, push
 
-NODES_PAUSE = 0.1  # s between two looks at which nodes are connected
-SECOND_WAIT = 1.0  # s, for the names of nodes that were asked for them before
-MOST_NAMED = 20  # clients that a run waits for, in a line of the log
-ASK_AGAIN = 10.0  # s between two questions to nodes that cannot take part, while a round waits for clients
+NODES_PAUSE = 0.1  # s between two queries for the connected nodes
+SECOND_WAIT = 1.0  # s to wait for the ids of nodes that were asked before
+MOST_NAMED = 20  # missing clients listed in one line of the log
+ASK_AGAIN = 10.0  # s between two queries to nodes that cannot take part, while a round waits for clients
 
 # In the environment of a run at `kindred server`: the file that lists the names of all registered keys, as JSON.
 REGISTERED = "KINDRED_REGISTERED"
 
-NOT_ADMITTED = "not-admitted"  # in what is noted of a node: why its introduction was refused
+NOT_ADMITTED = "not-admitted"  # entry in a node's recorded introduction: why that was refused
 
 Introduce = Callable[[Mapping[ClientId, Mapping[str, Any]]], dict[ClientId, str]]
 
 
 class TooFewClients(RuntimeError):
-    """Fewer clients than a round needs can take part when the wait is over, or none gave a usable answer."""
+    """After the waiting time fewer clients can take part than a round needs, or no client gave a usable answer."""
 
 
 class Roster:
-    """The clients of a run, by the nodes that they are.
+    """The clients of a run and their nodes.
 
     Parameters
     ----------
     min_available : int
         Clients that must be able to take part before a round starts.
     wait_timeout : float
-        Seconds to wait for them, and for the names of clients that are new.
+        Seconds to wait for these clients, and for the ids of new clients.
     max_strikes : int
-        Rounds in a row without a usable reply after which a client is left out for as many rounds; 0: never.
+        Rounds in a row without a usable reply after which a client is excluded for as many rounds; 0: never.
 
     Attributes
     ----------
     nodes : dict
-        client -> its node, of those that are connected and can take part.
+        client -> its node, for clients that are connected and can take part.
     """
 
     def __init__(self, min_available: int, wait_timeout: float, max_strikes: int) -> None:
@@ -78,43 +78,44 @@ class Roster:
         self.begin(History(), simulated=True)
 
     def begin(self, history: History, *, simulated: bool) -> None:
-        """Forget all, for a new run; `history.left_out` gets the clients that take no part."""
+        """Reset everything for a new run; clients that take no part will be listed in `history.left_out`."""
         self.nodes: dict[ClientId, int] = {}
         self._history = history
         self._simulated = simulated
-        self._identities: dict[int, ClientId] = {}  # the clients of the nodes that were connected last
-        self._about: dict[int, Mapping[str, Any]] = {}  # their introductions
-        self._introduced: dict[ClientId, int] = {}  # as which node a client was last introduced to the method
-        self._queries: dict[str, int] = {}  # questions for names that are not answered yet: message -> node
-        self._registered: dict[int, str] = {}  # nodes whose keys are registered under a name
-        self._kept_names: set[str] = set()  # names of registered keys, connected or not
-        self._refused: dict[int, str] = {}  # nodes that cannot have the name that they give, and why
+        self._identities: dict[int, ClientId] = {}  # node -> client id that it reported, for the nodes last connected
+        self._about: dict[int, Mapping[str, Any]] = {}  # node -> its introduction
+        self._introduced: dict[ClientId, int] = {}  # client -> node, as last introduced to the method
+        self._queries: dict[str, int] = {}  # identity queries without an answer yet: message -> node
+        self._registered: dict[int, str] = {}  # node -> name under which its key is registered
+        self._reserved_names: set[str] = set()  # names of registered keys, connected or not
+        self._refused: dict[int, str] = {}  # node -> why it cannot have the client id that it reports
         self._nodes_know_identity = True
         self._strikes: dict[ClientId, int] = {}  # rounds in a row without a usable reply
-        self._resting: dict[ClientId, int] = {}  # until which round a client is left out for them
-        self._failed: set[ClientId] = set()  # in the round in progress: no usable reply,
-        self._answered: set[ClientId] = set()  # or one
+        self._excluded_until: dict[ClientId, int] = {}  # client -> last round of its exclusion for strikes
+        self._failed: set[ClientId] = set()  # clients without a usable reply in the round in progress
+        self._answered: set[ClientId] = set()  # clients with a usable reply in it
 
     def state(self) -> dict[str, Any]:
         """Return all that `restore` needs, between two rounds."""
-        return {"strikes": self._strikes, "resting": self._resting, "kept-names": self._kept_names}
+        return {"strikes": self._strikes, "resting": self._excluded_until, "kept-names": self._reserved_names}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Resume from what `state` returned."""
-        self._strikes, self._resting, self._kept_names = state["strikes"], state["resting"], state["kept-names"]
+        self._strikes, self._excluded_until = state["strikes"], state["resting"]
+        self._reserved_names = state["kept-names"]
 
     def clients(self) -> list[ClientId]:
-        """The clients that are connected and can take part, in order; those that rest too."""
+        """Return the clients that are connected and can take part, in order, including those excluded for strikes."""
         return in_order(self.nodes)
 
     def active(self) -> list[ClientId]:
-        """The clients that a round can be with, in order: all of them where all would rest."""
-        return [client for client in self.clients() if client not in self._resting] or self.clients()
+        """Return the clients that a round can ask, in order: not those excluded for strikes, unless all of them are."""
+        return [client for client in self.clients() if client not in self._excluded_until] or self.clients()
 
     # --- Meeting clients --------------------------------------------------------------------------------
 
     def meet(self, grid: Grid, introduce: Introduce, timeout: float) -> None:
-        """Wait until enough clients can take part, and learn who the new ones are.
+        """Wait until enough clients can take part, and ask new nodes for their client ids.
 
         Parameters
         ----------
@@ -122,55 +123,55 @@ class Roster:
         introduce : callable
             See `PersonalizedStrategy.introduce`.
         timeout : float
-            Seconds to wait for the names of new nodes, `wait_timeout` at the most.
+            Seconds to wait for the client ids of new nodes, at most `wait_timeout`.
 
         Raises
         ------
         TooFewClients
-            Fewer than `min_available` clients can take part after `wait_timeout` seconds; in a simulation, to which no
-            others come, at once.
+            Fewer than `min_available` clients can take part after `wait_timeout` seconds. In a simulation, which no
+            further clients can join, it is raised at once.
         """
         deadline = time.monotonic() + self.wait_timeout
-        seen: list[int] | None = None  # at the last look,
-        met: list[int] | None = None  # and when nodes were last asked
-        asked_at, said, waits = 0.0, "", ""
-        self._kept_names |= set(_registered_names())
+        seen: list[int] | None = None  # nodes connected at the last query
+        met: list[int] | None = None  # nodes connected when they were last asked for their ids
+        asked_at, logged, waits = 0.0, "", ""
+        self._reserved_names |= set(_registered_names())
         while True:
             nodes, now = sorted(grid.get_node_ids()), time.monotonic()
-            # At the start nodes come one after the other.
+            # At the start nodes connect one after the other.
             settled = bool(self._identities) or (nodes == seen and len(nodes) >= self.min_available)
             if settled and (nodes != met or now - asked_at >= ASK_AGAIN):
                 self._ask_and_admit(grid, nodes, introduce, timeout)
                 asked_at = time.monotonic()
-                deadline = asked_at + self.wait_timeout if met is None else deadline  # their names took time too
-                met, seen = nodes, None  # there is something new to say
+                deadline = asked_at + self.wait_timeout if met is None else deadline  # asking them took time too
+                met, seen = nodes, None  # the log line must be updated
             if settled and len(self.nodes) >= self.min_available:
                 return
             count, what = (
                 (len(nodes), "are connected") if len(nodes) < self.min_available else (len(self.nodes), "can take part")
             )
             if nodes != seen:
-                missing = self._who_is_missing(grid, nodes)
+                missing = self._missing_clients(grid, nodes)
                 waits = f"{count} of {self.min_available} {what} (min_available_nodes){missing}"
             if time.monotonic() > deadline:
                 raise TooFewClients(f"too few clients after {self.wait_timeout:g} s: {waits}")
             if self._simulated and settled and self._identities.keys() >= set(nodes):
                 raise TooFewClients(f"too few clients: {waits}")
-            if waits != said and (settled or len(nodes) < self.min_available):
+            if waits != logged and (settled or len(nodes) < self.min_available):
                 log(INFO, "kindred: waiting for clients: %s", waits)
-                said = waits
+                logged = waits
             seen = nodes
             time.sleep(NODES_PAUSE)
 
-    def _who_is_missing(self, grid: Grid, nodes: Sequence[int]) -> str:
-        """The clients that cannot take part, each with the reason, to be put behind how many can."""
-        known = {*self._kept_names, *(str(row["client"]) for row in self._history.rows)}
+    def _missing_clients(self, grid: Grid, nodes: Sequence[int]) -> str:
+        """Return the clients that cannot take part, each with the reason, as a text to append to a message."""
+        known = {*self._reserved_names, *(str(row["client"]) for row in self._history.rows)}
         here = {str(client) for client in (*self._identities.values(), *self._history.left_out)}
         here |= {node.name for node in grid.get_nodes()} if known - here else set()
         missing = [f"client {client}: {self._history.left_out[client]}" for client in in_order(self._history.left_out)]
         missing += [f"node {node}: {self._refused[node]}" for node in nodes if node in self._refused]
         missing += [
-            f"node {node} has not said who it is"
+            f"node {node} has not reported its client id"
             for node in nodes
             if node in self._queries.values() and node not in self._identities
         ]
@@ -179,28 +180,28 @@ class Roster:
         return "".join(f"; {reason}" for reason in (*missing[:MOST_NAMED], *more))
 
     def _ask_and_admit(self, grid: Grid, nodes: Sequence[int], introduce: Introduce, timeout: float) -> None:
-        """Find out which clients these nodes are, and have the method take note of those that are new."""
-        self._forget_those_not_in(nodes)
+        """Ask new nodes for their client ids, and introduce new clients to the method."""
+        self._forget_outdated(nodes)
         new = [node for node in nodes if node not in self._identities]
         if new:
             self._registered |= {node.node_id: node.name for node in grid.get_nodes() if node.name}
-            self._kept_names |= set(self._registered.values())
+            self._reserved_names |= set(self._registered.values())
         if self._nodes_know_identity and not self._asked_before(new):
-            log(INFO, "Asking clients for their names; an app without an answer logs an error, which does no harm")
-        # One node first: a ClientApp that knows no such query is not asked once more by each node of a simulation.
+            log(INFO, "Asking clients for their ids; a ClientApp that cannot answer logs an error, which is harmless")
+        # One node first: if a simulation's ClientApp does not know this query, no other node is asked.
         for group in (new[:1], new[1:]) if self._simulated else (new,):
             if group and self._nodes_know_identity:
                 self._identify(grid, group, timeout)
             if not self._nodes_know_identity:
                 self._identities |= {node: node for node in group}
-        self._give_names(grid)
+        self._assign_nodes(grid)
         self._introduce_newcomers(grid, introduce)
 
-    def _forget_those_not_in(self, nodes: Collection[int]) -> None:
-        """Forget nodes that are not connected any more, and those that cannot take part: the fault may be repaired.
+    def _forget_outdated(self, nodes: Collection[int]) -> None:
+        """Forget nodes that are no longer connected, and nodes that cannot take part: their fault may be fixed by now.
 
-        In a simulation, where nobody puts anything right, the latter are only those that failed to introduce
-        themselves.
+        In a simulation nobody fixes a fault, so only those nodes of the second kind are forgotten that failed to
+        introduce themselves.
         """
         taking_part = set(self.nodes.values())
         outside = {
@@ -217,15 +218,15 @@ class Roster:
         self._queries = {message_id: node for message_id, node in self._queries.items() if node in nodes}
 
     def _identify(self, grid: Grid, nodes: Sequence[int], timeout: float) -> None:
-        """Ask nodes for their clients' ids. A client without one is identified by its node.
+        """Ask nodes for their client ids. A client without one is identified by its node.
 
-        Nodes that do not answer in time are asked again before the next round, and their reply to either question
-        counts. Where there are clients enough, or these nodes have been asked before, nobody waits for them for long.
+        Nodes that do not answer in time are asked again before the next round, and a reply to either query counts. The
+        wait is short if there are already enough clients, or if these nodes have been asked before.
         """
         timeout = min(timeout, self.wait_timeout)
         hurries = len(self.nodes) >= self.min_available or (self._identities and self._asked_before(nodes))
         patience = min(timeout, SECOND_WAIT) if hurries else timeout
-        last = {node: message_id for message_id, node in self._queries.items()}  # the one before counts still
+        last = {node: message_id for message_id, node in self._queries.items()}  # a node's previous query still counts
         self._queries = {message_id: node for message_id, node in self._queries.items() if last[node] == message_id}
         for node in nodes:
             content = RecordDict({CONFIG: ConfigRecord({VERSION_KEY: VERSION})})
@@ -251,30 +252,30 @@ class Roster:
                     reply.metadata.src_node_id,
                 )
             elif not reply.has_error():
-                self._note(node, content_of(reply))
-            # In a simulation all nodes run the same app; one that is far away reports for itself alone.
+                self._record_introduction(node, content_of(reply))
+            # In a simulation all nodes run the same app; a remote node's answer says nothing about the others.
             elif "No query function registered" in (reply.error.reason or "") and self._simulated:
                 self._nodes_know_identity = False
             elif reply.error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION:
                 self._identities[node] = node
 
     def _asked_before(self, nodes: Collection[int]) -> bool:
-        """Whether all of these nodes have been asked for their names already."""
+        """Return whether all of these nodes have already been asked for their client ids."""
         return {*self._queries.values(), *self._about}.issuperset(nodes)
 
-    def _note(self, node: int, content: RecordDict) -> None:
-        """Note a node's introduction."""
+    def _record_introduction(self, node: int, content: RecordDict) -> None:
+        """Record a node's introduction and its client id."""
         try:
             about = admit_introduction(content)
-        except Refused as refusal:  # but for its name, and whether it can be informed of that
-            said = config_of(content)
-            about = {key: said[key] for key in (CLIENT_ID, METHODS) if key in said} | {NOT_ADMITTED: str(refusal)}
+        except Refused as refusal:  # keep only the client id, and `methods`, without which it cannot be informed
+            entries = config_of(content)
+            about = {key: entries[key] for key in (CLIENT_ID, METHODS) if key in entries} | {NOT_ADMITTED: str(refusal)}
         client = about.get(CLIENT_ID, node)
         if not is_name(client):
             log(
                 WARNING,
-                "kindred: node %d calls itself %s, allowed: a whole number, or 1 to %d printable "
-                "characters; it is identified by its number",
+                "kindred: the client id of node %d is %s, allowed: a whole number, or 1 to %d printable "
+                "characters; its node id is used instead",
                 node,
                 reprlib.repr(client),
                 MAX_NAME,
@@ -283,18 +284,18 @@ class Roster:
         self._identities[node] = client
         self._about[node] = about
 
-    def _give_names(self, grid: Grid) -> None:
-        """Find the node of each client, by the names that nodes give.
+    def _assign_nodes(self, grid: Grid) -> None:
+        """Assign each client id to one of the nodes that report it.
 
-        A key has the name under which it was registered at the server, and no other; a registered name is kept for its
-        key. Any other name stays with the node that had it first, as long as that one is connected.
+        A node whose key is registered at the server may only have the registered name, and only that node may have this
+        name. Any other id stays with the node that had it first, as long as that node is connected.
         """
         first = {client: node for client, node in self._introduced.items() if self._identities.get(node) == client}
         self.nodes = {}
         for node, client in sorted(self._identities.items()):
-            reason = self._not_its_name(node, client)
+            reason = self._name_conflict(node, client)
             if reason is None and first.setdefault(client, node) != node:
-                reason = f"it says it is client {client}, as node {first[client]} does"
+                reason = f"its client id is {client}, which node {first[client]} already has"
             if reason is None:
                 self.nodes[client] = node
                 self._refused.pop(node, None)
@@ -302,17 +303,17 @@ class Roster:
                 if self._refused.get(node) != reason:
                     log(WARNING, "kindred: node %d takes no part: %s", node, reason)
                 self._refused[node] = reason
-                self.tell(grid, node, reason)
+                self.inform(grid, node, reason)
 
-    def _not_its_name(self, node: int, client: ClientId) -> str | None:
-        """Say why a node cannot have the name that it gives; None if it can, or gives none."""
+    def _name_conflict(self, node: int, client: ClientId) -> str | None:
+        """Say why a node cannot have the client id that it reports; None if it can, or reports none."""
         if client == node:
             return None
         registered = self._registered.get(node)
         if registered and registered != str(client):
-            return f"it says it is client {client}, but its key is registered as {registered}"
-        if not registered and str(client) in self._kept_names:
-            return f"it says it is client {client}, a name that is kept for the key registered under it"
+            return f"its client id is {client}, but its key is registered as {registered}"
+        if not registered and str(client) in self._reserved_names:
+            return f"its client id is {client}, a name reserved for the key registered under it"
         return None
 
     def _introduce_newcomers(self, grid: Grid, introduce: Introduce) -> None:
@@ -336,18 +337,18 @@ class Roster:
                 left_out[client] = reason = first_line(str(reasons[client]))
                 if before.get(client) != reason:
                     log(WARNING, "kindred: client %s takes no part: %s", client, reason)
-                if PROBLEM not in newcomers[client]:  # which it knows
-                    self.tell(grid, self.nodes[client], reason)
+                if PROBLEM not in newcomers[client]:  # a client knows its own problem
+                    self.inform(grid, self.nodes[client], reason)
             elif client in before:
-                log(INFO, "kindred: client %s takes part now, and did not because: %s", client, before[client])
+                log(INFO, "kindred: client %s takes part now; excluded before: %s", client, before[client])
         for client in left_out:
             self.nodes.pop(client, None)
 
-    def tell(self, grid: Grid, node: int, reason: str) -> None:
-        """Have a site print why it takes no part, or why its reply is not used: its operator can act on that.
+    def inform(self, grid: Grid, node: int, reason: str) -> None:
+        """Make a site print why it takes no part, or why its reply is not used, so that its operator can act on it.
 
-        Nobody waits for the answer. In a simulation the server's log is the site's, and an app of somebody else's knows
-        no such message.
+        The server does not wait for the answer. Nothing is sent in a simulation, where server and clients share a log.
+        Nothing is sent to a foreign ClientApp either, because it does not know this message.
         """
         if self._simulated or not isinstance(self._about.get(node, {}).get(METHODS), list):
             return
@@ -357,39 +358,39 @@ class Roster:
     # --- Clients that give no usable reply --------------------------------------------------------------
 
     def succeeded(self, client: ClientId) -> None:
-        """Note that a client gave a usable reply in the round in progress."""
+        """Record that a client gave a usable reply in the round in progress."""
         self._answered.add(client)
 
     def failed(self, client: ClientId) -> None:
-        """Note that a client's reply was refused, or did not come, in the round in progress."""
+        """Record that a client's reply was refused, or did not come, in the round in progress."""
         self._failed.add(client)
 
     def begin_round(self, server_round: int) -> None:
-        """Let those take part again that have been left out for long enough."""
-        for client in in_order(client for client, last in self._resting.items() if last < server_round):
-            del self._resting[client]
+        """Readmit clients whose exclusion for strikes is over."""
+        for client in in_order(client for client, last in self._excluded_until.items() if last < server_round):
+            del self._excluded_until[client]
             log(INFO, "kindred: client %s may take part again, from round %d", client, server_round)
 
     def end_round(self, grid: Grid, server_round: int) -> None:
-        """Count the strikes of a round, and leave clients out for a while that have too many."""
+        """Count the strikes of a round, and exclude clients with too many of them for a while."""
         for client in self._answered - self._failed:
             self._strikes.pop(client, None)
         for client in in_order(self._failed):
             strikes = self._strikes[client] = self._strikes.get(client, 0) + 1
             if 0 < self.max_strikes <= strikes:
-                self._resting[client] = server_round + strikes
-                reason = f"left out of the next {strikes} rounds: no usable reply in {strikes} rounds in a row"
+                self._excluded_until[client] = server_round + strikes
+                reason = f"excluded from the next {strikes} rounds: no usable reply in {strikes} rounds in a row"
                 log(WARNING, "kindred: client %s is %s", client, reason)
                 if client in self.nodes:
-                    self.tell(grid, self.nodes[client], reason)
+                    self.inform(grid, self.nodes[client], reason)
         self._failed, self._answered = set(), set()
 
 
 def _reasons(introduce: Introduce, newcomers: Mapping[ClientId, Mapping[str, Any]]) -> dict[ClientId, str]:
-    """The reasons for which newcomers cannot take part; one whose introduction raises an exception is among them."""
+    """Return why newcomers cannot take part; a newcomer whose introduction raises an exception cannot."""
     try:
         return introduce(newcomers)
-    except SERVERS_OWN:
+    except SERVER_ERRORS:
         raise
     except Exception as error:
         if len(newcomers) == 1:
@@ -401,7 +402,7 @@ def _reasons(introduce: Introduce, newcomers: Mapping[ClientId, Mapping[str, Any
 
 
 def _registered_names() -> list[str]:
-    """The names of all keys that `kindred server` has registered; none elsewhere."""
+    """Return the names of all keys registered by `kindred server`; none in runs without it."""
     path = os.environ.get(REGISTERED)
     if not path:
         return []

@@ -1,4 +1,4 @@
-"""Several clients' models in one message, and the updates of them in the reply."""
+"""Messages with several clients' models, and replies with updates of these models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .admission import norm
 from .model_store import ClientModels, InTurn
 from .optimizers import OptimizerSteps
 
-NEW_MODEL = "model"  # prefix of a model that the server has not yet received; updates are prefixed by place
+NEW_MODEL = "model"  # prefix of a model that the server does not have yet; an update's prefix is the model's place
 
 
 class SentModels:
@@ -28,22 +28,22 @@ class SentModels:
     ----------
     models
     owners : dict
-        client -> the clients whose models its last message is about, itself first.
+        client -> the clients whose models its last message is about, starting with the client itself.
     count : int
-        Models in all these messages together.
+        Number of models in all these messages together.
     """
 
     def __init__(self, models: ClientModels) -> None:
         self.owners: dict[ClientId, list[ClientId]] = {}
         self.count = 0
         self.models = models
-        self._packed: dict[ClientId, ArrayRecord] = {}  # several clients may receive a model: it is packed once
+        self._packed: dict[ClientId, ArrayRecord] = {}  # a model that several clients receive is packed once
 
     def pack(self, client: ClientId, neighbours: Sequence[ClientId]) -> ArrayRecord:
         """Return the arrays of a message to a client.
 
-        Names are prefixed by the model's place among the owners: 0 for the client's own model, which is missing
-        while the client has none.
+        The prefix of a name is the model's place among the owners: 0 is the client's own model, which is missing as
+        long as the client has none.
         """
         self.owners[client] = [client, *neighbours]
         record = ArrayRecord()
@@ -56,54 +56,55 @@ class SentModels:
         return record
 
     def neighbours(self, client: ClientId) -> list[ClientId]:
-        """Return the other clients whose models the last message to a client holds."""
+        """Return the other clients whose models were in the last message to a client."""
         return self.owners.get(client, [client])[1:]
 
     def mismatch(self, client: ClientId, arrays: Mapping[str, np.ndarray]) -> str | None:
         """Say in a few words why arrays are not updates of the models that were sent; None if they are.
 
-        They also hold the client's own model, if and only if the server does not have it yet. Updates may leave out
-        arrays; those of buffers are accepted from the owner alone.
+        The arrays must also hold the client's own model if, and only if, the server does not have it yet. An update may
+        omit arrays; updates of buffers are accepted only from the model's owner.
         """
         layout, updates = self.models.layout, by_prefix(arrays)
         new = updates.pop(NEW_MODEL, None)
         if (new is None) != (client in self.models):
-            return "it holds a model where an update is due" if new else "its model is missing"
+            return "it holds a model where an update is expected" if new else "its model is missing"
         if new is not None and (difference := layout.mismatch(new)) is not None:
             return difference
         places = {str(place) for place in range(len(self.owners[client]))}
         for prefix, update in updates.items():
             if prefix not in places:
-                return f"arrays {prefix!r} are of no model that was sent"
+                return f"arrays {prefix!r} belong to no model that was sent"
             if (difference := layout.mismatch(update, whole=False)) is not None:
                 return difference
             for name in update:
                 if prefix != "0" and layout.slices[name].start >= layout.num_parameters:
-                    return f"array {name!r} is the owner's alone to change"
+                    return f"array {name!r} may be changed by the model's owner alone"
         return None
 
     def update_norm(self, arrays: Mapping[str, np.ndarray]) -> float:
-        """Return the largest norm among the updates of models; a model that is new to the server is no update."""
+        """Return the largest norm of the updates; a model that is new to the server does not count as an update."""
         parameters = self.models.layout.parameters
         updates = (update for prefix, update in by_prefix(arrays).items() if prefix != NEW_MODEL)
         return max((norm(update[name] for name in parameters if name in update) for update in updates), default=0.0)
 
     def forget_packed(self) -> None:
-        """Drop the packed models, before the models change."""
+        """Drop the packed models; to be called before the models change."""
         self._packed = {}
 
 
 class Updates:
-    """Sums of the updates that clients send of each other's models; their bits do not depend on the order of arrival.
+    """Sums of clients' updates of each other's models; the bits do not depend on the order of arrival.
 
     Parameters
     ----------
     sent : SentModels
         The models that the clients received.
     order : sequence of client ids
-        In which the updates are added.
+        The order in which the clients' updates are added.
     steps : OptimizerSteps, optional
-        If given, updates are gradients, by whose sum it moves a model in the end. Otherwise they are changes.
+        If given, updates are gradients: at the end it moves each model by the sum of its gradients. Otherwise updates
+        are changes that are added to the model.
     """
 
     def __init__(self, sent: SentModels, order: Sequence[ClientId], steps: OptimizerSteps | None = None) -> None:
@@ -113,7 +114,7 @@ class Updates:
         self._in_turn: InTurn[Mapping[str, Mapping[str, np.ndarray]]] = InTurn(order, self._add)
 
     def add(self, client: ClientId, parts: Mapping[str, Mapping[str, np.ndarray]]) -> None:
-        """Take a client's updates by place, and by NEW_MODEL its model if the server has not received it yet."""
+        """Add a client's updates, by place, and under NEW_MODEL its own model if the server does not have it yet."""
         self._in_turn.add(client, parts)
 
     def _add(self, client: ClientId, parts: Mapping[str, Mapping[str, np.ndarray]]) -> None:
@@ -131,7 +132,7 @@ class Updates:
                 row[models.layout.slices[name]] += array.reshape(-1)
 
     def finish(self) -> None:
-        """Add what still waits for its turn, and move models by their gradients."""
+        """Add the updates that still wait for their turn, and move models by their gradients."""
         self._in_turn.finish()
         trained = self._sent.models.layout.num_parameters
         for owner in in_order(self._gradients):

@@ -23,15 +23,15 @@ class StoredModels(PersonalizedStrategy):
     Parameters
     ----------
     store : {"memory", "disk"}
-        Where the models are kept. On disk they are in a file, and memory holds little more than the models of the
-        clients of a round; results are the same, bit for bit. See `ClientModels`.
+        Where the models are stored. On disk they are in a file, and memory holds little more than the models of a
+        round's clients; results are the same, bit for bit. See `ClientModels`.
     **shared
-        Those of `PersonalizedStrategy`.
+        Arguments of `PersonalizedStrategy`.
 
     Attributes
     ----------
     models : ClientModels
-        The last model of each client that ever took part.
+        The last model of each client that has taken part.
     online : list of client ids, in order
         Clients that answered in the last round. A round without answers changes nothing.
     """
@@ -50,7 +50,7 @@ class StoredModels(PersonalizedStrategy):
         self.online: list[ClientId] = []
 
     def welcome(self, clients: Sequence[ClientId]) -> None:
-        """Give the initial model to those of these clients that have none yet."""
+        """Store the initial model for those of these clients that have no model yet."""
         self.models.reserve(len(self.roster.nodes))
         for client in clients:
             if client not in self.models:
@@ -60,7 +60,7 @@ class StoredModels(PersonalizedStrategy):
         self.models.put(client, reply.arrays)
 
     def update_norm(self, client: ClientId, arrays: Mapping[str, np.ndarray]) -> float:
-        """Return the norm of the change since the client's last model; the model that it was sent is not kept."""
+        """Return the norm of the change since the client's last model; the model sent to the client is not stored."""
         row = np.empty(self.layout.size, self.layout.dtype)  # (d,)
         self.layout.flatten(arrays, row)
         trained = self.layout.num_parameters
@@ -86,7 +86,7 @@ class StoredModels(PersonalizedStrategy):
         return self.models
 
 
-# Receivers, senders and their weights, (r, m), of a round in which nobody received anything.
+# Receivers, senders and their weights, (r, m), of a round in which no client received a model.
 NO_WEIGHTS: tuple[list[ClientId], list[ClientId], np.ndarray] = ([], [], np.zeros((0, 0)))
 
 
@@ -96,7 +96,7 @@ class CloudModels(StoredModels):
     Parameters
     ----------
     **shared
-        Those of `StoredModels`.
+        Arguments of `StoredModels`.
     """
 
     STATE = (*StoredModels.STATE, "_weights")
@@ -128,7 +128,7 @@ class CloudModels(StoredModels):
     def clouds(
         self, clients: Sequence[ClientId], senders: Sequence[ClientId], rows: np.ndarray
     ) -> Iterator[ArrayRecord]:
-        """Yield the cloud model of each of these clients; the initial model where there are no senders."""
+        """Yield the cloud model of each of these clients; the initial model if there are no senders."""
         if not senders:
             yield from (self.initial for _ in clients)
             return

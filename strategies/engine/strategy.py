@@ -1,9 +1,9 @@
-"""The round engine: the loop that every method shares on the server's side.
+"""The round engine: the server's loop, which all methods share.
 
-A round is an exchange of training, and mostly one of evaluations: a message to each client that takes part, and
-replies that are checked and taken in one by one as they come. A method is a subclass that overrides some of the hooks
-(hooks.py). Who is there is in roster.py, the messages and replies in exchange.py, what is kept on the disk in
-checkpoint.py.
+A round is an exchange of training messages, and mostly also one of evaluation messages. In an exchange the server
+sends a message to each selected client, and checks and processes the replies one by one as they arrive. A method is a
+subclass that overrides some of the hooks (hooks.py). roster.py knows the connected clients, exchange.py sends messages
+and receives replies, checkpoint.py saves the state to disk.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from kindred.settings import (
     meant_by,
 )
 
-from .admission import SERVERS_OWN, Refused, Reply, admit
+from .admission import SERVER_ERRORS, Refused, Reply, admit
 from .checkpoint import Checkpoints
 from .empty_rounds import EmptyRounds
 from .evaluation import EvaluationPlan
@@ -58,27 +58,26 @@ from .hooks import Hooks
 from .metrics import aggregated, mean_metrics
 from .roster import Roster
 
-RESULTS = ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp")  # of Flower's Result
+RESULTS = ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp")  # in Flower's Result
 
 
 class PersonalizedStrategy(Hooks, Strategy):
     """Base of all methods: a Flower strategy whose clients each have their own model.
 
-    What a method says are its hooks: `Hooks` lists them all. Public attributes that they may use, in addition to the
-    arguments: `roster` (`nodes`: client -> node), `history`, `last_round` and `run_id` of the run in progress.
+    A method is defined by its hooks: `Hooks` lists them all. Hooks may use the arguments below, and these attributes
+    of the run in progress: `roster` (`nodes`: client -> node), `history`, `last_round` and `run_id`.
 
     Parameters
     ----------
     fraction_train : float (default: 1.0)
         Share of the clients, 0 to 1, that train in a round.
     fraction_evaluate : float (default: 1.0)
-        Share of the clients, 0 to 1, asked to evaluate after a round, where training replies bring no
-        evaluation of their own.
+        Share of the clients, 0 to 1, asked to evaluate after a round, if training replies hold no evaluation.
     min_train_nodes, min_evaluate_nodes : int (default: 2)
-        Clients that train or evaluate at the least, as far as there are as many.
+        Minimum number of clients that train or evaluate; all clients if there are fewer.
     min_available_nodes : int (default: 2)
-        Clients that must be connected and able to take part before a round starts. Those that rest for their strikes
-        count.
+        Clients that must be connected and able to take part before a round starts. Clients that are excluded for a
+        while (`max_strikes`) count too.
     weighted_by_key : str (default: "num-examples")
         The metric by which averages over clients are weighted.
     arrayrecord_key, configrecord_key : str (default: "arrays", "config")
@@ -86,19 +85,21 @@ class PersonalizedStrategy(Hooks, Strategy):
     train_metrics_aggr_fn, evaluate_metrics_aggr_fn : callable, optional
         `(list[RecordDict], weighted_by_key) -> MetricRecord`; by default `mean_metrics`.
     seed : int (default: 0)
-        Seed of the server's draws; which clients take part depends on it and the round alone.
+        Seed of the server's random draws. The clients sampled in a round depend only on the seed, the round and the
+        connected clients.
     wait_timeout : float (default: 300.0)
-        Seconds to wait for `min_available_nodes` before the run ends with `TooFewClients`, and for the names of
-        clients that are new.
+        Seconds to wait for `min_available_nodes` before the run ends with `TooFewClients`, and for the ids of new
+        clients.
     quorum : float (default: 0.5)
-        Clients that have answered, as a share of those asked (up to 1) or as a number (2 or more), after which the
-        others have `grace` seconds more; with 1 they have until the timeout. Not used in a simulation, whose results
-        would depend on the speed of the machine.
+        Number of clients, as a share of those asked (up to 1) or as a count (2 or more). Once so many have answered,
+        the others have `grace` seconds more; with 1 they have until the timeout. Not used in a simulation, because its
+        results would depend on the speed of the machine.
     grace : float (default: 600.0)
         Seconds, 0 or more, see `quorum`.
     max_strikes : int (default: 3)
-        A client whose training reply was refused, or that did not answer, in this many rounds in a row is left out for
-        as many rounds, and for one more each time that the next one is a failure too. 0 leaves nobody out.
+        A client is excluded after so many rounds in a row in which its training reply was refused or did not come. It
+        is excluded for as many rounds, and for one round more each time that its next reply fails too. 0 excludes
+        nobody.
     max_update_norm : float (default: 0.0)
         The L2 norm, over the parameters, above which an update is refused; see `update_norm`. 0 sets no bound.
     max_empty_rounds : int (default: 5)
@@ -162,8 +163,8 @@ class PersonalizedStrategy(Hooks, Strategy):
         self.wait_timeout = WAIT_TIMEOUT.check(wait_timeout)
         self.max_strikes = MAX_STRIKES.check(max_strikes)
         self.roster = Roster(min_available_nodes, wait_timeout, max_strikes)
-        self.last_round = 0  # of the run that was started
-        self.run_id = 0  # of the run as it began: a resumed run has another one in Flower
+        self.last_round = 0  # of the run in progress
+        self.run_id = 0  # the id of the run when it began: Flower gives a resumed run another one
 
     _exchange: Exchange
     _evaluations: EvaluationPlan
@@ -195,28 +196,29 @@ class PersonalizedStrategy(Hooks, Strategy):
         timeout : float (default: 3600)
             Seconds after which an exchange ends with the replies that are in.
         on_round : callable, optional
-            Called with the round's number when it is over.
+            Called with the round's number at the end of each round.
         checkpoints : Checkpoints, optional
-            Where the state is kept. If there is one already, the run goes on from it, with the same bits as if it had
-            never ended, provided that all arguments are those it began with. A state that cannot be written ends
-            nothing: a warning says so, and the next round's is written instead.
+            Where the state is saved. If a checkpoint exists, the run resumes from it. The results are then the same,
+            bit for bit, as without the interruption, provided that all arguments are unchanged. A checkpoint that
+            cannot be written does not end the run: a warning is logged, and the state of the next round is written
+            instead.
 
         Returns
         -------
         Result
-            Flower's. `arrays` is `global_arrays()`; the personal models are `client_models()`.
+            Flower's own class. `arrays` is `global_arrays()`; the personal models are in `client_models()`.
 
         Raises
         ------
         TooFewClients
-            Fewer than `min_available_nodes` clients can take part after `wait_timeout` seconds; no usable answer of any
-            client in any round, or in `max_empty_rounds` rounds in a row; the state was saved before that.
+            Fewer than `min_available_nodes` clients can take part after `wait_timeout` seconds; or no client gave a
+            usable answer in any round, or in `max_empty_rounds` rounds in a row. The state is saved before that.
         WorkerDied
-            In a simulation: a process in which clients work is gone. The last state that was saved is of the round
-            before, or an earlier one.
+            In a simulation: a worker process died. The last saved state is that of the round before, or an earlier
+            one.
         NotResumable
-            There are checkpoints, but none that is whole and of this method and version; or what the clients of a
-            simulation kept is gone.
+            There are checkpoints, but none is intact and of this method and version; or the state of a simulation's
+            clients is missing.
         """
         check("num_rounds", num_rounds, num_rounds >= 1, "1 or more")
         log(INFO, "Starting %s strategy:", type(self).__name__)
@@ -234,7 +236,7 @@ class PersonalizedStrategy(Hooks, Strategy):
             round_started = time.monotonic()
             self._exchange.begin_round()
             self.roster.meet(grid, self.introduce, timeout)
-            # Sampled clients get the models to train from; the method takes in their replies and ends the round.
+            # Sampled clients get the models to train from; the method processes their replies and ends the round.
             messages = self.configure_train(server_round, result.arrays, train_config, grid)
             replies = self._exchange.replies(server_round, messages)
             _, metrics = self.aggregate_train(server_round, replies)
@@ -250,7 +252,7 @@ class PersonalizedStrategy(Hooks, Strategy):
             self._empty_rounds.check()
 
         self._empty_rounds.check_all(num_rounds)
-        if first > num_rounds:  # resumed after its last round: nobody has been met
+        if first > num_rounds:  # resumed after its last round: no client has been asked for its id yet
             self.roster.meet(grid, self.introduce, timeout)
         clients = self._evaluations.after_last_round(self.roster.active(), self.history)
         if self.fraction_evaluate and clients:
@@ -262,7 +264,7 @@ class PersonalizedStrategy(Hooks, Strategy):
         return result
 
     def _warn_of_unread_settings(self, config: ConfigRecord) -> None:
-        """Warn of settings that look like misspelt ones of local training. Others may be for a client of the user's."""
+        """Warn of keys that look like misspelt training settings. Other keys may be meant for the user's own client."""
         method = REGISTRY.get(self.name)
         own = [each.key for each in method.settings] if method else []
         for key in config.keys() - own:
@@ -317,19 +319,19 @@ class PersonalizedStrategy(Hooks, Strategy):
         if differing := state["strategy"].keys() ^ self.state().keys():
             raise NotResumable(
                 f"round {last} in {checkpoints.folder} was saved by another method or version: "
-                f"{', '.join(sorted(differing))} is in one of the two alone"
+                f"only the checkpoint or only this run has {', '.join(sorted(differing))}"
             )
         self.restore(state["strategy"])
         self._evaluations.restore(state["evaluations"])
         self._empty_rounds.restore(state["empty-rounds"])
         for kind, metrics in state["result"].items():
             vars(result)[kind] = {server_round: MetricRecord(m) for server_round, m in metrics.items()}
-        self._attempt = max(self._attempt, state["attempt"] + 1)  # whatever the clock of this machine says
-        log(INFO, "kindred: goes on after round %d, from %s", last, checkpoints.folder)
+        self._attempt = max(self._attempt, state["attempt"] + 1)  # also if this machine's clock is behind
+        log(INFO, "kindred: resumes after round %d, from %s", last, checkpoints.folder)
         return last
 
     def _save(self, server_round: int, result: Result) -> None:
-        """Write a checkpoint, if one is due; the run's last round always has one."""
+        """Write a checkpoint if one is due; it always is after the run's last round."""
         last = server_round == self.last_round or self._empty_rounds.too_many
         if self._checkpoints and (last or self._checkpoints.due(server_round)):
             self._checkpoints.save(
@@ -376,7 +378,7 @@ class PersonalizedStrategy(Hooks, Strategy):
     # --- Flower's interface ---------------------------------------------------------------------------
 
     def summary(self) -> None:
-        """Log what this strategy is set to."""
+        """Log the settings of this strategy."""
         log(INFO, "\t├──> %s, seed %d", self.name, self.seed)
         log(INFO, "\t├──> Fraction: train (%.2f) | evaluate (%.2f)", self.fraction_train, self.fraction_evaluate)
         log(
@@ -406,7 +408,7 @@ class PersonalizedStrategy(Hooks, Strategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Take in the training replies of a round as they come. The models stay here: no arrays are returned."""
+        """Process the training replies of a round as they arrive; the models stay here, so no arrays are returned."""
         metrics: dict[ClientId, MetricRecord] = {}
         for client, reply in self._exchange.admitted(server_round, replies, self._take_training):
             metrics[client] = reply.metrics
@@ -421,7 +423,7 @@ class PersonalizedStrategy(Hooks, Strategy):
         return None, aggregated(self.train_metrics_aggr_fn, metrics, self.weighted_by_key, server_round)
 
     def _take_training(self, sent: Sent, content: RecordDict) -> Reply:
-        """Check a training reply and have the method take it in; `Refused` where it cannot be used."""
+        """Check a training reply and pass it to the method; raise `Refused` if it cannot be used."""
         reply = admit(content, self.weighted_by_key, partial(self.mismatch, sent.client))
         self.inspect(sent.client, reply)
         if self.max_update_norm and (size := self.update_norm(sent.client, reply.arrays)) > self.max_update_norm:
@@ -430,16 +432,16 @@ class PersonalizedStrategy(Hooks, Strategy):
         return reply
 
     def _end_round(self, server_round: int, answered: Sequence[ClientId]) -> str:
-        """Have the method end a round; return why it could not, or nothing."""
+        """Call the method's `end_round`; return the reason if it failed, else an empty text."""
         try:
             self.end_round(server_round, answered)
-        except SERVERS_OWN:
+        except SERVER_ERRORS:
             raise
         except Exception as error:
             failure = first_line(f"round {server_round} could not be ended ({type(error).__name__}: {error})")
             log(
                 ERROR,
-                "kindred: %s: what its replies changed before stays, and it counts as one without answers\n%s",
+                "kindred: %s: changes already made by its replies stay, and it counts as a round without answers\n%s",
                 failure,
                 "".join(traceback.format_tb(error.__traceback__)),
             )
@@ -449,13 +451,13 @@ class PersonalizedStrategy(Hooks, Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Make the messages by which clients evaluate models after a round, one at a time."""
+        """Make the evaluation messages of a round, one at a time."""
         sampled = self.sample(server_round, self.fraction_evaluate, self.min_evaluate_nodes, "evaluate")
         clients = self._evaluations.after_round(sampled, self._exchange.not_replied)
         return self._to_evaluate(server_round, clients, config)
 
     def _to_evaluate(self, server_round: int, clients: Sequence[ClientId], config: ConfigRecord) -> Iterable[Message]:
-        """Make the messages of the method's side evaluations, and those to these clients."""
+        """Make the messages of the method's side evaluations, and the evaluation messages to these clients."""
         for side in self.side_evaluations(server_round):
             if side.client in self.roster.nodes and side.client not in self._exchange.not_replied:
                 settings = ConfigRecord({**config, **side.settings})
@@ -464,7 +466,7 @@ class PersonalizedStrategy(Hooks, Strategy):
             yield self._message(client, record, config, server_round, MessageType.EVALUATE)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Take in the evaluation replies of a round."""
+        """Process the evaluation replies of a round."""
         metrics: dict[ClientId, MetricRecord] = {}
         for client, reply in self._exchange.admitted(server_round, replies, self._take_evaluation):
             self._evaluations.evaluated(client)
@@ -472,7 +474,7 @@ class PersonalizedStrategy(Hooks, Strategy):
         return aggregated(self.evaluate_metrics_aggr_fn, metrics, self.weighted_by_key, server_round)
 
     def _take_evaluation(self, sent: Sent, content: RecordDict) -> Reply:
-        """Check an evaluation reply and have the method take it in; `Refused` where it cannot be used."""
+        """Check an evaluation reply and pass it to the method; raise `Refused` if it cannot be used."""
         has_arrays = bool(records_of(content, ArrayRecord))
         reply = admit(content, self.weighted_by_key, partial(self.mismatch, sent.client) if has_arrays else None)
         if sent.side:
@@ -491,13 +493,13 @@ class PersonalizedStrategy(Hooks, Strategy):
         side: str = "",
     ) -> Message:
         settings = ConfigRecord({**config, **self.round_config(server_round, client)})
-        settings.pop(PROBE, None)  # not the caller's to set
+        settings.pop(PROBE, None)  # the caller may not set it
         if side:
             settings[PROBE] = side
         settings[SERVER_ROUND] = server_round
         oldest = self._checkpoints.oldest if self._checkpoints else server_round - 1
         settings[KEEP_FROM] = -1 if oldest is None else oldest
-        settings[RUN], settings[ATTEMPT] = f"{self.run_id:020}", self._attempt  # of one length in every run
+        settings[RUN], settings[ATTEMPT] = f"{self.run_id:020}", self._attempt  # the same length in every run
         settings[METHOD] = self.name
         content = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: settings})
         return Message(content, self.roster.nodes[client], message_type, group_id=str(server_round))

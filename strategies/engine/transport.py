@@ -1,4 +1,4 @@
-"""The way of messages to clients and back: sent, asked for until a deadline, and attributed to their senders."""
+"""Transport of messages: send them, ask for the replies until a deadline, and attribute these to their senders."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from kindred.messages import first_line
 
 from .admission import Refused
 
-# Replies are asked for at once, then after pauses that grow: a simulation is not slowed down,
-# and a SuperLink on the other side of a network is not asked all the time.
+# Replies are asked for at once, then after growing pauses, so that a simulation is not slowed down and a remote
+# SuperLink is not queried all the time.
 FIRST_PAUSE, PAUSE_GROWTH, LONGEST_PAUSE = 0.01, 1.3, 1.0  # s
-PATIENCE, LEAST_PATIENCE = 2.0, 0.05  # s that a reply may take to be handed out before others are asked for beside it
-SETTLING = 0.5  # s for the last of them, once all have been asked for
-# A message is for its exchange alone: a client that was away, or is slow, is not to work on those of earlier rounds.
+PATIENCE, LEAST_PATIENCE = 2.0, 0.05  # s to wait for the delivery of a reply before asking for the next in parallel
+SETTLING = 0.5  # s to wait for the last deliveries, once all replies have been asked for
+# A message expires with its exchange: a client that was absent or is slow must not work on messages of earlier rounds.
 CLOCKS = 600.0  # s by which the clocks of a site and of the server may differ
 
-# What Ray says of a process that is gone for good.
+# Ray's errors for a process that has died.
 DEAD_WORKER = re.compile(r"ray\.exceptions\.(ActorDied|RayActor|OutOfMemory|WorkerCrashed)Error")
 
 
 class WorkerDied(RuntimeError):
-    """A process of the simulation in which clients work is gone, and the simulation does without it badly."""
+    """A worker process of the simulation has died, and Flower keeps sending it messages, which then fail."""
 
 
 def push(grid: Grid, message: Message) -> str | None:
-    """Send one message; its id, or None if the grid did not take it."""
+    """Send one message and return its id; None if the grid did not accept it."""
     ids = list(grid.push_messages([message]))
     return (ids[0] or None) if ids else None
 
@@ -45,23 +45,23 @@ def push(grid: Grid, message: Message) -> str | None:
 def pull(
     grid: Grid, message_ids: Collection[str], deadline: Callable[[], float], *, simulated: bool
 ) -> Iterator[tuple[str, Message | Refused]]:
-    """Yield the first reply to each of these messages as they come, until the deadline.
+    """Yield the first reply to each of these messages as the replies arrive, until the deadline.
 
-    Each message is asked for once more after the deadline: what has arrived by then is taken, however many they are.
+    After the deadline every reply is asked for once more: all that have arrived by then are used, however many.
 
     Parameters
     ----------
     grid : Grid
     message_ids : collection of str
     deadline : callable
-        Returns the time on `time.monotonic`'s clock; it may become earlier while replies come in.
+        Returns the deadline on `time.monotonic`'s clock; it may become earlier while replies arrive.
     simulated : bool
-        Whether the clients are on this machine. Elsewhere replies are asked for one by one, see `_Network`.
+        Whether the clients are on this machine. Otherwise replies are asked for one by one, see `_Network`.
 
     Yields
     ------
     tuple of str and (Message or Refused)
-        The message's id, and the reply, or why it cannot be read.
+        The message's id, and the reply or the reason why it cannot be read.
     """
     waiting = dict.fromkeys(message_ids)
     source = _Simulation(grid) if simulated else _Network(grid)
@@ -79,52 +79,53 @@ def pull(
             if not waiting or started >= deadline():
                 return
             pause = FIRST_PAUSE if arrived else min(pause * PAUSE_GROWTH, LONGEST_PAUSE)
-            if not arrived:  # the SuperLink has other work too
+            if not arrived:  # leave the SuperLink time for other work
                 time.sleep(max(min(max(pause, now - started), deadline() - now), 0))
     finally:
         source.over.set()
 
 
 class _Simulation:
-    """Ask for all replies at once, which in a simulation takes no time and unpacks nothing."""
+    """Asks for all replies at once, which in a simulation takes no time and unpacks nothing."""
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
         self.over = threading.Event()
 
     def replies(self, message_ids: Sequence[str]) -> Iterator[tuple[str, Message | Refused]]:
-        """Yield those of these replies that are there."""
+        """Yield those of these replies that have arrived."""
         for reply in self._grid.pull_messages(message_ids):
             _check_worker(reply)
             yield reply.metadata.reply_to_message_id, reply
 
 
 class _Network:
-    """Ask for replies over a network, one by one, each in a thread.
+    """Asks for replies over a network, one by one, each in its own thread.
 
-    A reply is unpacked as it is handed out. One that cannot be unpacked would take others along that came with it, and
-    its sender could make it out to be an answer to any message. And Flower blocks, for minutes, where a client has
-    announced a reply and does not upload it: after a while such a thread is left alone, and the others are asked for
-    beside it. What it brings counts if it comes in time. An answer takes some 20 ms.
+    There are two reasons to ask one by one. First, Flower unpacks a reply when it is requested. A reply that cannot be
+    unpacked would make the others requested with it fail too. Its sender could also declare it the answer to any other.
+    Second, Flower blocks for minutes if a client has announced a reply and does not upload it. After a while such a
+    thread is no longer waited for, and the other replies are asked for in parallel. Its reply still counts if it comes
+    in time. An answer takes some 20 ms.
 
     Attributes
     ----------
     over : Event
-        Ends what such threads wait for, within seconds.
+        Once set, it ends the waiting of such threads within seconds.
     """
 
     def __init__(self, grid: Grid) -> None:
         self.over = threading.Event()
         self._grid = _ending_with(grid, self.over)
         self._answers: queue.SimpleQueue[tuple[str, list[Message] | Exception]] = queue.SimpleQueue()
-        self._asked: dict[str, float] = {}  # messages with a thread that waits for the reply: since when
+        self._asked: dict[str, float] = {}  # messages whose reply a thread waits for -> start of the wait
 
     def replies(self, message_ids: Sequence[str]) -> Iterator[tuple[str, Message | Refused]]:
-        """Yield those of these replies that are there."""
+        """Yield those of these replies that have arrived."""
         for message_id in message_ids:
             if message_id in self._asked:
                 continue
-            # For each that blocks the next is waited for half as long: a few together cost twice the patience.
+            # Each blocking reply halves the wait for the next one: all of them together cost about twice PATIENCE.
             patience = max(PATIENCE / 2 ** min(len(self._asked), 9), LEAST_PATIENCE)
             self._asked[message_id] = now = time.monotonic()
             threading.Thread(target=self._ask, args=(message_id,), daemon=True).start()
@@ -150,7 +151,7 @@ class _Network:
         if isinstance(found, Exception):
             if _is_of_transport(found):
                 raise found
-            # It is gone: the SuperLink does not hand it out again.
+            # The reply is lost: the SuperLink does not deliver it again.
             yield message_id, Refused(f"it cannot be unpacked ({type(found).__name__}: {found})")
             return
         for reply in found:
@@ -159,13 +160,13 @@ class _Network:
 
 
 def _is_of_transport(error: Exception) -> bool:
-    """Whether the way to the SuperLink failed; any other exception of a pull comes from unpacking a client's bytes."""
+    """Return whether the connection to the SuperLink failed; other exceptions come from unpacking a client's bytes."""
     return isinstance(error, OSError) or type(error).__module__.partition(".")[0] == "httpx"  # Flower's HTTP client
 
 
 def _ending_with(grid: Grid, over: threading.Event) -> Grid:
-    """Return the grid, or a copy that stops waiting for what is announced and not uploaded once `over` is set."""
-    flower = sys.modules.get("flwr.superlink.grid.http_grid")  # takes a second to import where Flower has not done so
+    """Return the grid, or a copy that stops waiting for announced but missing replies once `over` is set."""
+    flower = sys.modules.get("flwr.superlink.grid.http_grid")  # importing it takes a second, if Flower has not done so
     if flower is None or not isinstance(grid, flower.HttpGrid):
         return grid
     http: Any = grid
@@ -175,7 +176,7 @@ def _ending_with(grid: Grid, over: threading.Event) -> Grid:
 
 
 class _EndingClient:
-    """Flower's client of the SuperLink, to which nothing is there any more once `over` is set."""
+    """Flower's client of the SuperLink, which finds no object any more once `over` is set."""
 
     def __init__(self, client: Any, over: threading.Event) -> None:
         self._client = client
@@ -189,31 +190,33 @@ class _EndingClient:
 
 
 def is_from(node_id: int, reply: Message) -> bool:
-    """Whether a reply is this node's, or the SuperLink's report that the node is gone."""
+    """Return whether a reply is from this node, or is the SuperLink's report that the node is gone."""
     sender = reply.metadata.src_node_id
     return sender == node_id or (sender == SUPERLINK_NODE_ID and reply.has_error())
 
 
 def content_of(message: Message) -> RecordDict:
-    """The records that a reply carries; none where it has no content, or something else in its place."""
+    """Return the records of a reply; an empty RecordDict if it has no content or content of another type."""
     content = message.content if message.has_content() else None
     return content if isinstance(content, RecordDict) else RecordDict()
 
 
 def _check_worker(reply: Message) -> None:
-    """End the run where a process of the simulation has died, by what Ray says of it.
+    """End the run if a reply holds Ray's error for a dead worker process.
 
-    Flower hands it messages as before, and to it first, for it is never busy: from then on they fail at once.
+    Flower keeps sending messages to the dead process, and to it first, because it is never busy. From then on messages
+    fail at once.
 
     Raises
     ------
     WorkerDied
+        The reply holds such an error.
     """
     if not reply.has_error() or reply.error.code != ErrorCode.UNKNOWN:
         return
     if DEAD_WORKER.search(reason := reply.error.reason or ""):
         raise WorkerDied(
-            "a process in which clients of the simulation work died, most often for want of memory, and Flower "
-            "goes on giving it messages, so the run ends; with more CPUs for each client fewer work at a time "
+            "a worker process of the simulation died, most often for lack of memory; Flower keeps sending it "
+            "messages, so the run ends; give each client more CPUs, so that fewer clients work at a time "
             f"({first_line(reason)})"
         )
