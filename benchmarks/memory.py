@@ -34,7 +34,7 @@ OWN_SETTINGS = {name: {"sigma": 100.0, "self_weight": 0.2} for name in ("fedamp"
 
 @dataclass
 class Measured:
-    """Measurements of a run, by round; an evaluation after the last round belongs to that round's peak.
+    """Measurements of a run, by round; an evaluation after the last round is one more entry.
 
     Attributes
     ----------
