@@ -1,4 +1,4 @@
-"""Measurements, each printed as ratios from one run: python -m benchmarks.NAME."""
+"""Benchmarks; each prints ratios measured in one run: python -m benchmarks.NAME."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 
 def methods_named(text: str) -> list[str]:
-    """The methods that an option names, by commas, or all."""
+    """Return the methods in the text of an option: names separated by commas, or `all`."""
     from kindred import REGISTRY
 
     names = list(REGISTRY) if text == "all" else text.split(",")
@@ -17,6 +17,6 @@ def methods_named(text: str) -> list[str]:
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table: the first column to the left, the others, numbers, to the right."""
+    """Return a Markdown table: the first column aligned left; the others, which are numbers, right."""
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

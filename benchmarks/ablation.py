@@ -1,12 +1,12 @@
-"""Kindred with one of its steps left out, on data divided in seven ways: scikit-learn's digits, if no others are named.
+"""Kindred with one of its steps removed or changed, on seven partitions of scikit-learn's digits or other data.
 
     python -m benchmarks.ablation [--partitions NAME,...] [--seeds N,...] [--set KEY=VALUE ...] [--others]
 
-All is as of `kindred run`, with its settings, but that Dirichlet has alpha 0.1: 20 clients with about 40 images each.
-Printed is the mean accuracy over clients at the end, in percent, as a mean over seeds. The first row is the method; the
-next two are the same runs with another model as the client's own: the one after its last training, before that is
-averaged with the one before, and the start that it came from. With --others it is other methods that are run, their
-labels smoothed as Kindred's are.
+Settings and defaults are those of `kindred run`, except that Dirichlet has alpha 0.1: 20 clients with about 40 images
+each. The table shows the final mean accuracy over clients, in percent, as a mean over seeds. The first row is the
+method. The next two rows are the same runs with another model as the client's own: the model after its last training,
+before it is averaged with the previous one, and the start of that training. --others runs other methods instead, with
+their labels smoothed as Kindred's are.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ train_as_asked = Visit.train
 
 
 def plain_cosines(blocks: Iterable[np.ndarray], rows: Sequence[int], m: int) -> np.ndarray:
-    """cos(w_i, w_j): with the models' negatives beside them the mean is 0."""
+    """cos(w_i, w_j): with the negative of each model added, the mean is 0."""
     return centred_cosines((np.concatenate([block, -block]) for block in blocks), rows, 2 * m)[:, :m]
 
 
 def whole_probes(neighbours: np.ndarray, latest: np.ndarray, own: np.ndarray) -> dict[str, np.ndarray]:
-    """Probes in which the client has its part, as one more of its neighbours."""
+    """Weights of probes that include the client, as one more of its neighbours."""
     own_shares = own_share(neighbours, np.ones(len(latest)), own, np.ones(len(neighbours)))
     return {
         kindred.NEIGHBOUR_MEAN: start_weights(neighbours, latest, own, 1.0, own_shares),
@@ -56,12 +56,12 @@ def whole_probes(neighbours: np.ndarray, latest: np.ndarray, own: np.ndarray) ->
 
 
 def unjudged(neighbours: np.ndarray, samples: np.ndarray, own: np.ndarray, likelihoods: np.ndarray) -> np.ndarray:
-    """c_i with exp(-l(v_i)) = 1."""
+    """Return c_i with exp(-l(v_i)) = 1."""
     return own_share(neighbours, samples, own, np.ones(len(likelihoods)))
 
 
 def nothing(neighbours: np.ndarray, samples: np.ndarray, own: np.ndarray, likelihoods: np.ndarray) -> np.ndarray:
-    """c_i = 0, but for a client that has nobody."""
+    """Return c_i = 0, except for a client without neighbours."""
     return np.where(neighbours.any(axis=1), 0.0, own_share(neighbours, samples, own, likelihoods))
 
 
@@ -91,7 +91,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
         "place_probabilities": lambda before, losses: np.eye(len(kindred_places.PLACES))[2]
     },
 }
-"""Replacements of names in strategies/kindred.py and the files of its parts."""
+"""Replacements of names in strategies/kindred.py and in the files of its parts, by row of the table."""
 
 OTHERS: Mapping[str, Mapping[str, Any]] = {
     "local": {},
@@ -103,19 +103,19 @@ OTHERS: Mapping[str, Mapping[str, Any]] = {
     "fedprox": {},
     "hypcluster": {"num_clusters": 4},
 }
-"""Methods with their settings, to be run with smoothed labels."""
+"""Methods that run with smoothed labels, and their settings."""
 
 TAKEN = ("strategy", "partition", "seed", "output-dir")
-"""Settings that the table itself goes through, or that are of no use to it."""
+"""Settings that --set does not allow: the benchmark sets them itself."""
 
 
 def on_smoothed_labels(visit: Visit, *given: Any, **settings: Any) -> float:
-    """In place of `Visit.train`."""
+    """Train with smoothed labels; replaces `Visit.train`."""
     return train_as_asked(visit, *given, **{**settings, "label_smoothing": kindred.SMOOTHING})
 
 
 def measure(config: Config, changes: Mapping[str, Any]) -> dict[str, float]:
-    """The mean accuracy over clients at the end of a run, of those of `STAGES` that the method has."""
+    """Return the final mean accuracy over clients in a run, for those of `STAGES` that the method has."""
     with contextlib.ExitStack() as changed, tempfile.TemporaryDirectory() as folder:
         for name, other in changes.items():
             home = next(part for part in (kindred, kindred_momentum, kindred_places) if hasattr(part, name))
@@ -124,34 +124,34 @@ def measure(config: Config, changes: Mapping[str, Any]) -> dict[str, float]:
 
 
 def last_accuracies(results: Path) -> dict[str, float]:
-    """Of each stage that was evaluated the mean over clients, from the folder of a run."""
+    """Return the mean over clients for each stage that was evaluated, from the folder of a run."""
     last: dict[str, dict[Any, float]] = {stage: {} for stage in STAGES}
-    for row in read_table(results / "history.csv"):  # the last one that tells counts
+    for row in read_table(results / "history.csv"):  # the last row with a value counts
         for stage in STAGES:
             if (accuracy := row.get(f"{stage}-accuracy")) is not None:
                 last[stage][row["client"]] = accuracy
     return {stage: float(np.mean(list(accuracies.values()))) for stage, accuracies in last.items() if accuracies}
 
 
-Ways = Mapping[str, tuple[Config, Mapping[str, Any]]]  # settings and changes, by name
+Ways = Mapping[str, tuple[Config, Mapping[str, Any]]]  # settings and replacements, by name of the row
 
 
 def table(config: Config, partitions: Sequence[str], seeds: Sequence[int]) -> str:
-    """Markdown: a line for each way to run Kindred, a column for each partition."""
+    """Return a Markdown table: a row for each variant of Kindred, a column for each partition."""
     config = replace(config, strategy="kindred")
     ways: Ways = {name: (config, changes) for name, changes in {STAGES[PERSONAL]: {}, **VARIANTS}.items()}
     return _table("Kindred", ways, partitions, seeds)
 
 
 def table_of_others(config: Config, partitions: Sequence[str], seeds: Sequence[int]) -> str:
-    """Markdown: a line for each of `OTHERS`, a column for each partition."""
+    """Return a Markdown table: a row for each of `OTHERS`, a column for each partition."""
     ways: Ways = {name: (replace(config, strategy=name, **settings), {}) for name, settings in OTHERS.items()}
     with patch.object(Visit, "train", on_smoothed_labels):
         return _table("with smoothed labels", ways, partitions, seeds)
 
 
 def _table(head: str, ways: Ways, partitions: Sequence[str], seeds: Sequence[int]) -> str:
-    """Markdown: a line for each way, which is settings and changes; for Kindred as it is one for each stage."""
+    """Return a Markdown table with a row for each of `ways`; for unchanged Kindred, a row for each stage."""
     lines: dict[str, list[str]] = {}
     for partition in partitions:
         for name, (config, changes) in ways.items():
@@ -168,18 +168,18 @@ def numbers(text: str) -> list[int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--partitions", default=",".join(PARTITIONS), help="by commas (default: %(default)s)")
-    parser.add_argument("--seeds", type=numbers, default="0", help="by commas (default: %(default)s)")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as of kindred run")
-    parser.add_argument("--others", action="store_true", help="other methods, with smoothed labels")
+    parser.add_argument("--partitions", default=",".join(PARTITIONS), help="separated by commas (default: %(default)s)")
+    parser.add_argument("--seeds", type=numbers, default="0", help="separated by commas (default: %(default)s)")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as for kindred run")
+    parser.add_argument("--others", action="store_true", help="run other methods, with smoothed labels")
     given = parser.parse_args()
     partitions = given.partitions.split(",")
     try:
         settings = given_settings({}, given.set)
         if taken := [key for key in settings if key in TAKEN]:
-            raise ConfigError(f"--set is of {taken[0]}, allowed: any setting but {', '.join(TAKEN)}")
+            raise ConfigError(f"--set has {taken[0]}, allowed: any setting but {', '.join(TAKEN)}")
         config = Config.from_run_config({"dirichlet-alpha": 0.1, **settings}).absolute()
-        for partition in partitions:  # a wrong one ends it here, not after the others
+        for partition in partitions:  # a wrong name ends the program here, not after other runs
             replace(config, partition=partition)
     except ConfigError as error:
         parser.error(str(error))

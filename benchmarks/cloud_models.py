@@ -1,9 +1,10 @@
-"""The server's step of HeurFedAMP: time over the bare matrix products, peak memory over the models' size.
+"""The server's step of HeurFedAMP: ratios of time to bare matrix products, and of peak memory to the models' size.
 
     python -m benchmarks.cloud_models [CLIENTS] [MILLIONS OF PARAMETERS]
 
-Each client's cloud model is made and let go, as when it is sent. The bare products are W W^T and Xi W of the
-same float32 matrices, W (m, d) and Xi (m, m), in one call each where memory allows, into memory that is there.
+Each client's cloud model is computed and released, as when it is sent. The bare products are W W^T and Xi W of the
+same float32 matrices, W (m, d) and Xi (m, m), in one call each where memory allows; the second one is written into
+allocated memory.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ REPEATS = 3
 
 
 def peak() -> float:
-    """Largest memory of this process so far, in bytes."""
+    """Return the peak memory of this process so far, in bytes."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

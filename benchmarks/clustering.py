@@ -1,10 +1,11 @@
-"""The server's step of PerFed-CKT: time over scikit-learn's own k-means of the same matrix.
+"""The server's step of PerFed-CKT: ratio of its time to scikit-learn's k-means on the same matrix.
 
     python -m benchmarks.clustering [REPEATS]
 
-100 clients in 3 groups send float32 softmax outputs for 2000 public images, of 10 and of 100 classes. Both sides take
-the best of 10 starts with the same seed and give the means of the clusters. scikit-learn's runs with all its threads,
-and with one, which is faster where other programs want the cores. Repetitions alternate; ratios are of medians.
+100 clients in 3 groups send float32 softmax outputs for 2000 public images, of 10 and of 100 classes. Both
+implementations take the best of 10 starts with the same seed and return the means of the clusters. scikit-learn's runs
+with all its threads, and with one thread, which is faster where other programs use the cores. Repetitions alternate;
+ratios are of medians.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ CLIENTS, CLUSTERS, PUBLIC, SEED = 100, 3, 2000, 0
 
 
 def softmax_outputs(classes: int) -> np.ndarray:
-    """Logits (m, P, N): what a group says of each image, and as much again that each client adds to it."""
+    """Return softmax outputs (m, P, N): scores of each group plus, of equal variance, scores of each client."""
     rng = np.random.default_rng(SEED)
     groups = rng.standard_normal((CLUSTERS, PUBLIC, classes), np.float32)
     logits = np.empty((CLIENTS, PUBLIC, classes), np.float32)

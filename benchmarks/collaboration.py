@@ -1,11 +1,10 @@
-"""The server's round of FedeRiCo: time over the bare copying of the models that it must move.
+"""The server's round of FedeRiCo: ratio of its time to copying the models that it has to move.
 
     python -m benchmarks.collaboration [CLIENTS] [MILLIONS OF PARAMETERS]
 
-Every client has 3 neighbours. A round packs each client's own and its neighbours' models into a message, and takes in
-as many updates. What must be done is to copy each of these models once, from memory to memory: that is what is
-compared with. Making the replies, which is the clients' part, is not counted. Repetitions alternate; ratios are of
-the shortest times.
+Every client has 3 neighbours. A round packs each client's own and its neighbours' models into a message, and receives
+as many updates. The reference is to copy each of these models once, from memory to memory, which cannot be avoided.
+Making the replies, which is the clients' part, is not counted. Repetitions alternate; ratios are of the shortest times.
 """
 
 from __future__ import annotations

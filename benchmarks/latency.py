@@ -1,11 +1,11 @@
-"""A round of three sites with next to no training: this project's commands and strategy over Flower's own.
+"""A round of three sites with almost no training: time of this project's commands and strategy over Flower's.
 
     python -m benchmarks.latency
 
-Each is a SuperLink and three SuperNodes on this machine, real processes. Flower's: `flower-superlink`,
-`flower-supernode` and its FedAvg; ours: `kindred server`, `kindred site` and HeurFedAMP. Both run the same
-ClientApp, a linear model on 40 images of noise. The first round of each run is left out: in it the app is sent to
-the sites.
+Each deployment is a SuperLink and three SuperNodes on this machine, in separate processes. Flower's:
+`flower-superlink`, `flower-supernode` and its FedAvg; ours: `kindred server`, `kindred site` and HeurFedAMP. Both run
+the same ClientApp, a linear model on 40 images of noise. The first round of each run is not counted: in it the app is
+sent to the sites.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PYPROJECT = """
 [project]
 name = "latency"
 version = "1.0.0"
-description = "Next to no training"
+description = "Almost no training"
 license = "Apache-2.0"
 dependencies = []
 [tool.flwr.app]
@@ -93,7 +93,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write_app(folder / "app")
-        x, y = np.zeros((10, 8, 8), np.uint8), np.arange(10)  # `kindred site` wants to see data
+        x, y = np.zeros((10, 8, 8), np.uint8), np.arange(10)  # `kindred site` requires data
         np.savez(folder / "site.npz", x_train=x, y_train=y, x_test=x, y_test=y)
         for _ in range(REPEATS):
             for which, start in (("kindred", start_kindred), ("flower", start_flower)):
@@ -101,7 +101,7 @@ def main() -> None:
                 machines = Machines(folder / which)
                 try:
                     seconds[which] += start(machines, folder)[1:]
-                    for name in reversed(list(machines.running)):  # sites take their leave of the server
+                    for name in reversed(list(machines.running)):  # sites end first: they sign off from the server
                         machines.end(name)
                 finally:
                     machines.kill()
@@ -181,7 +181,7 @@ def start_kindred(machines: Machines, shared: Path) -> list[float]:
 
 
 def flower(home: Path) -> list[str]:
-    """Begins a command of Flower's; it would have uv install the app's dependencies for every run."""
+    """Return the start of a Flower command; its settings keep uv from installing dependencies for every run."""
     return [
         "env",
         f"FLWR_HOME={home}",
@@ -193,7 +193,7 @@ def flower(home: Path) -> list[str]:
 
 
 def measure(strategy: str, home: Path, machines: Machines, shared: Path) -> list[float]:
-    """Run the app once all sites are there; the seconds of each round."""
+    """Run the app when all sites have connected; return the seconds of each round."""
     for site in range(SITES):
         machines.wait_for(f"site-{site}", "SuperNode ID")
     run = machines.start(

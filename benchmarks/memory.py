@@ -1,12 +1,12 @@
-"""The server's memory over a run, beside the size of the models that it keeps: in memory, and on disk.
+"""The server's memory over a run, against the size of the models that it keeps, in memory and on disk.
 
     python -m benchmarks.memory [CLIENTS] [MILLIONS OF PARAMETERS] [CLIENTS A ROUND] [ROUNDS]
 
-HeurFedAMP with 1,000 clients, the digits CNN (no number of parameters, or 0) and 20 rounds of 100 clients, unless other
-numbers are given; a model of millions of parameters is on disk alone. Each run is in a process of its own, and that
-process's memory is the server's: its clients change a number of the model that they receive and send it back, one after
-the other, and keep nothing. Memory is what the process has above what it had before the run, as seen with every message
-and at its highest.
+The defaults are HeurFedAMP with 1,000 clients, the digits CNN (no number of parameters, or 0) and 20 rounds of 100
+clients. With a number of parameters, models are kept on disk only. Each run has its own process, whose memory is the
+server's: its clients change one number of the model that they receive, send it back, one after the other, and keep
+nothing. Memory is the increase over the process's memory before the run. It is read at every message; the largest value
+counts.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ OWN_SETTINGS = {name: {"sigma": 100.0, "self_weight": 0.2} for name in ("fedamp"
 
 @dataclass
 class Measured:
-    """What a run came to, by round; an evaluation after the last one is one more.
+    """Measurements of a run, by round; an evaluation after the last round is one more entry.
 
     Attributes
     ----------
     models : list of int
         Bytes of the models that the server keeps.
     peaks : list of int
-        Largest memory of the process in the round, in bytes above what it was before the run.
+        Peak memory of the process in the round, in bytes above its memory before the run.
     seconds : list of float
     """
 
@@ -51,17 +51,17 @@ class Measured:
 
     @property
     def ratio(self) -> float:
-        """The largest memory over the size of the models kept in the end."""
+        """Ratio of the peak memory to the size of the models that are kept at the end."""
         return max(self.peaks) / self.models[-1]
 
 
 class WatchedGrid(InlineGrid):
-    """Looks at the memory of this process with every message.
+    """A grid that reads the memory of this process at every message.
 
     Attributes
     ----------
     peak : int
-        The largest since it was set to 0.
+        The largest memory since `peak` was set to 0, in bytes.
     """
 
     def __init__(self, app: ClientApp, num_clients: int) -> None:
@@ -129,17 +129,17 @@ def measure(
     Parameters
     ----------
     store, name
-        Where models are kept, and the method.
+        Where models are kept, and the name of the method.
     clients, millions, a_round, rounds
-        As of this module.
+        As in the description of this module.
     closing : bool
-        Whether those who were never drawn are evaluated in the end.
+        Whether clients that were never sampled are evaluated at the end.
     full : bool
         Whether every client has a model from the end of the first round.
     """
     model = initial(millions)
     settings = {**OWN_SETTINGS.get(name, {}), "store": store, "fraction_evaluate": float(closing)}
-    # What is imported, or made once and for all, is not the run's.
+    # A first small run, so that imports and other one-time costs are not counted.
     REGISTRY[name].strategy(**settings, fraction_train=0.5).start(InlineGrid(changing_app(), 20), initial(0), 3)
     gc.collect()
     strategy = REGISTRY[name].strategy(**settings, fraction_train=a_round / clients)
@@ -163,7 +163,7 @@ def measure(
 
 
 def in_a_process(**settings: Any) -> Measured:
-    """`measure` in a process of its own."""
+    """Call `measure` in a new process."""
     with ProcessPoolExecutor(1, get_context("spawn")) as process:
         return process.submit(measure, **settings).result()
 

@@ -2,19 +2,23 @@
 
     python -m benchmarks.scale [--methods NAME,...|all] [--clients 10,100,1000]
 
-Prints Markdown tables, for every registered method with its default settings and all clients in every round: bytes a
-round, the server's seconds a round and its peak memory, with 10, 100 and 1,000 clients of a model of 3,700 numbers,
-with 8 clients of models of 1, 10 and 45 MB, and with 30 and 300 clients of a model of 1 MB; how each grows; and what
-that comes to with 100,000 clients.
+Prints Markdown tables, for every registered method with its default settings and all clients in every round. Measured
+are bytes per round, the server's seconds per round and its peak memory:
 
-Each measurement is in a process of its own, and that process is the server: its clients make up their answers one at a
-time, when they are asked for, and what they are sent is counted and let go, as over a network. So seconds are those of
-the strategy, not of clients and grid, and memory is the strategy's alone: what a SuperLink holds of messages that are
-under way comes on top, a round's bytes at the most. Memory is the highest over four rounds and the closing evaluation,
-seconds are of the second and third: the last round of all may be another (Kindred's is).
+- with 10, 100 and 1,000 clients and a model of 3,700 numbers,
+- with 8 clients and models of 1, 10 and 45 MB,
+- with 30 and 300 clients and a model of 1 MB.
 
-Clients are of 8 kinds, and their models differ accordingly; in Clustered FL clusters are divided in each of the rounds.
-PerFed-CKT sends no model: its public set has 2,000 images of 10 classes throughout.
+The tables also show how each cost grows, and its extrapolation to 100,000 clients.
+
+Each measurement has its own process, which is the server. Its clients generate their replies one at a time, when the
+server requests them; messages to them are counted and released, as over a network. So seconds are those of the
+strategy, without clients and grid, and memory is the strategy's alone. A SuperLink also holds the messages in transit,
+at most a round's bytes. Memory is the peak over four rounds and the closing evaluation. Seconds are of the second and
+third round: the last round may differ (Kindred's does).
+
+There are 8 kinds of clients, and their models differ accordingly; in Clustered FL clusters are divided in each round.
+PerFed-CKT sends no model: its public set always has 2,000 images of 10 classes.
 """
 
 from __future__ import annotations
@@ -75,18 +79,18 @@ Arrays = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Measured:
-    """What a round comes to.
+    """Measured costs of a round.
 
     Attributes
     ----------
     messages : int
-        To clients; each has a reply.
+        Messages to clients; each has a reply.
     down, up : int
-        Bytes.
+        Bytes to the clients, and from them.
     seconds : float
-        Of the server.
+        The server's time.
     memory : int
-        Bytes that the process had above what it had before the run, at the highest.
+        Peak memory of the process above its memory before the run, in bytes.
     """
 
     messages: int
@@ -100,12 +104,12 @@ class Measured:
 
 
 def hidden_for(megabytes: float) -> int:
-    """How wide the network of two layers is whose numbers, float32, take so many megabytes."""
+    """Return the width of the two-layer network whose float32 numbers take this many megabytes."""
     return max(round(megabytes * 1e6 / 4 / (INPUTS + CLASSES)), 1)
 
 
 def network(hidden: int) -> Any:
-    """The network itself, for a server that works with it."""
+    """Return the network, for a server that computes with it."""
     from collections import OrderedDict
 
     from torch import nn
@@ -118,7 +122,7 @@ def network(hidden: int) -> Any:
 
 
 def model_of(hidden: int) -> Arrays:
-    """What its state dict holds."""
+    """Return the arrays of the network's state dict."""
     rng = np.random.default_rng(0)
     return {
         "body.weight": rng.standard_normal((hidden, INPUTS), np.float32) / np.float32(INPUTS**0.5),
@@ -127,7 +131,7 @@ def model_of(hidden: int) -> Arrays:
 
 
 def trained(model: Arrays, client: int) -> Arrays:
-    """A client's model: another number of the body for each kind of clients, and for each client."""
+    """Return a client's model: one number of the body is changed for its kind, and one for the client."""
     body = model["body.weight"].copy()
     body.flat[client % KINDS] += 1
     body.flat[KINDS + client % (body.size - KINDS)] += 0.5
@@ -135,15 +139,15 @@ def trained(model: Arrays, client: int) -> Arrays:
 
 
 def answer(model: Arrays, client: int, config: ConfigRecord, received: Sequence[str]) -> RecordDict:
-    """What a client sends back to TRAIN, as far as it matters to the server: all in the form that the method has it.
+    """Return a client's reply to TRAIN, with all that the server uses, in the form of the method.
 
     Parameters
     ----------
     model : dict of str to ndarray
-        What all clients have begun with.
+        The initial model of all clients.
     client : int
     config : ConfigRecord
-        That of the message.
+        The ConfigRecord of the message.
     received : sequence of str
         The names of the arrays in the message.
     """
@@ -153,22 +157,22 @@ def answer(model: Arrays, client: int, config: ConfigRecord, received: Sequence[
         NUM_TEST_EXAMPLES: 5,
         f"{REGISTRY[name].strategy.personal}-accuracy": 0.5,
     }
-    told: dict[str, Any] = {}
+    reported: dict[str, Any] = {}
     if name == "perfed-ckt":
-        arrays, told = {"logits": probabilities(client)}, {PUBLIC_SET: "public"}
+        arrays, reported = {"logits": probabilities(client)}, {PUBLIC_SET: "public"}
     else:
         arrays = trained(model, client)
     places = list(by_prefix(dict.fromkeys(received)))
     if name == "fedem":
         arrays = {key: array for place in places for key, array in with_prefix(place, arrays).items()}
     elif name == "federico":
-        at_hand = decode(config["models"])
-        told = {"losses": [0.1 if (int(other) - client) % KINDS == 0 else 1.0 for other in at_hand]}
+        owners = decode(config["models"])
+        reported = {"losses": [0.1 if (int(other) - client) % KINDS == 0 else 1.0 for other in owners]}
         arrays = {} if "0" in places else with_prefix("model", arrays)
-        for place in range(len(at_hand)):
+        for place in range(len(owners)):
             arrays |= with_prefix(place, {key: np.full_like(array, 1e-3) for key, array in model.items()})
     elif name == "fedfomo":
-        told = {"weights": [1.0, *[0.0] * (len(places) - 1)]}
+        reported = {"weights": [1.0, *[0.0] * (len(places) - 1)]}
     elif name == "hypcluster":
         metrics["cluster"] = client % len(places)
     elif name == "scaffold":
@@ -178,11 +182,11 @@ def answer(model: Arrays, client: int, config: ConfigRecord, received: Sequence[
     elif name == "fedrep":
         head = cast(list[str], config["head"])
         arrays = {key: array for key, array in arrays.items() if key not in head}
-    return RecordDict({ARRAYS: to_record(arrays), METRICS: MetricRecord({**metrics}), CONFIG: ConfigRecord(told)})
+    return RecordDict({ARRAYS: to_record(arrays), METRICS: MetricRecord({**metrics}), CONFIG: ConfigRecord(reported)})
 
 
 def probabilities(client: int) -> np.ndarray:
-    """Class probabilities for the public images, shape (P, N)."""
+    """Return class probabilities for the public images, shape (P, N)."""
     kind, own = (np.random.default_rng(seed) for seed in (client % KINDS, KINDS + client))
     scores = 2 * kind.random((PUBLIC, CLASSES), np.float32) + own.random((PUBLIC, CLASSES), np.float32)
     return scores / scores.sum(axis=1, keepdims=True)
@@ -203,14 +207,14 @@ def introduction(client: int) -> ConfigRecord:
 
 
 class ServerAlone(InlineGrid):
-    """Clients that take no memory, and whose time is told apart.
+    """A grid whose clients take no memory, and which measures the time of grid and clients.
 
     Attributes
     ----------
     messages : int
-        That were sent.
+        Number of messages sent.
     seconds : float
-        What grid and clients have taken.
+        Time that grid and clients have taken.
     """
 
     def __init__(self, model: Arrays, num_clients: int) -> None:
@@ -265,9 +269,9 @@ def measure(name: str, clients: int, hidden: int = HIDDEN, store: str = "memory"
     Raises
     ------
     RuntimeError
-        A reply was not used: what clients send is not what the method wants.
+        A reply was not used: the clients' replies do not fit the method.
     """
-    _run(name, 3, 2, "memory")  # what is imported, or made once and for all, is not the run's
+    _run(name, 3, 2, "memory")  # a first small run, so that one-time costs are not counted
     gc.collect()
     return _run(name, clients, hidden, store)
 
@@ -317,7 +321,7 @@ def memory_now() -> int:
 
 
 def forget_peak() -> Callable[[], float]:
-    """Begin anew with the highest memory of this process; returns what tells it, in bytes."""
+    """Reset the peak memory of this process; return a function that returns the peak since then, in bytes."""
     status = Path("/proc/self/status")
     if status.exists():  # Linux: the kernel's own record
         Path("/proc/self/clear_refs").write_text("5")
@@ -330,7 +334,7 @@ def forget_peak() -> Callable[[], float]:
 
 
 def in_a_process(name: str, clients: int, hidden: int = HIDDEN, store: str = "memory") -> Measured:
-    """`measure` in a process of its own."""
+    """Call `measure` in a new process."""
     print(f"{name}: {clients} clients, {4 * hidden * (INPUTS + CLASSES) / 1e6:.3g} MB, {store}", file=sys.stderr)
     with ProcessPoolExecutor(1, get_context("spawn")) as process:
         return process.submit(measure, name, clients, hidden, store).result()
@@ -340,10 +344,10 @@ def in_a_process(name: str, clients: int, hidden: int = HIDDEN, store: str = "me
 
 
 def growth(sizes: Sequence[float], costs: Sequence[float]) -> float:
-    """The exponent a of cost ~ size^a: the slope of a line through the points' logarithms.
+    """Return the exponent a of cost ~ size^a: the slope of a line through the points' logarithms.
 
-    Of the largest sizes, those within a factor of 10 of the last: below them what a round costs in any case may hide
-    how it grows.
+    Only sizes within a factor of 10 of the largest are used: with smaller ones, a round's fixed costs may hide the
+    growth.
     """
     points = [(size, max(cost, 1e-12)) for size, cost in zip(sizes, costs) if 10 * size >= max(sizes)]
     if len(points) < 2:
@@ -353,7 +357,7 @@ def growth(sizes: Sequence[float], costs: Sequence[float]) -> float:
 
 
 def at(far: float, sizes: Sequence[float], costs: Sequence[float]) -> float:
-    """What the cost comes to at another size, from the last one measured."""
+    """Extrapolate the cost to another size, from the last measurement."""
     return costs[-1] * (far / sizes[-1]) ** growth(sizes, costs)
 
 
@@ -361,7 +365,7 @@ def at(far: float, sizes: Sequence[float], costs: Sequence[float]) -> float:
 
 
 def size_text(count: float) -> str:
-    """Bytes, to two or three figures."""
+    """Return bytes as text, to two or three figures."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= 0.9995 * size:
             return f"{_figures(count / size)} {unit}"
@@ -390,16 +394,16 @@ COSTS: dict[str, tuple[Callable[[Measured], float], Callable[[float], str]]] = {
 def cost_tables(
     found: dict[str, list[Measured]], on_disk: dict[str, Measured], sizes: Sequence[float], symbol: str, unit: str
 ) -> str:
-    """Two tables, of traffic and of the server: a row for each method, a column for each size, and how it grows.
+    """Return two tables, traffic and server: a row for each method, a column for each size, and the growth.
 
     Parameters
     ----------
     found : dict
-        method -> what was measured at each of the sizes.
+        method -> measurements at each of the sizes.
     on_disk : dict
-        method -> the same at the last size with the models on disk.
+        method -> measurement at the last size, with the models on disk.
     symbol, unit : str
-        What grows, as in m^2, and the word behind its numbers.
+        Symbol of the size, as in m^2, and the unit after its numbers.
     """
     texts = []
     for costs, more in ((("down", "up"), False), (("server's time", "memory"), True)):
@@ -421,7 +425,7 @@ def cost_tables(
 
 
 def far_table(columns: Sequence[tuple[str, Sequence[float], dict[str, list[Measured]]]]) -> str:
-    """What a round comes to with `FAR` clients, for each of these series of measurements."""
+    """Return a table of a round's costs extrapolated to `FAR` clients, for each series of measurements."""
     head = ["method"] + [f"{cost}, {what}" for what, _, _ in columns for cost in COSTS]
     rows = [
         [name]
@@ -436,7 +440,7 @@ def far_table(columns: Sequence[tuple[str, Sequence[float], dict[str, list[Measu
 
 
 def report(methods: Sequence[str], clients: Sequence[int], megabytes: Sequence[float], many: Sequence[int]) -> str:
-    """Measure, and put it into tables."""
+    """Measure, and return the tables."""
     with_store = [name for name in methods if "store" in REGISTRY[name]]
     wide = {size: hidden_for(size) for size in (*megabytes, MANY_MEGABYTES)}
     by_clients = {name: [in_a_process(name, m) for m in clients] for name in methods}
@@ -454,7 +458,7 @@ def report(methods: Sequence[str], clients: Sequence[int], megabytes: Sequence[f
             cost_tables(by_size, size_disk, megabytes, "d", "MB"),
             f"A round with a model of {MANY_MEGABYTES:g} MB, m clients, all of them in it:",
             cost_tables(by_many, many_disk, many, "m", "clients"),
-            f"A round with {FAR:,} clients, all of them in it, if it goes on like that:",
+            f"A round with {FAR:,} clients, all of them in it, extrapolated:",
             far_table([(size_text(4 * numbers), clients, by_clients), (f"{MANY_MEGABYTES:g} MB", many, by_many)]),
         ]
     )
@@ -463,14 +467,20 @@ def report(methods: Sequence[str], clients: Sequence[int], megabytes: Sequence[f
 def _counts(text: str) -> list[int]:
     counts = sorted({int(part) for part in text.split(",") if part.isdecimal()})
     if len(counts) != len(text.split(",")) or counts[0] < 2:
-        raise argparse.ArgumentTypeError(f"{text!r} is not what is allowed: different numbers of 2 or more, by commas")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not allowed; allowed: different numbers of 2 or more, separated by commas"
+        )
     return counts
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--methods", type=methods_named, default="all", help="names, by commas; all by default")
-    parser.add_argument("--clients", type=_counts, default=list(CLIENTS), help="by commas (default: 10,100,1000)")
+    parser.add_argument(
+        "--methods", type=methods_named, default="all", help="names, separated by commas (default: all)"
+    )
+    parser.add_argument(
+        "--clients", type=_counts, default=list(CLIENTS), help="separated by commas (default: 10,100,1000)"
+    )
     arguments = parser.parse_args()
     os.environ["FLWR_LOG_LEVEL"] = "ERROR"
     print(report(arguments.methods, arguments.clients, MEGABYTES, MANY))

@@ -1,22 +1,22 @@
-"""Flower's simulation of a round over the same work in a bare PyTorch loop, and what each method costs over FedAvg.
+"""A round in Flower's simulation against the same work in a bare PyTorch loop, and each method's cost over FedAvg.
 
     python -m benchmarks.simulation [--strategies NAME,...|all] [--data-dir DIR] [--rounds N]
 
 20 clients, Fashion-MNIST practical non-IID with 300 samples a client, McMahan CNN, 2 epochs a round with batches of 100
-and Adam; HeurFedAMP, if no others are named. DIR holds Fashion-MNIST as for `kindred run --data-dir`.
+and Adam; HeurFedAMP, unless other methods are named. DIR holds Fashion-MNIST as for `kindred run --data-dir`.
 
 The simulation runs one-thread clients on all cores. The bare loop is one process with all cores and does, client by
 client, what the method's clients did in the same rounds, and nothing else: as many steps on batches of 100, as many
-predictions, and the same evaluations on test data. How many, the run's history tells (`samples-trained`,
-`samples-predicted`, which models were evaluated). Not done in the bare loop: a method's own arithmetic on weights, such
-as a proximal term, means and distances at the server, k-means, and whatever has to do with messages and files. FedDF's
-server computes with networks itself, and the bare loop does that too.
+predictions, and the same evaluations on test data. These numbers are from the run's history (`samples-trained`,
+`samples-predicted`, which models were evaluated). The bare loop omits a method's own arithmetic on weights, such as a
+proximal term, means and distances at the server, k-means, and all work with messages and files. FedDF's server computes
+with networks itself, and so does the bare loop.
 
-Counted are the last third of the rounds, so that none is that finds its way in: in a comparison the last of 3, of one
-method the last three of 10, unless `--rounds` says otherwise. Two more follow, for a run's last rounds may be others
-(Kindred's are). Settings are such that batches are full and that methods compare: PerFed-CKT makes as many steps as 2
-epochs have, FedRep trains the last layers for 2 epochs and the others for 2, public batches have 100 images, the public
-set has 500; all else is as of `kindred run`.
+Only the last third of the rounds counts, so that start-up rounds do not: the last of 3 where several methods run, the
+last three of 10 with one method, unless `--rounds` is given. Two more rounds follow, because a run's last rounds may
+differ (Kindred's do). Settings make batches full and methods comparable: PerFed-CKT makes as many steps as 2 epochs
+have, FedRep trains the last layers for 2 epochs and the others for 2, public batches have 100 images, the public set
+has 500. Everything else is as in `kindred run`.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ from kindred.server_app.config import Config
 from . import markdown, methods_named
 
 CLIENTS, SAMPLES, EPOCHS, BATCH = 20, 300, 2, 100
-NOT_COUNTED = 2  # rounds at the end
-AT_ONCE = 500  # images, where no gradient is asked for
+NOT_COUNTED = 2  # rounds at the end that do not count
+AT_ONCE = 500  # images per batch, where no gradient is needed
 
 
 def settings(strategy: str, data_dir: str, rounds: int, output_dir: str) -> Config:
@@ -79,23 +79,23 @@ def settings(strategy: str, data_dir: str, rounds: int, output_dir: str) -> Conf
     )
 
 
-# --- What a round needs -------------------------------------------------------------------------------
+# --- Work of a round ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a client computes in a round.
+    """The work of a client in a round.
 
     Attributes
     ----------
     whole, head : int
         Samples that go through the network forward and backward, for all weights and for those of the last layers.
     predicted : int
-        Samples that go forward alone.
+        Samples that go through the network forward only.
     tests : int
         Models evaluated on the test data.
     batches_a_step : int
-        Of how many batches a step's gradient is.
+        Number of batches in the gradient of a step.
     """
 
     whole: int
@@ -106,20 +106,20 @@ class Work:
 
 
 def work_of(row: Mapping[str, Any], config: Config) -> Work:
-    """What a client did in a round, from its row of the history."""
+    """Return the work of a client in a round, from its row of the history."""
     method, trained = REGISTRY[config.strategy], int(row[SAMPLES_TRAINED])
-    # Where a part of the network has layers of its own: the message's epochs are for the other part, or the whole.
+    # Where the last layers train separately, the message's epochs are for the other layers, or for all.
     whole = min(trained, config.local_epochs * int(row[NUM_EXAMPLES])) if "head_layers" in method else trained
     if method.strategy.personal == MIXTURE:
         tests = 1 + len(decode(row["neighbours"])) if "neighbours" in row else config.num_components
     else:
         tests = sum(row.get(f"{which}-accuracy") is not None for which in (RECEIVED, TRAINED, TUNED, OWN, BETWEEN))
-    # A step of PerFed-CKT is on a private batch and a public one.
+    # A step of PerFed-CKT uses a private batch and a public one.
     return Work(whole, trained - whole, int(row[SAMPLES_PREDICTED]), tests, 1 if method.models_travel else 2)
 
 
 def work_of_server(config: Config, answered: int, num_public: int) -> Work:
-    """What the server computes with networks: FedDF, the clients' predictions and its own steps."""
+    """Return the server's work with networks: in FedDF, the clients' predictions and its own steps."""
     if not REGISTRY[config.strategy].distils:
         return Work(0, 0, 0, 0)
     return Work(config.distill_steps * config.public_batch_size, 0, answered * num_public, 0)
@@ -130,14 +130,14 @@ def work_of_server(config: Config, answered: int, num_public: int) -> Work:
 
 @dataclass(frozen=True)
 class Simulated:
-    """A run in Flower's simulation engine, of which some of the rounds count.
+    """The counted rounds of a run in Flower's simulation engine.
 
     Attributes
     ----------
     rounds : list of dict
-        Their lines of rounds.csv.
+        The lines of these rounds in rounds.csv.
     rows : list of list of dict
-        Of each the clients' rows of history.csv.
+        For each round, the clients' rows in history.csv.
     """
 
     rounds: list[dict[str, Any]]
@@ -170,7 +170,7 @@ def simulated(config: Config) -> Simulated:
 
 
 def bare(config: Config, rounds: Sequence[Sequence[Mapping[str, Any]]]) -> float:
-    """Median seconds of these rounds, given by their clients' rows, in a plain loop."""
+    """Return the median seconds of these rounds, given by their clients' rows, in a plain loop."""
     import torch
 
     from kindred import make_model
@@ -184,10 +184,10 @@ def bare(config: Config, rounds: Sequence[Sequence[Mapping[str, Any]]]) -> float
     head = last_layers(model.state_dict(), config.head_layers)
     needs_public = REGISTRY[config.strategy].needs_public_set
     public = federation.public_set() if needs_public else sites[0].train[0][:0]
-    # Of public images nobody knows the labels: any will do.
+    # Public images have no labels: use zeros.
     public_samples = public, torch.zeros(len(public), dtype=torch.int64)
     seconds = []
-    for rows in (rounds[0][:1], *rounds):  # the first visit of all, for the sake of what is made once, does not count
+    for rows in (rounds[0][:1], *rounds):  # the first visit is for one-time costs and does not count
         started = time.perf_counter()
         for row in rows:
             site = sites[row["client"]]
@@ -198,7 +198,7 @@ def bare(config: Config, rounds: Sequence[Sequence[Mapping[str, Any]]]) -> float
 
 
 def do(model: Any, work: Work, config: Config, train: tuple[Any, Any], test: tuple[Any, Any], head: list[str]) -> None:
-    """A client's work, in PyTorch as it comes."""
+    """Do a client's work in plain PyTorch."""
     import torch
     from torch.nn.functional import cross_entropy
 
@@ -231,7 +231,7 @@ def do(model: Any, work: Work, config: Config, train: tuple[Any, Any], test: tup
 
 
 def drawn(x: Any, y: Any, size: int) -> Iterator[tuple[Any, Any]]:
-    """Batches of a client's samples, epoch after epoch; where it has fewer, of some more than once."""
+    """Yield full batches of a client's samples, epoch after epoch; samples repeat where it has too few."""
     import torch
 
     while True:
@@ -264,7 +264,7 @@ def _parts(total: int, size: int) -> list[int]:
 
 
 def table(found: Mapping[str, tuple[Simulated, float]]) -> str:
-    """Markdown: a line for each method; over FedAvg, where that is one of them.
+    """Return a Markdown table: a row for each method, and ratios to FedAvg where FedAvg is one of them.
 
     Parameters
     ----------
@@ -288,7 +288,7 @@ def table(found: Mapping[str, tuple[Simulated, float]]) -> str:
             *(f"{cost / 1e6:.1f}" for cost in costs[2:]),
         ]
         if reference:
-            # FedAvg predicts nothing: of what it trains on.
+            # FedAvg predicts nothing: divide by the samples that it trains on.
             theirs = [reference.median(column) for column in ("seconds", SAMPLES_TRAINED, *columns[:1], *columns[2:])]
             line += [f"{cost / their:.2f}" for cost, their in zip((ours, *costs), theirs)]
         lines.append(line)
@@ -297,15 +297,17 @@ def table(found: Mapping[str, tuple[Simulated, float]]) -> str:
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not what is allowed: 1 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; allowed: 1 or more")
     return int(text)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--strategies", type=methods_named, default="heurfedamp", help="names, by commas, or all")
-    parser.add_argument("--data-dir", default="", help="folder of Fashion-MNIST (default: as of kindred run)")
-    parser.add_argument("--rounds", type=_positive, help="default: 10; of several methods 3")
+    parser.add_argument(
+        "--strategies", type=methods_named, default="heurfedamp", help="names, separated by commas, or all"
+    )
+    parser.add_argument("--data-dir", default="", help="folder of Fashion-MNIST (default: as in kindred run)")
+    parser.add_argument("--rounds", type=_positive, help="default: 10, with several methods 3")
     arguments = parser.parse_args()
     rounds = arguments.rounds or (10 if len(arguments.strategies) == 1 else 3)
     found = {}

@@ -1,15 +1,15 @@
-"""Local training over the plain PyTorch loop: images per second, and what both have learnt.
+"""Local training against the plain PyTorch loop: images per second, and the accuracy of both.
 
     python -m benchmarks.training [--device auto|cpu|cuda] [--data-dir DIR] [--repeats N]
 
-The plain loop is the one that tutorials have: a shuffling DataLoader over images on the host, a copy of each batch to
+The plain loop is that of tutorials: a shuffling DataLoader over images on the host, a copy of each batch to
 the device, torch.optim.Adam, and loss.item() at each step. Both train the same networks from the same weights, with the
-same settings and for the same epochs, as for one message of a client; the order of the images is each one's own.
+same settings and for the same epochs, as for one message of a client; only the order of the images differs.
 Repetitions alternate, each from new weights; the first is not counted. Rates and ratios are medians, accuracies on
 test images are means and standard deviations over the repetitions.
 
 Images are scikit-learn's digits, enlarged; with --data-dir those of Fashion-MNIST for the McMahan CNN and of CIFAR-10
-for the others, from a folder as for `kindred run --data-dir`. ResNet-18 has few on a CPU, and so learns little.
+for the others, from a folder as for `kindred run --data-dir`. On a CPU, ResNet-18 has few images and so learns little.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Case:
     Attributes
     ----------
     work : dict of str to (int, int)
-        By the type of the device: training images, and epochs over them in a message.
+        By type of device: number of training images, and epochs over them per message.
     """
 
     model: str
@@ -57,7 +57,7 @@ CASES = (
 
 
 def samples(case: Case, num_images: int, data_dir: str) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
-    """Training and test images of mean 0 and variance 1, drawn from the dataset, with their labels."""
+    """Draw training and test images from the dataset, with mean 0 and variance 1, and their labels."""
     images = load_images(case.dataset if data_dir else "digits", data_dir)
     rng = np.random.default_rng(0)
     parts = []
@@ -77,7 +77,7 @@ def samples(case: Case, num_images: int, data_dir: str) -> tuple[tuple[torch.Ten
 def plain_loop(
     model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, batch_size: int, epochs: int, precision: str
 ) -> float:
-    """Train as tutorials do; the mean loss."""
+    """Train as tutorials do; return the mean loss."""
     device = next(model.parameters()).device
     loader = DataLoader(TensorDataset(x, y), batch_size=batch_size, shuffle=True)
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
@@ -96,7 +96,7 @@ def plain_loop(
 
 
 def compare(case: Case, precision: str, device: torch.device, data_dir: str, repeats: int) -> str:
-    """A line of the table."""
+    """Measure one case and return its line of the table."""
     num_images, epochs = case.work[device.type]
     (x, y), (test_x, test_y) = samples(case, num_images, data_dir)
     test = test_x.to(device), test_y.to(device)

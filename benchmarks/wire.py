@@ -1,8 +1,8 @@
-"""Bytes of a round on the wire over the models' own size.
+"""Ratio of a round's bytes on the network to the size of its models.
 
     python -m benchmarks.wire
 
-Every object of every message is counted as Flower sends it, HeurFedAMP with the McMahan CNN and 10 clients.
+Every object of every message is counted as Flower sends it. The run is HeurFedAMP with the McMahan CNN and 10 clients.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CLIENTS = 10
 
 
 class CountingGrid(InlineGrid):
-    """Counts what would travel."""
+    """A grid that counts the bytes of messages and replies."""
 
     sent = received = 0
 
@@ -47,7 +47,7 @@ def main() -> None:
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        # A client whose weights all moved, as after any training.
+        # All weights of the client change, as in any training.
         (received,) = records_of(message.content, ArrayRecord)
         arrays = {k: a * 0.9 + 0.1 * (context.node_id % 97) for k, a in read_record(received).items()}
         arrays = {k: a.astype("float32") for k, a in arrays.items()}

@@ -1,4 +1,4 @@
-"""The ClientApp: this application's data and models for every method."""
+"""The ClientApp, which gives every method this application's data and models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kindred.messages import seed_for
 
 
 def load_site(context: Context) -> Site:
-    """Load a client's data, its own or its part of the federation's, and choose its network."""
+    """Load a client's data (its own, or its part of a divided dataset) and choose its network."""
     config, client = context.run_config, client_id(context)
     clients = load_clients(config, context.node_config)
     data = clients.site_data(client)
@@ -44,7 +44,7 @@ def _factory(name: str, image_shape: tuple[int, int, int], num_classes: int) -> 
 
 
 def _keep_memory() -> None:
-    """Have glibc keep large blocks that are freed: each batch needs them again, and new ones come in zeroed pages."""
+    """Make glibc keep large freed blocks: each batch needs them again, and new blocks cost zeroing their pages."""
     trim_threshold, mmap_threshold = -1, -3  # malloc.h
     with contextlib.suppress(OSError, AttributeError):  # not glibc
         for parameter in (trim_threshold, mmap_threshold):

@@ -1,4 +1,4 @@
-"""Images, and who has which of them: the data of a federation."""
+"""The data of a federation: the images, and how they are divided among clients."""
 
 from .federation import Federation, SiteData
 from .loading import load_clients, load_federation

@@ -1,9 +1,9 @@
-"""Features of the images in a folder, by a network that is already trained: the dataset office-home.
+"""Features of the images in a folder, from a pretrained network: the dataset office-home.
 
-Office-Home (Venkateswara et al., CVPR 2017) has photographs and drawings of 65 kinds of things in four domains, in
+Office-Home (Venkateswara et al., CVPR 2017) has photographs and drawings of 65 classes of objects in four domains, in
 folders DIR/domain/class. As in FedeRiCo (Sui et al., 2022, arXiv:2210.06597, appendix D) the images of all domains are
-merged, and what clients learn from are the 512 numbers before the last layer of ResNet-18 as trained on ImageNet. They
-are computed once and kept in a file.
+merged. Clients learn from 512 features of each image, the input of the last layer of ResNet-18 trained on ImageNet. The
+features are computed once and kept in a file.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ _BATCH = 64
 
 
 def folder_features(folder: Path) -> Images:
-    """The features of the images in a folder: computed by the CPU, or read if they have been.
+    """Return the features of the images in a folder: computed on the CPU, or read if they were computed before.
 
-    An image is resized, cut and normalised as torchvision does for these weights. The features are kept in
-    `office-home-KEY.npz` in the folder, or in `DEFAULT_FOLDER` where the folder cannot be written; KEY follows from
-    the images' names, sizes and times and from the weights, so that other data are computed anew. Such files may be
-    removed.
+    An image is resized, cropped and normalised as torchvision does for these weights. The features are kept in
+    `office-home-KEY.npz` in the folder, or in `DEFAULT_FOLDER` where the folder cannot be written. KEY is computed
+    from the images' names, sizes and times and from the weights, so other data get new features. These files may be
+    deleted.
 
-    There is no division into training and test images: of each class, with its images in the order of their paths,
-    the second of every five is for test.
+    The dataset has no division into training and test images. Here, in each class, with its images in the order of
+    their paths, the second of every five is for test.
 
     Parameters
     ----------
     folder : Path
-        Images are DOMAIN/CLASS/NAME with a suffix of `SUFFIXES`; all other files, and what is hidden, are left alone.
-        Classes are numbered in the order of their names. With `resnet18.safetensors`, a state dict of torchvision's
-        resnet18, for the weights; else torchvision downloads its own.
+        Images are DOMAIN/CLASS/NAME with a suffix of `SUFFIXES`; other files, and hidden ones, are ignored. Classes
+        are numbered in the order of their names. The weights are `resnet18.safetensors` in the folder, a state dict
+        of torchvision's resnet18; where it is missing, torchvision downloads its own.
 
     Returns
     -------
@@ -60,8 +60,8 @@ def folder_features(folder: Path) -> Images:
     Raises
     ------
     DataError
-        Too few classes or images, an image that cannot be read, weights that are not there or do not fit, or no
-        place to keep the features.
+        There are too few classes or images, an image cannot be read, the weights are missing or do not fit, or the
+        features cannot be written anywhere.
     """
     paths = _image_paths(folder)
     names = sorted({path.parts[1] for path in paths})
@@ -79,7 +79,7 @@ def folder_features(folder: Path) -> Images:
 
 
 def _image_paths(folder: Path) -> list[Path]:
-    """The images' paths from the folder on, in order."""
+    """Return the images' paths relative to the folder, sorted."""
 
     def visible(place: Path) -> list[Path]:
         return [path for path in place.iterdir() if not path.name.startswith(".")]
@@ -98,17 +98,17 @@ def _image_paths(folder: Path) -> list[Path]:
 
 
 def features_of(folder: Path, paths: list[Path]) -> np.ndarray:
-    """The features of the images (n, 512), float32: read if they are kept somewhere, else computed and kept."""
+    """Return the features of the images (n, 512), float32: read if they are kept in a file, else computed and kept."""
     name = f"office-home-{_key(folder, paths)}.npz"
     places = (folder, Path(DEFAULT_FOLDER).expanduser())
     for place in places:
         try:
             x = read_npz(place / name, ("features",))["features"]
-        except DataError:  # not there, or damaged
+        except DataError:  # missing or damaged
             continue
         if x.shape == (len(paths), WIDTH) and x.dtype == np.float32 and np.isfinite(x).all():
             return x
-    with _room(places) as partial:  # found first: computing takes minutes
+    with _temporary_folder(places) as partial:  # before computing, which takes minutes
         x = compute_features(folder, paths)
         try:
             np.savez(Path(partial, name), features=x)
@@ -119,7 +119,7 @@ def features_of(folder: Path, paths: list[Path]) -> np.ndarray:
 
 
 def _key(folder: Path, paths: list[Path]) -> str:
-    """Return a hash of all that the features depend on, as 16 hexadecimal digits."""
+    """Return a hash of everything that the features depend on, as 16 hexadecimal digits."""
     key = sha256()
     weights = folder / WEIGHTS
     try:
@@ -127,7 +127,7 @@ def _key(folder: Path, paths: list[Path]) -> str:
             with open(weights, "rb") as file:
                 key.update(file_digest(file, "sha256").digest())
         else:
-            key.update(_torchvision().models.ResNet18_Weights.IMAGENET1K_V1.url.encode())  # its name has a hash
+            key.update(_torchvision().models.ResNet18_Weights.IMAGENET1K_V1.url.encode())  # contains the weights' hash
         for path in paths:
             about = (folder / path).stat()
             key.update(b"\0%s\0%d\0%d" % (os.fsencode(path), about.st_size, about.st_mtime_ns))
@@ -136,8 +136,8 @@ def _key(folder: Path, paths: list[Path]) -> str:
     return key.hexdigest()[:16]
 
 
-def _room(places: tuple[Path, ...]) -> tempfile.TemporaryDirectory[str]:
-    """A folder for what is not yet whole, in the first of these places that can be written."""
+def _temporary_folder(places: tuple[Path, ...]) -> tempfile.TemporaryDirectory[str]:
+    """Return a temporary folder for incomplete files, in the first of these places that can be written."""
     reasons = []
     for place in places:
         try:
@@ -149,7 +149,7 @@ def _room(places: tuple[Path, ...]) -> tempfile.TemporaryDirectory[str]:
 
 
 def compute_features(folder: Path, paths: list[Path]) -> np.ndarray:
-    """The features of the images: (n, 512), float32."""
+    """Return the features of the images: (n, 512), float32."""
     network = _network(folder)
     prepare = _torchvision().models.ResNet18_Weights.IMAGENET1K_V1.transforms()
 
@@ -164,7 +164,7 @@ def compute_features(folder: Path, paths: list[Path]) -> np.ndarray:
 
 
 def _network(folder: Path) -> torch.nn.Module:
-    """ResNet-18 without its last layer: images (n, 3, 224, 224) to features (n, 512)."""
+    """Return ResNet-18 without its last layer: images (n, 3, 224, 224) to features (n, 512)."""
     models = _torchvision().models
     file = folder / WEIGHTS
     if file.is_file():
@@ -178,12 +178,12 @@ def _network(folder: Path) -> torch.nn.Module:
             state = models.ResNet18_Weights.IMAGENET1K_V1.get_state_dict(
                 progress=False, check_hash=True, weights_only=True
             )
-        except Exception as error:  # no network, no room, a damaged file
+        except Exception as error:  # no network, disk full, a damaged file
             raise DataError(
                 f"office-home needs the weights of torchvision's resnet18: {file}, its state dict, is not there, and "
                 f"the download failed: {one_line(error)}"
             ) from error
-    with torch.random.fork_rng(devices=[]):  # whether features are kept must not show in what is drawn later
+    with torch.random.fork_rng(devices=[]):  # later random draws must not depend on whether the features were kept
         network = models.resnet18()
     network.fc = torch.nn.Identity()
     try:

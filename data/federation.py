@@ -1,4 +1,4 @@
-"""A federation: the clients of a run, and each one's images."""
+"""A federation: the clients of a run, and the images of each."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Federation:
     images : Images
     partition : Partition
     title : str
-        Title of pictures.
+        Title of figures.
     public : callable, optional
         Returns the images of the public set, (P, c, h, w), uint8 or float32 as the clients' images are.
 
@@ -58,16 +58,16 @@ class Federation:
     image_shape : tuple of int
         (channels, height, width).
     groups : ndarray, (m,), int
-        The true group of each client; all 0 where there are none.
+        The true group of each client; all 0 where there are no groups.
     quarter_turns : ndarray, (m,), int
-        How often each client's images are turned by 90 degrees, counter-clockwise.
+        Number of counter-clockwise 90-degree turns of each client's images.
     train_sizes : ndarray, (m,), int
-        Training images of each client; some may have none.
+        Number of training images of each client; may be 0.
     sizes : ndarray, (m,), int
-        Images of each client, for training, validation and test together.
+        Number of images of each client, for training, validation and test together.
     title : str
     task : Task
-        Input and classes of its models.
+        Input and classes of the federation's models.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Federation:
         self._label_maps = partition.label_maps
         mean, deviation = _channel_statistics(images.x_train)
         self.task = Task(self.image_shape, self.num_classes, tuple(mean.tolist()), tuple(deviation.tolist()))
-        # Only the images that some client has are kept, each once; of a large set that is often a small part.
+        # Each image that some client has is kept, once; of a large dataset that is often a small part.
         parts = (partition.train, partition.validation, partition.test)
         used = np.unique(np.concatenate([indices for part in parts for indices in part]))
         self._x, self._y = images.pick(used)
@@ -107,7 +107,7 @@ class Federation:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of all clients' images and labels: it differs where any of them does, whatever files they came from."""
+        """Hash of all clients' images and labels; it depends on these alone, not on the files they were read from."""
         digest = sha256(repr(self.task).encode())
         arrays = (self._x, self._y, self.quarter_turns, self._label_maps, *self._train, *self._validation, *self._test)
         for array in arrays:
@@ -116,27 +116,27 @@ class Federation:
         return digest.hexdigest()[:16]
 
     def class_counts(self) -> np.ndarray:
-        """Training images of each client by label, as the client sees the labels: (m, C), int."""
+        """Return the number of training images of each client by label, as the client labels them: (m, C), int."""
         labels = (self._label_maps[client][self._y[members]] for client, members in enumerate(self._train))
         return np.stack([np.bincount(y, minlength=self.num_classes) for y in labels])
 
     @property
     def typical_size(self) -> float:
-        """Training images of a client, on average."""
+        """Mean number of training images of a client."""
         return float(self.train_sizes.mean())
 
     def site_data(self, client: int | str) -> SiteData:
-        """The data of one client, made anew at each call.
+        """Return the data of one client, in new tensors at each call.
 
         Parameters
         ----------
         client : int
-            0 to num_clients - 1; a name has no data here.
+            0 to num_clients - 1. A client with a name has no data here.
 
         Raises
         ------
         DataError
-            No such client.
+            There is no such client.
         """
         if not isinstance(client, int) or client not in range(self.num_clients):
             raise DataError(f"client {client} has no data: num-clients is {self.num_clients}, clients count from 0")
@@ -148,17 +148,17 @@ class Federation:
         return SiteData(samples(self._train), samples(self._validation), samples(self._test))
 
     def public_set(self) -> torch.Tensor:
-        """The unlabelled images that all clients have, upright, in one order: read when first asked for.
+        """Return the unlabelled images that all clients share, upright and in one order; read at the first call.
 
         Returns
         -------
         Tensor, (P, c, h, w), float32
-            Normalised by the statistics of the clients' images; one tensor for all, not to be written to.
+            Normalised by the statistics of the clients' images. All callers share the tensor: do not write to it.
 
         Raises
         ------
         DataError
-            There is no such set, or its images are of another kind than the clients'.
+            There is no public set, or its images differ from the clients' in shape or type.
         """
         if self._public is None:
             if self._read_public is None:
@@ -177,11 +177,11 @@ class Federation:
 
 
 def _channel_statistics(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and standard deviation of each channel of (n, c, h, w) images; the latter 1 where nothing varies."""
+    """Return each channel's mean and standard deviation in images (n, c, h, w); the latter is 1 instead of 0."""
     channels = []
     for c in range(x.shape[1]):
         blocks = [x[start : start + 2000, c].ravel() for start in range(0, len(x), 2000)]
-        if x.dtype == np.uint8:  # a histogram says it all, several times faster
+        if x.dtype == np.uint8:  # a histogram gives the same statistics several times faster
             weights = sum(np.bincount(block, minlength=256) for block in blocks)
             values = np.arange(256.0)
             mean = np.average(values, weights=weights)

@@ -1,7 +1,7 @@
-"""Files that others made, read within bounds.
+"""Reading files from untrusted sources within bounds.
 
-A small file can declare much: a picture of 22 kB may say that it has 10^9 pixels, an archive of 9 MB that its arrays
-take 2 GB. What a file declares is compared with what it carries, or with a bound, before memory is taken for it.
+A small file can declare a large size: an image of 22 kB may declare 10^9 pixels, an archive of 9 MB arrays of 2 GB.
+A declared size is compared with the stored size, or with a bound, before memory is allocated.
 """
 
 from __future__ import annotations
@@ -22,40 +22,40 @@ from PIL import Image
 from safetensors import safe_open
 
 DEFAULT_FOLDER = "~/.cache/kindred"
-"""Where datasets that torchvision downloads lie unless data-dir says otherwise."""
+"""Folder of the datasets that torchvision downloads, where data-dir is not set."""
 
 SUFFIXES = frozenset((".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"))
 """Suffixes of image files."""
 
 ARRAY_BYTES = 64 * 2**20
-"""Bytes that an array may take, however few it is stored in."""
+"""Bytes that an array may take in memory, however small it is in the file."""
 
 FOLDER_BYTES = 2**30
-"""Bytes that the images of a folder may take together, however few they are stored in."""
+"""Bytes that all images of a folder may take in memory, however small their files are."""
 
 MOST_TIMES = 100
-"""Factor on the stored bytes that bounds larger arrays and folders."""
+"""Larger arrays and folders may take at most this many times their stored bytes."""
 
 MOST_PIXELS = 50_000_000
-"""Pixels that an image may have."""
+"""Largest number of pixels of an image."""
 
 HEADER_BYTES = 16 * 2**20
-"""Bytes of names, shapes and texts that a safetensors file may have."""
+"""Largest size of a safetensors file's header (names, shapes and texts), in bytes."""
 
 FORMATS = ("BMP", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-_STEP = 2**20  # bytes that are read at once
-# By compression. What zipfile reads of LZMA at once it unpacks at once, to up to 7,000 times the size. Bzip2 would be a
-# million times, and is not read.
+_STEP = 2**20  # bytes per read
+# Bytes per read, by compression. zipfile unpacks all that it reads of LZMA at once, to up to 7,000 times the size. With
+# bzip2 it would be up to a million times, so bzip2 is not read.
 _STEPS = {zipfile.ZIP_STORED: _STEP, zipfile.ZIP_DEFLATED: _STEP, zipfile.ZIP_LZMA: 2**12}
-_TILE_PIXELS = 2**22  # of a tile in a small TIFF file
+_TILE_PIXELS = 2**22  # largest tile of a small TIFF file
 
 
 class DataError(ValueError):
-    """Data that cannot be used as asked; its text is one line that says what to change."""
+    """Data that cannot be used as requested; the text is one line that says what to change."""
 
 
 def one_line(error: Exception) -> str:
-    """Return what an error says as one line of at most 240 characters; its type where it says nothing."""
+    """Return an error's text as one line of at most 240 characters; the error's type where it has no text."""
     return textwrap.shorten(str(error), 240) or type(error).__name__
 
 
@@ -68,7 +68,7 @@ def _check_size(what: str, taken: int, stored: int, free: int, most_times: int =
 
 
 def read_npz(path: Path, names: Sequence[str] = ("x_train", "y_train", "x_test", "y_test")) -> dict[str, np.ndarray]:
-    """The arrays of these names in an .npz file; DataError where it has not all of them or cannot be read."""
+    """Return the arrays of these names in an .npz file; DataError where one is missing or the file cannot be read."""
     with open_npz(path) as arrays:
         if missing := [name for name in names if name not in arrays]:
             raise DataError(f"{path} has no {', '.join(missing)}: it needs {', '.join(names)}")
@@ -77,30 +77,31 @@ def read_npz(path: Path, names: Sequence[str] = ("x_train", "y_train", "x_test",
 
 @contextmanager
 def open_npz(path: Path, most_times: int = MOST_TIMES) -> Iterator[Mapping[str, np.ndarray]]:
-    """Yield the arrays in an .npz file by name; each is read when it is asked for.
+    """Yield the arrays in an .npz file by name; each is read when it is looked up.
 
     Parameters
     ----------
     path : Path
     most_times : int (default: MOST_TIMES)
-        Above `ARRAY_BYTES` an array may take so many times the bytes that it is stored in.
+        An array above `ARRAY_BYTES` may take at most this many times its stored bytes.
 
     Raises
     ------
     DataError
-        The file cannot be read, an array in it is not plain, or declares what it does not carry or too much.
+        The file cannot be read, or an array in it is not plain, declares a size that it does not have, or is too
+        large.
     """
     try:
         with _InSteps(path) as file, zipfile.ZipFile(file) as archive:
             yield _Arrays(archive, os.fstat(file.fileno()).st_size, most_times)
     except DataError:
         raise
-    except Exception as error:  # a damaged archive fails in a dozen ways: zip, headers, memory
+    except Exception as error:  # a damaged archive raises many kinds of exceptions: zip, headers, memory
         raise DataError(f"{path} cannot be read as an .npz file of plain arrays: {one_line(error)}") from error
 
 
 class _InSteps(io.FileIO):
-    """A file for `zipfile`, which reads an archive's table of contents at once, whatever size that declares."""
+    """A file that limits a read: `zipfile` reads an archive's table of contents at once, whatever its declared size."""
 
     def read(self, size: int | None = -1) -> bytes:
         if size is not None and size > _STEP:
@@ -111,7 +112,7 @@ class _InSteps(io.FileIO):
 class _Arrays(Mapping[str, np.ndarray]):
     def __init__(self, archive: zipfile.ZipFile, size: int, most_times: int) -> None:
         self._archive = archive
-        self._size = size  # of the file
+        self._size = size  # of the file, in bytes
         self._most_times = most_times
 
     def __iter__(self) -> Iterator[str]:
@@ -140,7 +141,7 @@ class _Arrays(Mapping[str, np.ndarray]):
 
 def _npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
     version = np.lib.format.read_magic(file)
-    if version != (1, 0):  # the others are for records; their headers may be of any length
+    if version != (1, 0):  # other versions are for records; their headers may have any length
         raise ValueError(f"an array is of format {version[0]}.{version[1]}, allowed: 1.0")
     return np.lib.format.read_array_header_1_0(file)
 
@@ -156,19 +157,19 @@ def _fill(file: IO[bytes], part: memoryview) -> None:
 
 
 def read_image(path: Path, mode: str = "RGB") -> Image.Image:
-    """An image of a file in Pillow's mode ("RGB", "L" for grey); DataError where it cannot be read."""
+    """Return the image in a file, in one of Pillow's modes ("RGB", "L" for grey); DataError where it cannot be read."""
     with _opened_image(path) as image:
         return image.convert(mode)
 
 
 def image_size(path: Path) -> tuple[int, int]:
-    """Width and height of the image in a file, which is not decoded; DataError where there is none."""
+    """Return width and height of the image in a file, without decoding it; DataError where there is none."""
     with _opened_image(path) as image:
         return image.size
 
 
 def check_folder(folder: Path, paths: Sequence[Path], image_bytes: int) -> None:
-    """Find out whether images of so many bytes each may be read from these files; DataError where they may not."""
+    """Check that images of `image_bytes` bytes each may be read from these files; DataError where they may not."""
     try:
         stored = sum(path.stat().st_size for path in paths)
         _check_size(f"{len(paths)} images", len(paths) * image_bytes, stored, FOLDER_BYTES)
@@ -180,7 +181,7 @@ def check_folder(folder: Path, paths: Sequence[Path], image_bytes: int) -> None:
 def _opened_image(path: Path) -> Iterator[Image.Image]:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what else is in the file, and of sizes that are refused here
+            warnings.simplefilter("ignore")  # about other contents of the file, and about sizes, which are checked here
             with Image.open(path, formats=FORMATS) as image:
                 _check_pixels(image)
                 yield image
@@ -188,14 +189,14 @@ def _opened_image(path: Path) -> Iterator[Image.Image]:
         raise DataError(
             f"{path} cannot be read as an image: it declares too many pixels, allowed: {MOST_PIXELS:,}"
         ) from error
-    except Exception as error:  # Pillow's readers fail in a dozen ways
+    except Exception as error:  # Pillow's readers raise many kinds of exceptions
         raise DataError(f"{path} cannot be read as an image: {one_line(error)}") from error
 
 
 def _check_pixels(image: Image.Image) -> None:
     if (pixels := image.width * image.height) > MOST_PIXELS:
         raise ValueError(f"it declares {image.width}x{image.height} = {pixels:,} pixels, allowed: {MOST_PIXELS:,}")
-    if image.format == "TIFF":  # of which whole tiles are unpacked, and a tile may be larger than the image
+    if image.format == "TIFF":  # whole tiles are unpacked, and a tile may be larger than the image
         width, height = (image.tag_v2.get(tag, 0) for tag in (322, 323))  # type: ignore[attr-defined]  # of a TIFF
         if not (isinstance(width, int) and isinstance(height, int)) or width * height > max(pixels, _TILE_PIXELS):
             raise ValueError(f"it declares tiles of {width}x{height} pixels, allowed: {max(pixels, _TILE_PIXELS):,}")
@@ -205,15 +206,15 @@ def _check_pixels(image: Image.Image) -> None:
 
 
 def safetensors_header(path: Path) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
-    """The texts in a safetensors file, and the shape of each array; the arrays are not read.
+    """Return the texts in a safetensors file and the shape of each array, without reading the arrays.
 
     Raises
     ------
     Exception
-        The file cannot be read, declares what it does not carry, or has a header that is too long.
+        The file cannot be read, declares arrays that it does not have, or has a header that is too long.
     """
     with open(path, "rb") as file:
         if (size := int.from_bytes(file.read(8), "little")) > HEADER_BYTES:
             raise ValueError(f"it declares a header of {size:,} bytes, allowed: {HEADER_BYTES:,}")
-    with safe_open(path, "numpy") as file:  # which compares the arrays declared with the bytes carried
+    with safe_open(path, "numpy") as file:  # compares the declared arrays with the bytes in the file
         return file.metadata() or {}, {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}

@@ -1,4 +1,4 @@
-"""Labelled images, checked: what every dataset is read into."""
+"""The form into which every dataset is read: labelled images that have been checked."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Images:
-    """Labelled images, checked.
+    """Labelled images that have been checked.
 
     Attributes
     ----------
     x_train, x_test : ndarray, (n, c, h, w), uint8 or float32
-        All finite. Features are images of one pixel with as many channels.
+        All finite. Features are images of one pixel, with a channel for each feature.
     y_train, y_test : ndarray, (n,), int64
-        0 to num_classes - 1; in training each class occurs.
+        0 to num_classes - 1; each class occurs in y_train.
     num_classes : int
         2 or more.
     """
@@ -32,7 +32,7 @@ class Images:
         return len(self.x_train) + len(self.x_test)
 
     def pick(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Copies of some images (k, c, h, w) and their labels (k,); test images are numbered on from n_train."""
+        """Return copies of images (k, c, h, w) and their labels (k,); the numbers of test images start at n_train."""
         n_train = len(self.x_train)
         late = indices >= n_train
         x = np.empty((len(indices), *self.x_train.shape[1:]), np.result_type(self.x_train, self.x_test))

@@ -1,4 +1,4 @@
-"""The data of a run's clients, from its settings."""
+"""The data of a run's clients, loaded as its settings say."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .public import hold_out_size, public_images, public_source
 from .sites import Sites
 from .sources import DataError, load_images
 
-KEYS = (  # settings that decide who has which images
+KEYS = (  # settings that decide which client has which images
     "dataset",
     "data-dir",
     "partition",
@@ -28,12 +28,12 @@ KEYS = (  # settings that decide who has which images
 
 
 def load_clients(run_config: Mapping[str, Any], node_config: Mapping[str, Any] | None = None) -> Federation | Sites:
-    """Load the data of a run's clients: a dataset that is divided among them, or what sites have on their own machines.
+    """Load the data of a run's clients: a dataset divided among them, or the data on the sites' own machines.
 
     Parameters
     ----------
     run_config : mapping
-        `dataset` decides; the other keys are those of `load_federation` or `Sites.of`.
+        `dataset` decides which; the other keys are those of `load_federation` or `Sites.of`.
     node_config : mapping, optional
         A site's own settings; by default the run's, as at the server.
 
@@ -46,7 +46,7 @@ def load_clients(run_config: Mapping[str, Any], node_config: Mapping[str, Any] |
 
 
 def load_federation(run_config: Mapping[str, Any]) -> Federation:
-    """The federation that a run config describes; the last ones asked for are kept.
+    """Return the federation that a run config describes; the last two are cached.
 
     Parameters
     ----------
@@ -57,13 +57,13 @@ def load_federation(run_config: Mapping[str, Any]) -> Federation:
     Returns
     -------
     Federation
-        The same for the same settings, in every process.
+        The same settings give the same federation in every process.
 
     Raises
     ------
     DataError
-        Settings that do not fit each other or the data, or data that cannot be read. What is wrong with the
-        public set alone is said when it is asked for (`Federation.public_set`).
+        The settings do not fit each other or the data, or the data cannot be read. An error in the public set
+        alone is raised by `Federation.public_set`.
     """
     return _load(**{key.replace("-", "_"): run_config[key] for key in KEYS})
 
@@ -102,5 +102,5 @@ def _load(
 
 
 def forget_federations() -> None:
-    """Let go of the federations that this process keeps, so that their files are read again."""
+    """Clear the cache of federations in this process, so that their files are read again."""
     _load.cache_clear()

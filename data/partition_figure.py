@@ -1,4 +1,4 @@
-"""A picture of who has which classes."""
+"""A figure of the classes that each client has."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def partition_figure(federation: Federation) -> Figure:
     height = np.clip((0.24 if few else 0.09) * m, 3, 16)
     figure = mpl_figure.Figure(figsize=(width + 2.4, height + 1.1), dpi=120, layout="constrained")
     axes = figure.add_subplot()
-    # Beside clients with very many images, those with few would look as if they had none: a scale of square roots.
+    # With a linear scale, clients with few images would look empty beside clients with very many: take square roots.
     sizes = federation.train_sizes
     norm = colors.PowerNorm(0.5 if sizes.max() > 10 * np.median(sizes) else 1, vmin=0, vmax=max(counts.max(), 1))
-    # One hue from light to dark reads the same with any colour vision; orange lines stand out from all of it.
+    # One hue from light to dark looks the same with any colour vision; orange lines are visible on all its shades.
     image = axes.imshow(counts, cmap="Blues", norm=norm, aspect="auto", interpolation="none")
     if few:
         for client, label in np.argwhere(counts > 0):
@@ -46,7 +46,7 @@ def partition_figure(federation: Federation) -> Figure:
 
 
 def _mark_groups(axes: Axes, federation: Federation) -> None:
-    """A line between groups, and each one's name beside it."""
+    """Draw a line between groups, and write the name of each group beside it."""
     starts = np.flatnonzero(np.diff(federation.groups, prepend=-1))
     if len(starts) < 2:
         return

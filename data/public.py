@@ -10,7 +10,7 @@ import numpy as np
 from .sources import DATASETS, DataError, checked_images, load_images, read_npz
 
 MOST = 2000
-"""Images of a public set whose size is not set; PerFed-CKT's number."""
+"""Number of images of a public set where public-size is 0; the number that PerFed-CKT uses."""
 
 
 def public_source(public_data: str, dataset: str) -> str:
@@ -20,9 +20,9 @@ def public_source(public_data: str, dataset: str) -> str:
     return "cifar100" if dataset == "cifar10" else dataset
 
 
-def hold_out_size(size: int, there: int) -> int:
-    """Return how many of a dataset's images go into a public set taken from it; with size 0 at most a tenth."""
-    return size or max(1, min(MOST, there // 10))
+def hold_out_size(size: int, available: int) -> int:
+    """Return how many of a dataset's images are held out for a public set; where size is 0, at most a tenth."""
+    return size or max(1, min(MOST, available // 10))
 
 
 def public_images(source: str, *, dataset: str, data_dir: str, size: int, spare: np.ndarray, seed: int) -> np.ndarray:
@@ -31,17 +31,18 @@ def public_images(source: str, *, dataset: str, data_dir: str, size: int, spare:
     Parameters
     ----------
     source : str
-        Where they come from. `dataset` itself: those that no client has, drawn from `spare`. Another name of
-        `DATASETS`: drawn from its training images. Else the path of an .npz file with an array `x`, (n, h, w) or
-        (n, h, w, c): its first images.
+        Where the images come from. `dataset` itself: images that no client has, drawn from `spare`. Another name
+        of `DATASETS`: images drawn from its training images. Otherwise the path of an .npz file with an array `x`,
+        (n, h, w) or (n, h, w, c): its first images.
     dataset, data_dir : str
-        The clients' dataset, and where it lies; another dataset is looked for in the same folder.
+        The clients' dataset, and its path. Another dataset is looked for in the same folder.
     size : int
-        Exactly so many images. 0: of a file all, of a dataset 2000, of the clients' own a tenth if that is less.
+        The exact number of images. 0: all images of a file, 2000 of a dataset; of the clients' own dataset 2000 or
+        a tenth, whichever is less.
     spare : ndarray
         Indices of the images of `dataset` that no client has (see `Partition`).
     seed : int
-        Decides the draw, and thereby the order.
+        Seed of the draw, and so of the order.
 
     Returns
     -------
@@ -51,7 +52,7 @@ def public_images(source: str, *, dataset: str, data_dir: str, size: int, spare:
     Raises
     ------
     DataError
-        A source that is not there or cannot be read, or has too few images.
+        The source is missing, cannot be read, or has too few images.
     """
     rng = np.random.default_rng([seed, 5])  # 0 to 4 draw the partition
     own = source == dataset
@@ -66,29 +67,29 @@ def public_images(source: str, *, dataset: str, data_dir: str, size: int, spare:
         x = read_public(source)
         order, most = np.arange(len(x)), len(x)
 
-    there = len(order)
-    wanted = size or min(most, there)
-    if there == 0:
+    available = len(order)
+    wanted = size or min(most, available)
+    if available == 0:
         raise DataError(
             f"public-data is {source}, the clients' own dataset, and they leave no images of it: take a smaller "
             "samples-per-client, or another public-data"
         )
-    if own and not size and there < most:
+    if own and not size and available < most:
         raise DataError(
-            f"public-data is {source}, the clients' own dataset, of which they leave {there} images, too few for a "
-            f"public set, which has {most}: take a smaller samples-per-client, or public-size {there}"
+            f"public-data is {source}, the clients' own dataset, of which they leave {available} images, too few for "
+            f"a public set, which has {most}: take a smaller samples-per-client, or public-size {available}"
         )
-    if wanted > there:
+    if wanted > available:
         remedy = "; a smaller samples-per-client leaves more" if own else ""
-        raise DataError(f"public-size is {size}, and {source} has {there} images for the public set{remedy}")
+        raise DataError(f"public-size is {size}, and {source} has {available} images for the public set{remedy}")
     chosen = order[:wanted]
     return images.pick(chosen)[0] if own else x[chosen]
 
 
 def read_public(source: str | os.PathLike[str]) -> np.ndarray:
-    """The images in an .npz file with an array `x`, (P, c, h, w), uint8 or float32; DataError where it holds none."""
+    """Return the array `x` of an .npz file as images (P, c, h, w), uint8 or float32; DataError where it has none."""
     path = Path(os.path.abspath(os.path.expanduser(source)))
     if not path.is_file():
         names = ", ".join(name for name in DATASETS if name not in ("npz", "sites"))
-        raise DataError(f"public-data is {str(source)!r}, allowed: auto, {names}, or an .npz file that is there")
+        raise DataError(f"public-data is {str(source)!r}, allowed: auto, {names}, or an existing .npz file")
     return checked_images(read_npz(path, ("x",))["x"], f"{path}: x")

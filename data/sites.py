@@ -36,16 +36,16 @@ KINDS = (
 
 
 class Sites:
-    """A federation of sites that have their data themselves, seen from one machine.
+    """A federation whose sites have their own data, as seen from one machine.
 
     Parameters
     ----------
     task : Task
-        What all these must have in common.
+        Image shape, scale and classes, the same at all sites.
     files : mapping
         The machine's `data-dir` and `public-data`.
     typical_size : float
-        Training images of a typical site; 0 where that is not known.
+        Training images of a typical site; 0 where it is unknown.
 
     Attributes
     ----------
@@ -65,7 +65,7 @@ class Sites:
 
     @classmethod
     def of(cls, run_config: Mapping[str, Any], node_config: Mapping[str, Any] | None = None) -> Sites:
-        """The sites of a run.
+        """Return the sites of a run.
 
         Parameters
         ----------
@@ -77,7 +77,7 @@ class Sites:
         Raises
         ------
         DataError
-            One that is missing or out of range.
+            A value is missing or out of range.
         """
         shape = str(run_config["image-shape"])
         if not re.fullmatch(r"[1-9]\d{0,5}x[1-9]\d{0,4}x[1-9]\d{0,4}", shape):
@@ -97,12 +97,12 @@ class Sites:
         return cls(task, run_config if node_config is None else node_config, int(run_config["samples-per-client"]))
 
     def site_data(self, client: int | str) -> SiteData:
-        """The data in this machine's `data-dir`, whatever its client is called.
+        """Return the data in this machine's `data-dir`; the client's name plays no part.
 
         Raises
         ------
         DataError
-            They cannot be read, or are not of this shape and these classes.
+            The data cannot be read, or have another shape or other classes.
         """
         if "data-dir" not in self._files:
             raise DataError(f"data-dir is not in the node config, allowed: {KINDS}")
@@ -114,12 +114,12 @@ class Sites:
         return SiteData((x_train, torch.from_numpy(images.y_train)), nothing, (x_test, torch.from_numpy(images.y_test)))
 
     def public_set(self) -> torch.Tensor:
-        """The unlabelled images in this machine's `public-data`, an .npz file with an array `x`.
+        """Return the unlabelled images in this machine's `public-data`, an .npz file with an array `x`.
 
         Raises
         ------
         DataError
-            They cannot be read, or are not of this shape.
+            The images cannot be read, or have another shape.
         """
         if "public-data" not in self._files:
             raise DataError("public-data is not in the node config, allowed: an .npz file with x, the same everywhere")
@@ -133,22 +133,22 @@ def read_site(data_dir: str | os.PathLike[str], class_names: Sequence[str] = ())
     ----------
     data_dir : path
         An .npz file with `x_train`, `y_train`, `x_test` and `y_test`. Or a folder with `train` and `test`, each with
-        a folder of images for each class; all images are of one size, and grey if all of them are. Or a folder with
-        `train.csv` and `test.csv`: a header, numbers, and the column `label`; a row is an image of one pixel with as
-        many channels as there are other columns.
+        a folder of images for each class; all images have one size, and are read as grey if all of them are grey. Or a
+        folder with `train.csv` and `test.csv`: a header, numbers, and the column `label`. A row is an image of one
+        pixel, with a channel for each other column.
     class_names : sequence of str
-        What folders, or texts in the column `label`, stand for class 0, 1, and so on. Without them names that are
-        all whole numbers are the classes themselves; others are refused, for they may differ from site to site.
+        Names of class 0, 1, and so on, as folders or texts in the column `label` have them. Without them, names
+        must be whole numbers, which are the classes. Other names are refused: their order may differ between sites.
 
     Returns
     -------
     Images
-        num_classes is the largest label and 1, or the number of names: a site need not have images of every class.
+        num_classes is the number of names, or else the largest label plus 1. A site may lack images of some classes.
 
     Raises
     ------
     DataError
-        Nothing there, or not what it should be.
+        The data are missing, or not in one of these forms.
     """
     path = Path(os.path.abspath(os.path.expanduser(data_dir)))
     if path.is_file() and path.suffix == ".npz":
@@ -167,7 +167,7 @@ def read_site(data_dir: str | os.PathLike[str], class_names: Sequence[str] = ())
 
 
 def class_labels(names: Sequence[str], class_names: Sequence[str], where: Path) -> list[int]:
-    """The class that each name stands for."""
+    """Return the class of each name."""
     if class_names:
         for name in names:
             if name not in class_names:
@@ -227,7 +227,7 @@ def _tables(folder: Path, class_names: Sequence[str]) -> Parts:
 
 
 def _table(path: Path, class_names: Sequence[str]) -> tuple[np.ndarray, np.ndarray, list[str]]:
-    """Images of one pixel (n, c, 1, 1), labels (n,), and what the channels are called."""
+    """Return images of one pixel (n, c, 1, 1), labels (n,), and the names of the channels."""
     header, rows = read_rows(path)
     if header.count(LABEL) != 1 or len(header) < 2:
         raise DataError(f"{path} has the columns {', '.join(header) or 'none'}, it needs one called {LABEL} and others")
@@ -246,14 +246,14 @@ def _table(path: Path, class_names: Sequence[str]) -> tuple[np.ndarray, np.ndarr
 
 
 def read_rows(path: Path) -> tuple[list[str], Iterator[list[str]]]:
-    """The header of a table and its rows, as texts, without empty lines; DataError where it cannot be read.
+    """Return the header of a table and its rows, as texts, without empty lines; DataError where it cannot be read.
 
-    Rows are read as they are asked for: as texts in a list a table takes many times the memory of its file.
+    Rows are read one at a time, when they are needed: a list of texts takes many times the memory of the file.
     """
 
     def read() -> Iterator[list[str]]:
         try:
-            with open(path, encoding="utf-8-sig", newline="") as file:  # spreadsheets put a mark first
+            with open(path, encoding="utf-8-sig", newline="") as file:  # spreadsheets write a byte order mark first
                 yield from filter(None, csv.reader(file))
         except (OSError, UnicodeDecodeError, csv.Error) as error:
             raise DataError(f"{path} cannot be read: {one_line(error)}") from error
@@ -263,7 +263,7 @@ def read_rows(path: Path) -> tuple[list[str], Iterator[list[str]]]:
 
 
 def pixels(rows: Iterator[Sequence[str]], path: Path) -> np.ndarray:
-    """Rows of c numbers as images of one pixel (n, c, 1, 1), float32; DataError for no rows, or a cell of no number."""
+    """Return rows of c numbers as float32 images of one pixel (n, c, 1, 1); DataError for no rows, or no number."""
     parts = []
     try:
         with np.errstate(over="ignore"):  # refused below

@@ -1,4 +1,4 @@
-"""Where images come from: scikit-learn's digits, the sets that torchvision knows, .npz files, folders of images."""
+"""Sources of images: scikit-learn's digits, datasets of torchvision, .npz files, folders of images."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 else:
     sklearn_datasets = lazy("sklearn.datasets")
 
-# What added datasets are made with, those of other files among it.
+# The names with which extensions add datasets, some of them from other files.
 __all__ = [
     "DATASETS", "SUFFIXES", "DataError", "Images", "Parts", "Source",
     "checked_images", "checked_parts", "load_images", "one_line", "read_image", "read_npz",
@@ -45,16 +45,16 @@ Parts = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class Source:
-    """A dataset that can be asked for by name.
+    """A dataset that can be chosen by name.
 
     Attributes
     ----------
     description : str
-        One line: images, classes, size, where from.
+        One line: images, classes, size, origin.
     read : callable
-        Takes data-dir, "" where it is not set, and returns `Images`; DataError where there are none.
+        Takes data-dir ("" where it is not set) and returns `Images`; raises DataError where there are none.
     num_classes : int or None
-        None where the data decide.
+        None where it depends on the data.
     """
 
     description: str
@@ -70,23 +70,23 @@ def load_images(dataset: str, data_dir: str = "") -> Images:
     dataset : str
         A name of `DATASETS`.
     data_dir : str
-        An .npz file; or a folder with `<dataset>.npz` or with the files of torchvision, which are downloaded
-        into it when they are not there. "" is `DEFAULT_FOLDER`. For office-home the folder of the domains (see
+        An .npz file; or a folder with `<dataset>.npz` or with torchvision's files, which are downloaded into it
+        where they are missing. "" is `DEFAULT_FOLDER`. For office-home the folder of the domains (see
         `kindred.data.features.folder_features`). Not used for digits.
 
     Raises
     ------
     DataError
-        An unknown name, nothing there, a download that fails, a file that cannot be read or does not hold
-        what it should.
+        The name is unknown, the data are missing, a download fails, or a file cannot be read or holds something
+        else.
     """
     if dataset not in DATASETS:
         raise DataError(f"dataset is {dataset!r}, allowed: {', '.join(DATASETS)}")
     return DATASETS[dataset].read(data_dir)
 
 
-def there(data_dir: str, needs: str) -> Path:
-    """The path that data-dir names; DataError, which says what is needed, where it is not set or there is nothing."""
+def existing_path(data_dir: str, needs: str) -> Path:
+    """Return data-dir as a path; DataError with the text `needs` where it is not set or does not exist."""
     if not data_dir:
         raise DataError(f"data-dir is not set: {needs}")
     path = Path(os.path.abspath(os.path.expanduser(data_dir)))
@@ -96,7 +96,7 @@ def there(data_dir: str, needs: str) -> Path:
 
 
 def _digits(data_dir: str) -> Images:
-    """scikit-learn's digits, always in the same halves, each class in as equal parts as can be."""
+    """Return scikit-learn's digits, always in the same halves, with each class divided as equally as possible."""
     x, y = sklearn_datasets.load_digits(return_X_y=True)
     x = x.reshape(-1, 1, 8, 8).astype(np.uint8)  # whole numbers, 0 to 16
     order = np.lexsort((np.random.default_rng(0).random(len(y)), y))
@@ -106,7 +106,7 @@ def _digits(data_dir: str) -> Images:
 
 def _npz(data_dir: str) -> Images:
     needs = "npz needs an .npz file with x_train, y_train, x_test and y_test"
-    path = there(data_dir, needs)
+    path = existing_path(data_dir, needs)
     if not path.is_file():
         raise DataError(f"data-dir {path} is a folder: {needs}")
     return _checked(read_npz(path), path)
@@ -114,7 +114,7 @@ def _npz(data_dir: str) -> Images:
 
 def _office_home(data_dir: str) -> Images:
     needs = "office-home needs a folder with a folder for each domain, and in it one with images for each class"
-    path = there(data_dir, needs)
+    path = existing_path(data_dir, needs)
     if not path.is_dir():
         raise DataError(f"data-dir {path} is a file: {needs}")
     return folder_features(path)
@@ -126,12 +126,12 @@ def _sites(data_dir: str) -> Images:
 
 @dataclass(frozen=True)
 class _Published:
-    """Reads a dataset that torchvision knows: from an .npz file or, downloaded where need be, as torchvision keeps it.
+    """Reader of a dataset of torchvision: from an .npz file or torchvision's files, downloaded if they are missing.
 
     Attributes
     ----------
     name : str
-        The dataset's.
+        The dataset's name.
     num_classes : int
     image_shape : tuple of int
         (channels, height, width).
@@ -153,7 +153,7 @@ class _Published:
     def __call__(self, data_dir: str) -> Images:
         files = f"{self.name}.npz (x_train, y_train, x_test, y_test) or {self.folder}/ as torchvision writes it"
         if data_dir:
-            path = there(data_dir, f"{self.name} needs a folder with {files}, or an empty one to download into")
+            path = existing_path(data_dir, f"{self.name} needs a folder with {files}, or an empty one to download into")
         else:
             path = Path(os.path.abspath(os.path.expanduser(DEFAULT_FOLDER)))
         if (path / f"{self.name}.npz").is_file():
@@ -178,29 +178,29 @@ class _Published:
             for part, train in (("train", True), ("test", False)):
                 images = reader(root, train=train, **self.options)
                 arrays[f"x_{part}"], arrays[f"y_{part}"] = np.asarray(images.data), np.asarray(images.targets)
-        except Exception as error:  # torchvision asserts, unpacks and decodes; each fails in its own way
+        except Exception as error:  # torchvision's assertions, unpacking and decoding raise different exceptions
             where = root / self.folder
             text = f"{where} is incomplete or damaged, remove it to have it downloaded anew: {one_line(error)}"
             raise DataError(text) from error
-        if self.torchvision == "EMNIST":  # its files hold each image mirrored at the diagonal
+        if self.torchvision == "EMNIST":  # its files hold each image transposed
             arrays |= {name: x.transpose(0, 2, 1) for name, x in arrays.items() if name.startswith("x_")}
         return arrays
 
     def _download(self, root: Path, files: str) -> None:
-        """Let torchvision download into a folder of its own first, so that nothing half-written stays behind."""
+        """Let torchvision download into a temporary folder first, so that no incomplete files remain."""
         reader = self._class()
         try:
             root.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=root, prefix=".download-") as partial:
                 reader(partial, train=True, download=True, **self.options)
-                if not (root / self.folder).exists():  # another process may have been quicker
+                if not (root / self.folder).exists():  # another process may have finished first
                     os.replace(Path(partial, self.folder), root / self.folder)
-        except Exception as error:  # no network, no room, no right to write
+        except Exception as error:  # no network, disk full, no permission to write
             raise DataError(f"data-dir {root} has no {files}, and the download failed: {one_line(error)}") from error
 
 
 def checked_parts(arrays: dict[str, np.ndarray], where: Path) -> Parts:
-    """Images and labels for training and for test, checked against each other; DataError for what does not fit."""
+    """Check images and labels, for training and for test, against each other; DataError where they do not fit."""
     for part in ("train", "test"):
         x, y = arrays[f"x_{part}"], arrays[f"y_{part}"]
         arrays[f"x_{part}"] = checked_images(x, f"{where}: x_{part}")
@@ -216,7 +216,7 @@ def checked_parts(arrays: dict[str, np.ndarray], where: Path) -> Parts:
 def _checked(
     arrays: dict[str, np.ndarray], where: Path, num_classes: int = 0, image_shape: tuple[int, int, int] | None = None
 ) -> Images:
-    """Check the four arrays against each other, and against what the dataset must be where that is known."""
+    """Check the four arrays against each other, and against the dataset's classes and image shape where known."""
     x_train, y_train, x_test, y_test = checked_parts(arrays, where)
     shape = x_train.shape[1:]
     if image_shape not in (None, shape):
@@ -241,7 +241,7 @@ def _checked(
 
 
 def checked_images(x: np.ndarray, name: str) -> np.ndarray:
-    """Images (n, h, w) or (n, h, w, c) as (n, c, h, w), uint8 or float32; DataError for what is none."""
+    """Return images (n, h, w) or (n, h, w, c) as (n, c, h, w), uint8 or float32; DataError where they are none."""
     if x.ndim == 3:
         x = x[..., None]
     if x.ndim != 4 or x.shape[-1] not in (1, 2, 3, 4):
@@ -251,7 +251,7 @@ def checked_images(x: np.ndarray, name: str) -> np.ndarray:
     if x.dtype != np.uint8:
         if x.dtype.kind != "f":
             raise DataError(f"{name} holds {x.dtype}, allowed: uint8 or floating-point numbers")
-        with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused
+        with np.errstate(over="ignore"):  # values beyond float32 become infinite, and are refused below
             x = x.astype(np.float32)
         if not np.isfinite(x).all():
             raise DataError(f"{name} has values that are not finite in float32")

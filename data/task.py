@@ -1,4 +1,4 @@
-"""The input and the classes of a run's models: enough, with its arrays, to use a model anywhere."""
+"""The input and the classes of a run's models. With its arrays and these a model can be used anywhere."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ else:
     torch = lazy("torch")
 
 MOST = 1_000_000
-"""Channels of an image, and classes: so much is refused in a file before a network is made of its size."""
+"""Largest number of channels, and of classes; a file with more is refused before its network is built."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """Images of one kind, put on one scale, and classes.
+    """Shape and scale of the images that a model takes, and its classes.
 
     Attributes
     ----------
@@ -34,11 +34,12 @@ class Task:
         (channels, height, width).
     num_classes : int
     mean, deviation : tuple of float
-        For each channel, or one for all: what is taken off the numbers, and what they are then divided by.
+        For each channel, or one for all. The mean is subtracted from the pixel values; the result is divided by
+        the deviation.
     full : float
-        What bytes are divided by first: 255 has them count as 0 to 1, 1 leaves them as they are.
+        Divisor of uint8 pixels before that: 255 maps them to 0 to 1, 1 leaves them unchanged.
     class_names : tuple of str
-        Empty where classes have no names but their numbers.
+        Empty where classes have only numbers.
     """
 
     image_shape: tuple[int, int, int]
@@ -49,12 +50,12 @@ class Task:
     class_names: tuple[str, ...] = ()
 
     def normalised(self, x: np.ndarray) -> np.ndarray:
-        """Images (n, c, h, w), uint8 or float32, on the scale that models know: float32.
+        """Return images (n, c, h, w), uint8 or float32, on the models' scale, as float32.
 
         Raises
         ------
         DataError
-            Images of another shape.
+            The images have another shape.
         """
         self.check_shape(x.shape[1:])
         mean, deviation = (np.asarray(values, np.float32)[:, None, None] for values in (self.mean, self.deviation))
@@ -63,27 +64,27 @@ class Task:
         return np.ascontiguousarray((x - mean) / deviation)
 
     def tensor(self, x: np.ndarray) -> torch.Tensor:
-        """`normalised` images as a tensor."""
+        """Return `normalised` images as a tensor."""
         return torch.from_numpy(self.normalised(x))
 
     def check_shape(self, image_shape: tuple[int, ...]) -> None:
-        """Find out whether images have the shape that they should have; DataError where they have not."""
+        """Check that images have the shape `image_shape`; DataError where they do not."""
         if image_shape != self.image_shape:
             given, due = ("x".join(map(str, shape)) for shape in (image_shape, self.image_shape))
             raise DataError(f"images are {given}, expected {due} (channels x height x width)")
 
     def to_metadata(self, model: str) -> dict[str, str]:
-        """Texts to keep beside the arrays of a model, which is a network of this name."""
+        """Return texts to store beside the arrays of a model; `model` is the name of its network."""
         return {"model": model, "task": json.dumps(asdict(self))}
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, str]) -> tuple[str, Task]:
-        """The name of the network and the task that `to_metadata` has put into texts.
+        """Return the name of the network and the task from the texts of `to_metadata`.
 
         Raises
         ------
         KeyError, ValueError, TypeError
-            There are no such texts, or a field is out of range.
+            The texts are missing, or a field is out of range.
         """
         fields: dict[str, Any] = {
             key: tuple(value) if isinstance(value, list) else value

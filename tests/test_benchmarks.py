@@ -106,8 +106,8 @@ def test_the_command_prints_what_was_measured(monkeypatch, capsys) -> None:
     ("arguments", "complaint"),
     [
         (["--methods", "fedavg,nosuch"], "nosuch is no method, allowed: all, fedamp"),
-        (["--clients", "10,1"], "'10,1' is not what is allowed: different numbers of 2 or more"),
-        (["--clients", "ten"], "'ten' is not what is allowed"),
+        (["--clients", "10,1"], "'10,1' is not allowed; allowed: different numbers of 2 or more"),
+        (["--clients", "ten"], "'ten' is not allowed"),
     ],
 )
 def test_arguments_that_cannot_be_used_are_named(arguments, complaint, monkeypatch, capsys) -> None:
@@ -316,7 +316,7 @@ def test_settings_are_those_of_a_run_and_wrong_ones_are_named(monkeypatch, capsy
 
     for words, named in [
         (("--set", "num-rounds=0"), "num-rounds is 0, allowed: 1 or more"),
-        (("--set", "seed=3"), "--set is of seed, allowed: any setting but strategy, partition, seed,"),
+        (("--set", "seed=3"), "--set has seed, allowed: any setting but strategy, partition, seed,"),
         (("--set", "num-rounds"), "--set is 'num-rounds', allowed: key=value"),
         (("--partitions", "iid,odd"), "partition is 'odd', allowed"),
         (("--seeds", "one"), "--seeds: invalid numbers value: 'one'"),

@@ -700,10 +700,10 @@ def test_an_open_page_follows_the_run_to_its_end(browser, tmp_path, monkeypatch)
     monkeypatch.setattr(see, "POLL_SECONDS", 0.1)
     folder = a_run(tmp_path, TWO_ROUNDS[:1], weights=[[0.5, 0.5], [0.5, 0.5]])
     with see.Watcher(folder.path, 0).serving() as watcher, opened(browser, watcher.address) as tab:
-        tab.wait_for_selector("text=Under way: 1 of 2 rounds")
+        tab.wait_for_selector("text=In progress: 1 of 2 rounds")
         before = matrix_of(tab)
         folder.record_round(run_of(TWO_ROUNDS, clients=(0, 1), weights=[[0.9, 0.1], [0.4, 0.6]]))
-        tab.wait_for_selector("text=Under way: 2 of 2 rounds")
+        tab.wait_for_selector("text=In progress: 2 of 2 rounds")
         # The matrix is written after the round's numbers, and may come with a later look at the folder.
         tab.wait_for_function(
             "before => document.querySelector('svg image').getAttribute('href') !== before", arg=before

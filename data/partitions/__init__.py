@@ -1,10 +1,11 @@
-"""Who has which images: the partitions by name, and how a dataset is divided by one of them.
+"""The partitions by name, and `divide`, which divides a dataset among clients by one of them.
 
-flwr-datasets has IID, pathological and shard partitioners, but they take Hugging Face datasets (whose packages
-it brings along) and none knows groups of clients, so the few lines of drawing indices are here.
+flwr-datasets has IID, pathological and shard partitioners. But they take Hugging Face datasets, whose packages it
+requires, and none of them has groups of clients. So the few lines that draw indices are here.
 
-Partitions are in two files: those that draw so many images of each class (`drawn.py`), and those that deal images out
-(`dealt.py`). Where there are groups, clients are numbered by group, group g having clients i with i G // m = g.
+Partitions are in two files. Those in `drawn.py` fix how many images of each class a client has, and draw them. Those in
+`dealt.py` deal all images out by shares. Where there are groups, clients are numbered by group: group g has the clients
+i with i G // m = g.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ def divide(partition: str, y_train: np.ndarray, y_test: np.ndarray, num_classes:
     Raises
     ------
     DataError
-        More clients than images, groups that do not fit, or a class with too few images; in dirichlet and
-        clustered-dirichlet, training images for less than 2 clients.
+        There are more clients than images, the groups do not fit, or a class has too few images. In dirichlet and
+        clustered-dirichlet, fewer than 2 clients have training images.
     """
     ask = Request(partition, y_train, y_test, num_classes, **settings)
     if partition not in PARTITIONS:

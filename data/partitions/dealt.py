@@ -1,6 +1,6 @@
-"""Partitions that deal a dataset's images out: class by class, or cluster of classes by cluster.
+"""Partitions that deal a dataset's images out: class by class, or by clusters of classes.
 
-What each client got is then cut into parts for training, validation and test.
+The images of each client are then cut into parts for training, validation and test.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import numpy as np
 from ..sources import DataError
 from .request import Partition, Request, as_classes, as_clients, check_groups, in_groups, make_partition
 
-# The share of a dataset that label-groups and clustered-dirichlet deal out where samples-per-client is 0: of the two
-# CIFARs that of Sui et al., 2022 (arXiv:2210.06597, appendix D), of small images and features all.
+# Fraction of a dataset that label-groups and clustered-dirichlet deal out where samples-per-client is 0. For the two
+# CIFARs it is that of Sui et al., 2022 (arXiv:2210.06597, appendix D); for digits and features it is 1.
 SUBSAMPLES = {"cifar10": 0.1, "cifar100": 0.15, "digits": 1.0, "office-home": 1.0}
 OTHER_SUBSAMPLES = 0.1
 
@@ -22,11 +22,11 @@ def dirichlet(ask: Request) -> Partition:
     The images of each class, training and test images together, are spread over the clients by shares drawn from
     Dir(alpha), rounded by largest remainders. A client's k images are then divided as in PerFed-CKT (Cho et al., 2021,
     arXiv:2109.08119, appendix E): in random order, they are cut at r k, (r + 0.1) k and (r + 0.6) k, rounded, halves
-    down, where r is 0.1, 0.3 or 0.4 at random. The parts are for training, validation and test; the rest serves for
-    nothing. Whoever has an image for training has one for test, but a client may have no images at all.
+    down, where r is 0.1, 0.3 or 0.4 at random. The parts are for training, validation and test; the rest is not used.
+    A client with an image for training has one for test, but a client may have no images at all.
 
-    samples_per_client times m images, drawn uniformly, are divided (an average of so many a client, all parts
-    together); where it is 0 all there are but `held_out`.
+    samples_per_client times m images, drawn uniformly, are divided; samples_per_client is then the mean number of
+    images of a client, all parts together. Where it is 0, all images but `held_out` are divided.
     """
     m, rng = ask.num_clients, ask.rng(4)
     y = np.concatenate([ask.y_train, ask.y_test])
@@ -46,10 +46,10 @@ def label_groups(ask: Request) -> Partition:
     """Groups with classes of their own, as in FedeRiCo: Sui et al., 2022, arXiv:2210.06597, section 4.1, appendix C, D.
 
     The classes are divided at random into G sets, their sizes differing by at most one. Training images alone are
-    taken, and of them at random 10% of CIFAR-10, 15% of CIFAR-100 and, our choice, all of digits and 10% of any other
-    images. Of Office-Home, which has no division of its own, all images are taken. A group's clients share the images
-    of its set of classes equally, at random. A client's images, in random order, are cut into 80% for training, rounded
-    down, and the rest for test.
+    used: a random 10% of CIFAR-10, 15% of CIFAR-100 and, our choice, all of digits and 10% of any other dataset. Of
+    Office-Home, which has no division into training and test images, all images are used. A group's clients share the
+    images of its set of classes equally, at random. A client's images, in random order, are cut into 80% for training,
+    rounded down, and the rest for test.
     """
     groups = in_groups(ask, as_clients(ask) | as_classes(ask))
     rng = ask.rng(4)
@@ -63,9 +63,9 @@ def label_groups(ask: Request) -> Partition:
 def clustered_dirichlet(ask: Request) -> Partition:
     """Clusters of classes spread by Dir(alpha), as in FedEM: Marfoq et al., NeurIPS 2021, arXiv:2108.10252.
 
-    Images, sets of classes and parts are those of `label_groups`, but the images of each set are spread over all
-    clients by shares drawn from Dir(alpha), whatever their classes; there are no groups of clients, and a client may
-    have no images. samples_per_client is an average.
+    Images, sets of classes and parts are those of `label_groups`. But the images of each set are spread over all
+    clients by shares drawn from Dir(alpha), whatever their classes. There are no groups of clients, and a client may
+    have no images. samples_per_client is a mean.
     """
     check_groups(ask, as_classes(ask))
     rng = ask.rng(4)
@@ -76,7 +76,7 @@ def clustered_dirichlet(ask: Request) -> Partition:
     return _check_trainers(ask, _cut(ask, owned, TRAIN_AND_TEST, np.concatenate([order[~taken], rest])))
 
 
-# --- What the functions above are made of -------------------------------------------------------------
+# --- Steps of the functions above ---------------------------------------------------------------------
 
 
 TRAIN_AND_TEST = np.array([[8, 8, 10]])  # tenths of a client's images: where those for training and validation end
@@ -90,29 +90,29 @@ def _class_sets(ask: Request, rng: np.random.Generator) -> tuple[np.ndarray, np.
     dealt : ndarray, shape (n,)
         The images that may be dealt, in random order.
     numbers : ndarray, shape (n,)
-        The number of each one's set of classes.
+        The number of each image's set of classes.
     others : ndarray
         The images that may not be dealt.
     count : int
-        How many are dealt where samples_per_client is 0.
+        The number of images that are dealt where samples_per_client is 0.
     """
     set_of_class = np.empty(ask.num_classes, int)
     for number, classes in enumerate(np.array_split(rng.permutation(ask.num_classes), ask.num_groups)):
         set_of_class[classes] = number
     y = np.concatenate([ask.y_train, ask.y_test])
-    there = len(y) if ask.dataset == "office-home" else len(ask.y_train)
-    order = rng.permutation(there)
-    amount = round(SUBSAMPLES.get(ask.dataset, OTHER_SUBSAMPLES) * there)
-    return order, set_of_class[y[order]], np.arange(there, len(y)), amount
+    available = len(y) if ask.dataset == "office-home" else len(ask.y_train)
+    order = rng.permutation(available)
+    amount = round(SUBSAMPLES.get(ask.dataset, OTHER_SUBSAMPLES) * available)
+    return order, set_of_class[y[order]], np.arange(available, len(y)), amount
 
 
-def _amount(ask: Request, there: int, amount: int, parts: str, too_few: str) -> int:
+def _amount(ask: Request, available: int, amount: int, parts: str, too_few: str) -> int:
     """Return how many of the available images are dealt; `amount` where samples_per_client is 0."""
     m, size = ask.num_clients, ask.samples_per_client
-    if not 0 <= size <= there // m:
+    if not 0 <= size <= available // m:
         raise DataError(
-            f"samples-per-client is {size}, allowed with {ask.partition}: 0 to {there // m}, as there are {there} "
-            f"images for {parts} of {m} clients"
+            f"samples-per-client is {size}, allowed with {ask.partition}: 0 to {available // m}, as there are "
+            f"{available} images for {parts} of {m} clients"
         )
     amount = m * size or amount
     if amount < m:
@@ -121,7 +121,7 @@ def _amount(ask: Request, there: int, amount: int, parts: str, too_few: str) -> 
 
 
 def _take_by_group(ask: Request, sets: np.ndarray, groups: np.ndarray, amount: int) -> np.ndarray:
-    """Mask (n,) of the images that are dealt, of images in random order whose groups are in sets (n,)."""
+    """Return the mask (n,) of the images that are dealt; images are in random order, sets (n,) are their groups."""
     clients = np.bincount(groups)  # (G,)
     have = np.bincount(sets, minlength=len(clients))
     poorest = int(np.argmin(have // clients))
@@ -144,23 +144,23 @@ def _take_by_group(ask: Request, sets: np.ndarray, groups: np.ndarray, amount: i
     return taken
 
 
-def _too_few(ask: Request, amount: int, there: int) -> str:
+def _too_few(ask: Request, amount: int, available: int) -> str:
     return (
-        f"{ask.partition} takes {amount} of {there} images where samples-per-client is 0, too few for "
+        f"{ask.partition} takes {amount} of {available} images where samples-per-client is 0, too few for "
         f"{ask.num_clients} clients: set samples-per-client, or take fewer clients"
     )
 
 
 def _dirichlet_shares(ask: Request, num_sets: int, rng: np.random.Generator) -> np.ndarray:
-    """Every client's share in each of some sets, (sets, m)."""
+    """Return the share of every client in each set of classes, (sets, m)."""
     alpha = ask.dirichlet_alpha
-    if not 0 < alpha < 1e100:  # beyond, the sum over clients would leave the range of floats
+    if not 0 < alpha < 1e100:  # above it, the sum over clients would overflow
         raise DataError(f"dirichlet-alpha is {alpha}, allowed: above 0 and below 1e100")
     return rng.dirichlet(np.full(ask.num_clients, alpha), num_sets)
 
 
 def apportion(shares: np.ndarray, amount: int) -> np.ndarray:
-    """Whole numbers (m,) that add up to amount, in proportion to shares (m,) that add up to 1: largest remainders."""
+    """Divide amount by shares (m,), which sum to 1, into integers (m,), by the method of largest remainders."""
     quotas = shares * amount
     counts = np.floor(quotas).astype(int)
     counts[np.argsort(counts - quotas, kind="stable")[: amount - counts.sum()]] += 1
@@ -168,23 +168,23 @@ def apportion(shares: np.ndarray, amount: int) -> np.ndarray:
 
 
 def _deal(images: np.ndarray, sets: np.ndarray, shares: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
-    """Deal images (n,) of so many sets, given by number (n,), to clients by their shares in each, (sets, m)."""
+    """Deal images (n,), whose sets of classes are `sets` (n,), to clients by their shares in each set, (sets, m)."""
     m = shares.shape[1]
     owner = np.empty(len(images), int)
     for number, share in enumerate(shares):
         places = np.flatnonzero(sets == number)
         owner[places] = np.repeat(np.arange(m), apportion(share, len(places)))
-    images = images[np.lexsort((rng.random(len(images)), owner))]  # each client's in an order of its own
+    images = images[np.lexsort((rng.random(len(images)), owner))]  # a random order for each client's images
     return np.split(images, np.cumsum(np.bincount(owner, minlength=m))[:-1])
 
 
 def _cut(
     ask: Request, owned: list[np.ndarray], tenths: np.ndarray, spare: np.ndarray, down: int = 0, **seen: np.ndarray
 ) -> Partition:
-    """Cut each client's images at so many tenths, (m, 3) or (1, 3), for training, validation and test.
+    """Cut each client's images at `tenths`, (m, 3) or (1, 3), into training, validation and test images.
 
-    In tenths, so that halves are exact. Rounded down, all where `down` is 0 and halves where it is 4, so that no client
-    has an image for training and none for test.
+    The ends of the parts are in tenths, so that halves are exact. With `down` 0 all ends are rounded down; with 4 they
+    are rounded to the nearest and halves down. So no client has an image for training and none for test.
     """
     tenths = np.resize(tenths, (len(owned), 3))
     cuts = [(ends * len(images) + down) // 10 for ends, images in zip(tenths, owned, strict=True)]

@@ -1,11 +1,11 @@
 """Partitions that fix how many images of each class a client has, and then draw that many.
 
-Each first fixes a matrix of clients x classes and then draws that many images (`draw`), without replacement over the
-whole federation: training images from the dataset's training images, test images from its test images. In rotated and
-permuted the classes are uniform, and groups of clients see the images or the labels in different ways.
+Each partition first fixes a matrix of counts, clients x classes, and then draws that many images (`draw`), without
+replacement over the whole federation. Training images are drawn from the dataset's training images, test images from
+its test images. In rotated and permuted the classes are uniform; groups of clients see images or labels differently.
 
-Where an amount does not divide by the classes it is spread over, the odd images go to one class after another, each
-client going on where the one before stopped, so that totals stay equal within one.
+Where an amount is not a multiple of the number of classes, the remaining images go to one class after another. Each
+client continues at the class where the previous client stopped, so totals by class differ by at most one.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import numpy as np
 from ..sources import CIFAR100_SUPERCLASSES, DataError
 from .request import Partition, Request, as_classes, as_clients, check_size, in_groups, make_partition
 
-# (have (C,), sizes (m,)) -> (m, C): how many images of each class each client gets of `have` images a class
+# (have (C,), sizes (m,)) -> (m, C): images of each class for each client, where the dataset has `have` of each class
 Share = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 @dataclass(frozen=True)
 class PaperSetting:
-    """The practical setting of Huang et al., AAAI 2021 (arXiv:2007.03797), appendix C; one entry a group."""
+    """The practical setting of Huang et al., AAAI 2021 (arXiv:2007.03797), appendix C; one entry per group."""
 
     clients: list[int]
     classes: list[int]
@@ -44,7 +44,7 @@ PAPER_SETTINGS = {
 def iid(ask: Request) -> Partition:
     """Give every client the same mix of all classes, in random order."""
     check_size(ask)
-    seed = int(ask.rng(0).integers(2**63))  # what is random in a rule is drawn once
+    seed = int(ask.rng(0).integers(2**63))  # the random part of a rule is drawn once
     return _draw_shares(ask, lambda have, sizes: _iid_counts(have, sizes, seed))
 
 
@@ -56,12 +56,12 @@ def pathological(ask: Request) -> Partition:
 
 
 def practical(ask: Request) -> Partition:
-    """Own and other classes, 80/20, by groups.
+    """Give each client 80% of its images from its group's classes, 20% from the others.
 
     The classes are divided in order into as many sets as there are groups, their sizes differing by at most one
-    (CIFAR-100's in the order of their superclasses), and every client has equally many images, 100 for test other than
-    for digits. With the dataset and number of clients of the FedAMP paper, samples_per_client 0, and num_groups 4 (the
-    default) or the paper's own, it is the paper's setting instead, its groups and sizes included.
+    (CIFAR-100's in the order of their superclasses). Every client has equally many images, and 100 for test except with
+    digits. The FedAMP paper's setting, with its groups and sizes, is used instead where dataset and number of clients
+    are the paper's, samples_per_client is 0, and num_groups is 4 (the default) or the paper's.
     """
     check_size(ask)
     paper = PAPER_SETTINGS.get(ask.dataset)
@@ -81,7 +81,7 @@ def practical(ask: Request) -> Partition:
             "advice": "a samples-per-client of your own instead of the paper's sizes, ",
         }
     else:
-        groups = in_groups(ask, as_clients(ask) | as_classes(ask), least=2)  # one has no other classes
+        groups = in_groups(ask, as_clients(ask) | as_classes(ask), least=2)  # one group has no other classes
         widths = [len(part) for part in np.array_split(order, ask.num_groups)]
     if ask.dataset != "digits":
         own["test_size"] = min(100, len(ask.y_test))
@@ -89,7 +89,7 @@ def practical(ask: Request) -> Partition:
 
 
 def rotated(ask: Request) -> Partition:
-    """Turn the images of each group of clients by the group's number of quarter turns."""
+    """Turn the images of each group of clients by as many quarter turns as the group's number."""
     check_size(ask)
     groups = in_groups(ask, as_clients(ask) | {"4, the different quarter turns": 4})
     return _draw_shares(ask, lambda _, sizes: even(ask, sizes), groups=groups, quarter_turns=groups)
@@ -113,7 +113,7 @@ def _draw_shares(
     test_size: int | None = None,
     **more: Any,
 ) -> Partition:
-    """Draw what a rule gives to clients of equal size, unless train_sizes (m,) says otherwise; more: see `draw`."""
+    """Draw the images that a rule gives each client; sizes are equal without train_sizes (m,). more: see `draw`."""
     m = ask.num_clients
     if train_sizes is None:
         most = min(40 if ask.dataset == "digits" else 500, len(ask.y_train) // m)
@@ -127,9 +127,9 @@ def _draw_shares(
 def draw(
     ask: Request, train_counts: np.ndarray, test_counts: np.ndarray, *, advice: str = "", **seen: np.ndarray
 ) -> Partition:
-    """Draw so many images of each class, (m, C), for each client; DataError where a class has too few.
+    """Draw the given numbers of images of each class, (m, C), for each client; DataError where a class has too few.
 
-    `advice` is what else could be changed then, `seen` groups, quarter_turns or label_maps of the `Partition`.
+    `advice` names another remedy for that error. `seen` are groups, quarter_turns or label_maps of the `Partition`.
     """
     m = ask.num_clients
     short = train_counts.sum(0) - ask.have_train  # (C,)
@@ -153,7 +153,7 @@ def draw(
     return make_partition(ask, train, [np.empty(0, int)] * m, test, spare, **seen)
 
 
-# --- What the functions above are made of -------------------------------------------------------------
+# --- Steps of the functions above ---------------------------------------------------------------------
 
 
 def even(ask: Request, amounts: np.ndarray) -> np.ndarray:
@@ -162,7 +162,7 @@ def even(ask: Request, amounts: np.ndarray) -> np.ndarray:
 
 
 def spread(amounts: np.ndarray, classes: np.ndarray, num_classes: int) -> np.ndarray:
-    """Spread each client's amount (m,) equally over some classes (k,), odd images in turn: (m, C)."""
+    """Spread each client's amount (m,) equally over classes (k,), remaining images in turn: (m, C)."""
     extra = amounts % len(classes)  # (m,)
     turn = (np.arange(len(classes)) - (np.cumsum(extra) - extra)[:, None]) % len(classes)  # (m, k)
     counts = np.zeros((len(amounts), num_classes), int)
@@ -171,10 +171,10 @@ def spread(amounts: np.ndarray, classes: np.ndarray, num_classes: int) -> np.nda
 
 
 def _practical_counts(sizes: np.ndarray, groups: np.ndarray, order: np.ndarray, widths: list[int]) -> np.ndarray:
-    """80% of each client's images over its group's own classes, 20% over the rest: (m, C).
+    """Spread 80% of each client's images over its group's own classes, 20% over the others: (m, C).
 
-    The rest is taken in cyclic order from the group's own classes on, so that odd images of different groups
-    fall to different classes.
+    The other classes are in cyclic order after the group's own, so the remaining images of different groups go to
+    different classes.
     """
     counts = np.zeros((len(sizes), len(order)), int)
     for group, (end, width) in enumerate(zip(np.cumsum(widths), widths, strict=True)):
@@ -187,7 +187,7 @@ def _practical_counts(sizes: np.ndarray, groups: np.ndarray, order: np.ndarray, 
 
 
 def _iid_counts(have: np.ndarray, sizes: np.ndarray, seed: int) -> np.ndarray:
-    """The classes of a uniform draw of sizes (m,) out of all images: (m, C)."""
+    """Count the classes in a uniform draw of sizes (m,) from all images: (m, C)."""
     labels = np.random.default_rng(seed).permutation(np.repeat(np.arange(len(have)), have))
     counts = np.zeros((len(sizes), len(have)), int)
     np.add.at(counts, (np.repeat(np.arange(len(sizes)), sizes), np.resize(labels, sizes.sum())), 1)
@@ -195,17 +195,17 @@ def _iid_counts(have: np.ndarray, sizes: np.ndarray, seed: int) -> np.ndarray:
 
 
 def _class_pairs(have: np.ndarray, num_clients: int, rng: np.random.Generator) -> np.ndarray:
-    """Two classes for each client, (m, 2): McMahan et al.'s shards, two a client, but never two of one class.
+    """Choose two classes for each client, (m, 2): McMahan et al.'s two shards a client, but never two of one class.
 
-    The 2 m shards go to the classes so that the smallest share of a class's images that a shard stands for is
-    as large as can be (highest quotients); no class gets more shards than there are clients.
+    The 2 m shards are allotted to the classes by highest quotients, so that the smallest number of images per shard
+    is as large as possible. No class gets more shards than there are clients.
     """
     quotients = have[:, None] / np.arange(1, num_clients + 1)  # (C, m)
     taken = np.argsort(-quotients, axis=None, kind="stable")[: 2 * num_clients]
     left = np.bincount(taken // num_clients, minlength=len(have))  # (C,) shards of each class
     pairs = np.empty((num_clients, 2), int)
     for client, clients_left in enumerate(range(num_clients, 0, -1)):
-        # A class with as many shards as there are clients left must be taken now; there are two such at most.
+        # A class with as many shards left as clients are left must be taken now; at most two classes have so many.
         key = np.where(left == clients_left, np.inf, rng.random(len(left)) ** (1 / np.maximum(left, 1)))
         pairs[client] = np.argsort(np.where(left > 0, key, -1))[-2:]
         left[pairs[client]] -= 1
@@ -213,7 +213,7 @@ def _class_pairs(have: np.ndarray, num_clients: int, rng: np.random.Generator) -
 
 
 def _pair_counts(pairs: np.ndarray, sizes: np.ndarray, num_classes: int) -> np.ndarray:
-    """Half of each client's images from each of its two classes: (m, C)."""
+    """Take half of each client's images from each of its two classes: (m, C)."""
     counts = np.zeros((len(sizes), num_classes), int)
     clients = np.arange(len(sizes))
     counts[clients, pairs[:, 0]] = sizes // 2
@@ -222,7 +222,7 @@ def _pair_counts(pairs: np.ndarray, sizes: np.ndarray, num_classes: int) -> np.n
 
 
 def _largest_size(share: Share, have: np.ndarray, num_clients: int, least: int, most: int) -> int:
-    """The largest number of images a client, from least to most, for which every class lasts; else least."""
+    """Return the largest size of a client, least to most, for which every class has enough images; else least."""
     for size in range(most, least, -1):
         if (share(have, np.full(num_clients, size)).sum(0) <= have).all():
             return size
@@ -230,7 +230,7 @@ def _largest_size(share: Share, have: np.ndarray, num_clients: int, least: int, 
 
 
 def _pick(labels: np.ndarray, counts: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
-    """Draw counts (m, C) images for each client; a class that is used up begins again from its first."""
+    """Draw counts (m, C) images for each client; a class that is used up starts again from its first image."""
     m, num_classes = counts.shape
     picks, owners = [], []
     for c in range(num_classes):
@@ -244,7 +244,7 @@ def _pick(labels: np.ndarray, counts: np.ndarray, rng: np.random.Generator) -> l
 
 
 def _permutations(num_groups: int, num_classes: int, rng: np.random.Generator) -> np.ndarray:
-    """A different order of the classes for each group, the first the identity: (G, C)."""
+    """Draw a different order of the classes for each group, (G, C); the first is the identity."""
     orders = [tuple(range(num_classes))]
     while len(orders) < num_groups:
         order = tuple(rng.permutation(num_classes).tolist())

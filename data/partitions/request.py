@@ -14,21 +14,21 @@ from ..sources import DataError
 
 @dataclass(frozen=True)
 class Partition:
-    """Which images each client has, and how it sees them.
+    """The images of each client, and how the client sees them.
 
     Attributes
     ----------
     train, validation, test : list of ndarray
-        A client's images, in random order. One numbering serves all: 0 to n_train - 1 are the dataset's training
-        images, n_train and more its test images. Only dirichlet has images for validation.
+        The indices of each client's images, in random order: 0 to n_train - 1 are the dataset's training images,
+        n_train and above its test images. Only dirichlet has images for validation.
     spare : ndarray
-        The images that are left over for a public set: no client has them.
+        The images that no client has; a public set can be drawn from them.
     groups : ndarray, (m,)
-        The group of each client, 0 to G - 1; all 0 where there are none.
+        The group of each client, 0 to G - 1; all 0 where there are no groups.
     quarter_turns : ndarray, (m,)
-        How often a client's images are turned by 90 degrees, counter-clockwise.
+        Number of counter-clockwise 90-degree turns of each client's images.
     label_maps : ndarray, (m, C)
-        What label client i gives to the images of class c.
+        The label that client i gives to images of class c.
     """
 
     train: list[np.ndarray]
@@ -42,7 +42,7 @@ class Partition:
 
 @dataclass(frozen=True)
 class Request:
-    """A dataset to be divided, and the settings.
+    """A dataset to be divided, and the settings for it.
 
     Attributes
     ----------
@@ -52,19 +52,19 @@ class Request:
         Labels, 0 to num_classes - 1.
     num_classes : int
     dataset : str
-        A name of `DATASETS`; sets what 0 samples per client mean.
+        A name of `DATASETS`; decides the meaning of 0 samples per client.
     num_clients, num_groups : int
     samples_per_client : int
-        Training images a client. 0: as many as the classes last for without replacement, at most 40 for
-        digits and 500 elsewhere, but for what a partition says. Test images: as many, at most an equal share of those
-        there are. In partitions that are marked `total`: training and test images together.
+        Training images per client. 0: the largest number for which no class runs out without replacement, at most 40
+        for digits and 500 otherwise, unless the partition has its own rule. The number of test images is the same,
+        but at most an equal share of all test images. In partitions marked `total`: all images of a client together.
     with_replacement : bool
-        Whether a class that is used up starts anew. Test images, on which is only measured, always do; no
-        client gets an image twice unless it needs more of a class than there are.
+        Whether a class that is used up starts again. For test images, which only measure, it always does. No client
+        gets an image twice unless it needs more images of a class than there are.
     dirichlet_alpha : float
         Above 0.
     held_out : int
-        Images that dirichlet with 0 samples per client leaves over.
+        Number of images that dirichlet leaves unassigned where samples_per_client is 0.
     seed : int
         0 or more.
     """
@@ -83,17 +83,17 @@ class Request:
     seed: int
 
     def rng(self, part: int) -> np.random.Generator:
-        """Random numbers for a part of the work: 0 for classes, 1 and 2 for draws, 3 for labels, 4 for dealing."""
-        return np.random.default_rng([self.seed, part])  # 5 draws the public set
+        """Return a generator for one part of the work: 0 classes, 1 and 2 draws, 3 labels, 4 dealing."""
+        return np.random.default_rng([self.seed, part])  # 5 is the public set's
 
     @cached_property
     def have_train(self) -> np.ndarray:
-        """Training images of each class, (C,)."""
+        """Number of training images of each class, (C,)."""
         return np.bincount(self.y_train, minlength=self.num_classes)
 
     @cached_property
     def have_test(self) -> np.ndarray:
-        """Test images of each class, (C,)."""
+        """Number of test images of each class, (C,)."""
         return np.bincount(self.y_test, minlength=self.num_classes)
 
 
@@ -104,11 +104,11 @@ class Scheme:
     Attributes
     ----------
     description : str
-        One line: who has what.
+        One line: which images each client has.
     divide : callable
-        Takes a `Request`, returns a `Partition`; DataError where that cannot be.
+        Takes a `Request`, returns a `Partition`; raises DataError where the request cannot be met.
     settings : tuple of str
-        The settings that count in it, besides num-clients and samples-per-client.
+        The settings that the partition uses, besides num-clients and samples-per-client.
     total : bool
         Whether samples-per-client counts all images of a client, not its training images alone.
     """
@@ -120,7 +120,7 @@ class Scheme:
 
 
 def check_size(ask: Request, least: int = 1) -> None:
-    """Check samples_per_client; DataError where it is below `least`, or there are not as many images."""
+    """Check samples_per_client; DataError where it is below `least` or there are too few images."""
     n, m, size = len(ask.y_train), ask.num_clients, ask.samples_per_client
     if size != 0 and size < least:
         raise DataError(f"samples-per-client is {size}, allowed with {ask.partition}: 0 or {least} and more")
@@ -133,17 +133,17 @@ def check_size(ask: Request, least: int = 1) -> None:
 
 
 def as_clients(ask: Request) -> dict[str, int]:
-    """Name the bound that there are no more groups than clients, for `in_groups`."""
+    """Return the bound "at most as many groups as clients", with its name, for `in_groups`."""
     return {f"num-clients, {ask.num_clients}": ask.num_clients}
 
 
 def as_classes(ask: Request) -> dict[str, int]:
-    """Name the bound that there are no more groups than classes, for `in_groups`."""
+    """Return the bound "at most as many groups as classes", with its name, for `in_groups`."""
     return {f"the number of classes, {ask.num_classes}": ask.num_classes}
 
 
 def check_groups(ask: Request, at_most: Mapping[str, int], least: int = 1) -> None:
-    """Check num_groups against the least of some numbers, named by what they are; DataError where it is not allowed."""
+    """Check num_groups against the smallest of the named bounds; DataError where it is out of range."""
     reason, high = min(at_most.items(), key=lambda item: item[1])
     if not least <= ask.num_groups <= high:
         raise DataError(
@@ -152,13 +152,13 @@ def check_groups(ask: Request, at_most: Mapping[str, int], least: int = 1) -> No
 
 
 def in_groups(ask: Request, at_most: Mapping[str, int], least: int = 1) -> np.ndarray:
-    """The group of each client, (m,), once num_groups has been checked."""
+    """Check num_groups and return the group of each client, (m,)."""
     check_groups(ask, at_most, least)
     return np.arange(ask.num_clients) * ask.num_groups // ask.num_clients
 
 
 def make_partition(ask: Request, *images: Any, **seen: np.ndarray) -> Partition:
-    """A partition without groups, of upright images with their own labels, but for what `seen` says."""
+    """Return a partition without groups, of upright images with unchanged labels, except where `seen` differs."""
     m = ask.num_clients
     plain: dict[str, Any] = {
         "groups": np.zeros(m, int),

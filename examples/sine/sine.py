@@ -1,10 +1,10 @@
-"""Ten clients with a piece of a sine curve each: collaborators that FedeRiCo finds among neighbours.
+"""Ten clients with one interval of a sine curve each: FedeRiCo finds collaborators on neighbouring intervals.
 
     python examples/sine/sine.py [--seed N] [--draws N] [--noise SIGMA] [--temperature T] [--output FILE.png]
 
 The example of FedeRiCo's paper (Sui et al., arXiv:2210.06597, Figure 1): each client fits a line to few noisy points
-from its interval of the curve. Algorithm 1 is in `collaborate`; what a client knows of the others' models, whom it
-draws, its weights and the steps of Adam are the library's, as in the strategy.
+from its interval of the curve. Algorithm 1 is in `collaborate`. The library provides the known losses of others'
+models, the draw of neighbours, the weights and the steps of Adam, as in the strategy.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from kindred.federico import known_weights
 from kindred.parts.federico_losses import Losses
 from kindred.parts.neighbours import choose_neighbours
 
-# The paper gives none of these. Noise has the height of a third of the curve.
+# The paper gives none of these. The noise's deviation is a third of the curve's amplitude.
 CLIENTS, POINTS, NOISE = 10, 5, 0.3
 NUM_NEIGHBOURS, EPSILON, BETA = 3, 0.3, 0.6  # the paper's
-# In so many steps clients alone reach their least-squares lines: what stopping early adds is not counted as a gain.
+# Enough steps for clients alone to reach their least-squares lines, so that no gain comes from early stopping.
 ROUNDS, LEARNING_RATE = 200, 0.1
-ALONE = 20  # of these rounds: as in the strategy, a client trains its model before it shares it
+ALONE = 20  # first rounds: as in the strategy, a client trains its model before it shares it
 
-MIDDLES = np.arange(CLIENTS) + 0.5  # of the intervals: x goes from 0 to CLIENTS, client k has [k, k + 1)
+MIDDLES = np.arange(CLIENTS) + 0.5  # of the intervals: x is from 0 to CLIENTS, client k has [k, k + 1)
 
 
 def curve(x: np.ndarray) -> np.ndarray:
-    """One period over all clients."""
+    """Return the sine curve, with one period over all clients."""
     return np.sin(2 * np.pi * x / CLIENTS)
 
 
 def draw(seed: int, noise: float) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs, uniform in each client's interval, and labels, (K, n) each."""
+    """Draw inputs, uniform in each client's interval, and labels, (K, n) each."""
     rng = np.random.default_rng(seed)
     inputs = np.arange(CLIENTS)[:, None] + rng.random((CLIENTS, POINTS))
     return inputs, curve(inputs) + noise * rng.standard_normal(inputs.shape)
 
 
 def features(x: np.ndarray) -> np.ndarray:
-    """What the lines, (slope, height in the middle of the owner's interval), multiply: (K, n, 2) of inputs x (n,)."""
+    """Features (K, n, 2) of inputs x (n,); a line is (slope, height in the middle of its owner's interval)."""
     off = x - MIDDLES[:, None]
     return np.stack([off, np.ones_like(off)], axis=-1)
 
@@ -52,9 +52,9 @@ def features(x: np.ndarray) -> np.ndarray:
 def collaborate(
     inputs: np.ndarray, labels: np.ndarray, noise: float, num_neighbours: int, temperature: float = 1.0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Algorithm 1: lines (K, 2), and weights (K, K) that sum to 1 in each row. Without neighbours, training alone.
+    """Run Algorithm 1; return lines (K, 2) and weights (K, K), whose rows sum to 1. 0 neighbours: training alone.
 
-    A loss is the negative logarithm of the likelihood of labels with normal noise, without its constant.
+    A loss is the negative log-likelihood of the labels under normal noise, without its constant.
     """
     rng = np.random.default_rng(0)
     lines = 0.1 * rng.standard_normal((CLIENTS, 2))
@@ -66,13 +66,13 @@ def collaborate(
             others = [other for other in range(CLIENTS) if other != client]
             most = num_neighbours if number >= ALONE else 0
             drawn = choose_neighbours(table.averages(others), EPSILON, int(rng.integers(2**32)), most)
-            at_hand = [client, *(others[i] for i in drawn)]  # k of them
-            seen = features(x)[at_hand]  # (k, n, 2)
-            off = np.einsum("knd,kd->kn", seen, lines[at_hand]) - y
-            table.update(at_hand, (off**2).sum(axis=1) / (2 * noise**2), BETA)
+            owners = [client, *(others[i] for i in drawn)]  # k of them
+            seen = features(x)[owners]  # (k, n, 2)
+            off = np.einsum("knd,kd->kn", seen, lines[owners]) - y
+            table.update(owners, (off**2).sum(axis=1) / (2 * noise**2), BETA)
             share_of = known_weights(table, temperature)
-            shares = [share_of[owner] for owner in at_hand]
-            gradients[at_hand] += np.einsum("k,kn,knd->kd", shares, off, seen) / noise**2
+            shares = [share_of[owner] for owner in owners]
+            gradients[owners] += np.einsum("k,kn,knd->kd", shares, off, seen) / noise**2
         for line, gradient, step in zip(lines, gradients, steps):
             step(line, gradient)
     weights = np.zeros((CLIENTS, CLIENTS))
@@ -83,15 +83,15 @@ def collaborate(
 
 
 def mixtures(lines: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """The weighted means of the lines, (K, 2), which are lines too: slopes, and heights in each client's middle."""
+    """Return the weighted means of the lines, (K, 2), which are lines: slopes, and heights in each client's middle."""
     heights = np.einsum("ij,jid,jd->i", weights, features(MIDDLES), lines)
     return np.stack([weights @ lines[:, 0], heights], axis=-1)
 
 
 def compare(seed: int, noise: float, temperature: float = 1.0) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """The line (K, 2) that each client predicts with after each way of training, and FedeRiCo's weights (K, K)."""
+    """Return the lines (K, 2) with which clients predict, for each method, and FedeRiCo's weights (K, K)."""
     inputs, labels = draw(seed, noise)
-    slope, height = np.polyfit(inputs.ravel(), labels.ravel(), 1)  # where steps on all clients' gradients end
+    slope, height = np.polyfit(inputs.ravel(), labels.ravel(), 1)  # where gradient steps on all clients' data converge
     fedavg = np.stack([np.full(CLIENTS, slope), height + slope * MIDDLES], axis=-1)
     alone, _ = collaborate(inputs, labels, noise, 0)
     lines, weights = collaborate(inputs, labels, noise, NUM_NEIGHBOURS, temperature)
@@ -99,19 +99,19 @@ def compare(seed: int, noise: float, temperature: float = 1.0) -> tuple[dict[str
 
 
 def errors(lines: np.ndarray) -> np.ndarray:
-    """Mean squared distance from the curve on each client's interval, (K,)."""
+    """Return the mean squared distance from the curve on each client's interval, (K,)."""
     off = (np.arange(100) + 0.5) / 100 - 0.5
     return ((lines[:, :1] * off + lines[:, 1:] - curve(MIDDLES[:, None] + off)) ** 2).mean(axis=1)
 
 
 def by_distance(weights: np.ndarray) -> np.ndarray:
-    """Sums of weights (K, K) by how many intervals away the line's owner is, mean over clients: (K,), summing to 1."""
+    """Sum weights (K, K) by distance of the line's owner in intervals, mean over clients: (K,), with sum 1."""
     apart = np.abs(np.subtract.outer(np.arange(CLIENTS), np.arange(CLIENTS)))
     return np.bincount(apart.ravel(), weights.ravel()) / CLIENTS
 
 
 def picture(seed: int, noise: float, ways: dict[str, np.ndarray], weights: np.ndarray) -> Figure:
-    """Left the data and what each way predicts, right who uses whose line."""
+    """Draw the data and each method's predictions (left), and the weights of clients' lines (right)."""
     figure = Figure(figsize=(12, 4.8), dpi=150, layout=ConstrainedLayoutEngine(wspace=0.04), facecolor="white")
     left, right = figure.subplots(1, 2, width_ratios=(1.45, 1))
     x = np.linspace(0, CLIENTS, 401)
@@ -153,7 +153,7 @@ def picture(seed: int, noise: float, ways: dict[str, np.ndarray], weights: np.nd
 
 
 def print_table(title: str, rows: dict[str, np.ndarray]) -> None:
-    """Rows of errors, (draws, K) each."""
+    """Print rows of errors, (draws, K) each."""
     print(f"{title:<40}mean over clients  worst client")
     for name, each in rows.items():
         print(f"    {name:<36}{each.mean():17.3f}{each.max(axis=1).mean():14.3f}")
@@ -161,17 +161,17 @@ def print_table(title: str, rows: dict[str, np.ndarray]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seed", type=int, default=0, help="of the draw shown by itself and drawn")
-    parser.add_argument("--draws", type=int, default=20, help="draws, of seeds 0, 1, ..., to take means over")
-    parser.add_argument("--noise", type=float, default=NOISE, help="deviation of the labels' noise")
-    parser.add_argument("--temperature", type=float, default=1.0, help="what FedeRiCo's losses are divided by")
-    parser.add_argument("--output", metavar="FILE.png", help="where to write the picture")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the draw in the first table and the figure")
+    parser.add_argument("--draws", type=int, default=20, help="number of draws for the means, with seeds 0, 1, ...")
+    parser.add_argument("--noise", type=float, default=NOISE, help="standard deviation of the labels' noise")
+    parser.add_argument("--temperature", type=float, default=1.0, help="divisor of FedeRiCo's losses")
+    parser.add_argument("--output", metavar="FILE.png", help="file for the figure")
     given = parser.parse_args()
     for name, least in (("seed", 0), ("draws", 1), ("noise", 0.01), ("temperature", 0.01)):
         if not least <= getattr(given, name) < float("inf"):
             parser.error(f"--{name} is {getattr(given, name)}, allowed: {least} or more")
     if given.output and not Path(given.output).absolute().parent.is_dir():
-        parser.error(f"--output is {given.output}, allowed: a file in a folder that is there")
+        parser.error(f"--output is {given.output}, allowed: a file in an existing folder")
 
     ways, weights = compare(given.seed, given.noise, given.temperature)
     print_table(f"squared error, seed {given.seed}", {way: errors(lines)[None] for way, lines in ways.items()})

@@ -2,8 +2,8 @@
 
     python make_data.py FOLDER
 
-writes FOLDER/SITE/data.npz, 60 images to train on and 200 to test on, and FOLDER/SITE/public.npz, 200 others of both
-kinds without labels, the same at each site.
+writes FOLDER/SITE/data.npz, with 60 training and 200 test images, and FOLDER/SITE/public.npz, with 200 other images,
+upright and upside down, without labels, the same at each site.
 """
 
 import sys

@@ -1,11 +1,11 @@
-"""Three linear regressions, two of them alike: what clusters add to co-distillation.
+"""Three linear regressions, two of them similar: the gain of co-distillation from clusters.
 
     python examples/toy-regression/toy.py [--seed N] [--draws N] [--noise SIGMA] [--output FILE.png]
 
 The toy example of PerFed-CKT (Cho et al., arXiv:2109.08119, Figure 1 and appendix E): the true model of client i is
 theta + zeta_i, theta uniform in [-10, 10]^2, zeta_i from N(0, 2), N(0, 5) and N(0, 200), read as variances, as N(., .)
-is in the paper's section 4. Private and public inputs are uniform in [-10, 10]^2, lambda is 50, and what travels is
-what the models predict for the public inputs. As in section 4, clients begin with the least-squares fits of their own.
+is in the paper's section 4. Private and public inputs are uniform in [-10, 10]^2, lambda is 50, and clients
+send their models' predictions for the public inputs. As in section 4, clients start from their own least-squares fits.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from kindred import cluster_logits, nearest_centroid
 
 VARIANCES = (2, 5, 200)  # of zeta_i
 DISTILL_WEIGHT = 50  # lambda
-# The paper gives none of these. Labels spread by about 50; five with this noise leave clients 0 and 1 about as far from
-# their true models alone as with clusters: with less noise a client is better off alone, with more in a cluster.
+# The paper gives none of these. Labels have a spread of about 50. With five samples and this noise, clients 0 and 1 are
+# about as far from their true models alone as with clusters. Less noise favours training alone, more noise clusters.
 SAMPLES, NOISE, PUBLIC = 5, 20.0, 100
 # The curvature is about 2 (lambda + 1) 33, so steps must be small; ten of these reach the minimum of a round.
 ROUNDS, STEPS, STEP_SIZE = 10, 10, 2e-4
 
 
 def draw(seed: int, noise: float) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """True models (3, 2), inputs (3, n, 2), labels (3, n) and public inputs (P, 2)."""
+    """Draw true models (3, 2), inputs (3, n, 2), labels (3, n) and public inputs (P, 2)."""
     rng = np.random.default_rng(seed)
     true = rng.uniform(-10, 10, 2) + np.sqrt(VARIANCES)[:, None] * rng.standard_normal((3, 2))
     inputs = rng.uniform(-10, 10, (3, SAMPLES, 2))
@@ -39,9 +39,9 @@ def draw(seed: int, noise: float) -> tuple[np.ndarray, np.ndarray, np.ndarray, n
 def distil(
     models: np.ndarray, inputs: np.ndarray, labels: np.ndarray, public: np.ndarray, num_clusters: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Rounds of PerFed-CKT, all samples in each step: the models (3, 2) and the last round's clusters (3,)."""
+    """Run PerFed-CKT with all samples in each step; return the models (3, 2) and the last round's clusters (3,)."""
     for _ in range(ROUNDS):
-        logits = (models @ public.T)[:, :, None]  # (3, P, 1), all that the server sees
+        logits = (models @ public.T)[:, :, None]  # (3, P, 1), all that the server receives
         centroids, clusters = cluster_logits(logits, num_clusters, seed=0)
         target = np.stack([centroids[nearest_centroid(own, centroids), :, 0] for own in logits])  # (3, P)
         for _ in range(STEPS):
@@ -53,10 +53,10 @@ def distil(
 
 
 def compare(seed: int, noise: float) -> tuple[np.ndarray, dict[str, np.ndarray], np.ndarray]:
-    """True models (3, 2), the models (3, 2) that each way ends with, and the clusters (3,)."""
+    """Return the true models (3, 2), the final models (3, 2) of each method, and the clusters (3,)."""
     true, inputs, labels, public = draw(seed, noise)
     alone = np.stack([np.linalg.lstsq(x, y)[0] for x, y in zip(inputs, labels)])
-    fedavg = np.broadcast_to(alone.mean(axis=0), alone.shape)  # of clients of one size that train to the end
+    fedavg = np.broadcast_to(alone.mean(axis=0), alone.shape)  # for clients of equal size that train to convergence
     averaged, _ = distil(alone, inputs, labels, public, num_clusters=1)
     clustered, clusters = distil(alone, inputs, labels, public, num_clusters=2)
     models = {"alone": alone, "FedAvg": fedavg, "averaged, c = 1": averaged, "clustered, c = 2": clustered}
@@ -64,12 +64,12 @@ def compare(seed: int, noise: float) -> tuple[np.ndarray, dict[str, np.ndarray],
 
 
 def distances(true: np.ndarray, models: dict[str, np.ndarray]) -> np.ndarray:
-    """From each client's true model to where each way ends, (4, 3)."""
+    """Return the distance of each method's final model from each client's true model, (4, 3)."""
     return np.stack([np.linalg.norm(each - true, axis=1) for each in models.values()])
 
 
 def picture(true: np.ndarray, models: dict[str, np.ndarray]) -> Figure:
-    """The plane of models, a panel for each client: the true models, and where the client's ends in each way."""
+    """Draw the plane of models, a panel for each client: the true models, and the client's final model by method."""
     figure = Figure(figsize=(11, 3.8), dpi=150, layout="compressed", facecolor="white")
     styles = (("#0072B2", "o", 13), ("#000000", "X", 10), ("#D55E00", "s", 8), ("#009E73", "^", 9))  # Okabe and Ito's
     for client, axes in enumerate(figure.subplots(1, 3, sharex=True, sharey=True)):
@@ -93,16 +93,16 @@ def print_table(title: str, rows: dict[str, np.ndarray]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seed", type=int, default=0, help="of the draw shown by itself and drawn")
-    parser.add_argument("--draws", type=int, default=100, help="draws, of seeds 0, 1, ..., to take means over")
-    parser.add_argument("--noise", type=float, default=NOISE, help="deviation of the labels' noise")
-    parser.add_argument("--output", metavar="FILE.png", help="where to write the picture")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the draw in the first table and the figure")
+    parser.add_argument("--draws", type=int, default=100, help="number of draws for the means, with seeds 0, 1, ...")
+    parser.add_argument("--noise", type=float, default=NOISE, help="standard deviation of the labels' noise")
+    parser.add_argument("--output", metavar="FILE.png", help="file for the figure")
     given = parser.parse_args()
     for name, least in (("seed", 0), ("draws", 1), ("noise", 0)):
         if not least <= getattr(given, name) < float("inf"):
             parser.error(f"--{name} is {getattr(given, name)}, allowed: {least} or more")
     if given.output and not Path(given.output).absolute().parent.is_dir():
-        parser.error(f"--output is {given.output}, allowed: a file in a folder that is there")
+        parser.error(f"--output is {given.output}, allowed: a file in an existing folder")
 
     true, models, clusters = compare(given.seed, given.noise)
     print_table(f"distance from the true model, seed {given.seed}", dict(zip(models, distances(true, models))))

@@ -1,7 +1,7 @@
-"""Use of a personal model where its file lies: predictions, and how good they are on a site's test data.
+"""Use of a personal model from its file: predictions, and their evaluation on a site's test data.
 
-A file of a model says itself which network it is and what it takes (`data.Task`): no server, no settings and none of
-the data that it was trained on are needed. All files are plain arrays and texts; nothing in them is run.
+The file of a model names its network and its input (`data.Task`). So neither a server nor settings nor the training
+data are needed. All files are plain arrays and texts; nothing in them is executed.
 """
 
 INPUTS = (

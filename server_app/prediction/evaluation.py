@@ -1,4 +1,4 @@
-"""How well predictions agree with the truth: numbers, and the picture of the confusions."""
+"""Evaluation of predictions against true labels: metrics, and a figure of the confusion matrix."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 else:
     matplotlib = lazy("matplotlib")
 
-MOST_EVALUATED = 2000  # classes, of which a confusion matrix has the square
-SMALLEST_PRINT = 5  # points, in which a count can still be read
+MOST_EVALUATED = 2000  # classes; a confusion matrix has the square of this number of entries
+SMALLEST_PRINT = 5  # points; the smallest font in which a count is readable
 
 
 def evaluate_model(model: Path, data_dir: Path) -> dict[str, Any]:
@@ -35,12 +35,12 @@ def evaluate_model(model: Path, data_dir: Path) -> dict[str, Any]:
     model : Path
         A file of `Predictor.load`.
     data_dir : Path
-        A site's data, as of `data.read_site`.
+        A site's data, as `data.read_site` reads them.
 
     Returns
     -------
     dict
-        The two paths, `model` and `data-dir`, and what `evaluation` returns.
+        The two paths, `model` and `data-dir`, and the result of `evaluation`.
 
     Raises
     ------
@@ -56,21 +56,22 @@ def evaluate_model(model: Path, data_dir: Path) -> dict[str, Any]:
 
 
 def evaluation(probabilities: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> dict[str, Any]:
-    """Compare predictions with the truth.
+    """Compare predictions with the true labels.
 
     Parameters
     ----------
     probabilities : ndarray, (n, N)
     labels : ndarray, (n,), int
     classes : sequence of N str
-        What the classes are called.
+        The names of the classes.
 
     Returns
     -------
     dict
         `images` n; `accuracy`; `loss`, the mean cross-entropy; `classes`: for each its name `class`, its `images`,
-        `accuracy` (how many of these are found; the recall) and `precision` (how many of those that are said to be
-        of it are), None where there are none; `confusion` (N, N): images of each class by what they are taken for.
+        `accuracy` (the recall: the fraction of its images that are predicted as it) and `precision` (the fraction of
+        images predicted as it that are of it), None where there are none; `confusion` (N, N): numbers of images by
+        true class (row) and predicted class (column).
     """
     accuracy, loss = accuracy_and_loss(probabilities, labels)
     confusion = confusion_matrix(labels, probabilities.argmax(axis=1), labels=np.arange(len(classes)))
@@ -94,7 +95,7 @@ def evaluation(probabilities: np.ndarray, labels: np.ndarray, classes: Sequence[
 
 
 def confusion_figure(confusion: np.ndarray, classes: Sequence[str], title: str) -> Figure:
-    """What images of each class are taken for: the share of the class as shade, the number where there is room.
+    """Draw the confusion matrix: shades show fractions of the true class, numbers are written where they fit.
 
     Parameters
     ----------
@@ -109,7 +110,7 @@ def confusion_figure(confusion: np.ndarray, classes: Sequence[str], title: str) 
 
     side = 6.4 if count <= 15 else 8.4
     figure, axes = new_figure(title, (side + 0.9, side))
-    # One hue that only darkens, which needs no seeing of colours.
+    # One hue that only darkens is readable without colour vision.
     image = axes.imshow(shares, cmap=matplotlib.colormaps["Blues"].with_extremes(bad="#d0d0d0"), vmin=0.0, vmax=1.0)
     figure.colorbar(image, ax=axes, shrink=0.85, pad=0.02).set_label("share of the true class's images")
     if (totals == 0).any():
@@ -123,7 +124,7 @@ def confusion_figure(confusion: np.ndarray, classes: Sequence[str], title: str) 
     axes.set_xlabel("predicted class")
     axes.set_ylabel("true class")
 
-    # The axes take up some 0.75 of the figure; a digit is 0.6 as wide as it is high, and a cell needs a margin.
+    # The axes take up about 0.75 of the figure. A digit is 0.6 times as wide as high, and a cell needs a margin.
     points = min(10.0, 0.75 * 72 * side / count / (0.6 * len(str(confusion.max())) + 0.6))
     if points >= SMALLEST_PRINT:
         for (true, predicted), number in np.ndenumerate(confusion):

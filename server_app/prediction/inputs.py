@@ -1,4 +1,4 @@
-"""What to predict for, read from folders of images, arrays and tables, on the model's scale."""
+"""Inputs of predictions, read from folders of images, arrays and tables, on the model's scale."""
 
 from __future__ import annotations
 
@@ -18,31 +18,30 @@ from kindred.data.sources import SUFFIXES, checked_images, one_line, read_image
 
 from . import INPUTS
 
-MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}  # what Pillow calls images of so many channels
+MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}  # Pillow's modes, by number of channels
 
 
 def read_inputs(path: Path, task: Task) -> tuple[list[str], np.ndarray]:
-    """Read what to predict for.
+    """Read the inputs of predictions.
 
     Parameters
     ----------
     path : Path
-        See `INPUTS`. Images of a folder may lie at any depth, and come in the order of their paths; hidden ones are
-        left out. A table's column `label` does not count; a row is an image of one pixel with as many channels as
-        there are other columns.
+        See `INPUTS`. Images in a folder may be at any depth, and are sorted by path; hidden ones are skipped. A
+        table's column `label` is ignored; a row is an image of one pixel, with a channel for each other column.
     task : Task
 
     Returns
     -------
     inputs : list of n str
-        What each image is called.
+        The name of each image.
     x : ndarray, (n, c, h, w), float32
         On the model's scale.
 
     Raises
     ------
     DataError
-        They cannot be read, or are not of the task's shape.
+        The inputs cannot be read, or have another shape than the task.
     """
     path = path.expanduser()
     if path.is_dir():
@@ -57,7 +56,7 @@ def read_inputs(path: Path, task: Task) -> tuple[list[str], np.ndarray]:
 
 def _images_in(folder: Path) -> list[Path]:
 
-    def refuse(error: OSError) -> None:  # else what cannot be read would be left out without a word
+    def refuse(error: OSError) -> None:  # otherwise an unreadable folder would be skipped silently
         raise DataError(f"{folder} cannot be read: {one_line(error)}")
 
     paths = [Path(place, name) for place, folders, names in os.walk(folder, onerror=refuse) for name in names]
@@ -96,10 +95,10 @@ def _npz(path: Path) -> np.ndarray:
 
 
 def _table(path: Path) -> np.ndarray:
-    """Images of one pixel (n, c, 1, 1), float32."""
+    """Read a table as images of one pixel (n, c, 1, 1), float32."""
     header, rows = read_rows(path)
     columns = [place for place, name in enumerate(header) if name != LABEL]
-    # Whole numbers are fine as names; a row of measurements that was taken for a header would be lost without a word.
+    # Whole numbers are allowed as names. A row of measurements, taken for a header, would be lost silently.
     measured = [name for name in header if re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?", name.strip(), re.IGNORECASE)]
     if len(set(header)) < len(header) or not all(map(str.isdecimal, measured)):
         raise DataError(f"{path} has no header: its first line must name the columns, each differently")
@@ -116,7 +115,7 @@ def _table(path: Path) -> np.ndarray:
 
 
 def read_test_part(data_dir: Path, task: Task) -> tuple[np.ndarray, np.ndarray]:
-    """A site's test images, on the model's scale, and their labels."""
+    """Return a site's test images, on the model's scale, and their labels."""
     images = read_site(data_dir, task.class_names)
     if images.num_classes > task.num_classes:
         raise DataError(f"{data_dir} has labels up to {images.num_classes - 1}, expected {task.num_classes} classes")
@@ -124,14 +123,14 @@ def read_test_part(data_dir: Path, task: Task) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _normalised(task: Task, x: np.ndarray, where: Path) -> np.ndarray:
-    """Images on the model's scale; where they do not fit, the DataError says which."""
-    with _named(where), np.errstate(over="ignore"):  # what the model makes of that is looked at
+    """Return images on the model's scale; a DataError names the file."""
+    with _named(where), np.errstate(over="ignore"):  # the model's output is checked
         return task.normalised(x)
 
 
 @contextmanager
 def _named(where: Path) -> Iterator[None]:
-    """Have a DataError say which file it is about."""
+    """Put the file's name in front of a DataError's text."""
     try:
         yield
     except DataError as error:

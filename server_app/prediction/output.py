@@ -39,16 +39,16 @@ def predictions(model: Path, given: Path) -> bytes:
     probabilities, classes = predictor.probabilities(x), predictor.classes
     header = ["input", "label", *(f"probability-{name}" for name in classes)]
     labels = probabilities.argmax(axis=1)
-    rows = zip(inputs, labels, probabilities.astype(np.float32), strict=True)  # in as few digits as tell the number
+    rows = zip(inputs, labels, probabilities.astype(np.float32), strict=True)  # in as few digits as identify the number
     return csv_lines([header, *([name, classes[label], *row] for name, label, row in rows)])
 
 
 def save_predictions(content: bytes, path: Path) -> None:
-    """Write the file of `predictions`, whole or not at all; ConfigError where it cannot be written."""
+    """Write the result of `predictions` to a file, completely or not at all; ConfigError where that fails."""
     with writing(f"--output is {str(path)!r}, which cannot be written"):
         path = path.expanduser()
-        if path.exists() and not path.is_file():  # such as a folder, or a pipe, whose place a file must not take
-            raise ValueError("it is there, and no file")
+        if path.exists() and not path.is_file():  # such as a folder or a pipe, which a file must not replace
+            raise ValueError("it exists and is not a file")
         with replacing(path) as temporary:
             temporary.write_bytes(content)
 
@@ -66,10 +66,10 @@ def save_evaluation(found: Mapping[str, Any], folder: Path) -> None:
 
 @contextmanager
 def writing(what: str) -> Iterator[None]:
-    """Raise a ConfigError of one line where something cannot be written."""
+    """Raise a ConfigError of one line where writing fails."""
     try:
         yield
-    except BrokenPipeError:  # whoever reads has enough: typer ends without a word
+    except BrokenPipeError:  # the reader of the pipe has stopped: typer ends silently
         raise
     except (OSError, ValueError) as error:  # ValueError: a path without a name, or with a null character
         raise ConfigError(f"{what} ({getattr(error, 'strerror', None) or error})") from None

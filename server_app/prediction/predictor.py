@@ -27,12 +27,12 @@ class Predictor:
     Attributes
     ----------
     task : Task
-        What the model takes and gives.
+        The model's input and classes.
     module : torch.nn.Module
     mixture : Mixture
-        Whose models are the module's.
+        The models of the mixture; each fits `module`.
     classes : tuple of str
-        What the classes are called: their names, else their numbers.
+        The names of the classes, or else their numbers.
     """
 
     task: Task
@@ -43,12 +43,12 @@ class Predictor:
     def load(cls, path: Path) -> Predictor:
         """Read a model's file.
 
-        No memory is taken for a network before the arrays in the file are known to be those of the network.
+        Memory for a network is allocated only after the arrays in the file are known to fit it.
 
         Raises
         ------
         ConfigError
-            There is no such file, or it is damaged, or no model that can be used.
+            The file does not exist, is damaged, or holds no model that can be used.
         """
         path = path.expanduser()
         if not path.is_file():
@@ -57,8 +57,8 @@ class Predictor:
             about, shapes = safetensors_header(path)
         if not {"model", "task"} <= about.keys():
             raise ConfigError(
-                f"--model is {str(path)!r}, which is no model of kindred's: nothing beside its arrays "
-                "says which network they are of"
+                f"--model is {str(path)!r}, which is no model of kindred's: it lacks the texts that name its "
+                "network and task"
             )
         with _unusable(path, "cannot be used"):
             name, task = Task.from_metadata(about)
@@ -73,7 +73,7 @@ class Predictor:
         with _unusable(path, "cannot be used"):
             module = make_model(name, task.image_shape, task.num_classes)
             for model in mixture.models:
-                set_arrays(module, model)  # which checks them
+                set_arrays(module, model)  # checks the arrays, too
                 if spoilt := [key for key, array in model.items() if not np.isfinite(array).all()]:
                     raise ValueError(f"its array {spoilt[0]!r} has values that are not finite: did training diverge?")
         return cls(task, module, mixture)
@@ -83,12 +83,12 @@ class Predictor:
         return self.task.class_names or tuple(map(str, range(self.task.num_classes)))
 
     def probabilities(self, x: np.ndarray) -> np.ndarray:
-        """Class probabilities (n, N) of images (n, c, h, w) that `Task.normalised` has put on the model's scale.
+        """Return class probabilities (n, N) of images (n, c, h, w), which `Task.normalised` put on the model's scale.
 
         Raises
         ------
         ConfigError
-            They are not finite.
+            The probabilities are not finite.
         ValueError
             The arrays are not those of the network.
         """
@@ -100,7 +100,7 @@ class Predictor:
 
 @contextmanager
 def _unusable(path: Path, how: str) -> Iterator[None]:
-    """Have everything that goes wrong said as a ConfigError: a file that somebody gave us may hold anything."""
+    """Turn every exception into a ConfigError: a file from someone else may hold anything."""
     try:
         yield
     except Exception as error:
@@ -110,9 +110,9 @@ def _unusable(path: Path, how: str) -> Iterator[None]:
 def _check_carried(network: str, task: Task, shapes: Mapping[str, tuple[int, ...]], mixed: bool) -> None:
     """Compare the shapes of the arrays in a file with those of the network that it names; ValueError if they differ."""
     try:
-        with torch.device("meta"):  # shapes, and no memory for values
+        with torch.device("meta"):  # shapes without memory for values
             state = make_model(network, task.image_shape, task.num_classes).state_dict()
-    except RuntimeError:  # an extension's, which cannot be made without values
+    except RuntimeError:  # a network of an extension that cannot be built without values
         return
     for part in by_prefix({n: s for n, s in shapes.items() if n != "shares"}).values() if mixed else [shapes]:
         check_shapes(state, part)

@@ -1,4 +1,4 @@
-"""Who learnt from whom in the rounds of a run, for the page: read from the files of the folder `collaboration`."""
+"""Which client learnt from which in each round, for the page; read from the files in the folder `collaboration`."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ else:
     hierarchy, distance = lazy("scipy.cluster.hierarchy"), lazy("scipy.spatial.distance")
 
 MOST_ROUNDS = 50  # matrices that the page holds
-MATRIX_TIMES = 1100  # a matrix of clients that learn alone is nearly all zeros, and deflate reaches 1,032 at the most
-MATRIX_BYTES = 4_000_000  # and their size in all, a byte for a weight
+MATRIX_TIMES = 1100  # a matrix of clients that learn alone is nearly all zeros; deflate compresses at most 1,032 times
+MATRIX_BYTES = 4_000_000  # size of these matrices together, one byte per weight
 
 
 def collaboration_content(folder: Path, groups: Sequence[int] | None) -> dict[str, Any] | None:
-    """The matrices of some rounds, each weight in a byte.
+    """Return the matrices of up to `MOST_ROUNDS` rounds, one byte per weight; None where there are none.
 
-    Of a round `strongest` is the largest weight of another client, for which 255 stands in `weights`, by rows; in
-    `own`, each client's own share, it stands for 1. Clients come by true group, or else those that learn from each
-    other side by side.
+    For each round, `strongest` is the largest weight of another client. In `weights`, by rows, the byte 255 means that
+    weight; in `own`, each client's own share, it means 1. Clients are ordered by true group where groups are known;
+    otherwise clients that learn from each other are side by side.
     """
     files = matrix_files(folder)
     matrices, damaged = [], []
@@ -55,7 +55,7 @@ def collaboration_content(folder: Path, groups: Sequence[int] | None) -> dict[st
         at = [place[client] for client in some]
         share[np.ix_(at, at)] = np.nan_to_num(weights, posinf=0).clip(0)
     known = groups_of(clients, groups)
-    order = np.argsort(known, kind="stable") if known else _by_likeness(shares[-1])
+    order = np.argsort(known, kind="stable") if known else _order_by_similarity(shares[-1])
     shares = shares[:, order][:, :, order]
     diagonal = np.arange(len(clients))
     own = shares[:, diagonal, diagonal].copy()  # (r, m)
@@ -74,7 +74,7 @@ def collaboration_content(folder: Path, groups: Sequence[int] | None) -> dict[st
 
 
 def matrix_files(folder: Path) -> list[Path]:
-    """Return the files of the rounds, in their order."""
+    """Return the files of the rounds, in the order of the rounds."""
     return sorted(folder.glob("round-*.npz"), key=lambda path: int(re.sub(r"\D", "", path.stem)))
 
 
@@ -88,8 +88,8 @@ def read_matrix(path: Path) -> tuple[list[ClientId], np.ndarray] | None:
     return (clients, weights) if weights.shape == (len(clients), len(clients)) else None
 
 
-def _by_likeness(shares: np.ndarray) -> np.ndarray:
-    """An order of clients in which those that learn much from each other are neighbours: hierarchical clustering."""
+def _order_by_similarity(shares: np.ndarray) -> np.ndarray:
+    """Order clients by hierarchical clustering: those that learn much from each other are adjacent."""
     if len(shares) < 3:
         return np.arange(len(shares))
     both = (shares + shares.T) / 2
@@ -100,12 +100,12 @@ def _by_likeness(shares: np.ndarray) -> np.ndarray:
 
 
 def _bytes(values: np.ndarray) -> str:
-    """Numbers in [0, 1], a byte each, as text."""
+    """Return numbers in [0, 1] as one byte each, in base64."""
     return base64.b64encode(np.rint(255 * values.clip(0, 1)).astype(np.uint8).tobytes()).decode()
 
 
 def groups_of(clients: Sequence[ClientId], groups: Sequence[int] | None) -> list[int] | None:
-    """The true group of each client, where they are those of the partition."""
+    """Return the true group of each client; None unless all clients are partitions with a known group."""
     if not groups:
         return None
     known = [groups[client] for client in clients if isinstance(client, int) and 0 <= client < len(groups)]

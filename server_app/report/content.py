@@ -1,10 +1,10 @@
-"""`report.html`: what a run, or a comparison of runs, came to, in one file that needs nothing else to be read.
+"""`report.html`: the results of a run, or of a comparison of runs, in one self-contained file.
 
-`run_content` and `comparison_content` gather what the page shows from the files of the folder alone, as plain JSON;
-`render.page` puts that into the page, whose script draws it. A run that goes on has the same files, so `kindred watch`
+`run_content` and `comparison_content` collect the content of the page from the files in the folder, as plain JSON.
+`render.page` puts it into the page, whose script draws it. A run in progress writes the same files, so `kindred watch`
 shows the same page.
 
-Names of clients and reasons of failures are other people's text: in the page they are data, never a part of its code.
+Names of clients and reasons of failures are texts from others. In the page they are data, never a part of its code.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from .render import page
 
 REPORT = "report.html"
 COMPARISON = "comparison.json"
-TEXTS = ("client", "personal")  # of a row, besides what becomes of replies; all else in it that is shown are numbers
-MOST_LISTED = 200  # clients whose replies were not used
+TEXTS = ("client", "personal")  # columns with texts, besides the status of replies; all other columns shown are numbers
+MOST_LISTED = 200  # pairs of client and reason in the table of unused replies
 OPTIONS = {
     "strategy": "strategy",
     "dataset": "dataset",
@@ -47,8 +47,8 @@ OPTIONS = {
     "num-clients": "clients",
     "num-rounds": "rounds",
     "seed": "seed",
-}  # of `kindred run`, by setting
-PLACES = ("output-dir", "resume")  # settings that say where a run is, and not what it does
+}  # options of `kindred run`, by setting
+PLACES = ("output-dir", "resume")  # settings of where a run is stored; they do not change what it computes
 STAGES = {
     RECEIVED: "model as received",
     TRAINED: "after local training",
@@ -66,12 +66,12 @@ def write_report(folder: Path, summary: Mapping[str, Any] | None = None) -> Path
     ----------
     folder : Path
     summary : mapping, optional
-        The summary of a run that has not written it yet.
+        The summary of a run that has not written its summary file yet.
 
     Raises
     ------
     ConfigError
-        The folder holds neither, or files that cannot be read.
+        The folder holds neither a run nor a comparison, or a file cannot be read.
     """
     is_comparison = (folder / COMPARISON).exists()
     content = comparison_content(folder) if is_comparison else run_content(folder, summary)
@@ -82,9 +82,9 @@ def write_report(folder: Path, summary: Mapping[str, Any] | None = None) -> Path
 
 
 def command(settings: Mapping[str, Any]) -> str:
-    """The command that repeats a run: its main settings, and all others that differ from their defaults.
+    """Return the command that repeats a run: its main settings, and all others that differ from their defaults.
 
-    Where the results lie is not among them, nor the engine, by which nothing of them differs.
+    It names neither the folder of the results nor the engine, which does not change the results.
     """
     defaults = Config().run_config()
     shown = ("strategy", "dataset", "partition", "seed")
@@ -116,23 +116,23 @@ def command(settings: Mapping[str, Any]) -> str:
 
 
 def run_content(folder: Path, summary: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What the page shows of a run, as far as it has come.
+    """Return the content of a run's page, up to its last complete round.
 
     Parameters
     ----------
     folder : Path
     summary : mapping, optional
-        As of `write_report`.
+        As in `write_report`.
 
     Returns
     -------
     dict
-        Plain JSON; what is not known is None. Accuracies are in [0, 1].
+        Plain JSON; unknown values are None. Accuracies are in [0, 1].
 
     Raises
     ------
     ConfigError
-        The folder is none of a run, or holds files that cannot be read.
+        The folder is not the folder of a run, or a file in it cannot be read.
     """
     config = _read_json(folder / "config.json")
     if not isinstance(config.get("settings"), dict):
@@ -141,9 +141,9 @@ def run_content(folder: Path, summary: Mapping[str, Any] | None = None) -> dict[
     finished = summary is not None or is_finished(folder)
     summary = summary or _read_json(folder / "summary.json", {})
     lines = _table(folder / "rounds.csv", "round")
-    done = {line["round"] for line in lines}  # of a round in progress some clients' rows may be there
+    done = {line["round"] for line in lines}  # a round in progress may have rows of some clients
     rows = [
-        {"client": "", **row}  # an empty name left an empty cell
+        {"client": "", **row}  # an empty name is an empty cell in the file
         for row in _table(folder / "history.csv", "round", "status")
         if row["round"] in done
     ]
@@ -183,14 +183,14 @@ def run_content(folder: Path, summary: Mapping[str, Any] | None = None) -> dict[
 
 
 def _settings(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[list[Any]]:
-    """Of each its name, its value, and whether that is the default."""
+    """Return each setting's name, its value, and whether the page treats the value as the default."""
     return [
         [key, value, key in PLACES or key in defaults and value == defaults[key]] for key, value in settings.items()
     ]
 
 
 def _figures(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The last round's accuracies, and what all rounds took."""
+    """Return the last round's accuracies, and the total costs of all rounds."""
     last = lines[-1] if lines else {}
     return {
         **{key: last.get(key) for key in ("accuracy", "accuracy-best", "accuracy-p10", "accuracy-weighted")},
@@ -204,7 +204,7 @@ def _total(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:
 
 
 def _curve(lines: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """After every round: accuracies over clients, and what it took until then."""
+    """Return, for every round, the accuracies over clients and the total costs up to that round."""
     rounds, _, values = carried_forward(rows, f"{PERSONAL}-accuracy")  # (r,), (m,), (r, m)
     known = ~np.isnan(values).all(axis=1)
     top = dict(zip(rounds[known].tolist(), np.nanquantile(values[known], 0.9, axis=1).tolist(), strict=True))
@@ -218,7 +218,7 @@ def _curve(lines: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]
 
 
 def _costs(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Bytes, and training samples where they were counted, until after every round."""
+    """Return the total bytes, and training samples where they were counted, up to each round."""
 
     def until(*keys: str) -> list[float]:
         return np.cumsum([sum(line.get(key, 0) for key in keys) for line in lines], dtype=float).tolist()
@@ -228,19 +228,19 @@ def _costs(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _stages(rows: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The mean over clients of each model that they report on, by round; and which stands for "after training"."""
+    """Return the mean accuracy by round of each model that clients report on, and the model "after training"."""
     curves = {}
     for stage in STAGES:
         if stage == PERSONAL:
             continue
         key = f"{stage}-accuracy"
         rounds, _, values = carried_forward(rows, key)
-        told = {row["round"] for row in rows if is_accuracy(row.get(key))}
-        if told:
+        reported = {row["round"] for row in rows if is_accuracy(row.get(key))}
+        if reported:
             mean = {
                 number: float(np.nanmean(line))
                 for number, line in zip(rounds.tolist(), values, strict=True)
-                if number in told
+                if number in reported
             }
             curves[stage] = {"name": STAGES[stage], "mean": _numbers(mean.get(line["round"]) for line in lines)}
     personal = next((line["personal"] for line in reversed(lines) if "personal" in line), None)
@@ -254,18 +254,18 @@ def _stages(rows: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, Any]
 
 
 def _last(rows: Sequence[Mapping[str, Any]], clients: Sequence[ClientId], key: str) -> list[float | None]:
-    """The accuracy that each client reported last."""
+    """Return the last accuracy that each client reported."""
     last = {row["client"]: row[key] for row in rows if is_accuracy(row.get(key))}
     return _numbers(last.get(client) for client in clients)
 
 
 def _numbers(values: Any) -> list[float | None]:
-    """To four digits, which is more than a picture shows; None for what is not finite."""
+    """Round to four digits, which is more than a figure shows; None for values that are not finite."""
     return [None if value is None or not np.isfinite(value) else round(float(value), 4) for value in values]
 
 
 def _unused(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Replies that were not used, with how many of each client and reason, and in which rounds first and last."""
+    """Return the replies that were not used: for each client and reason their number, first and last round."""
     found: dict[tuple[ClientId, str], list[int]] = {}
     for row in rows:
         for status in statuses(row):
@@ -284,7 +284,7 @@ def _unused(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def comparison_content(folder: Path) -> dict[str, Any]:
-    """What the page shows of a comparison.
+    """Return the content of a comparison's page.
 
     Parameters
     ----------
@@ -294,7 +294,7 @@ def comparison_content(folder: Path) -> dict[str, Any]:
     Returns
     -------
     dict
-        Plain JSON, as of `run_content`.
+        Plain JSON, as in `run_content`.
 
     Raises
     ------
@@ -333,11 +333,11 @@ def comparison_content(folder: Path) -> dict[str, Any]:
             "versions": [*comparison["versions"].items(), ("platform", comparison["platform"])],
         }
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{path} is none that `kindred compare` wrote: {type(error).__name__}: {error}") from None
+        raise ConfigError(f"{path} was not written by `kindred compare`: {type(error).__name__}: {error}") from None
 
 
 def _compared_run(folder: Path, run: Mapping[str, Any]) -> dict[str, Any]:
-    """A run of a comparison: it may have failed, or its folder may have been removed since."""
+    """Return the content for one run of a comparison; it may have failed, or its folder may have been removed."""
     place = Path(os.path.normpath(folder / run.get("folder", "")))
     lines = _table(place / "rounds.csv", "round") if "folder" in run else []
     is_there = "folder" in run and (place / REPORT).exists()
@@ -360,7 +360,7 @@ def _compared_run(folder: Path, run: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def mean_over_seeds(curves: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Mean and standard deviation over runs, after the rounds that all of them have."""
+    """Return mean and standard deviation over runs, for the rounds that all of them have."""
     if not curves:
         return None
     rounds = sorted(set.intersection(*(set(curve["rounds"]) for curve in curves)))
@@ -400,9 +400,9 @@ def _read_json(path: Path, otherwise: Any = _REQUIRED) -> Any:
 
 
 def _table(path: Path, *needed: str) -> list[dict[str, Any]]:
-    """The rows of a table as far as it has been written, and of them what is a number up to `MOST` or one of `TEXTS`.
+    """Return the rows of a table that have been written so far; their numbers up to `MOST`, `TEXTS` and statuses alone.
 
-    None where the table has not been begun. Every row has what is needed.
+    The list is empty where the file does not exist. ConfigError where a row lacks one of the `needed` columns.
     """
     try:
         rows = [
@@ -424,7 +424,7 @@ def _table(path: Path, *needed: str) -> list[dict[str, Any]]:
 
 
 def _picture(path: Path) -> str | None:
-    """A PNG as the address that holds it."""
+    """Return a PNG file as a data URL; None where it cannot be read."""
     try:
         return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
     except OSError:

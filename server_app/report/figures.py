@@ -1,8 +1,8 @@
-"""The pictures of a run, as matplotlib figures.
+"""The figures of a run, drawn with matplotlib.
 
-Each function gives a `Figure` made without pyplot, so that nothing here depends on a display or changes
-state that others share. Colours are those of Okabe and Ito and the viridis map, which colour-blind people
-can tell apart; lines differ in dash and marker too.
+Each function returns a `Figure` made without pyplot, so nothing here needs a display or changes shared state.
+Colours are those of Okabe and Ito and the viridis map, which colour-blind people can distinguish; lines also
+differ in dash and marker.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ else:
     matplotlib, isotonic = lazy("matplotlib"), lazy("sklearn.isotonic")
     mpl_figure, ticker = lazy("matplotlib.figure"), lazy("matplotlib.ticker")
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito's
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # those of Okabe and Ito
 DASHES = ("-", "--", "-.", ":", (0, (6, 1.5, 1, 1.5, 1, 1.5)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 MIXED = "mixture of models"
-MOST_NAMED = 40  # clients whose names find room along an axis of the heatmap
-LONGEST_NAME = 14  # characters of a client's name in a picture
-TEXT_WIDTH, TEXT_LINES = 52, 4  # characters, and lines, of the clients of a cluster
+MOST_NAMED = 40  # largest number of clients whose names fit along an axis of the heatmap
+LONGEST_NAME = 14  # characters of a client's name in a figure
+TEXT_WIDTH, TEXT_LINES = 52, 4  # characters per line, and lines, of the list of a cluster's clients
 
 
 def is_accuracy(value: object) -> bool:
@@ -42,14 +42,14 @@ def is_accuracy(value: object) -> bool:
 
 
 def carried_forward(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[np.ndarray, list[ClientId], np.ndarray]:
-    """One reported accuracy of every client after every round; who sat out keeps the last.
+    """Return one accuracy of every client after every round; a client that did not report keeps its last value.
 
     Parameters
     ----------
     rows : sequence of mapping
         A history's rows, in order of round.
     key : str
-        What was reported, such as "personal-accuracy". Values outside [0, 1] count as not reported.
+        The column, such as "personal-accuracy". Values outside [0, 1] count as not reported.
 
     Returns
     -------
@@ -72,10 +72,9 @@ def carried_forward(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[np.nda
 
 
 def accuracy_figure(rows: Sequence[Mapping[str, Any]], title: str) -> Figure:
-    """Accuracy over rounds: mean over clients, their bottom to top decile, and the best mean.
+    """Draw accuracy over rounds: mean over clients, bottom to top decile of clients, and the best mean.
 
-    Where the model that clients receive does otherwise than the one that counts for them, its mean is a
-    second line.
+    Where the accuracy of the received models differs from the personal accuracy, its mean is a second line.
 
     Parameters
     ----------
@@ -96,7 +95,7 @@ def accuracy_figure(rows: Sequence[Mapping[str, Any]], title: str) -> Figure:
     reported = int((~np.isnan(values[-1])).sum())
     of = "clients" if reported == len(clients) else f"the {reported} of {len(clients)} clients that reported"
 
-    # One round has no line and no area: points and a bar say the same.
+    # One round gives no line and no area: draw points and a bar instead.
     marker = "o" if len(rounds) <= 40 else None
     if len(rounds) == 1:
         axes.vlines(rounds, bottom, top, color=COLOURS[0], alpha=0.25, linewidth=14, label="bottom to top decile")
@@ -107,11 +106,11 @@ def accuracy_figure(rows: Sequence[Mapping[str, Any]], title: str) -> Figure:
         name += f", {_stage(rows)}"
         other = "one model alone, as received" if _stage(rows) == MIXED else "before local training (model as received)"
         numbers, _, received = carried_forward(rows, f"{RECEIVED}-accuracy")
-        # A closing evaluation may be of the personal models alone.
-        told = np.isin(numbers, [row["round"] for row in rows if is_accuracy(row.get(f"{RECEIVED}-accuracy"))])
+        # A closing evaluation may cover the personal models alone.
+        reported_in = np.isin(numbers, [row["round"] for row in rows if is_accuracy(row.get(f"{RECEIVED}-accuracy"))])
         axes.plot(
-            numbers[told],
-            100 * np.nanmean(received[told], axis=1),
+            numbers[reported_in],
+            100 * np.nanmean(received[reported_in], axis=1),
             color=COLOURS[1],
             linestyle="--",
             marker="s" if marker else None,
@@ -148,10 +147,10 @@ def accuracy_figure(rows: Sequence[Mapping[str, Any]], title: str) -> Figure:
 def collaboration_figure(
     clients: Sequence[ClientId], weights: np.ndarray, groups: Sequence[int] | None, title: str
 ) -> Figure:
-    """Who learns from whom: the weights as a heatmap, clients of a group side by side.
+    """Draw the collaboration weights as a heatmap, with clients of a group side by side.
 
-    The colours are for the weights of the others; a client's own share, often many times as large, is grey
-    and written above the picture.
+    Colours show the weights of other clients. A client's own share, often many times as large, is grey; the range of
+    own shares is written above the heatmap.
 
     Parameters
     ----------
@@ -184,7 +183,7 @@ def collaboration_figure(
     edges = np.concatenate(([0], starts, [count]))
     centres, numbers = (edges[:-1] + edges[1:] - 1) / 2, [str(group) for group in labels[edges[:-1]]]
     by_group = ""
-    if count > MOST_NAMED and len(starts):  # names that jump from group to group would say nothing
+    if count > MOST_NAMED and len(starts):  # names that are not in order would not help
         axes.set_xticks([])
         axes.set_yticks(centres, numbers, fontsize=8.5)
         axes.tick_params(length=0)
@@ -201,7 +200,7 @@ def collaboration_figure(
     if len(starts):
         width = 1.2 if len(starts) < 10 else 0.6
         for at in starts - 0.5:
-            for colour, factor in (("black", 2), ("white", 1)):  # seen on dark and on bright cells
+            for colour, factor in (("black", 2), ("white", 1)):  # visible on dark and on bright cells
                 axes.axhline(at, color=colour, linewidth=factor * width)
                 axes.axvline(at, color=colour, linewidth=factor * width)
         above = axes.secondary_xaxis("top")
@@ -214,33 +213,33 @@ def collaboration_figure(
 def tree_figure(
     clusters: Sequence[Mapping[str, Any]], last: int, groups: Mapping[ClientId, int] | None, title: str
 ) -> Figure:
-    """The tree of clusters over rounds: when each was divided, how alike clients across the cut were, who is where.
+    """Draw the tree of clusters over rounds: when each was divided, the similarity across the cut, and its clients.
 
     Parameters
     ----------
     clusters : sequence of mapping
-        As of `ClusteredFL.tree`.
+        As in `ClusteredFL.tree`.
     last : int
         The last round.
     groups : mapping, optional
         client -> its true group, where there are groups.
     title : str
     """
-    if groups and len(set(groups.values())) == 1:  # nothing to tell apart
+    if groups and len(set(groups.values())) == 1:  # one group: nothing to distinguish
         groups = None
     texts = {cluster["cluster"]: _cluster_text(cluster, groups) for cluster in clusters}
     leaves = _in_tree_order(clusters)
-    places: dict[int, float] = {}  # in lines of text from the top
+    places: dict[int, float] = {}  # in lines of text, from the top
     end = 0.0
     for number in leaves:
         lines = len(texts[number])
         places[number] = end + lines / 2
         end += lines + 0.9
-    for cluster in reversed(clusters):  # parts come after what they are parts of
+    for cluster in reversed(clusters):  # the parts of a cluster come after it
         if cluster["parts"]:
             places[cluster["cluster"]] = float(np.mean([places[part] for part in cluster["parts"]]))
 
-    right = last + max(0.07 * last, 0.2)  # room for a cut in the last round
+    right = last + max(0.07 * last, 0.2)  # space for a cut in the last round
     figure, axes = new_figure(title, (9.0, 1.7 + 0.175 * max(end, 6)))
     for cluster in clusters:
         number, stop = cluster["cluster"], cluster["divided"] or right
@@ -284,9 +283,9 @@ def tree_figure(
 
 
 def comparison_figure(methods: Sequence[tuple[str, Sequence[Sequence[Mapping[str, Any]]]]], title: str) -> Figure:
-    """Mean accuracy over rounds of several methods, each line named at its end.
+    """Draw mean accuracy over rounds of several methods, with each method's name at the end of its line.
 
-    Of several runs of a method the line is the mean, in a band of the standard deviation on either side.
+    Where a method has several runs, the line is their mean, with a band of one standard deviation on either side.
 
     Parameters
     ----------
@@ -297,20 +296,20 @@ def comparison_figure(methods: Sequence[tuple[str, Sequence[Sequence[Mapping[str
     figure, axes = new_figure(title, (8.0, max(4.6, 0.3 * len(methods) + 1.6)))
     lines: list[tuple[str, np.ndarray, np.ndarray, dict[str, Any]]] = []  # (name, rounds, percent, style)
     for i, (name, runs) in enumerate(methods):
-        told = [
+        accuracies = [
             {line["round"]: line["accuracy"] for line in rounds if is_accuracy(line.get("accuracy"))} for rounds in runs
         ]
-        known = sorted(set.intersection(*map(set, told))) if told else []  # the rounds of all runs
+        known = sorted(set.intersection(*map(set, accuracies))) if accuracies else []  # the rounds of all runs
         style: dict[str, Any] = {
             "color": COLOURS[i % len(COLOURS)],
             "linestyle": DASHES[i % len(DASHES)],
             "marker": MARKERS[i % len(MARKERS)],
         }
         if known:
-            percents = 100 * np.array([[accuracy[number] for number in known] for accuracy in told])  # (runs, r)
+            percents = 100 * np.array([[accuracy[number] for number in known] for accuracy in accuracies])  # (runs, r)
             numbers, percent = np.array(known), percents.mean(axis=0)
             lines.append((short_name(name, 24), numbers, percent, style))
-            if len(told) > 1:
+            if len(accuracies) > 1:
                 spread = percents.std(axis=0, ddof=1)
                 axes.fill_between(
                     numbers, percent - spread, percent + spread, color=style["color"], alpha=0.15, linewidth=0
@@ -333,11 +332,11 @@ def comparison_figure(methods: Sequence[tuple[str, Sequence[Sequence[Mapping[str
     first, last = min(line[1][0] for line in lines), max(line[1][-1] for line in lines)
     _accuracy_axes(axes, np.arange(first, last + 1), suffix=", mean over clients")
     low, high = axes.get_ylim()
-    # A label is about 0.2 inch high, and the axes take up some 0.75 of the figure.
+    # A label is about 0.2 inch high, and the axes take up about 0.75 of the figure's height.
     gap = 0.2 / (0.75 * figure.get_figheight()) * (high - low)
     places = _apart(np.array([percent[-1] for _, _, percent, _ in lines]), gap, low, high)
     for (name, numbers, percent, style), place in zip(lines, places, strict=True):
-        # In units of the axes' width beyond its right edge, the height in percent of accuracy.
+        # x is in units of the axes' width, beyond its right edge; y is the accuracy in percent.
         axes.annotate(
             "",
             xy=(numbers[-1], percent[-1]),
@@ -361,7 +360,7 @@ def comparison_figure(methods: Sequence[tuple[str, Sequence[Sequence[Mapping[str
 
 
 def _stage(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Which of the reported models the personal accuracy is of, in words."""
+    """Return the name of the reported model whose accuracy is the personal accuracy."""
     for stage, words in ((TRAINED, "after local training"), (TUNED, "after fine-tuning"), (MIXTURE, MIXED)):
         if _same(rows, stage):
             return words
@@ -369,17 +368,17 @@ def _stage(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _same(rows: Sequence[Mapping[str, Any]], stage: str) -> bool | None:
-    """Whether the personal accuracy is this stage's wherever both are reported; None where they never are."""
+    """Whether personal accuracy and this stage's are equal wherever both are reported; None where they never are."""
     pairs = [(row.get(f"{stage}-accuracy"), row.get(f"{PERSONAL}-accuracy")) for row in rows]
     both = [pair for pair in pairs if all(map(is_accuracy, pair))]
     return all(first == second for first, second in both) if both else None
 
 
 def _apart(values: np.ndarray, gap: float, low: float, high: float) -> np.ndarray:
-    """Move values apart as little as needed to be `gap` from each other, inside [low, high] if that has room."""
+    """Move values apart, as little as needed for gaps of `gap`, inside [low, high] if they fit."""
     order = np.argsort(values, kind="stable")
     steps = gap * np.arange(len(values))
-    # Less i gaps, "at least a gap apart" reads "not decreasing": least squares under that is isotonic regression.
+    # With i gaps subtracted from value i, "at least a gap apart" becomes "not decreasing": isotonic regression.
     least, most = low + gap / 2, high - gap / 2 - steps[-1]
     result = np.empty(len(values))
     result[order] = steps + isotonic.isotonic_regression(values[order] - steps, y_min=least, y_max=max(least, most))
@@ -411,7 +410,7 @@ def _round_axis(axes: Axes, rounds: np.ndarray) -> None:
 
 
 def _in_tree_order(clusters: Sequence[Mapping[str, Any]]) -> list[int]:
-    """The clusters that have not been divided, so that those of one part are side by side."""
+    """Return the clusters that have not been divided, with the parts of one cluster side by side."""
     leaves, to_see = [], [0]
     while to_see:
         number = to_see.pop()
@@ -423,7 +422,7 @@ def _in_tree_order(clusters: Sequence[Mapping[str, Any]]) -> list[int]:
 
 
 def _cluster_text(cluster: Mapping[str, Any], groups: Mapping[ClientId, int] | None) -> list[str]:
-    """Who is in a cluster, in lines; of a divided one who has not been placed yet, if anybody."""
+    """Return the lines that list a cluster's clients; for a divided cluster, the number not yet in one of its parts."""
     clients = cluster["clients"]
     if cluster["parts"]:
         return [f"{len(clients)} to be placed"] if clients else []
@@ -436,13 +435,13 @@ def _cluster_text(cluster: Mapping[str, Any], groups: Mapping[ClientId, int] | N
 
 
 def _wrapped(start: str, clients: Sequence[ClientId]) -> list[str]:
-    """Clients' names in lines of a bounded length, and the first few lines alone."""
+    """Return clients' names in lines of bounded length; the first `TEXT_LINES` lines only."""
     names = ", ".join(short_name(client).replace(" ", "\u00a0") for client in clients)
     return textwrap.wrap(start + names, TEXT_WIDTH, max_lines=TEXT_LINES, placeholder=" …")
 
 
 def short_name(text: object, longest: int = LONGEST_NAME) -> str:
-    """A name as matplotlib shall show it: one line, not too long, dollars as themselves and not as mathematics."""
+    """Return a name for matplotlib: one line, at most `longest` characters, with dollar signs escaped."""
     text = " ".join(str(text).split())
     if len(text) > longest:
         text = text[: longest - 1] + "…"

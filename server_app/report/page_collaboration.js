@@ -1,17 +1,17 @@
-// --- Who helps whom ---
+// --- Collaboration: which client learns from which ---
 
 const bytesOf = text => Uint8Array.from(atob(text), character => character.charCodeAt(0));
 
 function together(found, asked) {
   if (!found.rounds.length)
-    return section("Who helps whom", h("p", {}, found["too-many"]
-      ? `The matrix of ${found["too-many"]} clients is too large for a page; it is in the folder collaboration/.`
+    return section("Who learns from whom", h("p", {}, found["too-many"]
+      ? `The matrix of ${found["too-many"]} clients is too large for this page; it is in the folder collaboration/.`
       : `The files in collaboration/ cannot be read: ${found.damaged.join(", ")}.`));
   const count = found.names.length, last = found.rounds.length - 1;
   const strongest = Math.max(...found.strongest) || 1;
   let at = kept.round === null ? last : Math.max(0, found.rounds.findLastIndex(number => number <= kept.round));
   const decoded = new Map();
-  const round = () => {  // weight(i, j): what client i got of client j, another one; own(i)
+  const round = () => {  // weight(i, j): share of client j in what client i received, i != j; own(i)
     if (!decoded.has(at)) decoded.set(at, [bytesOf(found.weights[at]), bytesOf(found.own[at])]);
     const [weights, own] = decoded.get(at);
     return { weight: (i, j) => weights[i * count + j] * found.strongest[at] / 255, own: i => own[i] / 255,
@@ -41,23 +41,23 @@ function together(found, asked) {
   });
   edges.addEventListener("input", () => { kept.edges = Number(edges.value); update(true); });
   update(false);
-  const order = found.groups ? "Clients are in order of their true groups."
+  const order = found.groups ? "Clients are ordered by true group."
     : "Clients that learn from each other are side by side (hierarchical clustering of the last round).";
   const some = found.rounds.length < found.of
-    ? ` ${found.rounds.length} of ${found.of} rounds are kept here; all are in the folder collaboration/.` : "";
-  return section("Who helps whom",
+    ? ` This page shows ${found.rounds.length} of ${found.of} rounds; all are in the folder collaboration/.` : "";
+  return section("Who learns from whom",
     h("p", { class: "soft" }, `${order} Weights are rounded to one of 256 steps.${some}`,
       found.damaged.length ? ` Files that cannot be read: ${found.damaged.join(", ")}.` : ""),
     h("div", { class: "controls" },
       h("label", { for: "round" }, "Round", slider, output),
-      h("label", { for: "edges", class: "short-control" }, "Helpers drawn for a client", edges, edgesOutput)),
+      h("label", { for: "edges", class: "short-control" }, "Arrows per client", edges, edgesOutput)),
     h("div", { class: "pair" },
       figure("Matrix", matrixBox, colourBar(strongest),
-        h("figcaption", {}, "A row is a client that learns, a column one that is learnt from. ",
-          "Grey: a client's own share, which is not on the scale.")),
+        h("figcaption", {}, "Row: the client that learns. Column: the client it learns from. ",
+          "Grey: a client's own share, which is not on the colour scale.")),
       figure("Graph", graphBox, groupLegend(found.groups),
-        h("figcaption", {}, "From the client that helps to the one that learns; the thicker, the larger the share."))),
-    more("Strongest helpers of each client", helpers));
+        h("figcaption", {}, "Arrows point to the client that learns. A thicker arrow means a larger share."))),
+    more("Largest shares for each client", helpers));
 }
 
 function viridis(share) {
@@ -102,7 +102,7 @@ function matrix(width, found, { weight, own, bytes }, strongest, number) {
     `Collaboration matrix of ${plural(count, "client")} in round ${number}. ` + (strongestPair
       ? `The largest share of another client is ${percent(weight(...strongestPair))}: ` +
         `client ${found.names[strongestPair[0]]} learns from client ${found.names[strongestPair[1]]}.`
-          : "Nobody learns from another."),
+          : "No client learns from another."),
     s("image", { href: canvas.toDataURL(), x: left, y: top, width: side, height: side, preserveAspectRatio: "none" }),
     runs.map(([group, from, to]) => [
       from > 0 && [["var(--ink)", 2.4], ["var(--paper)", 1.2]].map(([stroke, thick]) => [
@@ -147,7 +147,7 @@ function colourBar(strongest) {
 }
 
 function strongestOf(count, weight, i, most) {
-  const found = [];  // not by sorting all, which of a thousand clients takes seconds
+  const found = [];  // without sorting all shares, which takes seconds for a thousand clients
   for (let j = 0; j < count; j++) {
     const value = j === i ? 0 : weight(i, j);
     if (value <= 0 || (found.length === most && value <= weight(i, found[most - 1]))) continue;
@@ -174,9 +174,9 @@ function graph(width, found, { weight, own, bytes }, strongest, number) {
     strongestOf(count, weight, i, kept.edges).map(j => [j, i, weight(i, j)]));
   edges.sort((a, b) => a[2] - b[2]);
   const alone = same && others[0] === 0;
-  const told = alone ? "nobody learns from another" : "the same share of every other client";
-  const label = `Graph of round ${number}: ` + (same ? `${told}.`
-    : `${plural(edges.length, "arrow")}, from the ${kept.edges} strongest helpers of each client.`);
+  const summary = alone ? "no client learns from another" : "every other client has the same share";
+  const label = `Graph of round ${number}: ` + (same ? `${summary}.`
+    : `${plural(edges.length, "arrow")}, from the ${kept.edges} largest shares of each client.`);
   return drawing(side, side, label,
     s("defs", {}, Array.from({ length: COLOURS }, (_, i) => s("marker", { id: `arrow${i}`, viewBox: "0 0 8 8",
       refX: 1, refY: 4, markerWidth: 14, markerHeight: 14, markerUnits: "userSpaceOnUse", orient: "auto" },
@@ -201,13 +201,13 @@ function graph(width, found, { weight, own, bytes }, strongest, number) {
           : "end", class: "small" },
           short(name, 6), s("title", {}, name))];
     }),
-    same && s("text", { x: middle, y: middle, "text-anchor": "middle" }, told));
+    same && s("text", { x: middle, y: middle, "text-anchor": "middle" }, summary));
 }
 
 function helperTable(found, { weight, own }, name) {
   const count = found.names.length;
-  return table(["client", "own share", "strongest", "second", "third"], found.names.map((client, i) => {
+  return table(["client", "own share", "largest other", "second", "third"], found.names.map((client, i) => {
     const others = strongestOf(count, weight, i, 3).map(j => `${short(found.names[j], 30)} (${percent(weight(i, j))})`);
     return [short(client, 40), percent(own(i)), ...[0, 1, 2].map(at => others[at] || "–")];
-  }), { caption: `What each client received in ${name}`, numbers: [1] });
+  }), { caption: `Shares in what each client received in ${name}`, numbers: [1] });
 }

@@ -15,13 +15,13 @@ function comparison(data) {
     header(data, null),
     section("Results",
       data.tables.map(([columns, ...lines], i) => table(columns, lines, { numbers: columns.map((_, at) => at).slice(1),
-        caption: ["Accuracy", "What it cost"][i] + (data.seeds.length > 1 ? ", mean ± deviation over seeds" : "") })),
+        caption: ["Accuracy", "Costs"][i] + (data.seeds.length > 1 ? ", mean ± standard deviation over seeds" : "") })),
       h("ul", { class: "remarks" }, data.remarks.map(line => h("li", {}, line)))),
-    section("Accuracy", h("p", { class: "soft" }, "Mean over clients of each one's accuracy on its own test images" +
+    section("Accuracy", h("p", { class: "soft" }, "Mean over clients of each client's accuracy on its own test images" +
       (band ? "; the line is the mean over seeds." : ".")),
       h("div", { class: "pair" },
         lineFigure({ title: "Over rounds", lines: lines("rounds", 1), xName: "round", whole: true, bandName: band,
-          caption: besides(curves.map(([method]) => [method.curve.rounds, method.asked])) }),
+          caption: specialRounds(curves.map(([method]) => [method.curve.rounds, method.asked])) }),
         lineFigure({ title: "Against bytes", lines: lines("bytes", bytes[1]), xName: `${bytes[0]} sent, both ways`,
           bandName: band }),
         lines("samples", 1).length > 0 && lineFigure({ title: "Against the clients' work",
@@ -31,19 +31,19 @@ function comparison(data) {
     section("Runs", table(["method", "seed", "report"],
       methods.flatMap(method => method.runs.map(run => [method.name, String(run.seed),
       run.failed ? `failed: ${run.failed}` : run.report ? h("a", { href: run.report }, run.name)
-        : `${run.name}, which is not there`])),
-      { numbers: [1], long: [2], caption: "Each run's own report" }),
+        : `${run.name} (not found)`])),
+      { numbers: [1], long: [2], caption: "Report of each run" }),
       methods.some(method => method.settings.length)
-        && more("Settings of one method alone", table(["method", "setting", "value"],
+        && more("Settings of single methods", table(["method", "setting", "value"],
         methods.flatMap(method => method.settings.map(([name, value]) => [method.name, name, text(value)])),
-        { long: [2], caption: "Besides those that all have" })),
+        { long: [2], caption: "In addition to the settings that all methods share" })),
       data.notes.length > 0 && more("Notes on the preset",
         h("ul", { class: "remarks" }, data.notes.map(line => h("li", {}, line))))),
     settings(data),
   ];
 }
 
-// Every method's clients, those of all seeds: dots, the middle half, the median.
+// The clients of each method, over all seeds: dots, middle half, median.
 function spread(methods) {
   const rows = methods.map((method, i) => [method, i]).filter(([method]) => method.accuracies.length);
   if (!rows.length) return null;
@@ -52,7 +52,7 @@ function spread(methods) {
     return values[low] + (values[Math.min(low + 1, values.length - 1)] - values[low]) * (at - low);
   };
   const sorted = rows.map(([method]) => [...method.accuracies].sort((a, b) => a - b));
-  const label = "How accuracies are distributed over clients. " + rows.map(([method], n) =>
+  const label = "Distribution of accuracies over clients. " + rows.map(([method], n) =>
     `${method.name}: ` + [["bottom decile", 0.1], ["median", 0.5], ["top decile", 0.9]].map(([name, share]) =>
       `${name} ${percent(quantile(sorted[n], share))}`).join(", ") + ".").join(" ");
   return figure("Distribution over clients", plot(width => {
@@ -79,5 +79,5 @@ function spread(methods) {
           s("line", { x1: at(0.5), x2: at(0.5), y1: y - 9, y2: y + 9, stroke: "var(--ink)", "stroke-width": 2.5 }),
         ];
       }));
-  }), h("figcaption", {}, "A dot: a client of a seed; line: between the deciles; box: the middle half; bar: median."));
+  }), h("figcaption", {}, "Dot: one client of one seed. Line: bottom to top decile. Box: middle half. Bar: median."));
 }

@@ -3,9 +3,9 @@ const VIRIDIS = ["440154", "48186a", "472d7b", "424086", "3b528b", "33638d", "2c
   "28ae80", "3fbc73", "5ec962", "84d44b", "addc30", "d8e219", "fde725"].map(text =>
   [0, 2, 4].map(at => parseInt(text.slice(at, at + 2), 16)));
 const OWN = [176, 176, 176, 255];
-const kept = { round: null, edges: 2 };  // what the reader has chosen; no round is the last one
-const plots = [];  // { box, draw }: boxes that are drawn as wide as they are
-const PRINTED = 330;  // pixels: how wide a column is on paper
+const kept = { round: null, edges: 2 };  // the reader's choices; round null is the last round
+const plots = [];  // { box, draw }: each figure is drawn to the width of its box
+const PRINTED = 330;  // width of a printed column, in pixels
 
 // --- Elements: texts are always text nodes, never HTML ---
 
@@ -81,8 +81,7 @@ function mark(shape, x, y, size, paint, title) {
     title && s("title", {}, title));
 }
 
-// A frame with axes from and to the values `across` and `upward`, in which `inside(x, y)` draws: functions from values
-// to places.
+// A frame with axes over the ranges `across` and `upward`. `inside(x, y)` draws in it; x and y map values to positions.
 function framed(width, { across, upward, xName, yName, whole, label, inside, square }) {
   const left = 42, right = 14, top = 26, bottom = 44;
   const height = square ? Math.min(width, 420) : Math.round(Math.max(230, Math.min(340, width * 0.62)));
@@ -106,7 +105,7 @@ function framed(width, { across, upward, xName, yName, whole, label, inside, squ
     inside(x, y, width, height));
 }
 
-// Limits for accuracies in percent, with some air.
+// Axis limits for accuracies in percent, with a margin.
 function limits(values) {
   const step = 5, low = Math.min(...values), high = Math.max(...values);
   return [Math.max(0, Math.floor((low - 1) / step) * step), Math.min(100, Math.ceil((high + 1) / step) * step)];
@@ -155,8 +154,8 @@ function describe(line) {
   const at = line.y.map((_, i) => i).filter(i => known(line.y[i]));
   const [first, last] = [at[0], at[at.length - 1]];
   const best = at.reduce((a, b) => line.y[b] > line.y[a] ? b : a, first);
-  return `${line.name}: ${percent(line.y[first])} at first, ${percent(line.y[last])} at last, ` +
-    `${percent(line.y[best])} at best.`;
+  return `${line.name}: first ${percent(line.y[first])}, last ${percent(line.y[last])}, ` +
+    `best ${percent(line.y[best])}.`;
 }
 function legend(lines, bandName) {
   if (lines.length < 2 && !bandName) return null;
@@ -169,18 +168,18 @@ function legend(lines, bandName) {
       s("rect", { width: 20, height: 12, fill: lines.length === 1 ? colour(lines[0].i) : "var(--soft)",
         "fill-opacity": 0.2 })), bandName));
 }
-// What rounds besides those of training are; pairs: the rounds of a curve, and how many were asked for.
-function besides(pairs) {
-  const told = [
-    pairs.some(([rounds]) => rounds.includes(0)) && "Round 0 is what came before training.",
+// Explanation of rounds without training; pairs: the rounds of a curve, and the number of training rounds.
+function specialRounds(pairs) {
+  const sentences = [
+    pairs.some(([rounds]) => rounds.includes(0)) && "Round 0 is the evaluation before training.",
     pairs.some(([rounds, asked]) => rounds.some(number => number > asked))
-      && "A round beyond those of training is a closing evaluation, of the models that the last one left."];
-  return told.filter(Boolean).join(" ") || null;
+      && "The round after the last training round is a closing evaluation of the final models."];
+  return sentences.filter(Boolean).join(" ") || null;
 }
 const figure = (title, ...children) => h("figure", {}, title && h("h3", {}, title), ...children);
 const section = (title, ...children) => h("section", {}, h("h2", {}, title), ...children);
 
-// `numbers` and `long` say which columns hold numbers, and texts of any length.
+// `numbers` and `long`: the columns that hold numbers, and those that hold texts of any length.
 function table(columns, rows, { caption, numbers = [], long = [] }) {
   const kind = i => numbers.includes(i) ? "number" : long.includes(i) ? "long" : null;
   return h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": caption },

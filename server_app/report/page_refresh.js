@@ -31,17 +31,17 @@ addEventListener("afterprint", () => {
 
 let tag = "";
 async function refresh() {
-  let data = null, told = "";
+  let data = null, problem = "";
   try {
     const reply = await fetch("data.json", { headers: tag ? { "If-None-Match": tag } : {}, cache: "no-store" });
     if (reply.ok) { data = await reply.json(); tag = reply.headers.get("ETag") || ""; }
-    else if (reply.status !== 304) told = `Not up to date: ${await reply.text()}`;
+    else if (reply.status !== 304) problem = `Not up to date: ${await reply.text()}`;
   } catch {
-    told = "Not up to date: `kindred watch` does not answer; it may have been ended.";
+    problem = "Not up to date: `kindred watch` does not answer; it may have ended.";
   }
   if (data) show({ ...data, live: true });
   const note = document.getElementById("link");
-  if (note) { note.textContent = told; note.hidden = !told; }
+  if (note) { note.textContent = problem; note.hidden = !problem; }
   if (!(data && data.finished)) setTimeout(refresh, poll);
 }
 if (poll && !content.finished) setTimeout(refresh, poll);

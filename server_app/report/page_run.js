@@ -11,7 +11,7 @@ function run(data) {
     bandName: "bottom to top decile of clients" });
   return [
     header(data, data.finished ? `Finished: ${plural(rounds, "round")}`
-      : data.live ? `Under way: ${rounds} of ${plural(data.asked, "round")}`
+      : data.live ? `In progress: ${rounds} of ${plural(data.asked, "round")}`
       : `Not finished: ${rounds} of ${plural(data.asked, "round")}`),
     figures([
       ["mean accuracy", percent(sum.accuracy)], ["best mean", percent(sum["accuracy-best"])],
@@ -21,13 +21,14 @@ function run(data) {
       ["time of all rounds", time(sum.seconds)],
     ]),
     section("Accuracy",
-      h("p", { class: "soft" }, "Each client's on its own test images; a client that sat out keeps its last.",
-        data.stages.personal && ` What counts here: ${data.stages.personal}.`),
+      h("p", { class: "soft" },
+        "Accuracy of each client on its own test images. A client that skips a round keeps its last accuracy.",
+        data.stages.personal && ` The accuracy is that of: ${data.stages.personal}.`),
       h("div", { class: "pair" },
         lineFigure({ title: "Over rounds", whole: true, xName: "round", lines: [
           { name: "mean over clients", x: curve.rounds, y: curve.mean, low: curve.p10, high: curve.p90, i: 0,
             titles: inRounds }],
-          bandName: "bottom to top decile of clients", caption: besides([[curve.rounds, data.asked]]) }),
+          bandName: "bottom to top decile of clients", caption: specialRounds([[curve.rounds, data.asked]]) }),
         against("Against bytes", curve.bytes.map(v => v / bytes[1]), `${bytes[0]} sent, both ways`),
         samples && against("Against the clients' work", curve.samples.map(v => v / samples[1]),
           `${samples[0]} samples trained on`.trim()),
@@ -41,8 +42,8 @@ function run(data) {
     beforeAfter(data),
     data.collaboration && together(data.collaboration, data.asked),
     data.clusters && tree(data.clusters, data),
-    data.partition && section("Who has which data", h("figure", {}, h("img", { src: data.partition,
-      alt: "Heatmap: how many training images of each class every client has" }),
+    data.partition && section("Data of each client", h("figure", {}, h("img", { src: data.partition,
+      alt: "Heatmap: number of training images of each client by class" }),
       h("figcaption", {}, "Training images of each client by class."))),
     unused(data),
     settings(data),
@@ -69,7 +70,7 @@ function groupIndex(groups) {
   return at => groups && found.length > 1 && found.length <= COLOURS ? found.indexOf(groups[at]) : 0;
 }
 
-// Every client a block, stacked over its accuracy.
+// A block for each client, stacked at its accuracy.
 function distribution({ names, groups, accuracy }) {
   const at = accuracy.map((_, i) => i).filter(i => known(accuracy[i]));
   if (!at.length) return null;
@@ -83,7 +84,7 @@ function distribution({ names, groups, accuracy }) {
   const tallest = Math.max(...[...stacks.values()].map(stack => stack.length));
   const first = Math.min(...stacks.keys()), last = Math.max(...stacks.keys());
   const sorted = at.map(i => accuracy[i]).sort((a, b) => a - b), median = sorted[Math.floor(sorted.length / 2)];
-  const label = `How accuracies are distributed over ${plural(at.length, "client")}: ` +
+  const label = `Distribution of accuracies over ${plural(at.length, "client")}: ` +
     `from ${percent(low)} to ${percent(high)}, ` +
     `half of them at ${percent(median)} or more.`;
   return figure("Distribution over clients", plot(width => framed(width, {
@@ -94,7 +95,7 @@ function distribution({ names, groups, accuracy }) {
       return s("rect", { x: left, width: Math.max(1, wide), y: y(up + 1),
         height: Math.max(0.5, tall - (tall > 4 ? 1 : 0)),
         fill: colour(index(i)) }, s("title", {}, `client ${names[i]}: ${percent(accuracy[i])}`));
-    })) })), groupLegend(groups), h("figcaption", {}, "A block for each client, at its last accuracy."));
+    })) })), groupLegend(groups), h("figcaption", {}, "Each block is a client, at its last accuracy."));
 }
 
 function beforeAfter({ curve, stages, clients }) {
@@ -108,7 +109,8 @@ function beforeAfter({ curve, stages, clients }) {
   const values = at.flatMap(i => [100 * clients.before[i], 100 * clients.after[i]]);
   const range = at.length ? limits(values) : [0, 100];
   return section("Before and after",
-    h("p", { class: "soft" }, "What a client was sent, and what it made of it on its own data."),
+    h("p", { class: "soft" },
+      "The model that a client received, and the model that the client made from it with its own data."),
     h("div", { class: "pair" },
       lineFigure({ title: "Mean over clients", lines, xName: "round", whole: true }),
       at.length && figure(`Each client: ${stages["after-name"]}, against as received`, plot(width => framed(width, {
@@ -121,5 +123,6 @@ function beforeAfter({ curve, stages, clients }) {
           at.map(i => mark(index(i), x(100 * clients.before[i]), y(100 * clients.after[i]), 4.5, colour(index(i)),
             `client ${clients.names[i]}: ${percent(clients.before[i])}, then ${percent(clients.after[i])}`))] })),
         groupLegend(clients.groups),
-        h("figcaption", {}, `Last reports. Above the line are gains: ${gained} of ${at.length}; ${lost} lost.`))));
+        h("figcaption", {},
+          `Last reported accuracies. Clients above the line gained: ${gained} of ${at.length}; ${lost} lost.`))));
 }

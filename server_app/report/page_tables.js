@@ -14,7 +14,7 @@ function tree(clusters, data) {
   const row = number => rows.has(number) ? rows.get(number)
     : byNumber.get(number).parts.map(row).reduce((a, b) => a + b, 0) / byNumber.get(number).parts.length;
   const cuts = clusters.filter(cluster => cluster.parts.length);
-  const label = `Tree of clusters: ${plural(cuts.length, "cut")}, ${plural(leaves.length, "cluster")} in the end.`;
+  const label = `Tree of clusters: ${plural(cuts.length, "cut")}, ${plural(leaves.length, "cluster")} at the end.`;
   const who = cluster => cluster.clients.map(String);
   return section("Clusters",
     h("figure", {}, plot(width => {
@@ -38,8 +38,8 @@ function tree(clusters, data) {
               : s("text", { x: end + 8, y: at + 4 },
                 `${cluster.cluster}: ${plural(cluster.clients.length, "client")}`)];
         }));
-    }), h("figcaption", {}, "At a dot a cluster was divided, after that round.")),
-    more("Who is in which cluster", table(["cluster", "since round", "divided after", "likeness across the cut",
+    }), h("figcaption", {}, "A dot marks the round after which a cluster was divided.")),
+    more("Clients of each cluster", table(["cluster", "since round", "divided after", "largest cosine across the cut",
       "clients"],
       clusters.map(cluster => [String(cluster.cluster), String(cluster.since),
         known(cluster.divided) ? String(cluster.divided) : "–",
@@ -54,12 +54,13 @@ function unused(data) {
   const { unused: found } = data, left = data["left-out"];
   return section("Replies that were not used",
     found.number === 0 && left.length === 0 && h("p", {}, "None: every reply of every client was used."),
-    left.length > 0 && table(["client", "left out, because"], left,
-      { long: [1], caption: "Clients that took no part" }),
+    left.length > 0 && table(["client", "reason"], left,
+      { long: [1], caption: "Excluded clients" }),
     found.number > 0 && [
       h("p", {}, `${plural(found.number, "reply", "replies")} in all.`,
-        found.listed.length < found.reasons && ` Here are ${found.listed.length} of ${found.reasons} kinds.`),
-      table(["client", "what was wrong", "times", "first round", "last round"],
+        found.listed.length < found.reasons &&
+          ` The table lists ${found.listed.length} of ${found.reasons} pairs of client and reason.`),
+      table(["client", "reason", "replies", "first round", "last round"],
         found.listed.map(row => row.map(String)),
         { numbers: [2, 3, 4], long: [1], caption: "By client and reason" })]);
 }
@@ -69,7 +70,7 @@ function settings(data) {
   const differing = data.settings.filter(([, , standard]) => !standard), all = data.settings.length;
   const rows = list => list.map(([name, value]) => [name, text(value)]);
   return section("Configuration",
-    data.command && [h("h3", {}, "The command that repeats it"),
+    data.command && [h("h3", {}, "Command to run this again"),
       h("pre", {}, data.command)],
     h("div", { class: "pair" },
       table(["setting", "value"], rows(differing), { long: [1], caption:

@@ -1,4 +1,4 @@
-"""The figures of a whole run, by the names of their files: which there are, and of what each is drawn."""
+"""The figures of a run, by the names of their files, and the data that each is drawn from."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run_figures(
     tree: Sequence[Mapping[str, Any]] | None,
     federation: data.Federation | None,
 ) -> dict[str, Callable[[], Figure | None]]:
-    """Return a function for each picture of a run, by the picture's name: "accuracy", "collaboration" and others.
+    """Return a function for each figure of a run, by the figure's name: "accuracy", "collaboration" and others.
 
     Parameters
     ----------
@@ -38,14 +38,14 @@ def run_figures(
     collaboration : callable
         Returns the m clients and the weights (m, m) of the last round.
     tree : sequence of mapping, optional
-        The clusters, of a method that divides its clients.
+        The clusters, where the method divides its clients.
     federation : Federation, optional
-        None where sites have data of their own.
+        None where sites have their own data.
 
     Returns
     -------
     dict
-        name -> function that draws it, which returns None where there is nothing to draw.
+        name -> function that returns the figure, or None where there is nothing to draw.
     """
     name, where = settings["strategy"], f"{what_data(settings)}, seed {settings['seed']}"
 

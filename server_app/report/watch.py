@@ -1,8 +1,8 @@
-"""The server of `kindred watch`: the page of a run, made of what its files hold at the time.
+"""The server of `kindred watch`: the page of a run, made from the present content of its files.
 
-It listens on 127.0.0.1 alone and knows two addresses, the page and its content; nothing else of the disk can be asked
-for. A page of another origin cannot read it, be it through a name of its own that it has resolve to 127.0.0.1: requests
-must name the server as it is.
+It listens on 127.0.0.1 alone and serves two addresses, the page and its content; no other file can be requested. Pages
+of other origins cannot read it, even through a host name of their own that resolves to 127.0.0.1: the Host header of a
+request must be the server's own address.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from .content import run_content
 from .render import embedded, page
 
 HOST = "127.0.0.1"
-POLL_SECONDS = 2.0  # between two requests of a page
+POLL_SECONDS = 2.0  # between two requests from a page
 
 
 class Watcher(ThreadingHTTPServer):
-    """Serves the page of a run, made of what its files hold at the time.
+    """Server of the page of a run, made from the present content of its files.
 
     Parameters
     ----------
     folder : Path
-        Of a run.
+        The folder of a run.
     port : int
-        0: any that is free.
+        0: any free port.
 
     Raises
     ------
     ConfigError
-        The folder is none of a run, or nothing can listen on the port.
+        The folder is not the folder of a run, or the server cannot listen on the port.
     """
 
     daemon_threads = True
@@ -47,7 +47,7 @@ class Watcher(ThreadingHTTPServer):
     def __init__(self, folder: Path, port: int) -> None:
         run_content(folder)
         self.folder = folder
-        self._lock = Lock()  # several pages may ask at a time
+        self._lock = Lock()  # several pages may send requests at the same time
         self._made: tuple[str, bytes] = ("", b"")
         if not 0 <= port < 2**16:
             raise ConfigError(f"--port is {port}, allowed: 0 to {2**16 - 1}")
@@ -55,7 +55,7 @@ class Watcher(ThreadingHTTPServer):
             super().__init__((HOST, port), _Handler)
         except OSError as error:
             raise ConfigError(
-                f"--port is {port}, on which nothing can listen ({error.strerror}); 0 takes any that is free"
+                f"--port is {port}, on which the server cannot listen ({error.strerror}); 0 takes any free port"
             ) from None
         self.hosts = {f"{name}:{self.server_port}" for name in (HOST, "localhost")}
         if self.server_port == 80:
@@ -63,17 +63,17 @@ class Watcher(ThreadingHTTPServer):
 
     @property
     def address(self) -> str:
-        """Where the page is."""
+        """The URL of the page."""
         return f"http://{HOST}:{self.server_port}/"
 
     @property
     def finished(self) -> bool:
-        """Whether the run is."""
+        """Whether the run has finished."""
         return is_finished(self.folder)
 
     @contextmanager
     def serving(self) -> Iterator[Watcher]:
-        """Answer, in a thread of its own."""
+        """Serve requests in a separate thread."""
         with self:
             thread = Thread(target=self.serve_forever, kwargs={"poll_interval": 0.1})
             thread.start()
@@ -84,12 +84,12 @@ class Watcher(ThreadingHTTPServer):
                 thread.join()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Nothing, of a page that was closed before it had its answer."""
+        """Ignore errors from a page that was closed before its answer arrived."""
         if not isinstance(sys.exception(), ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
 
     def tag(self) -> str:
-        """What the files were when this was asked: a text that differs once one of them does."""
+        """Return a text that identifies the present state of the files: it changes when one of them changes."""
         found = []
         for name in (
             "config.json",
@@ -109,7 +109,7 @@ class Watcher(ThreadingHTTPServer):
         return f'"{sha256(repr(found).encode()).hexdigest()[:32]}"'
 
     def content(self) -> tuple[str, bytes]:
-        """The tag, and what the page shows, as JSON; made anew only where a file has changed."""
+        """Return the tag and the page's content as JSON; made again only if a file has changed."""
         with self._lock:
             tag = self.tag()
             if self._made[0] != tag:
@@ -120,11 +120,11 @@ class Watcher(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     server: Watcher
     server_version, sys_version = "kindred", ""
-    timeout = 10.0  # s, for a request that does not come to its end
+    timeout = 10.0  # seconds, for a request that does not arrive completely
 
     def do_GET(self) -> None:
         if self.headers.get("Host") not in self.server.hosts:
-            return self._answer(403, f"this is {self.server.address} and no other name's".encode())
+            return self._answer(403, f"use the address {self.server.address}: no other host name is allowed".encode())
         try:
             if self.path == "/":
                 text = page(run_content(self.server.folder), POLL_SECONDS)
@@ -136,7 +136,7 @@ class _Handler(BaseHTTPRequestHandler):
                 return self._answer(200, content, "application/json", tag)
         except (ConfigError, OSError) as error:
             return self._answer(500, str(error).encode())
-        return self._answer(404, b"there is nothing here but / and /data.json")
+        return self._answer(404, b"not found; this server has / and /data.json")
 
     def _answer(self, code: int, body: bytes, kind: str = "text/plain; charset=utf-8", tag: str = "") -> None:
         self.send_response(code)
@@ -151,4 +151,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing: what a page asks for is of no interest."""
+        """Log nothing: a page's requests are of no interest."""

@@ -1,1 +1,1 @@
-"""A dataset, a partition, a model and a method of somebody else's: see docs/extending.md."""
+"""Example extensions: a dataset, a partition, a model and a method; see docs/extending.md."""

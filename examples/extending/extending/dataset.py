@@ -1,4 +1,4 @@
-"""Breast tumours: 30 numbers from the picture of a cell sample, malignant or benign."""
+"""Breast tumours: 30 numbers from the image of a cell sample, malignant or benign."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kindred.data.sources import Images, Source
 
 
 def read(data_dir: str) -> Images:
-    """All 569 samples, every third for test; they are part of scikit-learn, so that data-dir does not count."""
+    """Return all 569 samples, every third for test; data-dir is not used, as they are part of scikit-learn."""
     x, y = load_breast_cancer(return_X_y=True)
     x = x.astype(np.float32)[:, :, None, None]  # (n, 30, 1, 1): features are images of one pixel with 30 channels
     test = np.arange(len(y)) % 3 == 2

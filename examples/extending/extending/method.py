@@ -2,7 +2,7 @@
 
     w_k <- local training from  (1 - s) w + s w_k,     w <- sum_k n_k w_k / sum_k n_k
 
-with s the setting own-share. 0 is FedAvg, judged after local training; 1 is training alone.
+where s is the setting own-share. 0 is FedAvg, evaluated after local training; 1 is local training alone.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from kindred.messages import ARRAYS, METRICS, OWN, TRAIN_LOSS, ClientId, to_reco
 from kindred.registry import Method
 from kindred.settings import Setting, within
 
-OWN_SHARE = Setting("own_share", 0.5, within(0, 1), "share of the client's own model where it starts from (s)")
+OWN_SHARE = Setting("own_share", 0.5, within(0, 1), "share of the client's own model in the start of its training (s)")
 
 
 def blended(received: Mapping[str, np.ndarray], own: Mapping[str, np.ndarray], s: float) -> dict[str, np.ndarray]:
-    """(1 - s) w + s w_k, in the types of w; what counts, such as batches seen, is w's."""
+    """Return (1 - s) w + s w_k, in the types of w; integer arrays, such as counts of batches, are those of w."""
     return {
         name: ((1 - s) * w + s * own[name]).astype(w.dtype) if w.dtype.kind == "f" else w
         for name, w in received.items()
@@ -33,14 +33,14 @@ def blended(received: Mapping[str, np.ndarray], own: Mapping[str, np.ndarray], s
 
 
 class BlendClient:
-    """The client half: what a site does with a message."""
+    """The client half: how a site answers a message."""
 
     @staticmethod
     def train(visit: Visit) -> RecordDict:
-        own = visit.state.load(MODEL) or visit.arrays  # the first time there is none
+        own = visit.state.load(MODEL) or visit.arrays  # in its first round a client has none
         model = visit.model(blended(visit.arrays, own, float(visit.config[OWN_SHARE.key])))
         metrics = {TRAIN_LOSS: visit.train(model)}
-        metrics |= visit.evaluation(OWN, model) | visit.counts()  # which keeps it, being the method's result
+        metrics |= visit.evaluation(OWN, model) | visit.counts()  # stores the model: it is the method's result
         return RecordDict({ARRAYS: to_record(get_arrays(model)), METRICS: MetricRecord({**metrics})})
 
     @staticmethod
@@ -50,7 +50,7 @@ class BlendClient:
 
 
 class Blend(FedAvg):
-    """The server half: FedAvg that tells clients s.
+    """The server half: FedAvg that sends s to the clients.
 
     Parameters
     ----------
@@ -61,7 +61,7 @@ class Blend(FedAvg):
     """
 
     name = "blend"
-    personal = OWN  # whose accuracy counts
+    personal = OWN  # the model whose accuracy counts
     clients_keep_state = True
     model_stays = True
 

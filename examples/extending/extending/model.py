@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # reading the names of the models must not wait for PyTorch
+if TYPE_CHECKING:  # listing the models must not import PyTorch
     import torch
 
 

@@ -1,4 +1,4 @@
-"""Clients that differ in how much they have: the same mixture of classes, amounts drawn from Dir(dirichlet-alpha)."""
+"""Clients with the same mixture of classes and different amounts of data, drawn from Dir(dirichlet-alpha)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from kindred.data.partitions import Partition, Request, Scheme, apportion, check
 
 
 def divide(ask: Request) -> Partition:
-    """On average samples-per-client images, where that is 0 an equal part of all; as many test images for everyone."""
+    """Draw samples-per-client images on average (0: an equal part of all), and equally many test images for all."""
     check_size(ask)
     m = ask.num_clients
-    average = ask.samples_per_client or ask.have_train.min() * ask.num_classes // m  # for which every class lasts
+    average = ask.samples_per_client or ask.have_train.min() * ask.num_classes // m  # enough of every class
     shares = ask.rng(0).dirichlet(np.full(m, ask.dirichlet_alpha))  # (m,)
     return draw(ask, even(ask, apportion(shares, m * average)), even(ask, np.full(m, len(ask.y_test) // m)))
 

@@ -1,4 +1,4 @@
-"""The clients: training and evaluation as for FedAvg or FedProx. Nothing here knows of personalised models."""
+"""The clients: training and evaluation as for FedAvg or FedProx, without any code for personalised models."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def evaluate(message: Message, context: Context) -> Message:
 
 
 def _prepare(message: Message, context: Context) -> tuple[Module, tuple[Tensor, ...]]:
-    """The received model, and this client's data."""
+    """Return the received model and this client's data."""
     net = task.make_net()
     net.load_state_dict(message.content["arrays"].to_torch_state_dict())
     return net, task.load_data(context.node_config["partition-id"], context.node_config["num-partitions"])

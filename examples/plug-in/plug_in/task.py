@@ -1,4 +1,4 @@
-"""Model, data and local training: handwritten digits, which each group of clients sees at an angle of its own."""
+"""Model, data and local training: handwritten digits, turned by a different angle for each group of clients."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 GROUPS = 4
-TRAINING_IMAGES = 40  # of each client; its other images are for testing
+TRAINING_IMAGES = 40  # per client; its other images are for testing
 
 
 def make_net() -> nn.Module:
@@ -25,7 +25,7 @@ def make_net() -> nn.Module:
 
 
 def load_data(partition_id: int, num_partitions: int) -> tuple[torch.Tensor, ...]:
-    """A client's share of the digits, turned by its group's angle: x_train, y_train, x_test, y_test."""
+    """Return a client's part of the digits, turned by its group's angle: x_train, y_train, x_test, y_test."""
     images, labels = load_digits(return_X_y=True)
     own = np.random.default_rng(0).permutation(len(labels))[partition_id::num_partitions]
     turned = np.rot90(images[own].reshape(-1, 1, 8, 8) / 16, k=partition_id % GROUPS, axes=(2, 3))
@@ -34,7 +34,7 @@ def load_data(partition_id: int, num_partitions: int) -> tuple[torch.Tensor, ...
 
 
 def train(net: nn.Module, x: torch.Tensor, y: torch.Tensor, epochs: int, lr: float, mu: float, seed: int) -> float:
-    """Train with FedProx's proximal term mu/2 ||w - w_received||^2; returns the mean loss."""
+    """Train with FedProx's proximal term mu/2 ||w - w_received||^2; return the mean loss."""
     received = [w.detach().clone() for w in net.parameters()]
     optimizer = torch.optim.Adam(net.parameters(), lr)
     shuffle = torch.Generator().manual_seed(seed)
@@ -52,6 +52,6 @@ def train(net: nn.Module, x: torch.Tensor, y: torch.Tensor, epochs: int, lr: flo
 
 @torch.no_grad()
 def test(net: nn.Module, x: torch.Tensor, y: torch.Tensor) -> tuple[float, float]:
-    """Loss and accuracy."""
+    """Return loss and accuracy."""
     logits = net(x)
     return cross_entropy(logits, y).item(), (logits.argmax(1) == y).float().mean().item()
