@@ -241,20 +241,20 @@ def test_each_variant_omits_its_step() -> None:
     assert ablation.plain_cosines([models[:, :1], models[:, 1:]], [0, 2], 3) == pytest.approx(
         np.array([[1, 0.96, -1], [-1, -0.96, 1]])
     )
-    samples, own, kin = np.array([1.0, 1.0, 2.0]), np.eye(3, dtype=bool)[:1], np.array([[0.0, 0.5, 0.5]])
-    whole = ablation.whole_probes(kin, samples, own)
+    samples, own, neighbours = np.array([1.0, 1.0, 2.0]), np.eye(3, dtype=bool)[:1], np.array([[0.0, 0.5, 0.5]])
+    whole = ablation.whole_probes(neighbours, samples, own)
     assert whole["all"].tolist() == [[0.25, 0.25, 0.5]] and whole["kin"][0] == pytest.approx([1 / 3] * 3)
     assert ablation.VARIANTS["a = 1: neighbours alone"]["neighbour_share"]([0.2], 0.3) == 1
-    assert ablation.unjudged(kin, samples, own, np.zeros(1)).tolist() == [0.25]  # its 1 sample and 3 of others
-    assert ablation.nothing(kin, samples, own, np.ones(1)).tolist() == [0]
-    assert ablation.nothing(0 * kin, samples, own, np.ones(1)).tolist() == [1]
+    assert ablation.unjudged(neighbours, samples, own, np.zeros(1)).tolist() == [0.25]  # its 1 sample and 3 of others
+    assert ablation.nothing(neighbours, samples, own, np.ones(1)).tolist() == [0]
+    assert ablation.nothing(0 * neighbours, samples, own, np.ones(1)).tolist() == [1]
 
 
 def test_a_run_with_replaced_functions_has_its_own_folder_and_restores_the_method(tmp_path) -> None:
     config = Config(strategy="kindred", num_clients=4, samples_per_client=10, num_rounds=2, local_epochs=1)
     as_it_is = ablation.measure(config, {})
     assert set(as_it_is) == {"personal", "trained", "received"} and len(set(as_it_is.values())) > 1
-    never = ablation.measure(config, {"start_weights": lambda kin, latest, own, *others: own.astype(float)})
+    never = ablation.measure(config, {"start_weights": lambda neighbours, latest, own, *others: own.astype(float)})
     assert never != as_it_is and ablation.measure(config, {}) == as_it_is
 
 

@@ -167,8 +167,8 @@ def test_the_same_command_continues_an_interrupted_comparison(compared, tmp_path
     monkeypatch.setattr(RunFolder, "finish", interrupted)
     cut = kindred(*command, code=130)
     assert "goes on" in cut.stdout
-    told = content_in(tmp_path)["strategies"]
-    assert [len(told[name]["runs"]) for name in told] == [1, 0] and told["heurfedamp"]["mean"]["accuracy"] is None
+    found = content_in(tmp_path)["strategies"]
+    assert [len(found[name]["runs"]) for name in found] == [1, 0] and found["heurfedamp"]["mean"]["accuracy"] is None
     done = kindred(*command)
     assert how(done) == ["reused", "resumed"] and len(folders(tmp_path)) == 2
     for name, each in content_in(tmp_path)["strategies"].items():
@@ -190,8 +190,8 @@ def test_a_method_that_fails_is_reported_in_one_line_and_the_others_run(compared
     )
     assert how(done) == ["reused", "failed", "reused"]
     (new,) = {path.name for path in place.glob("compare-*")} - before
-    told = json.loads((place / new / "comparison.json").read_text())["strategies"]
-    assert "one network" in told["fedavg"]["runs"][0]["reason"] and told["heurfedamp"]["mean"]["accuracy"] is not None
+    found = json.loads((place / new / "comparison.json").read_text())["strategies"]
+    assert "one network" in found["fedavg"]["runs"][0]["reason"] and found["heurfedamp"]["mean"]["accuracy"] is not None
     for path in ("comparison.csv", "comparison.md"):
         assert "one network" in (place / new / path).read_text()
 
@@ -276,14 +276,14 @@ def test_mean_deviation_and_share_better_than_local_by_hand(tmp_path):
     content, code = carry_out(plan, execute, lambda line: None, {}, ["kindred", "compare", "a b"])
     assert code == 0 and content["command"] == "kindred compare 'a b'"
     columns = columns_of(content)
-    told = {title: cells[1] for title, cells in columns.items()}
+    mean = {title: cells[1] for title, cells in columns.items()}
     # Last means .65 and .75: mean .7, deviation .1 / sqrt(2). Better than local: 1 of 2, then 2 of 2.
-    assert told["runs"] == "2/2"
-    assert told["last %"] == "70.0 ± 7.1" and told["best %"] == "80.0 ± 7.1"
-    assert told["bottom decile %"] == "65.0 ± 7.1" and told["above local %"] == "75.0 ± 35.4"
-    assert told["MB"] == "3.0 ± 0.0" and told["seconds"] == "1.5 ± 0.7" and told["trained, 1000s"] == "4.0 ± 0.0"
+    assert mean["runs"] == "2/2"
+    assert mean["last %"] == "70.0 ± 7.1" and mean["best %"] == "80.0 ± 7.1"
+    assert mean["bottom decile %"] == "65.0 ± 7.1" and mean["above local %"] == "75.0 ± 35.4"
+    assert mean["MB"] == "3.0 ± 0.0" and mean["seconds"] == "1.5 ± 0.7" and mean["trained, 1000s"] == "4.0 ± 0.0"
     # Differences .1, 0, .3, .2: the three that are not 0 are all positive, which happens in 2 of 8 cases.
-    assert told["p against local"] == "0.250" and told["better : worse : equal"] == "3 : 0 : 1"
+    assert mean["p against local"] == "0.250" and mean["better : worse : equal"] == "3 : 0 : 1"
     assert columns["strategy"] == ["local", "fedavg"] and columns["above local %"][0] == "-"
     assert "numbers sent" not in columns and not any("paper" in column for column in columns)
 
@@ -380,10 +380,10 @@ def test_other_images_need_another_run_and_moved_ones_do_not(tmp_path):
     ],
 )
 def test_the_wilcoxon_test_by_hand(ours, reference, better, worse, equal, statistic, p):
-    told = signed_rank(np.array(ours), np.array(reference))
-    assert (told["better"], told["worse"], told["equal"]) == (better, worse, equal)
-    assert told["pairs"] == len(ours) and told["statistic"] == statistic
-    assert p is None or told["p"] == pytest.approx(p)
+    result = signed_rank(np.array(ours), np.array(reference))
+    assert (result["better"], result["worse"], result["equal"]) == (better, worse, equal)
+    assert result["pairs"] == len(ours) and result["statistic"] == statistic
+    assert p is None or result["p"] == pytest.approx(p)
     assert signed_rank(np.array([]), np.array([])) is None
 
 

@@ -253,7 +253,7 @@ def test_a_round_without_replies_changes_nothing(name) -> None:
         on_round=lambda r: (seen.update({r: everything(strategy)[0]}), states.update({r: whole_state()})),
     )
     assert seen[2] == seen[3] != seen[4]
-    told = {
+    reported = {
         "history",
         "_round",
         "_directory",
@@ -264,7 +264,7 @@ def test_a_round_without_replies_changes_nothing(name) -> None:
         "_have_heads",
     }
     changed = [{key for key in states[r] if states[r][key] != states[r + 1][key]} for r in (2, 3)]
-    assert changed[0] <= told and not changed[1] <= told
+    assert changed[0] <= reported and not changed[1] <= reported
     assert next(line for line in strategy.history.rounds if line["round"] == 3)["answered"] == 0
 
 

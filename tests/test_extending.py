@@ -82,9 +82,9 @@ def test_each_extension_alone_and_all_together_run_as_documented(installed, tmp_
     arguments = command.replace("\\\n", " ").split()[1:]
     done = kindred(*arguments, f"--output-dir={tmp_path}", path=installed)
     assert done.returncode == 0, done.stderr
-    there, told = (in_the_table(text.splitlines()) for text in (done.stdout, printed))
-    assert there.keys() == told.keys() and told
-    for name, accuracy in told.items():
+    there, documented = (in_the_table(text.splitlines()) for text in (done.stdout, printed))
+    assert there.keys() == documented.keys() and documented
+    for name, accuracy in documented.items():
         assert there[name] == pytest.approx(accuracy, abs=5)  # last bits differ between processors
 
 

@@ -60,14 +60,14 @@ def test_weights_of_available_models_are_those_of_a_softmax_over_all_models(
 ) -> None:
     clients = list(range(min(len(latest), len(before))))
     table = Losses(dict(zip(clients, latest)), dict(zip(clients, before)))
-    at_hand = clients[:count]
-    log_rest = log_rest_of(table, at_hand, beta, temperature)
-    averages = smooth(table.averages(at_hand), np.array([table.latest[c] for c in at_hand]), beta)
+    available = clients[:count]
+    log_rest = log_rest_of(table, available, beta, temperature)
+    averages = smooth(table.averages(available), np.array([table.latest[c] for c in available]), beta)
     weights = collaborator_weights(averages, temperature, log_rest)
-    table.update(at_hand, [table.latest[c] for c in at_hand], beta)
+    table.update(available, [table.latest[c] for c in available], beta)
     plain = known_weights(table, temperature)
     assert list(plain) == clients and sum(plain.values()) == pytest.approx(1)
-    assert weights == pytest.approx([plain[client] for client in at_hand])
+    assert weights == pytest.approx([plain[client] for client in available])
 
 
 @given(
@@ -81,8 +81,8 @@ def test_weights_are_a_distribution_for_all_losses(losses, temperature) -> None:
     table = Losses()
     table.update(range(len(losses)), losses, 0.6)
     rest = log_rest_of(table, range(1), 0.6, temperature)
-    at_hand = collaborator_weights(table.averages([0]), temperature, rest)
-    assert np.isfinite(at_hand).all() and (at_hand >= 0).all() and (at_hand <= 1).all()
+    available = collaborator_weights(table.averages([0]), temperature, rest)
+    assert np.isfinite(available).all() and (available >= 0).all() and (available <= 1).all()
 
 
 def test_a_useless_model_gets_no_weight_and_equally_useless_models_share_it() -> None:
@@ -172,8 +172,8 @@ def test_mixtures_combine_probabilities_or_logits() -> None:
     # Of logits: (0.9 / 0.1)^(3/4) (0.1 / 0.9)^(1/4) = 3 to 1, and (0.2 / 0.8)^(1/4) = 1 to sqrt 2
     mixed = mixture_of(probabilities, np.array([0.75, 0.25]), "logits")
     assert mixed == pytest.approx(np.array([[3, 1], [math.sqrt(2) - 1, 2 - math.sqrt(2)]]) / [[4], [1]])
-    one_is_sure = mixture_of(np.array([[[1.0, 0.0]], [[0.5, 0.5]]], np.float32), np.array([0.5, 0.5]), "logits")
-    assert one_is_sure == pytest.approx(np.array([[1.0, 0.0]]))
+    one_certain = mixture_of(np.array([[[1.0, 0.0]], [[0.5, 0.5]]], np.float32), np.array([0.5, 0.5]), "logits")
+    assert one_certain == pytest.approx(np.array([[1.0, 0.0]]))
 
 
 @pytest.mark.parametrize("kind", ["probabilities", "logits"])
@@ -687,8 +687,8 @@ def test_small_weights_send_no_update(selection) -> None:
     strategy, after = follow(grid, num_neighbours=3, min_weight=0.25, selection=selection)
     counts = Counter()
     for each in grid.training():
-        at_hand = [each.client, *neighbours(strategy, each.server_round, each.client)]
-        weights = after[each.server_round].weights[each.client, at_hand]
+        available = [each.client, *neighbours(strategy, each.server_round, each.client)]
+        weights = after[each.server_round].weights[each.client, available]
         assert places(each.up["arrays"]) - {"model"} == {str(place) for place in np.flatnonzero(weights >= 0.25)}
         withheld = int((weights < 0.25).sum())
         assert column(strategy, "updates-withheld", each.server_round)[each.client] == withheld
@@ -726,12 +726,12 @@ def test_a_client_receives_its_own_model_and_no_more_than_it_requested() -> None
     grid = Wiretap()
     strategy = run(grid)
     for each in grid.passed:
-        at_hand = decode(each.down["config"]["models"])
-        assert at_hand == [each.client, *neighbours(strategy, each.server_round, each.client)]
-        there = {str(place) for place in range(len(at_hand))} if each.server_round > 1 else set()
+        available = decode(each.down["config"]["models"])
+        assert available == [each.client, *neighbours(strategy, each.server_round, each.client)]
+        there = {str(place) for place in range(len(available))} if each.server_round > 1 else set()
         assert places(each.down["arrays"]) == there
         if each.kind == "train":
-            assert len(at_hand) == (1 if each.server_round == 1 else 3)
+            assert len(available) == (1 if each.server_round == 1 else 3)
             assert ("model" in places(each.up["arrays"])) == (each.server_round == 1)
     assert [line["models-sent"] for line in strategy.history.rounds[:3]] == [0, 3 * CLIENTS, 3 * CLIENTS]
 
@@ -1053,10 +1053,10 @@ def test_a_site_that_does_not_share_its_model_trains_alone(selection) -> None:
     config_of(grid, 1)["share-model"] = False
     strategy = run(grid, num_neighbours=4, selection=selection)
     for each in grid.passed:
-        at_hand = decode(each.down["config"]["models"])
-        assert at_hand == [1] if each.client == 1 else 1 not in at_hand
+        available = decode(each.down["config"]["models"])
+        assert available == [1] if each.client == 1 else 1 not in available
         if each.client != 1 and each.kind == "train" and each.server_round > 1:
-            assert len(at_hand) == 4
+            assert len(available) == 4
     alone = run(num_neighbours=0, selection=selection)
     assert values(strategy.client_models()[1]) == values(alone.client_models()[1])
     for server_round in range(1, 5):
@@ -1119,10 +1119,10 @@ def test_a_round_reports_the_models_that_it_started_with(mixture, selection) -> 
     dropped = 0
     for server_round in (2, 3, 4):
         for client in range(CLIENTS):
-            at_hand = [client, *neighbours(strategy, server_round, client)]
-            probabilities = probabilities_of([after[server_round - 1].models[other] for other in at_hand], client)
+            available = [client, *neighbours(strategy, server_round, client)]
+            probabilities = probabilities_of([after[server_round - 1].models[other] for other in available], client)
             labels = samples(client)["test"][1].numpy()
-            shares = mixture_shares(after[server_round].weights[client, at_hand], 0.15)
+            shares = mixture_shares(after[server_round].weights[client, available], 0.15)
             dropped += int((shares == 0).sum())
             mixed = mixture_of(probabilities, shares, mixture)
             (row,) = (row for row in strategy.history.rows if (row["round"], row["client"]) == (server_round, client))
@@ -1281,11 +1281,11 @@ def test_a_site_that_does_not_share_refuses_a_server_that_ignores_this() -> None
 
 
 def test_the_closing_evaluation_runs_although_a_client_reports_no_accuracy() -> None:
-    def mute(content) -> None:
+    def drop(content) -> None:
         for name in ("mixture-accuracy", "mixture-loss"):
             del content["metrics"][name]
 
-    grid = FaultyGrid(APP, CLIENTS, lambda server_round, client: mute if (server_round, client) == (3, 2) else "ok")
+    grid = FaultyGrid(APP, CLIENTS, lambda server_round, client: drop if (server_round, client) == (3, 2) else "ok")
     strategy = run(grid, 3)
     assert set(neighbours(strategy, 4)) == {0, 1, 3, 4}
     row = next(row for row in strategy.history.rows if (row["round"], row["client"]) == (3, 2))

@@ -137,19 +137,19 @@ def test_collaboration_weights_are_those_of_the_last_round() -> None:
 
 
 def test_affinities_are_sums_of_weights() -> None:
-    told = []
+    recorded = []
     strategy = FedFomo(num_neighbours=2)
     two_weights.start(
         strategy,
         CLIENTS,
         START,
         4,
-        on_round=lambda r: told.append({client: dict(w) for client, w in strategy._weights.items()}),
+        on_round=lambda r: recorded.append({client: dict(w) for client, w in strategy._weights.items()}),
     )
     for client, affinities in strategy._affinities.items():
         assert client not in affinities
         for other, affinity in affinities.items():
-            assert affinity == pytest.approx(sum(weights[client].get(other, 0) for weights in told))
+            assert affinity == pytest.approx(sum(weights[client].get(other, 0) for weights in recorded))
     assert strategy._affinities[0][1] > 0 == strategy._affinities[0][2]
 
 
@@ -207,7 +207,7 @@ def test_with_equal_losses_it_equals_local_training_bit_for_bit() -> None:
 
     strategy = FedFomo(num_neighbours=3)
     assert models(strategy) == models(Local())
-    assert all(not any(told.values()) for told in strategy._weights.values())
+    assert all(not any(recorded.values()) for recorded in strategy._weights.values())
     assert len(strategy._weights[0]) == 4
 
 
@@ -216,7 +216,7 @@ def test_without_neighbours_it_equals_local_training_bit_for_bit(settings) -> No
     app = held_out(torch.randn(9, 3, generator=torch.Generator().manual_seed(5)))
     alone = run(FedFomo(num_neighbours=0, fraction_train=0.5), rounds=5, app=app, **settings)
     assert everything(alone)[0] == everything(run(Local(fraction_train=0.5), rounds=5, app=app, **settings))[0]
-    assert 1.0 in [told[client] for client, told in alone._weights.items()]  # its own model has had weight
+    assert 1.0 in [recorded[client] for client, recorded in alone._weights.items()]  # its own model has had weight
 
 
 def test_a_site_with_validation_data_trains_on_all_samples_and_others_on_a_part() -> None:

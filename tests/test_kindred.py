@@ -395,11 +395,11 @@ def test_the_kept_share_is_estimated_from_held_out_samples(monkeypatch) -> None:
     """Clients of three samples or more hold one out in every second round, and report it in the next."""
     reported = []
 
-    def noting(before, losses):
+    def recording(before, losses):
         reported.append((before, losses, place_probabilities(before, losses)))
         return reported[-1][-1]
 
-    monkeypatch.setattr(kindred_places, "place_probabilities", noting)
+    monkeypatch.setattr(kindred_places, "place_probabilities", recording)
     strategy = by_four(7)
     trained = np.array([client.step(FIRST) for client in CLIENTS])
     starts = next_starts(trained, 0.5, judged=trained)
@@ -538,11 +538,11 @@ def test_momentum_is_the_fraction_of_clients_of_both_rounds(monkeypatch, fate, s
     found = {}
     end_round = Kindred.end_round
 
-    def noting(self, server_round, answered):
+    def recording(self, server_round, answered):
         end_round(self, server_round, answered)
         found[server_round] = (weights_of(self.global_arrays()), self._momentum.moved)
 
-    monkeypatch.setattr(Kindred, "end_round", noting)
+    monkeypatch.setattr(Kindred, "end_round", recording)
     two_weights.start(Kindred(), CLIENTS, FIRST, 4, FaultyGrid(two_weights.app_of(CLIENTS), 4, fate))
     means = {number: mean for number, (mean, _) in found.items()}
     assert found[1][1] is None and found[4][1] is None  # no momentum after the last round, whoever replied
@@ -563,11 +563,11 @@ def test_a_run_ends_with_the_mean_of_the_last_two_models(monkeypatch, store) -> 
     ends: dict[int, np.ndarray] = {}
     end_round = Kindred.end_round
 
-    def noting(self, server_round, answered):
+    def recording(self, server_round, answered):
         end_round(self, server_round, answered)
         ends[server_round] = np.array([weights_of(record) for _, record in sorted(self.models.items())])
 
-    monkeypatch.setattr(Kindred, "end_round", noting)
+    monkeypatch.setattr(Kindred, "end_round", recording)
     plain, found = models_of(11), models_of(10)
     assert (found[9] == plain[9]).all()
     mean = (plain[9] + plain[10]) / 2
@@ -633,7 +633,7 @@ def test_every_sample_is_held_out_once_in_twenty_rounds(monkeypatch) -> None:
     left_out: dict[int, list[int]] = {i: [] for i in range(3)}
     trained = LocalTraining.trained
 
-    def noting(visit):
+    def recording(visit):
         x, (server_round, client) = visit.site.train[0], (visit.config["server-round"], visit.client)
         missing = set(range(counts[client])) - {int(value) for value in x[:, 0]}
         left_out[client] += missing
@@ -641,7 +641,7 @@ def test_every_sample_is_held_out_once_in_twenty_rounds(monkeypatch) -> None:
         assert server_round % 2 == 0 or not missing
         return trained(visit)
 
-    monkeypatch.setattr(LocalTraining, "trained", noting)
+    monkeypatch.setattr(LocalTraining, "trained", recording)
     counts, sites = (2, 4, 25), []
     for count in counts:
         site = small_site(3)
@@ -783,17 +783,17 @@ def test_malformed_reports_are_refused(key, value) -> None:
 
 
 def test_unrequested_fold_losses_are_ignored() -> None:
-    def telling(rounds: int) -> Kindred:
+    def run_with_reports(rounds: int) -> Kindred:
         def fate(server_round, client):
-            def tell(content) -> None:
+            def report_folds(content) -> None:
                 content["config"].update({"fold-losses": [20.0, 20.0, 20.0, 20.0, 0.0], "fold-samples": 1})
 
-            return tell if client == 1 else "ok"
+            return report_folds if client == 1 else "ok"
 
         return trained_by([small_site(seed) for seed in range(3)], rounds, FaultyGrid, (fate,))
 
-    assert telling(3)._places.mean == 0.5
-    kept_shares = history_values(telling(4), "kept-share")
+    assert run_with_reports(3)._places.mean == 0.5
+    kept_shares = history_values(run_with_reports(4), "kept-share")
     assert kept_shares[:3] == [0.5] * 3 and kept_shares[3] > 0.9  # its report in round 3 on the samples of round 2
 
 
@@ -804,14 +804,14 @@ def test_a_kept_share_of_one_removes_the_global_mean(monkeypatch) -> None:
     reported = {(3, 0): (drop, 1), (3, 1): (keep, 2), (5, 0): (drop, 2)}  # (round, client) -> losses, samples
 
     def fate(server_round, client):
-        def tell(content) -> None:
+        def report_folds(content) -> None:
             for key in ("fold-losses", "fold-samples"):
                 content["config"].pop(key, None)
             if (server_round, client) in reported:
                 losses, samples = reported[server_round, client]
                 content["config"].update({"fold-losses": [samples * loss for loss in losses], "fold-samples": samples})
 
-        return tell
+        return report_folds
 
     strategy = trained_by([small_site(3)] * 3, 8, FaultyGrid, (fate,))
     assert strategy.history.refused() == {}

@@ -365,8 +365,8 @@ def one_line(arguments):
 def test_a_folder_without_results_is_bad_input(tmp_path, name, text, says):
     if name:
         (tmp_path / name).write_text(text)
-    told = one_line(["report", str(tmp_path)])
-    assert all(word in told for word in says)
+    line = one_line(["report", str(tmp_path)])
+    assert all(word in line for word in says)
     assert not (tmp_path / "report.html").exists()
 
 
@@ -647,10 +647,10 @@ def test_every_figure_has_a_text_and_nothing_is_wider_than_a_phone(browser, kind
     for width, scheme in ((390, "light"), (1100, "dark")):
         with opened(browser, address, width, color_scheme=scheme) as tab:
             assert tab.evaluate("document.documentElement.scrollWidth") == width
-            told = tab.eval_on_selector_all(
+            figures = tab.eval_on_selector_all(
                 "main figure svg:not([aria-hidden])", "all => all.map(svg => [svg.getAttribute('role'), svg.ariaLabel])"
             )
-            assert len(told) >= 4 and all(role == "img" and len(label) > 20 for role, label in told)
+            assert len(figures) >= 4 and all(role == "img" and len(label) > 20 for role, label in figures)
             cut_off = tab.eval_on_selector_all(
                 "main figure svg:not([aria-hidden])",
                 """all => all.flatMap(svg => {

@@ -250,7 +250,7 @@ def test_any_content_of_rounds_is_read_back(tmp_path_factory, rows, cuts):
     for cut in [*sorted(cuts), len(rows)]:
         table.extend(rows[:cut])
 
-    def comparable(line):  # a client id of digits alone cannot be told from a number; repr makes NaN equal NaN
+    def comparable(line):  # a client id of digits looks like a number; repr makes NaN equal NaN
         return {key: str(value) if key == "client" else repr(value) for key, value in line.items()}
 
     kept = [

@@ -91,8 +91,8 @@ def by_hand(rounds: int, eta_l: float, eta_g: float) -> tuple[float, list[float]
     return x, sent
 
 
-def listening(inner, callback: Callable[[Message, Message], Any]):
-    """Return a ClientApp that passes each training message and its reply to `heard`."""
+def with_callback(inner, callback: Callable[[Message, Message], Any]):
+    """Return a ClientApp that passes each training message and its reply to `callback`."""
     train = inner._registered_funcs["train.default"]
 
     def shown(message, context):
@@ -108,7 +108,7 @@ def listening(inner, callback: Callable[[Message, Message], Any]):
 def test_three_rounds_by_hand(eta_g) -> None:
     controls = []
 
-    def hear(message: Message, reply: Message) -> None:
+    def record(message: Message, reply: Message) -> None:
         arrays = message.content["arrays"]
         controls.append(arrays["control/weight"].numpy().ravel().tolist())
         change, trained = reply.content["arrays"]["control/weight"].numpy(), reply.content["arrays"]["weight"].numpy()
@@ -118,7 +118,7 @@ def test_three_rounds_by_hand(eta_g) -> None:
     strategy = SCAFFOLD(sgd_learning_rate=0.2, server_learning_rate=eta_g)
     config = ConfigRecord(HAND)
     strategy.start(
-        InlineGrid(listening(make_client_app(hand_site), hear), 2),
+        InlineGrid(with_callback(make_client_app(hand_site), record), 2),
         to_record(get_arrays(two_weights())),
         3,
         60,
@@ -135,7 +135,7 @@ def test_three_rounds_by_hand(eta_g) -> None:
 def test_clients_that_have_not_replied_count_with_control_variate_0() -> None:
     sent = {}
 
-    def hear(message: Message, _: Message) -> None:
+    def record(message: Message, _: Message) -> None:
         sent[int(message.metadata.group_id)] = float(message.content["arrays"]["control/weight"].numpy()[0, 0])
 
     def fate(server_round: int, client: int) -> str:
@@ -144,7 +144,7 @@ def test_clients_that_have_not_replied_count_with_control_variate_0() -> None:
     strategy = SCAFFOLD(sgd_learning_rate=0.1)
     config = ConfigRecord({"local-epochs": 1, "batch-size": 10})
     strategy.start(
-        FaultyGrid(listening(make_client_app(hand_site), hear), 2, fate),
+        FaultyGrid(with_callback(make_client_app(hand_site), record), 2, fate),
         to_record(get_arrays(two_weights())),
         3,
         60,
@@ -184,7 +184,7 @@ def test_control_variates_reduce_the_drift_in_later_rounds() -> None:
     def drift(strategy) -> float:
         """Distance between the models that clients with conflicting data train from the same model."""
         ends: list[np.ndarray] = []
-        inner = listening(
+        inner = with_callback(
             make_client_app(hand_site), lambda _, reply: ends.append(reply.content["arrays"]["weight"].numpy())
         )
         config = ConfigRecord({**SGD, "local-epochs": 5, "learning-rate": 0.2, "batch-size": 32})
@@ -369,7 +369,7 @@ def test_a_bad_control_variate_counts_as_a_missing_reply(damage, reason) -> None
 def test_the_bound_on_updates_covers_control_variates_and_refuses_no_honest_client() -> None:
     sizes = []
 
-    def hear(message: Message, reply: Message) -> None:
+    def record(message: Message, reply: Message) -> None:
         sent, found = message.content["arrays"], reply.content["arrays"]
         sizes.append(
             math.sqrt(
@@ -380,7 +380,7 @@ def test_the_bound_on_updates_covers_control_variates_and_refuses_no_honest_clie
             )
         )
 
-    run(SCAFFOLD(sgd_learning_rate=0.05), 3, InlineGrid(listening(make_client_app(load_site), hear), CLIENTS))
+    run(SCAFFOLD(sgd_learning_rate=0.05), 3, InlineGrid(with_callback(make_client_app(load_site), record), CLIENTS))
     bound = 1.001 * max(sizes)
 
     def shift(content) -> None:

@@ -55,10 +55,10 @@ def test_clients_0_and_1_are_usually_clustered_together(outcome) -> None:
 
 def test_a_client_alone_in_its_cluster_equals_local_training(outcome, models) -> None:
     clusters = np.array(outcome["clusters"])  # (draws, 3)
-    lonely = (clusters[:, :, None] == clusters[:, None, :]).sum(axis=2) == 1  # (draws, 3)
+    alone_in_cluster = (clusters[:, :, None] == clusters[:, None, :]).sum(axis=2) == 1  # (draws, 3)
     moved = np.linalg.norm(models["clustered, c = 2"] - models["alone"], axis=2)  # (draws, 3)
-    assert lonely.sum() == DRAWS
-    assert moved[lonely].max() < 1e-9 and moved[~lonely].min() > 1e-3
+    assert alone_in_cluster.sum() == DRAWS
+    assert moved[alone_in_cluster].max() < 1e-9 and moved[~alone_in_cluster].min() > 1e-3
 
 
 def test_the_local_steps_reach_the_minimum_of_a_round(outcome, models) -> None:
