@@ -236,7 +236,7 @@ def test_bad_input_gets_one_line_and_code_2_and_creates_no_file(arguments, says,
 # --- By hand ------------------------------------------------------------------------------------------------
 
 
-def pretended(accuracies: dict[tuple[str, int], list[float]], failing: tuple[tuple[str, int], ...] = ()):
+def prepared_runs(accuracies: dict[tuple[str, int], list[float]], failing: tuple[tuple[str, int], ...] = ()):
     """Return a stand-in for runs of given accuracies; the first round is best, a tenth above the last."""
 
     def execute(config: Config) -> Outcome:
@@ -270,7 +270,7 @@ def pretended(accuracies: dict[tuple[str, int], list[float]], failing: tuple[tup
 
 def test_mean_deviation_and_share_better_than_local_by_hand(tmp_path):
     plan = make_plan(["local", "fedavg"], {"output-dir": str(tmp_path)}, {}, seeds=[0, 1])
-    execute = pretended(
+    execute = prepared_runs(
         {("local", 0): [0.5, 0.7], ("local", 1): [0.5, 0.5], ("fedavg", 0): [0.6, 0.7], ("fedavg", 1): [0.8, 0.7]}
     )
     content, code = carry_out(plan, execute, lambda line: None, {}, ["kindred", "compare", "a b"])
@@ -292,7 +292,7 @@ def test_a_failed_run_is_excluded_from_the_means(tmp_path):
     plan = make_plan(["local", "fedavg"], {"output-dir": str(tmp_path)}, {}, seeds=[0, 1])
     found = {("local", 0): [0.5, 0.7], ("local", 1): [0.5, 0.5], ("fedavg", 0): [0.6, 0.7]}
     said = []
-    content, code = carry_out(plan, pretended(found, failing=(("fedavg", 1),)), said.append, {}, ["kindred"])
+    content, code = carry_out(plan, prepared_runs(found, failing=(("fedavg", 1),)), said.append, {}, ["kindred"])
     assert code == 1 and said[-1] == "run 4/4  fedavg, seed 1: failed, it broke in two lines"
     fedavg = content["strategies"]["fedavg"]
     assert fedavg["mean"]["accuracy"] == pytest.approx(0.65) and fedavg["std"]["accuracy"] is None
@@ -306,7 +306,7 @@ def test_a_failed_run_is_excluded_from_the_means(tmp_path):
 
 def test_a_name_that_begins_like_a_formula_stays_text_in_the_table(tmp_path):
     plan = make_plan(["local", "-b"], {"output-dir": str(tmp_path)}, {"-b": {"strategy": "fedavg"}})
-    execute = pretended({("local", 0): [0.5, 0.7], ("fedavg", 0): [0.5, 0.6]})
+    execute = prepared_runs({("local", 0): [0.5, 0.7], ("fedavg", 0): [0.5, 0.6]})
     content, _ = carry_out(plan, execute, lambda line: None, {}, ["kindred"])
     lines = list(csv.DictReader(io.StringIO(as_csv(content).decode())))
     assert [line["strategy"] for line in lines] == ["local"] * 3 + ["'-b"] * 3
@@ -314,7 +314,7 @@ def test_a_name_that_begins_like_a_formula_stays_text_in_the_table(tmp_path):
 
 def test_a_comparison_completes_although_a_picture_or_report_fails(tmp_path, monkeypatch, caplog):
     plan = make_plan(["local"], {"output-dir": str(tmp_path)}, {})
-    content, _ = carry_out(plan, pretended({("local", 0): [0.5, 0.7]}), lambda line: None, {}, ["kindred"])
+    content, _ = carry_out(plan, prepared_runs({("local", 0): [0.5, 0.7]}), lambda line: None, {}, ["kindred"])
     for name in ("comparison_figure", "write_report"):
         monkeypatch.setattr(comparison_files, name, lambda *_: 1 / 0)
     write(content, plan.folder)
@@ -325,7 +325,7 @@ def test_a_comparison_completes_although_a_picture_or_report_fails(tmp_path, mon
 
 def test_runs_of_other_versions_or_without_an_image_record_are_reused_with_a_notice(tmp_path):
     plan = make_plan(["local"], {"output-dir": str(tmp_path)}, {})
-    carry_out(plan, pretended({("local", 0): [0.5, 0.7]}), lambda line: None, {}, ["kindred"])
+    carry_out(plan, prepared_runs({("local", 0): [0.5, 0.7]}), lambda line: None, {}, ["kindred"])
     (path,) = tmp_path.glob("*/config.json")
     config = json.loads(path.read_text())
     config["versions"]["torch"] = "2.0"
@@ -334,7 +334,7 @@ def test_runs_of_other_versions_or_without_an_image_record_are_reused_with_a_not
     (tmp_path / "not-a-run").mkdir()
     (tmp_path / "not-a-run" / "config.json").write_text('{"settings": {"dataset": "cheese"}}')
     said = []
-    carry_out(plan, pretended({}), said.append, {}, ["kindred"])
+    carry_out(plan, prepared_runs({}), said.append, {}, ["kindred"])
     unlike = "torch was 2.0, which images it had is not on record"
     assert said == [f"run 1/1  local, seed 0: reused, {path.parent} ({unlike})"]
 
@@ -359,7 +359,7 @@ def test_other_images_need_another_run_and_moved_ones_do_not(tmp_path):
         carry_out(make_plan(["local"], given, {}), execute, lines.append, {}, ["kindred"])
         return lines
 
-    execute = pretended({("local", 0): [0.5, 0.7]})
+    execute = prepared_runs({("local", 0): [0.5, 0.7]})
     assert said(write("a.npz", 0), execute) == ["run 1/1  local, seed 0"]
     (tmp_path / "a.npz").rename(tmp_path / "b.npz")
     assert "reused" in said(str(tmp_path / "b.npz"), execute)[0]
@@ -407,7 +407,7 @@ def test_a_run_is_identified_by_all_settings_that_affect_its_results():
 
 def test_a_finished_run_is_preferred_to_an_interrupted_one(tmp_path):
     config = Config(strategy="local", output_dir=str(tmp_path))
-    done = pretended({("local", 0): [0.5]})(config).results
+    done = prepared_runs({("local", 0): [0.5]})(config).results
     images = comparison_runs.images_of_run(config)
     cut = RunFolder(config.run_config(), images=images).path
     assert cut.name > done.name
@@ -426,7 +426,7 @@ def test_a_scale_reduces_rounds_and_images_and_every_output_states_it(tmp_path):
     assert (local.num_rounds, local.samples_per_client, local.alpha_decay_every) == (2, 10, 3)
     assert (fedavg.num_rounds, fedavg.samples_per_client) == (6, 10)
     found = {(name, 0): [0.5, 0.6] for name in plan.configs}
-    content, _ = carry_out(plan, pretended(found), lambda line: None, {}, ["kindred"])
+    content, _ = carry_out(plan, prepared_runs(found), lambda line: None, {}, ["kindred"])
     assert content["scale"] == 0.1 and content["title"].endswith("scale 0.1")
     assert content["scaled"] == {"num-rounds": [20, 2], "samples-per-client": [40, 10]}
     assert "num-rounds 2 instead of 20, samples-per-client 10 instead of 40" in remarks(content)[0]
@@ -530,7 +530,7 @@ def test_the_command_overrides_the_preset(tmp_path, without_images):
     found = {
         (name, 0): [accuracy, accuracy] for name, accuracy in zip(plan.configs, (0.8, 0.7, 0.75, 0.6), strict=True)
     }
-    content, _ = carry_out(plan, pretended(found), lambda line: None, {}, ["kindred"])
+    content, _ = carry_out(plan, prepared_runs(found), lambda line: None, {}, ["kindred"])
     assert content["preset"]["changed"] == {"num-rounds": 10, "batch-size": 50, "fedamp:sigma": 7.0}
     assert content["strategies"]["scaffold"]["paper"] == {"mean": 0.402}
     assert content["strategies"]["fedrep"]["paper"] is None
@@ -551,7 +551,7 @@ def test_the_papers_results_are_shown_beside_the_measured_ones(tmp_path, without
         preset=load_preset("perfed-ckt-table1-10"),
         seeds=[0, 1],
     )
-    execute = pretended({(name, seed): [0.5, 0.6] for name in ("local", "perfed-ckt") for seed in (0, 1)})
+    execute = prepared_runs({(name, seed): [0.5, 0.6] for name in ("local", "perfed-ckt") for seed in (0, 1)})
     content, _ = carry_out(plan, execute, lambda line: None, {}, ["kindred"])
     content["strategies"]["perfed-ckt-3"]["mean"]["floats"] = 13e6
     columns = columns_of(content)

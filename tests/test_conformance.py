@@ -349,7 +349,7 @@ def _again_a_model(content) -> None:
     ],
 )
 def test_a_bad_model_counts_as_a_missing_reply_with_a_reason(name, damage, reason) -> None:
-    check_that_it_counts_like_no_reply(name, damage, reason)
+    check_that_it_counts_as_a_missing_reply(name, damage, reason)
 
 
 @pytest.mark.parametrize(
@@ -367,7 +367,7 @@ def test_a_bad_model_counts_as_a_missing_reply_with_a_reason(name, damage, reaso
     ],
 )
 def test_bad_updates_count_as_a_missing_reply_with_a_reason(damage, reason) -> None:
-    check_that_it_counts_like_no_reply("federico", damage, reason)
+    check_that_it_counts_as_a_missing_reply("federico", damage, reason)
 
 
 @where_logits_travel
@@ -389,7 +389,7 @@ def test_bad_updates_count_as_a_missing_reply_with_a_reason(damage, reason) -> N
     ],
 )
 def test_bad_logits_count_as_a_missing_reply_with_a_reason(name, damage, reason) -> None:
-    check_that_it_counts_like_no_reply(name, damage, reason)
+    check_that_it_counts_as_a_missing_reply(name, damage, reason)
 
 
 @cache
@@ -400,7 +400,7 @@ def with_a_reply_lost(name: str) -> tuple:
     return everything(run(name, FaultyGrid(app_of(name), CLIENTS, lost)))
 
 
-def check_that_it_counts_like_no_reply(name, damage, reason) -> None:
+def check_that_it_counts_as_a_missing_reply(name, damage, reason) -> None:
     """Check that a damaged reply in round 2 has the same effect as a lost one."""
 
     def damaged(server_round: int, client: int) -> object:

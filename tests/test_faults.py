@@ -378,10 +378,10 @@ def test_any_other_number_of_examples_is_refused(examples) -> None:
 
 def test_a_client_s_reason_is_logged_as_one_short_printable_line(caplog) -> None:
     def grid_of(reason: str):
-        def shout(content: RecordDict) -> None:
+        def add_named_array(content: RecordDict) -> None:
             content["arrays"][reason] = Array(np.zeros(1))
 
-        return FaultyGrid(plain_app(), 2, lambda r, c: shout if c == 1 else "ok")
+        return FaultyGrid(plain_app(), 2, lambda r, c: add_named_array if c == 1 else "ok")
 
     strategy = Local()
     strategy.start(grid_of("\x1b[31mred\nalert\u2028" + "!" * 10**5), initial(), 1)

@@ -133,7 +133,7 @@ def test_a_round_by_hand() -> None:
     """Two clients, 10 and 30 samples, with given models: the student begins at the weighted mean and is distilled
     from the mean logits, in which both have equal weight."""
     w = [np.array([[2.0], [0.0]], np.float32), np.array([[0.0], [4.0]], np.float32)]
-    app = telling_app(lambda client, network: {"weight": w[client]}, examples=lambda client: 10 + 20 * client)
+    app = reporting_app(lambda client, network: {"weight": w[client]}, examples=lambda client: 10 + 20 * client)
     strategy = FedDF(
         models={"line": lambda: torch.nn.Linear(1, 2, bias=False)},
         public=torch.ones(1, 1),
@@ -228,7 +228,7 @@ NETWORKS = {"plain": lambda: torch.nn.Linear(2, 2, bias=False), "biased": lambda
 NETWORK_OF = ["plain", "biased", "plain", "biased"]
 
 
-def telling_app(trained, examples=lambda client: 10, network_of=NETWORK_OF) -> ClientApp:
+def reporting_app(trained, examples=lambda client: 10, network_of=NETWORK_OF) -> ClientApp:
     """Clients that report their network and return given models; `received` lists the models sent to them."""
     app = ClientApp()
     app.received = []
@@ -284,7 +284,7 @@ def arrays_of(strategy: FedDF) -> dict[int, dict[str, list]]:
 
 
 def test_clients_of_one_network_are_averaged_among_themselves() -> None:
-    app = telling_app(own, examples=lambda client: 10 if client < 2 else 30)
+    app = reporting_app(own, examples=lambda client: 10 if client < 2 else 30)
     strategy = several(app)
     assert strategy.networks == dict(enumerate(NETWORK_OF))
     assert app.received == 2 * [(c, ["bias", "weight"] if NETWORK_OF[c] == "biased" else ["weight"]) for c in range(4)]
@@ -298,17 +298,17 @@ def test_clients_of_one_network_are_averaged_among_themselves() -> None:
 
 def test_the_teacher_contains_all_models_of_all_networks() -> None:
     def distilled(factor: float) -> FedDF:
-        return several(telling_app(lambda c, n: own(c, n, factor if c == 3 else 1.0)), rounds=1, distill_steps=3)
+        return several(reporting_app(lambda c, n: own(c, n, factor if c == 3 else 1.0)), rounds=1, distill_steps=3)
 
     one, other = distilled(1.0), distilled(5.0)
     assert arrays_of(one)[0] != arrays_of(other)[0]  # client 0 has another network than client 3
-    _, weights = several(telling_app(own), distill_steps=3).collaboration()
+    _, weights = several(reporting_app(own), distill_steps=3).collaboration()
     assert weights.tolist() == [[0.25] * 4] * 4
 
 
 def test_a_network_without_replies_learns_from_the_others() -> None:
     def faulty() -> FaultyGrid:
-        return FaultyGrid(telling_app(own), 4, lambda r, c: "error" if NETWORK_OF[c] == "biased" else "ok")
+        return FaultyGrid(reporting_app(own), 4, lambda r, c: "error" if NETWORK_OF[c] == "biased" else "ok")
 
     assert arrays_of(several(None, grid=faulty()))[1] == {"weight": [[0, 0], [0, 0]], "bias": [0, 0]}
     strategy = several(None, grid=faulty(), distill_steps=50, distill_learning_rate=0.1)
@@ -317,9 +317,9 @@ def test_a_network_without_replies_learns_from_the_others() -> None:
 
 
 def test_the_order_of_replies_changes_no_bit_with_several_networks() -> None:
-    reference = arrays_of(several(telling_app(own), distill_steps=3))
+    reference = arrays_of(several(reporting_app(own), distill_steps=3))
     for seed in range(3):
-        assert arrays_of(several(None, grid=ShuffledGrid(telling_app(own), 4, seed), distill_steps=3)) == reference
+        assert arrays_of(several(None, grid=ShuffledGrid(reporting_app(own), 4, seed), distill_steps=3)) == reference
 
 
 @pytest.mark.parametrize(
@@ -331,13 +331,13 @@ def test_the_order_of_replies_changes_no_bit_with_several_networks() -> None:
     ],
 )
 def test_a_client_of_an_unknown_network_is_excluded(said, reason) -> None:
-    app = telling_app(own, network_of=["plain", "biased", said, "biased"])
+    app = reporting_app(own, network_of=["plain", "biased", said, "biased"])
     strategy = several(app)
     assert strategy.history.left_out == {2: reason} and sorted(strategy.client_models()) == [0, 1, 3]
 
 
 def test_a_model_of_another_network_is_refused() -> None:
-    app = telling_app(lambda client, network: own(client, "biased"))
+    app = reporting_app(lambda client, network: own(client, "biased"))
     strategy = several(app)
     status = {row["client"]: row["status"] for row in strategy.history.rows if row["round"] == 1}
     assert status == {
@@ -349,7 +349,7 @@ def test_a_model_of_another_network_is_refused() -> None:
 
 
 def test_an_update_is_bounded_relative_to_the_model_of_the_clients_network() -> None:
-    strategy = several(telling_app(own), rounds=1, max_update_norm=3.5)
+    strategy = several(reporting_app(own), rounds=1, max_update_norm=3.5)
     status = [row["status"] for row in strategy.history.rows]
     # Norms sqrt(2) (c + 1), and with a bias sqrt(2 (c + 1)^2 + 2 c^2).
     assert status[:2] == ["ok", "ok"]

@@ -24,7 +24,7 @@ from kindred.server_app.tables import read_table
 
 from . import test_client, two_weights
 from .grids import FaultyGrid
-from .test_conformance import check_that_it_counts_like_no_reply, values
+from .test_conformance import check_that_it_counts_as_a_missing_reply, values
 from .two_weights import Client, probabilities, weights_of
 
 # --- The mathematics ----------------------------------------------------------------------------------
@@ -313,7 +313,7 @@ def _no_examples(content) -> None:
     ],
 )
 def test_bad_components_count_as_a_missing_reply_with_a_reason(damage, reason) -> None:
-    check_that_it_counts_like_no_reply("fedem", damage, reason)
+    check_that_it_counts_as_a_missing_reply("fedem", damage, reason)
 
 
 @pytest.mark.parametrize("most", [0, 1])

@@ -1311,12 +1311,12 @@ def test_the_seed_of_the_strategy_is_used(selection) -> None:
 
 
 def test_only_the_owner_of_a_model_changes_its_buffers() -> None:
-    def meddle(content) -> None:
+    def change_buffers(content) -> None:
         name = next(key for key in content["arrays"] if key.endswith("running_var")).partition("/")[2]
         content["arrays"][f"1/{name}"] = Array(np.full(tuple(content["arrays"][f"0/{name}"].shape), -50, np.float32))
 
     def fate(server_round: int, client: int) -> object:
-        return meddle if (server_round, client) == (2, 3) else "ok"
+        return change_buffers if (server_round, client) == (2, 3) else "ok"
 
     strategy = run(FaultyGrid(APPS[normalised], CLIENTS, fate), 3, normalised)
     (row,) = [row for row in strategy.history.rows if row["status"] != "ok"]

@@ -21,7 +21,7 @@ from kindred.messages import to_record
 
 from . import test_client, two_weights
 from .grids import FaultyGrid
-from .test_conformance import check_that_it_counts_like_no_reply, everything, values
+from .test_conformance import check_that_it_counts_as_a_missing_reply, everything, values
 from .two_weights import Client, weights_of
 
 # --- The mathematics ----------------------------------------------------------------------------------
@@ -334,7 +334,7 @@ def test_invalid_weights_count_as_a_missing_reply(weights) -> None:
         if weights is not None:
             content["config"] = ConfigRecord({"weights": weights})
 
-    check_that_it_counts_like_no_reply(
+    check_that_it_counts_as_a_missing_reply(
         "fedfomo",
         damage,
         f"refused: its weights are {reprlib.repr(weights)}, expected 3 of 0 or more that sum to 1 or 0",

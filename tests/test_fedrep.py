@@ -122,7 +122,7 @@ def with_fixed_head() -> torch.nn.Module:
     return model
 
 
-def sixteen(model):
+def with_sixteen_samples(model):
     """Sites of 16 samples each, with which a mean weighted by samples equals the plain mean bit for bit."""
 
     def load(context: Context) -> Site:
@@ -133,10 +133,10 @@ def sixteen(model):
 
 
 def test_without_head_epochs_it_equals_fedavg_with_a_fixed_head() -> None:
-    fedrep = run(FedRep(head_epochs=0), grid=sixteen(network))
+    fedrep = run(FedRep(head_epochs=0), grid=with_sixteen_samples(network))
     for model in saved_models(fedrep.run_id).values():
         assert subset(model, HEAD) == subset(to_record(get_arrays(network())), HEAD)
-    fedavg = run(FedAvg(), grid=sixteen(with_fixed_head), initial=with_fixed_head)
+    fedavg = run(FedAvg(), grid=with_sixteen_samples(with_fixed_head), initial=with_fixed_head)
     assert values(fedrep.global_arrays()) == subset(fedavg.global_arrays(), BODY)
     assert values(fedrep.global_arrays()) != subset(to_record(get_arrays(network())), BODY)
 

@@ -15,7 +15,7 @@ from kindred.messages import read_record, to_record
 
 from . import test_client, two_weights
 from .grids import FaultyGrid
-from .test_conformance import check_that_it_counts_like_no_reply, everything, values
+from .test_conformance import check_that_it_counts_as_a_missing_reply, everything, values
 from .two_weights import Client, weights_of
 
 # --- The mathematics ----------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ def test_an_unknown_cluster_counts_as_a_missing_reply(cluster, said) -> None:
         if cluster is not None:
             content["metrics"]["cluster"] = cluster
 
-    check_that_it_counts_like_no_reply("hypcluster", damage, f"refused: its cluster is {said}, allowed: 0 to 1")
+    check_that_it_counts_as_a_missing_reply("hypcluster", damage, f"refused: its cluster is {said}, allowed: 0 to 1")
 
 
 def test_the_norm_is_that_of_the_change_of_the_chosen_model() -> None:

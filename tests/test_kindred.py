@@ -534,7 +534,7 @@ def test_momentum_stays_within_the_range_of_float16() -> None:
         (lambda r, c: "error" if r == 4 else "ok", 1.0, 3),
     ],
 )
-def test_momentum_is_the_fraction_of_clients_of_both_rounds(monkeypatch, fate, share, last) -> None:
+def test_momentum_is_scaled_by_the_fraction_of_clients_of_both_rounds(monkeypatch, fate, share, last) -> None:
     found = {}
     end_round = Kindred.end_round
 

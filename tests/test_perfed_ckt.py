@@ -298,7 +298,7 @@ def test_clients_are_sampled_in_proportion_to_their_data() -> None:
     assert share == pytest.approx(expected, abs=0.03)
 
 
-def stating(**about):
+def introducing_as(**about):
     """The plain clients, of which client 2 introduces itself differently."""
     app = logits_app()
     identity = app._registered_funcs["query.identity"]
@@ -328,7 +328,7 @@ EXPECTED = "expected the public set 3-cafe (3 images) with 2 classes"
     ],
 )
 def test_a_client_that_does_not_fit_is_excluded_by_name(about, reason) -> None:
-    strategy = run_plain(grid=InlineGrid(stating(**about), 6))
+    strategy = run_plain(grid=InlineGrid(introducing_as(**about), 6))
     assert strategy.history.left_out == {1003: reason}
     assert {row["client"] for row in strategy.history.rows} == {1001, 1002, 1004, 1005, 1006}
     assert all(row["status"] == "ok" for row in strategy.history.rows)
@@ -344,7 +344,7 @@ def test_a_run_without_a_public_set_is_refused() -> None:
 def test_the_requested_public_set_is_used_and_not_the_first_one_reported() -> None:
     strategy = PerFedCKT(num_clusters=2, public_set="3-beef", min_available_nodes=1)
     with pytest.raises(TooFewClients, match="no client gave a usable answer"):  # 1003's replies name yet another set
-        strategy.start(InlineGrid(stating(**{"public-set": "3-beef"}), 3), ArrayRecord(), 1, 60)
+        strategy.start(InlineGrid(introducing_as(**{"public-set": "3-beef"}), 3), ArrayRecord(), 1, 60)
     assert strategy.clients() == [1003] and set(strategy.history.left_out) == {1001, 1002}
     assert "expected the public set 3-beef" in strategy.history.left_out[1001]
     with pytest.raises(TooFewClients, match="it has the public set 3-cafe .*, expected 3-dead"):
