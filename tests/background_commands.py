@@ -1,4 +1,4 @@
-"""Commands that run beside a test, all that they say, and every process that has to do with them."""
+"""Commands that run in the background of a test, their output, and every process related to them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def free_port() -> int:
 
 
 def wait_until(condition: Callable[[], T], seconds: float, otherwise: Callable[[], str] = lambda: "in vain") -> T:
-    """What the condition gives as soon as that is something; fails with what `otherwise` says where it takes longer."""
+    """Return the condition's value once it is true; after `seconds`, fail with the text of `otherwise`."""
     deadline = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < deadline, otherwise()
@@ -35,7 +35,7 @@ def wait_until(condition: Callable[[], T], seconds: float, otherwise: Callable[[
 
 
 class Machines:
-    """Commands in a folder, each with a name; the folder is the home of all that Flower starts for them."""
+    """Commands in a folder, each with a name; the folder is the home of everything that Flower starts for them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -73,7 +73,7 @@ class Machines:
         return found
 
     def end(self, *names: str) -> dict[str, int]:
-        """Ask commands to end, by default all; their exit codes."""
+        """Ask commands to end, by default all; return their exit codes."""
         ended = {name: self.running.pop(name) for name in names or list(self.running)}
         for process in ended.values():
             process.terminate()

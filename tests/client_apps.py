@@ -1,4 +1,4 @@
-"""ClientApps as somebody else would write them, and one of our own with next to no data."""
+"""ClientApps as another author would write them, and one of the library with very few samples."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _array(values: np.ndarray) -> Array:
 
 
 class Plain(torch.nn.Module):
-    """A network whose model is `initial()`, for a server that works with it itself; its images are POINTS."""
+    """A network whose model is `initial()`, for a server that uses the network; its images are POINTS."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,19 +45,19 @@ class Plain(torch.nn.Module):
         self.norm.register_buffer("num_batches_tracked", torch.tensor(0))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x) * torch.tensor([1.0, -1.0])  # rows of `target` are alike, classes are not to be
+        return self.layer(x) * torch.tensor([1.0, -1.0])  # the rows of `target` are equal, but classes must differ
 
 
 POINTS = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-0.5, 0.5], [0.2, -0.7]])
 
 
 def target(client: int) -> np.ndarray:
-    """What a client's data ask for: clients 0 and 1, 2 and 3, ... want nearly the same."""
+    """Optimum of a client's data: clients 0 and 1, 2 and 3, ... have nearly the same one."""
     return np.full((2, 2), 1.0 + client // 2 + 0.01 * client, np.float32)
 
 
 def plain_app(evaluates_in_training: bool = False) -> ClientApp:
-    """Ten steps towards the client's target under mu/2 ||w - w_received||^2; knows no query."""
+    """Return clients that do ten steps to their target with mu/2 ||w - w_received||^2, and know no query."""
     app = ClientApp()
 
     @app.train()
@@ -99,8 +99,8 @@ def plain_app(evaluates_in_training: bool = False) -> ClientApp:
 
 
 def logits_app(evaluates_in_training: bool = False) -> ClientApp:
-    """Clients of one number each, kept in their Context: steps towards their target, half as fast towards the
-    nearest centroid's. Class probabilities of three public inputs travel."""
+    """Return clients of one parameter each, kept in their Context. They step towards their target, and half as fast
+    towards the nearest centroid's. Messages have class probabilities of three public inputs."""
     app = ClientApp()
     inputs = np.array([-1.0, 0.5, 2.0])
 
@@ -164,7 +164,7 @@ def logits_app(evaluates_in_training: bool = False) -> ClientApp:
 
 
 def collaboration_app(evaluates_in_training: bool = False) -> ClientApp:
-    """FedeRiCo's client with the clients of `plain_app`: each model's loss is its distance from the client's target."""
+    """FedeRiCo's client for the targets of `plain_app`: each model's loss is its distance from the client's target."""
     app = ClientApp()
 
     def loss(w: np.ndarray, client: int) -> float:
@@ -249,7 +249,7 @@ def small(seed: int = 0) -> Small:
 
 
 def small_site(client: int) -> Site:
-    """Three classes by angle; from one pair of clients to the next the classes are turned around."""
+    """Site with three classes by angle; from one pair of clients to the next the classes are rotated."""
     generator = torch.Generator().manual_seed(client)
 
     def samples(count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -274,9 +274,9 @@ def _with_little_training(answer: Callable[[Message, Context], Message]) -> Call
 
 
 def small_app(evaluates_in_training: bool = True) -> ClientApp:
-    """The library's own ClientApp, of clients with a few points in the plane; by their nodes' numbers.
+    """The library's own ClientApp, for clients with a few points in the plane, chosen by node number.
 
-    Where a message says nothing of it, clients train little: what tests look at is not how well.
+    Unless a message sets it, clients train little, as tests do not depend on accuracy.
     """
     app = make_client_app(lambda context: small_site(context.node_config["partition-id"]))
     introduce = app._registered_funcs.pop(IDENTITY_QUERY)
@@ -293,13 +293,13 @@ def small_app(evaluates_in_training: bool = True) -> ClientApp:
 
 
 def saved_models(run_id: int) -> dict[object, ArrayRecord]:
-    """The models that the clients of a run keep on this machine, in order of client; or their mixtures, see below."""
+    """Models that the clients of a run store on this machine, in order of client; or their mixtures, see below."""
     files = saved_files(run_id, "model") or saved_files(run_id, "mixture")
     return {client: to_record(load_file(files[client])) for client in in_order(files)}
 
 
 def models_in(record: ArrayRecord) -> list[Mapping[str, Array]]:
-    """The models in what a client keeps: that one, or those of its mixture."""
+    """Models in a client's stored record: its only one, or those of its mixture."""
     if "shares" not in record:
         return [record]
     return [model for prefix, model in by_prefix(record).items() if prefix != "shares"]

@@ -1,5 +1,5 @@
-"""One thread for all, and in what tests start: threads that wait for a core that others have make everything many
-times slower, and results have the same bits everywhere."""
+"""One thread for all tests and the processes they start: threads that wait for a busy core make everything many times
+slower. With one thread, results have the same bits everywhere."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hypothesis import settings
 from kindred.engine import roster
 from kindred.server_app import results
 
-settings.register_profile("without deadlines", deadline=None)  # which would measure the machine, and imports
+settings.register_profile("without deadlines", deadline=None)  # deadlines would measure the machine, and imports
 settings.load_profile("without deadlines")
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
-roster.NODES_PAUSE = 0.005  # s; each of hundreds of runs waits so long for nodes, which are all there
+roster.NODES_PAUSE = 0.005  # s; hundreds of runs each wait this long for nodes, which are all connected
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -36,6 +36,6 @@ def no_pictures():
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put files with runs in Flower's engine, which take longest, first: no worker is left with one at the end."""
+    """Put files with runs in Flower's engine first, which take longest, so that no worker gets one at the end."""
     longest = {item.path for item in items if item.get_closest_marker("engine")}
     items.sort(key=lambda item: item.path not in longest)

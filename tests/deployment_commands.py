@@ -1,4 +1,4 @@
-"""`kindred` called here, and what its commands for machines need: keys and data."""
+"""Calls of `kindred` in this process, and the keys and data that its deployment commands need."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kindred.server_app.cli.commands import app
 
 
 def kindred(*arguments: object, code: int = 0) -> str:
-    """Run a command here; what it says, in which errors come last."""
+    """Run a command in this process; return its output, with errors last."""
     result = CliRunner().invoke(app, list(map(str, arguments)))
     assert result.exit_code == code, result.output
     return result.stdout + result.stderr
@@ -41,5 +41,5 @@ def made_keys_fixture(tmp_path_factory) -> Path:
 
 @pytest.fixture(name="keys")
 def keys_fixture(tmp_path, made_keys) -> Path:
-    """A copy that a test may change."""
+    """A copy of the keys that a test may change."""
     return shutil.copytree(made_keys, tmp_path / "keys")  # with the permissions

@@ -1,4 +1,4 @@
-"""Running an example's code. It imports `kindred`, which may not meet `strategies` in one process: it gets its own."""
+"""Run an example's code. It imports `kindred`, which cannot be in one process with `strategies`: it gets its own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
 
 
 def calculated(folder: Path, code: str) -> Any:
-    """What the code prints, as JSON."""
+    """Return what the code prints, parsed as JSON."""
     done = python(folder, "-c", code)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

@@ -1,4 +1,4 @@
-"""Grids on which things go wrong."""
+"""Grids that simulate failures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kindred import InlineGrid
 
 
 class ShuffledGrid(InlineGrid):
-    """Replies come in an order of their own."""
+    """Replies arrive in a random order."""
 
     def __init__(self, app: ClientApp, num_clients: int, seed: int) -> None:
         super().__init__(app, num_clients)
@@ -24,8 +24,8 @@ class ShuffledGrid(InlineGrid):
 
 
 class FaultyGrid(InlineGrid):
-    """`fate(round, client)` says what becomes of a training message: "ok", "error", "silent", "lost" (the client
-    works, its reply is an error), or a function that changes the reply's content."""
+    """`fate(round, client)` decides how a training message is handled: "ok", "error", "silent", "lost" (the client
+    trains, its reply is an error), or a function that changes the reply's content."""
 
     def __init__(self, app: ClientApp, num_clients: int, fate: Callable[[int, int], object]) -> None:
         super().__init__(app, num_clients)
@@ -47,7 +47,7 @@ class FaultyGrid(InlineGrid):
                 if fate == "lost":
                     self._answer(message)
                 reply = Message(Error(0, "the worker\nwas lost"), reply_to=self._waiting.pop(message_id))
-                # As Flower reports a node that died: signed by the SuperLink, not by the node.
+                # As Flower reports a dead node: the sender is the SuperLink, not the node.
                 reply.metadata.__dict__["_src_node_id"] = 1
                 replies.append(reply)
                 continue

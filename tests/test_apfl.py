@@ -1,4 +1,4 @@
-"""APFL: its updates on numbers that can be checked by hand, and rounds with real ClientApps."""
+"""APFL: its updates on small numbers that can be checked by hand, and rounds with real ClientApps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def tensors(*numbers: float) -> list[torch.Tensor]:
     return [torch.tensor([number]) for number in numbers]
 
 
-def test_the_steps_by_hand() -> None:
+def test_the_updates_by_hand() -> None:
     w, v, share = tensors(1.0, 2.0), tensors(3.0, -2.0), torch.tensor(0.25)
     personal = tensors(0.0, 0.0)
     mix(personal, w, v, share)
@@ -42,7 +42,7 @@ def test_the_steps_by_hand() -> None:
 
 
 @pytest.mark.parametrize(("share", "which"), [(0.0, 0), (1.0, 1)])
-def test_a_share_of_0_or_1_gives_one_of_the_models_to_the_bit(share, which) -> None:
+def test_a_share_of_0_or_1_gives_one_of_the_models_bit_for_bit(share, which) -> None:
     models = [list(torch.randn(2, 1000, generator=torch.Generator().manual_seed(seed))) for seed in (0, 1)]
     personal = [torch.zeros(1000), torch.zeros(1000)]
     mix(personal, *models, torch.tensor(share))
@@ -70,7 +70,7 @@ def gradient(client: int, u: float) -> float:
 
 
 def by_hand(rounds: int, share: float, eta: float, adapts: bool) -> tuple[list[float], list[float]]:
-    """The personal models after so many rounds of 3 steps, and the shares."""
+    """Return the personal models after `rounds` rounds of 3 steps, and the shares."""
     shared, v, shares, personal = 0.0, [0.0, 0.0], [share, share], [0.0, 0.0]
     for _ in range(rounds):
         w = [shared, shared]
@@ -123,7 +123,7 @@ def columns(strategy, *names: str) -> list[list]:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
-def test_the_global_model_is_fedavgs_whatever_the_share_is(share) -> None:
+def test_the_global_model_equals_fedavgs_for_every_share(share) -> None:
     half = {"fraction_train": 0.5, "seed": 2}
     mine, fedavg = run(apfl(share, **half)), run(FedAvg(**half))
     assert values(mine.global_arrays()) == values(fedavg.global_arrays())
@@ -132,13 +132,13 @@ def test_the_global_model_is_fedavgs_whatever_the_share_is(share) -> None:
 
 
 @pytest.mark.parametrize("how", [{}, {"local-epochs": 0, "local-steps": 5}])
-def test_with_share_0_the_personal_model_is_what_fedavgs_client_trains(how) -> None:
+def test_with_share_0_the_personal_model_equals_fedavgs_trained_one(how) -> None:
     mine, fedavg = run(apfl(0.0, False), **how), run(FedAvg(), **how)
     assert columns(mine, "own-accuracy", "own-loss") == columns(fedavg, "trained-accuracy", "trained-loss")
 
 
 @pytest.mark.parametrize("how", [{}, {"local-epochs": 0, "local-steps": 5}])
-def test_with_share_1_the_personal_model_is_that_of_local_training(how) -> None:
+def test_with_share_1_the_personal_model_equals_that_of_local_training(how) -> None:
     mine, local = run(apfl(1.0, False), **how), None
     kept = {client: values(model) for client, model in saved_models(mine.run_id).items()}
     local = run(Local(), **how)
@@ -166,12 +166,12 @@ def test_every_hyperparameter_changes_the_personal_models() -> None:
         ("adapt_mixing", "no", "true or false"),
     ],
 )
-def test_what_is_out_of_range_is_named(name, value, allowed) -> None:
+def test_out_of_range_arguments_are_named(name, value, allowed) -> None:
     with pytest.raises(ValueError, match=f"{name} is .*{allowed}"):
         apfl(**{name: value})
 
 
-def test_what_is_evaluated_and_kept_is_the_personal_model_and_it_does_not_travel() -> None:
+def test_the_personal_model_is_evaluated_and_stored_and_not_sent() -> None:
     strategy = run(apfl())
     assert strategy.client_models() == {}
     assert len(strategy.history.rounds) == 3 and strategy.history.rounds[-1]["personal"] == "own"
@@ -193,12 +193,12 @@ def test_what_is_evaluated_and_kept_is_the_personal_model_and_it_does_not_travel
         ({"local-epochs": 0, "local-steps": 5}, 5 * 4),
     ],
 )
-def test_both_models_are_counted_in_what_was_trained(how, samples) -> None:
+def test_the_work_on_both_models_is_counted(how, samples) -> None:
     for row in run(apfl(), 1, **how).history.rows:
         assert (row["samples-trained"], row["samples-predicted"]) == (2 * samples, 0)
 
 
-def test_who_learns_from_whom_goes_by_the_share() -> None:
+def test_collaboration_weights_follow_the_share() -> None:
     strategy = run(apfl(0.3, False), 2)
     clients, weights = strategy.collaboration()
     assert clients == list(range(CLIENTS))
@@ -210,13 +210,13 @@ def test_who_learns_from_whom_goes_by_the_share() -> None:
     )
 
 
-# --- What a client keeps ------------------------------------------------------------------------------
+# --- State of a client --------------------------------------------------------------------------------
 
 
-def test_who_sits_out_goes_on_with_its_own_and_who_comes_late_begins_with_the_global_model() -> None:
+def test_an_absent_client_keeps_its_model_and_a_late_one_begins_with_the_global_model() -> None:
     kept = {}
     grid = FaultyGrid(app, CLIENTS, lambda r, c: "error" if (r, c) in ((1, 3), (2, 0)) else "ok")
-    strategy = apfl(1.0, False)  # so that nothing but where it begins tells a personal model from a trained one
+    strategy = apfl(1.0, False)  # so that personal and trained models differ only by their start
     config = ConfigRecord(SETTINGS)
     strategy.start(
         grid,
@@ -234,7 +234,7 @@ def test_who_sits_out_goes_on_with_its_own_and_who_comes_late_begins_with_the_gl
     assert rows[3, 0]["own-loss"] != rows[3, 0]["trained-loss"]
 
 
-def test_who_was_never_drawn_is_evaluated_with_the_global_model() -> None:
+def test_an_unsampled_client_is_evaluated_with_the_global_model() -> None:
     strategy = run(apfl(fraction_train=0.5), 1)
     drawn = {row["client"] for row in strategy.history.rows if row["round"] == 1}
     closing = {row["client"]: row for row in strategy.history.rows if row["round"] == 2}
@@ -246,7 +246,7 @@ def test_who_was_never_drawn_is_evaluated_with_the_global_model() -> None:
         assert (row["personal-accuracy"], row["personal-loss"]) == evaluate(model, *test)
 
 
-def test_a_local_model_that_diverges_is_not_kept() -> None:
+def test_a_diverged_local_model_is_not_stored() -> None:
     kept = {}
     strategy = apfl(1.0, False)
     calls = []
@@ -281,7 +281,7 @@ def test_a_local_model_that_diverges_is_not_kept() -> None:
 
 
 @pytest.mark.parametrize("share", [None, -0.01, 1.01, math.nan, [0.5]])
-def test_a_share_out_of_range_is_refused(share) -> None:
+def test_an_out_of_range_share_is_refused(share) -> None:
     def damage(content) -> None:
         metrics = dict(content["metrics"])
         del metrics["mixing-weight"]

@@ -1,4 +1,4 @@
-"""Which room may import which, and what no file may contain."""
+"""Allowed imports between packages, and what no file may contain."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FOLDERS = {
 THIRD_PARTY = {
     "kindred": {"flwr", "torch", "torchvision", "numpy", "scipy", "sklearn", "threadpoolctl", "safetensors"},
 }
-# Beside its own modules, what a room may import of ours.
+# Modules of ours that a package may import, besides its own.
 ALLOWED = {
     "kindred": set(),
     "kindred.data": {"kindred.extensions", "kindred.lazy", "kindred.torchvision_import"},
@@ -34,7 +34,7 @@ ALLOWED = {
     "kindred.server_app": {"kindred"},
 }
 HEAVY = ("torch", "torchvision", "ray", "matplotlib", "sklearn", "scipy.cluster", "scipy.spatial")
-ROOMS = sorted(FOLDERS, key=len, reverse=True)
+PACKAGES = sorted(FOLDERS, key=len, reverse=True)
 
 
 def modules() -> dict[str, Path]:
@@ -50,9 +50,9 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
-def room_of(module: str) -> str:
-    """Return the room that a module lies in."""
-    return next(room for room in ROOMS if f"{module}.".startswith(f"{room}."))
+def package_of(module: str) -> str:
+    """Return the package that contains a module."""
+    return next(package for package in PACKAGES if f"{module}.".startswith(f"{package}."))
 
 
 def imports(name: str, path: Path) -> Iterator[tuple[ast.AST, str]]:
@@ -75,26 +75,28 @@ def absolute(name: str, path: Path, node: ast.ImportFrom) -> str:
     return base
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_rooms_import_only_what_they_may(room) -> None:
-    own = [name for name in MODULES if room_of(name) == room]
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_import_only_what_they_may(package) -> None:
+    own = [name for name in MODULES if package_of(name) == package]
     assert own
     for name in own:
         for _, module in imports(name, MODULES[name]):
             top = module.split(".")[0]
             assert top not in FOLDERS.values(), (name, module)  # one import name
             if top == "kindred" and name != "kindred.__main__":  # which starts the command line
-                allowed = room_of(module) == room or any(
-                    f"{module}.".startswith(f"{each}.") for each in ALLOWED[room])  # fmt: skip
+                allowed = package_of(module) == package or any(
+                    f"{module}.".startswith(f"{each}.") for each in ALLOWED[package])  # fmt: skip
                 assert allowed, (name, module)
-            elif top != "kindred" and room in THIRD_PARTY and top not in sys.stdlib_module_names:
-                assert top in THIRD_PARTY[room], (name, module)
+            elif top != "kindred" and package in THIRD_PARTY and top not in sys.stdlib_module_names:
+                assert top in THIRD_PARTY[package], (name, module)
 
 
-def test_the_python_entrance_is_all_that_the_package_names_of_other_rooms() -> None:
+def test_the_python_entrance_is_all_that_the_package_names_of_other_packages() -> None:
     """`kindred.run` and `kindred.compare` are imported from the application when they are first used."""
     homes = {name: getattr(getattr(kindred, name), "__module__", "kindred") for name in kindred.__all__}
-    others = {name: home for name, home in homes.items() if home.startswith("kindred.") and room_of(home) != "kindred"}
+    others = {
+        name: home for name, home in homes.items() if home.startswith("kindred.") and package_of(home) != "kindred"
+    }
     assert others == {"run": "kindred.server_app.api", "compare": "kindred.server_app.api"}
 
 
@@ -105,7 +107,7 @@ def test_every_folder_of_the_package_is_in_the_wheel() -> None:
     assert setuptools["package-dir"] == FOLDERS
 
 
-def test_type_checkers_find_the_names_of_the_package_where_python_does() -> None:
+def test_type_checkers_find_the_package_s_names_where_python_does() -> None:
     (block,) = [node for node in ast.parse(MODULES["kindred"].read_text()).body if isinstance(node, ast.If)]
     homes = {alias.name: each.module for each in block.body for alias in each.names}
     assert homes.keys() == set(kindred.__all__) - {"REGISTRY", "Method", "__version__", "run", "compare"}
@@ -127,7 +129,7 @@ def test_nothing_is_pickled() -> None:
                     assert options.get("allow_pickle", "False") == "False", path
 
 
-def test_methods_and_settings_do_not_wait_for_heavy_packages() -> None:
+def test_methods_and_settings_import_no_heavy_package() -> None:
     code = (
         "import sys; from kindred import REGISTRY, make_client_app; import kindred.server_app.config\n"
         "for name, method in REGISTRY.items(): assert method.name == name\n"
@@ -137,7 +139,7 @@ def test_methods_and_settings_do_not_wait_for_heavy_packages() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_a_module_that_is_imported_late_is_itself_after_the_first_look() -> None:
+def test_a_lazily_imported_module_equals_the_real_one_after_first_use() -> None:
     late = lazy("colorsys")
     sys.modules.pop("colorsys", None)
     copy = pickle.loads(pickle.dumps(late))
@@ -149,7 +151,7 @@ def test_a_module_that_is_imported_late_is_itself_after_the_first_look() -> None
         lazy("no_such_module").name  # noqa: B018
 
 
-def test_a_module_that_is_imported_late_takes_what_is_put_in_the_place_of_its_own(monkeypatch) -> None:
+def test_a_lazily_imported_module_accepts_replaced_attributes(monkeypatch) -> None:
     late = lazy("colorsys")
     monkeypatch.setattr(late, "ONE_THIRD", 3)
     monkeypatch.setitem(vars(late), "TWO_THIRD", 6)
@@ -158,7 +160,7 @@ def test_a_module_that_is_imported_late_takes_what_is_put_in_the_place_of_its_ow
 
 
 def test_no_file_imports_inside_a_function() -> None:
-    """But for torchvision, whose import is mended where it fails, and names that `kindred` itself looks up."""
+    """Exceptions: torchvision, whose import is fixed where it fails, and names that `kindred` itself looks up."""
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
     found = set()
     for name, path in MODULES.items():
@@ -171,7 +173,7 @@ def test_no_file_imports_inside_a_function() -> None:
 
 
 def test_type_checkers_and_python_find_the_same_modules() -> None:
-    """What `lazy` imports by its name is what stands above it, `if TYPE_CHECKING`."""
+    """`lazy` imports the module that the block `if TYPE_CHECKING` above it names."""
     seen = 0
     for name, path in MODULES.items():
         for block in ast.parse(path.read_text()).body:
@@ -192,8 +194,8 @@ def test_type_checkers_and_python_find_the_same_modules() -> None:
     assert seen > 50
 
 
-def test_no_imports_run_in_a_circle() -> None:
-    """Those that `lazy` does late among them."""
+def test_there_are_no_circular_imports() -> None:
+    """Lazy imports are included."""
     graph = {name: {module for _, module in imports(name, path) if module in MODULES} for name, path in MODULES.items()}
     done: set[str] = set()
 
@@ -209,7 +211,7 @@ def test_no_imports_run_in_a_circle() -> None:
 
 
 def private_names(name: str, path: Path) -> Iterator[str]:
-    """Yield the names with an underscore that a file takes from one of our modules, or from what it imports of them."""
+    """Yield the names with an underscore that a file uses of our modules, or of objects imported from them."""
     tree, ours = ast.parse(path.read_text()), set()
     for node, module in imports(name, path):
         if module.split(".")[0] == "kindred":

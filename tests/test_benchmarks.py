@@ -1,4 +1,4 @@
-"""What the benchmarks count and compute, by hand and beside what really happens."""
+"""Values that the benchmarks count and compute, compared with values by hand and with real runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kindred.server_app.config import Config
 from .client_apps import Small, small, small_site
 from .test_conformance import make, trial_settings
 
-# --- How cost grows -----------------------------------------------------------------------------------
+# --- Growth of cost -----------------------------------------------------------------------------------
 
 
 def test_growth_is_the_slope_of_the_largest_sizes() -> None:
@@ -29,7 +29,7 @@ def test_growth_is_the_slope_of_the_largest_sizes() -> None:
     assert scale.at(100_000, [10, 100, 1000], [999, 2, 200]) == pytest.approx(200 * 100**2)
 
 
-def test_figures_are_written_shortly() -> None:
+def test_figures_are_written_in_short_form() -> None:
     assert [scale.time_text(each) for each in (0.0123, 1.2, 2.34, 118, 121, 6e3, 3e5)] == [
         "12 ms",
         "1,200 ms",
@@ -52,8 +52,8 @@ def test_figures_are_written_shortly() -> None:
 MODEL, BODY = 3700, 3200
 FLOATS = {
     "perfed-ckt": (3 * 2000 * 10, 2000 * 10),  # |P| N: c = 3 centroids down, class probabilities up
-    "federico": (4 * MODEL, 4 * MODEL),  # the client's own and M = 3 neighbours'
-    "scaffold": (2 * MODEL, 2 * MODEL),  # control variates besides
+    "federico": (4 * MODEL, 4 * MODEL),  # the client's own and those of M = 3 neighbours
+    "scaffold": (2 * MODEL, 2 * MODEL),  # plus control variates
     "hypcluster": (3 * MODEL, MODEL),
     "fedfomo": (4 * MODEL, MODEL),
     "fedem": (3 * MODEL, 3 * MODEL),
@@ -62,10 +62,10 @@ FLOATS = {
 
 
 @pytest.mark.parametrize("name", REGISTRY)
-def test_messages_and_bytes_of_a_round_are_what_the_method_says(name, monkeypatch) -> None:
+def test_messages_and_bytes_of_a_round_match_the_method(name, monkeypatch) -> None:
     monkeypatch.setattr(scale, "ROUNDS", 2)
     clients = 6
-    if name == "feddf":  # what it distils from is no matter of messages
+    if name == "feddf":  # the public images do not affect messages
         monkeypatch.setattr(scale, "PUBLIC", 20)
     found = scale.measure(name, clients)
     down, up = (4 * clients * floats for floats in FLOATS.get(name, (MODEL, MODEL)))
@@ -76,14 +76,14 @@ def test_messages_and_bytes_of_a_round_are_what_the_method_says(name, monkeypatc
     assert 0 < found.seconds < 60
 
 
-def test_memory_is_that_of_the_models_that_the_server_keeps() -> None:
-    """12 models of 4 MB in memory; on disk, one or two at a time. Nothing of what is under way."""
+def test_memory_is_that_of_the_models_at_the_server() -> None:
+    """12 models of 4 MB in memory; on disk, one or two at a time. Messages in transit are not counted."""
     models, wide = 12 * 4e6, scale.hidden_for(4)
     assert models < scale.in_a_process("local", 12, wide).memory < 1.5 * models
     assert scale.in_a_process("local", 12, wide, "disk").memory < 0.75 * models
 
 
-def test_the_command_prints_what_was_measured(monkeypatch, capsys) -> None:
+def test_the_command_prints_its_measurements(monkeypatch, capsys) -> None:
     def measured(name, clients, hidden=scale.HIDDEN, store="memory"):
         size = 4 * hidden * 74
         return scale.Measured(
@@ -92,7 +92,7 @@ def test_the_command_prints_what_was_measured(monkeypatch, capsys) -> None:
 
     monkeypatch.setattr(scale, "in_a_process", measured)
     monkeypatch.setattr("sys.argv", ["scale", "--methods", "fedavg,local", "--clients", "3,6"])
-    monkeypatch.setenv("FLWR_LOG_LEVEL", "ERROR")  # which it sets itself, and which later tests must not inherit
+    monkeypatch.setenv("FLWR_LOG_LEVEL", "ERROR")  # set by the command; later tests must not inherit it
     scale.main()
     lines = capsys.readouterr().out.splitlines()
     assert "| fedavg | 3 / 6 | 44 kB | 89 kB | 1.0 | 89 kB | 178 kB | 1.0 |" in lines
@@ -110,7 +110,7 @@ def test_the_command_prints_what_was_measured(monkeypatch, capsys) -> None:
         (["--clients", "ten"], "'ten' is not allowed"),
     ],
 )
-def test_arguments_that_cannot_be_used_are_named(arguments, complaint, monkeypatch, capsys) -> None:
+def test_invalid_arguments_are_named(arguments, complaint, monkeypatch, capsys) -> None:
     monkeypatch.setattr("sys.argv", ["scale", *arguments])
     with pytest.raises(SystemExit) as ended:
         scale.main()
@@ -121,7 +121,7 @@ def test_arguments_that_cannot_be_used_are_named(arguments, complaint, monkeypat
 
 
 class Counted(Small):
-    """Notes how many samples go through it, and whether gradients are asked for."""
+    """Counts the samples that pass through it, with and without gradients."""
 
     seen: list[tuple[int, bool]] = []
 
@@ -137,7 +137,7 @@ def counted() -> Counted:
 
 
 @pytest.mark.parametrize("name", REGISTRY)
-def test_the_work_of_a_round_is_what_went_through_the_network(name) -> None:
+def test_the_work_of_a_round_is_the_samples_through_the_network(name) -> None:
     points = torch.linspace(-1, 1, 16).reshape(8, 2)
 
     def site(context):
@@ -162,7 +162,7 @@ def test_the_work_of_a_round_is_what_went_through_the_network(name) -> None:
     strategy.start(
         InlineGrid(make_client_app(site), 4, {"of": name}), initial, 3, train_config=settings, on_round=on_round
     )
-    for server_round in (2, 3):  # in the first one clients look whether the network takes an image
+    for server_round in (2, 3):  # in the first round clients test that the network accepts an image
         work, happened = works[server_round], seen[server_round]
         assert len(work) == 4
         assert sum(each.whole + each.head for each in work) == sum(n for n, gradients in happened if gradients)
@@ -171,7 +171,7 @@ def test_the_work_of_a_round_is_what_went_through_the_network(name) -> None:
 
 
 @pytest.mark.parametrize("name", ["heurfedamp", "perfed-ckt", "fedrep"])
-def test_the_bare_loop_does_that_work(name) -> None:
+def test_the_bare_loop_does_the_work_of_a_round(name) -> None:
     model, config = counted(), Config(strategy=name)
     x, y = torch.rand(300, 2), torch.zeros(300, dtype=torch.int64)
     row = {
@@ -191,7 +191,7 @@ def test_the_bare_loop_does_that_work(name) -> None:
     assert not any(torch.equal(*each) for each in zip(before, model.parameters()))
 
 
-def test_of_heurfedamp_it_is_two_epochs_and_two_evaluations() -> None:
+def test_a_heurfedamp_round_is_two_epochs_and_two_evaluations() -> None:
     """The settings of the benchmark: 300 samples a client, batches of 100."""
     config = simulation.settings("heurfedamp", "", 10, "")
     row = {
@@ -211,7 +211,7 @@ def test_the_server_of_feddf_predicts_with_all_models_and_distils() -> None:
     assert work_of_server(config, 20, 500) == Work(whole=200 * 100, head=0, predicted=20 * 500, tests=0)
 
 
-def test_the_table_puts_costs_over_fedavg() -> None:
+def test_the_table_has_costs_relative_to_fedavg() -> None:
     def run(seconds, trained, predicted, down, up):
         line = {
             "seconds": seconds,
@@ -233,32 +233,32 @@ def test_the_table_puts_costs_over_fedavg() -> None:
     assert "over" not in simulation.table({"fedem": found["fedem"]}) and len(lines[0].split("|")) == 15
 
 
-# --- Kindred with a step left out ---------------------------------------------------------------------
+# --- Kindred without one of its steps------------------------------------------------------------------
 
 
-def test_each_variant_leaves_out_what_it_says() -> None:
+def test_each_variant_omits_its_step() -> None:
     models = np.array([[3.0, 4.0], [4.0, 3.0], [-3.0, -4.0]])
     assert ablation.plain_cosines([models[:, :1], models[:, 1:]], [0, 2], 3) == pytest.approx(
         np.array([[1, 0.96, -1], [-1, -0.96, 1]])
     )
-    samples, own, kin = np.array([1.0, 1.0, 2.0]), np.eye(3, dtype=bool)[:1], np.array([[0.0, 0.5, 0.5]])
-    whole = ablation.whole_probes(kin, samples, own)
+    samples, own, neighbours = np.array([1.0, 1.0, 2.0]), np.eye(3, dtype=bool)[:1], np.array([[0.0, 0.5, 0.5]])
+    whole = ablation.whole_probes(neighbours, samples, own)
     assert whole["all"].tolist() == [[0.25, 0.25, 0.5]] and whole["kin"][0] == pytest.approx([1 / 3] * 3)
     assert ablation.VARIANTS["a = 1: neighbours alone"]["neighbour_share"]([0.2], 0.3) == 1
-    assert ablation.unjudged(kin, samples, own, np.zeros(1)).tolist() == [0.25]  # its 1 sample and 3 of others
-    assert ablation.nothing(kin, samples, own, np.ones(1)).tolist() == [0]
-    assert ablation.nothing(0 * kin, samples, own, np.ones(1)).tolist() == [1]
+    assert ablation.unjudged(neighbours, samples, own, np.zeros(1)).tolist() == [0.25]  # its 1 sample and 3 of others
+    assert ablation.nothing(neighbours, samples, own, np.ones(1)).tolist() == [0]
+    assert ablation.nothing(0 * neighbours, samples, own, np.ones(1)).tolist() == [1]
 
 
-def test_a_run_with_other_functions_is_another_run_and_leaves_the_method_as_it_was(tmp_path) -> None:
+def test_a_run_with_replaced_functions_has_its_own_folder_and_restores_the_method(tmp_path) -> None:
     config = Config(strategy="kindred", num_clients=4, samples_per_client=10, num_rounds=2, local_epochs=1)
     as_it_is = ablation.measure(config, {})
     assert set(as_it_is) == {"personal", "trained", "received"} and len(set(as_it_is.values())) > 1
-    never = ablation.measure(config, {"start_weights": lambda kin, latest, own, *others: own.astype(float)})
+    never = ablation.measure(config, {"start_weights": lambda neighbours, latest, own, *others: own.astype(float)})
     assert never != as_it_is and ablation.measure(config, {}) == as_it_is
 
 
-def test_the_table_has_a_line_for_each_way_and_a_column_for_each_partition(monkeypatch) -> None:
+def test_the_table_has_a_row_per_variant_and_a_column_per_partition(monkeypatch) -> None:
     def measured(config, changes) -> dict[str, float]:
         accuracy = 0.5 + 0.1 * config.seed + 0.01 * len(changes)
         return {"personal": accuracy, "trained": 0.25, "received": 0.125 if config.partition == "iid" else 0.0}
@@ -275,7 +275,7 @@ def test_the_table_has_a_line_for_each_way_and_a_column_for_each_partition(monke
     assert lines[5].endswith("| 62.0 | 62.0 |")  # it changes two things
 
 
-def test_other_methods_run_on_smoothed_labels(monkeypatch) -> None:
+def test_other_methods_run_with_smoothed_labels(monkeypatch) -> None:
     asked = []
     monkeypatch.setattr(ablation, "train_as_asked", lambda visit, *given, **settings: asked.append(settings))
     ablation.on_smoothed_labels(None, "model", proximal_mu=0.1, label_smoothing=0.0)
@@ -297,7 +297,7 @@ def test_other_methods_run_on_smoothed_labels(monkeypatch) -> None:
     assert ablation.Visit.train is ablation.train_as_asked
 
 
-def test_settings_are_those_of_a_run_and_wrong_ones_are_named(monkeypatch, capsys) -> None:
+def test_settings_are_those_of_a_run_and_invalid_ones_are_named(monkeypatch, capsys) -> None:
     ran = []
 
     def measured(config, changes) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What is cut short is gone on with, to the same bits; and what a checkpoint is."""
+"""An interrupted run resumes to the same bits; and the properties of checkpoints."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 ROOT = Path(__file__).resolve().parent.parent
 CLIENTS, ROUNDS = 3, 4
 FINISHED = {"summary.json", "config.json", "log.txt"}
-# Settings with which a method keeps as much as it can from round to round.
+# Settings with which a method keeps as much state as possible from round to round.
 MOST = {
     "perfed-ckt": {"num_clusters": 2, "local_steps": 3},
     "federico": {"selection": "relay"},
@@ -78,11 +78,11 @@ def config_of(folder: Path, name: str, **more) -> Config:
 
 
 class Killed(BaseException):
-    """Stands for the end of the server's process."""
+    """Represents the end of the server's process."""
 
 
 class Ending(InlineGrid):
-    """Ends when so many messages have been answered, the last of them by a client that has not told the server yet."""
+    """Ends the run after this many replies; the server does not receive the last of them."""
 
     def __init__(self, config: Config, answers: int) -> None:
         super().__init__(client_app, config.num_clients, config.run_config())
@@ -97,7 +97,7 @@ class Ending(InlineGrid):
 
 
 def kept(folder: Path) -> dict[str, object]:
-    """All that a run comes to, but for times, places and pictures."""
+    """Return all results of a run except times, paths and pictures."""
     found: dict[str, object] = {}
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
@@ -114,7 +114,7 @@ def kept(folder: Path) -> dict[str, object]:
 
 
 def interrupted(config: Config, answers: int) -> Path | None:
-    """Begin a run, or go on with one, that ends after so many answers; its folder, None where it was finished."""
+    """Begin or resume a run that is interrupted after `answers` replies; return its folder, or None if it finished."""
     grid = Ending(config, answers)
     try:
         run(grid, config)
@@ -126,7 +126,7 @@ def interrupted(config: Config, answers: int) -> Path | None:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """What runs come to that nothing cuts short."""
+    """Results of uninterrupted runs."""
     runs: dict[str, dict[str, object]] = {}
 
     def result(name: str, more: dict[str, object]) -> dict[str, object]:
@@ -140,11 +140,11 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("name", "more"), VARIANTS, ids=[f"{name}-{i}" for i, (name, _) in enumerate(VARIANTS)])
-def test_a_run_that_is_cut_short_anywhere_comes_to_the_same_bits(name, more, whole, tmp_path) -> None:
+def test_a_run_interrupted_anywhere_resumes_to_the_same_bits(name, more, whole, tmp_path) -> None:
     config = config_of(tmp_path, name, **more)
     expected, folder, times = whole(name, more), None, 0
-    # The introductions of 3 clients, and 5 answers: in the middle of a round, and of another the next time. A round of
-    # Kindred's may have 9.
+    # The introductions of 3 clients, and 5 replies: each interruption is in the middle of another round. A round of
+    # Kindred may have 9 replies.
     while True:
         folder = interrupted(config, answers=CLIENTS + (11 if name == "kindred" else 5))
         if folder is None:
@@ -168,9 +168,7 @@ def test_a_run_that_is_cut_short_anywhere_comes_to_the_same_bits(name, more, who
     ids=["cut", "empty", "changed"],
 )
 @pytest.mark.parametrize("name", ["perfed-ckt", "heurfedamp"])
-def test_a_checkpoint_that_is_damaged_is_noticed_and_the_one_before_it_used(
-    name, damage, whole, tmp_path, caplog
-) -> None:
+def test_a_damaged_checkpoint_is_detected_and_the_one_before_it_used(name, damage, whole, tmp_path, caplog) -> None:
     config = config_of(tmp_path, name)
     evaluations = CLIENTS if name == "perfed-ckt" else 0  # of the round before the first
     folder = interrupted(config, answers=CLIENTS + evaluations + 3 * CLIENTS + 1)
@@ -184,7 +182,7 @@ def test_a_checkpoint_that_is_damaged_is_noticed_and_the_one_before_it_used(
     assert kept(folder) == whole(name, {})
 
 
-def test_a_write_that_is_cut_short_leaves_the_checkpoints_before_it(tmp_path, monkeypatch) -> None:
+def test_an_interrupted_write_leaves_the_earlier_checkpoints(tmp_path, monkeypatch) -> None:
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
     checkpoints.save(1, {"model": np.arange(3)})
     for moment in ("fsync", "replace"):
@@ -210,13 +208,13 @@ def rounds_in(checkpoints: Checkpoints) -> list[int]:
 
 
 @pytest.mark.parametrize("bad", [{"every": 0}, {"keep": 0}, {"keep": -1}])
-def test_checkpoints_are_made_and_kept(bad, tmp_path) -> None:
+def test_checkpoints_are_written_and_the_newest_kept(bad, tmp_path) -> None:
     (name,) = bad
     with pytest.raises(ValueError, match=f"{name} is .*, allowed: 1 or more"):
         Checkpoints(tmp_path, **bad)
 
 
-def test_the_folder_stays_the_same_wherever_the_process_goes(tmp_path, monkeypatch) -> None:
+def test_the_folder_is_independent_of_the_working_directory(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     checkpoints = Checkpoints("here")
     monkeypatch.chdir("/")
@@ -224,7 +222,7 @@ def test_the_folder_stays_the_same_wherever_the_process_goes(tmp_path, monkeypat
     assert len(list((tmp_path / "here").iterdir())) == 1
 
 
-def test_what_the_run_went_back_behind_takes_no_place_of_what_is_whole(tmp_path) -> None:
+def test_checkpoints_after_a_resumed_round_replace_no_intact_one(tmp_path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=3)
     for r in (1, 2, 3):
         checkpoints.save(r, {"round": r, "of": "the first time"})
@@ -244,7 +242,7 @@ def test_what_the_run_went_back_behind_takes_no_place_of_what_is_whole(tmp_path)
     [None, {}, {"state.npy": b""}, {"state.npy": b"\x93NUMPY\x01\x00"}, {"other": b"{}"}],
     ids=["no zip", "no state", "empty state", "cut state", "other"],
 )
-def test_a_file_with_the_right_name_and_something_else_in_it_is_not_used(entries, tmp_path, caplog) -> None:
+def test_a_file_with_the_right_name_and_other_content_is_not_used(entries, tmp_path, caplog) -> None:
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, {"round": 1})
     path = tmp_path / "new"
@@ -263,13 +261,13 @@ def test_a_file_with_the_right_name_and_something_else_in_it_is_not_used(entries
         checkpoints.load()
 
 
-def no_room(*args, **more) -> None:
+def raise_no_space(*args, **more) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
 @contextmanager
 def no_files_above(size: int):
-    """The system itself refuses to write on: what stands for a disk that is full in the middle of a file."""
+    """Have the system refuse larger files, which simulates a disk that becomes full within a file."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
     try:
@@ -292,7 +290,7 @@ def test_a_checkpoint_that_cannot_be_written_is_tried_again_after_the_next_round
             checkpoints.save(6, state)
     else:
         with monkeypatch.context() as patch:
-            patch.setattr(*(Path, moment) if moment == "mkdir" else (os, moment), no_room)
+            patch.setattr(*(Path, moment) if moment == "mkdir" else (os, moment), raise_no_space)
             checkpoints.save(6, state)
     (said,) = (record.message for record in caplog.records)
     reason = "File too large" if moment == "in the middle" else "No space left on device"
@@ -302,21 +300,19 @@ def test_a_checkpoint_that_cannot_be_written_is_tried_again_after_the_next_round
         f"tries again after the next round; if interrupted before that, it {before}"
     )
     if moment != "mkdir":
-        assert rounds_in(checkpoints) == [3]  # and nothing else
+        assert rounds_in(checkpoints) == [3]  # and no other file
     assert checkpoints.due(7)
     checkpoints.save(7, state)
     assert not checkpoints.due(8) and checkpoints.load()[0] == 7
 
 
-def test_a_run_whose_files_cannot_be_written_for_a_while_goes_on_to_the_same_bits(
-    whole, tmp_path, monkeypatch, caplog
-) -> None:
+def test_a_run_that_cannot_write_files_for_a_while_gives_the_same_bits(whole, tmp_path, monkeypatch, caplog) -> None:
     fsync, config = os.fsync, config_of(tmp_path, "heurfedamp")
 
     class Full(InlineGrid):
         def push_messages(self, messages):
             messages = list(messages)
-            monkeypatch.setattr(os, "fsync", no_room if messages[0].metadata.group_id in ("2", "3") else fsync)
+            monkeypatch.setattr(os, "fsync", raise_no_space if messages[0].metadata.group_id in ("2", "3") else fsync)
             return super().push_messages(messages)
 
     folder = run(Full(client_app, CLIENTS, config.run_config()), config).path
@@ -341,7 +337,7 @@ def test_a_run_whose_files_cannot_be_written_for_a_while_goes_on_to_the_same_bit
         ("heurfedamp", "Error while serializing: I/O error: File too large (os error 27)"),
     ],
 )
-def test_results_that_cannot_be_written_are_written_by_a_resume(name, reason, whole, tmp_path, monkeypatch) -> None:
+def test_a_resume_writes_results_that_could_not_be_written(name, reason, whole, tmp_path, monkeypatch) -> None:
     config = config_of(tmp_path, name)
     finish = RunFolder.finish
 
@@ -364,7 +360,7 @@ def test_results_that_cannot_be_written_are_written_by_a_resume(name, reason, wh
     assert kept(folder) == whole(name, {}) and is_finished(folder)
 
 
-def test_one_process_at_a_time_is_at_work_on_a_run(tmp_path) -> None:
+def test_only_one_process_at_a_time_works_on_a_run(tmp_path) -> None:
     folder = interrupted(config_of(tmp_path, "perfed-ckt"), answers=4 * CLIENTS)
     config = config_of(tmp_path, "perfed-ckt", resume=str(folder))
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
@@ -373,7 +369,7 @@ def test_one_process_at_a_time_is_at_work_on_a_run(tmp_path) -> None:
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
-def test_a_run_whose_clients_have_lost_their_models_does_not_go_on_with_new_ones(tmp_path, monkeypatch) -> None:
+def test_a_run_whose_clients_lost_their_models_does_not_resume(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     folder = interrupted(config_of(tmp_path / "results", "perfed-ckt"), answers=4 * CLIENTS)
     config = config_of(tmp_path, "perfed-ckt", resume=str(folder))
@@ -387,7 +383,7 @@ def test_a_run_whose_clients_have_lost_their_models_does_not_go_on_with_new_ones
     assert (folder / "summary.json").exists()
 
 
-def test_a_folder_of_results_can_be_moved_and_what_a_killed_process_left_there_goes(whole, tmp_path, caplog) -> None:
+def test_a_moved_folder_of_results_resumes_and_loses_only_files_of_killed_processes(whole, tmp_path, caplog) -> None:
     folder = interrupted(config_of(tmp_path / "old" / "results", "heurfedamp"), answers=4 * CLIENTS)
     for partial in (".history.123.partial.csv", "models/.client-0.123.partial.safetensors", "checkpoints/.123.partial"):
         (folder / partial).parent.mkdir(exist_ok=True)
@@ -407,14 +403,14 @@ def test_a_folder_of_results_can_be_moved_and_what_a_killed_process_left_there_g
     for name in ours:
         assert (folder / name).read_text() == "a user's"
         (folder / name).unlink()
-    (folder / "checkpoints").rmdir()  # nothing but the user's file was left in it
+    (folder / "checkpoints").rmdir()  # only the user's file was left in it
     assert kept(folder) == whole("heurfedamp", {})
     assert not list(folder.rglob(".*"))
     assert f"may not come to the same bits: numpy was 1.0 and is {np.__version__}" in caplog.text
 
 
-def test_a_run_that_was_cut_short_before_anything_was_saved_begins_again(whole, tmp_path, caplog) -> None:
-    class Unnoticed(Ending):  # a killed process leaves the folder, too
+def test_a_run_interrupted_before_its_first_checkpoint_starts_again(whole, tmp_path, caplog) -> None:
+    class Unnoticed(Ending):  # a killed process also leaves the folder
         def _answer(self, message):
             folder.extend(tmp_path.iterdir())
             shutil.copytree(folder[0], tmp_path.with_name("copy"), dirs_exist_ok=True)
@@ -430,14 +426,14 @@ def test_a_run_that_was_cut_short_before_anything_was_saved_begins_again(whole, 
     assert kept(results) == whole("local", {})
 
 
-def test_what_another_method_has_saved_is_refused(tmp_path) -> None:
+def test_a_checkpoint_of_another_method_is_refused(tmp_path) -> None:
     Local().start(InlineGrid(plain_app(), 3), initial(), 2, checkpoints=Checkpoints(tmp_path))
     with pytest.raises(NotResumable, match="round 2 in .* was saved by another method or version: _examples, .*models"):
         FedAvg().start(InlineGrid(plain_app(), 3), initial(), 4, checkpoints=Checkpoints(tmp_path))
 
 
-def test_a_checkpoint_that_was_renamed_is_noticed(tmp_path, caplog) -> None:
-    """The second round's file under the name of a ninth: the checksum is right, the round is not."""
+def test_a_renamed_checkpoint_is_detected(tmp_path, caplog) -> None:
+    """The file of round 2 is named as round 9: its checksum is right, its round is not."""
     checkpoints = Checkpoints(tmp_path)
     for server_round in (1, 2):
         checkpoints.save(server_round, {"rounds": server_round})
@@ -460,7 +456,7 @@ def test_a_checkpoint_of_another_version_is_refused_by_name(tmp_path) -> None:
         Checkpoints(tmp_path).load()
 
 
-def test_empty_rounds_are_counted_on_and_forgiven_when_they_have_ended_the_run(tmp_path) -> None:
+def test_empty_rounds_count_across_a_resume_until_they_have_ended_the_run(tmp_path) -> None:
     def start(last_answer: int, killed_after: int = 99) -> list[int]:
         def on_round(server_round: int) -> None:
             if server_round == killed_after:
@@ -472,13 +468,13 @@ def test_empty_rounds_are_counted_on_and_forgiven_when_they_have_ended_the_run(t
             strategy.start(grid, initial(), 9, on_round=on_round, checkpoints=Checkpoints(tmp_path))
         return [line["round"] for line in strategy.history.rounds]
 
-    assert start(last_answer=1, killed_after=4) == [1, 2, 3, 4]  # two of them empty, and a third that is not saved
+    assert start(last_answer=1, killed_after=4) == [1, 2, 3, 4]  # two are empty; a third one is not saved
     assert start(last_answer=1) == [1, 2, 3, 4]
     assert start(last_answer=1) == [1, 2, 3, 4, 5, 6, 7]
 
 
 def peak_above(before: float | None = None) -> float:
-    """Memory of this process in MB: now, from when its peak counts; or that peak, above what it was before."""
+    """Peak memory of this process in MB, above `before` if given; without it, the peak is reset first."""
     if before is None:
         Path("/proc/self/clear_refs").write_text("5")
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
@@ -486,7 +482,7 @@ def peak_above(before: float | None = None) -> float:
 
 
 def memory_of_a_checkpoint(folder: Path, clients: int, millions: int) -> tuple[float, float]:
-    """MB that it takes to save models on disk, and to go on from them."""
+    """Memory in MB needed to save models that are on disk, and to resume from them."""
     layout = Layout({"w": np.zeros(millions * 10**6, np.float32), "n": np.zeros((), np.int64)})
 
     def filled(count: int) -> ClientModels:
@@ -495,7 +491,7 @@ def memory_of_a_checkpoint(folder: Path, clients: int, millions: int) -> tuple[f
             models.put(client, {"w": np.full(millions * 10**6, client, np.float32), "n": np.array(client)})
         return models
 
-    for count in (2, clients):  # what is taken the first time is taken once
+    for count in (2, clients):  # first a warm-up: some memory is allocated only once
         models, checkpoints = filled(count), Checkpoints(folder, keep=1)
         models.row(0)
         before = peak_above()
@@ -510,17 +506,17 @@ def memory_of_a_checkpoint(folder: Path, clients: int, millions: int) -> tuple[f
     for client in models:
         assert again.row(client).tobytes() == models.row(client).tobytes()
         assert again[client]["n"].numpy() == client
-    again.row(0)[0] = 7  # it is its own
+    again.row(0)[0] = 7  # the result is in its own array
     return saving, loading
 
 
-def test_a_checkpoint_of_models_on_disk_does_not_go_through_memory_as_a_whole(tmp_path) -> None:
+def test_a_checkpoint_of_models_on_disk_is_never_in_memory_as_a_whole(tmp_path) -> None:
     with ProcessPoolExecutor(1, get_context("spawn")) as process:
         saving, loading = process.submit(memory_of_a_checkpoint, tmp_path, clients=40, millions=1).result()  # 160 MB
     assert saving < 50 and loading < 40
 
 
-def test_other_settings_are_named_and_nothing_is_started(tmp_path) -> None:
+def test_a_resume_names_changed_settings_and_starts_nothing(tmp_path) -> None:
     folder = interrupted(config_of(tmp_path, "local"), answers=CLIENTS + 4)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     config = config_of(tmp_path, "local", resume=str(folder), learning_rate=0.5, num_rounds=9)
@@ -556,17 +552,17 @@ def same(one: object, other: object) -> bool:
         return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
     if isinstance(one, set):
         return type(one) is type(other) and one == other
-    return type(one) is type(other) and repr(one) == repr(other)  # which tells -0.0 from 0.0, and knows NaN
+    return type(one) is type(other) and repr(one) == repr(other)  # this distinguishes -0.0 from 0.0, and equates NaN
 
 
 @given(values)
-def test_a_state_reads_back(value) -> None:
+def test_a_state_is_read_back(value) -> None:
     put_aside: dict[str, np.ndarray] = {}
     packed = json.loads(json.dumps(pack(value, put_aside)))
     assert same(unpack(packed, put_aside), value)
 
 
-def test_a_history_with_numbers_of_numpy_reads_back_to_the_same_bits(tmp_path) -> None:
+def test_a_history_with_numpy_numbers_is_read_back_to_the_same_bits(tmp_path) -> None:
     row = {
         "f8": np.float64(0.1),
         "f4": np.float32(0.1),
@@ -586,7 +582,7 @@ def test_a_history_with_numbers_of_numpy_reads_back_to_the_same_bits(tmp_path) -
         assert repr(again[key]) == repr(value.item() if isinstance(value, np.generic) else value), key
 
 
-def test_a_record_reads_back_and_what_has_no_form_is_refused() -> None:
+def test_a_record_is_read_back_and_an_unknown_type_refused() -> None:
     put_aside: dict[str, np.ndarray] = {}
     record = to_record({"b": np.ones((2, 3), np.float32), "a": np.arange(2)})
     again = unpack(pack({"global": record}, put_aside), put_aside)["global"]
@@ -598,7 +594,7 @@ def test_a_record_reads_back_and_what_has_no_form_is_refused() -> None:
 
 
 def kill_at(seconds: Sequence[float], folder: Path, name: str, rounds: int = 8) -> Path:
-    """Run the command line, killed so many times after so many seconds, and at last not; the folder of the results."""
+    """Run the command line, kill it once after each of `seconds`, let it finish; return the folder of the results."""
     settings = [f"{key.replace('_', '-')}={value}" for key, value in MOST.get(name, {}).items()]
     command = [sys.executable, "-m", "kindred", "run", "--engine", "inline"]
     new = [
@@ -630,7 +626,7 @@ def kill_at(seconds: Sequence[float], folder: Path, name: str, rounds: int = 8) 
             assert process.returncode == 0, said
         else:
             deadline = time.monotonic() + 60
-            while not list(folder.glob("*/checkpoints/round-*")):  # there is something to go on from
+            while not list(folder.glob("*/checkpoints/round-*")):  # there is a checkpoint to resume from
                 assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
                 time.sleep(0.01)
             time.sleep(pause)
@@ -641,14 +637,14 @@ def kill_at(seconds: Sequence[float], folder: Path, name: str, rounds: int = 8) 
 
 
 @pytest.mark.parametrize("name", ["perfed-ckt", pytest.param("federico", marks=pytest.mark.faults)])
-def test_a_process_that_is_killed_is_gone_on_with(name, tmp_path) -> None:
+def test_a_killed_run_resumes_to_the_same_bits(name, tmp_path) -> None:
     found, expected = (kept(kill_at(pauses, tmp_path / str(len(pauses)), name)) for pauses in ([0.3, 0.9], []))
     assert found == expected
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("name", ["perfed-ckt", "federico", "heurfedamp"])
-def test_a_process_that_is_killed_twenty_times_is_gone_on_with(name, tmp_path) -> None:
+def test_a_run_killed_twenty_times_resumes_to_the_same_bits(name, tmp_path) -> None:
     pauses = np.random.default_rng(len(name)).uniform(2, 5, 20)  # s; the first two or so are for the start
     found, expected = (
         kept(kill_at(each, tmp_path / str(len(each)), name, rounds=400)) for each in (pauses, pauses[:0])

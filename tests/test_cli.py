@@ -1,4 +1,4 @@
-"""The command line: what a person types, and what bad input gets."""
+"""The command line: its commands, and the messages for bad input."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def kindred(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     ],
     ids=" ".join,
 )
-def test_bad_input_gets_one_line_and_code_2_and_leaves_nothing(arguments, says, tmp_path, monkeypatch) -> None:
+def test_bad_input_gets_one_line_and_code_2_and_creates_no_file(arguments, says, tmp_path, monkeypatch) -> None:
     (tmp_path / "broken.npz").write_bytes(b"no archive")
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(app, ["run", *arguments])
@@ -103,7 +103,7 @@ def test_wrong_usage_is_code_2(arguments) -> None:
 
 
 @given(st.one_of(st.integers(), st.floats(allow_nan=False), st.booleans(), st.text()))
-def test_a_value_is_read_as_the_kind_of_its_setting(value) -> None:
+def test_a_value_is_read_as_its_setting_s_type(value) -> None:
     kind = type(value).__name__
     if kind != "str":
         text = str(value).lower() if kind == "bool" else repr(value)
@@ -111,7 +111,7 @@ def test_a_value_is_read_as_the_kind_of_its_setting(value) -> None:
     assert parse(str(value), "str") == str(value)
 
 
-def test_text_that_is_not_of_the_kind_stays_text() -> None:
+def test_text_of_another_type_stays_text() -> None:
     assert parse("uniform", "float | str") == "uniform"
     assert parse("0.5", "float | str") == 0.5
     assert parse("1", "float") == 1.0 and type(parse("1", "float")) is float
@@ -121,7 +121,7 @@ def test_text_that_is_not_of_the_kind_stays_text() -> None:
     assert parse("1", "bool") == "1"
 
 
-def test_the_lists_name_everything_there_is() -> None:
+def test_the_lists_name_everything_available() -> None:
     methods = CliRunner().invoke(app, ["strategies"])
     assert methods.exit_code == 0
     for name, method in REGISTRY.items():
@@ -132,7 +132,7 @@ def test_the_lists_name_everything_there_is() -> None:
         assert f" {name} " in listed.output
 
 
-def test_a_run_in_this_process_against_another_method(tmp_path) -> None:
+def test_a_run_in_this_process_also_runs_the_method_given_by_against(tmp_path) -> None:
     (tmp_path / "typer.py").write_text("raise SystemExit('a file of the working directory was imported')")
     done = kindred("run", "--engine=inline", "--against=local", "--output-dir=out", *SMALL, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -162,7 +162,7 @@ def test_ctrl_c_ends_a_run_in_this_process_with_130(tmp_path) -> None:
     assert complaints.count("\n") == 1
 
 
-def test_reading_settings_waits_for_no_heavy_package() -> None:
+def test_reading_settings_imports_no_heavy_package() -> None:
     script = "import sys, {}; print(*sys.modules)"
     packages, methods = {"torch", "ray", "sklearn", "matplotlib"}, {"kindred.fedamp", "kindred.server_app.config"}
     deployment = "kindred.server_app.deployment."

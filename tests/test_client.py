@@ -1,4 +1,4 @@
-"""The client's side: a complete ClientApp from a function that loads a site."""
+"""The client half: a complete ClientApp from a function that loads a site."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ loaded: list[int] = []
 
 
 def load_site(context) -> Site:
-    """Two classes by the sign of the first number; for odd clients the other way round."""
+    """Two classes by the sign of the first number; odd clients swap the labels."""
     client = context.node_config["partition-id"]
     loaded.append(client)
     rng = torch.Generator().manual_seed(client)
@@ -54,7 +54,7 @@ def run(name: str, rounds: int = 3, **settings):
 @pytest.mark.parametrize("name", REGISTRY)
 def test_every_method_trains_with_the_same_client_app(name) -> None:
     strategy = run(name)
-    assert strategy.clients() == list(range(CLIENTS))  # partition-ids, learnt by the query
+    assert strategy.clients() == list(range(CLIENTS))  # partition-ids, received by the query
     assert len(strategy.client_models()) == (0 if strategy.model_stays else CLIENTS)
     rows = [row for row in strategy.history.rows if 1 <= row["round"] <= 3]
     assert len(rows) == 3 * CLIENTS and all(row["status"] == "ok" for row in rows)
@@ -67,7 +67,7 @@ def test_every_method_trains_with_the_same_client_app(name) -> None:
 
 
 @pytest.mark.parametrize("name", REGISTRY)
-def test_two_runs_with_one_seed_are_the_same_bits_and_another_seed_differs(name) -> None:
+def test_one_seed_gives_the_same_bits_twice_and_another_seed_differs(name) -> None:
     assert everything(run(name)) == everything(run(name))
     assert everything(run(name)) != everything(run(name, seed=8))
 
@@ -80,7 +80,7 @@ def test_a_site_is_loaded_once_for_all_rounds() -> None:
     assert sorted(before) in ([], list(range(CLIENTS))) and loaded == before
 
 
-def test_the_received_model_of_a_round_is_what_was_trained_in_the_one_before() -> None:
+def test_the_received_model_is_the_one_trained_in_the_last_round() -> None:
     rows = {(row["round"], row["client"]): row for row in run("local").history.rows}
     for client in range(CLIENTS):
         assert rows[2, client]["received-accuracy"] == rows[1, client]["trained-accuracy"]
@@ -98,7 +98,7 @@ def test_fine_tuned_models_reach_the_server_and_differ_between_clients() -> None
     assert np.mean(list(tuned.values())) > np.mean(list(plain.values())) + 0.1
 
 
-def test_dropout_is_seeded_too() -> None:
+def test_dropout_is_seeded() -> None:
     def with_dropout() -> torch.nn.Module:
         return torch.nn.Sequential(network(), torch.nn.Dropout(0.5))
 
@@ -117,7 +117,7 @@ def test_dropout_is_seeded_too() -> None:
     assert torch.equal(before, torch.random.get_rng_state())
 
 
-def test_zero_epochs_of_tuning_are_the_global_model() -> None:
+def test_zero_epochs_of_fine_tuning_give_the_global_model() -> None:
     from kindred import FedAvgFT
 
     strategy = FedAvgFT(finetune_epochs=0)
@@ -126,7 +126,7 @@ def test_zero_epochs_of_tuning_are_the_global_model() -> None:
         assert {k: v.data for k, v in model.items()} == {k: v.data for k, v in result.arrays.items()}
 
 
-def test_a_site_that_cannot_be_loaded_is_reported_by_client_and_holds_up_nobody() -> None:
+def test_a_site_that_cannot_be_loaded_is_reported_by_name_and_delays_nobody() -> None:
     def broken(context) -> Site:
         if context.node_config["partition-id"] == 2:
             raise FileNotFoundError("no folder /data/site")

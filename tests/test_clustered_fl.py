@@ -1,4 +1,4 @@
-"""Clustered FL: when a cluster is divided, how, and where those go that were not there."""
+"""Clustered FL: when and how a cluster is divided, and which cluster absent clients join."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .test_conformance import everything, make, values
 # --- The mathematics ------------------------------------------------------------------------------------
 
 
-def test_norms_of_two_updates_by_hand() -> None:
+def test_update_norms_by_hand() -> None:
     updates = np.array([[3.0, 4.0], [-3.0, 0.0]], np.float32)
     mean, each = update_norms(lambda: iter([updates[:, :1], updates[:, 1:]]), np.array([1.0, 2.0]))
     assert mean == pytest.approx(np.hypot((3 - 2 * 3) / 3, 4 / 3))
@@ -51,7 +51,7 @@ def test_norms_of_two_updates_by_hand() -> None:
         (np.nan, [3.0, 3.0], False),
     ],
 )
-def test_a_cluster_is_divided_at_rest_and_with_somebody_far_from_it(mean, each, divided) -> None:
+def test_a_cluster_is_divided_when_its_mean_is_stationary_and_a_client_is_far_from_it(mean, each, divided) -> None:
     assert is_to_be_divided(mean, np.array(each), eps1=0.5, eps2=2.0) is divided
 
 
@@ -64,7 +64,7 @@ def similarities_of(degrees: list[float]) -> np.ndarray:
     return np.cos(angles[:, None] - angles[None, :])
 
 
-def test_the_cut_is_where_neighbours_are_farthest_apart() -> None:
+def test_the_bipartition_cuts_the_largest_angle_between_adjacent_updates() -> None:
     """Complete linkage would put 80 and 130 degrees together."""
     first, cross = optimal_bipartition(similarities_of([0, 40, 80, 130]))
     assert first.tolist() == [True, True, True, False]
@@ -74,7 +74,7 @@ def test_the_cut_is_where_neighbours_are_farthest_apart() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_no_other_cut_has_a_smaller_largest_similarity(seed) -> None:
+def test_no_other_bipartition_has_a_smaller_largest_similarity(seed) -> None:
     rng = np.random.default_rng(seed)
     m = int(rng.integers(2, 8))
     updates = rng.normal(size=(m, 3))
@@ -85,16 +85,16 @@ def test_no_other_cut_has_a_smaller_largest_similarity(seed) -> None:
     assert cross == min(similarities[np.ix_(cut, ~cut)].max() for cut in cuts)
 
 
-def test_equal_similarities_are_divided_all_the_same() -> None:
+def test_equal_similarities_are_divided_too() -> None:
     first, cross = optimal_bipartition(np.ones((5, 5)))
     assert first[0] and not first.all() and cross == 1
 
 
-def test_a_client_goes_where_the_nearest_update_is() -> None:
+def test_a_client_joins_the_cluster_with_the_nearest_update() -> None:
     parts = [np.array([[1.0, 0.0], [0.0, 5.0]]), np.array([[-1.0, 0.0], [1.0, 1.0]])]
     assert nearest_part(np.array([0.1, 9.0]), parts) == 0  # beside (0, 5), and 45 degrees from (1, 1)
     assert nearest_part(np.array([3.0, 2.0]), parts) == 1
-    assert nearest_part(np.array([0.0, 0.0]), parts) == 1  # as near to all
+    assert nearest_part(np.array([0.0, 0.0]), parts) == 1  # equally near to all
     assert nearest_part(np.array([1.0, 1.0]), [np.zeros((1, 2)), np.array([[-1.0, 0.0]])]) == 0
 
 
@@ -104,7 +104,7 @@ STEPS = {0: (1.0, 0.1), 1: (1.0, -0.1), 2: (-1.0, 0.1), 3: (-1.0, -0.1)}
 
 
 def moving_app(steps: dict[int, tuple[float, float]] = STEPS) -> ClientApp:
-    """Clients whose training is a step of their own, whatever model they get; they have 10 samples each."""
+    """Clients whose training adds a fixed step of their own to any model; they have 10 samples each."""
     app = ClientApp()
 
     @app.train()
@@ -133,7 +133,7 @@ def models_of(strategy: ClusteredFL) -> dict[int, list[float]]:
     }
 
 
-def test_four_clients_that_pull_two_ways_become_two_clusters() -> None:
+def test_four_clients_with_two_directions_form_two_clusters() -> None:
     strategy, seen = ClusteredFL(eps1=0.5, eps2=0.9), {}
 
     def on_round(server_round: int) -> None:
@@ -141,7 +141,7 @@ def test_four_clients_that_pull_two_ways_become_two_clusters() -> None:
 
     strategy.start(InlineGrid(moving_app(), 4), start(), 3, on_round=on_round)
     quarters, halves = [[0.25] * 4] * 4, [[0.5, 0.5, 0, 0]] * 2 + [[0, 0, 0.5, 0.5]] * 2
-    # Round 1: the mean update is 0; both parts go on from the mean model. Then each has its own, whose updates agree.
+    # Round 1: the mean update is 0; both parts start from the mean model. Then each has its own, with equal updates.
     assert seen[1] == ({c: [0, 0] for c in range(4)}, np.eye(4).tolist())
     assert seen[2] == ({0: [1, 0], 1: [1, 0], 2: [-1, 0], 3: [-1, 0]}, quarters)
     assert seen[3] == ({0: [2, 0], 1: [2, 0], 2: [-2, 0], 3: [-2, 0]}, halves)
@@ -185,8 +185,8 @@ def test_four_clients_that_pull_two_ways_become_two_clusters() -> None:
 
 
 @pytest.mark.parametrize(("eps1", "eps2"), [(0.5, 1.1), (1e-9, 0.9), (0.0, 0.0)])
-def test_both_thresholds_decide(eps1, eps2) -> None:
-    steps = {**STEPS, 0: (1.0, 0.1001)}  # the mean is not quite at rest
+def test_both_thresholds_decide_about_a_division(eps1, eps2) -> None:
+    steps = {**STEPS, 0: (1.0, 0.1001)}  # the mean is not quite stationary
     strategy = ClusteredFL(eps1=eps1, eps2=eps2)
     strategy.start(InlineGrid(moving_app(steps), 4), start(), 2)
     assert len(strategy.tree) == 1
@@ -195,7 +195,7 @@ def test_both_thresholds_decide(eps1, eps2) -> None:
     assert len(divided.tree) == 3 and models_of(divided) != models_of(strategy)
 
 
-def test_who_was_away_is_placed_by_its_next_answer_which_is_in_no_mean() -> None:
+def test_an_absent_client_is_placed_by_its_next_reply_which_enters_no_mean() -> None:
     strategy, seen = ClusteredFL(eps1=0.5, eps2=0.9), {}
 
     def on_round(server_round: int) -> None:
@@ -205,9 +205,9 @@ def test_who_was_away_is_placed_by_its_next_answer_which_is_in_no_mean() -> None
     def fate(server_round: int, client: int) -> str:
         return "error" if (server_round, client) == (1, 3) else "ok"
 
-    steps = {**STEPS, 0: (0.5, 0.0), 1: (0.5, 0.0)}  # so that three are at rest
+    steps = {**STEPS, 0: (0.5, 0.0), 1: (0.5, 0.0)}  # so that three clients are stationary
     strategy.start(FaultyGrid(moving_app(steps), 4, fate), start(), 4, on_round=on_round)
-    # The mean of 0.5, 0.5 and -1 is 0; client 3 has what it was sent.
+    # The mean of 0.5, 0.5 and -1 is 0; client 3 has the model it was sent.
     assert seen[1] == ({0: 1, 1: 1, 2: 2, 3: 0}, {0: [0, 0.0333], 1: [0, 0.0333], 2: [0, 0.0333], 3: [0, 0]})
     # Its update (-1, -0.1) is near client 2's. Cluster 2 has learned from client 2 alone.
     assert seen[2][0] == {0: 1, 1: 1, 2: 2, 3: 2}
@@ -217,8 +217,8 @@ def test_who_was_away_is_placed_by_its_next_answer_which_is_in_no_mean() -> None
     assert weights.tolist() == [[0.5, 0.5, 0, 0]] * 2 + [[0, 0, 0.5, 0.5]] * 2
 
 
-def test_who_comes_late_goes_down_the_tree_one_step_an_answer() -> None:
-    """Eight ways to pull, in two pairs of pairs: divided twice before client 8 answers for the first time."""
+def test_a_late_client_descends_the_tree_one_level_per_reply() -> None:
+    """Eight directions, in two pairs of pairs: divided twice before client 8 replies for the first time."""
 
     def direction(degrees: float, length: float = 1.0) -> tuple[float, float]:
         return length * np.cos(np.radians(degrees)), length * np.sin(np.radians(degrees))
@@ -235,10 +235,10 @@ def test_who_comes_late_goes_down_the_tree_one_step_an_answer() -> None:
     tree = {row["cluster"]: row for row in strategy.tree}
     assert (tree[0]["divided"], tree[1]["divided"], tree[2]["divided"]) == (1, 2, 2)
     assert places == [0, 0, 2, tree[2]["parts"][1], tree[2]["parts"][1]]
-    assert tree[tree[2]["parts"][1]]["clients"] == [1004, 1005]  # with the one that pulls its way
+    assert tree[tree[2]["parts"][1]]["clients"] == [1004, 1005]  # with the client of its direction
 
 
-def test_a_cluster_none_of_whose_clients_answered_stays_as_it_is() -> None:
+def test_a_cluster_without_replies_does_not_change() -> None:
     strategy, seen = ClusteredFL(eps1=0.5, eps2=0.9), {}
     fates = FaultyGrid(moving_app(), 4, lambda r, c: "error" if r == 3 and c < 2 else "ok")
     strategy.start(fates, start(), 3, on_round=lambda r: seen.update({r: models_of(strategy)}))
@@ -246,8 +246,8 @@ def test_a_cluster_none_of_whose_clients_answered_stays_as_it_is() -> None:
     assert seen[3] == {0: [1, 0], 1: [1, 0], 2: [-2, 0], 3: [-2, 0]}
 
 
-def test_an_update_is_bounded_from_the_model_that_the_client_was_sent() -> None:
-    """After ten rounds the clusters are 20 apart, and each step is as long as before."""
+def test_an_update_is_bounded_relative_to_the_model_sent_to_the_client() -> None:
+    """After ten rounds the clusters have distance 20, and each step has its first length."""
     strategy = ClusteredFL(eps1=0.5, eps2=0.9, max_update_norm=1.2)
     strategy.start(InlineGrid(moving_app(), 4), start(), 10)
     assert all(row["status"] == "ok" for row in strategy.history.rows)
@@ -256,7 +256,7 @@ def test_an_update_is_bounded_from_the_model_that_the_client_was_sent() -> None:
         strategy.start(InlineGrid(moving_app(), 4), start(), 1)
 
 
-def test_the_tree_is_part_of_the_state() -> None:
+def test_the_tree_is_part_of_the_checkpoint() -> None:
     strategy = ClusteredFL(eps1=0.5, eps2=0.9)
     strategy.start(FaultyGrid(moving_app(), 4, lambda r, c: "error" if c == 3 else "ok"), start(), 2)
     arrays: dict[str, np.ndarray] = {}
@@ -283,13 +283,13 @@ def test_a_bad_threshold_is_named(settings, message) -> None:
         ClusteredFL(**settings)
 
 
-# --- Beside FedAvg --------------------------------------------------------------------------------------
+# --- Compared with FedAvg -------------------------------------------------------------------------------
 
 OWN = {"cluster", "update-norm", "mean-update-norm", "bytes-down"}  # the method's name travels
 
 
 @pytest.mark.parametrize("app", [plain_app, small_app])
-def test_with_eps1_0_it_is_fedavg_bit_for_bit(app) -> None:
+def test_with_eps1_0_it_equals_fedavg_bit_for_bit(app) -> None:
     def found(name: str, **settings) -> tuple:
         grid = FaultyGrid(app(), 6, lambda r, c: "error" if (r + c) % 5 == 0 else "ok")
         strategy = REGISTRY[name].strategy(fraction_train=0.7, **settings)
@@ -301,8 +301,8 @@ def test_with_eps1_0_it_is_fedavg_bit_for_bit(app) -> None:
     assert found("clustered-fl", eps1=100.0, eps2=0.0)[0] != found("fedavg")[0]
 
 
-def test_clients_do_and_report_what_fedavgs_do() -> None:
-    """The model that counts is the received one, as FedAvg's; a closing exchange evaluates the last."""
+def test_clients_train_and_report_as_in_fedavg() -> None:
+    """Results are of the received model, as in FedAvg; a closing exchange evaluates the last one."""
     strategy = make("clustered-fl")
     strategy.start(InlineGrid(small_app(), 6), to_record(get_arrays(small())), 4)
     assert strategy.personal == "received" and not strategy.clients_keep_state
@@ -318,7 +318,7 @@ def test_clients_do_and_report_what_fedavgs_do() -> None:
 # --- Results --------------------------------------------------------------------------------------------
 
 
-def test_the_results_hold_the_tree_and_a_picture_of_it(tmp_path) -> None:
+def test_the_results_have_the_tree_and_a_picture_of_it(tmp_path) -> None:
     config = Config(
         strategy="clustered-fl",
         num_clients=6,
@@ -339,7 +339,7 @@ def test_the_results_hold_the_tree_and_a_picture_of_it(tmp_path) -> None:
     assert pixels.shape[0] > 300 and pixels.shape[1] > 900 and pixels[..., :3].std() > 0.02
 
 
-def test_the_picture_tells_who_is_where() -> None:
+def test_the_picture_shows_the_cluster_of_each_client() -> None:
     from kindred.server_app.report.figures import tree_figure
 
     def cluster(number, parent, since, clients=(), parts=(), divided=None, cross=None):

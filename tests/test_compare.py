@@ -1,4 +1,4 @@
-"""`kindred compare`: the same data and seeds for every method, and numbers that can be checked by hand."""
+"""`kindred compare`: the same data and seeds for every method, and results that can be checked by hand."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def folders(place: Path, kind: str = "*") -> set[str]:
 
 
 def how(done) -> list[str]:
-    """What was done with each run, as the lines of progress say it."""
+    """Whether each run was reused or run, by the progress lines."""
     lines = [line for line in done.stdout.splitlines() if re.match(r"run \d+/\d+ ", line)]
     return [(re.search(r": (reused|resumed|failed)", line) or [0, "run"])[1] for line in lines]
 
@@ -79,7 +79,7 @@ def content_in(place: Path) -> dict:
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory):
-    """A run of local by `kindred run`, then a comparison in the same folder."""
+    """A `kindred run` of local, then a comparison in the same folder."""
     place = tmp_path_factory.mktemp("results")
     kindred("run", "--strategy=local", f"--output-dir={place}", *SMALL)
     done = kindred("compare", METHODS, "--seeds=0,1", "--set=heurfedamp:sigma=25", f"--output-dir={place}", *SMALL)
@@ -89,7 +89,7 @@ def compared(tmp_path_factory):
 # --- A comparison -------------------------------------------------------------------------------------------
 
 
-def test_a_run_that_is_there_is_reused_whoever_ran_it(compared):
+def test_a_finished_run_is_reused_whichever_command_ran_it(compared):
     place, done, content = compared
     assert how(done) == ["reused", "run", "run", "run"]
     assert len(folders(place)) == 4
@@ -100,7 +100,7 @@ def test_a_run_that_is_there_is_reused_whoever_ran_it(compared):
         assert rewritten["strategies"][name]["mean"] == content["strategies"][name]["mean"]
 
 
-def test_the_figures_are_those_of_the_runs(compared):
+def test_a_comparison_has_the_results_of_its_runs(compared):
     place, done, content = compared
     (folder,) = place.glob("compare-*")
     read = {}
@@ -134,7 +134,7 @@ def test_the_figures_are_those_of_the_runs(compared):
         assert cell in text and "two-sided" in text
 
 
-def test_the_files_say_where_they_come_from(compared):
+def test_the_files_record_the_command_and_versions(compared):
     place, _, content = compared
     (folder,) = place.glob("compare-*")
     command = content["command"]
@@ -152,8 +152,8 @@ def test_the_files_say_where_they_come_from(compared):
     assert pixels.shape[1] > 600 and pixels[..., :3].std() > 0.02
 
 
-def test_after_an_interruption_the_same_command_goes_on(compared, tmp_path, monkeypatch):
-    """The second run is cut short after its last round, so that only its end is left."""
+def test_the_same_command_continues_an_interrupted_comparison(compared, tmp_path, monkeypatch):
+    """The second run is interrupted after its last round, so that only its end remains."""
     _, _, content = compared
     command = ["compare", METHODS, "--set=heurfedamp:sigma=25", f"--output-dir={tmp_path}", *SMALL]
     finish, calls = RunFolder.finish, []
@@ -167,8 +167,8 @@ def test_after_an_interruption_the_same_command_goes_on(compared, tmp_path, monk
     monkeypatch.setattr(RunFolder, "finish", interrupted)
     cut = kindred(*command, code=130)
     assert "goes on" in cut.stdout
-    told = content_in(tmp_path)["strategies"]
-    assert [len(told[name]["runs"]) for name in told] == [1, 0] and told["heurfedamp"]["mean"]["accuracy"] is None
+    found = content_in(tmp_path)["strategies"]
+    assert [len(found[name]["runs"]) for name in found] == [1, 0] and found["heurfedamp"]["mean"]["accuracy"] is None
     done = kindred(*command)
     assert how(done) == ["reused", "resumed"] and len(folders(tmp_path)) == 2
     for name, each in content_in(tmp_path)["strategies"].items():
@@ -176,7 +176,7 @@ def test_after_an_interruption_the_same_command_goes_on(compared, tmp_path, monk
         assert run["metrics"]["accuracy"] == whole["metrics"]["accuracy"] and run["hash"] == whole["hash"]
 
 
-def test_a_method_that_cannot_work_is_one_line_and_loses_no_other(compared):
+def test_a_method_that_fails_is_reported_in_one_line_and_the_others_run(compared):
     place, _, _ = compared
     before = {path.name for path in place.glob("compare-*")}
     done = kindred(
@@ -190,8 +190,8 @@ def test_a_method_that_cannot_work_is_one_line_and_loses_no_other(compared):
     )
     assert how(done) == ["reused", "failed", "reused"]
     (new,) = {path.name for path in place.glob("compare-*")} - before
-    told = json.loads((place / new / "comparison.json").read_text())["strategies"]
-    assert "one network" in told["fedavg"]["runs"][0]["reason"] and told["heurfedamp"]["mean"]["accuracy"] is not None
+    found = json.loads((place / new / "comparison.json").read_text())["strategies"]
+    assert "one network" in found["fedavg"]["runs"][0]["reason"] and found["heurfedamp"]["mean"]["accuracy"] is not None
     for path in ("comparison.csv", "comparison.md"):
         assert "one network" in (place / new / path).read_text()
 
@@ -224,7 +224,7 @@ def test_a_method_that_cannot_work_is_one_line_and_loses_no_other(compared):
     ],
     ids=lambda value: " ".join(value),
 )
-def test_bad_input_gets_one_line_and_code_2_and_leaves_nothing(arguments, says, tmp_path, monkeypatch):
+def test_bad_input_gets_one_line_and_code_2_and_creates_no_file(arguments, says, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = kindred("compare", *arguments, code=2)
     assert done.stdout == "" and done.stderr.count("\n") == 1
@@ -236,8 +236,8 @@ def test_bad_input_gets_one_line_and_code_2_and_leaves_nothing(arguments, says, 
 # --- By hand ------------------------------------------------------------------------------------------------
 
 
-def pretended(accuracies: dict[tuple[str, int], list[float]], failing: tuple[tuple[str, int], ...] = ()):
-    """Runs that come to the accuracies that they are told; the best round is the first, a tenth above the last."""
+def prepared_runs(accuracies: dict[tuple[str, int], list[float]], failing: tuple[tuple[str, int], ...] = ()):
+    """Return a stand-in for runs of given accuracies; the first round is best, a tenth above the last."""
 
     def execute(config: Config) -> Outcome:
         who = (config.strategy, config.seed)
@@ -268,31 +268,31 @@ def pretended(accuracies: dict[tuple[str, int], list[float]], failing: tuple[tup
     return execute
 
 
-def test_mean_deviation_and_share_by_hand(tmp_path):
+def test_mean_deviation_and_share_better_than_local_by_hand(tmp_path):
     plan = make_plan(["local", "fedavg"], {"output-dir": str(tmp_path)}, {}, seeds=[0, 1])
-    execute = pretended(
+    execute = prepared_runs(
         {("local", 0): [0.5, 0.7], ("local", 1): [0.5, 0.5], ("fedavg", 0): [0.6, 0.7], ("fedavg", 1): [0.8, 0.7]}
     )
     content, code = carry_out(plan, execute, lambda line: None, {}, ["kindred", "compare", "a b"])
     assert code == 0 and content["command"] == "kindred compare 'a b'"
     columns = columns_of(content)
-    told = {title: cells[1] for title, cells in columns.items()}
-    # Last means .65 and .75: mean .7, deviation .1 / sqrt(2). Better than alone: 1 of 2, then 2 of 2.
-    assert told["runs"] == "2/2"
-    assert told["last %"] == "70.0 ± 7.1" and told["best %"] == "80.0 ± 7.1"
-    assert told["bottom decile %"] == "65.0 ± 7.1" and told["above local %"] == "75.0 ± 35.4"
-    assert told["MB"] == "3.0 ± 0.0" and told["seconds"] == "1.5 ± 0.7" and told["trained, 1000s"] == "4.0 ± 0.0"
-    # Differences .1, 0, .3, .2: the three that count are all positive, which happens in 2 of 8 ways.
-    assert told["p against local"] == "0.250" and told["better : worse : equal"] == "3 : 0 : 1"
+    mean = {title: cells[1] for title, cells in columns.items()}
+    # Last means .65 and .75: mean .7, deviation .1 / sqrt(2). Better than local: 1 of 2, then 2 of 2.
+    assert mean["runs"] == "2/2"
+    assert mean["last %"] == "70.0 ± 7.1" and mean["best %"] == "80.0 ± 7.1"
+    assert mean["bottom decile %"] == "65.0 ± 7.1" and mean["above local %"] == "75.0 ± 35.4"
+    assert mean["MB"] == "3.0 ± 0.0" and mean["seconds"] == "1.5 ± 0.7" and mean["trained, 1000s"] == "4.0 ± 0.0"
+    # Differences .1, 0, .3, .2: the three that are not 0 are all positive, which happens in 2 of 8 cases.
+    assert mean["p against local"] == "0.250" and mean["better : worse : equal"] == "3 : 0 : 1"
     assert columns["strategy"] == ["local", "fedavg"] and columns["above local %"][0] == "-"
     assert "numbers sent" not in columns and not any("paper" in column for column in columns)
 
 
-def test_a_run_that_fails_is_left_out_of_the_means(tmp_path):
+def test_a_failed_run_is_excluded_from_the_means(tmp_path):
     plan = make_plan(["local", "fedavg"], {"output-dir": str(tmp_path)}, {}, seeds=[0, 1])
     found = {("local", 0): [0.5, 0.7], ("local", 1): [0.5, 0.5], ("fedavg", 0): [0.6, 0.7]}
     said = []
-    content, code = carry_out(plan, pretended(found, failing=(("fedavg", 1),)), said.append, {}, ["kindred"])
+    content, code = carry_out(plan, prepared_runs(found, failing=(("fedavg", 1),)), said.append, {}, ["kindred"])
     assert code == 1 and said[-1] == "run 4/4  fedavg, seed 1: failed, it broke in two lines"
     fedavg = content["strategies"]["fedavg"]
     assert fedavg["mean"]["accuracy"] == pytest.approx(0.65) and fedavg["std"]["accuracy"] is None
@@ -304,17 +304,17 @@ def test_a_run_that_fails_is_left_out_of_the_means(tmp_path):
     assert {path.name for path in plan.folder.iterdir()} >= files
 
 
-def test_a_name_that_begins_like_a_formula_is_a_text_in_the_table(tmp_path):
+def test_a_name_that_begins_like_a_formula_stays_text_in_the_table(tmp_path):
     plan = make_plan(["local", "-b"], {"output-dir": str(tmp_path)}, {"-b": {"strategy": "fedavg"}})
-    execute = pretended({("local", 0): [0.5, 0.7], ("fedavg", 0): [0.5, 0.6]})
+    execute = prepared_runs({("local", 0): [0.5, 0.7], ("fedavg", 0): [0.5, 0.6]})
     content, _ = carry_out(plan, execute, lambda line: None, {}, ["kindred"])
     lines = list(csv.DictReader(io.StringIO(as_csv(content).decode())))
     assert [line["strategy"] for line in lines] == ["local"] * 3 + ["'-b"] * 3
 
 
-def test_a_picture_or_report_that_fails_ends_no_comparison(tmp_path, monkeypatch, caplog):
+def test_a_comparison_completes_although_a_picture_or_report_fails(tmp_path, monkeypatch, caplog):
     plan = make_plan(["local"], {"output-dir": str(tmp_path)}, {})
-    content, _ = carry_out(plan, pretended({("local", 0): [0.5, 0.7]}), lambda line: None, {}, ["kindred"])
+    content, _ = carry_out(plan, prepared_runs({("local", 0): [0.5, 0.7]}), lambda line: None, {}, ["kindred"])
     for name in ("comparison_figure", "write_report"):
         monkeypatch.setattr(comparison_files, name, lambda *_: 1 / 0)
     write(content, plan.folder)
@@ -323,9 +323,9 @@ def test_a_picture_or_report_that_fails_ends_no_comparison(tmp_path, monkeypatch
         assert f"{plan.folder / name} cannot be written (ZeroDivisionError" in caplog.text
 
 
-def test_what_was_run_with_other_versions_or_without_a_record_of_its_images_is_reused_and_said(tmp_path):
+def test_runs_of_other_versions_or_without_an_image_record_are_reused_with_a_notice(tmp_path):
     plan = make_plan(["local"], {"output-dir": str(tmp_path)}, {})
-    carry_out(plan, pretended({("local", 0): [0.5, 0.7]}), lambda line: None, {}, ["kindred"])
+    carry_out(plan, prepared_runs({("local", 0): [0.5, 0.7]}), lambda line: None, {}, ["kindred"])
     (path,) = tmp_path.glob("*/config.json")
     config = json.loads(path.read_text())
     config["versions"]["torch"] = "2.0"
@@ -334,12 +334,12 @@ def test_what_was_run_with_other_versions_or_without_a_record_of_its_images_is_r
     (tmp_path / "not-a-run").mkdir()
     (tmp_path / "not-a-run" / "config.json").write_text('{"settings": {"dataset": "cheese"}}')
     said = []
-    carry_out(plan, pretended({}), said.append, {}, ["kindred"])
+    carry_out(plan, prepared_runs({}), said.append, {}, ["kindred"])
     unlike = "torch was 2.0, which images it had is not on record"
     assert said == [f"run 1/1  local, seed 0: reused, {path.parent} ({unlike})"]
 
 
-def test_a_file_of_other_images_is_another_run_and_one_that_was_moved_is_not(tmp_path):
+def test_other_images_need_another_run_and_moved_ones_do_not(tmp_path):
     def write(name: str, seed: int) -> str:
         images = np.random.default_rng(seed).integers(0, 256, (2, 80, 4, 4), dtype=np.uint8)
         labels = np.arange(80) % 2
@@ -359,7 +359,7 @@ def test_a_file_of_other_images_is_another_run_and_one_that_was_moved_is_not(tmp
         carry_out(make_plan(["local"], given, {}), execute, lines.append, {}, ["kindred"])
         return lines
 
-    execute = pretended({("local", 0): [0.5, 0.7]})
+    execute = prepared_runs({("local", 0): [0.5, 0.7]})
     assert said(write("a.npz", 0), execute) == ["run 1/1  local, seed 0"]
     (tmp_path / "a.npz").rename(tmp_path / "b.npz")
     assert "reused" in said(str(tmp_path / "b.npz"), execute)[0]
@@ -379,15 +379,15 @@ def test_a_file_of_other_images_is_another_run_and_one_that_was_moved_is_not(tmp
         ([0.6, 0.6, 0.4, 0.7], [0.5, 0.5, 0.5, 0.5], 3, 1, 0, 2, None),  # ranks 2, 2, 2 and 4; 2 below
     ],
 )
-def test_wilcoxons_test_by_hand(ours, reference, better, worse, equal, statistic, p):
-    told = signed_rank(np.array(ours), np.array(reference))
-    assert (told["better"], told["worse"], told["equal"]) == (better, worse, equal)
-    assert told["pairs"] == len(ours) and told["statistic"] == statistic
-    assert p is None or told["p"] == pytest.approx(p)
+def test_the_wilcoxon_test_by_hand(ours, reference, better, worse, equal, statistic, p):
+    result = signed_rank(np.array(ours), np.array(reference))
+    assert (result["better"], result["worse"], result["equal"]) == (better, worse, equal)
+    assert result["pairs"] == len(ours) and result["statistic"] == statistic
+    assert p is None or result["p"] == pytest.approx(p)
     assert signed_rank(np.array([]), np.array([])) is None
 
 
-def test_a_run_is_known_by_what_its_results_depend_on():
+def test_a_run_is_identified_by_all_settings_that_affect_its_results():
     base = Config(dataset="mnist").run_config()
     for same in (
         {"output-dir": "there"},
@@ -399,15 +399,15 @@ def test_a_run_is_known_by_what_its_results_depend_on():
         assert run_hash(base | same) == run_hash(base)
     others = [{"seed": 1}, {"strategy": "local"}, {"sigma": 99.0}, {"num-rounds": 16}, {"precision": "bfloat16"}]
     assert len({run_hash(base | other) for other in [{}, *others]}) == 6
-    for dataset in ("npz", "office-home"):  # where the folder says which images they are
+    for dataset in ("npz", "office-home"):  # the folder determines the images
         settings = [base | {"dataset": dataset, "data-dir": place} for place in ("a", "b")]
         assert len({run_hash(each) for each in settings}) == 2 and len({run_hash(each, "1") for each in settings}) == 1
     assert len({run_hash(base, images) for images in (None, "1", "2")}) == 3
 
 
-def test_a_finished_run_is_taken_before_one_that_was_cut_short(tmp_path):
+def test_a_finished_run_is_preferred_to_an_interrupted_one(tmp_path):
     config = Config(strategy="local", output_dir=str(tmp_path))
-    done = pretended({("local", 0): [0.5]})(config).results
+    done = prepared_runs({("local", 0): [0.5]})(config).results
     images = comparison_runs.images_of_run(config)
     cut = RunFolder(config.run_config(), images=images).path
     assert cut.name > done.name
@@ -417,16 +417,16 @@ def test_a_finished_run_is_taken_before_one_that_was_cut_short(tmp_path):
 # --- Scale --------------------------------------------------------------------------------------------------
 
 
-def test_a_scale_shrinks_rounds_and_images_and_every_output_says_so(tmp_path):
+def test_a_scale_reduces_rounds_and_images_and_every_output_states_it(tmp_path):
     plan = make_plan(
         ["local", "fedavg"], {"output-dir": str(tmp_path), "num-rounds": 20}, {"fedavg": {"num-rounds": 60}}, scale=0.1
     )
     local, fedavg = plan.configs["local"], plan.configs["fedavg"]
-    # 40 images a client are what digits have by default; 4 would be too few to mean anything.
+    # Digits have 40 images a client by default; 4 would be too few to be meaningful.
     assert (local.num_rounds, local.samples_per_client, local.alpha_decay_every) == (2, 10, 3)
     assert (fedavg.num_rounds, fedavg.samples_per_client) == (6, 10)
     found = {(name, 0): [0.5, 0.6] for name in plan.configs}
-    content, _ = carry_out(plan, pretended(found), lambda line: None, {}, ["kindred"])
+    content, _ = carry_out(plan, prepared_runs(found), lambda line: None, {}, ["kindred"])
     assert content["scale"] == 0.1 and content["title"].endswith("scale 0.1")
     assert content["scaled"] == {"num-rounds": [20, 2], "samples-per-client": [40, 10]}
     assert "num-rounds 2 instead of 20, samples-per-client 10 instead of 40" in remarks(content)[0]
@@ -437,7 +437,7 @@ def test_a_scale_shrinks_rounds_and_images_and_every_output_says_so(tmp_path):
     assert make_plan(["local"], {}, {}).scaled == {} and "scale" not in make_plan(["local"], {}, {}).title
 
 
-def test_images_a_client_are_those_that_the_setting_counts():
+def test_images_a_client_are_counted_as_the_setting_counts_them():
     def images(**settings) -> float:
         return images_a_client(Config(num_clients=4, num_groups=2, **settings))
 
@@ -447,7 +447,7 @@ def test_images_a_client_are_those_that_the_setting_counts():
 
 # --- Presets ------------------------------------------------------------------------------------------------
 
-# Of EMNIST as many as it takes.
+# For EMNIST, as many images as its preset needs.
 SIZES = {
     "mnist": (60_000, 10_000),
     "fashion-mnist": (60_000, 10_000),
@@ -459,7 +459,7 @@ SIZES = {
 
 
 @pytest.mark.parametrize("name", preset_names())
-def test_a_preset_is_complete_and_its_settings_can_be_used(name):
+def test_a_preset_is_complete_and_its_settings_are_valid(name):
     preset = load_preset(name)
     plan = make_plan([], {}, {}, preset=preset)
     assert preset.metric in METRICS and preset.reference in preset.strategies and plan.reference == preset.reference
@@ -512,11 +512,11 @@ def test_the_presets_have_the_papers_numbers_and_settings():
 
 @pytest.fixture
 def without_images(monkeypatch):
-    """Whose images nobody looks for, as where they would have to be downloaded."""
+    """Skip the check that images exist, since these would have to be downloaded."""
     monkeypatch.setattr(comparison_runs, "images_of_run", lambda config: None)
 
 
-def test_what_the_command_says_counts_over_the_preset(tmp_path, without_images):
+def test_the_command_overrides_the_preset(tmp_path, without_images):
     preset = load_preset("fedamp-table3-fmnist")
     plan = make_plan(
         ["local", "scaffold", "fedamp", "fedrep"],
@@ -530,7 +530,7 @@ def test_what_the_command_says_counts_over_the_preset(tmp_path, without_images):
     found = {
         (name, 0): [accuracy, accuracy] for name, accuracy in zip(plan.configs, (0.8, 0.7, 0.75, 0.6), strict=True)
     }
-    content, _ = carry_out(plan, pretended(found), lambda line: None, {}, ["kindred"])
+    content, _ = carry_out(plan, prepared_runs(found), lambda line: None, {}, ["kindred"])
     assert content["preset"]["changed"] == {"num-rounds": 10, "batch-size": 50, "fedamp:sigma": 7.0}
     assert content["strategies"]["scaffold"]["paper"] == {"mean": 0.402}
     assert content["strategies"]["fedrep"]["paper"] is None
@@ -539,11 +539,11 @@ def test_what_the_command_says_counts_over_the_preset(tmp_path, without_images):
     assert columns["paper, best %"] == ["86.73", "40.20", "90.97", "-"]
     said = remarks(content)
     assert "Other than in the preset: num-rounds 10, batch-size 50, fedamp:sigma 7.0." in said
-    assert "Best first, paper: fedamp, local, scaffold." in said  # of those that both have
+    assert "Best first, paper: fedamp, local, scaffold." in said  # over the methods that both have
     assert "Best first, here: local, fedamp, scaffold." in said
 
 
-def test_what_a_paper_counted_stands_beside_what_was_counted(tmp_path, without_images):
+def test_the_papers_results_are_shown_beside_the_measured_ones(tmp_path, without_images):
     plan = make_plan(
         ["local", "perfed-ckt-3"],
         {"output-dir": str(tmp_path)},
@@ -551,7 +551,7 @@ def test_what_a_paper_counted_stands_beside_what_was_counted(tmp_path, without_i
         preset=load_preset("perfed-ckt-table1-10"),
         seeds=[0, 1],
     )
-    execute = pretended({(name, seed): [0.5, 0.6] for name in ("local", "perfed-ckt") for seed in (0, 1)})
+    execute = prepared_runs({(name, seed): [0.5, 0.6] for name in ("local", "perfed-ckt") for seed in (0, 1)})
     content, _ = carry_out(plan, execute, lambda line: None, {}, ["kindred"])
     content["strategies"]["perfed-ckt-3"]["mean"]["floats"] = 13e6
     columns = columns_of(content)
@@ -560,7 +560,7 @@ def test_what_a_paper_counted_stands_beside_what_was_counted(tmp_path, without_i
     assert content["strategies"]["perfed-ckt-3"]["strategy"] == "perfed-ckt"
 
 
-def test_a_method_can_stand_in_a_comparison_more_than_once(tmp_path):
+def test_a_method_can_occur_in_a_comparison_more_than_once(tmp_path):
     plan = make_plan(
         ["wide", "narrow"],
         {"output-dir": str(tmp_path)},
@@ -584,7 +584,7 @@ def test_the_presets_are_listed():
 # --- The picture --------------------------------------------------------------------------------------------
 
 
-def test_the_picture_has_the_mean_over_seeds_in_a_band_of_the_deviation():
+def test_the_picture_shows_the_mean_over_seeds_in_a_band_of_the_deviation():
     def rounds(*accuracies: float) -> list[dict]:
         return [{"round": number, "accuracy": accuracy} for number, accuracy in enumerate(accuracies, 1)]
 

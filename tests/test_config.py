@@ -1,4 +1,4 @@
-"""Settings: one place for name, type, default, range and meaning."""
+"""Settings: one definition of name, type, default, range and meaning."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def test_pyproject_lists_every_setting_with_its_default() -> None:
     }
 
 
-def test_documents_and_pyproject_say_what_the_methods_files_say() -> None:
-    """Else: python -m kindred.server_app.config --write"""
+def test_documents_and_pyproject_match_the_methods_files() -> None:
+    """If not: python -m kindred.server_app.config --write"""
     for path, text in written(ROOT).items():
         assert path.read_text() == text, path
     listed = (ROOT / "docs" / "configuration.md").read_text()
@@ -35,7 +35,7 @@ def test_documents_and_pyproject_say_what_the_methods_files_say() -> None:
         assert f"\n| `{key}` |" in listed
 
 
-def test_what_uv_is_told_to_leave_out_is_what_pip_installs() -> None:
+def test_uv_excludes_exactly_the_dependencies_that_pip_installs() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     extras = project["project"]["optional-dependencies"].values()
     wanted = [*project["project"]["dependencies"], *(name for extra in extras for name in extra)]
@@ -67,19 +67,19 @@ def test_what_uv_is_told_to_leave_out_is_what_pip_installs() -> None:
         ("data-dir", 3, "data-dir is 3, allowed: any text (str)"),
     ],
 )
-def test_a_bad_setting_is_named_with_its_value_and_what_is_allowed(key, value, message) -> None:
+def test_an_invalid_setting_is_named_with_its_value_and_the_allowed_ones(key, value, message) -> None:
     with pytest.raises(ConfigError) as caught:
         Config.from_run_config({key: value})
     assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
 
 
-def test_whole_numbers_stand_for_floats_too() -> None:
+def test_whole_numbers_are_accepted_as_floats() -> None:
     config = Config.from_run_config({"sigma": 10, "self-weight": 0})
     assert (config.sigma, config.self_weight) == (10.0, 0.0) and type(config.sigma) is float
 
 
 @pytest.mark.parametrize("name", REGISTRY)
-def test_every_method_takes_the_settings_that_are_its_own(name) -> None:
+def test_every_method_gets_its_own_settings(name) -> None:
     config = Config(strategy=name, sigma=3.0, self_weight=0.4, proximal_mu=0.7, finetune_epochs=2, lam=5.0)
     strategy = make_strategy(config, **needed_by(config, load_federation(config.run_config())))
     assert strategy.name == name
@@ -87,7 +87,7 @@ def test_every_method_takes_the_settings_that_are_its_own(name) -> None:
         assert getattr(strategy, setting.name) == getattr(config, setting.name)
 
 
-def test_fedamp_goes_by_equation_5_without_a_self_weight_and_heurfedamp_cannot() -> None:
+def test_fedamp_without_a_self_weight_uses_equation_5_and_heurfedamp_cannot() -> None:
     assert make_strategy(Config(strategy="fedamp", self_weight="none")).self_weight is None
     with pytest.raises(
         ConfigError,

@@ -1,4 +1,4 @@
-"""What every registered method promises, whatever it computes."""
+"""Properties that every registered method must have."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from .grids import FaultyGrid, ShuffledGrid
 
 CLIENTS = 6
 ROUNDS = 4
-# Methods whose clients do more than to train a model as FedProx's do: written by somebody else, or our own.
+# Methods whose clients do more than train a model as FedProx's do: clients of another author, or ours.
 APPS = {"perfed-ckt": logits_app, "federico": collaboration_app}
 OWN_CLIENTS = [name for name, method in REGISTRY.items() if method.needs_our_client and name not in APPS]
 
 every_method = pytest.mark.parametrize("name", REGISTRY)
 where_models_travel = pytest.mark.parametrize("name", [name for name in REGISTRY if REGISTRY[name].models_travel])
-# Of those whose replies hold arrays with other names, their own tests tell.
+# Methods whose replies have arrays of other names are covered by their own tests.
 OTHER_ARRAYS = ("fedem",)
 where_trained_models_travel = pytest.mark.parametrize(
     "name", [name for name in REGISTRY if name not in APPS and name not in OTHER_ARRAYS]
@@ -62,7 +62,7 @@ def initial_of(name: str) -> ArrayRecord:
 
 
 def make(name: str, network=Plain, images=POINTS, **settings) -> PersonalizedStrategy:
-    """A method; the network and unlabelled images of its clients are for those whose server works with them."""
+    """Create a method; the network and unlabelled images go to methods whose server uses them."""
     method = REGISTRY[name]
     own = trial_settings(name)
     if method.distils:
@@ -81,7 +81,7 @@ def values(record: ArrayRecord) -> dict[str, bytes]:
 
 
 def everything(strategy: PersonalizedStrategy) -> tuple:
-    """All that a run comes to, but for the seconds it took; to be asked for before the next run begins."""
+    """Return all results of a run except its seconds; call it before the next run begins."""
     kept = saved_models(strategy.run_id) if strategy.model_stays else {}
     models = {client: values(record) for client, record in {**strategy.client_models(), **kept}.items()}
     models["global"] = values(strategy.global_arrays())
@@ -112,7 +112,7 @@ def test_a_run_gives_every_client_a_model_like_the_initial_one(name) -> None:
 
 
 @where_logits_travel
-def test_no_model_reaches_the_server_and_clients_are_named_all_the_same(name) -> None:
+def test_with_private_models_no_model_reaches_the_server_and_clients_have_names(name) -> None:
     strategy = run(name)
     clients, weights = strategy.collaboration()
     assert strategy.client_models() == {} and clients == [1001 + i for i in range(CLIENTS)]
@@ -123,7 +123,7 @@ def test_no_model_reaches_the_server_and_clients_are_named_all_the_same(name) ->
 @pytest.mark.parametrize(
     ("name", "samples"), [("fedavg", (0, 0)), ("fedavg-ft", (1, 0)), ("per-fedavg", (1, 0)), ("hypcluster", (0, 2))]
 )
-def test_what_a_client_works_on_for_its_closing_evaluation_counts(name, samples) -> None:
+def test_the_work_of_the_closing_evaluation_is_counted(name, samples) -> None:
     strategy = make(name)
     strategy.start(InlineGrid(small_app(), CLIENTS), to_record(get_arrays(small())), 1)
     sizes = {row["client"]: row["num-examples"] for row in strategy.history.rows if row["round"] == 1}
@@ -135,7 +135,7 @@ def test_what_a_client_works_on_for_its_closing_evaluation_counts(name, samples)
 
 @pytest.mark.parametrize("name", [name for name in REGISTRY if REGISTRY[name].needs_our_client])
 @pytest.mark.parametrize("has_name", [False, True])
-def test_an_ordinary_client_takes_no_part_in_what_it_cannot_do(name, has_name) -> None:
+def test_an_ordinary_client_is_excluded_from_methods_it_does_not_support(name, has_name) -> None:
     app = plain_app()
     if has_name:
 
@@ -153,7 +153,7 @@ def test_an_ordinary_client_takes_no_part_in_what_it_cannot_do(name, has_name) -
 
 
 @every_method
-def test_of_a_client_that_does_not_share_its_model_nothing_reaches_others(name) -> None:
+def test_nothing_of_a_client_that_does_not_share_its_model_reaches_others(name) -> None:
     app, private = app_of(name), 1001 + CLIENTS // 2
     known = app._registered_funcs.pop("query.identity", None)
 
@@ -181,7 +181,7 @@ def test_of_a_client_that_does_not_share_its_model_nothing_reaches_others(name) 
 
 
 @every_method
-def test_the_same_seed_gives_the_same_bits_and_another_draws_other_clients(name) -> None:
+def test_the_same_seed_gives_the_same_bits_and_another_seed_samples_other_clients(name) -> None:
     half = {"fraction_train": 0.5}
     assert everything(run(name, seed=3, **half)) == everything(run(name, seed=3, **half))
     trained = {"train_loss", TRAIN_LOSS}
@@ -196,10 +196,10 @@ def test_the_order_of_replies_changes_no_bit(name) -> None:
 
 
 @with_an_ordinary_client
-def test_an_ordinary_client_app_is_evaluated_by_flowers_own_exchange(name) -> None:
+def test_an_ordinary_client_app_is_evaluated_in_flowers_own_exchange(name) -> None:
     strategy = run(name)
     last = [row for row in strategy.history.rows if row["round"] == ROUNDS]
-    assert len(last) == CLIENTS  # one row per round and client, both exchanges together
+    assert len(last) == CLIENTS  # one row per round and client, for both exchanges
     for row in last:
         assert row["status"] == "ok"
         assert {"train_loss", "eval_loss", "eval_acc", "personal-accuracy"} <= row.keys()
@@ -218,7 +218,7 @@ def test_clients_that_evaluate_while_they_train_are_not_asked_again(name) -> Non
 
 
 @every_method
-def test_clients_that_fail_do_not_hold_up_or_change_the_others(name) -> None:
+def test_failed_clients_neither_delay_nor_change_the_others(name) -> None:
     def fate(server_round: int, client: int) -> str:
         return {0: "error", 1: "silent"}.get(client, "ok") if server_round == 2 else "ok"
 
@@ -233,7 +233,7 @@ def test_clients_that_fail_do_not_hold_up_or_change_the_others(name) -> None:
 
 
 @every_method
-def test_a_round_without_any_answer_changes_nothing(name) -> None:
+def test_a_round_without_replies_changes_nothing(name) -> None:
     def without_round_3(server_round: int, client: int) -> str:
         return "error" if server_round == 3 else "ok"
 
@@ -253,7 +253,7 @@ def test_a_round_without_any_answer_changes_nothing(name) -> None:
         on_round=lambda r: (seen.update({r: everything(strategy)[0]}), states.update({r: whole_state()})),
     )
     assert seen[2] == seen[3] != seen[4]
-    told = {
+    reported = {
         "history",
         "_round",
         "_directory",
@@ -264,7 +264,7 @@ def test_a_round_without_any_answer_changes_nothing(name) -> None:
         "_have_heads",
     }
     changed = [{key for key in states[r] if states[r][key] != states[r + 1][key]} for r in (2, 3)]
-    assert changed[0] <= told and not changed[1] <= told
+    assert changed[0] <= reported and not changed[1] <= reported
     assert next(line for line in strategy.history.rounds if line["round"] == 3)["answered"] == 0
 
 
@@ -348,8 +348,8 @@ def _again_a_model(content) -> None:
         (_no_examples, "refused: num-examples is 0, allowed: 1 to 1000000000000"),
     ],
 )
-def test_a_bad_model_counts_like_no_reply_and_says_why(name, damage, reason) -> None:
-    check_that_it_counts_like_no_reply(name, damage, reason)
+def test_a_bad_model_counts_as_a_missing_reply_with_a_reason(name, damage, reason) -> None:
+    check_that_it_counts_as_a_missing_reply(name, damage, reason)
 
 
 @pytest.mark.parametrize(
@@ -366,8 +366,8 @@ def test_a_bad_model_counts_like_no_reply_and_says_why(name, damage, reason) -> 
         (_again_a_model, "refused: it holds a model where an update is expected"),
     ],
 )
-def test_bad_updates_count_like_no_reply_and_say_why(damage, reason) -> None:
-    check_that_it_counts_like_no_reply("federico", damage, reason)
+def test_bad_updates_count_as_a_missing_reply_with_a_reason(damage, reason) -> None:
+    check_that_it_counts_as_a_missing_reply("federico", damage, reason)
 
 
 @where_logits_travel
@@ -388,8 +388,8 @@ def test_bad_updates_count_like_no_reply_and_say_why(damage, reason) -> None:
         (_no_fingerprint, "refused: its public set is None, expected 3-cafe"),
     ],
 )
-def test_bad_logits_count_like_no_reply_and_say_why(name, damage, reason) -> None:
-    check_that_it_counts_like_no_reply(name, damage, reason)
+def test_bad_logits_count_as_a_missing_reply_with_a_reason(name, damage, reason) -> None:
+    check_that_it_counts_as_a_missing_reply(name, damage, reason)
 
 
 @cache
@@ -400,8 +400,8 @@ def with_a_reply_lost(name: str) -> tuple:
     return everything(run(name, FaultyGrid(app_of(name), CLIENTS, lost)))
 
 
-def check_that_it_counts_like_no_reply(name, damage, reason) -> None:
-    """A client whose reply is damaged in round 2 counts in it as one whose reply is lost."""
+def check_that_it_counts_as_a_missing_reply(name, damage, reason) -> None:
+    """Check that a damaged reply in round 2 has the same effect as a lost one."""
 
     def damaged(server_round: int, client: int) -> object:
         return damage if (server_round, client) == (2, 3) else "ok"
@@ -414,7 +414,7 @@ def check_that_it_counts_like_no_reply(name, damage, reason) -> None:
 
 
 @every_method
-def test_messages_share_nothing_that_one_client_could_change_for_another(name) -> None:
+def test_messages_share_no_memory_between_clients(name) -> None:
     app = app_of(name)
     train = app._registered_funcs["train.default"]
 

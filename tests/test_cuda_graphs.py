@@ -1,4 +1,4 @@
-"""Steps as graphs: what is captured and when, and that training comes out as without."""
+"""Training steps as CUDA graphs: which are captured and when, and that results do not change."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def network(seed: int = 0) -> nn.Module:
 
 
 class Capture:
-    """On the CPU: takes the steps of a warm-up, and has the step itself in place of its recording."""
+    """Stand-in for a capture on the CPU: does the warm-up steps, and replays by calling the step itself."""
 
     def __init__(self) -> None:
         self.captures = self.replays = 0
@@ -54,7 +54,7 @@ class Capture:
 
 @pytest.fixture
 def capture(monkeypatch):
-    """Captures at once."""
+    """Capture from the first step on."""
     capture = Capture()
     monkeypatch.setitem(graphs.CAPTURE, "cpu", capture)
     monkeypatch.setattr(graphs, "PAYS", 1)
@@ -62,7 +62,7 @@ def capture(monkeypatch):
 
 
 def message(model: nn.Module, seed: int, n: int, **settings):
-    """One message's training, from weights and with data of its own; all that comes of it."""
+    """Train as for one message, from its own weights and data; return all results."""
     device = next(model.parameters()).device
     set_arrays(model, get_arrays(network(seed)))
     x, y = (part.to(device) for part in images(n, seed=seed))
@@ -76,7 +76,7 @@ def message(model: nn.Module, seed: int, n: int, **settings):
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         loss = train(model, x, y, generator=order(seed), **settings)
-        drawn = torch.rand(1, device=device).item()  # where the random state has come to
+        drawn = torch.rand(1, device=device).item()  # the final random state
     return loss, drawn, get_arrays(model)
 
 
@@ -112,7 +112,7 @@ SIZES = {8: 2, 11: 2, 9: 1, 3: 1}  # samples: batches of the usual size in an ep
 
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("case", CASES)
-def test_training_comes_out_as_without(capture, monkeypatch, case, n):
+def test_captured_training_gives_the_same_bits(capture, monkeypatch, case, n):
     settings = CASES[case]
     model = network()
     made = [message(model, seed, n, **settings) for seed in (1, 2)]
@@ -125,7 +125,7 @@ def test_training_comes_out_as_without(capture, monkeypatch, case, n):
 
 
 @pytest.mark.parametrize("name", REGISTRY)
-def test_every_method_gives_the_same_bits(capture, monkeypatch, name):
+def test_every_method_gives_the_same_bits_with_graphs(capture, monkeypatch, name):
     graphs.graphs_by_module.clear()
     made = everything(test_client.run(name))
     monkeypatch.delitem(graphs.CAPTURE, "cpu")
@@ -149,7 +149,7 @@ def test_every_method_gives_the_same_bits(capture, monkeypatch, name):
         {"label_smoothing": 0.1},
     ],
 )
-def test_another_setting_is_another_graph(capture, monkeypatch, change):
+def test_each_setting_has_its_own_graph(capture, monkeypatch, change):
     model = network()
     message(model, 1, 8)
     changed, again = message(model, 2, 8, **change), message(model, 1, 8)
@@ -172,7 +172,7 @@ def move_buffer(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("change", [freeze, move, move_buffer])
-def test_a_module_that_was_changed_has_another_graph(capture, monkeypatch, change):
+def test_a_changed_module_gets_another_graph(capture, monkeypatch, change):
     model, expected = network(), network()
     message(model, 1, 8)
     change(model)
@@ -183,7 +183,7 @@ def test_a_module_that_was_changed_has_another_graph(capture, monkeypatch, chang
     assert_same(made, message(expected, 2, 8))
 
 
-def test_a_capture_must_pay(capture, monkeypatch):
+def test_a_step_is_captured_only_if_that_saves_time(capture, monkeypatch):
     monkeypatch.setattr(graphs, "PAYS", 10)
     model = network()
     counts = []
@@ -196,7 +196,7 @@ def test_a_capture_must_pay(capture, monkeypatch):
     assert (capture.captures, capture.replays) == (1, 48)
 
 
-def test_nothing_is_captured_where_there_is_no_way_or_a_term(capture, monkeypatch):
+def test_nothing_is_captured_on_an_unsupported_device_or_with_an_extra_loss_term(capture, monkeypatch):
     x, y = images(8)
     model = network()
     train(model, x, y, **SETTINGS, generator=order(), term=lambda: model[5].weight.square().sum())
@@ -208,7 +208,7 @@ def test_nothing_is_captured_where_there_is_no_way_or_a_term(capture, monkeypatc
 
 @pytest.fixture
 def log_lines():
-    """What is logged; Flower's log does not reach pytest."""
+    """Lines of the log; Flower's log does not reach pytest."""
     lines = []
 
     class Lines(logging.Handler):
@@ -222,7 +222,9 @@ def log_lines():
 
 
 @pytest.mark.parametrize("steps_before", [0, 1, 3])
-def test_what_cannot_be_captured_is_trained_as_without_and_tried_once(capture, monkeypatch, log_lines, steps_before):
+def test_a_step_that_cannot_be_captured_is_trained_normally_and_tried_once(
+    capture, monkeypatch, log_lines, steps_before
+):
     tried = []
 
     def fails(step):
@@ -232,7 +234,7 @@ def test_what_cannot_be_captured_is_trained_as_without_and_tried_once(capture, m
         try:
             raise RuntimeError("operation not permitted\nwhen capturing")
         finally:
-            raise RuntimeError("operation failed due to a previous error")  # as the end of a capture does
+            raise RuntimeError("operation failed due to a previous error")  # as at the end of a capture
 
     monkeypatch.setitem(graphs.CAPTURE, "cpu", fails)
     model = network()
@@ -248,14 +250,14 @@ def test_what_cannot_be_captured_is_trained_as_without_and_tried_once(capture, m
     assert_same(made[2], message(network(), 3, 11))
 
 
-def test_a_step_that_fails_by_itself_fails(capture):
+def test_a_step_that_fails_without_capture_raises_its_error(capture):
     model = network()
     x, y = images(8)
     with pytest.raises(IndexError, match=r"Target \d+ is out of bounds"):
         train(model, x, y + 10, **SETTINGS, generator=order())
 
 
-def test_graphs_go_with_their_module_and_are_no_part_of_it(capture, monkeypatch):
+def test_graphs_are_freed_with_their_module_and_are_no_part_of_its_state(capture, monkeypatch):
     class Replay:
         def __call__(self):
             return torch.zeros(())
@@ -280,7 +282,7 @@ def test_graphs_go_with_their_module_and_are_no_part_of_it(capture, monkeypatch)
     assert gone() is None and replays[0]() is None
 
 
-def test_a_module_keeps_few_graphs_those_used_last(capture):
+def test_a_module_keeps_only_the_most_recently_used_graphs(capture):
     model = network()
     for rate in (0.01, 0.02, 0.03, 0.04, 0.01, 0.05, 0.01):  # four; the fifth puts 0.02 out
         message(model, 1, 8, learning_rate=rate)
@@ -295,7 +297,7 @@ gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason
 
 
 def on_gpu(monkeypatch, pays: float, seeds=(1, 2), n: int = 11, model: nn.Module | None = None, **settings):
-    """Messages to one module, and the random state that the last one ended with."""
+    """Train one module for several messages; return the results and the final random state."""
     monkeypatch.setattr(graphs, "PAYS", pays)
     model = (network() if model is None else model).to(pick_device("cuda"))
     return model, [message(model, seed, n, **settings) for seed in seeds]
@@ -308,7 +310,7 @@ def num_graphs(model: nn.Module) -> int:
 def assert_near(made, expected, tolerance: float = 1e-4) -> None:
     for one, two in zip(made, expected, strict=True):
         assert one[0] == pytest.approx(two[0], rel=tolerance)
-        assert one[1] == two[1]  # as many numbers were drawn: dropout goes by the message's seed
+        assert one[1] == two[1]  # the same count of random numbers was drawn: dropout uses the message's seed
         for name, array in two[2].items():
             np.testing.assert_allclose(one[2][name], array, rtol=tolerance, atol=tolerance, err_msg=name)
 
@@ -318,7 +320,7 @@ class TestOnAGpu:
 
     @pytest.mark.parametrize("n", SIZES)
     @pytest.mark.parametrize("case", CASES)
-    def test_training_comes_out_as_without(self, monkeypatch, case, n):
+    def test_captured_training_gives_the_same_bits(self, monkeypatch, case, n):
         settings = {"optimizer": "sgd"} | CASES[case]  # Adam divides by gradients that are nearly 0
         model, made = on_gpu(monkeypatch, 1, n=n, **settings)
         assert num_graphs(model) == 1
@@ -326,17 +328,17 @@ class TestOnAGpu:
         assert num_graphs(plain) == 0
         assert_near(made, expected, 2e-2 if case == "bfloat16" else 1e-4)
 
-    def test_adam_comes_out_as_without(self, monkeypatch):
+    def test_captured_adam_gives_nearly_the_same_parameters(self, monkeypatch):
         made, expected = (on_gpu(monkeypatch, pays, optimizer="adam")[1] for pays in (1, float("inf")))
         for one, two in zip(made, expected, strict=True):
             assert one[0] == pytest.approx(two[0], rel=1e-2)
             for name, array in two[2].items():
-                # 9 steps of at most the learning rate each; few may have gone the other way.
+                # 9 steps of at most the learning rate each; few may have the opposite sign.
                 assert np.mean(np.abs(one[2][name] - array) > 1e-4) < 0.02, name
 
     @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
     @pytest.mark.parametrize(("name", "shape"), [("mcmahan-cnn", (1, 8, 8)), ("resnet18", (3, 8, 8))])
-    def test_it_learns_as_well(self, monkeypatch, name, shape, precision):
+    def test_captured_training_learns_as_well(self, monkeypatch, name, shape, precision):
         device = pick_device("cuda")
         x, y = (part.to(device) for part in images(100, shape))
         accuracies = []

@@ -1,4 +1,4 @@
-"""The features of a folder of images: what they are, that they are computed once, and what is said when they cannot."""
+"""The features of a folder of images: their values, that they are computed once, and errors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def picture(number: int, size=(40, 30)) -> Image.Image:
 
 
 def fill(folder: Path, counts=(3, 2, 2)) -> list[Path]:
-    """Write so many images of each class into each domain: their paths, in order."""
+    """Write `counts` images of each class into each domain; return their paths, in order."""
     paths = []
     for domain in DOMAINS:
         for name, count in zip(CLASSES, counts, strict=True):
@@ -57,7 +57,7 @@ def fill(folder: Path, counts=(3, 2, 2)) -> list[Path]:
 
 @pytest.fixture
 def folder(tmp_path, weights, monkeypatch):
-    """Images of 2 domains and 3 classes, and weights; what is kept elsewhere is kept under home."""
+    """Images of 2 domains and 3 classes, and weights; the default folder for features is under home."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
     place = tmp_path / "office"
@@ -68,7 +68,7 @@ def folder(tmp_path, weights, monkeypatch):
 
 @pytest.fixture
 def computed(monkeypatch):
-    """How many images features were computed of, for each time."""
+    """Number of images for which features were computed, for each computation."""
     sizes = []
     compute = kindred.data.features.compute_features
 
@@ -88,15 +88,15 @@ def refusal(data_dir) -> str:
 
 
 def kept(folder: Path) -> list[str]:
-    """What is in the folder besides domains and weights."""
+    """Entries of the folder other than domains and weights."""
     return sorted(path.name for path in folder.iterdir() if path.name not in (*DOMAINS, "resnet18.safetensors"))
 
 
-def test_features_are_what_resnet18_has_before_its_last_layer(folder):
+def test_features_are_the_input_of_resnet18s_last_layer(folder):
     images = load_images("office-home", str(folder))
     assert images.x_train.dtype == images.x_test.dtype == np.float32 and images.num_classes == 3
     assert images.x_train.shape == (11, 512, 1, 1) and images.x_test.shape == (3, 512, 1, 1)
-    # Classes have 6, 4 and 4 images, half of each class from Art; the second of every five is for test.
+    # Classes have 6, 4 and 4 images, half of each class from Art; the second of every five is a test image.
     labels = np.array([0, 0, 0, 1, 1, 2, 2] * 2)
     test = np.isin(np.arange(14), [1, 4, 6])
     assert images.y_train.tolist() == labels[~test].tolist() and images.y_test.tolist() == [0, 1, 2]
@@ -117,7 +117,7 @@ def test_features_are_what_resnet18_has_before_its_last_layer(folder):
     assert np.ptp(due, axis=0).max() > 0.01  # images differ
 
 
-def test_every_fifth_image_of_a_class_is_for_test(folder, monkeypatch):
+def test_every_fifth_image_of_a_class_is_a_test_image(folder, monkeypatch):
     for domain in DOMAINS:
         shutil.rmtree(folder / domain)
     fill(folder, (4, 1, 6))
@@ -134,7 +134,7 @@ def test_every_fifth_image_of_a_class_is_for_test(folder, monkeypatch):
     assert sorted(np.concatenate([images.x_train, images.x_test])[:, 5, 0, 0].tolist()) == list(range(22))
 
 
-def test_other_files_are_left_alone_and_any_image_is_read(folder, computed):
+def test_other_files_are_ignored_and_any_image_is_read(folder, computed):
     (folder / "imagelist.txt").write_text("hello")
     (folder / "outside.png").write_bytes(b"no image")
     (folder / "Art" / "outside.png").write_bytes(b"no image")
@@ -161,14 +161,14 @@ def test_features_are_computed_once(folder, computed):
     assert not (folder.parent / "home").exists()
 
 
-def test_the_folder_may_be_moved(folder, computed):
+def test_a_moved_folder_keeps_its_features(folder, computed):
     load_images("office-home", str(folder))
     moved = folder.rename(folder.with_name("moved"))
     load_images("office-home", str(moved))
     assert computed == [14]
 
 
-def test_other_data_are_computed_anew(folder, computed):
+def test_changed_data_are_computed_again(folder, computed):
     path = folder / "Art" / "Bed" / "00000.png"
     before = load_images("office-home", str(folder))
     picture(99, (100, 100)).save(path)
@@ -182,9 +182,9 @@ def test_other_data_are_computed_anew(folder, computed):
     load_images("office-home", str(folder))
     picture(99, (100, 100)).save(path)
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    load_images("office-home", str(folder))  # as it was the second time
+    load_images("office-home", str(folder))  # as in the second computation
     assert computed == [14, 14, 14, 13]
-    os.utime(path, ns=(0, 0))  # another time may be another image, of the same size
+    os.utime(path, ns=(0, 0))  # a new time stamp may mean another image of the same size
     load_images("office-home", str(folder))
     assert computed == [14, 14, 14, 13, 14]
 
@@ -193,7 +193,7 @@ def test_other_weights_give_other_features(folder, computed, weights):
     before = load_images("office-home", str(folder))
     file = folder / "resnet18.safetensors"
     file.unlink()
-    # A last layer for another number of classes, or none, does no harm.
+    # A last layer for another number of classes, or none, is accepted.
     save_file({name: 1.1 * x if x.is_floating_point() else x for name, x in load_file(weights).items()
                if not name.startswith("fc.")}, file)  # fmt: skip
     after = load_images("office-home", str(folder))
@@ -207,7 +207,7 @@ def test_other_weights_give_other_features(folder, computed, weights):
     lambda path: np.savez(path, features=np.zeros((14, 512))),
     lambda path: np.savez(path, other=np.zeros((14, 512), np.float32)),
 ])  # fmt: skip
-def test_kept_features_that_are_damaged_are_computed_anew(folder, computed, damage):
+def test_damaged_stored_features_are_computed_again(folder, computed, damage):
     before = load_images("office-home", str(folder))
     (name,) = kept(folder)
     damage(folder / name)
@@ -217,7 +217,7 @@ def test_kept_features_that_are_damaged_are_computed_anew(folder, computed, dama
 
 
 def forbid(monkeypatch, *places):
-    """Have no right to write in these folders; root has all rights, so that a mode would not do."""
+    """Refuse writes into these folders; modes would not suffice, as root has all rights."""
     make = tempfile.TemporaryDirectory
 
     def refusing(*args, **options):
@@ -228,7 +228,7 @@ def forbid(monkeypatch, *places):
     monkeypatch.setattr(tempfile, "TemporaryDirectory", refusing)
 
 
-def test_where_the_folder_cannot_be_written_features_are_kept_in_the_default_one(folder, computed, monkeypatch):
+def test_features_of_a_read_only_folder_are_stored_in_the_default_folder(folder, computed, monkeypatch):
     forbid(monkeypatch, folder)
     default = folder.parent / "home" / ".cache" / "kindred"
     for _ in range(2):
@@ -238,12 +238,12 @@ def test_where_the_folder_cannot_be_written_features_are_kept_in_the_default_one
     assert path.name.startswith("office-home-")
 
 
-def test_no_place_to_keep_features(folder, computed, monkeypatch):
+def test_a_missing_place_for_features_is_an_error_before_any_computation(folder, computed, monkeypatch):
     default = folder.parent / "home" / ".cache" / "kindred"
     forbid(monkeypatch, folder, default)
     text = refusal(folder)
     assert f"neither in {folder} nor in {default}" in text and "Permission denied" in text
-    assert computed == []  # it is known before the work
+    assert computed == []  # this is found before the computation
 
     def no_room(path, **arrays):
         Path(path).write_bytes(b"half")
@@ -264,7 +264,7 @@ def test_a_damaged_image_is_named(folder, content):
     assert kept(folder) == []
 
 
-def test_weights_without_network(folder, monkeypatch):
+def test_weights_without_a_network_connection_are_refused(folder, monkeypatch):
     (folder / "resnet18.safetensors").unlink()
     for name in ("http_proxy", "https_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
@@ -273,7 +273,7 @@ def test_weights_without_network(folder, monkeypatch):
     assert kept(folder) == []
 
 
-def test_weights_that_torchvision_downloads(folder, computed, monkeypatch):
+def test_weights_are_downloaded_by_torchvision_once(folder, computed, monkeypatch):
     with_file = load_images("office-home", str(folder))
     (folder / "resnet18.safetensors").unlink()
     asked = []
@@ -287,12 +287,12 @@ def test_weights_that_torchvision_downloads(folder, computed, monkeypatch):
     downloaded = load_images("office-home", str(folder))
     assert asked == [("https://download.pytorch.org/models/resnet18-f37072fd.pth", False, True, True)]
     assert not np.allclose(with_file.x_train, downloaded.x_train)
-    monkeypatch.setattr(enum, "get_state_dict", None)  # not asked for a second time
+    monkeypatch.setattr(enum, "get_state_dict", None)  # not requested a second time
     assert np.array_equal(load_images("office-home", str(folder)).x_train, downloaded.x_train)
     assert computed == [14, 14]
 
 
-def test_weights_that_do_not_fit(folder, weights):
+def test_weights_that_do_not_fit_are_refused(folder, weights):
     file = folder / "resnet18.safetensors"
     state = load_file(weights)
     file.unlink()
@@ -308,7 +308,7 @@ def test_weights_that_do_not_fit(folder, weights):
     assert kept(folder) == []
 
 
-def test_folders_that_hold_no_such_images(folder, tmp_path):
+def test_folders_without_such_images_are_refused(folder, tmp_path):
     assert "data-dir is not set" in refusal("") and "folder for each domain" in refusal("")
     assert "does not exist" in refusal(tmp_path / "no")
     (tmp_path / "a.npz").write_bytes(b"")
@@ -326,7 +326,7 @@ def test_folders_that_hold_no_such_images(folder, tmp_path):
     assert "one class only, Alarm_Clock" in refusal(folder)
 
 
-def test_whether_features_are_kept_does_not_show_in_what_is_drawn(folder, computed):
+def test_stored_features_do_not_change_the_partition(folder, computed):
     states = []
     for _ in range(2):
         torch.manual_seed(3)
@@ -335,7 +335,7 @@ def test_whether_features_are_kept_does_not_show_in_what_is_drawn(folder, comput
     assert computed == [14] and torch.equal(*states)
 
 
-def test_a_federation_of_features(folder):
+def test_a_federation_of_features_has_all_images(folder):
     settings = {
         "dataset": "office-home",
         "data-dir": str(folder),

@@ -1,4 +1,4 @@
-"""The federation: what each client's tensors are, and the picture of it."""
+"""The federation: each client's tensors, and the picture of the partition."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ DIGITS = {
 
 
 def small(x, turns=(0, 0), maps=((0, 1), (0, 1)), y=(0, 1, 0, 1)) -> Federation:
-    """Two clients; the first has the images 0 and 1, the second 3 and 2; both are tested on image 1 of the same four
-    images, and the second has image 2 of those for validation."""
+    """Two clients; the first has the images 0 and 1, the second 3 and 2. Both are tested on image 1 of the same four
+    images, and the second has image 2 of them for validation."""
     x, y = np.asarray(x), np.asarray(y)
     parts = Partition(
         train=[np.array([0, 1]), np.array([3, 2])],
@@ -83,7 +83,7 @@ def test_a_client_without_images_has_empty_tensors():
     assert federation.train_sizes.tolist() == [0, 2]
 
 
-def test_whole_numbers_and_floats_are_normalised_alike():
+def test_integers_and_floats_are_normalised_alike():
     x = np.random.default_rng(0).integers(0, 256, (4, 3, 5, 5), dtype=np.uint8)
     whole, floating = tensors(small(x).site_data(0)), tensors(small(x.astype(np.float32)).site_data(0))
     for (one, _), (other, _) in zip(whole, floating, strict=True):
@@ -94,7 +94,7 @@ def test_whole_numbers_and_floats_are_normalised_alike():
     ("turns", "seen"),
     [(0, [[-1, -1], [1, 1]]), (1, [[-1, 1], [-1, 1]]), (2, [[1, 1], [-1, -1]]), (3, [[1, -1], [1, -1]])],
 )
-def test_rotated_images_are_turned_counter_clockwise(turns, seen):
+def test_rotated_images_are_rotated_counter_clockwise(turns, seen):
     x = np.tile(np.array([[0, 0], [2, 2]], np.uint8), (4, 1, 1, 1))
     for images, _ in tensors(small(x, turns=(0, turns)).site_data(1)):
         assert images[0, 0].tolist() == seen
@@ -106,20 +106,20 @@ def test_rotated_images_must_be_square():
         small(np.zeros((4, 1, 2, 3), np.uint8), turns=(0, 1))
 
 
-def test_features_cannot_be_turned():
+def test_features_cannot_be_rotated():
     with pytest.raises(DataError, match=r"more than one pixel.*\(512, 1, 1\)"):
         small(np.zeros((4, 512, 1, 1), np.float32), turns=(0, 1))
     assert small(np.zeros((4, 512, 1, 1), np.float32)).site_data(0).train[0].shape == (2, 512, 1, 1)
 
 
-def test_permuted_labels_are_what_the_client_sees_everywhere():
+def test_a_client_has_its_permuted_labels_in_every_split():
     federation = small(np.zeros((4, 1, 2, 2), np.uint8), maps=((0, 1), (1, 0)), y=(0, 0, 1, 1))
     assert [federation.site_data(client).train[1].tolist() for client in (0, 1)] == [[0, 0], [0, 0]]
     assert [federation.site_data(client).test[1].tolist() for client in (0, 1)] == [[0], [1]]
     assert federation.class_counts().tolist() == [[2, 0], [2, 0]]
 
 
-def test_only_clients_that_there_are_have_data():
+def test_only_existing_clients_have_data():
     federation = small(np.zeros((4, 1, 2, 2), np.uint8))
     for client in (-1, 2, "lyon"):
         with pytest.raises(DataError, match=f"client {client} .*num-clients is 2"):
@@ -139,11 +139,11 @@ def test_the_default_federation():
         turned_back = torch.rot90(x_train, -int(federation.groups[client]), dims=(2, 3))
         images += [image.numpy().tobytes() for image in turned_back]
     assert len(set(images)) == 800
-    assert load_federation(dict(DIGITS)) is federation  # read once a process
+    assert load_federation(dict(DIGITS)) is federation  # read once per process
 
 
 @pytest.mark.parametrize("partition", PARTITIONS)
-def test_the_same_settings_give_the_same_data_in_any_order_of_asking(partition, tmp_path):
+def test_the_same_settings_give_the_same_data_in_any_order_of_requests(partition, tmp_path):
     rng = np.random.default_rng(0)
     file = tmp_path / "a.npz"
     data = {
@@ -216,5 +216,5 @@ def test_a_picture_has_a_line_between_groups(changes, lines, tmp_path):
     picture = imread(path)
     assert picture.shape[0] > 300 and picture.shape[1] > 400
     orange = (picture[..., 0] > 0.9) & (abs(picture[..., 1] - 0.55) < 0.1) & (picture[..., 2] < 0.1)
-    rows = orange.mean(axis=1) > 0.5  # those that are orange over most of the picture's width
+    rows = orange.mean(axis=1) > 0.5  # rows that are orange over most of the picture's width
     assert np.count_nonzero(np.diff(rows.astype(int)) == 1) == lines

@@ -1,4 +1,4 @@
-"""Who gets which images: sizes, mixtures, groups, and what cannot be had."""
+"""Which client gets which images: sizes, class mixtures, groups, and settings that are impossible."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MNIST_TEST = [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
 
 
 def labels(class_sizes) -> np.ndarray:
-    """Labels with so many images of each class, in a mixed order."""
+    """Labels of `class_sizes` images of each class, in a mixed order."""
     return np.random.default_rng(7).permutation(np.repeat(np.arange(len(class_sizes)), class_sizes))
 
 
@@ -63,7 +63,7 @@ PAPER = {
 
 
 @pytest.mark.parametrize("dataset", PAPER)
-def test_the_papers_practical_settings(dataset):
+def test_practical_has_the_papers_sizes_and_mixtures(dataset):
     train, test, clients, sizes, own_classes = PAPER[dataset]
     got = part("practical", train, test, dataset=dataset, num_clients=sum(clients), num_groups=4)
     assert got.groups.tolist() == np.repeat(range(len(clients)), clients).tolist()
@@ -81,7 +81,7 @@ def test_the_papers_practical_settings(dataset):
     assert len(np.unique(np.concatenate(got.train))) == np.repeat(sizes, clients).sum()
 
 
-def test_the_papers_cifar100_has_a_superclass_for_each_group():
+def test_cifar100_has_one_superclass_for_each_group():
     got = part("practical", [500] * 100, [100] * 100, dataset="cifar100", num_clients=100, num_groups=4)
     table = counts(got.train, [500] * 100)
     assert table.sum(1).tolist() == [500] * 20 + [400] * 20 + [300] * 20 + [200] * 20 + [100] * 20
@@ -95,13 +95,13 @@ def test_the_papers_cifar100_has_a_superclass_for_each_group():
 
 
 @pytest.mark.parametrize(("dataset", "classes", "test_images"), [("fashion-mnist", 10, 1000), ("cifar100", 100, 100)])
-def test_the_papers_test_images_serve_one_client_each_where_they_just_suffice(dataset, classes, test_images):
+def test_test_images_are_not_shared_where_they_just_suffice(dataset, classes, test_images):
     train = [60000 // classes] * classes
     got = part("practical", train, [test_images] * classes, dataset=dataset, num_clients=100, num_groups=4)
     assert sorted(np.concatenate(got.test).tolist()) == list(range(60000, 70000))
 
 
-def test_the_papers_setting_gives_way_to_settings_of_ones_own():
+def test_explicit_settings_override_the_papers():
     sizes = {"train": [6000] * 10, "test": [1000] * 10, "dataset": "fashion-mnist"}
     papers = part("practical", **sizes, num_clients=100, num_groups=5)
     assert [len(index) for index in papers.train[::20]] == [600, 500, 400, 300, 200]
@@ -111,7 +111,7 @@ def test_the_papers_setting_gives_way_to_settings_of_ones_own():
         assert set(got.groups) == {0, 1, 2, 3}
 
 
-def test_practical_by_hand():
+def test_practical_gives_dominating_classes_their_share():
     got = part("practical", [20] * 4, samples_per_client=10)
     assert got.groups.tolist() == [0, 0, 1, 1]
     assert counts(got.train, [20] * 4).tolist() == [[4, 4, 1, 1], [4, 4, 1, 1], [1, 1, 4, 4], [1, 1, 4, 4]]
@@ -178,11 +178,11 @@ def test_rotated_turns_and_permuted_relabels():
     assert (np.sort(permuted.label_maps, axis=1) == [0, 1, 2]).all()
 
 
-def test_what_0_samples_means():
+def test_0_samples_is_the_most_images_that_all_clients_can_have():
     assert {len(i) for i in part("rotated", [90] * 10, dataset="digits", num_clients=20).train} == {40}
     assert {len(i) for i in part("rotated", [6000] * 10, num_clients=20).train} == {500}
     assert {len(i) for i in part("iid", [6000] * 10, num_clients=1000).train} == {60}
-    # Digits practical: the two dominating classes of the last groups last for less than 40 images a client.
+    # Digits practical: the two dominating classes of the last groups suffice for fewer than 40 images a client.
     got = part("practical", [89] * 10, dataset="digits", num_clients=20, num_groups=4)
     size = len(got.train[0])
     assert 30 < size < 40
@@ -190,10 +190,10 @@ def test_what_0_samples_means():
         part("practical", [89] * 10, dataset="digits", num_clients=20, num_groups=4, samples_per_client=size + 1)
 
 
-def test_test_sizes():
+def test_test_images_are_as_many_as_asked_for_or_an_equal_share():
     assert {len(i) for i in part("practical", [6000] * 10, [1000] * 10, num_clients=20, num_groups=4).test} == {100}
     assert {len(i) for i in part("iid", [6000] * 10, [1000] * 10, num_clients=100).test} == {100}  # an equal share
-    assert {len(i) for i in part("practical", [100] * 4, [10] * 4).test} == {40}  # all that there are
+    assert {len(i) for i in part("practical", [100] * 4, [10] * 4).test} == {40}  # all available
     got = part("practical", [90] * 10, dataset="digits", num_clients=20, num_groups=4, samples_per_client=30)
     assert {len(i) for i in got.test} == {30}
 
@@ -252,7 +252,7 @@ def test_test_sizes():
         ),
     ],
 )
-def test_what_cannot_be_had_is_said_in_one_line(partition, options, words):
+def test_impossible_settings_are_refused_in_one_line(partition, options, words):
     with pytest.raises(DataError) as error:
         part(partition, [10] * 4, **options)
     text = str(error.value)
@@ -260,24 +260,24 @@ def test_what_cannot_be_had_is_said_in_one_line(partition, options, words):
     assert [word for word in words if word not in text] == []
 
 
-def test_a_class_that_is_used_up_in_the_papers_setting():
+def test_a_class_that_runs_out_in_the_papers_setting_is_named():
     with pytest.raises(DataError, match=r"class \d+ has 200 training images and the 100 clients need 45\d of it"):
         part("practical", [200] * 100, [50] * 100, dataset="cifar100", num_clients=100, num_groups=4)
 
 
-def test_a_class_without_test_images():
+def test_a_class_without_test_images_is_named():
     with pytest.raises(DataError, match="class 2 has no test images"):
         part("rotated", [20] * 3, [20, 20, 0])
 
 
-def test_with_replacement_starts_a_class_anew():
+def test_with_replacement_a_class_restarts_after_its_last_image():
     got = part("rotated", [10] * 4, samples_per_client=12, with_replacement=True)
     assert (counts(got.train, [10] * 4) == 3).all()
     assert all(len(np.unique(index)) == 12 for index in got.train)
     assert len(np.unique(np.concatenate(got.train))) == 40  # all 40 are used before any is used again
 
 
-def test_test_images_may_serve_several_clients_but_none_twice():
+def test_test_images_may_go_to_several_clients_but_never_twice_to_one():
     got = part("practical", [1000] * 4, [40] * 4, num_clients=10, samples_per_client=100)
     assert all(len(index) == 100 for index in got.test)
     table = counts(got.test, [40] * 4, first=4000)
@@ -296,7 +296,7 @@ def test_test_images_may_serve_several_clients_but_none_twice():
     with_replacement=st.booleans(),
     seed=st.integers(0, 2**40),
 )
-def test_any_partition_holds_together(
+def test_every_partition_is_consistent(
     partition, class_sizes, test_sizes, num_clients, num_groups, samples, with_replacement, seed
 ):
     test = [test_sizes] * len(class_sizes)
@@ -311,7 +311,7 @@ def test_any_partition_holds_together(
         got = part(partition, class_sizes, test, **options)
     except DataError as error:
         assert "\n" not in str(error)
-        if with_replacement:  # then no class can be short
+        if with_replacement:  # then no class can run out
             assert "num-" in str(error) or "samples-per-client" in str(error)
         return
 
@@ -361,7 +361,7 @@ def test_any_partition_holds_together(
     class_sizes=st.lists(st.integers(20, 90), min_size=4, max_size=8),
     num_clients=st.integers(4, 8),
 )
-def test_0_samples_is_the_most_that_all_classes_last_for(partition, class_sizes, num_clients):
+def test_0_samples_is_the_most_for_which_all_classes_suffice(partition, class_sizes, num_clients):
     size = len(part(partition, class_sizes, num_clients=num_clients).train[0])
     with pytest.raises(DataError):
         part(partition, class_sizes, num_clients=num_clients, samples_per_client=size + 1)
@@ -429,7 +429,7 @@ def owned(got) -> list[np.ndarray]:
     held_out=st.integers(0, 20),
     seed=st.integers(0, 2**40),
 )
-def test_dirichlet_holds_together(class_sizes, test_sizes, num_clients, samples, alpha, held_out, seed):
+def test_every_dirichlet_partition_is_consistent(class_sizes, test_sizes, num_clients, samples, alpha, held_out, seed):
     test = [test_sizes] * len(class_sizes)
     n = sum(class_sizes) + sum(test)
     options = {
@@ -461,12 +461,12 @@ def test_dirichlet_holds_together(class_sizes, test_sizes, num_clients, samples,
     assert (got.label_maps == np.arange(len(class_sizes))).all()
 
 
-def test_dirichlet_parts_are_tenths_of_what_a_client_has():
+def test_dirichlet_splits_are_tenths_of_a_client_s_images():
     # With so large an alpha, 10 clients have 100 images each.
     got = part("dirichlet", [400, 400], [100, 100], num_clients=10, dirichlet_alpha=1e90)
     sizes = {tuple(map(len, parts)) for parts in zip(got.train, got.validation, got.test, strict=True)}
     assert sizes == {(10, 10, 50), (30, 10, 50), (40, 10, 50)}
-    # Training and test images of the dataset serve for all parts.
+    # All splits draw from the dataset's training and test images.
     for indices in (got.train, got.validation, got.test):
         assert np.concatenate(indices).min() < 800 <= np.concatenate(indices).max()
 
@@ -476,13 +476,13 @@ def test_dirichlet_parts_are_tenths_of_what_a_client_has():
     (5, {(0, 1, 2), (1, 1, 2), (2, 0, 3)}),
     (15, {(1, 2, 7), (4, 2, 7), (6, 1, 8)}),
 ])  # fmt: skip
-def test_dirichlet_rounds_the_parts_of_few_images(k, sizes):
+def test_dirichlet_rounds_the_splits_of_few_images(k, sizes):
     train, test = [40, 40 * (k - 1)], [10, 10 * (k - 1)]  # k images for each of 50 clients
     got = part("dirichlet", train, test, num_clients=50, dirichlet_alpha=1e90)
     assert {tuple(map(len, parts)) for parts in zip(got.train, got.validation, got.test, strict=True)} == sizes
 
 
-def test_dirichlet_parts_of_a_client_have_its_mixture():
+def test_dirichlet_splits_of_a_client_have_its_class_mixture():
     got = part("dirichlet", [4000] * 4, [1000] * 4, num_clients=3, dirichlet_alpha=1.0)
     y = np.concatenate([labels([4000] * 4), labels([1000] * 4)])
     for train, test in zip(got.train, got.test, strict=True):
@@ -501,7 +501,7 @@ def test_dirichlet_with_a_large_alpha_is_even_and_with_a_small_one_skewed():
     assert (skewed == 0).mean() > 0.5 and skewed.max(0).min() > 100  # few have much of a class, most nothing
 
 
-def test_dirichlet_takes_its_shares_from_the_distribution():
+def test_dirichlet_shares_follow_the_distribution():
     # The share of a client in a class is Beta(a, (m - 1) a): mean 1 / m, variance (m - 1) / (m^2 (m a + 1)).
     shares = []
     for seed in range(200):
@@ -512,7 +512,7 @@ def test_dirichlet_takes_its_shares_from_the_distribution():
     assert abs(shares.mean() - 0.25) < 0.002 and abs(shares.var() - 3 / (16 * 3)) < 0.004
 
 
-def test_dirichlet_divides_so_many_images_a_client_on_average():
+def test_dirichlet_gives_the_requested_number_of_images_on_average():
     got = part("dirichlet", [400, 400], [100, 100], num_clients=4, samples_per_client=100, dirichlet_alpha=1e90)
     assert len(got.spare) == 600
     assert {len(test) for test in got.test} <= {49, 50, 51}
@@ -521,7 +521,7 @@ def test_dirichlet_divides_so_many_images_a_client_on_average():
     assert {len(test) for test in everything.test} <= {99, 100, 101}
 
 
-def test_dirichlet_leaves_clients_without_images():
+def test_dirichlet_can_give_a_client_no_images():
     got = part("dirichlet", [100, 100], [20, 20], num_clients=30, dirichlet_alpha=0.01)
     assert sum(len(train) == 0 for train in got.train) > 15
 
@@ -558,7 +558,7 @@ def classes_of_groups(got, class_sizes) -> list[set[int]]:
     alpha=st.floats(0, 1e99, exclude_min=True),
     seed=st.integers(0, 2**40),
 )
-def test_settings_of_federico_hold_together(
+def test_every_federico_partition_is_consistent(
     partition, dataset, class_sizes, test_sizes, num_clients, num_groups, samples, alpha, seed
 ):
     test = [test_sizes] * len(class_sizes)
@@ -611,7 +611,7 @@ def test_settings_of_federico_hold_together(
     ("dataset", "classes", "per_class", "groups", "images"),
     [("cifar10", 10, 5000, 2, 625), ("cifar100", 100, 500, 4, 7500 / 8), ("mnist", 10, 6000, 4, 750)],
 )
-def test_label_groups_take_the_papers_share(dataset, classes, per_class, groups, images):
+def test_label_groups_use_the_papers_fraction_of_images(dataset, classes, per_class, groups, images):
     sizes = [per_class] * classes
     got = part("label-groups", sizes, [10] * classes, dataset=dataset, num_clients=8, num_groups=groups)
     totals = counts(owned(got), sizes).sum(1)
@@ -619,14 +619,14 @@ def test_label_groups_take_the_papers_share(dataset, classes, per_class, groups,
     assert totals == pytest.approx(images, rel=0.35 if classes % groups else 0.1)  # 2 or 3 classes a group, of 2.5
     for train, test in zip(got.train, got.test, strict=True):
         assert len(train) == pytest.approx(4 * len(test), abs=4)
-    # At random within the group's classes: no class is left out or dealt evenly.
+    # Random within the group's classes: no class is missing or exactly even.
     own = [sorted(part) for part in classes_of_groups(got, sizes)]
     assert sorted(sum(own, [])) == list(range(classes))
     mine = counts(got.train, sizes)[0][own[0]]
     assert mine.min() > 0 and np.ptp(mine) > 1
 
 
-def test_label_groups_of_digits_and_features_take_all():
+def test_label_groups_use_all_of_digits_and_features():
     sizes, tests = [30] * 4, [20] * 4
     digits = part("label-groups", sizes, tests, dataset="digits")
     assert sorted(np.concatenate(owned(digits))) == list(range(120)) and len(digits.spare) == 80
@@ -634,7 +634,7 @@ def test_label_groups_of_digits_and_features_take_all():
     assert sorted(np.concatenate(owned(office))) == list(range(200)) and len(office.spare) == 0
 
 
-def test_label_groups_sets_of_classes_are_nearly_equal_and_follow_the_seed():
+def test_label_groups_have_nearly_equal_class_sets_that_follow_the_seed():
     found = set()
     for seed in range(12):
         got = part("label-groups", [40] * 7, dataset="digits", num_clients=6, num_groups=3, seed=seed)
@@ -644,8 +644,8 @@ def test_label_groups_sets_of_classes_are_nearly_equal_and_follow_the_seed():
     assert len(found) > 8
 
 
-def test_label_groups_with_so_many_images_a_client():
-    # 8 clients in 4 groups of one class of 10 images: 5 images a client are all there are.
+def test_label_groups_give_the_requested_number_of_images_a_client():
+    # 8 clients in 4 groups of one class of 10 images: at most 5 images a client are available.
     got = part("label-groups", [10] * 4, num_clients=8, num_groups=4, samples_per_client=5)
     assert {tuple(map(len, parts)) for parts in zip(got.train, got.test, strict=True)} == {(4, 1)}
     assert sorted(np.concatenate(owned(got))) == list(range(40))
@@ -659,7 +659,7 @@ def test_another_seed_gives_clients_other_images_of_one_set_of_classes():
     assert set(one.train[0]) != set(other.train[0])
 
 
-def test_parts_of_a_client_in_label_groups_are_cut_at_random():
+def test_splits_of_a_client_in_label_groups_are_random():
     got = part("label-groups", [2000] * 4, dataset="digits", num_clients=4, num_groups=2)
     y = labels([2000] * 4)
     for train, test in zip(got.train, got.test, strict=True):
@@ -668,22 +668,22 @@ def test_parts_of_a_client_in_label_groups_are_cut_at_random():
         assert (np.diff(y[train]) < 0).any() and (np.diff(y[train]) > 0).any()
 
 
-def test_clustered_dirichlet_spreads_clusters_and_not_classes():
+def test_clustered_dirichlet_skews_clusters_and_not_classes():
     sizes = [2000] * 12
     got = part("clustered-dirichlet", sizes, dataset="digits", num_clients=10, num_groups=4, dirichlet_alpha=0.4)
-    shares = counts(owned(got), sizes) / 2000  # (m, C): of a class a client has about its share in the cluster
+    shares = counts(owned(got), sizes) / 2000  # (m, C): a client's share of a class is about its share in the cluster
     like = abs(shares[:, :, None] - shares[:, None, :]).max(0) < 0.06  # (C, C)
     clusters = {tuple(row) for row in like.tolist()}
     assert len(clusters) == 4 and (like.sum(1) == 3).all()
     assert shares.max() > 0.3 and np.sort(shares, axis=0)[2].max() < 0.05  # skewed: some clients with next to none
 
 
-def test_clustered_dirichlet_takes_its_shares_from_the_distribution():
+def test_clustered_dirichlet_shares_follow_the_distribution():
     # As in dirichlet: mean 1 / m, variance (m - 1) / (m^2 (m a + 1)).
     shares = []
     for seed in range(300):
         got = part("clustered-dirichlet", [500] * 4, dataset="digits", num_groups=2, dirichlet_alpha=0.4, seed=seed)
-        table = counts(owned(got), [500] * 4) / 500  # two classes of a cluster tell the same
+        table = counts(owned(got), [500] * 4) / 500  # two classes of a cluster give the same result
         first = table[:, 0]
         partner = 1 + np.argmin(abs(table[:, 1:] - first[:, None]).sum(0))
         others = [c for c in (1, 2, 3) if c != partner]
@@ -692,13 +692,13 @@ def test_clustered_dirichlet_takes_its_shares_from_the_distribution():
     assert abs(shares.mean() - 0.25) < 0.002 and abs(shares.var() - 3 / (16 * 2.6)) < 0.006
 
 
-def test_clustered_dirichlet_leaves_clients_without_images_and_follows_the_seed():
+def test_clustered_dirichlet_can_give_a_client_no_images_and_follows_the_seed():
     options = {"num_clients": 30, "num_groups": 4, "dirichlet_alpha": 0.02, "dataset": "digits"}
     one, other = (part("clustered-dirichlet", [100] * 8, **options, seed=seed) for seed in (0, 1))
     assert sum(len(train) == 0 for train in one.train) > 10
     assert [len(train) for train in one.train] != [len(train) for train in other.train]
 
 
-def test_clustered_dirichlet_with_a_cluster_for_each_class_is_dirichlets_spread():
+def test_clustered_dirichlet_with_a_cluster_for_each_class_has_dirichlets_spread():
     got = part("clustered-dirichlet", [300] * 5, dataset="digits", num_groups=5, dirichlet_alpha=1e90)
     assert (counts(owned(got), [300] * 5) == 75).all()

@@ -1,4 +1,4 @@
-"""The public set: where it comes from, that no client has it, and what is said when there is none."""
+"""The public set: its source, that no client has its images, and the errors when there is none."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SETTINGS = {
 
 
 def write(path, n_train=300, n_test=100, classes=5, shape=(6, 6), dtype=np.uint8, first=0):
-    """A dataset whose image i, test images numbered on from n_train, tells its number: pixels i // 256 and i % 256."""
+    """Write a dataset whose image i has the pixels i // 256 and i % 256; test images are numbered from n_train."""
     arrays = {}
     for name, start, size in (("train", 0, n_train), ("test", n_train, n_test)):
         x = np.zeros((size, *shape), dtype)
@@ -43,7 +43,7 @@ def numbers(x) -> list[int]:
 
 
 def seen(federation, normalised) -> list[int]:
-    """The numbers of normalised images."""
+    """Numbers of normalised images."""
     mean, deviation = (np.float32(of)[:, None, None] for of in (federation.task.mean, federation.task.deviation))
     return numbers(np.rint(normalised.numpy() * deviation + mean))
 
@@ -72,7 +72,7 @@ def test_no_client_has_an_image_of_the_public_set(file, partition, samples):
     public_of = federation(file, partition=partition, samples_per_client=samples)
     public = public_of.public_set()
     assert public.shape == (40, 1, 6, 6) and public.dtype == torch.float32  # a tenth of 400
-    chosen = seen(public_of, public)  # upright in rotated too
+    chosen = seen(public_of, public)  # upright in the rotated partition too
     assert len(set(chosen)) == 40 and set(chosen) <= set(range(400))
     had = []
     for client in range(4):
@@ -81,10 +81,10 @@ def test_no_client_has_an_image_of_the_public_set(file, partition, samples):
             upright = torch.rot90(images, -int(public_of.quarter_turns[client]), dims=(2, 3))
             had += seen(public_of, upright)
     assert had and not set(had) & set(chosen)
-    assert max(chosen) >= 300 or partition != "dirichlet"  # left-over test images are as good
+    assert max(chosen) >= 300 or partition != "dirichlet"  # remaining test images are used too
 
 
-def test_it_is_read_when_asked_for_and_once(file, monkeypatch):
+def test_the_public_set_is_read_once_when_first_requested(file, monkeypatch):
     asked = []
 
     def reading(dataset, data_dir):
@@ -103,7 +103,7 @@ def test_another_seed_draws_another_public_set(file):
     assert set(seen(one, one.public_set())) != set(seen(other, other.public_set()))
 
 
-def test_dirichlet_divides_all_but_the_public_set(file):
+def test_dirichlet_divides_everything_but_the_public_set(file):
     options = {"partition": "dirichlet", "samples_per_client": 0, "dirichlet_alpha": 1e90}
     own = federation(file, **options, public_size=80)
     assert own.public_set().shape[0] == 80
@@ -112,13 +112,13 @@ def test_dirichlet_divides_all_but_the_public_set(file):
     assert all(len(other.site_data(client).test[1]) in (49, 50, 51) for client in range(4))
 
 
-def test_what_auto_stands_for():
+def test_auto_chooses_the_source_of_the_public_set():
     assert public_source("auto", "cifar10") == "cifar100"
     assert [public_source("auto", dataset) for dataset in ("digits", "npz")] == ["digits", "npz"]
     assert public_source("mnist", "cifar10") == "mnist"
 
 
-def test_the_size_of_a_part_of_the_dataset():
+def test_a_part_of_the_dataset_has_the_requested_size():
     assert [hold_out_size(0, there) for there in (60000, 19999, 400, 9)] == [2000, 1999, 40, 1]
     assert hold_out_size(7, 60000) == 7
 
@@ -174,37 +174,37 @@ def test_images_of_a_file_keep_its_order(file, tmp_path, shape):
         ({"images": np.zeros((3, 6, 6), np.uint8)}, ["public.npz has no x"]),
     ],
 )
-def test_files_that_hold_no_public_set(file, tmp_path, array, words):
+def test_files_without_a_public_set_are_refused(file, tmp_path, array, words):
     np.savez(tmp_path / "public.npz", **array)
     text = refusal(federation(file, public_data=str(tmp_path / "public.npz")).public_set)
     assert [word for word in words if word not in text] == []
 
 
 @pytest.mark.parametrize("source", ["npz", "cfar100", "no/such.npz", ".", ""])
-def test_what_is_neither_a_dataset_nor_a_file(source):
+def test_a_source_that_is_neither_dataset_nor_file_is_refused(source):
     text = refusal(lambda: images_of(source))
     assert f"public-data is {source!r}" in text and "auto, digits, mnist" in text and ".npz" in text
 
 
-def test_nothing_left_over(file):
-    # 4 clients with 75 training and 25 test images have all 400.
+def test_a_public_set_without_remaining_images_is_refused(file):
+    # 4 clients with 75 training and 25 test images use all 400.
     nothing_left = federation(file, samples_per_client=75)
     text = refusal(nothing_left.public_set)
     assert "public-data is npz" in text and "smaller samples-per-client" in text and "another public-data" in text
     text = refusal(federation(file, samples_per_client=75, public_size=3).public_set)
     assert "another public-data" in text
-    few_left = federation(file, samples_per_client=73)  # 8 training images, all test images given
+    few_left = federation(file, samples_per_client=73)  # 8 training images; all test images are used
     text = refusal(few_left.public_set)
     assert "leave 8 images" in text and "which has 40" in text and "public-size 8" in text
 
 
-def test_fewer_left_over_than_asked_for(file):
+def test_a_public_set_with_too_few_remaining_images_is_refused(file):
     text = refusal(federation(file, samples_per_client=73, public_size=9).public_set)
     assert "public-size is 9" in text and "8 images" in text and "smaller samples-per-client" in text
     assert len(federation(file, samples_per_client=73, public_size=8).public_set()) == 8
 
 
-def test_a_public_set_that_leaves_nothing_to_the_clients(file):
+def test_a_public_set_that_leaves_no_image_to_the_clients_is_refused(file):
     text = refusal(lambda: federation(file, partition="dirichlet", samples_per_client=0, public_size=400))
     assert "400 images" in text and "public-size" in text
     assert "public-size is -1" in refusal(lambda: federation(file, public_size=-1))

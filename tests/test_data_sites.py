@@ -1,4 +1,4 @@
-"""Sites' own data: every form they may have, what is said where they do not fit, and a federation of them."""
+"""Sites' own data: every allowed form, messages where they do not fit, and a federation of them."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def tables(path: Path, labels=("0", "1")) -> Path:
     return path
 
 
-def test_an_npz_file(tmp_path) -> None:
+def test_an_npz_file_is_read(tmp_path) -> None:
     images = read_site(npz(tmp_path / "a.npz", labels=(0, 2)))  # no image of class 1 here
     assert images.x_train.shape == (6, 1, 4, 6) and images.x_train.dtype == np.uint8
     assert images.y_test.tolist() == [0, 2, 0] and images.num_classes == 3
 
 
 @pytest.mark.parametrize(("mode", "channels"), [("L", 1), ("RGB", 3)])
-def test_folders_of_images(tmp_path, mode, channels) -> None:
+def test_folders_of_images_are_read(tmp_path, mode, channels) -> None:
     images = read_site(folders(tmp_path, mode=mode))
     assert images.x_train.shape == (4, channels, 4, 6) and images.x_test.shape == (2, channels, 4, 6)
     assert images.y_train.tolist() == [0, 0, 2, 2] and images.y_test.tolist() == [0, 2]
@@ -77,7 +77,7 @@ def test_tables_are_images_of_one_pixel(tmp_path) -> None:
     assert images.y_train.tolist() == [0, 1] and images.x_test.ravel().tolist() == [7, 8]
 
 
-def test_names_of_classes_have_the_order_that_the_run_gives_them(tmp_path) -> None:
+def test_class_names_have_the_order_that_the_run_gives(tmp_path) -> None:
     names = ("dog", "cat", "owl")
     images = read_site(folders(tmp_path / "images", names=("cat", "dog")), names)
     assert images.y_train.tolist() == [1, 1, 0, 0] and images.num_classes == 3
@@ -119,7 +119,7 @@ def edited(path: Path, old: str, new: str) -> Path:
         (lambda path: edited(path, "\n1.5,0,2\n-3,1,4e1", ""), ["train.csv", "no rows"]),
     ],
 )
-def test_what_does_not_fit_is_said_in_one_line(tmp_path, make, words) -> None:
+def test_data_that_do_not_fit_are_refused_in_one_line(tmp_path, make, words) -> None:
     text = refusal(lambda: read_site(make(tmp_path)))
     assert all(word in text for word in words), text
 
@@ -136,12 +136,12 @@ def test_what_does_not_fit_is_said_in_one_line(tmp_path, make, words) -> None:
         ({"class-names": "a,b,a"}, ["class-names", "2 different"]),
     ],
 )
-def test_what_sites_must_have_in_common_is_checked(changes, words) -> None:
+def test_settings_that_sites_share_are_checked(changes, words) -> None:
     text = refusal(lambda: Sites.of(RUN_CONFIG | changes))
     assert all(word in text for word in words), text
 
 
-def test_sites_see_their_images_on_one_scale(tmp_path) -> None:
+def test_sites_normalise_their_images_with_the_same_scale(tmp_path) -> None:
     files = {"data-dir": str(npz(tmp_path / "a.npz")), "public-data": str(tmp_path / "public.npz")}
     sites = Sites.of(RUN_CONFIG, files)
     data = sites.site_data("lyon")
@@ -152,7 +152,7 @@ def test_sites_see_their_images_on_one_scale(tmp_path) -> None:
     assert torch.equal(sites.public_set(), data.train[0])
 
 
-def test_another_shape_or_more_classes_are_refused_with_what_was_expected(tmp_path) -> None:
+def test_another_shape_or_more_classes_are_refused_with_the_expected_ones(tmp_path) -> None:
     def read(files: dict[str, str]) -> str:
         return refusal(lambda: Sites.of(RUN_CONFIG, files).site_data("lyon"))
 
@@ -164,7 +164,7 @@ def test_another_shape_or_more_classes_are_refused_with_what_was_expected(tmp_pa
     assert "public-data" in refusal(Sites.of(RUN_CONFIG, {}).public_set)
 
 
-def test_the_setting_dataset_decides_whether_sites_have_data_of_their_own(tmp_path) -> None:
+def test_the_setting_dataset_decides_whether_sites_have_their_own_data(tmp_path) -> None:
     run_config = Config(**SITES).run_config() | {"samples-per-client": 7}
     sites = load_clients(run_config, {"data-dir": str(npz(tmp_path / "a.npz", shape=(8, 8)))})
     assert isinstance(sites, Sites) and sites.typical_size == 7 and len(sites.site_data("lyon").train[1]) == 6
@@ -177,7 +177,7 @@ SITES = {"dataset": "sites", "image_shape": "1x8x8", "num_classes": 10, "num_rou
 
 
 def grid_of(tmp_path, config: Config, broken: bool = False) -> InlineGrid:
-    """Four sites with digits of their own, one of them of another size if asked for."""
+    """Four sites with their own digits; with `broken`, one has images of another size."""
     x, y = load_digits(return_X_y=True)
     x = x.reshape(-1, 8, 8).astype(np.uint8) * 15
     grid = InlineGrid(app, 4, config.run_config())
@@ -204,7 +204,7 @@ def grid_of(tmp_path, config: Config, broken: bool = False) -> InlineGrid:
 
 
 @pytest.mark.parametrize("strategy", ["heurfedamp", "federico", "perfed-ckt"])
-def test_sites_with_data_of_their_own_learn_together(tmp_path, strategy) -> None:
+def test_sites_with_their_own_data_learn_together(tmp_path, strategy) -> None:
     config = Config(**SITES, strategy=strategy, output_dir=str(tmp_path / "results"))
     folder = run(grid_of(tmp_path, config), config)
     rows = (folder.path / "history.csv").read_text().splitlines()
@@ -216,7 +216,7 @@ def test_sites_with_data_of_their_own_learn_together(tmp_path, strategy) -> None
     assert (folder.path / "collaboration.png").exists()
 
 
-def test_a_site_that_does_not_fit_is_left_out_by_name_and_the_others_go_on(tmp_path) -> None:
+def test_a_site_that_does_not_fit_is_excluded_by_name_and_the_others_continue(tmp_path) -> None:
     config = Config(**SITES, strategy="local", output_dir=str(tmp_path / "results"))
     folder = run(grid_of(tmp_path, config, broken=True), config)
     (left_out,) = read_summary(folder.path)["left-out"]
@@ -234,7 +234,7 @@ def test_a_site_that_does_not_fit_is_left_out_by_name_and_the_others_go_on(tmp_p
         ("federico", {"mixture"}),
     ],
 )
-def test_what_a_site_gets_out_of_a_run_stays_with_it(tmp_path, strategy, files) -> None:
+def test_a_site_stores_its_results_of_a_run(tmp_path, strategy, files) -> None:
     config = Config(**SITES | {"num_rounds": 3}, strategy=strategy, output_dir=str(tmp_path / "results"))
     grid = grid_of(tmp_path, config)
     for context in grid._contexts.values():
@@ -245,11 +245,11 @@ def test_what_a_site_gets_out_of_a_run_stays_with_it(tmp_path, strategy, files) 
         assert {path.stem for path in state.folder.glob("[!.]*.safetensors")} == files
         assert bool(list(state.folder.glob(".*.safetensors"))) == (
             strategy in ("perfed-ckt", "kindred")
-        )  # what it goes on from, or its last model
+        )  # the model it continues from, or its last model
         assert state.folder.stat().st_mode & 0o777 == 0o700
         rows = [row for row in read_table(folder.path / "history.csv") if row["client"] == f"site-{number}"]
         accuracies = [row["personal-accuracy"] for row in rows if "personal-accuracy" in row]
-        for name in files - {"last"}:  # which is the method's own
+        for name in files - {"last"}:  # this state is the method's own
             model, task = Task.from_metadata(state.about(name))
             assert model == "digits-cnn" and (task.image_shape, task.num_classes) == ((1, 8, 8), 10)
         if "model" in files:
@@ -257,7 +257,7 @@ def test_what_a_site_gets_out_of_a_run_stays_with_it(tmp_path, strategy, files) 
             assert float(state.about("best")["accuracy"]) == max(accuracies)
 
 
-def test_a_site_works_on_one_message_at_a_time(tmp_path) -> None:
+def test_a_site_processes_one_message_at_a_time(tmp_path) -> None:
     state = ClientState(1, "lyon", tmp_path)
     order = []
 

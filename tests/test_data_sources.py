@@ -1,4 +1,4 @@
-"""Where images come from, and what is said of files that do not hold them."""
+"""Sources of images, and messages about files that do not contain them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def arrays(n=12, classes=3, shape=(4, 5), dtype=np.uint8) -> dict[str, np.ndarra
 
 
 def write(path: Path, **changes) -> str:
-    """Write the small dataset with some arrays replaced (None: left out)."""
+    """Write the small dataset with some arrays replaced (None: omitted)."""
     np.savez(path, **{name: array for name, array in (arrays() | changes).items() if array is not None})
     return str(path)
 
@@ -72,7 +72,7 @@ def test_npz_images_are_channels_first(tmp_path, shape):
     assert images.y_train.dtype == np.int64 and images.y_train.tolist() == given_arrays["y_train"].tolist()
 
 
-def test_npz_of_floats_and_of_other_compressions(tmp_path):
+def test_npz_may_have_floats_and_other_compressions(tmp_path):
     floats = arrays(dtype=np.float64)
     path = tmp_path / "lzma.npz"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_LZMA) as archive:
@@ -85,7 +85,7 @@ def test_npz_of_floats_and_of_other_compressions(tmp_path):
     assert np.array_equal(images.x_train[:, 0], floats["x_train"])
 
 
-def test_a_folder_may_hold_the_npz_of_its_dataset(tmp_path):
+def test_a_folder_may_contain_the_npz_of_its_dataset(tmp_path):
     named = arrays(n=20, classes=10, shape=(28, 28))
     write(tmp_path / "mnist.npz", **named)
     for data_dir in (tmp_path, tmp_path / "mnist.npz", os.path.relpath(tmp_path)):
@@ -119,14 +119,14 @@ X, Y = arrays()["x_train"], arrays()["y_train"]
         ({"y_train": np.array([{}] * 12)}, ["plain arrays"]),
     ],
 )
-def test_npz_that_do_not_hold_a_dataset(tmp_path, changes, words):
+def test_npz_without_a_dataset_are_refused(tmp_path, changes, words):
     path = write(tmp_path / "bad.npz", **changes)
     text = refusal("npz", path)
     assert path in text
     assert [word for word in words if word not in text] == []
 
 
-def test_no_code_in_a_file_is_run(tmp_path):
+def test_no_code_in_a_file_is_executed(tmp_path):
     trace = tmp_path / "trace"
 
     class Evil:
@@ -140,7 +140,7 @@ def test_no_code_in_a_file_is_run(tmp_path):
     assert not trace.exists()
 
 
-def test_files_that_are_no_npz(tmp_path):
+def test_files_other_than_npz_are_refused(tmp_path):
     for name, content in (("empty.npz", b""), ("text.npz", b"hello"), ("data.csv", b"1,2,3")):
         (tmp_path / name).write_bytes(content)
         assert str(tmp_path / name) in refusal("npz", tmp_path / name)
@@ -168,7 +168,7 @@ def test_damaged_npz_are_refused_or_harmless(tmp_path_factory, place, byte, flip
         assert np.array_equal(images.x_train[:, 0], X) and np.array_equal(images.y_train, Y)
 
 
-def test_missing_places_are_named(tmp_path, monkeypatch):
+def test_missing_paths_are_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert "mnst" in refusal("mnst", "") and "fashion-mnist" in refusal("mnst", "")
     assert "data-dir is not set" in refusal("npz", "")
@@ -222,7 +222,7 @@ def test_the_files_of_torchvision_are_read(tmp_path, dataset, classes, folder, s
 
 def test_the_files_of_torchvision_for_cifar10_are_read(tmp_path, monkeypatch):
     cifar = import_torchvision().datasets.cifar
-    monkeypatch.setattr(cifar, "check_integrity", lambda *a, **k: True)  # else only the real files pass
+    monkeypatch.setattr(cifar, "check_integrity", lambda *a, **k: True)  # otherwise only the real files pass
     folder = tmp_path / "cifar-10-batches-py"
     folder.mkdir()
     x = np.random.default_rng(0).integers(0, 256, (60, 3, 32, 32), dtype=np.uint8)
@@ -236,11 +236,11 @@ def test_the_files_of_torchvision_for_cifar10_are_read(tmp_path, monkeypatch):
     assert np.array_equal(images.x_test, x[50:]) and np.array_equal(images.y_test, y[50:])
 
 
-def test_what_is_not_there_is_downloaded_whole_or_not_at_all(tmp_path, monkeypatch):
+def test_a_missing_dataset_is_downloaded_completely_or_not_at_all(tmp_path, monkeypatch):
     datasets = import_torchvision().datasets
     x = np.zeros((20, 28, 28), np.uint8)
 
-    class MNIST(datasets.MNIST):  # a download that ends as the real one does, or breaks halfway
+    class MNIST(datasets.MNIST):  # a download that succeeds like the real one, or breaks halfway
         works = False
 
         def download(self):
@@ -256,18 +256,18 @@ def test_what_is_not_there_is_downloaded_whole_or_not_at_all(tmp_path, monkeypat
     MNIST.works = True
     assert load_images("mnist", str(tmp_path)).x_train.shape == (20, 1, 28, 28)
     assert [path.name for path in tmp_path.iterdir()] == ["MNIST"]
-    monkeypatch.setattr(MNIST, "download", None)  # not asked for a second time
+    monkeypatch.setattr(MNIST, "download", None)  # not downloaded a second time
     assert load_images("mnist", str(tmp_path)).x_train.shape == (20, 1, 28, 28)
 
 
-def test_a_download_without_network(tmp_path, monkeypatch):
+def test_a_download_without_network_is_one_clear_error(tmp_path, monkeypatch):
     for name in ("http_proxy", "https_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     assert "the download failed" in refusal("cifar100", tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_torchvision_the_way_by_npz_is_named(tmp_path, monkeypatch):
+def test_without_torchvision_the_error_names_the_npz_alternative(tmp_path, monkeypatch):
     def fail():
         raise ImportError("No module named 'torchvision'")
 
@@ -290,7 +290,7 @@ def test_torchvision_imports_with_its_models():
         ("raise RuntimeError('operator unknown::thing does not exist')", "ImportError"),
     ],
 )
-def test_a_torchvision_that_fits_or_fails_otherwise_is_left_alone(tmp_path, content, outcome):
+def test_a_working_torchvision_or_another_failure_is_left_unchanged(tmp_path, content, outcome):
     (tmp_path / "torchvision.py").write_text(content)
     code = (
         "import torch\n"
@@ -308,14 +308,14 @@ def test_a_torchvision_that_fits_or_fails_otherwise_is_left_alone(tmp_path, cont
     assert done.stdout.strip() == outcome, done.stderr
 
 
-def test_reading_the_names_imports_nothing_heavy():
+def test_reading_the_names_imports_no_heavy_package():
     heavy = ("torch", "torchvision", "matplotlib", "sklearn")
     code = f"import sys, kindred.data; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stderr
 
 
-def test_without_a_data_dir_the_folder_for_downloads_is_looked_at(tmp_path, monkeypatch) -> None:
+def test_without_a_data_dir_the_download_folder_is_used(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     folder = tmp_path / ".cache" / "kindred"
     folder.mkdir(parents=True)

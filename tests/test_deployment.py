@@ -1,4 +1,4 @@
-"""The real thing on loopback: a SuperLink and three SuperNodes with TLS and authentication, and what can befall them.
+"""A real SuperLink and three SuperNodes on loopback, with TLS and authentication, and their failures.
 
 All tests use the same server and sites, one after the other; the last one ends them.
 """
@@ -58,7 +58,7 @@ def site_file(folder: Path, client: int) -> Path:
 
 
 def write_data(folder: Path) -> None:
-    """The images of the federation as sites have them, whole numbers from 0 to 16, each site its own."""
+    """Write each site's images of the federation, as whole numbers from 0 to 16."""
 
     def numbers(x: Any) -> np.ndarray:
         return np.rint(x.numpy()[:, 0].astype(np.float64) * TASK.deviation[0] + TASK.mean[0])
@@ -88,7 +88,7 @@ class Deployment(Machines):
         self.wait_for(name, "the server is ready")
 
     def site(self, name: object, *proof: object) -> list[object]:
-        """The command for a site; with the data of site 0 where it is none of the three."""
+        """Command for a site; a site that is not one of the three has the data of site 0."""
         data = site_file(self.folder, name if name in CLIENTS else 0)
         return [
             KINDRED,
@@ -119,7 +119,7 @@ class Deployment(Machines):
         return json.loads(done.stdout[done.stdout.index("{") :])
 
     def start_run(self, **settings: Any) -> None:
-        """As the server says that a run is started."""
+        """Start a run with the command that the server prints."""
         printed = re.search(r"^\$ (FLWR_HOME=\S+ flwr run .*)$", self.said("server"), re.MULTILINE)[1]
         config = " ".join(f"{kebab(name)}={json.dumps(value)}" for name, value in {**SITES, **settings}.items())
         self.start("run", "env", *shlex.split(printed), "--run-config", config)
@@ -128,14 +128,14 @@ class Deployment(Machines):
         return set(self.state.glob("results/*"))
 
     def finish_run(self) -> tuple[int, Path]:
-        """Wait for a run to end; its id and the folder of its results."""
+        """Wait for the end of a run; return its id and the folder of its results."""
         self.running.pop("run").wait(400)
         last = max(self.flwr("list")["runs"], key=lambda each: each["pending-at"])
         assert last["status"] == "finished:completed", self.said("run")
-        return int(last["run-id"]), max(self.results())  # they begin with the time
+        return int(last["run-id"]), max(self.results())  # their names begin with the time
 
     def kept(self, run_id: int, name: str) -> dict[int, dict[str, np.ndarray] | None]:
-        """What each site keeps under a name."""
+        """State of each site under a name."""
         return {client: ClientState(run_id, client, self.folder / f"state-{client}").load(name) for client in CLIENTS}
 
 
@@ -167,7 +167,7 @@ def files_in(folder: Path) -> dict[int, dict[str, np.ndarray]]:
 
 
 def different(found: Mapping[int, Mapping[str, np.ndarray] | None], expected: Mapping[int, Any]) -> list[str]:
-    """The arrays of clients that are not the same in both, bit for bit."""
+    """Names of the clients' arrays that differ in any bit between both."""
 
     def bits(models: Mapping[int, Mapping[str, np.ndarray] | None]) -> dict[str, tuple[Any, ...]]:
         return {
@@ -181,7 +181,7 @@ def different(found: Mapping[int, Mapping[str, np.ndarray] | None], expected: Ma
 
 
 def measured(folder: Path) -> list[dict[str, Any]]:
-    """The history but for the seconds."""
+    """Rows of the history without the seconds."""
     rows = sorted(read_table(folder / "history.csv"), key=lambda row: (row["round"], row["client"]))
     return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
 
@@ -190,7 +190,7 @@ def simulate(folder: Path, **settings: Any) -> Path:
     return run_inline(Config(**settings, **DIGITS, output_dir=str(folder))).path
 
 
-def test_sites_train_on_what_a_simulation_trains_on(tmp_path) -> None:
+def test_sites_train_on_the_data_of_a_simulation(tmp_path) -> None:
     write_data(tmp_path)
     config = Config(**SETTINGS, **SITES).run_config()
     for client in CLIENTS:
@@ -205,7 +205,7 @@ def test_sites_train_on_what_a_simulation_trains_on(tmp_path) -> None:
     assert public.numpy().tobytes() == FEDERATION.public_set().numpy().tobytes()
 
 
-def test_only_those_who_prove_who_they_are_get_in(real) -> None:
+def test_only_authenticated_sites_are_admitted(real) -> None:
     said, port = real.said("server"), real.address.partition(":")[2]
     assert re.search(r"^0 is registered as SuperNode \d+\n1 is registered as SuperNode \d+$", said, re.MULTILINE)
     assert f"flower-superlink --host 127.0.0.1 --port {port} --database {real.state}/superlink.db" in said
@@ -244,7 +244,7 @@ def test_only_those_who_prove_who_they_are_get_in(real) -> None:
         plaintext.request("GET", "/health")
         plaintext.getresponse()
     context = ssl.create_default_context(cafile=real.folder / "keys" / "ca.crt")
-    for origin, expected in (("192.0.2.9", 403), ("127.0.0.1", 415)):  # 415: it came through, and is no protobuf
+    for origin, expected in (("192.0.2.9", 403), ("127.0.0.1", 415)):  # 415: it passed, and is no protobuf
         connection = http.client.HTTPSConnection(host, int(port), context=context, timeout=10)
         connection.request("POST", "/v1/control/register-node", headers={"X-Forwarded-For": origin})
         assert connection.getresponse().status == expected
@@ -261,7 +261,7 @@ def test_only_those_who_prove_who_they_are_get_in(real) -> None:
     assert "flower-0 is in use" in second.stderr
 
 
-def test_no_key_is_registered_that_others_could_put_into_the_folder(real) -> None:
+def test_a_key_from_a_folder_that_others_can_write_is_not_registered(real) -> None:
     keys = real.folder / "keys"
     hidden, dropped = keys / ".mallory.pub", keys / "mallory.pub"
     hidden.write_bytes((real.folder / "other" / "eve.pub").read_bytes())
@@ -279,7 +279,7 @@ def test_no_key_is_registered_that_others_could_put_into_the_folder(real) -> Non
 
 
 @pytest.mark.parametrize(("ahead", "tolerated"), [(3, True), (-290, True), (6.5, False), (-320, False)])
-def test_a_site_says_that_its_clock_is_off_where_the_server_refuses_it(real, monkeypatch, ahead, tolerated) -> None:
+def test_a_site_reports_that_its_clock_is_off_where_the_server_refuses_it(real, monkeypatch, ahead, tolerated) -> None:
     date, clock = node_auth_http_interceptor.now, SimpleNamespace(time=lambda: time.time() + ahead)
     monkeypatch.setattr(node_auth_http_interceptor, "now", lambda: date() + timedelta(seconds=ahead))
     monkeypatch.setattr(connection, "time", clock)
@@ -290,7 +290,7 @@ def test_a_site_says_that_its_clock_is_off_where_the_server_refuses_it(real, mon
     assert not found or f"s {'ahead of' if ahead > 0 else 'behind'} the server's" in found[0]
 
 
-def test_heurfedamp_gives_what_a_simulation_gives(real, tmp_path) -> None:
+def test_heurfedamp_matches_a_simulation(real, tmp_path) -> None:
     settings = {**SETTINGS, "strategy": "heurfedamp", "local_epochs": 2}
     real.start_run(**settings)
     simulated = simulate(tmp_path, **settings)
@@ -301,7 +301,7 @@ def test_heurfedamp_gives_what_a_simulation_gives(real, tmp_path) -> None:
     assert measured(results) == measured(simulated)
 
 
-def test_perfed_ckt_gives_what_a_simulation_gives_and_no_model_leaves_a_site(real, tmp_path) -> None:
+def test_perfed_ckt_matches_a_simulation_and_no_model_leaves_a_site(real, tmp_path) -> None:
     settings = {**SETTINGS, **PERFED_CKT, "model": "digits-cnn,ckt-cnn", "local_steps": 10}
     real.start_run(**settings)
     simulated = simulate(tmp_path, **settings)
@@ -313,7 +313,7 @@ def test_perfed_ckt_gives_what_a_simulation_gives_and_no_model_leaves_a_site(rea
     assert list(results.rglob("*.safetensors")) == []
 
 
-def test_federico_gives_what_a_simulation_gives(real, tmp_path) -> None:
+def test_federico_matches_a_simulation(real, tmp_path) -> None:
     settings = {**SETTINGS, "strategy": "federico", "selection": "relay", "local_epochs": 1}
     real.start_run(**settings)
     simulated = simulate(tmp_path, **settings)
@@ -325,7 +325,7 @@ def test_federico_gives_what_a_simulation_gives(real, tmp_path) -> None:
 
 
 class WithoutAnswer(InlineGrid):
-    """A client that does nothing in a round."""
+    """One client does not reply in one round."""
 
     def __init__(self, config: Config, client: int, server_round: int) -> None:
         super().__init__(client_app, config.num_clients, config.run_config())
@@ -347,7 +347,7 @@ def is_locked(path: Path) -> bool:
     return False
 
 
-def test_a_round_ends_without_a_site_that_is_killed_and_the_site_returns_with_its_model(real, tmp_path) -> None:
+def test_a_round_ends_without_a_killed_site_and_the_site_returns_with_its_model(real, tmp_path) -> None:
     # The server waits for the site to return, after the one round in which it is killed.
     settings = {**SETTINGS, **PERFED_CKT, "num_rounds": 4, "local_steps": 500, "min_available_clients": len(CLIENTS),
                 "round_timeout": 120.0}  # fmt: skip
@@ -363,8 +363,8 @@ def test_a_round_ends_without_a_site_that_is_killed_and_the_site_returns_with_it
     before, supernode = kept.read_bytes(), real.supernode(site)
     supernode.kill()
     real.wait_for(site, "flower-supernode ended with code -9, and is started again in 1 s")
-    wait_until(lambda: not is_locked(lock), 10)  # the client at work has been killed too
-    assert kept.read_bytes() == before  # else that was too late
+    wait_until(lambda: not is_locked(lock), 10)  # the working client process has been killed too
+    assert kept.read_bytes() == before  # otherwise the kill was too late
     assert wait_until(lambda: real.supernode(site), 30).pid != supernode.pid
 
     config = Config(**settings, **DIGITS, output_dir=str(tmp_path))
@@ -380,8 +380,8 @@ def test_a_round_ends_without_a_site_that_is_killed_and_the_site_returns_with_it
     ]  # fmt: skip
 
 
-def test_a_registered_key_has_its_name_and_no_other_and_runs_know_all_registered_names(real) -> None:
-    """The key is registered as eve, and its site says that it is zurich, a name whose own site is not there."""
+def test_a_registered_key_has_only_its_own_name_and_runs_know_all_registered_names(real) -> None:
+    """The key is registered as eve; its site claims the name zurich, whose own site is not connected."""
     subprocess.run([KINDRED, "keys", "keys", "--sites", "eve,zurich"], cwd=real.folder, check=True)
     for name in ("eve", "zurich"):
         real.wait_for("server", f"{name} is registered as SuperNode ")
@@ -407,7 +407,7 @@ def test_a_registered_key_has_its_name_and_no_other_and_runs_know_all_registered
     assert real.end("zurich") == {"zurich": 0}
 
 
-def test_every_process_ends_and_a_server_that_is_started_again_knows_its_sites(real) -> None:
+def test_every_process_ends_and_a_restarted_server_knows_its_sites(real) -> None:
     assert len(real.processes()) >= 1 + len(CLIENTS)
     assert real.end() == {"server": 0, "site-0": 0, "site-1": 0, "site-2": 0}
     assert real.processes() == []

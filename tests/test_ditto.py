@@ -1,4 +1,4 @@
-"""Ditto: the personal step on numbers that can be checked by hand, and rounds with real ClientApps."""
+"""Ditto: the personal step on small numbers that can be checked by hand, and rounds with real ClientApps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run(strategy, rounds=3, grid=None, initial=network, on_round=None, **setting
 
 
 def distance(strategy) -> float:
-    """How far the personal models are from the global one."""
+    """Distance of the personal models from the global one."""
     sent = strategy.global_arrays()["0.weight"].numpy()
     kept = [model["0.weight"].numpy() for model in saved_models(strategy.run_id).values()]
     return float(np.abs(np.stack(kept) - sent).mean())
@@ -68,7 +68,7 @@ def test_two_rounds_of_two_steps_by_hand() -> None:
     assert found[2][1] == pytest.approx([0.135138 + 0.1 * (0.432839 - 2 * 0.037636)] * 2, abs=1e-6)
 
 
-def test_the_global_model_is_that_of_fedavg() -> None:
+def test_the_global_model_equals_fedavgs() -> None:
     half = {"fraction_train": 0.5, "seed": 2}
     ditto, fedavg = run(Ditto(ditto_lambda=3.0, **half), 4), run(FedAvg(**half), 4)
     assert values(ditto.global_arrays()) == values(fedavg.global_arrays())
@@ -80,18 +80,18 @@ def test_the_global_model_is_that_of_fedavg() -> None:
     assert rows[0] == rows[1]
 
 
-def test_with_lambda_0_the_personal_models_are_those_of_local_training() -> None:
+def test_with_lambda_0_the_personal_models_equal_those_of_local_training() -> None:
     kept = {client: values(model) for client, model in saved_models(run(Ditto(ditto_lambda=0.0)).run_id).items()}
     local = run(Local())
     assert kept == {client: values(model) for client, model in local.client_models().items()}
 
 
-def test_lambda_changes_the_personal_models_and_holds_them_near_the_global_one() -> None:
+def test_lambda_changes_the_personal_models_and_keeps_them_near_the_global_one() -> None:
     far, near, nearest = (distance(run(Ditto(ditto_lambda=each))) for each in (0.0, 0.3, 3.0))
     assert far > 1.1 * near and near > 1.1 * nearest > 0
 
 
-def test_what_is_evaluated_and_kept_is_the_personal_model_and_it_does_not_travel() -> None:
+def test_the_personal_model_is_evaluated_and_stored_and_not_sent() -> None:
     strategy = run(Ditto())
     assert strategy.client_models() == {}
     kept = saved_models(strategy.run_id)
@@ -107,10 +107,10 @@ def test_what_is_evaluated_and_kept_is_the_personal_model_and_it_does_not_travel
     assert any(row["own-loss"] != row["trained-loss"] for row in last.values())
 
 
-def test_who_sits_out_keeps_its_model_and_who_comes_late_begins_with_the_global_one() -> None:
+def test_an_absent_client_keeps_its_model_and_a_late_one_begins_with_the_global_model() -> None:
     kept = {}
     grid = FaultyGrid(app, CLIENTS, lambda r, c: "error" if (r, c) in ((1, 3), (2, 0)) else "ok")
-    strategy = Ditto(ditto_lambda=0.0)  # so that nothing but where a model begins tells it from the other
+    strategy = Ditto(ditto_lambda=0.0)  # so that the models differ only by their start
     run(strategy, 3, grid, on_round=lambda r: kept.update({r: saved_models(strategy.run_id)}))
     assert list(kept[1]) == [0, 1, 2] and list(kept[2]) == [0, 1, 2, 3]
     assert values(kept[1][0]) == values(kept[2][0]) != values(kept[3][0])
@@ -119,7 +119,7 @@ def test_who_sits_out_keeps_its_model_and_who_comes_late_begins_with_the_global_
     assert second[1]["own-loss"] != second[1]["trained-loss"]
 
 
-def test_who_was_never_drawn_is_evaluated_with_the_global_model() -> None:
+def test_an_unsampled_client_is_evaluated_with_the_global_model() -> None:
     strategy = run(Ditto(fraction_train=0.5, min_train_nodes=1), 1)
     drawn = {row["client"] for row in strategy.history.rows if row["round"] == 1}
     closing = {row["client"]: row for row in strategy.history.rows if row["round"] == 2}
@@ -134,7 +134,7 @@ def test_who_was_never_drawn_is_evaluated_with_the_global_model() -> None:
 @pytest.mark.parametrize(
     ("settings", "samples"), [({"local-epochs": 3}, 2 * 3 * 20), ({"local-epochs": 0, "local-steps": 7}, 2 * 7 * 4)]
 )
-def test_both_models_count_as_work(settings, samples) -> None:
+def test_the_work_on_both_models_is_counted(settings, samples) -> None:
     rows = run(Ditto(), 2, **settings).history.rows
     assert {row["samples-trained"] for row in rows} == {samples}
     assert {row["samples-predicted"] for row in rows} == {0}
@@ -145,7 +145,7 @@ class Exploding(Ditto):
         return super().round_config(server_round, client) | ({"ditto-lambda": 1e35} if server_round == 2 else {})
 
 
-def test_a_personal_model_that_is_no_longer_finite_does_not_take_the_place_of_the_last_good_one() -> None:
+def test_a_personal_model_that_becomes_infinite_does_not_replace_the_last_finite_one() -> None:
     kept = {}
     strategy = Exploding()
     run(strategy, 3, on_round=lambda r: kept.update({r: [values(m) for m in saved_models(strategy.run_id).values()]}))
@@ -159,6 +159,6 @@ def test_a_personal_model_that_is_no_longer_finite_does_not_take_the_place_of_th
 
 
 @pytest.mark.parametrize("value", [-1.0, float("inf"), float("nan")])
-def test_a_bad_lambda_is_named(value) -> None:
+def test_an_invalid_lambda_is_named(value) -> None:
     with pytest.raises(ValueError, match="ditto_lambda is .*, allowed: 0 or more"):
         Ditto(ditto_lambda=value)

@@ -1,4 +1,4 @@
-"""`kindred.run` and `kindred.compare`: what they return is what the files hold, and what the commands give."""
+"""`kindred.run` and `kindred.compare`: their results equal those in the files and those of the commands."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Ran:
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory) -> Ran:
-    """A run of HeurFedAMP, and a comparison in which it is reused."""
+    """A run of HeurFedAMP, and a comparison that reuses it."""
     place = tmp_path_factory.mktemp("entrance")
     run = kindred.run("heurfedamp", "digits", output=place, progress=False, sigma=50, **SMALL)
     methods = {"heurfedamp": {"sigma": 50}, "alone": {"method": "local"}}
@@ -47,7 +47,7 @@ def without_times(rows: list[dict]) -> list[dict]:
     return [{key: value for key, value in row.items() if key not in TIMES} for row in rows]
 
 
-def test_a_run_holds_what_its_files_hold(ran) -> None:
+def test_a_run_has_the_contents_of_its_files(ran) -> None:
     folder = ran.run.folder
     assert ran.run.rows == read_table(folder / "history.csv") and len(ran.run.rows) == 6
     assert ran.run.rounds == read_table(folder / "rounds.csv")
@@ -57,13 +57,13 @@ def test_a_run_holds_what_its_files_hold(ran) -> None:
     assert "heurfedamp on digits, rotated, seed 0, accuracy" in repr(ran.run)
 
 
-def test_a_picture_is_that_of_the_report(ran, tmp_path) -> None:
+def test_a_picture_equals_that_of_the_report(ran, tmp_path) -> None:
     for name, figure in ran.run.figures.items():
         figure.savefig(tmp_path / "again.png")
         assert (tmp_path / "again.png").read_bytes() == (ran.run.folder / f"{name}.png").read_bytes(), name
 
 
-def test_models_are_those_of_the_files_and_can_be_loaded_into_a_network(ran) -> None:
+def test_models_equal_those_of_the_files_and_load_into_a_network(ran) -> None:
     models = ran.run.models
     assert list(models) == [0, 1, 2]
     for client, state in models.items():
@@ -75,7 +75,7 @@ def test_models_are_those_of_the_files_and_can_be_loaded_into_a_network(ran) -> 
     assert all(torch.equal(value, models.module(1).state_dict()[key]) for key, value in module.state_dict().items())
 
 
-def test_the_command_with_the_same_settings_comes_to_the_same_bits(ran, tmp_path) -> None:
+def test_the_command_with_the_same_settings_gives_the_same_bits(ran, tmp_path) -> None:
     command = ["run", "--engine=inline", "--dataset=digits", "--set=sigma=50", f"--output-dir={tmp_path}", *SAME]
     done = CliRunner().invoke(command_line, command)
     assert done.exit_code == 0, done.output
@@ -85,7 +85,7 @@ def test_the_command_with_the_same_settings_comes_to_the_same_bits(ran, tmp_path
         assert all(torch.equal(value, ran.run.models[client][key]) for key, value in state.items())
 
 
-def test_a_comparison_holds_its_runs_and_reuses_them(ran) -> None:
+def test_a_comparison_has_its_runs_and_reuses_them(ran) -> None:
     comparison = ran.comparison
     assert comparison.content == json.loads((comparison.folder / "comparison.json").read_text())
     assert list(comparison.runs) == [("heurfedamp", 0), ("alone", 0)] and comparison.failed == {}
@@ -99,7 +99,7 @@ def test_a_comparison_holds_its_runs_and_reuses_them(ran) -> None:
     assert list(comparison.models["alone", 0]) == [0, 1, 2] and list(comparison.figures) == ["comparison"]
 
 
-def test_the_command_in_the_record_is_the_same_comparison(ran) -> None:
+def test_the_recorded_command_gives_the_same_comparison(ran) -> None:
     import shlex
 
     place = ran.run.folder.parent
@@ -120,7 +120,7 @@ def test_tables_are_data_frames(ran) -> None:
     assert ran.comparison.tables["rounds"].groupby("strategy").size().min() >= 2
 
 
-def test_without_pandas_tables_say_what_to_install(ran, monkeypatch) -> None:
+def test_without_pandas_tables_name_the_package_to_install(ran, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
     monkeypatch.setattr(run_result, "pandas", lazy("pandas"))  # not imported yet
     with pytest.raises(ImportError, match=r"^tables need pandas, .* pip install 'kindred-fl\[pandas\]'; .*$"):
@@ -146,7 +146,7 @@ def test_without_pandas_tables_say_what_to_install(ran, monkeypatch) -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
-def test_what_cannot_be_used_is_a_config_error_and_leaves_nothing(arguments, says, tmp_path, monkeypatch) -> None:
+def test_unusable_arguments_are_a_config_error_and_create_nothing(arguments, says, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=f"^{says}") as refused:
         kindred.run(**arguments)
@@ -163,19 +163,19 @@ def test_what_cannot_be_used_is_a_config_error_and_leaves_nothing(arguments, say
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
-def test_what_cannot_be_compared_is_a_config_error(arguments, says, tmp_path, monkeypatch) -> None:
+def test_arguments_that_cannot_be_compared_are_a_config_error(arguments, says, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=f"^{says}"):
         kindred.compare(**arguments)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_npz_file_is_data_and_pytorch_has_its_threads_back(tmp_path) -> None:
+def test_an_npz_file_is_usable_as_data_and_pytorch_gets_its_threads_back(tmp_path) -> None:
     rng, y = np.random.default_rng(0), np.arange(60) % 2
     x = rng.integers(0, 256, (60, 8, 8), dtype=np.uint8)
     np.savez(tmp_path / "mine.npz", x_train=x, y_train=y, x_test=x, y_test=y)
     before = torch.get_num_threads()
-    torch.set_num_threads(2)  # a run has one
+    torch.set_num_threads(2)  # a run uses one
     try:
         run = kindred.run("local", tmp_path / "mine.npz", output=tmp_path, partition="iid", progress=False, **SMALL)
         assert torch.get_num_threads() == 2
@@ -184,7 +184,7 @@ def test_an_npz_file_is_data_and_pytorch_has_its_threads_back(tmp_path) -> None:
     assert run.settings["dataset"] == "npz" and run.settings["data-dir"] == str(tmp_path / "mine.npz")
 
 
-def test_a_run_that_fails_says_why_and_keeps_what_it_failed_with(tmp_path, monkeypatch) -> None:
+def test_a_failed_run_states_its_reason_and_keeps_the_exception(tmp_path, monkeypatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError("division by zero")
 
@@ -205,7 +205,7 @@ def test_an_interruption_is_passed_on_and_the_run_can_be_resumed(tmp_path, monke
     assert kindred.run(resume=folder, progress=False).summary["rounds"] == 2
 
 
-def test_progress_is_printed_or_only_what_goes_wrong_is_a_warning(tmp_path, capsys, monkeypatch) -> None:
+def test_progress_is_printed_or_only_problems_are_warnings(tmp_path, capsys, monkeypatch) -> None:
     kindred.run("local", output=tmp_path, **SMALL)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "local on digits, rotated, 3 clients"

@@ -1,4 +1,4 @@
-"""Who is asked to evaluate which models, and how long a run goes on without answers."""
+"""Which clients are asked to evaluate which models, and how long a run continues without replies."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def test_only_clients_whose_training_replies_lack_the_result_are_asked_for_it() 
     plan = EvaluationPlan(TRAINED)
     assert plan.has_result({"trained-accuracy": 0.5}) and not plan.has_result({"received-accuracy": 0.5})
     plan.trained(answered=[1, 2, 3], with_result=[])
-    assert plan.after_round([1, 2, 4], not_replied={2}) == [1, 4]  # no client reported it: all that are sampled
+    assert plan.after_round([1, 2, 4], not_replied={2}) == [1, 4]  # no client reported it: all sampled clients
     plan.trained(answered=[1, 2, 3], with_result=[1])
     assert plan.after_round(CLIENTS, not_replied=set()) == [2, 3]  # 4 did not train and keeps its last result
     plan.trained(answered=[1, 2, 3], with_result=[1, 2, 3])
     assert plan.after_round(CLIENTS, not_replied=set()) == []
 
 
-def test_the_closing_evaluation_is_of_models_that_no_reply_is_about() -> None:
+def test_the_closing_evaluation_covers_models_without_a_report() -> None:
     history = History()
     history.rows = [{"client": 1}, {"client": 3}]
     trained, received = EvaluationPlan(TRAINED), EvaluationPlan(RECEIVED)
@@ -47,7 +47,7 @@ def test_the_closing_evaluation_is_of_models_that_no_reply_is_about() -> None:
 
 
 class Asking(Local):
-    """Has every client evaluate the initial model in round 2, one that is not connected included."""
+    """Has every client evaluate the initial model in round 2, including one that is not connected."""
 
     def side_evaluations(self, server_round: int) -> Iterator[SideEvaluation]:
         for client in [*self.clients(), 9] if server_round == 2 else []:
@@ -57,7 +57,7 @@ class Asking(Local):
         self.losses = {**getattr(self, "losses", {}), (client, name): loss}
 
 
-def test_a_method_has_clients_evaluate_any_models() -> None:
+def test_a_method_can_have_clients_evaluate_any_models() -> None:
     asked = []
 
     class Noting(FaultyGrid):
@@ -73,7 +73,7 @@ def test_a_method_has_clients_evaluate_any_models() -> None:
     fate = {(2, 1): "silent"}
     grid = Noting(plain_app(), 3, lambda server_round, client: fate.get((server_round, client), "ok"))
     strategy.start(grid, initial(), 3, timeout=0.3)
-    assert asked == [(1001, "first", 7.0), (1003, "first", 7.0)]  # 1002 did not answer, 9 is not there
+    assert asked == [(1001, "first", 7.0), (1003, "first", 7.0)]  # 1002 did not reply, 9 is not connected
     first = {(1001, "first"): 4 * 1.0**2, (1003, "first"): 4 * 2.02**2}  # 2 x 2 weights of 0, squared to the targets
     assert strategy.losses == pytest.approx(first)
     rows = {(row["round"], row["client"]): row for row in strategy.history.rows}
@@ -83,7 +83,7 @@ def test_a_method_has_clients_evaluate_any_models() -> None:
     assert row["personal-loss"] == row["eval_loss"] < row["first-loss"]  # of its own model
 
 
-def test_a_run_ends_after_too_many_rounds_without_answers() -> None:
+def test_a_run_ends_after_too_many_rounds_without_replies() -> None:
     history = History()
     rounds = EmptyRounds(2, history)
     rounds.count(1, answered=True)
@@ -95,7 +95,7 @@ def test_a_run_ends_after_too_many_rounds_without_answers() -> None:
         rounds.check()
     rounds.check_all(3)
     resumed = EmptyRounds(2, history)
-    resumed.restore(rounds.state())  # what ended the run is forgiven
+    resumed.restore(rounds.state())  # the count that ended the run starts again
     resumed.check()
     resumed.check_all(3)
     resumed.count(4, answered=False)
@@ -109,7 +109,7 @@ def reply_of(**metrics: float | list[float]) -> Reply:
     return admit(RecordDict({"m": MetricRecord({"n": 3, **metrics})}), "n")
 
 
-def test_numbers_of_a_reply() -> None:
+def test_the_numbers_of_a_reply_are_read() -> None:
     reply = reply_of(share=0.5, each=[1.0, 2.0], eval_loss=2)
     assert (reply.number("n"), reply.number("share"), reply.loss()) == (3.0, 0.5, 2.0)
     assert type(reply.number("n")) is float

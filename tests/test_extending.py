@@ -1,4 +1,4 @@
-"""Extensions: the example package as somebody else would install it, a fork, and what cannot be used."""
+"""Extensions: the example package as another author installs it, a fork, and unusable packages."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ EXAMPLE = ROOT / "examples" / "extending"
 DOCUMENT = (ROOT / "docs" / "extending.md").read_text()
 IGNORED = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "results", "*.egg-info")
 NAMES = {"datasets": "tumours", "partitions": "amounts", "models": "linear", "methods": "blend"}
-# A command, and what it ends with.
+# A command, and the end of its output.
 COMMANDS = re.findall(r"^    (kindred run .*(?:\\\n.*)*)\n\nends with\n\n((?:    .*\n)+)", DOCUMENT, re.M)
 
 
 def install(source: Path, target: Path) -> Path:
-    """Install a package, from a copy, into a folder of its own."""
+    """Install a package, from a copy, into a separate folder."""
     shutil.copytree(source, target / "source", ignore=IGNORED)
     done = subprocess.run(
         [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation",
@@ -43,7 +43,7 @@ def installed(tmp_path_factory) -> Path:
 
 
 def kindred(*arguments: str, path: Path, root: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    """The command of the application in `root`, in an environment that has the packages in `path` too."""
+    """Run the command of the application in `root`, in an environment with the packages in `path`."""
     return subprocess.run(
         [sys.executable, "-m", "kindred", *arguments], capture_output=True, text=True,
         cwd=root, env=os.environ | {"PYTHONPATH": str(path)}, timeout=300,
@@ -51,13 +51,13 @@ def kindred(*arguments: str, path: Path, root: Path = ROOT) -> subprocess.Comple
 
 
 def in_the_table(lines: list[str]) -> dict[str, float]:
-    """strategy -> its mean accuracy in the table at the end of a command's output."""
+    """Mean accuracy by strategy, from the table at the end of a command's output."""
     start = max(number for number, line in enumerate(lines) if line.split()[:2] == ["strategy", "mean"])
     found = [re.match(r"\s*([a-z-]+) +(\d+\.\d) +\d+\.\d +\d+\.\d", line) for line in lines[start + 1 :]]
     return {match[1]: float(match[2]) for match in found if match}
 
 
-def test_the_document_has_the_example_as_it_stands() -> None:
+def test_the_document_contains_the_example_unchanged() -> None:
     blocks = re.findall(r"^\[(\S+)\]\(\.\./(\S+)\):\n\n```python\n(.*?)```\n\n```toml\n(.*?)```", DOCUMENT, re.M | re.S)
     files = [path for path in sorted((EXAMPLE / "extending").glob("*.py")) if path.name != "__init__.py"]
     assert sorted(ROOT / link for _, link, _, _ in blocks) == files and len(files) == 4
@@ -65,10 +65,10 @@ def test_the_document_has_the_example_as_it_stands() -> None:
     for shown, link, code, lines in blocks:
         assert shown == link
         assert code == (ROOT / link).read_text()
-        assert lines in registered and len(lines.splitlines()) == 2  # the head of a table, and a line
+        assert lines in registered and len(lines.splitlines()) == 2  # the head of a table, and a row
 
 
-def test_each_is_one_file_and_one_line() -> None:
+def test_each_extension_is_one_file_and_one_line() -> None:
     points = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]["entry-points"]
     assert {group: list(entries) for group, entries in points.items()} == {
         f"kindred.{kind}": [name] for kind, name in NAMES.items()
@@ -78,22 +78,22 @@ def test_each_is_one_file_and_one_line() -> None:
 
 
 @pytest.mark.parametrize(("command", "printed"), COMMANDS, ids=[f"command-{n}" for n in range(len(COMMANDS))])
-def test_each_alone_and_all_together_run_as_written(installed, tmp_path, command, printed) -> None:
+def test_each_extension_alone_and_all_together_run_as_documented(installed, tmp_path, command, printed) -> None:
     arguments = command.replace("\\\n", " ").split()[1:]
     done = kindred(*arguments, f"--output-dir={tmp_path}", path=installed)
     assert done.returncode == 0, done.stderr
-    there, told = (in_the_table(text.splitlines()) for text in (done.stdout, printed))
-    assert there.keys() == told.keys() and told
-    for name, accuracy in told.items():
-        assert there[name] == pytest.approx(accuracy, abs=5)  # other processors, other last bits
+    there, documented = (in_the_table(text.splitlines()) for text in (done.stdout, printed))
+    assert there.keys() == documented.keys() and documented
+    for name, accuracy in documented.items():
+        assert there[name] == pytest.approx(accuracy, abs=5)  # last bits differ between processors
 
 
-def test_the_document_runs_each_alone_and_all_together() -> None:
+def test_the_document_runs_each_extension_alone_and_all_together() -> None:
     used = [{name for name in NAMES.values() if re.search(rf"\b{name}\b", command)} for command, _ in COMMANDS]
     assert used == [*({name} for name in NAMES.values()), set(NAMES.values())]
 
 
-def test_what_is_added_is_listed_with_what_is_there(installed) -> None:
+def test_extensions_are_listed_with_built_in_ones(installed) -> None:
     methods, others = (kindred(command, path=installed) for command in ("strategies", "datasets"))
     assert methods.returncode == others.returncode == 0
     assert re.search(r"^ *blend +Blend +docs/extending.md", methods.stdout, re.M) and " fedavg " in methods.stdout
@@ -127,7 +127,7 @@ def test_the_example_passes_the_conformance_suite(installed) -> None:
         (["method-settings=own"], "method-settings is 'own', allowed: key=value, separated by blanks (str)"),
     ],
 )
-def test_a_bad_setting_of_an_added_method_gets_one_line(installed, tmp_path, settings, message) -> None:
+def test_an_invalid_setting_of_an_added_method_gets_one_line(installed, tmp_path, settings, message) -> None:
     done = kindred(
         "run",
         "--engine=inline",
@@ -142,7 +142,7 @@ def test_a_bad_setting_of_an_added_method_gets_one_line(installed, tmp_path, set
 
 @pytest.fixture(scope="module")
 def fork(tmp_path_factory) -> tuple[Path, Path]:
-    """The project with the four files in its own folders and their lines in its own pyproject.toml, and installed."""
+    """The project with the four files in its folders and their lines in its pyproject.toml, and an installation."""
     folder = tmp_path_factory.mktemp("fork")
     clone = folder / "clone"
     shutil.copytree(ROOT, clone, ignore=shutil.ignore_patterns(".*", "__pycache__", "tests", "docs", "*.egg-info"))
@@ -158,7 +158,7 @@ def fork(tmp_path_factory) -> tuple[Path, Path]:
     return clone, install(clone, folder)
 
 
-def test_a_fork_takes_the_same_files_and_lines(fork, tmp_path) -> None:
+def test_a_fork_accepts_the_same_files_and_lines(fork, tmp_path) -> None:
     clone, installed = fork
     arguments = COMMANDS[-1][0].replace("\\\n", " ").split()[1:]
     done = kindred(*arguments, f"--output-dir={tmp_path}", path=installed, root=clone)
@@ -166,12 +166,12 @@ def test_a_fork_takes_the_same_files_and_lines(fork, tmp_path) -> None:
     assert in_the_table(done.stdout.splitlines()).keys() == {"blend"}
 
 
-# --- What cannot be used ------------------------------------------------------------------------------
+# --- Unusable packages --------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def packages(tmp_path, monkeypatch):
-    """Has packages installed: (name, entry points, code of its module of that name)."""
+    """Return a function that installs a package: (name, entry points, code of its module of that name)."""
     extensions.entry_points_by_group.cache_clear()
 
     def add(name: str, points: str, code: str = "") -> Path:
@@ -226,7 +226,7 @@ def packages(tmp_path, monkeypatch):
         ),
     ],
 )
-def test_what_cannot_be_used_ends_with_one_line_and_code_2(packages, tmp_path, module, code, points, message) -> None:
+def test_an_unusable_extension_gives_one_line_and_code_2(packages, tmp_path, module, code, points, message) -> None:
     path = packages(module, points, code)
     name = re.search(r"\n(\w+) =", points)[1]
     listed = kindred("strategies", path=path)
@@ -236,12 +236,12 @@ def test_what_cannot_be_used_ends_with_one_line_and_code_2(packages, tmp_path, m
     assert not (tmp_path / "out").exists()
 
 
-def test_a_package_that_is_not_asked_for_does_no_harm(packages) -> None:
+def test_an_unused_package_has_no_effect(packages) -> None:
     done = kindred("datasets", path=packages("away", "[kindred.methods]\nmine = nowhere:M"))
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_name_that_is_not_the_methods_own_is_refused(packages, tmp_path) -> None:
+def test_an_extension_with_another_name_than_its_method_is_refused(packages, tmp_path) -> None:
     code = (
         "from kindred import FedAvg\nfrom kindred.registry import Method\n"
         "M = Method(title='Mine', paper='nowhere', travels='the model', strategy=FedAvg)\n"
@@ -254,7 +254,7 @@ def test_a_name_that_is_not_the_methods_own_is_refused(packages, tmp_path) -> No
     )
 
 
-def test_two_packages_with_one_name_are_refused_when_it_is_asked_for(packages) -> None:
+def test_two_packages_with_one_name_are_refused_when_it_is_used(packages) -> None:
     packages("one", "[kindred.things]\nsame = one:X\nown = one:X", "X = 'of one'")
     packages("two", "[kindred.things]\nsame = two:X", "X = 'of two'")
     things = Registry("kindred.things", str, {"first": "builtins:__name__"})
@@ -267,7 +267,7 @@ def test_two_packages_with_one_name_are_refused_when_it_is_asked_for(packages) -
         things["none"]
 
 
-def test_a_name_does_not_import_what_bears_it(packages) -> None:
+def test_looking_up_a_name_does_not_import_its_package(packages) -> None:
     packages("lazy", "[kindred.things]\nthing = lazy:X", "X = 'loaded'")
     things = Registry("kindred.things", str, {})
     assert "thing" in things and list(things) == ["thing"] and "lazy" not in sys.modules
@@ -275,7 +275,7 @@ def test_a_name_does_not_import_what_bears_it(packages) -> None:
     del sys.modules["lazy"]
 
 
-def test_an_added_partition_is_divided_by(packages) -> None:
+def test_an_added_partition_divides_the_images(packages) -> None:
     code = (
         "import numpy as np\n"
         "from kindred.data.partitions import Scheme, draw, even\n"

@@ -1,4 +1,4 @@
-"""What bad replies, missing clients and dead workers do to a run, and to the results of the others: nothing."""
+"""Malformed replies, missing clients and dead workers end no run and change no other client's results."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def first_array(content: RecordDict) -> tuple[ArrayRecord, str]:
 
 
 def array_of(dtype: str, shape: object, data: bytes) -> Array:
-    """An entry as the wire may bring it, which `Array` itself would not make."""
+    """An array as a message may contain it, although `Array` itself would not create it."""
     array = Array("float32", (1,), "numpy.ndarray", data)
     vars(array).update(dtype=dtype, shape=shape)
     return array
@@ -141,7 +141,7 @@ def sender(draw) -> Damage:
     return lambda message: message.metadata.__dict__.update(_src_node_id=node_id)
 
 
-# Damage to what a training reply carries.
+# Damage to the content of a training reply.
 def array_bytes(draw) -> Damage:
     data = draw(
         st.binary(max_size=60)
@@ -250,7 +250,7 @@ def array_names(draw) -> Damage:
 
 
 def method_config(draw) -> Damage:
-    """What two methods say besides arrays."""
+    """Damage to the config entries that two methods send with their arrays."""
     key = draw(st.sampled_from(["public-set", "losses"]))
     value = draw(st.sampled_from(["", "x" * 10**5, 1, [1e13], [], [float("nan")], b"3-cafe", ["3-cafe"], 2**63 - 1]))
 
@@ -270,7 +270,7 @@ def a_damage(*kinds) -> st.SearchStrategy[Damage]:
 
 
 class Attacked(InlineGrid):
-    """Replies of some clients are damaged, or all lost where there is no damage."""
+    """Damages the replies of some clients; where no damage is given, it loses all of them."""
 
     def __init__(self, name: str, training: list[Damage], evaluation: list[Damage]) -> None:
         super().__init__(app_of(name), CLIENTS)
@@ -291,13 +291,13 @@ class Attacked(InlineGrid):
 
 
 def attack(name: str, training: list[Damage], evaluation: list[Damage]) -> tuple[tuple, int, set[str]]:
-    """Run a method; what it comes to for the honest, the replies that were damaged, and how these were noted."""
+    """Run a method; return the honest clients' results, the number of damaged replies, and their statuses."""
     grid = Attacked(name, training, evaluation)
     strategy = make(name, max_strikes=0)
     strategy.start(grid, initial_of(name), ROUNDS)
     models, clients, weights, rows = everything(strategy)
     theirs = [row for row in rows if row["client"] - 1001 in ATTACKERS]
-    trained = [row for row in theirs if row["round"] <= ROUNDS]  # and evaluated; some are evaluated once more
+    trained = [row for row in theirs if row["round"] <= ROUNDS]  # and evaluation, some of it twice
     assert len(trained) == len(ATTACKERS) * (ROUNDS + 1 - strategy.first_round)
     noted = {row[key].split(":")[0] for row in theirs for key in ("status", "evaluate-status") if key in row}
     return (models, clients, weights, [row for row in rows if row not in theirs]), grid.damaged, noted
@@ -305,8 +305,8 @@ def attack(name: str, training: list[Damage], evaluation: list[Damage]) -> tuple
 
 @every_method
 @pytest.mark.parametrize("runs", [2, pytest.param(40, marks=pytest.mark.faults)])
-def test_malformed_replies_change_nothing_for_the_honest(name, runs) -> None:
-    """Every one is refused, and honest results have the bits of a run in which those replies never came."""
+def test_malformed_replies_do_not_change_honest_clients_results(name, runs) -> None:
+    """Every one is refused, and honest results have the bits of a run in which those replies never arrive."""
     reference, _, noted = attack(name, [], [])
     assert noted == {"error 0"}
     most = len(ATTACKERS) * (ROUNDS + 1)
@@ -335,7 +335,7 @@ def test_malformed_replies_change_nothing_for_the_honest(name, runs) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(a_damage(*ARRAYS))
-def test_admission_refuses_with_one_kind_of_exception(damage) -> None:
+def test_admission_raises_one_kind_of_exception(damage) -> None:
     weights = np.ones((2, 2), np.float32)
     content = RecordDict({"arrays": to_record({"w": weights}), "metrics": MetricRecord({"num-examples": 1})})
     message = Message(content, 7, "train")
@@ -350,7 +350,7 @@ def test_admission_refuses_with_one_kind_of_exception(damage) -> None:
     assert str(refusal.value)
 
 
-def test_what_declares_more_than_it_carries_costs_no_memory() -> None:
+def test_an_array_that_declares_more_than_it_carries_uses_no_memory() -> None:
     shape = (2**20, 2**10)  # 4 GiB
     text = io.BytesIO()
     np.lib.format.write_array_header_1_0(text, {"descr": "<f4", "fortran_order": False, "shape": shape})
@@ -364,24 +364,24 @@ def test_what_declares_more_than_it_carries_costs_no_memory() -> None:
 
 
 @pytest.mark.parametrize("examples", [1, 10.0, MAX_EXAMPLES])
-def test_a_whole_number_of_examples_is_one(examples) -> None:
+def test_a_whole_number_of_examples_is_accepted(examples) -> None:
     assert admit(RecordDict({"m": MetricRecord({"n": examples})}), "n").metrics["n"] == examples
 
 
 @pytest.mark.parametrize("examples", [0, -1, 0.5, 1.5, float("nan"), float("inf"), MAX_EXAMPLES + 1, [1], [], True])
-def test_anything_else_is_none(examples) -> None:
+def test_any_other_number_of_examples_is_refused(examples) -> None:
     metrics = MetricRecord()
     vars(metrics)["_data"]["n"] = examples  # Flower itself takes no bool
     with pytest.raises(Refused, match="n is .*, allowed: 1 to 1000000000000"):
         admit(RecordDict({"m": metrics}), "n")
 
 
-def test_what_a_client_has_to_say_is_one_short_printable_line(caplog) -> None:
+def test_a_client_s_reason_is_logged_as_one_short_printable_line(caplog) -> None:
     def grid_of(reason: str):
-        def shout(content: RecordDict) -> None:
+        def add_named_array(content: RecordDict) -> None:
             content["arrays"][reason] = Array(np.zeros(1))
 
-        return FaultyGrid(plain_app(), 2, lambda r, c: shout if c == 1 else "ok")
+        return FaultyGrid(plain_app(), 2, lambda r, c: add_named_array if c == 1 else "ok")
 
     strategy = Local()
     strategy.start(grid_of("\x1b[31mred\nalert\u2028" + "!" * 10**5), initial(), 1)
@@ -390,7 +390,7 @@ def test_what_a_client_has_to_say_is_one_short_printable_line(caplog) -> None:
     assert all(len(line) < 500 and line.isprintable() for line in caplog.messages if line.startswith("kindred: "))
 
 
-# --- Who a reply is from ------------------------------------------------------------------------------
+# --- Senders of replies -------------------------------------------------------------------------------
 
 
 def named_app(names: list[object]):
@@ -418,8 +418,8 @@ class Present(InlineGrid):
         self.round = server_round + 1
 
 
-def test_a_name_stays_with_the_node_that_had_it_first(caplog) -> None:
-    """A node with a lower number comes in round 2 and says that it is lyon too; in round 4 the first has gone."""
+def test_a_name_belongs_to_the_node_that_claimed_it_first(caplog) -> None:
+    """In round 2 a node with a lower number claims the name lyon too; in round 4 the first node has gone."""
     grid = Present(named_app(["lyon", "oslo", "lyon"]), 3, lambda r, i: r >= 2 if i == 0 else i == 1 or r < 4)
     strategy, seen = Local(), {}
 
@@ -434,7 +434,7 @@ def test_a_name_stays_with_the_node_that_had_it_first(caplog) -> None:
 
 
 class Registered(Present):
-    """Nodes whose keys were registered at the server, each under a name, or without one."""
+    """Nodes whose keys were registered at the server, each with or without a name."""
 
     def __init__(self, names: list[object], registered: list[str], there: Callable[[int, int], bool]) -> None:
         super().__init__(named_app(names), len(names), there)
@@ -452,8 +452,8 @@ class Registered(Present):
         (["", "oslo", ""], 1003, None),  # nobody knows who comes back
     ],
 )
-def test_the_name_of_a_registered_node_waits_for_it(registered, owner_in_round_3, said, caplog) -> None:
-    """Lyon is away in round 3, when a third node says that it is lyon; lyon is back in round 4."""
+def test_a_registered_name_is_reserved_for_its_node(registered, owner_in_round_3, said, caplog) -> None:
+    """Lyon is absent in round 3, when a third node claims its name; lyon is back in round 4."""
     grid = Registered(["lyon", "oslo", "lyon"], registered, lambda r, i: r != 3 if i == 0 else i == 1 or r == 3)
     strategy, seen = Local(min_available_nodes=1), {}
 
@@ -467,8 +467,8 @@ def test_the_name_of_a_registered_node_waits_for_it(registered, owner_in_round_3
     assert warnings == ({f"kindred: node 1003 takes no part: its client id is lyon, {said}"} if said else set())
 
 
-def test_a_registered_key_has_its_name_and_no_other(caplog) -> None:
-    """Eve is there first and calls itself lyon; the key of lyon was made anew in round 3, and it is another node."""
+def test_a_registered_key_has_only_its_own_name(caplog) -> None:
+    """Eve connects first and claims the name lyon; in round 3 lyon has a new key and is another node."""
     grid = Registered(
         ["lyon", "lyon", "oslo", "lyon"],
         ["eve", "lyon", "oslo", "lyon"],
@@ -488,8 +488,8 @@ def test_a_registered_key_has_its_name_and_no_other(caplog) -> None:
 
 
 @pytest.mark.parametrize(("claimed", "given"), [("lyon", None), ("zurich-2", "zurich-2")])
-def test_a_registered_name_waits_for_its_key_from_the_start_of_a_run(claimed, given, tmp_path, monkeypatch) -> None:
-    """The key of lyon is registered and has never been connected; the other node's has no name."""
+def test_a_registered_name_is_reserved_from_the_start_of_a_run(claimed, given, tmp_path, monkeypatch) -> None:
+    """The key of lyon is registered and has never connected; the other node's key has no name."""
     (tmp_path / "names.json").write_text('["lyon", "zurich"]')
     monkeypatch.setenv("KINDRED_REGISTERED", str(tmp_path / "names.json"))
     strategy = Local(min_available_nodes=1)
@@ -498,15 +498,15 @@ def test_a_registered_name_waits_for_its_key_from_the_start_of_a_run(claimed, gi
 
 
 @pytest.mark.parametrize("name", ["", "a\nb", "x" * (MAX_NAME + 1), 2**64, 1.5, True, b"lyon", ["lyon"]], ids=repr)
-def test_a_name_that_is_none_is_not_taken(name, caplog) -> None:
+def test_an_invalid_name_is_not_accepted(name, caplog) -> None:
     strategy = Local()
     strategy.start(InlineGrid(named_app([name, "oslo"]), 2), initial(), 1)
     assert strategy.clients() == [1001, "oslo"]
     assert any(line.startswith("kindred: the client id of node 1001 is") for line in caplog.messages)
 
 
-def test_a_reply_of_another_node_is_refused_without_a_strike() -> None:
-    """Whoever answers in another's name could have it left out."""
+def test_a_reply_from_another_node_is_refused_without_a_strike() -> None:
+    """Otherwise a node that replies in another client's name could get that client excluded."""
 
     def spoofed(server_round: int, client: int) -> object:
         return "ok"
@@ -526,7 +526,7 @@ def test_a_reply_of_another_node_is_refused_without_a_strike() -> None:
     assert values(strategy.client_models()[1002]) == values(initial())
 
 
-def test_a_name_that_another_node_tells_is_not_taken(caplog) -> None:
+def test_a_name_reported_by_another_node_is_not_accepted(caplog) -> None:
     class Spoofing(InlineGrid):
         def pull_messages(self, message_ids):
             replies = list(super().pull_messages(message_ids))
@@ -542,8 +542,8 @@ def test_a_name_that_another_node_tells_is_not_taken(caplog) -> None:
 
 
 class FarAway(FaultyGrid):
-    """Hands replies out as Flower's grid over a network does: it writes them anew from the bytes that a client sent,
-    all that it is asked for or none, and asked again says that they are gone. `forge` may change the bytes."""
+    """Returns replies as Flower's grid over a network does: it rebuilds them from the bytes that a client sent, returns
+    all requested replies or none, and has deleted them at the next request. `forge` may change the bytes."""
 
     def __init__(self, app, num_clients: int, forge: Callable[[Message, dict[str, bytes]], None]) -> None:
         super().__init__(app, num_clients, lambda r, c: "ok")
@@ -588,7 +588,7 @@ def of_the_attackers(reply: Message) -> bool:
     ],
     ids=range(7),
 )
-def test_a_reply_that_flower_cannot_unpack_takes_none_of_the_others_along(forged, monkeypatch, caplog) -> None:
+def test_a_reply_that_flower_cannot_unpack_loses_no_other_reply(forged, monkeypatch, caplog) -> None:
     monkeypatch.setattr("kindred.engine.strategy.simulated", lambda grid: False)
 
     def forge(reply: Message, contents: dict[str, bytes]) -> None:
@@ -609,7 +609,7 @@ def test_a_reply_that_flower_cannot_unpack_takes_none_of_the_others_along(forged
     assert "round 1 goes on without client 1002: refused: it cannot be unpacked" in caplog.text
 
 
-def test_who_sends_what_cannot_be_unpacked_is_left_out_for_a_while(monkeypatch) -> None:
+def test_a_client_whose_replies_cannot_be_unpacked_is_excluded_for_some_rounds(monkeypatch) -> None:
     monkeypatch.setattr("kindred.engine.strategy.simulated", lambda grid: False)
     strategy = Local(max_strikes=2)
     strategy.start(
@@ -620,8 +620,8 @@ def test_who_sends_what_cannot_be_unpacked_is_left_out_for_a_while(monkeypatch) 
     assert [line["asked"] for line in strategy.history.rounds] == [6, 6, 3, 3]
 
 
-def test_a_reply_made_out_to_answer_another_clients_message_counts_for_nobody(monkeypatch) -> None:
-    """Who sent it and whose message it answers is in the bytes that a client sends: here, client 1006 and its."""
+def test_a_reply_to_another_client_s_message_is_ignored(monkeypatch) -> None:
+    """The client writes the sender and the message replied to; here it claims both of client 1006."""
     monkeypatch.setattr("kindred.engine.strategy.simulated", lambda grid: False)
 
     def forge(reply: Message, contents: dict[str, bytes]) -> None:
@@ -639,8 +639,8 @@ def test_a_reply_made_out_to_answer_another_clients_message_counts_for_nobody(mo
     assert {row["client"] - 1001 for row in strategy.history.rows if row["status"] != "ok"} == set(ATTACKERS)
 
 
-def test_one_node_that_knows_no_such_question_does_not_keep_others_from_being_asked(monkeypatch) -> None:
-    """Among machines, whose apps may differ, and of which one may lie."""
+def test_one_node_without_the_query_does_not_keep_others_from_being_asked(monkeypatch) -> None:
+    """Machines may have different apps, and one may lie."""
     monkeypatch.setattr("kindred.engine.strategy.simulated", lambda grid: False)
     app = named_app(["", "lyon", "oslo"])
     known = app._registered_funcs["query.identity"]
@@ -656,7 +656,7 @@ def test_one_node_that_knows_no_such_question_does_not_keep_others_from_being_as
     assert strategy.clients() == [1001, "lyon", "oslo"]
 
 
-def test_a_node_that_never_tells_its_name_holds_one_round_up_and_no_other() -> None:
+def test_a_node_that_never_reports_its_name_delays_one_round_only() -> None:
     class Mute(FaultyGrid):
         def pull_messages(self, message_ids):
             return super().pull_messages(
@@ -677,8 +677,8 @@ def test_a_node_that_never_tells_its_name_holds_one_round_up_and_no_other() -> N
     assert strategy.clients() == ["a", "c"]
 
 
-def test_clients_whose_messages_are_not_taken_are_in_the_history_each() -> None:
-    """As when nodes have gone since they were listed: Flower then gives an empty id."""
+def test_each_client_whose_message_is_not_accepted_is_in_the_history() -> None:
+    """As when nodes disconnect after they were listed: Flower then returns an empty id."""
 
     class Full(InlineGrid):
         def push_messages(self, messages):
@@ -695,7 +695,7 @@ def test_clients_whose_messages_are_not_taken_are_in_the_history_each() -> None:
 
 
 @pytest.mark.parametrize("name", ["fedavg", "heurfedamp", "local"])
-def test_a_finite_model_cannot_make_anothers_infinite(name) -> None:
+def test_a_finite_model_cannot_make_another_client_s_model_infinite(name) -> None:
     def huge(content: RecordDict) -> None:
         content["arrays"]["layer.weight"] = Array(np.full((2, 2), 3e38, np.float32))
         content["metrics"]["num-examples"] = MAX_EXAMPLES
@@ -708,7 +708,7 @@ def test_a_finite_model_cannot_make_anothers_infinite(name) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
-def test_the_largest_values_of_a_type_are_told_from_those_that_are_not_finite(dtype) -> None:
+def test_the_largest_finite_values_of_a_type_are_accepted_and_infinite_ones_refused(dtype) -> None:
     def admitted(value: float) -> None:
         content = RecordDict({"a": to_record({"w": np.full(9, value, dtype)}), "m": MetricRecord({"n": 1})})
         admit(content, "n", lambda arrays: None)
@@ -723,7 +723,7 @@ def test_the_largest_values_of_a_type_are_told_from_those_that_are_not_finite(dt
             admitted(-1.01 * LARGEST)
 
 
-def test_a_superlink_that_is_gone_ends_the_run() -> None:
+def test_a_lost_superlink_ends_the_run() -> None:
     class Gone(InlineGrid):
         def pull_messages(self, message_ids):
             raise ConnectionError("refused")
@@ -743,12 +743,12 @@ def worse(content: RecordDict) -> None:
     content["arrays"].clear()
 
 
-def test_a_client_that_is_refused_time_and_again_is_left_out_for_a_while(caplog) -> None:
+def test_a_client_refused_repeatedly_is_excluded_for_some_rounds(caplog) -> None:
     caplog.set_level("INFO")
     strategy = Local(max_strikes=2)
     strategy.start(FaultyGrid(plain_app(True), 3, lambda r, c: bad if c == 1 and r < 9 else "ok"), initial(), 12)
     asked = [row["round"] for row in strategy.history.rows if row["client"] == 1002]
-    assert asked == [1, 2, 5, 9, 10, 11, 12]  # two strikes and two rounds off, a third and three
+    assert asked == [1, 2, 5, 9, 10, 11, 12]  # two strikes: excluded for two rounds; a third: for three
     assert strategy.roster.state() == {"strikes": {}, "resting": {}, "kept-names": set()}
     said = [line for line in caplog.messages if "1002" in line and "goes on without" not in line]
     assert said == [
@@ -759,8 +759,8 @@ def test_a_client_that_is_refused_time_and_again_is_left_out_for_a_while(caplog)
     ]
 
 
-def test_who_is_left_out_is_so_after_a_resume(tmp_path) -> None:
-    """Cut short after round 2, in which the second strike fell."""
+def test_an_excluded_client_stays_excluded_after_a_resume(tmp_path) -> None:
+    """The run is interrupted after round 2, in which the client got its second strike."""
 
     def run(folder: Path, rounds: int) -> Local:
         strategy = Local(max_strikes=2)
@@ -782,7 +782,7 @@ def test_who_is_left_out_is_so_after_a_resume(tmp_path) -> None:
         ("lost", "silent", "error") * 2,
     ],
 )
-def test_who_errs_or_is_silent_or_mends_its_ways_is_not_left_out(fates) -> None:
+def test_a_client_with_errors_or_few_strikes_in_a_row_is_not_excluded(fates) -> None:
     strategy = Local(max_strikes=3)
     grid = FaultyGrid(plain_app(True), 2, lambda r, c: fates[r - 1] if c == 1 else "ok")
     strategy.start(grid, initial(), len(fates), timeout=0.1)
@@ -824,7 +824,7 @@ def further(by: float) -> Callable[[RecordDict], None]:
     ],
     ids=["fedavg", "local", "fedamp", "federico"],
 )
-def test_an_update_with_too_large_a_norm_is_refused(strategy, app) -> None:
+def test_an_update_with_a_norm_above_the_bound_is_refused(strategy, app) -> None:
     def run(bound: float, by: float):
         one = strategy(max_update_norm=bound)
         one.start(FaultyGrid(app(True), 4, lambda r, c: further(by) if (r, c) == (2, 1) else "ok"), initial(), 3)
@@ -838,13 +838,13 @@ def test_an_update_with_too_large_a_norm_is_refused(strategy, app) -> None:
 
 
 @where_models_travel
-def test_every_method_bounds_updates(name) -> None:
-    """Whatever it calls the arrays that a client sends."""
+def test_every_method_bounds_the_norm_of_updates(name) -> None:
+    """Whatever names the arrays of a client's reply have."""
 
     def huge(content: RecordDict) -> None:
         (record,) = content.array_records.values()
         for key, array in record.items():
-            if array.dtype == "float32" and not key.startswith("model/"):  # of FedeRiCo's new clients
+            if array.dtype == "float32" and not key.startswith("model/"):  # from FedeRiCo's new clients
                 record[key] = Array(array.numpy() + np.float32(1e6))
 
     strategy = make(name, max_update_norm=1e5)
@@ -854,15 +854,15 @@ def test_every_method_bounds_updates(name) -> None:
     assert re.fullmatch(r"refused: its update has norm \S+, allowed: up to 100000", row["status"])
 
 
-def test_the_norm_is_of_what_changes_in_the_parameters_alone() -> None:
+def test_the_norm_of_an_update_is_over_parameters_only() -> None:
     strategy = FedAvg(max_update_norm=1e9)
     strategy.start(InlineGrid(plain_app(), 2), initial(), 1)
     sent = read_record(strategy.global_arrays())
     moved = {name: array + 3 for name, array in sent.items()}
-    assert strategy.update_norm(1001, moved) == pytest.approx(6)  # four weights; the running mean is none
+    assert strategy.update_norm(1001, moved) == pytest.approx(6)  # four weights; the running mean is not a parameter
 
 
-# --- Nobody there -------------------------------------------------------------------------------------
+# --- Rounds without replies --------------------------------------------------------------------------
 
 
 def test_empty_rounds_in_a_row_end_the_run() -> None:
@@ -879,12 +879,12 @@ def test_empty_rounds_in_a_row_end_the_run() -> None:
 
 
 @every_method
-def test_a_run_in_which_all_are_refused_and_left_out_ends_with_a_reason(name) -> None:
+def test_a_run_in_which_all_are_refused_and_excluded_ends_with_a_reason(name) -> None:
     strategy = make(name, max_strikes=1, max_empty_rounds=4)
     with pytest.raises(TooFewClients, match="4 rounds in a row .*client 1003: refused: num-examples is 0"):
         strategy.start(FaultyGrid(app_of(name), 3, lambda r, c: bad if r > 1 else "ok"), initial_of(name), 20)
     asked = [line["asked"] for line in strategy.history.rounds if line["round"] > 0]
-    assert asked == [3] * 5  # where all would rest nobody does
+    assert asked == [3] * 5  # where all clients would be excluded, none is
 
 
 DEAD = (
@@ -894,7 +894,7 @@ DEAD = (
 
 
 @pytest.mark.parametrize("when", ["query.identity", "train", "evaluate"])
-def test_a_dead_worker_ends_a_simulation_and_is_called_so(when) -> None:
+def test_a_dead_worker_ends_a_simulation_with_that_reason(when) -> None:
     class Dying(InlineGrid):
         def pull_messages(self, message_ids):
             replies = list(super().pull_messages(message_ids))
@@ -911,7 +911,7 @@ def test_a_dead_worker_ends_a_simulation_and_is_called_so(when) -> None:
 
 
 @pytest.mark.engine
-def test_a_worker_that_is_killed_ends_a_simulation_in_the_engine(tmp_path) -> None:
+def test_a_killed_worker_ends_a_simulation_in_the_engine(tmp_path) -> None:
     command = [
         Path(sysconfig.get_path("scripts")) / "kindred",
         "run",
@@ -929,7 +929,7 @@ def test_a_worker_that_is_killed_ends_a_simulation_in_the_engine(tmp_path) -> No
 
 
 def kill_a_worker(pid: int, line: str) -> bool:
-    """Kill one of Ray's actors, of this run alone, when it has said that the first round is over."""
+    """Kill one Ray actor of this run when the run has logged the end of the first round."""
     if line.startswith("round   1/"):
         marks = {child.environ().get(MARK) for child in psutil.Process(pid).children()} - {None}
         workers = [
@@ -939,7 +939,7 @@ def kill_a_worker(pid: int, line: str) -> bool:
     return True
 
 
-def test_a_client_far_away_cannot_end_a_run_by_what_it_says(monkeypatch) -> None:
+def test_a_remote_client_cannot_end_a_run_by_its_reply(monkeypatch) -> None:
     monkeypatch.setattr("kindred.engine.strategy.simulated", lambda grid: False)
 
     def say(message: Message) -> None:
@@ -956,7 +956,7 @@ MANY, LONG = 20, 30
 
 
 def fates_of(seed: int) -> dict[tuple[int, int], str]:
-    """(round, client) -> what becomes of half of the clients in each round. Who crashes is away in the next one."""
+    """(round, client) -> how half of the clients fail in each round. A crashed client is absent in the next round."""
     rng = random.Random(seed)
     fates: dict[tuple[int, int], str] = {}
     for r in range(1, LONG + 1):
@@ -968,7 +968,7 @@ def fates_of(seed: int) -> dict[tuple[int, int], str]:
 
 
 class Failing(FaultyGrid):
-    """Clients fail as `fates_of` has it."""
+    """Clients fail as `fates_of` says."""
 
     def __init__(self, fates: dict[tuple[int, int], str]) -> None:
         super().__init__(plain_app(), MANY, lambda r, c: {"crash": "error"}.get(fate := fates.get((r, c), "ok"), fate))
@@ -982,7 +982,7 @@ class Failing(FaultyGrid):
 
 
 def trained(w: np.ndarray, client: int, mu: float = 0.0) -> np.ndarray:
-    """What `plain_app` makes of a model: 2 x 2 weights, three running means, one counter in one vector of 8."""
+    """Model that `plain_app` returns: 2 x 2 weights, three running means, one counter in one vector of 8."""
     weights, received = w[:4].copy(), w[:4]
     for _ in range(10):
         weights -= 0.1 * ((weights - target(client).reshape(-1)) + mu * (weights - received))
@@ -990,11 +990,11 @@ def trained(w: np.ndarray, client: int, mu: float = 0.0) -> np.ndarray:
 
 
 def fedavg_in_numpy(rounds: list[tuple[list[int], list[int]]]) -> list[np.ndarray]:
-    """The global model after each round, of (asked, answered) in each."""
+    """Global model after each round; `rounds` has (asked, answered) of each."""
     model, after = np.zeros(8), []
     for _, answered in rounds:
         if answered:
-            counter = trained(model, answered[0])[7]  # nobody averages counters
+            counter = trained(model, answered[0])[7]  # counters are not averaged
             model = np.average([trained(model, c) for c in answered], axis=0, weights=[10 * (c + 1) for c in answered])
             model[7] = counter
         after.append(model)
@@ -1049,8 +1049,8 @@ def flat(record: ArrayRecord) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedamp", "heurfedamp", "local"])
-def test_half_of_the_clients_fail_in_every_round(name) -> None:
-    """20 clients, 30 rounds: errors, silence and crashes. The state is what NumPy makes of those who answered."""
+def test_a_run_in_which_half_of_the_clients_fail_matches_numpy(name) -> None:
+    """20 clients, 30 rounds: errors, silence and crashes. The state equals NumPy's from the clients that replied."""
     fates = fates_of(seed=7)
     assert {fate: sum(f == fate for f in fates.values()) > 40 for fate in ("error", "silent", "crash", "away")} == {
         "error": True,
@@ -1097,7 +1097,7 @@ def test_half_of_the_clients_fail_in_every_round(name) -> None:
 
 
 @every_method
-def test_a_run_in_which_half_fail_in_every_round_ends_and_gives_the_same_bits_twice(name) -> None:
+def test_a_run_in_which_half_of_the_clients_fail_is_reproducible(name) -> None:
     rng = random.Random(name)
     fates = {(r, c): rng.choice(["error", "lost", "silent", bad]) for r in range(10) for c in rng.sample(range(6), 3)}
 
@@ -1117,7 +1117,7 @@ def test_a_run_in_which_half_fail_in_every_round_ends_and_gives_the_same_bits_tw
 
 
 class Threads(InlineGrid):
-    """Every client works in a thread of its own, and answers when it is done; `late` are replies of rounds gone by."""
+    """Every client works in its own thread and replies when it has finished; `late` has replies of earlier rounds."""
 
     def __init__(self, app, num_clients: int) -> None:
         super().__init__(app, num_clients)
@@ -1140,7 +1140,7 @@ class Threads(InlineGrid):
         return [self._done.pop(i) for i in asked if i in self._done] + self.late
 
 
-def test_a_straggler_holds_no_round_up_and_its_late_replies_count_in_none() -> None:
+def test_a_straggler_delays_no_round_and_its_late_replies_are_ignored() -> None:
     app, timeout = plain_app(True), 0.3
     train = app._registered_funcs["train.default"]
 
@@ -1161,9 +1161,9 @@ def test_a_straggler_holds_no_round_up_and_its_late_replies_count_in_none() -> N
     started = time.monotonic()
     strategy.start(grid, initial(), 14, timeout=timeout, on_round=on_round)
     assert went_on[0] - started < timeout + 5
-    assert any(reply.metadata.group_id == "1" for reply in grid.late)  # it did come, in the middle of a later round
+    assert any(reply.metadata.group_id == "1" for reply in grid.late)  # it did arrive, in the middle of a later round
     statuses = [row["status"] for row in strategy.history.rows if row["client"] == 1002]
     assert statuses == [f"no answer within {timeout:g} s", *["ok"] * 13]
-    only = Local()  # the straggler's model has come as far as 13 rounds bring it
+    only = Local()  # the straggler's model is that of 13 rounds
     only.start(InlineGrid(plain_app(True), 3), initial(), 13)
     assert values(strategy.client_models()[1002]) == values(only.client_models()[1002])

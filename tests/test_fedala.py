@@ -1,4 +1,4 @@
-"""FedALA: its steps on numbers that can be checked by hand, what a client keeps, and rounds with real ClientApps."""
+"""FedALA: its steps on small numbers that can be checked by hand, a client's state, and rounds with real ClientApps."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run(strategy, rounds=3, grid=None, initial=network, on_round=None, **setting
 
 
 def kept_by(strategy) -> dict[int, dict[str, dict[str, np.ndarray]]]:
-    """What the clients keep of the aggregation: client -> local, weights -> arrays by name."""
+    """State of the clients' aggregation: client -> local, weights -> arrays by name."""
     return {client: by_prefix(load_file(path)) for client, path in saved_files(strategy.run_id, "ala").items()}
 
 
@@ -66,9 +66,9 @@ def test_a_step_of_the_weights_by_hand() -> None:
     assert weights.tolist() == pytest.approx([0.7, 0.1, 0.0, 1.0])
 
 
-def test_weights_have_converged_when_losses_stand_still() -> None:
+def test_weights_have_converged_when_losses_are_steady() -> None:
     steady = [1.0, *[0.5, 0.51] * 5]
-    assert has_converged(steady) and not has_converged(steady[1:])  # 10 epochs are not enough to tell
+    assert has_converged(steady) and not has_converged(steady[1:])  # 10 epochs are too few to decide
     assert not has_converged([1.0, *[0.5, 0.53] * 5])
     assert has_converged([0.0, 1.0] * 50) and not has_converged([0.0, 1.0] * 49)
 
@@ -81,7 +81,7 @@ def three_weights() -> torch.nn.Module:
 
 
 def test_three_rounds_of_one_sample_each_by_the_formulas() -> None:
-    labels = (0, 1, 1)  # those of the clients disagree
+    labels = (0, 1, 1)  # the clients' labels disagree
 
     def load(context) -> Site:
         one = torch.ones(1, 1), torch.tensor([labels[context.node_config["partition-id"]]])
@@ -130,7 +130,7 @@ def test_three_rounds_of_one_sample_each_by_the_formulas() -> None:
 # --- The rounds ---------------------------------------------------------------------------------------
 
 
-def test_with_weights_of_1_it_is_fedavg() -> None:
+def test_with_weights_of_1_it_equals_fedavg() -> None:
     half = {"fraction_train": 0.5, "seed": 2}
     fedala = run(FedALA(ala_learning_rate=1e-30, **half), 4)
     learned = [kept["weights"] for kept in kept_by(fedala).values() if "weights" in kept]
@@ -154,7 +154,7 @@ def test_every_setting_changes_the_result() -> None:
 
 
 @pytest.mark.parametrize("head_layers", [1, 2])
-def test_what_a_client_makes_of_the_model_lies_between_its_own_and_the_received(head_layers) -> None:
+def test_the_aggregated_model_lies_between_the_local_and_the_received_one(head_layers) -> None:
     sent, kept, own = {}, {}, {}
 
     def note(server_round: int) -> None:
@@ -177,11 +177,11 @@ def test_what_a_client_makes_of_the_model_lies_between_its_own_and_the_received(
             else:
                 assert array.tobytes() == sent[2][name].tobytes()
         assert any((array < 0.99).any() for array in weights.values())
-        # The weights go on from those of the round before.
+        # The weights continue from those of the last round.
         assert any((weights[name] != kept[2][client]["weights"][name]).any() for name in mixed)
 
 
-def test_what_is_evaluated_and_kept_is_the_model_before_local_training() -> None:
+def test_the_evaluated_and_stored_model_is_the_one_before_local_training() -> None:
     strategy = run(FedALA(ala_learning_rate=50.0))
     assert strategy.client_models() == {} and len(strategy.history.rounds) == 3
     assert strategy.history.rounds[-1]["personal"] == "own"
@@ -194,11 +194,11 @@ def test_what_is_evaluated_and_kept_is_the_model_before_local_training() -> None
         assert evaluate(loaded, *test) == (row["own-accuracy"], row["own-loss"])
         assert row["personal-loss"] == row["own-loss"]
         assert len({row["received-loss"], row["own-loss"], row["trained-loss"]}) == 3
-        first = rows[1, client]  # there is nothing yet to mix the received model with
+        first = rows[1, client]  # there is no local model yet to mix with the received one
         assert first["own-loss"] == first["received-loss"] and "ala-weight" not in first
 
 
-def test_who_sits_out_mixes_with_its_last_model_when_it_is_back() -> None:
+def test_an_absent_client_mixes_with_its_last_model_when_it_returns() -> None:
     kept, sent = {}, {}
     grid = FaultyGrid(app, CLIENTS, lambda r, c: "error" if (r, c) == (2, 0) else "ok")
     strategy = FedALA(ala_learning_rate=50.0)
@@ -214,7 +214,7 @@ def test_who_sits_out_mixes_with_its_last_model_when_it_is_back() -> None:
         assert own[name] == pytest.approx(local + (sent[2][name] - local) * weights, abs=1e-6)
 
 
-def test_weights_are_learned_until_they_converge_and_then_for_an_epoch_a_round() -> None:
+def test_weights_are_learned_until_convergence_and_then_for_one_epoch_a_round() -> None:
     rows = run(FedALA(ala_share=0.4), 4, **{"local-epochs": 3}).history.rows
     worked = {r: {row["samples-trained"] for row in rows if row["round"] == r} for r in (1, 2, 3, 4)}
     assert worked[1] == {60} and worked[3] == worked[4] == {60 + 8}
@@ -222,7 +222,7 @@ def test_weights_are_learned_until_they_converge_and_then_for_an_epoch_a_round()
     assert {row["samples-predicted"] for row in rows} == {0}
 
 
-def test_who_was_never_drawn_is_evaluated_with_the_global_model() -> None:
+def test_an_unsampled_client_is_evaluated_with_the_global_model() -> None:
     half = {"fraction_train": 0.5, "min_train_nodes": 1}
     fedala, fedavg = run(FedALA(**half), 1), run(FedAvg(**half), 1)
     closing = {row["client"]: row["personal-loss"] for row in fedala.history.rows if row["round"] == 2}
@@ -230,7 +230,7 @@ def test_who_was_never_drawn_is_evaluated_with_the_global_model() -> None:
     assert len(closing) == 2 and closing == {client: expected[client] for client in closing}
 
 
-def test_an_evaluation_by_itself_is_of_what_the_client_makes_of_the_received_model() -> None:
+def test_a_separate_evaluation_uses_the_aggregated_model() -> None:
     grid = FaultyGrid(app, CLIENTS, lambda r, c: "error" if r == 3 else "ok")
     before = {}
     strategy = FedALA(ala_learning_rate=50.0)
@@ -256,7 +256,7 @@ class Exploding(FedALA):
 
 
 @pytest.mark.parametrize("changed", [{"learning-rate": 1e35}, {"ala-learning-rate": float("nan")}])
-def test_a_model_that_is_no_longer_finite_does_not_take_the_place_of_the_last_good_one(changed) -> None:
+def test_a_model_that_becomes_infinite_does_not_replace_the_last_finite_one(changed) -> None:
     kept = {}
     strategy = Exploding()
     strategy.changed = changed
@@ -285,11 +285,11 @@ def test_a_model_that_is_no_longer_finite_does_not_take_the_place_of_the_last_go
         ({"ala_learning_rate": 0.0}, "ala_learning_rate is 0.0, allowed: more than 0"),
     ],
 )
-def test_a_bad_setting_is_named(settings, message) -> None:
+def test_an_invalid_setting_is_named(settings, message) -> None:
     with pytest.raises(ValueError, match=message):
         FedALA(**settings)
 
 
-def test_a_network_of_the_mixed_layers_alone_is_refused() -> None:
+def test_a_network_with_mixed_layers_only_is_refused() -> None:
     with pytest.raises(ValueError, match="head_layers is 3, allowed: 1 to 2, because the model has 3 layers"):
         run(FedALA(head_layers=3))

@@ -1,4 +1,4 @@
-"""FedAMP's and HeurFedAMP's mathematics, by numbers that can be checked by hand."""
+"""The formulas of FedAMP and HeurFedAMP on small numbers that can be checked by hand."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def a_prime(t: float, sigma: float) -> float:
     return math.exp(-t / sigma) / sigma
 
 
-def test_attention_weights_are_equation_5_and_7() -> None:
+def test_attention_weights_match_equations_5_and_7() -> None:
     alpha, sigma = 0.5, 2.0
     xi = attention_weights(THREE, alpha, sigma)
     for i, j, t in ((0, 1, 1), (0, 2, 4), (1, 2, 5)):
@@ -44,7 +44,7 @@ def test_attention_weights_with_a_self_weight_share_the_rest_in_proportion() -> 
     assert np.diagonal(xi) == pytest.approx(0.2)
 
 
-def test_proportions_survive_where_every_exponential_underflows() -> None:
+def test_proportions_are_correct_where_every_exponential_underflows() -> None:
     # exp(-1e6) is 0; the distances 1 and 4 differ by 3, so the ratio of shares is exp(3 / sigma).
     sigma = 1e-6
     assert math.exp(-1 / sigma) == 0
@@ -52,10 +52,10 @@ def test_proportions_survive_where_every_exponential_underflows() -> None:
     assert xi[0] == pytest.approx([0.5, 0.5, 0.0])
     far = np.array([[0.0], [30.0], [30.0]])
     assert attention_weights(far, 1.0, 1e-3, self_weight=0.0)[0] == pytest.approx([0, 0.5, 0.5])
-    assert attention_weights(far, 1.0, 1e-3)[0] == pytest.approx([1, 0, 0])  # Eq. 5: nobody is near
+    assert attention_weights(far, 1.0, 1e-3)[0] == pytest.approx([1, 0, 0])  # Eq. 5: no client is near
 
 
-def test_cosine_weights_are_equation_8() -> None:
+def test_cosine_weights_match_equation_8() -> None:
     models = np.array([[1.0, 0.0], [1.0, 1.0], [0.0, 3.0]])  # cosines: 0-1, 1-2: 1 / sqrt 2; 0-2: 0
     sigma, own = 3.0, 0.25
     xi = cosine_weights(models, sigma, own)
@@ -69,27 +69,27 @@ def test_a_model_of_zeros_has_cosine_zero_with_every_other() -> None:
     assert xi[0] == pytest.approx([0, 0.5, 0.5])
 
 
-def test_uniform_self_weight_counts_the_clients_that_are_heard_and_oneself() -> None:
-    heard = np.array([True, True, False])
-    for xi in (attention_weights(THREE, 1, 2.0, "uniform", heard), cosine_weights(THREE, 1.0, "uniform", heard)):
+def test_the_uniform_self_weight_counts_the_sending_clients_and_oneself() -> None:
+    received = np.array([True, True, False])
+    for xi in (attention_weights(THREE, 1, 2.0, "uniform", received), cosine_weights(THREE, 1.0, "uniform", received)):
         assert np.diagonal(xi) == pytest.approx([1 / 2, 1 / 2, 1 / 3])
-        assert xi[:2, 2] == pytest.approx(0)  # who is not heard counts for nobody but itself
+        assert xi[:2, 2] == pytest.approx(0)  # a client that sent no model has weight only for itself
         assert xi.sum(axis=1) == pytest.approx(1)
 
 
 def test_a_client_alone_keeps_its_model() -> None:
     assert attention_weights(THREE[:1], 1.0, 1.0, 0.2) == pytest.approx(1)
-    heard = np.array([True, False, False])
-    assert cosine_weights(THREE, 1.0, 0.2, heard)[0] == pytest.approx([1, 0, 0])
+    received = np.array([True, False, False])
+    assert cosine_weights(THREE, 1.0, 0.2, received)[0] == pytest.approx([1, 0, 0])
 
 
-def test_identical_models_have_distance_zero_and_share_alike() -> None:
+def test_identical_models_have_distance_0_and_equal_weights() -> None:
     models = np.tile(np.random.default_rng(0).normal(size=1000).astype(np.float32), (4, 1))
     assert (squared_distances(lambda: iter([models]), 4) == 0).all()
     assert attention_weights(models, 1.0, 1e-9, 0.1)[0] == pytest.approx([0.1, 0.3, 0.3, 0.3])
 
 
-def test_distances_between_near_models_do_not_drown_in_their_size() -> None:
+def test_distances_between_near_models_are_accurate_for_large_models() -> None:
     rng = np.random.default_rng(1)
     base = 100 * rng.normal(size=5000)
     models = (base + 1e-2 * rng.normal(size=(3, 5000))).astype(np.float32)
@@ -97,7 +97,7 @@ def test_distances_between_near_models_do_not_drown_in_their_size() -> None:
     assert squared_distances(lambda: iter([models]), 3) == pytest.approx(exact, rel=1e-3)
 
 
-def test_an_outlying_first_model_does_not_blur_the_distances_of_the_others() -> None:
+def test_an_outlying_first_model_does_not_reduce_the_accuracy_of_other_distances() -> None:
     rng = np.random.default_rng(3)
     models = np.stack([1e3 * rng.normal(size=1000), rng.normal(size=1000), np.zeros(1000)]).astype(np.float32)
     models[2] = models[1]
@@ -105,14 +105,14 @@ def test_an_outlying_first_model_does_not_blur_the_distances_of_the_others() -> 
     assert squared_distances(lambda: iter([models]), 3)[1, 2] == pytest.approx(0.25, rel=1e-3)
 
 
-def test_a_model_that_has_run_away_is_alone_and_harms_nobody() -> None:
+def test_a_diverged_model_is_alone_and_affects_no_other_client() -> None:
     models = np.array([[1, 0], [1, 0.1], [1e25, 1], [-1e25, 2]], np.float32)
     for xi in (attention_weights(models, 1.0, 1.0, 0.2), cosine_weights(models, 50.0, 0.2)):
         assert np.isfinite(xi).all() and xi.sum(axis=1) == pytest.approx(1)
         assert xi[0, 1] == pytest.approx(0.8) and xi[1, 0] == pytest.approx(0.8)
 
 
-def test_blocks_of_columns_change_nothing() -> None:
+def test_blocks_of_columns_do_not_change_the_result() -> None:
     models = np.random.default_rng(2).normal(size=(3, BLOCK + 7))
     exact = ((models[:, None] - models[None]) ** 2).sum(-1)
     at_once = squared_distances(lambda: iter([models]), 3)
@@ -142,20 +142,20 @@ self_weights = st.one_of(st.none(), st.just("uniform"), st.floats(0, 1))
 
 
 @given(some_models, positive, positive, self_weights, st.data())
-def test_weights_are_a_convex_combination_whatever_comes(models, alpha, sigma, self_weight, data) -> None:
-    heard = data.draw(hnp.arrays(bool, len(models)))
-    weights = [attention_weights(models, alpha, sigma, self_weight, heard)]
+def test_weights_are_a_convex_combination_for_all_models(models, alpha, sigma, self_weight, data) -> None:
+    received = data.draw(hnp.arrays(bool, len(models)))
+    weights = [attention_weights(models, alpha, sigma, self_weight, received)]
     if self_weight is not None:
-        weights.append(cosine_weights(models, sigma, self_weight, heard))
+        weights.append(cosine_weights(models, sigma, self_weight, received))
     for xi in weights:
         assert np.isfinite(xi).all() and (xi >= 0).all()
         assert xi.sum(axis=1) == pytest.approx(1)
         if isinstance(self_weight, float):
-            others = heard.sum() - heard
+            others = received.sum() - received
             assert np.diagonal(xi)[others > 0] == pytest.approx(self_weight)
 
 
-def test_alpha_decays_every_so_many_rounds_and_sets_the_proximal_weight() -> None:
+def test_alpha_decays_at_fixed_intervals_and_sets_the_proximal_weight() -> None:
     method = FedAMP(sigma=1.0, alpha=100.0, alpha_decay=0.1, alpha_decay_every=30, lam=2.0)
     assert [method.alpha_at(k) for k in (1, 30, 31, 60, 61)] == pytest.approx([100, 100, 10, 10, 1])
     assert method.round_config(1, 0) == {"proximal-mu": pytest.approx(0.02)}

@@ -1,4 +1,4 @@
-"""FedAMP over rounds: against a plain computation, and with everything that must change the result."""
+"""FedAMP over rounds: compared with a plain computation, and with every setting that must change the result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROUNDS = 5
 
 
 def absent(server_round: int, client: int) -> bool:
-    """Client 4 comes late, client 1 is away in rounds 2 and 3, client 5 in the last."""
+    """Client 4 joins late, client 1 is absent in rounds 2 and 3, client 5 in the last one."""
     return (
         (client == 4 and server_round == 1)
         or (client == 1 and server_round in (2, 3))
@@ -31,12 +31,12 @@ def train(strategy: PersonalizedStrategy, rounds: int = ROUNDS, missing=absent) 
 
 
 def parts(strategy: PersonalizedStrategy, name: str) -> np.ndarray:
-    """One array of all clients' models, (m, ...)."""
+    """One array of all clients' models, shape (m, ...)."""
     return np.stack([record[name].numpy() for record in strategy.client_models().values()])
 
 
 def plain_fedamp(weigh, mu: float, missing=absent) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The same by loops over clients: weights (m, 4), running means (m, 3), counters (m,)."""
+    """Compute the same by loops over clients: weights (m, 4), running means (m, 3), counters (m,)."""
     w, mean, count = np.zeros((CLIENTS, 4)), np.zeros((CLIENTS, 3)), np.zeros(CLIENTS, int)
     online: list[int] = []
     for server_round in range(1, ROUNDS + 1):
@@ -91,7 +91,7 @@ def by_cosine(sigma: float, own: float):
     ],
     ids=["fedamp with self-weight", "fedamp by Eq. 5", "heurfedamp"],
 )
-def test_the_engine_computes_what_loops_over_clients_compute(strategy, weigh, mu) -> None:
+def test_the_engine_matches_loops_over_clients(strategy, weigh, mu) -> None:
     train(strategy)
     w, mean, count = plain_fedamp(weigh, mu)
     assert parts(strategy, "layer.weight").reshape(CLIENTS, 4) == pytest.approx(w, rel=1e-5)
@@ -99,8 +99,8 @@ def test_the_engine_computes_what_loops_over_clients_compute(strategy, weigh, mu
     assert (parts(strategy, "norm.num_batches_tracked") == count).all()
 
 
-def test_buffers_take_no_part_in_distances() -> None:
-    """Running means differ by whole numbers here, weights by less: only the latter may count."""
+def test_distances_exclude_buffers() -> None:
+    """Running means differ by whole numbers here, weights by less: only the weights may count."""
     clients, weights = train(FedAMP(sigma=1.0, self_weight=0.2), rounds=3, missing=lambda r, c: False).collaboration()
     twin = [clients.index(c) for c in (1002, 1001, 1004, 1003, 1006, 1005)]
     assert (weights.argsort(axis=1)[:, -1] == twin).all()
@@ -128,19 +128,19 @@ def test_every_setting_changes_the_models(settings) -> None:
     assert not np.allclose(changed({}), changed(settings), rtol=1e-3)
 
 
-def test_fedamp_is_not_local_training_but_for_full_self_weight_and_no_proximal_term() -> None:
+def test_fedamp_equals_local_training_only_with_self_weight_1_and_no_proximal_term() -> None:
     local = parts(train(Local()), "layer.weight")
     assert not np.allclose(changed({}), local, rtol=1e-3)
     assert (changed({"self_weight": 1.0, "lam": 0.0}) == local).all()
 
 
-def test_scaling_equation_5_is_told_once(caplog) -> None:
+def test_the_scaling_of_equation_5_is_logged_once(caplog) -> None:
     caplog.set_level("WARNING")
     train(FedAMP(sigma=1.0, alpha=1e4, self_weight=None), missing=lambda r, c: False)
     assert sum("sum to more than 1 (Eq. 5)" in message for message in caplog.messages) == 1
 
 
-def test_who_learns_from_whom_shows_the_groups() -> None:
+def test_collaboration_weights_show_the_groups() -> None:
     clients, weights = train(FedAMP(sigma=0.1, self_weight=0.2), missing=lambda r, c: False).collaboration()
     groups = np.array([(client - 1001) // 2 for client in clients])
     same = groups[:, None] == groups[None, :]

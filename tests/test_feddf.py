@@ -1,4 +1,4 @@
-"""FedDF: what the ensemble says, how a student learns it, and several networks side by side."""
+"""FedDF: the ensemble's predictions, the distillation of a student, and several networks in one run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def linear(weights: list[list[float]], bias: list[float] | None = None) -> torch
     return model
 
 
-def test_logits_are_those_of_prediction_and_the_model_keeps_its_mode() -> None:
+def test_logits_match_prediction_and_the_model_keeps_its_mode() -> None:
     model = torch.nn.Sequential(linear([[1.0, 2.0], [0.0, -1.0]]), torch.nn.Dropout(0.9))
     model.train()
     logits = logits_of(model, torch.tensor([[1.0, 1.0], [2.0, 0.0], [0.0, 3.0]]), batch_size=2)
@@ -50,7 +50,7 @@ def test_logits_are_those_of_prediction_and_the_model_keeps_its_mode() -> None:
 
 
 def test_the_teacher_is_the_softmax_of_the_mean_logits() -> None:
-    """Of one model that says [6, 0] and four that say [0, 1]; the mean of their probabilities says otherwise."""
+    """One model has logits [6, 0], four have [0, 1]; the mean of their probabilities would differ."""
     total = torch.tensor([[6.0, 0.0]]) + 4 * torch.tensor([[0.0, 1.0]])
     expected = np.exp([1.2, 0.8]) / np.exp([1.2, 0.8]).sum()
     assert teacher(total, 5)[0].numpy() == pytest.approx(expected)
@@ -61,27 +61,27 @@ SETTINGS = {"steps": 1, "learning_rate": 0.01, "batch_size": 1, "seed": 0}
 
 
 @pytest.mark.parametrize(("steps", "moved"), [(1, 0.01), (2, 0.01 * (1 + 0.5)), (4, 0.01 * 2.5)])
-def test_a_student_moves_by_adam_with_a_step_size_that_falls_along_a_cosine(steps, moved) -> None:
-    """The gradient for weight j of input 1 is p_j - teacher_j = 0.5 - 0.9: Adam's step is the step size itself. Those
-    of 4 steps are (1 + cos(0, pi/4, pi/2, 3 pi/4)) / 2, which sum to 2.5."""
+def test_a_student_trains_with_adam_and_a_cosine_learning_rate(steps, moved) -> None:
+    """The gradient for weight j of input 1 is p_j - teacher_j = 0.5 - 0.9: Adam's step equals the learning rate. Its
+    values in 4 steps are (1 + cos(0, pi/4, pi/2, 3 pi/4)) / 2, which sum to 2.5."""
     student = linear([[0.0], [0.0]])
     distil(student, torch.ones(1, 1), torch.tensor([[0.9, 0.1]]), **(SETTINGS | {"steps": steps}))
     assert student.weight.flatten().tolist() == pytest.approx([moved, -moved], rel=1e-2)
 
 
-def test_the_gradient_is_that_of_the_divergence() -> None:
-    """Where predictions are the teacher's nothing moves; after many steps they are."""
+def test_the_gradient_is_that_of_the_kl_divergence() -> None:
+    """A student that predicts as the teacher does not move; after many steps every student does."""
     images, wanted = torch.eye(3), torch.tensor([[0.7, 0.3], [0.2, 0.8], [0.5, 0.5]])
     student = linear(torch.log(wanted).T.tolist())
     before = student.weight.detach().clone()
     distil(student, images, wanted, **(SETTINGS | {"steps": 5, "batch_size": 3, "learning_rate": 1e-3}))
-    assert (student.weight - before).abs().max() < 6e-3  # Adam magnifies gradients that are 0 but for rounding
+    assert (student.weight - before).abs().max() < 6e-3  # Adam magnifies gradients that are 0 up to rounding
     student = linear([[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
     distil(student, images, wanted, **(SETTINGS | {"steps": 300, "batch_size": 3, "learning_rate": 0.05}))
     assert logits_of(student, images).softmax(1).numpy() == pytest.approx(wanted.numpy(), abs=0.01)
 
 
-def test_batches_and_dropout_are_drawn_by_the_seed_and_nothing_else_is_disturbed() -> None:
+def test_the_seed_fixes_batches_and_dropout_and_global_state_is_unchanged() -> None:
     def student(seed: int) -> list[float]:
         model = torch.nn.Sequential(linear([[0.0, 0.0], [0.0, 0.0]]), torch.nn.Dropout(0.5))
         wanted = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.6, 0.4], [0.5, 0.5]])
@@ -93,7 +93,7 @@ def test_batches_and_dropout_are_drawn_by_the_seed_and_nothing_else_is_disturbed
     assert student(1) == student(1) != student(2)
 
 
-def test_a_normalised_student_takes_its_statistics_from_the_public_images() -> None:
+def test_a_normalised_student_estimates_its_statistics_on_the_public_images() -> None:
     model = small()
     images = torch.tensor([[3.0, 4.0], [5.0, 4.0], [4.0, 3.0], [4.0, 5.0]])
     distil(model, images, torch.full((4, 3), 1 / 3), steps=60, learning_rate=1e-9, batch_size=4, seed=0)
@@ -106,7 +106,7 @@ def test_a_normalised_student_takes_its_statistics_from_the_public_images() -> N
 
 
 def one_network(app=plain_app, grid=None, **settings) -> FedDF:
-    """A run of the plain clients, or of those with a network of our own."""
+    """Run the plain clients, or those with a network of ours."""
     plain = app is plain_app
     given = {"models": {"network": Plain if plain else small}, "public": POINTS, "device": "cpu"}
     strategy = FedDF(**(given | settings))
@@ -116,7 +116,7 @@ def one_network(app=plain_app, grid=None, **settings) -> FedDF:
 
 
 @pytest.mark.parametrize("app", [plain_app, small_app])
-def test_with_no_step_it_is_fedavg_bit_for_bit(app) -> None:
+def test_without_steps_it_equals_fedavg_bit_for_bit(app) -> None:
     def faulty() -> FaultyGrid:
         return FaultyGrid(app(), 6, lambda r, c: "error" if (r + c) % 5 == 0 else "ok")
 
@@ -132,10 +132,10 @@ def test_with_no_step_it_is_fedavg_bit_for_bit(app) -> None:
 
 
 def test_a_round_by_hand() -> None:
-    """Two clients, 10 and 30 samples, whose models are set: the student begins at the weighted mean and is distilled
-    from the mean logits, in which both count alike."""
+    """Two clients, 10 and 30 samples, with given models: the student begins at the weighted mean and is distilled
+    from the mean logits, in which both have equal weight."""
     w = [np.array([[2.0], [0.0]], np.float32), np.array([[0.0], [4.0]], np.float32)]
-    app = telling_app(lambda client, network: {"weight": w[client]}, examples=lambda client: 10 + 20 * client)
+    app = reporting_app(lambda client, network: {"weight": w[client]}, examples=lambda client: 10 + 20 * client)
     strategy = FedDF(
         models={"line": lambda: torch.nn.Linear(1, 2, bias=False)},
         public=torch.ones(1, 1),
@@ -145,7 +145,7 @@ def test_a_round_by_hand() -> None:
         public_batch_size=1,
     )
     strategy.start(InlineGrid(app, 2), ArrayRecord({"weight": Array(np.zeros((2, 1), np.float32))}), 1)
-    # Weighted mean (0.5, 3); teacher softmax(1, 2) = (0.27, 0.73); the student says softmax(0.5, 3) = (0.08, 0.92).
+    # Weighted mean (0.5, 3); teacher softmax(1, 2) = (0.27, 0.73); student softmax(0.5, 3) = (0.08, 0.92).
     weights = read_record(strategy.global_arrays())["weight"].flatten()
     assert weights == pytest.approx([0.5 + 0.01, 3 - 0.01], rel=1e-5)
 
@@ -162,13 +162,13 @@ def test_every_setting_changes_the_result() -> None:
         assert everything(one_network(**(base | change)))[0] != reference, change
 
 
-def test_the_seed_of_the_run_decides_the_public_batches() -> None:
+def test_the_seed_of_the_run_fixes_the_public_batches() -> None:
     models = [everything(one_network(distill_steps=3, public_batch_size=2, seed=seed))[0] for seed in (1, 1, 2)]
     assert models[0] == models[1] != models[2]
 
 
-def test_clients_do_and_report_what_fedavgs_do() -> None:
-    """The server's work is not the clients'; the model that counts is the received one."""
+def test_clients_train_and_report_as_in_fedavg() -> None:
+    """The server's computation does not count as the clients'; results are of the received model."""
     strategy = one_network(small_app, distill_steps=5)
     assert strategy.personal == "received" and not strategy.clients_keep_state
     assert [line["round"] for line in strategy.history.rounds] == [1, 2, 3, 4, 5]
@@ -178,7 +178,7 @@ def test_clients_do_and_report_what_fedavgs_do() -> None:
             assert row["samples-predicted"] == 0
             assert row["personal-accuracy"] == row["received-accuracy"]
     clients, weights = strategy.collaboration()
-    assert weights == pytest.approx(np.full((6, 6), 1 / 6))  # all count alike in the teacher
+    assert weights == pytest.approx(np.full((6, 6), 1 / 6))  # all have equal weight in the teacher
 
 
 def test_a_model_whose_logits_overflow_is_refused() -> None:
@@ -219,7 +219,7 @@ def test_a_bad_argument_is_named(changed, message) -> None:
 
 
 @pytest.mark.parametrize("missing", ["models", "public"])
-def test_a_run_needs_networks_and_public_images(missing) -> None:
+def test_a_run_without_networks_or_public_images_is_refused(missing) -> None:
     with pytest.raises(ValueError, match=f"{missing} is None"):
         one_network(**{missing: None})
 
@@ -230,8 +230,8 @@ NETWORKS = {"plain": lambda: torch.nn.Linear(2, 2, bias=False), "biased": lambda
 NETWORK_OF = ["plain", "biased", "plain", "biased"]
 
 
-def telling_app(trained, examples=lambda client: 10, network_of=NETWORK_OF) -> ClientApp:
-    """Clients that say which network they have, and whose trained models are given; `received` lists what they got."""
+def reporting_app(trained, examples=lambda client: 10, network_of=NETWORK_OF) -> ClientApp:
+    """Clients that report their network and return given models; `received` lists the models sent to them."""
     app = ClientApp()
     app.received = []
 
@@ -285,8 +285,8 @@ def arrays_of(strategy: FedDF) -> dict[int, dict[str, list]]:
     }
 
 
-def test_clients_of_one_network_average_among_themselves() -> None:
-    app = telling_app(own, examples=lambda client: 10 if client < 2 else 30)
+def test_clients_of_one_network_are_averaged_among_themselves() -> None:
+    app = reporting_app(own, examples=lambda client: 10 if client < 2 else 30)
     strategy = several(app)
     assert strategy.networks == dict(enumerate(NETWORK_OF))
     assert app.received == 2 * [(c, ["bias", "weight"] if NETWORK_OF[c] == "biased" else ["weight"]) for c in range(4)]
@@ -298,30 +298,30 @@ def test_clients_of_one_network_average_among_themselves() -> None:
     assert weights.tolist() == [[0.25, 0, 0.75, 0], [0, 0.25, 0, 0.75]] * 2
 
 
-def test_the_teacher_is_all_models_of_all_networks() -> None:
+def test_the_teacher_contains_all_models_of_all_networks() -> None:
     def distilled(factor: float) -> FedDF:
-        return several(telling_app(lambda c, n: own(c, n, factor if c == 3 else 1.0)), rounds=1, distill_steps=3)
+        return several(reporting_app(lambda c, n: own(c, n, factor if c == 3 else 1.0)), rounds=1, distill_steps=3)
 
     one, other = distilled(1.0), distilled(5.0)
     assert arrays_of(one)[0] != arrays_of(other)[0]  # client 0 has another network than client 3
-    _, weights = several(telling_app(own), distill_steps=3).collaboration()
+    _, weights = several(reporting_app(own), distill_steps=3).collaboration()
     assert weights.tolist() == [[0.25] * 4] * 4
 
 
-def test_a_network_none_of_whose_clients_answered_learns_from_the_others() -> None:
+def test_a_network_without_replies_learns_from_the_others() -> None:
     def faulty() -> FaultyGrid:
-        return FaultyGrid(telling_app(own), 4, lambda r, c: "error" if NETWORK_OF[c] == "biased" else "ok")
+        return FaultyGrid(reporting_app(own), 4, lambda r, c: "error" if NETWORK_OF[c] == "biased" else "ok")
 
     assert arrays_of(several(None, grid=faulty()))[1] == {"weight": [[0, 0], [0, 0]], "bias": [0, 0]}
     strategy = several(None, grid=faulty(), distill_steps=50, distill_learning_rate=0.1)
     learned = np.array(arrays_of(strategy)[1]["weight"])
-    assert learned[0, 0] > 0.3 > 0 > learned[0, 1]  # towards what clients 0 and 2 say: the larger number's class
+    assert learned[0, 0] > 0.3 > 0 > learned[0, 1]  # as clients 0 and 2 predict: the larger number's class
 
 
 def test_the_order_of_replies_changes_no_bit_with_several_networks() -> None:
-    reference = arrays_of(several(telling_app(own), distill_steps=3))
+    reference = arrays_of(several(reporting_app(own), distill_steps=3))
     for seed in range(3):
-        assert arrays_of(several(None, grid=ShuffledGrid(telling_app(own), 4, seed), distill_steps=3)) == reference
+        assert arrays_of(several(None, grid=ShuffledGrid(reporting_app(own), 4, seed), distill_steps=3)) == reference
 
 
 @pytest.mark.parametrize(
@@ -332,14 +332,14 @@ def test_the_order_of_replies_changes_no_bit_with_several_networks() -> None:
         (7, "its network is 7, expected one of plain, biased"),
     ],
 )
-def test_a_client_of_another_network_is_left_out(said, reason) -> None:
-    app = telling_app(own, network_of=["plain", "biased", said, "biased"])
+def test_a_client_of_an_unknown_network_is_excluded(said, reason) -> None:
+    app = reporting_app(own, network_of=["plain", "biased", said, "biased"])
     strategy = several(app)
     assert strategy.history.left_out == {2: reason} and sorted(strategy.client_models()) == [0, 1, 3]
 
 
-def test_a_model_of_the_wrong_network_is_refused() -> None:
-    app = telling_app(lambda client, network: own(client, "biased"))
+def test_a_model_of_another_network_is_refused() -> None:
+    app = reporting_app(lambda client, network: own(client, "biased"))
     strategy = several(app)
     status = {row["client"]: row["status"] for row in strategy.history.rows if row["round"] == 1}
     assert status == {
@@ -350,8 +350,8 @@ def test_a_model_of_the_wrong_network_is_refused() -> None:
     }
 
 
-def test_an_update_is_bounded_from_the_model_of_the_clients_network() -> None:
-    strategy = several(telling_app(own), rounds=1, max_update_norm=3.5)
+def test_an_update_is_bounded_relative_to_the_model_of_the_clients_network() -> None:
+    strategy = several(reporting_app(own), rounds=1, max_update_norm=3.5)
     status = [row["status"] for row in strategy.history.rows]
     # Norms sqrt(2) (c + 1), and with a bias sqrt(2 (c + 1)^2 + 2 c^2).
     assert status[:2] == ["ok", "ok"]
@@ -361,7 +361,7 @@ def test_an_update_is_bounded_from_the_model_of_the_clients_network() -> None:
     ]
 
 
-def test_networks_must_fit_what_start_is_given() -> None:
+def test_networks_must_match_the_initial_models() -> None:
     strategy = FedDF(models=NETWORKS, public=POINTS, device="cpu")
     with pytest.raises(ValueError, match="initial_arrays holds models of weight, expected plain, biased"):
         strategy.begin(ArrayRecord({"weight": Array(np.zeros((2, 2), np.float32))}))
@@ -375,7 +375,7 @@ def test_networks_must_fit_what_start_is_given() -> None:
 
 
 @pytest.mark.parametrize("model", ["digits-cnn,office-mlp", "office-mlp"])
-def test_the_command_line_runs_it_across_networks(model, tmp_path, monkeypatch) -> None:
+def test_the_command_line_runs_several_networks(model, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     result = CliRunner().invoke(
         command_line,
@@ -402,7 +402,7 @@ def test_the_command_line_runs_it_across_networks(model, tmp_path, monkeypatch) 
             about[client] = file.metadata()["model"]
             arrays[client] = {key: file.get_tensor(key).tobytes() for key in file.keys()}
     assert set(about.values()) == set(model.split(","))
-    for one in range(5):  # a network has one model
+    for one in range(5):  # each network has one model
         assert all((arrays[one] == arrays[other]) == (about[one] == about[other]) for other in range(5))
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["personal"] == "received" and summary["accuracy"] is not None and not summary["left-out"]
@@ -419,7 +419,7 @@ def test_clients_need_no_public_images() -> None:
 SITES = {"strategy": "feddf", "dataset": "sites", "image_shape": "1x8x8", "num_classes": 10}
 
 
-def test_with_sites_the_servers_own_file_has_the_public_images(tmp_path) -> None:
+def test_with_sites_the_server_s_own_file_has_the_public_images(tmp_path) -> None:
     path = str(tmp_path / "public.npz")
     np.savez(path, x=np.full((7, 8, 8), 255, np.uint8))
     config = Config(**SITES, public_data=path)
@@ -439,7 +439,9 @@ def test_with_sites_the_servers_own_file_has_the_public_images(tmp_path) -> None
         ("public.npz", 8, "public-size is 8, and public.npz has 7 images"),
     ],
 )
-def test_with_sites_and_without_such_a_file_it_is_refused(public, size, says, tmp_path, monkeypatch) -> None:
+def test_with_sites_a_missing_or_unsuitable_file_of_public_images_is_refused(
+    public, size, says, tmp_path, monkeypatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     np.savez("public.npz", x=np.zeros((7, 8, 8), np.uint8))
     config = Config(**SITES, public_data=public, public_size=size)
@@ -449,6 +451,6 @@ def test_with_sites_and_without_such_a_file_it_is_refused(public, size, says, tm
     assert os.listdir(tmp_path) == ["public.npz"]
 
 
-def test_it_is_the_one_method_whose_server_works_with_networks() -> None:
+def test_no_other_method_s_server_uses_networks() -> None:
     assert [name for name, method in REGISTRY.items() if method.distils] == ["feddf"]
     assert make("feddf").models.keys() == {"network"}

@@ -1,4 +1,4 @@
-"""FedEM: the steps by hand, one component is FedAvg, and the mixture is what a client keeps."""
+"""FedEM: its steps by hand, its equality with FedAvg for one component, and the mixtures of clients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kindred.server_app.tables import read_table
 
 from . import test_client, two_weights
 from .grids import FaultyGrid
-from .test_conformance import check_that_it_counts_like_no_reply, values
+from .test_conformance import check_that_it_counts_as_a_missing_reply, values
 from .two_weights import Client, probabilities, weights_of
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -43,7 +43,7 @@ def test_responsibilities_are_shares_times_likelihoods() -> None:
     assert new_shares(q) == pytest.approx([68 / 91, 23 / 91])
 
 
-def test_responsibilities_are_numbers_whatever_a_component_gives() -> None:
+def test_responsibilities_are_finite_for_all_probabilities() -> None:
     q = responsibilities(np.array([0.5, 0.5]), np.array([[0.0, np.nan, 0.0], [0.5, 0.5, 0.0]], np.float32))
     assert q == pytest.approx(np.array([[0, 0, 0.5], [1, 1, 0.5]]))
     assert responsibilities(np.array([0.0, 1.0]), np.array([[0.9], [0.1]])).tolist() == [[0.0], [1.0]]
@@ -75,7 +75,7 @@ def shares_of(client: Client, shares: np.ndarray, *components: np.ndarray) -> np
     return scores / scores.sum()
 
 
-def test_a_round_is_the_papers() -> None:
+def test_a_round_matches_the_paper() -> None:
     strategy = by_two()
     # With x = 1 the components give 0.73106 and 0.26894 to the label, with x = 2 0.88080 and 0.11920: so are the q.
     equal = np.array([0.5, 0.5])
@@ -85,17 +85,17 @@ def test_a_round_is_the_papers() -> None:
     ]
     for m, w in enumerate((FIRST, SECOND)):
         trained = [client.step(w, q[i][m]) for i, client in enumerate(CLIENTS)]
-        mean = (1 * trained[0] + 3 * trained[1] + 2 * trained[2]) / 6  # by samples, and not by q
+        mean = (1 * trained[0] + 3 * trained[1] + 2 * trained[2]) / 6  # weighted by samples and not by q
         assert weights_of(strategy.models[m]) == pytest.approx(mean)
     row = strategy.history.rows[1]
     losses = CLIENTS[1].loss(FIRST, 0.88080), CLIENTS[1].loss(SECOND, 0.11920)
     assert row["train-loss"] == pytest.approx(sum(losses), abs=1e-4)
-    # by the shares before the round
+    # with the shares before the round
     assert row["mixture-loss"] == row["personal-loss"] == pytest.approx(np.log(2), abs=1e-5)
     assert row["received-loss"] == pytest.approx(CLIENTS[1].loss(FIRST))
 
 
-def test_shares_are_kept_at_the_client_and_go_on_from_round_to_round() -> None:
+def test_shares_stay_at_the_client_between_rounds() -> None:
     strategy, seen = FedEM(num_components=2, other_models=[two_weights.model(SECOND)]), {}
     two_weights.start(
         strategy,
@@ -118,14 +118,14 @@ def test_shares_are_kept_at_the_client_and_go_on_from_round_to_round() -> None:
     assert strategy.client_models() == {}
 
 
-def test_who_learns_from_whom_are_the_shares_in_every_component() -> None:
-    assert by_two(1).collaboration()[1].tolist() == np.eye(3).tolist()  # the components sent last were nobody's yet
+def test_collaboration_weights_are_the_shares_in_every_component() -> None:
+    assert by_two(1).collaboration()[1].tolist() == np.eye(3).tolist()  # the components sent last were initial ones
     clients, weights = by_two(2).collaboration()
     assert clients == [0, 1, 2]
     assert weights == pytest.approx(np.tile([1 / 6, 3 / 6, 2 / 6], (3, 1)))
 
 
-def test_who_was_never_there_finds_its_shares_by_one_step() -> None:
+def test_an_unsampled_client_computes_its_shares_in_one_step() -> None:
     grid = FaultyGrid(two_weights.app_of(CLIENTS), 3, lambda r, c: "error" if c == 2 else "ok")
     strategy = FedEM(num_components=2, other_models=[two_weights.model(SECOND)])
     two_weights.start(strategy, CLIENTS, FIRST, 2, grid)
@@ -151,7 +151,7 @@ def run(strategy, rounds: int = 3, **settings):
 
 
 @pytest.mark.parametrize("settings", [{}, {"optimizer": "adam"}, {"local-epochs": 0, "local-steps": 3}])
-def test_one_component_is_fedavg_bit_for_bit(settings) -> None:
+def test_one_component_equals_fedavg_bit_for_bit(settings) -> None:
     mine, theirs = (
         run(kind, **settings) for kind in (FedEM(num_components=1, fraction_train=0.5), FedAvg(fraction_train=0.5))
     )
@@ -163,15 +163,15 @@ def test_one_component_is_fedavg_bit_for_bit(settings) -> None:
         assert one.get("train-loss", 0) == pytest.approx(other.get("train-loss", 0))
 
 
-def test_the_groups_get_components_and_are_served_better_than_by_one_model() -> None:
-    """Odd clients have the labels the other way round."""
+def test_groups_find_components_and_do_better_than_with_one_model() -> None:
+    """Odd clients swap the labels."""
     strategy = run(FedEM(num_components=2), rounds=25)
     favourite = [int(mixture.shares.argmax()) for mixture in kept_mixtures(strategy).values()]
     assert favourite[0] == favourite[2] != favourite[1] == favourite[3]
     assert strategy.history.rounds[-1]["accuracy"] > run(FedAvg(), rounds=25).history.rounds[-1]["accuracy"] + 0.2
 
 
-def test_how_many_there_are_and_where_they_start_changes_the_result() -> None:
+def test_the_number_and_initial_values_of_components_change_the_result() -> None:
     def result(count: int, other_models=None, **settings) -> dict[str, bytes]:
         return values(run(FedEM(num_components=count, other_models=other_models, **settings)).global_arrays())
 
@@ -221,7 +221,7 @@ def test_mixtures_are_in_the_results_and_predict(tmp_path) -> None:
         assert found.shape == (4, 10) and found.sum(axis=1) == pytest.approx(1)
 
 
-def test_a_site_keeps_its_mixture_from_the_first_round_on(tmp_path) -> None:
+def test_a_site_stores_its_mixture_from_the_first_round_on(tmp_path) -> None:
     class Sites(InlineGrid):
         def __init__(self) -> None:
             super().__init__(two_weights.app_of(CLIENTS), 3)
@@ -314,12 +314,12 @@ def _no_examples(content) -> None:
         (_no_examples, "refused: num-examples is 0, allowed: 1 to 1000000000000"),
     ],
 )
-def test_bad_components_count_like_no_reply_and_say_why(damage, reason) -> None:
-    check_that_it_counts_like_no_reply("fedem", damage, reason)
+def test_bad_components_count_as_a_missing_reply_with_a_reason(damage, reason) -> None:
+    check_that_it_counts_as_a_missing_reply("fedem", damage, reason)
 
 
 @pytest.mark.parametrize("most", [0, 1])
-def test_the_norm_is_that_of_the_component_that_changes_most(most) -> None:
+def test_the_norm_bound_applies_to_the_component_that_changes_most(most) -> None:
     starts = [np.array([0.1, -0.1]), FIRST][:: 1 - 2 * most]
     norms = np.array(
         [
@@ -350,7 +350,7 @@ def test_the_norm_is_that_of_the_component_that_changes_most(most) -> None:
         ({"num_components": 2, "other_models": []}, "other_models is '0 models', allowed: 1, all but the first"),
     ],
 )
-def test_arguments_out_of_range_are_named(arguments, said) -> None:
+def test_out_of_range_arguments_are_named(arguments, said) -> None:
     with pytest.raises(ValueError) as refused:
         FedEM(**arguments)
     assert str(refused.value) == said

@@ -1,4 +1,4 @@
-"""FedeRiCo: the mathematics on numbers that can be checked by hand, and the rounds with real ClientApps."""
+"""FedeRiCo: its formulas on small numbers that can be checked by hand, and rounds with real ClientApps."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ from .test_conformance import everything, values
 # --- The mathematics ----------------------------------------------------------------------------------
 
 
-def test_the_moving_average() -> None:
+def test_losses_are_averaged_exponentially() -> None:
     # 0.4 * 2 + 0.6 * 1, 0.4 * 0 + 0.6 * 5
     assert smooth(np.array([2.0, 0.0]), np.array([1.0, 5.0]), 0.6) == pytest.approx([1.4, 3.0])
 
 
-def test_the_weights() -> None:
+def test_weights_are_a_softmax_of_the_negative_losses() -> None:
     # exp(0) : exp(-log 2) : exp(-log 4) = 4 : 2 : 1
     losses = np.log([1, 2, 4])
     assert collaborator_weights(losses) == pytest.approx(np.array([4, 2, 1]) / 7)
     assert collaborator_weights(losses, temperature=0.5) == pytest.approx(np.array([16, 4, 1]) / 21)
-    # Others have 3 in that sum: 4, 2 and 1 of 7 times 1/4, the rest is theirs.
+    # Other models add 3 to that sum: these have 4/7, 2/7 and 1/7 of 1/4 each, and the other models have the rest.
     assert collaborator_weights(losses, log_rest=np.log(7 / 4 * 3)) == pytest.approx(np.array([4, 2, 1]) / 7 / 4)
 
 
@@ -55,51 +55,53 @@ some_losses = st.lists(st.floats(0, 20), min_size=2, max_size=6)
 
 
 @given(some_losses, some_losses, st.integers(1, 5), st.floats(0.05, 1), st.floats(0.1, 10))
-def test_weights_of_models_at_hand_are_those_of_a_softmax_over_all(latest, before, count, beta, temperature) -> None:
+def test_weights_of_available_models_are_those_of_a_softmax_over_all_models(
+    latest, before, count, beta, temperature
+) -> None:
     clients = list(range(min(len(latest), len(before))))
     table = Losses(dict(zip(clients, latest)), dict(zip(clients, before)))
-    at_hand = clients[:count]
-    log_rest = log_rest_of(table, at_hand, beta, temperature)
-    averages = smooth(table.averages(at_hand), np.array([table.latest[c] for c in at_hand]), beta)
+    available = clients[:count]
+    log_rest = log_rest_of(table, available, beta, temperature)
+    averages = smooth(table.averages(available), np.array([table.latest[c] for c in available]), beta)
     weights = collaborator_weights(averages, temperature, log_rest)
-    table.update(at_hand, [table.latest[c] for c in at_hand], beta)
+    table.update(available, [table.latest[c] for c in available], beta)
     plain = known_weights(table, temperature)
     assert list(plain) == clients and sum(plain.values()) == pytest.approx(1)
-    assert weights == pytest.approx([plain[client] for client in at_hand])
+    assert weights == pytest.approx([plain[client] for client in available])
 
 
 @given(
     st.lists(st.floats(0, LARGEST_LOSS) | st.sampled_from([0.0, LARGEST_LOSS, 1e-300]), min_size=1, max_size=6),
     st.sampled_from([1e-9, 1e-3, 1.0, 1e9]),
 )
-def test_weights_are_weights_whatever_the_losses(losses, temperature) -> None:
+def test_weights_are_a_distribution_for_all_losses(losses, temperature) -> None:
     weights = collaborator_weights(np.array(losses), temperature)
     assert (weights >= 0).all() and weights.sum() == pytest.approx(1)
     assert weights.argmax() == np.argmin(losses) or weights.max() == weights[np.argmin(losses)]
     table = Losses()
     table.update(range(len(losses)), losses, 0.6)
     rest = log_rest_of(table, range(1), 0.6, temperature)
-    at_hand = collaborator_weights(table.averages([0]), temperature, rest)
-    assert np.isfinite(at_hand).all() and (at_hand >= 0).all() and (at_hand <= 1).all()
+    available = collaborator_weights(table.averages([0]), temperature, rest)
+    assert np.isfinite(available).all() and (available >= 0).all() and (available <= 1).all()
 
 
-def test_a_useless_model_gets_no_weight_and_equally_useless_ones_share_it() -> None:
+def test_a_useless_model_gets_no_weight_and_equally_useless_models_share_it() -> None:
     assert collaborator_weights(np.array([0.5, LARGEST_LOSS])).tolist() == [1, 0]
     assert collaborator_weights(np.full(4, LARGEST_LOSS), 1e-9).tolist() == [0.25] * 4
 
 
-def test_losses_over_three_rounds() -> None:
+def test_losses_are_smoothed_over_three_rounds() -> None:
     table = Losses()
     table.update(["a"], [1.0], 0.6)
     assert table.smoothed == pytest.approx({"a": 0.6})
-    table.update(["b"], [0.5], 0.6)  # a is not at hand: its loss is as it was and enters again, 0.24 + 0.6
+    table.update(["b"], [0.5], 0.6)  # a is not available: its last loss counts again, 0.24 + 0.6
     assert table.smoothed == pytest.approx({"a": 0.84, "b": 0.3})
     table.update(["a"], [2.0], 0.6)  # 0.336 + 1.2, and b's 0.12 + 0.3
     assert table.smoothed == pytest.approx({"a": 1.536, "b": 0.42})
     assert table.latest == {"a": 2.0, "b": 0.5}
 
 
-def test_who_has_not_been_seen_counts_0_for_the_choice_and_not_for_the_weights() -> None:
+def test_an_unseen_client_has_loss_0_in_the_selection_and_no_weight() -> None:
     table = Losses({"a": 1.0, "b": 1.0}, {"a": 1.0, "b": 1.0 + np.log(3)})
     assert table.averages(["a", "new"]).tolist() == [1.0, 0.0]
     weights = known_weights(table, 1.0)
@@ -110,7 +112,7 @@ def test_who_has_not_been_seen_counts_0_for_the_choice_and_not_for_the_weights()
         return choose_request(own, clients, table, weights, **settings)
 
     shared = ["a", "b", "me", "new"]
-    for seed in range(5):  # twice as many as are wanted, the others being spares
+    for seed in range(5):  # twice as many as are needed; the rest are spares
         assert request("me", shared, 2, seed=seed).neighbours == ["new", "a", "b"]
     assert request("me", shared, 1).neighbours == ["new", "a"] and request("me", shared, 0).neighbours == []
     assert request("b", shared, 1).neighbours in (["me", "new"], ["new", "me"])
@@ -121,7 +123,7 @@ def test_who_has_not_been_seen_counts_0_for_the_choice_and_not_for_the_weights()
     assert sorted(nothing_yet.neighbours) == ["a", "b", "new"] and nothing_yet.mixture == ["me"]
 
 
-def test_without_exploration_the_best_are_chosen_in_order_and_equals_by_chance() -> None:
+def test_without_exploration_the_best_clients_are_requested_in_order_and_ties_are_random() -> None:
     assert choose_neighbours(np.array([0.5, 0.1, 0.9, 0.3]), 0.0, seed=1).tolist() == [1, 3, 0, 2]
     drawn = [tuple(choose_neighbours(np.array([0.0, 0.4, 0.0]), 0.0, seed)) for seed in range(2000)]
     assert set(drawn) == {(0, 2, 1), (2, 0, 1)}
@@ -129,13 +131,13 @@ def test_without_exploration_the_best_are_chosen_in_order_and_equals_by_chance()
 
 
 @given(st.lists(st.floats(0, 10), max_size=8), st.floats(0, 1), st.integers(0, 99))
-def test_every_choice_is_an_order_of_all(smoothed, epsilon, seed) -> None:
+def test_every_request_is_a_permutation_of_all_candidates(smoothed, epsilon, seed) -> None:
     everybody = choose_neighbours(np.array(smoothed), epsilon, seed).tolist()
     assert sorted(everybody) == list(range(len(smoothed)))
     assert choose_neighbours(np.array(smoothed), epsilon, seed, most=2).tolist() == everybody[:2]
 
 
-def test_frequencies_of_the_choice() -> None:
+def test_requests_have_the_frequencies_of_epsilon_greedy_selection() -> None:
     smoothed = np.array([0.5, 0.1, 0.9, 0.3, 0.7])
     draws = np.array([choose_neighbours(smoothed, 0.3, seed) for seed in range(10_000)])
     first, second = (np.bincount(draws[:, place], minlength=5) / 10_000 for place in (0, 1))
@@ -145,7 +147,7 @@ def test_frequencies_of_the_choice() -> None:
     best = 0.24 * 0.775
     next_best = 0.76 * 0.775 + 3 * 0.06 * 0.075
     after = 0.76 * 0.075 + 2 * 0.06 * 0.075
-    third = after + 0.06 * 0.075  # nothing is special about the third: whoever else came first, 0.3 / 4
+    third = after + 0.06 * 0.075  # the third has the same probability whichever other client came first: 0.3 / 4
     assert best + next_best + 3 * third == pytest.approx(1)
     assert second == pytest.approx([third, best, third, next_best, third], abs=0.015)
     anyone = np.array([choose_neighbours(smoothed, 1.0, seed) for seed in range(10_000)])
@@ -153,25 +155,25 @@ def test_frequencies_of_the_choice() -> None:
         assert np.bincount(anyone[:, place], minlength=5) / 10_000 == pytest.approx([0.2] * 5, abs=0.015)
 
 
-def test_shares_in_a_mixture() -> None:
+def test_weights_below_the_least_get_no_share_in_a_mixture() -> None:
     weights = np.array([0.5, 0.3, 0.19, 0.01])
     assert mixture_shares(weights, 0.0) == pytest.approx(weights)
     assert mixture_shares(weights, 0.19) == pytest.approx(np.array([50, 30, 19, 0]) / 99)
     assert mixture_shares(weights, 0.3) == pytest.approx([0.625, 0.375, 0, 0])
-    assert mixture_shares(weights, 0.6) == pytest.approx(weights)  # nobody has so much
-    assert mixture_shares(np.array([0.1, 0.3]), 0.0) == pytest.approx([0.25, 0.75])  # others may have the rest
+    assert mixture_shares(weights, 0.6) == pytest.approx(weights)  # no weight is as large
+    assert mixture_shares(np.array([0.1, 0.3]), 0.0) == pytest.approx([0.25, 0.75])  # other models may have the rest
     assert mixture_shares(np.zeros(2), 0.5) == pytest.approx([0.5, 0.5])
 
 
-def test_mixtures() -> None:
+def test_mixtures_combine_probabilities_or_logits() -> None:
     probabilities = np.array([[[0.9, 0.1], [0.5, 0.5]], [[0.1, 0.9], [0.2, 0.8]]])  # (2, 2, 2)
     mixed = mixture_of(probabilities, np.array([0.75, 0.25]))
     assert mixed == pytest.approx(np.array([[0.7, 0.3], [0.425, 0.575]]))
     # Of logits: (0.9 / 0.1)^(3/4) (0.1 / 0.9)^(1/4) = 3 to 1, and (0.2 / 0.8)^(1/4) = 1 to sqrt 2
     mixed = mixture_of(probabilities, np.array([0.75, 0.25]), "logits")
     assert mixed == pytest.approx(np.array([[3, 1], [math.sqrt(2) - 1, 2 - math.sqrt(2)]]) / [[4], [1]])
-    one_is_sure = mixture_of(np.array([[[1.0, 0.0]], [[0.5, 0.5]]], np.float32), np.array([0.5, 0.5]), "logits")
-    assert one_is_sure == pytest.approx(np.array([[1.0, 0.0]]))
+    one_certain = mixture_of(np.array([[[1.0, 0.0]], [[0.5, 0.5]]], np.float32), np.array([0.5, 0.5]), "logits")
+    assert one_certain == pytest.approx(np.array([[1.0, 0.0]]))
 
 
 @pytest.mark.parametrize("kind", ["probabilities", "logits"])
@@ -181,7 +183,7 @@ def test_a_model_without_a_share_does_not_spoil_the_mixture(kind) -> None:
     assert mixed == pytest.approx(np.array([[0.9, 0.1]]))
 
 
-def test_accuracy_and_loss_of_probabilities() -> None:
+def test_accuracy_and_loss_are_computed_from_probabilities() -> None:
     rows = np.array([[0.5, 0.25, 0.25], [0.1, 0.8, 0.1]])
     accuracy, loss = accuracy_and_loss(rows, np.array([0, 2]))
     assert accuracy == 0.5 and loss == pytest.approx(-(np.log(0.5) + np.log(0.1)) / 2)
@@ -190,7 +192,7 @@ def test_accuracy_and_loss_of_probabilities() -> None:
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(SGDStep, torch.optim.SGD), (AdamStep, torch.optim.Adam)])
-def test_steps_are_those_of_torch(ours, theirs) -> None:
+def test_optimiser_steps_match_torch(ours, theirs) -> None:
     rng = np.random.default_rng(0)
     parameters = rng.normal(size=7)
     weight = nn.Parameter(torch.tensor(parameters))
@@ -205,7 +207,7 @@ def test_steps_are_those_of_torch(ours, theirs) -> None:
 
 @pytest.mark.parametrize("batch_size", [1, 4, 5, 19, 20, 21, 100])
 @pytest.mark.parametrize("kind", ["linear", "digits-cnn"])
-def test_the_gradient_over_all_data(kind, batch_size) -> None:
+def test_the_gradient_is_the_mean_over_all_samples(kind, batch_size) -> None:
     generator = torch.Generator().manual_seed(0)
     if kind == "linear":
         model, x = nn.Linear(4, 3), torch.randn(20, 4, generator=generator)
@@ -215,7 +217,7 @@ def test_the_gradient_over_all_data(kind, batch_size) -> None:
     before = get_arrays(model)
     expected = torch.autograd.grad(cross_entropy(model(x), y), list(model.parameters()))
     train(model, x, y, steps=1, batch_size=3, optimizer="sgd", learning_rate=0.1, generator=generator)
-    set_arrays(model, before)  # what training leaves behind is not counted
+    set_arrays(model, before)  # gradients left over from training are not counted
     found = mean_gradient(model, x, y, batch_size)
     assert list(found) == [name for name, _ in model.named_parameters()]
     for gradient, plain in zip(found.values(), expected, strict=True):
@@ -223,7 +225,7 @@ def test_the_gradient_over_all_data(kind, batch_size) -> None:
     assert values(to_record(get_arrays(model))) == values(to_record(before))
 
 
-def test_client_ids_in_messages() -> None:
+def test_client_ids_survive_a_message() -> None:
     assert decode(encode([7, "7", "lyon", 'a"b/c'])) == [7, "7", "lyon", 'a"b/c']
     assert decode('[1.5, true, null, [1], {"a": 2}, 3]') == [3]
     for text in ("", "lyon", "7", '{"7": 1}', "[" * 100_000, "[" + "1" * 5000 + "]", None, 7, ["7"], b"\xff"):
@@ -275,7 +277,7 @@ both_selections = pytest.mark.parametrize("selection", ["server", "relay"])
 
 
 @pytest.fixture(autouse=True)
-def _no_time_for_waiting_and_telling(monkeypatch, caplog) -> None:
+def _no_pauses_and_only_warnings(monkeypatch, caplog) -> None:
     monkeypatch.setattr(roster, "NODES_PAUSE", 0.0)
     caplog.set_level("WARNING", "flwr")
 
@@ -299,7 +301,7 @@ def normalised() -> nn.Module:
 
 
 def samples(client: int, dtype: torch.dtype = torch.float32) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Two classes by the sign of a sum; for odd clients the other way round. The later a client, the more it has."""
+    """Two classes by the sign of a sum; odd clients swap the labels. Clients with higher numbers have more samples."""
     x = torch.randn(50, 4, generator=torch.Generator().manual_seed(client), dtype=torch.float64).to(dtype)
     y = ((x[:, 0] + 0.5 * x[:, 1] > 0).long() + client) % 2
     count = 12 + 2 * client
@@ -340,7 +342,7 @@ def run(
 
 
 def outcome(strategy: FedeRiCo) -> tuple:
-    """All that a run comes to, but for seconds, bytes, and the loss that a relay is not told."""
+    """Return all results of a run except seconds, bytes, and the loss that a relay does not receive."""
     models, clients, weights, rows = everything(strategy)
     return (
         models,
@@ -356,7 +358,7 @@ def plain_outcome(num_rounds: int = 3) -> tuple:
 
 
 class After(NamedTuple):
-    """What a strategy held when a round was over: model arrays by client, and the weights."""
+    """What a strategy held after a round: model arrays by client, and the weights."""
 
     models: dict[int, dict[str, np.ndarray]]
     weights: np.ndarray
@@ -370,7 +372,7 @@ def follow(
     timeout: float = 60,
     **settings,
 ) -> tuple[FedeRiCo, dict[int, After]]:
-    """A run, what came of each of its rounds, and something that happens after some of them."""
+    """Run a strategy, call `changes` after the rounds given there, and return the state after each round."""
     strategy = FedeRiCo(**{"num_neighbours": 4, "seed": SEED, **settings})
     after: dict[int, After] = {}
 
@@ -388,7 +390,7 @@ def differ(models: Mapping[str, np.ndarray], others: Mapping[str, np.ndarray]) -
 
 
 def neighbours(strategy: FedeRiCo, server_round: int, client: Any = None) -> Any:
-    """Whose models went to a client in a round, or to each client: client -> list."""
+    """Clients whose models a client received in a round; without `client`, a dict of client -> list."""
     found = {
         row["client"]: json.loads(row["neighbours"] if "neighbours" in row else row["evaluate-neighbours"])
         for row in strategy.history.rows
@@ -406,7 +408,7 @@ def statuses(strategy: FedeRiCo) -> set[str]:
 
 
 def config_of(grid: InlineGrid, client: int) -> dict:
-    """The node config of a client, to be changed."""
+    """Node config of a client, which may be changed."""
     return grid._contexts[1001 + client].node_config
 
 
@@ -419,7 +421,7 @@ class Passed(NamedTuple):
 
 
 class Wiretap(FaultyGrid):
-    """Keeps what passes, as the client sees and says it."""
+    """Records each message as the client receives it, and its reply."""
 
     def __init__(self, app=APP, num_clients: int = CLIENTS, fate=lambda server_round, client: "ok") -> None:
         super().__init__(app, num_clients, fate)
@@ -446,7 +448,7 @@ def places(record: ArrayRecord) -> set[str]:
 
 
 def start_of(client: int, model: Callable[[], nn.Module]) -> nn.Module:
-    """The model that a client makes itself."""
+    """Initial model that a client creates."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_for(SEED, client, MODEL))
         return model()
@@ -476,9 +478,9 @@ def algorithm_1(
     temperature: float,
     eta: float,
 ) -> tuple[dict[int, dict[str, np.ndarray]], dict[tuple[int, int], float]]:
-    """Algorithm 1 by loops and autograd: the models, and the weights w_ib.
+    """Compute Algorithm 1 by loops and autograd: the models, and the weights w_ib.
 
-    For each round, `drawn` has the neighbours of each client that answers.
+    For each round, `drawn` has the neighbours of each client that replies.
     """
     make_optimizer = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}[optimizer]
     phi, optimisers = {}, {}
@@ -539,8 +541,8 @@ def algorithm_1(
         ("steps", "adam", "sum"),
     ],
 )
-def test_rounds_are_those_of_algorithm_1(m_step, optimizer, likelihood, clients, selection) -> None:
-    """Also where clients come late (4) or drop out after their model went to others (2)."""
+def test_rounds_match_algorithm_1(m_step, optimizer, likelihood, clients, selection) -> None:
+    """Client 4 joins late; client 2 drops out after its model went to others."""
     away = {(1, 4), (3, 2)}
 
     def fate(server_round: int, client: int) -> str:
@@ -568,7 +570,7 @@ def test_rounds_are_those_of_algorithm_1(m_step, optimizer, likelihood, clients,
     if clients == 2:
         assert drawn == [{0: [], 1: []}, {0: [1], 1: [0]}, {0: [1], 1: [0]}]
     else:
-        assert any(2 in others for others in drawn[2].values()) and 2 not in drawn[2]  # drawn, and gone
+        assert any(2 in others for others in drawn[2].values()) and 2 not in drawn[2]  # sampled, and then gone
         assert drawn[0] == {i: [] for i in range(4)} and not any(4 in others for others in drawn[1].values())
         assert all(len(others) == 2 for choices in drawn[1:] for others in choices.values())
     models, weights = algorithm_1(drawn, m_step, optimizer, likelihood, beta=0.6, temperature=0.7, eta=eta)
@@ -580,7 +582,7 @@ def test_rounds_are_those_of_algorithm_1(m_step, optimizer, likelihood, clients,
     assert found == pytest.approx(np.array([[weights.get((i, j), 0.0) for j in names] for i in names]), abs=1e-10)
 
 
-def test_clients_start_from_weights_of_their_own_and_find_their_kind() -> None:
+def test_clients_start_from_different_weights_and_find_similar_clients() -> None:
     grid = Wiretap()
     strategy = run(grid, 12, local={"local-epochs": 2}, num_neighbours=3, temperature=0.2)
     begun = [each.up["arrays"]["model/weight"].numpy() for each in grid.training(1)]
@@ -593,13 +595,13 @@ def test_clients_start_from_weights_of_their_own_and_find_their_kind() -> None:
     assert strategy.history.rounds[-1]["accuracy"] > 0.85
 
 
-def test_without_neighbours_it_is_local_training() -> None:
+def test_without_neighbours_it_equals_local_training() -> None:
     settings = {"num_rounds": 3, "model": seeded, "local": {"local-epochs": 2}}
     ours, plain = run(num_neighbours=0, **settings), run(strategy=Local(), **settings)
     for client, record in plain.client_models().items():
         for name, array in read_record(record).items():
             assert read_record(ours.client_models()[client])[name] == pytest.approx(array, abs=1e-6)
-    for server_round in (1, 2, 3):  # what Local says of a trained model is said here when the next round begins
+    for server_round in (1, 2, 3):  # FedeRiCo reports in the next round what Local reports of the model just trained
         trained = column(plain, "personal-accuracy", server_round)
         assert column(ours, "personal-accuracy", server_round + 1) == trained
         assert column(ours, "received-accuracy", server_round + 1) == trained
@@ -609,7 +611,7 @@ def test_without_neighbours_it_is_local_training() -> None:
 
 @pytest.mark.parametrize("m_step", ["epochs", "gradient"])
 @pytest.mark.parametrize("min_weight", [0.0, 0.001])
-def test_one_hot_weights_let_no_update_reach_others(m_step, min_weight) -> None:
+def test_one_hot_weights_pass_no_update_to_other_clients(m_step, min_weight) -> None:
     def opposites(temperature: float, neighbours: int) -> FedeRiCo:
         return run(
             InlineGrid(APP, 2),
@@ -646,7 +648,7 @@ def test_the_order_of_replies_changes_no_bit(m_step, selection) -> None:
         {"mixture": "logits", "mixture_threshold": 0.2},
     ],
 )
-def test_a_relay_comes_to_the_same_as_a_server_that_chooses(settings) -> None:
+def test_a_relay_gives_the_same_result_as_selection_at_the_server(settings) -> None:
     def fate(server_round: int, client: int) -> str:
         return "error" if (server_round, client) in {(1, 0), (3, 2)} else "ok"
 
@@ -659,8 +661,8 @@ def test_a_relay_comes_to_the_same_as_a_server_that_chooses(settings) -> None:
 
 
 @pytest.mark.parametrize("m_step", ["epochs", "gradient"])
-def test_a_client_that_drops_after_being_drawn_loses_its_work_alone(m_step) -> None:
-    """Its model still moves, by what those send who have it."""
+def test_a_client_that_drops_out_after_sampling_loses_only_its_own_training(m_step) -> None:
+    """Its model still changes, by the updates of the clients that received it."""
     ends = []
     for fate in ("error", "lost", "silent"):
 
@@ -676,7 +678,7 @@ def test_a_client_that_drops_after_being_drawn_loses_its_work_alone(m_step) -> N
     assert ends[0] == ends[1] == ends[2]
 
 
-# --- What passes --------------------------------------------------------------------------------------
+# --- Messages -----------------------------------------------------------------------------------------
 
 
 @both_selections
@@ -685,8 +687,8 @@ def test_small_weights_send_no_update(selection) -> None:
     strategy, after = follow(grid, num_neighbours=3, min_weight=0.25, selection=selection)
     counts = Counter()
     for each in grid.training():
-        at_hand = [each.client, *neighbours(strategy, each.server_round, each.client)]
-        weights = after[each.server_round].weights[each.client, at_hand]
+        available = [each.client, *neighbours(strategy, each.server_round, each.client)]
+        weights = after[each.server_round].weights[each.client, available]
         assert places(each.up["arrays"]) - {"model"} == {str(place) for place in np.flatnonzero(weights >= 0.25)}
         withheld = int((weights < 0.25).sum())
         assert column(strategy, "updates-withheld", each.server_round)[each.client] == withheld
@@ -695,7 +697,7 @@ def test_small_weights_send_no_update(selection) -> None:
     assert counts[1] == 0 and 0 < counts[4] < 4 * CLIENTS
 
 
-def test_with_weights_too_small_for_any_update_nothing_moves() -> None:
+def test_without_updates_no_model_changes() -> None:
     strategy, after = follow(num_neighbours=2, min_weight=1.0)
     assert not any(differ(after[4].models[client], after[1].models[client]) for client in range(CLIENTS))
     assert strategy.history.rounds[2]["updates-withheld"] == 3 * CLIENTS and statuses(strategy) == {"ok"}
@@ -703,7 +705,7 @@ def test_with_weights_too_small_for_any_update_nothing_moves() -> None:
 
 @cache
 def sizes(clients: int, num_neighbours: int, selection: str = "server") -> set[tuple[int, int]]:
-    """Bytes down and up per client, in a round in which all models are there."""
+    """Bytes down and up per client, in a round in which all models exist."""
     grid = InlineGrid(APP, clients)
     for number in range(clients):
         config_of(grid, number)["client-id"] = chr(ord("a") + number)
@@ -711,7 +713,7 @@ def sizes(clients: int, num_neighbours: int, selection: str = "server") -> set[t
     return {(row["bytes-down"], row["bytes-up"]) for row in strategy.history.rows if row["round"] == 3}
 
 
-def test_messages_grow_with_the_neighbours_and_not_with_the_clients() -> None:
+def test_message_size_grows_with_the_neighbours_and_not_with_the_clients() -> None:
     assert len(sizes(6, 2)) == 1
     assert sizes(6, 2) == sizes(12, 2)
     (one,), (two,), (three,) = (sizes(6, num_neighbours) for num_neighbours in (1, 2, 3))
@@ -720,22 +722,22 @@ def test_messages_grow_with_the_neighbours_and_not_with_the_clients() -> None:
         assert two[direction] - one[direction] == three[direction] - two[direction] > parameters
 
 
-def test_a_client_is_sent_its_own_model_and_no_more_than_it_is_to_have() -> None:
+def test_a_client_receives_its_own_model_and_no_more_than_it_requested() -> None:
     grid = Wiretap()
     strategy = run(grid)
     for each in grid.passed:
-        at_hand = decode(each.down["config"]["models"])
-        assert at_hand == [each.client, *neighbours(strategy, each.server_round, each.client)]
-        there = {str(place) for place in range(len(at_hand))} if each.server_round > 1 else set()
+        available = decode(each.down["config"]["models"])
+        assert available == [each.client, *neighbours(strategy, each.server_round, each.client)]
+        there = {str(place) for place in range(len(available))} if each.server_round > 1 else set()
         assert places(each.down["arrays"]) == there
         if each.kind == "train":
-            assert len(at_hand) == (1 if each.server_round == 1 else 3)
+            assert len(available) == (1 if each.server_round == 1 else 3)
             assert ("model" in places(each.up["arrays"])) == (each.server_round == 1)
     assert [line["models-sent"] for line in strategy.history.rounds[:3]] == [0, 3 * CLIENTS, 3 * CLIENTS]
 
 
 def relay_grid(**node_config) -> Wiretap:
-    """Clients as at sites: no partition-id."""
+    """Clients without a partition-id, as at sites."""
     grid = Wiretap()
     for number in range(CLIENTS):
         config_of(grid, number).clear()
@@ -752,7 +754,7 @@ def relay_grid(**node_config) -> Wiretap:
         (lambda: relay_grid(**{"report-weights": False}), False),
     ],
 )
-def test_a_relay_is_not_told_losses_and_weights_only_if_the_site_agrees(grid, agreed) -> None:
+def test_a_relay_receives_losses_and_weights_only_if_the_site_agrees(grid, agreed) -> None:
     grid = grid()
     strategy = run(grid, selection="relay", mixture_threshold=0.0)
     assert statuses(strategy) == {"ok"}
@@ -774,12 +776,12 @@ def test_a_relay_is_not_told_losses_and_weights_only_if_the_site_agrees(grid, ag
         assert clients == list(range(CLIENTS)) and weights.sum(axis=1) == pytest.approx(1)
     else:
         assert clients == [] and weights.shape == (0, 0)
-    # The work is the same either way.
+    # The computation is the same in both cases.
     assert outcome(strategy)[0] == outcome(run(mixture_threshold=0.0))[0]
     assert strategy.losses == {}
 
 
-def test_weights_are_known_of_those_who_tell_them() -> None:
+def test_the_server_knows_the_weights_of_clients_that_report_them() -> None:
     grid = Wiretap()
     config_of(grid, 1)["report-weights"] = False
     clients, weights = run(grid, selection="relay").collaboration()
@@ -788,7 +790,7 @@ def test_weights_are_known_of_those_who_tell_them() -> None:
 
 
 def changed(**entries: Any) -> Callable[[Any], None]:
-    """A reply's config with other entries, or without those that are None."""
+    """Replace entries of a reply's config; remove those that are None."""
 
     def change(content) -> None:
         config = {**content["config"], **{key.replace("_", "-"): entry for key, entry in entries.items()}}
@@ -800,8 +802,8 @@ def changed(**entries: Any) -> Callable[[Any], None]:
 @pytest.mark.parametrize(
     ("wish", "due"),
     [
-        ('[17, "0", -1]', []),  # nobody's
-        ("[2]", []),  # its own
+        ('[17, "0", -1]', []),  # of no client
+        ("[2]", []),  # its own model
         ("[0, 0, 2, 0, 1, 3]", [0, 1]),
         ("[0]", [0]),
         ("[]", []),
@@ -816,7 +818,7 @@ def changed(**entries: Any) -> Callable[[Any], None]:
         (str([3] * 50_000 + [1]), [3, 1]),
     ],
 )
-def test_malformed_wishes_do_no_harm(wish, due) -> None:
+def test_malformed_requests_are_harmless(wish, due) -> None:
     def fate(server_round: int, client: int) -> object:
         return changed(neighbours=wish, mixture=wish) if client == 2 else "ok"
 
@@ -824,10 +826,10 @@ def test_malformed_wishes_do_no_harm(wish, due) -> None:
     assert statuses(strategy) == {"ok"}
     assert [neighbours(strategy, server_round, 2) for server_round in (1, 2, 3)] == [[], due, due]
     assert all(len(neighbours(strategy, 3, client)) == 2 for client in (0, 1, 3, 4))
-    assert neighbours(strategy, 4, 2) == due  # nor does it get more in the closing evaluation
+    assert neighbours(strategy, 4, 2) == due  # the closing evaluation sends no more either
 
 
-def test_a_relay_for_clients_that_have_nobody_to_wish_for() -> None:
+def test_a_relay_runs_clients_that_have_no_neighbours() -> None:
     alone = run(InlineGrid(APP, 1), selection="relay", min_available_nodes=1)
     assert statuses(alone) == {"ok"} and neighbours(alone, 3) == {0: []}
     grid = InlineGrid(APP, 2)
@@ -850,7 +852,7 @@ def test_a_relay_for_clients_that_have_nobody_to_wish_for() -> None:
         ("[2, 1]", [0.5, 0.4]),
     ],
 )
-def test_malformed_weights_count_as_none(weights_of, weights) -> None:
+def test_malformed_weights_count_as_missing(weights_of, weights) -> None:
     def fate(server_round: int, client: int) -> object:
         return changed(weights_of=weights_of, weights=weights) if client == 2 else "ok"
 
@@ -866,12 +868,12 @@ def fate_of_3(fate: object, server_round: int) -> Callable[[int, int], object]:
 
 @cache
 def without_3(server_round: int, **settings) -> tuple:
-    """What a run comes to in which client 3's reply is lost in one round."""
+    """Return the results of a run in which client 3's reply is lost in one round."""
     return outcome(run(FaultyGrid(APP, CLIENTS, fate_of_3("lost", server_round)), 3, **settings))[:3]
 
 
 def check_that_it_is_refused(damage: Callable[[Any], None], reason: str, server_round: int = 2, **settings) -> None:
-    """What client 3 sends is refused with this reason, and the run is as if it had been lost."""
+    """Check that client 3's reply is refused for this reason, and the run equals one in which it is lost."""
     bad = run(FaultyGrid(APP, CLIENTS, fate_of_3(damage, server_round)), 3, **settings)
     (row,) = (row for row in bad.history.rows if row["status"] != "ok")
     assert (row["round"], row["client"], row["status"]) == (server_round, 3, f"refused: {reason}")
@@ -896,7 +898,7 @@ def test_malformed_losses_are_refused(losses, said) -> None:
 
 
 def arrays(**new: np.ndarray | None) -> Callable[[Any], None]:
-    """A reply with other arrays; the name's first _ stands for /."""
+    """Replace arrays of a reply; the first _ of a name represents /."""
 
     def change(content) -> None:
         for name, array in new.items():
@@ -930,8 +932,9 @@ WEIGHT, BIAS = np.ones((2, 4), np.float32), np.ones(2, np.float32)
         (arrays(at1_weight=WEIGHT), "arrays '1' belong to no model that was sent", 1),
     ],
 )
-def test_what_is_not_an_update_of_a_model_at_hand_is_refused(damage, reason, server_round) -> None:
-    check_that_it_is_refused(damage, reason, server_round, min_weight=0.0)  # so that all is there to be damaged
+def test_malformed_updates_are_refused(damage, reason, server_round) -> None:
+    # With min-weight 0 the reply has every array that is damaged here.
+    check_that_it_is_refused(damage, reason, server_round, min_weight=0.0)
 
 
 def _diverged(content) -> None:
@@ -944,7 +947,7 @@ def _diverged(content) -> None:
 
 @both_selections
 @pytest.mark.parametrize("min_weight", [0.0, 0.001])
-def test_a_model_that_diverged_harms_nobody_else(min_weight, selection) -> None:
+def test_a_diverged_model_affects_no_other_client(min_weight, selection) -> None:
     def fate(server_round: int, client: int) -> object:
         return _diverged if (server_round, client) == (1, 3) else "ok"
 
@@ -969,11 +972,11 @@ def test_a_model_that_diverged_harms_nobody_else(min_weight, selection) -> None:
     assert strategy.history.rounds[-1]["accuracy"] > 0.75
 
 
-# --- Who is there -------------------------------------------------------------------------------------
+# --- Joining and leaving ------------------------------------------------------------------------------
 
 
 class Crowd(InlineGrid):
-    """Nodes that come and go."""
+    """Nodes that connect and disconnect."""
 
     def __init__(self, app=APP, num_clients: int = CLIENTS) -> None:
         super().__init__(app, num_clients)
@@ -988,7 +991,7 @@ class Crowd(InlineGrid):
 
 @both_selections
 @pytest.mark.parametrize("share_absent", [False, True])
-def test_the_model_of_a_client_that_left(share_absent, selection) -> None:
+def test_the_model_of_a_disconnected_client_is_used_only_with_share_absent(share_absent, selection) -> None:
     grid = Crowd()
     changes = {2: lambda: grid.leaves(4), 4: lambda: grid.comes(4)}
     strategy, after = follow(grid, 6, changes, share_absent=share_absent, selection=selection)
@@ -998,13 +1001,13 @@ def test_the_model_of_a_client_that_left(share_absent, selection) -> None:
         assert set(found) == {0, 1, 2, 3}
         assert all((4 in others) == share_absent for others in found.values())
         assert differ(after[server_round].models[4], after[server_round - 1].models[4]) == share_absent
-    # In round 5 it is back, and has the others' models; they choose it then.
+    # In round 5 it is back and receives the others' models; they request its model in that round.
     assert sorted(neighbours(strategy, 5, 4)) == [0, 1, 2, 3]
     assert all(4 in others for client, others in neighbours(strategy, 6).items() if client != 4)
 
 
 @pytest.mark.parametrize("share_absent", [False, True])
-def test_the_closing_mixtures_are_of_models_that_can_be_had(share_absent) -> None:
+def test_closing_mixtures_contain_available_models_only(share_absent) -> None:
     grid = Crowd()
     strategy, _ = follow(
         grid, 3, {2: lambda: grid.leaves(4)}, share_absent=share_absent, mixture_threshold=0.0, temperature=10.0
@@ -1015,24 +1018,24 @@ def test_the_closing_mixtures_are_of_models_that_can_be_had(share_absent) -> Non
 
 
 @both_selections
-def test_a_newcomer_is_explored(selection) -> None:
+def test_a_new_client_is_explored(selection) -> None:
     grid = Crowd()
     grid.leaves(4)
     strategy, _ = follow(grid, 6, {4: lambda: grid.comes(4)}, num_neighbours=1, epsilon=0.0, selection=selection)
     for client in range(4):
-        # One new model a round until all have been seen.
+        # One new model a round until all have been received.
         seen = [neighbours(strategy, server_round, client)[0] for server_round in (2, 3, 4)]
         assert sorted([client, *seen]) == [0, 1, 2, 3]
         assert neighbours(strategy, 5, client) != [4] == neighbours(strategy, 6, client)
     assert neighbours(strategy, 5, 4)[0] in range(4)
     clients, weights = strategy.collaboration()
     assert clients == [0, 1, 2, 3, 4]
-    assert np.count_nonzero(weights[4]) == 3  # its own, and one in each of its rounds
+    assert np.count_nonzero(weights[4]) == 3  # its own model, and one in each of its rounds
     assert (weights[:4] > 0).all()
 
 
 @both_selections
-def test_who_has_no_model_yet_is_replaced_by_the_next_choice(selection) -> None:
+def test_a_client_without_a_model_is_replaced_by_the_next_candidate(selection) -> None:
     def fate(server_round: int, client: int) -> str:
         return "error" if client == 3 and server_round < 3 else "ok"
 
@@ -1050,10 +1053,10 @@ def test_a_site_that_does_not_share_its_model_trains_alone(selection) -> None:
     config_of(grid, 1)["share-model"] = False
     strategy = run(grid, num_neighbours=4, selection=selection)
     for each in grid.passed:
-        at_hand = decode(each.down["config"]["models"])
-        assert at_hand == [1] if each.client == 1 else 1 not in at_hand
+        available = decode(each.down["config"]["models"])
+        assert available == [1] if each.client == 1 else 1 not in available
         if each.client != 1 and each.kind == "train" and each.server_round > 1:
-            assert len(at_hand) == 4
+            assert len(available) == 4
     alone = run(num_neighbours=0, selection=selection)
     assert values(strategy.client_models()[1]) == values(alone.client_models()[1])
     for server_round in range(1, 5):
@@ -1063,7 +1066,7 @@ def test_a_site_that_does_not_share_its_model_trains_alone(selection) -> None:
 
 
 @pytest.mark.parametrize("wish", ["false", 0, "no"])
-def test_a_wish_not_to_share_that_is_unclear_is_not_guessed_at(wish) -> None:
+def test_an_invalid_share_model_entry_is_refused(wish) -> None:
     grid = Wiretap()
     config_of(grid, 1)["share-model"] = wish
     strategy = run(grid)
@@ -1075,8 +1078,8 @@ def test_a_wish_not_to_share_that_is_unclear_is_not_guessed_at(wish) -> None:
 
 @both_selections
 @pytest.mark.parametrize("share_absent", [False, True])
-def test_a_site_may_withdraw_its_model(share_absent, selection) -> None:
-    """It says so when it connects again, as another node."""
+def test_a_site_can_withdraw_its_model(share_absent, selection) -> None:
+    """It does so when it connects again, as another node."""
     grid = Crowd()
 
     def withdraws() -> None:
@@ -1098,7 +1101,7 @@ def test_a_site_may_withdraw_its_model(share_absent, selection) -> None:
 
 
 def probabilities_of(models: Iterable[Mapping[str, np.ndarray]], client: int) -> np.ndarray:
-    """Of each model on a client's test data, (k, n, N)."""
+    """Probabilities of each model on a client's test data, shape (k, n, N)."""
     found = []
     for model in models:
         module = linear()
@@ -1109,17 +1112,17 @@ def probabilities_of(models: Iterable[Mapping[str, np.ndarray]], client: int) ->
 
 @both_selections
 @pytest.mark.parametrize("mixture", ["probabilities", "logits"])
-def test_what_a_round_says_is_of_the_models_that_it_began_with(mixture, selection) -> None:
+def test_a_round_reports_the_models_that_it_started_with(mixture, selection) -> None:
     strategy, after = follow(
         num_neighbours=3, temperature=0.3, mixture=mixture, mixture_threshold=0.15, selection=selection
     )
     dropped = 0
     for server_round in (2, 3, 4):
         for client in range(CLIENTS):
-            at_hand = [client, *neighbours(strategy, server_round, client)]
-            probabilities = probabilities_of([after[server_round - 1].models[other] for other in at_hand], client)
+            available = [client, *neighbours(strategy, server_round, client)]
+            probabilities = probabilities_of([after[server_round - 1].models[other] for other in available], client)
             labels = samples(client)["test"][1].numpy()
-            shares = mixture_shares(after[server_round].weights[client, at_hand], 0.15)
+            shares = mixture_shares(after[server_round].weights[client, available], 0.15)
             dropped += int((shares == 0).sum())
             mixed = mixture_of(probabilities, shares, mixture)
             (row,) = (row for row in strategy.history.rows if (row["round"], row["client"]) == (server_round, client))
@@ -1132,7 +1135,7 @@ def test_what_a_round_says_is_of_the_models_that_it_began_with(mixture, selectio
 
 @both_selections
 @pytest.mark.parametrize("mixture", ["probabilities", "logits"])
-def test_what_a_client_keeps_predicts_without_a_server(mixture, selection) -> None:
+def test_a_stored_mixture_predicts_without_a_server(mixture, selection) -> None:
     grid = InlineGrid(APP, CLIENTS)
     strategy, after = follow(
         grid, 5, num_neighbours=2, temperature=0.3, mixture=mixture, mixture_threshold=0.15, selection=selection
@@ -1165,7 +1168,7 @@ def test_what_a_client_keeps_predicts_without_a_server(mixture, selection) -> No
 
 
 @pytest.mark.parametrize("damage", ["truncated", "empty", "text", "another kind", "no model"])
-def test_a_damaged_mixture_is_named_in_one_line(damage, tmp_path) -> None:
+def test_a_damaged_mixture_is_reported_in_one_line(damage, tmp_path) -> None:
     from safetensors.numpy import save_file
 
     grid = InlineGrid(APP, 2)
@@ -1185,12 +1188,12 @@ def test_a_damaged_mixture_is_named_in_one_line(damage, tmp_path) -> None:
     assert str(refusal.value).startswith(f"{path} holds no mixture of models (") and "\n" not in str(refusal.value)
 
 
-# --- Layers that count --------------------------------------------------------------------------------
+# --- Running statistics -------------------------------------------------------------------------------
 
 
 @both_selections
 @pytest.mark.parametrize("m_step", ["epochs", "gradient"])
-def test_what_normalisation_layers_count_follows_the_owner_alone(m_step, selection) -> None:
+def test_running_statistics_come_from_the_model_s_owner_alone(m_step, selection) -> None:
     def fate(server_round: int, client: int) -> str:
         return "error" if (server_round, client) == (3, 1) else "ok"
 
@@ -1215,7 +1218,7 @@ def test_what_normalisation_layers_count_follows_the_owner_alone(m_step, selecti
             for name in buffers:
                 assert now[name] == pytest.approx((counted if there else before)[name], abs=1e-5)
                 assert not there or now[name] != pytest.approx(before[name], abs=1e-5)
-            assert now["0.weight"] != pytest.approx(before["0.weight"], abs=1e-5)  # others have it too
+            assert now["0.weight"] != pytest.approx(before["0.weight"], abs=1e-5)  # other clients receive it too
             assert now["1.num_batches_tracked"].dtype == np.int64 and now["1.num_batches_tracked"] >= 0
             assert all(np.isfinite(array).all() for array in now.values())
     assert statuses(strategy) == {"ok", "error 0: the worker"}
@@ -1250,17 +1253,17 @@ def test_every_setting_changes_the_result(setting, others) -> None:
     assert other[3] != plain[3]
 
 
-def test_who_keeps_the_losses_and_whether_absent_clients_share_reach_the_clients() -> None:
-    """What these two come to is tested above; here, that nothing else does."""
+def test_selection_and_share_absent_reach_the_clients() -> None:
+    """Their effects are tested above; here, that nothing else changes."""
     assert outcome(run(selection="relay")) == plain_outcome() == outcome(run(share_absent=False))
     assert everything(run(selection="relay")) != everything(run())
 
 
-# --- Clients that mean no good, and sites that trust nobody --------------------------------------------
+# --- Malicious clients, and sites that do not trust the server -----------------------------------------
 
 
-def test_a_site_that_does_not_share_refuses_a_server_that_has_not_heard_it() -> None:
-    """As where what it says of that is lost on the way."""
+def test_a_site_that_does_not_share_refuses_a_server_that_ignores_this() -> None:
+    """As when its introduction is lost on the way."""
     grid = Wiretap()
     for number in range(CLIENTS):
         config_of(grid, number)["client-id"] = 1001 + number
@@ -1277,16 +1280,16 @@ def test_a_site_that_does_not_share_refuses_a_server_that_has_not_heard_it() -> 
     assert set(status.values()) == {"ok"} and 1002 not in strategy.client_models()
 
 
-def test_a_client_that_tells_no_accuracy_takes_the_closing_evaluation_from_nobody() -> None:
-    def mute(content) -> None:
+def test_the_closing_evaluation_runs_although_a_client_reports_no_accuracy() -> None:
+    def drop(content) -> None:
         for name in ("mixture-accuracy", "mixture-loss"):
             del content["metrics"][name]
 
-    grid = FaultyGrid(APP, CLIENTS, lambda server_round, client: mute if (server_round, client) == (3, 2) else "ok")
+    grid = FaultyGrid(APP, CLIENTS, lambda server_round, client: drop if (server_round, client) == (3, 2) else "ok")
     strategy = run(grid, 3)
     assert set(neighbours(strategy, 4)) == {0, 1, 3, 4}
     row = next(row for row in strategy.history.rows if (row["round"], row["client"]) == (3, 2))
-    # What it was sent to train and what it was sent to evaluate are both on record.
+    # The models sent for training and those sent for evaluation are both recorded.
     assert len(json.loads(row["neighbours"])) == 2 and "evaluate-neighbours" in row
     assert len(saved_files(grid.run.run_id, MIXTURE)) == CLIENTS
 
@@ -1298,7 +1301,7 @@ def test_the_final_mixture_holds_no_more_models_than_a_round(selection) -> None:
 
 
 @both_selections
-def test_the_strategys_own_seed_is_the_one_that_counts(selection) -> None:
+def test_the_seed_of_the_strategy_is_used(selection) -> None:
     grids = {seed: Wiretap() for seed in (0, 7)}
     chosen = {
         seed: [neighbours(run(grid, selection=selection, seed=seed), r) for r in (2, 3)] for seed, grid in grids.items()
@@ -1307,13 +1310,13 @@ def test_the_strategys_own_seed_is_the_one_that_counts(selection) -> None:
     assert chosen[7] == [neighbours(run(seed=7), r) for r in (2, 3)]
 
 
-def test_the_buffers_of_a_model_are_its_owners_alone_to_change() -> None:
-    def meddle(content) -> None:
+def test_only_the_owner_of_a_model_changes_its_buffers() -> None:
+    def change_buffers(content) -> None:
         name = next(key for key in content["arrays"] if key.endswith("running_var")).partition("/")[2]
         content["arrays"][f"1/{name}"] = Array(np.full(tuple(content["arrays"][f"0/{name}"].shape), -50, np.float32))
 
     def fate(server_round: int, client: int) -> object:
-        return meddle if (server_round, client) == (2, 3) else "ok"
+        return change_buffers if (server_round, client) == (2, 3) else "ok"
 
     strategy = run(FaultyGrid(APPS[normalised], CLIENTS, fate), 3, normalised)
     (row,) = [row for row in strategy.history.rows if row["status"] != "ok"]
@@ -1336,7 +1339,7 @@ class Tied(nn.Module):
 
 
 @pytest.mark.parametrize("m_step", ["epochs", "gradient"])
-def test_a_parameter_with_two_names_moves_under_both(m_step) -> None:
+def test_a_tied_parameter_is_updated_under_both_names(m_step) -> None:
     grid = InlineGrid(app_of(Tied), CLIENTS)
     strategy = FedeRiCo(num_neighbours=2, seed=SEED, m_step=m_step)
     config = ConfigRecord(LOCAL)

@@ -1,4 +1,4 @@
-"""FedFomo: rounds by hand, without gains it is training alone, and what clients say is looked at."""
+"""FedFomo: rounds by hand, its equality with local training, and checks of what clients report."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from kindred.messages import to_record
 
 from . import test_client, two_weights
 from .grids import FaultyGrid
-from .test_conformance import check_that_it_counts_like_no_reply, everything, values
+from .test_conformance import check_that_it_counts_as_a_missing_reply, everything, values
 from .two_weights import Client, weights_of
 
 # --- The mathematics ----------------------------------------------------------------------------------
 
 
-def test_weights_are_gains_over_distances() -> None:
-    # (1.0 - 0.8) / 2 = 0.1, (1.0 - 0.5) / 1 = 0.5, and 1.2 is a loss
+def test_weights_are_loss_decreases_over_distances() -> None:
+    # (1.0 - 0.8) / 2 = 0.1, (1.0 - 0.5) / 1 = 0.5, and 1.2 is an increase
     assert model_weights(1.0, [0.8, 0.5, 1.2], [2.0, 1.0, 1.0]) == pytest.approx([1 / 6, 5 / 6, 0])
 
 
@@ -37,16 +37,17 @@ def test_weights_are_gains_over_distances() -> None:
     [
         (1.0, [1.0, 1.0], [2.0, 3.0], [0, 0]),  # equal losses
         (1.0, [1.5, 2.0], [2.0, 3.0], [0, 0]),
-        (1.0, [0.5, 0.5], [0.0, 3.0], [0, 1]),  # the first is no other than the one before
+        (1.0, [0.5, 0.5], [0.0, 3.0], [0, 1]),  # the first model equals the previous one
         (1.0, [np.nan, 0.5, 0.9], [1.0, np.inf, 1.0], [0, 0, 1]),
-        (np.nan, [2.0, 3.0, np.inf], [1.0, 3.0, 1.0], [0.75, 0.25, 0]),  # any is better than that, the nearer the more
+        # Every finite loss is better than NaN; nearer models have more weight.
+        (np.nan, [2.0, 3.0, np.inf], [1.0, 3.0, 1.0], [0.75, 0.25, 0]),
     ],
 )
-def test_weights_where_there_is_nothing_to_compare(before, losses, distances, weights) -> None:
+def test_weights_are_defined_where_losses_cannot_be_compared(before, losses, distances, weights) -> None:
     assert model_weights(before, losses, distances) == pytest.approx(weights)
 
 
-def test_a_combination_is_of_the_floats() -> None:
+def test_a_combination_averages_floats_only() -> None:
     own = {"w": np.array([1.0, 2.0], np.float32), "steps": np.array(3)}
     other = {"w": np.array([5.0, 4.0], np.float32), "steps": np.array(9)}
     found = combined([own, other], np.array([0.25, 0.75]))
@@ -57,14 +58,14 @@ def test_a_combination_is_of_the_floats() -> None:
     assert b + 0.25 * (own["w"] - b) + 0.75 * (other["w"] - b) == pytest.approx(found["w"])
 
 
-def test_a_model_by_itself_stays_the_same_bits() -> None:
+def test_a_model_with_weight_one_keeps_its_bits() -> None:
     own = {"w": np.array([0.1, -0.0, 1e-40], np.float32)}
     found = combined([own, {"w": np.full(3, np.nan, np.float32)}], np.array([1.0, 0.0]))
     assert found["w"].tobytes() == own["w"].tobytes()
 
 
 @given(st.integers(1, 60), st.floats(0.01, 0.99), st.integers(0, 9))
-def test_samples_are_for_training_or_for_validation(size, share, seed) -> None:
+def test_a_sample_is_for_training_or_for_validation(size, share, seed) -> None:
     training, validation = split(size, share, seed)
     if size == 1:
         assert training.tolist() == validation.tolist() == [0]
@@ -81,7 +82,7 @@ def test_the_split_depends_on_the_seed_alone() -> None:
 
 # --- Rounds by hand -----------------------------------------------------------------------------------
 
-# They agree on the class of a positive number. Client 1 learns more quickly, and client 2 wants the contrary.
+# Clients 0 and 1 agree on the class of a positive number, and client 1 learns faster. Client 2 swaps the labels.
 CLIENTS = [
     Client(1.0, 0, 2, validation=(1.0, 0)),
     Client(2.0, 0, 1, validation=(1.0, 0)),
@@ -95,10 +96,10 @@ def three(rounds: int, **more) -> FedFomo:
     return two_weights.start(strategy, CLIENTS, START, rounds)
 
 
-def test_two_rounds_are_the_papers() -> None:
+def test_two_rounds_match_the_paper() -> None:
     first = [client.step(START) for client in CLIENTS]
     found = [weights_of(record) for record in three(1).client_models().values()]
-    assert [w.tolist() for w in found] == [pytest.approx(w.tolist()) for w in first]  # nobody else has a model yet
+    assert [w.tolist() for w in found] == [pytest.approx(w.tolist()) for w in first]  # no other client has a model yet
     # 1 / (1 + e^0.4) = 0.40131 for client 0, 1 / (1 + e^0.8) = 0.31003 for client 1, twice as fast
     assert found[0] == pytest.approx([0.2 + 0.5 * 0.40131, -0.2 - 0.5 * 0.40131], abs=1e-5)
     assert found[1] == pytest.approx([0.2 + 0.31003, -0.2 - 0.31003], abs=1e-5)
@@ -111,12 +112,12 @@ def test_two_rounds_are_the_papers() -> None:
     assert strategy._weights[0] == pytest.approx({0: own, 1: other, 2: 0}, abs=1e-5)
     expected = CLIENTS[0].step(own * first[0] + other * first[1])
     assert weights_of(strategy.client_models()[0]) == pytest.approx(expected, abs=1e-5)
-    # To client 2 the others are worse than before: it trains alone.
+    # For client 2 the others are worse than its previous model: it trains alone.
     assert strategy._weights[2] == {0: 0.0, 1: 0.0, 2: 1.0}
     assert weights_of(strategy.client_models()[2]) == pytest.approx(CLIENTS[2].step(first[2]))
 
 
-def test_a_round_compares_with_the_model_that_the_one_before_trained_from() -> None:
+def test_losses_are_compared_with_the_model_that_the_last_round_trained_from() -> None:
     two = three(2)
     first = [client.step(START) for client in CLIENTS]
     before = sum(two._weights[0][n] * first[n] for n in range(3))  # the combination, not client 0's model of round 1
@@ -126,7 +127,7 @@ def test_a_round_compares_with_the_model_that_the_one_before_trained_from() -> N
     assert three(3)._weights[0] == pytest.approx({n: gain / sum(gains) for n, gain in enumerate(gains)}, abs=1e-5)
 
 
-def test_who_learns_from_whom_are_the_weights_of_the_last_round() -> None:
+def test_collaboration_weights_are_those_of_the_last_round() -> None:
     strategy = three(2)
     clients, weights = strategy.collaboration()
     assert clients == [0, 1, 2]
@@ -136,23 +137,23 @@ def test_who_learns_from_whom_are_the_weights_of_the_last_round() -> None:
 
 
 def test_affinities_are_sums_of_weights() -> None:
-    told = []
+    recorded = []
     strategy = FedFomo(num_neighbours=2)
     two_weights.start(
         strategy,
         CLIENTS,
         START,
         4,
-        on_round=lambda r: told.append({client: dict(w) for client, w in strategy._weights.items()}),
+        on_round=lambda r: recorded.append({client: dict(w) for client, w in strategy._weights.items()}),
     )
     for client, affinities in strategy._affinities.items():
         assert client not in affinities
         for other, affinity in affinities.items():
-            assert affinity == pytest.approx(sum(weights[client].get(other, 0) for weights in told))
+            assert affinity == pytest.approx(sum(weights[client].get(other, 0) for weights in recorded))
     assert strategy._affinities[0][1] > 0 == strategy._affinities[0][2]
 
 
-def test_the_combination_is_evaluated_as_received_and_the_result_is_trained() -> None:
+def test_the_combination_is_evaluated_as_received_and_the_trained_model_is_the_result() -> None:
     strategy = three(2)
     row = next(row for row in strategy.history.rows if (row["round"], row["client"]) == (2, 0))
     first = [client.step(START) for client in CLIENTS]
@@ -163,7 +164,7 @@ def test_the_combination_is_evaluated_as_received_and_the_result_is_trained() ->
         == row["personal-loss"]
         == pytest.approx(CLIENTS[0].loss(weights_of(strategy.client_models()[0])), abs=1e-5)
     )
-    assert [line["round"] for line in strategy.history.rounds] == [1, 2]  # there is nothing left to evaluate
+    assert [line["round"] for line in strategy.history.rounds] == [1, 2]  # no model is left to evaluate
 
 
 # --- Rounds with a network ----------------------------------------------------------------------------
@@ -178,14 +179,14 @@ def run(strategy, rounds: int = 3, app=test_client.app, grid: InlineGrid | None 
 
 
 def held_out(x: torch.Tensor):
-    """The sites of test_client with validation data of their own, which FedFomo then takes."""
+    """The sites of test_client with validation data, which FedFomo then uses."""
     return make_client_app(
         lambda context: replace(test_client.load_site(context), validation=(x, torch.zeros(len(x), dtype=torch.int64)))
     )
 
 
-def test_with_equal_losses_it_is_local_training_bit_for_bit() -> None:
-    """Where all samples are zeros, a network without biases gives all classes the same, whatever its weights."""
+def test_with_equal_losses_it_equals_local_training_bit_for_bit() -> None:
+    """If all samples are zeros, a network without biases has equal logits, whatever its weights."""
 
     def load(context):
         site = test_client.load_site(context)
@@ -206,19 +207,19 @@ def test_with_equal_losses_it_is_local_training_bit_for_bit() -> None:
 
     strategy = FedFomo(num_neighbours=3)
     assert models(strategy) == models(Local())
-    assert all(not any(told.values()) for told in strategy._weights.values())
+    assert all(not any(recorded.values()) for recorded in strategy._weights.values())
     assert len(strategy._weights[0]) == 4
 
 
 @pytest.mark.parametrize("settings", [{}, {"optimizer": "adam", "local-epochs": 4}])
-def test_without_neighbours_it_is_local_training_bit_for_bit(settings) -> None:
+def test_without_neighbours_it_equals_local_training_bit_for_bit(settings) -> None:
     app = held_out(torch.randn(9, 3, generator=torch.Generator().manual_seed(5)))
     alone = run(FedFomo(num_neighbours=0, fraction_train=0.5), rounds=5, app=app, **settings)
     assert everything(alone)[0] == everything(run(Local(fraction_train=0.5), rounds=5, app=app, **settings))[0]
-    assert 1.0 in [told[client] for client, told in alone._weights.items()]  # its own model has been worth something
+    assert 1.0 in [recorded[client] for client, recorded in alone._weights.items()]  # its own model has had weight
 
 
-def test_a_site_with_validation_data_trains_on_all_the_others_on_a_part() -> None:
+def test_a_site_with_validation_data_trains_on_all_samples_and_others_on_a_part() -> None:
     def rows(app) -> list[dict]:
         return [row for row in run(FedFomo(num_neighbours=2, validation_share=0.25), app=app).history.rows]
 
@@ -240,7 +241,7 @@ def test_every_setting_changes_the_result() -> None:
     assert all(one != other for i, one in enumerate(results) for other in results[:i])
 
 
-def test_neighbours_are_those_of_the_highest_affinity_or_anybody() -> None:
+def test_neighbours_have_the_highest_affinity_or_are_random() -> None:
     def last(epsilon: float) -> tuple[dict[int, dict[int, float]], dict[int, list[int]]]:
         strategy, before = FedFomo(num_neighbours=1, epsilon=epsilon), {}
 
@@ -261,7 +262,7 @@ def test_neighbours_are_those_of_the_highest_affinity_or_anybody() -> None:
     assert any(affinities[client].get(chosen[client][0], 0.0) < max(affinities[client].values()) for client in chosen)
 
 
-def test_distances_are_of_parameters_alone(tmp_path) -> None:
+def test_distances_are_over_parameters_only(tmp_path) -> None:
     site = test_client.load_site(type("Context", (), {"node_config": {"partition-id": 0}}))
     visit = Visit(0, site, dict(test_client.SETTINGS), {}, torch.device("cpu"), ClientState(1, 0, tmp_path), {})
     module = test_client.network()
@@ -272,12 +273,12 @@ def test_distances_are_of_parameters_alone(tmp_path) -> None:
         models.append(get_arrays(module))
     weights = weigh_models(visit, models, site.train)
     assert weights.min() > 0
-    counter = {"1.num_batches_tracked": np.array(1000)}  # which no loss depends on
+    counter = {"1.num_batches_tracked": np.array(1000)}  # no loss depends on it
     assert weigh_models(visit, [models[0] | counter, models[1]], site.train).tolist() == weights.tolist()
 
 
 def test_clients_with_the_same_labels_find_each_other() -> None:
-    """Odd clients have the labels the other way round."""
+    """Odd clients swap the labels."""
     clients, weights = run(FedFomo(num_neighbours=3, epsilon=0.0), rounds=6).collaboration()
     group = np.array(clients) % 2
     others = weights * (1 - np.eye(len(clients)))
@@ -289,7 +290,7 @@ def test_models_on_disk_give_the_same_bits(rounds) -> None:
     assert everything(run(FedFomo(store="disk"), rounds)) == everything(run(FedFomo(), rounds))
 
 
-def test_the_model_of_who_is_left_out_is_handed_on_no_more() -> None:
+def test_an_excluded_client_s_model_is_no_longer_sent() -> None:
     strategy = FedFomo(num_neighbours=3, epsilon=0.0)
 
     def leave_out(server_round: int) -> None:
@@ -301,7 +302,7 @@ def test_the_model_of_who_is_left_out_is_handed_on_no_more() -> None:
     assert sorted(got[2, 0]) == [1, 2, 3] and sorted(got[3, 0]) == [1, 2] and (3, 3) not in got
 
 
-def test_a_model_that_never_came_is_handed_to_nobody() -> None:
+def test_a_model_that_was_never_received_is_sent_to_nobody() -> None:
     grid = FaultyGrid(test_client.app, test_client.CLIENTS, lambda r, c: "error" if c == 3 else "ok")
     strategy = run(FedFomo(num_neighbours=3), grid=grid)
     for row in strategy.history.rows:
@@ -327,13 +328,13 @@ def test_a_model_that_never_came_is_handed_to_nobody() -> None:
     ],
     ids=repr,
 )
-def test_weights_that_are_none_count_like_no_reply(weights) -> None:
+def test_invalid_weights_count_as_a_missing_reply(weights) -> None:
     def damage(content) -> None:
         content.config_records.clear()
         if weights is not None:
             content["config"] = ConfigRecord({"weights": weights})
 
-    check_that_it_counts_like_no_reply(
+    check_that_it_counts_as_a_missing_reply(
         "fedfomo",
         damage,
         f"refused: its weights are {reprlib.repr(weights)}, expected 3 numbers, 0 to 1, that sum to 1 or are all 0",
@@ -349,7 +350,7 @@ def test_weights_that_are_none_count_like_no_reply(weights) -> None:
         ({"validation_share": 1.0}, "validation_share is 1.0, allowed: more than 0, less than 1"),
     ],
 )
-def test_arguments_out_of_range_are_named(arguments, said) -> None:
+def test_out_of_range_arguments_are_named(arguments, said) -> None:
     with pytest.raises(ValueError) as refused:
         FedFomo(**arguments)
     assert str(refused.value) == said

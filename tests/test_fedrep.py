@@ -1,4 +1,4 @@
-"""FedRep: both steps on numbers that can be checked by hand, what travels, and rounds with real ClientApps."""
+"""FedRep: both steps on small numbers that can be checked by hand, its messages, and rounds with real ClientApps."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def run(strategy, rounds=3, grid=None, initial=network, on_round=None, **setting
     return strategy
 
 
-def some(record: ArrayRecord, names: list[str]) -> dict[str, bytes]:
+def subset(record: ArrayRecord, names: list[str]) -> dict[str, bytes]:
     return {name: record[name].data for name in names}
 
 
 class Watching(InlineGrid):
-    """Notes the names of the arrays in each training message and its reply, by round and client."""
+    """Records the names of the arrays in each training message and its reply, by round and client."""
 
     def __init__(self, client_app=app) -> None:
         super().__init__(client_app, CLIENTS)
@@ -83,25 +83,25 @@ def test_a_round_by_hand() -> None:
     settings = {"local-epochs": 1, "batch-size": 2, "learning-rate": 0.1}
     strategy = run(FedRep(head_epochs=1), 1, grid, three_weights, **settings)
     models = [read_record(model) for model in saved_models(strategy.run_id).values()]
-    # Heads first, on the body 1. Between the classes of the first client lies 1, and its own has probability
-    # 1 / (1 + e^-1) = 0.731059: the gradient is -0.268941. Between those of the second, whose representation is 2, lies
-    # 2, and the other class has 1 / (1 + e^-2) = 0.880797: 0.880797 x 2.
+    # Heads first, on the body 1. The first client's logits differ by 1, and its label has probability
+    # 1 / (1 + e^-1) = 0.731059: the gradient is -0.268941. The second has representation 2, its logits differ by 2,
+    # and the other class has 1 / (1 + e^-2) = 0.880797: 0.880797 x 2.
     heads = [0.5 + 0.1 * 0.268941, 0.5 - 0.1 * 0.880797 * 2]
     assert models[0]["1.weight"].ravel() == pytest.approx([heads[0], -heads[0]])
     assert models[1]["1.weight"].ravel() == pytest.approx([heads[1], -heads[1]])
-    # Then bodies, still at 1, under these heads: now 1.053788 and 1.295362 lie between the classes, and the
+    # Then bodies, still at 1, under these heads: the logits now differ by 1.053788 and 1.295362, and the
     # probabilities are 0.741502 and 0.785053.
     bodies = [1 + 0.1 * (1 - 0.741502) * 2 * heads[0], 1 - 0.1 * 0.785053 * 2 * heads[1] * 2]
     assert [model["0.weight"].item() for model in models] == pytest.approx(bodies, abs=1e-6)
-    # The second client has two samples and counts like the first.
+    # The second client has two samples and the same weight as the first.
     (body,) = read_record(strategy.global_arrays()).values()
     assert body.item() == pytest.approx(sum(bodies) / 2, abs=1e-6)
-    assert strategy.collaboration()[1].tolist() == [[1, 0], [0, 1]]  # of what was sent: the initial body
+    assert strategy.collaboration()[1].tolist() == [[1, 0], [0, 1]]  # of the body that was sent: the initial one
     strategy = run(FedRep(head_epochs=1), 2, InlineGrid(grid._client_app, 2), three_weights, **settings)
     assert strategy.collaboration()[1].tolist() == [[0.5, 0.5], [0.5, 0.5]]
 
 
-def test_only_what_is_named_is_trained_and_what_was_fixed_before_stays_fixed() -> None:
+def test_only_named_parameters_are_trained_and_fixed_ones_stay_fixed() -> None:
     model = network()
     model[1].weight.requires_grad_(False)
     with pytest.raises(KeyError), training_only(model, ["0.bias", "1.weight"]):
@@ -122,8 +122,8 @@ def with_fixed_head() -> torch.nn.Module:
     return model
 
 
-def sixteen(model):
-    """Sites of as many samples each, and as many as make a mean by sizes the plain one to the last bit."""
+def with_sixteen_samples(model):
+    """Sites of 16 samples each, with which a mean weighted by samples equals the plain mean bit for bit."""
 
     def load(context: Context) -> Site:
         site = load_site(context)
@@ -132,16 +132,16 @@ def sixteen(model):
     return InlineGrid(make_client_app(load), CLIENTS)
 
 
-def test_without_epochs_for_the_head_it_is_fedavg_with_a_fixed_head() -> None:
-    fedrep = run(FedRep(head_epochs=0), grid=sixteen(network))
+def test_without_head_epochs_it_equals_fedavg_with_a_fixed_head() -> None:
+    fedrep = run(FedRep(head_epochs=0), grid=with_sixteen_samples(network))
     for model in saved_models(fedrep.run_id).values():
-        assert some(model, HEAD) == some(to_record(get_arrays(network())), HEAD)
-    fedavg = run(FedAvg(), grid=sixteen(with_fixed_head), initial=with_fixed_head)
-    assert values(fedrep.global_arrays()) == some(fedavg.global_arrays(), BODY)
-    assert values(fedrep.global_arrays()) != some(to_record(get_arrays(network())), BODY)
+        assert subset(model, HEAD) == subset(to_record(get_arrays(network())), HEAD)
+    fedavg = run(FedAvg(), grid=with_sixteen_samples(with_fixed_head), initial=with_fixed_head)
+    assert values(fedrep.global_arrays()) == subset(fedavg.global_arrays(), BODY)
+    assert values(fedrep.global_arrays()) != subset(to_record(get_arrays(network())), BODY)
 
 
-def test_only_the_body_travels_but_for_the_first_head() -> None:
+def test_only_the_body_is_sent_after_the_first_head() -> None:
     grid = Watching()
     strategy = run(FedRep(), grid=grid)
     assert len(grid.down) == len(grid.up) == 3 * CLIENTS
@@ -152,18 +152,18 @@ def test_only_the_body_travels_but_for_the_first_head() -> None:
     assert strategy.client_models() == {}
 
 
-def test_heads_are_the_clients_own_and_go_on_from_where_they_were() -> None:
+def test_heads_stay_at_the_clients_between_rounds() -> None:
     kept = {}
     grid = FaultyGrid(app, CLIENTS, lambda r, c: "error" if (r, c) == (2, 0) else "ok")
     strategy = FedRep()
     run(strategy, grid=grid, on_round=lambda r: kept.update({r: saved_models(strategy.run_id)}))
-    heads = {r: {client: some(model, HEAD) for client, model in models.items()} for r, models in kept.items()}
+    heads = {r: {client: subset(model, HEAD) for client, model in models.items()} for r, models in kept.items()}
     assert len({str(head) for head in heads[3].values()}) == CLIENTS
     assert heads[1][0] == heads[2][0] != heads[3][0]
     assert heads[1][1] != heads[2][1] != heads[3][1]
 
 
-def test_who_gave_no_answer_gets_the_first_head_again_and_keeps_its_own() -> None:
+def test_a_client_without_a_reply_gets_the_first_head_again_and_keeps_its_own() -> None:
     reference = run(FedRep())
     bodies = values(reference.global_arrays())
     models = {client: values(model) for client, model in saved_models(reference.run_id).items()}
@@ -178,7 +178,7 @@ def test_who_gave_no_answer_gets_the_first_head_again_and_keeps_its_own() -> Non
     assert {client: values(model) for client, model in saved_models(strategy.run_id).items()} == models
 
 
-def test_a_client_that_lost_its_head_says_so_and_begins_with_the_first_one_again() -> None:
+def test_a_client_that_lost_its_head_reports_this_and_restarts_from_the_first_one() -> None:
     grid = Watching()
 
     def forget(server_round: int) -> None:
@@ -203,7 +203,7 @@ def test_every_setting_changes_the_result() -> None:
     assert len(found) == 4
 
 
-def test_what_is_evaluated_and_kept_is_the_clients_head_on_the_body_that_it_trained() -> None:
+def test_the_evaluated_and_stored_model_is_the_client_s_head_on_its_trained_body() -> None:
     kept = {}
     strategy = FedRep()
     run(strategy, on_round=lambda r: kept.update({r: (strategy.global_arrays(), saved_models(strategy.run_id))}))
@@ -219,13 +219,13 @@ def test_what_is_evaluated_and_kept_is_the_clients_head_on_the_body_that_it_trai
         row = rows[3, client]
         assert evaluated(read_record(model), client) == (row["own-accuracy"], row["own-loss"])
         assert row["personal-accuracy"] == row["own-accuracy"]
-        assert some(model, BODY) != values(strategy.global_arrays())
-        # What it received is evaluated under the head that it had.
+        assert subset(model, BODY) != values(strategy.global_arrays())
+        # The received body is evaluated under the client's previous head.
         received = {**read_record(kept[2][1][client]), **read_record(kept[2][0])}
         assert evaluated(received, client) == (row["received-accuracy"], row["received-loss"])
 
 
-def test_who_was_never_drawn_is_evaluated_with_the_first_head() -> None:
+def test_an_unsampled_client_is_evaluated_with_the_first_head() -> None:
     strategy = run(FedRep(fraction_train=0.5, min_train_nodes=1), 1)
     closing = {row["client"]: row for row in strategy.history.rows if row["round"] == 2}
     initial = read_record(to_record(get_arrays(network())))
@@ -272,7 +272,7 @@ class Exploding(FedRep):
         return super().round_config(server_round, client) | ({"learning-rate": 1e35} if server_round == 2 else {})
 
 
-def test_a_model_that_is_no_longer_finite_does_not_take_the_place_of_the_last_good_one() -> None:
+def test_a_model_that_becomes_infinite_does_not_replace_the_last_finite_one() -> None:
     kept = {}
     strategy = Exploding()
     run(strategy, on_round=lambda r: kept.update({r: [values(m) for m in saved_models(strategy.run_id).values()]}))
@@ -292,7 +292,7 @@ def test_a_model_that_is_no_longer_finite_does_not_take_the_place_of_the_last_go
         ({"head_epochs": -1}, "head_epochs is -1, allowed: 0 or more"),
     ],
 )
-def test_a_bad_setting_is_named(settings, message) -> None:
+def test_an_invalid_setting_is_named(settings, message) -> None:
     with pytest.raises(ValueError, match=message):
         FedRep(**settings)
 

@@ -1,4 +1,4 @@
-"""Files that declare too much, or are damaged: one line, and no memory. Honest files are read as they are."""
+"""Files that declare too much or are damaged give one line and use no memory. Valid files are read exactly."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ MB = 2**20
 
 
 def npy(shape: tuple[int, ...], content: bytes = b"", descr: str = "|u1") -> bytes:
-    """An array's file with this header, whatever follows."""
+    """Content of an .npy file with this header, whatever follows."""
     file = io.BytesIO()
     np.lib.format.write_array_header_1_0(file, {"descr": descr, "fortran_order": False, "shape": shape})
     return file.getvalue() + content
 
 
 def zipped(path: Path, entry: bytes, method: int = zipfile.ZIP_DEFLATED, declared: int | None = None) -> Path:
-    """An .npz file with this entry x, of which the table of contents declares a size."""
+    """Write an .npz file with this entry x and a declared size in its table of contents."""
     with zipfile.ZipFile(path, "w", method) as archive:
         archive.writestr("x.npy", entry)
     content = bytearray(path.read_bytes())
@@ -56,7 +56,7 @@ def zipped(path: Path, entry: bytes, method: int = zipfile.ZIP_DEFLATED, declare
 
 
 def long_contents(path: Path) -> Path:
-    """An archive whose table of contents declares that it fills the file."""
+    """Write an archive whose table of contents declares that it fills the file."""
     content = bytearray(zipped(path, npy((1,), b"1")).read_bytes())
     at = content.rindex(b"PK\x05\x06")
     struct.pack_into("<II", content, at + 12, 300 * MB, 0)
@@ -65,7 +65,7 @@ def long_contents(path: Path) -> Path:
 
 
 def png(path: Path, width: int, height: int) -> Path:
-    """A PNG of this size, by what its header says; its pixels are those of a smaller one."""
+    """Write a PNG whose header declares this size; its pixels are those of a smaller image."""
 
     def chunk(name: bytes, content: bytes) -> bytes:
         return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
@@ -103,14 +103,14 @@ def folder(path: Path, count: int) -> Path:
 
 
 def of(network: str, path: Path, arrays=None, **claims) -> Path:
-    """A file that claims to have a model; it has these arrays, or a single number."""
+    """Write a file that declares a model; it holds these arrays, or a single number."""
     task = json.loads(Task((3, 32, 32), 2, (0.5,), (0.5,)).to_metadata("")["task"])
     save_file(arrays or {"a": np.zeros(1)}, path, {"model": network, "task": json.dumps(task | claims)})
     return path
 
 
 def cnn2(path: Path, **claims) -> Path:
-    """A cnn2 of 2 classes that claims something else."""
+    """Write a cnn2 of 2 classes that declares something else."""
     return of("cnn2", path, get_arrays(make_model("cnn2", (3, 32, 32), 2)), **claims)
 
 
@@ -119,7 +119,7 @@ def long_header(path: Path) -> Path:
     return path
 
 
-# What is given to `kindred predict` beside an honest model or input, and what the line says.
+# Bad arguments of `kindred predict`, each with a valid model or input, and the message.
 INPUT_BOMBS = {
     "ratio.npz": (lambda path: zipped(path, npy((90 * MB,), bytes(90 * MB))), ["94,371,968 bytes", "67,108,864"]),
     "lie.npz": (lambda path: zipped(path, npy((4_000_000_000,)), declared=4_000_000_128), ["4,000,000,128 bytes"]),
@@ -163,7 +163,7 @@ for arguments in json.loads(sys.argv[2]):
 """
 
 
-def test_bombs_are_refused_in_one_line_and_take_no_memory(tmp_path) -> None:
+def test_decompression_bombs_are_refused_in_one_line_and_use_no_memory(tmp_path) -> None:
     honest = cnn2(tmp_path / "honest.safetensors")
     np.savez(tmp_path / "honest.npz", x=np.zeros((1, 32, 32, 3), np.uint8))
     png(tmp_path / "small.png", 32, 32)
@@ -185,12 +185,12 @@ def test_bombs_are_refused_in_one_line_and_take_no_memory(tmp_path) -> None:
     for (name, (_, says)), (code, out, line, taken) in zip(bombs.items(), outcomes, strict=True):
         assert (code, out, line.count("\n")) == (2, "", 1), (name, line)
         assert str(tmp_path / name) in line and all(word in line for word in says), line
-        # The first 64 MiB of an archive may be read; nothing near what the file declares.
+        # The first 64 MiB of an archive may be read, which is far less than the file declares.
         assert taken < 120, (name, taken)
 
 
 def test_a_model_of_very_many_classes_is_not_evaluated(tmp_path) -> None:
-    """A confusion matrix has the square of them."""
+    """The size of a confusion matrix is their square."""
     task = Task((2, 1, 1), 2001, (0.5,), (0.5,))
     save_file(
         get_arrays(make_model("office-mlp", (2, 1, 1), 2001)),
@@ -203,7 +203,7 @@ def test_a_model_of_very_many_classes_is_not_evaluated(tmp_path) -> None:
     assert "2,001 classes, allowed: up to 2,000" in line
 
 
-def test_a_network_that_cannot_be_made_without_values_can_be_used(tmp_path, monkeypatch) -> None:
+def test_a_network_whose_construction_needs_values_can_be_used(tmp_path, monkeypatch) -> None:
     def stochastic(image_shape, num_classes):
         module = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(2, num_classes))
         module.rates = [rate.item() for rate in torch.linspace(0, 1, 3)]
@@ -221,7 +221,7 @@ def test_a_network_that_cannot_be_made_without_values_can_be_used(tmp_path, monk
                 Predictor.load(path)
 
 
-def test_a_table_takes_little_more_memory_than_its_file(tmp_path) -> None:
+def test_a_table_uses_little_more_memory_than_its_file(tmp_path) -> None:
     for part in ("train", "test"):
         (tmp_path / f"{part}.csv").write_text("a,b,label\n" + "1,22,0\n1,33,1\n" * 20_000)
     tracemalloc.start()
@@ -230,7 +230,7 @@ def test_a_table_takes_little_more_memory_than_its_file(tmp_path) -> None:
     tracemalloc.stop()
     assert images.x_train.shape == (40_000, 2, 1, 1) and images.x_train[1].ravel().tolist() == [1, 33]
     assert images.y_train[:3].tolist() == [0, 1, 0]
-    assert taken < 8 * 2 * (tmp_path / "train.csv").stat().st_size  # as lists of texts 20 times and more
+    assert taken < 8 * 2 * (tmp_path / "train.csv").stat().st_size  # as lists of strings it would be 20 times and more
 
 
 # --- Damage ---------------------------------------------------------------------------------------------
@@ -247,11 +247,11 @@ DAMAGE = {"place": st.integers(0, 10**6), "byte": st.integers(0, 255), "cut": st
 @pytest.mark.parametrize("kind", ["BMP", "JPEG", "PNG", "PPM", "TIFF", "WEBP"])
 @settings(max_examples=60, deadline=None)
 @given(**DAMAGE)
-def test_a_damaged_image_is_one_error_or_an_image(tmp_path_factory, kind, place, byte, cut) -> None:
+def test_a_damaged_image_gives_one_error_or_an_image(tmp_path_factory, kind, place, byte, cut) -> None:
     content = io.BytesIO()
     Image.fromarray(np.arange(60, dtype=np.uint8).reshape(4, 5, 3)).save(content, kind)
     path = tmp_path_factory.getbasetemp() / "damaged.image"
-    path.write_bytes(damage(content.getvalue(), place % 200, byte, cut))  # most of it is header
+    path.write_bytes(damage(content.getvalue(), place % 200, byte, cut))  # most of it is the header
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         try:
@@ -264,7 +264,7 @@ def test_a_damaged_image_is_one_error_or_an_image(tmp_path_factory, kind, place,
 
 @settings(max_examples=100, deadline=None)
 @given(**DAMAGE)
-def test_a_damaged_archive_is_one_error_or_the_array(tmp_path_factory, place, byte, cut) -> None:
+def test_a_damaged_archive_gives_one_error_or_the_array(tmp_path_factory, place, byte, cut) -> None:
     path = tmp_path_factory.getbasetemp() / "damaged.npz"
     np.savez(path, x=np.arange(6, dtype=np.int16))
     path.write_bytes(damage(path.read_bytes(), place, byte, cut))
@@ -278,7 +278,7 @@ def test_a_damaged_archive_is_one_error_or_the_array(tmp_path_factory, place, by
 
 @settings(max_examples=100, deadline=None)
 @given(**DAMAGE, mixed=st.booleans())
-def test_a_damaged_model_is_one_error_or_a_model(tmp_path_factory, place, byte, cut, mixed) -> None:
+def test_a_damaged_model_gives_one_error_or_a_model(tmp_path_factory, place, byte, cut, mixed) -> None:
     arrays = get_arrays(make_model("digits-cnn", (1, 8, 8), 3, seed=1))
     about = Task((1, 8, 8), 3, (0.5,), (0.5,)).to_metadata("digits-cnn")
     if mixed:
@@ -300,7 +300,7 @@ def test_a_damaged_model_is_one_error_or_a_model(tmp_path_factory, place, byte, 
             assert str(path) in str(error)
 
 
-# --- Honest files ---------------------------------------------------------------------------------------
+# --- Valid files ----------------------------------------------------------------------------------------
 
 
 @settings(max_examples=60, deadline=None)
@@ -317,7 +317,7 @@ def test_a_damaged_model_is_one_error_or_a_model(tmp_path_factory, place, byte, 
     fortran=st.booleans(),
     packed=st.booleans(),
 )
-def test_arrays_are_those_that_numpy_reads(tmp_path_factory, array, fortran, packed) -> None:
+def test_arrays_match_those_read_by_numpy(tmp_path_factory, array, fortran, packed) -> None:
     path = tmp_path_factory.getbasetemp() / "honest.npz"
     (np.savez_compressed if packed else np.savez)(path, x=np.asfortranarray(array) if fortran else array, y=array)
     with np.load(path) as due, open_npz(path) as found:
@@ -327,7 +327,7 @@ def test_arrays_are_those_that_numpy_reads(tmp_path_factory, array, fortran, pac
             assert found[name].tobytes("A") == due[name].tobytes("A") and found[name].flags.writeable
 
 
-def test_what_is_compressed_a_thousandfold_is_read_as_long_as_it_is_small(tmp_path) -> None:
+def test_a_small_array_is_read_although_compressed_a_thousandfold(tmp_path) -> None:
     mask = np.zeros((20, 1000, 1000), np.uint8)
     np.savez_compressed(tmp_path / "mask.npz", x=mask)
     assert (tmp_path / "mask.npz").stat().st_size < mask.size / 500
@@ -335,15 +335,15 @@ def test_what_is_compressed_a_thousandfold_is_read_as_long_as_it_is_small(tmp_pa
 
 
 @pytest.mark.parametrize("suffix", ["bmp", "jpg", "png", "ppm", "tiff", "webp"])
-def test_images_of_every_kind_that_is_documented_are_read(tmp_path, suffix) -> None:
+def test_every_documented_kind_of_image_is_read(tmp_path, suffix) -> None:
     pixels = np.full((6, 5, 3), (200, 100, 50), np.uint8)
     Image.fromarray(pixels).save(tmp_path / f"a.{suffix}")
     assert image_size(tmp_path / f"a.{suffix}") == (5, 6)
     assert np.abs(np.asarray(read_image(tmp_path / f"a.{suffix}")).astype(int) - pixels).max() <= 4
-    check_folder(tmp_path, [tmp_path / f"a.{suffix}"] * 1000, 2**20)  # a GiB in all, of next to nothing
+    check_folder(tmp_path, [tmp_path / f"a.{suffix}"] * 1000, 2**20)  # a GiB in all, from a tiny file
 
 
-def test_what_is_no_image_of_these_kinds_is_refused(tmp_path) -> None:
+def test_an_image_of_another_kind_is_refused(tmp_path) -> None:
     Image.new("L", (5, 6)).save(tmp_path / "a.png", "GIF")
     with pytest.raises(DataError, match="read as an image"):
         read_image(tmp_path / "a.png")

@@ -1,4 +1,4 @@
-"""Runs in Flower's simulation engine: how they end, what is told of them, and that nothing stays behind."""
+"""Runs in Flower's simulation engine: how they end, what they report, and that they leave nothing behind."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def running(processes: list[psutil.Process]) -> list[psutil.Process]:
 
 
 def of_app(app_dir: Path) -> list[psutil.Process]:
-    """All processes that have to do with the app, whoever is their parent."""
+    """All processes related to the app, whatever their parent."""
     found = []
     for process in psutil.process_iter(["environ"]):
         if (process.info["environ"] or {}).get("FLWR_HOME", "").startswith(str(app_dir)):
@@ -140,7 +140,7 @@ def left_in(folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def two_runs(app_dir):
-    """A run that ends well and one that does not, side by side."""
+    """A run that succeeds and one that fails, at the same time."""
     results = app_dir / 'a "folder" \\ with [characters] é'
     well = start(app_dir, results=str(results), rate=1e-05, flag=False, number=-7)
     badly = start(app_dir, ending="badly")
@@ -155,7 +155,7 @@ def two_runs(app_dir):
 
 
 @pytest.mark.engine
-def test_a_run_ends_well_with_its_settings_as_they_were_given(two_runs) -> None:
+def test_a_run_succeeds_with_the_settings_given(two_runs) -> None:
     results, ((lines, errors), _), _ = two_runs
     assert errors == ""
     assert lines[:-1] == [
@@ -170,7 +170,7 @@ def test_a_run_ends_well_with_its_settings_as_they_were_given(two_runs) -> None:
 
 
 @pytest.mark.engine
-def test_a_run_that_fails_says_why_in_one_line(two_runs, app_dir) -> None:
+def test_a_failed_run_states_its_reason_in_one_line(two_runs, app_dir) -> None:
     _, (_, (lines, errors)), _ = two_runs
     assert errors == ""
     assert lines[1:-1] == ["round  1/2", "warning: a client was slow"]
@@ -193,8 +193,8 @@ def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 @pytest.mark.engine
-def test_runs_that_are_ended_leave_no_process(app_dir) -> None:
-    """One by Ctrl-C; one by SIGKILL, of which it knows nothing."""
+def test_interrupted_runs_leave_no_process(app_dir) -> None:
+    """One run ends by Ctrl-C, one by SIGKILL, which it cannot handle."""
     interrupted, killed = runs = [start(app_dir, seconds=600.0) for _ in range(2)]
     try:
         for process in runs:
@@ -221,8 +221,8 @@ def test_runs_that_are_ended_leave_no_process(app_dir) -> None:
             process.communicate()
 
 
-def test_a_process_that_takes_its_time_to_end_is_waited_for(monkeypatch) -> None:
-    """Its parent has gone by then, and it bears no mark itself."""
+def test_a_process_that_ends_slowly_is_awaited(monkeypatch) -> None:
+    """By then its parent has ended, and the process itself has no mark."""
     sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
     start_it = f"import subprocess; print(subprocess.Popen({sleep}, env={{}}).pid, flush=True); {sleep[-1]}"
     parent = subprocess.Popen(
@@ -249,7 +249,7 @@ def test_a_process_that_takes_its_time_to_end_is_waited_for(monkeypatch) -> None
 
 
 @pytest.mark.engine
-def test_ports_that_are_taken_end_in_one_line_and_code_2_and_leave_nothing_of_ours(app_dir, monkeypatch) -> None:
+def test_ports_in_use_give_one_line_and_code_2_and_leave_no_process(app_dir, monkeypatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(app_dir))
     (app_dir / "kindred" / "simulations").mkdir(parents=True, exist_ok=True)
     folder_of_a_killed_process(app_dir / "kindred" / "simulations")
@@ -304,12 +304,12 @@ def test_only_marked_folders_of_processes_that_have_ended_are_removed(tmp_path) 
         folder.mkdir()
         (folder / "thesis.txt").write_text("a user's")
     (other / workspace.MARKER).write_text("a user's too")
-    (elsewhere / workspace.MARKER).write_text(marker)  # a folder of ours, but not here
+    (elsewhere / workspace.MARKER).write_text(marker)  # a folder of ours, but in another place
     linked_folder.symlink_to(elsewhere)
     (linked_marker / workspace.MARKER).symlink_to(elsewhere / workspace.MARKER)
     os.mkfifo(pipe / workspace.MARKER)
     live = workspace.OwnFolder(parent)
-    renamed = live.path.rename(parent / "kindred-99999-alive")  # the lock counts, not the number
+    renamed = live.path.rename(parent / "kindred-99999-alive")  # the lock decides, not the process number
 
     new = workspace.OwnFolder(parent)
     assert sorted(parent.iterdir()) == sorted([*kept, renamed, new.path])
@@ -319,7 +319,7 @@ def test_only_marked_folders_of_processes_that_have_ended_are_removed(tmp_path) 
     assert not new.path.exists()
 
 
-def test_what_cannot_be_removed_at_once_keeps_its_marker(tmp_path, monkeypatch) -> None:
+def test_a_folder_that_cannot_be_removed_keeps_its_marker(tmp_path, monkeypatch) -> None:
     folder = folder_of_a_killed_process(tmp_path)
     (folder / "log.txt").write_text("of the run")
 
@@ -342,7 +342,7 @@ def logged(text: str) -> tuple[Log, list[str]]:
     return log, lines
 
 
-def test_bad_input_that_the_app_finds_has_code_2_and_its_own_words() -> None:
+def test_bad_input_found_by_the_app_gives_code_2_and_the_app_s_message() -> None:
     log, lines = logged(
         "\x1b[91mERROR \x1b[0m:     Simulation raised an exception\n"
         "Traceback (most recent call last):\n"
@@ -355,7 +355,7 @@ def test_bad_input_that_the_app_finds_has_code_2_and_its_own_words() -> None:
     assert log.failure("whatever")[:2] == (2, "num-rounds is 0, allowed: 1 or more (int)")
 
 
-def test_the_reason_of_a_failure_is_the_last_exception_that_flower_did_not_raise_itself() -> None:
+def test_the_reason_of_a_failure_is_the_last_exception_not_raised_by_flower() -> None:
     log, _ = logged(
         "Traceback (most recent call last):\n"
         '  File "client.py", line 1, in <module>\n'
@@ -391,7 +391,7 @@ def test_a_failure_without_exception_has_a_reason_of_one_line(details, says) -> 
     assert says in reason and "\n" not in reason
 
 
-def test_a_complaint_of_many_clients_is_shown_once() -> None:
+def test_a_warning_of_many_clients_is_shown_once() -> None:
     _, lines = logged(
         "(ClientAppActor pid=1, ip=192.0.2.1) WARNING :   no data\n"
         "(ClientAppActor pid=2) WARNING :   no data\n"
@@ -406,7 +406,7 @@ def test_a_complaint_of_many_clients_is_shown_once() -> None:
     st.one_of(st.booleans(), st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False, allow_infinity=False),
               st.text(st.characters(exclude_categories=["Cs"]))),
 ))  # fmt: skip
-def test_settings_survive_being_written(values) -> None:
+def test_settings_are_unchanged_after_writing_and_reading(values) -> None:
     read = tomllib.loads(toml(values))
     assert read == values
     assert {key: type(value) for key, value in read.items()} == {key: type(value) for key, value in values.items()}

@@ -1,4 +1,4 @@
-"""Every method comes to the bits that it came to when they were recorded: see golden/runs.py."""
+"""Every method gives its recorded bits: see golden/runs.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 
 RECORDED = json.loads(BITS.read_text())
 SAME_MACHINE = machine() == RECORDED["machine"]
-TOLERANCE = 0.1  # of the mean accuracy on another processor, or with another torch: 4 clients with few test images
+TOLERANCE = 0.1  # tolerance of the mean accuracy on another processor or torch: 4 clients have few test images
 
 
 def check(found: dict[str, Any], recorded: dict[str, Any]) -> None:
@@ -23,18 +23,18 @@ def check(found: dict[str, Any], recorded: dict[str, Any]) -> None:
         assert found["accuracy"] == pytest.approx(recorded["accuracy"], abs=TOLERANCE)
 
 
-def test_every_method_has_its_bits_recorded() -> None:
+def test_every_method_has_recorded_bits() -> None:
     assert set(RECORDED["runs"]) == set(KEYS)
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_a_run_that_is_cut_short_and_resumed_gives_the_recorded_bits(key) -> None:
+def test_an_interrupted_and_resumed_run_gives_the_recorded_bits(key) -> None:
     check(bits(key), RECORDED["runs"][key])
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize("key", IN_FLOWER)
-def test_a_run_resumed_in_flowers_engine_gives_the_recorded_bits_and_those_of_one_process(key, tmp_path) -> None:
+def test_a_run_resumed_in_flowers_engine_matches_the_recorded_bits_and_one_process(key, tmp_path) -> None:
     found = bits_in_flower(key, tmp_path / "flower")
     check(found, RECORDED["in-flower"][key])
     assert found == bits_in_process(key, tmp_path / "process")

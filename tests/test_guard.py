@@ -1,4 +1,4 @@
-"""The guard on the SuperLink's port: what passes, what is answered, and what a stranger can take of memory."""
+"""The guard on the SuperLink's port: which requests pass, its replies, and how much memory a stranger can use."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ KNOWN, UNKNOWN = b"known", b"unknown"
 
 
 class Reached:
-    """Stands for the SuperLink: it reads the body of each request, and keeps its size."""
+    """Stand-in for the SuperLink that reads the body of each request and records its size."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
         self.last_body = b""
         self.at_work = self.most_at_work = 0
-        self.answers = math.inf  # so many may still be given
+        self.answers = math.inf  # replies that may still be given
 
     async def __call__(self, scope, receive, send) -> None:
         if scope["type"] == "lifespan":
@@ -71,9 +71,9 @@ async def ask(
     server: Guard, path: str, client: str | None = "127.0.0.1", body: tuple[bytes, ...] = (b"",), then: str = "",
     host: str = "localhost:8000", sent: list[int] | None = None, **headers: str,
 ) -> int:  # fmt: skip
-    """The status of the answer to a request; how much of its body was asked for goes to `sent`.
+    """Send a request and return the status of its reply; the bytes read of its body are appended to `sent`.
 
-    The sender may be "silent" or "leave" where the rest of its body is due.
+    The sender may be "silent" or "leave" before the rest of its body.
     """
     parts, statuses = list(body), []
 
@@ -106,7 +106,7 @@ def reached() -> Reached:
 
 @pytest.fixture
 def server(reached, monkeypatch) -> Guard:
-    """A guard that knows a signature by its word, in front of what stands for the SuperLink."""
+    """A guard that accepts one word as a signature, in front of the stand-in for the SuperLink."""
     monkeypatch.setattr(guard, "is_signed_by_known_node", lambda scope: (b"signed", KNOWN) in scope["headers"])
     return Guard(reached, ["fl.example.org", "192.0.2.7"])
 
@@ -125,14 +125,14 @@ def status(server: Guard, path: str, *arguments, **settings) -> int:
         (START, "192.0.2.9", False),
         ("/v1/control/register-node", "192.0.2.9", False),
         ("/v1/runtime/acquire-task", "192.0.2.9", False),
-        ("/v1/fleet/../control/start-run", "192.0.2.9", True),  # Flower takes a path as it is, and knows none such
+        ("/v1/fleet/../control/start-run", "192.0.2.9", True),  # Flower does not normalise paths, and has no such path
         ("/v1/fleet/pull-messages", "192.0.2.9", True),
         ("/health", "192.0.2.9", True),
         ("/docs", "192.0.2.9", False),
         (START, None, False),
     ],
 )
-def test_other_machines_reach_what_supernodes_need_and_nothing_else(server, reached, path, client, passes) -> None:
+def test_other_machines_reach_only_what_supernodes_need(server, reached, path, client, passes) -> None:
     assert status(server, path, client) == (200 if passes else 403)
     assert len(reached.sizes) == passes
 
@@ -147,12 +147,12 @@ def test_other_machines_reach_what_supernodes_need_and_nothing_else(server, reac
         ("localhost.evil.example", False), ("localhost@evil.example", False), ("[localhost", False), ("", False),
     ],
 )  # fmt: skip
-def test_a_name_that_is_not_the_servers_is_refused_on_all_paths(server, reached, path, host, passes) -> None:
+def test_a_foreign_host_name_is_refused_on_all_paths(server, reached, path, host, passes) -> None:
     assert status(server, path, host=host) == (200 if passes else 421)
     assert len(reached.sizes) == passes
 
 
-def test_a_server_on_all_addresses_is_reached_by_each_of_them_and_by_no_other_name(reached, tmp_path) -> None:
+def test_a_server_on_all_addresses_accepts_each_of_them_and_no_other_name(reached, tmp_path) -> None:
     server = Guard(reached, server_names("0.0.0.0", None))
     assert status(server, PUSH, host="192.0.2.9:8000") == status(server, PUSH, host=socket.gethostname()) == 200
     assert status(server, PUSH, host="evil.example") == 421
@@ -169,7 +169,7 @@ def test_a_server_on_all_addresses_is_reached_by_each_of_them_and_by_no_other_na
         ("https://localhost:8000", False), ("http://localhost:8001", False), ("http://127.0.0.1:8000", False),
     ],
 )  # fmt: skip
-def test_what_a_web_page_sends_is_refused_unless_it_is_the_servers_own(server, reached, origin, passes) -> None:
+def test_requests_of_foreign_web_pages_are_refused(server, reached, origin, passes) -> None:
     for path in (START, PUSH, "/health"):
         assert status(server, path, origin=origin) == (200 if passes else 403)
     assert len(reached.sizes) == 3 * passes
@@ -190,7 +190,7 @@ def test_what_a_web_page_sends_is_refused_unless_it_is_the_servers_own(server, r
         ("/health", True, KNOWN, SMALL + 1, 413),
     ],
 )
-def test_how_large_a_body_may_be_follows_from_its_head(
+def test_the_bound_on_a_body_follows_from_the_head_of_its_request(
     server, reached, client, path, has_run, signed, length, answer
 ) -> None:  # fmt: skip
     if has_run:
@@ -198,19 +198,19 @@ def test_how_large_a_body_may_be_follows_from_its_head(
     before, sent = len(reached.sizes), []
     settings = {"client": client, "signed": signed.decode(), "sent": sent}
     assert status(server, path, body=(bytes(length),), content_length=str(length), **settings) == answer
-    assert reached.sizes[before:] == sent == ([length] if answer == 200 else [])  # else none of it was read
+    assert reached.sizes[before:] == sent == ([length] if answer == 200 else [])  # otherwise none of it was read
     assert status(server, path, content_length=str(600 * 10**6), **settings) == 413
     assert len(sent) == (answer == 200)
 
 
-def test_another_machine_does_not_say_that_a_run_has_begun(server) -> None:
+def test_another_machine_cannot_announce_a_run(server) -> None:
     assert status(server, SENDS, "192.0.2.9") == 403
     assert status(server, PUSH, content_length=str(CHUNK), signed="known") == 403
 
 
 @pytest.mark.parametrize(("path", "most"), [(PUSH, CHUNK), (START, OWN)])
 @pytest.mark.parametrize("length", ["", "5"])
-def test_a_body_without_a_length_or_with_a_false_one_is_cut_off_where_it_becomes_too_large(
+def test_a_body_without_a_length_or_with_a_false_one_is_cut_off_at_the_bound(
     server, reached, path, most, length
 ) -> None:  # fmt: skip
     assert status(server, SENDS) == 200
@@ -225,13 +225,13 @@ def test_a_body_without_a_length_or_with_a_false_one_is_cut_off_where_it_becomes
     assert reached.sizes[1:] == [limit]
 
 
-def test_a_body_reaches_the_superlink_as_it_was_sent(server, reached) -> None:
+def test_a_body_reaches_the_superlink_unchanged(server, reached) -> None:
     parts = (b"a", b"", b"b", b"c" * 2 * SMALL, b"d", b"e" * SMALL, b"f")
     assert status(server, START, body=parts, transfer_encoding="chunked") == 200
     assert reached.last_body == b"".join(parts)
 
 
-def test_what_flower_sends_is_within_the_bounds() -> None:
+def test_flowers_messages_are_within_the_bounds() -> None:
     chunk = bytes(FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE)
     assert PushObjectRequest(object_id=64 * "0", object_content=chunk).ByteSize() < CHUNK
     assert max(FAB_MAX_SIZE, CHUNK) < OWN / 2
@@ -244,7 +244,7 @@ async def wait_for(condition) -> None:
 
 
 @pytest.mark.parametrize(("path", "at_once"), [(PUSH, guard.CHUNKS_AT_ONCE), (START, guard.OWN_AT_ONCE)])
-def test_so_many_bodies_are_held_at_once_and_the_others_wait(server, reached, path, at_once) -> None:
+def test_a_bounded_number_of_large_bodies_is_held_at_once_and_the_others_wait(server, reached, path, at_once) -> None:
     large = {"content_length": str(CHUNK), "signed": "known", "body": (bytes(CHUNK // 100),)}
 
     async def run() -> None:
@@ -254,7 +254,7 @@ def test_so_many_bodies_are_held_at_once_and_the_others_wait(server, reached, pa
         asked = [asyncio.create_task(ask(server, path, sent=sent, **large)) for _ in range(3 * at_once)]
         await wait_for(lambda: reached.at_work == at_once)
         await asyncio.sleep(0.01)
-        assert len(sent) == reached.most_at_work == at_once  # nothing is read of the others
+        assert len(sent) == reached.most_at_work == at_once  # nothing of the others is read
         small = asyncio.create_task(ask(server, PUSH, "192.0.2.9"))
         await wait_for(lambda: reached.at_work == at_once + 1)
         reached.answers = math.inf
@@ -265,7 +265,7 @@ def test_so_many_bodies_are_held_at_once_and_the_others_wait(server, reached, pa
 
 
 @pytest.mark.parametrize(("then", "answer"), [("leave", 400), ("silent", 503)])  # SuperNodes try again after 503
-def test_a_sender_that_leaves_or_falls_silent_gives_its_place_back(
+def test_a_sender_that_leaves_or_falls_silent_frees_its_place(
     server, reached, monkeypatch, then, answer
 ) -> None:  # fmt: skip
     monkeypatch.setattr(guard, "PATIENCE", 0.05)
@@ -282,7 +282,7 @@ def test_a_sender_that_leaves_or_falls_silent_gives_its_place_back(
     assert reached.sizes == [0, CHUNK]
 
 
-def test_a_sender_has_a_second_more_for_all_that_comes_at_the_pace(server, reached, monkeypatch) -> None:
+def test_a_sender_gets_more_time_in_proportion_to_the_bytes_sent(server, reached, monkeypatch) -> None:
     monkeypatch.setattr(guard, "PATIENCE", 0.05)
     monkeypatch.setattr(guard, "PACE", SMALL * 10 // 2)
 
@@ -300,7 +300,7 @@ def test_a_sender_has_a_second_more_for_all_that_comes_at_the_pace(server, reach
 # --- the signature ---
 
 
-def test_the_signature_of_a_registered_supernodeis_signed_by_known_node_from_the_head_of_a_request() -> None:
+def test_the_head_of_a_request_shows_whether_a_registered_supernode_signed_it() -> None:
     from flwr.superlink.main import create_app
 
     superlink = create_app()  # its state is in memory
@@ -346,7 +346,7 @@ class Served(NamedTuple):
 
 @pytest.fixture
 def served(server, reached, monkeypatch) -> Iterator[Served]:
-    """The guard behind connections of uvicorn's, five of them."""
+    """The guard behind uvicorn with at most five connections."""
     monkeypatch.setattr(guard, "CONNECTIONS", 5)
     uvicorn_server = uvicorn.Server(uvicorn.Config(server, http=Connection, ws="none", log_level="critical"))
     with socket.socket() as listening:
@@ -366,7 +366,7 @@ HEAD = b"POST /v1/fleet/push-object HTTP/1.1\r\nHost: localhost\r\n"
 
 
 def answer(connection: socket.socket) -> bytes:
-    """All that comes until the connection is closed; a reset closes it too."""
+    """Return everything received until the connection is closed or reset."""
     read = b""
     with suppress(ConnectionError):
         while part := connection.recv(2**16):
@@ -375,7 +375,7 @@ def answer(connection: socket.socket) -> bytes:
 
 
 def flood(connection: socket.socket, part: bytes) -> int:
-    """How many bytes can be sent, up to 50 MB, until the connection is closed, or is not read for long."""
+    """Number of bytes, up to 50 MB, that can be sent until the connection is closed or stays unread."""
     sent = 0
     with suppress(ConnectionError, TimeoutError):
         while sent < 50 * 10**6:
@@ -395,29 +395,29 @@ def flood(connection: socket.socket, part: bytes) -> int:
     ],
     ids=["path", "headers", "header", "trailer", "pipelined", "body"],
 )
-def test_whatever_is_too_large_ends_the_connection(served, begin, part) -> None:
+def test_any_part_that_is_too_large_ends_the_connection(served, begin, part) -> None:
     served.reached.answers = 0
     with closing(served.connect(begin)) as connection:
-        assert flood(connection, part) < 10 * 10**6  # what is on its way, in buffers of the system
+        assert flood(connection, part) < 10 * 10**6  # data in buffers of the system
     assert max(served.reached.sizes, default=0) == 0
     served.reached.answers = math.inf
     assert served.is_well()
 
 
-def test_requests_one_after_the_other_on_one_connection(served) -> None:
+def test_one_connection_takes_one_request_after_the_other(served) -> None:
     with closing(http.client.HTTPConnection("127.0.0.1", served.port, timeout=10)) as connection:
         for length in (0, 3, SMALL, 5):
             connection.request("POST", START, bytes(length))
             assert connection.getresponse().read() == b""
         first = connection.sock
-        for _ in range(5):  # heads together are larger than one may be
+        for _ in range(5):  # together, the heads are larger than one may be
             connection.request("GET", "/health", headers={"X": "a" * (SMALL // 2)})
             assert connection.getresponse().read() == b""
         assert connection.sock is first
     assert served.reached.sizes == [0, 3, SMALL, 5, 0, 0, 0, 0, 0]
 
 
-def test_the_next_request_may_come_before_the_answer_to_the_last_is_complete(served, monkeypatch) -> None:
+def test_the_next_request_may_arrive_before_the_last_reply_is_complete(served, monkeypatch) -> None:
     monkeypatch.setattr(guard, "PATIENCE", 0.2)
     served.reached.answers = 0
     with closing(served.connect(2 * (HEAD + b"Content-Length: 2\r\n\r\nab"))) as connection:
@@ -430,7 +430,7 @@ def test_the_next_request_may_come_before_the_answer_to_the_last_is_complete(ser
 
 
 @pytest.mark.parametrize("begin", [b"", HEAD, HEAD + b"Content-Length: 100\r\n\r\n"])
-def test_connections_of_which_nothing_comes_keep_nobody_out(served, begin) -> None:
+def test_idle_connections_keep_nobody_out(served, begin) -> None:
     with ExitStack() as stack:
         held = [stack.enter_context(closing(served.connect(begin))) for _ in range(20)]
         assert served.is_well()
@@ -438,7 +438,7 @@ def test_connections_of_which_nothing_comes_keep_nobody_out(served, begin) -> No
         assert served.is_well()
 
 
-def test_a_connection_is_closed_whose_head_or_body_does_not_come(served, monkeypatch) -> None:
+def test_a_connection_is_closed_when_a_head_or_body_does_not_arrive(served, monkeypatch) -> None:
     monkeypatch.setattr(guard, "PATIENCE", 0.1)
     for begin, answered in ((b"", b""), (HEAD, b""), (HEAD + b"Content-Length: 100\r\n\r\n", b"HTTP/1.1 503 ")):
         with closing(served.connect(begin)) as connection:
@@ -446,7 +446,7 @@ def test_a_connection_is_closed_whose_head_or_body_does_not_come(served, monkeyp
             assert bool(answered) or not answer(connection)
 
 
-def test_a_request_that_is_there_as_a_whole_is_answered_whoever_comes(served) -> None:
+def test_a_complete_request_is_served_whatever_connections_follow(served) -> None:
     served.reached.answers = 0
     with ExitStack() as stack:
         small = stack.enter_context(closing(served.connect(HEAD + b"Content-Length: 1\r\n\r\nx")))
@@ -468,11 +468,11 @@ def test_a_request_that_is_there_as_a_whole_is_answered_whoever_comes(served) ->
     assert sorted(served.reached.sizes) == [1, 2 * SMALL]
 
 
-# --- the real thing ---
+# --- a real SuperLink ---
 
 
 class Server(Machines):
-    """A server without keys, as anybody who reaches its port may use it."""
+    """A server without keys: anybody who reaches its port may use it."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -504,7 +504,7 @@ def real(tmp_path_factory) -> Iterator[Server]:
 @pytest.mark.deployment
 @pytest.mark.parametrize("path", [PUSH, START, "/v1/runtime/push-object", "/health"])
 @pytest.mark.parametrize("head", [b"Content-Length: 600000000", b"Transfer-Encoding: chunked", b"X: "])
-def test_600_megabytes_are_cut_off_and_do_not_reach_memory(real, path, head) -> None:
+def test_a_body_of_600_megabytes_is_cut_off_and_does_not_reach_memory(real, path, head) -> None:
     before, sent = real.memory(), 0
     part = b"100000\r\n" + bytes(2**20) + b"\r\n" if b"chunked" in head else b"a" * 2**20
     with closing(socket.create_connection(("127.0.0.1", real.port), timeout=30)) as connection:
@@ -521,20 +521,20 @@ def test_600_megabytes_are_cut_off_and_do_not_reach_memory(real, path, head) -> 
 
 
 @pytest.mark.deployment
-def test_a_web_page_reaches_nothing_by_a_name_of_its_own_or_from_elsewhere(real) -> None:
+def test_a_web_page_reaches_nothing_under_a_foreign_name_or_origin(real) -> None:
     for path in ("/v1/control/list-runs", "/v1/fleet/register-node", "/v1/runtime/acquire-task", "/health"):
         assert real.status(path, Host="evil.example") == real.status(path, Host=f"evil.example:{real.port}") == 421
         assert real.status(path, Origin="http://evil.example") == 403
-        expected = 200 if path == "/health" else 415  # it came through, and is no protobuf
+        expected = 200 if path == "/health" else 415  # it passed, and is no protobuf
         assert real.status(path, Origin=f"http://127.0.0.1:{real.port}") == expected
 
 
 @pytest.mark.deployment
-def test_a_site_gets_in_while_others_hold_all_connections(real) -> None:
+def test_a_site_connects_while_others_hold_all_connections(real) -> None:
     before, limits = real.memory(), resource.getrlimit(resource.RLIMIT_NOFILE)
     with ExitStack() as stack:
         stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
-        guard.bound_open_files()  # those of this process, which has the other ends
+        guard.bound_open_files()  # those of this process, which holds the other ends
         for count in range(guard.CONNECTIONS + 200):
             connection = stack.enter_context(closing(socket.create_connection(("127.0.0.1", real.port), timeout=10)))
             if count % 2:

@@ -1,4 +1,4 @@
-"""What differs in Flower's processes: pauses, and clients at work that are forks of a warm process."""
+"""Changes in Flower's processes: pauses, and clients that are forks of a process with all imports done."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def lines_of(path: Path, count: int) -> list[str]:
     return path.read_text().splitlines()
 
 
-def test_a_line_of_arguments_is_a_process_of_its_own_that_finds_everything_imported(tmp_path) -> None:
+def test_each_line_of_arguments_starts_a_process_with_everything_imported(tmp_path) -> None:
     cli = tmp_path / "modules" / "flwr" / "supernode" / "cli"
     cli.mkdir(parents=True)
     for package in cli.parents[:2]:
@@ -60,9 +60,9 @@ def flwr_clientapp():
 
 
 @linux
-def test_clients_are_started_through_it_and_other_tasks_as_by_flower(tmp_path, monkeypatch) -> None:
+def test_clients_are_started_by_the_warm_process_and_other_tasks_by_flower(tmp_path, monkeypatch) -> None:
     said, started = tmp_path / "said", []
-    monkeypatch.setattr(subprocess_executor, "subprocess", subprocess_executor.subprocess)  # put back at the end
+    monkeypatch.setattr(subprocess_executor, "subprocess", subprocess_executor.subprocess)  # restored at the end
     monkeypatch.setattr(
         hooks,
         "FORKS",
@@ -119,7 +119,7 @@ for line in sys.stdin:
     assert forks[1].wait(20) == 0
 
 
-def test_a_supernode_waits_the_longer_the_longer_it_has_had_no_message(monkeypatch) -> None:
+def test_a_supernode_waits_longer_the_longer_no_message_has_arrived(monkeypatch) -> None:
     clock, slept = [100.0], []
 
     def sleep(seconds):
@@ -134,12 +134,12 @@ def test_a_supernode_waits_the_longer_the_longer_it_has_had_no_message(monkeypat
     pauses.sleep(3)
     clock[0] = 1000.0
     pauses.sleep(3)
-    pauses.sleep(0.5)  # a client is at work
+    pauses.sleep(0.5)  # a client is working
     pauses.sleep(3)
     assert slept == [0.5, 2.0, 3, 0.1, 0.5]
 
 
-def test_a_supernode_ends_when_nothing_starts_its_clients_any_more(monkeypatch) -> None:
+def test_a_supernode_ends_when_its_client_starter_has_ended(monkeypatch) -> None:
     class Ended(Exception):
         pass
 
@@ -157,10 +157,10 @@ def test_a_supernode_ends_when_nothing_starts_its_clients_any_more(monkeypatch) 
         pauses.sleep(3)
 
 
-def test_a_supernode_has_these_pauses_and_its_clients_warmed_up(monkeypatch) -> None:
+def test_a_supernode_has_these_pauses_and_a_warm_process(monkeypatch) -> None:
     started = []
     for name in ("time", "subprocess"):
-        monkeypatch.setattr(start_client_internal, name, getattr(start_client_internal, name))  # put back at the end
+        monkeypatch.setattr(start_client_internal, name, getattr(start_client_internal, name))  # restored at the end
     monkeypatch.setattr(sys, "argv", ["/somewhere/bin/flower-supernode"])
     hooks.quicken_supernode()
     assert isinstance(start_client_internal.time, hooks.Pauses)

@@ -1,4 +1,4 @@
-"""HypCluster: a round by hand, one cluster is FedAvg, and what clients say is looked at."""
+"""HypCluster: a round by hand, its equality with FedAvg for one cluster, and checks of what clients report."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kindred.messages import read_record, to_record
 
 from . import test_client, two_weights
 from .grids import FaultyGrid
-from .test_conformance import check_that_it_counts_like_no_reply, everything, values
+from .test_conformance import check_that_it_counts_as_a_missing_reply, everything, values
 from .two_weights import Client, weights_of
 
 # --- The mathematics ----------------------------------------------------------------------------------
@@ -25,7 +25,7 @@ from .two_weights import Client, weights_of
     ("losses", "nearest"),
     [([0.7, 0.3, 0.5], 1), ([0.3, 0.3], 0), ([np.nan, 2.0], 1), ([np.inf, np.nan], 0), ([4.0], 0)],
 )
-def test_the_model_with_the_lowest_loss_is_taken(losses, nearest) -> None:
+def test_the_model_with_the_lowest_loss_is_chosen(losses, nearest) -> None:
     assert nearest_model(losses) == nearest
 
 
@@ -40,8 +40,8 @@ def by_three(**more) -> HypCluster:
     return two_weights.start(strategy, CLIENTS, FIRST)
 
 
-def test_a_round_is_the_papers() -> None:
-    """Clients 0 and 1 are nearer to the first model, client 2 to the second, and nobody takes the third."""
+def test_a_round_matches_the_paper() -> None:
+    """Clients 0 and 1 are nearer to the first model, client 2 to the second, and no client chooses the third."""
     strategy = by_three()
     # p = 1 / (1 + e^-1) = 0.7311 and 1 / (1 + e^-2) = 0.8808; w + 0.5 x (1 - p)
     one, two = 0.5 + 0.5 * 0.26894, 0.5 + 0.5 * 2 * 0.11920
@@ -58,30 +58,30 @@ def test_a_round_is_the_papers() -> None:
     assert rows[2]["trained-loss"] == pytest.approx(CLIENTS[2].loss(np.array([-one, one])), abs=1e-5)
 
 
-def test_models_belong_to_clusters() -> None:
+def test_clients_of_one_cluster_share_its_model() -> None:
     strategy = by_three()
     models = [weights_of(record).tolist() for record in strategy.client_models().values()]
     assert models[0] == models[1] != models[2]
-    assert strategy.collaboration()[1].tolist() == np.eye(3).tolist()  # the models sent last were nobody's yet
+    assert strategy.collaboration()[1].tolist() == np.eye(3).tolist()  # the models sent last were initial ones
     mean = (2 * weights_of(strategy.models[0]) + weights_of(strategy.models[1])) / 3
     assert weights_of(strategy.global_arrays()) == pytest.approx(mean)
 
 
-def test_who_learns_from_whom_are_the_shares_within_a_cluster() -> None:
+def test_collaboration_weights_are_shares_within_a_cluster() -> None:
     strategy = HypCluster(num_clusters=2, other_models=[two_weights.model(SECOND)])
     clients, weights = two_weights.start(strategy, CLIENTS, FIRST, rounds=2).collaboration()
     assert clients == [0, 1, 2]
     assert weights.tolist() == [[0.25, 0.75, 0], [0.25, 0.75, 0], [0, 0, 1]]
 
 
-def test_all_models_go_down_and_one_comes_up() -> None:
+def test_all_models_are_sent_to_a_client_and_one_returns() -> None:
     rows = [two_weights.start(HypCluster(num_clusters=c), CLIENTS, FIRST).history.rows[0] for c in (1, 2, 3)]
     one, two, three = (row["bytes-down"] for row in rows)
     assert two - one == three - two > weights_of(two_weights.model(FIRST)).nbytes
     assert len({row["bytes-up"] for row in rows}) == 1
 
 
-def test_samples_are_counted_for_every_model_that_is_tried() -> None:
+def test_samples_are_counted_for_every_model_evaluated() -> None:
     rows = by_three().history.rows[:3]
     assert [(row["samples-trained"], row["samples-predicted"]) for row in rows] == [(1, 3), (3, 9), (2, 6)]
 
@@ -98,7 +98,7 @@ def run(strategy, rounds: int = 3, grid: InlineGrid | None = None, **settings):
 
 
 @pytest.mark.parametrize("settings", [{}, {"optimizer": "adam"}, {"local-epochs": 0, "local-steps": 3}])
-def test_one_cluster_is_fedavg_bit_for_bit(settings) -> None:
+def test_one_cluster_equals_fedavg_bit_for_bit(settings) -> None:
     found = everything(run(HypCluster(num_clusters=1, fraction_train=0.5), **settings))
     expected = everything(run(FedAvg(fraction_train=0.5), **settings))
     assert found[:3] == expected[:3]
@@ -107,15 +107,15 @@ def test_one_cluster_is_fedavg_bit_for_bit(settings) -> None:
         assert shared and {key: mine[key] for key in shared} == {key: theirs[key] for key in shared}
 
 
-def test_the_groups_are_found_and_served_better_than_by_one_model() -> None:
-    """Odd clients have the labels the other way round."""
+def test_groups_are_found_and_do_better_than_with_one_model() -> None:
+    """Odd clients swap the labels."""
     strategy = run(HypCluster(num_clusters=2), rounds=8)
     clusters = [row["cluster"] for row in strategy.history.rows if row["round"] == 9]  # the closing evaluation
     assert clusters[0] == clusters[2] != clusters[1] == clusters[3]
     assert strategy.history.rounds[-1]["accuracy"] > run(FedAvg(), rounds=8).history.rounds[-1]["accuracy"] + 0.2
 
 
-def test_the_other_models_have_the_numbers_of_the_first() -> None:
+def test_the_other_models_have_the_values_of_the_first_in_another_order() -> None:
     def starts(**settings) -> list[dict[str, np.ndarray]]:
         strategy = HypCluster(num_clusters=3, **settings)
         strategy.begin(to_record(first))
@@ -131,7 +131,7 @@ def test_the_other_models_have_the_numbers_of_the_first() -> None:
     assert len(set(matrices)) == 5
 
 
-def test_how_many_there_are_and_where_they_start_changes_the_result() -> None:
+def test_the_number_and_initial_values_of_models_change_the_result() -> None:
     def result(count: int, other_models=None) -> list[dict[str, bytes]]:
         strategy = run(HypCluster(num_clusters=count, other_models=other_models))
         return [values(record) for record in strategy.client_models().values()]
@@ -141,7 +141,7 @@ def test_how_many_there_are_and_where_they_start_changes_the_result() -> None:
     assert all(one != other for i, one in enumerate(results) for other in results[:i])
 
 
-def test_the_result_is_the_model_as_it_came_of_the_last_ones() -> None:
+def test_the_result_is_the_model_trained_from_the_last_sent_ones() -> None:
     strategy = run(HypCluster(num_clusters=2))
     closing = {row["client"]: row for row in strategy.history.rows if row["round"] == 4}
     module = test_client.network()
@@ -158,7 +158,7 @@ def test_the_result_is_the_model_as_it_came_of_the_last_ones() -> None:
     assert all(row["personal-accuracy"] == row["received-accuracy"] for row in first)
 
 
-def test_who_was_never_drawn_chooses_in_the_closing_exchange() -> None:
+def test_an_unsampled_client_chooses_a_model_in_the_closing_exchange() -> None:
     strategy = run(HypCluster(num_clusters=2, fraction_train=0.5), rounds=1)
     trained = {row["client"] for row in strategy.history.rows if row["round"] == 1}
     asked = {row["client"]: row for row in strategy.history.rows if row["round"] == 2}
@@ -171,17 +171,17 @@ def test_who_was_never_drawn_chooses_in_the_closing_exchange() -> None:
 
 
 @pytest.mark.parametrize(("cluster", "said"), [(None, "None"), (-1, "-1"), (2, "2"), (0.0, "0.0"), ([0], "[0]")])
-def test_a_cluster_that_there_is_not_counts_like_no_reply(cluster, said) -> None:
+def test_an_unknown_cluster_counts_as_a_missing_reply(cluster, said) -> None:
     def damage(content) -> None:
         content["metrics"].pop("cluster")
         if cluster is not None:
             content["metrics"]["cluster"] = cluster
 
-    check_that_it_counts_like_no_reply("hypcluster", damage, f"refused: its cluster is {said}, allowed: 0 to 1")
+    check_that_it_counts_as_a_missing_reply("hypcluster", damage, f"refused: its cluster is {said}, allowed: 0 to 1")
 
 
-def test_the_norm_is_of_the_change_of_the_model_that_was_taken() -> None:
-    """By 0.1902, 0.1686 and 0.1902, see above; the second model is 1.4 from the first."""
+def test_the_norm_is_that_of_the_change_of_the_chosen_model() -> None:
+    """The norms are 0.1902, 0.1686 and 0.1902, see above; the second model has distance 1.4 from the first."""
 
     def statuses(bound: float) -> list[str]:
         return [row["status"] for row in by_three(max_update_norm=bound).history.rows[:3]]
@@ -191,7 +191,7 @@ def test_the_norm_is_of_the_change_of_the_model_that_was_taken() -> None:
     assert statuses(0.18) == [refused, "ok", refused]
 
 
-def test_a_model_that_nobody_trained_in_a_round_stays_as_it_is() -> None:
+def test_a_model_that_no_client_trained_does_not_change() -> None:
     seen = {}
     strategy = HypCluster(num_clusters=2, other_models=[two_weights.model(SECOND)])
     grid = FaultyGrid(two_weights.app_of(CLIENTS), 3, lambda r, c: "error" if (r, c) == (2, 2) else "ok")
@@ -217,13 +217,13 @@ def test_a_model_that_nobody_trained_in_a_round_stays_as_it_is() -> None:
         ),
     ],
 )
-def test_arguments_out_of_range_are_named(arguments, said) -> None:
+def test_out_of_range_arguments_are_named(arguments, said) -> None:
     with pytest.raises(ValueError) as refused:
         HypCluster(**arguments)
     assert str(refused.value) == said
 
 
-def test_another_model_must_be_like_the_initial_one() -> None:
+def test_other_initial_models_must_match_the_first() -> None:
     strategy = HypCluster(num_clusters=2, other_models=[to_record({"weight": np.zeros(3, np.float32)})])
     with pytest.raises(ValueError, match=r"model 1: array 'weight' is float32 \(3,\), expected float32 \(2,\)"):
         two_weights.start(strategy, CLIENTS, FIRST)

@@ -41,7 +41,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lock"}
 
 
-def test_keys_of_the_server_and_of_sites(tmp_path) -> None:
+def test_keys_are_written_for_the_server_and_sites(tmp_path) -> None:
     folder = tmp_path / "keys"
     said = kindred("keys", folder, "--server", "FL.example.org, 192.0.2.7,2001:db8::7", "--sites", "lyon,oslo")
     assert set(contents(folder)) == {
@@ -75,7 +75,7 @@ def test_keys_of_the_server_and_of_sites(tmp_path) -> None:
 def test_a_second_call_adds_what_is_missing_and_changes_nothing(tmp_path) -> None:
     folder = tmp_path / "keys"
     kindred("keys", folder, "--server", "fl.example.org", "--sites", "lyon")
-    (folder / "lyon.key").unlink()  # it has gone to the site
+    (folder / "lyon.key").unlink()  # it was moved to the site
     before = contents(folder)
     kindred("keys", folder, "--server", "fl.example.org", "--sites", "lyon,oslo")
     after = contents(folder)
@@ -86,14 +86,14 @@ def test_a_second_call_adds_what_is_missing_and_changes_nothing(tmp_path) -> Non
     assert "fl.example.org" in said
     assert "other.example.org" in said
 
-    (folder / "ca.key").unlink()  # kept apart, which sites' keys do without
+    (folder / "ca.key").unlink()  # stored elsewhere; sites' keys do not need it
     kindred("keys", folder, "--sites", "porto")
     (folder / "server.crt").unlink()
     assert "ca.key is not there" in kindred("keys", folder, "--server", "fl.example.org", code=2)
     assert contents(folder).keys() == (after.keys() | {"porto.key", "porto.pub"}) - {"ca.key", "server.crt"}
 
 
-def test_a_certificate_of_the_ca_is_made_again_with_its_key(tmp_path) -> None:
+def test_a_lost_ca_certificate_is_renewed_with_the_same_key(tmp_path) -> None:
     folder = tmp_path / "keys"
     kindred("keys", folder, "--server", "fl.example.org")
     before = contents(folder)
@@ -109,7 +109,7 @@ def test_a_certificate_of_the_ca_is_made_again_with_its_key(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("writes", range(6))
-def test_a_call_that_is_cut_short_is_taken_up_by_the_next(writes, tmp_path, monkeypatch) -> None:
+def test_an_interrupted_call_is_completed_by_the_next(writes, tmp_path, monkeypatch) -> None:
     folder, write, left = tmp_path / "keys", keys_command.write_file, [None] * writes
     arguments = ("keys", folder, "--server", "fl.example.org", "--sites", "lyon")
 
@@ -135,13 +135,13 @@ def test_a_call_that_is_cut_short_is_taken_up_by_the_next(writes, tmp_path, monk
 
 
 def certificates(folder: Path) -> tuple[x509.Certificate, x509.Certificate]:
-    return load_certificates(folder)  # checks that they belong together
+    return load_certificates(folder)  # this checks that they belong together
 
 
 ONE_DAY = timedelta(days=1)
 
 
-def test_a_renewed_certificate_of_the_server_is_for_the_same_key_and_names_and_sites_need_nothing(
+def test_a_renewed_server_certificate_has_the_same_key_and_names_and_sites_need_no_change(
     tmp_path, monkeypatch
 ) -> None:
     folder = tmp_path / "keys"
@@ -161,7 +161,7 @@ def test_a_renewed_certificate_of_the_server_is_for_the_same_key_and_names_and_s
     assert "the sites: nothing" in said
 
 
-def test_the_certificate_of_the_ca_is_renewed_where_it_would_end_before_the_servers(tmp_path, monkeypatch) -> None:
+def test_the_ca_certificate_is_renewed_if_it_would_end_before_the_server_s(tmp_path, monkeypatch) -> None:
     folder = tmp_path / "keys"
     with monkeypatch.context() as patch:
         patch.setattr(keys_command, "CA_DAYS", keys_command.SERVER_DAYS - 1)
@@ -172,7 +172,7 @@ def test_the_certificate_of_the_ca_is_renewed_where_it_would_end_before_the_serv
     assert {name for name in before | after if before.get(name) != after.get(name)} == {"ca.crt", "server.crt"}
     assert [each for each in new_ca.extensions] == [each for each in old_ca.extensions]
     assert new_ca.not_valid_after_utc > new.not_valid_after_utc
-    old.verify_directly_issued_by(new_ca)  # a site with either ca.crt gets on with either server.crt
+    old.verify_directly_issued_by(new_ca)  # a site with either ca.crt accepts either server.crt
     new.verify_directly_issued_by(old_ca)
     assert "copy server.crt and ca.crt into it first" in said
     until = f"{old_ca.not_valid_after_utc:%Y-%m-%d}"
@@ -180,7 +180,7 @@ def test_the_certificate_of_the_ca_is_renewed_where_it_would_end_before_the_serv
 
 
 @pytest.mark.parametrize("writes", range(2))
-def test_a_renewal_that_is_cut_short_leaves_what_belongs_together(writes, tmp_path, monkeypatch) -> None:
+def test_an_interrupted_renewal_leaves_matching_files(writes, tmp_path, monkeypatch) -> None:
     folder, write, left = tmp_path / "keys", keys_command.write_file, [None] * writes
     with monkeypatch.context() as patch:
         patch.setattr(keys_command, "CA_DAYS", 30)
@@ -201,7 +201,7 @@ def test_a_renewal_that_is_cut_short_leaves_what_belongs_together(writes, tmp_pa
     assert "the sites: copy ca.crt to each" in kindred("keys", "renew", folder)
 
 
-def test_server_keys_that_do_not_belong_together_are_refused(tmp_path, made_keys) -> None:
+def test_server_keys_that_do_not_match_are_refused(tmp_path, made_keys) -> None:
     def with_another(name: str, content: bytes) -> str:
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)
@@ -218,7 +218,7 @@ def test_server_keys_that_do_not_belong_together_are_refused(tmp_path, made_keys
     assert "server.key" in with_another("server.key", b"no key")
 
 
-def test_a_certificate_that_is_over_is_refused(tmp_path, monkeypatch) -> None:
+def test_an_expired_certificate_is_refused(tmp_path, monkeypatch) -> None:
     folder = tmp_path / "keys"
     monkeypatch.setattr(keys_command, "SERVER_DAYS", 0)
     kindred("keys", folder, "--server", "fl.example.org")
@@ -227,7 +227,7 @@ def test_a_certificate_that_is_over_is_refused(tmp_path, monkeypatch) -> None:
     assert f"`kindred keys renew {folder}`" in said
 
 
-def test_a_site_refuses_a_ca_that_is_over(tmp_path, data, monkeypatch) -> None:
+def test_a_site_refuses_an_expired_ca(tmp_path, data, monkeypatch) -> None:
     folder = tmp_path / "keys"
     monkeypatch.setattr(keys_command, "CA_DAYS", 0)
     kindred("keys", folder, "--server", "fl.example.org", "--sites", "lyon")
@@ -259,7 +259,7 @@ def test_a_site_refuses_a_ca_that_is_over(tmp_path, data, monkeypatch) -> None:
 )  # fmt: skip
 def test_keys_that_others_can_change_or_read_are_refused(name, mode, todo, keys, tmp_path) -> None:
     (keys / "notes").write_text("of the keys")
-    check_server_keys(keys, "fl.example.org")  # all is well
+    check_server_keys(keys, "fl.example.org")  # accepted
     path = keys / name
     path.chmod(mode)
     said = kindred("server", "--keys", keys, "--state", tmp_path / "state", code=2)
@@ -271,14 +271,14 @@ def test_keys_that_others_can_change_or_read_are_refused(name, mode, todo, keys,
 
 
 def give_away(path: Path, monkeypatch) -> None:
-    """Have a file belong to another user: really where that is possible, else all files do."""
+    """Give a file to another user; where that is impossible, report every file as another user's."""
     if os.geteuid() == 0:
         os.chown(path, 4711, -1)
     else:
         monkeypatch.setattr(os, "geteuid", lambda: 4711)
 
 
-def test_keys_that_belong_to_somebody_else_are_refused(keys, tmp_path, monkeypatch) -> None:
+def test_keys_of_another_user_are_refused(keys, tmp_path, monkeypatch) -> None:
     give_away(keys / "lyon.pub", monkeypatch)
     said = kindred("server", "--keys", keys, "--state", tmp_path / "state", code=2)
     assert re.match(r"kindred: \S+ belongs to user \d+, allowed: \d+, who runs this, or root; chown \d+ /", said)
@@ -286,7 +286,7 @@ def test_keys_that_belong_to_somebody_else_are_refused(keys, tmp_path, monkeypat
 
 @pytest.fixture
 def registration(keys, tmp_path, monkeypatch):
-    """What registers keys, but for Flower; `registered` has names, with those that runs knew of at that moment."""
+    """The registration of keys without Flower; `registered` has names, with those that runs knew at that moment."""
     file = tmp_path / "registered.json"
     registered = []
 
@@ -299,7 +299,7 @@ def registration(keys, tmp_path, monkeypatch):
     return SimpleNamespace(look=made.look, registered=registered, file=file)
 
 
-def test_runs_know_the_names_of_keys_before_these_are_registered(registration, keys) -> None:
+def test_runs_know_the_names_of_keys_before_registration(registration, keys) -> None:
     assert json.loads(registration.file.read_text()) == ["lyon"]  # from the start
     registration.look()
     kindred("keys", keys, "--sites", "oslo,bergen")
@@ -309,10 +309,10 @@ def test_runs_know_the_names_of_keys_before_these_are_registered(registration, k
         ("lyon", ["lyon"]), ("bergen", ["bergen", "lyon", "oslo"]), ("oslo", ["bergen", "lyon", "oslo"]),
     ]  # fmt: skip
     site_registration.Registration(keys, {REGISTERED: str(registration.file)}, keys, "mark")
-    assert json.loads(registration.file.read_text()) == ["bergen", "lyon", "oslo"]  # as long as the database knows it
+    assert json.loads(registration.file.read_text()) == ["bergen", "lyon", "oslo"]  # as long as it is in the database
 
 
-def test_no_key_is_taken_that_others_can_put_there_or_change(registration, keys, capsys, monkeypatch) -> None:
+def test_keys_that_others_can_add_or_change_are_not_registered(registration, keys, capsys, monkeypatch) -> None:
     registration.look()
     registration.registered.clear()
     keys.chmod(0o777)
@@ -339,7 +339,7 @@ def test_no_key_is_taken_that_others_can_put_there_or_change(registration, keys,
 
 
 def run_server(monkeypatch, days: float, *arguments: object) -> tuple[dict[str, str], list[str]]:
-    """Run a server without Flower for some days; the environment of its SuperLink, and warnings."""
+    """Run a server without Flower for some days; return the environment of its SuperLink, and warnings."""
     started, now = [], [1000.0]
 
     def start(command, settings, directory, mark, hook):
@@ -359,7 +359,7 @@ def run_server(monkeypatch, days: float, *arguments: object) -> tuple[dict[str, 
     return environment, [line for line in said.splitlines() if "valid until" in line]
 
 
-def test_runs_are_told_where_the_names_of_keys_are_and_nothing_without_keys(keys, tmp_path, monkeypatch) -> None:
+def test_runs_receive_the_path_of_registered_names_only_with_keys(keys, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("KINDRED_REGISTERED", "/of/another/server.json")
     state = tmp_path / "state"
     environment, _ = run_server(monkeypatch, 0, "--keys", keys, "--host", "127.0.0.1", "--state", state)

@@ -1,4 +1,4 @@
-"""The server's memory over a run, in processes of their own."""
+"""The server's memory over a run, measured in separate processes."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ CLIENTS, A_ROUND = 1000, 100
 def check_memory(found: Measured) -> None:
     assert found.ratio <= 1.2
     beside = (np.array(found.peaks) - found.models) / found.models[-1]  # after the first round all have models
-    assert len(set(found.models)) == 1 and np.ptp(beside[2:]) <= 0.05  # it is the history that grows
+    assert len(set(found.models)) == 1 and np.ptp(beside[2:]) <= 0.05  # only the history grows
 
 
-def test_the_server_holds_every_model_once_and_little_besides() -> None:
+def test_the_server_holds_every_model_once_and_little_else() -> None:
     check_memory(in_a_process(store="memory", clients=CLIENTS, a_round=A_ROUND, rounds=6, closing=False, full=True))
 
 
 def test_with_models_on_disk_memory_is_that_of_the_clients_of_a_round() -> None:
-    """40 MB of models, and 200 MB, of which 10 MB take part."""
+    """40 MB and 200 MB of models, of which 10 MB take part in a round."""
     peaks = [
         max(
             in_a_process(
@@ -39,8 +39,8 @@ def test_with_models_on_disk_memory_is_that_of_the_clients_of_a_round() -> None:
     assert max(peaks) < 50e6 and abs(peaks[0] - peaks[1]) < 10e6
 
 
-def test_a_reply_that_has_been_taken_in_is_gone_at_once() -> None:
-    """It must not wait until Python looks for circles: a few of those of 45 MB are more than all else."""
+def test_a_reply_is_freed_as_soon_as_it_has_been_processed() -> None:
+    """It must not wait for Python's cycle collector: a few replies of 45 MB exceed all other memory."""
     content = RecordDict(
         {
             "arrays": to_record({"w": np.ones(3)}),

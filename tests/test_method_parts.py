@@ -1,4 +1,4 @@
-"""The parts of Kindred and FedeRiCo that have state of their own, alone and by hand."""
+"""The parts of Kindred and FedeRiCo that have a state, each alone and by hand."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def restored(fresh, part):
 # --- Kindred ------------------------------------------------------------------------------------------
 
 
-def test_the_best_place_follows_the_summed_losses_and_is_halfway_before_the_first() -> None:
+def test_the_best_place_follows_the_summed_losses_and_starts_halfway() -> None:
     places = PlaceFilter()
     places.update()
     assert places.probabilities is None and places.mean == 0.5
-    for client in (1, 0):  # one is sure that place 1/4 is the best, the other has no preference
+    for client in (1, 0):  # one client is certain that place 1/4 is best, the other has no preference
         places.add(client, np.array([50.0, 0.0, 50.0, 50.0, 50.0]) * client)
     restored(PlaceFilter(), places).update()
     places.update()
@@ -45,7 +45,7 @@ def test_the_best_place_follows_the_summed_losses_and_is_halfway_before_the_firs
     assert places.probabilities is before
 
 
-def test_losses_count_where_all_probes_are_reported_and_changes_are_from_the_first_report() -> None:
+def test_losses_count_when_all_probes_are_reported_and_changes_start_at_the_first_report() -> None:
     losses = ReportedLosses(("kin", "all"))
 
     def exchange(reports) -> None:
@@ -58,7 +58,7 @@ def test_losses_count_where_all_probes_are_reported_and_changes_are_from_the_fir
     exchange({1: {"kin": np.log(4), "all": 2.0}, 0: {"kin": 1.0}})
     assert losses.likelihoods("kin", [0, 1]) == pytest.approx([0.25, 0.25])  # client 0 gets the mean
     assert losses.changes([0, 1]) == []
-    exchange({})  # an exchange without reports leaves the last ones
+    exchange({})  # an exchange without reports keeps the last ones
     exchange({1: {"kin": np.log(2), "all": 2.0}, 0: {"kin": np.log(4), "all": 1.0}})
     for each in (losses, restored(ReportedLosses(("kin", "all")), losses)):
         assert each.likelihoods("kin", [0, 1, 2]) == pytest.approx([0.25, 0.5, 0.375])
@@ -92,13 +92,13 @@ def sent_to_both() -> SentModels:
     return sent
 
 
-def test_a_message_holds_the_models_that_there_are_by_place() -> None:
+def test_a_message_has_the_available_models_by_place() -> None:
     sent = sent_to_both()
     assert sent.count == 2 and sent.neighbours("a") == [] and sent.neighbours("b") == ["a"]
     assert sent.neighbours("c") == []
     assert list(read_record(sent.pack("b", ["a"]))) == ["1/weight", "1/running_mean"]  # b has no model yet
     update = {"weight": np.zeros(2, np.float32)}
-    new = with_prefix(NEW_MODEL, model(0, 0, 0))  # which b owes
+    new = with_prefix(NEW_MODEL, model(0, 0, 0))  # the model that b must send
     assert sent.mismatch("b", {**new, **with_prefix(0, model(0, 0, 0)), **with_prefix(1, update)}) is None
     owners_alone = "array 'running_mean' may be changed by the model's owner alone"
     assert sent.mismatch("b", {**new, **with_prefix(1, model(0, 0, 0))}) == owners_alone
@@ -107,14 +107,14 @@ def test_a_message_holds_the_models_that_there_are_by_place() -> None:
     assert sent.mismatch("a", new) == "it holds a model where an update is expected"
 
 
-def test_the_norm_of_updates_is_the_largest_one_of_their_parameters() -> None:
+def test_the_norm_of_updates_is_the_largest_over_their_parameters() -> None:
     updates = {**with_prefix(0, model(1, 0, 9)), **with_prefix(1, model(3, 4, 9))}
     assert sent_to_both().update_norm({**updates, **with_prefix(NEW_MODEL, model(9, 9, 9))}) == 5
     assert sent_to_both().update_norm({}) == 0
 
 
 @pytest.mark.parametrize(("steps", "moved"), [(None, [3, 5, 2]), (OptimizerSteps("sgd", 0.5), [0, -1, 2])])
-def test_updates_are_changes_or_gradients_and_add_up(steps, moved) -> None:
+def test_updates_are_changes_or_gradients_and_are_summed(steps, moved) -> None:
     sent = sent_to_both()
     updates = Updates(sent, ["a", "b"], steps)
     updates.add("b", {NEW_MODEL: model(7, 7, 7), "1": {"weight": np.array([1, 1], np.float32)}})
@@ -123,7 +123,7 @@ def test_updates_are_changes_or_gradients_and_add_up(steps, moved) -> None:
     assert sent.models.row("a").tolist() == moved and sent.models.row("b").tolist() == [7, 7, 7]
 
 
-def test_a_request_is_read_as_it_was_packed_and_what_is_malformed_is_empty() -> None:
+def test_a_request_is_read_as_packed_and_a_malformed_one_is_empty() -> None:
     request = Request(["b", 3], ["a", "b"], {"a": 0.75, "b": 0.25})
     assert Request.unpack(request.pack()) == request
     assert Request.unpack({**request.pack(), "weights": [0.75, 0.5]}) == Request(["b", 3], ["a", "b"])

@@ -1,4 +1,4 @@
-"""The networks: what they are made of, that a seed fixes them, what images they refuse, and who gets which."""
+"""The networks: their layers and seeds, the images they refuse, and the choice of a client's network."""
 
 from __future__ import annotations
 
@@ -56,25 +56,25 @@ SMALLEST = {"cnn2": 8, "resnet18": 8, "vgg11": 32, "vgg13": 32, "office-mlp": 1}
 
 
 @pytest.mark.parametrize(("name", "image_shape", "num_classes", "count"), HAND_COUNTED)
-def test_number_of_parameters(name, image_shape, num_classes, count):
+def test_the_number_of_parameters_by_hand(name, image_shape, num_classes, count):
     model = make_model(name, image_shape, num_classes, seed=0)
     assert sum(parameter.numel() for parameter in model.parameters()) == count
 
 
-def test_every_model_is_counted():
+def test_the_parameters_of_every_model_are_tested():
     assert {name for name, *_ in HAND_COUNTED} == set(MODELS)
 
 
-def test_vgg11_is_as_large_as_the_papers_communication_says():
+def test_vgg11_has_the_size_implied_by_the_papers_communication():
     """PerFed-CKT, Table 1, C = 0.1, millions of floats in 200 rounds: m = 10 uploads, c broadcasts."""
     count = sum(parameter.numel() for parameter in make_model("vgg11", (3, 32, 32), 10, seed=0).parameters())
     for broadcasts, millions in ((2, 23400), (3, 25400), (5, 29300), (6, 31200)):
-        assert count * 200 * (10 + broadcasts) / 1e6 == pytest.approx(millions, abs=100)  # it gives three figures
+        assert count * 200 * (10 + broadcasts) / 1e6 == pytest.approx(millions, abs=100)  # the paper gives three digits
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("image_shape", [(1, 8, 8), (1, 28, 28), (3, 32, 32), (2, 13, 10), (2, 70, 45), (7, 1, 1)])
-def test_logits_for_every_image(name, image_shape):
+def test_every_image_gets_logits(name, image_shape):
     if min(image_shape[1:]) < SMALLEST.get(name, 4):
         with pytest.raises(ValueError, match=f"{name} needs images of at least"):
             make_model(name, image_shape, 7, seed=0)
@@ -86,7 +86,7 @@ def test_logits_for_every_image(name, image_shape):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_one_step_lowers_the_loss(name):
-    """Down the gradient by a little, in evaluation mode: dropout draws nothing, nor do batches move."""
+    """One small gradient step in evaluation mode: without dropout and with fixed batch statistics."""
     model = make_model(name, (3, 32, 32), 3, seed=0).eval()
     images, labels = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 2])
     before = torch.nn.functional.cross_entropy(model(images), labels)
@@ -97,7 +97,7 @@ def test_one_step_lowers_the_loss(name):
         assert torch.nn.functional.cross_entropy(model(images), labels) < before
 
 
-def test_resnet18_keeps_small_images_large():
+def test_resnet18_does_not_shrink_small_images():
     model = make_model("resnet18", (3, 32, 32), 10, seed=0).eval()
     seen = []
     model.layer4.register_forward_hook(lambda module, given, made: seen.append(made.shape))
@@ -107,7 +107,7 @@ def test_resnet18_keeps_small_images_large():
 
 
 @pytest.mark.parametrize(("side", "pixels"), [(32, 1), (63, 1), (64, 2)])
-def test_vgg_takes_the_mean_over_what_the_last_stage_leaves(side, pixels):
+def test_vgg_averages_over_the_output_of_the_last_stage(side, pixels):
     model = make_model("vgg11", (1, side, side), 10, seed=0).eval()
     with torch.inference_mode():
         images = torch.randn(2, 1, side, side)
@@ -116,7 +116,7 @@ def test_vgg_takes_the_mean_over_what_the_last_stage_leaves(side, pixels):
         assert torch.allclose(model[3:](features.mean((2, 3))), model(images), atol=1e-6)
 
 
-def test_vgg_has_dropout_in_training_alone():
+def test_vgg_uses_dropout_in_training_only():
     model = make_model("vgg13", (3, 32, 32), 10, seed=0)
     images = torch.randn(2, 3, 32, 32)
     with torch.inference_mode():
@@ -135,7 +135,7 @@ def test_office_mlp_is_three_layers_with_relu_between():
     assert torch.allclose(model(given)[0], w3 @ hidden + b3, atol=1e-6)
 
 
-def test_vgg_draws_its_weights_as_pytorchs_layers_do():
+def test_vgg_initialises_weights_like_pytorchs_layers():
     """Uniform within 1 / sqrt(inputs); with torchvision's N(0, 0.01) in the linear layers it would not learn."""
     model = make_model("vgg11", (3, 32, 32), 10, seed=0)
     layers = [module for module in model.modules() if isinstance(module, torch.nn.Conv2d | torch.nn.Linear)]
@@ -145,7 +145,7 @@ def test_vgg_draws_its_weights_as_pytorchs_layers_do():
         assert float(layer.weight.detach().std()) == pytest.approx((3 * inputs) ** -0.5, rel=0.05)
 
 
-def test_every_layer_matters():
+def test_every_parameter_affects_the_logits():
     """The logits depend on every parameter."""
     for name, image_shape, num_classes, _ in HAND_COUNTED:
         model = make_model(name, image_shape, num_classes, seed=0)
@@ -164,7 +164,7 @@ def test_every_layer_matters():
         ((3, 1, 1), "office-mlp"),
     ],
 )
-def test_auto_goes_by_the_images_size(image_shape, name):
+def test_auto_chooses_by_image_size(image_shape, name):
     assert choose_model(image_shape) == name
     automatic, named = (make_model(which, image_shape, 10, seed=3).state_dict() for which in ("auto", name))
     assert list(automatic) == list(named)
@@ -172,7 +172,7 @@ def test_auto_goes_by_the_images_size(image_shape, name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_seed_fixes_the_weights_and_leaves_the_global_state(name):
+def test_a_seed_fixes_the_weights_and_leaves_the_global_state_unchanged(name):
     torch.manual_seed(1)
     before = torch.get_rng_state()
     first = make_model(name, (3, 32, 32), 10, seed=5).state_dict()
@@ -202,7 +202,7 @@ def test_a_seed_fixes_the_weights_and_leaves_the_global_state(name):
         ("cnn2", (3, 32, 32), 1, ["num_classes is 1", "2 or more"]),
     ],
 )
-def test_what_does_not_fit_is_refused_in_one_line(name, image_shape, num_classes, words):
+def test_images_that_do_not_fit_are_refused_in_one_line(name, image_shape, num_classes, words):
     with pytest.raises(ValueError) as refused:
         make_model(name, image_shape, num_classes, seed=0)
     text = str(refused.value)
@@ -210,7 +210,7 @@ def test_what_does_not_fit_is_refused_in_one_line(name, image_shape, num_classes
     assert [word for word in words if word not in text] == []
 
 
-def test_names_are_there_before_pytorch():
+def test_names_are_known_before_pytorch_is_imported():
     code = "import sys, kindred.client.models as m; print(len(m.MODELS), 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [str(len(MODELS)), "False"]
@@ -222,10 +222,10 @@ def test_names_are_there_before_pytorch():
         ("auto", ["auto"]),
         ("cnn2", ["cnn2"]),
         ("ckt-cnn,vgg11,vgg13", ["ckt-cnn", "vgg11", "vgg13"]),
-        (" vgg13, cnn2 ", ["vgg13", "cnn2"]),  # the order is the writer's
+        (" vgg13, cnn2 ", ["vgg13", "cnn2"]),  # the order is that of the setting
     ],
 )
-def test_names_in_a_setting(text, names):
+def test_names_in_a_setting_are_read(text, names):
     assert parse_models(text) == names
 
 
@@ -265,7 +265,7 @@ def test_a_bad_name_in_a_setting_is_named(text, bad):
         (5, 100, [1]),
     ],
 )
-def test_a_models_chance_by_a_clients_size(num_examples, typical, shares):
+def test_the_probability_of_a_network_follows_the_client_s_size(num_examples, typical, shares):
     draws, names = 4000, ["a", "b", "c", "d"][: len(shares)]
     drawn = Counter(model_for_size(names, num_examples, typical, seed) for seed in range(draws))
     for name, share in zip(names, shares, strict=True):
@@ -273,7 +273,7 @@ def test_a_models_chance_by_a_clients_size(num_examples, typical, shares):
         assert drawn[name] / draws == pytest.approx(share, abs=within)
 
 
-def test_more_data_never_give_a_smaller_model():
+def test_more_data_never_give_a_smaller_network():
     names = ["small", "medium", "large"]
     for seed in range(40):
         places = [names.index(model_for_size(names, n, 37.5, seed)) for n in range(0, 400, 3)]
@@ -293,13 +293,13 @@ def test_more_data_never_give_a_smaller_model():
         ((["a"], 10, 5, -1), "seed is -1, allowed: 0 or more"),
     ],
 )
-def test_a_draw_out_of_range_is_refused_in_one_line(arguments, text):
+def test_an_invalid_random_choice_is_refused_in_one_line(arguments, text):
     with pytest.raises(ValueError) as refused:
         model_for_size(*arguments)
     assert str(refused.value) == text
 
 
-def test_a_clients_network_is_the_runs_only_one_or_drawn_by_its_size() -> None:
+def test_a_client_s_network_is_the_only_one_or_drawn_by_its_size() -> None:
     assert network_names("auto", (3, 32, 32)) == ["cnn2"] and network_names("vgg11,cnn2", (1, 8, 8)) == [
         "vgg11",
         "cnn2",
@@ -308,5 +308,5 @@ def test_a_clients_network_is_the_runs_only_one_or_drawn_by_its_size() -> None:
     several = "ckt-cnn,vgg11"
     for seed in range(9):
         assert client_network(several, (3, 32, 32), 30, 50, seed) == model_for_size(several.split(","), 30, 50, seed)
-        # Without a typical number the client's own stands for it: the second network has a chance of 1/2.
+        # Without a typical number the client's own is used: the second network has probability 1/2.
         assert client_network(several, (3, 32, 32), 30, 0, seed) == model_for_size(several.split(","), 1, 1, seed)

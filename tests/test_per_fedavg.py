@@ -1,4 +1,4 @@
-"""First-order Per-FedAvg: its steps on numbers that can be checked by hand, and rounds with real ClientApps."""
+"""First-order Per-FedAvg: its steps on small numbers that can be checked by hand, and rounds with real ClientApps."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def per_fedavg(sgd_learning_rate: float = 0.1, adapt_learning_rate: float = 0.05
 
 
 @pytest.mark.parametrize("how", [{}, {"local-epochs": 0, "local-steps": 5}])
-def test_as_alpha_goes_to_0_it_becomes_fedavg(how) -> None:
+def test_it_converges_to_fedavg_as_alpha_goes_to_0(how) -> None:
     mine, fedavg = run(per_fedavg(adapt_learning_rate=1e-300), **how), run(FedAvg(), **how)
     parameters = [name for name, _ in network().named_parameters()]
     for name in parameters:
@@ -108,14 +108,14 @@ def test_every_hyperparameter_changes_the_result() -> None:
 
 @pytest.mark.parametrize("name", ["sgd_learning_rate", "adapt_learning_rate"])
 @pytest.mark.parametrize("value", [0.0, -1.0, math.inf])
-def test_what_is_out_of_range_is_named(name, value) -> None:
+def test_out_of_range_arguments_are_named(name, value) -> None:
     with pytest.raises(ValueError, match=f"{name} is .*more than 0"):
         per_fedavg(**{name: value})
 
 
-def test_the_global_model_is_evaluated_as_one_step_over_all_data_adapts_it() -> None:
+def test_the_global_model_is_evaluated_after_one_adaptation_step_over_all_data() -> None:
     strategy = run(per_fedavg())
-    assert [line["personal"] for line in strategy.history.rounds] == ["tuned"] * 4  # the last in a closing exchange
+    assert [line["personal"] for line in strategy.history.rounds] == ["tuned"] * 4  # the last one in a closing exchange
     model, grid = network(), InlineGrid(app, CLIENTS)
     closing = {row["client"]: row for row in strategy.history.rows if row["round"] == 4}
     for client, record in strategy.client_models().items():
@@ -133,7 +133,7 @@ def test_the_global_model_is_evaluated_as_one_step_over_all_data_adapts_it() -> 
             assert row["tuned-loss"] not in (row["received-loss"], row["trained-loss"])
 
 
-def test_evaluation_does_not_change_what_is_trained() -> None:
+def test_evaluation_does_not_change_the_trained_model() -> None:
     from kindred.baselines import per_fedavg as module
 
     def globals_of() -> dict[str, bytes]:
@@ -152,7 +152,7 @@ def test_evaluation_does_not_change_what_is_trained() -> None:
         ({"local-epochs": 0, "local-steps": 5}, 5 * 4),
     ],
 )
-def test_two_batches_a_step_and_the_adaptation_are_counted(how, samples) -> None:
+def test_the_work_of_two_batches_a_step_and_of_the_adaptation_is_counted(how, samples) -> None:
     for row in run(per_fedavg(), 1, **how).history.rows:
         if row["round"] == 1:
             assert (row["samples-trained"], row["samples-predicted"]) == (2 * samples + 20, 0)
@@ -175,11 +175,11 @@ def test_the_two_batches_of_a_step_are_drawn_independently() -> None:
     assert not any(torch.equal(first[0], second[0]) for first, second in pairs)
     epochs = [
         torch.cat([batch[0] for batch in batches]).sort(dim=0).values for batches in zip(*pairs[:5])
-    ]  # both go over all samples of the first client
+    ]  # both use all samples of the first client
     assert torch.equal(*epochs)
 
 
-def test_the_models_of_the_last_evaluation_are_given_out_and_the_global_one_where_there_was_none() -> None:
+def test_client_models_are_those_last_evaluated_or_the_global_one() -> None:
     evaluated, silent = run(per_fedavg()), run(per_fedavg(fraction_evaluate=0.0))
     own = [values(model) for model in evaluated.client_models().values()]
     assert len({tuple(model.items()) for model in own}) == CLIENTS

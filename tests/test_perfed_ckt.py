@@ -1,4 +1,4 @@
-"""PerFed-CKT: the mathematics on numbers that can be checked by hand, and the rounds with real ClientApps."""
+"""PerFed-CKT: its formulas on small numbers that can be checked by hand, and rounds with real ClientApps."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ THREE = np.array(
 )
 
 
-def test_the_server_step_on_three_clients() -> None:
+def test_the_server_step_with_three_clients_by_hand() -> None:
     centroids, assignment = cluster_logits(THREE, 2, seed=0)
     assert assignment.tolist() == [0, 0, 1]
     assert centroids == pytest.approx(np.array([[[0.8, 0.2], [0.8, 0.2]], [[0.1, 0.9], [0.0, 1.0]]]))
@@ -63,14 +63,14 @@ def test_there_are_never_more_clusters_than_clients(asked) -> None:
     assert centroids.tobytes() == THREE.tobytes()
 
 
-def test_never_more_than_distinct_logits(recwarn) -> None:
+def test_there_are_never_more_clusters_than_distinct_logits(recwarn) -> None:
     twice = THREE[[0, 2, 0, 0]]
     centroids, assignment = cluster_logits(twice, 3, seed=0)
     assert assignment.tolist() == [0, 1, 0, 0] and len(centroids) == 2
     assert centroids == pytest.approx(THREE[[0, 2]])
     same, assignment = cluster_logits(THREE[[1, 1, 1]], 2, seed=0)
     assert same == pytest.approx(THREE[[1]]) and assignment.tolist() == [0, 0, 0]
-    assert not recwarn.list  # scikit-learn's of fewer points than clusters
+    assert not recwarn.list  # scikit-learn warns of fewer points than clusters
 
 
 def test_one_client_is_its_own_cluster() -> None:
@@ -78,7 +78,7 @@ def test_one_client_is_its_own_cluster() -> None:
     assert centroids.tobytes() == THREE[:1].tobytes() and assignment.tolist() == [0]
 
 
-def test_clusters_are_those_of_scikit_learn_on_the_same_matrix() -> None:
+def test_clusters_match_scikit_learn() -> None:
     from sklearn.cluster import KMeans
 
     rng = np.random.default_rng(0)
@@ -94,7 +94,7 @@ def test_clusters_are_those_of_scikit_learn_on_the_same_matrix() -> None:
 @given(
     st.integers(1, 6), st.integers(1, 6), st.integers(1, 3), st.integers(2, 4), st.integers(1, 4), st.integers(0, 99)
 )
-def test_every_cluster_has_clients_and_is_their_mean(m, c, num_public, num_classes, min_size, seed) -> None:
+def test_every_centroid_is_the_mean_of_at_least_one_client(m, c, num_public, num_classes, min_size, seed) -> None:
     rng = np.random.default_rng(seed)
     logits = rng.dirichlet(np.full(num_classes, 0.1), (m, num_public)).astype(np.float32).round(1)
     found = cluster_logits(logits, c, seed)
@@ -118,14 +118,14 @@ def test_small_clusters_join_the_nearest() -> None:
     assert assignment.tolist() == [0] * 5 and everyone[0, 0, 0] == pytest.approx(0.46)
 
 
-def test_of_equally_near_centroids_the_first_is_taken() -> None:
+def test_the_first_of_equally_near_centroids_is_taken() -> None:
     centroids = np.array([[[1.0, 0.0]], [[0.0, 1.0]], [[1.0, 0.0]]], np.float32)
     assert nearest_centroid(np.array([[0.5, 0.5]], np.float32), centroids) == 0
     assert nearest_centroid(np.array([[0.5, 0.5]], np.float32), centroids[::-1]) == 0
     assert nearest_centroid(np.array([[0.4, 0.6]], np.float32), centroids) == 1
 
 
-def test_the_distillation_term() -> None:
+def test_the_distillation_term_by_hand() -> None:
     ours = torch.tensor([[0.5, 0.5], [1.0, 0.0]])
     centroid = torch.tensor([[0.4, 0.6], [0.5, 0.5]])
     # lambda / 2 (0.01 + 0.01 + 0.25 + 0.25)
@@ -168,7 +168,7 @@ def test_a_step_follows_the_gradient_of_equation_2() -> None:
     assert model.weight.detach().numpy() == pytest.approx((before - eta * gradient).numpy(), abs=1e-8)
 
 
-def test_floats_as_the_paper_counts_them() -> None:
+def test_floats_are_counted_as_in_the_paper() -> None:
     # Table 1: 2000 images, 10 classes, C = 0.1 of 100 clients, 200 rounds, c = 1, 2, 3
     assert [200 * floats_communicated(2000, 10, 10, c) for c in (1, 2, 3)] == [44_000_000, 48_000_000, 52_000_000]
 
@@ -205,11 +205,11 @@ def column(strategy: PerFedCKT, name: str) -> list:
     return [line[name] for line in strategy.history.rounds]
 
 
-def test_the_first_round_brings_logits_of_untrained_models() -> None:
+def test_the_first_round_collects_logits_of_untrained_models() -> None:
     strategy = run_plain()
     assert column(strategy, "round") == [0, 1, 2, 3]
     first = [row for row in strategy.history.rows if row["round"] == 0]
-    # Nothing was trained in round 0: each client still stands at 0.1 times its number.
+    # Nothing was trained in round 0: each client's parameter is still 0.1 times its number.
     assert [row["train_loss"] for row in first] == pytest.approx(
         [(0.1 * i - (1 + i // 2 + 0.01 * i)) ** 2 for i in range(6)]
     )
@@ -225,7 +225,7 @@ def test_clients_that_want_the_same_share_a_cluster() -> None:
     assert last == [0, 0, 1, 1, 2, 2]
 
 
-def test_history_counts_clusters_and_floats_and_what_fedavg_would_send() -> None:
+def test_the_history_counts_clusters_and_floats_and_fedavgs_floats() -> None:
     strategy = run_plain()
     assert column(strategy, "clusters") == [3, 3, 3, 3]
     # 3 images, 2 classes: six uploads, and from round 1 on three centroids
@@ -237,7 +237,7 @@ def test_history_counts_clusters_and_floats_and_what_fedavg_would_send() -> None
     assert column(one, "clusters") == [1, 1, 1, 1]
 
 
-def test_a_round_without_an_answer_keeps_the_centroids() -> None:
+def test_a_round_without_replies_keeps_the_centroids() -> None:
     def fate(server_round: int, client: int) -> str:
         return "error" if server_round == 2 else "ok"
 
@@ -246,7 +246,7 @@ def test_a_round_without_an_answer_keeps_the_centroids() -> None:
     assert column(strategy, "floats") == [36, 54, 18, 54]
 
 
-def test_warm_up_trains_without_distillation_in_place_of_round_0() -> None:
+def test_warm_up_trains_without_distillation_instead_of_round_0() -> None:
     warm, alone = run_plain(warmup_rounds=3), run_plain(distill_weight=0.0)
     assert column(warm, "round") == [1, 2, 3] and column(warm, "floats") == [36, 36, 36]
     assert values(warm.global_arrays()) == values(alone.global_arrays())
@@ -265,18 +265,18 @@ def test_every_setting_of_the_method_reaches_the_clients(setting) -> None:
     assert sent[0] != sent[1]
 
 
-def test_no_centroid_stands_for_fewer_clients_than_the_least() -> None:
+def test_no_centroid_represents_fewer_clients_than_the_minimum() -> None:
     paired = run_plain(min_cluster_size=2)
     assert column(paired, "clusters")[1:] == [3, 3, 3]
     threes = run_plain(min_cluster_size=3)
     assert all(1 <= number <= 2 for number in column(threes, "clusters"))
-    # Fewer clients than that: nothing goes out.
+    # With fewer clients in all, nothing is sent.
     alone = run_plain(clients=2, min_cluster_size=3)
     assert column(alone, "clusters") == [0, 0, 0, 0] and column(alone, "floats") == [12, 12, 12, 12]
     assert len(alone.global_arrays()) == 0
 
 
-def test_float16_halves_the_bytes_and_little_else() -> None:
+def test_float16_halves_the_bytes_and_changes_little_else() -> None:
     wide, narrow = run_plain(), run_plain(logits_dtype="float16")
     (centroids,), (halves,) = ([a.numpy() for a in s.global_arrays().values()] for s in (wide, narrow))
     assert halves.dtype == np.float16 and halves.nbytes * 2 == centroids.nbytes
@@ -285,7 +285,7 @@ def test_float16_halves_the_bytes_and_little_else() -> None:
     assert all(row["status"] == "ok" for row in narrow.history.rows)
 
 
-def test_clients_are_drawn_by_the_sizes_of_their_data() -> None:
+def test_clients_are_sampled_in_proportion_to_their_data() -> None:
     strategy = run_plain(clients=4, rounds=1)
     sizes = np.array([10, 20, 30, 40])
     assert strategy.chances(strategy.clients()) == pytest.approx(sizes / 100)
@@ -298,8 +298,8 @@ def test_clients_are_drawn_by_the_sizes_of_their_data() -> None:
     assert share == pytest.approx(expected, abs=0.03)
 
 
-def stating(**about):
-    """The plain clients, of whom number 2 says something else of itself."""
+def introducing_as(**about):
+    """The plain clients, of which client 2 introduces itself differently."""
     app = logits_app()
     identity = app._registered_funcs["query.identity"]
 
@@ -327,24 +327,24 @@ EXPECTED = "expected the public set 3-cafe (3 images) with 2 classes"
         ({"num-examples": "many"}, "its num-examples is 'many', allowed: 1 to 1000000000000"),
     ],
 )
-def test_a_client_that_does_not_fit_is_left_out_by_name(about, reason) -> None:
-    strategy = run_plain(grid=InlineGrid(stating(**about), 6))
+def test_a_client_that_does_not_fit_is_excluded_by_name(about, reason) -> None:
+    strategy = run_plain(grid=InlineGrid(introducing_as(**about), 6))
     assert strategy.history.left_out == {1003: reason}
     assert {row["client"] for row in strategy.history.rows} == {1001, 1002, 1004, 1005, 1006}
     assert all(row["status"] == "ok" for row in strategy.history.rows)
 
 
-def test_without_any_public_set_there_is_no_run() -> None:
+def test_a_run_without_a_public_set_is_refused() -> None:
     app = logits_app()
     del app._registered_funcs["query.identity"]
     with pytest.raises(TooFewClients, match="0 of 2 can take part .*client 1001: it has no public set"):
         run_plain(grid=InlineGrid(app, 3))
 
 
-def test_the_public_set_that_is_asked_for_counts_and_not_the_first_that_comes() -> None:
+def test_the_requested_public_set_is_used_and_not_the_first_one_reported() -> None:
     strategy = PerFedCKT(num_clusters=2, public_set="3-beef", min_available_nodes=1)
-    with pytest.raises(TooFewClients, match="no client gave a usable answer"):  # 1003's replies say another set again
-        strategy.start(InlineGrid(stating(**{"public-set": "3-beef"}), 3), ArrayRecord(), 1, 60)
+    with pytest.raises(TooFewClients, match="no client gave a usable answer"):  # 1003's replies name yet another set
+        strategy.start(InlineGrid(introducing_as(**{"public-set": "3-beef"}), 3), ArrayRecord(), 1, 60)
     assert strategy.clients() == [1003] and set(strategy.history.left_out) == {1001, 1002}
     assert "expected the public set 3-beef" in strategy.history.left_out[1001]
     with pytest.raises(TooFewClients, match="it has the public set 3-cafe .*, expected 3-dead"):
@@ -352,7 +352,7 @@ def test_the_public_set_that_is_asked_for_counts_and_not_the_first_that_comes() 
 
 
 class DeafGrid(InlineGrid):
-    """Nobody answers when all are first asked who they are: one node, then the others."""
+    """Loses the replies to the first queries, which go to one node and then to the others."""
 
     deaf_to = 4  # questions
 
@@ -365,14 +365,14 @@ class DeafGrid(InlineGrid):
         return ids
 
 
-def test_a_run_begins_when_clients_have_said_who_they_are(monkeypatch) -> None:
+def test_a_run_begins_when_clients_have_introduced_themselves(monkeypatch) -> None:
     monkeypatch.setattr("kindred.engine.roster.ASK_AGAIN", 0.1)
     strategy = run_plain(grid=DeafGrid(logits_app(), 4), wait_timeout=0.5)
     assert [line["answered"] for line in strategy.history.rounds] == [4, 4, 4, 4]
 
 
 @pytest.mark.parametrize("size", [float("inf"), float("nan"), -1, 10**18, 1.5])
-def test_an_impossible_model_size_counts_as_none(size) -> None:
+def test_an_impossible_model_size_counts_as_missing(size) -> None:
     def fate(server_round: int, client: int):
         return (lambda content: content["metrics"].update({"model-bytes": size})) if client == 1 else "ok"
 
@@ -380,7 +380,7 @@ def test_an_impossible_model_size_counts_as_none(size) -> None:
     assert [line["bytes-fedavg"] for line in strategy.history.rounds] == [0, 48, 48, 48]
 
 
-def test_answers_before_any_training_make_no_run() -> None:
+def test_a_run_without_any_training_is_an_error() -> None:
     with pytest.raises(TooFewClients, match="no client gave a usable answer in any of the 3 rounds"):
         run_plain(grid=FaultyGrid(logits_app(), 4, lambda server_round, client: "error" if server_round else "ok"))
 
@@ -432,7 +432,7 @@ def run_networks(load_site, strategy=None, rounds: int = 3, grid_type=InlineGrid
     return strategy, grid
 
 
-def test_models_that_differ_learn_from_each_other() -> None:
+def test_different_models_learn_from_each_other() -> None:
     strategy, grid = run_networks(sites())
     assert all(row["status"] == "ok" for row in strategy.history.rows)
     models = saved_models(grid.run.run_id)
@@ -446,7 +446,7 @@ def test_models_that_differ_learn_from_each_other() -> None:
     assert sizes[0] == sizes[2] != sizes[1] == sizes[3]
 
 
-def test_without_weight_it_is_local_training_to_the_last_bit() -> None:
+def test_without_distillation_it_is_local_training_bit_for_bit() -> None:
     load_site = sites(architectures=("digits-cnn",))
     strategy = PerFedCKT(num_clusters=2, distill_weight=0.0, local_steps=4)
     _, grid = run_networks(load_site, strategy)
@@ -459,7 +459,7 @@ def test_without_weight_it_is_local_training_to_the_last_bit() -> None:
 
 
 class Wiretap(InlineGrid):
-    """Keeps the names and sizes of all arrays that pass."""
+    """Records the names and sizes of all arrays in messages."""
 
     def __init__(self, *args) -> None:
         super().__init__(*args)
@@ -482,14 +482,14 @@ class Wiretap(InlineGrid):
 def test_no_message_contains_a_model_parameter(separately) -> None:
     strategy = PerFedCKT(num_clusters=2, local_steps=4, public_batch_size=6)
     if separately:
-        strategy.personal = "unheard-of"  # so that clients are asked to evaluate besides
+        strategy.personal = "unheard-of"  # so that clients are also asked to evaluate
     strategy, grid = run_networks(sites(), strategy, grid_type=Wiretap)
     assert {name for name, _ in grid.passed} == {"logits", "centroids"}
     assert {shape for name, shape in grid.passed if name == "logits"} == {(12, 4)}
     assert {shape[1:] for name, shape in grid.passed if name == "centroids"} == {(12, 4)}
     if separately:
         assert {"accuracy", "loss"} <= strategy.history.rows[-1].keys()
-    # What passes in a round does not grow with the models: 12 x 4 floats, a header and a few numbers.
+    # The size of a message does not depend on the models: 12 x 4 floats, a header and a few numbers.
     assert (
         max(row["bytes-up"] for row in strategy.history.rows)
         < 2000
@@ -506,7 +506,7 @@ TURNED = PUBLIC.flip(0)
 
 
 @pytest.mark.parametrize(("public", "classes"), [(OTHER, 4), (TURNED, 4), (PUBLIC[:11], 4), (PUBLIC, 5)])
-def test_another_public_set_order_or_number_of_classes_is_refused_with_both_fingerprints(public, classes) -> None:
+def test_another_public_set_is_refused_with_both_fingerprints(public, classes) -> None:
     change = {"public": public, "model": lambda: make_model("digits-cnn", (1, 8, 8), classes, 1)}
     strategy, _ = run_networks(sites({1: change}))
     assert strategy.history.left_out == {
@@ -519,14 +519,14 @@ def test_another_public_set_order_or_number_of_classes_is_refused_with_both_fing
     assert column(strategy, "answered") == [3, 3, 3, 3]
 
 
-def test_fingerprints_tell_sets_orders_and_types_apart() -> None:
+def test_fingerprints_distinguish_sets_orders_and_types() -> None:
     sets = [PUBLIC, OTHER, TURNED, PUBLIC[:11], PUBLIC.reshape(12, 8, 8), PUBLIC.double()]
     assert len({fingerprint(public) for public in sets}) == len(sets)
     assert fingerprint(PUBLIC) == fingerprint(PUBLIC.clone(memory_format=torch.channels_last))
 
 
 @pytest.mark.parametrize("name", ["perfed-ckt", "local"])
-def test_clients_of_few_samples_take_part_and_those_of_none_are_left_out(name) -> None:
+def test_clients_of_few_samples_take_part_and_those_without_samples_are_excluded(name) -> None:
     x, y = torch.zeros(1, 1, 8, 8), torch.zeros(1, dtype=torch.long)
     changes = {0: {"train": (x[:0], y[:0])}, 1: {"train": (x, y)}, 2: {"test": (x[:0], y[:0])}}
     initial = None
@@ -537,7 +537,7 @@ def test_clients_of_few_samples_take_part_and_those_of_none_are_left_out(name) -
     strategy, _ = run_networks(sites(changes, ("digits-cnn",)), strategy, initial=initial)
     assert strategy.history.left_out == {0: "it has no training sample"}
     assert {row["client"] for row in strategy.history.rows if row["status"] == "ok"} == {1, 2, 3}
-    assert set(strategy.history.last_accuracies()) == {1, 3}  # nothing is known of one without test samples
+    assert set(strategy.history.last_accuracies()) == {1, 3}  # a client without test samples has no accuracy
     assert np.isfinite(strategy.history.rounds[-1]["accuracy"])
 
 
@@ -546,7 +546,7 @@ class Exploding(PerFedCKT):
         return super().round_config(server_round, client) | ({"distill-weight": 1e300} if server_round == 2 else {})
 
 
-def test_a_model_that_is_no_longer_finite_does_not_take_the_place_of_the_last_good_one() -> None:
+def test_a_model_that_becomes_infinite_does_not_replace_the_last_finite_one() -> None:
     strategy, _ = run_networks(sites(), Exploding(num_clusters=2, local_steps=4, public_batch_size=6))
     status = {number: {row["status"] for row in strategy.history.rows if row["round"] == number} for number in range(4)}
     assert status.pop(2) == {
@@ -555,7 +555,7 @@ def test_a_model_that_is_no_longer_finite_does_not_take_the_place_of_the_last_go
     assert all(each == {"ok"} for each in status.values())
 
 
-def test_clients_that_were_never_drawn_are_evaluated_in_the_end() -> None:
+def test_clients_that_were_never_sampled_are_evaluated_at_the_end() -> None:
     strategy, _ = run_networks(
         sites(),
         PerFedCKT(num_clusters=2, local_steps=4, public_batch_size=6, fraction_train=0.25, min_train_nodes=1),
@@ -565,9 +565,9 @@ def test_clients_that_were_never_drawn_are_evaluated_in_the_end() -> None:
     assert (before["round"], last["round"]) == (1, 2) and before["evaluated"] < last["evaluated"] == 4
     drawn = {row["client"] for row in strategy.history.rows if row["round"] < 2}
     assert {row["client"] for row in strategy.history.rows if row["round"] == 2} == set(range(4)) - drawn
-    assert last["accuracy-best"] == last["accuracy"]  # what was best before was of fewer clients
+    assert last["accuracy-best"] == last["accuracy"]  # earlier results are over fewer clients
 
 
-def test_a_client_without_a_public_set_says_so() -> None:
+def test_a_client_without_a_public_set_reports_this() -> None:
     with pytest.raises(TooFewClients, match="client 0: it has no public set"):
         run_networks(sites({number: {"public": None} for number in range(4)}))

@@ -1,4 +1,4 @@
-"""What is promised of the methods that are made of plain SGD, and their common parts."""
+"""Properties of the methods that use plain SGD, and their common parts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ METHODS = ("scaffold", "apfl", "per-fedavg")
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_the_optimiser_in_the_message_changes_nothing(name) -> None:
+def test_the_optimiser_in_the_message_has_no_effect(name) -> None:
     def found(**settings) -> dict[str, bytes]:
         strategy, config = make(name), ConfigRecord(SETTINGS | settings)
         strategy.start(InlineGrid(app, CLIENTS), to_record(get_arrays(network())), 2, 60, config, config)

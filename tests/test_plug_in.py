@@ -1,4 +1,4 @@
-"""Plugging in: the wheel, and a Flower app of somebody else's that knows nothing but `kindred`."""
+"""Use as a library: the wheel, and a Flower app of another author that imports only `kindred`."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def pip(command: str, *arguments: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_wheel_holds_the_package_and_nothing_else(wheel) -> None:
+def test_the_wheel_contains_only_the_package(wheel) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     held = {name for name in names if ".dist-info/" not in name}
     folders = {"strategies": "kindred", "data": "kindred/data", "client_app": "kindred/client_app",
@@ -79,7 +79,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel) -> None:
     assert held == written
 
 
-def test_the_example_gains_by_its_strategy_alone(task) -> None:
+def test_the_example_improves_only_by_its_strategy(task) -> None:
     from plug_in.client_app import app
 
     def run(strategy):
@@ -95,7 +95,7 @@ def test_the_example_gains_by_its_strategy_alone(task) -> None:
     heurfedamp = HeurFedAMP(sigma=100, self_weight=0.2)
     together = run(heurfedamp)
     assert together > alone + 0.02 and together > one_model + 0.2
-    # Each client of a group has learnt from the group's other one, and from hardly anyone else.
+    # Each client of a group has learnt from the group's other client, and hardly from the others.
     clients, weights = heurfedamp.collaboration()
     partition = np.array(clients) - min(clients)
     partner = (partition[:, None] - partition[None, :]) % CLIENTS == task.GROUPS
@@ -113,7 +113,7 @@ def library(wheel, tmp_path_factory) -> Path:
 
 
 def run_the_document(tmp_path, library, server_section: str, client_section: str) -> tuple[dict, list[Path]]:
-    """Run a ServerApp and a ClientApp of the document as they stand there; accuracies, and files that clients keep."""
+    """Run a ServerApp and a ClientApp of the document unchanged; return accuracies, and the clients' files."""
 
     def blocks(section: str) -> list[str]:
         text = (ROOT / "docs" / "plugging-in.md").read_text().split(section)[1].split("\n## ")[0]
@@ -155,7 +155,7 @@ TABLE = (ROOT / "docs" / "plugging-in.md").read_text().split("## The other metho
 ROWS = re.findall(r"^\| `(\w+\(.*?\))` \|.*?\| (any|`make_client_app`) \| `(\S+)`", TABLE, re.M)
 
 
-def test_the_table_of_methods_has_all_that_no_other_part_of_the_document_has() -> None:
+def test_the_table_of_methods_has_every_method_not_documented_elsewhere() -> None:
     named = {expression.partition("(")[0] for expression, _, _ in ROWS}
     assert named == {
         method.strategy.__name__
@@ -203,7 +203,7 @@ def test_a_method_of_the_table_runs_as_written(task, expression, clients, result
 
 @pytest.fixture
 def environment(tmp_path, wheel) -> Iterator[dict[str, str]]:
-    """What `flwr` needs to run with the wheel, without a network, and apart from every other Flower."""
+    """Environment for `flwr` with the wheel, without a network, and separate from every other Flower."""
     site = tmp_path / "site"
     pip("install", "--target", str(site), str(wheel))
     home = tmp_path / "home"
@@ -215,7 +215,7 @@ def environment(tmp_path, wheel) -> Iterator[dict[str, str]]:
     environment = dict(os.environ)
     for name in ("RAY_ADDRESS", "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION"):
         environment.pop(name, None)
-    ray = tempfile.mkdtemp(prefix="plug-in-", dir="/tmp")  # Ray's sockets want a short path
+    ray = tempfile.mkdtemp(prefix="plug-in-", dir="/tmp")  # Ray's sockets need a short path
     mark = uuid.uuid4().hex
     environment |= {
         MARK: mark,
@@ -235,7 +235,7 @@ def environment(tmp_path, wheel) -> Iterator[dict[str, str]]:
     try:
         yield environment
     finally:
-        # The SuperLink that `flwr run` has started would stay for ever.
+        # The SuperLink started by `flwr run` would run for ever.
         deadline = time.monotonic() + 15
         while (left := processes(mark)) and time.monotonic() < deadline:
             for process in left:
@@ -257,7 +257,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def processes(mark: str) -> set[psutil.Process]:
-    """The processes with the mark, and those they started: Ray's workers write over their environment."""
+    """Processes with the mark, and those they started: Ray's workers overwrite their environment."""
     found = set()
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -303,7 +303,7 @@ def test_the_example_runs_with_the_wheel_alone(tmp_path, environment, task) -> N
     (run,) = json.loads(listed[listed.index("{") :])["runs"]
     assert run["status"] == "finished:completed", said
     assert "Starting HeurFedAMP strategy" in said
-    # uv was asked, found nothing to do, and so did well without a network.
+    # uv was called, found nothing to install, and so needed no network.
     assert "No additional application dependencies needed installation" in said
 
     accuracies = {name: float(value) for name, value in re.findall(r"^client (\d+): eval_acc ([\d.]+)$", said, re.M)}
@@ -314,13 +314,13 @@ def test_the_example_runs_with_the_wheel_alone(tmp_path, environment, task) -> N
     assert Path(folder).parent == app / "models"
     models = {path.stem: load_file(path) for path in Path(folder).iterdir()}
     assert models.keys() == accuracies.keys()
-    # Nodes have no names of their own, but a model shows whose it is: it suits one group, two models each.
+    # Nodes have no names, but a model shows its group: each group has two models that fit it.
     best_for = []
     for name, model in models.items():
         scores = np.array([accuracy_at(task, model, partition) for partition in range(CLIENTS)])  # (clients,)
         group = int(np.argmax([scores[g :: task.GROUPS].mean() for g in range(task.GROUPS)]))
         best_for.append(group)
-        # What was printed is the personal model's accuracy at a client of that group.
+        # The printed value is the personal model's accuracy at a client of that group.
         assert np.abs(scores[group :: task.GROUPS] - accuracies[name]).min() < 1e-3
     assert sorted(best_for) == sorted(partition % task.GROUPS for partition in range(CLIENTS))
 

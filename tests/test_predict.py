@@ -1,4 +1,4 @@
-"""Using a model's file: predictions, an evaluation, and what is said about files that do not fit."""
+"""Use of a model file: predictions, an evaluation, and messages about files that do not fit."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def kindred(*arguments: object):
 
 
 def refused(*arguments: object) -> str:
-    """What is said about what cannot be used: one line, and nothing else."""
+    """Return the error message of a command, which must be one line and the only output."""
     done = kindred(*arguments)
     assert done.exit_code == 2, done.output
     assert done.stdout == "" and done.stderr.startswith("kindred: ") and done.stderr.count("\n") == 1, done.output
@@ -100,7 +100,7 @@ def images(n: int = 5, shape=(8, 8)) -> np.ndarray:
 
 
 @pytest.mark.parametrize("label", ["", "label,"])
-def test_probabilities_that_can_be_checked_by_hand(known, tmp_path, label) -> None:
+def test_probabilities_by_hand(known, tmp_path, label) -> None:
     # (0.5, 0.5) becomes (0, 0), (1, 0.5) (1, 0), (1, 1.5) (1, 2): logits 0 0 0, 0 ln2 0, 0 ln2 2ln2
     rows = "{}0.5,0.5\n{}1,0.5\n\n{}1,1.5\n".replace("{}", "no class," if label else "")
     (tmp_path / "in.csv").write_text(f"\ufeff{label}width,height\n{rows}", encoding="utf-8")  # as spreadsheets write it
@@ -113,7 +113,7 @@ def test_probabilities_that_can_be_checked_by_hand(known, tmp_path, label) -> No
     assert np.allclose(np.array([row[2:] for row in rows], float), due, atol=1e-7)
 
 
-def test_a_models_file_and_a_table_give_the_bits_that_training_gives(tmp_path) -> None:
+def test_a_model_file_and_a_table_give_the_bits_of_training(tmp_path) -> None:
     file, task, model = random_model(tmp_path / "a.safetensors")
     np.savez(tmp_path / "in.npz", x_test=images())
     done = kindred("predict", "--model", file, "--input", tmp_path / "in.npz", "--output", tmp_path / "out.csv")
@@ -127,7 +127,7 @@ def test_a_models_file_and_a_table_give_the_bits_that_training_gives(tmp_path) -
 
 
 @pytest.mark.parametrize("kind", ["probabilities", "logits"])
-def test_a_mixture_mixes_what_its_models_give(tmp_path, kind) -> None:
+def test_a_mixture_combines_the_outputs_of_its_models(tmp_path, kind) -> None:
     task = random_model(tmp_path / "a.safetensors")[1]
     file = mixture(tmp_path / "mixture.safetensors", task, kind=kind)
     np.savez(tmp_path / "in.npz", x=images(), x_test=images()[:1])
@@ -143,7 +143,7 @@ def test_a_mixture_mixes_what_its_models_give(tmp_path, kind) -> None:
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_images_of_a_folder_in_the_order_of_their_paths(tmp_path, channels) -> None:
+def test_images_of_a_folder_are_in_the_order_of_their_paths(tmp_path, channels) -> None:
     file, task, model = random_model(tmp_path / "a.safetensors", (channels, 8, 8))
     colours = images(4, (8, 8, 3))
     places = ("b.png", "a/z.bmp", "a/b/c.PNG", "a.png")
@@ -165,7 +165,7 @@ def test_images_of_a_folder_in_the_order_of_their_paths(tmp_path, channels) -> N
     assert alone[0] == "z.bmp" and np.allclose(np.array(alone[2:], np.float32), due["a/z.bmp"], atol=1e-6)
 
 
-def test_names_of_files_and_classes_may_be_anything(tmp_path) -> None:
+def test_names_of_files_and_classes_may_be_any_text(tmp_path) -> None:
     file, task, _ = random_model(tmp_path / "a.safetensors", class_names=('a,"b"', "[red]", "π"))
     (tmp_path / "in").mkdir()
     for name in (b"caf\xe9.png", b'1,"2"\n3.png'):
@@ -195,7 +195,7 @@ def test_no_name_of_a_file_or_class_is_a_formula_to_a_spreadsheet(tmp_path) -> N
     assert [row["input"] for row in read_table(tmp_path / "out.csv")] == names
 
 
-def test_an_output_is_replaced_when_it_is_whole_and_else_left_alone(tmp_path, monkeypatch) -> None:
+def test_an_output_is_replaced_only_when_it_is_complete(tmp_path, monkeypatch) -> None:
     file, _, _ = random_model(tmp_path / "a.safetensors")
     np.savez(tmp_path / "in.npz", x=images())
     (tmp_path / "out.csv").write_text("the last one")
@@ -214,7 +214,7 @@ def test_an_output_is_replaced_when_it_is_whole_and_else_left_alone(tmp_path, mo
     assert (tmp_path / "out.csv").read_text().startswith("input,label,")
 
 
-def test_outputs_that_cannot_be_written(tmp_path) -> None:
+def test_an_output_that_cannot_be_written_is_named(tmp_path) -> None:
     file, task, _ = random_model(tmp_path / "a.safetensors")
     np.savez(tmp_path / "in.npz", x=images())
     os.mkfifo(tmp_path / "pipe")
@@ -232,7 +232,7 @@ class Full(io.BytesIO):
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_standard_output_that_cannot_be_written(tmp_path, monkeypatch, capsys) -> None:
+def test_a_standard_output_that_cannot_be_written_is_reported(tmp_path, monkeypatch, capsys) -> None:
     file, _, _ = random_model(tmp_path / "a.safetensors")
     np.savez(tmp_path / "in.npz", x=images())
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(Full()))
@@ -242,7 +242,7 @@ def test_a_standard_output_that_cannot_be_written(tmp_path, monkeypatch, capsys)
     assert ended.value.exit_code == 2 and line.count("\n") == 1 and "No space left" in line
 
 
-# --- What cannot be used --------------------------------------------------------------------------------
+# --- Refused files --------------------------------------------------------------------------------------
 
 
 def without(arrays: dict, name: str) -> dict:
@@ -318,7 +318,7 @@ GREY = Task((1, 8, 8), 3, (0.5,), (0.25,), 255)
         (lambda path: mixture(path, GREY, places=(0,)), ["no mixture"]),
     ],
 )
-def test_what_is_no_model_is_said_in_one_line(tmp_path, make, says) -> None:
+def test_a_file_without_a_model_is_refused_in_one_line(tmp_path, make, says) -> None:
     (tmp_path / "in").mkdir()
     file = make(tmp_path / "a.safetensors")
     line = refused("predict", "--model", file, "--input", tmp_path / "in")
@@ -372,7 +372,7 @@ INPUTS = [
 
 
 @pytest.mark.parametrize(("make", "says"), INPUTS)
-def test_an_input_that_does_not_fit_is_said_in_one_line(tmp_path, make, says) -> None:
+def test_an_input_that_does_not_fit_is_refused_in_one_line(tmp_path, make, says) -> None:
     (tmp_path / "data").mkdir()
     file = random_model(tmp_path / "a.safetensors")[0]
     output = tmp_path / "out.csv"
@@ -382,7 +382,7 @@ def test_an_input_that_does_not_fit_is_said_in_one_line(tmp_path, make, says) ->
     assert not output.exists()
 
 
-def test_a_folder_that_cannot_be_read_is_not_left_out(tmp_path, monkeypatch) -> None:
+def test_an_unreadable_folder_is_an_error(tmp_path, monkeypatch) -> None:
     file = random_model(tmp_path / "a.safetensors")[0]
     (picture(tmp_path) / "closed").mkdir()
     scandir = os.scandir
@@ -397,19 +397,19 @@ def test_a_folder_that_cannot_be_read_is_not_left_out(tmp_path, monkeypatch) -> 
     assert "closed" in line and "cannot be read" in line
 
 
-def test_images_for_a_model_of_features(known, tmp_path) -> None:
+def test_a_model_of_features_refuses_images(known, tmp_path) -> None:
     arrays = get_arrays(make_model("office-mlp", (5, 1, 1), 3))
     save_file(arrays, known, known_task(image_shape=(5, 1, 1)).to_metadata("office-mlp"))
     line = refused("predict", "--model", known, "--input", picture(tmp_path))
     assert "5 channels" in line and ".csv" in line
 
 
-def test_numbers_too_large_for_the_model(known, tmp_path) -> None:
+def test_numbers_too_large_for_the_model_are_refused(known, tmp_path) -> None:
     line = refused("predict", "--model", known, "--input", written(tmp_path / "in.csv", b"a,b\n3e38,3e38\n"))
     assert "not finite" in line
 
 
-def test_what_is_required_is_code_2() -> None:
+def test_a_missing_argument_is_code_2() -> None:
     assert kindred("predict").exit_code == kindred("evaluate").exit_code == 2
 
 
@@ -423,7 +423,7 @@ def site(path: Path, task: Task, labels=(0, 1, 2)) -> Path:
     return path
 
 
-def test_an_evaluation_that_can_be_checked_by_hand() -> None:
+def test_an_evaluation_by_hand() -> None:
     probabilities = np.array([[0.5, 0.25, 0.25, 0], [0.25, 0.5, 0.25, 0], [0.5, 0.25, 0.25, 0], [0, 0, 1, 0]])
     found = evaluation(probabilities, np.array([0, 0, 1, 2]), ["a", "b", "c", "d"])
     assert found == {
@@ -438,8 +438,8 @@ def test_an_evaluation_that_can_be_checked_by_hand() -> None:
     }  # fmt: skip
 
 
-def test_what_an_evaluation_prints_and_leaves(known, tmp_path) -> None:
-    # By hand, as above: the model says cat, dog, owl, owl; it is cat, dog, dog, owl.
+def test_an_evaluation_prints_its_results_and_writes_its_files(known, tmp_path) -> None:
+    # By hand, as above: the model predicts cat, dog, owl, owl; true are cat, dog, dog, owl.
     (tmp_path / "site").mkdir()
     rows = "0.5,0.5,cat\n1,0.5,dog\n1,1.5,dog\n0.5,1,owl\n"
     for part, lines in (("train", "0.5,0.5,owl\n"), ("test", rows)):
@@ -464,7 +464,7 @@ def texts_of(figure) -> dict[tuple[float, float], str]:
     return {text.get_position(): text.get_text() for text in figure.axes[0].texts}
 
 
-def test_a_confusion_picture_says_how_many_of_each_class_are_taken_for_what() -> None:
+def test_a_confusion_picture_has_the_count_of_each_pair_of_true_and_predicted_class() -> None:
     figure = confusion_figure(np.array([[90, 10, 0], [0, 5, 0], [0, 0, 0]]), ["cat", "cost $5 $", "owl"], "title")
     figure.canvas.draw()  # whatever the names are
     assert texts_of(figure) == {(0, 0): "90", (1, 0): "10", (1, 1): "5"}  # (predicted, true)
@@ -478,7 +478,7 @@ def test_a_confusion_picture_says_how_many_of_each_class_are_taken_for_what() ->
     assert colours["90"] == "white" and colours["10"] == "black"
 
 
-def test_counts_stay_away_where_there_is_no_room() -> None:
+def test_counts_are_omitted_where_there_is_no_room() -> None:
     many = confusion_figure(np.full((100, 100), 7), [f"class {i}" for i in range(100)], "title")
     assert texts_of(many) == {} and len(many.axes[0].get_yticks()) <= 40
     assert len(texts_of(confusion_figure(np.full((10, 10), 1234), list("abcdefghij"), "title"))) == 100
@@ -493,7 +493,7 @@ def test_counts_stay_away_where_there_is_no_room() -> None:
         (lambda path: site(path / "a.npz", Task((1, 7, 8), 3, (0,), (1,))), ["a.npz", "1x7x8, expected 1x8x8"]),
     ],
 )
-def test_data_that_do_not_fit_are_said_in_one_line(tmp_path, make, says) -> None:
+def test_data_that_do_not_fit_are_refused_in_one_line(tmp_path, make, says) -> None:
     file = random_model(tmp_path / "a.safetensors")[0]
     line = refused("evaluate", "--model", file, "--data-dir", make(tmp_path))
     assert all(word in line for word in says), line
@@ -504,9 +504,9 @@ def test_data_that_do_not_fit_are_said_in_one_line(tmp_path, make, says) -> None
 
 @pytest.mark.parametrize(
     ("strategy", "rounds", "folder", "stage"),
-    [("heurfedamp", 1, "models", "trained"), ("federico", 2, "mixtures", "personal")],  # at first each has but its own
+    [("heurfedamp", 1, "models", "trained"), ("federico", 2, "mixtures", "personal")],  # round 1: own models only
 )
-def test_a_clients_file_does_on_its_images_as_well_as_its_run_says(tmp_path, strategy, rounds, folder, stage) -> None:
+def test_a_client_s_model_file_has_the_accuracy_that_its_run_reports(tmp_path, strategy, rounds, folder, stage) -> None:
     config = Config(
         strategy=strategy,
         partition="iid",
@@ -554,7 +554,7 @@ def test_a_clients_file_does_on_its_images_as_well_as_its_run_says(tmp_path, str
     assert 0.2 < min(accuracies) < max(accuracies) < 1
 
 
-def test_the_command_as_it_is_typed(known, tmp_path) -> None:
+def test_the_installed_command_predicts(known, tmp_path) -> None:
     table = written(tmp_path / "in.csv", b"a,b\n1,0.5\n")
     command = [sys.executable, "-m", "kindred", "predict", f"--model={known}", f"--input={table}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
@@ -562,7 +562,7 @@ def test_the_command_as_it_is_typed(known, tmp_path) -> None:
     assert done.stdout.splitlines()[1].startswith("0,dog,0.25,0.5,0.25")
 
 
-def test_the_commands_wait_for_nothing_heavy_before_they_start() -> None:
+def test_the_commands_import_heavy_packages_only_when_they_start() -> None:
     script = "import sys, kindred.server_app.cli.predict; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

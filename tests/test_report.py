@@ -1,4 +1,4 @@
-"""The page of a run and of a comparison: what it says, that it is safe and small, and what a browser makes of it."""
+"""The page of a run and of a comparison: its content, safety and size, and how a browser shows it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def comparison(results):
 
 
 def a_run(output_dir, rounds, groups=None, weights=None, clients=(0, 1), **changed):
-    """The folder of a run that goes on, of which these rounds are over."""
+    """Folder of a run in progress that has completed these rounds."""
     folder = RunFolder(settings(output_dir, **changed), groups)
     for number in range(1, len(rounds) + 1):
         folder.record_round(run_of(rounds[:number], clients=clients, weights=weights))
@@ -102,10 +102,10 @@ def data_of(text):
     return json.loads(Reader(text).scripts[0])
 
 
-# --- What the page says ---------------------------------------------------------------------------------
+# --- Content of the page --------------------------------------------------------------------------------
 
 
-def test_figures_and_curves_of_a_run(tmp_path):
+def test_the_page_has_the_figures_and_curves_of_a_run(tmp_path):
     content = run_content(a_run(tmp_path, TWO_ROUNDS).path)
     # .5 and .7, then .5 (carried forward) and .9: deciles a tenth of the way from either end; 130 bytes a row.
     assert content["curve"] == {
@@ -137,7 +137,7 @@ def test_figures_and_curves_of_a_run(tmp_path):
     assert (content["finished"], content["asked"], content["clusters"], content["partition"]) == (False, 2, None, None)
 
 
-def test_before_and_after_local_training(tmp_path):
+def test_the_page_compares_before_and_after_local_training(tmp_path):
     rounds = [
         [
             row(1, 0, received_accuracy=0.25, trained_accuracy=0.5, personal_accuracy=0.5, samples_trained=40),
@@ -165,7 +165,7 @@ def test_before_and_after_local_training(tmp_path):
 
 
 def weights_of(found, at=-1):
-    """The matrix that the page shows: what others give, and own shares on the diagonal."""
+    """Matrix that the page shows: weights of other clients, and own shares on the diagonal."""
 
     def numbers(text):
         return np.frombuffer(base64.b64decode(text), np.uint8) / 255
@@ -174,7 +174,7 @@ def weights_of(found, at=-1):
     return numbers(found["weights"][at]).reshape(len(own), -1) * found["strongest"][at] + np.diag(own)
 
 
-def test_matrices_are_kept_to_half_a_step_in_order_of_true_groups(tmp_path):
+def test_matrices_are_rounded_by_at_most_half_a_step_and_ordered_by_true_groups(tmp_path):
     weights = np.array([[0.5, 0.0, 0.4, 0.1], [0.1, 0.6, 0.0, 0.3], [0.2, 0.0, 0.8, 0.0], [0.0, 0.25, 0.05, 0.7]])
     rounds = [[row(1, client, personal_accuracy=0.5) for client in range(4)]]
     content = run_content(a_run(tmp_path, rounds, [0, 1, 0, 1], weights, range(4)).path)
@@ -187,7 +187,7 @@ def test_matrices_are_kept_to_half_a_step_in_order_of_true_groups(tmp_path):
     assert content["clients"]["groups"] == [0, 1, 0, 1]
 
 
-def test_without_groups_those_that_learn_from_each_other_are_side_by_side(tmp_path):
+def test_without_groups_clients_that_learn_from_each_other_are_adjacent(tmp_path):
     weights = np.eye(6) * 0.5
     for first, second in ((0, 3), (1, 5), (2, 4)):
         weights[first, second] = weights[second, first] = 0.5
@@ -199,7 +199,7 @@ def test_without_groups_those_that_learn_from_each_other_are_side_by_side(tmp_pa
     assert found["groups"] is None
 
 
-def test_a_client_that_came_later_gave_nothing_before(tmp_path):
+def test_a_client_that_joined_later_has_no_weight_before(tmp_path):
     folder = a_run(tmp_path, TWO_ROUNDS[:1], weights=[[0.5, 0.5], [0.25, 0.75]])
     folder.record_round(run_of(TWO_ROUNDS, clients=(0, 1, 2), weights=np.full((3, 3), 1 / 3)))
     found = run_content(folder.path)["collaboration"]
@@ -209,7 +209,7 @@ def test_a_client_that_came_later_gave_nothing_before(tmp_path):
     np.testing.assert_allclose(weights_of(found, 1), np.full((3, 3), 1 / 3), atol=0.5 / 255)
 
 
-def test_a_file_that_is_damaged_is_named_and_the_others_are_shown(tmp_path):
+def test_a_damaged_file_is_named_and_the_others_are_shown(tmp_path):
     folder = a_run(tmp_path, TWO_ROUNDS).path
     path = folder / "collaboration" / "round-0001.npz"
     path.write_bytes(path.read_bytes()[:100])
@@ -217,7 +217,7 @@ def test_a_file_that_is_damaged_is_named_and_the_others_are_shown(tmp_path):
     assert (found["rounds"], found["damaged"]) == ([2], ["round-0001.npz"])
 
 
-def test_a_matrix_of_too_many_clients_is_left_out(tmp_path):
+def test_a_matrix_of_too_many_clients_is_omitted(tmp_path):
     folder = a_run(tmp_path, TWO_ROUNDS).path
     np.savez_compressed(
         folder / "collaboration" / "round-0003.npz", clients=np.arange(2100), weights=np.eye(2100, dtype=np.float32)
@@ -225,7 +225,7 @@ def test_a_matrix_of_too_many_clients_is_left_out(tmp_path):
     assert run_content(folder)["collaboration"] == {"too-many": 2100, "rounds": []}
 
 
-def test_what_is_not_whole_yet_is_left_out(tmp_path):
+def test_incomplete_rows_are_omitted(tmp_path):
     folder = a_run(tmp_path, TWO_ROUNDS).path
     with open(folder / "history.csv", "a", encoding="utf-8") as file:
         file.write("3,0,ok,0.5,100,30,0.9,10,\n3,1,o")
@@ -264,7 +264,7 @@ def test_the_command_repeats_the_run(tmp_path, monkeypatch):
     assert replace(found[0], output_dir=config.output_dir) == config
 
 
-def test_the_command_of_sites_is_flowers():
+def test_the_page_of_sites_has_flowers_command():
     words = shlex.split(report.command(Config(dataset="sites", image_shape="1x28x28", num_classes=10).run_config()))
     assert words[:6] == ["flwr", "run", ".", "kindred", "--stream", "--run-config"]
     from flwr.common.config import parse_config_args
@@ -279,7 +279,7 @@ def test_the_command_of_sites_is_flowers():
     }
 
 
-def test_a_real_run_has_its_report_and_the_command_writes_the_same(run):
+def test_a_real_run_has_its_report_and_the_command_writes_the_same_one(run):
     text = (run / "report.html").read_text()
     content = data_of(text)
     summary = json.loads((run / "summary.json").read_text())
@@ -307,7 +307,7 @@ def test_a_real_run_has_its_report_and_the_command_writes_the_same(run):
     assert (run / "report.html").read_text() == text
 
 
-def test_a_comparison(comparison):
+def test_the_page_of_a_comparison(comparison):
     content = data_of((comparison / "report.html").read_text())
     written = json.loads((comparison / "comparison.json").read_text())
     assert [method["name"] for method in content["methods"]] == ["local", "heurfedamp"]
@@ -325,7 +325,7 @@ def test_a_comparison(comparison):
     assert content["command"] == written["command"]
 
 
-def test_deviation_over_seeds_where_rounds_are_shared():
+def test_the_deviation_over_seeds_is_shown_for_rounds_that_all_have():
     first = {"rounds": [1, 2, 3], "mean": [0.25, 0.5, 0.75], "bytes": [1, 2, 3], "samples": [10, 20, 30]}
     second = {"rounds": [1, 2], "mean": [0.75, 0.5], "bytes": [3, 4], "samples": None}
     half = 0.5 / 2**0.5
@@ -339,7 +339,7 @@ def test_deviation_over_seeds_where_rounds_are_shared():
     }
 
 
-def test_a_run_of_a_comparison_that_was_removed_has_no_link(comparison, tmp_path):
+def test_a_removed_run_of_a_comparison_has_no_link(comparison, tmp_path):
     shutil.copytree(comparison, tmp_path / "elsewhere" / comparison.name)
     content = comparison_content(tmp_path / "elsewhere" / comparison.name)
     assert {each["report"] for method in content["methods"] for each in method["runs"]} == {None}
@@ -362,11 +362,11 @@ def one_line(arguments):
         ("comparison.json", '{"strategies": {}}', ["comparison.json", "kindred compare"]),
     ],
 )
-def test_a_folder_of_something_else_is_bad_input(tmp_path, name, text, says):
+def test_a_folder_without_results_is_bad_input(tmp_path, name, text, says):
     if name:
         (tmp_path / name).write_text(text)
-    told = one_line(["report", str(tmp_path)])
-    assert all(word in told for word in says)
+    line = one_line(["report", str(tmp_path)])
+    assert all(word in line for word in says)
     assert not (tmp_path / "report.html").exists()
 
 
@@ -376,7 +376,7 @@ def test_a_table_without_rounds_is_bad_input(tmp_path):
     assert "rounds.csv cannot be read (a line has no round)" in one_line(["report", str(folder)])
 
 
-def test_a_folder_that_is_not_there_is_bad_input(tmp_path):
+def test_a_missing_folder_is_bad_input(tmp_path):
     for command in ("report", "watch"):
         assert "is no folder" in one_line([command, str(tmp_path / "nowhere")])
 
@@ -386,7 +386,7 @@ def test_a_folder_that_is_not_there_is_bad_input(tmp_path):
 
 @pytest.fixture(scope="module")
 def nasty(tmp_path_factory):
-    """A run whose clients and reasons are named to break out of a page."""
+    """A run whose client names and reasons contain markup and script."""
     rounds = [
         [row(1, NASTY, personal_accuracy=0.5, received_accuracy=0.25), row(1, "b", f"refused: {NASTY}")],
         [row(2, NASTY, personal_accuracy=0.75, received_accuracy=0.5), row(2, "b", personal_accuracy=0.5)],
@@ -395,7 +395,7 @@ def nasty(tmp_path_factory):
     return write_report(folder.path)
 
 
-def test_names_and_reasons_of_others_stay_data(nasty):
+def test_names_and_reasons_of_clients_stay_data(nasty):
     text = nasty.read_text()
     reader = Reader(text)
     assert reader.tags == [
@@ -416,7 +416,7 @@ def test_names_and_reasons_of_others_stay_data(nasty):
     assert content["unused"]["listed"] == [["b", f"refused: {NASTY}", 1, 1, 1]]
 
 
-def test_the_page_names_nothing_outside_itself_and_its_script_by_hash(nasty, comparison):
+def test_the_page_refers_to_nothing_outside_itself_and_to_its_script_by_hash(nasty, comparison):
     for path in (nasty, comparison / "report.html"):
         reader = Reader(path.read_text())
         assert not [each for each in reader.attributes if each[1] in ("src", "href", "srcset", "action")]
@@ -454,7 +454,7 @@ def test_a_hundred_clients_and_rounds_stay_below_three_megabytes(tmp_path):
     assert set(np.diff(found["rounds"])) == {2, 3}
 
 
-def test_of_a_thousand_clients_some_rounds_are_kept_and_the_page_says_how_many(tmp_path):
+def test_for_a_thousand_clients_the_page_keeps_some_rounds_and_says_how_many(tmp_path):
     folder = a_run(tmp_path, TWO_ROUNDS).path
     weights = np.full((1000, 1000), 0.001, np.float32)
     for number in range(1, 11):
@@ -472,7 +472,7 @@ def luminance(colour):
     return float(np.dot((0.2126, 0.7152, 0.0722), linear))
 
 
-def test_texts_and_lines_stand_out_from_the_page():
+def test_text_and_lines_have_enough_contrast():
     themes = [dict(re.findall(r"--(\w+): (#\w{6})", block)) for block in re.findall(r":root \{(.*?)\}", STYLE, re.S)]
     assert len(themes) == 3  # light, dark, paper
     for theme in themes:
@@ -531,7 +531,7 @@ def test_watch_serves_the_page_and_its_content_and_nothing_else(tmp_path):
         assert asked(watcher, method="POST")[0] == 501
 
 
-def test_watch_says_what_it_cannot_read_and_goes_on(tmp_path):
+def test_watch_reports_what_it_cannot_read_and_continues(tmp_path):
     folder = a_run(tmp_path, TWO_ROUNDS).path
     with see.Watcher(folder, 0).serving() as watcher:
         before = (folder / "rounds.csv").read_bytes()
@@ -565,7 +565,7 @@ def test_ctrl_c_ends_watch_without_a_traceback(tmp_path):
     assert (process.returncode, rest, complaints) == (0, "ended; the run goes on without it\n", "")
 
 
-def test_a_port_that_cannot_be_had_is_bad_input(tmp_path, comparison):
+def test_an_unavailable_port_is_bad_input(tmp_path, comparison):
     folder = a_run(tmp_path, TWO_ROUNDS).path
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -604,7 +604,7 @@ def browser():
 
 @contextmanager
 def opened(browser, address, width=1100, **context):
-    """A page of the browser; nothing may have been complained of, and nothing but the page asked for, in the end."""
+    """Open a page; at the end check that the browser reported no error and requested nothing but the page."""
     with browser.new_context(viewport={"width": width, "height": 800}, **context) as window:
         tab = window.new_page()
         complaints, requests = [], []
@@ -642,15 +642,15 @@ def test_sliders_move_by_keyboard_and_the_figures_with_them(browser, results):
 
 
 @pytest.mark.parametrize("kind", ["run", "comparison"])
-def test_every_figure_is_told_in_words_and_nothing_is_wider_than_a_phone(browser, kind, request):
+def test_every_figure_has_a_text_and_nothing_is_wider_than_a_phone(browser, kind, request):
     address = (request.getfixturevalue(kind) / "report.html").as_uri()
     for width, scheme in ((390, "light"), (1100, "dark")):
         with opened(browser, address, width, color_scheme=scheme) as tab:
             assert tab.evaluate("document.documentElement.scrollWidth") == width
-            told = tab.eval_on_selector_all(
+            figures = tab.eval_on_selector_all(
                 "main figure svg:not([aria-hidden])", "all => all.map(svg => [svg.getAttribute('role'), svg.ariaLabel])"
             )
-            assert len(told) >= 4 and all(role == "img" and len(label) > 20 for role, label in told)
+            assert len(figures) >= 4 and all(role == "img" and len(label) > 20 for role, label in figures)
             cut_off = tab.eval_on_selector_all(
                 "main figure svg:not([aria-hidden])",
                 """all => all.flatMap(svg => {
@@ -666,7 +666,7 @@ def test_every_figure_is_told_in_words_and_nothing_is_wider_than_a_phone(browser
             assert dark == (scheme == "dark")
 
 
-def test_a_closing_evaluation_is_told_from_a_round_of_training(browser, results, run, comparison):
+def test_a_closing_evaluation_is_distinguished_from_a_training_round(browser, results, run, comparison):
     (local,) = results.glob("*-local-*-seed0/report.html")
     for path, has in ((run / "report.html", True), (local, False), (comparison / "report.html", False)):
         with opened(browser, path.as_uri()) as tab:
@@ -681,14 +681,14 @@ def test_on_paper_the_tables_are_open_and_fit(browser, comparison):
         assert tab.evaluate("document.documentElement.scrollWidth") <= 690
 
 
-def test_names_of_others_are_texts_in_the_browser(browser, nasty):
+def test_names_of_clients_are_text_in_the_browser(browser, nasty):
     with opened(browser, nasty.as_uri()) as tab:
         assert tab.evaluate("typeof hacked") == "undefined"
         assert tab.locator("main script, main img").count() == 0
         assert tab.locator("td", has_text="refused: </script>").count() == 1
 
 
-def test_a_comparison_leads_to_its_runs(browser, comparison):
+def test_a_comparison_links_to_its_runs(browser, comparison):
     with browser.new_context() as window:
         tab = window.new_page()
         tab.goto((comparison / "report.html").as_uri())

@@ -1,4 +1,4 @@
-"""What a run leaves behind, read back as a user or another program would."""
+"""Files that a run writes, read back as a user or another program would."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def row(number, client, status="ok", **metrics):
 
 
 def run_of(rounds, seconds=2.0, weights=None, models=None, clients=(0, 1, 2)):
-    """What stands in for a strategy after its run: a real history, and the rest as given."""
+    """Return a stand-in for a strategy after its run: a real history, and the rest as given."""
     history = History()
     for number, rows in enumerate(rounds, 1):
         for line in rows:
@@ -98,7 +98,7 @@ def federation():
 
 @contextmanager
 def full_disk():
-    """Every write ends as on a full disk."""
+    """Make every write fail as on a full disk."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", no_space)
         yield
@@ -111,14 +111,14 @@ def no_space(*_):
 # --- The folder and its configuration -------------------------------------------------------------------
 
 
-def test_a_run_is_not_gone_on_with_on_other_images(tmp_path):
+def test_a_run_does_not_resume_on_other_images(tmp_path):
     path = RunFolder(settings(tmp_path), images="1").path
     with pytest.raises(ConfigError, match="resume is .* other images"):
         RunFolder(settings(tmp_path, resume=str(path)), images="2")
     assert RunFolder(settings(tmp_path, resume=str(path)), images="1").path == path
 
 
-def test_configuration_holds_all_settings_versions_seed_and_start(tmp_path):
+def test_the_configuration_has_all_settings_versions_seed_and_start(tmp_path):
     before = datetime.now(UTC).replace(microsecond=0)
     folder = RunFolder(settings(tmp_path / "new" / "results", seed=7))
     config = json.loads((folder.path / "config.json").read_text())
@@ -138,7 +138,7 @@ def test_configuration_holds_all_settings_versions_seed_and_start(tmp_path):
     assert folder.path == tmp_path / "new" / "results" / f"{started:%Y%m%d-%H%M%S}-heurfedamp-digits-rotated-seed7"
 
 
-def test_runs_of_the_same_second_have_folders_of_their_own(tmp_path, monkeypatch):
+def test_runs_of_the_same_second_have_different_folders(tmp_path, monkeypatch):
     class Frozen(datetime):
         @classmethod
         def now(cls, tz=None):
@@ -154,7 +154,7 @@ def test_runs_of_the_same_second_have_folders_of_their_own(tmp_path, monkeypatch
     assert (first.path / "history.csv").read_bytes() == kept
 
 
-def test_relative_folder_is_made_absolute(tmp_path, monkeypatch):
+def test_a_relative_folder_becomes_absolute(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = RunFolder(settings("here"))
     monkeypatch.chdir("/")
@@ -163,7 +163,7 @@ def test_relative_folder_is_made_absolute(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("place", ["file", "file/below", "a\0b", "x" * 300, "new/" + "x" * 300])
-def test_impossible_output_folder_is_one_clear_line_and_leaves_nothing(tmp_path, place):
+def test_an_impossible_output_folder_is_one_clear_line_and_creates_nothing(tmp_path, place):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(ConfigError) as caught:
         RunFolder(settings(f"{tmp_path}/{place}"))
@@ -174,13 +174,13 @@ def test_impossible_output_folder_is_one_clear_line_and_leaves_nothing(tmp_path,
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_folder_without_permission_is_refused(tmp_path):
+def test_a_folder_without_permission_is_refused(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(ConfigError, match="output-dir is .*Permission denied"):
         RunFolder(settings(tmp_path / "results"))
 
 
-def test_full_disk_at_the_start_leaves_no_folder(tmp_path):
+def test_a_full_disk_at_the_start_leaves_no_folder(tmp_path):
     with full_disk(), pytest.raises(ConfigError, match="No space left on device"):
         RunFolder(settings(tmp_path / "a" / "b"))
     assert list(tmp_path.iterdir()) == []
@@ -189,7 +189,7 @@ def test_full_disk_at_the_start_leaves_no_folder(tmp_path):
 # --- Tables ---------------------------------------------------------------------------------------------
 
 
-def test_tables_after_each_round(tmp_path):
+def test_tables_are_written_after_each_round(tmp_path):
     folder = RunFolder(settings(tmp_path))
     folder.record_round(run_of(TWO_ROUNDS[:1]))
     assert (folder.path / "history.csv").read_text() == (
@@ -221,7 +221,7 @@ def test_tables_after_each_round(tmp_path):
     assert numbers(second) == pytest.approx([2, 0.7, 0.8, 0.54, 0.7])
 
 
-def test_no_reply_at_all_still_gives_tables(tmp_path):
+def test_tables_are_written_without_any_reply(tmp_path):
     folder = RunFolder(settings(tmp_path))
     folder.record_round(run_of([[]]))
     assert read_table(folder.path / "history.csv") == []
@@ -244,13 +244,13 @@ wild_rows = st.lists(
 
 
 @given(wild_rows, st.lists(st.integers(0, 8), max_size=4))
-def test_whatever_comes_in_rounds_is_read_back(tmp_path_factory, rows, cuts):
+def test_any_content_of_rounds_is_read_back(tmp_path_factory, rows, cuts):
     path = tmp_path_factory.mktemp("table") / "t.csv"
     table = GrowingTable(path, results.HISTORY_COLUMNS)
     for cut in [*sorted(cuts), len(rows)]:
         table.extend(rows[:cut])
 
-    def comparable(line):  # a client id of digits alone cannot be told from a number; repr makes NaN equal NaN
+    def comparable(line):  # a client id of digits looks like a number; repr makes NaN equal NaN
         return {key: str(value) if key == "client" else repr(value) for key, value in line.items()}
 
     kept = [
@@ -290,7 +290,7 @@ def test_columns_stay_in_order_of_first_appearance(tmp_path):
 
 
 @pytest.mark.parametrize("new_column", [False, True])
-def test_failed_write_leaves_the_table_as_it_was_and_the_next_makes_up_for_it(tmp_path, new_column):
+def test_a_failed_write_leaves_the_table_and_the_next_write_completes_it(tmp_path, new_column):
     path = tmp_path / "t.csv"
     table = GrowingTable(path, ("round", "client"))
     rows = [{"round": 1, "client": 0}]
@@ -305,7 +305,7 @@ def test_failed_write_leaves_the_table_as_it_was_and_the_next_makes_up_for_it(tm
     assert read_table(path) == rows
 
 
-def test_line_cut_short_by_a_crash_is_left_out(tmp_path):
+def test_an_incomplete_line_is_omitted(tmp_path):
     path = tmp_path / "history.csv"
     path.write_text('round,client,status,seconds\n1,0,ok,0.5\n2,1,"timed o')
     assert read_table(path) == [{"round": 1, "client": 0, "status": "ok", "seconds": 0.5}]
@@ -316,7 +316,7 @@ def test_line_cut_short_by_a_crash_is_left_out(tmp_path):
 
 @pytest.mark.parametrize("failure", [OSError("full"), KeyboardInterrupt()])
 @pytest.mark.parametrize("moment", ["write", "fsync", "replace"])
-def test_interrupted_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch, moment, failure):
+def test_an_interrupted_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch, moment, failure):
     def fail(*args):
         raise failure
 
@@ -332,7 +332,7 @@ def test_interrupted_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatc
     assert files_of(tmp_path) == {"summary.json"}
 
 
-def test_finished_write_takes_the_place_of_the_old_file(tmp_path):
+def test_a_finished_write_replaces_the_old_file(tmp_path):
     path = tmp_path / "summary.json"
     path.write_text("old")
     with results.replacing(path) as temporary:
@@ -354,7 +354,7 @@ def test_finished_write_takes_the_place_of_the_old_file(tmp_path):
         ([7, "clinic"], np.array(["7", "clinic"])),
     ],
 )
-def test_matrix_of_every_round_is_kept_without_pickle(tmp_path, clients, stored):
+def test_the_matrix_of_every_round_is_stored_without_pickle(tmp_path, clients, stored):
     folder = RunFolder(settings(tmp_path))
     weights = np.full((len(clients), len(clients)), 1 / len(clients))
     for count in (1, 2):
@@ -371,7 +371,7 @@ def test_matrix_of_every_round_is_kept_without_pickle(tmp_path, clients, stored)
 # --- The end of a run -----------------------------------------------------------------------------------
 
 
-def test_finished_run(tmp_path, federation):
+def test_a_finished_run_has_all_result_files(tmp_path, federation):
     models = {0: record(w=np.ones(3, np.float32)), 1: record(w=np.zeros(3, np.float32))}
     strategy = run_of(TWO_ROUNDS, weights=[[0.2, 0.8], [0.8, 0.2]], models=models, clients=(0, 1))
     folder = RunFolder(settings(tmp_path))
@@ -418,7 +418,7 @@ def test_finished_run(tmp_path, federation):
         assert is_picture(folder.path / name), name
 
 
-def test_closing_evaluation_counts_as_cost_but_not_as_a_round(tmp_path):
+def test_the_closing_evaluation_counts_as_cost_but_not_as_a_round(tmp_path):
     strategy = run_of([*TWO_ROUNDS, [row(3, 0, personal_accuracy=0.95), row(3, 1, personal_accuracy=0.85)]])
     summary = summarise(settings(tmp_path), strategy.history, {})
     assert (summary["rounds"], summary["seconds"], summary["seconds-per-round"]) == (2, 6.0, 2.0)
@@ -426,7 +426,7 @@ def test_closing_evaluation_counts_as_cost_but_not_as_a_round(tmp_path):
     assert summary["bytes-down"] == 600
 
 
-def test_run_in_which_nobody_reported_ends_all_the_same(tmp_path, federation):
+def test_a_run_without_reports_ends_normally(tmp_path, federation):
     strategy = run_of([[row(1, 0, "failed"), row(1, 1, personal_accuracy=math.nan)]], clients=())
     folder = RunFolder(settings(tmp_path))
     folder.record_round(strategy)
@@ -441,14 +441,14 @@ def test_run_in_which_nobody_reported_ends_all_the_same(tmp_path, federation):
 
 
 def strictly(text):
-    """What JSON says, without the numbers that it does not have."""
+    """Parse JSON; refuse NaN and the infinities, which JSON does not have."""
     return json.loads(text, parse_constant=lambda name: pytest.fail(name))
 
 
 @pytest.mark.parametrize(
     "value", [math.nan, math.inf, 1e308, -1, 2**64 - 1, 2**66, [0.5, 1e308] * 12_000], ids=lambda value: str(value)[:12]
 )
-def test_whatever_number_clients_report_the_results_are_written(tmp_path, caplog, value):
+def test_results_are_written_whatever_number_clients_report(tmp_path, caplog, value):
     clients, known = ("x" * 200, 2**64 - 1, "c"), {"personal_accuracy": 0.5, "samples_trained": 3}
     odd = dict.fromkeys(("received_accuracy", "trained_accuracy", "train_loss", "num_test_examples", "a-status"), value)
     numbers = {} if isinstance(value, list) else {"personal_accuracy": value, "samples_trained": value}
@@ -491,7 +491,7 @@ def test_whatever_number_clients_report_the_results_are_written(tmp_path, caplog
         (report, "run_content", "report.html"),
     ],
 )
-def test_a_picture_or_report_that_fails_is_a_warning_and_all_else_is_there(
+def test_a_picture_or_report_that_fails_is_a_warning_and_all_else_is_written(
     tmp_path, federation, monkeypatch, caplog, where, what, file
 ):
     def fail(*_):
@@ -519,7 +519,7 @@ def test_a_picture_or_report_that_fails_is_a_warning_and_all_else_is_there(
     } - {file}
 
 
-def test_a_picture_that_fails_ends_no_run(tmp_path, monkeypatch):
+def test_a_picture_that_fails_does_not_end_a_run(tmp_path, monkeypatch):
     monkeypatch.setattr(pictures, "accuracy_figure", lambda *_: 1 / 0)
     done = CliRunner().invoke(
         cli.app,
@@ -540,7 +540,7 @@ def test_a_picture_that_fails_ends_no_run(tmp_path, monkeypatch):
     assert run_files.is_finished(folder) and (folder / "report.html").exists()
 
 
-def test_the_summary_is_written_before_anything_that_could_keep_it_from_that(tmp_path, federation, monkeypatch):
+def test_the_summary_is_written_before_anything_that_could_prevent_it(tmp_path, federation, monkeypatch):
     strategy = run_of(TWO_ROUNDS, models={0: record(w=np.ones(3))})
     folder = RunFolder(settings(tmp_path))
     folder.record_round(strategy)
@@ -558,7 +558,7 @@ def test_the_summary_is_written_before_anything_that_could_keep_it_from_that(tmp
     assert run_files.read_summary(folder.path)["rounds"] == 2 and "models/client-0.safetensors" in files_of(folder.path)
 
 
-def test_models_come_back_bit_by_bit(tmp_path, federation):
+def test_models_are_read_back_bit_by_bit(tmp_path, federation):
     rng = np.random.default_rng(0)
     arrays = {
         "conv.weight": rng.normal(size=(4, 3, 2)).astype(np.float32),
@@ -603,7 +603,7 @@ ODD_IDS = [
 ]
 
 
-def test_odd_client_ids_each_have_their_own_model(tmp_path, federation):
+def test_clients_with_odd_ids_each_have_their_own_model_file(tmp_path, federation):
     models = {client: record(w=np.full(2, i, np.float32)) for i, client in enumerate(ODD_IDS)}
     rows = [[row(1, client, personal_accuracy=0.5) for client in ODD_IDS]]
     size = len(ODD_IDS)
@@ -623,7 +623,7 @@ def test_odd_client_ids_each_have_their_own_model(tmp_path, federation):
 
 @given(st.lists(st.integers() | st.text(st.characters(exclude_categories=["Cs"])), unique_by=repr))
 @example(["a", "A"])
-def test_file_names_are_safe_and_differ_everywhere(clients):
+def test_file_names_are_safe_and_distinct_everywhere(clients):
     taken = set()
     names = [run_files.model_file(client, taken) for client in clients]
     assert len({name.casefold() for name in names}) == len(clients)
@@ -634,7 +634,7 @@ def test_file_names_are_safe_and_differ_everywhere(clients):
 
 
 def wild_run(num_clients, num_rounds, seed=0, silent=(), broken=()):
-    """Rows as of a real run: rising accuracies, some clients silent, some with accuracies that are not numbers."""
+    """Rows like those of a real run: rising accuracies, some clients silent, some with accuracies that are NaN."""
     rng = np.random.default_rng(seed)
     rounds = []
     for number in range(1, num_rounds + 1):
@@ -656,7 +656,7 @@ def wild_run(num_clients, num_rounds, seed=0, silent=(), broken=()):
     return run_of(rounds).history
 
 
-def test_sat_out_rounds_carry_the_last_report_forward():
+def test_the_last_report_is_carried_forward_over_missed_rounds():
     history = wild_run(1, 0)
     history.rows = [row(1, 0, x=0.1), row(1, "b"), row(2, 0, x=math.nan), row(2, "b", x=0.4), row(4, 0, x=0.3)]
     rounds, clients, values = pictures.carried_forward(history.rows, "x")
@@ -675,11 +675,11 @@ def test_sat_out_rounds_carry_the_last_report_forward():
         (4, 0, (), ()),
     ],
 )
-def test_accuracy_picture(tmp_path, num_clients, num_rounds, silent, broken):
+def test_the_accuracy_picture_of_any_run(tmp_path, num_clients, num_rounds, silent, broken):
     history = wild_run(num_clients, num_rounds, silent=silent, broken=broken)
     figure = pictures.accuracy_figure(history.rows, r"not $\mathematics$" "\nin two lines")
     figure.savefig(tmp_path / "a.png")
-    # An empty frame with a sentence in it is little ink.
+    # An empty frame with a sentence in it has few dark pixels.
     assert is_picture(tmp_path / "a.png")
 
 
@@ -687,7 +687,7 @@ def legend_of(figure):
     return [text.get_text() for text in figure.legends[0].get_texts()]
 
 
-def test_accuracy_picture_shows_what_local_training_does_only_where_it_does_something():
+def test_the_accuracy_picture_shows_local_training_only_where_it_has_an_effect():
     rows = wild_run(4, 3, silent=(2,)).rows
     entries = legend_of(pictures.accuracy_figure(rows, "t"))
     assert "mean over the 3 of 4 clients that reported, after local training" in entries
@@ -703,7 +703,7 @@ def test_accuracy_picture_shows_what_local_training_does_only_where_it_does_some
     assert "mean over clients" in entries and not any("local training" in entry for entry in entries)
 
 
-def test_accuracy_picture_speaks_of_received_models_only_where_they_were_evaluated():
+def test_the_accuracy_picture_shows_received_models_only_where_they_were_evaluated():
     rows = [
         row(1, 0, received_accuracy=0.2, tuned_accuracy=0.6, personal_accuracy=0.6),
         row(2, 0, personal_accuracy=0.7),
@@ -714,12 +714,12 @@ def test_accuracy_picture_speaks_of_received_models_only_where_they_were_evaluat
     assert before.get_xydata().tolist() == [[1.0, pytest.approx(20.0)]]
 
 
-def test_accuracy_picture_marks_the_best_round():
+def test_the_accuracy_picture_marks_the_best_round():
     rows = [row(number, 0, personal_accuracy=accuracy) for number, accuracy in enumerate((0.25, 0.75, 0.5), 1)]
     assert "best mean: 75.0 % in round 2" in legend_of(pictures.accuracy_figure(rows, "t"))
 
 
-def test_collaboration_picture_has_groups_together_and_colours_for_the_others():
+def test_the_collaboration_picture_orders_clients_by_group_and_scales_colours_to_other_clients():
     weights = np.array(
         [[0.90, 0.01, 0.07, 0.02], [0.00, 0.94, 0.01, 0.05], [0.06, 0.02, 0.91, 0.01], [0.01, 0.03, 0.00, 0.96]]
     )
@@ -742,7 +742,7 @@ def test_collaboration_picture_has_groups_together_and_colours_for_the_others():
 
 @pytest.mark.parametrize(("count", "groups"), [(1, 1), (2, 1), (20, 4), (100, 20), (60, 1)])
 @pytest.mark.parametrize("weights", ["own", "equal"])
-def test_collaboration_picture_of_any_size(tmp_path, count, groups, weights):
+def test_the_collaboration_picture_can_have_any_size(tmp_path, count, groups, weights):
     matrix = np.eye(count) if weights == "own" else np.full((count, count), 1 / count)
     figure = pictures.collaboration_figure(list(range(count)), matrix, np.arange(count) % groups, "t")
     figure.savefig(tmp_path / "c.png")
@@ -750,7 +750,7 @@ def test_collaboration_picture_of_any_size(tmp_path, count, groups, weights):
 
 
 @pytest.mark.parametrize("finals", [(0.83, 0.72, 0.59), (0.7, 0.7, 0.7), tuple(0.5 + 0.001 * i for i in range(14))])
-def test_comparison_names_each_line_at_its_height_without_overlap(tmp_path, finals):
+def test_the_comparison_labels_each_line_at_its_height_without_overlap(tmp_path, finals):
     runs = [
         (f"method {i}", [[{"round": 1, "accuracy": 0.3}, {"round": 2, "accuracy": final}]])
         for i, final in enumerate(finals)
@@ -774,7 +774,7 @@ def test_comparison_lines_differ_without_colour():
     assert len({line.get_color() for line in lines}) == 7
 
 
-def test_comparison_of_nothing_is_a_picture(tmp_path):
+def test_an_empty_comparison_is_a_picture(tmp_path):
     pictures.comparison_figure([("local", [[]]), ("failed", [])], "t").savefig(tmp_path / "c.png")
     assert is_picture(tmp_path / "c.png")
 
@@ -794,7 +794,7 @@ def summary_of(strategy, accuracy, best, decile):
     }
 
 
-def test_comparison_table():
+def test_the_comparison_table_of_runs():
     rows = [summary_of("heurfedamp", 0.831, 0.84, 0.6), summary_of("local", None, None, None)]
     text = io.StringIO()
     Console(file=text, width=100).print(comparison_table(rows, terminal=False))

@@ -1,4 +1,4 @@
-"""The round engine: who clients are, who takes part, and what time does."""
+"""The round engine: names of clients, sampling, and timeouts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def named_app(names: list[object]):
     return app, asked
 
 
-def test_clients_are_called_what_they_say_and_asked_once() -> None:
+def test_clients_have_the_names_they_report_and_are_asked_once() -> None:
     app, asked = named_app(["lyon", 7, "graz"])
     strategy = Local()
     strategy.start(InlineGrid(app, 3), initial(), 3)
@@ -41,13 +41,13 @@ def test_clients_are_called_what_they_say_and_asked_once() -> None:
     assert len(asked) == 3
 
 
-def test_a_client_app_without_the_query_is_known_by_its_nodes() -> None:
+def test_a_client_app_without_the_query_is_identified_by_its_node() -> None:
     strategy = Local()
     strategy.start(InlineGrid(plain_app(), 3), initial(), 1)
     assert strategy.clients() == [1001, 1002, 1003]
 
 
-def test_the_second_node_with_a_taken_name_is_left_out(caplog) -> None:
+def test_the_second_node_with_a_name_in_use_is_excluded(caplog) -> None:
     app, _ = named_app([1, 1, 2])
     strategy = Local()
     strategy.start(InlineGrid(app, 3), initial(), 1)
@@ -56,7 +56,7 @@ def test_the_second_node_with_a_taken_name_is_left_out(caplog) -> None:
 
 
 class Leaving(InlineGrid):
-    """The first node is gone after so many rounds."""
+    """The first node disconnects after `rounds` rounds."""
 
     def __init__(self, app, num_clients: int, rounds: int) -> None:
         super().__init__(app, num_clients)
@@ -69,8 +69,8 @@ class Leaving(InlineGrid):
         return super().push_messages(messages)
 
 
-def test_who_takes_over_a_name_is_heard_anew() -> None:
-    """A site that was left out mends what was wrong and comes back while its old node is still listed."""
+def test_a_node_that_takes_over_a_name_is_asked_again() -> None:
+    """An excluded site corrects its data and reconnects while its old node is still listed."""
     app = plain_app()
 
     @app.query("identity")
@@ -85,7 +85,7 @@ def test_who_takes_over_a_name_is_heard_anew() -> None:
     assert strategy.history.left_out == {}
 
 
-def test_too_few_clients_end_the_run_when_the_wait_is_over() -> None:
+def test_too_few_clients_end_the_run_after_the_wait() -> None:
     strategy = Local(min_available_nodes=4, wait_timeout=0.3)
     started = time.monotonic()
     said = r"too few clients after 0.3 s: 3 of 4 are connected \(min_available_nodes\)$"
@@ -95,16 +95,16 @@ def test_too_few_clients_end_the_run_when_the_wait_is_over() -> None:
 
 
 @pytest.mark.parametrize("strategy", [Local(), FedAvg()], ids=["local", "fedavg"])
-def test_a_run_in_which_nobody_ever_answers_has_failed(strategy) -> None:
+def test_a_run_without_any_reply_has_failed(strategy) -> None:
     grid = FaultyGrid(plain_app(), 2, lambda server_round, client: "error")
     said = "no client gave a usable answer in any of the 2 rounds; client 1002: error 0"
     with pytest.raises(TooFewClients, match=said):
         strategy.start(grid, initial(), 2)
 
 
-def test_a_round_ends_at_its_timeout_and_a_late_reply_counts_nowhere() -> None:
+def test_a_round_ends_at_its_timeout_and_ignores_late_replies() -> None:
     class LateGrid(FaultyGrid):
-        """Gives out, with every pull, the replies to messages that were asked for in an earlier round."""
+        """Returns, with every pull, the replies to messages of an earlier round."""
 
         late: list[Message] = []
 
@@ -127,7 +127,7 @@ def test_a_round_ends_at_its_timeout_and_a_late_reply_counts_nowhere() -> None:
     assert rows == [(1, 1001, "no answer within 0.5 s"), (1, 1002, "ok"), (2, 1001, "ok"), (2, 1002, "ok")]
 
 
-def test_a_message_is_not_handed_out_long_after_its_round() -> None:
+def test_a_message_expires_after_its_round() -> None:
     lifetimes = []
 
     class Noting(InlineGrid):
@@ -141,7 +141,7 @@ def test_a_message_is_not_handed_out_long_after_its_round() -> None:
     assert set(lifetimes) == {30 + transport.CLOCKS}
 
 
-def test_draws_depend_on_seed_round_and_clients_alone() -> None:
+def test_sampling_depends_on_seed_round_and_clients_alone() -> None:
     strategy = Local(seed=5)
     strategy.roster.nodes = {client: 1000 - client for client in range(100)}
     first = strategy.sample(3, 0.1, 2)
@@ -153,7 +153,7 @@ def test_draws_depend_on_seed_round_and_clients_alone() -> None:
     assert len(strategy.sample(1, 0.5, 1000)) == 100
 
 
-def test_bytes_and_means_of_a_round_are_counted() -> None:
+def test_the_history_has_the_bytes_and_means_of_a_round() -> None:
     strategy = FedAvg(fraction_evaluate=0)
     result = strategy.start(InlineGrid(plain_app(), 2), initial(), 1)
     (line,) = strategy.history.rounds
@@ -170,14 +170,14 @@ def test_fedavg_is_the_mean_weighted_by_samples() -> None:
     result = strategy.start(InlineGrid(plain_app(), 2), initial(), 1)
     means = [read_array(result.arrays["norm.running_mean"])[0], read_array(result.arrays["norm.num_batches_tracked"])]
     assert means[0] == pytest.approx((1 * 1 + 2 * 2) / 3)  # each adds its number, n = 10 and 20
-    assert means[1] == 1  # nobody averages counters
-    assert strategy.collaboration()[1] == pytest.approx(np.eye(2))  # what was sent had nobody's model in it
+    assert means[1] == 1  # counters are not averaged
+    assert strategy.collaboration()[1] == pytest.approx(np.eye(2))  # the model sent was no client's
     two = FedAvg()
     two.start(InlineGrid(plain_app(), 2), initial(), 2)
     assert two.collaboration()[1] == pytest.approx(np.array([[1 / 3, 2 / 3]] * 2))
 
 
-def test_local_models_are_summed_up_by_their_mean() -> None:
+def test_the_global_arrays_of_local_training_are_the_mean() -> None:
     strategy = Local()
     result = strategy.start(InlineGrid(plain_app(), 2), initial(), 2)
     models = [m["layer.weight"].numpy() for m in strategy.client_models().values()]
@@ -191,7 +191,7 @@ def changed_by(client: int, change):
     return FaultyGrid(plain_app(True), 3, fate)
 
 
-def test_means_are_of_the_metrics_that_all_clients_report_in_one_form() -> None:
+def test_means_cover_metrics_that_all_clients_report_in_one_form() -> None:
     def odd(metrics) -> None:
         metrics["train_loss"] = [1.0, 2.0]
         metrics["mine"] = 3.0
@@ -205,7 +205,7 @@ def test_means_are_of_the_metrics_that_all_clients_report_in_one_form() -> None:
     assert result.train_metrics_clientapp[1]["trained-accuracy"] == pytest.approx(expected)
 
 
-def test_a_client_cannot_write_into_the_engines_columns() -> None:
+def test_a_client_cannot_write_the_columns_of_the_engine() -> None:
     def forge(metrics) -> None:
         metrics.update({"personal-accuracy": [0.1], "personal-loss": 0.0, "evaluate-status": 2})
         metrics.update({"seconds": [9.0], "bytes-up": 0, "status": 1, "client": 7, "round": 9, "bytes-down": 0})
@@ -223,7 +223,7 @@ def test_a_client_cannot_write_into_the_engines_columns() -> None:
 
 
 @pytest.mark.parametrize("size", [0, -3, float("nan"), [1]], ids=str)
-def test_an_impossible_test_size_or_accuracy_does_no_harm(size) -> None:
+def test_an_impossible_test_size_or_accuracy_is_harmless(size) -> None:
     def odd(metrics) -> None:
         metrics["num-test-examples"] = size
         metrics["trained-accuracy"] = [0.5]
@@ -235,14 +235,14 @@ def test_an_impossible_test_size_or_accuracy_does_no_harm(size) -> None:
 
 
 @pytest.mark.parametrize("accuracy", [1e308, -0.5, float("nan"), float("inf"), 2**63, [0.5]], ids=str)
-def test_what_is_no_accuracy_is_none(accuracy) -> None:
+def test_an_invalid_accuracy_counts_as_missing(accuracy) -> None:
     strategy = Local()
     strategy.start(changed_by(1, lambda metrics: metrics.update({"trained-accuracy": accuracy})), initial(), 1)
     assert ["personal-accuracy" in row for row in strategy.history.rows] == [True, False, True]
     assert strategy.history.rounds[0]["evaluated"] == 2
 
 
-def test_work_on_samples_is_added_up_over_clients_and_exchanges() -> None:
+def test_work_on_samples_is_summed_over_clients_and_exchanges() -> None:
     history = History()
     row = {"round": 1, "status": "ok", "seconds": 1.0, "bytes-down": 1, "bytes-up": 1}
     history.add({**row, "client": 1, "samples-trained": 40, "samples-predicted": 5})
@@ -255,14 +255,14 @@ def test_work_on_samples_is_added_up_over_clients_and_exchanges() -> None:
     assert (line["samples-trained"], line["samples-predicted"]) == (78, 5)
 
 
-def test_only_clients_that_told_no_accuracy_are_asked_for_one() -> None:
+def test_only_clients_without_a_reported_accuracy_are_asked_for_one() -> None:
     strategy = Local()
     strategy.start(changed_by(1, lambda metrics: metrics.pop("trained-accuracy")), initial(), 1)
     assert ["eval_acc" in row for row in strategy.history.rows] == [False, True, False]
     assert all("personal-accuracy" in row for row in strategy.history.rows)
 
 
-def test_a_training_metric_called_accuracy_is_not_taken_for_the_test_accuracy() -> None:
+def test_a_training_metric_named_accuracy_is_not_the_test_accuracy() -> None:
     grid = FaultyGrid(plain_app(), 2, lambda r, c: lambda content: content["metrics"].update(accuracy=0.99))
     strategy = Local(fraction_evaluate=0)
     strategy.start(grid, initial(), 1)
@@ -270,7 +270,7 @@ def test_a_training_metric_called_accuracy_is_not_taken_for_the_test_accuracy() 
     assert strategy.history.rows[0]["accuracy"] == 0.99
 
 
-def test_a_failed_evaluation_does_not_unmake_the_training() -> None:
+def test_a_failed_evaluation_does_not_invalidate_the_training() -> None:
     app = plain_app()
 
     def fails(message, context):
@@ -284,14 +284,14 @@ def test_a_failed_evaluation_does_not_unmake_the_training() -> None:
     assert strategy.history.rounds[0]["answered"] == 2
 
 
-def test_a_strategy_that_is_started_again_starts_from_nothing() -> None:
+def test_a_restarted_strategy_starts_from_scratch() -> None:
     strategy = Local()
     for _ in range(2):
         strategy.start(InlineGrid(plain_app(), 2), initial(), 1)
     assert [line["round"] for line in strategy.history.rounds] == [1]
 
 
-def test_a_node_that_does_not_say_its_name_in_time_is_asked_again() -> None:
+def test_a_node_that_reports_no_name_in_time_is_asked_again() -> None:
     app, asked = named_app(["a", "b"])
 
     class Slow(InlineGrid):
@@ -312,7 +312,7 @@ def test_a_node_that_does_not_say_its_name_in_time_is_asked_again() -> None:
 
 
 @pytest.mark.parametrize("method", [Local, FedAvg])
-def test_a_server_side_evaluation_is_called_before_and_after_rounds(method) -> None:
+def test_a_server_side_evaluation_runs_before_and_after_the_rounds(method) -> None:
     seen = []
 
     def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
@@ -330,7 +330,8 @@ def test_a_weighted_mean_has_the_same_bits_in_every_order(order, weights) -> Non
 
     def mean(sequence) -> np.ndarray:
         total = WeightedMean(7, np.dtype(np.float32))
-        terms = InTurn(range(-1, 6), lambda client, term: total.add(client, *term))  # the first and the last never come
+        # The first and the last client never reply.
+        terms = InTurn(range(-1, 6), lambda client, term: total.add(client, *term))
         for client in sequence:
             terms.add(client, (weights[client], rows[client].copy()))
         terms.finish()
@@ -345,7 +346,7 @@ def test_client_ids_have_one_order() -> None:
 
 
 @given(st.sampled_from(["float32", "float64", "float16", "int64", "bool"]), st.lists(st.integers(0, 3), max_size=4))
-def test_records_are_flowers_own(dtype, shape) -> None:
+def test_records_have_the_form_of_flowers_arrays(dtype, shape) -> None:
     values = np.random.default_rng(0).normal(size=shape).astype(dtype)
     record = to_record({"a": values})
     assert record["a"].data == Array(np.asarray(values)).data

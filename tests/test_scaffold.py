@@ -1,4 +1,4 @@
-"""SCAFFOLD: its updates on numbers that can be checked by hand, and rounds with real ClientApps."""
+"""SCAFFOLD: its updates on small numbers that can be checked by hand, and rounds with real ClientApps."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from .test_conformance import everything, values
 # --- The mathematics ----------------------------------------------------------------------------------
 
 
-def test_the_functions_by_hand() -> None:
+def test_the_update_functions_by_hand() -> None:
     own, control = np.array([0.5, 2.0]), np.array([0.25, 0.0])
     assert correction(own, control).tolist() == [-0.25, -2.0]
     # 3 steps of 0.1 from 1 to 0.4, and from 0 to 0.3: mean steps of gradients 2 and -1, c - c_i in them
     new = control_variate(own, control, np.array([1.0, 0.0]), np.array([0.4, 0.3]), 3, 0.1)
     assert new == pytest.approx([0.5 - 0.25 + 2, 2.0 - 0.0 - 1])
     assert server_step(np.array([1.0, 2.0]), np.array([3.0, 2.5]), 0.5).tolist() == [2.0, 2.25]
-    # (1 * 1 + 3 * 2) / 4 = 1.75 of those that answered, 2 of 4 clients
+    # (1 * 1 + 3 * 2) / 4 = 1.75 over the clients that replied, 2 of 4 clients
     assert server_control(np.array([7.0]), [1, 3], 4).tolist() == [0.875]
     assert server_control(np.array([7.0]), [1, 3], 2).tolist() == [1.75]
     assert server_control(np.array([0.0]), [], 4).tolist() == [0.0]
 
 
-def test_a_server_step_of_1_is_the_mean_to_the_bit() -> None:
+def test_a_server_step_of_1_is_the_mean_bit_for_bit() -> None:
     rng = np.random.default_rng(0)
     sent, mean = rng.standard_normal((2, 1000)).astype(np.float32)
     assert server_step(sent, mean, 1.0).tobytes() == mean.tobytes()
@@ -74,7 +74,7 @@ def gradient(client: int, u: float) -> float:
 
 
 def by_hand(rounds: int, eta_l: float, eta_g: float) -> tuple[float, list[float]]:
-    """x after these rounds, and the c of each round's messages."""
+    """Return x after these rounds, and the c of each round's messages."""
     x, own, sent = 0.0, [0.0, 0.0], []
     for _ in range(rounds):
         control = (own[0] + 3 * own[1]) / 4
@@ -86,18 +86,18 @@ def by_hand(rounds: int, eta_l: float, eta_g: float) -> tuple[float, list[float]
                 gradients.append(gradient(client, y))
                 y -= eta_l * (gradients[-1] - own[client] + control)
             trained.append(y)
-            own[client] = sum(gradients) / 2  # what option II comes to
+            own[client] = sum(gradients) / 2  # the result of option II
         x += eta_g * ((trained[0] + 3 * trained[1]) / 4 - x)
     return x, sent
 
 
-def listening(inner, heard: Callable[[Message, Message], Any]):
-    """A ClientApp of which each training message and its reply are shown to somebody."""
+def with_callback(inner, callback: Callable[[Message, Message], Any]):
+    """Return a ClientApp that passes each training message and its reply to `callback`."""
     train = inner._registered_funcs["train.default"]
 
     def shown(message, context):
         reply = train(message, context)
-        heard(message, reply)
+        callback(message, reply)
         return reply
 
     inner._registered_funcs["train.default"] = shown
@@ -108,7 +108,7 @@ def listening(inner, heard: Callable[[Message, Message], Any]):
 def test_three_rounds_by_hand(eta_g) -> None:
     controls = []
 
-    def hear(message: Message, reply: Message) -> None:
+    def record(message: Message, reply: Message) -> None:
         arrays = message.content["arrays"]
         controls.append(arrays["control/weight"].numpy().ravel().tolist())
         change, trained = reply.content["arrays"]["control/weight"].numpy(), reply.content["arrays"]["weight"].numpy()
@@ -118,7 +118,7 @@ def test_three_rounds_by_hand(eta_g) -> None:
     strategy = SCAFFOLD(sgd_learning_rate=0.2, server_learning_rate=eta_g)
     config = ConfigRecord(HAND)
     strategy.start(
-        InlineGrid(listening(make_client_app(hand_site), hear), 2),
+        InlineGrid(with_callback(make_client_app(hand_site), record), 2),
         to_record(get_arrays(two_weights())),
         3,
         60,
@@ -132,10 +132,10 @@ def test_three_rounds_by_hand(eta_g) -> None:
             assert seen == pytest.approx([control, -control], abs=1e-6)
 
 
-def test_clients_that_have_not_answered_count_as_having_0() -> None:
+def test_clients_that_have_not_replied_count_with_control_variate_0() -> None:
     sent = {}
 
-    def hear(message: Message, _: Message) -> None:
+    def record(message: Message, _: Message) -> None:
         sent[int(message.metadata.group_id)] = float(message.content["arrays"]["control/weight"].numpy()[0, 0])
 
     def fate(server_round: int, client: int) -> str:
@@ -144,7 +144,7 @@ def test_clients_that_have_not_answered_count_as_having_0() -> None:
     strategy = SCAFFOLD(sgd_learning_rate=0.1)
     config = ConfigRecord({"local-epochs": 1, "batch-size": 10})
     strategy.start(
-        FaultyGrid(listening(make_client_app(hand_site), hear), 2, fate),
+        FaultyGrid(with_callback(make_client_app(hand_site), record), 2, fate),
         to_record(get_arrays(two_weights())),
         3,
         60,
@@ -168,7 +168,7 @@ def run(strategy, rounds: int = 3, grid: InlineGrid | None = None, **settings):
 
 
 @pytest.mark.parametrize("how", [{"local-epochs": 2}, {"local-epochs": 0, "local-steps": 7}])
-def test_the_first_round_where_all_control_variates_are_0_is_fedavgs(how) -> None:
+def test_the_first_round_with_control_variates_0_equals_fedavg(how) -> None:
     grid = [InlineGrid(small_app(), 4) for _ in range(2)]  # clients of 10 to 40 samples
     initial, config = (
         to_record(get_arrays(small())),
@@ -180,11 +180,11 @@ def test_the_first_round_where_all_control_variates_are_0_is_fedavgs(how) -> Non
     assert values(scaffold.global_arrays()) == values(fedavg.global_arrays()) != values(initial)
 
 
-def test_later_rounds_are_not_fedavgs_and_control_variates_lessen_the_drift() -> None:
+def test_control_variates_reduce_the_drift_in_later_rounds() -> None:
     def drift(strategy) -> float:
-        """How far apart clients end that begin at the same model with conflicting data."""
+        """Distance between the models that clients with conflicting data train from the same model."""
         ends: list[np.ndarray] = []
-        inner = listening(
+        inner = with_callback(
             make_client_app(hand_site), lambda _, reply: ends.append(reply.content["arrays"]["weight"].numpy())
         )
         config = ConfigRecord({**SGD, "local-epochs": 5, "learning-rate": 0.2, "batch-size": 32})
@@ -220,7 +220,7 @@ def keep(folder, now, before) -> None:
     )
 
 
-def test_with_equal_control_variates_a_client_trains_as_fedavgs_does(tmp_path) -> None:
+def test_with_equal_control_variates_a_client_trains_as_in_fedavg(tmp_path) -> None:
     model, control = get_arrays(small()), a_control(1)
     keep(tmp_path, control, a_control(2))
     config = {"method": "scaffold", "sgd-learning-rate": 0.05, "counted-round": 3}
@@ -232,7 +232,7 @@ def test_with_equal_control_variates_a_client_trains_as_fedavgs_does(tmp_path) -
 
 
 @pytest.mark.parametrize(("counted", "expected"), [(3, "now"), (2, "before"), (0, "nothing")])
-def test_a_client_goes_on_from_the_control_variate_that_the_server_has_counted(tmp_path, counted, expected) -> None:
+def test_a_client_continues_from_the_control_variate_that_the_server_accepted(tmp_path, counted, expected) -> None:
     now, before, control = a_control(1), a_control(2), a_control(3)
     own = {"now": now, "before": before, "nothing": {name: np.zeros_like(now[name]) for name in now}}[expected]
     keep(tmp_path, now, before)
@@ -249,7 +249,7 @@ def test_a_client_goes_on_from_the_control_variate_that_the_server_has_counted(t
     assert all(kept[f"before/{name}"].tobytes() == np.asarray(own[name]).tobytes() for name in own)
 
 
-def test_a_reply_that_is_lost_is_as_if_its_client_had_not_been_asked() -> None:
+def test_a_lost_reply_has_the_effect_of_a_client_not_sampled() -> None:
     def with_fate(what: str) -> tuple:
         fates = {(1, 2): what, (2, 2): what, (3, 0): what}
         return everything(
@@ -283,12 +283,12 @@ def test_every_hyperparameter_changes_the_result() -> None:
         ("server_learning_rate", math.nan),
     ],
 )
-def test_what_is_out_of_range_is_named(name, value) -> None:
+def test_out_of_range_arguments_are_named(name, value) -> None:
     with pytest.raises(ValueError, match=f"{name} is .*more than 0"):
         SCAFFOLD(**{"sgd_learning_rate": 0.1, name: value})
 
 
-def test_buffers_are_averaged_whatever_the_servers_step_size_is() -> None:
+def test_buffers_are_averaged_for_every_server_step_size() -> None:
     far, fedavg = (
         read_record(run(strategy, 1).global_arrays())
         for strategy in (SCAFFOLD(sgd_learning_rate=0.05, server_learning_rate=3.0), FedAvg())
@@ -301,7 +301,7 @@ def test_buffers_are_averaged_whatever_the_servers_step_size_is() -> None:
     )
 
 
-def test_its_result_is_the_global_model_which_is_evaluated_when_it_is_received() -> None:
+def test_the_result_is_the_global_model_evaluated_as_received() -> None:
     strategy = run(SCAFFOLD(sgd_learning_rate=0.05))
     assert strategy.history.rounds[-1]["personal"] == "received" and strategy.history.rounds[-1]["round"] == 4
     for row in strategy.history.rows:
@@ -313,7 +313,7 @@ def test_its_result_is_the_global_model_which_is_evaluated_when_it_is_received()
     assert set(strategy.global_arrays()) == set(get_arrays(network()))
 
 
-def test_the_control_variate_costs_as_much_as_the_parameters_both_ways() -> None:
+def test_the_control_variate_costs_as_many_bytes_as_the_parameters_both_ways() -> None:
     scaffold, fedavg = (run(strategy, 1).history.rounds[0] for strategy in (SCAFFOLD(sgd_learning_rate=0.05), FedAvg()))
     names = [name for name, _ in network().named_parameters()]
     control = sum(len(array.data) for name, array in to_record(get_arrays(network())).items() if name in names)
@@ -351,7 +351,7 @@ def _of_a_buffer(record: ArrayRecord) -> None:
         (_of_a_buffer, "array 'control/1.running_mean' is not part of the model"),
     ],
 )
-def test_a_bad_control_variate_counts_like_no_reply(damage, reason) -> None:
+def test_a_bad_control_variate_counts_as_a_missing_reply(damage, reason) -> None:
     def with_fate(fate: object):
         return run(
             SCAFFOLD(sgd_learning_rate=0.05),
@@ -366,10 +366,10 @@ def test_a_bad_control_variate_counts_like_no_reply(damage, reason) -> None:
     assert models == values(with_fate("error").global_arrays())
 
 
-def test_the_bound_on_updates_holds_for_control_variates_too_and_refuses_nobody_who_is_honest() -> None:
+def test_the_bound_on_updates_covers_control_variates_and_refuses_no_honest_client() -> None:
     sizes = []
 
-    def hear(message: Message, reply: Message) -> None:
+    def record(message: Message, reply: Message) -> None:
         sent, found = message.content["arrays"], reply.content["arrays"]
         sizes.append(
             math.sqrt(
@@ -380,7 +380,7 @@ def test_the_bound_on_updates_holds_for_control_variates_too_and_refuses_nobody_
             )
         )
 
-    run(SCAFFOLD(sgd_learning_rate=0.05), 3, InlineGrid(listening(make_client_app(load_site), hear), CLIENTS))
+    run(SCAFFOLD(sgd_learning_rate=0.05), 3, InlineGrid(with_callback(make_client_app(load_site), record), CLIENTS))
     bound = 1.001 * max(sizes)
 
     def shift(content) -> None:

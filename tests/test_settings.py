@@ -1,4 +1,4 @@
-"""A setting is written once: constructors, run config, command line, tables and tests have it from there."""
+"""A setting is defined once: constructors, run config, command line, tables and tests use that definition."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ assert (make("mine").own_shade, make("mine").own_kind) == (0.5, "oak")
 """
 
 
-def test_a_method_of_one_file_is_everywhere(tmp_path) -> None:
+def test_a_method_in_one_file_is_available_everywhere(tmp_path) -> None:
     (tmp_path / "mine.py").write_text(MINE)
     done = subprocess.run(
         [sys.executable, "-c", LOOK], cwd=ROOT, capture_output=True, text=True,
@@ -77,7 +77,7 @@ def test_a_method_of_one_file_is_everywhere(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("name", REGISTRY)
-def test_a_constructor_without_arguments_has_the_command_lines_defaults(name) -> None:
+def test_a_constructor_has_the_command_lines_defaults(name) -> None:
     config, method = Config(strategy=name), REGISTRY[name]
     given = needed_by(config, load_federation(config.run_config()))
     plain, from_the_command = method.strategy(), make_strategy(config, **given)
@@ -86,7 +86,7 @@ def test_a_constructor_without_arguments_has_the_command_lines_defaults(name) ->
         assert getattr(plain, setting.name) == getattr(from_the_command, setting.name) == default
 
 
-def test_type_checkers_know_the_arguments_that_the_engine_has() -> None:
+def test_type_checkers_know_the_engine_s_arguments() -> None:
     arguments = set(inspect.signature(PersonalizedStrategy).parameters)
     assert Shared.__annotations__.keys() == arguments
     assert StoredShared.__annotations__.keys() - arguments == {
@@ -105,18 +105,18 @@ def test_type_checkers_know_the_arguments_that_the_engine_has() -> None:
         (Setting("a_b", 1.0, above(0), ""), "2", "a_b is '2', allowed: more than 0"),
     ],
 )
-def test_a_value_out_of_range_is_named(setting, value, message) -> None:
+def test_an_out_of_range_value_is_named(setting, value, message) -> None:
     with pytest.raises(ValueError) as refused:
         setting.check(value)
     assert str(refused.value) == message
 
 
-def test_a_whole_number_is_a_float_where_one_is_asked_for() -> None:
+def test_a_whole_number_is_accepted_as_a_float() -> None:
     assert type(Setting("a", 1.0, above(0), "").check(2)) is float
     assert type(Setting("a", 1, above(0), "").check(2)) is int
 
 
-def test_methods_that_share_a_name_keep_their_defaults_and_ranges() -> None:
+def test_methods_with_a_setting_of_the_same_name_keep_their_defaults_and_ranges() -> None:
     first = Setting("width", 2.0, within(0, 4), "of one")
     other = Setting("width", "auto", Range("auto, or 9", lambda value: value in ("auto", 9.0)), "", "float | str")
     both = shared([first, other])
@@ -132,7 +132,7 @@ def test_methods_that_share_a_name_keep_their_defaults_and_ranges() -> None:
     ("key", "meant"),
     [("lr", "learning-rate"), ("learning_rate", "learning-rate"), ("batchsize", "batch-size"), ("colour", None)],
 )
-def test_what_somebody_meant(key, meant) -> None:
+def test_a_misspelt_setting_gets_a_suggestion(key, meant) -> None:
     assert meant_by(key, ["learning-rate", "batch-size"]) == meant
 
 
@@ -144,7 +144,7 @@ def test_what_somebody_meant(key, meant) -> None:
         ({"local-epochs": 1, "palette": "warm"}, []),
     ],
 )
-def test_a_setting_of_local_training_that_nobody_reads_is_warned_of(config, warned, monkeypatch) -> None:
+def test_an_unused_setting_of_local_training_gets_a_warning(config, warned, monkeypatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(engine, "log", lambda level, text, *values: said.append(text % values))
     Local().start(InlineGrid(plain_app(), 2), initial(), 1, train_config=ConfigRecord(config))

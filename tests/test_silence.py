@@ -1,4 +1,4 @@
-"""Clients that say nothing, or not all: they hold the others up only so long, and are left alone for a while."""
+"""Clients that do not reply, or not completely: they delay the others for a bounded time, and are then excluded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FAR_AWAY = "kindred.engine.strategy.simulated"
 
 
 class Blocking(InlineGrid):
-    """Clients announce their replies to messages of these kinds and do not upload them: Flower then blocks."""
+    """Clients announce replies to messages of these kinds and do not upload them, so that Flower blocks."""
 
     def __init__(self, app, num_clients: int, clients: tuple[int, ...], kinds: tuple[str, ...] = ("train",)) -> None:
         super().__init__(app, num_clients)
@@ -47,7 +47,7 @@ class Blocking(InlineGrid):
 
 
 @every_method
-def test_a_reply_that_is_announced_and_not_uploaded_costs_nobody_else_its_reply(name, monkeypatch) -> None:
+def test_an_announced_reply_that_is_not_uploaded_loses_no_other_reply(name, monkeypatch) -> None:
     monkeypatch.setattr(FAR_AWAY, lambda grid: False)
     monkeypatch.setattr("kindred.engine.transport.PATIENCE", 0.2)
     grid = Blocking(app_of(name), 4, (0, 2))
@@ -61,14 +61,14 @@ def test_a_reply_that_is_announced_and_not_uploaded_costs_nobody_else_its_reply(
 
 
 def reply_to(message_id: str) -> Message:
-    InlineGrid(plain_app(), 1)  # without any, this process has no identity to send messages with
+    InlineGrid(plain_app(), 1)  # without a grid, this process has no identity to send messages with
     reply = Message(RecordDict(), 7, "train")
     vars(reply.metadata)["_reply_to_message_id"] = message_id
     return reply
 
 
-def test_many_that_block_cost_the_others_little() -> None:
-    """30 of 40 replies block: the first is waited for 2 s, the next 1 s, and so on."""
+def test_many_blocked_replies_delay_the_others_little() -> None:
+    """30 of 40 replies block: the server waits 2 s for the first, 1 s for the next, and so on."""
     released = threading.Event()
 
     class Grid:
@@ -88,8 +88,8 @@ def test_many_that_block_cost_the_others_little() -> None:
     released.set()
 
 
-def test_what_comes_late_but_in_time_counts() -> None:
-    """An upload takes longer than the server's patience: the others are asked for beside it."""
+def test_a_slow_upload_within_the_timeout_counts() -> None:
+    """An upload takes longer than the server waits: the others are fetched at the same time."""
 
     class Grid:
         def __init__(self) -> None:
@@ -109,7 +109,7 @@ def test_what_comes_late_but_in_time_counts() -> None:
     assert time.monotonic() < deadline - 10
 
 
-def test_what_is_there_at_the_deadline_is_taken_however_many_they_are() -> None:
+def test_replies_that_have_arrived_at_the_deadline_count_however_many_they_are() -> None:
     class Grid:
         def pull_messages(self, message_ids):
             time.sleep(0.005)
@@ -129,7 +129,7 @@ def test_what_is_there_at_the_deadline_is_taken_however_many_they_are() -> None:
         (httpx.ReadTimeout("slow"), True),
     ],
 )
-def test_whatever_unpacking_raises_is_its_senders_and_the_way_to_the_superlink_nobodys(error, ends) -> None:
+def test_an_exception_in_unpacking_loses_one_reply_and_a_transport_failure_ends_the_run(error, ends) -> None:
     class Grid:
         def pull_messages(self, message_ids):
             raise error
@@ -143,8 +143,8 @@ def test_whatever_unpacking_raises_is_its_senders_and_the_way_to_the_superlink_n
         assert isinstance(refused, Refused) and str(refused).startswith("it cannot be unpacked (")
 
 
-def test_a_reply_that_flower_gives_up_is_a_strike() -> None:
-    """As after the time that Flower gives an upload; an error of a client's own is none."""
+def test_a_reply_that_flower_discards_is_a_strike() -> None:
+    """As after Flower's time limit for an upload; a client's own error is no strike."""
 
     def run(code: int) -> list[int]:
         class GivenUp(FaultyGrid):
@@ -164,7 +164,7 @@ def test_a_reply_that_flower_gives_up_is_a_strike() -> None:
 
 
 def test_silence_is_a_strike() -> None:
-    """Two strikes and two rounds off, a third and three; who answers again has none."""
+    """Two strikes exclude for two rounds, a third for three; a reply resets the count."""
     strategy = Local(max_strikes=2)
     grid = FaultyGrid(plain_app(True), 3, lambda r, c: "silent" if c == 1 and r < 9 else "ok")
     strategy.start(grid, initial(), 11, timeout=0.1)
@@ -174,7 +174,7 @@ def test_silence_is_a_strike() -> None:
 
 @every_method
 @pytest.mark.parametrize("fate", ["silent", "refused"])
-def test_who_gives_no_usable_reply_time_and_again_is_left_out_for_a_while(name, fate) -> None:
+def test_a_client_without_usable_replies_is_excluded_for_some_rounds(name, fate) -> None:
     def refused(content: RecordDict) -> None:
         content["metrics"]["num-examples"] = 0
 
@@ -194,7 +194,7 @@ def test_who_gives_no_usable_reply_time_and_again_is_left_out_for_a_while(name, 
     assert trained == [1, 2, 5]
 
 
-def test_who_was_silent_in_training_is_not_waited_for_again_in_the_same_round() -> None:
+def test_a_client_silent_in_training_is_not_awaited_again_in_the_same_round() -> None:
     strategy = Local(max_strikes=0)
     grid = FaultyGrid(plain_app(), 3, lambda r, c: "silent" if c == 1 else "ok")
     strategy.start(grid, initial(), 2, timeout=0.1)
@@ -232,7 +232,7 @@ class Frozen(InlineGrid):
         (10.0, "no answer within 3 s"),
     ],
 )
-def test_a_round_ends_some_time_after_its_quorum(quorum, reason, monkeypatch) -> None:
+def test_a_round_ends_the_grace_period_after_its_quorum(quorum, reason, monkeypatch) -> None:
     monkeypatch.setattr(FAR_AWAY, lambda grid: False)
     strategy = Local(quorum=quorum, grace=0.3, fraction_evaluate=0)
     started = time.monotonic()
@@ -241,8 +241,8 @@ def test_a_round_ends_some_time_after_its_quorum(quorum, reason, monkeypatch) ->
     assert [row["status"] for row in strategy.history.rows] == ["ok", "ok", "ok", reason]
 
 
-def test_who_is_asked_alone_is_waited_for_no_longer_than_the_grace(monkeypatch) -> None:
-    """The last client trains, does not evaluate as the others do meanwhile, and is silent when it is asked to."""
+def test_a_client_evaluated_alone_is_awaited_no_longer_than_the_grace_period(monkeypatch) -> None:
+    """The last client trains without evaluating, unlike the others, and is silent when asked to evaluate."""
     monkeypatch.setattr(FAR_AWAY, lambda grid: False)
     app = plain_app(True)
     train = app._registered_funcs["train.default"]
@@ -263,21 +263,21 @@ def test_who_is_asked_alone_is_waited_for_no_longer_than_the_grace(monkeypatch) 
     assert statuses == ["no answer within 0.3 s after 2 of 4 clients (quorum, grace)"] * 2
 
 
-def test_a_simulation_has_no_quorum_for_its_results_depend_on_no_clock() -> None:
+def test_a_simulation_has_no_quorum_so_results_do_not_depend_on_the_clock() -> None:
     strategy = Local(quorum=0.25, grace=0, fraction_evaluate=0)
     strategy.start(InlineGrid(plain_app(True), 4), initial(), 2)
     assert {row["status"] for row in strategy.history.rows} == {"ok"} and len(strategy.history.rows) == 8
 
 
 @pytest.mark.parametrize("quorum", [0, -1, 1.5, float("nan"), float("inf")])
-def test_a_quorum_is_a_share_or_a_number(quorum) -> None:
+def test_a_quorum_is_a_fraction_or_a_number(quorum) -> None:
     with pytest.raises(ValueError, match="quorum is .*, allowed: a share, more than 0 and up to 1, or a whole number"):
         Local(quorum=quorum)
 
 
-def test_a_node_that_comes_back_as_another_and_never_says_who_it_is_holds_one_round_up() -> None:
+def test_a_node_that_reconnects_under_new_ids_without_a_name_delays_one_round_only() -> None:
     class Mute(InlineGrid):
-        """Two clients, and in each round another node that answers nothing."""
+        """Two clients, and in each round another node that never replies."""
 
         round = 1
 
@@ -305,7 +305,7 @@ def test_a_node_that_comes_back_as_another_and_never_says_who_it_is_holds_one_ro
 
 
 def introduced_app(about: dict[int, dict[str, object]]):
-    """Clients 0, 1, ... introduce themselves by these, which may change as the run goes on."""
+    """Clients 0, 1, ... introduce themselves with `about`, which may change during the run."""
     app = plain_app(True)
 
     @app.query("identity")
@@ -318,7 +318,7 @@ def introduced_app(about: dict[int, dict[str, object]]):
 
 
 class Network(InlineGrid):
-    """As over a network; the messages by which the server says why are kept."""
+    """Like a grid over a network; records the messages in which the server gives reasons."""
 
     def __init__(self, app, num_clients: int) -> None:
         super().__init__(app, num_clients)
@@ -335,7 +335,7 @@ class Network(InlineGrid):
 
 
 @every_method
-def test_a_run_that_asks_for_three_does_not_begin_with_two_and_says_whom_it_waits_for(name) -> None:
+def test_a_run_that_needs_three_clients_waits_with_two_and_names_the_missing(name) -> None:
     app = app_of(name)
     known = app._registered_funcs.pop("query.identity", None)
 
@@ -354,7 +354,7 @@ def test_a_run_that_asks_for_three_does_not_begin_with_two_and_says_whom_it_wait
         make(name, min_available_nodes=3).start(InlineGrid(app, 3), initial_of(name), 1)
 
 
-def test_what_is_put_right_while_a_run_waits_is_noticed(monkeypatch, caplog) -> None:
+def test_a_client_that_is_corrected_while_a_run_waits_is_accepted(monkeypatch, caplog) -> None:
     monkeypatch.setattr(FAR_AWAY, lambda grid: False)
     monkeypatch.setattr("kindred.engine.roster.ASK_AGAIN", 0.3)
     caplog.set_level("INFO")
@@ -371,10 +371,10 @@ def test_what_is_put_right_while_a_run_waits_is_noticed(monkeypatch, caplog) -> 
     assert caplog.messages.count("kindred: client 1 takes no part: it has no training sample") == 1
     assert (
         set(grid.refusals) == {(1002, "it has no training sample")} and len(grid.refusals) >= 2
-    )  # each time it is asked
+    )  # once for each query
 
 
-def test_too_few_that_can_take_part_end_the_run_when_the_wait_is_over(monkeypatch) -> None:
+def test_too_few_usable_clients_end_the_run_after_the_wait(monkeypatch) -> None:
     monkeypatch.setattr(FAR_AWAY, lambda grid: False)
     with pytest.raises(
         TooFewClients,
@@ -384,8 +384,8 @@ def test_too_few_that_can_take_part_end_the_run_when_the_wait_is_over(monkeypatc
         Local(wait_timeout=0.5).start(Network(introduced_app({0: {"num-examples": 0}}), 2), initial(), 1)
 
 
-def test_a_client_that_rests_is_one_that_can_take_part() -> None:
-    """Else a run with as many clients as it needs would wait for the end of a rest that ends with rounds."""
+def test_a_client_excluded_for_some_rounds_counts_as_usable() -> None:
+    """Otherwise a run with just enough clients would wait for ever, as an exclusion ends only with rounds."""
     strategy = Local(max_strikes=1, min_available_nodes=3)
     strategy.start(
         FaultyGrid(plain_app(True), 3, lambda r, c: "silent" if (r, c) == (1, 1) else "ok"), initial(), 4, timeout=0.1
@@ -393,10 +393,10 @@ def test_a_client_that_rests_is_one_that_can_take_part() -> None:
     assert [line["asked"] for line in strategy.history.rounds] == [3, 2, 3, 3]
 
 
-# --- Telling those who can act ------------------------------------------------------------------------
+# --- Reasons sent to the clients ----------------------------------------------------------------------
 
 
-def test_a_client_is_told_why_its_reply_is_not_used(monkeypatch) -> None:
+def test_a_client_receives_the_reason_why_its_reply_is_unused(monkeypatch) -> None:
     monkeypatch.setattr(FAR_AWAY, lambda grid: False)
 
     class Damaged(Network):
@@ -417,7 +417,7 @@ def test_a_client_is_told_why_its_reply_is_not_used(monkeypatch) -> None:
     ]
 
 
-def test_a_client_is_told_why_its_introduction_is_not_used(monkeypatch) -> None:
+def test_a_client_receives_the_reason_why_its_introduction_is_unused(monkeypatch) -> None:
     monkeypatch.setattr(FAR_AWAY, lambda grid: False)
     grid = Network(introduced_app({1: {"network": "x" * 20_000}}), 3)
     strategy = Local()
@@ -426,7 +426,7 @@ def test_a_client_is_told_why_its_introduction_is_not_used(monkeypatch) -> None:
     assert strategy.history.left_out == {1: reason} and grid.refusals == [(1002, reason)]
 
 
-def test_an_app_that_knows_no_such_message_gets_none(monkeypatch) -> None:
+def test_an_app_without_that_query_receives_no_reasons(monkeypatch) -> None:
     monkeypatch.setattr(FAR_AWAY, lambda grid: False)
     grid = Network(introduced_app({1: {"num-examples": 0, "methods": "all"}}), 3)
     strategy = Local()
@@ -434,7 +434,7 @@ def test_an_app_that_knows_no_such_message_gets_none(monkeypatch) -> None:
     assert strategy.history.left_out == {1: "it has no training sample"} and grid.refusals == []
 
 
-def test_a_site_prints_what_it_is_told_and_why_it_cannot_introduce_itself(caplog) -> None:
+def test_a_site_logs_the_reasons_it_receives_and_its_own_errors(caplog) -> None:
     from kindred import make_client_app
 
     def load(context):
@@ -455,14 +455,14 @@ def test_a_site_prints_what_it_is_told_and_why_it_cannot_introduce_itself(caplog
     assert caplog.messages[-1] == "kindred: the server says of this site: its share-model is false?[2J"
 
 
-def test_names_of_a_registry_that_cannot_be_read_end_the_run(monkeypatch, tmp_path) -> None:
-    """Rather than that names go to whoever comes first."""
+def test_an_unreadable_registry_of_names_ends_the_run(monkeypatch, tmp_path) -> None:
+    """Otherwise names would go to the first nodes that claim them."""
     monkeypatch.setenv("KINDRED_REGISTERED", str(tmp_path / "gone.json"))
     with pytest.raises(FileNotFoundError):
         Local().start(InlineGrid(plain_app(), 2), initial(), 1)
 
 
-def test_a_run_says_for_whom_it_waits_before_there_are_nodes_enough(monkeypatch, tmp_path) -> None:
+def test_a_run_names_the_missing_before_there_are_enough_nodes(monkeypatch, tmp_path) -> None:
     (tmp_path / "names.json").write_text('["lyon", "oslo"]')
     monkeypatch.setenv("KINDRED_REGISTERED", str(tmp_path / "names.json"))
     said = r"1 of 2 are connected \(min_available_nodes\); client lyon is not connected; client oslo is not connected$"
@@ -470,7 +470,7 @@ def test_a_run_says_for_whom_it_waits_before_there_are_nodes_enough(monkeypatch,
         Local(wait_timeout=0.3).start(InlineGrid(plain_app(), 1), initial(), 1)
 
 
-def test_a_roster_says_who_is_missing_of_those_it_knows() -> None:
+def test_a_roster_names_the_missing_among_known_clients() -> None:
     roster = Roster(2, 1.0, 3)
     roster.restore({"strikes": {}, "resting": {}, "kept-names": {"oslo", "lyon"}})
     missing = roster._missing_clients(InlineGrid(plain_app(), 0), [])

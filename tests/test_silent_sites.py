@@ -1,4 +1,4 @@
-"""Sites that fall silent or cannot take part, on a real SuperLink: the others go on, and who can act is told."""
+"""Silent or unusable sites on a real SuperLink: the others continue, and the affected sites receive the reason."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TIMEOUT = 20
 SETTINGS = {"dataset": "sites", "image_shape": "1x8x8", "num_classes": 10, "strategy": "heurfedamp", "local_epochs": 1,
             "device": "cpu"}  # fmt: skip
 
-# A SuperNode that announces its replies and loses their arrays on the way: to the server, a site that was cut off.
+# A SuperNode that announces its replies but loses their arrays: the server sees a disconnected site.
 CUT_OFF = """
 from flwr.proto.message_pb2 import PushObjectResponse
 from flwr.supernode.cli import flower_supernode
@@ -106,7 +106,7 @@ class Sites(Machines):
         )
 
     def run(self, seconds: float, **settings: Any) -> Path:
-        """Start a run as the server says, wait for its end, and return the folder of its results."""
+        """Start a run with the command that the server prints, wait for its end, and return its folder of results."""
         printed = re.search(r"^\$ (FLWR_HOME=\S+ flwr run .*)$", self.said("server"), re.MULTILINE)[1]
         config = " ".join(f"{kebab(name)}={json.dumps(value)}" for name, value in {**SETTINGS, **settings}.items())
         before = set(self.state.glob("results/*"))
@@ -146,8 +146,8 @@ def statuses(results: Path) -> dict[tuple[int, str], str]:
     return {(row["round"], row["client"]): row["status"] for row in read_table(results / "history.csv")}
 
 
-def test_a_reply_that_is_announced_and_not_uploaded_holds_nobody_up_beyond_the_timeout(sites) -> None:
-    """And who does so is left alone for a round."""
+def test_an_announced_reply_that_is_not_uploaded_delays_nobody_beyond_the_timeout(sites) -> None:
+    """Such a site is then excluded for a round."""
     results = sites.run(
         240, num_rounds=2, round_timeout=float(TIMEOUT), max_strikes=1, quorum=1.0, min_available_clients=3
     )
@@ -157,17 +157,17 @@ def test_a_reply_that_is_announced_and_not_uploaded_holds_nobody_up_beyond_the_t
     (silent,) = [row for row in read_table(results / "history.csv") if row["status"] != "ok"]
     first, second = read_table(results / "rounds.csv")
     assert silent["client"] == "eve" and (first["answered"], second["asked"]) == (2, 2)
-    assert TIMEOUT - 1 < silent["seconds"] < TIMEOUT + 5  # from sending on; a round's seconds count the names too
-    # What Flower waits for in the meantime, for minutes, keeps the process of the run no longer.
+    assert TIMEOUT - 1 < silent["seconds"] < TIMEOUT + 5  # from sending on; the round's include name queries
+    # Flower waits minutes for the upload; this does not delay the end of the run's process.
     wait_until(lambda: not any("flwr-serverapp" in command for command in sites.processes()), 30)
 
 
-def test_a_site_that_the_server_leaves_out_says_so_itself(sites) -> None:
+def test_a_site_excluded_by_the_server_reports_this(sites) -> None:
     said = "kindred: the server says of this site: its share-model is false, and heurfedamp mixes all models"
     sites.wait_for("graz", said)
 
 
-def test_a_round_ends_some_time_after_its_quorum(sites) -> None:
+def test_a_round_ends_the_grace_period_after_its_quorum(sites) -> None:
     results = sites.run(120, num_rounds=1, round_timeout=600.0, quorum=2.0, grace=2.0, min_available_clients=3)
     assert sites.status() == "finished:completed", sites.said("run")
     assert statuses(results) == {
@@ -177,7 +177,7 @@ def test_a_round_ends_some_time_after_its_quorum(sites) -> None:
     }
 
 
-def test_a_run_waits_for_those_that_can_take_part_and_says_for_whom_and_so_does_the_site(sites) -> None:
+def test_a_run_waits_for_usable_sites_and_server_and_site_name_the_reason(sites) -> None:
     sites.start_site("nice", "bad.npz")
     sites.wait_for("nice", "SuperNode ID: ", 120)
     sites.run(120, num_rounds=1, min_available_clients=4, wait_timeout=20.0)

@@ -1,4 +1,4 @@
-"""The application in Flower's simulation engine, as `kindred run` and as `flwr run .` start it."""
+"""The application in Flower's simulation engine, started by `kindred run` and by `flwr run .`."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def models(folder: Path) -> dict[str, bytes]:
 
 
 def measured(folder: Path) -> list[dict]:
-    """The history but for the seconds."""
+    """Rows of the history without the seconds."""
     return [{k: v for k, v in row.items() if k != "seconds"} for row in read_table(folder / "history.csv")]
 
 
 def test_the_simulation_and_the_in_process_engine_give_the_same_bits(tmp_path) -> None:
-    """Clients with two networks, and a round before the first; test_golden.py has other methods."""
+    """Clients with two networks, and a round 0; test_golden.py has other methods."""
     settings = SETTINGS | {"strategy": "perfed-ckt", "model": "digits-cnn,ckt-cnn", "local_steps": 10}
     sets = [f"--set={name.replace('_', '-')}={value}" for name, value in settings.items()]
     done = subprocess.run(
@@ -52,13 +52,13 @@ def test_the_simulation_and_the_in_process_engine_give_the_same_bits(tmp_path) -
     assert measured(simulated) == measured(inline)
     matrices = [sorted((folder / "collaboration").iterdir()) for folder in (simulated, inline)]
     assert [path.read_bytes() for path in matrices[0]] == [path.read_bytes() for path in matrices[1]]
-    # Each client has the network that the size of its data gives it.
+    # Each client has the network for the size of its data.
     architectures = {frozenset(load_file(path)) for path in (simulated / "models").iterdir()}
     assert len(architectures) == 2
 
 
-def test_flwr_run_works_by_itself_and_says_how_to_get_all_clients(tmp_path) -> None:
-    """As it is typed, with Flower's 2 clients, its own local SuperLink and its own installation of dependencies."""
+def test_flwr_run_works_alone_and_prints_how_to_get_all_clients(tmp_path) -> None:
+    """The plain command, with Flower's 2 clients, its own local SuperLink and its own installation of dependencies."""
     from kindred.server_app.simulation import _free_port
 
     home = tmp_path / "flwr"

@@ -1,6 +1,6 @@
-"""The lines along a sine curve: what the example claims, over several draws, and what its command prints and draws.
+"""The lines along a sine curve: the example's claims, over several draws, and the output of its command.
 
-It imports `kindred`, which may not meet `strategies` in one process: everything runs in processes of its own.
+It imports `kindred`, which cannot be in one process with `strategies`: everything runs in separate processes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def errors(outcome) -> dict[str, np.ndarray]:
     return {way: np.array(each) for way, each in outcome["errors"].items()}  # (draws, K) each
 
 
-def test_federico_is_nearer_the_curve_than_a_client_alone_and_far_nearer_than_fedavg(errors) -> None:
+def test_federico_is_nearer_the_curve_than_local_training_and_far_nearer_than_fedavg(errors) -> None:
     mean = {way: each.mean() for way, each in errors.items()}
     assert 1.2 * mean["FedeRiCo"] < mean["alone"]
     assert 4 * mean["FedeRiCo"] < mean["FedAvg"]
@@ -60,7 +60,7 @@ def test_weights_are_distributions_near_the_diagonal(outcome) -> None:
     at = [weights[:, apart == distance].mean() for distance in range(4)]  # of one line
     assert at[0] > at[1] > at[2] > at[3]
     assert (weights * (apart <= 1)).sum(axis=2).mean() > 2 * (apart <= 1).mean()
-    assert 0.05 < weights[:, apart > 0].sum() / (10 * DRAWS) < 0.9  # neither everyone alone nor everyone with others
+    assert 0.05 < weights[:, apart > 0].sum() / (10 * DRAWS) < 0.9  # neither all at oneself nor all at others
     assert outcome["by-distance"] == pytest.approx([weights[0][apart == k].sum() / 10 for k in range(10)])
 
 
@@ -80,13 +80,13 @@ def test_fedavg_is_one_line_through_all_points(outcome) -> None:
         assert np.allclose(lines, [(slope, slope * (client + 0.5) + height) for client in range(10)])
 
 
-def test_points_are_of_each_client_s_interval_and_about_the_curve(outcome) -> None:
+def test_points_are_in_each_client_s_interval_and_near_the_curve(outcome) -> None:
     inputs, labels = np.moveaxis(np.array(outcome["data"]), 1, 0)  # (draws, K, n) each
     assert (np.floor(inputs) == np.arange(10)[:, None]).all()
     assert np.std(labels - np.sin(2 * np.pi * inputs / 10)) == pytest.approx(0.3, rel=0.15)
 
 
-def test_a_mixture_predicts_the_weighted_mean_of_what_the_lines_predict(outcome) -> None:
+def test_a_mixture_predicts_the_weighted_mean_of_its_lines(outcome) -> None:
     lines, weights = np.array(outcome["some-lines"]), np.array(outcome["weights"][0])
     for client, (slope, height) in enumerate(outcome["their-mixtures"]):
         for x in (client, client + 0.8):
@@ -101,12 +101,12 @@ def test_errors_are_squared_distances_from_the_curve(outcome, errors) -> None:
         assert errors["FedAvg"][0][client] == pytest.approx((off**2).mean(), rel=1e-3)
 
 
-def test_the_same_draw_ends_at_the_same_lines(outcome) -> None:
+def test_the_same_draw_gives_the_same_lines(outcome) -> None:
     first, second = outcome["again"]
     assert first == second
 
 
-def test_the_command_prints_what_the_readme_says_and_draws(tmp_path) -> None:
+def test_the_command_prints_and_draws_what_the_readme_says(tmp_path) -> None:
     picture = tmp_path / "sine.png"
     done = python(EXAMPLE, "sine.py", "--draws", "1", "--output", str(picture))
     assert done.returncode == 0, done.stderr
@@ -116,7 +116,7 @@ def test_the_command_prints_what_the_readme_says_and_draws(tmp_path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
 
 
-def test_options_out_of_range_are_named() -> None:
+def test_out_of_range_options_are_named() -> None:
     wrong = {"seed": "-1", "draws": "0", "noise": "0.0", "temperature": "nan", "output": "no-such-folder/sine.png"}
     script = "import sys, sine\nfor sys.argv in {}:\n    try:\n        sine.main()\n    except SystemExit as end:\n"
     done = python(

@@ -1,4 +1,4 @@
-"""`kindred site`: bad input, and a site that is only checked. A real run is in test_deployment.py."""
+"""`kindred site`: bad input, and the check of a site. A real run is in test_deployment.py."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_bad_input_gets_one_line_and_code_2_and_starts_nothing(
     assert {path.name for path in tmp_path.iterdir()} - before <= {"state"}
 
 
-def test_check_tells_what_the_server_learns_and_starts_nothing(tmp_path, data, made_keys, monkeypatch) -> None:
+def test_check_prints_what_the_server_learns_and_starts_nothing(tmp_path, data, made_keys, monkeypatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("something was started"))
     np.savez(tmp_path / "public.npz", x=np.zeros((30, 8, 8), np.float32))
     said = kindred(
@@ -161,7 +161,7 @@ def site_for(run: str, data: Path, *options: object, code: int = 0) -> str:
         ),
     ],
 )
-def test_a_site_that_fits_a_run_is_told_so(run, options, says, data, tmp_path, monkeypatch) -> None:
+def test_a_site_that_fits_a_run_gets_a_confirmation(run, options, says, data, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     np.savez("public.npz", x=np.zeros((30, 8, 8), np.float32))
     Path("run.toml").write_text(run.replace(" ", "\n"))
@@ -194,7 +194,7 @@ def test_a_site_that_fits_a_run_is_told_so(run, options, says, data, tmp_path, m
     ],
 )
 @pytest.mark.parametrize("check", [["--check"], []], ids=["checked", "started"])
-def test_a_site_that_does_not_fit_a_run_is_told_why_and_is_not_started(
+def test_a_site_that_does_not_fit_a_run_gets_the_reason_and_is_not_started(
     run, options, says, check, data, tmp_path, monkeypatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -211,8 +211,8 @@ def test_a_site_that_fits_a_run_is_started_without_check(data, tmp_path, monkeyp
     assert len(started) == 1
 
 
-def test_what_is_found_before_a_run_is_what_the_server_would_say_in_it(data, tmp_path, caplog) -> None:
-    """The same words from a strategy that meets the site."""
+def test_the_check_before_a_run_gives_the_server_s_messages(data, tmp_path, caplog) -> None:
+    """A strategy that queries the site gives the same messages."""
     run = read_run_config([f'{RUN} strategy="fedavg"'])
     node = {"client-id": "lyon", "data-dir": str(data), "share-model": False}
     grid = InlineGrid(client_app, 1, run.run_config())
@@ -234,7 +234,7 @@ def test_what_is_found_before_a_run_is_what_the_server_would_say_in_it(data, tmp
         ("192.0.2.9:1", ["--insecure"], "FOR ALL TO READ"),
     ],
 )
-def test_without_tls_a_line_says_so(server, options, warned, data) -> None:
+def test_without_tls_a_line_warns_of_it(server, options, warned, data) -> None:
     result = CliRunner().invoke(app, ["site", "lyon", "--server", server, "--data-dir", str(data), *options, "--check"])
     assert result.exit_code == 0
     assert result.stderr.count("\n") == 1
@@ -248,11 +248,11 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=20)
 
 @IN_ANY_TIME
 @given(st.dictionaries(st.sampled_from(["a", "b-c", "d"]), TEXTS | st.booleans() | st.integers(0, 2**62)))
-def test_a_node_config_reads_back(values) -> None:
+def test_a_node_config_is_read_back(values) -> None:
     assert parse_config_args([node_config(values)]) == values
 
 
-def test_whole_numbers_are_numbers_to_the_server() -> None:
+def test_whole_numbers_are_numbers_at_the_server() -> None:
     assert [client_id(name) for name in ("0", "12", "012", "lyon", "1.5", "9" * 30)] == [
         0, 12, "012", "lyon", "1.5", "9" * 30,
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""What keeps a site from taking part: clocks, keys, certificates, and what is said of them."""
+"""Reasons why a site cannot connect: clocks, keys, certificates, and the messages about them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ IN_ANY_TIME = settings(suppress_health_check=[HealthCheck.too_slow], deadline=No
 def answering(
     keys: Path | None, behind: float = 0.0, health: int = 200, refusal: tuple[int, object] = (500, {})
 ) -> Iterator[int]:
-    """A server whose clock is so many seconds behind, and that refuses to activate SuperNodes; its port."""
+    """Serve with a clock `behind` seconds late and refuse to activate SuperNodes; yield the port."""
 
     class Handler(BaseHTTPRequestHandler):
         def date_time_string(self, timestamp=None):
@@ -79,7 +79,7 @@ def link(keys: Path, port: int) -> Link:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("secure", [True, False])
-def test_a_clock_that_flower_does_not_tolerate_is_named(behind, says, secure, made_keys) -> None:
+def test_a_clock_outside_flowers_tolerance_is_named(behind, says, secure, made_keys) -> None:
     with answering(made_keys if secure else None, behind) as port:
         found = list(faults(link(made_keys, port) if secure else Link("localhost", port)))
     assert len(found) == (says is not None)
@@ -89,10 +89,10 @@ def test_a_clock_that_flower_does_not_tolerate_is_named(behind, says, secure, ma
 
 @IN_ANY_TIME
 @given(st.floats(-1000, 1000), st.floats(0, 30), st.floats(0, 1), st.floats(0, 1))
-def test_a_clock_is_called_wrong_only_if_it_is_and_right_only_if_it_may_be(ahead, travel, share, late) -> None:
+def test_a_clock_is_called_wrong_or_right_only_if_this_is_certain(ahead, travel, share, late) -> None:
     now, resolution = 1.7e9, 2.0
     sent, received = now + ahead - share * travel, now + ahead + (1 - share) * travel
-    date = formatdate(now - late, usegmt=True)  # made anew once a second, and without fractions
+    date = formatdate(now - late, usegmt=True)  # renewed once a second, without fractions
     if -305 <= ahead <= 5:
         assert clock_fault(date, sent, received) is None
     elif not -305 - resolution - travel - 0.01 <= ahead <= 5 + resolution + travel + 0.01:
@@ -100,7 +100,7 @@ def test_a_clock_is_called_wrong_only_if_it_is_and_right_only_if_it_may_be(ahead
     assert "allowed: up to 5 s ahead" in clock_fault(date, sent, received, refused=True)
 
 
-def test_without_a_date_a_clock_is_wrong_where_the_server_refuses_what_was_signed_now() -> None:
+def test_without_a_date_a_clock_is_wrong_if_the_server_refuses_a_fresh_signature() -> None:
     assert clock_fault("", 0, 1) is None
     assert "clock is not that of the server's" in clock_fault("", 0, 1, refused=True)
 
@@ -113,13 +113,13 @@ IN_USE = b"Exit Code: 305\nFailed to initialize the connection to the SuperLink.
     [
         ((412, {"code": 2004, "detail": "no"}), IN_USE, "the server does not know the key KEYS/lyon.key, or has w"),
         ((412, {"code": 2003, "detail": "no"}), IN_USE, "the key KEYS/lyon.key is in use by another SuperNode, or w"),
-        ((412, {"code": 2003, "detail": "no"}), b"ERROR :      Exit Code: 604", None),  # it says itself what is wrong
+        ((412, {"code": 2003, "detail": "no"}), b"ERROR :      Exit Code: 604", None),  # the server names the fault
         ((401, {"detail": "Invalid SuperNode authentication"}), b"", "this machine's clock is about "),
         ((404, {}), IN_USE, None),
-        ((412, {"code": 2004, "detail": "no"}), None, None),  # nothing has ended yet
+        ((412, {"code": 2004, "detail": "no"}), None, None),  # no certificate has ended yet
     ],
 )
-def test_what_the_server_says_of_a_key(refusal, output, says, made_keys) -> None:
+def test_the_server_s_refusal_of_a_key_is_explained(refusal, output, says, made_keys) -> None:
     with answering(made_keys, refusal=refusal) as port:
         found = list(faults(link(made_keys, port), output))
     assert len(found) == (says is not None)
@@ -127,7 +127,7 @@ def test_what_the_server_says_of_a_key(refusal, output, says, made_keys) -> None
         assert line.startswith(says.replace("KEYS", str(made_keys)))
 
 
-def test_a_certificate_that_the_site_does_not_trust_is_named_with_the_reason(made_keys, keys, tmp_path) -> None:
+def test_an_untrusted_certificate_is_named_with_the_reason(made_keys, keys, tmp_path) -> None:
     other = tmp_path / "other"
     kindred("keys", other, "--server", "localhost")
     with answering(other) as port:
@@ -162,7 +162,7 @@ def test_a_certificate_that_the_site_does_not_trust_is_named_with_the_reason(mad
         (0, 30, [r"\S+/ca.crt is valid from .*: take the ca.crt that the server has now"]),
     ],
 )
-def test_a_site_warns_of_certificates_that_end_soon_or_have(ca_days, server_days, says, tmp_path, monkeypatch) -> None:
+def test_a_site_warns_of_expiring_and_expired_certificates(ca_days, server_days, says, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(keys_command, "CA_DAYS", ca_days)
     monkeypatch.setattr(keys_command, "SERVER_DAYS", server_days)
     kindred("keys", tmp_path / "keys", "--server", "fl.example.org", "--sites", "lyon")
@@ -173,7 +173,7 @@ def test_a_site_warns_of_certificates_that_end_soon_or_have(ca_days, server_days
         assert re.match(pattern, line)
 
 
-def test_what_a_supernode_writes_is_passed_on_at_once_and_its_end_kept(capfdbinary, monkeypatch) -> None:
+def test_the_output_of_a_supernode_is_passed_on_immediately_and_its_end_kept(capfdbinary, monkeypatch) -> None:
     monkeypatch.setattr(supernode, "KEPT", 6)
     code = (
         "from sys import stderr, stdin; stderr.write('first, no'); stderr.flush(); stdin.read(); "

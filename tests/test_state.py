@@ -1,4 +1,4 @@
-"""What clients keep: files that are whole or not there, folders that nobody mixes up, and models that live on."""
+"""State of clients: files that are complete or absent, separate folders, and models that survive a restart."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture(autouse=True)
 def root(tmp_path, monkeypatch) -> Path:
-    """Where clients keep their folders; not there yet."""
+    """Folder in which clients store their own folders; it does not exist yet."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     return tmp_path / "state" / "kindred"
 
@@ -66,13 +66,13 @@ TYPES = (np.float32, np.float16, np.float64, np.int64, np.bool_)
         max_size=6,
     )
 )
-def test_what_was_saved_is_loaded_bit_by_bit(tmp_path_factory, kept) -> None:
+def test_a_saved_state_is_loaded_bit_by_bit(tmp_path_factory, kept) -> None:
     state = ClientState(1, 0, tmp_path_factory.getbasetemp() / "any arrays")
     state.save("model", kept)
     assert same(state.load("model"), kept)
 
 
-def test_arrays_that_are_not_in_order_in_memory_are_saved_as_they_read() -> None:
+def test_non_contiguous_arrays_are_saved_by_value() -> None:
     whole = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
     kept = {
         "transposed": whole.T,
@@ -87,7 +87,7 @@ def test_arrays_that_are_not_in_order_in_memory_are_saved_as_they_read() -> None
     assert same(state.load("model"), kept)
 
 
-def test_nothing_saved_is_none_and_makes_no_folder(root) -> None:
+def test_an_unsaved_state_is_none_and_creates_no_folder(root) -> None:
     state = ClientState(1, 0)
     assert state.load("model") is None
     assert not root.exists()
@@ -95,7 +95,7 @@ def test_nothing_saved_is_none_and_makes_no_folder(root) -> None:
     assert state.load("other") is None
 
 
-def test_what_is_saved_later_takes_the_place_of_what_was_there_under_that_name_alone() -> None:
+def test_a_later_save_replaces_the_state_of_that_name_only() -> None:
     state = ClientState(1, 0)
     state.save("model", {"w": np.zeros(5), "b": np.ones(2)})
     state.save("other", {"w": np.full(1, 3.0)})
@@ -103,12 +103,12 @@ def test_what_is_saved_later_takes_the_place_of_what_was_there_under_that_name_a
     state.save("model", {"w": np.ones(2, np.float32)})
     assert same(state.load("model"), {"w": np.ones(2, np.float32)})
     assert same(state.load("other"), {"w": np.full(1, 3.0)})
-    assert same(loaded, {"w": np.zeros(5), "b": np.ones(2)})  # what is in use does not change
+    assert same(loaded, {"w": np.zeros(5), "b": np.ones(2)})  # a loaded state does not change
 
 
 @pytest.mark.parametrize("failure", [OSError("full"), KeyboardInterrupt()])
 @pytest.mark.parametrize("moment", ["write", "fsync", "replace"])
-def test_a_save_that_fails_leaves_the_last_file_and_no_other(monkeypatch, moment, failure) -> None:
+def test_a_failed_save_leaves_the_last_file_and_no_other(monkeypatch, moment, failure) -> None:
     def fail(*args):
         raise failure
 
@@ -127,7 +127,7 @@ def test_a_save_that_fails_leaves_the_last_file_and_no_other(monkeypatch, moment
 
 
 class Touch:
-    """A pickle of it makes a file when it is loaded."""
+    """Object whose pickle creates a file when it is loaded."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -163,7 +163,7 @@ def test_a_damaged_file_is_an_error_that_names_it(tmp_path, damage) -> None:
     assert state.load("model") is None
 
 
-def test_what_a_killed_process_left_is_removed_and_what_another_writes_is_not(tmp_path) -> None:
+def test_files_of_a_killed_process_are_removed_and_those_of_a_live_one_stay(tmp_path) -> None:
     state = ClientState(1, 7, tmp_path)
     state.save("model", {"a": np.zeros(3)})
     gone = subprocess.Popen([sys.executable, "-c", ""])
@@ -174,7 +174,7 @@ def test_what_a_killed_process_left_is_removed_and_what_another_writes_is_not(tm
     assert files_in(state.folder) == {"model.safetensors", f".model.{os.getppid()}.partial.safetensors"}
 
 
-def test_only_what_was_left_half_written_here_is_removed(tmp_path) -> None:
+def test_only_incomplete_files_of_this_folder_are_removed(tmp_path) -> None:
     state = ClientState(1, 7, tmp_path / "state")
     state.save("model", {"a": np.zeros(3)})
     gone = subprocess.Popen([sys.executable, "-c", ""])
@@ -190,7 +190,7 @@ def test_only_what_was_left_half_written_here_is_removed(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("about", [None, {}, {"client": "[7]"}])
-def test_a_file_that_does_not_say_whose_it_is_counts_for_nobody(root, caplog, about) -> None:
+def test_a_file_without_an_owner_is_ignored(root, caplog, about) -> None:
     ClientState(1, 7).save("model", {"a": np.zeros(3)})
     (other := root / "run-1" / "client-8" / "model.safetensors").parent.mkdir()
     safetensors.numpy.save_file({"a": np.zeros(3)}, other, about)
@@ -198,7 +198,7 @@ def test_a_file_that_does_not_say_whose_it_is_counts_for_nobody(root, caplog, ab
     assert caplog.messages == [f"kindred: {other} does not name its client and is skipped"]
 
 
-def test_a_simulation_that_is_over_can_be_removed_at_once(root) -> None:
+def test_a_finished_simulation_can_be_removed_at_once(root) -> None:
     begin_simulation(5)
     ClientState(5, 1).save("model", {"a": np.zeros(3)})
     end_simulation(5)
@@ -215,32 +215,32 @@ def number(arrays: dict[str, np.ndarray] | None, name: str = "w") -> int | None:
 
 
 def train(server_round: int, keep_from: int, attempt: int = 1) -> int | None:
-    """What a client starts from in a round, in which it saves the number of the round."""
+    """Return the state that a client starts from in a round; the client then saves the round's number."""
     state = state_in(server_round, keep_from, attempt)
     before = number(state.load("model"))
     state.save("model", {"w": np.array([server_round])})
     return before
 
 
-def test_a_round_that_is_repeated_starts_from_the_state_before_it() -> None:
+def test_a_repeated_round_starts_from_the_state_before_it() -> None:
     assert [train(r, keep_from=r - 1) for r in (1, 2, 3)] == [None, 1, 2]
     assert train(3, keep_from=2, attempt=2) == 2  # the server was killed in round 3
     assert train(4, keep_from=3, attempt=2) == 3
     assert files_in(state_in(5, 4).folder) == {"model.safetensors", ".model.round-0003.safetensors"}
 
 
-def test_as_many_states_are_kept_as_the_server_may_go_back() -> None:
+def test_a_state_is_kept_for_every_round_that_the_server_may_resume_from() -> None:
     for r in range(1, 7):
         train(r, keep_from=max(r - 3, -1))
     earlier = {f".model.round-000{r}.safetensors" for r in (3, 4, 5)}
     assert files_in(state_in(7, 0).folder) == {"model.safetensors", *earlier}
     assert train(4, keep_from=3, attempt=2) == 3  # two checkpoints were damaged
     assert files_in(state_in(5, 0).folder) == {"model.safetensors", ".model.round-0003.safetensors"}
-    assert train(7, keep_from=3, attempt=2) == 4  # the client was not asked in rounds 5 and 6
+    assert train(7, keep_from=3, attempt=2) == 4  # the client was not sampled in rounds 5 and 6
     assert number(state_in(6, 3).load("model")) == 4
 
 
-def test_what_comes_late_changes_nothing() -> None:
+def test_a_late_message_changes_nothing() -> None:
     train(1, keep_from=0)
     train(2, keep_from=1)
     late = state_in(1, 0)
@@ -249,7 +249,7 @@ def test_what_comes_late_changes_nothing() -> None:
     assert number(state_in(3, 2).load("model")) == 2
 
 
-def test_what_was_asked_before_the_server_went_back_comes_late_too() -> None:
+def test_a_message_from_before_a_resume_counts_as_late() -> None:
     for r in (1, 2, 3):
         train(r, keep_from=1)
     assert train(2, keep_from=1, attempt=2) == 1
@@ -260,14 +260,14 @@ def test_what_was_asked_before_the_server_went_back_comes_late_too() -> None:
     assert train(3, keep_from=1, attempt=2) == 2
 
 
-def test_an_evaluation_sees_what_its_own_round_has_left() -> None:
+def test_an_evaluation_uses_the_state_of_its_own_round() -> None:
     train(1, keep_from=0)
     train(2, keep_from=1)
     assert number(ClientState(1, 0, server_round=2, before=3).load("model")) == 2
-    assert number(ClientState(1, 0).load("model")) == 2  # who asks for no round gets the last
+    assert number(ClientState(1, 0).load("model")) == 2  # without a round, the last state is loaded
 
 
-def test_where_files_cannot_have_two_names_a_copy_is_kept(monkeypatch) -> None:
+def test_a_copy_is_kept_where_hard_links_are_impossible(monkeypatch) -> None:
     def refuse(*paths):
         raise OSError("not on this file system")
 
@@ -276,14 +276,14 @@ def test_where_files_cannot_have_two_names_a_copy_is_kept(monkeypatch) -> None:
     assert number(state_in(2, 1).load("model")) == 1
 
 
-def test_objects_are_not_saved() -> None:
+def test_object_arrays_are_not_saved() -> None:
     state = ClientState(1, 0)
     with pytest.raises(Exception, match="object"):
         state.save("model", {"w": np.array([{}])})
     assert files_in(state.folder) == set()
 
 
-def test_a_client_that_saves_in_two_processes_at_once_has_a_whole_file(monkeypatch) -> None:
+def test_two_processes_that_save_at_once_leave_a_complete_file(monkeypatch) -> None:
     state = ClientState(1, 0)
 
     def overtaken(tensors, path, metadata):
@@ -327,18 +327,18 @@ client_ids = st.one_of(
     clients=st.lists(client_ids, min_size=1, max_size=8, unique_by=lambda client: (type(client), client)),
     upper=st.booleans(),
 )
-def test_each_client_has_a_folder_of_its_own_inside_its_run(clients, upper) -> None:
+def test_each_client_has_its_own_folder_inside_its_run(clients, upper) -> None:
     if upper:  # names that differ in case alone
         clients = list({*clients, *(client.upper() for client in clients if isinstance(client, str))})
     folders = [ClientState(12, client, "/state").folder for client in clients]
     assert {folder.parent for folder in folders} == {Path("/state/run-12")}
-    names = {folder.name.lower() for folder in folders}  # as a file system that knows no case sees them
+    names = {folder.name.lower() for folder in folders}  # as a case-insensitive file system sees them
     assert len(names) == len(clients)
     for name in names:
         assert name.isascii() and name.startswith("client-") and len(name) < 200 and not set(name) & set("/\\:\0")
 
 
-def test_runs_do_not_mix() -> None:
+def test_runs_have_separate_states() -> None:
     one, other = ClientState(1, 0), ClientState(2, 0)
     one.save("model", {"w": np.zeros(1)})
     assert other.load("model") is None
@@ -346,7 +346,7 @@ def test_runs_do_not_mix() -> None:
     assert same(one.load("model"), {"w": np.zeros(1)})
 
 
-def test_only_the_user_can_read_what_is_kept(tmp_path, root) -> None:
+def test_only_the_user_can_read_stored_states(tmp_path, root) -> None:
     old = os.umask(0)
     try:
         ClientState(1, 0).save("model", {"w": np.ones(1)})
@@ -370,10 +370,10 @@ def test_only_the_user_can_read_what_is_kept(tmp_path, root) -> None:
     assert {str(folder): oct(folder.stat().st_mode & 0o777) for folder in private} == {
         str(folder): "0o700" for folder in private
     }
-    assert (tmp_path / "open").stat().st_mode & 0o777 == 0o755  # not ours to close
+    assert (tmp_path / "open").stat().st_mode & 0o777 == 0o755  # an existing folder keeps its mode
 
 
-def test_where_folders_are_when_nobody_says_so(tmp_path, monkeypatch) -> None:
+def test_the_default_folder_follows_the_environment(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     for unusable in ("", "relative/path"):
         monkeypatch.setenv("XDG_STATE_HOME", unusable)
@@ -388,7 +388,7 @@ def test_where_folders_are_when_nobody_says_so(tmp_path, monkeypatch) -> None:
 
 
 class Simulation:
-    """A process that begins the simulations it is told of, and whose client 0 keeps a model in each."""
+    """A process that begins simulations on request; client 0 stores a model in each."""
 
     CODE = (
         "import sys, numpy as np; from kindred.client.state import ClientState, begin_simulation\n"
@@ -422,8 +422,8 @@ class Simulation:
         self.wait()
 
 
-def test_a_simulation_removes_those_whose_process_is_gone_and_no_other(root) -> None:
-    ClientState(5, "site").save("model", {"w": np.ones(1)})  # a site's: it bears no mark
+def test_a_simulation_removes_only_those_of_ended_processes(root) -> None:
+    ClientState(5, "site").save("model", {"w": np.ones(1)})  # a site's folder: it has no marker
     (root / "notes").mkdir()
     for name in ("run-notes.txt", "notes/run-1.txt", ".simulated"):
         (root / name).write_text("mine")
@@ -435,7 +435,7 @@ def test_a_simulation_removes_those_whose_process_is_gone_and_no_other(root) -> 
         assert ends.process.returncode == 0
         dies.process.kill()
         dies.process.wait()
-        assert [len(saved_models(number)) for number in (1, 2, 3)] == [1, 1, 1]  # until the next begins
+        assert [len(saved_models(number)) for number in (1, 2, 3)] == [1, 1, 1]  # until the next one begins
         before = files_in(root)
         begin_simulation(4)
         assert before - files_in(root) == {
@@ -443,11 +443,11 @@ def test_a_simulation_removes_those_whose_process_is_gone_and_no_other(root) -> 
         }
         assert files_in(root) - before == {"run-4/.simulated"}
         assert not (root / "run-1").exists() and not (root / "run-2").exists()
-        lives.begin(6)  # its last one is over
+        lives.begin(6)  # its last simulation is over
         assert not (root / "run-3").exists() and (root / "run-4").exists()
 
 
-def test_no_simulation_removes_what_a_link_leads_to(root, tmp_path) -> None:
+def test_a_simulation_does_not_follow_links_when_it_removes_files(root, tmp_path) -> None:
     (elsewhere := tmp_path / "elsewhere" / "client-0").mkdir(parents=True)
     (elsewhere / "thesis.txt").write_text("a user's")
     (elsewhere.parent / ".simulated").write_text("")
@@ -462,13 +462,13 @@ def test_two_simulations_that_begin_at_once_both_live(root, monkeypatch) -> None
     flock = fcntl.flock
 
     def slow(file, operation):
-        if file.name.endswith("run-1/.simulated"):  # its own, not locked yet
+        if file.name.endswith("run-1/.simulated"):  # its own marker, not locked yet
             other.tell(2)
             time.sleep(0.5)
         flock(file, operation)
 
     with Simulation() as other:
-        other.begin(3)  # all is imported
+        other.begin(3)  # all modules are imported
         monkeypatch.setattr(fcntl, "flock", slow)
         begin_simulation(1)
         other.wait()
@@ -476,7 +476,7 @@ def test_two_simulations_that_begin_at_once_both_live(root, monkeypatch) -> None
         assert files_in(root / "run-1") == {".simulated"} and len(saved_models(2)) == 1
 
 
-def test_a_simulation_that_begins_again_begins_with_nothing(root) -> None:
+def test_a_restarted_simulation_begins_without_states(root) -> None:
     with Simulation() as simulation:
         simulation.begin(1)
         ClientState(1, "of the first time").save("model", {"w": np.ones(1)})
@@ -484,7 +484,7 @@ def test_a_simulation_that_begins_again_begins_with_nothing(root) -> None:
         assert list(saved_models(1)) == [0]
 
 
-def test_a_simulation_goes_on_with_what_its_clients_kept_or_not_at_all(root, tmp_path, monkeypatch) -> None:
+def test_a_simulation_resumes_with_its_clients_states_or_not_at_all(root, tmp_path, monkeypatch) -> None:
     checkpoints = tmp_path / "checkpoints"
     checkpoints.mkdir()
     (checkpoints / "round-0001-abc.npz").touch()
@@ -494,7 +494,7 @@ def test_a_simulation_goes_on_with_what_its_clients_kept_or_not_at_all(root, tmp
     begin_simulation(1, checkpoints)
     mark = root / "run-1" / ".simulated"
     inode, changed = mark.stat().st_ino, mark.stat().st_mtime_ns
-    begin_simulation(1, checkpoints, goes_on=True)  # at no moment does it seem to be without checkpoints
+    begin_simulation(1, checkpoints, goes_on=True)  # its checkpoints are visible at every moment
     assert (mark.read_text(), mark.stat().st_ino, mark.stat().st_mtime_ns) == (str(checkpoints), inode, changed)
     moved = checkpoints.rename(tmp_path / "moved")
     begin_simulation(1, moved, goes_on=True)
@@ -506,7 +506,7 @@ def test_a_simulation_goes_on_with_what_its_clients_kept_or_not_at_all(root, tmp
             begin_simulation(1, moved, goes_on=True)
 
 
-def test_saved_models_are_those_of_one_run_by_the_ids_that_clients_have() -> None:
+def test_saved_models_are_those_of_one_run_by_client_id() -> None:
     rng = np.random.default_rng(0)
     clients = [7, -1, 2**64 - 1, "7", "a/b", "A/B", "a b", "", "..", "Köln", "日本", "x" * 300, 'quote"\\']
     kept = {
@@ -525,16 +525,16 @@ def test_saved_models_are_those_of_one_run_by_the_ids_that_clients_have() -> Non
     assert "of another run" not in models and dict(saved_models(3)) == {}
 
 
-# --- Clients that keep their model ----------------------------------------------------------------------
+# --- Clients that store their model ---------------------------------------------------------------------
 
 CLIENTS = 4
 LOCAL = {"batch-size": 6, "learning-rate": 0.1, "device": "cpu"}
 
 
 def app():
-    """Sites of 4 features and 2 classes, which even and odd clients name the other way round, and 12 public samples.
+    """Sites of 4 features and 2 classes, and 12 public samples. Odd clients swap the labels.
 
-    Dropout and new weights come from PyTorch's own random numbers.
+    Dropout and new weights use PyTorch's global random generator.
     """
 
     def network() -> torch.nn.Module:
@@ -558,7 +558,7 @@ def app():
 
 
 def restart(grid: InlineGrid) -> None:
-    """Have the clients lose all that is in memory, as when their machines start again."""
+    """Delete everything that clients hold in memory, as a restart of their machines does."""
     forget_sites()
     grid._client_app = app()
     for context in grid._contexts.values():
@@ -566,7 +566,7 @@ def restart(grid: InlineGrid) -> None:
 
 
 def run(grid: InlineGrid | None = None, *, seed: int = 0, fraction_train: float = 0.5, on_round=None):
-    """A short run; all that it comes to, the models on disk included, and the strategy."""
+    """Do a short run; return all its results, the models on disk included, and the strategy."""
     grid = grid or InlineGrid(app(), CLIENTS)
     strategy = PerFedCKT(num_clusters=2, local_steps=4, public_batch_size=5, fraction_train=fraction_train, seed=seed)
     config = ConfigRecord(LOCAL | {"seed": seed})
@@ -578,9 +578,9 @@ def kept_by(grid: InlineGrid) -> dict:
     return {client: values(model) for client, model in saved_models(grid.run.run_id).items()}
 
 
-def test_a_client_starts_from_the_model_that_it_saved_when_it_last_took_part(monkeypatch) -> None:
+def test_a_client_starts_from_the_model_that_it_last_saved(monkeypatch) -> None:
     grid = InlineGrid(app(), CLIENTS)
-    starts, after = [], []  # (round, client, arrays); by round what is on disk
+    starts, after = [], []  # (round, client, arrays); files on disk by round
     own_model = Visit.own_model
 
     def watched(visit: Visit):
@@ -619,7 +619,7 @@ def test_restarts_change_no_bit() -> None:
     assert len({row["train-loss"] for row in strategy.history.rows if row["round"] > 0}) == 12
 
 
-def test_without_what_clients_keep_the_run_is_another() -> None:
+def test_a_run_without_stored_states_has_other_results() -> None:
     def forget(server_round: int) -> None:
         for context in grid._contexts.values():
             state = ClientState(grid.run.run_id, context.node_config["partition-id"])
@@ -630,15 +630,15 @@ def test_without_what_clients_keep_the_run_is_another() -> None:
     assert run(grid, on_round=forget)[0][0] != reference[0]
 
 
-def test_a_run_knows_nothing_of_the_one_before() -> None:
+def test_a_run_is_independent_of_the_last_run() -> None:
     first, _ = run()
     assert run()[0] == first
     assert run(seed=1)[0] != first
     grid = InlineGrid(app(), CLIENTS)
-    assert run(grid)[0] == run(grid)[0] == first  # a simulation that begins again, too
+    assert run(grid)[0] == run(grid)[0] == first  # also for a simulation that begins again
 
 
-def test_a_damaged_model_is_an_error_of_its_client_and_the_round_goes_on_without_it(caplog) -> None:
+def test_a_damaged_model_is_an_error_of_its_client_and_the_round_continues(caplog) -> None:
     grid = InlineGrid(app(), CLIENTS)
     path = ClientState(grid.run.run_id, 2).folder / "model.safetensors"
 
@@ -654,11 +654,11 @@ def test_a_damaged_model_is_an_error_of_its_client_and_the_round_goes_on_without
             assert row["status"] == "ok"
     assert [line["answered"] for line in strategy.history.rounds] == [4, 4, 3, 3, 3, 3, 3]
     caplog.clear()
-    assert list(saved_models(grid.run.run_id)) == [0, 1, 3]  # the others' are not lost with it
+    assert list(saved_models(grid.run.run_id)) == [0, 1, 3]  # the others' models are still listed
     assert [message.startswith(f"kindred: {path} is damaged (") for message in caplog.messages] == [True]
 
 
-def test_the_node_config_says_where_a_client_keeps_its_folder(tmp_path, root) -> None:
+def test_the_node_config_sets_a_client_s_folder(tmp_path, root) -> None:
     grids = [InlineGrid(app(), CLIENTS) for _ in range(2)]
     for grid in grids:
         for client, context in enumerate(grid._contexts.values()):
@@ -678,5 +678,5 @@ def test_the_node_config_says_where_a_client_keeps_its_folder(tmp_path, root) ->
 
     assert kept.keys() == paths(grids[0]) and both.keys() == paths(grids[0]) | paths(grids[1])
     models = {content for path, content in both.items() if path.stem == "model"}
-    assert both | kept == both and len(models) == 2 * CLIENTS  # none took another's place
+    assert both | kept == both and len(models) == 2 * CLIENTS  # no client replaced another's file
     assert not list(root.rglob("*.safetensors")) and first[1] == {}

@@ -1,4 +1,4 @@
-"""Models as rows of one matrix: in memory and in a mapped file alike."""
+"""Models as rows of one matrix, in memory or in a mapped file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def own_root(tmp_path, monkeypatch) -> None:
 
 
 def model(number: int, size: int) -> dict[str, np.ndarray]:
-    """Numbers of the client's own, and a counter."""
+    """A model with values that depend on the client, and a counter."""
     rng = np.random.default_rng(number)
     return {"w": rng.standard_normal(size).astype(np.float32), "counter": np.array(number)}
 
@@ -49,7 +49,7 @@ def blocks_of(models: ClientModels, clients: list[int]) -> Iterator[np.ndarray]:
 
 
 @in_each_store
-def test_models_stay_as_they_were_while_more_come(kept) -> None:
+def test_stored_models_do_not_change_when_more_are_added(kept) -> None:
     models = filled(kept, [], 5)
     for count, client in enumerate((3, 0, 2, 1)):
         models.reserve(count)
@@ -65,17 +65,17 @@ def test_models_stay_as_they_were_while_more_come(kept) -> None:
 
 
 @in_each_store
-def test_a_row_is_changed_in_place_also_when_the_matrix_has_grown_since(kept) -> None:
+def test_a_row_is_changed_in_place_even_after_the_matrix_has_grown(kept) -> None:
     models = filled(kept, [1, 2], 5)
     models.row(2)[:] += 1
     assert read_record(models[2])["w"] == pytest.approx(model(2, 5)["w"] + 1)
     row = models.row(1)
-    models.row(2)  # row 1 is let go, and stays what it is
+    models.row(2)  # row 1 is released, and does not change
     assert row.tobytes() == model(1, 5)["w"].tobytes()
 
 
 @in_each_store
-def test_models_of_counters_alone_can_be_kept(kept) -> None:
+def test_models_of_counters_only_can_be_stored(kept) -> None:
     models = ClientModels(Layout({"counter": np.array(0)}), kept)
     models.put(1, {"counter": np.array(7)})
     assert read_record(models[1])["counter"] == 7
@@ -83,7 +83,7 @@ def test_models_of_counters_alone_can_be_kept(kept) -> None:
 
 @in_each_store
 @pytest.mark.parametrize("clients", [[0, 1, 2], [2, 0, 3], [1]], ids=str)
-def test_blocks_are_the_clients_columns_one_after_the_other(kept, clients, monkeypatch) -> None:
+def test_blocks_are_consecutive_columns_of_the_clients_rows(kept, clients, monkeypatch) -> None:
     monkeypatch.setattr(store, "AT_LEAST", 100)
     monkeypatch.setattr(store, "MAPPED_AT_ONCE", 2)
     models = filled(kept, [0, 1, 2, 3], 250)
@@ -95,10 +95,10 @@ def test_blocks_are_the_clients_columns_one_after_the_other(kept, clients, monke
 
 
 @pytest.mark.parametrize("size", [1, 37, BLOCK + 7])
-def test_sums_and_distances_have_the_same_bits_from_a_file(size) -> None:
+def test_sums_and_distances_have_the_same_bits_in_memory_and_in_a_file(size) -> None:
     joined = np.random.default_rng(0).permutation(9).tolist()
     stores = [filled(kept, joined, size) for kept in STORES]
-    for asked in (joined, joined[3:7], joined[:1], list(range(9)), [5, 1]):  # in the order of the rows, and in others
+    for asked in (joined, joined[3:7], joined[:1], list(range(9)), [5, 1]):  # in row order, and in other orders
         weights = np.random.default_rng(1).random((4, len(asked)))
         found = [np.stack([row.copy() for row in models.combinations(weights, asked)]) for models in stores]
         assert found[0].tobytes() == found[1].tobytes()
@@ -110,13 +110,13 @@ def test_sums_and_distances_have_the_same_bits_from_a_file(size) -> None:
 
 @pytest.mark.parametrize("before", STORES)
 @pytest.mark.parametrize("after", STORES)
-def test_what_is_restored_goes_on_as_before(before, after) -> None:
+def test_a_restored_store_continues_as_before(before, after) -> None:
     clients, weights = [3, 1, 2, 0], np.full((1, 4), 0.25)
     models = filled(before, clients, 50)
     state = models.state()
     assert state["clients"] == clients and state["rows"].shape == (4, 50)
     assert np.shares_memory(state["rows"], models.row(3))
-    again = filled(after, [8], 50)  # what it held is gone
+    again = filled(after, [8], 50)  # its earlier content is gone
     again.restore({**state, "rows": np.array(state["rows"])})
     for each in (models, again):
         each.put(1, model(7, 50))
@@ -131,7 +131,7 @@ def test_what_is_restored_goes_on_as_before(before, after) -> None:
     assert next(again.combinations(weights, asked)).tobytes() == next(models.combinations(weights, asked)).tobytes()
 
 
-def test_the_file_has_no_name_and_goes_with_the_models(tmp_path) -> None:
+def test_the_file_has_no_name_and_is_freed_with_the_models(tmp_path) -> None:
     models = filled("disk", [1], 5)
     assert list(default_root().iterdir()) == [] and stat.S_IMODE(default_root().stat().st_mode) == 0o700
     file = models._file.fileno()
@@ -141,7 +141,7 @@ def test_the_file_has_no_name_and_goes_with_the_models(tmp_path) -> None:
         os.fstat(file)
 
 
-def test_a_full_disk_is_said_and_what_is_kept_stays(monkeypatch) -> None:
+def test_a_full_disk_is_an_error_and_stored_models_stay(monkeypatch) -> None:
     models = filled("disk", [1, 2], 5)
 
     def full(*args) -> None:
@@ -153,8 +153,8 @@ def test_a_full_disk_is_said_and_what_is_kept_stays(monkeypatch) -> None:
     assert read_record(models[2])["w"].tobytes() == model(2, 5)["w"].tobytes()
 
 
-def test_a_file_takes_no_memory_beyond_what_is_at_work() -> None:
-    """64 models of 1 MB, written, read, changed and added up, with a few MB."""
+def test_a_file_uses_memory_only_for_the_rows_in_use() -> None:
+    """64 models of 1 MB are written, read, changed and summed within a few MB."""
     size, resident = 1 << 18, psutil.Process().memory_info
     models = filled("disk", [0], size)
     models.reserve(64)
@@ -180,7 +180,7 @@ def test_a_file_takes_no_memory_beyond_what_is_at_work() -> None:
     ("name", "settings"),
     [*((name, {}) for name in REGISTRY if "store" in REGISTRY[name]), ("federico", {"m_step": "gradient"})],
 )
-def test_a_run_comes_to_the_same_bits_from_a_file(name, settings) -> None:
+def test_a_run_gives_the_same_bits_from_a_file(name, settings) -> None:
     def fate(server_round: int, client: int) -> str:
         return "error" if (server_round + client) % 3 == 0 else "ok"
 
@@ -193,7 +193,7 @@ def test_a_run_comes_to_the_same_bits_from_a_file(name, settings) -> None:
     assert runs[0] == runs[1]
 
 
-def test_every_method_that_keeps_models_takes_a_store() -> None:
+def test_methods_have_the_store_setting_only_if_they_store_models() -> None:
     from kindred.engine.stored import StoredModels
 
     for name, method in REGISTRY.items():

@@ -39,7 +39,7 @@ def folder(tmp_path) -> Iterator[Path]:
 
 
 def processes(folder: Path) -> list[psutil.Process]:
-    """What runs and has to do with a folder."""
+    """Running processes related to a folder."""
     return [
         process
         for process in psutil.process_iter(["environ", "status"])
@@ -48,7 +48,7 @@ def processes(folder: Path) -> list[psutil.Process]:
     ]
 
 
-def test_it_ends_with_a_model_and_labels_at_each_site_and_no_process(folder) -> None:
+def test_the_example_ends_with_a_model_and_labels_at_each_site_and_no_process(folder) -> None:
     process = start(folder, "federico", "num-rounds=2", "local-epochs=1", 'optimizer="sgd"')
     said, _ = process.communicate(timeout=400)
     assert process.returncode == 0, said
@@ -68,14 +68,14 @@ def test_it_ends_with_a_model_and_labels_at_each_site_and_no_process(folder) -> 
         rows = list(csv.DictReader(file))
     assert len(rows) == 200
     assert {row["label"] for row in rows} <= set("0123456789")
-    # Whoever copies the commands must get what the script got: those at a site name the site's own files alone.
+    # Copied commands must give the script's results: the commands at a site name only that site's files.
     for site in SITES:
         (command,) = [line for line in said.splitlines() if line.startswith(f"$ kindred site {site} ")]
         assert f"--key {site}/{site}.key --data-dir {site}/data.npz" in command
         assert not (folder / "keys" / f"{site}.key").exists()
 
 
-def test_a_run_that_fails_is_said_to_and_leaves_no_process(folder) -> None:
+def test_a_failed_run_is_reported_and_leaves_no_process(folder) -> None:
     process = start(folder, "nonsense")
     said, _ = process.communicate(timeout=200)
     assert process.returncode == 1, said
@@ -84,10 +84,10 @@ def test_a_run_that_fails_is_said_to_and_leaves_no_process(folder) -> None:
     assert "the run has not been completed" in said
 
 
-def test_a_signal_ends_all_that_was_started(folder) -> None:
+def test_a_signal_ends_every_started_process(folder) -> None:
     process = start(folder)
     deadline = time.monotonic() + 200
-    while not list(folder.glob("*/state/run-*")):  # a site is at work
+    while not list(folder.glob("*/state/run-*")):  # a site is working
         assert time.monotonic() < deadline
         assert process.poll() is None
         time.sleep(0.2)

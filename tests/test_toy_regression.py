@@ -1,6 +1,6 @@
-"""The toy of three linear regressions: what it claims, over many draws, and what its command prints and draws.
+"""The toy of three linear regressions: its claims, over many draws, and the output of its command.
 
-It imports `kindred`, which may not meet `strategies` in one process: everything runs in processes of its own.
+It imports `kindred`, which cannot be in one process with `strategies`: everything runs in separate processes.
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ def models(outcome) -> dict[str, np.ndarray]:
     return {way: np.array(models) for way, models in outcome["models"].items()}  # (draws, 3, 2) each
 
 
-def test_clusters_end_nearer_each_true_model_than_plain_averaging(outcome, models) -> None:
+def test_clustered_models_are_nearer_each_true_model_than_the_plain_average(outcome, models) -> None:
     mean = {way: np.linalg.norm(each - outcome["true"], axis=2).mean(axis=0) for way, each in models.items()}  # (3,)
     assert (1.5 * mean["clustered, c = 2"] < mean["averaged, c = 1"]).all()
     assert (1.5 * mean["clustered, c = 2"] < mean["FedAvg"]).all()
 
 
-def test_clients_0_and_1_are_mostly_found(outcome) -> None:
+def test_clients_0_and_1_are_usually_clustered_together(outcome) -> None:
     assert outcome["clusters"].count([0, 0, 1]) >= 0.75 * DRAWS
 
 
-def test_a_client_in_a_cluster_of_its_own_stays_as_it_is_alone(outcome, models) -> None:
+def test_a_client_alone_in_its_cluster_equals_local_training(outcome, models) -> None:
     clusters = np.array(outcome["clusters"])  # (draws, 3)
-    lonely = (clusters[:, :, None] == clusters[:, None, :]).sum(axis=2) == 1  # (draws, 3)
+    alone_in_cluster = (clusters[:, :, None] == clusters[:, None, :]).sum(axis=2) == 1  # (draws, 3)
     moved = np.linalg.norm(models["clustered, c = 2"] - models["alone"], axis=2)  # (draws, 3)
-    assert lonely.sum() == DRAWS
-    assert moved[lonely].max() < 1e-9 and moved[~lonely].min() > 1e-3
+    assert alone_in_cluster.sum() == DRAWS
+    assert moved[alone_in_cluster].max() < 1e-9 and moved[~alone_in_cluster].min() > 1e-3
 
 
-def test_the_steps_of_a_round_end_at_its_minimum(outcome, models) -> None:
+def test_the_local_steps_reach_the_minimum_of_a_round(outcome, models) -> None:
     """The paper's Eq. 14, with means over samples for sums, and every alpha 1/3."""
     inputs, labels, public = map(np.array, outcome["data"])
     alone = models["alone"][0]  # (3, 2)
@@ -72,7 +72,7 @@ def test_the_steps_of_a_round_end_at_its_minimum(outcome, models) -> None:
         assert np.linalg.norm(moved - expected) < 1e-3 * np.linalg.norm(own - expected)
 
 
-def test_the_command_prints_what_the_readme_says_and_draws(tmp_path) -> None:
+def test_the_command_prints_and_draws_what_the_readme_says(tmp_path) -> None:
     picture = tmp_path / "toy.png"
     done = python(TOY, "toy.py", "--draws", "1", "--output", str(picture))
     assert done.returncode == 0, done.stderr
@@ -83,7 +83,7 @@ def test_the_command_prints_what_the_readme_says_and_draws(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("name, value", [("seed", "-1"), ("draws", "0"), ("noise", "nan")])
-def test_an_option_out_of_range_is_named(name, value) -> None:
+def test_an_out_of_range_option_is_named(name, value) -> None:
     done = python(TOY, "toy.py", f"--{name}", value)
     assert done.returncode == 2
     assert f"--{name} is {value}, allowed: " in done.stderr

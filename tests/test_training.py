@@ -1,4 +1,4 @@
-"""The local loop: its steps by hand and against plain PyTorch, its order, its arrays."""
+"""Local training: its steps by hand and against plain PyTorch, the order of samples, and its arrays."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def order(seed: int = 0) -> torch.Generator:
 
 
 def images(n: int, shape=(1, 8, 8), classes: int = 10, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Noise with a bright row that tells the class."""
+    """Noise with a bright row that indicates the class."""
     generator = order(seed)
     y = torch.arange(n) % classes
     x = 0.3 * torch.randn(n, *shape, generator=generator)
@@ -54,7 +54,7 @@ ONE = torch.ones(1, 1), torch.zeros(1, dtype=torch.int64)  # x = 1 of class 0
 # Steps by hand
 
 
-def test_one_step_of_sgd():
+def test_one_step_of_sgd_by_hand():
     # softmax(0, 0) = (1/2, 1/2), gradient (1/2 - 1, 1/2), step 0.1
     model = two_weights()
     loss = train(model, *ONE, **SETTINGS, generator=order())
@@ -63,7 +63,7 @@ def test_one_step_of_sgd():
 
 
 @pytest.mark.parametrize("mu", [0.0, 1.0, 3.0])
-def test_proximal_term(mu):
+def test_the_proximal_term_by_hand(mu):
     # The first step is as above, as the term is 0 at the start. Then w = (0.05, -0.05), where class 1 has
     # probability q = 1 / (1 + e^0.1): gradient of F (-q, q), of the term mu (0.05, -0.05).
     q = 1 / (1 + math.exp(0.1))
@@ -76,8 +76,8 @@ def test_proximal_term(mu):
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2, 1.0])
-def test_smoothed_labels(smoothing):
-    # Class 0 is given 1 - smoothing / 2: gradient of the loss at 0 -(1 - smoothing) / 2 and as much the other way.
+def test_smoothed_labels_by_hand(smoothing):
+    # Class 0 has target 1 - smoothing / 2: the loss gradients at 0 are -(1 - smoothing) / 2 and its opposite.
     model = two_weights()
     loss = train(model, *ONE, **SETTINGS | {"epochs": 2}, label_smoothing=smoothing, generator=order())
     w = 0.05 * (1 - smoothing)
@@ -95,14 +95,14 @@ def test_the_smoothed_loss_of_float16_is_finite():
     assert 6 < loss < 8  # about ln 1000
 
 
-def test_gradients_from_before_do_not_count():
+def test_gradients_left_from_before_are_ignored():
     model = two_weights()
     (100 * model.weight.sum()).backward()
     train(model, *ONE, **SETTINGS, generator=order())
     assert model.weight.flatten().tolist() == pytest.approx([0.05, -0.05], abs=1e-7)
 
 
-def test_two_steps_of_sgd_with_momentum():
+def test_two_steps_of_sgd_with_momentum_by_hand():
     # v1 = (-0.5, 0.5), w1 = (0.05, -0.05); v2 = 0.9 v1 + (-q, q), w2 = w1 - 0.1 v2
     q = 1 / (1 + math.exp(0.1))
     expected = 0.05 + 0.1 * (0.45 + q)
@@ -118,8 +118,8 @@ def test_one_step_of_adam_is_the_learning_rate():
     assert model.weight.flatten().tolist() == pytest.approx([0.002, -0.002], rel=1e-5)
 
 
-def test_loss_counts_every_sample_once():
-    # Batches of 2 and 3 with a step size that moves nothing: their means must not be averaged as equals.
+def test_the_loss_weights_every_sample_equally():
+    # Batches of 2 and 3 with a learning rate that moves nothing: their means must be weighted by size.
     x = torch.tensor([[0.0], [1.0], [2.0], [3.0], [4.0]])
     y = torch.tensor([0, 0, 0, 0, 1])
     model = nn.Linear(1, 2, bias=False)
@@ -167,7 +167,7 @@ def assert_close(model: nn.Module, expected: nn.Module, tolerance: float) -> Non
         ("resnet18", "adam", 0.5),
     ],
 )
-def test_steps_are_those_of_plain_pytorch(name, optimizer, mu):
+def test_steps_match_plain_pytorch(name, optimizer, mu):
     x, y = images(12, (3, 8, 8))
     model = make_model(name, (3, 8, 8), 10, seed=1).double()
     expected, start = copy.deepcopy(model), copy.deepcopy(model)
@@ -206,7 +206,7 @@ def test_layout_and_kernels_change_no_value(name, shape, n):
     assert_close(model, expected, 1e-4)
 
 
-def test_parameters_out_of_use_or_frozen_stay():
+def test_unused_and_frozen_parameters_do_not_change():
     class Heads(nn.Module):
         def __init__(self):
             super().__init__()
@@ -264,7 +264,7 @@ def test_it_learns(optimizer, precision):
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
-def test_bfloat16_is_another_arithmetic_with_nearly_the_same_result():
+def test_bfloat16_gives_different_but_nearly_equal_results():
     x, y = images(20)
     results = []
     for precision in ("float32", "bfloat16"):
@@ -301,7 +301,7 @@ def test_a_single_sample_left_over_is_trained_on():
     assert int(model[0].num_batches_tracked) == 2
 
 
-def test_proximal_term_leaves_buffers_alone():
+def test_the_proximal_term_excludes_buffers():
     # One full batch: the running mean is 0.1 times the batch's, whatever mu is.
     x, y = torch.randn(8, 3, generator=order()) + 5, torch.arange(8) % 2
     model = Normalised()
@@ -310,7 +310,7 @@ def test_proximal_term_leaves_buffers_alone():
     assert int(model[0].num_batches_tracked) == 1
 
 
-def test_training_trains_and_evaluation_does_not():
+def test_training_uses_training_mode_and_evaluation_does_not():
     x, y = torch.randn(8, 3, generator=order()), torch.arange(8) % 2
     model = Normalised()
     for mode in (True, False):
@@ -319,7 +319,7 @@ def test_training_trains_and_evaluation_does_not():
         evaluate(model, x, y)
         assert model.training is mode
         assert all(np.array_equal(array, before[name]) for name, array in get_arrays(model).items())
-    train(model, x, y, **SETTINGS, generator=order())  # after eval(): in training mode all the same
+    train(model, x, y, **SETTINGS, generator=order())  # training mode even after eval()
     assert int(model[0].num_batches_tracked) == 1
 
 
@@ -327,7 +327,7 @@ def test_training_trains_and_evaluation_does_not():
 
 
 class Recorder(nn.Module):
-    """Remembers which samples came together; sample k is the number k."""
+    """Records which samples form a batch; sample k is the number k."""
 
     def __init__(self):
         super().__init__()
@@ -341,7 +341,7 @@ class Recorder(nn.Module):
 
 @settings(max_examples=60, deadline=None)
 @given(n=st.integers(1, 40), batch_size=st.integers(1, 45), epochs=st.integers(1, 3), seed=st.integers(0, 99))
-def test_an_epoch_takes_every_sample_once(n, batch_size, epochs, seed):
+def test_an_epoch_uses_every_sample_once(n, batch_size, epochs, seed):
     def batches():
         model = Recorder()
         train(
@@ -365,7 +365,7 @@ def test_an_epoch_takes_every_sample_once(n, batch_size, epochs, seed):
     assert len(sizes) <= epochs * math.ceil(n / batch_size)
 
 
-def test_order_is_new_in_every_epoch_and_for_every_seed():
+def test_the_order_differs_between_epochs_and_seeds():
     orders = []
     for seed in (0, 1):
         model = Recorder()
@@ -380,7 +380,7 @@ def test_order_is_new_in_every_epoch_and_for_every_seed():
     assert len(set(orders)) == 4
 
 
-def test_global_random_state_has_no_part():
+def test_training_neither_uses_nor_changes_the_global_random_state():
     x, y = images(25)
     results = []
     for seed in (1, 2):
@@ -435,7 +435,7 @@ def test_accuracy_and_loss_by_hand():
 
 
 @pytest.mark.parametrize("batch_size", [1, 7, 50, 1000])
-def test_evaluation_by_batches_is_that_of_all(batch_size):
+def test_evaluation_in_batches_equals_evaluation_of_all_samples(batch_size):
     x, y = images(50)
     model = make_model("digits-cnn", (1, 8, 8), 10, seed=0)
     with torch.inference_mode():
@@ -444,11 +444,11 @@ def test_evaluation_by_batches_is_that_of_all(batch_size):
     assert evaluate(model, x, y, batch_size) == pytest.approx(expected, rel=1e-5)
 
 
-# Nothing to do, and what is refused
+# Nothing to do, and refused input
 
 
 @pytest.mark.parametrize(("epochs", "n"), [(0, 8), (3, 0)])
-def test_without_steps_the_model_stays_and_there_is_no_loss(epochs, n):
+def test_without_steps_the_model_does_not_change_and_there_is_no_loss(epochs, n):
     model = make_model("digits-cnn", (1, 8, 8), 10, seed=0)
     before = get_arrays(model)
     loss = train(
@@ -463,7 +463,7 @@ def test_without_steps_the_model_stays_and_there_is_no_loss(epochs, n):
     assert all(np.array_equal(array, before[name]) for name, array in get_arrays(model).items())
 
 
-def test_evaluation_of_nothing_is_no_number():
+def test_evaluation_of_no_samples_is_nan():
     accuracy, loss = evaluate(nn.Identity(), torch.zeros(0, 2), torch.zeros(0, dtype=torch.int64))
     assert math.isnan(accuracy) and math.isnan(loss)
 
@@ -492,7 +492,7 @@ def test_bad_settings_are_refused_before_any_step(name, value, allowed):
     assert model.weight.abs().sum() == 0
 
 
-def test_a_model_that_fails_leaves_torch_as_it_was():
+def test_a_failing_model_leaves_the_state_of_torch_unchanged():
     class Failing(nn.Module):
         def __init__(self):
             super().__init__()
@@ -512,7 +512,7 @@ def test_a_model_that_fails_leaves_torch_as_it_was():
 
 
 @pytest.mark.parametrize(("name", "shape"), [("digits-cnn", (3, 8, 8)), ("resnet18", (3, 8, 8))])
-def test_arrays_carry_a_trained_model_to_another_module(name, shape):
+def test_arrays_transfer_a_trained_model_to_another_module(name, shape):
     x, y = images(20, shape)
     model = make_model(name, shape, 10, seed=0)
     standard = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
@@ -528,7 +528,7 @@ def test_arrays_carry_a_trained_model_to_another_module(name, shape):
     assert all(np.array_equal(array, arrays[key]) for key, array in get_arrays(other).items())
 
 
-def test_arrays_and_model_share_nothing():
+def test_arrays_and_model_share_no_memory():
     model = make_model("digits-cnn", (1, 8, 8), 10, seed=0)
     arrays = get_arrays(model)
     kept = {name: array.copy() for name, array in arrays.items()}
@@ -540,7 +540,7 @@ def test_arrays_and_model_share_nothing():
     assert all(np.array_equal(array, kept[name]) for name, array in get_arrays(model).items())
 
 
-def test_read_only_float64_and_strided_arrays_are_taken():
+def test_read_only_float64_and_strided_arrays_are_accepted():
     model = Normalised()
     arrays = {name: np.array(array + 1) for name, array in get_arrays(model).items()}
     arrays["1.weight"] = np.asfortranarray(arrays["1.weight"].astype(np.float64))
@@ -564,7 +564,7 @@ def test_read_only_float64_and_strided_arrays_are_taken():
         (lambda arrays: arrays.update({"1.bias": np.zeros(2, complex)}), ["'1.bias'", "complex128", "float32"]),
     ],
 )
-def test_arrays_of_another_model_are_refused_whole(change, words):
+def test_arrays_of_another_model_are_refused_without_any_change(change, words):
     model = Normalised()
     before = get_arrays(model)
     arrays = {name: array + 1 for name, array in before.items()}
@@ -580,7 +580,7 @@ def test_arrays_of_another_model_are_refused_whole(change, words):
 # Devices
 
 
-def test_devices():
+def test_device_names_are_resolved_or_refused():
     assert pick_device("cpu") == torch.device("cpu")
     assert pick_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
     with pytest.raises(ValueError, match="device is 'tpu', allowed: auto, cpu, cuda"):
@@ -588,7 +588,7 @@ def test_devices():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
-def test_a_gpu_that_is_not_there():
+def test_a_missing_gpu_is_an_error():
     with pytest.raises(ValueError, match="device is cuda and torch finds no CUDA GPU.*cpu or auto"):
         pick_device("cuda")
 
@@ -600,7 +600,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 @needs_gpu
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 @pytest.mark.parametrize(("name", "shape"), [("digits-cnn", (1, 8, 8)), ("cnn2", (3, 8, 8)), ("resnet18", (3, 8, 8))])
-def test_a_gpu_gives_what_the_cpu_gives(name, shape, optimizer):
+def test_a_gpu_matches_the_cpu(name, shape, optimizer):
     x, y = images(22, shape)
     results = []
     for device in (torch.device("cpu"), pick_device("cuda")):
@@ -649,7 +649,7 @@ def test_it_learns_on_a_gpu(precision):
 
 @pytest.mark.gpu
 @needs_gpu
-def test_arrays_come_and_go_between_gpu_and_host():
+def test_arrays_move_between_gpu_and_host():
     model = make_model("resnet18", (3, 8, 8), 10, seed=0).to(pick_device("cuda"))
     arrays = get_arrays(make_model("resnet18", (3, 8, 8), 10, seed=1))
     set_arrays(model, arrays)

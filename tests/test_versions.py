@@ -1,4 +1,4 @@
-"""Versions that do not fit are refused by one line: Flower's at the start, others at the first contact."""
+"""Incompatible versions are refused in one line: Flower's at the start, others at the first contact."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def other_flower(monkeypatch):
 REFUSED = f"flwr is 1.42.0, allowed with kindred-fl {VERSION}: {FLOWER}; install it with pip install flwr=={FLOWER}"
 
 
-def test_another_version_of_flower_is_refused_where_a_name_of_the_library_is_looked_up(other_flower) -> None:
+def test_another_version_of_flower_is_refused_when_a_name_of_the_library_is_used(other_flower) -> None:
     with pytest.raises(ImportError) as refused:
         kindred.__getattr__("HeurFedAMP")
     assert str(refused.value) == REFUSED
@@ -46,7 +46,7 @@ def test_another_version_of_flower_ends_the_command_line_with_one_line_and_code_
     assert capsys.readouterr().err == f"kindred: {REFUSED}\n"
 
 
-def test_the_version_of_flower_is_the_one_that_the_package_requires() -> None:
+def test_the_version_of_flower_is_the_one_the_package_requires() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert f"flwr[simulation]=={FLOWER}" in project["dependencies"]
     assert project["version"] == VERSION == kindred.__version__
@@ -58,7 +58,7 @@ def started(app: ClientApp) -> Local:
     return strategy
 
 
-def test_a_server_refuses_clients_of_another_version_by_name() -> None:
+def test_a_server_excludes_clients_of_another_version_by_name() -> None:
     def client(about: dict[str, object]) -> ClientApp:
         app = ClientApp()
 
@@ -78,7 +78,7 @@ def test_a_server_refuses_clients_of_another_version_by_name() -> None:
 
 
 @pytest.mark.parametrize(("sent", "theirs"), [(None, "a version before 0.2.0"), ("0.1.0", "kindred-fl 0.1.0")])
-def test_a_client_refuses_a_server_of_another_version_and_its_operator_sees_it(sent, theirs, caplog) -> None:
+def test_a_client_refuses_a_server_of_another_version_and_its_operator_sees_this(sent, theirs, caplog) -> None:
     grid = InlineGrid(make_client_app(lambda context: pytest.fail("no data are loaded for it")), 1)
     (context,) = grid._contexts.values()
     context.node_config = {"client-id": "lyon", "state-dir": "/nowhere"}
@@ -89,7 +89,7 @@ def test_a_client_refuses_a_server_of_another_version_and_its_operator_sees_it(s
     assert f"kindred: this site takes no part: {line}" in caplog.messages
 
 
-def test_logs_of_runs_that_fail_are_files_of_their_own_of_which_the_newest_stay(tmp_path, monkeypatch) -> None:
+def test_failed_runs_have_their_own_logs_and_the_newest_are_kept(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setattr(run_log, "LOGS_KEPT", 2)
     kept = [run_log.keep_log(f"log {number}") for number in range(3)]

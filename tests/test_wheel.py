@@ -1,4 +1,4 @@
-"""The wheel alone, in a fresh environment and a folder outside the clone, gives every command."""
+"""The wheel alone provides every command, in a fresh environment and a folder outside the clone."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def pip(python: str | Path, command: str, *arguments: str) -> None:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory) -> Path:
-    """A fresh environment with the wheel and the example of an extension; the rest is found where the tests have it."""
+    """A fresh environment with the wheel and the example extension; other packages come from the tests' environment."""
     folder = tmp_path_factory.mktemp("fresh")
     venv.create(folder / "venv", symlinks=True)
     scripts, python = folder / "venv" / "bin", folder / "venv" / "bin" / "python"
@@ -50,7 +50,7 @@ def environment(tmp_path_factory) -> Path:
     (packages,) = (folder / "venv" / "lib").glob("python*/site-packages")
     (packages / "requirements.pth").write_text(
         f"{sysconfig.get_path('purelib')}\n"
-    )  # editable installs are not seen so
+    )  # editable installs are not visible this way
     for script in Path(sysconfig.get_path("scripts")).glob("fl*"):  # Flower's, with this environment's interpreter
         text = re.sub(r"\A#!.*", f"#!{python}", script.read_text())
         (scripts / script.name).write_text(text)
@@ -60,7 +60,7 @@ def environment(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def kindred(environment, tmp_path):
-    """The installed command, typed in an empty folder."""
+    """The installed command, run in an empty folder."""
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     variables |= {"XDG_STATE_HOME": str(tmp_path / "state"), "PYTHONDONTWRITEBYTECODE": "1"}
     (tmp_path / "empty").mkdir()
@@ -84,13 +84,13 @@ def files(environment: Path) -> set[Path]:
     return {path for path in environment.rglob("*") if "__pycache__" not in path.parts}
 
 
-def test_every_command_is_there(kindred) -> None:
+def test_every_command_is_available(kindred) -> None:
     said = kindred("--help")
     assert all(re.search(rf"^ +{command}\b", said, re.M) for command in COMMANDS)
-    assert "fedamp-table1-mnist" in kindred("presets")  # files of the package that are no code
+    assert "fedamp-table1-mnist" in kindred("presets")  # data files of the package
 
 
-def test_a_run_in_this_process(kindred, tmp_path) -> None:
+def test_the_wheel_runs_in_this_process(kindred, tmp_path) -> None:
     assert "local" in kindred("run", "--engine=inline", "--strategy=local", *SMALL)
     (folder,) = (tmp_path / "empty" / "results").iterdir()
     assert json.loads((folder / "summary.json").read_text())["rounds"] == 2
@@ -106,7 +106,7 @@ def test_a_site_checks_its_data(kindred, tmp_path) -> None:
 
 
 @pytest.mark.engine
-def test_a_simulation_with_an_extension_gives_the_bits_of_one_process_and_leaves_the_environment_as_it_is(
+def test_a_simulation_with_an_extension_matches_one_process_and_leaves_the_environment_unchanged(
     kindred, environment, tmp_path
 ) -> None:
     before = files(environment)

@@ -1,4 +1,4 @@
-"""Whatever a client writes into a reply or an introduction, the run goes on with the others, and is summed up."""
+"""Whatever a client writes into a reply or introduction, the run continues with the others and is summarised."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ introductions = st.dictionaries(
 
 
 class Wild(InlineGrid):
-    """Some clients put what they are given into their replies, in place of what belongs there or beside it."""
+    """Some clients put the given entries into their replies, which replace or extend the correct ones."""
 
     def __init__(self, app, wild: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
         super().__init__(app, CLIENTS)
@@ -148,7 +148,7 @@ def check_that_the_others_were_not_disturbed(strategy: PersonalizedStrategy) -> 
 
 @every_method
 def test_no_reply_ends_a_run_or_disturbs_the_others(name) -> None:
-    """In training, in evaluations by themselves, and in evaluations of models for the server's sake."""
+    """In training, in separate evaluations, and in evaluations of models that the server requests."""
 
     @few
     @given(st.lists(st.tuples(metrics, entries), min_size=12, max_size=12))
@@ -213,7 +213,7 @@ def test_admitted_metrics_can_be_averaged_and_written(found, config) -> None:
         ({f"m{i}": 1 for i in range(MAX_METRICS)}, "it has 1001 metrics, allowed: up to 1000"),
     ],
 )
-def test_a_metric_that_cannot_be_used_is_named(metrics, reason) -> None:
+def test_an_unusable_metric_is_named(metrics, reason) -> None:
     with pytest.raises(Refused) as refusal:
         admit(RecordDict({"m": MetricRecord({"num-examples": 3, **metrics})}), "num-examples")
     assert str(refusal.value).startswith(reason)
@@ -232,7 +232,7 @@ def test_a_metric_that_cannot_be_used_is_named(metrics, reason) -> None:
         ),
     ],
 )
-def test_an_introduction_that_cannot_be_used_is_refused_with_a_reason(about, reason) -> None:
+def test_an_unusable_introduction_is_refused_with_a_reason(about, reason) -> None:
     with pytest.raises(Refused, match=f"^{reason}$"):
         admit_introduction(RecordDict({"config": ConfigRecord(about)}))
 
@@ -241,7 +241,7 @@ def test_an_introduction_that_cannot_be_used_is_refused_with_a_reason(about, rea
 
 
 class Raising(Local):
-    """Raises an exception where the test wants one."""
+    """Raises an exception in the hook that the test names."""
 
     where = ""
 
@@ -283,7 +283,7 @@ class Raising(Local):
         ("end_round", {1001: "ok", 1002: "ok", 1003: "ok"}),
     ],
 )
-def test_an_exception_costs_that_reply_or_round_and_not_the_run(where, statuses, caplog) -> None:
+def test_an_unexpected_exception_loses_one_reply_or_round_and_not_the_run(where, statuses, caplog) -> None:
     strategy = Raising()
     strategy.where = where
     strategy.start(InlineGrid(plain_app(), 3), initial(), 3)
@@ -302,7 +302,7 @@ def test_an_exception_costs_that_reply_or_round_and_not_the_run(where, statuses,
         assert len(said) == 1 and f"in {where}" in said[0]  # once, though it is raised in every round
 
 
-def test_a_method_that_can_end_no_round_ends_the_run_with_the_reason() -> None:
+def test_a_method_that_fails_in_every_round_ends_the_run_with_the_reason() -> None:
     class Never(Local):
         def end_round(self, server_round, answered) -> None:
             raise ZeroDivisionError("by design")
@@ -312,7 +312,7 @@ def test_a_method_that_can_end_no_round_ends_the_run_with_the_reason() -> None:
 
 
 @pytest.mark.parametrize("error", [MemoryError, OSError])
-def test_the_servers_own_troubles_are_nobody_elses(error) -> None:
+def test_memory_and_disk_errors_of_the_server_end_the_run(error) -> None:
     class Full(Local):
         def take(self, client, reply) -> None:
             raise error("no space left")
@@ -321,7 +321,7 @@ def test_the_servers_own_troubles_are_nobody_elses(error) -> None:
         Full().start(InlineGrid(plain_app(), 2), initial(), 1)
 
 
-def test_a_mean_that_raises_costs_the_mean_of_that_round(caplog) -> None:
+def test_a_mean_that_raises_is_missing_in_that_round_only(caplog) -> None:
     def mean_of_losses(contents, weighted_by_key) -> MetricRecord:
         raise ValueError("no losses\nat all")
 
@@ -337,8 +337,8 @@ def test_a_mean_that_raises_costs_the_mean_of_that_round(caplog) -> None:
 # --- Names of metrics ---------------------------------------------------------------------------------
 
 
-def test_a_run_keeps_a_bounded_number_of_names_and_those_first_that_most_clients_report(caplog) -> None:
-    """One of four clients makes up 900 names in each round; its rows come first."""
+def test_a_run_keeps_a_bounded_number_of_metric_names_and_prefers_those_of_most_clients(caplog) -> None:
+    """One of four clients invents 900 names in each round; its rows come first."""
 
     def inventive(content: RecordDict) -> None:
         number = int(content["metrics"]["num-examples"])
@@ -356,7 +356,7 @@ def test_a_run_keeps_a_bounded_number_of_names_and_those_first_that_most_clients
     assert any(f"a run keeps {MAX_COLUMNS} names" in line for line in caplog.messages)
 
 
-def test_who_is_alone_in_a_round_cannot_fill_the_table_with_names_of_its_own() -> None:
+def test_a_client_alone_in_a_round_cannot_fill_the_table_with_its_names() -> None:
     def inventive(content: RecordDict) -> None:
         content["metrics"].update({f"!{i}": 1.0 for i in range(900)})
 
@@ -369,7 +369,7 @@ def test_who_is_alone_in_a_round_cannot_fill_the_table_with_names_of_its_own() -
         assert {"train_loss", "num-examples", "num-test-examples", "trained-accuracy"} <= row.keys()
 
 
-def test_what_a_method_counts_is_never_dropped() -> None:
+def test_counts_of_a_method_are_never_dropped() -> None:
     history = History()
     mine = {f"m{i}": 1.0 for i in range(MAX_COLUMNS + 5)}
     fixed = {"round": 1, "client": 1, "status": "ok", "seconds": 0.0, "bytes-down": 0, "bytes-up": 0}

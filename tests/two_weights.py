@@ -1,4 +1,4 @@
-"""Clients so small that a round of theirs can be followed with pencil and paper, and NumPy as the pencil."""
+"""Clients so small that their rounds can be computed by hand, here with NumPy."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TwoWeights(torch.nn.Module):
 
 @dataclass(frozen=True)
 class Client:
-    """A client with equal samples: a number, its class, how many of them there are, and how it smooths labels."""
+    """A client with equal samples: a number, its class, the number of samples, and its label smoothing."""
 
     x: float
     label: int
@@ -44,7 +44,7 @@ class Client:
         return Site(TwoWeights, train, samples(self.x, self.label, 2), validation=held_out)
 
     def loss(self, w: np.ndarray, q: float = 1.0) -> float:
-        """q times the loss of a sample."""
+        """Return q times the loss of a sample."""
         return -q * np.log(probabilities(w, self.x)[self.label])
 
     def step(self, w: np.ndarray, q: float = 1.0) -> np.ndarray:
@@ -58,7 +58,7 @@ def samples(x: float, label: int, count: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def probabilities(w: np.ndarray, x: float) -> np.ndarray:
-    """Shape (2,)."""
+    """Probabilities of the two classes, shape (2,)."""
     powers = np.exp(w * x)
     return powers / powers.sum()
 

@@ -2,8 +2,8 @@
 
     python -m tests.golden.runs
 
-writes tests/golden/bits.json anew. That is allowed when a change is meant to alter what a method computes, and the
-change says so in CHANGELOG.md, or when a new version of torch gives other bits to unchanged code; never to make a
+writes a new tests/golden/bits.json. This is allowed when a change is meant to alter what a method computes and
+CHANGELOG.md says so, or when a new version of torch gives other bits for unchanged code. It is never allowed to make a
 refactoring pass.
 """
 
@@ -42,8 +42,8 @@ KINDRED = Path(sysconfig.get_path("scripts")) / "kindred"
 BITS = FOLDER / "bits.json"
 SETTINGS: dict[str, Any] = json.loads((FOLDER / "settings.json").read_text())  # every one, with its value
 ROUNDS = SETTINGS["num-rounds"]
-CUT_AFTER = 2  # rounds, after which the run is cut short and resumed
-IN_FLOWER = ["heurfedamp rotated half", "federico dirichlet half"]  # runs resumed in Flower's simulation engine too
+CUT_AFTER = 2  # rounds, after which the run is interrupted and resumed
+IN_FLOWER = ["heurfedamp rotated half", "federico dirichlet half"]  # runs also resumed in Flower's engine
 
 PARTITIONS: dict[str, dict[str, Any]] = {
     "rotated": {},
@@ -75,11 +75,11 @@ LOCAL = (
 
 
 class CutShort(Exception):
-    """A run ends here, as if its process had been killed."""
+    """Ends a run as if its process had been killed."""
 
 
 class Ending(InlineGrid):
-    """A Grid on which a run is cut short in the middle of a round."""
+    """A Grid that interrupts a run in the middle of a round."""
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         messages = list(messages)
@@ -91,7 +91,7 @@ class Ending(InlineGrid):
 
 
 def settings_of(key: str) -> dict[str, Any]:
-    """Return all settings of a run by its key: method, partition, who takes part."""
+    """Return all settings of a run by its key: method, partition, participation."""
     name, partition, share = key.split()
     return (
         SETTINGS
@@ -101,7 +101,7 @@ def settings_of(key: str) -> dict[str, Any]:
 
 
 def bits(key: str) -> dict[str, Any]:
-    """Run a method, cut it short, resume it, and return the hashes of all that it comes to, and its accuracy."""
+    """Run a method, interrupt it, resume it, and return the hashes of all its results, and its accuracy."""
     settings = settings_of(key)
     config = Config.from_run_config(settings)
     federation = load_federation(config.run_config())
@@ -152,7 +152,7 @@ def bits(key: str) -> dict[str, Any]:
 
 
 def begin(key: str, output_dir: str) -> None:
-    """Begin a run in this process and cut it short; its folder stays."""
+    """Begin a run in this process and interrupt it; its folder stays."""
     config = replace(Config.from_run_config(settings_of(key)), output_dir=output_dir)
     torch.set_num_threads(1)
     with suppress(CutShort):
@@ -171,13 +171,13 @@ def bits_in_flower(key: str, output_dir: Path) -> dict[str, Any]:
 
 
 def bits_in_process(key: str, output_dir: Path) -> dict[str, Any]:
-    """Return the hashes of the same run's results where nothing cuts it short, and all is done in this process."""
+    """Return the hashes of the same run's results without interruption, in this process."""
     config = replace(Config.from_run_config(settings_of(key)), output_dir=str(output_dir))
     return bits_of_folder(run_inline(config).path)
 
 
 def bits_of_folder(folder: Path) -> dict[str, Any]:
-    """Return the hashes of a run's results as its folder has them, and its accuracy."""
+    """Return the hashes of the results in a run's folder, and its accuracy."""
     matrices = [np.load(file) for file in sorted(folder.glob("collaboration/*.npz"))]
     files = sorted([*folder.glob("models/*.safetensors"), *folder.glob("mixtures/*.safetensors")])
     history = read_table(folder / "history.csv")
@@ -197,7 +197,7 @@ def arrays_of(arrays: Mapping[str, np.ndarray]) -> Iterator[tuple[str, str, str]
 
 
 def digest(parts: Iterable[Any]) -> str:
-    """Return a short hash of what is written for the parts, one after the other."""
+    """Return a short hash of the written forms of the parts, one after the other."""
     found = sha256()
     for part in parts:
         found.update(repr(part).encode())
@@ -218,7 +218,7 @@ def machine() -> dict[str, str]:
 
 
 def record() -> None:
-    """Write the bits of all runs, with what they hold for."""
+    """Write the bits of all runs, with the machine for which they hold."""
     found = {}
     for key in KEYS:
         found[key] = bits(key)
