@@ -166,7 +166,7 @@ def test_after_an_interruption_the_same_command_goes_on(compared, tmp_path, monk
 
     monkeypatch.setattr(RunFolder, "finish", interrupted)
     cut = kindred(*command, code=130)
-    assert "goes on" in cut.stdout
+    assert "the same command continues" in cut.stdout
     told = content_in(tmp_path)["strategies"]
     assert [len(told[name]["runs"]) for name in told] == [1, 0] and told["heurfedamp"]["mean"]["accuracy"] is None
     done = kindred(*command)
@@ -335,7 +335,7 @@ def test_what_was_run_with_other_versions_or_without_a_record_of_its_images_is_r
     (tmp_path / "not-a-run" / "config.json").write_text('{"settings": {"dataset": "cheese"}}')
     said = []
     carry_out(plan, pretended({}), said.append, {}, ["kindred"])
-    unlike = "torch was 2.0, which images it had is not on record"
+    unlike = "torch was 2.0, its images are not recorded"
     assert said == [f"run 1/1  local, seed 0: reused, {path.parent} ({unlike})"]
 
 
@@ -538,7 +538,7 @@ def test_what_the_command_says_counts_over_the_preset(tmp_path, without_images):
     assert list(columns)[2:4] == ["best %", "paper, best %"]
     assert columns["paper, best %"] == ["86.73", "40.20", "90.97", "-"]
     said = remarks(content)
-    assert "Other than in the preset: num-rounds 10, batch-size 50, fedamp:sigma 7.0." in said
+    assert "Different from the preset: num-rounds 10, batch-size 50, fedamp:sigma 7.0." in said
     assert "Best first, paper: fedamp, local, scaffold." in said  # of those that both have
     assert "Best first, here: local, fedamp, scaffold." in said
 

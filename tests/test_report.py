@@ -562,7 +562,7 @@ def test_ctrl_c_ends_watch_without_a_traceback(tmp_path):
         process.send_signal(signal.SIGINT)
         rest, complaints = process.communicate(timeout=30)
     assert re.fullmatch(rf"http://127\.0\.0\.1:\d+/ shows {re.escape(str(folder))}; Ctrl-C ends it\n", first)
-    assert (process.returncode, rest, complaints) == (0, "ended; the run goes on without it\n", "")
+    assert (process.returncode, rest, complaints) == (0, "ended; the run itself continues\n", "")
 
 
 def test_a_port_that_cannot_be_had_is_bad_input(tmp_path, comparison):
