@@ -353,7 +353,7 @@ def test_results_that_cannot_be_written_are_written_by_a_resume(name, reason, wh
             run(InlineGrid(client_app, CLIENTS, config.run_config()), config)
     (folder,) = tmp_path.iterdir()
     assert str(refused.value) == (
-        f"the results cannot be written to {folder} ({reason}); make room there, then go on with --resume {folder}"
+        f"the results cannot be written to {folder} ({reason}); make room there, then continue with --resume {folder}"
     )
     assert not list((folder / "models").rglob("*"))
     assert (folder / "summary.json").exists() and not is_finished(folder)
@@ -406,7 +406,7 @@ def test_a_folder_of_results_can_be_moved_and_what_a_killed_process_left_there_g
     (folder / "checkpoints").rmdir()  # nothing but the user's file was left in it
     assert kept(folder) == whole("heurfedamp", {})
     assert not list(folder.rglob(".*"))
-    assert f"may not come to the same bits: numpy was 1.0 and is {np.__version__}" in caplog.text
+    assert f"its results may differ in their last bits: numpy was 1.0 and is {np.__version__}" in caplog.text
 
 
 def test_a_run_that_was_cut_short_before_anything_was_saved_begins_again(whole, tmp_path, caplog) -> None:
@@ -422,7 +422,7 @@ def test_a_run_that_was_cut_short_before_anything_was_saved_begins_again(whole, 
         run(Unnoticed(config, CLIENTS + 1), config)
     config = config_of(tmp_path, "local", resume=str(tmp_path.with_name("copy")))
     results = run(InlineGrid(client_app, CLIENTS, config.run_config()), config).path
-    assert "nothing was saved before the run was cut short: it begins again with its first round" in caplog.text
+    assert "nothing was saved before the run was interrupted: it starts again with its first round" in caplog.text
     assert kept(results) == whole("local", {})
 
 

@@ -378,7 +378,7 @@ def test_a_table_without_rounds_is_bad_input(tmp_path):
 
 def test_a_folder_that_is_not_there_is_bad_input(tmp_path):
     for command in ("report", "watch"):
-        assert "is no folder" in one_line([command, str(tmp_path / "nowhere")])
+        assert "is not a folder" in one_line([command, str(tmp_path / "nowhere")])
 
 
 # --- Safe and small -------------------------------------------------------------------------------------
