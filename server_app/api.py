@@ -64,9 +64,9 @@ def run(
         "inline": in this process. "flower": in Flower's simulation engine, clients in parallel; call it from the main
         thread.
     cpus_per_client : int
-        CPUs of each client that is at work.
+        CPUs for each client while it works.
     gpus_per_client : float
-        Fraction of a GPU of each client that is at work ("flower").
+        Fraction of a GPU for each client while it works ("flower").
     progress : bool
         Whether to print lines of progress; if not, only problems are shown, as warnings.
     **settings

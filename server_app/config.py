@@ -1,4 +1,4 @@
-"""The settings of a run: those of the run itself, written here, and those of the methods, each written there.
+"""The settings of a run: its own are written here, those of a method in the method's file.
 
 A setting is written in kebab-case everywhere outside Python (`--set local-epochs=1`,
 `flwr run . --run-config "local-epochs=1"`, [tool.flwr.app.config] in pyproject.toml) and in

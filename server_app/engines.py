@@ -30,9 +30,9 @@ class Engine:
     name : str
         "inline": in this process, one after another. "flower": in Flower's simulation engine, in parallel.
     cpus_per_client : int
-        CPUs of each client that is at work.
+        CPUs for each client while it works.
     gpus_per_client : float
-        Fraction of a GPU of each client that is at work; 0 with "inline", where the setting `device` decides.
+        Fraction of a GPU for each client while it works; 0 with "inline", where the setting `device` decides.
 
     Raises
     ------

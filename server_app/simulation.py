@@ -77,7 +77,7 @@ def run_simulation(
     num_clients : int
         Clients to simulate.
     cpus_per_client, gpus_per_client : int, float
-        Resources of each client that is at work; as many clients work at a time as the machine has resources for.
+        Resources for each client while it works; as many clients work at a time as the machine has resources for.
     on_line : callable
         Called with each line to show: progress, warnings, errors.
 

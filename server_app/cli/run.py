@@ -43,9 +43,9 @@ EngineChoice = Annotated[
         "engine", "NAME", "flower (default): Flower's simulation engine, clients in parallel. inline: in this process."
     ),
 ]
-CpusPerClient = Annotated[int, option("cpus-per-client", "N", "CPUs of each client that is at work (default 1).")]
+CpusPerClient = Annotated[int, option("cpus-per-client", "N", "CPUs for each client while it works (default 1).")]
 GpusPerClient = Annotated[
-    float, option("gpus-per-client", "SHARE", "Share of a GPU of each client that is at work (flower; default 0).")
+    float, option("gpus-per-client", "SHARE", "Share of a GPU for each client while it works (flower; default 0).")
 ]
 
 

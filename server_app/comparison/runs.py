@@ -99,7 +99,7 @@ def carry_out(
             code = 1
             reason = " ".join(outcome.reason.split())
             if how == "resumed":
-                reason += f"; to start it anew, remove {folder}"
+                reason += f"; to start it again, remove {folder}"
             say(f"{head}: failed, {reason}")
             run |= {"how": "failed", "reason": reason}
         runs[name].append(run)

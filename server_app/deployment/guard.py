@@ -5,7 +5,7 @@ Flower reads a whole request before it checks who sent it. Here the head of a re
 - `Guard`, an ASGI middleware, limits which requests pass, how large their bodies are and how many are held at once;
 - `Connection`, a connection of uvicorn's, limits a head's size and time, and the number of connections.
 
-Honest requests pass unchanged. Where there is no room they wait; a SuperNode that is cut off tries again by itself.
+Honest requests pass unchanged. Where there is no room they wait; a SuperNode that is cut off tries again.
 """
 
 from __future__ import annotations
