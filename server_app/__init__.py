@@ -1,1 +1,1 @@
-"""The server's side of the application: settings, the run, its results, and the command line."""
+"""The server's side of the application: settings, runs, results and the command line."""

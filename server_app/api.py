@@ -1,4 +1,4 @@
-"""The Python entrance: `kindred.run` and `kindred.compare`, as short as the commands of these names."""
+"""The Python interface: `kindred.run` and `kindred.compare`, like the commands of these names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .run_log import RunFailed
 from .run_result import RunResult
 from .runs import compare_methods, run_methods
 
-# Arguments that have a plainer name than their setting.
+# Arguments whose names differ from their settings'.
 SETTINGS = {"method": "strategy", "clients": "num-clients", "rounds": "num-rounds", "output": "output-dir"}
 
 
@@ -49,26 +49,26 @@ def run(
     data : str or path
         A dataset's name, or an .npz file with x_train, y_train, x_test and y_test.
     clients : int
-        Clients among whom the data are divided.
+        Number of clients among which the data are divided.
     rounds : int
         Rounds of training.
     seed : int
-        Seed of everything random.
+        Seed of all random draws.
     partition : str
         How clients' data differ.
     output : path
-        Folder in which the run makes a folder of its own; by default "results".
+        Folder in which the run makes its own folder; by default "results".
     resume : path
-        The folder of a run that was cut short, to go on with.
+        Folder of an interrupted run, to continue.
     engine : str
-        "inline": in this process. "flower": in Flower's simulation engine, clients in parallel; to be called in the
-        main thread.
+        "inline": in this process. "flower": in Flower's simulation engine, clients in parallel; call it from the main
+        thread.
     cpus_per_client : int
-        CPUs that a client at work has.
+        CPUs for each client while it works.
     gpus_per_client : float
-        Share of a GPU that a client at work has ("flower").
+        Fraction of a GPU for each client while it works ("flower").
     progress : bool
-        Whether to print the lines of progress; without them, what goes wrong is a warning.
+        Whether to print lines of progress; if not, only problems are shown, as warnings.
     **settings
         Any other setting of docs/configuration.md by its name in snake_case: sigma=1.0, local_epochs=1.
 
@@ -79,9 +79,9 @@ def run(
     Raises
     ------
     ConfigError, DataError
-        A setting that there is not, a value out of its range, data that cannot be used; the text is one line.
+        A setting does not exist, a value is out of its range, or data cannot be used; the text is one line.
     RunFailed
-        The run did not come to its end.
+        The run did not finish.
     """
     given = _given(
         {
@@ -113,35 +113,35 @@ def compare(
     progress: bool = True,
     **settings: Any,
 ) -> ComparisonResult:
-    """Run methods with the same data and seeds; what is in the folder of the runs is not run again.
+    """Run methods with the same data and seeds; finished runs in the output folder are not repeated.
 
     Parameters
     ----------
     methods : sequence of str, or mapping
-        The methods; or name -> settings of this method alone, where "method" says which one a name of your own is:
+        The methods; or name -> settings of this method alone. "method" names the method if the name is your own:
         {"fedavg": {}, "narrow": {"method": "fedamp", "sigma": 0.1}}. By default the preset's.
     seeds : sequence of int
-        Each of a run of every method; by default the preset's, else 0.
+        Every method runs once with each seed; by default the preset's, else 0.
     preset : str
         A paper's settings and numbers; `kindred presets` lists them.
     reference : str
         The method that the others are tested against; by default the first.
     scale : float
-        The part of the rounds and of the images a client that is taken, for a small machine: above 0, at most 1.
+        Fraction of the rounds and of each client's images that is used, for a small machine: above 0, at most 1.
     data, clients, rounds, partition, output, engine, cpus_per_client, gpus_per_client, progress, **settings
-        As of `run`.
+        As in `run`.
 
     Returns
     -------
     ComparisonResult
-        Also where some of the runs failed, which its `failed` names.
+        Its `failed` names the runs that failed, if only some did.
 
     Raises
     ------
     ConfigError, DataError
-        A setting that there is not, a value out of its range, data that cannot be used; the text is one line.
+        A setting does not exist, a value is out of its range, or data cannot be used; the text is one line.
     RunFailed
-        None of the runs came to its end.
+        None of the runs finished.
     OSError
         The files of the comparison cannot be written.
     """
@@ -161,14 +161,14 @@ def compare(
     )  # fmt: skip
     result.save()
     if code >= 128:
-        raise KeyboardInterrupt(f"the same call goes on; what there is by now is in {result.folder}")
+        raise KeyboardInterrupt(f"interrupted; the same call continues, results so far are in {result.folder}")
     if result.failed and not result.runs:
         raise RunFailed(code, next(iter(result.failed.values())))
     return result
 
 
 def _data(data: Any) -> dict[str, Any]:
-    """Return the settings that say which data they are."""
+    """Return the settings that select the data."""
     if data is None or isinstance(data, str) and (data in DATASETS or not data.endswith(".npz")):
         return {"dataset": data}
     if isinstance(data, str | os.PathLike):
@@ -177,7 +177,7 @@ def _data(data: Any) -> dict[str, Any]:
 
 
 def _given(named: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings, kebab-case, from arguments; a named one that is None is not given."""
+    """Return settings, kebab-case, from arguments; a named argument of None counts as not given."""
     given: dict[str, Any] = {}
     for name, value in [*((name, each) for name, each in named.items() if each is not None), *settings.items()]:
         key = SETTINGS.get(name, kebab(name))
@@ -188,7 +188,7 @@ def _given(named: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, A
 
 
 def _plain(value: Any) -> Any:
-    """Return numbers of numpy as Python's, and paths as texts."""
+    """Return a NumPy number as a Python number and a path as text; other values unchanged."""
     if isinstance(value, np.generic):
         return value.item()
     return os.fspath(value) if isinstance(value, os.PathLike) else value
@@ -203,7 +203,7 @@ def _command(
     reference: str,
     scale: float,
 ) -> list[str]:
-    """Return the words of the command that does the same."""
+    """Return the words of the equivalent command."""
 
     def text(value: Any) -> str:
         return str(value).lower() if isinstance(value, bool) else str(value)
@@ -223,6 +223,6 @@ def _printed(line: str) -> None:
 
 
 def _warned(line: str) -> None:
-    """Have what goes wrong be a warning, and leave out all other lines."""
+    """Turn lines about problems into warnings, and drop all other lines."""
     if line.startswith(("warning: ", "error: ", "critical: ")) or ": failed, " in line:
         warnings.warn(line, stacklevel=2)

@@ -34,7 +34,7 @@ else:
 
 CLIENT_APP = "kindred.client_app.app:app"  # as in pyproject.toml
 
-# The folders of the results for what clients have kept on this disk, in a simulation.
+# Folders of the results for the files that simulated clients have kept on this disk.
 KEPT = {"models": MODEL, "mixtures": MIXTURE}
 
 app = ServerApp()
@@ -42,7 +42,7 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Run what the run config says."""
+    """Run with the settings of the run config."""
     run(grid, Config.from_run_config(context.run_config))
 
 
@@ -53,7 +53,7 @@ def run_inline(config: Config, threads: int = 1) -> RunFolder:
     ----------
     config : Config
     threads : int
-        Threads that PyTorch computes with.
+        Number of PyTorch's threads.
 
     Returns
     -------
@@ -70,8 +70,8 @@ def run(grid: Grid, config: Config) -> RunFolder:
     Raises
     ------
     ConfigError, DataError
-        The settings cannot be used; nothing has been sent or written then. Or the results cannot be written; the run
-        can be gone on with then.
+        The settings cannot be used: nothing has been sent or written. Or the results cannot be written: the run can
+        be resumed.
     """
     federation = load_clients(config.run_config())
     strategy, initial_arrays = prepare(config, federation)
@@ -83,7 +83,7 @@ def run(grid: Grid, config: Config) -> RunFolder:
 
 
 def prepare(config: Config, federation: Federation | Sites) -> tuple[PersonalizedStrategy, ArrayRecord]:
-    """The strategy of a run, and what it starts from.
+    """Return the strategy of a run and its initial arrays.
 
     Raises
     ------
@@ -123,20 +123,20 @@ def _train(
 ) -> None:
     checkpoints = folder.checkpoints()
     if config.resume and (checkpoints is None or checkpoints.oldest is None):
-        log(INFO, "kindred: nothing was saved before the run was cut short: it begins again with its first round")
+        log(INFO, "kindred: nothing was saved before the run was interrupted: it starts again with its first round")
     if config.checkpoint_every:
-        log(INFO, "kindred: writing to %s, the folder to resume should the run be cut short", folder.path)
+        log(INFO, "kindred: writing to %s; resume with this folder if the run is interrupted", folder.path)
 
     def on_round(server_round: int) -> None:
         if server_round == strategy.first_round and isinstance(federation, Federation):
-            _tell_who_is_missing(strategy, federation)
+            _report_missing_clients(strategy, federation)
         try:
             folder.record_round(strategy)
         except OSError as error:
             log(
                 WARNING,
-                "kindred: the results of round %d cannot be written to %s (%s): the run goes on, and writes "
-                "what the tables lack after the next round",
+                "kindred: the results of round %d cannot be written to %s (%s): the run continues, and "
+                "writes the missing lines after the next round",
                 server_round,
                 folder.path,
                 error.strerror or error,
@@ -156,13 +156,13 @@ def _train(
     except NotResumable as error:
         raise ConfigError(f"resume is {config.resume!r}: {error}") from None
     except BaseException:
-        if not strategy.history.rounds and not config.resume:  # nothing happened that would be worth a folder
+        if not strategy.history.rounds and not config.resume:  # nothing happened that needs a folder
             shutil.rmtree(folder.path, ignore_errors=True)
         raise
-    # Models that never travelled are still on this disk, if the clients are.
+    # Models that were never sent are still on this disk, if the clients are simulated here.
     local = strategy.clients_keep_state and simulated(grid)
     kept = {name: saved_files(strategy.run_id, file) for name, file in KEPT.items()} if local else {}
-    network_of = getattr(strategy, "networks", {})  # where the server knows models of several
+    network_of = getattr(strategy, "networks", {})  # set where the server keeps models of several networks
     network, *_ = network_names(config.model, federation.image_shape)
     try:
         folder.finish(
@@ -175,7 +175,7 @@ def _train(
         saved = checkpoints is not None and checkpoints.oldest is not None
         raise ConfigError(
             f"the results cannot be written to {folder.path} ({error.strerror or error}); make room there, then "
-            + (f"go on with --resume {folder.path}" if saved else "begin the run anew: nothing of it was saved")
+            + (f"continue with --resume {folder.path}" if saved else "start the run again: nothing of it was saved")
         ) from None
     if local:
         end_simulation(strategy.run_id)
@@ -183,7 +183,7 @@ def _train(
 
 
 def images_of(config: Config, federation: Federation | Sites) -> str | None:
-    """What says which images a run has, public ones where it needs them; None where sites have data of their own."""
+    """Return the text that identifies a run's images, with public ones if needed; None if sites have their own data."""
     if not isinstance(federation, Federation):
         return None
     if not REGISTRY[config.strategy].needs_public_set:
@@ -192,21 +192,21 @@ def images_of(config: Config, federation: Federation | Sites) -> str | None:
 
 
 def check_data_and_models(config: Config, federation: Federation | Sites) -> None:
-    """Find out whether a method can work with these data and networks.
+    """Check that a method can work with these data and networks.
 
     Raises
     ------
     ConfigError, DataError
-        What keeps it from doing so.
+        It cannot; the text says why.
     """
     method = REGISTRY[config.strategy]
     if len(asked := parse_models(config.model)) > 1 and not method.mixed_networks:
         raise ConfigError(
-            f"model is {config.model!r}, allowed with {config.strategy}: one network, for its models are combined"
+            f"model is {config.model!r}, allowed with {config.strategy}: one network, because its models are combined"
         )
     try:
         names = network_names(config.model, federation.image_shape)
-        if asked == names:  # the network that auto stands for fits, and PyTorch takes a second to import
+        if asked == names:  # not for auto, whose network fits: importing PyTorch takes a second
             for name in names:
                 make_model(name, federation.image_shape, federation.num_classes, config.seed)
         if "head_layers" in method:
@@ -222,7 +222,7 @@ def check_data_and_models(config: Config, federation: Federation | Sites) -> Non
 
 
 def needed_by(config: Config, federation: Federation | Sites) -> dict[str, Any]:
-    """The arguments that a method's strategy cannot do without, besides settings: networks and public images."""
+    """Return the arguments that a strategy needs in addition to settings: networks and public images."""
     if not REGISTRY[config.strategy].distils:
         return {}
     models = {
@@ -233,12 +233,12 @@ def needed_by(config: Config, federation: Federation | Sites) -> dict[str, Any]:
 
 
 def public_images(config: Config, federation: Federation | Sites) -> torch.Tensor:
-    """The public images that the server itself works with; where sites have the data, those of the run's public-data.
+    """Return the public images that the server itself uses; if sites have the data, those of the run's public-data.
 
     Raises
     ------
     ConfigError, DataError
-        There are none, or they cannot be used.
+        There are no public images, or they cannot be used.
     """
     if isinstance(federation, Federation):
         return federation.public_set()
@@ -254,18 +254,18 @@ def public_images(config: Config, federation: Federation | Sites) -> torch.Tenso
 
 
 def make_strategy(config: Config, **given: Any) -> PersonalizedStrategy:
-    """The strategy that the settings name, with its own settings among them.
+    """Return the strategy that the settings name, with its own settings.
 
     Parameters
     ----------
     config : Config
     **given
-        More of its arguments.
+        Further arguments of the strategy.
 
     Raises
     ------
     ConfigError
-        A setting that this method does not take.
+        The method does not accept one of the settings.
     """
     method = REGISTRY[config.strategy]
     if method.name != config.strategy:
@@ -297,12 +297,12 @@ def _local_settings(config: Config) -> ConfigRecord:
     return ConfigRecord({each.key: getattr(config, each.name) for each in TRAINING})
 
 
-def _tell_who_is_missing(strategy: PersonalizedStrategy, federation: Federation) -> None:
+def _report_missing_clients(strategy: PersonalizedStrategy, federation: Federation) -> None:
     here, all_of_them = len(strategy.clients()) + len(strategy.history.left_out), federation.num_clients
     if here < all_of_them:
         log(
             INFO,
-            "kindred: %d of the federation's %d clients are here; for all of them in a simulation: "
+            "kindred: %d of the federation's %d clients are connected; to simulate all of them: "
             "flwr run . --stream --federation-config 'num-supernodes=%d client-resources-num-cpus=1'",
             here,
             all_of_them,

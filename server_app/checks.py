@@ -1,4 +1,4 @@
-"""What would keep a run from working on this machine, found out before the run starts."""
+"""Check before a run starts that it can work on this machine."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .engines import Engine
 
 
 def check(configs: Iterable[Config], engine: Engine) -> None:
-    """Find out what would keep runs from working, before any of them starts.
+    """Check that runs can work, before any of them starts.
 
     Raises
     ------
     ConfigError, DataError
-        What it is.
+        A run cannot work; the text says why.
     """
     for config in configs:
         check_machine(config, engine)
@@ -32,7 +32,7 @@ def check(configs: Iterable[Config], engine: Engine) -> None:
 
 
 def check_machine(config: Config, engine: Engine) -> None:
-    """Find out what keeps any method from working with these settings on this machine: see `check`."""
+    """Check the settings, for any method, against this machine; raise as `check` does."""
     for key, value in config.run_config().items():
         if isinstance(value, str) and re.search(r"[\x00-\x1f\x7f\ud800-\udfff]", value):
             raise ConfigError(f"{key} is {value!r}, allowed: text in UTF-8 without control characters")
@@ -54,7 +54,7 @@ def check_machine(config: Config, engine: Engine) -> None:
 
 
 def check_method(config: Config) -> None:
-    """Find out what keeps the method from working with these data: see `check`."""
+    """Check that the method can work with these data; raise as `check` does."""
     federation = load_federation(config.run_config())
     check_data_and_models(config, federation)
     if make_strategy(config, **needed_by(config, federation)).clients_keep_state:
@@ -69,14 +69,16 @@ def _check_gpus(config: Config, engine: Engine) -> None:
     asked = "device is 'cuda'" if config.device == "cuda" else f"--gpus-per-client is {engine.gpus_per_client:g}"
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if gpus == 0:
-        raise ConfigError(f"{asked}, but PyTorch finds no GPU here; allowed: device cpu or auto, --gpus-per-client 0")
+        raise ConfigError(f"{asked}, but PyTorch finds no GPU here, allowed: device cpu or auto, --gpus-per-client 0")
     if not (0 <= engine.gpus_per_client <= 1 or engine.gpus_per_client in range(gpus + 1)):
         raise ConfigError(
-            f"--gpus-per-client is {engine.gpus_per_client:g}, allowed: 0 to 1, or a whole number of this "
-            f"machine's GPUs, of which there are {gpus}"
+            f"--gpus-per-client is {engine.gpus_per_client:g}, allowed: 0 to 1, or a whole number up to "
+            f"{gpus}, the GPUs of this machine"
         )
     if engine.name == "flower" and engine.gpus_per_client == 0:
-        raise ConfigError(f"{asked}, but --gpus-per-client is 0: say which share of a GPU a client gets, such as 0.25")
+        raise ConfigError(
+            f"{asked}, but --gpus-per-client is 0: set the fraction of a GPU that a client gets, such as 0.25"
+        )
 
 
 def _check_folder(what: str, folder: str | Path, remedy: str) -> None:

@@ -1,8 +1,8 @@
-"""The settings of a run: its own, written here, and those of the methods, each written with its method.
+"""The settings of a run: its own are written here, those of a method in the method's file.
 
 A setting is written in kebab-case everywhere outside Python (`--set local-epochs=1`,
 `flwr run . --run-config "local-epochs=1"`, [tool.flwr.app.config] in pyproject.toml) and in
-snake_case inside. `python -m kindred.server_app.config --write` brings docs/configuration.md, the README's table of
+snake_case in Python. `python -m kindred.server_app.config --write` brings docs/configuration.md, the README's table of
 methods and pyproject.toml up to date; without `--write` it prints the table of settings.
 """
 
@@ -51,14 +51,15 @@ from kindred.settings import (
 )
 
 OWN_DEFAULT = "default"
-"""The default of a setting that methods share and have different defaults for: each method's own."""
+"""Default of a setting that several methods have with different defaults: each method uses its own."""
 
 
 class ConfigError(ValueError):
-    """A setting that cannot be used; its text is one line that says what to change."""
+    """Error about a setting that cannot be used; its text is one line that says what to change."""
 
 
 def registered(registry: Registry[Any], command: str) -> Range:
+    """Return the range of the names in a registry, which `kindred COMMAND` lists."""
     names = one_of(*registry)
     return Range(f"one of {names.words}", names.holds, f"a name that `kindred {command}` lists")
 
@@ -75,17 +76,17 @@ def _are_models(value: str) -> bool:
 
 
 def setting(default: Any, allowed: Range, meaning: str) -> Any:
-    """Return a field for a setting of the run alone; its name is the field's."""
+    """Return a field for a setting of the run itself; the setting has the field's name."""
     return of(Setting("", default, allowed, meaning))
 
 
 def of(known: Setting, methods: Mapping[Setting, list[str]] | None = None) -> Any:
-    """Return a field for a setting that others know too; those that are methods' own: with the titles of these."""
+    """Return a field for a setting that is written elsewhere; for methods' settings with these methods' titles."""
     return field(default=known.default, metadata={"setting": known, "methods": methods or {known: []}})
 
 
 def with_settings_of_methods(cls: type) -> type:
-    """Add a field for each name of our own methods' settings, and put it before `method_settings`."""
+    """Add a field for each name among our own methods' settings, and put it before `method_settings`."""
     found: dict[str, dict[Setting, list[str]]] = {}
     for method in (REGISTRY[name] for name in REGISTRY.own):
         for each in method.settings:
@@ -101,7 +102,7 @@ def with_settings_of_methods(cls: type) -> type:
 
 
 def shared(settings: Sequence[Setting]) -> Setting:
-    """Return one setting for all of a name: it takes what any method takes, and the method checks it again."""
+    """Return one setting for all of one name: it accepts what any method accepts; the method checks again."""
     if len(settings) == 1:
         return settings[0]
     defaults = {json.dumps(each.default) for each in settings}
@@ -134,60 +135,62 @@ class Config:
     Raises
     ------
     ConfigError
-        A value of another type than the default's, or out of its range.
+        A value has another type than the default, or is out of its range.
     """
 
     strategy: str = setting("heurfedamp", registered(REGISTRY, "strategies"), "the method")
     seed: int = of(SEED)
     num_rounds: int = setting(15, at_least(1), "rounds of training")
-    output_dir: str = setting("results", ANY_TEXT, "folder under which each run makes a folder of its own")
+    output_dir: str = setting("results", ANY_TEXT, "folder in which each run makes its own folder")
     resume: str = setting(
-        "", ANY_TEXT, "folder of a run that was not finished, to go on with; all other settings must be its own"
+        "", ANY_TEXT, "folder of an unfinished run to continue; all other settings must be those of that run"
     )
     checkpoint_every: int = setting(
-        1, at_least(0), "rounds after which the state is saved, to go on from when the run is cut short; 0: never"
+        1, at_least(0), "rounds between checkpoints, from which an interrupted run is resumed; 0: none"
     )
-    keep_checkpoints: int = setting(2, at_least(1), "how many of the last states are kept")
+    keep_checkpoints: int = setting(2, at_least(1), "number of the latest checkpoints that are kept")
 
-    dataset: str = setting("digits", registered(DATASETS, "datasets"), "the images")
+    dataset: str = setting("digits", registered(DATASETS, "datasets"), "dataset of images")
     data_dir: str = setting("", ANY_TEXT, "folder (or .npz file) of the dataset; digits needs none")
-    image_shape: str = setting("", ANY_TEXT, "sites: channels x height x width that every site's images have: 1x28x28")
-    num_classes: int = setting(0, at_least(0), "sites: how many classes there are")
-    class_names: str = setting("", ANY_TEXT, "sites: the classes in order, separated by commas, where data have names")
-    input_mean: float = setting(0.5, within(-1e6, 1e6), "sites: taken off the images' numbers (bytes count as 0 to 1)")
-    input_deviation: float = setting(0.5, above(0), "sites: what the images' numbers are then divided by")
+    image_shape: str = setting("", ANY_TEXT, "sites: channels x height x width of every site's images: 1x28x28")
+    num_classes: int = setting(0, at_least(0), "sites: number of classes")
+    class_names: str = setting("", ANY_TEXT, "sites: class names in order, separated by commas, if data have names")
+    input_mean: float = setting(
+        0.5, within(-1e6, 1e6), "sites: subtracted from all input values (bytes count as 0 to 1)"
+    )
+    input_deviation: float = setting(0.5, above(0), "sites: divisor of all input values after that")
     partition: str = setting("rotated", registered(PARTITIONS, "datasets"), "how clients' data differ")
-    num_clients: int = setting(20, at_least(2), "clients among whom the data are divided")
+    num_clients: int = setting(20, at_least(2), "number of clients among which the data are divided")
     num_groups: int = setting(
         4,
         at_least(1),
-        "groups of like clients, where the partition has groups and no sizes of its own; "
-        "clustered-dirichlet: of classes",
+        "groups of similar clients, if the partition has groups without fixed sizes; "
+        "clustered-dirichlet: groups of classes",
     )
     samples_per_client: int = setting(
         0,
         at_least(0),
-        "training images a client (dirichlet, label-groups, clustered-dirichlet: images for training and test, on "
-        "average); 0: as the partition's paper says, else 40 for digits and at most 500 elsewhere",
+        "training images per client (dirichlet, label-groups, clustered-dirichlet: mean number of images for training "
+        "and test together); 0: as in the partition's paper, else 40 for digits and at most 500 elsewhere",
     )
     with_replacement: bool = setting(
-        False, TRUE_OR_FALSE, "draw images anew when a class is used up, instead of ending with an error"
+        False, TRUE_OR_FALSE, "draw images of a class again when all are used, instead of ending with an error"
     )
 
     dirichlet_alpha: float = setting(
         0.1,
         above(0),
-        "dirichlet, clustered-dirichlet: concentration; the smaller, the more clients' shares of a "
+        "dirichlet, clustered-dirichlet: concentration; the smaller, the more the clients' shares of a "
         "class, or cluster, differ",
     )
     public_data: str = setting(
         "auto",
         ANY_TEXT,
-        "PerFed-CKT: unlabelled images that all clients have; FedDF: that the server has: a dataset, or an .npz file "
+        "unlabelled images that all clients have (PerFed-CKT), or the server (FedDF): a dataset, or an .npz file "
         "with x; auto: images of the dataset that no client has, for cifar10 images of cifar100",
     )
     public_size: int = setting(
-        0, at_least(0), "their number; 0: all of a file, else 2000, of the dataset itself a tenth of it at most"
+        0, at_least(0), "images of public-data; 0: all of a file, else 2000, of the run's own dataset at most a tenth"
     )
 
     model: str = setting(
@@ -197,8 +200,8 @@ class Config:
             _are_models,
             "auto, a name that `kindred datasets` lists, or several separated by commas, smallest first",
         ),
-        "the network; auto: the one for the images' size; of several, where models do not travel, the more images a "
-        "client has the likelier it gets a larger one",
+        "the network; auto: the one for the images' size; several (if models do not travel): the more images a client "
+        "has, the more likely it gets a larger one",
     )
     local_epochs: int = of(LOCAL_EPOCHS)
     local_steps: int = of(LOCAL_STEPS)
@@ -209,16 +212,16 @@ class Config:
     precision: str = of(PRECISION)
     device: str = of(DEVICE)
 
-    fraction_train: float = setting(1.0, A_SHARE, "share of the clients that take part in a round, rounded down")
-    min_train_clients: int = setting(2, at_least(1), "clients that take part in a round at the least")
+    fraction_train: float = setting(1.0, A_SHARE, "fraction of the clients that take part in a round, rounded down")
+    min_train_clients: int = setting(2, at_least(1), "least number of clients that take part in a round")
     min_available_clients: int = setting(
         2,
         at_least(1),
-        "clients that must be able to take part before a round starts, which waits for them; "
-        "those that rest for their strikes count",
+        "clients that must be able to take part; a round waits for them before it starts; "
+        "clients that pause because of their strikes count",
     )
     wait_timeout: float = of(WAIT_TIMEOUT)
-    round_timeout: float = setting(3600.0, above(0), "seconds after which a round ends with those who answered")
+    round_timeout: float = setting(3600.0, above(0), "seconds after which a round ends with the replies so far")
     quorum: float = of(QUORUM)
     grace: float = of(GRACE)
     max_strikes: int = of(MAX_STRIKES)
@@ -228,7 +231,7 @@ class Config:
     method_settings: str = setting(
         "",
         Range("key=value, separated by blanks", _are_assignments),
-        "settings of added methods that are not in this table; `--set key=value` puts them here",
+        "settings of added methods, which are not in this table; `--set key=value` puts them here",
     )
 
     if TYPE_CHECKING:  # the settings of methods
@@ -243,21 +246,21 @@ class Config:
             except ValueError as error:
                 raise ConfigError(f"{error} ({known.kind})") from None
         for key in assigned(self.method_settings):
-            if key not in (added := added_settings()):  # which imports what is installed
+            if key not in (added := added_settings()):  # imports the installed extensions
                 known = ", ".join(added) or "none"
                 raise ConfigError(f"method-settings has {key}, allowed: settings of added methods, {known}")
 
     @classmethod
     def from_run_config(cls, run_config: Mapping[str, Any]) -> Config:
-        """Read a run config with kebab-case keys; keys that are left out have their default.
+        """Return the settings of a run config with kebab-case keys; missing keys have their default.
 
-        Settings of added methods may be among the keys: Flower, which knows the others alone, gets them in
+        The keys may include settings of added methods. Flower knows only the other settings, and gets these in
         `method_settings`.
 
         Raises
         ------
         ConfigError
-            An unknown key, a wrong type or a value out of range.
+            A key is unknown, a type is wrong or a value is out of range.
         """
         values = {SETTINGS[key].name: value for key, value in run_config.items() if key in SETTINGS}
         if others := {key: value for key, value in run_config.items() if key not in SETTINGS}:
@@ -273,16 +276,16 @@ class Config:
         return {key: getattr(self, known.name) for key, known in SETTINGS.items()}
 
     def settings(self) -> dict[str, Any]:
-        """Return all settings by their names in kebab-case, those of added methods, as texts, among them."""
+        """Return all settings by their names in kebab-case, including those of added methods as texts."""
         return self.run_config() | assigned(self.method_settings)
 
     def own_settings(self) -> dict[str, Any]:
-        """Return the arguments of the run's method that are its own settings; those left at its default are not there.
+        """Return the method's own settings as arguments, except those that are left at the method's default.
 
         Raises
         ------
         ConfigError
-            A text of `method_settings` is not what the method takes.
+            The method does not accept a text of `method_settings`.
         """
         own, texts = {}, assigned(self.method_settings)
         for each in REGISTRY[self.strategy].settings:
@@ -294,7 +297,7 @@ class Config:
         return own
 
     def absolute(self) -> Config:
-        """Return the same, with paths that do not depend on the working directory."""
+        """Return the same settings with paths that do not depend on the working directory."""
 
         def whole(path: str) -> str:
             return os.path.abspath(os.path.expanduser(path)) if path else ""
@@ -310,31 +313,31 @@ class Config:
 SETTINGS: dict[str, Setting] = {
     kebab(each.name): replace(each.metadata["setting"], name=each.name) for each in fields(Config)
 }
-"""Every setting of a run by its name in kebab-case. Of methods' settings that share a name: one that takes all."""
+"""Every setting of a run by its name in kebab-case. If methods share a name: one that accepts all their values."""
 
 
 def assigned(text: str) -> dict[str, str]:
-    """Return the settings written as `method_settings` are."""
+    """Return key -> value of a text in the form of `method_settings`."""
     return {key: value for key, _, value in (word.partition("=") for word in text.split())}
 
 
 def added_settings() -> dict[str, Setting]:
-    """Return the settings of all methods that are no fields of Config, by their names in kebab-case."""
+    """Return the methods' settings that are not fields of Config, by their names in kebab-case."""
     found = (each for method in REGISTRY.values() for each in method.settings)
     return {each.key: each for each in found if each.key not in SETTINGS}
 
 
 def unknown_setting(key: str, known: tuple[str, ...]) -> str:
-    """Return what to say of a setting that does not exist."""
+    """Return the error text for a setting that does not exist."""
     meant = meant_by(key, known)
     return f"unknown setting {key}; " + (f"did you mean {meant}?" if meant else f"known: {', '.join(known)}")
 
 
-# --- What documents and pyproject.toml say of settings -------------------------------------------------
+# --- Settings in the documents and in pyproject.toml ---------------------------------------------------
 
 
 def table() -> str:
-    """Return the settings as a Markdown table, a line each."""
+    """Return the settings as a Markdown table, one line per setting."""
     lines = ["| setting | type | default | allowed | meaning |", "|---|---|---|---|---|"]
     for spec in fields(Config):
         for each, methods in spec.metadata["methods"].items():

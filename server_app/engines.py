@@ -1,4 +1,4 @@
-"""Where the clients of a run work: in this process, or in Flower's simulation engine; a run in either."""
+"""Engines: a run's clients work in this process or in Flower's simulation engine."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ NAMES = ("inline", "flower")
 
 @dataclass(frozen=True)
 class Engine:
-    """Where the clients of a run work.
+    """The engine in which the clients of a run work.
 
     Attributes
     ----------
     name : str
         "inline": in this process, one after another. "flower": in Flower's simulation engine, in parallel.
     cpus_per_client : int
-        CPUs that a client at work has.
+        CPUs for each client while it works.
     gpus_per_client : float
-        Share of a GPU that a client at work has; 0 with "inline", where the setting `device` decides.
+        Fraction of a GPU for each client while it works; 0 with "inline", where the setting `device` decides.
 
     Raises
     ------
@@ -50,7 +50,7 @@ class Engine:
 
 
 def execute(config: Config, engine: Engine, on_line: Callable[[str], None]) -> Outcome:
-    """Run what the settings say, or go on with it; `on_line` is called with each line that is worth showing."""
+    """Start or resume the run of these settings; call `on_line` with each line to show."""
     if engine.name == "inline":
         return _run_here(config, engine.cpus_per_client, on_line)
     return run_simulation(
@@ -63,7 +63,7 @@ def execute(config: Config, engine: Engine, on_line: Callable[[str], None]) -> O
 
 
 def _run_here(config: Config, threads: int, on_line: Callable[[str], None]) -> Outcome:
-    """Run in this process, with PyTorch on so many threads; `log.txt` is in the folder of the results."""
+    """Run in this process, with `threads` threads of PyTorch; write `log.txt` into the folder of the results."""
     file = io.StringIO()
     log = Log(file, on_line)
     threads_before = torch.get_num_threads()
@@ -74,9 +74,9 @@ def _run_here(config: Config, threads: int, on_line: Callable[[str], None]) -> O
             return Outcome(2, str(error), log.results)
         except KeyboardInterrupt:
             return Outcome(130, "ended by SIGINT", log.results)
-        except Exception as error:  # as of a run in Flower's engine: a line, and the log with the rest
+        except Exception as error:  # as in Flower's engine: a line as the reason, the rest in the log
             reason = f"{type(error).__name__}: {error}"
-            with suppress(OSError):  # the reason matters more
+            with suppress(OSError):  # the reason is more important than the log
                 reason += f" (log: {keep_log(f'{file.getvalue()}{traceback.format_exc()}')})"
             return Outcome(1, reason, log.results, error)
         finally:
@@ -84,14 +84,14 @@ def _run_here(config: Config, threads: int, on_line: Callable[[str], None]) -> O
     path = results / "log.txt"
     try:
         path.write_text(file.getvalue(), encoding="utf-8")
-    except OSError as error:  # nothing depends on it
+    except OSError as error:  # nothing depends on the log
         on_line(f"warning: {path} cannot be written ({error.strerror})")
     return Outcome(0, "", results)
 
 
 @contextmanager
 def _flower_logs_to(add: Callable[[str], None]) -> Iterator[None]:
-    """Have Flower's logger hand over its lines, in the form in which it prints them, and do nothing else."""
+    """Pass the lines of Flower's logger to `add`, in the form in which it prints them, and nowhere else."""
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:

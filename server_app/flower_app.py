@@ -1,7 +1,7 @@
-"""The Flower app of the installed package: a pyproject.toml that names the two components, and no code.
+"""The Flower app of the installed package: a pyproject.toml that names the two components, without code.
 
-`flwr run` ships a folder and runs what its pyproject.toml names. The components are those of the installed package,
-so that a run needs no clone, and each machine runs the code that is installed there.
+`flwr run` sends a folder and runs the components that its pyproject.toml names. These are the ones of the installed
+package. So a run needs no clone, and each machine runs the code that is installed there.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from kindred.versions import DISTRIBUTION, VERSION
 if TYPE_CHECKING:
     from kindred.server_app import config
 else:
-    config = lazy("kindred.server_app.config")  # imports all methods, which `kindred --help` does without
+    config = lazy("kindred.server_app.config")  # imports all methods, which `kindred --help` does not need
 
-CONNECTION = "kindred"  # the name of the SuperLink in the config.toml of an FLWR_HOME of ours
+CONNECTION = "kindred"  # the SuperLink's name in config.toml of our FLWR_HOME
 PYPROJECT = """[project]
 name = {name}
 version = {version}
@@ -39,7 +39,7 @@ clientapp = "kindred.client_app.app:app"
 
 
 def write_flower_app(folder: Path) -> Path:
-    """Write the app into a folder, which is made where there is none, and return the folder."""
+    """Write the app into a folder, which is made if it is missing, and return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     text = PYPROJECT.format(
         name=json.dumps(DISTRIBUTION), version=json.dumps(VERSION), settings=toml(config.Config().run_config())
@@ -49,12 +49,12 @@ def write_flower_app(folder: Path) -> Path:
 
 
 def toml(values: Mapping[str, Any]) -> str:
-    """Write bools, ints, finite floats and texts as TOML."""
+    """Return bools, ints, finite floats and texts as TOML."""
     lines = []
     for key, value in values.items():
         if isinstance(value, bool):
             text = str(value).lower()
-        elif isinstance(value, str):  # JSON's escapes are TOML's, but for DEL, which TOML wants escaped too
+        elif isinstance(value, str):  # TOML has JSON's escapes, and also requires DEL to be escaped
             text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
         else:
             text = repr(value)

@@ -1,4 +1,4 @@
-"""Processes that a command starts: marked, so that they are found and killed with all that they started.
+"""Mark the processes that a command starts, and find and kill them with all that they started.
 
 A signal becomes an exception, so that the command ends its processes before it ends itself.
 """
@@ -16,8 +16,8 @@ import psutil
 MARK = "KINDRED_RUN"  # an environment variable that every process of a run inherits
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-# Begins what a process of ours runs: should ours, its first argument, be killed, it sees to the end of what it started,
-# and of itself.
+# First part of the code of a process that we start. If our process, whose id is its first argument, is killed, it kills
+# all that it started, and ends itself.
 END_WITH_PARENT = """
 import os, sys, threading, time
 import psutil
@@ -47,7 +47,7 @@ class _Signals:
 
 @contextmanager
 def signals_as_exceptions() -> Iterator[_Signals]:
-    """Raise `Signalled` at a signal, as long as signals are heeded; what is ignored, as by nohup, stays so."""
+    """Raise `Signalled` at a signal while `heeded` is true; ignored signals (as under nohup) stay ignored."""
     signals = _Signals()
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -68,8 +68,8 @@ def signals_as_exceptions() -> Iterator[_Signals]:
 def kill_processes(mark: str) -> None:
     """Kill every process of the run and wait until there is none.
 
-    All are stopped before: none is to start another unseen. Those killed are remembered: one that takes its
-    time to end has lost the parent it was found by.
+    All are stopped first, so that none can start another one unseen. Killed processes are remembered: one that is slow
+    to end has lost the parent by which it was found.
     """
     deadline = time.monotonic() + 15
     killed: set[psutil.Process] = set()
@@ -89,9 +89,9 @@ def kill_processes(mark: str) -> None:
 
 
 def marked_processes(mark: str, known: Collection[psutil.Process] = ()) -> set[psutil.Process]:
-    """Those that run of the known processes and of all that have the mark, and what they started.
+    """Return the running processes among `known` and those with the mark, and all that they started.
 
-    Ray's actors write over their environment.
+    Processes are also found by their parents, because Ray's actors overwrite their environment, and so the mark.
     """
     alive: dict[int, psutil.Process] = {}
     parents: dict[int, int] = {}

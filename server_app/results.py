@@ -1,23 +1,23 @@
-"""What a run leaves behind: one folder, complete once it holds summary.json and no checkpoint any more.
+"""The results of a run: one folder, complete when it holds summary.json and no checkpoint.
 
     config.json                      settings, seed, true groups, images, versions, platform, start (UTC); written first
     history.csv                      a line per round and client; grows every round
     rounds.csv                       a line per round; grows every round
-    collaboration/round-0003.npz     clients (m,), weights (m, m) float32: whose model counts how much for whom
+    collaboration/round-0003.npz     clients (m,), weights (m, m) float32: weight of each client's model for each client
     models/client-ID.safetensors     each client's personal model, after the last round
     mixtures/client-ID.safetensors   FedeRiCo, FedEM: the models that a client predicts with, and their shares
-    checkpoints/round-0003-SHA256.npz  the state after a round, as long as the run has not been finished
-    clusters.json, clusters.png      Clustered FL: the tree of clusters, and who is in which
+    checkpoints/round-0003-SHA256.npz  the state after a round, until the run is finished
+    clusters.json, clusters.png      Clustered FL: the tree of clusters and the clients in each
     accuracy.png, collaboration.png, partition.png
-    report.html                      all that there is to see, in one page
+    report.html                      all results in one page
     summary.json                     the figures of the whole run; written first when its rounds are over
 
-Pictures and the report show what other files hold: one that cannot be made is a warning and ends nothing.
-A file is written under another name and takes its place only when it is whole, so that whoever reads it,
-or a run that ends in the middle, finds the old or the new one. The two CSV files of a long run are too large
-to be written anew every round: lines are appended, all of a round at once, and taken back if that fails.
-Should the machine itself stop in that moment, the last line may be cut short, without a line end; `read_table`
-leaves such a line out. Accuracies are in [0, 1], an empty cell or null means that nothing was reported.
+Pictures and the report only show the content of other files: if one cannot be made, there is a warning and the run
+continues. A file is written under another name, and renamed only when it is complete. So a reader, or a run that is
+interrupted, finds the old or the new file. In a long run the two CSV files are too large to be rewritten every round:
+all lines of a round are appended at once, and removed if that fails. If the machine itself stops at that moment, the
+last line may be incomplete, without a line end; `read_table` ignores such a line. Accuracies are in [0, 1]; an empty
+cell or null means that nothing was reported.
 """
 
 from __future__ import annotations
@@ -88,13 +88,13 @@ class RunFolder:
     Parameters
     ----------
     run_config : mapping
-        All settings, kebab-case, as from `Config.run_config()`. The folder is the one that `resume` names, or it is
-        made in `output-dir` and named by the time (UTC), strategy, dataset, partition and seed; it never takes the
-        place of another.
+        All settings, kebab-case, as from `Config.run_config()`. The folder is the one that `resume` names. Otherwise
+        it is made in `output-dir`, named by time (UTC), strategy, dataset, partition and seed; it never replaces
+        another.
     groups : sequence of int, optional
-        The true group of each client of the federation, where there are groups.
+        The true group of each client of the federation, if there are groups.
     images : str, optional
-        What says which images the run has; see `app.images_of`.
+        Text that identifies the run's images; see `app.images_of`.
 
     Attributes
     ----------
@@ -104,8 +104,8 @@ class RunFolder:
     Raises
     ------
     ConfigError
-        Nothing can be written in `output-dir`; nothing is left behind then. Or `resume` is not the folder of a run
-        with these settings and images that has not been finished.
+        `output-dir` cannot be written to; then no folder is left behind. Or `resume` is not the folder of an
+        unfinished run with these settings and images.
     """
 
     def __init__(
@@ -119,14 +119,14 @@ class RunFolder:
             if None not in (images, config.get("images")) and images != config["images"]:
                 raise ConfigError(
                     f"resume is {self.settings['resume']!r}, a run with other images: the files of its "
-                    "data have been changed since"
+                    "data have changed since"
                 )
             before = config.get("versions") or versions()
             if changed := [name for name, now in versions().items() if before.get(name) != now]:
                 log(
                     WARNING,
-                    "kindred: the run goes on with other versions than it began with, and may not come to "
-                    "the same bits: %s",
+                    "kindred: the run continues with different versions, and its results may differ in their last "
+                    "bits: %s",
                     ", ".join(f"{name} was {before.get(name)} and is {versions()[name]}" for name in changed),
                 )
         else:
@@ -163,12 +163,12 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Be the one process that is at work on the run.
+        """Lock the run, so that only this process works on it.
 
         Raises
         ------
         ConfigError
-            Another one is, or nothing can be written here.
+            Another process works on the run, or the folder cannot be written to.
         """
         what = f"resume is {str(self.path)!r}"
         try:
@@ -184,17 +184,17 @@ class RunFolder:
                 pass
             with suppress(OSError):
                 for folder in (self.path, *(each for each in self.path.iterdir() if not each.is_symlink())):
-                    for partial, _ in partial_files(folder):  # of a process that was killed as it wrote
+                    for partial, _ in partial_files(folder):  # of a process that was killed while it wrote
                         partial.unlink()
             yield
 
     def checkpoints(self) -> Checkpoints | None:
-        """Where the run's state is kept, if it is (`checkpoint-every`, `keep-checkpoints`)."""
+        """Return the run's checkpoints (`checkpoint-every`, `keep-checkpoints`); None if it has none."""
         every, keep = self.settings["checkpoint-every"], self.settings["keep-checkpoints"]
         return Checkpoints(self.path / "checkpoints", every, keep) if every else None
 
     def record_round(self, strategy: PersonalizedStrategy) -> None:
-        """Write what the strategy's last round added: lines of the two tables, and the collaboration matrix."""
+        """Write the results of the strategy's last round: lines of both tables, and the collaboration matrix."""
         self._extend_tables(strategy.history)
         clients, weights = strategy.collaboration()
         if clients and strategy.history.rounds:
@@ -221,13 +221,13 @@ class RunFolder:
         strategy : PersonalizedStrategy
             After its run.
         federation : Federation, optional
-            Who has what, for the picture of the partition and the true groups in that of the collaboration; None
-            where sites have data of their own.
+            The clients' data, for the picture of the partition, and the true groups, for that of the collaboration;
+            None if sites have their own data.
         about : callable, optional
-            Given a client, what to write beside its model, such as which network it is.
+            Return the metadata to write with a client's model, such as its network.
         kept : mapping, optional
-            folder of the results -> client -> file that the client has kept, to be copied. Without any in "models"
-            these are the models that reached the strategy.
+            folder of the results -> client -> file that the client has kept, to be copied. If "models" has none, the
+            models that the strategy has received are written.
 
         Returns
         -------
@@ -237,10 +237,10 @@ class RunFolder:
         Raises
         ------
         OSError
-            The tables, the summary or a model cannot be written. A picture or the report that cannot is a warning.
+            The tables, the summary or a model cannot be written. For a picture or the report it is a warning.
         """
         history = strategy.history
-        self._extend_tables(history)  # should that have failed after the last round
+        self._extend_tables(history)  # again, in case it failed after the last round
         last = len(training_rounds(self.settings, history))
         kept = {name: files for name, files in (kept or {}).items() if files}
         records = {} if "models" in kept else strategy.client_models()
@@ -251,7 +251,7 @@ class RunFolder:
         for name, files in kept.items():
             self._copy_files(files, client_files(name, files))
         self._save_models(records, models, last, about)
-        tree = getattr(strategy, "tree", None)  # of a method that divides its clients
+        tree = getattr(strategy, "tree", None)  # only of a method that clusters its clients
         if tree:
             write_json(self.path / "clusters.json", tree)
 
@@ -263,7 +263,7 @@ class RunFolder:
         with failing_is_a_warning(self.path / REPORT):
             write_report(self.path, summary)
         if checkpoints := self.checkpoints():
-            checkpoints.remove()  # there is nothing left to go on with
+            checkpoints.remove()  # the run is finished
         return summary
 
     def _save_models(
@@ -281,12 +281,12 @@ class RunFolder:
                 "client": str(client),
                 **(about(client) if about else {}),
             }
-            # save_file writes an array's memory as it lies there.
+            # save_file writes an array's memory without regard to strides.
             arrays = {key: np.asarray(array, order="C") for key, array in read_record(records[client]).items()}
             with self._new_file(places[client]) as temporary:
                 try:
                     save_file(arrays, temporary, texts)
-                except SafetensorError as error:  # as of a full disk
+                except SafetensorError as error:  # for example the disk is full
                     raise OSError(str(error)) from None
 
     def _copy_files(self, files: Mapping[ClientId, Path], places: Mapping[ClientId, str]) -> None:
@@ -304,7 +304,7 @@ class RunFolder:
 
 
 def _new_folder(parent: Path, name: str, made: list[Path]) -> Path:
-    """Make a new folder `name`, or name-2, name-3 and so on; lists in `made` each folder that had to be made."""
+    """Make a new folder `name`, or name-2, name-3 and so on; append to `made` each folder that is made."""
     parent = parent.absolute()
     for folder in reversed([folder for folder in (parent, *parent.parents) if not folder.exists()]):
         folder.mkdir(exist_ok=True)

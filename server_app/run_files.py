@@ -1,6 +1,6 @@
-"""Files in a run's folder, read and written: config.json, summary.json, names of models' files, pictures.
+"""Read and write files in a run's folder: config.json, summary.json, names of models' files, pictures.
 
-`results.py` says which files a run has; `tables.py` reads and writes the CSV files.
+`results.py` lists the files of a run; `tables.py` reads and writes the CSV files.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from .config import Config, ConfigError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-PACKAGES = ("flwr", "torch", "numpy", "scikit-learn")  # beside our own
+PACKAGES = ("flwr", "torch", "numpy", "scikit-learn")  # in addition to our own
 
 
 # --- config.json and summary.json -----------------------------------------------------------------------
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that results depend on."""
+    """Return name -> version of Python and of the packages that results depend on."""
     others = {package: metadata.version(package) for package in PACKAGES}
     return {"python": platform.python_version(), "kindred": VERSION, **others}
 
@@ -49,14 +49,14 @@ def run_settings(given: Mapping[str, Any], resume: str | os.PathLike[str] | None
     Parameters
     ----------
     given : mapping
-        Settings, kebab-case; others have their default.
+        Settings, kebab-case; all others have their default.
     resume : path, optional
-        The folder of the run to go on with, whose settings these then are.
+        The folder of the run to continue; its settings replace the defaults.
 
     Raises
     ------
     ConfigError
-        A setting that there is not, a value out of its range, or a run that cannot be gone on with.
+        A setting does not exist, a value is out of its range, or the run cannot be continued.
     """
     before: dict[str, Any] = {}
     if resume:
@@ -69,7 +69,7 @@ def run_settings(given: Mapping[str, Any], resume: str | os.PathLike[str] | None
 
 
 def read_settings(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """The settings of the run in a folder of results; ConfigError where there is none that can be gone on with."""
+    """Return the settings of the unfinished run in a folder; ConfigError if there is no such run."""
     path = Path(folder).expanduser()
     settings = read_config(path)["settings"]
     if is_finished(path):
@@ -78,12 +78,12 @@ def read_settings(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether all results of a run are there: while they are written there is a summary, and a checkpoint still."""
+    """Return whether all results of a run are written: until then a summary may exist, but also a checkpoint."""
     return (folder / "summary.json").exists() and Checkpoints(folder / "checkpoints").oldest is None
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read a run's config.json; ConfigError where there is none of a run."""
+    """Read a run's config.json; ConfigError if the folder has none."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         dict(**config["settings"])
@@ -93,12 +93,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def check_resumable(run_config: Mapping[str, Any]) -> None:
-    """Find out whether the run in the folder `resume` has these settings, but for where folders lie.
+    """Check that the run in the folder `resume` has these settings, apart from the paths of folders.
 
     Raises
     ------
     ConfigError
-        It has not, or there is none, or it has been finished.
+        It has other settings, does not exist, or is finished.
     """
     before = read_settings(run_config["resume"])
     keys = [key for key in before | dict(run_config) if key not in ("resume", "output-dir")]
@@ -108,7 +108,7 @@ def check_resumable(run_config: Mapping[str, Any]) -> None:
 
 
 def what_data(settings: Mapping[str, Any]) -> str:
-    """The dataset, and how it was divided; sites have data of their own, which nobody divides."""
+    """Return the names of dataset and partition; "sites" for sites, whose data are not partitioned."""
     return "sites" if settings["dataset"] == "sites" else f"{settings['dataset']}, {settings['partition']}"
 
 
@@ -130,7 +130,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 
 def client_array(clients: Sequence[ClientId]) -> np.ndarray:
-    """Client ids as an array without objects: integers if all are (int64, else uint64), else text."""
+    """Return client ids as an array without objects: integers if all are (int64, else uint64), else text."""
     if all(isinstance(client, int) for client in clients):
         for dtype in (np.int64, np.uint64):
             with suppress(OverflowError):
@@ -139,10 +139,10 @@ def client_array(clients: Sequence[ClientId]) -> np.ndarray:
 
 
 def model_file(client: ClientId, taken: set[str]) -> str:
-    """A file name for a client's model that every file system takes, added to `taken`.
+    """Return a file name for a client's model that every file system accepts, and add it to `taken`.
 
-    Letters, digits and "._-~" stay, other characters become %XX. A name that another client has already, be it
-    but for upper and lower case (7 and "7", "a" and "A"), and a long one, ends in a hash of the id.
+    Letters, digits and "._-~" stay; other characters become %XX. A name ends in a hash of the id if it is long, or if
+    another client has it already, ignoring case (7 and "7", "a" and "A").
     """
     name = f"client-{quote(str(client), safe='')}"
     if len(name) > 100 or name.casefold() in taken:
@@ -152,20 +152,20 @@ def model_file(client: ClientId, taken: set[str]) -> str:
 
 
 def client_files(folder: str, clients: Iterable[ClientId]) -> dict[ClientId, str]:
-    """Where each client's model is to lie inside the run's folder."""
+    """Return client -> path of its model, relative to the run's folder."""
     taken: set[str] = set()
     return {client: f"{folder}/{model_file(client, taken)}" for client in in_order(clients)}
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write JSON that every program reads, with null for NaN and the infinities, which JSON does not have."""
+    """Write standard JSON, with null for NaN and the infinities, which JSON does not have."""
     with replacing(path) as temporary:
         text = json.dumps(finite(content), indent=2, ensure_ascii=False, allow_nan=False)
-        temporary.write_bytes(text.encode("utf-8", "backslashreplace") + b"\n")  # JSON escapes are written so too
+        temporary.write_bytes(text.encode("utf-8", "backslashreplace") + b"\n")  # backslashreplace yields JSON escapes
 
 
 def finite(content: Any) -> Any:
-    """The same content with None in place of every number that is not finite."""
+    """Return the same content with None in place of every number that is not finite."""
     if isinstance(content, Mapping):
         return {key: finite(each) for key, each in content.items()}
     if isinstance(content, list | tuple):
@@ -174,16 +174,16 @@ def finite(content: Any) -> Any:
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Write a picture, whole or not at all."""
+    """Write a picture atomically: whole or not at all."""
     with replacing(path) as temporary:
         figure.savefig(temporary)
 
 
 @contextmanager
 def failing_is_a_warning(path: Path) -> Iterator[None]:
-    """Have a picture or page that cannot be made be a warning that names it: what it shows is in other files."""
+    """Turn the failure to make a picture or page into a warning with its name; other files hold its content."""
     try:
         yield
-    except Exception as error:  # whatever a library has against a number, a name or a disk
+    except Exception as error:  # a library may fail at a number, a name or the disk
         reason, *_ = f"{type(error).__name__}: {error}".splitlines()
         log(WARNING, "kindred: %s cannot be written (%s); all other results are", path, reason)

@@ -1,4 +1,4 @@
-"""The log of a run, and how the run ended: what is shown of Flower's lines, and what they say about a failure."""
+"""The log of a run: choose which of Flower's lines are shown, and find the reason of a failure in them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import NamedTuple, TextIO
 
 from kindred.client.state import default_root
 
-LOGS_KEPT = 20  # of runs that failed
-BAD_INPUT = ("ConfigError", "DataError", "ExtensionError")  # exceptions of the app that say: change a setting
+LOGS_KEPT = 20  # of failed runs
+# Exceptions of the app that ask the user to change a setting.
+BAD_INPUT = ("ConfigError", "DataError", "ExtensionError")
 
-# Exceptions in which Flower wraps the one that says what happened.
+# Messages of exceptions that Flower raises around the real one.
 WRAPPERS = ("Simulation Runtime crashed.", "An error was encountered. Ending simulation.")
-# Warnings and errors of every run, or of every failed one, that say nothing about it.
+# Warnings and errors of every run, or of every failed run, without information about it.
 NOISE = re.compile(
     r"Since flwr 1\.32|Manually terminating|Traceback |An exception occur|Stopping Simulation Runtime"
     r"|Simulation raised an exception|Exit Code: |An exception was raised when processing|ray::|\s*$"
@@ -33,9 +34,9 @@ class Outcome(NamedTuple):
     reason : str
         One line; empty if the run completed.
     results : Path or None
-        The folder of the results, if the run said where it is.
+        The folder of the results, if the log names it.
     error : Exception or None
-        What a run in this process failed with.
+        The exception of a failed run in this process.
     """
 
     code: int
@@ -45,12 +46,12 @@ class Outcome(NamedTuple):
 
 
 class RunFailed(RuntimeError):
-    """A run that did not come to its end.
+    """A run that did not finish.
 
     Parameters
     ----------
     code : int
-        As of `Outcome`.
+        As in `Outcome`.
     reason : str
         One line.
     """
@@ -61,7 +62,7 @@ class RunFailed(RuntimeError):
 
 
 def keep_log(text: str) -> Path:
-    """Write the log of a run that failed before it had a folder, and return its path; the newest LOGS_KEPT stay.
+    """Write the log of a run that failed before it had a folder; return its path and keep the newest LOGS_KEPT.
 
     Raises
     ------
@@ -79,19 +80,19 @@ def keep_log(text: str) -> Path:
 
 
 class Log:
-    """The log of a run: written down as a whole, shown in part, understood as far as needed.
+    """The log of a run: writes all lines, shows some of them, and finds results and errors in them.
 
     Parameters
     ----------
     file : text stream
-        Gets every line, without colours.
+        Receives every line, without colours.
     on_line : callable
-        Gets what `shown` lets through.
+        Called with each line that `shown` returns.
 
     Attributes
     ----------
     results : Path or None
-        Where the app says that its results are.
+        Folder of the results, from the app's log line.
     """
 
     def __init__(self, file: TextIO, on_line: Callable[[str], None]) -> None:
@@ -101,10 +102,10 @@ class Log:
         self._errors: list[tuple[str, str]] = []  # (exception, message) of each traceback
         self._in_traceback = False
         self._last = ""
-        self._complaints: set[str] = set()
+        self._problems: set[str] = set()  # warnings and errors shown so far, each once
 
     def add(self, line: str) -> None:
-        """Take in a line."""
+        """Process a line."""
         line = re.sub(r"\x1b\[[0-9;]*m", "", line).rstrip()
         self.file.write(f"{line}\n")
         self._last = line.strip() or self._last
@@ -118,32 +119,32 @@ class Log:
                 self._errors.append((name.rpartition(".")[2], message))
         if text.startswith("kindred: results in "):
             self.results = Path(text.removeprefix("kindred: results in "))
-        if (show := shown(level, text)) and not (level != "INFO" and show in self._complaints):
-            self._complaints.add(show)
+        if (show := shown(level, text)) and not (level != "INFO" and show in self._problems):
+            self._problems.add(show)
             self.on_line(show)
 
     def failure(self, details: str) -> Outcome:
-        """The outcome of a run that has failed; `details` is what Flower says about it."""
+        """Return the outcome of a failed run; `details` is Flower's text about it."""
         if self._errors:
             name, message = self._errors[-1]
             if name in BAD_INPUT:
                 return Outcome(2, message, self.results)
             return Outcome(1, f"{name}: {message}" if message else name, self.results)
-        reason = details.strip().partition("\n")[0] or self._last.removeprefix("Error: ") or "Flower says no more"
+        reason = details.strip().partition("\n")[0] or self._last.removeprefix("Error: ") or "Flower gives no reason"
         if reason.startswith("No heartbeat"):
             reason = "the simulation's process was killed; most often the machine has too little memory"
         return Outcome(1, f"the run failed: {reason}", self.results)
 
 
 def _level_and_text(line: str) -> tuple[str, str]:
-    """Take a line of Flower's logger apart; other lines have the level ""."""
-    line = re.sub(r"^\(\w+ pid=[^)]*\) ?", "", line)  # what Ray puts before the lines of an actor
+    """Split a line of Flower's logger into level and text; other lines have the level ""."""
+    line = re.sub(r"^\(\w+ pid=[^)]*\) ?", "", line)  # Ray's prefix of an actor's lines
     found = re.match(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) *: +(.*)", line)
     return (found[1], found[2]) if found else ("", line)
 
 
 def shown(level: str, text: str) -> str | None:
-    """What a person sees of a line of the log: progress, our own messages, warnings and errors; else None."""
+    """Return the text to show of a log line: progress, our own messages, warnings and errors; else None."""
     if level == "INFO" and text.startswith(("round ", "closing evaluation ")):
         return text
     if level == "INFO" and text.startswith("kindred: "):

@@ -1,4 +1,4 @@
-"""A finished run as Python objects: what its folder holds."""
+"""A finished run as Python objects, read from its folder."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ else:
 
 
 class RunResult:
-    """A finished run; everything is read from its folder when it is first asked for.
+    """A finished run; each part is read from its folder on first use.
 
     Parameters
     ----------
     folder : Path
-        Of a finished run.
+        Folder of a finished run.
 
     Attributes
     ----------
     folder : Path
         Absolute.
     settings : dict
-        Every setting, by its name in kebab-case.
+        Every setting by its name in kebab-case.
     summary : dict
         The figures of the whole run, as in summary.json; accuracies are in [0, 1].
     rows : list of dict
-        The history, a row for each round and client, as in history.csv. What was not reported is not in a row.
+        The history, a row for each round and client, as in history.csv. A row lacks what was not reported.
     rounds : list of dict
         A row for each round, as in rounds.csv.
     tables : dict of pandas.DataFrame
-        "clients" (each one's last accuracy and file of its model), "rounds" and "history".
+        "clients" (last accuracy and model file of each), "rounds" and "history".
     figures : dict of matplotlib.figure.Figure
-        "accuracy", "collaboration", "partition", and "clusters" of a method that divides its clients.
+        "accuracy", "collaboration", "partition", and "clusters" of a method that clusters its clients.
     models : PersonalModels
         client -> its personal model.
     """
@@ -111,7 +111,7 @@ class RunResult:
 
 
 class PersonalModels(Mapping[ClientId, "dict[str, torch.Tensor]"]):
-    """The personal models of a run, by client; each is read from its file when it is asked for.
+    """The personal models of a run, by client; each is read from its file when it is requested.
 
     A model is a state dict, for `load_state_dict` of the network.
 
@@ -134,12 +134,12 @@ class PersonalModels(Mapping[ClientId, "dict[str, torch.Tensor]"]):
         return len(self.files)
 
     def module(self, client: ClientId) -> torch.nn.Module:
-        """Return a client's network with its personal model; it takes images on the scale that the file names."""
+        """Return a client's network with its personal model; it takes images on the scale that the file states."""
         return Predictor.load(self.files[client]).module
 
 
 def data_frames(tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, pandas.DataFrame]:
-    """Return rows as tables of pandas, by the same names; ImportError of one line where pandas is not installed."""
+    """Return rows as pandas tables, by the same names; ImportError of one line if pandas is not installed."""
     try:
         return {name: pandas.DataFrame(list(rows)) for name, rows in tables.items()}
     except ImportError:

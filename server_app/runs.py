@@ -1,4 +1,4 @@
-"""Runs and comparisons from settings: what the commands `kindred run` and `compare` and the Python functions do."""
+"""Runs and comparisons from settings, for `kindred run` and `compare` and for the Python functions."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def run_methods(
     against : iterable of str
         The other methods; they run in this process.
     engine : Engine
-        Where the clients of the first run work.
+        The engine of the first run.
     on_line : callable
         Called with each line of progress.
 
     Raises
     ------
     ConfigError, DataError
-        The settings, the data or the machine must be changed. Unless a run says so itself, nothing was run.
+        The settings, the data or the machine must be changed. Nothing was run, unless a run itself raised it.
     RunFailed
         A run failed.
     KeyboardInterrupt
@@ -76,31 +76,31 @@ def compare_methods(
     on_line: Callable[[str], None],
     command: Sequence[str],
 ) -> tuple[ComparisonResult, int]:
-    """Run methods with the same data and seeds; what has been run before is not run again.
+    """Run methods with the same data and seeds; finished runs are not repeated.
 
     Parameters
     ----------
     names, given, own, seeds, reference, scale
-        As of `make_plan`.
+        As in `make_plan`.
     preset : str
         The name of a preset, or "".
     engine : Engine
     on_line : callable
         Called with each line of progress.
     command : sequence of str
-        The words of a command that does the same, for the record.
+        The words of an equivalent command, for the record.
 
     Returns
     -------
     result : ComparisonResult
         Its files have not been written yet.
     code : int
-        0: every run is there. 1: some failed. 128 + n: ended by signal n, with what there was by then.
+        0: every run is finished. 1: some failed. 128 + n: ended by signal n; the result has the runs up to then.
 
     Raises
     ------
     ConfigError, DataError
-        The settings, the data or the machine must be changed: no method can be run. Nothing was run.
+        The settings, the data or the machine must be changed: no method can be run, and nothing was run.
     """
     plan = make_plan(
         names, given, own, seeds=seeds, reference=reference, scale=scale, preset=load_preset(preset) if preset else None

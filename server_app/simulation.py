@@ -1,10 +1,9 @@
-"""A run in Flower's simulation engine: start what it needs, follow its log, leave nothing behind.
+"""A run in Flower's simulation engine: start its processes, follow its log, leave nothing behind.
 
-Two processes are started here: a SuperLink of our own, on a free port of this machine, and one in which
-`flwr run` and then `flwr list` do their work. The SuperLink starts the rest: a SuperExec, the process of the
-simulation, Ray and its actors. Their files lie in folders of this run; their working directory is an empty
-one, for Ray's actors look for the app's modules there first. When the run is over, for whatever reason, all of
-them are killed: they hold nothing that would have to be saved.
+Two processes are started here: our own SuperLink, on a free port of this machine, and one that executes `flwr run`
+and then `flwr list`. The SuperLink starts the rest: a SuperExec, the process of the simulation, Ray and its actors.
+Their files lie in folders of this run. Their working directory is empty, because Ray's actors look there first for the
+app's modules. When the run is over, for whatever reason, all of them are killed: they hold nothing to be saved.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from .processes import END_WITH_PARENT, Signalled, kill_processes, signals_as_ex
 from .run_log import Log, Outcome, keep_log
 from .workspace import HOST, EngineError, Workspace
 
-ATTEMPTS = 3  # to start a SuperLink on a port that nobody takes in the meantime
+ATTEMPTS = 3  # to start a SuperLink, because another program may take its port in the meantime
 STARTUP_TIMEOUT = 60.0  # s
 
 SUPERLINK = f"""{END_WITH_PARENT}
@@ -37,8 +36,8 @@ from flwr.superlink.cli import flower_superlink
 flower_superlink()
 """
 
-# One process for both commands: it imports flwr while the SuperLink starts, and needs to do so only once.
-# A line that has only this character stands between the log of the run and the list.
+# One process for both commands: it imports flwr only once, while the SuperLink starts.
+# A line with only this character separates the log of the run from the list.
 SEPARATOR = "\x1e"
 FLWR = f"""
 import sys
@@ -67,7 +66,7 @@ def run_simulation(
 ) -> Outcome:
     """Run a Flower app in the simulation engine and wait for its end.
 
-    To be called in the main thread: it handles SIGINT, SIGTERM and SIGHUP as long as it runs.
+    Call it in the main thread: it handles SIGINT, SIGTERM and SIGHUP while it runs.
 
     Parameters
     ----------
@@ -78,15 +77,15 @@ def run_simulation(
     num_clients : int
         Clients to simulate.
     cpus_per_client, gpus_per_client : int, float
-        What a client at work occupies; as many work at a time as fit into the machine.
+        Resources for each client while it works; as many clients work at a time as the machine has resources for.
     on_line : callable
-        Called with each line that is worth showing: progress, warnings, errors.
+        Called with each line to show: progress, warnings, errors.
 
     Returns
     -------
     Outcome
-        Every process that was started is gone by then. The whole log lies in `log.txt` in the folder of the
-        results or, of a run that failed before there was one, in the folder `logs` of the user's state folder.
+        Every process that was started has ended. The whole log is `log.txt` in the folder of the results. If the run
+        failed before it had that folder, the log is in the folder `logs` of the user's state folder.
     """
     try:
         with (
@@ -112,7 +111,7 @@ def run_simulation(
             if outcome.results:
                 shutil.copyfile(workspace.log, outcome.results / "log.txt")
             elif outcome.code == 1:
-                with suppress(OSError):  # the reason matters more
+                with suppress(OSError):  # the reason is more important than the log
                     kept = keep_log(workspace.log.read_text(encoding="utf-8"))
                     outcome = outcome._replace(reason=f"{outcome.reason} (log: {kept})")
             return outcome
@@ -127,7 +126,7 @@ def _run(workspace: Workspace, log: Log, arguments: list[str]) -> Outcome:
                 flwr = _start_flwr(workspace, arguments)
                 _start_superlink(workspace)
                 assert flwr.stdin is not None  # a pipe
-                with suppress(BrokenPipeError):  # what it said before it ended is read next
+                with suppress(BrokenPipeError):  # its output before it ended is read next
                     flwr.stdin.write("go\n")
                     flwr.stdin.flush()
                 return _follow(flwr, log)
@@ -171,7 +170,9 @@ def _start_superlink(workspace: Workspace) -> None:
             raise EngineError(f"Flower's SuperLink does not answer on {HOST}:{port} after {STARTUP_TIMEOUT:.0f} s")
         if not any("address already in use" in line.lower() for line in said):
             raise EngineError(f"Flower's SuperLink ended with code {process.returncode}: {said[-1] if said else ''}")
-    raise EngineError(f"{ATTEMPTS} ports were free and then taken by another program, {port} the last; try again")
+    raise EngineError(
+        f"other programs took {ATTEMPTS} free ports before the SuperLink could, {port} the last; try again"
+    )
 
 
 def _free_port() -> int:
@@ -192,7 +193,7 @@ def _is_healthy(port: int) -> bool:
 
 
 def _follow(flwr: subprocess.Popen[str], log: Log) -> Outcome:
-    """Read what the process says to its end."""
+    """Read the output of the process to its end, and return the outcome."""
     assert flwr.stdout is not None  # a pipe
     for line in flwr.stdout:
         if line.rstrip("\n") == SEPARATOR:

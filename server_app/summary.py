@@ -1,4 +1,4 @@
-"""The figures of whole runs: the content of summary.json, and finished runs side by side."""
+"""The figures of whole runs: compute the content of summary.json, and show finished runs side by side."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SUMMED = (*COMPUTE, "floats", "bytes-fedavg")
 
 
 def summarise(settings: Mapping[str, Any], history: History, models: Mapping[ClientId, str]) -> dict[str, Any]:
-    """The figures of a whole run.
+    """Return the figures of a whole run.
 
     Parameters
     ----------
@@ -38,14 +38,20 @@ def summarise(settings: Mapping[str, Any], history: History, models: Mapping[Cli
     Returns
     -------
     dict
-        `rounds` of training; as in the last line of rounds.csv `accuracy` (mean over clients),
-        `accuracy-weighted`, `accuracy-p10`, `accuracy-best` (BMTA); `seconds`, `bytes-down` and `bytes-up` of the
-        whole run, a closing evaluation included; `seconds-per-round` of training; `samples-trained` and
-        `samples-predicted` by all clients; `personal`, which evaluation accuracies are of; of PerFed-CKT `floats`
-        (numbers sent, as its paper counts them) and `bytes-fedavg` (what FedAvg would have sent with the same models,
-        both ways); `left-out`: a list of `client` and `reason`; `refused`: a list of
-        `client` and `reasons`, of replies, with how many there were of each; `clients`: a list of `client`,
-        its last known `accuracy` and its `model` file. What nobody reported is None.
+        None stands for what nobody reported.
+
+        - `rounds`: number of training rounds.
+        - `accuracy` (mean over clients), `accuracy-weighted`, `accuracy-p10`, `accuracy-best` (BMTA): as in the last
+          line of rounds.csv.
+        - `personal`: the evaluation that accuracies are of.
+        - `seconds`, `bytes-down`, `bytes-up`: of the whole run, with a closing evaluation.
+        - `seconds-per-round`: of training.
+        - `samples-trained`, `samples-predicted`: by all clients.
+        - `floats`, `bytes-fedavg`: of PerFed-CKT, numbers sent as its paper counts them, and the bytes that FedAvg
+          would have sent with the same models, both ways.
+        - `left-out`: a list of `client` and `reason`.
+        - `refused`: a list of `client` and `reasons`: reasons for refused replies, with their counts.
+        - `clients`: a list of `client`, its last known `accuracy` and its `model` file.
     """
     training = training_rounds(settings, history)
     last = history.rounds[-1] if history.rounds else {}
@@ -75,19 +81,19 @@ def summarise(settings: Mapping[str, Any], history: History, models: Mapping[Cli
 
 
 def training_rounds(settings: Mapping[str, Any], history: History) -> list[dict[str, Any]]:
-    """The rounds without what some methods add: an exchange before the first, an evaluation after the last."""
+    """Return the training rounds, without a method's exchange before the first or evaluation after the last."""
     return [line for line in history.rounds if 1 <= line["round"] <= settings["num-rounds"]]
 
 
 def comparison_table(summaries: Sequence[Mapping[str, Any]], terminal: bool = True) -> Table:
-    """Runs side by side: accuracies in percent, seconds, megabytes (10^6 bytes).
+    """Return a table of runs side by side: accuracies in percent, seconds, megabytes (10^6 bytes).
 
     Parameters
     ----------
     summaries : sequence of mapping
-        As from `RunFolder.finish` or `read_summary`, in the order of the lines.
+        From `RunFolder.finish` or `read_summary`, in the order of the lines.
     terminal : bool
-        False leaves out the rules and the emphasis on the best of each column of accuracies.
+        If false, there are no rules, and the best of each column of accuracies is not emphasised.
     """
     table = Table(box=box.SIMPLE_HEAD if terminal else None, show_edge=terminal, pad_edge=False)
     table.add_column("strategy", no_wrap=True)
@@ -106,7 +112,7 @@ def comparison_table(summaries: Sequence[Mapping[str, Any]], terminal: bool = Tr
 
 
 def _digit(value: float | None, factor: float = 1) -> str:
-    """A number with a digit after the point; "-" where it is not known."""
+    """Return a number with one digit after the point; "-" if it is not known."""
     return "-" if value is None else f"{factor * value:.1f}"
 
 
@@ -116,21 +122,21 @@ def compare_runs(folders: Sequence[Path], picture: Path, file: TextIO | None = N
     Parameters
     ----------
     folders : sequence of Path
-        Of finished runs.
+        Folders of finished runs.
     picture : Path
         The PNG to write.
     file : text stream, optional
-        Where to print, by default standard output; plain text unless it is a terminal.
+        Stream to print to, by default standard output; plain text unless it is a terminal.
 
     Raises
     ------
     ValueError
-        One of the runs did not finish.
+        One of the runs is not finished.
     """
     summaries = [read_summary(folder) for folder in folders]
     console = Console(file=file or sys.stdout, highlight=False)
     if not console.is_terminal:
-        console.width = 200  # never cut: whoever reads a file or a pipe has room
+        console.width = 200  # files and pipes have no width: lines are never cut
     console.print(comparison_table(summaries, console.is_terminal))
     runs = [
         (summary["strategy"], [read_table(folder / "rounds.csv")])

@@ -1,9 +1,9 @@
-"""CSV files: written so that a spreadsheet runs no cell of them, and read back exactly.
+"""Write CSV files of which a spreadsheet executes no cell, and read them back exactly.
 
-A spreadsheet takes a cell for a formula, and runs it, if it begins with one of `= + - @`, a tab or a line break, blanks
-before it or not. Names, metrics and reasons come from clients, class and file names from other people's data. A text
-that begins so gets an apostrophe in front, as does one that begins with an apostrophe itself: `read_table` takes one
-away. Numbers are written unchanged.
+A spreadsheet executes a cell as a formula if it begins with one of `= + - @`, a tab or a line break, even after blanks.
+Names, metrics and reasons come from clients; class and file names come from other people's data. A text that begins
+like this gets an apostrophe in front, and so does a text that begins with an apostrophe; `read_table` removes it.
+Numbers are written unchanged.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from typing import Any
 from kindred.client.state import replacing
 
 MARK = "'"
-RUN = re.compile(rf"\s*[=+\-@＝＋－＠]|[\t\r\n]|{MARK}")  # the wide forms count where East Asian languages are set
+# The wide forms begin a formula too where an East Asian language is set.
+RUN = re.compile(rf"\s*[=+\-@＝＋－＠]|[\t\r\n]|{MARK}")
 
 
 def csv_lines(rows: Iterable[Iterable[Any]]) -> bytes:
-    """Rows of texts, numbers and None (an empty cell) as CSV, heads of columns included."""
+    """Return rows of texts, numbers and None (an empty cell), including a row of column names, as CSV."""
     text = io.StringIO(newline="")
     csv.writer(text, lineterminator="\n").writerows(map(_marked, row) for row in rows)
-    return text.getvalue().encode("utf-8", "backslashreplace")  # a file's name may be anything
+    return text.getvalue().encode("utf-8", "backslashreplace")  # a file's name may have any bytes
 
 
 def _marked(cell: Any) -> Any:
@@ -36,7 +37,7 @@ def _marked(cell: Any) -> Any:
 
 
 def table_lines(columns: Collection[str], rows: Iterable[Mapping[str, Any]], header: bool = False) -> bytes:
-    """Rows as lines of a table: exactly one each, so line breaks inside texts become spaces."""
+    """Return rows as lines of a table, exactly one each: line breaks inside texts become spaces."""
 
     def one_line(value: Any) -> Any:
         return re.sub(r"[\r\n]+", " ", value) if isinstance(value, str) else value
@@ -46,14 +47,14 @@ def table_lines(columns: Collection[str], rows: Iterable[Mapping[str, Any]], hea
 
 
 def read_table(path: Path) -> list[dict[str, Any]]:
-    """Read history.csv or rounds.csv back as rows of numbers and texts, without the empty cells.
+    """Read history.csv or rounds.csv as rows of numbers and texts, without the empty cells.
 
-    A client id that is written as a whole number is read as one. A last line without a line end is left out.
+    A client id that is written as a whole number is read as one. A last line without a line end is ignored.
     """
     with open(path, encoding="utf-8", newline="") as file:
         text = file.read()
     whole = io.StringIO(text[: text.rfind("\n") + 1], newline="")
-    limit = csv.field_size_limit(max(len(text), 1))  # a cell may be long: a metric that is a list is one
+    limit = csv.field_size_limit(max(len(text), 1))  # a cell may be long, for example a metric that is a list
     try:
         header, *rows = list(csv.reader(whole)) or [[]]
     finally:
@@ -76,13 +77,13 @@ def _value(key: str, cell: str) -> int | float | str:
 
 
 class GrowingTable:
-    """A CSV file of a list of rows that only grows.
+    """A CSV file for a list of rows that only grows.
 
     Parameters
     ----------
     path : Path
     columns : sequence of str
-        The first ones; others follow in the order in which rows bring them.
+        The first columns; others follow in the order in which they first appear in rows.
     """
 
     def __init__(self, path: Path, columns: Sequence[str]) -> None:
@@ -91,7 +92,7 @@ class GrowingTable:
         self.written = 0
 
     def extend(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write the rows that are not in the file yet. A new column has the file written anew, once."""
+        """Append the rows that are not in the file yet; if there is a new column, rewrite the file."""
         added = rows[self.written :]
         columns = dict(self.columns)
         for row in added:

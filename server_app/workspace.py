@@ -1,6 +1,6 @@
 """The folders of a run in Flower's simulation engine, and the environment of its processes.
 
-A folder is removed when its run is over; one that a killed process has left behind is removed by the next run.
+A folder is removed when its run is over; the next run removes a folder that a killed process has left behind.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from .flower_app import toml
 from .processes import MARK
 
 HOST = "127.0.0.1"
-SHORT_FOLDER = Path("/tmp")  # for Ray's files: the names of its sockets must be short
-MARKER = ".kindred-run"  # a file in every folder that is made here, locked as long as the run lasts
+SHORT_FOLDER = Path("/tmp")  # for Ray's files: the paths of its sockets must be short
+MARKER = ".kindred-run"  # a file in every folder that is made here, locked while the run lasts
 MARKER_TEXT = "This folder was made by `kindred run`, and is removed when its process has ended."
 
 
@@ -60,7 +60,7 @@ class Workspace:
     @property
     def environment(self) -> dict[str, str]:
         environment = dict(os.environ)
-        environment.pop("RAY_ADDRESS", None)  # a cluster of the user's is not ours to use
+        environment.pop("RAY_ADDRESS", None)  # a Ray cluster of the user is not ours to use
         proxied = [environment[name] for name in ("no_proxy", "NO_PROXY") if environment.get(name)]
         return environment | {
             MARK: self.mark,
@@ -70,14 +70,14 @@ class Workspace:
             "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
             "FLWR_DISABLE_UPDATE_CHECK": "1",
             "FLWR_TELEMETRY_ENABLED": "0",
-            "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.5",  # s; each poll costs some ms, until the end of the run
+            "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.5",  # s; each poll costs some ms during the whole run
             "RAY_TMPDIR": str(self.ray),
             "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_prestart_worker_first_driver": "0",  # the actors get workers of their own, with other environments
+            "RAY_prestart_worker_first_driver": "0",  # actors get their own workers, with other environments
         }
 
     def copy_app(self, app_dir: Path) -> Path:
-        """Copy what is shipped: in the app's folder itself, Flower takes seconds to look through a `.venv`."""
+        """Copy the app's files that are sent: in its own folder Flower takes seconds to search a `.venv`."""
         pyproject = tomllib.loads((app_dir / "pyproject.toml").read_text(encoding="utf-8"))
         for pattern in ("pyproject.toml", *pyproject["tool"]["flwr"]["app"]["fab-include"]):
             for source in app_dir.glob(pattern):
@@ -93,10 +93,11 @@ class Workspace:
 
 
 class OwnFolder:
-    """A new folder of this process in `parent`, from which those of processes that have ended are removed.
+    """A new folder of this process in `parent`; folders of ended processes there are removed first.
 
-    The marker in a folder says that it was made here. Its lock ends with the process that holds it, however that ends;
-    a process number would not do, for another process may have it by then. What has no marker is never removed.
+    The marker in a folder shows that it was made here. Its lock ends with the process that holds it, however that ends.
+    A process number would not be enough, because another process may have it later. A folder without a marker is never
+    removed.
     """
 
     def __init__(self, parent: Path) -> None:
@@ -104,10 +105,10 @@ class OwnFolder:
             with suppress(OSError):
                 _remove_abandoned(path)
         self.path = Path(tempfile.mkdtemp(prefix=f"kindred-{os.getpid()}-", dir=parent))
-        unlocked = self.path / f"{MARKER}.new"  # the marker has its name when it is locked, and not before
+        unlocked = self.path / f"{MARKER}.new"  # the marker gets its name only when it is locked
         self._marker = open(unlocked, "w", encoding="utf-8")
         print(f"{MARKER_TEXT}\nprocess {os.getpid()}", file=self._marker, flush=True)
-        with suppress(OSError):  # a file system without locks: then nobody can lock it to remove the folder either
+        with suppress(OSError):  # a file system without locks: then no process can lock it to remove the folder either
             fcntl.flock(self._marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
         unlocked.rename(self.path / MARKER)
 
@@ -117,7 +118,7 @@ class OwnFolder:
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Remove a folder that a process of this user made here and has not removed before it ended."""
+    """Remove a folder that a process of this user made here and did not remove before it ended."""
     about = folder.lstat()
     if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid():
         return
@@ -126,17 +127,17 @@ def _remove_abandoned(folder: Path) -> None:
         if not stat.S_ISREG(about.st_mode) or about.st_uid != os.getuid():
             return
         if marker.readline(200).rstrip("\n") == MARKER_TEXT:
-            fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)  # OSError: its process lives
+            fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)  # OSError: its process still runs
             _remove_marked(folder)
 
 
 def _opened_marker(path: Path) -> IO[str]:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # not to wait, should it be a pipe
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # O_NONBLOCK: do not wait if it is a pipe
     return open(descriptor, encoding="utf-8", errors="replace")
 
 
 def _remove_marked(folder: Path) -> None:
-    """Remove a folder, its marker last: what is interrupted is then taken up the next time."""
+    """Remove a folder, its marker last, so that the next run continues an interrupted removal."""
     for path in folder.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -144,5 +145,5 @@ def _remove_marked(folder: Path) -> None:
             with suppress(OSError):
                 path.unlink()
     with suppress(OSError):
-        if [path.name for path in folder.iterdir()] == [MARKER]:  # else a process that is ending writes on in it
+        if [path.name for path in folder.iterdir()] == [MARKER]:  # else a process that is ending still writes into it
             shutil.rmtree(folder)

@@ -351,7 +351,7 @@ def test_a_resume_writes_results_that_could_not_be_written(name, reason, whole, 
             run(InlineGrid(client_app, CLIENTS, config.run_config()), config)
     (folder,) = tmp_path.iterdir()
     assert str(refused.value) == (
-        f"the results cannot be written to {folder} ({reason}); make room there, then go on with --resume {folder}"
+        f"the results cannot be written to {folder} ({reason}); make room there, then continue with --resume {folder}"
     )
     assert not list((folder / "models").rglob("*"))
     assert (folder / "summary.json").exists() and not is_finished(folder)
@@ -406,7 +406,7 @@ def test_a_moved_folder_of_results_resumes_and_loses_only_files_of_killed_proces
     (folder / "checkpoints").rmdir()  # only the user's file was left in it
     assert kept(folder) == whole("heurfedamp", {})
     assert not list(folder.rglob(".*"))
-    assert f"may not come to the same bits: numpy was 1.0 and is {np.__version__}" in caplog.text
+    assert f"its results may differ in their last bits: numpy was 1.0 and is {np.__version__}" in caplog.text
 
 
 def test_a_run_interrupted_before_its_first_checkpoint_starts_again(whole, tmp_path, caplog) -> None:
@@ -422,7 +422,7 @@ def test_a_run_interrupted_before_its_first_checkpoint_starts_again(whole, tmp_p
         run(Unnoticed(config, CLIENTS + 1), config)
     config = config_of(tmp_path, "local", resume=str(tmp_path.with_name("copy")))
     results = run(InlineGrid(client_app, CLIENTS, config.run_config()), config).path
-    assert "nothing was saved before the run was cut short: it begins again with its first round" in caplog.text
+    assert "nothing was saved before the run was interrupted: it starts again with its first round" in caplog.text
     assert kept(results) == whole("local", {})
 
 

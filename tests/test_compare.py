@@ -166,7 +166,7 @@ def test_the_same_command_continues_an_interrupted_comparison(compared, tmp_path
 
     monkeypatch.setattr(RunFolder, "finish", interrupted)
     cut = kindred(*command, code=130)
-    assert "goes on" in cut.stdout
+    assert "the same command continues" in cut.stdout
     found = content_in(tmp_path)["strategies"]
     assert [len(found[name]["runs"]) for name in found] == [1, 0] and found["heurfedamp"]["mean"]["accuracy"] is None
     done = kindred(*command)
@@ -335,7 +335,7 @@ def test_runs_of_other_versions_or_without_an_image_record_are_reused_with_a_not
     (tmp_path / "not-a-run" / "config.json").write_text('{"settings": {"dataset": "cheese"}}')
     said = []
     carry_out(plan, prepared_runs({}), said.append, {}, ["kindred"])
-    unlike = "torch was 2.0, which images it had is not on record"
+    unlike = "torch was 2.0, its images are not recorded"
     assert said == [f"run 1/1  local, seed 0: reused, {path.parent} ({unlike})"]
 
 
@@ -538,7 +538,7 @@ def test_the_command_overrides_the_preset(tmp_path, without_images):
     assert list(columns)[2:4] == ["best %", "paper, best %"]
     assert columns["paper, best %"] == ["86.73", "40.20", "90.97", "-"]
     said = remarks(content)
-    assert "Other than in the preset: num-rounds 10, batch-size 50, fedamp:sigma 7.0." in said
+    assert "Different from the preset: num-rounds 10, batch-size 50, fedamp:sigma 7.0." in said
     assert "Best first, paper: fedamp, local, scaffold." in said  # over the methods that both have
     assert "Best first, here: local, fedamp, scaffold." in said
 

@@ -209,7 +209,7 @@ def test_only_authenticated_sites_are_admitted(real) -> None:
     said, port = real.said("server"), real.address.partition(":")[2]
     assert re.search(r"^0 is registered as SuperNode \d+\n1 is registered as SuperNode \d+$", said, re.MULTILINE)
     assert f"flower-superlink --host 127.0.0.1 --port {port} --database {real.state}/superlink.db" in said
-    assert "1-copied-in-part.pub is none that can be used" in said
+    assert "1-copied-in-part.pub cannot be used" in said
     (real.folder / "keys" / "1-copied-in-part.pub").unlink()
     registered = [node["node-id"] for node in real.flwr("supernode", "list")["nodes"] if node["status"] == "online"]
     assert len(registered) == len(CLIENTS)
@@ -417,7 +417,7 @@ def test_every_process_ends_and_a_restarted_server_knows_its_sites(real) -> None
 
     real.start_server("again")
     for client in CLIENTS:
-        real.wait_for("again", f"{client} is known already: registered, or withdrawn\n")
+        real.wait_for("again", f"{client} is already known to the server: registered, or withdrawn\n")
     assert len(real.flwr("supernode", "list")["nodes"]) == len(CLIENTS) + 2  # eve's and zurich's keys
     real.kill()
     wait_until(lambda: not real.processes(), 10, lambda: "\n".join(real.processes()))

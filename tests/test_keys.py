@@ -49,7 +49,7 @@ def test_keys_are_written_for_the_server_and_sites(tmp_path) -> None:
     }  # fmt: skip
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert {stat.S_IMODE(path.stat().st_mode) for path in folder.glob("*.key")} == {0o600}
-    for command in ("openssl req -x509", "ssh-keygen -t ecdsa -b 384", "fl.example.org", "ca.key is for further"):
+    for command in ("openssl req -x509", "ssh-keygen -t ecdsa -b 384", "fl.example.org", "ca.key only signs further"):
         assert command in said
 
     ca, server = (x509.load_pem_x509_certificate((folder / f"{name}.crt").read_bytes()) for name in ("ca", "server"))
@@ -89,7 +89,7 @@ def test_a_second_call_adds_what_is_missing_and_changes_nothing(tmp_path) -> Non
     (folder / "ca.key").unlink()  # stored elsewhere; sites' keys do not need it
     kindred("keys", folder, "--sites", "porto")
     (folder / "server.crt").unlink()
-    assert "ca.key is not there" in kindred("keys", folder, "--server", "fl.example.org", code=2)
+    assert "ca.key is missing" in kindred("keys", folder, "--server", "fl.example.org", code=2)
     assert contents(folder).keys() == (after.keys() | {"porto.key", "porto.pub"}) - {"ca.key", "server.crt"}
 
 
@@ -105,7 +105,7 @@ def test_a_lost_ca_certificate_is_renewed_with_the_same_key(tmp_path) -> None:
     server.verify_directly_issued_by(ca)
     for name in ("ca.crt", "ca.key"):
         (folder / name).unlink()
-    assert "ca.crt is not there, nor ca.key" in kindred("keys", folder, code=2)
+    assert "ca.crt is missing, and so is ca.key" in kindred("keys", folder, code=2)
 
 
 @pytest.mark.parametrize("writes", range(6))
@@ -157,7 +157,7 @@ def test_a_renewed_server_certificate_has_the_same_key_and_names_and_sites_need_
     assert new.not_valid_after_utc - old.not_valid_after_utc > (keys_command.SERVER_DAYS - 1) * ONE_DAY
     check_server_keys(folder, "fl.example.org")
     assert f"made {folder}/server.crt, valid until {new.not_valid_after_utc:%Y-%m-%d}\n" in said
-    assert "the server: start `kindred server` again" in said
+    assert "the server: restart `kindred server`" in said
     assert "the sites: nothing" in said
 
 
@@ -176,7 +176,7 @@ def test_the_ca_certificate_is_renewed_if_it_would_end_before_the_server_s(tmp_p
     new.verify_directly_issued_by(old_ca)
     assert "copy server.crt and ca.crt into it first" in said
     until = f"{old_ca.not_valid_after_utc:%Y-%m-%d}"
-    assert f"the sites: copy ca.crt to each, in place of its own, which is valid until {until}; then start " in said
+    assert f"the sites: copy ca.crt to each, over its old one, which is valid until {until}; then restart " in said
 
 
 @pytest.mark.parametrize("writes", range(2))
@@ -321,7 +321,8 @@ def test_keys_that_others_can_add_or_change_are_not_registered(registration, key
     (keys / "mallory.pub").chmod(0o666)
     assert [registration.look(), registration.look()] == [True, True]
     assert re.fullmatch(
-        rf"kindred: {keys} has permissions 0777, .*; until then no key is taken from it\n", capsys.readouterr().err
+        rf"kindred: {keys} has permissions 0777, .*; until that is fixed no key in it is registered\n",
+        capsys.readouterr().err,
     )
     keys.chmod(0o700)
     registration.look()
@@ -376,7 +377,7 @@ def test_a_server_warns_once_a_day_of_certificates_that_end_soon(tmp_path, monke
         kindred("keys", folder, "--server", "fl.example.org")
     _, warnings = run_server(monkeypatch, 2.5, "--keys", folder, "--state", tmp_path / "state")
     assert len(warnings) == 3
-    pattern = rf"kindred: {folder}/server.crt is valid until 20\S+, for 58 more days: `kindred keys renew {folder}`"
+    pattern = rf"kindred: {folder}/server.crt is valid until 20\S+, for 58 more days: run `kindred keys renew {folder}`"
     assert all(re.match(pattern, warning) for warning in warnings)
     kindred("keys", "renew", folder)
     assert run_server(monkeypatch, 2.5, "--keys", folder, "--state", tmp_path / "state")[1] == []

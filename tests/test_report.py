@@ -378,7 +378,7 @@ def test_a_table_without_rounds_is_bad_input(tmp_path):
 
 def test_a_missing_folder_is_bad_input(tmp_path):
     for command in ("report", "watch"):
-        assert "is no folder" in one_line([command, str(tmp_path / "nowhere")])
+        assert "is not a folder" in one_line([command, str(tmp_path / "nowhere")])
 
 
 # --- Safe and small -------------------------------------------------------------------------------------
@@ -562,7 +562,7 @@ def test_ctrl_c_ends_watch_without_a_traceback(tmp_path):
         process.send_signal(signal.SIGINT)
         rest, complaints = process.communicate(timeout=30)
     assert re.fullmatch(rf"http://127\.0\.0\.1:\d+/ shows {re.escape(str(folder))}; Ctrl-C ends it\n", first)
-    assert (process.returncode, rest, complaints) == (0, "ended; the run goes on without it\n", "")
+    assert (process.returncode, rest, complaints) == (0, "ended; the run itself continues\n", "")
 
 
 def test_an_unavailable_port_is_bad_input(tmp_path, comparison):

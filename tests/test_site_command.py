@@ -112,9 +112,9 @@ def test_check_prints_what_the_server_learns_and_starts_nothing(tmp_path, data, 
         "--threads", 1, "--port", 9123, "--no-share-model", "--report-weights", "--check",
     )  # fmt: skip
     assert "40 images of 1x8x8 to train on, 20 to test on, labels up to 9" in said
-    assert "told to the server at first: the name lyon, 40 training samples, " in said
-    assert "that no other site may have its model, which methods the run's program knows, with PerFed-CKT that " in said
-    assert "it has 30 public images and their " in said
+    assert "reported to the server at first: the name lyon, 40 training samples, " in said
+    assert "that no other site may receive its model, which methods the run's program knows, with PerFed-CKT " in said
+    assert "that it has 30 public images and their " in said
     command = said.splitlines()[-1]
     assert "OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 " in command
     assert "FLWR_TELEMETRY_ENABLED=0 " in command
@@ -180,12 +180,12 @@ def test_a_site_that_fits_a_run_gets_a_confirmation(run, options, says, data, tm
         (f'{RUN} strategy="kindred"', ["--no-share-model"], ["does not fit", "share-model is false", "kindred mixes"]),
         (f'{RUN} strategy="perfed-ckt"', [], ["does not fit", "public-data is not in the node config"]),
         (f'{RUN} strategy="perfed-ckt"', ["--public-data", "large.npz"], ["public-data", "1x9x9", "1x8x8"]),
-        (f'{RUN} strategy="feddf"', [], ["would not begin", "public-data is 'auto'", "server's machine"]),
-        (f'{RUN} model="digits-cnn,mcmahan-cnn"', [], ["would not begin", "model is", "one network"]),
+        (f'{RUN} strategy="feddf"', [], ["cannot start", "public-data is 'auto'", "server's machine"]),
+        (f'{RUN} model="digits-cnn,mcmahan-cnn"', [], ["cannot start", "model is", "one network"]),
         (f'{RUN} model="digits-cnm"', [], ["model is 'digits-cnm'", "digits-cnn"]),
         (f'{RUN} strategy="fedavgg"', [], ["strategy is 'fedavgg'"]),
         (f"{RUN} num-round=3", [], ["unknown setting num-round"]),
-        ('dataset="sites" num-classes=10', [], ["would not begin", "image-shape is ''", "1x28x28"]),
+        ('dataset="sites" num-classes=10', [], ["cannot start", "image-shape is ''", "1x28x28"]),
         ('image-shape="1x8x8" num-classes=10', [], ["dataset is 'digits'", "sites"]),
         (f"{RUN} strategy=fedavg", [], ["--run-config", "quotation marks"]),
         ("fedavg", [], ["--run-config is 'fedavg'", ".toml", "key=value"]),
@@ -231,7 +231,7 @@ def test_the_check_before_a_run_gives_the_server_s_messages(data, tmp_path, capl
     [
         ("localhost:1", [], "within this machine"),
         ("[::1]:1", ["--insecure"], "within this machine"),
-        ("192.0.2.9:1", ["--insecure"], "FOR ALL TO READ"),
+        ("192.0.2.9:1", ["--insecure"], "CAN READ AND CHANGE THEM"),
     ],
 )
 def test_without_tls_a_line_warns_of_it(server, options, warned, data) -> None:

@@ -102,7 +102,7 @@ def test_a_clock_is_called_wrong_or_right_only_if_this_is_certain(ahead, travel,
 
 def test_without_a_date_a_clock_is_wrong_if_the_server_refuses_a_fresh_signature() -> None:
     assert clock_fault("", 0, 1) is None
-    assert "clock is not that of the server's" in clock_fault("", 0, 1, refused=True)
+    assert "clock is unlike the server's" in clock_fault("", 0, 1, refused=True)
 
 
 IN_USE = b"Exit Code: 305\nFailed to initialize the connection to the SuperLink.\n[code: 2004] Failed to activate Supe"
@@ -135,7 +135,7 @@ def test_an_untrusted_certificate_is_named_with_the_reason(made_keys, keys, tmp_
         assert f"localhost:{port} is not signed by the CA of {keys}/ca.crt (" in line
         (line,) = faults(Link("localhost", port))
         assert "does not answer without TLS" in line
-        assert "needs --ca and --key" in line
+        assert "give --ca and --key" in line
     with answering(keys) as port:
         (line,) = faults(link(keys, port)._replace(host=ip_address("127.0.0.2")))
         assert f"127.0.0.2:{port} is not for this name (IP address mismatch" in line
@@ -157,9 +157,9 @@ def test_an_untrusted_certificate_is_named_with_the_reason(made_keys, keys, tmp_
     [
         (3650, 61, []),
         (3650, 30, [r"the certificate of localhost:\d+ is valid until \S+, for 29 more days: .*`kindred keys renew`"]),
-        (59, 30, [r"\S+/ca.crt is valid until \S+, for 58 more days: take the ca", r"the certificate of localhost"]),
+        (59, 30, [r"\S+/ca.crt is valid until \S+, for 58 more days: run `kindred", r"the certificate of localhost"]),
         (3650, 0, [r"the certificate of localhost:\d+ is not valid on \S+, the date .* \(certificate has expired\)"]),
-        (0, 30, [r"\S+/ca.crt is valid from .*: take the ca.crt that the server has now"]),
+        (0, 30, [r"\S+/ca.crt is valid from .*: copy the ca.crt that the server has now"]),
     ],
 )
 def test_a_site_warns_of_expiring_and_expired_certificates(ca_days, server_days, says, tmp_path, monkeypatch) -> None:

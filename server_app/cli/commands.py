@@ -1,4 +1,4 @@
-"""The commands that `kindred` has beside those of `run`: importing a file adds its commands to `app`."""
+"""All commands of `kindred` except those in `run.py`: importing a file adds its commands to `app`."""
 
 from kindred.server_app.deployment import keys, server, site
 

@@ -1,4 +1,4 @@
-"""The application of the command line, and what its commands share: options, one-line errors, tables."""
+"""The command line's application, and what its commands share: options, one-line errors, tables."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from rich.table import Column, Table
 
 from kindred.extensions import ExtensionError
 
-UsageError: Any = typer.BadParameter.__base__  # click's, which is a part of typer
+UsageError: Any = typer.BadParameter.__base__  # click's class; typer contains click
 
 
 class Commands(typer.core.TyperGroup):
-    """The commands; one that is not given as it should be ends with one line."""
+    """The group of commands; an error in a command's arguments ends it with one line."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command that the context names."""
@@ -33,19 +33,19 @@ class Commands(typer.core.TyperGroup):
 app = typer.Typer(
     cls=Commands, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Personalised federated learning: a model for every client, learnt with the clients that resemble it.",
+    help="Personalised federated learning: a model for every client, learnt together with similar clients.",
 )  # fmt: skip
 
 
 def option(name: str, metavar: str, meaning: str) -> Any:
-    """Return an option of a command, as its help shows it."""
+    """Return a command's option with its help text."""
     return typer.Option(f"--{name}", metavar=metavar, help=meaning, show_default=False)
 
 
 def print_table(columns: Iterable[str | Column], lines: Iterable[Iterable[str]]) -> None:
-    """Print lines below the titles of their columns."""
+    """Print a table: lines of cells below the titles of their columns."""
     first, *others = (column if isinstance(column, Column) else Column(column, overflow="fold") for column in columns)
-    first.no_wrap = True  # what is to be typed
+    first.no_wrap = True  # the first column is what the user types
     table = Table(first, *others, box=box.SIMPLE_HEAD, pad_edge=False)
     for line in lines:
         table.add_row(*line)
@@ -53,24 +53,24 @@ def print_table(columns: Iterable[str | Column], lines: Iterable[Iterable[str]])
 
 
 def print_rich_table(table: Table) -> None:
-    """Print a table of rich."""
+    """Print a table of the library rich."""
     console = Console(highlight=False)
     if not console.is_terminal:
-        console.width = 1000  # a file or a pipe has room: a table is as wide as its longest lines
+        console.width = 1000  # files and pipes have no width: the table is as wide as its longest lines
     console.print(table)
 
 
 def show(line: str) -> None:
-    """Print a line at once."""
+    """Print a line and flush it."""
     print(line, flush=True)
 
 
 def end(code: int, reason: str) -> NoReturn:
-    """End with one line that says why."""
+    """End the command with an exit code and one line that says why."""
     print(f"kindred: {reason}", file=sys.stderr)
     raise typer.Exit(code)
 
 
 def warn(line: str) -> None:
-    """Print a line about something wrong; the command goes on."""
+    """Print a warning line; the command continues."""
     print(f"kindred: {line}", file=sys.stderr, flush=True)

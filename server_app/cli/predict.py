@@ -16,7 +16,7 @@ from kindred.server_app.prediction import INPUTS
 
 from .common import app, end, option, print_table
 
-if TYPE_CHECKING:  # `kindred --help` waits for nothing of it
+if TYPE_CHECKING:  # imported on first use, so that `kindred --help` is quick
     from kindred import data
     from kindred.server_app import config
     from kindred.server_app.prediction import evaluation, output as prediction
@@ -26,19 +26,19 @@ else:
     prediction = lazy("kindred.server_app.prediction.output")
 
 ModelFile = Annotated[
-    Path, option("model", "FILE", "A personal model or a mixture: model.safetensors, mixture.safetensors.")
+    Path, option("model", "FILE", "Personal model or mixture: model.safetensors, mixture.safetensors.")
 ]
 
 
 @app.command()
 def predict(
     model: ModelFile,
-    given: Annotated[Path, option("input", "PATH", f"What to predict for: {INPUTS}.")],
+    given: Annotated[Path, option("input", "PATH", f"Images to predict for: {INPUTS}.")],
     output: Annotated[Path | None, option("output", "FILE", "CSV file to write (default: print it).")] = None,
 ) -> None:
-    """Print the class of each image and all probabilities, as CSV.
+    """Print the predicted class of each image and all probabilities, as CSV.
 
-    The column `input` is a file's name, or a row's number, from 0.
+    The column `input` is the file's name, or the row's number, from 0.
     """
     with _refusals():
         table = prediction.predictions(model, given)
@@ -54,13 +54,13 @@ def predict(
 def evaluate(
     model: ModelFile,
     data_dir: Annotated[
-        Path, option("data-dir", "PATH", "A site's data, as `kindred site` takes them; the test part counts.")
+        Path, option("data-dir", "PATH", "A site's data, as `kindred site` takes them; only the test part is used.")
     ],
     output_dir: Annotated[
         Path | None, option("output-dir", "DIR", "Folder for evaluation.json and confusion.png.")
     ] = None,
 ) -> None:
-    """Say how well a model does on a site's test data."""
+    """Print the accuracy of a model on a site's test data."""
     with _refusals():
         found = evaluation.evaluate_model(model, data_dir)
         _show_evaluation(found)
@@ -85,8 +85,8 @@ def _show_evaluation(found: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """End with a line and code 2 for what cannot be used."""
+    """End the command with one line and code 2 at a ConfigError or DataError."""
     try:
         yield
     except (config.ConfigError, data.DataError) as error:
-        end(2, " ".join(str(error).splitlines()))  # a file's name may have several lines
+        end(2, " ".join(str(error).splitlines()))  # a file's name may contain line breaks

@@ -12,14 +12,14 @@ from kindred.lazy import lazy
 
 from .common import app, end, option, show
 
-if TYPE_CHECKING:  # `kindred --help` waits for nothing of it
+if TYPE_CHECKING:  # imported on first use, so that `kindred --help` is quick
     from kindred.server_app import config
     from kindred.server_app.report import content, watch as watching
 else:
     config, content = lazy("kindred.server_app.config"), lazy("kindred.server_app.report.content")
     watching = lazy("kindred.server_app.report.watch")
 
-LOOK_SECONDS = 0.5  # between two looks at the folder
+LOOK_SECONDS = 0.5  # s between two checks whether the run is finished
 
 Folder = typer.Argument(metavar="DIR", show_default=False)
 
@@ -37,19 +37,19 @@ def report(folder: Annotated[Path, Folder]) -> None:
 @app.command()
 def watch(
     folder: Annotated[Path, Folder],
-    port: Annotated[int, option("port", "N", "Port on 127.0.0.1 (default 0: any that is free).")] = 0,
+    port: Annotated[int, option("port", "N", "Port on 127.0.0.1 (default 0: any free port).")] = 0,
 ) -> None:
-    """Serve the report of a run while it goes on, on this machine alone; Ctrl-C ends it."""
+    """Serve the report of a run in progress, on this machine only; Ctrl-C stops serving."""
     try:
         with watching.Watcher(_existing(folder), port).serving() as watcher:
             show(f"{watcher.address} shows {watcher.folder}; Ctrl-C ends it")
             while not watcher.finished:
                 time.sleep(LOOK_SECONDS)
-            time.sleep(2 * watching.POLL_SECONDS)  # open pages ask for the end
+            time.sleep(2 * watching.POLL_SECONDS)  # open pages still fetch the end of the run
     except config.ConfigError as error:
         end(2, str(error))
     except KeyboardInterrupt:
-        show("ended; the run goes on without it")
+        show("ended; the run itself continues")
     else:
         show(f"the run is finished; its report is {watcher.folder / 'report.html'}")
 
@@ -57,5 +57,5 @@ def watch(
 def _existing(folder: Path) -> Path:
     folder = folder.expanduser().absolute()
     if not folder.is_dir():
-        raise config.ConfigError(f"{str(folder)!r} is no folder; name that of a run, or of a comparison")
+        raise config.ConfigError(f"{str(folder)!r} is not a folder; give the folder of a run or of a comparison")
     return folder

@@ -16,7 +16,7 @@ from kindred.versions import check_flower
 
 from .common import app, end, option, print_rich_table, print_table, show
 
-if TYPE_CHECKING:  # `kindred --help` waits for nothing of it but the commands
+if TYPE_CHECKING:  # imported on first use, so that `kindred --help` is quick
     from kindred import data
     from kindred.client import models
     from kindred.server_app import config, engines, presets as papers, run_files, run_log, runs, summary
@@ -31,21 +31,21 @@ else:
     runs, summary = lazy("kindred.server_app.runs"), lazy("kindred.server_app.summary")
     commands = lazy("kindred.server_app.cli.commands")
 
-# Options that more than one command has.
-Dataset = Annotated[str | None, option("dataset", "NAME", "The images; see `kindred datasets`.")]
+# Options of more than one command.
+Dataset = Annotated[str | None, option("dataset", "NAME", "Dataset of images; see `kindred datasets`.")]
 DataDir = Annotated[str | None, option("data-dir", "PATH", "Folder or .npz file of the dataset.")]
 Partition = Annotated[str | None, option("partition", "NAME", "How clients' data differ; see `kindred datasets`.")]
-Clients = Annotated[str | None, option("clients", "N", "Clients among whom the data are divided.")]
-Rounds = Annotated[str | None, option("rounds", "N", "Rounds of training.")]
+Clients = Annotated[str | None, option("clients", "N", "Number of clients among which the data are divided.")]
+Rounds = Annotated[str | None, option("rounds", "N", "Number of training rounds.")]
 EngineChoice = Annotated[
     str,
     option(
         "engine", "NAME", "flower (default): Flower's simulation engine, clients in parallel. inline: in this process."
     ),
 ]
-CpusPerClient = Annotated[int, option("cpus-per-client", "N", "CPUs that a client at work has (default 1).")]
+CpusPerClient = Annotated[int, option("cpus-per-client", "N", "CPUs for each client while it works (default 1).")]
 GpusPerClient = Annotated[
-    float, option("gpus-per-client", "SHARE", "Share of a GPU that a client at work has (flower; default 0).")
+    float, option("gpus-per-client", "SHARE", "Share of a GPU for each client while it works (flower; default 0).")
 ]
 
 
@@ -57,9 +57,9 @@ def run(
     partition: Partition = None,
     clients: Clients = None,
     rounds: Rounds = None,
-    seed: Annotated[str | None, option("seed", "N", "Seed of everything random.")] = None,
+    seed: Annotated[str | None, option("seed", "N", "Seed of all random draws.")] = None,
     output_dir: Annotated[
-        str | None, option("output-dir", "PATH", "Folder in which the run makes a folder of its own.")
+        str | None, option("output-dir", "PATH", "Folder in which the run makes its own folder.")
     ] = None,
     settings: Annotated[
         list[str] | None, option("set", "KEY=VALUE", "Any setting of docs/configuration.md; may be repeated.")
@@ -67,11 +67,9 @@ def run(
     engine: EngineChoice = "flower",
     cpus_per_client: CpusPerClient = 1,
     gpus_per_client: GpusPerClient = 0.0,
-    resume: Annotated[
-        Path | None, option("resume", "DIR", "Go on with the run in this folder, which was cut short.")
-    ] = None,
+    resume: Annotated[Path | None, option("resume", "DIR", "Continue the interrupted run in this folder.")] = None,
     against: Annotated[
-        str, option("against", "NAMES", "Methods to run after it, in this process, to compare: local,fedavg.")
+        str, option("against", "NAMES", "Methods to run afterwards, in this process, for comparison: local,fedavg.")
     ] = "",
 ) -> None:
     """Run a federation on this machine."""
@@ -81,7 +79,7 @@ def run(
     }  # fmt: skip
     try:
         checked = run_files.run_settings(given_settings(named, settings or []), resume)
-        # Only now is PyTorch imported, for which a bad setting need not wait.
+        # PyTorch is imported only here, so that a bad setting is reported at once.
         where = engines.Engine(engine, cpus_per_client, gpus_per_client)
         results = runs.run_methods(checked, [name.strip() for name in against.split(",") if name.strip()], where, show)
     except (config.ConfigError, data.DataError) as error:
@@ -100,7 +98,7 @@ def compare(
         option(
             "strategies",
             "NAMES",
-            "The methods: local,fedavg,heurfedamp. A name of your own is one too, with --set NAME:strategy=METHOD.",
+            "Methods: local,fedavg,heurfedamp. Add your own NAME for a variant, with --set NAME:strategy=METHOD.",
         ),
     ] = "",
     preset: Annotated[str, option("preset", "NAME", "A paper's settings and numbers; see `kindred presets`.")] = "",
@@ -109,13 +107,13 @@ def compare(
     partition: Partition = None,
     clients: Clients = None,
     rounds: Rounds = None,
-    seeds: Annotated[str, option("seeds", "LIST", "Seeds, each of a run of every method: 0,1,2 (default 0).")] = "",
+    seeds: Annotated[str, option("seeds", "LIST", "Seeds; every method runs once with each: 0,1,2 (default 0).")] = "",
     settings: Annotated[
         list[str] | None,
         option(
             "set",
             "KEY=VALUE",
-            "Any setting of docs/configuration.md, for all; NAME:KEY=VALUE: for one method alone. May be repeated.",
+            "Any setting of docs/configuration.md, for all methods; NAME:KEY=VALUE: for one method. May be repeated.",
         ),
     ] = None,
     scale: Annotated[
@@ -123,22 +121,22 @@ def compare(
         option(
             "scale",
             "X",
-            "Take this part of the rounds and of the images a client, for a small machine (default 1, all).",
+            "Use only this fraction of the rounds and of each client's images, for a small machine (default 1).",
         ),
     ] = 1.0,
     reference: Annotated[
         str, option("reference", "NAME", "The method that the others are tested against (default: the first).")
     ] = "",
     output_dir: Annotated[
-        str | None, option("output-dir", "PATH", "Folder of the runs; those that are there are not run again.")
+        str | None, option("output-dir", "PATH", "Folder of the runs; finished runs in it are not repeated.")
     ] = None,
     engine: EngineChoice = "flower",
     cpus_per_client: CpusPerClient = 1,
     gpus_per_client: GpusPerClient = 0.0,
 ) -> None:
-    """Run methods with the same data and seeds, and put what comes out side by side.
+    """Run methods with the same data and seeds, and print their results side by side.
 
-    The same command goes on after an interruption.
+    After an interruption the same command continues.
     """
     named = {
         "dataset": dataset, "data-dir": data_dir, "partition": partition, "num-clients": clients,
@@ -173,7 +171,7 @@ def compare(
         result.save()
     except OSError as error:
         reason = f"the comparison cannot be written to {result.folder} ({error.strerror or error})"
-        end(1, f"{reason}; make room there, and give the command again")
+        end(1, f"{reason}; make room there, then repeat the command")
     print(f"comparison in {result.folder}")
     if code:
         raise typer.Exit(code)
@@ -181,7 +179,7 @@ def compare(
 
 @app.command()
 def presets() -> None:
-    """List the papers' settings for `kindred compare --preset`."""
+    """List the presets, papers' settings for `kindred compare --preset`."""
     every = [papers.load_preset(name) for name in papers.preset_names()]
     print_table(
         ("preset", "methods", "rounds", "seeds", "from"),
@@ -239,7 +237,7 @@ def datasets() -> None:
 
 
 def _beginning(thing: Any) -> str:
-    """The first paragraph of a docstring, in one line."""
+    """Return the first paragraph of a docstring, in one line."""
     return " ".join((thing.__doc__ or "").partition("\n\n")[0].split())
 
 
@@ -253,7 +251,7 @@ def main() -> None:
 
 
 def given_settings(named: Mapping[str, str | None], assignments: Sequence[str]) -> dict[str, Any]:
-    """The settings that a command's options and its --set say, each read as its kind; ConfigError where they cannot."""
+    """Return the settings in a command's options and its --set, parsed by type; ConfigError if one is invalid."""
     texts = {key: text for key, text in named.items() if text is not None}
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
@@ -273,7 +271,7 @@ def _whole_numbers(option: str, text: str) -> list[int]:
 
 
 def _print_results(folders: Sequence[Path]) -> None:
-    """Print what came out of the runs, side by side; of several, draw the accuracies into the first one's folder."""
+    """Print the results of the runs side by side; draw the accuracies of several into the first run's folder."""
     print()
     if len(folders) > 1:
         summary.compare_runs(folders, folders[0] / "comparison.png")

@@ -1,4 +1,4 @@
-"""The files of a comparison: JSON, CSV, Markdown, picture and report."""
+"""Write the files of a comparison: JSON, CSV, Markdown, picture and report."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def write(content: Mapping[str, Any], folder: Path) -> None:
-    """Write the files, the report of them last; a picture or report that cannot be made is a warning."""
+    """Write the files, the report last; a picture or report that cannot be made is a warning."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "comparison.json", content)
     for name, data in (("comparison.csv", as_csv(content)), ("comparison.md", as_markdown(content).encode())):
@@ -34,7 +34,7 @@ def write(content: Mapping[str, Any], folder: Path) -> None:
 
 
 def draw(content: Mapping[str, Any], folder: Path) -> Figure:
-    """Return the picture of the comparison in a folder: accuracy over rounds, mean and deviation over seeds."""
+    """Return the picture of a comparison: accuracy over rounds, mean and standard deviation over seeds."""
     methods = [
         (name, [read_table(folder / run["folder"] / "rounds.csv") for run in each["runs"] if "folder" in run])
         for name, each in content["strategies"].items()
@@ -68,13 +68,13 @@ def csv_rows(content: Mapping[str, Any]) -> list[dict[str, Any]]:
                     **run.get("metrics", {}),
                     **about,
                     "folder": run.get("folder"),
-                    "versions": _told(run.get("versions")),
+                    "versions": _versions_text(run.get("versions")),
                     "failed": run.get("reason"),
                 }
             )
         test = {f"wilcoxon-{key}": value for key, value in (each["wilcoxon"] or {}).items()}
         paper = each["paper"] or {}
-        told = _told(content["versions"])
+        versions = _versions_text(content["versions"])
         rows.append(
             {
                 "strategy": name,
@@ -82,24 +82,24 @@ def csv_rows(content: Mapping[str, Any]) -> list[dict[str, Any]]:
                 **each["mean"],
                 **about,
                 **test,
-                "versions": told,
+                "versions": versions,
                 "reference": content["reference"],
                 "paper": paper.get("mean"),
                 "paper-floats": paper.get("floats"),
             }
         )
         rows.append(
-            {"strategy": name, "seed": "std", **each["std"], **about, "paper": paper.get("std"), "versions": told}
+            {"strategy": name, "seed": "std", **each["std"], **about, "paper": paper.get("std"), "versions": versions}
         )
     return rows
 
 
-def _told(versions: Mapping[str, Any] | None) -> str:
+def _versions_text(versions: Mapping[str, Any] | None) -> str:
     return ", ".join(f"{name} {version}" for name, version in (versions or {}).items() if version)
 
 
 def as_markdown(content: Mapping[str, Any]) -> str:
-    """The comparison to be read: table, remarks, settings, runs, notes."""
+    """Return the comparison in Markdown: tables, remarks, settings, runs, notes."""
     strategies, preset = content["strategies"], content["preset"]
     accuracy, cost = tables(content)
     defaults = Config().run_config()
@@ -113,7 +113,7 @@ def as_markdown(content: Mapping[str, Any]) -> str:
         "",
         f"    {content['command']}",
         "",
-        f"{content['finished']}, {content['platform']}; {_told(content['versions'])}.",
+        f"{content['finished']}, {content['platform']}; {_versions_text(content['versions'])}.",
         "",
         *_rows(accuracy),
         "",
@@ -133,13 +133,13 @@ def as_markdown(content: Mapping[str, Any]) -> str:
         "",
         "## Settings",
         "",
-        "Of all, where they are not the default: " + (", ".join(set_to) or "none") + ".",
+        "Of all methods, where not the default: " + (", ".join(set_to) or "none") + ".",
         "",
         *(
             f"- {name}"
             + (f" ({each['strategy']})" if name != each["strategy"] else "")
             + ": "
-            + (", ".join(f"`{key}` = {value}" for key, value in each["settings"].items()) or "nothing of its own")
+            + (", ".join(f"`{key}` = {value}" for key, value in each["settings"].items()) or "no own settings")
             for name, each in strategies.items()
         ),
         "",
@@ -171,6 +171,6 @@ def as_markdown(content: Mapping[str, Any]) -> str:
 
 
 def _rows(lines: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a Markdown table, of which the first are the titles."""
+    """Return the lines of a Markdown table; the first line given has the titles."""
     first, *others = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
     return [first, "|" + " --- |" * len(lines[0]), *others]

@@ -1,4 +1,4 @@
-"""What is compared: the settings and seeds of every run, from a command and a preset."""
+"""Plan a comparison: the settings and seeds of every run, from a command and a preset."""
 
 from __future__ import annotations
 
@@ -16,33 +16,34 @@ from kindred.server_app.config import Config, ConfigError
 from kindred.server_app.presets import Preset
 from kindred.server_app.run_files import what_data
 
-SHARED = (*KEYS, "seed", "output-dir", "resume")  # settings in which methods that are compared cannot differ
-BESIDE = ("output-dir", "resume", "checkpoint-every", "keep-checkpoints")  # settings that change no result
-IN_ROUNDS = ("num-rounds", "alpha-decay-every", "warmup-rounds")  # what a scale shrinks, besides images
-LEAST_ROUNDS, LEAST_IMAGES = 2, 10  # below which a scale does not go
+SHARED = (*KEYS, "seed", "output-dir", "resume")  # settings that are the same for all compared methods
+BESIDE = ("output-dir", "resume", "checkpoint-every", "keep-checkpoints")  # settings that do not change results
+IN_ROUNDS = ("num-rounds", "alpha-decay-every", "warmup-rounds")  # shrunk by a scale, as the images are
+LEAST_ROUNDS, LEAST_IMAGES = 2, 10  # a scale goes no lower
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is compared.
+    """A plan of a comparison: every method with its settings, and the seeds.
 
     Attributes
     ----------
     common : Config
-        What all methods have.
+        The settings that all methods share.
     configs : dict
-        The methods' names, in order, and the settings of each with the first seed.
+        name -> settings of the method with the first seed; in the order of the methods.
     own : dict
         name -> the settings, kebab-case, that were given for this method alone.
     seeds : list of int
     reference : str
-        The name that the others are tested against.
+        The name of the method that the others are tested against.
     scale : float
+        The fraction of the rounds and of the images that is used.
     scaled : dict
-        setting -> its value before and after scaling.
+        setting -> its values before and after scaling.
     preset : Preset, optional
     changed : dict
-        setting, or name:setting -> what the command says in place of the preset.
+        setting, or name:setting -> the command's value, which replaces the preset's.
     """
 
     common: Config
@@ -57,23 +58,23 @@ class Plan:
 
     @property
     def what(self) -> str:
-        """The preset, or the data."""
+        """Name of the preset, or of the data if there is no preset."""
         return self.preset.name if self.preset else what_data(self.common.run_config())
 
     @property
     def title(self) -> str:
-        """In a line: what is compared, with which seeds, at which scale."""
+        """Line that names the preset or the data, the seeds and the scale."""
         seeds = f"seed{'s' if len(self.seeds) > 1 else ''} {', '.join(map(str, self.seeds))}"
         return f"{self.what}, {seeds}" + (f", scale {self.scale:g}" if self.scale != 1 else "")
 
     @property
     def runs(self) -> list[tuple[str, Config]]:
-        """The name and the settings of every run, seed by seed, so that there is soon something whole."""
+        """Name and settings of every run, seed by seed: all methods of a seed are complete before the next seed."""
         return [(name, replace(config, seed=seed)) for seed in self.seeds for name, config in self.configs.items()]
 
     @property
     def folder(self) -> Path:
-        """Where the comparison is written: always the same for the same runs and reference."""
+        """Folder of the comparison's files: always the same for the same runs and reference."""
         runs = [(name, run_hash(config.run_config())) for name, config in self.configs.items()]
         key = sha256(json.dumps([runs, self.seeds, self.reference, self.scale]).encode()).hexdigest()[:8]
         return Path(self.common.output_dir) / f"compare-{self.what.replace(', ', '-')}-{key}"
@@ -89,28 +90,28 @@ def make_plan(
     scale: float = 1.0,
     preset: Preset | None = None,
 ) -> Plan:
-    """Put together what a command and a preset say; what the command says counts.
+    """Return the plan from a command and a preset; the command's values take precedence.
 
     Parameters
     ----------
     names : sequence of str
-        Methods, or names whose own settings say which method they are. None: the preset's.
+        Methods, or names whose own settings name the method. If empty, the preset's.
     given : mapping
-        Settings for all, kebab-case.
+        Settings of all methods, kebab-case.
     own : mapping
-        name -> settings for it alone.
+        name -> settings of this method alone.
     seeds : sequence of int
-        None: the preset's, else 0.
+        If empty, the preset's, else 0.
     reference : str
         "": the preset's if it is among the names, else the first.
     scale : float
-        More than 0, at most 1: the part of the rounds and of the images that is taken.
+        The fraction of the rounds and of the images that is used: more than 0, at most 1.
     preset : Preset, optional
 
     Raises
     ------
     ConfigError, DataError
-        What cannot be compared.
+        These methods and settings cannot be compared; the text says why.
     """
     from_preset = preset.strategies if preset else {}
     names = list(dict.fromkeys(names or from_preset))
@@ -124,10 +125,10 @@ def make_plan(
     if not 0 < scale <= 1:
         raise ConfigError(f"--scale is {scale:g}, allowed: more than 0, at most 1")
     if stray := [name for name in own if name not in names]:
-        raise ConfigError(f"--set {stray[0]}: is for no method that is compared; these are {', '.join(names)}")
+        raise ConfigError(f"--set {stray[0]}: names no compared method, allowed: {', '.join(names)}")
     for key, instead in (("strategy", "--strategies"), ("seed", "--seeds"), ("resume", "the command again")):
         if key in given or key != "strategy" and any(key in alone for alone in own.values()):
-            raise ConfigError(f"--set {key} is not for a comparison: use {instead}")
+            raise ConfigError(f"--set {key} is not allowed in a comparison: use {instead}")
     reference = reference or (preset.reference if preset and preset.reference in names else names[0])
     if reference not in names:
         raise ConfigError(f"--reference is {reference!r}, allowed: {', '.join(names)}")
@@ -140,8 +141,8 @@ def make_plan(
         alone = dict(own.get(name, {}))
         if shared := [key for key in alone if key in SHARED]:
             raise ConfigError(
-                f"--set {name}:{shared[0]} is for one method alone, allowed: for all, --set "
-                f"{shared[0]}={alone[shared[0]]}; what is compared has the same data and seeds"
+                f"--set {name}:{shared[0]} is for one method only, allowed: for all, --set "
+                f"{shared[0]}={alone[shared[0]]}; all compared methods have the same data and seeds"
             )
         listed = {key: value for key, value in from_preset.get(name, {}).items() if key not in given}
         settings = {"strategy": name, **base, **listed, **given, **alone}
@@ -165,7 +166,7 @@ def make_plan(
 
 
 def images_a_client(config: Config) -> float:
-    """What samples-per-client says, or where it is 0 what the clients have on average, of what it counts."""
+    """Return samples-per-client, or if it is 0 the clients' mean number of the images that it counts."""
     if config.samples_per_client:
         return config.samples_per_client
     federation = load_federation(config.run_config())
@@ -173,7 +174,7 @@ def images_a_client(config: Config) -> float:
 
 
 def shrunk(config: Config, scale: float, images: float) -> Config:
-    """The settings with a part of the rounds, and of `images` images a client."""
+    """Return the settings with the fraction `scale` of the rounds, and of `images` images a client."""
 
     def part(number: float, least: int) -> int:
         return min(int(number), max(least, round(scale * number)))
@@ -188,10 +189,10 @@ def shrunk(config: Config, scale: float, images: float) -> Config:
 
 
 def run_hash(settings: Mapping[str, Any], images: str | None = None) -> str:
-    """The name of a run: of its images (`app.images_of`) and of all settings that its results depend on.
+    """Return the hash of a run's images (`app.images_of`) and of all settings that its results depend on.
 
-    These are all but where folders lie and how the state is kept. Of a run that has no record of its images a data-dir
-    counts where it says which they are.
+    These are all settings except paths of folders and how the state is kept. If a run has no record of its images,
+    data-dir counts where it decides which images these are.
     """
     beside = (*BESIDE, "data-dir") if images or DATASETS[settings["dataset"]].num_classes else BESIDE
     kept = {key: value for key, value in settings.items() if key not in beside} | ({"images": images} if images else {})

@@ -1,4 +1,4 @@
-"""A comparison as Python objects: its content, and the runs that it compares."""
+"""A comparison as Python objects: its content and its runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ComparisonResult:
     Parameters
     ----------
     content : mapping
-        Of comparison.json, which docs/comparing.md describes.
+        The content of comparison.json, which docs/comparing.md describes.
     folder : Path
         The folder of the comparison.
 
@@ -33,9 +33,9 @@ class ComparisonResult:
     content : mapping
     folder : Path
     runs : dict of RunResult
-        (method, seed) -> the run; the method by its name in the comparison.
+        (method, seed) -> the run; the method has its name in the comparison.
     failed : dict of str
-        (method, seed) -> why there is no such run.
+        (method, seed) -> why the run failed.
     rows : list of dict
         The histories of all runs, a row for each round and client, with "strategy" and "seed".
     summary : list of dict
@@ -43,7 +43,7 @@ class ComparisonResult:
     tables : dict of pandas.DataFrame
         "summary", "rounds" (of all runs) and "history".
     figures : dict of matplotlib.figure.Figure
-        "comparison": accuracy over rounds, mean and deviation over seeds.
+        "comparison": accuracy over rounds, mean and standard deviation over seeds.
     models : dict of PersonalModels
         (method, seed) -> client -> its personal model.
     """
@@ -57,7 +57,7 @@ class ComparisonResult:
         return f"<ComparisonResult: {self.content['title']}; {len(self.runs)} runs{missing}, in {self.folder}>"
 
     def save(self) -> None:
-        """Write the files of the comparison into its folder; OSError where they cannot be written."""
+        """Write the files of the comparison into its folder; OSError if they cannot be written."""
         write(self.content, self.folder)
 
     @cached_property

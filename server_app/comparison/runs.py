@@ -1,4 +1,4 @@
-"""The runs of a comparison: which are there already, and carrying out the others."""
+"""The runs of a comparison: find those that exist already, and carry out the others."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from kindred.server_app.run_log import Outcome
 from .plan import Plan, run_hash
 from .statistics import content_of
 
-INTERRUPTED = 128  # codes from here on are signals
+INTERRUPTED = 128  # exit codes from here on are signals
 
 
 def known_runs(output_dir: Path) -> dict[str, Path]:
-    """The folders of the runs in a folder of results by `run_hash`; of equal runs a finished one, the last."""
+    """Return `run_hash` -> folder for the runs in `output_dir`; of equal runs the last finished one, if any."""
     found: dict[str, Path] = {}
     for path in sorted(output_dir.glob("*/config.json")):
         try:
             config = read_config(path.parent)
             key = run_hash(config["settings"], config.get("images"))
-        except (ConfigError, KeyError, TypeError):  # of something else, or of another version
+        except (ConfigError, KeyError, TypeError):  # not the folder of a run, or one of another version
             continue
         if key not in found or is_finished(path.parent) or not is_finished(found[key]):
             found[key] = path.parent
@@ -41,26 +41,26 @@ def carry_out(
     unusable: Mapping[str, str],
     command: Sequence[str],
 ) -> tuple[dict[str, Any], int]:
-    """Run what has not been run, and sum up.
+    """Run what has not been run yet, and return the content of the comparison.
 
     Parameters
     ----------
     plan : Plan
     execute : callable
-        Runs what the settings say, or goes on with it.
+        Starts or resumes the run of the given settings, and returns its outcome.
     say : callable
-        Called with lines of progress.
+        Called with each line of progress.
     unusable : mapping
-        name -> why it is not to be run.
+        name -> reason why the method cannot be run.
     command : sequence of str
         The words of the command, for the record.
 
     Returns
     -------
     content : dict
-        As in comparison.json.
+        The content of comparison.json.
     code : int
-        0: every run is there. 1: some failed. 128 + n: ended by signal n, with what there was by then.
+        0: every run is finished. 1: some failed. 128 + n: ended by signal n; the content has the runs up to then.
     """
     known = known_runs(Path(plan.common.output_dir))
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in plan.configs}
@@ -69,7 +69,7 @@ def carry_out(
     for number, (name, config) in enumerate(todo, 1):
         head = f"run {number}/{len(todo)}  {name}, seed {config.seed}"
         key = run_hash(config.run_config(), images_of_run(config))
-        folder = known.get(key) or known.get(run_hash(config.run_config()))  # the latter: of no record
+        folder = known.get(key) or known.get(run_hash(config.run_config()))  # the latter: without images
         if folder and is_finished(folder):
             how, outcome = "reused", Outcome(0, "", folder)
             say(f"{head}: reused, {folder}{_unlike(folder)}")
@@ -85,7 +85,7 @@ def carry_out(
             outcome = execute(config)
         if outcome.code >= INTERRUPTED:
             code = outcome.code
-            say(f"{head}: {outcome.reason}; the same command goes on")
+            say(f"{head}: {outcome.reason}; the same command continues")
             break
         run: dict[str, Any] = {"seed": config.seed, "how": how, "hash": key}
         if outcome.code == 0 and outcome.results:
@@ -99,7 +99,7 @@ def carry_out(
             code = 1
             reason = " ".join(outcome.reason.split())
             if how == "resumed":
-                reason += f"; remove {folder} to have it run anew"
+                reason += f"; to start it again, remove {folder}"
             say(f"{head}: failed, {reason}")
             run |= {"how": "failed", "reason": reason}
         runs[name].append(run)
@@ -107,7 +107,7 @@ def carry_out(
 
 
 def images_of_run(config: Config) -> str | None:
-    """What says which images a run would have; None where it cannot have them, of which the run itself will tell."""
+    """Return the text that identifies a run's images; None if they cannot be loaded, which the run will report."""
     try:
         return images_of(config, load_federation(config.run_config()))
     except DataError:
@@ -115,13 +115,13 @@ def images_of_run(config: Config) -> str | None:
 
 
 def _unlike(folder: Path) -> str:
-    """In which ways a run of the same settings may still be another one."""
+    """Return how a run with the same settings may still differ: versions, and no record of its images."""
     before = read_config(folder)
-    told = [
+    differences = [
         f"{name} was {version}"
         for name, version in (before.get("versions") or {}).items()
         if version != versions().get(name)
     ]
     if not before.get("images"):
-        told.append("which images it had is not on record")
-    return f" ({', '.join(told)})" if told else ""
+        differences.append("its images are not recorded")
+    return f" ({', '.join(differences)})" if differences else ""

@@ -1,4 +1,4 @@
-"""The content of comparison.json: means and deviations over seeds, and tests against the reference."""
+"""Compute the content of comparison.json: means, standard deviations over seeds, tests against the reference."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from .plan import Plan
 if TYPE_CHECKING:
     from scipy import stats
 else:
-    stats = lazy("scipy.stats")  # a second, which a run without others to compare with does without
+    stats = lazy("scipy.stats")  # takes a second to import, and only comparisons need it
 
-LOCAL = "local"  # the name of the method that every client's accuracy is held against
+LOCAL = "local"  # the method that `better-than-local` compares each client's accuracy with
 
 
 def content_of(plan: Plan, runs: Mapping[str, list[dict[str, Any]]], command: Sequence[str]) -> dict[str, Any]:
-    """The content of comparison.json, which docs/comparing.md describes; folders of runs are relative to its own."""
+    """Return the content of comparison.json (docs/comparing.md); folders of runs are relative to the comparison's."""
     summaries = {name: {run["seed"]: run["summary"] for run in runs[name] if "summary" in run} for name in runs}
     preset = plan.preset
     strategies = {}
@@ -72,16 +72,16 @@ def content_of(plan: Plan, runs: Mapping[str, list[dict[str, Any]]], command: Se
 
 
 def metrics_of(summary: Mapping[str, Any], local: Mapping[str, Any] | None, is_local: bool = False) -> dict[str, Any]:
-    """A run's numbers by the names of `METRICS`; None where there is none.
+    """Return a run's numbers by the names of `METRICS`; None where there is none.
 
     Parameters
     ----------
     summary : mapping
-        Of the run.
+        Summary of the run.
     local : mapping, optional
-        That of the run of the same seed in which every client learns alone.
+        Summary of the run of method `local` with the same seed, in which every client learns alone.
     is_local : bool
-        Whether it is the same: a method is not better than itself.
+        Whether `summary` is of `local` itself, which is not compared with itself.
     """
     derived = {"bytes": summary["bytes-down"] + summary["bytes-up"], "better-than-local": None}
     if local and not is_local:
@@ -94,7 +94,7 @@ def metrics_of(summary: Mapping[str, Any], local: Mapping[str, Any] | None, is_l
 def paired(
     ours: Mapping[int, Mapping[str, Any]], others: Mapping[int, Mapping[str, Any]]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The last accuracies, (n,) each, of the clients that have one in both, of all seeds that both have."""
+    """Return the last accuracies, (n,) each, of clients that have one in both, over all seeds of both."""
     pairs = []
     for seed in ours.keys() & others.keys():
         theirs = accuracies(others[seed])
@@ -104,32 +104,32 @@ def paired(
 
 
 def accuracies(summary: Mapping[str, Any]) -> dict[Any, float]:
-    """client -> its last accuracy, of those that have one."""
+    """Return client -> last accuracy, for the clients that have one."""
     return {each["client"]: each["accuracy"] for each in summary["clients"] if each["accuracy"] is not None}
 
 
 def _differences(ours: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Of accuracies that are fractions of few images: equal where they are equal but for the last bits."""
+    """Return differences, rounded so that accuracies which differ only in the last bits count as equal."""
     return np.round(ours - others, 12)
 
 
 def signed_rank(ours: np.ndarray, reference: np.ndarray) -> dict[str, Any] | None:
-    """Wilcoxon's signed-rank test (1945) of accuracies (n,) against the reference's, pair by pair.
+    """Return Wilcoxon's signed-rank test (1945) of accuracies (n,) against the reference's, pair by pair.
 
-    Two-sided: the hypothesis to reject is that differences lie symmetrically about 0. Pairs without a difference are
-    left out (Wilcoxon's way); equal differences share their ranks. Without any difference p is 1.
+    Two-sided: the null hypothesis is that differences lie symmetrically about 0. Pairs without a difference are
+    excluded (Wilcoxon's way); equal differences share their ranks. Without any difference p is 1.
 
     Returns
     -------
     dict or None
         `pairs`, of which `better`, `worse` and `equal`; `median-difference`; `statistic`, the smaller sum of ranks;
-        `p`; `alternative` and `zeros`, what is said above. None without pairs.
+        `p`; `alternative` and `zeros`, as described above. None without pairs.
     """
     differences = _differences(ours, reference)
     if not len(differences):
         return None
-    told = differences[differences != 0]
-    test = stats.wilcoxon(told, alternative="two-sided") if len(told) else None
+    nonzero = differences[differences != 0]
+    test = stats.wilcoxon(nonzero, alternative="two-sided") if len(nonzero) else None
     return {
         "pairs": len(differences),
         "better": int((differences > 0).sum()),

@@ -1,4 +1,4 @@
-"""A comparison as tables and remarks, from the content of comparison.json alone."""
+"""Make the tables and remarks of a comparison from the content of comparison.json alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .metrics import METRICS, Metric
 
 
 def tables(content: Mapping[str, Any]) -> list[list[list[str]]]:
-    """Two tables, of accuracy and of cost, as lines of texts, the titles first; what is not known is "-"."""
+    """Return two tables, of accuracy and of cost, as lines of texts, titles first; unknown numbers are "-"."""
     strategies, metric = content["strategies"], (content["preset"] or {}).get("metric")
     methods = list(strategies.values())
     tests = [each["wilcoxon"] for each in methods]
@@ -24,7 +24,7 @@ def tables(content: Mapping[str, Any]) -> list[list[list[str]]]:
         else:
             published = [cell(paper.get(key), None, about) for paper in papers]
         table = accuracy if about.factor == 100 else cost
-        if key != "floats" or set(cells) != {"-"}:  # which few methods count
+        if key != "floats" or set(cells) != {"-"}:  # few methods report `floats`
             table.append([about.title, *cells])
         if set(published) != {"-"}:
             table.append([f"paper, {about.title}", *published])
@@ -43,7 +43,7 @@ def _finished(strategy: Mapping[str, Any]) -> int:
 
 
 def cell(mean: float | None, std: float | None, metric: Metric) -> str:
-    """Return the text of a table's cell; "-" where the number is not known."""
+    """Return the text of a table's cell; "-" if the number is not known."""
     if mean is None:
         return "-"
     text = f"{metric.factor * mean:.{metric.digits}f}"
@@ -55,19 +55,19 @@ def _p(p: float) -> str:
 
 
 def remarks(content: Mapping[str, Any]) -> list[str]:
-    """What has to be said beside the table, a line each."""
+    """Return the remarks that belong to the tables, one per line."""
     strategies, preset, lines = content["strategies"], content["preset"], []
     if content["scaled"]:
         parts = [f"{key} {after:g} instead of {before:g}" for key, (before, after) in content["scaled"].items()]
         lines.append(
-            f"At scale {content['scale']:g}, not in full: {', '.join(parts)}; settings of one method that "
-            "count rounds are shrunk alike."
+            f"At scale {content['scale']:g}, not the full runs: {', '.join(parts)}; settings of single methods "
+            "that count rounds are scaled too."
         )
     if preset:
         lines.append(f"The paper's numbers: {preset['source']}; {preset['measures']}.")
         if preset["changed"]:
             changes = ", ".join(f"{key} {value}" for key, value in preset["changed"].items())
-            lines.append(f"Other than in the preset: {changes}.")
+            lines.append(f"Different from the preset: {changes}.")
         both = {
             name: (each["paper"]["mean"], each["mean"][preset["metric"]])
             for name, each in strategies.items()
@@ -81,11 +81,11 @@ def remarks(content: Mapping[str, Any]) -> list[str]:
     if any(each["wilcoxon"] for each in strategies.values()):
         lines.append(
             f"p: Wilcoxon's signed-rank test against {content['reference']}, two-sided, over the clients' last "
-            "accuracies, those of all seeds together; pairs without a difference are left out. Clients of a run learn "
+            "accuracies of all seeds together; pairs without a difference are excluded. Clients of a run learn "
             "together, so their accuracies are not independent, and p is not corrected for the number of methods."
         )
     if len(content["seeds"]) == 1:
-        lines.append("One seed: there is no deviation.")
+        lines.append("One seed: there is no standard deviation.")
     for name, each in strategies.items():
         lines += [f"{name}, seed {run['seed']}, failed: {run['reason']}" for run in each["runs"] if "reason" in run]
     return lines

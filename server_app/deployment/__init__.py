@@ -1,1 +1,1 @@
-"""A server and sites as real processes: keys, guards and the commands that start them."""
+"""The server and the sites as real processes: keys, the guard and the commands that start them."""

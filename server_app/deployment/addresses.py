@@ -22,14 +22,14 @@ def address_of(text: str) -> Address | None:
 
 
 def parse_host(text: str, option: str) -> str | Address:
-    """Return a host's name or address; ends the command if the text is neither."""
+    """Return a host's name or address; end the command if the text is neither."""
     if not re.fullmatch(r"[A-Za-z0-9.:-]+", text):
         end(2, f"{option} is {text!r}, allowed: a name or an IP address")
     return address_of(text) or text.lower()
 
 
 def parse_server(text: str) -> tuple[str | Address, int]:
-    """Read HOST:PORT; ends the command where it is none."""
+    """Return host and port of the text HOST:PORT; end the command if it is something else."""
     found = re.fullmatch(r"(\[[^][]+\]|[^:]+):(\d{1,5})", text, re.ASCII)
     if not found or not 1 <= int(found[2]) <= 65535:
         end(2, f"--server is {text!r}, allowed: HOST:PORT, with a port from 1 to 65535")
@@ -42,14 +42,14 @@ def with_port(host: str | Address, port: int) -> str:
 
 
 def is_loopback(host: str | Address) -> bool:
-    """Say whether a host is this machine itself, by its name or address."""
+    """Return whether a host is a loopback name or address, which means this machine."""
     return host == "localhost" if isinstance(host, str) else host.is_loopback
 
 
 def warn_of_no_tls(host: str | Address) -> None:
     """Warn that a connection to a host has neither TLS nor authentication."""
-    where = "within this machine" if is_loopback(host) else "FOR ALL TO READ AND CHANGE on the way"
-    warn(f"without TLS and authentication: models and metrics travel as they are, {where}")
+    where = "within this machine" if is_loopback(host) else "where ANYONE ON THE NETWORK PATH CAN READ AND CHANGE THEM"
+    warn(f"without TLS and authentication, models and metrics are sent unencrypted, {where}")
 
 
 def check_port(option: str, port: int) -> None:
@@ -59,11 +59,11 @@ def check_port(option: str, port: int) -> None:
 
 
 def check_port_is_free(option: str, host: str, port: int) -> None:
-    """End the command if a port cannot be listened on."""
+    """End the command if this machine cannot listen on a port."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of the last server may linger
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of the previous server may linger
             probe.bind(address)
     except OSError as error:
-        end(2, f"{option} is {port}, which cannot be listened on at {host}: {error.strerror}")
+        end(2, f"{option} is {port}, but listening at {host} fails ({error.strerror}); give another port")

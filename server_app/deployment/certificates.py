@@ -1,4 +1,4 @@
-"""Certificates and private keys: creating, reading and checking each of them; `keys` says which a folder needs."""
+"""Create, read and check single certificates and private keys; `keys.py` says which of them a folder needs."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 else:
     x509 = lazy("cryptography.x509")
 
-CA, SERVER = "ca", "server"  # names of certificates, and so of no site
-WARNING_DAYS = 60  # before a certificate ends
+CA, SERVER = "ca", "server"  # names of the certificates' files; no site may have them
+WARNING_DAYS = 60  # before a certificate expires
 
 
 def check_site_name(option: str, name: str) -> None:
@@ -40,8 +40,8 @@ def check_site_name(option: str, name: str) -> None:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name) or name.lower() in (CA, SERVER):
         end(
             2,
-            f"{option} is {name!r}, allowed: up to 64 letters, digits, and . _ - behind the first, "
-            f"but for {CA} and {SERVER}",
+            f"{option} is {name!r}, allowed: up to 64 letters, digits and . _ -, beginning with a letter or digit, "
+            f"except {CA} and {SERVER}",
         )
 
 
@@ -68,12 +68,12 @@ def signed_certificate(
 
 
 def subject_name(name: str) -> x509.Name:
-    """Return the subject of a certificate, with a common name."""
+    """Return a certificate subject with this common name."""
     return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
 
 
 def key_usage(**used: bool) -> x509.KeyUsage:
-    """Return the key usage extension with the given usages alone."""
+    """Return the key usage extension with only the given usages."""
     usages = (
         "digital_signature",
         "content_commitment",
@@ -94,22 +94,22 @@ def new_key() -> EllipticCurvePrivateKey:
 
 
 def private_pem(key: EllipticCurvePrivateKey) -> bytes:
-    """Write a private key in PEM."""
+    """Return a private key in PEM."""
     return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
 
 
 def private_openssh(key: EllipticCurvePrivateKey) -> bytes:
-    """Write a private key in the format of OpenSSH, the only one that flower-supernode reads."""
+    """Return a private key in OpenSSH's format, the only one that flower-supernode reads."""
     return key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
 
 
 def load_pem_key(path: Path) -> Any:
-    """Load a private key in PEM; ends the command if it cannot be used."""
+    """Load a private key in PEM; end the command if it cannot be used."""
     return _read(path, lambda content: load_pem_private_key(content, None), "a private key in PEM")
 
 
 def load_site_key(path: Path) -> EllipticCurvePrivateKey:
-    """Load a site's private key; ends the command if it cannot be used."""
+    """Load a site's private key; end the command if it cannot be used."""
     allowed = "a private key as `kindred keys` or ssh-keygen -t ecdsa makes it, without a password"
     key = _read(path, lambda content: load_ssh_private_key(content, None), allowed)
     if not isinstance(key, EllipticCurvePrivateKey):
@@ -118,10 +118,10 @@ def load_site_key(path: Path) -> EllipticCurvePrivateKey:
 
 
 def load_ca_key(folder: Path) -> EllipticCurvePrivateKey:
-    """Load the CA's private key; ends the command if it is missing or cannot be used."""
+    """Load the CA's private key; end the command if it is missing or cannot be used."""
     path = folder / f"{CA}.key"
     if not path.exists():
-        end(2, f"{path} is not there, and {SERVER}.crt must be signed with it: put it back for that")
+        end(2, f"{path} is missing, but {SERVER}.crt must be signed with it: put it back")
     return load_pem_key(path)
 
 
@@ -133,12 +133,12 @@ def check_public_key(path: Path) -> None:
 
 
 def load_certificate(path: Path) -> x509.Certificate:
-    """Load a certificate in PEM; ends the command if it cannot be used."""
+    """Load a certificate in PEM; end the command if it cannot be used."""
     return _read(path, x509.load_pem_x509_certificate, "a certificate in PEM")
 
 
 def load_certificates(folder: Path) -> tuple[x509.Certificate, x509.Certificate]:
-    """Load those of the CA and of the server; ends the command where they and the server's key are not one set."""
+    """Return the certificates of CA and server; end the command if they and the server's key do not match."""
     ca, server = (load_certificate(folder / f"{name}.crt") for name in (CA, SERVER))
     if load_pem_key(folder / f"{SERVER}.key").public_key() != server.public_key():
         end(2, f"{folder / SERVER}.key is not the key of {SERVER}.crt")
@@ -154,12 +154,12 @@ def _read(path: Path, load: Callable[[bytes], Any], allowed: str) -> Any:
         return load(path.read_bytes())
     except OSError as error:
         end(2, f"{path} cannot be read ({error.strerror}), allowed: {allowed}")
-    except (ValueError, TypeError, UnsupportedAlgorithm):  # TypeError: it has a password
-        end(2, f"{path} is none that can be used, allowed: {allowed}")
+    except (ValueError, TypeError, UnsupportedAlgorithm):  # TypeError: the key has a password
+        end(2, f"{path} cannot be used, allowed: {allowed}")
 
 
 def server_names_in(folder: Path) -> list[str | Address]:
-    """What the server's certificate in a folder is for."""
+    """Return the names and addresses in the server's certificate of a folder."""
     extensions = load_certificate(folder / f"{SERVER}.crt").extensions
     try:
         names = extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -170,19 +170,19 @@ def server_names_in(folder: Path) -> list[str | Address]:
 
 
 def check_certificate_names(folder: Path, names: Iterable[str | Address]) -> None:
-    """End the command if the server's certificate is not for all of these names."""
+    """End the command if the server's certificate lacks one of these names."""
     there = server_names_in(folder)
     if lacking := [str(name) for name in names if name not in there]:
         path = folder / f"{SERVER}.crt"
         end(
             2,
-            f"{path} is for {', '.join(map(str, there)) or 'no name'}, not for {', '.join(lacking)}; remove it to "
-            "have `kindred keys DIR --server NAMES` make another",
+            f"{path} is for {', '.join(map(str, there)) or 'no name'}, not for {', '.join(lacking)}; remove it "
+            "and run `kindred keys DIR --server NAMES`, which makes a new one",
         )
 
 
 def out_of_date(what: object, certificate: x509.Certificate) -> str | None:
-    """Say that a certificate is not valid now; None if it is."""
+    """Return a line that says why a certificate is not valid now; None if it is valid."""
     since, until = certificate.not_valid_before_utc, certificate.not_valid_after_utc
     if not since <= (now := datetime.now(UTC)) <= until:
         return f"{what} is valid from {since:%Y-%m-%d} to {until:%Y-%m-%d}, this machine's clock says {now:%Y-%m-%d}"
@@ -190,7 +190,7 @@ def out_of_date(what: object, certificate: x509.Certificate) -> str | None:
 
 
 def ending(certificates: Mapping[str, x509.Certificate], todo: str) -> Iterator[str]:
-    """Yield a line for each certificate that ends soon, with what to do."""
+    """Yield a line for each certificate that expires soon, with what to do."""
     for name, certificate in certificates.items():
         until = certificate.not_valid_after_utc
         left = until - datetime.now(UTC)

@@ -1,4 +1,4 @@
-"""The connection of a site to the server: what keeps a SuperNode from taking part, found by asking the server."""
+"""Ask the server why a site's SuperNode cannot take part: connection, certificate, clock, key."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ else:
     x509, flower_error = lazy("cryptography.x509"), lazy("flwr.supercore.error")
     node_auth = lazy("flwr.supernode.node_auth_http_interceptor")
 
-NOT_ACTIVATED = b"[code: 2004]"  # Flower's: it does not know a key, or the key is in use
-ANSWER_TIMEOUT = 5.0  # s that a site waits for the server's answer when it looks what is wrong
-DATE_STEP = 2.0  # s by which a server's Date may be late: it has no fractions, and is made anew once a second
+NOT_ACTIVATED = b"[code: 2004]"  # Flower's error: the server does not know a key, or the key is in use
+ANSWER_TIMEOUT = 5.0  # s that a site waits for the server's answer when it looks for faults
+DATE_STEP = 2.0  # s by which the Date header may be late: it has no fractions, and the server updates it once a second
 
 
 class Link(NamedTuple):
-    """Where a site finds the server, and the files by which they know each other; None without TLS."""
+    """The server's address, and the files that prove server and site to each other; None without TLS."""
 
     host: str | Address
     port: int
@@ -51,25 +51,25 @@ class Link(NamedTuple):
 
 
 def faults(link: Link, output: bytes | None = None) -> Iterator[str]:
-    """Ask the server, and yield what keeps a SuperNode from taking part or soon will, with what to do.
+    """Ask the server, and yield each reason why a SuperNode cannot take part, or soon cannot, with what to do.
 
     Parameters
     ----------
     link : Link
     output : bytes, optional
-        The end of what a SuperNode has written that ended by itself; None if none did.
+        The last bytes that a SuperNode wrote before it ended without being killed; None if none did.
     """
     context: ssl.SSLContext | bool = False
     if link.ca:
         ca = load_certificate(link.ca)
         if fault := out_of_date(link.ca, ca):
-            yield f"{fault}: take the ca.crt that the server has now"
+            yield f"{fault}: copy the ca.crt that the server has now"
             return
-        yield from ending({str(link.ca): ca}, "take the ca.crt that the server has after `kindred keys renew` there")
+        yield from ending({str(link.ca): ca}, "run `kindred keys renew` on the server's machine, then copy its ca.crt")
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.load_verify_locations(link.ca)
     try:
-        # A proxy, as the SuperNode would take it.
+        # trust_env: use a proxy where the SuperNode would use one.
         with httpx.Client(
             base_url=f"http{'s' if link.ca else ''}://{link.address}",
             verify=context,
@@ -77,17 +77,17 @@ def faults(link: Link, output: bytes | None = None) -> Iterator[str]:
             trust_env=not is_loopback(link.host),
         ) as client:
             sent = time.time()
-            with client.stream("GET", "/health") as answer:  # as the connection is there
+            with client.stream("GET", "/health") as answer:  # the connection is open meanwhile
                 received = time.time()
                 tls = answer.extensions["network_stream"].get_extra_info("ssl_object")
             if answer.status_code != 200:
-                yield f"{link.address} answers with status {answer.status_code}: it is no server of kindred's"
+                yield f"{link.address} answers with status {answer.status_code}: it is not a kindred server"
                 return
             if tls:
                 server = x509.load_der_x509_certificate(tls.getpeercert(True))
                 yield from ending(
                     {f"the certificate of {link.address}": server},
-                    "it is renewed on the server's machine by `kindred keys renew`",
+                    "run `kindred keys renew` on the server's machine",
                 )
             status = _key_status(client, link.key) if link.key and output is not None else None
             if fault := clock_fault(answer.headers.get("date", ""), sent, received, refused=status == "refused"):
@@ -95,7 +95,7 @@ def faults(link: Link, output: bytes | None = None) -> Iterator[str]:
             elif status == "unknown":
                 yield (
                     f"the server does not know the key {link.key}, or has withdrawn it: put the site's .pub into "
-                    "the server's keys folder; for one that was withdrawn make a new key"
+                    "the server's keys folder; if the key was withdrawn, make a new one"
                 )
             elif status == "known" and output and NOT_ACTIVATED in output:
                 yield (
@@ -107,20 +107,21 @@ def faults(link: Link, output: bytes | None = None) -> Iterator[str]:
 
 
 def clock_fault(date: str, sent: float, received: float, refused: bool = False) -> str | None:
-    """Say by how much this machine's clock is off, where Flower tolerates less.
+    """Return a line with this machine's clock error, if Flower would refuse it; else None.
 
     Parameters
     ----------
     date : str
         The date in the server's answer.
     sent, received : float
-        When the request was sent and the answer received, by this machine's clock.
+        Times of the request and of the answer, by this machine's clock, in s.
     refused : bool
-        The server has refused a message that was signed now: the clock is off, be it by less than the date can show.
+        Whether the server has refused a message that was signed now. Then the clock is wrong, even if the date is too
+        coarse to show it.
     """
     try:
         earliest = parsedate_to_datetime(date).timestamp()
-    except ValueError:  # it says nothing of the time
+    except ValueError:  # the date cannot be read
         ahead = unknown = math.inf
     else:
         ahead = (sent + received - DATE_STEP) / 2 - earliest
@@ -128,18 +129,18 @@ def clock_fault(date: str, sent: float, received: float, refused: bool = False) 
     least, most = -MAX_TIMESTAMP_DIFF_SECONDS, -MIN_TIMESTAMP_DIFF_SECONDS
     if not refused and least - unknown <= ahead <= most + unknown:
         return None
-    off = f"about {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'}" if math.isfinite(ahead) else "not that of"
+    off = f"about {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'}" if math.isfinite(ahead) else "unlike"
     return (
         f"this machine's clock is {off} the server's, allowed: up to {most} s ahead or {-least} s behind; set it, "
-        "as with NTP (timedatectl set-ntp true)"
+        "for example with NTP (timedatectl set-ntp true)"
     )
 
 
 def _key_status(client: httpx.Client, path: Path) -> Literal["refused", "unknown", "known"] | None:
     """Ask the server about a site's key; None if it answers something else.
 
-    The request is a SuperNode's first, with a heartbeat interval that Flower refuses: after it has looked at the time
-    of the signature and for the key, and before it changes anything.
+    The request is the first one of a SuperNode, with a heartbeat interval that Flower refuses. Flower checks the time
+    of the signature and the key before it refuses the interval, and changes nothing.
     """
     key = load_site_key(path)
     question = ActivateNodeRequest(public_key=public_key_to_bytes(key.public_key()), heartbeat_interval=0)
@@ -158,7 +159,7 @@ def _key_status(client: httpx.Client, path: Path) -> Literal["refused", "unknown
 
 
 def _connection_fault(link: Link, error: BaseException) -> str:
-    """Say why no answer came."""
+    """Return a line that says why no answer came, and what to do."""
     reason: BaseException | None = error
     while reason and not isinstance(reason, OSError):
         reason = reason.__context__
@@ -167,22 +168,23 @@ def _connection_fault(link: Link, error: BaseException) -> str:
         if reason.verify_code in (9, 10):  # OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID, _HAS_EXPIRED
             return (
                 f"{certificate} is not valid on {datetime.now(UTC):%Y-%m-%d}, the date of this machine's clock "
-                f"({reason.verify_message}): it is renewed on the server's machine by `kindred keys renew`"
+                f"({reason.verify_message}): run `kindred keys renew` on the server's machine"
             )
         if reason.verify_code in (62, 64):  # X509_V_ERR_HOSTNAME_MISMATCH, _IP_ADDRESS_MISMATCH
             return (
-                f"{certificate} is not for this name ({reason.verify_message}): give --server a name that it is "
-                "for, or remove server.crt on the server's machine, and `kindred keys DIR --server NAMES` there"
+                f"{certificate} is not for this name ({reason.verify_message}): give --server a name that the "
+                "certificate has; or remove server.crt on the server's machine and run `kindred keys DIR --server "
+                "NAMES` there"
             )
         return (
-            f"{certificate} is not signed by the CA of {link.ca} ({reason.verify_message}): take the ca.crt of "
-            "this server, or see whether --server names the right one"
+            f"{certificate} is not signed by the CA of {link.ca} ({reason.verify_message}): copy the ca.crt of "
+            "this server, or check that --server names the right one"
         )
     if isinstance(reason, ssl.SSLError):
-        return f"{link.address} does not speak TLS ({reason.reason}): see whether `kindred server --keys` listens there"
+        return f"{link.address} does not speak TLS ({reason.reason}): check that `kindred server --keys` listens there"
     if not link.ca and isinstance(error, (httpx.ReadError, httpx.RemoteProtocolError)):
-        return f"{link.address} does not answer without TLS ({error}): a server with --keys needs --ca and --key"
+        return f"{link.address} does not answer without TLS ({error}): for a server with --keys give --ca and --key"
     return (
-        f"{link.address} cannot be reached ({getattr(reason, 'strerror', None) or error}), and is tried again: see "
-        "whether `kindred server` runs there, --server names it, and a firewall lets this machine through"
+        f"{link.address} cannot be reached ({getattr(reason, 'strerror', None) or error}), and is tried again: check "
+        "that `kindred server` runs there, that --server names it, and that the firewall admits this machine"
     )

@@ -1,4 +1,4 @@
-"""Files and folders of keys and state: absolute paths, permissions, locks, and writes that are whole or not at all."""
+"""Files and folders of keys and state: absolute paths, permissions, locks and atomic writes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kindred.server_app.cli.common import end
 
 
 def absolute_path(path: Path, option: str) -> Path:
-    """Return a path as an absolute one; ends the command if it has characters that are not allowed."""
+    """Return an absolute path; end the command if it has characters that are not allowed."""
     text = os.path.abspath(os.path.expanduser(path))
     if re.search(r"[\x00-\x1f\x7f\ud800-\udfff]", text):
         end(2, f"{option} is {text!r}, allowed: a path in UTF-8 without control characters")
@@ -25,13 +25,13 @@ def absolute_path(path: Path, option: str) -> Path:
 
 @contextmanager
 def own_folder(folder: Path, alone: bool = True) -> Iterator[None]:
-    """Make a folder that its user alone can enter, and have it for this process alone unless told otherwise."""
+    """Make a folder that only this user can enter; with `alone`, lock it against other processes."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if folder.stat().st_mode & 0o077:
             end(
                 2,
-                f"{folder} is open to others on this machine, allowed: a folder of yours alone; "
+                f"{folder} is open to other users of this machine, allowed: a folder that only you can enter; "
                 f"chmod 700 {shlex.quote(str(folder))}",
             )
         lock = open(folder / ".lock", "w") if alone else None
@@ -44,16 +44,16 @@ def own_folder(folder: Path, alone: bool = True) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            end(2, f"{folder} is in use by another `kindred` that runs")
-        for partial, _ in partial_files(folder):  # of one that was killed as it wrote
+            end(2, f"{folder} is in use by another running `kindred`")
+        for partial, _ in partial_files(folder):  # of a process that was killed while it wrote
             partial.unlink()
         yield
 
 
 def open_to_others(path: Path) -> str | None:
-    """Say why a file or a folder of keys is not safe from others on this machine, and what to do.
+    """Return why other users of this machine could misuse a file or folder of keys, and what to do; else None.
 
-    Nobody else may be able to change it, or to read it if it is a private key.
+    Nobody else may be able to change it, nor to read it if it is a private key.
     """
     try:
         about = path.stat()
@@ -75,7 +75,7 @@ def open_to_others(path: Path) -> str | None:
 
 
 def write_file(path: Path, content: bytes, mode: int = 0o600) -> None:
-    """Write a file, whole or not at all."""
+    """Write a file atomically: whole or not at all."""
     with replacing(path) as temporary:
         temporary.touch(mode=mode)
         temporary.write_bytes(content)

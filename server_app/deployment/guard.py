@@ -1,11 +1,11 @@
-"""The guard on the SuperLink's port: which requests pass, and how much memory strangers can take.
+"""The guard on the SuperLink's port: decide which requests pass, and limit the memory that strangers can take.
 
-Flower reads a request as a whole before it looks at who sends it. Here its head decides whether its body is read:
+Flower reads a whole request before it checks who sent it. Here the head of a request decides whether its body is read:
 
-- `Guard`, an ASGI middleware: which requests pass, how large their bodies are, how many are held at once;
-- `Connection`, a connection of uvicorn's: how large a head is, how long it takes, how many connections there are.
+- `Guard`, an ASGI middleware, limits which requests pass, how large their bodies are and how many are held at once;
+- `Connection`, a connection of uvicorn's, limits a head's size and time, and the number of connections.
 
-Honest requests pass as they are. Where there is no room they wait; a SuperNode that is cut off tries again by itself.
+Honest requests pass unchanged. Where there is no room they wait; a SuperNode that is cut off tries again.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ from .addresses import address_of
 
 Scope = MutableMapping[str, Any]
 
-# Bytes of a head, and of a body from anybody. What SuperNodes send takes less, but for what a model is sent in.
+# Limit in bytes of a head, and of a body from anybody. SuperNodes send less, except in messages that carry a model.
 SMALL = 2**14
-# Bytes of a body with which a SuperNode answers. How large a reply is does not follow from what the server has sent: a
-# reply may hold class probabilities where nothing was sent, or control variates, or several models. But Flower cuts
-# every array into chunks and sends each in a body of its own. So a chunk is enough for every method, with room for what
-# is around it, and for what is sent in one piece: metrics, settings, and the list of the objects of a reply.
+# Limit in bytes of a body with which a SuperNode replies. The size of a reply does not follow from what the server has
+# sent: a reply may hold class probabilities where nothing was sent, or control variates, or several models. But Flower
+# cuts every array into chunks and sends each chunk in its own body. So one chunk is enough for every method, with room
+# for its envelope and for what is sent in one piece: metrics, settings, and the list of the objects of a reply.
 CHUNK = FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE + 2**20
-# Bytes of a body from this machine: chunks again, the code of a run (10 MB at the most), what a ServerApp keeps.
+# Limit in bytes of a body from this machine: chunks, the code of a run (10 MB at most), the state of a ServerApp.
 OWN = 2**25
-# Bodies above SMALL that are held at once: of SuperNodes, and of this machine.
+# Limits on the number of bodies above SMALL held at once: from SuperNodes, and from this machine.
 CHUNKS_AT_ONCE, OWN_AT_ONCE = 64, 8
-# Connections at once. As many file descriptors again are left for what else is open, and for TLS handshakes.
+# Limit on connections at once. The same number of file descriptors is left for other files and for TLS handshakes.
 CONNECTIONS = 1024
-# A head must be there after PATIENCE s, and a body too; every PACE bytes that come give it a second more.
+# A head must be complete after PATIENCE s. So must a body, but every PACE bytes received extend its time by 1 s.
 PATIENCE, PACE = 20.0, 2**13
 
 FLEET, SENDS_MESSAGES = "/v1/fleet/", "/v1/runtime/push-messages"
-TRUST = "kindred.trust"  # an ASGI extension: a function that keeps a connection from being closed for others' sake
+TRUST = "kindred.trust"  # an ASGI extension: a function that protects a connection from being closed to make room
 
 
 class Refused(Exception):
-    """A request that is answered here, with a status and a line that says why."""
+    """A request that the guard answers itself, with a status and a line that says why."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
@@ -67,26 +67,26 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Room:
-    """How large a body may be, and places for those that are held at once."""
+    """Limits on bodies: the largest size in bytes, and places for those that are held at once."""
 
     most: int
     places: contextlib.AbstractAsyncContextManager[Any]
 
 
 class Guard:
-    """ASGI middleware: other machines reach what SuperNodes need, nothing else, and do not take all memory.
+    """ASGI middleware: other machines reach only what SuperNodes need, and cannot exhaust the memory.
 
-    Flower's SuperLink has everything on one port: whoever reaches it could register a key of his own, or start a run,
-    which is code, at the server and at every site. Authentication of SuperNodes alone keeps nobody out. Nor does it
-    help that a request comes from this machine: a browser on it sends what a web page wants, to the name of that page,
-    which may be made to lead here.
+    Flower's SuperLink serves everything on one port. Whoever reaches it could register their own key, or start a run,
+    which is code, at the server and at every site. Authentication of SuperNodes alone keeps nobody out. Nor is a
+    request safe because it comes from this machine. A browser here sends what a web page asks for, to that page's
+    host name, and that name may be made to resolve to this machine.
 
     Parameters
     ----------
     app : callable
         The SuperLink.
     names : iterable of str
-        Names and addresses of this server, besides loopback; 0.0.0.0 or :: represents every address.
+        Names and addresses of this server, in addition to loopback; 0.0.0.0 or :: represents every address.
     """
 
     OPEN = (FLEET, "/health")
@@ -97,13 +97,13 @@ class Guard:
         self.names = [name.lower() for name, address in own.items() if address is None]
         self.addresses = {address for address in own.values() if address}
         self.any_address = any(address.is_unspecified for address in self.addresses)
-        self.small = Room(SMALL, contextlib.nullcontext())  # connections bound how many there are
+        self.small = Room(SMALL, contextlib.nullcontext())  # the limit on connections bounds their number
         self.chunks = Room(CHUNK, asyncio.Semaphore(CHUNKS_AT_ONCE))
         self.own = Room(OWN, asyncio.Semaphore(OWN_AT_ONCE))
         self.has_run = False  # whether a ServerApp has sent anything that could be answered
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
-        """Pass a request on, with its body, or answer it."""
+        """Pass a request on with its body, or refuse it."""
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
             return
@@ -126,13 +126,13 @@ class Guard:
         headers = Headers(scope=scope)
         hosts = headers.getlist("host")
         if len(hosts) != 1 or not self._is_own(hosts[0]):
-            raise Refused(421, "not a name of this server; it has those of its certificate, and that it listens on")
+            raise Refused(421, "Host is not a name of this server, allowed: a name in its certificate, or its --host")
         if any(origin.lower() != f"{scope['scheme']}://{hosts[0]}".lower() for origin in headers.getlist("origin")):
             raise Refused(403, "not allowed from a web page")
         if scope["path"].startswith(self.OPEN):
             return
         if not _comes_from_here(scope):
-            raise Refused(403, "allowed from the server's own machine alone")
+            raise Refused(403, "allowed only from the server's own machine")
         self.has_run |= scope["path"] == SENDS_MESSAGES
 
     def _is_own(self, host: str) -> bool:
@@ -140,22 +140,22 @@ class Guard:
         name = ((found[1] or found[2]) if found else "").lower()
         if address := address_of(name):
             return self.any_address or address.is_loopback or address in self.addresses
-        return any(fnmatchcase(name, own) for own in self.names)  # in a certificate, *.example.org is one
+        return any(fnmatchcase(name, own) for own in self.names)  # a certificate may have *.example.org
 
     async def _room(self, scope: Scope) -> Room:
-        """Where the body of a request has room, by its head."""
+        """Return the limits for the body of a request, chosen by its head."""
         headers, path = Headers(scope=scope), scope["path"]
         room = self.chunks if path.startswith(FLEET) else self.small if path.startswith(self.OPEN) else self.own
         length = int(headers.get("content-length", room.most if "transfer-encoding" in headers else 0))
         if length > room.most:
-            raise Refused(413, f"a body of {length} bytes, allowed: {room.most}")
+            raise Refused(413, f"the body has {length} bytes, allowed: at most {room.most}")
         if length <= SMALL:
             return self.small
         if room is self.chunks:
-            if not self.has_run:  # a SuperNode knows 403: there is no run, and it drops its reply
-                raise Refused(403, f"a body of more than {SMALL} bytes, and no run has sent what it could answer")
+            if not self.has_run:  # a SuperNode takes 403 to mean that there is no run, and drops its reply
+                raise Refused(403, f"the body has more than {SMALL} bytes, and no run has sent a message to answer")
             if not await run_in_threadpool(is_signed_by_known_node, scope):
-                raise Refused(401, f"a body of more than {SMALL} bytes, without the signature of a known SuperNode")
+                raise Refused(401, f"the body has more than {SMALL} bytes, and no known SuperNode has signed it")
         scope["extensions"][TRUST]()
         return room
 
@@ -166,7 +166,7 @@ def _comes_from_here(scope: Scope) -> bool:
 
 
 def is_signed_by_known_node(scope: Scope) -> bool:
-    """Whether the head of a request is signed by a registered SuperNode, by the check that Flower makes later."""
+    """Return whether a registered SuperNode signed the head of a request, by the check that Flower makes later."""
     request = Request({**scope, "state": {}})
     try:
         public_key = b64decode(request.headers[FLEET_HTTP_PUBLIC_KEY_HEADER], validate=True)
@@ -180,19 +180,19 @@ def is_signed_by_known_node(scope: Scope) -> bool:
 
 
 async def _read(receive: Any, most: int) -> bytes:
-    """Read the body of a request, whatever length its head says."""
+    """Read the body of a request, at most `most` bytes, whatever length its head states."""
     parts, length = [b""], 0
     try:
         async with asyncio.timeout(PATIENCE) as patience:
             while True:
                 message = await receive()
                 if message["type"] == "http.disconnect":
-                    raise Refused(400, "the sender has left")
+                    raise Refused(400, "the sender has disconnected")
                 part = message.get("body", b"")
                 length += len(part)
                 if length > most:
-                    raise Refused(413, f"a body of more than {most} bytes")
-                if len(parts[-1]) < SMALL:  # no object for every byte that comes alone
+                    raise Refused(413, f"the body has more than {most} bytes")
+                if len(parts[-1]) < SMALL:  # bytes that come one at a time share an object
                     parts[-1] += part
                 else:
                     parts.append(part)
@@ -200,11 +200,11 @@ async def _read(receive: Any, most: int) -> bytes:
                     return b"".join(parts)
                 patience.reschedule(cast(float, patience.when()) + len(part) / PACE)
     except TimeoutError:  # SuperNodes try again after 503, and not after 408
-        raise Refused(503, f"a body that takes {PATIENCE:g} s, at less than {PACE} bytes/s") from None
+        raise Refused(503, f"the body is not complete after {PATIENCE:g} s, at less than {PACE} bytes/s") from None
 
 
 def _repeat(body: bytes, receive: Any) -> Any:
-    """A `receive` that gives a body that has been read, then what comes after it."""
+    """Return an ASGI `receive` that yields a body already read, then the messages after it."""
     read = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def next_message() -> Any:
@@ -214,17 +214,17 @@ def _repeat(body: bytes, receive: Any) -> Any:
 
 
 class Connection(HttpToolsProtocol):
-    """A connection of uvicorn's that a stranger cannot hold for long, nor fill.
+    """A connection of uvicorn's that a stranger can neither hold for long nor fill.
 
-    Uvicorn bounds neither a head's size nor its time, nor the requests that are sent before the first is answered.
-    Where there are too many connections the oldest is closed of which no request is there as a whole, or whose sender
-    is not known. So connections that do nothing keep nobody out.
+    Uvicorn limits neither a head's size nor its time, nor the requests that are sent before the first is answered.
+    When there are too many connections, one is closed: the oldest that has neither a complete request nor a
+    known sender. So idle connections keep nobody out.
     """
 
-    idle: ClassVar[dict[Connection, None]] = {}  # what may be closed, in this order
+    idle: ClassVar[dict[Connection, None]] = {}  # connections that may be closed, in this order
 
     def connection_made(self, transport: Any) -> None:
-        """Take a place, from another connection if there is none."""
+        """Take a place; if none is free, close the oldest connection that may be closed."""
         super().connection_made(transport)
         self.beside_body = 0
         self._expect_head()
@@ -234,7 +234,7 @@ class Connection(HttpToolsProtocol):
             oldest.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Give the place back."""
+        """Release the place."""
         self.patience.cancel()
         self.trust()
         super().connection_lost(exc)
@@ -248,37 +248,37 @@ class Connection(HttpToolsProtocol):
         self.patience = self.loop.call_later(PATIENCE, self.transport.abort)
 
     def data_received(self, data: bytes) -> None:
-        """Read on, unless there is too much that is no body: a head, or what stands between and behind chunks."""
+        """Read on; abort if too much is not body: a head, or bytes between and after chunks."""
         self.beside_body += len(data)
         super().data_received(data)
         if self.beside_body > SMALL:
             self.transport.abort()
 
     def on_message_begin(self) -> None:
-        """Begin a request; one may wait for the last, whose sender may have its answer before uvicorn is done."""
+        """Begin a request. One may wait: a sender may have its answer before uvicorn has finished the last request."""
         if self.pipeline:
-            raise ValueError("more requests than one before the last is answered")  # uvicorn answers 400
+            raise ValueError("more than one request before the last is answered")  # uvicorn answers 400
         super().on_message_begin()
         self.scope["extensions"] = {TRUST: self.trust}  # type: ignore[dict-item]  # ASGI lets an extension be anything
 
     def on_headers_complete(self) -> None:
-        """Have the request answered; from here on `Guard` knows how long its body may take."""
+        """Have the request answered; from here on `Guard` limits how long its body may take."""
         self.patience.cancel()
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Take a part of the body."""
+        """Receive a part of the body."""
         self.beside_body -= len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The request is there as a whole."""
+        """Protect the connection: its request is complete."""
         self.beside_body = 0
         self.trust()
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Wait for the next request, unless it is there."""
+        """Wait for the next request, unless it is already there."""
         super().on_response_complete()
         if self.cycle.response_complete:
             self.patience.cancel()
@@ -286,7 +286,7 @@ class Connection(HttpToolsProtocol):
 
 
 def server_names(host: str, certificate: str | None) -> list[str]:
-    """Return what a server may be called: its machine's name, the host it listens on, the names in its certificate."""
+    """Return the names of a server: its machine's name, the host it listens on, the names in its certificate."""
     names = [socket.gethostname(), host]
     if certificate:
         extensions = x509.load_pem_x509_certificate(Path(certificate).read_bytes()).extensions
@@ -298,7 +298,7 @@ def server_names(host: str, certificate: str | None) -> list[str]:
 
 
 def bound_open_files() -> None:
-    """Bound the open files of this process: nothing else bounds connections in their TLS handshake."""
+    """Limit the open files of this process: nothing else limits connections in their TLS handshake."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = 2 * CONNECTIONS
     resource.setrlimit(resource.RLIMIT_NOFILE, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))

@@ -1,15 +1,15 @@
-"""What differs in Flower's processes where `kindred server` and `kindred site` start them.
+"""Changes to Flower's processes that `kindred server` and `kindred site` start.
 
-A hook is a function here that such a process calls before Flower's command begins:
+A hook is a function of this module. Such a process calls it before Flower's command begins:
 
-- `guard_superlink`: the SuperLink takes orders from its own machine alone, and strangers do not take its memory;
-- `quicken_supernode`: the SuperNode does not wait 3 s before it asks for messages again where there was one just now,
-  and has `warm_up` called in the flower-superexec that it starts;
-- `warm_up`: a client at work on a message is a fork of a process that has imported PyTorch and Flower, instead of a
-  new one that first spends seconds on it.
+- `guard_superlink`: the SuperLink takes orders only from its own machine, and strangers cannot exhaust its memory;
+- `quicken_supernode`: after a message the SuperNode asks for the next one sooner than after Flower's 3 s; it also has
+  `warm_up` called in the flower-superexec that it starts;
+- `warm_up`: the process that works on a message is a fork of one that has imported PyTorch and Flower. A new process
+  would spend seconds on these imports.
 
-Each puts something else in the place of a name in one of Flower's modules, and so belongs to the version of Flower
-that pyproject.toml names.
+Each hook replaces a name in one of Flower's modules. So the hooks depend on the version of Flower that pyproject.toml
+names.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from kindred.lazy import lazy
 from kindred.server_app.processes import END_WITH_PARENT
 
-# Each of Flower's processes imports what its own hook changes, and nothing of the others'.
+# Each of Flower's processes imports only the modules that its own hook changes.
 if TYPE_CHECKING:
     import uvicorn
     from flwr.supercore.superexec.executor import subprocess_executor
@@ -41,8 +41,8 @@ else:
     subprocess_executor = lazy("flwr.supercore.superexec.executor.subprocess_executor")
     guard = lazy("kindred.server_app.deployment.guard")
 
-# A command of Flower's that ends, with what it started, when the process that its first argument names does, even by
-# SIGKILL.
+# Runs a command of Flower's. It ends, with all that it started, when the process whose id is its first argument ends,
+# even by SIGKILL.
 START = f"""{END_WITH_PARENT}
 import runpy
 hook = sys.argv.pop(1)
@@ -53,7 +53,7 @@ sys.argv.pop(0)
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
-# Starts a process for each line of arguments that it reads, until there are no more.
+# Starts a process for each line of arguments that it reads, until its input ends.
 FORKS = """
 import json, os, signal, sys
 import torch
@@ -69,26 +69,26 @@ for line in sys.stdin:
 """
 
 # Pauses of a SuperNode, in s. The longer it has had no message, the longer it waits before it asks again, up to
-# Flower's 3 s: a round takes a tenth longer at the most, and many sites that wait for one do not keep the server busy.
+# Flower's 3 s. So a round takes at most a tenth longer, and many waiting sites do not keep the server busy.
 ANSWER_PAUSE, FIRST_PAUSE, GROWTH = 0.1, 0.5, 1 / 10
 
 
 def command(script: str, arguments: Sequence[str], hook: Callable[[], None] | None = None) -> list[str]:
-    """The command that runs one of Flower's, with a hook, and that ends when this process does.
+    """Return the command that runs one of Flower's scripts with a hook, and ends when this process ends.
 
     Parameters
     ----------
     script : str
-        Its path.
+        Path of the script.
     arguments : sequence of str
     hook : callable, optional
-        One of this module's.
+        A hook of this module.
     """
     return [sys.executable, "-P", "-c", START, str(os.getpid()), hook.__name__ if hook else "", script, *arguments]
 
 
 def quicken_supernode() -> None:
-    """Shorten the pauses of the SuperNode that this process will start, and its clients' start."""
+    """Shorten the pauses of the SuperNode that this process will start, and the start of its clients."""
     pauses = Pauses()
 
     def start_superexec(arguments: Sequence[str]) -> subprocess.Popen[bytes]:
@@ -100,12 +100,12 @@ def quicken_supernode() -> None:
 
 
 class Pauses:
-    """Stands for the module `time` in a SuperNode, which pauses 3 s without a message, 0.5 s for a client's answer.
+    """Replacement for the module `time` in a SuperNode: shortens its pauses (3 s for a message, 0.5 s for a reply).
 
     Attributes
     ----------
     superexec : Popen or None
-        The process that starts clients. Without it the SuperNode would take messages, and answer none.
+        The process that starts clients. Without it the SuperNode would take messages and answer none.
     """
 
     def __init__(self) -> None:
@@ -113,10 +113,10 @@ class Pauses:
         self.superexec: subprocess.Popen[bytes] | None = None
 
     def sleep(self, seconds: float) -> None:
-        """Pause for as long as it makes sense, and not for longer than this."""
+        """Pause for at most `seconds`; end the process if flower-superexec has ended."""
         if self.superexec is not None and self.superexec.poll() is not None:
             print(f"kindred: flower-superexec ended with code {self.superexec.returncode}", file=sys.stderr, flush=True)
-            os._exit(1)  # to be started again as a whole
+            os._exit(1)  # `kindred site` then starts the whole SuperNode again
         now = time.monotonic()
         if seconds < 1:
             self.busy_at = now
@@ -126,8 +126,8 @@ class Pauses:
 
 
 def warm_up() -> None:
-    """Have clients at work be forks of a process that has imported what takes time."""
-    if sys.platform != "linux":  # on macOS a process may fork only before it has imported such libraries
+    """Start the processes of clients as forks of a process that has imported PyTorch and Flower."""
+    if sys.platform != "linux":  # on macOS a process may fork only before it imports such libraries
         return
 
     def start_forks() -> subprocess.Popen[bytes]:
@@ -147,7 +147,7 @@ def warm_up() -> None:
         line = json.dumps(arguments).encode() + b"\n"
         try:
             hand_over(line)
-        except OSError:  # it has ended, as for want of memory
+        except OSError:  # the process has ended, for example for lack of memory
             forks = start_forks()
             hand_over(line)
         return forks
@@ -156,7 +156,7 @@ def warm_up() -> None:
 
 
 def guard_superlink() -> None:
-    """Have the SuperLink that this process will start take orders from this machine alone, and bound its memory."""
+    """Let the SuperLink that this process will start take orders only from this machine, and limit its memory."""
     create_app, serve = superlink.create_app, uvicorn.run
     guard.bound_open_files()
 

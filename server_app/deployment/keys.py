@@ -1,6 +1,6 @@
 """`kindred keys`: create and renew the keys and certificates of the server and the sites.
 
-It prints the commands of openssl and ssh-keygen that would make the like.
+It prints the equivalent commands of openssl and ssh-keygen.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ if TYPE_CHECKING:
 else:
     x509, oid = lazy("cryptography.x509"), lazy("cryptography.x509.oid")
 
-CA_DAYS, SERVER_DAYS = 3650, 825  # the latter is the most that clients on macOS accept
+CA_DAYS, SERVER_DAYS = 3650, 825  # clients on macOS accept at most 825
 
 
 @app.command()
 def keys(
     arguments: Annotated[
         list[Path],
-        typer.Argument(metavar="[renew] DIR", help="Folder of the keys; behind `renew`, its certificates are renewed."),
+        typer.Argument(metavar="[renew] DIR", help="Folder of the keys; with `renew`, renew its certificates."),
     ],
     server: Annotated[
-        str, option("server", "NAMES", "Names and IP addresses under which sites reach the server: fl.example.org.")
+        str, option("server", "NAMES", "Names and IP addresses under which sites reach the server, as fl.example.org.")
     ] = "",
-    sites: Annotated[str, option("sites", "NAMES", "Sites to make a key for: lyon,oslo.")] = "",
+    sites: Annotated[str, option("sites", "NAMES", "Sites to make a key for, such as lyon,oslo.")] = "",
 ) -> None:
-    """Make what the server and the sites prove with who they are; what is there already stays as it is.
+    """Make the keys and certificates that identify the server and the sites; existing files stay unchanged.
 
-    `kindred keys renew DIR` makes the server's certificate anew, and the CA's where it would end before; all keys stay.
+    `kindred keys renew DIR` renews the server's certificate, and the CA's if it would expire first; all keys stay.
     """
     *words, folder = arguments
     if words not in ([], [Path("renew")]):
@@ -68,7 +68,7 @@ def keys(
     folder = absolute_path(folder, "DIR")
     if words:
         if server or sites:
-            end(2, f"--{'server' if server else 'sites'} is given beside renew, allowed: renew DIR")
+            end(2, f"--{'server' if server else 'sites'} is given together with renew, allowed: renew DIR alone")
         _renew(folder)
         return
     names, site_names = parse_server_names(server), parse_sites(sites)
@@ -80,32 +80,32 @@ def keys(
         )
     with own_folder(folder):
         for path, like in make_keys(folder, names, site_names):
-            print(f"made {path}\n  like: {like}", flush=True)
+            print(f"made {path}\n  same as: {like}", flush=True)
     until = load_certificate(folder / f"{SERVER}.crt").not_valid_after_utc
     print(
         f"\nthe server's certificate is for {', '.join(map(str, server_names_in(folder)))}, until {until:%Y-%m-%d}\n"
-        "a site's machine needs ca.crt and the site's .key; ca.key is for further certificates alone: keep it apart"
+        "a site's machine needs ca.crt and the site's .key; ca.key only signs further certificates: keep it elsewhere"
     )
 
 
 def parse_sites(text: str) -> list[str]:
-    """Read the names of sites; ends the command where one is none."""
+    """Return the names of sites from a list with commas; end the command if one is not allowed."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         check_site_name("--sites", name)
     for name in names:  # file systems that ignore case must not mix up their keys
         if [other.lower() for other in names].count(name.lower()) > 1:
-            end(2, f"--sites is {text!r}, but {name!r} is in it twice, upper and lower case aside")
+            end(2, f"--sites is {text!r}, but {name!r} is in it twice (upper and lower case count as the same)")
     return names
 
 
 def parse_server_names(text: str) -> list[str | Address]:
-    """Read the names and addresses of the server; ends the command where one is none."""
+    """Return the server's names and addresses from a list with commas; end the command if one is not allowed."""
     names: list[str | Address] = []
     label = r"(?!-)[A-Za-z0-9-]{1,63}(?<!-)"
     for part in (part.strip() for part in text.split(",") if part.strip()):
         name = address_of(part) or part
-        digits = re.fullmatch(r"[\d.]+", part)  # an address with something wrong, rather than a name
+        digits = re.fullmatch(r"[\d.]+", part)  # a malformed address, not a name
         if isinstance(name, str) and (digits or len(name) > 253 or not re.fullmatch(rf"{label}(\.{label})*", name)):
             end(2, f"--server is {part!r}, allowed: names and IP addresses of the server, with commas between them")
         if not isinstance(name, str) and name.is_unspecified:
@@ -121,13 +121,13 @@ def make_keys(folder: Path, names: Sequence[str | Address], sites: Iterable[str]
     ----------
     folder : Path
     names : sequence of str and IP addresses
-        What the server's certificate is for, besides loopback.
+        Names and addresses for the server's certificate, in addition to loopback.
     sites : iterable of str
 
     Yields
     ------
     tuple of Path and str
-        A file, and a command that would make the like.
+        A new file, and the equivalent command.
     """
 
     def files(name: str) -> tuple[Path, Path]:
@@ -138,7 +138,7 @@ def make_keys(folder: Path, names: Sequence[str | Address], sites: Iterable[str]
     if not ca.exists():
         if not ca_key.exists():
             if server.exists():
-                end(2, f"{ca} is not there, nor {ca_key.name}, with which it could be made again")
+                end(2, f"{ca} is missing, and so is {ca_key.name}, which could make it again: put one of them back")
             write_file(ca_key, private_pem(new_key()))
         extensions = [
             (x509.BasicConstraints(ca=True, path_length=0), True),
@@ -207,38 +207,38 @@ def make_keys(folder: Path, names: Sequence[str | Address], sites: Iterable[str]
 
 
 def _renew(folder: Path) -> None:
-    """Renew certificates, and print what has to be copied where."""
+    """Renew certificates, and print which files have to be copied where."""
     server, ca = (folder / f"{name}.crt" for name in (SERVER, CA))
-    load_certificate(server)  # no folder is made where there is none
+    load_certificate(server)  # ends the command before a missing folder would be made
     with own_folder(folder):
         old, made = load_certificate(ca).not_valid_after_utc, []
         for path in renewed_certificates(folder):
             made.append(path)
             print(f"made {path}, valid until {load_certificate(path).not_valid_after_utc:%Y-%m-%d}", flush=True)
     print(
-        "the keys and all other files stay as they are, and sites need not be registered again\n"
-        f"the server: start `kindred server` again; if its keys folder is another, copy "
+        "the keys and all other files are unchanged, and sites need not be registered again\n"
+        f"the server: restart `kindred server`; if its keys folder is a different one, copy "
         f"{' and '.join(path.name for path in made)} into it first"
     )
     if ca in made:
         print(
-            f"the sites: copy {ca.name} to each, in place of its own, which is valid until {old:%Y-%m-%d}; then "
-            "start `kindred site` again"
+            f"the sites: copy {ca.name} to each, over its old one, which is valid until {old:%Y-%m-%d}; then "
+            "restart `kindred site`"
         )
     else:
-        print(f"the sites: nothing; {ca.name} is valid until {old:%Y-%m-%d}")
+        print(f"the sites: nothing to do; {ca.name} is valid until {old:%Y-%m-%d}")
 
 
 def renewed_certificates(folder: Path) -> Iterator[Path]:
-    """Make the server's certificate anew, for the same names, and then the CA's where that would end sooner.
+    """Renew the server's certificate, for the same names, and then the CA's if it would expire sooner.
 
-    All keys stay, and so do the registrations of sites. Where this is cut short, what is left belongs together, and the
-    next call makes all of it.
+    All keys stay, and so do the registrations of sites. If this is interrupted, the files still match each other, and
+    the next call makes all of them.
 
     Yields
     ------
     Path
-        A file that has been made.
+        A new file.
     """
     ca, server = load_certificates(folder)
     key = load_ca_key(folder)

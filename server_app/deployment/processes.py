@@ -1,4 +1,4 @@
-"""Flower's processes: their environment, starting them, and ending them with all that they started."""
+"""Start Flower's processes, set their environment, and end them with all that they started."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from kindred.server_app.processes import MARK, Signalled, kill_processes, signal
 from . import hooks
 from .addresses import LOOPBACK
 
-GRACE = 10.0  # s in which a process that is asked to end may do so; a SuperNode says goodbye to the SuperLink
+GRACE = 10.0  # s that a process has to end when asked; a SuperNode signs off at the SuperLink
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # s before a SuperNode is started again, or a server looks for new keys
 QUIET = {"FLWR_DISABLE_UPDATE_CHECK": "1", "FLWR_TELEMETRY_ENABLED": "0"}
 
 
 @contextmanager
 def processes_that_end() -> Iterator[str]:
-    """Yield a mark for processes; at the end of the block, which a signal may bring about, none is left that has it."""
+    """Yield a mark for processes; when the block ends, also by a signal, end every process that has the mark."""
     mark = uuid.uuid4().hex
     with signals_as_exceptions() as signals:
         try:
@@ -59,7 +59,7 @@ def _has_mark(process: Any, mark: str) -> bool:
 
 
 def environment(settings: Mapping[str, str], mark: str) -> dict[str, str]:
-    """Return the environment of a process of Flower's, with the mark by which it is found."""
+    """Return the environment of one of Flower's processes, with the mark that identifies it."""
     proxied = [os.environ[name] for name in ("no_proxy", "NO_PROXY") if os.environ.get(name)]
     path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
     inherited = {name: value for name, value in os.environ.items() if name != REGISTERED}
@@ -74,7 +74,7 @@ def start_process(
     hook: Callable[[], None],
     stderr: int | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Print a command of Flower's and start it; what it says goes where this process's words go, or into a pipe."""
+    """Print a command of Flower's and start it; its output goes where this process writes, its errors to `stderr`."""
     show_command(command, settings)
     script = os.path.join(sysconfig.get_path("scripts"), command[0])
     return subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Registration of sites at the SuperLink, by the public keys in the folder of keys."""
+"""Register sites at the SuperLink by the public keys in the folder of keys."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from .certificates import check_public_key, check_site_name
 from .files import open_to_others, write_file
 from .processes import environment, show_command
 
-# One process registers all sites: importing flwr takes longer than the rest. A line of JSON says how each went.
+# One process registers all sites: importing flwr takes longer than the rest. It prints a line of JSON for each site:
+# name, exit code, output.
 REGISTER = f"""
 import contextlib, io, json, sys
 from flwr.cli.app import app
@@ -38,7 +39,7 @@ for public_key, name in zip(sys.argv[1::2], sys.argv[2::2]):
 
 def public_keys_in(folder: Path) -> list[Path]:
     """Return the files of the sites' public keys in a folder."""
-    return [path for path in sorted(folder.glob("*.pub")) if not path.name.startswith(".")]  # but not one in the making
+    return [path for path in sorted(folder.glob("*.pub")) if not path.name.startswith(".")]  # not a partial one
 
 
 def check_public_keys(paths: Iterable[Path]) -> None:
@@ -55,37 +56,39 @@ class Registration:
     ----------
     folder : Path
     settings : mapping
-        Environment of Flower's processes. Runs read the names that keys are registered for in its file `REGISTERED`,
-        so that nobody else can have one of these from the start of a run, before its site is there.
+        Environment of Flower's processes. It names the file `REGISTERED`, in which runs read the names of the
+        registered keys. So from the start of a run nobody else can take such a name, even before its site connects.
     state : Path
+        Folder in which the commands run, and their FLWR_HOME.
     mark : str
+        Mark of the processes that are started.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, str], state: Path, mark: str) -> None:
         self._folder, self._settings, self._state, self._mark = folder, settings, state, mark
-        self._known: set[bytes] = set()  # contents of files that are registered, or are no keys
+        self._known: set[bytes] = set()  # contents of files that are registered, or that are not keys
         self._doubts: set[str] = set()
         self._names: set[str] = set()
         self._file = Path(settings[REGISTERED])
-        with contextlib.suppress(OSError, ValueError):  # the database knows them too, though their files may be gone
+        with contextlib.suppress(OSError, ValueError):  # names of past runs, whose files may be gone
             self._names.update(json.loads(self._file.read_bytes()))
         self._write_names(path.stem for path in public_keys_in(folder))
 
     def look(self) -> bool:
-        """Register the keys that are new; False if that failed."""
+        """Register the new keys; return False if one could not be registered."""
         new: dict[Path, bytes] = {}
         doubts = {doubt for doubt in [open_to_others(self._folder)] if doubt}
         for path in [] if doubts else public_keys_in(self._folder):
             if doubt := open_to_others(path):
                 doubts.add(doubt)
                 continue
-            with contextlib.suppress(OSError, typer.Exit):  # it has gone, or a line has said what is wrong with it
+            with contextlib.suppress(OSError, typer.Exit):  # the file is gone, or a line has said what is wrong with it
                 if (content := path.read_bytes()) not in self._known:
                     self._known.add(content)
                     check_public_keys([path])
                     new[path] = content
-        for doubt in doubts - self._doubts:  # once, as long as it lasts
-            warn(f"{doubt}; until then no key is taken from it")
+        for doubt in doubts - self._doubts:  # once while it lasts
+            warn(f"{doubt}; until that is fixed no key in it is registered")
         self._doubts = doubts
         if not new:
             return True
@@ -100,7 +103,7 @@ class Registration:
 
 
 def register_sites(public_keys: Sequence[Path], settings: Mapping[str, str], state: Path, mark: str) -> list[Path]:
-    """Register the sites whose public keys these are; those with which that failed."""
+    """Register the sites of these public keys, and return the keys that could not be registered."""
     for path in public_keys:
         show_command(
             ["flwr", "supernode", "register", str(path), CONNECTION, "--name", path.stem], {"FLWR_HOME": str(state)}
@@ -113,13 +116,13 @@ def register_sites(public_keys: Sequence[Path], settings: Mapping[str, str], sta
     outcomes = {name: (code, said) for name, code, said in map(json.loads, flwr.stdout.splitlines())}
     failed = []
     for path in public_keys:
-        code, said = outcomes.get(path.stem, (flwr.returncode, "flwr ended before"))
+        code, said = outcomes.get(path.stem, (flwr.returncode, "flwr ended before it registered this site"))
         node = re.search(r"SuperNode (\d+)", said)
         if code and "already in use" not in said:
             failed.append(path)
             warn(f"{path.stem} cannot be registered: {' '.join(said.split())}")
         elif code:
-            print(f"{path.stem} is known already: registered, or withdrawn", flush=True)
+            print(f"{path.stem} is already known to the server: registered, or withdrawn", flush=True)
         else:
             print(f"{path.stem} is registered{f' as SuperNode {node[1]}' if node else ''}", flush=True)
     return failed

@@ -1,8 +1,8 @@
 """`kindred server`: check the settings and the keys, then run a SuperLink and register sites with it.
 
-It is a thin wrapper of `flower-superlink` and `flwr supernode register`, and prints these commands. What it adds:
-checks before anything starts, one folder for all that Flower writes, an end that leaves no process, and a SuperLink
-that takes orders from its own machine alone.
+It is a thin wrapper of `flower-superlink` and `flwr supernode register`, and prints these commands. It adds checks
+before anything starts, one folder for all that Flower writes, an end that leaves no process, and a SuperLink that takes
+orders only from its own machine.
 """
 
 from __future__ import annotations
@@ -50,21 +50,21 @@ DAY = 86400.0  # s
 @app.command("server")
 def serve(
     keys: Annotated[
-        Path | None, option("keys", "DIR", "What `kindred keys` made: TLS, and sites must prove who they are.")
+        Path | None, option("keys", "DIR", "Folder made by `kindred keys`: TLS, and sites must prove their identity.")
     ] = None,
     host: Annotated[
-        str, option("host", "HOST", "Address to listen on (default 127.0.0.1; 0.0.0.0: all of this machine).")
+        str, option("host", "HOST", "Address to listen on (default 127.0.0.1; 0.0.0.0: all addresses of this machine).")
     ] = LOOPBACK[1],
     port: Annotated[int, option("port", "PORT", f"Port to listen on (default {PORT}).")] = PORT,
     state: Annotated[Path | None, option("state", "DIR", "Folder of the database and all else that is kept.")] = None,
-    insecure: Annotated[bool, typer.Option("--insecure", help="Without TLS and authentication.")] = False,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Use neither TLS nor authentication.")] = False,
 ) -> None:
-    """Start the server: a SuperLink, on which runs are then started from this machine."""
+    """Start the server: a SuperLink, which then accepts runs from this machine."""
     name = parse_host(host, "--host")
     if keys and insecure:
         end(2, "--keys and --insecure are both given, allowed: one of them")
     if not keys and not insecure and not is_loopback(name):
-        end(2, f"--host is {host!r}, which is reached from outside: give --keys DIR (or --insecure)")
+        end(2, f"--host is {host!r}, which other machines can reach: give --keys DIR (or --insecure)")
     check_port("--port", port)
     if keys:
         keys = absolute_path(keys, "--keys")
@@ -97,7 +97,7 @@ def serve(
         ).encode())  # fmt: skip
         settings = {
             "FLWR_HOME": str(state), "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1", **QUIET,
-            # What would lead past the guard: an address that a client claims, and ports of their own.
+            # Closes ways around the guard: an address that a client claims, and separate ports.
             "FORWARDED_ALLOW_IPS": LOOPBACK[1], "FLWR_INTERNAL_GRPC_CONTROL_API": "0",
             "FLWR_INTERNAL_GRPC_FLEET_API": "0",
         }  # fmt: skip
@@ -108,15 +108,15 @@ def serve(
         superlink = start_process(command, settings, state, mark, hooks.guard_superlink)
         wait_until_it_answers(superlink, reached, port, keys)
         if registration and not registration.look():
-            end(1, "not all sites can be registered")
+            end(1, "not all sites can be registered: see the lines above")
         print(
-            f"the server is ready, and listens on {with_port(name, port)}; it takes runs and registrations from "
-            "this machine alone. To run:"
+            f"the server is ready, and listens on {with_port(name, port)}; it accepts runs and registrations "
+            "only from this machine. To run:"
         )
         show_command(
             ["flwr", "run", str(write_flower_app(state / "app")), CONNECTION, "--stream"], {"FLWR_HOME": str(state)}
         )
-        pause, next_warning, renew = FIRST_PAUSE, 0.0, f"`kindred keys renew {keys}`, and start this again"
+        pause, next_warning, renew = FIRST_PAUSE, 0.0, f"run `kindred keys renew {keys}`, then restart this"
         while superlink.poll() is None:
             if keys and time.monotonic() >= next_warning:
                 next_warning = time.monotonic() + DAY
@@ -129,12 +129,12 @@ def serve(
 
 
 def check_server_keys(folder: Path, host: str | Address) -> dict[str, x509.Certificate]:
-    """Check all that is in a folder of keys; the certificates, by their paths."""
+    """Check everything in a folder of keys, and return its certificates by path."""
     ca, server = load_certificates(folder)
     certificates = {f"{folder / CA}.crt": ca, f"{folder / SERVER}.crt": server}
     for path, certificate in certificates.items():
         if fault := out_of_date(path, certificate):
-            end(2, f"{fault}: `kindred keys renew {shlex.quote(str(folder))}` makes another")
+            end(2, f"{fault}: run `kindred keys renew {shlex.quote(str(folder))}`")
     if isinstance(host, str) or not host.is_unspecified:
         check_certificate_names(folder, [host])
     check_public_keys(public_keys_in(folder))

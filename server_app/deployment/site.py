@@ -1,8 +1,8 @@
 """`kindred site`: check the settings and the data of a site, then keep a SuperNode running.
 
-It is a thin wrapper of `flower-supernode`, and prints its command. What it adds: checks before anything starts, one
-folder for all that Flower writes, a SuperNode that is started again, a line that says what keeps it from taking part,
-and an end that leaves no process.
+It is a thin wrapper of `flower-supernode`, and prints its command. It adds checks before anything starts, one folder
+for all that Flower writes, restarts of the SuperNode, a line that says why it cannot take part, and an end that leaves
+no process.
 """
 
 from __future__ import annotations
@@ -39,43 +39,43 @@ else:
 
 @app.command()
 def site(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="What the site is called; whole numbers are numbers.")],
-    server: Annotated[str, option("server", "HOST:PORT", "Where the server is.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the site; a whole number counts as a number.")],
+    server: Annotated[str, option("server", "HOST:PORT", "Address of the server.")],
     data_dir: Annotated[Path, option("data-dir", "PATH", "The site's data: .npz file, folder of images, or tables.")],
     public_data: Annotated[
         Path | None, option("public-data", "FILE", "Unlabelled images, the same at each site: an .npz file with x.")
     ] = None,
     ca: Annotated[Path | None, option("ca", "FILE", "The ca.crt of `kindred keys`.")] = None,
     key: Annotated[Path | None, option("key", "FILE", "The site's private key.")] = None,
-    insecure: Annotated[bool, typer.Option("--insecure", help="Without TLS and authentication.")] = False,
-    state_dir: Annotated[Path | None, option("state-dir", "DIR", "Folder of what the site keeps.")] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Use neither TLS nor authentication.")] = False,
+    state_dir: Annotated[Path | None, option("state-dir", "DIR", "Folder for what the site keeps.")] = None,
     threads: Annotated[int | None, option("threads", "N", "CPU threads to compute with (default: all CPUs).")] = None,
-    port: Annotated[int | None, option("port", "PORT", "Port that the SuperNode uses within this machine.")] = None,
+    port: Annotated[int | None, option("port", "PORT", "Port that the SuperNode uses on this machine only.")] = None,
     no_share_model: Annotated[
-        bool, typer.Option("--no-share-model", help="Keep the model from other sites; FedeRiCo.")
+        bool, typer.Option("--no-share-model", help="Do not let other sites receive this site's model; FedeRiCo.")
     ] = False,
     report_weights: Annotated[
-        bool, typer.Option("--report-weights", help="Let the server know the site's weights; FedeRiCo.")
+        bool, typer.Option("--report-weights", help="Report the site's mixing weights to the server; FedeRiCo.")
     ] = False,
     class_names: Annotated[
         str,
-        option("class-names", "NAMES", "The run's class-names, where the data have names for classes: to check them."),
+        option("class-names", "NAMES", "The run's class-names, to check data in which classes have names."),
     ] = "",
     run_config: Annotated[
         list[str] | None,
         option(
             "run-config",
             "FILE_OR_SETTINGS",
-            "The settings of a run, as for `flwr run`: to check that the site fits it.",
+            "The settings of a run, as for `flwr run`, to check that the site fits it.",
         ),
     ] = None,
     check: Annotated[bool, typer.Option("--check", help="Check and print, start nothing.")] = False,
 ) -> None:
-    """Take part as a site with data of its own: check the data, then keep a SuperNode running."""
+    """Take part in runs as a site with its own data: check the data, then keep a SuperNode running."""
     check_site_name("NAME", name)
     host, superlink_port = parse_server(server)
     if insecure and (ca or key):
-        end(2, "--insecure is given beside --ca or --key, allowed: --insecure, or both of these")
+        end(2, "--insecure is given with --ca or --key, allowed: --insecure alone, or --ca and --key")
     if (ca is None) != (key is None):
         end(2, f"--{'key' if ca else 'ca'} is not given, allowed: --ca and --key together")
     if not (ca and key) and not insecure and not is_loopback(host):
@@ -141,12 +141,12 @@ def site(
 
 
 def client_id(name: str) -> str | int:
-    """What a site is called in its node config: a name, or the number that it writes."""
+    """Return the id of a site in its node config: the name, or the number that the name writes."""
     return int(name) if re.fullmatch(r"0|[1-9]\d{0,17}", name, re.ASCII) else name
 
 
 def node_config(values: Mapping[str, str | int | bool]) -> str:
-    """Write a node config as flower-supernode reads it: TOML, in which no text may contain a quotation mark."""
+    """Return a node config as flower-supernode reads it: TOML in which no text may contain a quotation mark."""
 
     def text(value: str | int | bool) -> str:
         if isinstance(value, str):
@@ -157,13 +157,13 @@ def node_config(values: Mapping[str, str | int | bool]) -> str:
 
 
 def _print_data_summary(name: str, node: Mapping[str, Any], class_names: Sequence[str]) -> None:
-    """Check a site's data, and print what the server learns of them."""
+    """Check a site's data, and print what the server learns about them."""
     try:
         images = sites.read_site(node["data-dir"], class_names)
         public = public_images.read_public(node["public-data"]) if "public-data" in node else None
     except data.DataError as error:
         end(2, str(error))
-    shape, told = "x".join(map(str, images.x_train.shape[1:])), ""
+    shape, reported = "x".join(map(str, images.x_train.shape[1:])), ""
     if public is not None:
         if public.shape[1:] != images.x_train.shape[1:]:
             end(
@@ -171,23 +171,23 @@ def _print_data_summary(name: str, node: Mapping[str, Any], class_names: Sequenc
                 f"public-data has images of {'x'.join(map(str, public.shape[1:]))}, the site's are {shape} "
                 "(channels x height x width)",
             )
-        told = f", with PerFed-CKT that it has {len(public)} public images and their fingerprint"
-    share = "others may" if node.get("share-model", True) else "no other site may"
+        reported = f", with PerFed-CKT that it has {len(public)} public images and their fingerprint"
+    share = "other sites may" if node.get("share-model", True) else "no other site may"
     train, test, top = len(images.x_train), len(images.x_test), images.num_classes - 1
     print(
         f"{name}: {train} images of {shape} to train on, {test} to test on, labels up to {top}\n"
-        f"told to the server at first: the name {name}, {train} training samples, the name and the number of classes "
-        f"of the run's network, that {share} have its model, which methods the run's program knows{told}; then what "
-        "the method sends, see `kindred strategies`\n"
+        f"reported to the server at first: the name {name}, {train} training samples, the name and the number of "
+        f"classes of the run's network, that {share} receive its model, which methods the run's program knows{reported}"
+        "; later: what the method sends, see `kindred strategies`\n"
         f"stays here: the data in {node['data-dir']}, and what the site keeps in {node['state-dir']}",
         flush=True,
     )
 
 
 def _run_config(given: Sequence[str], class_names: str) -> config.Config:
-    """The settings of a run that the site is to fit; ends the command where they are none."""
+    """Return the settings of the run that the site must fit; end the command if they cannot be read."""
     if class_names:
-        end(2, "--class-names and --run-config are both given, allowed: one of them, for the run's class-names count")
+        end(2, "--class-names and --run-config are both given, allowed: one of them; the settings name the classes")
     try:
         return site_check.read_run_config(given)
     except config.ConfigError as error:
@@ -195,7 +195,7 @@ def _run_config(given: Sequence[str], class_names: str) -> config.Config:
 
 
 def _check_fit(name: str, node: Mapping[str, Any], run: config.Config) -> None:
-    """Say that a site fits a run, or end the command with the reason for which it does not."""
+    """Print that a site fits a run, or end the command with the reason why it does not."""
     try:
         print(f"fits the run: {site_check.fit(run, node)}", flush=True)
     except config.ConfigError as error:

@@ -1,4 +1,4 @@
-"""Whether a site can take part in a run, found before the run: by what the server and the site would say in it."""
+"""Check before a run whether a site can take part, by what the server and the site would send in it."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def read_run_config(given: Sequence[str]) -> Config:
     Raises
     ------
     ConfigError
-        They cannot be read, or are not those of a run that sites with data of their own take part in.
+        They cannot be read, or the run is not one for sites with their own data (dataset sites).
     """
     text = " ".join(given)
     try:
         settings = parse_config_args(list(given))
     except OSError as error:
         raise ConfigError(f"--run-config is {text!r}, which cannot be read ({error.strerror})") from None
-    except Exception:  # Flower's, TOML's or of the encoding
+    except Exception:  # an error of Flower, of TOML or of the encoding
         settings = {}
     if not settings:
         raise ConfigError(
@@ -52,40 +52,40 @@ def read_run_config(given: Sequence[str]) -> Config:
         )
     config = Config.from_run_config(settings)
     if config.dataset != "sites":
-        raise ConfigError(f"dataset is {config.dataset!r}, allowed where sites have data of their own: sites")
+        raise ConfigError(f"dataset is {config.dataset!r}, allowed if sites have their own data: sites")
     return config
 
 
 class _SitesAndServer(Sites):
-    """The sites of a run whose server is another machine: its public images are not here, others stand for them."""
+    """Sites of a run whose server is another machine; zeros replace the server's public images."""
 
     def public_set(self) -> torch.Tensor:
         return torch.zeros(1, *self.image_shape)
 
 
 def fit(config: Config, node_config: Mapping[str, Any]) -> str:
-    """Have the run's strategy meet the site, as in the first round; a line about what the site is to the run.
+    """Introduce the site to the run's strategy, as in the first round, and return a line about the two.
 
     Parameters
     ----------
     config : Config
         The settings of the run.
     node_config : mapping
-        What the site has set: its name, its data, whether it shares its model.
+        The site's own settings: its name, its data, whether it shares its model.
 
     Raises
     ------
     ConfigError
-        Why the run would not begin.
+        The run could not start; the text says why.
     DataError
-        Why the site would be left out.
+        The strategy would exclude the site; the text says why.
     """
     elsewhere: dict[str, Any] = {"store": "memory", "public_size": 0}
     here = replace(config, **elsewhere)  # the server's own disk and public images are not here
     try:
         strategy, initial_arrays = prepare(here, _SitesAndServer.of(config.run_config()))
     except ValueError as error:
-        raise ConfigError(f"the run would not begin: {error}") from None
+        raise ConfigError(f"the run cannot start: {error}") from None
     context = Context(
         run_id=0, node_id=0, node_config=dict(node_config), state=RecordDict(), run_config=config.run_config()
     )

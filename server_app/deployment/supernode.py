@@ -1,4 +1,4 @@
-"""A SuperNode that runs until `kindred site` ends: it is started again when it ends."""
+"""Keep a SuperNode running until `kindred site` ends: start it again each time it ends."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from .processes import FIRST_PAUSE, GRACE, LONGEST_PAUSE, processes_that_end, st
 if TYPE_CHECKING:
     from io import BufferedReader
 
-STEADY = 60.0  # s after which a SuperNode that ends has nothing to do with the time before
-KEPT = 4096  # bytes of what a SuperNode has written, to find in its end
+STEADY = 60.0  # s; after a longer run of the SuperNode the pause before its next start is the shortest again
+KEPT = 4096  # last bytes of a SuperNode's output that are kept, to search them for its error
 
 
 def port_for_supernode(port: int | None) -> int:
-    """Return the port for a SuperNode: the given one, if it is free, or any free one."""
+    """Return the given port, after a check that it is free, or any free port if none is given."""
     if port is not None:
         check_port_is_free("--port", LOOPBACK[1], port)
         return port
@@ -40,7 +40,7 @@ def port_for_supernode(port: int | None) -> int:
 
 
 def keep_running(command: Callable[[], list[str]], settings: Mapping[str, str], home: Path, link: Link) -> None:
-    """Run a SuperNode, and start it again when it ends, until this process is asked to end."""
+    """Run a SuperNode, and start it again each time it ends, until this process is asked to end."""
     with processes_that_end() as mark:
         pause = FIRST_PAUSE
         _warn_of_faults(link)
@@ -49,18 +49,18 @@ def keep_running(command: Callable[[], list[str]], settings: Mapping[str, str], 
             supernode = start_process(command(), settings, home, mark, hooks.quicken_supernode, stderr=subprocess.PIPE)
             output = Output(cast("BufferedReader", supernode.stderr))  # a pipe
             code = supernode.wait()
-            kill_processes(mark)  # what it started, such as a client at work on a message
+            kill_processes(mark)  # the processes that it started, such as a client that works on a message
             output.join(GRACE)
             if time.monotonic() - began > STEADY:
                 pause = FIRST_PAUSE
             warn(f"flower-supernode ended with code {code}, and is started again in {pause:g} s")
-            _warn_of_faults(link, output.end if code >= 0 else None)  # below 0: it was killed
+            _warn_of_faults(link, output.end if code >= 0 else None)  # below 0: a signal killed it
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 
 
 class Output(threading.Thread):
-    """Passes on what a process writes, when it writes it, and keeps the end of it."""
+    """Thread that passes on the output of a process at once, and keeps its last bytes."""
 
     def __init__(self, source: BufferedReader) -> None:
         super().__init__()
@@ -69,16 +69,16 @@ class Output(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Read until every process that writes has ended."""
+        """Read until every process that writes there has ended."""
         with self._source:
             while written := self._source.read1():
                 self.end = (self.end + written)[-KEPT:]
-                with contextlib.suppress(OSError):  # nobody reads it any more; the process is not to wait for that
+                with contextlib.suppress(OSError):  # nobody reads our output; the process must not wait
                     sys.stderr.buffer.write(written)
                     sys.stderr.buffer.flush()
 
 
 def _warn_of_faults(link: Link, output: bytes | None = None) -> None:
-    with contextlib.suppress(typer.Exit, OSError):  # a file cannot be used, as a line has said; it may be being copied
+    with contextlib.suppress(typer.Exit, OSError):  # a line has said which file cannot be used; it may be just copied
         for fault in faults(link, output):
             warn(fault)
