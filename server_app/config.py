@@ -2,8 +2,8 @@
 
 A setting is written in kebab-case everywhere outside Python (`--set local-epochs=1`,
 `flwr run . --run-config "local-epochs=1"`, [tool.flwr.app.config] in pyproject.toml) and in
-snake_case in Python. `python -m kindred.server_app.config --write` brings docs/configuration.md, the README's table of
-methods and pyproject.toml up to date; without `--write` it prints the table of settings.
+snake_case inside. `python -m kindred.server_app.config --write` updates docs/configuration.md, the methods' pages in
+docs/methods, the README's table of methods and pyproject.toml; without `--write` it prints the table of settings.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from kindred import REGISTRY
 from kindred.client.models import MODELS, parse_models
 from kindred.data import DATASETS, PARTITIONS
 from kindred.extensions import Registry
+from kindred.registry import Method
 from kindred.settings import (
     A_SHARE,
     ANY_TEXT,
@@ -336,15 +337,31 @@ def unknown_setting(key: str, known: tuple[str, ...]) -> str:
 # --- Settings in the documents and in pyproject.toml ---------------------------------------------------
 
 
+TABLE_HEAD = ("| setting | type | default | allowed | meaning |", "|---|---|---|---|---|")
+
+
+def table_row(name: str, each: Setting, methods: Sequence[str] = ()) -> str:
+    """Return a setting as a line of a Markdown table; `methods` are the titles of the methods that have it."""
+    kind, allowed = each.kind.replace(" | ", " or "), each.allowed.documented or each.allowed.words
+    meaning = f"{', '.join(methods)}: {each.meaning}" if methods else each.meaning
+    return f"| `{kebab(name)}` | {kind} | {json.dumps(each.default)} | {allowed} | {meaning} |"
+
+
 def table() -> str:
     """Return the settings as a Markdown table, one line per setting."""
-    lines = ["| setting | type | default | allowed | meaning |", "|---|---|---|---|---|"]
-    for spec in fields(Config):
-        for each, methods in spec.metadata["methods"].items():
-            kind, allowed = each.kind.replace(" | ", " or "), each.allowed.documented or each.allowed.words
-            meaning = f"{', '.join(methods)}: {each.meaning}" if methods else each.meaning
-            lines.append(f"| `{kebab(spec.name)}` | {kind} | {json.dumps(each.default)} | {allowed} | {meaning} |")
-    return "\n".join(lines)
+    rows = [
+        table_row(spec.name, each, methods)
+        for spec in fields(Config)
+        for each, methods in spec.metadata["methods"].items()
+    ]
+    return "\n".join((*TABLE_HEAD, *rows))
+
+
+def table_of(method: Method) -> str:
+    """Return a method's own settings as a Markdown table, one line per setting; "No settings." if it has none."""
+    if not method.settings:
+        return "No settings."
+    return "\n".join((*TABLE_HEAD, *(table_row(each.name, each) for each in method.settings)))
 
 
 def methods_table() -> str:
@@ -372,15 +389,20 @@ def defaults() -> str:
 
 
 def written(root: Path) -> dict[Path, str]:
-    """Return what the files that speak of settings are to be: path -> text."""
+    """Return the up-to-date texts of all files that contain generated parts: path -> text."""
     documented, readme, project = root / "docs" / "configuration.md", root / "README.md", root / "pyproject.toml"
+    pages = {root / "docs" / "methods" / f"{name}.md": REGISTRY[name] for name in REGISTRY.own}
     parts = (
         (documented, r"(?:^\| setting \| .*\n(?:^\|.*\n)+)", table()),
         (documented, r"(?:^\| method \| .*\n(?:^\|.*\n)+)", method_settings_table()),
         (readme, r"(?:^\| `--strategy` .*\n(?:^\|.*\n)+)", methods_table()),
         (project, r"(?<=^\[tool\.flwr\.app\.config\]\n)(?:^[\w-]+ = .*\n)+", defaults()),
+        *(
+            (page, r"(?<=^<!-- settings -->\n)(?:.*\n)*?(?=<!-- end of settings -->$)", f"\n{table_of(method)}\n")
+            for page, method in pages.items()
+        ),
     )
-    changed = {path: path.read_text() for path in (documented, readme, project)}
+    changed = {path: path.read_text() for path in (documented, readme, project, *pages)}
     for path, pattern, text in parts:
         before, _, after = re.split(f"({pattern})", changed[path], maxsplit=1, flags=re.MULTILINE)
         changed[path] = f"{before}{text}\n{after}"

@@ -35,6 +35,20 @@ def test_documents_and_pyproject_match_the_methods_files() -> None:
         assert f"\n| `{key}` |" in listed
 
 
+def test_every_method_has_a_page_and_the_index_lists_them_in_the_order_of_the_registry() -> None:
+    pages = ROOT / "docs" / "methods"
+    assert {path.stem for path in pages.glob("*.md")} == {"index", *REGISTRY.own}
+    rows = re.findall(r"^\| \[(.+?)\]\((.+?)\.md\) (.*)$", (pages / "index.md").read_text(), re.MULTILINE)
+    assert [(title, name) for title, name, _ in rows] == [(REGISTRY[name].title, name) for name in REGISTRY.own]
+    for _, name, rest in rows:
+        assert f"| {REGISTRY[name].travels} |" in rest
+        text = (pages / f"{name}.md").read_text()
+        assert text.startswith(f"# {REGISTRY[name].title}\n")
+        for function, path in re.findall(r"\[`([\w.]+)`\]\((\S+\.py)\)", text):
+            code = (pages / path).resolve().read_text()
+            assert re.search(rf"\b(def|class) {function.rpartition('.')[2]}\b", code), (name, function, path)
+
+
 def test_uv_excludes_exactly_the_dependencies_that_pip_installs() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     extras = project["project"]["optional-dependencies"].values()
