@@ -34,7 +34,7 @@ from kindred.server_app.tables import read_table
 from . import markdown
 
 PARTITIONS = ("iid", "pathological", "practical", "label-groups", "dirichlet", "rotated", "permuted")
-STAGES = {PERSONAL: "as it is", TRAINED: "the model after the last training", RECEIVED: "the start before it"}
+STAGES = {PERSONAL: "unchanged", TRAINED: "the model after the last training", RECEIVED: "the start before it"}
 
 centred_cosines, neighbour_share = kindred.centred_cosines, kindred.neighbour_share
 own_share, start_weights = kindred.own_share, kindred.start_weights

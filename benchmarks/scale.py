@@ -1,4 +1,4 @@
-"""How the cost of a round grows: with the number of clients, and with the size of the model.
+"""Growth of the cost of a round: with the number of clients, and with the size of the model.
 
     python -m benchmarks.scale [--methods NAME,...|all] [--clients 10,100,1000]
 

@@ -25,7 +25,7 @@ NOISE = re.compile(
 
 
 class Outcome(NamedTuple):
-    """How a run ended.
+    """End of a run: exit code, reason, results.
 
     Attributes
     ----------

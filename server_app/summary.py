@@ -38,7 +38,7 @@ def summarise(settings: Mapping[str, Any], history: History, models: Mapping[Cli
     Returns
     -------
     dict
-        None stands for what nobody reported.
+        None represents what nobody reported.
 
         - `rounds`: number of training rounds.
         - `accuracy` (mean over clients), `accuracy-weighted`, `accuracy-p10`, `accuracy-best` (BMTA): as in the last

@@ -177,7 +177,7 @@ def log_sum_exp(scores: np.ndarray) -> float:
 
 
 def log_rest_of(losses: Losses, clients: Sequence[ClientId], beta: float, temperature: float) -> float:
-    """Return `log_rest` of `collaborator_weights` as it is after the next update, of these clients' losses."""
+    """Return `log_rest` of `collaborator_weights` after the next update, of these clients' losses."""
     return log_sum_exp(-losses.averages_without(clients, beta) / temperature)
 
 

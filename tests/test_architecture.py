@@ -26,7 +26,7 @@ FOLDERS = {
 THIRD_PARTY = {
     "kindred": {"flwr", "torch", "torchvision", "numpy", "scipy", "sklearn", "threadpoolctl", "safetensors"},
 }
-# Modules of ours that a package may import, besides its own.
+# Modules of ours that a package may import, in addition to its own.
 ALLOWED = {
     "kindred": set(),
     "kindred.data": {"kindred.extensions", "kindred.lazy", "kindred.torchvision_import"},

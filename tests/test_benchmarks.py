@@ -267,7 +267,7 @@ def test_the_table_has_a_row_per_variant_and_a_column_per_partition(monkeypatch)
     lines = ablation.table(Config(num_rounds=3), ["iid", "rotated"], [0, 2]).splitlines()
     assert lines[0] == "| Kindred | iid | rotated |"
     assert lines[2:5] == [
-        "| as it is | 60.0 | 60.0 |",
+        "| unchanged | 60.0 | 60.0 |",
         "| the model after the last training | 25.0 | 25.0 |",
         "| the start before it | 12.5 | 0.0 |",
     ]

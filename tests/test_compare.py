@@ -62,7 +62,7 @@ def folders(place: Path, kind: str = "*") -> set[str]:
 
 
 def how(done) -> list[str]:
-    """Whether each run was reused or run, by the progress lines."""
+    """Return for each run whether it was reused or run, by the progress lines."""
     lines = [line for line in done.stdout.splitlines() if re.match(r"run \d+/\d+ ", line)]
     return [(re.search(r": (reused|resumed|failed)", line) or [0, "run"])[1] for line in lines]
 

@@ -1,4 +1,4 @@
-"""Which client gets which images: sizes, class mixtures, groups, and settings that are impossible."""
+"""The partitions: which client gets which images, sizes, class mixtures, groups, and settings that are impossible."""
 
 from __future__ import annotations
 

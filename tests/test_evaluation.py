@@ -1,4 +1,4 @@
-"""Which clients are asked to evaluate which models, and how long a run continues without replies."""
+"""The evaluation plan: which clients evaluate which models, and how long a run continues without replies."""
 
 from __future__ import annotations
 

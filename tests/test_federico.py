@@ -358,7 +358,7 @@ def plain_outcome(num_rounds: int = 3) -> tuple:
 
 
 class After(NamedTuple):
-    """What a strategy held after a round: model arrays by client, and the weights."""
+    """State of a strategy after a round: model arrays by client, and the weights."""
 
     models: dict[int, dict[str, np.ndarray]]
     weights: np.ndarray

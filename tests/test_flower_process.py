@@ -222,7 +222,7 @@ def test_interrupted_runs_leave_no_process(app_dir) -> None:
 
 
 def test_a_process_that_ends_slowly_is_awaited(monkeypatch) -> None:
-    """By then its parent has ended, and the process itself has no mark."""
+    """Its parent has ended by then, and the process itself has no mark."""
     sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
     start_it = f"import subprocess; print(subprocess.Popen({sleep}, env={{}}).pid, flush=True); {sleep[-1]}"
     parent = subprocess.Popen(

@@ -309,7 +309,7 @@ def test_runs_know_the_names_of_keys_before_registration(registration, keys) -> 
         ("lyon", ["lyon"]), ("bergen", ["bergen", "lyon", "oslo"]), ("oslo", ["bergen", "lyon", "oslo"]),
     ]  # fmt: skip
     site_registration.Registration(keys, {REGISTERED: str(registration.file)}, keys, "mark")
-    assert json.loads(registration.file.read_text()) == ["bergen", "lyon", "oslo"]  # as long as it is in the database
+    assert json.loads(registration.file.read_text()) == ["bergen", "lyon", "oslo"]  # while the database has it
 
 
 def test_keys_that_others_can_add_or_change_are_not_registered(registration, keys, capsys, monkeypatch) -> None:

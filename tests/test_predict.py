@@ -359,7 +359,7 @@ INPUTS = [
     (lambda path: written(path / "in.png", b"no image"), ["in.png", "read as an image"]),
     (lambda path: written(path / "in.csv", b"a,b\n1,2\n"), ["in.csv", "images are 2x1x1, expected 1x8x8"]),
     (lambda path: written(path / "in.csv", b""), ["in.csv", "no columns"]),
-    (lambda path: written(path / "in.csv", b"label\n1\n"), ["in.csv", "no columns besides label"]),
+    (lambda path: written(path / "in.csv", b"label\n1\n"), ["in.csv", "no columns except label"]),
     (lambda path: written(path / "in.csv", b"a,b\n"), ["in.csv", "no rows"]),
     (lambda path: written(path / "in.csv", b"0.5,3\n1,2\n"), ["in.csv", "header"]),
     (lambda path: written(path / "in.csv", b"-1e5,3\n1,2\n"), ["in.csv", "header"]),

@@ -108,7 +108,7 @@ class Scheme:
     divide : callable
         Takes a `Request`, returns a `Partition`; raises DataError where the request cannot be met.
     settings : tuple of str
-        The settings that the partition uses, besides num-clients and samples-per-client.
+        The settings that the partition uses in addition to num-clients and samples-per-client.
     total : bool
         Whether samples-per-client counts all images of a client, not its training images alone.
     """

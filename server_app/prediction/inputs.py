@@ -103,7 +103,7 @@ def _table(path: Path) -> np.ndarray:
     if len(set(header)) < len(header) or not all(map(str.isdecimal, measured)):
         raise DataError(f"{path} has no header: its first line must name the columns, each differently")
     if not columns:
-        raise DataError(f"{path} has no columns besides {LABEL}")
+        raise DataError(f"{path} has no columns except {LABEL}")
 
     def cells() -> Iterator[list[str]]:
         for number, row in enumerate(rows):

@@ -1,4 +1,4 @@
-"""Which client learnt from which in each round, for the page; read from the files in the folder `collaboration`."""
+"""The collaboration matrix of each round for the page, read from the files in the folder `collaboration`."""
 
 from __future__ import annotations
 

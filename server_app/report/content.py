@@ -37,7 +37,7 @@ from .render import page
 
 REPORT = "report.html"
 COMPARISON = "comparison.json"
-TEXTS = ("client", "personal")  # columns with texts, besides the status of replies; all other columns shown are numbers
+TEXTS = ("client", "personal")  # columns with texts, as is the status of replies; all other columns shown are numbers
 MOST_LISTED = 200  # pairs of client and reason in the table of unused replies
 OPTIONS = {
     "strategy": "strategy",

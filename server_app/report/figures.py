@@ -37,7 +37,7 @@ TEXT_WIDTH, TEXT_LINES = 52, 4  # characters per line, and lines, of the list of
 
 
 def is_accuracy(value: object) -> bool:
-    """Whether a reported value is a number in [0, 1]: clients may report anything as an accuracy."""
+    """Return whether a reported value is a number in [0, 1]: clients may report anything as an accuracy."""
     return isinstance(value, int | float) and 0 <= value <= 1
 
 
@@ -368,7 +368,7 @@ def _stage(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _same(rows: Sequence[Mapping[str, Any]], stage: str) -> bool | None:
-    """Whether personal accuracy and this stage's are equal wherever both are reported; None where they never are."""
+    """Return whether this stage's accuracy equals the personal one wherever both are reported; None if nowhere."""
     pairs = [(row.get(f"{stage}-accuracy"), row.get(f"{PERSONAL}-accuracy")) for row in rows]
     both = [pair for pair in pairs if all(map(is_accuracy, pair))]
     return all(first == second for first, second in both) if both else None

@@ -68,7 +68,7 @@ class Watcher(ThreadingHTTPServer):
 
     @property
     def finished(self) -> bool:
-        """Whether the run has finished."""
+        """True once the run has finished."""
         return is_finished(self.folder)
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""FedFomo: each client weights other clients' models by how much they reduce its loss on held-out data.
+"""FedFomo: each client weights other clients' models by the decrease of its loss on held-out data.
 
 M. Zhang, K. Sapra, S. Fidler, S. Yeung, J. M. Alvarez: Personalized Federated Learning with First Order Model
 Optimization. ICLR 2021, arXiv:2012.08565.

@@ -205,7 +205,7 @@ def digest(parts: Iterable[Any]) -> str:
 
 
 def machine() -> dict[str, str]:
-    """Return what the bits depend on besides the code: the kind of processor, and the version of torch."""
+    """Return what the bits depend on apart from the code: the kind of processor, and the version of torch."""
     try:
         name = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:
