@@ -428,7 +428,7 @@ def test_a_run_interrupted_before_its_first_checkpoint_starts_again(whole, tmp_p
 
 def test_a_checkpoint_of_another_method_is_refused(tmp_path) -> None:
     Local().start(InlineGrid(plain_app(), 3), initial(), 2, checkpoints=Checkpoints(tmp_path))
-    with pytest.raises(NotResumable, match="round 2 in .* was saved by another method or version: _examples, .*models"):
+    with pytest.raises(NotResumable, match="round 2 in .* was saved by another method or version: .*_examples"):
         FedAvg().start(InlineGrid(plain_app(), 3), initial(), 4, checkpoints=Checkpoints(tmp_path))
 
 

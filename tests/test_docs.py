@@ -10,8 +10,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import yaml
+from PIL import Image
 
 import kindred
 from kindred import REGISTRY, data
@@ -133,6 +135,23 @@ def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch) -> None:
             exec(code, namespace)
         elif test := block.marker[1]:
             assert Path(page).name in (ROOT / test).read_text(), f"{test} does not read {page}"
+
+
+def test_the_script_of_index_md_makes_a_file_of_images_from_folders(tmp_path, monkeypatch, capsys) -> None:
+    (script,) = (block.code for block in python_blocks(PAGES["index.md"]) if block.marker)
+    for label, name in enumerate(("cat", "dog")):
+        (tmp_path / "photographs" / name).mkdir(parents=True)
+        for number in range(5):
+            Image.new("L", (40, 30), 100 * label + number).save(tmp_path / "photographs" / name / f"{number}.png")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["folder_to_npz.py", "photographs"])
+    exec(compile(script, "folder_to_npz.py", "exec"), {"__name__": "__main__"})
+    assert capsys.readouterr().out == "10 images of 2 classes: cat, dog\n"
+    with np.load("mine.npz") as found:
+        assert {name: array.shape for name, array in found.items()} == {
+            "x_train": (8, 32, 32, 3), "y_train": (8,), "x_test": (2, 32, 32, 3), "y_test": (2,)
+        }  # fmt: skip
+        assert found["y_test"].tolist() == [0, 1] and found["x_test"][1, 0, 0].tolist() == [100, 100, 100]
 
 
 def test_no_block_of_python_escapes() -> None:

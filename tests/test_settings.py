@@ -47,7 +47,7 @@ REGISTRY.own["mine"] = "mine:METHOD"  # the line that registry.py has for each m
 from typer.testing import CliRunner
 from kindred.server_app.app import make_strategy
 from kindred.server_app.cli.run import app, given_settings
-from kindred.server_app.config import Config, ConfigError, defaults, methods_table, table
+from kindred.server_app.config import Config, ConfigError, defaults, method_settings_table, methods_table, table
 from tests.test_conformance import make
 
 given = given_settings({"strategy": "mine"}, ["own-shade=0.75"])
@@ -61,7 +61,8 @@ except ConfigError as error:
     assert str(error) == "own-kind is 'elm', allowed: oak, ash (str)"
 assert '\\nown-shade = 0.25\\nown-kind = "oak"\\n' in defaults()
 assert "| `own-shade` | float | 0.25 | 0 to 1 | Mine: how dark it is |" in table()
-assert "| `mine` | Mine | `own-shade`, `own-kind` | nowhere |" in methods_table()
+assert "| `mine` | Mine | nowhere |" in methods_table()
+assert "| `mine` | `own-shade`, `own-kind` |" in method_settings_table()
 assert " mine " in CliRunner().invoke(app, ["strategies"], env={"COLUMNS": "200"}).output
 assert (make("mine").own_shade, make("mine").own_kind) == (0.5, "oak")
 """

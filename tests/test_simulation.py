@@ -97,7 +97,7 @@ def test_flwr_run_works_alone_and_prints_how_to_get_all_clients(tmp_path) -> Non
             timeout=60,
         )
         assert json.loads(listed.stdout)["runs"][0]["status"] == "finished:completed", done.stdout
-        assert "2 of the federation's 20 clients are here" in done.stdout
+        assert "2 of the federation's 20 clients are connected" in done.stdout
         assert "num-supernodes=20" in done.stdout
         (folder,) = (tmp_path / "results").iterdir()
         assert json.loads((folder / "summary.json").read_text())["rounds"] == 2
