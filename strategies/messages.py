@@ -72,9 +72,6 @@ NUM_CLASSES = "num-classes"
 # In a site's node config: whether other sites may receive its model, and whether the server may know its weights.
 SHARE_MODEL = "share-model"
 REPORT_WEIGHTS = "report-weights"
-# In messages with several clients' models: the other clients whose models a client receives, and the models' weights.
-NEIGHBOURS = "neighbours"
-WEIGHTS = "weights"
 PROBLEM = "problem"
 
 NUM_EXAMPLES = "num-examples"

@@ -336,6 +336,7 @@ def test_malformed_replies_do_not_change_honest_clients_results(name, runs) -> N
 @settings(max_examples=300, deadline=None)
 @given(a_damage(*ARRAYS))
 def test_admission_raises_one_kind_of_exception(damage) -> None:
+    InlineGrid(plain_app(), 1)  # gives this process the identity that messages need
     weights = np.ones((2, 2), np.float32)
     content = RecordDict({"arrays": to_record({"w": weights}), "metrics": MetricRecord({"num-examples": 1})})
     message = Message(content, 7, "train")
