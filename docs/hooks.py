@@ -1,4 +1,4 @@
-"""What MkDocs does besides rendering docs/: links to files outside docs/, formulas, and the pages of methods.
+"""Hooks of MkDocs: links to files outside docs/, formulas, and the pages of methods.
 
 The pages are read in the repository too, so their links to code and to the files of the root are those that work there,
 such as ../strategies/fedamp.py. On the site such a link leads to a page that is generated from the file: Markdown is
@@ -30,15 +30,16 @@ from kindred import REGISTRY
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 ROOT_PAGES = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md", "readme.md": "README.md"}
+PAGES_OF = {name: page for page, name in ROOT_PAGES.items()}
 LANGUAGES = {".py": "python", ".toml": "toml", ".css": "css", ".html": "html", ".js": "javascript"}
 METHODS = "Methods"  # section of the navigation that lists the page of each method
 
 LINK = re.compile(r"(?<=\]\()[^)\s]+(?=[)\s])|(?<=src=\")[^\"]+(?=\")")
 FENCE = re.compile(r"^( *)(`{3,}|~{3,}).*?^\1\2[`~]*$", re.M | re.S)
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.S)
-SAID_TWICE = re.compile(r"(\(default: [^)<]*\)</code>),\s+default:\s+<code>.*?</code>")
+REPEATED_DEFAULT = re.compile(r"(\(default: [^)<]*\)</code>),\s+default:\s+<code>.*?</code>")
 OPENING = re.compile(r"(?<!\\)[{}]")
-# What the converter does not know, in words that it does.
+# Commands that the converter does not know, in those that it does.
 REPLACEMENTS = {
     r"\begin{aligned}": r"\begin{array}{rl}",
     r"\end{aligned}": r"\end{array}",
@@ -100,10 +101,10 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html_text: str, /, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Convert formulas to MathML; leave out what says nothing: a default said twice, and an empty table of contents."""
+    """Convert formulas to MathML; leave out repeated defaults and empty tables of contents."""
     if not any(heading.children for heading in page.toc):
         page.meta.setdefault("hide", ["toc"])
-    html_text = SAID_TWICE.sub(r"\1", html_text)
+    html_text = REPEATED_DEFAULT.sub(r"\1", html_text)
     return FORMULA.sub(lambda found: mathml(html.unescape(found[3]), found[2] == "[", page.file.src_uri), html_text)
 
 
@@ -169,8 +170,7 @@ def repository_path(page: str, link: str) -> Path | None:
 def page_of(path: Path) -> str:
     """Return the page that is generated from a file or folder outside docs/."""
     name = path.relative_to(ROOT).as_posix()
-    known = {file: page for page, file in ROOT_PAGES.items()}
-    return known.get(name) or f"source/{name}" + ("/index.md" if path.is_dir() else ".md")
+    return PAGES_OF.get(name) or f"source/{name}" + ("/index.md" if path.is_dir() else ".md")
 
 
 def files_below(path: Path) -> Iterator[Path]:

@@ -81,7 +81,7 @@ def attention_weights(
     alpha: float,
     sigma: float,
     self_weight: SelfWeight | None = None,
-    received: np.ndarray | None = None,
+    online: np.ndarray | None = None,
 ) -> np.ndarray:
     """Return FedAMP's weights xi, Eq. 5 and 7.
 
@@ -93,7 +93,7 @@ def attention_weights(
         Step size alpha_k and scale of the squared distance, both more than 0.
     self_weight : float in [0, 1] or "uniform", optional
         xi_ii; "uniform" is 1 / (number of clients whose models i receives, and itself). None is Eq. 5 as written.
-    received : ndarray of bool, shape (m,), optional
+    online : ndarray of bool, shape (m,), optional
         Mask of the clients whose models the others receive; all by default.
 
     Returns
@@ -101,17 +101,17 @@ def attention_weights(
     ndarray, shape (m, m)
         Rows are non-negative and sum to 1.
     """
-    return _attention(squared_distances(lambda: _blocks_of(models), len(models)), alpha, sigma, self_weight, received)
+    return _attention(squared_distances(lambda: _blocks_of(models), len(models)), alpha, sigma, self_weight, online)
 
 
 def cosine_weights(
-    models: np.ndarray, sigma: float, self_weight: SelfWeight, received: np.ndarray | None = None
+    models: np.ndarray, sigma: float, self_weight: SelfWeight, online: np.ndarray | None = None
 ) -> np.ndarray:
     """Return HeurFedAMP's weights xi, Eq. 8; parameters and result as for `attention_weights`.
 
     A model of zeros has cosine 0 with every other.
     """
-    return _cosine(cosines(lambda: _blocks_of(models), len(models)), sigma, self_weight, received)
+    return _cosine(cosines(lambda: _blocks_of(models), len(models)), sigma, self_weight, online)
 
 
 def squared_distances(blocks: Blocks, m: int) -> np.ndarray:

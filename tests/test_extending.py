@@ -17,24 +17,14 @@ from kindred import extensions
 from kindred.data.partitions import PARTITIONS, Scheme
 from kindred.extensions import ExtensionError, Registry
 
+from .packages import install
+
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "extending"
 DOCUMENT = (ROOT / "docs" / "extending.md").read_text()
-IGNORED = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "results", "*.egg-info")
 NAMES = {"datasets": "tumours", "partitions": "amounts", "models": "linear", "methods": "blend"}
 # A command, and the end of its output.
 COMMANDS = re.findall(r"^    (kindred run .*(?:\\\n.*)*)\n\nends with\n\n((?:    .*\n)+)", DOCUMENT, re.M)
-
-
-def install(source: Path, target: Path) -> Path:
-    """Install a package, from a copy, into a separate folder."""
-    shutil.copytree(source, target / "source", ignore=IGNORED)
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation",
-         "--target", str(target / "installed"), str(target / "source")], capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return target / "installed"
 
 
 @pytest.fixture(scope="module")

@@ -70,8 +70,8 @@ def test_a_model_of_zeros_has_cosine_zero_with_every_other() -> None:
 
 
 def test_the_uniform_self_weight_counts_the_sending_clients_and_oneself() -> None:
-    received = np.array([True, True, False])
-    for xi in (attention_weights(THREE, 1, 2.0, "uniform", received), cosine_weights(THREE, 1.0, "uniform", received)):
+    online = np.array([True, True, False])
+    for xi in (attention_weights(THREE, 1, 2.0, "uniform", online), cosine_weights(THREE, 1.0, "uniform", online)):
         assert np.diagonal(xi) == pytest.approx([1 / 2, 1 / 2, 1 / 3])
         assert xi[:2, 2] == pytest.approx(0)  # a client that sent no model has weight only for itself
         assert xi.sum(axis=1) == pytest.approx(1)
@@ -79,8 +79,8 @@ def test_the_uniform_self_weight_counts_the_sending_clients_and_oneself() -> Non
 
 def test_a_client_alone_keeps_its_model() -> None:
     assert attention_weights(THREE[:1], 1.0, 1.0, 0.2) == pytest.approx(1)
-    received = np.array([True, False, False])
-    assert cosine_weights(THREE, 1.0, 0.2, received)[0] == pytest.approx([1, 0, 0])
+    online = np.array([True, False, False])
+    assert cosine_weights(THREE, 1.0, 0.2, online)[0] == pytest.approx([1, 0, 0])
 
 
 def test_identical_models_have_distance_0_and_equal_weights() -> None:
@@ -143,15 +143,15 @@ self_weights = st.one_of(st.none(), st.just("uniform"), st.floats(0, 1))
 
 @given(some_models, positive, positive, self_weights, st.data())
 def test_weights_are_a_convex_combination_for_all_models(models, alpha, sigma, self_weight, data) -> None:
-    received = data.draw(hnp.arrays(bool, len(models)))
-    weights = [attention_weights(models, alpha, sigma, self_weight, received)]
+    online = data.draw(hnp.arrays(bool, len(models)))
+    weights = [attention_weights(models, alpha, sigma, self_weight, online)]
     if self_weight is not None:
-        weights.append(cosine_weights(models, sigma, self_weight, received))
+        weights.append(cosine_weights(models, sigma, self_weight, online))
     for xi in weights:
         assert np.isfinite(xi).all() and (xi >= 0).all()
         assert xi.sum(axis=1) == pytest.approx(1)
         if isinstance(self_weight, float):
-            others = received.sum() - received
+            others = online.sum() - online
             assert np.diagonal(xi)[others > 0] == pytest.approx(self_weight)
 
 

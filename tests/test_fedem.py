@@ -27,8 +27,6 @@ from .grids import FaultyGrid
 from .test_conformance import check_that_it_counts_as_a_missing_reply, values
 from .two_weights import Client, probabilities, weights_of
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
-
 # --- The mathematics ----------------------------------------------------------------------------------
 
 

@@ -31,6 +31,8 @@ import kindred
 from kindred import REGISTRY, HeurFedAMP, InlineGrid, Local, Site, TooFewClients, make_client_app
 from kindred.client.state import saved_files
 
+from .packages import build, pip
+
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "plug-in"
 CLIENTS = 8
@@ -48,21 +50,7 @@ def task(monkeypatch):
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    source, wheels = tmp_path_factory.mktemp("wheel") / "source", tmp_path_factory.mktemp("wheels")
-    ignored = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "results", "*.egg-info")
-    shutil.copytree(ROOT, source, ignore=ignored)
-    pip("wheel", "--no-build-isolation", "--wheel-dir", str(wheels), str(source))
-    (wheel,) = wheels.glob("*.whl")
-    return wheel
-
-
-def pip(command: str, *arguments: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", command, "--quiet", "--no-deps", "--no-index", *arguments],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    return build(ROOT, tmp_path_factory.mktemp("wheel"))
 
 
 def test_the_wheel_contains_only_the_package(wheel) -> None:
@@ -108,7 +96,7 @@ def test_the_example_improves_only_by_its_strategy(task) -> None:
 @pytest.fixture(scope="module")
 def library(wheel, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("library")
-    pip("install", "--target", str(folder), str(wheel))
+    pip("install", "--target", folder, wheel)
     return folder
 
 
@@ -205,7 +193,7 @@ def test_a_method_of_the_table_runs_as_written(task, expression, clients, result
 def environment(tmp_path, wheel) -> Iterator[dict[str, str]]:
     """Environment for `flwr` with the wheel, without a network, and separate from every other Flower."""
     site = tmp_path / "site"
-    pip("install", "--target", str(site), str(wheel))
+    pip("install", "--target", site, wheel)
     home = tmp_path / "home"
     home.mkdir()
     (home / "config.toml").write_text(

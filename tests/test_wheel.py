@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
-import sys
 import sysconfig
 import venv
 from pathlib import Path
@@ -16,27 +14,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from .packages import build, pip
+
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = "run compare report watch predict evaluate keys server site strategies datasets presets".split()
 SMALL = ["--clients=4", "--rounds=2", "--set=num-groups=2", "--set=samples-per-client=10", "--set=local-epochs=1"]
-
-
-def build(source: Path, folder: Path) -> Path:
-    """Build a package's wheel from a copy of its folder."""
-    ignored = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "results", "*.egg-info")
-    shutil.copytree(source, folder / "source", ignore=ignored)
-    pip(sys.executable, "wheel", "--no-build-isolation", "--wheel-dir", str(folder / "wheel"), str(folder / "source"))
-    (wheel,) = (folder / "wheel").iterdir()
-    return wheel
-
-
-def pip(python: str | Path, command: str, *arguments: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", "--python", str(python), command, "--quiet", "--no-deps", "--no-index",
-         *arguments],
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +28,7 @@ def environment(tmp_path_factory) -> Path:
     venv.create(folder / "venv", symlinks=True)
     scripts, python = folder / "venv" / "bin", folder / "venv" / "bin" / "python"
     for name, source in {"kindred": ROOT, "example": ROOT / "examples" / "extending"}.items():
-        pip(python, "install", str(build(source, folder / name)))
+        pip("install", build(source, folder / name), python=python)
     (packages,) = (folder / "venv" / "lib").glob("python*/site-packages")
     (packages / "requirements.pth").write_text(
         f"{sysconfig.get_path('purelib')}\n"

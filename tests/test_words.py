@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CODE = sorted(
     path
-    for room in ("strategies", "data", "server_app", "client_app", "tests", "benchmarks", "examples")
+    for room in ("strategies", "data", "server_app", "client_app", "tests", "benchmarks", "examples", "docs")
     for path in (ROOT / room).rglob("*.py")
     if path != Path(__file__)
 )
