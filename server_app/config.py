@@ -369,7 +369,7 @@ def methods_table() -> str:
     lines = ["| `--strategy` | method | from |", "|---|---|---|"]
     for name in REGISTRY.own:
         method = REGISTRY[name]
-        paper = re.sub(r"(docs/\S+\.md)", r"[\1](\1)", method.paper)
+        paper = re.sub(r"(docs/\S+\.md)", r"[its page](\1)", method.paper)
         lines.append(f"| `{name}` | {method.title} | {paper} |")
     return "\n".join(lines)
 

@@ -144,6 +144,5 @@ def data_frames(tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, 
         return {name: pandas.DataFrame(list(rows)) for name, rows in tables.items()}
     except ImportError:
         raise ImportError(
-            "tables need pandas, which is not installed: pip install 'kindred-fl[pandas]'; "
-            "rows and summary hold the same without it"
+            "tables need pandas, which is not installed: pip install pandas; rows and summary hold the same without it"
         ) from None

@@ -123,7 +123,7 @@ def test_tables_are_data_frames(ran) -> None:
 def test_without_pandas_tables_name_the_package_to_install(ran, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
     monkeypatch.setattr(run_result, "pandas", lazy("pandas"))  # not imported yet
-    with pytest.raises(ImportError, match=r"^tables need pandas, .* pip install 'kindred-fl\[pandas\]'; .*$"):
+    with pytest.raises(ImportError, match=r"^tables need pandas, .* pip install pandas; .*$"):
         _ = RunResult(ran.run.folder).tables
     with pytest.raises(ImportError, match="tables need pandas"):
         _ = ComparisonResult(ran.comparison.content, ran.comparison.folder).tables
