@@ -6,23 +6,18 @@ import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from kindred import torchvision_import
 from kindred.extensions import Registry
-from kindred.lazy import lazy
 
 from .features import folder_features
 from .files import DEFAULT_FOLDER, SUFFIXES, DataError, one_line, read_image, read_npz
 from .images import Images
-
-if TYPE_CHECKING:
-    from sklearn import datasets as sklearn_datasets
-else:
-    sklearn_datasets = lazy("sklearn.datasets")
 
 # The names with which extensions add datasets, some of them from other files.
 __all__ = [
@@ -96,12 +91,17 @@ def existing_path(data_dir: str, needs: str) -> Path:
 
 
 def _digits(data_dir: str) -> Images:
-    """Return scikit-learn's digits, always in the same halves, with each class divided as equally as possible."""
-    x, y = sklearn_datasets.load_digits(return_X_y=True)
-    x = x.reshape(-1, 1, 8, 8).astype(np.uint8)  # whole numbers, 0 to 16
+    """Return scikit-learn's digits, always in the same halves, with each class divided as equally as possible.
+
+    They are read from scikit-learn's file, because importing its datasets takes longer than all else before a round.
+    """
+    spec = find_spec("sklearn")
+    assert spec is not None and spec.origin is not None  # a requirement of this package
+    table = np.loadtxt(Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",", dtype=np.int64)
+    x, y = table[:, :-1].reshape(-1, 1, 8, 8).astype(np.uint8), table[:, -1]  # x: whole numbers, 0 to 16
     order = np.lexsort((np.random.default_rng(0).random(len(y)), y))
     train, test = np.sort(order[0::2]), np.sort(order[1::2])
-    return Images(x[train], y[train].astype(np.int64), x[test], y[test].astype(np.int64), 10)
+    return Images(x[train], y[train], x[test], y[test], 10)
 
 
 def _npz(data_dir: str) -> Images:
