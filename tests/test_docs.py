@@ -155,7 +155,9 @@ def test_the_script_of_index_md_makes_a_file_of_images_from_folders(tmp_path, mo
 
 
 def test_no_block_of_python_escapes() -> None:
-    """Such as one in a list or with other fences, which the test above would not see."""
+    """Such as one in a list, with other fences or with none, which the test above would not see."""
     for page, text in PAGES.items():
         seen = len(list(python_blocks(text)))
         assert len(re.findall(r"^\s*(?:`{3,}|~{3,}) *\{? *\.?(?:python|py|pycon)\b", text, re.M)) == seen, page
+        unfenced = re.sub(r"^(`{3,}).*?^\1$", "", text, flags=re.M | re.S)
+        assert not re.search(r"\n\n {4}(?:import |from \w+ import |\w+ = \w+[.(])", unfenced), page
