@@ -31,18 +31,23 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from logging import WARNING
-from typing import Any, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import numpy as np
 from flwr.supercore import log
-from scipy.special import log_softmax, logsumexp
 
 from .engine.arguments import StoredShared
 from .engine.model_store import BLOCK
 from .engine.stored import CloudModels
+from .lazy import lazy
 from .messages import PROXIMAL_MU, ClientId, in_order
 from .registry import MODEL_BOTH_WAYS, Method
 from .settings import A_SHARE, STORE, Range, Setting, above, at_least
+
+if TYPE_CHECKING:
+    from scipy import special
+else:
+    special = lazy("scipy.special")
 
 SelfWeight = float | Literal["uniform"]
 SIGMA = Setting("sigma", 100.0, above(0), "scale of the squared distance", trial=2.0)
@@ -174,7 +179,7 @@ def _sender_mask(m: int, online: np.ndarray | None) -> np.ndarray:
 
 def _log_sums(scores: np.ndarray, online: np.ndarray | None) -> np.ndarray:
     """Return log sum_{j != i} exp(scores_ij) over the models that i receives, shape (m,); -inf if there are none."""
-    return logsumexp(np.where(_sender_mask(len(scores), online), scores, -np.inf), axis=1)
+    return special.logsumexp(np.where(_sender_mask(len(scores), online), scores, -np.inf), axis=1)
 
 
 def _others_share(self_weight: SelfWeight, online: np.ndarray | None, m: int) -> np.ndarray:
@@ -201,7 +206,7 @@ def _combination(scores: np.ndarray, online: np.ndarray | None, share: np.ndarra
     others = _sender_mask(len(scores), online) & (scores > -np.inf)  # (m, m)
     alone = ~others.any(axis=1)  # (m,)
     with np.errstate(invalid="ignore"):  # a row without others is NaN until it is set to 0
-        weights = share[:, None] * np.exp(log_softmax(np.where(others, scores, -np.inf), axis=1))  # (m, m)
+        weights = share[:, None] * np.exp(special.log_softmax(np.where(others, scores, -np.inf), axis=1))  # (m, m)
     weights[alone] = 0
     np.fill_diagonal(weights, np.where(alone, 1, 1 - share))
     return weights

@@ -41,12 +41,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
-from scipy.special import softmax
 
 from .client.local_training import LocalTraining
 from .client.visit import Visit
@@ -54,6 +53,7 @@ from .engine.admission import Reply
 from .engine.computed_models import ComputedModels
 from .engine.hooks import SideEvaluation
 from .engine.stored import CloudModels
+from .lazy import lazy
 from .messages import (
     ARRAYS,
     BETWEEN,
@@ -84,6 +84,11 @@ from .parts.kindred_places import (
 from .parts.logit_adjustment import Adjustment, check_report
 from .registry import Method
 from .settings import BATCH_SIZE, LOCAL_EPOCHS, LOCAL_STEPS, STORE
+
+if TYPE_CHECKING:
+    from scipy import special
+else:
+    special = lazy("scipy.special")
 
 SHARPNESS = 10.0
 PRIOR = 0.5
@@ -149,7 +154,7 @@ def neighbour_weights(cosines: np.ndarray, samples: np.ndarray, own: np.ndarray)
     """
     scores = np.where(own, -np.inf, SHARPNESS * cosines + np.log(samples))  # (r, m)
     alone = own.all(axis=1, keepdims=True)  # (r, 1)
-    return np.where(alone, 0.0, softmax(np.where(alone, 0.0, scores), axis=1))
+    return np.where(alone, 0.0, special.softmax(np.where(alone, 0.0, scores), axis=1))
 
 
 def probe_weights(neighbours: np.ndarray, latest: np.ndarray, own: np.ndarray) -> dict[str, np.ndarray]:

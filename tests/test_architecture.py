@@ -33,7 +33,7 @@ ALLOWED = {
     "kindred.client_app": {"kindred"},
     "kindred.server_app": {"kindred"},
 }
-HEAVY = ("torch", "torchvision", "ray", "matplotlib", "sklearn", "scipy.cluster", "scipy.spatial")
+HEAVY = ("torch", "torchvision", "ray", "matplotlib", "sklearn", "scipy.cluster", "scipy.spatial", "scipy.special")
 PACKAGES = sorted(FOLDERS, key=len, reverse=True)
 
 

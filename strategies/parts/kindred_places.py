@@ -12,14 +12,18 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from scipy.special import rel_entr, softmax
 
 from kindred.engine.admission import Refused, check_numbers, is_count
+from kindred.lazy import lazy
 from kindred.messages import PROBE, SERVER_ROUND, ClientId, in_order, seed_for
 
 if TYPE_CHECKING:
+    from scipy import special
+
     from kindred.client.site import Samples
     from kindred.client.visit import Visit
+else:
+    special = lazy("scipy.special")
 
 PLACES = np.linspace(0, 1, 5)  # from u_i to w_i, where u_i is newer than w_i
 JUDGED_SMOOTHING = 0.3  # share of a label that is spread over all classes when places are evaluated
@@ -59,7 +63,7 @@ def smoothed_divergence(probabilities: np.ndarray, labels: np.ndarray) -> float:
     smoothed = np.full((n, classes), JUDGED_SMOOTHING / classes)  # q, (n, K)
     smoothed[np.arange(n), labels] += 1 - JUDGED_SMOOTHING
     predicted = np.maximum(probabilities.astype(float), LEAST_PROBABILITY)  # p, (n, K)
-    return max(float(rel_entr(smoothed, predicted).sum()), 0.0)
+    return max(float(special.rel_entr(smoothed, predicted).sum()), 0.0)
 
 
 def place_probabilities(before: np.ndarray, losses: np.ndarray) -> np.ndarray:
@@ -80,7 +84,7 @@ def place_probabilities(before: np.ndarray, losses: np.ndarray) -> np.ndarray:
     ndarray, shape (5,)
         Sums to 1. t = sum_k PLACES_k p_k is the mean.
     """
-    return softmax(np.log((1 - JUMP) * before + JUMP / len(PLACES)) - losses)
+    return special.softmax(np.log((1 - JUMP) * before + JUMP / len(PLACES)) - losses)
 
 
 def between(start: Mapping[str, np.ndarray], last: Mapping[str, np.ndarray], kept: float) -> dict[str, np.ndarray]:

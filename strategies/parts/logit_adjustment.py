@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from scipy.special import gammaln, softmax
 
 from kindred.engine.admission import Refused, check_numbers
 from kindred.engine.model_store import Layout
@@ -24,10 +23,11 @@ from kindred.lazy import lazy
 
 if TYPE_CHECKING:
     import torch
+    from scipy import special
 
     from kindred.client.visit import Visit
 else:
-    torch = lazy("torch")
+    special, torch = lazy("scipy.special"), lazy("torch")
 
 CONCENTRATIONS = np.geomspace(0.02, 200, 41)
 """Concentrations of the Dirichlet prior of class proportions; small where most samples are of one class."""
@@ -54,10 +54,10 @@ def log_proportions(counts: np.ndarray) -> np.ndarray:
         0 for a client without samples.
     """
     alpha, classes, n = CONCENTRATIONS[:, None], len(counts), counts.sum()
-    evidence = (gammaln(counts + alpha) - gammaln(alpha)).sum(axis=1) + (
-        gammaln(classes * alpha) - gammaln(n + classes * alpha)
+    evidence = (special.gammaln(counts + alpha) - special.gammaln(alpha)).sum(axis=1) + (
+        special.gammaln(classes * alpha) - special.gammaln(n + classes * alpha)
     )[:, 0]  # (alphas,)
-    return np.log(classes * softmax(evidence) @ ((counts + alpha) / (n + classes * alpha)))
+    return np.log(classes * special.softmax(evidence) @ ((counts + alpha) / (n + classes * alpha)))
 
 
 @dataclass(frozen=True)
