@@ -53,7 +53,7 @@ STAGES = {
     RECEIVED: "model as received",
     TRAINED: "after local training",
     TUNED: "after fine-tuning",
-    BETWEEN: "between start and own",
+    BETWEEN: "between received and own",
     MIXTURE: "mixture of models",
     PERSONAL: "personal model",
 }
