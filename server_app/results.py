@@ -2,7 +2,7 @@
 
     config.json                      settings, seed, true groups, images, versions, platform, start (UTC); written first
     history.csv                      a line per round and client; grows every round
-    rounds.csv                       a line per round; grows every round
+    rounds.csv                       a line per round, also for evaluations before and after them; grows every round
     collaboration/round-0003.npz     clients (m,), weights (m, m) float32: weight of each client's model for each client
     models/client-ID.safetensors     each client's personal model, after the last round
     mixtures/client-ID.safetensors   FedeRiCo, FedEM: the models that a client predicts with, and their shares

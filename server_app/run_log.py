@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple, TextIO
 
 from kindred.client.state import default_root
+from kindred.engine.history import CLOSING, OPENING
 
 LOGS_KEPT = 20  # of failed runs
 # Exceptions of the app that ask the user to change a setting.
@@ -145,7 +146,7 @@ def _level_and_text(line: str) -> tuple[str, str]:
 
 def shown(level: str, text: str) -> str | None:
     """Return the text to show of a log line: progress, our own messages, warnings and errors; else None."""
-    if level == "INFO" and text.startswith(("round ", "closing evaluation ")):
+    if level == "INFO" and text.startswith(("round ", OPENING, CLOSING)):
         return text
     if level == "INFO" and text.startswith("kindred: "):
         return text.removeprefix("kindred: ")

@@ -279,7 +279,7 @@ class FedAMP(CloudModels):
 
     def alpha_at(self, server_round: int) -> float:
         """Return alpha_k, decayed once every `alpha_decay_every` rounds."""
-        alpha = self.alpha * self.alpha_decay ** ((server_round - 1) // self.alpha_decay_every)
+        alpha = self.alpha * self.alpha_decay ** (max(server_round - 1, 0) // self.alpha_decay_every)
         return max(alpha, sys.float_info.min)
 
     def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:

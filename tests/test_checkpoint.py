@@ -158,6 +158,36 @@ def test_a_run_interrupted_anywhere_resumes_to_the_same_bits(name, more, whole, 
     assert not (folder / "checkpoints").exists()
 
 
+@pytest.mark.parametrize("name", ["heurfedamp", "kindred", "fedavg-ft", "fedala", "fedem", "federico", "perfed-ckt"])
+def test_a_resumed_run_with_sampled_clients_does_not_evaluate_all_of_them_again(name, whole, tmp_path, monkeypatch):
+    asked = []
+    push = Ending.push_messages
+
+    def noting(self, messages):
+        messages = list(messages)
+        asked.extend(message.metadata for message in messages if message.metadata.message_type != "query.identity")
+        return push(self, messages)
+
+    monkeypatch.setattr(Ending, "push_messages", noting)
+    sampled = {"fraction_train": 0.5}  # 2 of 3 clients in a round
+    config = config_of(tmp_path, name, **sampled)
+    folder = interrupted(config, answers=2 * CLIENTS + 1)  # introductions, evaluations, and a reply of round 1
+    assert rounds_in(Checkpoints(folder / "checkpoints")) == [0]
+    times = 0
+    while folder is not None:
+        times += 1
+        config = config_of(tmp_path, name, **sampled, resume=str(folder))
+        folder = interrupted(config, answers=CLIENTS + 5)
+    assert times >= 2
+    before = [about.dst_node_id for about in asked if about.group_id == "0"]  # round 0 of PerFed-CKT too
+    assert sorted(before) == [1001 + i for i in range(CLIENTS)]
+    (folder,) = tmp_path.iterdir()
+    assert kept(folder) == whole(name, sampled)
+    first, *others = read_table(folder / "rounds.csv")
+    assert (first["round"], first["asked"], first["evaluated"]) == (0, CLIENTS, CLIENTS)
+    assert {line["evaluated"] for line in others} == {CLIENTS}
+
+
 @pytest.mark.parametrize(
     "damage",
     [

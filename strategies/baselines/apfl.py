@@ -156,10 +156,10 @@ class APFLClient:
     @staticmethod
     def evaluate(visit: Visit) -> RecordDict:
         """Evaluate the personal model; the global one, if the client has never trained."""
-        kept = visit.state.load(MODEL)
-        model = visit.model(kept)
+        has_trained = visit.state.load(LOCAL) is not None
+        model = visit.model(visit.state.load(MODEL) if has_trained else None)
         metrics = visit.separate_evaluation(model)
-        if kept is None and visit.is_site:
+        if not has_trained and visit.is_site:
             visit.keep(model, metrics["accuracy"])
         return RecordDict({METRICS: MetricRecord({**metrics})})
 

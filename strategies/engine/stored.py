@@ -79,6 +79,8 @@ class StoredModels(PersonalizedStrategy):
         return self.models.combined_record(mean, clients[0])
 
     def personal_arrays(self, client: ClientId) -> ArrayRecord:
+        if not self.models:  # before the first round; storing the initial model for all clients would take memory
+            return self.initial
         self.welcome([client])
         return self.models[client]
 

@@ -70,7 +70,8 @@ class PersonalizedStrategy(Hooks, Strategy):
     Parameters
     ----------
     fraction_train : float (default: 1.0)
-        Share of the clients, 0 to 1, that train in a round.
+        Share of the clients, 0 to 1, that train in a round. If a round trains some of them, all are evaluated once
+        before the first round, so that every round's mean accuracy is over the same clients.
     fraction_evaluate : float (default: 1.0)
         Share of the clients, 0 to 1, asked to evaluate after a round, if training replies hold no evaluation.
     min_train_nodes, min_evaluate_nodes : int (default: 2)
@@ -196,7 +197,7 @@ class PersonalizedStrategy(Hooks, Strategy):
         timeout : float (default: 3600)
             Seconds after which an exchange ends with the replies that are in.
         on_round : callable, optional
-            Called with the round's number at the end of each round.
+            Called with the round's number at the end of each round, and of an evaluation after the last one.
         checkpoints : Checkpoints, optional
             Where the state is saved. If a checkpoint exists, the run resumes from it. The results are then the same,
             bit for bit, as without the interruption, provided that all arguments are unchanged. A checkpoint that
@@ -229,13 +230,20 @@ class PersonalizedStrategy(Hooks, Strategy):
         result = Result(arrays=initial_arrays)
         first = self._begin(grid, result, num_rounds, timeout, checkpoints)
         started = time.monotonic()
-        if evaluate_fn and first == self.first_round > 0 and (metrics := evaluate_fn(0, initial_arrays)) is not None:
+        begins = not self.history.rounds and self.first_round > 0  # otherwise round 0 is over, or the method's own
+        if evaluate_fn and begins and (metrics := evaluate_fn(0, initial_arrays)) is not None:
             result.evaluate_metrics_serverapp[0] = metrics
 
         for server_round in range(first, num_rounds + 1):
             round_started = time.monotonic()
             self._exchange.begin_round()
             self.roster.meet(grid, self.introduce, timeout)
+            if begins and server_round == first and self._evaluates_before():
+                self._evaluate(0, self.configure_evaluate(0, result.arrays, evaluate_config, grid), result)
+                self._close_round(grid, 0, time.monotonic() - round_started, None)
+                self._save(0, result)
+                round_started = time.monotonic()
+                self._exchange.begin_round()
             # Sampled clients get the models to train from; the method processes their replies and ends the round.
             messages = self.configure_train(server_round, result.arrays, train_config, grid)
             replies = self._exchange.replies(server_round, messages)
@@ -355,7 +363,7 @@ class PersonalizedStrategy(Hooks, Strategy):
     ) -> None:
         self.roster.end_round(grid, server_round)
         line = self.history.close_round(server_round, seconds, self.personal)
-        log(INFO, "%s", progress(line, self.last_round))
+        log(INFO, "%s", progress(line, self.first_round, self.last_round))
         if on_round:
             on_round(server_round)
 
@@ -374,6 +382,11 @@ class PersonalizedStrategy(Hooks, Strategy):
         rng = np.random.default_rng(seed_for(self.seed, purpose, server_round))
         drawn = rng.choice(len(clients), count, replace=False, p=self.chances(clients))
         return [clients[i] for i in sorted(drawn)]
+
+    def _evaluates_before(self) -> bool:
+        """Return whether all clients are evaluated before the training rounds, because each of these samples some."""
+        sampled = self.sample(self.first_round, self.fraction_train, self.min_train_nodes)
+        return self.fraction_evaluate > 0 and len(sampled) < len(self.roster.active())
 
     # --- Flower's interface ---------------------------------------------------------------------------
 
@@ -451,14 +464,17 @@ class PersonalizedStrategy(Hooks, Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Make the evaluation messages of a round, one at a time."""
-        sampled = self.sample(server_round, self.fraction_evaluate, self.min_evaluate_nodes, "evaluate")
-        clients = self._evaluations.after_round(sampled, self._exchange.not_replied)
+        """Make the evaluation messages of a round, one at a time; round 0 is before the training rounds."""
+        if server_round == 0 and self._evaluates_before():
+            clients = self._evaluations.before_first_round(self.roster.active(), self._exchange.not_replied)
+        else:
+            sampled = self.sample(server_round, self.fraction_evaluate, self.min_evaluate_nodes, "evaluate")
+            clients = self._evaluations.after_round(sampled, self._exchange.not_replied)
         return self._to_evaluate(server_round, clients, config)
 
     def _to_evaluate(self, server_round: int, clients: Sequence[ClientId], config: ConfigRecord) -> Iterable[Message]:
         """Make the messages of the method's side evaluations, and the evaluation messages to these clients."""
-        for side in self.side_evaluations(server_round):
+        for side in self.side_evaluations(server_round) if server_round >= self.first_round else ():
             if side.client in self.roster.nodes and side.client not in self._exchange.not_replied:
                 settings = ConfigRecord({**config, **side.settings})
                 yield self._message(side.client, side.arrays, settings, server_round, MessageType.EVALUATE, side.name)
@@ -466,22 +482,27 @@ class PersonalizedStrategy(Hooks, Strategy):
             yield self._message(client, record, config, server_round, MessageType.EVALUATE)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Process the evaluation replies of a round."""
+        """Process the evaluation replies of a round. The method does not receive those before its first round."""
+        take = self._take_evaluation if server_round >= self.first_round else self._admit_evaluation
         metrics: dict[ClientId, MetricRecord] = {}
-        for client, reply in self._exchange.admitted(server_round, replies, self._take_evaluation):
+        for client, reply in self._exchange.admitted(server_round, replies, take):
             self._evaluations.evaluated(client)
             metrics[client] = reply.metrics
         return aggregated(self.evaluate_metrics_aggr_fn, metrics, self.weighted_by_key, server_round)
 
     def _take_evaluation(self, sent: Sent, content: RecordDict) -> Reply:
         """Check an evaluation reply and pass it to the method; raise `Refused` if it cannot be used."""
-        has_arrays = bool(records_of(content, ArrayRecord))
-        reply = admit(content, self.weighted_by_key, partial(self.mismatch, sent.client) if has_arrays else None)
+        reply = self._admit_evaluation(sent, content)
         if sent.side:
             self.take_side_loss(sent.client, sent.side, reply.loss())
         else:
             self.take_evaluation(sent.client, reply)
         return reply
+
+    def _admit_evaluation(self, sent: Sent, content: RecordDict) -> Reply:
+        """Check an evaluation reply; raise `Refused` if it cannot be used."""
+        has_arrays = bool(records_of(content, ArrayRecord))
+        return admit(content, self.weighted_by_key, partial(self.mismatch, sent.client) if has_arrays else None)
 
     def _message(
         self,
