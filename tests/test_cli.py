@@ -46,6 +46,7 @@ def kindred(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         (["--set=sigma=nan"], ["sigma", "nan", "more than 0"]),
         (["--set=with-replacement=yes"], ["with-replacement", "yes", "true or false"]),
         (["--set=self-weight=most"], ["self-weight", "most", "uniform", "none"]),
+        (["--set=self-weight=groups", "--partition=iid"], ["self-weight", "groups", "iid", "uniform"]),
         (["--clients=0"], ["num-clients", "0", "2 or more"]),
         (["--clients=1"], ["num-clients", "1", "2 or more"]),
         (["--rounds=0"], ["num-rounds", "0", "1 or more"]),

@@ -111,7 +111,7 @@ def test_a_comparison_has_the_results_of_its_runs(compared):
             assert run["summary"] == summary
             assert (summary["strategy"], summary["seed"]) == (name, run["seed"])
             settings = json.loads((folder / run["folder"] / "config.json").read_text())["settings"]
-            assert settings["sigma"] == (25 if name == "heurfedamp" else 100) and settings["num-rounds"] == 2
+            assert settings["sigma"] == (25 if name == "heurfedamp" else "default") and settings["num-rounds"] == 2
         for key in ("accuracy-best", "accuracy", "accuracy-weighted", "accuracy-p10", "samples-trained", "seconds"):
             numbers = [summary[key] for summary in read[name]]
             assert each["mean"][key] == pytest.approx(statistics.mean(numbers))
@@ -525,7 +525,7 @@ def test_the_command_overrides_the_preset(tmp_path, without_images):
         preset=preset,
     )
     assert [config.num_rounds for config in plan.configs.values()] == [10] * 4  # scaffold's 600 too
-    assert (plan.configs["fedamp"].sigma, plan.configs["fedamp"].self_weight) == (7, 0.05)
+    assert (plan.configs["fedamp"].sigma, plan.configs["fedamp"].self_weight) == (7, "groups")
     assert plan.reference == "local" and plan.common.batch_size == 50 and plan.common.local_epochs == 10
     found = {
         (name, 0): [accuracy, accuracy] for name, accuracy in zip(plan.configs, (0.8, 0.7, 0.75, 0.6), strict=True)

@@ -136,7 +136,7 @@ def test_without_pandas_tables_name_the_package_to_install(ran, monkeypatch) -> 
         ({"method": "fedamb"}, "strategy is 'fedamb', allowed: one of fedamp, "),
         ({"data": "imagenet"}, "dataset is 'imagenet', allowed: one of digits, "),
         ({"data": [1, 2]}, "data is a list, allowed: a dataset's name, or the path of an .npz file"),
-        ({"sigma": -1}, r"sigma is -1.0, allowed: more than 0 \(float\)"),
+        ({"sigma": -1}, "sigma is -1.0, allowed: more than 0, or auto; "),
         ({"sigma": None}, "sigma is None, allowed: more than 0"),
         ({"clients": 2.5}, r"num-clients is 2.5, allowed: 2 or more \(int\)"),
         ({"method": "local", "strategy": "fedavg"}, "strategy is given twice: 'local' and 'fedavg'"),

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
+from kindred import FedAMP
 from kindred.client.evaluation import evaluate
 from kindred.client.models import make_model
 from kindred.client.training import batches, get_arrays, num_batches, pick_device, set_arrays, train
@@ -283,6 +284,32 @@ def test_a_strong_proximal_term_holds_the_model_back():
         train(model, x, y, **SETTINGS | {"epochs": 5, "learning_rate": 0.05}, proximal_mu=mu, generator=order())
         moved.append(sum(float(((array - before[name]) ** 2).sum()) for name, array in get_arrays(model).items()))
     assert moved[0] > 2 * moved[1] > 4 * moved[2] > 0
+
+
+@pytest.mark.parametrize("mu", [10.0, 1e3, 1e38])
+def test_a_proximal_weight_above_1_over_the_learning_rate_acts_as_that(mu):
+    # Towards (3, 4) from w = 0: the step of the term alone ends there, that of F adds (0.05, -0.05).
+    model = two_weights()
+    train(model, *ONE, **SETTINGS, proximal_mu=mu, towards=[torch.tensor([[3.0], [4.0]])], generator=order())
+    assert model.weight.flatten().tolist() == pytest.approx([3.05, 3.95], abs=1e-6)
+
+
+@pytest.mark.parametrize(("optimizer", "momentum"), [("sgd", 0.0), ("sgd", 0.9), ("adam", 0.0)])
+@pytest.mark.parametrize("server_round", [600, 10_000])
+def test_training_stays_near_the_cloud_model_however_far_alpha_has_decayed(optimizer, momentum, server_round):
+    x, y = images(40)
+    mu = FedAMP().round_config(server_round, 0)["proximal-mu"]
+    assert 1e14 < mu < np.finfo(np.float32).max
+    moved = []
+    for weight in (0.0, mu):
+        model = make_model("digits-cnn", (1, 8, 8), 10, seed=0)
+        before = get_arrays(model)
+        own = {"optimizer": optimizer, "learning_rate": 0.01, "epochs": 20}
+        train(model, x, y, **SETTINGS | own, momentum=momentum, proximal_mu=weight, generator=order())
+        after = get_arrays(model)
+        assert all(np.isfinite(array).all() for array in after.values())
+        moved.append(math.sqrt(sum(float(((array - before[name]) ** 2).sum()) for name, array in after.items())))
+    assert 0 < moved[1] < 0.1 * moved[0]
 
 
 # Batch normalisation

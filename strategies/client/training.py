@@ -104,7 +104,9 @@ def train(
     momentum : float
         Momentum of SGD, 0 to 1.
     proximal_mu : float
-        Weight mu of the proximal term, 0 or more. It acts on the trainable parameters, not on buffers.
+        Weight mu of the proximal term, 0 or more. It acts on the trainable parameters, not on buffers. If it is more
+        than 1 / learning_rate, this takes its place: a step of SGD along the term alone then ends where it pulls to.
+        With a larger weight it would end beyond, and with more than 2 / learning_rate farther away than it began.
     towards : sequence of tensors, optional
         The weights towards which the proximal term pulls, in the form of `trained_weights`; by default the model's
         weights at the start.
@@ -143,6 +145,7 @@ def train(
     if epochs + steps == 0 or len(y) == 0:
         return math.nan
 
+    proximal_mu = min(proximal_mu, 1 / learning_rate)
     x = channels_last(model, x)
     samples = (x, y) if sample_weights is None else (x, y, sample_weights)
     sizes = [batch_size] * steps or _batch_sizes(len(y), batch_size) * epochs

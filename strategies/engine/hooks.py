@@ -19,7 +19,9 @@ from .model_store import Layout
 
 @dataclass(frozen=True)
 class SideEvaluation:
-    """A model, other than its personal model, that a client is asked to evaluate for the server.
+    """A model that a client is asked to evaluate for the server, in addition to its personal model.
+
+    By default our clients evaluate it on their training data. An ordinary ClientApp evaluates it as any other model.
 
     Parameters
     ----------
