@@ -15,7 +15,7 @@ Where we depart from the paper or it is silent:
 - Eq. 5 gives a convex combination for a small alpha_k only. Where the weights of the other clients sum to more
   than 1, they are scaled to sum to 1, and a warning is logged. The paper's experiments fix xi_ii instead, for
   both methods. This is `self_weight`; the others then share 1 - xi_ii in proportion to A'.
-- Eq. 5 has A' where the gradient in Eq. 3 has 2 A'. We compute Eq. 5 as it is printed. With Eq. 6 this is the method
+- Eq. 5 has A' where the gradient in Eq. 3 has 2 A'. We compute Eq. 5 as printed. With Eq. 6 this is the method
   of Eq. 3 and 4 with the step alpha_k / 2 and lambda / 2. So rounds with a small step minimise Eq. 1 with lambda / 2.
 - Weights are computed from logarithms: exp(-t / sigma) of every other client may underflow, and their
   proportions still matter.
@@ -367,7 +367,7 @@ class FedAMP(CloudModels):
         self.alpha_decay_every = ALPHA_DECAY_EVERY.check(alpha_decay_every)
         self.lam = LAM.check(lam)
         own = SELF_WEIGHT.check("none" if self_weight is None else self_weight)
-        self.self_weight: float | str | None = None if own == "none" else own
+        self.self_weight = None if own == "none" else own
         check("self_weight", own, own != GROUPS or groups is not None, "groups only with the argument groups")
         self._group_weights = group_weights(groups or {}) if own == GROUPS else None
         self.common_start = COMMON_START.check(common_start)

@@ -61,8 +61,8 @@ class LocalTraining:
         """
         model = visit.model()
         if PROBE in visit.config:
-            loss = {"loss": visit.loss(model), NUM_EXAMPLES: len(visit.site.train[1])}
-            return RecordDict({METRICS: MetricRecord(loss)})
+            examples = len(visit.site.train[1])
+            return RecordDict({METRICS: MetricRecord({"loss": visit.loss(model), NUM_EXAMPLES: examples})})
         content = RecordDict()
         if FINETUNE_EPOCHS in visit.config:
             visit.tune(model)
