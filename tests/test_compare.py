@@ -458,6 +458,22 @@ SIZES = {
 }
 
 
+def partition_of(settings):
+    """Return the partition of a preset's settings, for images of each class in turn."""
+    train, test = SIZES[settings["dataset"]]
+    classes = DATASETS[settings["dataset"]].num_classes or 65
+    keys = ("dataset", "num-clients", "num-groups", "samples-per-client", "with-replacement", "dirichlet-alpha")
+    return divide(
+        settings["partition"],
+        np.arange(train) % classes,
+        np.arange(test) % classes,
+        classes,
+        seed=0,
+        held_out=0,
+        **{key.replace("-", "_"): settings[key] for key in keys},
+    )
+
+
 @pytest.mark.parametrize("name", preset_names())
 def test_a_preset_is_complete_and_its_settings_are_valid(name):
     preset = load_preset(name)
@@ -471,26 +487,29 @@ def test_a_preset_is_complete_and_its_settings_are_valid(name):
         concern = {setting.key for setting in (*method.settings, *TRAINING)} | {"strategy", "num-rounds"}
         assert preset.strategies[entry].keys() <= concern
         assert method.mixed_networks or len(parse_models(config.model)) == 1
-        if not method.distils:
-            assert make_strategy(config).name == config.strategy
     raw = tomllib.loads((FOLDER / f"{name}.toml").read_text())
     settings = plan.common.run_config()
     for key, value in raw["settings"].items():
         assert settings[key] == value
 
-    train, test = SIZES[settings["dataset"]]
-    classes = DATASETS[settings["dataset"]].num_classes or 65
-    keys = ("dataset", "num-clients", "num-groups", "samples-per-client", "with-replacement", "dirichlet-alpha")
-    partition = divide(
-        settings["partition"],
-        np.arange(train) % classes,
-        np.arange(test) % classes,
-        classes,
-        seed=0,
-        held_out=0,
-        **{key.replace("-", "_"): settings[key] for key in keys},
-    )
+    partition = partition_of(settings)
     assert len(partition.train) == settings["num-clients"]
+    for config in plan.configs.values():
+        by_groups = config.own_settings().get("self_weight") == "groups"
+        given = {"groups": dict(enumerate(partition.groups.tolist()))} if by_groups else {}
+        if not REGISTRY[config.strategy].distils:
+            assert make_strategy(config, **given).name == config.strategy
+
+
+@pytest.mark.parametrize(
+    ("dataset", "sizes"),
+    [("mnist", [20] * 5), ("fmnist", [20] * 5), ("cifar100", [5] * 20), ("emnist", [10, 26, 26])],
+)
+def test_the_presets_of_fedamp_table_3_give_clients_the_papers_self_weight_by_their_groups(dataset, sizes):
+    plan = make_plan([], {}, {}, preset=load_preset(f"fedamp-table3-{dataset}"))
+    groups = partition_of(plan.common.run_config()).groups
+    assert np.bincount(groups).tolist() == sizes  # N_i + 1 of each group
+    assert [plan.configs[name].self_weight for name in ("fedamp", "heurfedamp")] == ["groups"] * 2
 
 
 def test_the_presets_have_the_papers_numbers_and_settings():
