@@ -6,17 +6,24 @@ Non-IID Data. AAAI 2021, arXiv:2007.03797.
 The objective (Eq. 1): min_W sum_i F_i(w_i) + lam * sum_{i<j} A(||w_i - w_j||^2), A(t) = 1 - exp(-t / sigma).
 Round k, with the clients' models w_i of the round before:
 
+    Eq. 1      `objective`           G(W), of the models after a round
     Eq. 5, 7   `attention_weights`   xi_ij = alpha_k A'(||w_i - w_j||^2), xi_ii = 1 - sum_{j != i} xi_ij
     Eq. 8      `cosine_weights`      xi_ij = (1 - xi_ii) softmax_{j != i}(sigma cos(w_i, w_j)), xi_ii given
     Eq. 5      `ClientModels.combinations`  u_i = sum_j xi_ij w_j, client i's personalised cloud model
     Eq. 6      the client            w_i = argmin F_i(w) + lam / (2 alpha_k) ||w - u_i||^2
 
 Where we depart from the paper or it is silent:
+- `sigma` "auto", FedAMP's default, is ours: in each round the median squared distance of two clients' models, over
+  the clients online (`median_distance`). The paper chooses a number from 1 to 1e6 for each data set.
+- Clients start from one model, in Algorithm 1 each from random numbers of its own. With `common_start` false each
+  starts from the numbers of that model in another order, and the first cloud models are combined from these.
 - Eq. 5 gives a convex combination for a small alpha_k only. Where the weights of the other clients sum to more
   than 1, they are scaled to sum to 1, and a warning is logged. The paper's experiments fix xi_ii instead, for
   both methods. This is `self_weight`; the others then share 1 - xi_ii in proportion to A'.
 - Eq. 5 has A' where the gradient in Eq. 3 has 2 A'. We compute Eq. 5 as printed. With Eq. 6 this is the method
   of Eq. 3 and 4 with the step alpha_k / 2 and lambda / 2. So rounds with a small step minimise Eq. 1 with lambda / 2.
+- lam / alpha_k grows without bound as alpha_k decays. It is sent up to `LARGEST_MU`, and in local training at most
+  1 / learning rate acts: with a larger weight, a step would end beyond u_i.
 - Weights are computed from logarithms: exp(-t / sigma) of every other client may underflow, and their
   proportions still matter.
 - Eq. 6 is solved approximately by local epochs that start from u_i. At the paper's alpha_1 = 1e4 the proximal
