@@ -22,7 +22,15 @@ from hypothesis.extra.numpy import array_shapes, arrays
 from kindred import InlineGrid, PerFedCKT, Site, make_client_app
 from kindred.client import state as state_module
 from kindred.client.site import forget_sites
-from kindred.client.state import ClientState, NotResumable, begin_simulation, default_root, end_simulation, saved_files
+from kindred.client.state import (
+    ClientState,
+    NotResumable,
+    begin_simulation,
+    default_root,
+    end_simulation,
+    file_name,
+    saved_files,
+)
 from kindred.client.training import get_arrays
 from kindred.client.visit import Visit
 from kindred.messages import in_order, read_record
@@ -238,6 +246,32 @@ def test_a_state_is_kept_for_every_round_that_the_server_may_resume_from() -> No
     assert files_in(state_in(5, 0).folder) == {"model.safetensors", ".model.round-0003.safetensors"}
     assert train(7, keep_from=3, attempt=2) == 4  # the client was not sampled in rounds 5 and 6
     assert number(state_in(6, 3).load("model")) == 4
+
+
+def test_a_name_that_other_rounds_load_keeps_its_states_though_this_round_does_not() -> None:
+    for r in (1, 4):
+        state_in(r, keep_from=r - 1).save("copy", {"w": np.array([r])}, rounds_load_it=True)
+        state_in(r, keep_from=r - 1).save("result", {"w": np.array([r])})
+    assert files_in(state_in(5, 4).folder) == {"copy.safetensors", ".copy.round-0001.safetensors", "result.safetensors"}
+    assert number(state_in(3, keep_from=2, attempt=2).load("copy")) == 1  # the server went back behind round 4
+    assert number(state_in(6, keep_from=5).load("copy")) == 4  # no round starts from the state before it any more
+    assert files_in(state_in(5, 4).folder) == {"copy.safetensors", "result.safetensors"}
+
+
+def test_a_part_of_a_state_is_loaded_by_its_prefix() -> None:
+    state = state_in(1, keep_from=0)
+    state.save("copy", {"model/w": np.ones(2), "model/b": np.zeros(1), "seen": np.ones(3)})
+    assert same(ClientState(1, 0).load("copy", "model/"), {"model/w": np.ones(2), "model/b": np.zeros(1)})
+    assert same(ClientState(1, 0).load("copy", "seen"), {"seen": np.ones(3)})
+    assert ClientState(1, 0).load("copy", "other") == {} and ClientState(1, 0).load("none", "model/") is None
+
+
+@pytest.mark.parametrize("client", ["../../x", "a/b", ".", "Lyon*", "x" * 300, "ü" * 100, 7])
+def test_a_client_s_name_for_files_stays_within_its_folder(client, tmp_path) -> None:
+    name = file_name(client)
+    assert (tmp_path / name).parent == tmp_path and len(name.encode()) < 120
+    assert file_name(str(client)) != file_name(7) and file_name("LYON") != file_name("lyon")
+    (tmp_path / f".received-{name}.round-0001.partial.safetensors").touch()
 
 
 def test_a_late_message_changes_nothing() -> None:
