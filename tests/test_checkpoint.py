@@ -54,11 +54,13 @@ FINISHED = {"summary.json", "config.json", "log.txt"}
 # Settings with which a method keeps as much state as possible from round to round.
 MOST = {
     "perfed-ckt": {"num_clusters": 2, "local_steps": 3},
-    "federico": {"selection": "relay"},
+    # With this seed a client receives another client's model in rounds 2 and 4, and predicts with it in round 3.
+    "federico": {"selection": "relay", "num_neighbours": 1, "epsilon": 1.0, "mixture_threshold": 0.0, "seed": 10},
     "clustered-fl": {"eps1": 100.0, "eps2": 0.001},
     "feddf": {"model": "digits-cnn,office-mlp", "distill_steps": 3},
 }
 VARIANTS = [*((name, {}) for name in REGISTRY), ("federico", {"selection": "server", "m_step": "gradient"}),
+            ("federico", {"mixture_size": 1, "accumulate": True}),
             ("fedamp", {"self_weight": "none", "sigma": 1.0}),
             ("kindred", {"num_rounds": TAIL})]  # fmt: skip
 
@@ -167,11 +169,11 @@ def test_a_run_interrupted_anywhere_resumes_to_the_same_bits(name, more, whole, 
     ],
     ids=["cut", "empty", "changed"],
 )
-@pytest.mark.parametrize("name", ["perfed-ckt", "heurfedamp"])
+@pytest.mark.parametrize("name", ["perfed-ckt", "heurfedamp", "federico"])
 def test_a_damaged_checkpoint_is_detected_and_the_one_before_it_used(name, damage, whole, tmp_path, caplog) -> None:
     config = config_of(tmp_path, name)
     evaluations = CLIENTS if name == "perfed-ckt" else 0  # of the round before the first
-    folder = interrupted(config, answers=CLIENTS + evaluations + 3 * CLIENTS + 1)
+    folder = interrupted(config, answers=CLIENTS + evaluations + 4 * CLIENTS)
     last, before = sorted((folder / "checkpoints").iterdir(), reverse=True)
     assert (last.name[:10], before.name[:10]) == ("round-0003", "round-0002")
     last.write_bytes(damage(last.read_bytes()))
