@@ -41,6 +41,7 @@ from kindred.settings import (
     SEED,
     TRUE_OR_FALSE,
     WAIT_TIMEOUT,
+    WEIGHT_DECAY,
     Range,
     Setting,
     above,
@@ -210,6 +211,7 @@ class Config:
     optimizer: str = of(OPTIMIZER)
     learning_rate: float = of(LEARNING_RATE)
     momentum: float = of(MOMENTUM)
+    weight_decay: float = of(WEIGHT_DECAY)
     precision: str = of(PRECISION)
     device: str = of(DEVICE)
 

@@ -174,12 +174,30 @@ BATCH_SIZE = Setting("batch_size", 10, at_least(1), "images per step")
 OPTIMIZER = Setting("optimizer", "adam", one_of("adam", "sgd"), "local optimiser")
 LEARNING_RATE = Setting("learning_rate", 0.002, above(0), "step size of the local optimiser", trial=0.1)
 MOMENTUM = Setting("momentum", 0.0, within(0, 1), "momentum of sgd")
+WEIGHT_DECAY = Setting(
+    "weight_decay",
+    0.0,
+    at_least(0),
+    "weight decay of the local optimiser: each step adds this times the weights to the gradient, as in torch's SGD and "
+    "Adam",
+)
 PRECISION = Setting(
     "precision", "float32", one_of("float32", "bfloat16"), "arithmetic of local training; bfloat16 by autocast"
 )
 DEVICE = Setting("device", "auto", one_of("auto", "cpu", "cuda"), "where clients train; auto: the GPU if there is one")
 
-TRAINING = (SEED, LOCAL_EPOCHS, LOCAL_STEPS, BATCH_SIZE, OPTIMIZER, LEARNING_RATE, MOMENTUM, PRECISION, DEVICE)
+TRAINING = (
+    SEED,
+    LOCAL_EPOCHS,
+    LOCAL_STEPS,
+    BATCH_SIZE,
+    OPTIMIZER,
+    LEARNING_RATE,
+    MOMENTUM,
+    WEIGHT_DECAY,
+    PRECISION,
+    DEVICE,
+)
 """The settings of local training, which every message holds."""
 
 # --- The server's rounds ------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ def test_the_optimiser_in_the_message_has_no_effect(name) -> None:
         strategy.start(InlineGrid(app, CLIENTS), to_record(get_arrays(network())), 2, 60, config, config)
         return values(strategy.global_arrays())
 
-    assert found() == found(**{"optimizer": "adam", "learning-rate": 3.0, "momentum": 0.9})
+    assert found() == found(**{"optimizer": "adam", "learning-rate": 3.0, "momentum": 0.9, "weight-decay": 0.5})
     assert found() != found(**{"batch-size": 5})
 
 

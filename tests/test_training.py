@@ -75,6 +75,17 @@ def test_the_proximal_term_by_hand(mu):
     assert loss == pytest.approx((math.log(2) + math.log1p(math.exp(-0.1))) / 2, abs=1e-6)
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.4])
+def test_weight_decay_by_hand(decay):
+    # As above: the weights are 0 at the first step, and (0.05, -0.05) at the second, to which decay adds that fraction.
+    q = 1 / (1 + math.exp(0.1))
+    expected = 0.05 - 0.1 * (-q + decay * 0.05)
+    model = two_weights()
+    loss = train(model, *ONE, **SETTINGS | {"epochs": 2}, weight_decay=decay, generator=order())
+    assert model.weight.flatten().tolist() == pytest.approx([expected, -expected], abs=1e-7)
+    assert loss == pytest.approx((math.log(2) + math.log1p(math.exp(-0.1))) / 2, abs=1e-6)  # without the decay
+
+
 @pytest.mark.parametrize("smoothing", [0.0, 0.2, 1.0])
 def test_smoothed_labels_by_hand(smoothing):
     # Class 0 has target 1 - smoothing / 2: the loss gradients at 0 are -(1 - smoothing) / 2 and its opposite.
@@ -147,8 +158,8 @@ def plain(model, x, y, steps, optimizer, mu):
 
 
 OPTIMIZERS = {
-    "adam": lambda model: torch.optim.Adam(model.parameters(), lr=0.01),
-    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
+    "adam": lambda model, decay=0.0: torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=decay),
+    "sgd": lambda model, decay=0.0: torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=decay),
 }
 
 
@@ -186,6 +197,43 @@ def test_steps_match_plain_pytorch(name, optimizer, mu):
     )
     assert_close(model, expected, 1e-7)
     assert (model.conv1.weight - start.conv1.weight).abs().max() > 1e-4  # far more than the tolerance
+
+
+@pytest.mark.parametrize("mu", [0.0, 0.5])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["digits-cnn", "resnet18"])  # the second with buffers, which do not decay
+def test_weight_decay_is_that_of_torch(name, optimizer, mu):
+    x, y = images(12, (3, 8, 8))
+    model = make_model(name, (3, 8, 8), 10, seed=1).double()
+    expected, without = copy.deepcopy(model), copy.deepcopy(model)
+    plain(expected, x.double(), y, 4, OPTIMIZERS[optimizer](expected, 0.3), mu)
+    settings = {"batch_size": 12, "optimizer": optimizer, "learning_rate": 0.01, "momentum": 0.9, "proximal_mu": mu}
+    train(model, x.double(), y, epochs=4, weight_decay=0.3, generator=order(), **settings)
+    train(without, x.double(), y, epochs=4, generator=order(), **settings)
+    assert_close(model, expected, 1e-7)
+    assert (model.conv1.weight - without.conv1.weight).abs().max() > 1e-4  # far more than the tolerance
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_an_optimiser_that_is_kept_continues_like_one_of_torch(optimizer):
+    """Three times the model starts from other weights, as from a server, and its optimiser from its last state."""
+    x, y = images(12, (3, 8, 8))
+    models = [make_model("digits-cnn", (3, 8, 8), 10, seed=1).double() for _ in range(3)]
+    kept, expected, anew = models
+    reference, memory = OPTIMIZERS[optimizer](expected, 0.1), []
+    settings = {"epochs": 2, "batch_size": 12, "optimizer": optimizer, "learning_rate": 0.01, "momentum": 0.9}
+    for seed in range(3):
+        received = get_arrays(make_model("digits-cnn", (3, 8, 8), 10, seed=seed).double())
+        for model in models:
+            set_arrays(model, received)
+        plain(expected, x.double(), y, 2, reference, 0.0)
+        train(kept, x.double(), y, weight_decay=0.1, memory=memory, generator=order(), **settings)
+        train(anew, x.double(), y, weight_decay=0.1, generator=order(), **settings)
+        assert_close(kept, expected, 1e-7)
+    assert (kept.conv1.weight - anew.conv1.weight).abs().max() > 1e-4  # far more than the tolerance
+    before = [tensor.clone() for tensor in memory]
+    train(kept, x.double(), y, memory=memory, generator=order(), **settings | {"epochs": 0})
+    assert all(torch.equal(one, two) for one, two in zip(memory, before, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -477,6 +525,8 @@ def test_evaluation_of_no_samples_is_nan():
         ("learning_rate", 0.0, "more than 0"),
         ("learning_rate", math.nan, "more than 0"),
         ("momentum", 1.5, "0 to 1"),
+        ("weight_decay", -0.1, "0 or more"),
+        ("weight_decay", math.inf, "0 or more"),
         ("proximal_mu", -0.1, "0 or more"),
         ("proximal_mu", math.inf, "0 or more"),
         ("label_smoothing", -0.1, "0 to 1"),

@@ -135,7 +135,7 @@ class SCAFFOLDClient:
             if parameter.requires_grad
         ]
         metrics[TRAIN_LOSS] = visit.train(
-            model, optimizer="sgd", learning_rate=step_size, momentum=0.0, correction=corrections
+            model, optimizer="sgd", learning_rate=step_size, momentum=0.0, weight_decay=0.0, correction=corrections
         )
         trained = get_arrays(model)
         new = {

@@ -23,7 +23,16 @@ from kindred.messages import (
     seed_for,
 )
 from kindred.registry import REGISTRY
-from kindred.settings import BATCH_SIZE, LEARNING_RATE, LOCAL_EPOCHS, LOCAL_STEPS, MOMENTUM, OPTIMIZER, PRECISION
+from kindred.settings import (
+    BATCH_SIZE,
+    LEARNING_RATE,
+    LOCAL_EPOCHS,
+    LOCAL_STEPS,
+    MOMENTUM,
+    OPTIMIZER,
+    PRECISION,
+    WEIGHT_DECAY,
+)
 
 from .evaluation import evaluate, predict
 from .site import STATE_DIR, Samples, Site, module_of
@@ -180,6 +189,7 @@ class Visit:
             "optimizer": str(OPTIMIZER.read(config)),
             "learning_rate": float(LEARNING_RATE.read(config)),
             "momentum": float(MOMENTUM.read(config)),
+            "weight_decay": float(WEIGHT_DECAY.read(config)),
             "precision": self.precision,
         }
         with self._seeded(seed):
