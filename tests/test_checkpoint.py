@@ -56,6 +56,7 @@ MOST = {
     "perfed-ckt": {"num_clusters": 2, "local_steps": 3},
     "federico": {"selection": "relay"},
     "clustered-fl": {"eps1": 100.0, "eps2": 0.001},
+    "fedem": {"keep_optimizer": True},
     "feddf": {"model": "digits-cnn,office-mlp", "distill_steps": 3},
 }
 VARIANTS = [*((name, {}) for name in REGISTRY), ("federico", {"selection": "server", "m_step": "gradient"}),
