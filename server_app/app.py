@@ -212,7 +212,7 @@ def check_data_and_models(config: Config, federation: Federation | Sites) -> Non
         if "head_layers" in method:
             (name,) = names
             model = make_model(name, federation.image_shape, federation.num_classes, config.seed)
-            last_layers(model.state_dict(), config.own_settings().get("head_layers", 1))
+            last_layers(model.state_dict(), config.own_settings()["head_layers"])
     except ValueError as error:
         raise ConfigError(_in_kebab(str(error), method)) from None
     if method.distils:

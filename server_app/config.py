@@ -281,7 +281,7 @@ class Config:
         return self.run_config() | assigned(self.method_settings)
 
     def own_settings(self) -> dict[str, Any]:
-        """Return the method's own settings as arguments, except those that are left at the method's default.
+        """Return the method's own settings as arguments; an added method's only where they are given.
 
         Raises
         ------
@@ -293,8 +293,9 @@ class Config:
             if each.key not in SETTINGS:
                 if each.key in texts:
                     own[each.name] = each.parse(texts[each.key])
-            elif (value := getattr(self, each.name)) != OWN_DEFAULT:
-                own[each.name] = value
+            else:
+                value = getattr(self, each.name)
+                own[each.name] = each.default if value == OWN_DEFAULT else value
         return own
 
     def absolute(self) -> Config:

@@ -12,7 +12,7 @@ import pytest
 from kindred import REGISTRY
 from kindred.data import load_federation
 from kindred.server_app.app import make_strategy, needed_by
-from kindred.server_app.config import Config, ConfigError, kebab, written
+from kindred.server_app.config import OWN_DEFAULT, Config, ConfigError, kebab, written
 
 ROOT = Path(__file__).parent.parent
 
@@ -98,7 +98,8 @@ def test_every_method_gets_its_own_settings(name) -> None:
     strategy = make_strategy(config, **needed_by(config, load_federation(config.run_config())))
     assert strategy.name == name
     for setting in REGISTRY[name].settings:
-        assert getattr(strategy, setting.name) == getattr(config, setting.name)
+        given = getattr(config, setting.name)
+        assert getattr(strategy, setting.name) == (setting.default if given == OWN_DEFAULT else given)
 
 
 def test_fedamp_without_a_self_weight_uses_equation_5_and_heurfedamp_cannot() -> None:
