@@ -23,15 +23,23 @@ from kindred.settings import kebab
 
 from . import markdown
 
-COLUMNS = (("mnist", "iid"), ("mnist", "practical"), ("mnist", "rotated"), ("emnist", "practical"))
+COLUMNS = (("mnist", "iid"), ("mnist", "rotated"), ("emnist", "practical"))
 SEED = 100
 SAME: Mapping[str, Any] = {"clients": 10, "rounds": 15, "samples_per_client": 60, "local_epochs": 5, "model": "ckt-cnn"}
-STEP_SIZES = (0.02, 0.05, 0.1, 0.2, 0.4)
+STEP_SIZES = (0.05, 0.1, 0.2, 0.4)
 
 GRIDS: Mapping[str, Sequence[Mapping[str, Sequence[Any]]]] = {
     "scaffold": [{"sgd_learning_rate": STEP_SIZES, "server_learning_rate": [1.0]}],
-    "apfl": [{"sgd_learning_rate": STEP_SIZES, "mixing_weight": [0.5], "adapt_mixing": [False]}],
-    "per-fedavg": [{"sgd_learning_rate": STEP_SIZES, "adapt_learning_rate": [0.01], "adapt_epochs": [0]}],
+    "apfl": [
+        {"sgd_learning_rate": STEP_SIZES, "mixing_weight": [0.5], "adapt_mixing": [False]},
+        {"sgd_learning_rate": [0.2], "mixing_weight": [0.25, 0.75], "adapt_mixing": [False]},
+        {"sgd_learning_rate": [0.2], "mixing_weight": [0.5], "adapt_mixing": [True]},
+    ],
+    "per-fedavg": [
+        {"sgd_learning_rate": STEP_SIZES, "adapt_learning_rate": [0.01], "adapt_epochs": [0]},
+        {"sgd_learning_rate": [0.2], "adapt_learning_rate": [0.05, 0.1], "adapt_epochs": [0]},
+        {"sgd_learning_rate": [0.2], "adapt_learning_rate": [0.01, 0.05, 0.1], "adapt_epochs": [1]},
+    ],
 }
 """Settings of each method: all combinations of the values in each of its grids are run."""
 

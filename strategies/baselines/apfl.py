@@ -73,7 +73,7 @@ else:
 
 SGD_LEARNING_RATE = Setting(
     "sgd_learning_rate",
-    0.05,
+    0.2,
     above(0),
     "step size of its plain SGD (eta), which ignores optimizer and learning-rate",
     trial=0.1,
@@ -186,7 +186,7 @@ class APFL(FedAvg):
 
     Parameters
     ----------
-    sgd_learning_rate : float (default: 0.05)
+    sgd_learning_rate : float (default: 0.2)
         eta, above 0.
     mixing_weight : float (default: 0.5)
         alpha_i, 0 to 1: the share of a client's local model in its personal one.

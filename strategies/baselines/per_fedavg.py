@@ -54,7 +54,7 @@ else:
 
 SGD_LEARNING_RATE = Setting(
     "sgd_learning_rate",
-    0.05,
+    0.2,
     above(0),
     "step size of local training by plain SGD (beta), which ignores optimizer and learning-rate",
     trial=0.1,
@@ -164,7 +164,7 @@ class PerFedAvg(Tuned):
 
     Parameters
     ----------
-    sgd_learning_rate : float (default: 0.05)
+    sgd_learning_rate : float (default: 0.2)
         beta, above 0: the step size of local training.
     adapt_learning_rate : float (default: 0.01)
         alpha, above 0: the step size of adaptation.
