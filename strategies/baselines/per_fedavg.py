@@ -1,4 +1,4 @@
-"""Per-FedAvg, first-order: clients train a global model that one gradient step adapts to each client.
+"""Per-FedAvg, first-order: clients train a global model that a little plain SGD adapts to each client.
 
 A. Fallah, A. Mokhtari, A. Ozdaglar: Personalized Federated Learning with Theoretical Guarantees: A Model-Agnostic
 Meta-Learning Approach. NeurIPS 2020, arXiv:2002.07948.
@@ -11,16 +11,16 @@ adaptation. A local step of Algorithm 1, on batches D and D' that are drawn inde
 | w~ = w - alpha grad f_i(w; D) | `descend` by alpha |
 | w = w - beta (I - alpha Hessian) grad f_i(w~; D') | `meta_step`, without the Hessian |
 | w = mean of the clients' w | `FedAvg` |
-| each client evaluates w - alpha grad f_i(w), the adapted model | `adapt` |
+| each client evaluates an adapted model, w - alpha grad f_i(w) | `adapt` |
 
 The Hessian is omitted: this is the paper's Per-FedAvg (FO). As alpha goes to 0 it becomes FedAvg, with plain SGD of
 step size beta.
 
 Decisions, and where we depart from the paper:
 
-- A client adapts the model by one step along the gradient over all its training data, as in the definition of F_i; in
-  the paper's experiments it makes a step of SGD. `adapt_epochs` replaces the step by epochs of plain SGD, in the same
-  batches as FedAvg-FT's fine-tuning. Local training is the same for both.
+- A client adapts the model by an epoch of plain SGD with step size alpha, in the same batches as FedAvg-FT's
+  fine-tuning. With `adapt_epochs=0` it makes one step along the gradient over all its training data, as in the
+  definition of F_i; in the paper's experiments it makes a step of SGD. Local training is the same for both.
 - D and D' are the batches of equally many epochs, or steps, each with its own order: an epoch of local training goes
   over the data twice. D' are the batches that FedAvg's clients draw.
 - The mean of the clients' models is weighted by their numbers of samples, as in this library's FedAvg.
@@ -64,7 +64,7 @@ ADAPT_LEARNING_RATE = Setting(
 )
 ADAPT_EPOCHS = Setting(
     "adapt_epochs",
-    0,
+    1,
     at_least(0),
     "epochs of plain SGD, in batches, by which a client adapts the global model; 0: one step along the gradient over "
     "all its training data",
@@ -142,7 +142,7 @@ class PerFedAvgClient:
 
 
 def adapt(visit: Visit, model: torch.nn.Module) -> None:
-    """Update w = w - alpha grad f_i(w), in place: once over all training data, or on the batches of some epochs."""
+    """Update w = w - alpha grad f_i(w), in place: on the batches of some epochs, or once over all training data."""
     alpha, epochs = float(visit.config[ADAPT_LEARNING_RATE.key]), int(visit.config[ADAPT_EPOCHS.key])
     if epochs:
         visit.train(model, epochs=epochs, purpose="tune", optimizer="sgd", learning_rate=alpha, momentum=0.0)
@@ -168,7 +168,7 @@ class PerFedAvg(Tuned):
         beta, above 0: the step size of local training.
     adapt_learning_rate : float (default: 0.01)
         alpha, above 0: the step size of adaptation.
-    adapt_epochs : int (default: 0)
+    adapt_epochs : int (default: 1)
         Epochs of adaptation, 0 or more. 0: one step along the gradient over all training data.
     **shared
         Arguments of `PersonalizedStrategy`.
