@@ -19,9 +19,12 @@ model is FedAvg's for every alpha_i.
 
 Decisions, and where we depart from the paper:
 
-- alpha_i is clipped to 0 to 1, which the paper's update does not ensure. It is updated at every step, as in the paper.
-  Public implementations update it once per round, add 0.02 alpha_i to its gradient, or use the gradients of v_i and
-  w_i in place of the one at vbar_i; some mix outputs in place of weights. This implementation does none of these.
+- alpha_i is the same for all clients and fixed by default, as in the experiments of FedAMP's paper. The paper also has
+  an adaptive one, which `adapt_mixing` turns on.
+- A learnt alpha_i is clipped to 0 to 1, which the paper's update does not ensure. It is updated at every step, as in
+  the paper. Public implementations update it once per round, add 0.02 alpha_i to its gradient, or use the gradients of
+  v_i and w_i in place of the one at vbar_i; some mix outputs in place of weights. This implementation does none of
+  these.
 - The mean of the w_i is weighted by the clients' numbers of samples, as in this library's FedAvg.
 - v_i starts from the global model that the client receives when it first takes part; in the first round, this is the
   initial model. A client that was absent continues with the v_i and alpha_i that it kept.
