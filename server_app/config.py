@@ -38,6 +38,7 @@ from kindred.settings import (
     OPTIMIZER,
     PRECISION,
     QUORUM,
+    SAMPLING,
     SEED,
     TRUE_OR_FALSE,
     WAIT_TIMEOUT,
@@ -171,8 +172,9 @@ class Config:
     samples_per_client: int = setting(
         0,
         at_least(0),
-        "training images per client (dirichlet, label-groups, clustered-dirichlet: mean number of images for training "
-        "and test together); 0: as in the partition's paper, else 40 for digits and at most 500 elsewhere",
+        "training images per client (dirichlet, dirichlet-clients, label-groups, clustered-dirichlet: mean number of "
+        "images for training and test together); 0: as in the partition's paper, else 40 for digits and at most 500 "
+        "elsewhere",
     )
     with_replacement: bool = setting(
         False, TRUE_OR_FALSE, "draw images of a class again when all are used, instead of ending with an error"
@@ -181,8 +183,8 @@ class Config:
     dirichlet_alpha: float = setting(
         0.1,
         above(0),
-        "dirichlet, clustered-dirichlet: concentration; the smaller, the more the clients' shares of a "
-        "class, or cluster, differ",
+        "dirichlet, clustered-dirichlet: concentration; the smaller, the more the clients' shares of a class, or "
+        "cluster, differ; dirichlet-clients: the fewer classes a client has",
     )
     public_data: str = setting(
         "auto",
@@ -213,7 +215,13 @@ class Config:
     precision: str = of(PRECISION)
     device: str = of(DEVICE)
 
-    fraction_train: float = setting(1.0, A_SHARE, "fraction of the clients that take part in a round, rounded down")
+    fraction_train: float = setting(
+        1.0,
+        A_SHARE,
+        "fraction of the clients that take part in a round, rounded down; clients that cannot take part, such as those "
+        "without images, count but are not drawn",
+    )
+    sampling: str = of(SAMPLING)
     min_train_clients: int = setting(2, at_least(1), "least number of clients that take part in a round")
     min_available_clients: int = setting(
         2,

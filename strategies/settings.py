@@ -184,6 +184,15 @@ TRAINING = (SEED, LOCAL_EPOCHS, LOCAL_STEPS, BATCH_SIZE, OPTIMIZER, LEARNING_RAT
 
 # --- The server's rounds ------------------------------------------------------------------------------
 
+UNIFORM, BY_SIZE = "uniform", "by-size"
+SAMPLING = Setting(
+    "sampling",
+    "default",
+    one_of("default", UNIFORM, BY_SIZE),
+    "how a round's clients are drawn, without replacement: uniform, or by-size, with probabilities in proportion to "
+    "their training images; default: by-size in PerFed-CKT, uniform in all other methods",
+)
+
 WAIT_TIMEOUT = Setting("wait_timeout", 300.0, above(0), "seconds to wait for enough clients before the run ends")
 QUORUM = Setting(
     "quorum",
@@ -216,7 +225,7 @@ MAX_EMPTY_ROUNDS = Setting(
     "max_empty_rounds", 5, at_least(1), "rounds in a row without a usable answer after which the run ends"
 )
 
-ROUNDS = (SEED, WAIT_TIMEOUT, QUORUM, GRACE, MAX_STRIKES, MAX_UPDATE_NORM, MAX_EMPTY_ROUNDS)
+ROUNDS = (SEED, SAMPLING, WAIT_TIMEOUT, QUORUM, GRACE, MAX_STRIKES, MAX_UPDATE_NORM, MAX_EMPTY_ROUNDS)
 """Arguments of every strategy that are also settings of a run, under the same names."""
 
 STORE = Setting(

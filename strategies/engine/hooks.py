@@ -11,6 +11,7 @@ from flwr.app import ArrayRecord
 
 from kindred.messages import METHODS, NUM_EXAMPLES, SHARE_MODEL, TRAINED, VERSION_KEY, ClientId
 from kindred.registry import REGISTRY
+from kindred.settings import UNIFORM
 from kindred.versions import mismatch
 
 from .admission import MAX_EXAMPLES, Reply
@@ -45,7 +46,6 @@ class Hooks:
     | --- | --- | --- |
     | `begin` | once, before the first round; a resumed run calls `restore` next | must be given |
     | `introduce` | for clients that connected since the last round | excludes clients that cannot take part |
-    | `chances` | when some of the clients are sampled | equal probabilities |
     | `outgoing` | with the sampled clients: yields the model of each training message | must be given |
     | `round_config` | for each training or evaluation message | no settings |
     | `row_fields` | for each message, just before it is sent | no fields |
@@ -80,6 +80,9 @@ class Hooks:
 
     needs_shared_models: bool = True
     """True if others receive each client's model or part of it; a client that does not share its model is refused."""
+
+    default_sampling: str = UNIFORM
+    """How a round's clients are drawn, UNIFORM or BY_SIZE (settings.py), unless the run's `sampling` says it."""
 
     STATE: tuple[str, ...] = ()
     """The attributes that a checkpoint saves, and from which a run resumes with the same arguments."""
@@ -126,10 +129,6 @@ class Hooks:
             elif method and method.needs_our_client and not (isinstance(known, list) and self.name in known):
                 reasons[client] = f"its ClientApp does not support {method.title}; use that of kindred.make_client_app"
         return reasons
-
-    def chances(self, clients: Sequence[ClientId]) -> np.ndarray | None:
-        """Return the probability that each client is sampled, shape (m,), summing to 1; None if all are equal."""
-        return None
 
     # --- Messages to train ----------------------------------------------------------------------------
 

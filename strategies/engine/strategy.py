@@ -42,8 +42,10 @@ from kindred.settings import (
     MAX_STRIKES,
     MAX_UPDATE_NORM,
     QUORUM,
+    SAMPLING,
     SEED,
     TRAINING,
+    UNIFORM,
     WAIT_TIMEOUT,
     meant_by,
 )
@@ -70,7 +72,9 @@ class PersonalizedStrategy(Hooks, Strategy):
     Parameters
     ----------
     fraction_train : float (default: 1.0)
-        Share of the clients, 0 to 1, that train in a round.
+        Share of the clients, 0 to 1, that train in a round. Clients that cannot take part, such as those without data,
+        count but are not sampled: with 100 clients, a share of 0.1 is 10 clients, or all that can take part if these
+        are fewer.
     fraction_evaluate : float (default: 1.0)
         Share of the clients, 0 to 1, asked to evaluate after a round, if training replies hold no evaluation.
     min_train_nodes, min_evaluate_nodes : int (default: 2)
@@ -85,8 +89,12 @@ class PersonalizedStrategy(Hooks, Strategy):
     train_metrics_aggr_fn, evaluate_metrics_aggr_fn : callable, optional
         `(list[RecordDict], weighted_by_key) -> MetricRecord`; by default `mean_metrics`.
     seed : int (default: 0)
-        Seed of the server's random draws. The clients sampled in a round depend only on the seed, the round and the
-        connected clients.
+        Seed of the server's random draws. The clients sampled in a round depend only on the seed, the round, `sampling`
+        and the clients, so that they are the same for all methods.
+    sampling : {"default", "uniform", "by-size"}
+        How a round's clients are sampled, without replacement: all equally likely; or with probabilities in proportion
+        to their numbers of training samples, which they report when they connect. By default as the method's paper
+        says: "by-size" in PerFed-CKT, else "uniform".
     wait_timeout : float (default: 300.0)
         Seconds to wait for `min_available_nodes` before the run ends with `TooFewClients`, and for the ids of new
         clients.
@@ -130,6 +138,7 @@ class PersonalizedStrategy(Hooks, Strategy):
         train_metrics_aggr_fn: Callable[[list[RecordDict], str], MetricRecord] | None = None,
         evaluate_metrics_aggr_fn: Callable[[list[RecordDict], str], MetricRecord] | None = None,
         seed: int = SEED.default,
+        sampling: str = SAMPLING.default,
         wait_timeout: float = WAIT_TIMEOUT.default,
         quorum: float = QUORUM.default,
         grace: float = GRACE.default,
@@ -153,6 +162,7 @@ class PersonalizedStrategy(Hooks, Strategy):
         self.train_metrics_aggr_fn = train_metrics_aggr_fn or mean_metrics
         self.evaluate_metrics_aggr_fn = evaluate_metrics_aggr_fn or mean_metrics
         self.seed = SEED.check(seed)
+        self.sampling = self.default_sampling if SAMPLING.check(sampling) == SAMPLING.default else sampling
         self.quorum = QUORUM.check(quorum)
         self.grace = GRACE.check(grace)
         self.max_update_norm = MAX_UPDATE_NORM.check(max_update_norm)
@@ -366,21 +376,38 @@ class PersonalizedStrategy(Hooks, Strategy):
         return self.roster.clients()
 
     def sample(self, server_round: int, fraction: float, at_least: int, purpose: str = "train") -> list[ClientId]:
-        """Sample clients without replacement; the draw depends on seed, round, purpose and client ids alone."""
+        """Sample clients without replacement.
+
+        The draw depends on the seed, the round, the purpose and the client ids alone, and with `sampling` "by-size" on
+        the clients' numbers of samples. `fraction` is one of all clients, including those that cannot take part.
+        """
         clients = self.roster.active()
-        count = min(max(int(len(clients) * fraction), at_least), len(clients))
+        count = min(max(int(self.roster.number() * fraction), at_least), len(clients))
         if count == len(clients):
             return clients
         rng = np.random.default_rng(seed_for(self.seed, purpose, server_round))
         drawn = rng.choice(len(clients), count, replace=False, p=self.chances(clients))
         return [clients[i] for i in sorted(drawn)]
 
+    def chances(self, clients: Sequence[ClientId]) -> np.ndarray | None:
+        """Return the sampling probabilities p_k = n_k / sum n_k, shape (m,); None if all are equal."""
+        if self.sampling == UNIFORM:
+            return None
+        sizes = np.array(self.roster.sizes(clients), dtype=np.float64)  # n_k
+        return sizes / sizes.sum()
+
     # --- Flower's interface ---------------------------------------------------------------------------
 
     def summary(self) -> None:
         """Log the settings of this strategy."""
         log(INFO, "\t├──> %s, seed %d", self.name, self.seed)
-        log(INFO, "\t├──> Fraction: train (%.2f) | evaluate (%.2f)", self.fraction_train, self.fraction_evaluate)
+        log(
+            INFO,
+            "\t├──> Fraction: train (%.2f) | evaluate (%.2f) | sampling: %s",
+            self.fraction_train,
+            self.fraction_evaluate,
+            self.sampling,
+        )
         log(
             INFO,
             "\t├──> Minimum nodes: train (%d) | evaluate (%d) | available (%d)",
