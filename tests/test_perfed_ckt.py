@@ -285,19 +285,6 @@ def test_float16_halves_the_bytes_and_changes_little_else() -> None:
     assert all(row["status"] == "ok" for row in narrow.history.rows)
 
 
-def test_clients_are_sampled_in_proportion_to_their_data() -> None:
-    strategy = run_plain(clients=4, rounds=1)
-    sizes = np.array([10, 20, 30, 40])
-    assert strategy.chances(strategy.clients()) == pytest.approx(sizes / 100)
-    drawn = [strategy.sample(r, 0.5, 2) for r in range(4000)]
-    assert all(len(set(pair)) == 2 for pair in drawn)
-    # Two without replacement: p_i + sum_{j != i} p_j p_i / (1 - p_j)
-    p = sizes / 100
-    expected = [p[i] + sum(p[j] * p[i] / (1 - p[j]) for j in range(4) if j != i) for i in range(4)]
-    share = [np.mean([c in pair for pair in drawn]) for c in strategy.clients()]
-    assert share == pytest.approx(expected, abs=0.03)
-
-
 def introducing_as(**about):
     """The plain clients, of which client 2 introduces itself differently."""
     app = logits_app()
