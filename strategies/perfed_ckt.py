@@ -18,7 +18,10 @@ private labelled set B_k and the same unlabelled public set P, in the same order
 | lines 12 to 14, Eq. 2: tau steps on private and public mini-batches | `PerFedCKTClient.train`, `distillation_term` |
 | line 3: the first logits, of models that have not been trained | round 0 |
 
-Where the paper is silent:
+Where the paper is silent or has two answers:
+- Of m = C K clients a round, K counts those without data too, which take no part.
+- Algorithm 1 samples clients by p_k, section 5 "a fraction of clients" at random for all methods compared. The first is
+  the default here; with `sampling` "uniform" a round has the same clients as with the other methods.
 - Samples of a mini-batch are drawn independently, so that a client with fewer than b samples takes part like any
   other.
 - Private and public batches go through the model one after the other; batch normalisation sees both.

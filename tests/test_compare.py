@@ -22,6 +22,7 @@ from kindred.client.models import parse_models
 from kindred.data import DATASETS
 from kindred.data.loading import forget_federations
 from kindred.data.partitions import divide
+from kindred.perfed_ckt import floats_communicated
 from kindred.server_app.app import make_strategy
 from kindred.server_app.cli.run import app
 from kindred.server_app.comparison import files as comparison_files, runs as comparison_runs
@@ -508,6 +509,35 @@ def test_the_presets_have_the_papers_numbers_and_settings():
     assert ckt.paper["perfed-ckt-3"] == {"mean": 74.31, "std": 0.40, "floats": 5.2e7}
     assert ckt.paper["fedfomo"]["floats"] == 3900e7 and ckt.strategies["perfed-ckt-3"]["num-clusters"] == 3
     assert load_preset("perfed-ckt-table2-15").paper["perfed-ckt-2"]["mean"] == 76.14
+
+
+@pytest.mark.parametrize("m", [10, 15])
+@pytest.mark.parametrize("table", [1, 2])
+def test_perfed_ckts_presets_sample_the_same_m_clients_and_step_alike_for_all_methods(table, m):
+    preset = load_preset(f"perfed-ckt-table{table}-{m}")
+    plan = make_plan([], {}, {}, preset=preset)
+    assert int(preset.settings["num-clients"] * preset.settings["fraction-train"]) == m
+    for name, config in plan.configs.items():
+        settings = config.run_config()
+        assert settings["sampling"] == "uniform" and settings["fraction-train"] == m / 100
+        assert settings["optimizer"] == "sgd" and settings["learning-rate"] == 0.001
+        if "sgd-learning-rate" in {each.key for each in REGISTRY[config.strategy].settings}:
+            assert settings["sgd-learning-rate"] == 0.001, name
+    assert plan.configs["perfed-ckt-2"].distill_weight == 2 and plan.configs["perfed-ckt-2"].local_steps == 50
+
+
+@pytest.mark.parametrize("m", [10, 15])
+def test_the_papers_numbers_sent_are_those_of_200_rounds_with_the_presets_m(m):
+    one, two = (load_preset(f"perfed-ckt-table{table}-{m}") for table in (1, 2))
+    for c in (1, 2, 3, 4):
+        due = 200 * floats_communicated(one.settings["public-size"], 10, m, c)
+        assert one.paper[f"perfed-ckt-{c}"]["floats"] == two.paper[f"perfed-ckt-{c}"]["floats"] == due
+    # Models up, and those that are broadcast; the paper gives three digits.
+    models = {"fedavg": m + 1, "ditto": m + 1, "hypcluster-2": m + 2, "hypcluster-6": m + 6, "fedfomo": m + m}
+    vgg11 = 9_756_426  # parameters
+    for name, sent in models.items():
+        assert one.paper[name]["floats"] == pytest.approx(200 * vgg11 * sent, abs=10e7)
+    assert one.strategies["fedfomo"]["num-neighbours"] == m
 
 
 @pytest.fixture

@@ -80,7 +80,7 @@ def test_clients_that_do_not_report_their_sizes_are_equally_likely() -> None:
 
 @pytest.mark.parametrize("kind", [FedAvg, PerFedCKT])
 def test_by_size_a_client_takes_part_as_often_as_its_size_says(kind) -> None:
-    """Of two draws without replacement, client i is one with p_i + sum_{j != i} p_j p_i / (1 - p_j)."""
+    """Client i is one of two draws without replacement with probability p_i + sum_{j != i} p_j p_i / (1 - p_j)."""
     sizes = np.array([10, 20, 30, 40])
     strategy = kind(sampling="by-size")
     app = logits_app() if kind is PerFedCKT else plain_app()
@@ -106,7 +106,7 @@ def test_uniformly_all_clients_take_part_equally_often() -> None:
     [(0.1, 2, 10), (0.15, 2, 15), (0.5, 2, 50), (0.53, 2, 53), (0.6, 2, 53), (1.0, 2, 53), (0.01, 2, 2), (0.1, 12, 12)],
 )
 def test_a_fraction_is_one_of_all_clients_though_only_those_with_data_take_part(fraction, least, count) -> None:
-    """Of 100 clients 53 have data: as in PerFed-CKT's table, m = C K with K = 100."""
+    """53 of 100 clients have data: as in PerFed-CKT's table, m = C K with K = 100."""
     strategy = Local(fraction_train=fraction, min_train_nodes=least)
     strategy.start(InlineGrid(sized(plain_app(), lambda i: 0 if i % 2 and i < 94 else 7), 100), initial(), 2)
     assert len(strategy.history.left_out) == 47 and len(strategy.clients()) == 53
