@@ -225,7 +225,7 @@ def apportion(shares: np.ndarray, amount: int) -> np.ndarray:
 
 def _apportioned(shares: np.ndarray, sets: np.ndarray) -> np.ndarray:
     """Divide all images, whose sets of classes are `sets` (n,), by shares (sets, m) into numbers (sets, m)."""
-    return np.stack([apportion(share, np.count_nonzero(sets == number)) for number, share in enumerate(shares)])
+    return np.stack([apportion(share, int(np.count_nonzero(sets == number))) for number, share in enumerate(shares)])
 
 
 def _deal(images: np.ndarray, sets: np.ndarray, counts: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
