@@ -94,7 +94,7 @@ class PersonalizedStrategy(Hooks, Strategy):
     sampling : {"default", "uniform", "by-size"}
         How a round's clients are sampled, without replacement: all equally likely; or with probabilities in proportion
         to their numbers of training samples, which they report when they connect. By default as the method's paper
-        says: "by-size" in PerFed-CKT, else "uniform".
+        says: "by-size" in PerFed-CKT, else "uniform". Means over a round's clients are weighted by samples with both.
     wait_timeout : float (default: 300.0)
         Seconds to wait for `min_available_nodes` before the run ends with `TooFewClients`, and for the ids of new
         clients.
