@@ -64,7 +64,7 @@ def test_all_methods_sample_the_same_clients(name, sampling, p) -> None:
 
 @pytest.mark.parametrize("name", REGISTRY)
 def test_by_default_perfed_ckt_samples_by_size_and_all_other_methods_uniformly(name) -> None:
-    assert make(name).sampling == ("by-size" if name == "perfed-ckt" else "uniform")
+    assert make(name).sampled == ("by-size" if name == "perfed-ckt" else "uniform")
 
 
 def test_an_unknown_sampling_is_refused() -> None:

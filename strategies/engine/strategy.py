@@ -162,7 +162,7 @@ class PersonalizedStrategy(Hooks, Strategy):
         self.train_metrics_aggr_fn = train_metrics_aggr_fn or mean_metrics
         self.evaluate_metrics_aggr_fn = evaluate_metrics_aggr_fn or mean_metrics
         self.seed = SEED.check(seed)
-        self.sampling = self.default_sampling if SAMPLING.check(sampling) == SAMPLING.default else sampling
+        self.sampling = SAMPLING.check(sampling)
         self.quorum = QUORUM.check(quorum)
         self.grace = GRACE.check(grace)
         self.max_update_norm = MAX_UPDATE_NORM.check(max_update_norm)
@@ -389,9 +389,14 @@ class PersonalizedStrategy(Hooks, Strategy):
         drawn = rng.choice(len(clients), count, replace=False, p=self.chances(clients))
         return [clients[i] for i in sorted(drawn)]
 
+    @property
+    def sampled(self) -> str:
+        """How clients are sampled, UNIFORM or BY_SIZE: `sampling`, or the method's own way if that is "default"."""
+        return self.default_sampling if self.sampling == SAMPLING.default else self.sampling
+
     def chances(self, clients: Sequence[ClientId]) -> np.ndarray | None:
         """Return the sampling probabilities p_k = n_k / sum n_k, shape (m,); None if all are equal."""
-        if self.sampling == UNIFORM:
+        if self.sampled == UNIFORM:
             return None
         sizes = np.array(self.roster.sizes(clients), dtype=np.float64)  # n_k
         return sizes / sizes.sum()
@@ -406,7 +411,7 @@ class PersonalizedStrategy(Hooks, Strategy):
             "\t├──> Fraction: train (%.2f) | evaluate (%.2f) | sampling: %s",
             self.fraction_train,
             self.fraction_evaluate,
-            self.sampling,
+            self.sampled,
         )
         log(
             INFO,
