@@ -32,6 +32,7 @@ from kindred.settings import (
     LOCAL_EPOCHS,
     LOCAL_STEPS,
     MAX_EMPTY_ROUNDS,
+    MAX_LOCAL_EPOCHS,
     MAX_STRIKES,
     MAX_UPDATE_NORM,
     MOMENTUM,
@@ -205,6 +206,7 @@ class Config:
         "has, the more likely it gets a larger one",
     )
     local_epochs: int = of(LOCAL_EPOCHS)
+    max_local_epochs: int = of(MAX_LOCAL_EPOCHS)
     local_steps: int = of(LOCAL_STEPS)
     batch_size: int = of(BATCH_SIZE)
     optimizer: str = of(OPTIMIZER)
@@ -326,6 +328,13 @@ def added_settings() -> dict[str, Setting]:
     """Return the methods' settings that are not fields of Config, by their names in kebab-case."""
     found = (each for method in REGISTRY.values() for each in method.settings)
     return {each.key: each for each in found if each.key not in SETTINGS}
+
+
+def is_used_by(key: str, strategy: str) -> bool:
+    """Return whether a method uses a setting: one of its own, or one that is no method's own."""
+    own = {each.key for each in REGISTRY[strategy].settings} if strategy in REGISTRY else set()
+    of_methods = {kebab(each.name) for each in fields(Config) if any(each.metadata["methods"].values())}
+    return key in own or key not in of_methods | added_settings().keys()
 
 
 def unknown_setting(key: str, known: tuple[str, ...]) -> str:

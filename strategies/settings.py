@@ -162,6 +162,13 @@ SEED = Setting("seed", 0, at_least(0), "seed of everything random: data, samplin
 LOCAL_EPOCHS = Setting(
     "local_epochs", 5, at_least(0), "epochs of local training per round; 0: local-steps steps instead"
 )
+MAX_LOCAL_EPOCHS = Setting(
+    "max_local_epochs",
+    0,
+    at_least(0),
+    "if not 0, every client trains in every round for its own number of epochs in place of local-epochs, drawn "
+    "uniformly from 1 to this one; without effect where steps are counted, as in PerFed-CKT",
+)
 LOCAL_STEPS = Setting(
     "local_steps",
     50,
@@ -216,7 +223,7 @@ MAX_EMPTY_ROUNDS = Setting(
     "max_empty_rounds", 5, at_least(1), "rounds in a row without a usable answer after which the run ends"
 )
 
-ROUNDS = (SEED, WAIT_TIMEOUT, QUORUM, GRACE, MAX_STRIKES, MAX_UPDATE_NORM, MAX_EMPTY_ROUNDS)
+ROUNDS = (SEED, MAX_LOCAL_EPOCHS, WAIT_TIMEOUT, QUORUM, GRACE, MAX_STRIKES, MAX_UPDATE_NORM, MAX_EMPTY_ROUNDS)
 """Arguments of every strategy that are also settings of a run, under the same names."""
 
 STORE = Setting(

@@ -38,7 +38,9 @@ from kindred.messages import (
 from kindred.registry import REGISTRY
 from kindred.settings import (
     GRACE,
+    LOCAL_EPOCHS,
     MAX_EMPTY_ROUNDS,
+    MAX_LOCAL_EPOCHS,
     MAX_STRIKES,
     MAX_UPDATE_NORM,
     QUORUM,
@@ -87,6 +89,9 @@ class PersonalizedStrategy(Hooks, Strategy):
     seed : int (default: 0)
         Seed of the server's random draws. The clients sampled in a round depend only on the seed, the round and the
         connected clients.
+    max_local_epochs : int (default: 0)
+        If not 0, each message's `local-epochs` is drawn uniformly from 1 to this number. The draw depends only on the
+        seed, the client and the round, and is thus the same for all methods.
     wait_timeout : float (default: 300.0)
         Seconds to wait for `min_available_nodes` before the run ends with `TooFewClients`, and for the ids of new
         clients.
@@ -130,6 +135,7 @@ class PersonalizedStrategy(Hooks, Strategy):
         train_metrics_aggr_fn: Callable[[list[RecordDict], str], MetricRecord] | None = None,
         evaluate_metrics_aggr_fn: Callable[[list[RecordDict], str], MetricRecord] | None = None,
         seed: int = SEED.default,
+        max_local_epochs: int = MAX_LOCAL_EPOCHS.default,
         wait_timeout: float = WAIT_TIMEOUT.default,
         quorum: float = QUORUM.default,
         grace: float = GRACE.default,
@@ -153,6 +159,7 @@ class PersonalizedStrategy(Hooks, Strategy):
         self.train_metrics_aggr_fn = train_metrics_aggr_fn or mean_metrics
         self.evaluate_metrics_aggr_fn = evaluate_metrics_aggr_fn or mean_metrics
         self.seed = SEED.check(seed)
+        self.max_local_epochs = MAX_LOCAL_EPOCHS.check(max_local_epochs)
         self.quorum = QUORUM.check(quorum)
         self.grace = GRACE.check(grace)
         self.max_update_norm = MAX_UPDATE_NORM.check(max_update_norm)
@@ -375,6 +382,13 @@ class PersonalizedStrategy(Hooks, Strategy):
         drawn = rng.choice(len(clients), count, replace=False, p=self.chances(clients))
         return [clients[i] for i in sorted(drawn)]
 
+    def _drawn(self, server_round: int, client: ClientId) -> dict[str, int]:
+        """Return the epochs of local training that are drawn for a client in a round; empty without draws."""
+        if not self.max_local_epochs:
+            return {}
+        rng = np.random.default_rng(seed_for(self.seed, LOCAL_EPOCHS.key, client, server_round))
+        return {LOCAL_EPOCHS.key: int(rng.integers(1, self.max_local_epochs, endpoint=True))}
+
     # --- Flower's interface ---------------------------------------------------------------------------
 
     def summary(self) -> None:
@@ -492,7 +506,9 @@ class PersonalizedStrategy(Hooks, Strategy):
         message_type: str,
         side: str = "",
     ) -> Message:
-        settings = ConfigRecord({**config, **self.round_config(server_round, client)})
+        settings = ConfigRecord(
+            {**config, **self._drawn(server_round, client), **self.round_config(server_round, client)}
+        )
         settings.pop(PROBE, None)  # the caller may not set it
         if side:
             settings[PROBE] = side
