@@ -9,6 +9,8 @@
     checkpoints/round-0003-SHA256.npz  the state after a round, until the run is finished
     clusters.json, clusters.png      Clustered FL: the tree of clusters and the clients in each
     accuracy.png, collaboration.png, partition.png
+    weights.png                      weights over rounds, where they change; FedEM: the clients' shares of components
+    networks.png                     the clients with each network, where there are several networks
     report.html                      all results in one page
     summary.json                     the figures of the whole run; written first when its rounds are over
 
@@ -255,7 +257,7 @@ class RunFolder:
         if tree:
             write_json(self.path / "clusters.json", tree)
 
-        pictures = run_figures(self.settings, history.rows, last, strategy.collaboration, tree, federation)
+        pictures = run_figures(self.path, self.settings, history.rows, last, strategy.collaboration, tree, federation)
         for name, draw in pictures.items():
             with failing_is_a_warning(self.path / f"{name}.png"):
                 if figure := draw():

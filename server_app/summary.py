@@ -14,7 +14,7 @@ from rich.table import Table
 from kindred.engine.history import COMPUTE
 from kindred.messages import ClientId, in_order
 
-from .report.figures import comparison_figure
+from .report.comparison_figures import comparison_figure
 from .run_files import failing_is_a_warning, read_summary, save_figure, what_data
 from .tables import read_table
 

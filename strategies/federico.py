@@ -78,7 +78,7 @@ from .messages import (
     with_prefix,
 )
 from .parts.federico_losses import LARGEST_LOSS, LOSSES, Losses, smooth
-from .parts.federico_requests import Request, Requests, choose_request, reports_weights
+from .parts.federico_requests import Request, Requests, choose_request
 from .parts.federico_updates import MODELS, received_models, weighted_update
 from .parts.mixture import SMALLEST, keep_mixture, mixture_scores, mixture_shares
 from .registry import Method
@@ -244,7 +244,7 @@ class FedeRiCoClient:
                 seed=config[CHOICE_SEED],
                 threshold=threshold,
             )
-            reported = (request if reports_weights(visit) else replace(request, weights={})).pack()
+            reported = (request if visit.reports_weights else replace(request, weights={})).pack()
         shares = mixture_shares(weights, threshold)
         kind = str(config["mixture"])
         if visit.is_site:  # in case the run ends before its closing evaluation

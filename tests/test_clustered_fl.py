@@ -340,7 +340,7 @@ def test_the_results_have_the_tree_and_a_picture_of_it(tmp_path) -> None:
 
 
 def test_the_picture_shows_the_cluster_of_each_client() -> None:
-    from kindred.server_app.report.figures import tree_figure
+    from kindred.server_app.report.tree_figure import tree_figure
 
     def cluster(number, parent, since, clients=(), parts=(), divided=None, cross=None):
         return {

@@ -112,8 +112,37 @@ def test_shares_stay_at_the_client_between_rounds() -> None:
         for kept, last in zip(found[i].models, strategy.models):
             assert kept["weight"].tobytes() == weights_of(last).tobytes()
     assert found[0].shares[0] > 0.8 and found[2].shares[1] > 0.8
-    assert not any("share" in key for row in strategy.history.rows for key in row)
     assert strategy.client_models() == {}
+
+
+def shares_in(strategy: FedEM, server_round: int) -> list[list[float]]:
+    rows = [row for row in strategy.history.rows if row["round"] == server_round]
+    return [[row[f"share-{m}"] for m in range(2) if f"share-{m}" in row] for row in rows]
+
+
+def test_simulated_clients_report_their_new_shares() -> None:
+    strategy = by_two(2)
+    first = [shares_of(client, np.array([0.5, 0.5]), FIRST, SECOND) for client in CLIENTS]
+    assert shares_in(strategy, 1) == [pytest.approx(each, abs=1e-6) for each in first]
+    found = kept_mixtures(strategy)  # with the shares of the second round
+    assert shares_in(strategy, 2) == [pytest.approx(found[i].shares, abs=1e-12) for i in range(3)]
+    assert shares_in(strategy, 3) == [[], [], []]  # the closing evaluation
+
+
+@pytest.mark.parametrize("reports", [False, True])
+def test_a_site_reports_its_shares_only_if_it_agrees(tmp_path, reports) -> None:
+    class Sites(InlineGrid):
+        def __init__(self) -> None:
+            super().__init__(two_weights.app_of(CLIENTS), 3)
+            for node, context in self._contexts.items():
+                context.node_config["state-dir"] = str(tmp_path / str(node))
+                if reports:
+                    context.node_config["report-weights"] = True
+
+    strategy = FedEM(num_components=2, other_models=[two_weights.model(SECOND)])
+    two_weights.start(strategy, CLIENTS, FIRST, 1, Sites())
+    assert [len(shares) for shares in shares_in(strategy, 1)] == [2 * reports] * 3
+    assert two_weights.weights_of(strategy.models[0]).tobytes() == two_weights.weights_of(by_two().models[0]).tobytes()
 
 
 def test_collaboration_weights_are_the_shares_in_every_component() -> None:

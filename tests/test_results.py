@@ -34,6 +34,7 @@ from kindred.server_app import results, run_files
 from kindred.server_app.cli import report as _report, run as cli  # noqa: F401  the first adds commands
 from kindred.server_app.config import Config, ConfigError
 from kindred.server_app.report import content as report, figures as pictures
+from kindred.server_app.report.comparison_figures import comparison_figure
 from kindred.server_app.report.content import run_content
 from kindred.server_app.report.watch import Watcher
 from kindred.server_app.results import RunFolder
@@ -755,7 +756,7 @@ def test_the_comparison_labels_each_line_at_its_height_without_overlap(tmp_path,
         (f"method {i}", [[{"round": 1, "accuracy": 0.3}, {"round": 2, "accuracy": final}]])
         for i, final in enumerate(finals)
     ]
-    figure = pictures.comparison_figure([*runs, ("nothing", [[{"round": 1}]])], "t")
+    figure = comparison_figure([*runs, ("nothing", [[{"round": 1}]])], "t")
     figure.savefig(tmp_path / "c.png")
     assert is_picture(tmp_path / "c.png")
     labels = [text for text in figure.axes[0].texts if text.get_text()]
@@ -769,13 +770,13 @@ def test_the_comparison_labels_each_line_at_its_height_without_overlap(tmp_path,
 
 def test_comparison_lines_differ_without_colour():
     runs = [(str(i), [[{"round": 1, "accuracy": 0.1 * i}, {"round": 2, "accuracy": 0.2}]]) for i in range(7)]
-    lines = pictures.comparison_figure(runs, "t").axes[0].lines[:7]
+    lines = comparison_figure(runs, "t").axes[0].lines[:7]
     assert len({(str(line.get_linestyle()), line.get_marker()) for line in lines}) == 7
     assert len({line.get_color() for line in lines}) == 7
 
 
 def test_an_empty_comparison_is_a_picture(tmp_path):
-    pictures.comparison_figure([("local", [[]]), ("failed", [])], "t").savefig(tmp_path / "c.png")
+    comparison_figure([("local", [[]]), ("failed", [])], "t").savefig(tmp_path / "c.png")
     assert is_picture(tmp_path / "c.png")
 
 

@@ -55,7 +55,7 @@ def site(
         bool, typer.Option("--no-share-model", help="Do not let other sites receive this site's model; FedeRiCo.")
     ] = False,
     report_weights: Annotated[
-        bool, typer.Option("--report-weights", help="Report the site's mixing weights to the server; FedeRiCo.")
+        bool, typer.Option("--report-weights", help="Report the site's mixing weights to the server; FedeRiCo, FedEM.")
     ] = False,
     class_names: Annotated[
         str,

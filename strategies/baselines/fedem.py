@@ -15,10 +15,11 @@ with l the loss of a sample, its negative log-likelihood:
 | the server: theta_m = sum_t n_t / n theta_m,t | `SeveralModels.end_round` |
 | prediction: sum_m pi_tm h_theta_m(x), of probabilities | `mixture_of` |
 
-The shares stay at the client. The result for a client is the mixture of the components as received, with the client's
-current shares. After the last round, a closing exchange evaluates the mixture of the last components. A client without
-shares computes them by one E-step and one M-step from equal shares, as in the paper for clients that were absent when
-components were trained. `received-accuracy` is that of the single component with the largest share.
+The shares stay at the client; in a simulation, or at a site with `--report-weights`, it reports the new ones in the
+history too, as share-0 to share-(M - 1). The result for a client is the mixture of the components as received, with the
+client's current shares. After the last round, a closing exchange evaluates the mixture of the last components. A client
+without shares computes them by one E-step and one M-step from equal shares, as in the paper for clients that were
+absent when components were trained. `received-accuracy` is that of the single component with the largest share.
 
 Where the paper is silent or we depart from it:
 - Components are averaged by n_t, as in Algorithm 1 and in the authors' code, and not by the sum of q. A client thus
@@ -52,6 +53,7 @@ from kindred.messages import (
     ARRAYS,
     METRICS,
     NUM_EXAMPLES,
+    SHARE,
     TRAIN_LOSS,
     ClientId,
     by_prefix,
@@ -117,7 +119,10 @@ class FedEMClient:
             keep_mixture(visit, range(len(components)), components, shares)
 
         q = responsibilities(shares, _likelihoods(visit, components))  # (M, n)
-        visit.state.save(SHARES, {SHARES: new_shares(q)})
+        shares = new_shares(q)
+        visit.state.save(SHARES, {SHARES: shares})
+        if visit.reports_weights:
+            metrics |= {f"{SHARE}{m}": share for m, share in enumerate(shares.tolist())}
 
         sent: Arrays = {}
         metrics[TRAIN_LOSS] = 0.0
@@ -170,7 +175,7 @@ def _scores(visit: Visit, components: Sequence[Arrays], shares: np.ndarray, pref
 
 
 class FedEM(SeveralModels):
-    """FedEM as a Flower strategy. Clients keep their shares; the server does not know them.
+    """FedEM as a Flower strategy. Clients keep their shares; the server does not use them.
 
     Parameters
     ----------

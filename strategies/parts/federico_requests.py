@@ -11,12 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from kindred.client.site import true_or_false
 from kindred.client.state import MIXTURE
-from kindred.client.visit import Visit
 from kindred.engine.model_store import ClientModels
 from kindred.engine.roster import Roster
-from kindred.messages import NEIGHBOURS, REPORT_WEIGHTS, WEIGHTS, ClientId, decode, encode, in_order
+from kindred.messages import NEIGHBOURS, WEIGHTS, ClientId, decode, encode, in_order
 
 from .federico_losses import Losses
 from .neighbours import choose_neighbours
@@ -181,10 +179,3 @@ class Requests:
         """Continue from what `state` returned."""
         self._private = state["private"]
         self._last = {client: Request(*request) for client, request in state["last"].items()}
-
-
-def reports_weights(visit: Visit) -> bool:
-    """Return whether the client reports its weights: `report-weights` of its node config, true in a simulation."""
-    # In a simulation, a client's node config identifies it by a number only.
-    is_simulated = "partition-id" in visit.node_config and "client-id" not in visit.node_config and not visit.is_site
-    return true_or_false(visit.node_config, REPORT_WEIGHTS, is_simulated)
