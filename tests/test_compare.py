@@ -24,7 +24,11 @@ from kindred.data.loading import forget_federations
 from kindred.data.partitions import divide
 from kindred.server_app.app import make_strategy
 from kindred.server_app.cli.run import app
-from kindred.server_app.comparison import files as comparison_files, runs as comparison_runs
+from kindred.server_app.comparison import (
+    files as comparison_files,
+    pictures as comparison_pictures,
+    runs as comparison_runs,
+)
 from kindred.server_app.comparison.files import as_csv, write
 from kindred.server_app.comparison.metrics import METRICS
 from kindred.server_app.comparison.plan import images_a_client, make_plan, run_hash
@@ -33,7 +37,7 @@ from kindred.server_app.comparison.statistics import signed_rank
 from kindred.server_app.comparison.texts import remarks, tables
 from kindred.server_app.config import Config, ConfigError
 from kindred.server_app.presets import FOLDER, load_preset, preset_names
-from kindred.server_app.report.figures import comparison_figure
+from kindred.server_app.report.comparison_figures import comparison_figure
 from kindred.server_app.results import RunFolder
 from kindred.server_app.run_log import Outcome
 from kindred.settings import TRAINING
@@ -315,8 +319,8 @@ def test_a_name_that_begins_like_a_formula_stays_text_in_the_table(tmp_path):
 def test_a_comparison_completes_although_a_picture_or_report_fails(tmp_path, monkeypatch, caplog):
     plan = make_plan(["local"], {"output-dir": str(tmp_path)}, {})
     content, _ = carry_out(plan, prepared_runs({("local", 0): [0.5, 0.7]}), lambda line: None, {}, ["kindred"])
-    for name in ("comparison_figure", "write_report"):
-        monkeypatch.setattr(comparison_files, name, lambda *_: 1 / 0)
+    monkeypatch.setattr(comparison_pictures, "comparison_figure", lambda *_: 1 / 0)
+    monkeypatch.setattr(comparison_files, "write_report", lambda *_: 1 / 0)
     write(content, plan.folder)
     assert {path.name for path in plan.folder.iterdir()} == {"comparison.json", "comparison.csv", "comparison.md"}
     for name in ("comparison.png", "report.html"):
