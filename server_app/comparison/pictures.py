@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,7 +52,7 @@ def pictures(content: Mapping[str, Any], folder: Path) -> dict[str, Callable[[],
 def _over_rounds(content: Mapping[str, Any], folder: Path) -> Figure:
     strategies, varied = content["strategies"], content["varied"]
     rounds = {
-        name: [read_table(folder / run["folder"] / "rounds.csv") for run in each["runs"] if "folder" in run]
+        name: [read_table(_place(folder, run) / "rounds.csv") for run in each["runs"] if "folder" in run]
         for name, each in strategies.items()
     }
     if not varied or len({each["of"] for each in strategies.values() if each["value"]}) == 1:
@@ -64,6 +65,11 @@ def _over_rounds(content: Mapping[str, Any], folder: Path) -> Figure:
         for value in varied["values"]
     ]
     return comparison_panels(panels, content["title"])
+
+
+def _place(folder: Path, run: Mapping[str, Any]) -> Path:
+    """Return the folder of a run, whether or not that of the comparison exists yet."""
+    return Path(os.path.normpath(folder / run["folder"]))
 
 
 def _over_values(content: Mapping[str, Any]) -> Figure:
@@ -83,7 +89,7 @@ def _weights(content: Mapping[str, Any], folder: Path) -> Figure | None:
         run = next((run for run in each["runs"] if "folder" in run), None)
         if run is None:
             continue
-        place = folder / run["folder"]
+        place = _place(folder, run)
         if known := read_config(place).get("groups"):
             groups = dict(enumerate(known))
         curves = collaboration_curves(place / "collaboration", run["summary"]["rounds"], groups, 1)

@@ -26,7 +26,7 @@ function comparison(data) {
           lines: lines("rounds", 1).filter(({ method }) => method.value === value || !method.value).map(line => {
             const i = bases.indexOf(line.method.of);
             return { ...line, name: line.method.of, i, dash: i };
-          }), xName: "round", whole: true, bandName: band })),
+          }), xName: "round", whole: true, bandName: band, like: lines("rounds", 1) })),
         !panels && lineFigure({ title: "Over rounds", lines: lines("rounds", 1), xName: "round", whole: true,
           bandName: band,
           caption: specialRounds(curves.map(([method]) => [method.curve.rounds, method.asked])) }),

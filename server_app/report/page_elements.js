@@ -113,10 +113,12 @@ function limits(values) {
 }
 
 // lines: { name, x, y, low, high, i, dash, plain }, y in [0, 1] with nulls.
-function lineFigure({ title, lines, xName, whole, says, caption, bandName, names }) {
+// `like`: other lines, whose figures have the same vertical axis.
+function lineFigure({ title, lines, xName, whole, says, caption, bandName, names, like = [] }) {
   lines = lines.filter(line => line.y.some(known));
-  const all = lines.flatMap(line => [line.y, line.low || [], line.high || []].flat()).filter(known).map(v => 100 * v);
-  if (!all.length) return figure(title, h("p", { class: "soft" }, "No client has reported an accuracy yet."));
+  const all = [...lines, ...like].flatMap(line => [line.y, line.low || [], line.high || []].flat()).filter(known)
+    .map(v => 100 * v);
+  if (!lines.length) return figure(title, h("p", { class: "soft" }, "No client has reported an accuracy yet."));
   const xs = lines.flatMap(line => line.x.filter((_, at) => known(line.y[at])));
   const upward = limits(all.map(v => Math.max(0, Math.min(100, v))));
   const [least, most] = [Math.min(...xs), Math.max(...xs)];
