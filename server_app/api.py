@@ -157,10 +157,7 @@ def compare(
     given = _given(
         {"clients": clients, "rounds": rounds, "partition": partition, "output": output, **_data(data)}, settings
     )
-    for values in (vary or {}).values():
-        if isinstance(values, str) or not isinstance(values, Iterable):
-            raise ConfigError(f"vary has {values!r}, allowed: a list of values")
-    varied = {kebab(name): [_plain(value) for value in values] for name, values in (vary or {}).items()}
+    varied = _varied({} if vary is None else vary)
     names, plain_seeds = list(methods), [_plain(seed) for seed in seeds]
     result, code = compare_methods(
         names, given, own, seeds=plain_seeds, reference=reference, scale=scale, preset=preset, vary=varied,
@@ -182,6 +179,15 @@ def _data(data: Any) -> dict[str, Any]:
     if isinstance(data, str | os.PathLike):
         return {"dataset": "npz", "data_dir": data}
     raise ConfigError(f"data is a {type(data).__name__}, allowed: a dataset's name, or the path of an .npz file")
+
+
+def _varied(vary: Any) -> dict[str, list[Any]]:
+    """Return the values of each varied setting, kebab-case."""
+    if not isinstance(vary, Mapping) or any(
+        isinstance(each, str) or not isinstance(each, Iterable) for each in vary.values()
+    ):
+        raise ConfigError(f"vary is {vary!r}, allowed: a mapping from a setting to a list of values")
+    return {SETTINGS.get(name, kebab(name)): [_plain(value) for value in values] for name, values in vary.items()}
 
 
 def _given(named: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -120,7 +120,7 @@ def make_plan(
     seeds : sequence of int
         If empty, the preset's, else 0.
     reference : str
-        A method, which stands for its variant with the same value, or a variant. "": the preset's if it is among the
+        A method, whose variant with the same value is meant, or a variant. "": the preset's if it is among the
         names, else the first.
     scale : float
         The fraction of the rounds and of the images that is used: more than 0, at most 1.

@@ -102,7 +102,7 @@ class Visit:
 
     @property
     def reports_weights(self) -> bool:
-        """Whether the client reports its weights: `report-weights` of its node config, true in a simulation."""
+        """True if the client reports its weights: `report-weights` of its node config, true in a simulation."""
         # In a simulation, a client's node config identifies it by a number only.
         is_simulated = "partition-id" in self.node_config and "client-id" not in self.node_config and not self.is_site
         return true_or_false(self.node_config, REPORT_WEIGHTS, is_simulated)
