@@ -1,4 +1,4 @@
-"""Epochs drawn for each client and round: the same for every method and after a resume, and uniform."""
+"""Epochs drawn for each client and round, and dropped clients: the same for every method and after a resume."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from kindred.data import load_federation
 from kindred.messages import records_of, seed_for
 from kindred.server_app.app import prepare
 from kindred.server_app.config import Config, ConfigError
+from kindred.server_app.presets import load_preset
 
 from .client_apps import initial, plain_app
 from .test_conformance import CLIENTS, app_of, initial_of, make
@@ -22,18 +23,21 @@ Epochs = dict[tuple[str, int, int], int]  # of a message: (its type, its round, 
 
 
 class Listening(InlineGrid):
-    """Notes the epochs in every message."""
+    """Notes the epochs in every message, and the nodes that train in each round."""
 
     def __init__(self, *arguments) -> None:
         super().__init__(*arguments)
         self.epochs: Epochs = {}
+        self.trained: dict[int, list[int]] = {}
 
     def push_messages(self, messages):
         messages = list(messages)
         for message in messages:
             for config in records_of(message.content, ConfigRecord):
+                about = message.metadata
+                if about.message_type == "train":
+                    self.trained.setdefault(config["server-round"], []).append(about.dst_node_id)
                 if "local-epochs" in config:
-                    about = message.metadata
                     self.epochs[about.message_type, config["server-round"], about.dst_node_id] = config["local-epochs"]
         return super().push_messages(messages)
 
@@ -54,6 +58,20 @@ def test_every_method_sends_the_numbers_that_belong_to_seed_client_and_round(nam
     for (_, server_round, node), epochs in grid.epochs.items():
         assert epochs == drawn(3, client_of[node], server_round, 5)
     assert len(set(grid.epochs.values())) > 1
+
+
+def test_the_same_clients_are_dropped_with_every_method_of_fedamps_figures() -> None:
+    preset = load_preset("fedamp-fig6-mnist")
+    for fraction, count in zip(preset.vary["fraction-train"], (9, 7, 5), strict=True):
+        trained = {}
+        for name in preset.strategies:
+            grid = Listening(plain_app(), 10)
+            make(name, fraction_train=fraction, seed=3).start(grid, initial(), 4)
+            trained[name] = grid.trained
+        first = trained["local"]
+        assert all(each == first for each in trained.values())
+        assert [len(set(nodes)) for nodes in first.values()] == [count] * 4
+        assert len({tuple(nodes) for nodes in first.values()}) > 1
 
 
 def test_draws_are_uniform_from_one_to_the_largest_number() -> None:
