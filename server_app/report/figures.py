@@ -225,7 +225,7 @@ def networks_figure(sizes: Mapping[str, Sequence[int]], title: str) -> Figure:
         axes.annotate(text, (len(each), place), xytext=(5, 0), textcoords="offset points", va="center", fontsize=9)
     axes.set_yticks(range(len(sizes)), [short_name(name) for name in sizes])
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.5 * max(*counts, 1))
+    axes.set_xlim(0, 1.6 * max(*counts, 1))
     axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
     axes.set_xlabel("clients")
     axes.spines[["top", "right"]].set_visible(False)
