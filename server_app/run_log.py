@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
-from kindred.client.state import default_root
+from kindred.client.state import default_root, make_private
 
 LOGS_KEPT = 20  # of failed runs
 # Exceptions of the app that ask the user to change a setting.
@@ -70,7 +70,7 @@ def keep_log(text: str) -> Path:
         The log cannot be written.
     """
     folder = default_root() / "logs"
-    folder.mkdir(parents=True, exist_ok=True)
+    make_private(folder)
     descriptor, path = tempfile.mkstemp(".log", f"failed-{datetime.now(UTC):%Y%m%d-%H%M%S}-", folder)
     with open(descriptor, "w", encoding="utf-8") as file:
         file.write(text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import pickle
+import stat
 import subprocess
 import sys
 import threading
@@ -26,6 +27,9 @@ from kindred.client.state import ClientState, NotResumable, begin_simulation, de
 from kindred.client.training import get_arrays
 from kindred.client.visit import Visit
 from kindred.messages import in_order, read_record
+from kindred.server_app.deployment.files import own_folder
+from kindred.server_app.run_log import keep_log
+from kindred.server_app.workspace import Workspace
 
 from .client_apps import saved_models
 from .test_conformance import everything, values
@@ -382,6 +386,24 @@ def test_the_default_folder_follows_the_environment(tmp_path, monkeypatch) -> No
     assert default_root() == tmp_path / ".local" / "state" / "kindred"
     assert ClientState(1, 0).folder.is_relative_to(default_root())
     assert ClientState(1, 0, "~/kept").folder.is_relative_to(tmp_path / "kept")
+
+
+def make_workspace() -> None:
+    with Workspace(default_root() / "simulations"):
+        pass
+
+
+def make_server_folder() -> None:
+    with own_folder(default_root() / "server"):
+        pass
+
+
+@pytest.mark.parametrize("make", [make_workspace, make_server_folder, lambda: keep_log("a line")])
+def test_a_site_accepts_the_default_folder_whoever_made_it(make, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    make()
+    with own_folder(default_root(), alone=False):  # as `kindred site` does; it ends if others can enter the folder
+        assert stat.S_IMODE(default_root().stat().st_mode) == 0o700
 
 
 # --- Simulated runs -------------------------------------------------------------------------------------

@@ -66,6 +66,13 @@ def default_root() -> Path:
     return Path(home, "kindred")
 
 
+def make_private(folder: Path) -> None:
+    """Make a folder that only this user can enter, and its missing parents alike; existing ones stay unchanged."""
+    if not folder.is_dir():
+        make_private(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
+
+
 class ClientState:
     """The saved state of one client in one run. The folder is created at the first save.
 
@@ -136,7 +143,7 @@ class ClientState:
         ValueError
             A later round or attempt has already saved: the message of this round came late.
         """
-        self._make_folder()
+        make_private(self.folder)
         last = next(iter(self._versions(name)), None)
         if last and (last.attempt, last.round) > (self._attempt, self._round):
             resumed = " of the resumed run" if last.attempt > self._attempt else ""
@@ -182,14 +189,10 @@ class ClientState:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Lock the folder against other processes; first wait until a process that uses it has finished."""
-        self._make_folder()
+        make_private(self.folder)
         with open(self.folder / ".lock", "w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
-
-    def _make_folder(self) -> None:
-        for folder in (self._run.parent, self._run, self.folder):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.safetensors"
@@ -266,7 +269,7 @@ def begin_simulation(run_id: int, checkpoints: Path | None = None, *, goes_on: b
         raise NotResumable(
             f"the saved state of its clients is not in {folder} (any more), and the run cannot be resumed without it"
         )
-    root.mkdir(parents=True, mode=0o700, exist_ok=True)
+    make_private(root)
     with open(root / ".lock", "w") as one_at_a_time:
         fcntl.flock(one_at_a_time, fcntl.LOCK_EX)
         for mark in root.glob(f"run-*/{_SIMULATED}"):
