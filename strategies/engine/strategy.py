@@ -272,9 +272,11 @@ class PersonalizedStrategy(Hooks, Strategy):
             if meant and meant not in config:
                 log(
                     WARNING,
-                    "kindred: train_config has %s, which no client of kindred reads; did you mean %s?",
+                    "kindred: train_config has %s, not %s, which clients of make_client_app read; "
+                    "a ClientApp of your own may read %s",
                     key,
                     meant,
+                    key,
                 )
 
     def _begin(
