@@ -32,15 +32,18 @@ from kindred.settings import (
     LOCAL_EPOCHS,
     LOCAL_STEPS,
     MAX_EMPTY_ROUNDS,
+    MAX_LOCAL_EPOCHS,
     MAX_STRIKES,
     MAX_UPDATE_NORM,
     MOMENTUM,
     OPTIMIZER,
     PRECISION,
     QUORUM,
+    SAMPLING,
     SEED,
     TRUE_OR_FALSE,
     WAIT_TIMEOUT,
+    WEIGHT_DECAY,
     Range,
     Setting,
     above,
@@ -171,8 +174,9 @@ class Config:
     samples_per_client: int = setting(
         0,
         at_least(0),
-        "training images per client (dirichlet, label-groups, clustered-dirichlet: mean number of images for training "
-        "and test together); 0: as in the partition's paper, else 40 for digits and at most 500 elsewhere",
+        "training images per client (dirichlet, dirichlet-clients, label-groups, clustered-dirichlet: mean number of "
+        "images for training and test together); 0: as in the partition's paper, else 40 for digits and at most 500 "
+        "elsewhere",
     )
     with_replacement: bool = setting(
         False, TRUE_OR_FALSE, "draw images of a class again when all are used, instead of ending with an error"
@@ -181,8 +185,8 @@ class Config:
     dirichlet_alpha: float = setting(
         0.1,
         above(0),
-        "dirichlet, clustered-dirichlet: concentration; the smaller, the more the clients' shares of a "
-        "class, or cluster, differ",
+        "dirichlet, clustered-dirichlet: concentration; the smaller, the more the clients' shares of a class, or "
+        "cluster, differ; dirichlet-clients: the fewer classes a client has",
     )
     public_data: str = setting(
         "auto",
@@ -205,15 +209,23 @@ class Config:
         "has, the more likely it gets a larger one",
     )
     local_epochs: int = of(LOCAL_EPOCHS)
+    max_local_epochs: int = of(MAX_LOCAL_EPOCHS)
     local_steps: int = of(LOCAL_STEPS)
     batch_size: int = of(BATCH_SIZE)
     optimizer: str = of(OPTIMIZER)
     learning_rate: float = of(LEARNING_RATE)
     momentum: float = of(MOMENTUM)
+    weight_decay: float = of(WEIGHT_DECAY)
     precision: str = of(PRECISION)
     device: str = of(DEVICE)
 
-    fraction_train: float = setting(1.0, A_SHARE, "fraction of the clients that take part in a round, rounded down")
+    fraction_train: float = setting(
+        1.0,
+        A_SHARE,
+        "fraction of the clients that take part in a round, rounded down; clients that cannot take part, such as those "
+        "without images, count but are not drawn",
+    )
+    sampling: str = of(SAMPLING)
     min_train_clients: int = setting(2, at_least(1), "least number of clients that take part in a round")
     min_available_clients: int = setting(
         2,
@@ -281,7 +293,7 @@ class Config:
         return self.run_config() | assigned(self.method_settings)
 
     def own_settings(self) -> dict[str, Any]:
-        """Return the method's own settings as arguments, except those that are left at the method's default.
+        """Return the method's own settings as arguments; an added method's only where they are given.
 
         Raises
         ------
@@ -293,8 +305,9 @@ class Config:
             if each.key not in SETTINGS:
                 if each.key in texts:
                     own[each.name] = each.parse(texts[each.key])
-            elif (value := getattr(self, each.name)) != OWN_DEFAULT:
-                own[each.name] = value
+            else:
+                value = getattr(self, each.name)
+                own[each.name] = each.default if value == OWN_DEFAULT else value
         return own
 
     def absolute(self) -> Config:
@@ -326,6 +339,13 @@ def added_settings() -> dict[str, Setting]:
     """Return the methods' settings that are not fields of Config, by their names in kebab-case."""
     found = (each for method in REGISTRY.values() for each in method.settings)
     return {each.key: each for each in found if each.key not in SETTINGS}
+
+
+def is_used_by(key: str, strategy: str) -> bool:
+    """Return whether a method uses a setting: one of its own, or one that is no method's own."""
+    own = {each.key for each in REGISTRY[strategy].settings} if strategy in REGISTRY else set()
+    of_methods = {kebab(each.name) for each in fields(Config) if any(each.metadata["methods"].values())}
+    return key in own or key not in of_methods | added_settings().keys()
 
 
 def unknown_setting(key: str, known: tuple[str, ...]) -> str:

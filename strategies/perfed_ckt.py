@@ -13,12 +13,15 @@ private labelled set B_k and the same unlabelled public set P, in the same order
 | paper | here |
 |---|---|
 | Algorithm 1, lines 6 and 7: c-means on the logits received | `cluster_logits` |
-| line 8: clients sampled without replacement, with probabilities in proportion to n_k | `PerFedCKT.chances` |
+| line 8: clients sampled without replacement, with probabilities in proportion to n_k | `PerFedCKT.default_sampling` |
 | line 11, Eq. 4: the nearest centroid for the current model | `nearest_centroid` |
 | lines 12 to 14, Eq. 2: tau steps on private and public mini-batches | `PerFedCKTClient.train`, `distillation_term` |
 | line 3: the first logits, of models that have not been trained | round 0 |
 
-Where the paper is silent:
+Where the paper is silent or has two answers:
+- Of m = C K clients a round, K counts those without data too, which take no part.
+- Algorithm 1 samples clients by p_k, section 5 "a fraction of clients" at random for all methods compared. The first is
+  the default here; with `sampling` "uniform" a round has the same clients as with the other methods.
 - Samples of a mini-batch are drawn independently, so that a client with fewer than b samples takes part like any
   other.
 - Private and public batches go through the model one after the other; batch normalisation sees both.
@@ -51,7 +54,6 @@ from .messages import (
     METRICS,
     MODEL_BYTES,
     NUM_CLASSES,
-    NUM_EXAMPLES,
     NUM_PUBLIC,
     PUBLIC_SET,
     SAMPLES_TRAINED,
@@ -65,7 +67,7 @@ from .messages import (
     to_record,
 )
 from .registry import Method
-from .settings import LOCAL_STEPS, Setting, at_least, one_of
+from .settings import BY_SIZE, LOCAL_STEPS, Setting, at_least, one_of
 
 if TYPE_CHECKING:
     import sklearn.cluster as clustering
@@ -323,7 +325,8 @@ class PerFedCKT(PersonalizedStrategy):
     needs_shared_models = False
     clients_keep_state = True
     model_stays = True
-    STATE = (*PersonalizedStrategy.STATE, "public_set", "_sizes", "_centroids", "_cluster_of")
+    default_sampling = BY_SIZE
+    STATE = (*PersonalizedStrategy.STATE, "public_set", "_centroids", "_cluster_of")
 
     def __init__(
         self,
@@ -355,7 +358,6 @@ class PerFedCKT(PersonalizedStrategy):
     def begin(self, initial_arrays: ArrayRecord) -> None:
         """Reset the state; `initial_arrays` is not used, because clients initialise their own models."""
         self.public_set: tuple[str, int, int] | None = None  # fingerprint, |P|, N
-        self._sizes: dict[ClientId, int] = {}  # n_k
         self._received: dict[ClientId, np.ndarray] = {}  # (P, N) each, of the round in progress
         self._centroids: np.ndarray | None = None  # (c', P, N), of the last round with replies
         self._sent: int = 0  # number of centroids sent in the round in progress
@@ -374,8 +376,6 @@ class PerFedCKT(PersonalizedStrategy):
         for client, public_set in stated.items():
             if public_set != self.public_set:
                 reasons[client] = f"it has {_described(public_set)}, expected {_described(self.public_set)}"
-            else:
-                self._sizes[client] = int(newcomers[client].get(NUM_EXAMPLES, 1))
         return reasons
 
     @property
@@ -384,11 +384,6 @@ class PerFedCKT(PersonalizedStrategy):
         assert self.public_set is not None
         _, num_public, num_classes = self.public_set
         return Layout({LOGITS: np.broadcast_to(np.zeros((), self.logits_dtype), (num_public, num_classes))})
-
-    def chances(self, clients: Sequence[ClientId]) -> np.ndarray:
-        """Return the sampling probabilities p_k = n_k / sum n_k, shape (m,)."""
-        sizes = np.array([self._sizes[client] for client in clients], dtype=np.float64)
-        return sizes / sizes.sum()
 
     def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
         return {

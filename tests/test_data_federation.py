@@ -191,7 +191,8 @@ def test_every_name_has_a_description():
         "npz",
     }
     assert set(PARTITIONS) == {
-        "iid", "pathological", "practical", "rotated", "permuted", "dirichlet", "label-groups", "clustered-dirichlet"
+        "iid", "pathological", "practical", "rotated", "permuted", "dirichlet", "dirichlet-clients", "label-groups",
+        "clustered-dirichlet",
     }  # fmt: skip
     for text in [entry.description for entry in (*DATASETS.values(), *PARTITIONS.values())]:
         assert text and "\n" not in text
@@ -204,6 +205,7 @@ def test_every_name_has_a_description():
         ({"partition": "practical", "num-clients": 100, "num-groups": 7}, 6),
         ({"partition": "iid", "num-clients": 100, "samples-per-client": 5}, 0),
         ({"partition": "dirichlet", "dirichlet-alpha": 0.01}, 0),  # some clients without images
+        ({"partition": "dirichlet-clients", "dirichlet-alpha": 0.01}, 0),
         ({"partition": "label-groups", "num-clients": 8}, 3),
         ({"partition": "clustered-dirichlet", "dirichlet-alpha": 0.4}, 0),
     ],

@@ -210,6 +210,13 @@ def test_test_images_are_as_many_as_asked_for_or_an_equal_share():
         ("dirichlet", {"held_out": 77}, ["77 images", "all 80", "4 clients", "public-size"]),
         ("dirichlet", {"num_clients": 1}, ["1 of 1 clients", "training images", "at least 2"]),
         ("dirichlet", {"samples_per_client": 1}, ["of 4 clients", "training images", "dirichlet-alpha (it is 0.5)"]),
+        ("dirichlet-clients", {"dirichlet_alpha": 0.0}, ["dirichlet-alpha", "0.0", "above 0"]),
+        ("dirichlet-clients", {"dirichlet_alpha": float("nan")}, ["dirichlet-alpha", "nan", "above 0"]),
+        ("dirichlet-clients", {"dirichlet_alpha": float("inf")}, ["dirichlet-alpha", "inf", "below 1e100"]),
+        ("dirichlet-clients", {"samples_per_client": 21}, ["samples-per-client", "21", "0 to 20", "80 images"]),
+        ("dirichlet-clients", {"samples_per_client": -1}, ["samples-per-client", "-1", "0 to 20"]),
+        ("dirichlet-clients", {"held_out": 77}, ["77 images", "all 80", "4 clients", "public-size"]),
+        ("dirichlet-clients", {"samples_per_client": 1}, ["0 of 4 clients", "a larger samples-per-client"]),
         ("label-groups", {"num_groups": 5, "num_clients": 8}, ["num-groups", "5", "1 to 4", "number of classes"]),
         ("label-groups", {"num_groups": 4, "num_clients": 3}, ["num-groups", "4", "1 to 3", "num-clients"]),
         ("label-groups", {"num_groups": 0}, ["num-groups", "0", "1 to 4"]),
@@ -387,6 +394,7 @@ PINNED = {
     "rotated": ("19fdd29ce462d0d6", "62a16d01e7fda4d1"),
     "permuted": ("6c337f2325977971", "e6c393f815b3df99"),
     "dirichlet": ("141fcf5febb06a54", "c0762f82a1477457"),
+    "dirichlet-clients": ("4cb9eb1fa9613e9b", "acbc8cb2c6b8dad9"),
     "label-groups": ("1e840e5eba543af0", "2e19cc4461bf81a4"),
     "clustered-dirichlet": ("92f406ee4ba3aa45", "a7bd0b0f33986b8c"),
 }
@@ -530,6 +538,150 @@ def test_another_seed_gives_another_dirichlet():
     one, other = (part("dirichlet", [100] * 5, seed=seed, held_out=10) for seed in (0, 1))
     assert set(one.spare) != set(other.spare)
     assert [len(indices) for indices in one.test] != [len(indices) for indices in other.test]
+
+
+# --- Dirichlet, client by client ----------------------------------------------------------------------------
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    class_sizes=st.lists(st.integers(2, 60), min_size=2, max_size=8),
+    test_sizes=st.integers(1, 30),
+    num_clients=st.integers(1, 14),
+    samples=st.integers(0, 20),
+    alpha=st.floats(0, 1e99, exclude_min=True),
+    held_out=st.integers(0, 20),
+    seed=st.integers(0, 2**40),
+)
+def test_every_client_by_client_partition_is_consistent(
+    class_sizes, test_sizes, num_clients, samples, alpha, held_out, seed
+):
+    test = [test_sizes] * len(class_sizes)
+    n = sum(class_sizes) + sum(test)
+    options = {
+        "num_clients": num_clients,
+        "samples_per_client": samples,
+        "dirichlet_alpha": alpha,
+        "held_out": held_out,
+        "seed": seed,
+    }
+    try:
+        got = part("dirichlet-clients", class_sizes, test, **options)
+    except DataError as error:
+        assert "\n" not in str(error)
+        return
+    again = part("dirichlet-clients", class_sizes, test, **options)
+    for name in ("train", "validation", "test"):
+        pairs = zip(getattr(got, name), getattr(again, name), strict=True)
+        assert all(np.array_equal(one, other) for one, other in pairs)
+    assert np.array_equal(got.spare, again.spare)
+
+    used = np.concatenate([*owned(got), got.spare])
+    assert len(np.unique(used)) == len(used) and 0 <= used.min() and used.max() < n
+    size = samples or (n - held_out) // num_clients
+    assert len(got.spare) == n - num_clients * size >= (0 if samples else held_out)
+    cuts = [np.diff((np.array([0, r, r + 1, r + 6]) * size + 4) // 10).tolist() for r in (1, 3, 4)]  # halves down
+    for parts in zip(got.train, got.validation, got.test, strict=True):
+        assert list(map(len, parts)) in cuts and len(parts[2]) >= (len(parts[0]) > 0)
+    assert sum(len(train) > 0 for train in got.train) >= 2
+    assert set(got.groups) == set(got.quarter_turns) == {0}
+    assert (got.label_maps == np.arange(len(class_sizes))).all()
+
+
+def test_client_by_client_all_clients_have_the_same_number_of_images():
+    sizes = {"train": [500] * 10, "test": [100] * 10, "num_clients": 20, "dirichlet_alpha": 0.01}
+    got = part("dirichlet-clients", **sizes, samples_per_client=300)  # all 6000 images
+    assert {tuple(map(len, parts)) for parts in zip(got.train, got.validation, got.test, strict=True)} == {
+        (30, 30, 150), (90, 30, 150), (120, 30, 150)
+    }  # fmt: skip
+    assert len(got.spare) == 0
+    odd = part("dirichlet-clients", **sizes | {"num_clients": 21}, held_out=100)
+    assert {len(test) for test in odd.test} == {140}  # half of (6000 - 100) // 21 = 280, of which 20 images are left
+    assert len(odd.spare) == 120
+
+
+def classes_of_clients(got, *class_sizes) -> np.ndarray:
+    """Clients x classes of all used images of each client, of the dataset's training and test images together."""
+    return both(owned(got), *class_sizes)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    class_sizes=st.lists(st.integers(2, 60), min_size=2, max_size=8),
+    num_clients=st.integers(2, 14),
+    seed=st.integers(0, 2**40),
+)
+def test_with_a_tiny_alpha_a_client_has_one_class_unless_it_takes_the_last_image_of_one(class_sizes, num_clients, seed):
+    test = [4] * len(class_sizes)
+    options = {"num_clients": num_clients, "dirichlet_alpha": 5e-324, "seed": seed}
+    try:
+        got = part("dirichlet-clients", class_sizes, test, **options)
+    except DataError:
+        return
+    table = classes_of_clients(got, class_sizes, test)
+    # The last client can have the last images of several classes.
+    assert ((table > 0).sum(1) > 1).sum() <= len(class_sizes) - 1
+
+
+def test_a_class_of_which_no_client_wants_more_serves_whole_clients():
+    got = part("dirichlet-clients", [15, 15, 15], [5, 5, 5], num_clients=6, dirichlet_alpha=1e-300)  # 10 each of 60
+    table = classes_of_clients(got, [15] * 3, [5] * 3)
+    assert ((table > 0).sum(1) == 1).all()
+    assert np.bincount(table.argmax(1)).tolist() == [2, 2, 2]
+
+
+def test_mixtures_of_clients_follow_the_distribution():
+    # A client's probability of a class is Beta(a, (C - 1) a): mean 1 / C, variance (C - 1) / (C^2 (C a + 1)), here
+    # 3 / 48. Its share of n images has in addition the variance E[q (1 - q)] / n, here 1/8 / n.
+    shares = []
+    for seed in range(300):
+        options = {"num_clients": 4, "samples_per_client": 80, "dirichlet_alpha": 0.5, "seed": seed}
+        got = part("dirichlet-clients", [1000] * 4, [200] * 4, **options)
+        y = np.concatenate([labels([1000] * 4), labels([200] * 4)])
+        shares += [np.bincount(y[indices], minlength=4) / 40 for indices in got.test]
+    shares = np.array(shares)
+    assert shares.mean(0) == pytest.approx([0.25] * 4, abs=0.02)
+    assert shares.var() == pytest.approx(3 / 48 + 1 / 8 / 40, abs=0.004)
+
+
+def one_by_one(class_sizes, num_clients, size, alpha, rng) -> np.ndarray:
+    """Shares of the classes, client by client and image by image: the class by q among those with images left."""
+    left, counts = np.array(class_sizes), np.zeros((num_clients, len(class_sizes)))
+    mixtures = rng.dirichlet([alpha] * len(class_sizes), num_clients)
+    for client in range(num_clients):
+        for _ in range(size):
+            q = mixtures[client] * (left > 0)
+            drawn = rng.choice(len(left), p=q / q.sum())
+            counts[client, drawn] += 1
+            left[drawn] -= 1
+    return counts / size
+
+
+def test_a_class_that_is_used_up_is_left_out_of_a_clients_mixture():
+    # 3 clients take 60 of 65 images; class 2 has 10. Means over seeds, against an independent loop over images.
+    rng, means, oracle = np.random.default_rng(1), np.zeros((2, 3, 3)), np.zeros((2, 3, 3))
+    for seed in range(500):
+        options = {"num_clients": 3, "samples_per_client": 20, "dirichlet_alpha": 0.7, "seed": seed}
+        got = part("dirichlet-clients", [20, 25, 8], [5, 5, 2], **options)
+        table = classes_of_clients(got, [20, 25, 8], [5, 5, 2])
+        shares, expected = table / table.sum(1, keepdims=True), one_by_one([25, 30, 10], 3, 20, 0.7, rng)
+        means += np.stack([shares, shares**2]) / 500
+        oracle += np.stack([expected, expected**2]) / 500
+    assert means[0] == pytest.approx(oracle[0], abs=0.05)
+    assert means[1] == pytest.approx(oracle[1], abs=0.05)
+    assert oracle[0][0, 2] - oracle[0][2, 2] > 0.15  # the last client finds little of class 2
+
+
+def test_client_by_client_a_large_alpha_is_even_and_another_seed_gives_other_mixtures():
+    options = {"num_clients": 5, "samples_per_client": 400}
+    even = part("dirichlet-clients", [1000] * 4, [200] * 4, dirichlet_alpha=1e90, **options)
+    table = classes_of_clients(even, [1000] * 4, [200] * 4)
+    assert abs(table / table.sum(1, keepdims=True) - 0.25).max() < 0.1
+    one, other = (part("dirichlet-clients", [1000] * 4, [200] * 4, **options, seed=seed) for seed in (0, 1))
+    assert (
+        classes_of_clients(one, [1000] * 4, [200] * 4).tolist()
+        != classes_of_clients(other, [1000] * 4, [200] * 4).tolist()
+    )
 
 
 # --- Label groups and clustered Dirichlet -------------------------------------------------------------------

@@ -67,7 +67,8 @@ def refusal(ask) -> str:
 @pytest.mark.parametrize("samples", [0, 10])
 @pytest.mark.parametrize("partition", PARTITIONS)
 def test_no_client_has_an_image_of_the_public_set(file, partition, samples):
-    if partition != "dirichlet" and samples == 0:
+    of_all = partition in ("dirichlet", "dirichlet-clients")
+    if not of_all and samples == 0:
         samples = 40
     public_of = federation(file, partition=partition, samples_per_client=samples)
     public = public_of.public_set()
@@ -81,7 +82,7 @@ def test_no_client_has_an_image_of_the_public_set(file, partition, samples):
             upright = torch.rot90(images, -int(public_of.quarter_turns[client]), dims=(2, 3))
             had += seen(public_of, upright)
     assert had and not set(had) & set(chosen)
-    assert max(chosen) >= 300 or partition != "dirichlet"  # remaining test images are used too
+    assert max(chosen) >= 300 or not of_all  # remaining test images are used too
 
 
 def test_the_public_set_is_read_once_when_first_requested(file, monkeypatch):
@@ -110,6 +111,15 @@ def test_dirichlet_divides_everything_but_the_public_set(file):
     assert all(len(own.site_data(client).test[1]) in (39, 40, 41) for client in range(4))  # half of 320 / 4
     other = federation(file, **options, public_data="cifar100", public_size=80)
     assert all(len(other.site_data(client).test[1]) in (49, 50, 51) for client in range(4))
+
+
+def test_dirichlet_clients_divides_all_but_a_public_set_of_all_classes(file):
+    options = {"partition": "dirichlet-clients", "samples_per_client": 0, "dirichlet_alpha": 0.001, "public_size": 80}
+    own = federation(file, **options)
+    classes = [number % 5 for number in seen(own, own.public_set())]  # of 300 training and 100 test images
+    public = np.bincount(np.array(classes, int), minlength=5)
+    assert public.sum() == 80 and public.min() > 5
+    assert all(len(own.site_data(client).test[1]) == 40 for client in range(4))  # half of 320 / 4
 
 
 def test_auto_chooses_the_source_of_the_public_set():

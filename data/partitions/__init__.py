@@ -17,7 +17,7 @@ import numpy as np
 from kindred.extensions import Registry
 
 from ..sources import DataError
-from .dealt import apportion, clustered_dirichlet, dirichlet, label_groups
+from .dealt import apportion, clustered_dirichlet, dirichlet, dirichlet_clients, label_groups
 from .drawn import draw, even, iid, pathological, permuted, practical, rotated
 from .request import Partition, Request, Scheme, check_size
 
@@ -44,6 +44,10 @@ PARTITIONS: Registry[Scheme] = Registry("kindred.partitions", Scheme, {
         "each class spread over the clients by Dir(dirichlet-alpha): small is skewed, large is even",
         dirichlet, ("dirichlet-alpha",), total=True,
     ),
+    "dirichlet-clients": Scheme(
+        "each client's mixture of classes drawn from Dir(dirichlet-alpha); all clients have equally many images",
+        dirichlet_clients, ("dirichlet-alpha",), total=True,
+    ),
     "label-groups": Scheme(
         "groups of clients; each group has classes of its own, and its clients images of these alone",
         label_groups, ("num-groups",), total=True,
@@ -66,8 +70,8 @@ def divide(partition: str, y_train: np.ndarray, y_test: np.ndarray, num_classes:
     Raises
     ------
     DataError
-        There are more clients than images, the groups do not fit, or a class has too few images. In dirichlet and
-        clustered-dirichlet, fewer than 2 clients have training images.
+        There are more clients than images, the groups do not fit, or a class has too few images. In dirichlet,
+        dirichlet-clients and clustered-dirichlet, fewer than 2 clients have training images.
     """
     ask = Request(partition, y_train, y_test, num_classes, **settings)
     if partition not in PARTITIONS:

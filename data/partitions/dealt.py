@@ -17,7 +17,7 @@ OTHER_SUBSAMPLES = 0.1
 
 
 def dirichlet(ask: Request) -> Partition:
-    """Each class spread by Dir(alpha): Yurochkin et al., ICML 2019, arXiv:1905.12022.
+    """Each class spread over the clients by Dir(alpha): Yurochkin et al., ICML 2019, arXiv:1905.12022.
 
     The images of each class, training and test images together, are spread over the clients by shares drawn from
     Dir(alpha), rounded by largest remainders. A client's k images are then divided as in PerFed-CKT (Cho et al., 2021,
@@ -28,18 +28,39 @@ def dirichlet(ask: Request) -> Partition:
     samples_per_client times m images, drawn uniformly, are divided; samples_per_client is then the mean number of
     images of a client, all parts together. Where it is 0, all images but `held_out` are divided.
     """
-    m, rng = ask.num_clients, ask.rng(4)
+    rng = ask.rng(4)
     y = np.concatenate([ask.y_train, ask.y_test])
     order = rng.permutation(len(y))
-    amount = _amount(
-        ask, len(y), len(y) - ask.held_out, "training, validation and test",
-        f"a public set of {ask.held_out} images leaves too few of all {len(y)} for {m} clients: take a smaller "
-        "public-size",
-    )  # fmt: skip
-    taken = np.arange(len(y)) < amount
-    owned = _deal(order[taken], y[order[taken]], _dirichlet_shares(ask, ask.num_classes, rng), rng)
-    tenths = np.cumsum(np.column_stack([rng.choice([1, 3, 4], m), np.full((m, 2), [1, 5])]), axis=1)  # (m, 3)
-    return _check_trainers(ask, _cut(ask, owned, tenths, order[~taken], down=4))  # halves
+    taken = np.arange(len(y)) < _amount_of_all(ask, len(y))
+    counts = _apportioned(_dirichlet_shares(ask, ask.num_classes, rng), y[order[taken]])
+    owned = _deal(order[taken], y[order[taken]], counts, rng)
+    return _check_trainers(ask, _cut_as_perfed_ckt(ask, owned, order[~taken], rng))
+
+
+def dirichlet_clients(ask: Request) -> Partition:
+    """Each client's classes drawn by Dir(alpha): Hsu et al., 2019, arXiv:1909.06335.
+
+    All clients have the same number of images, training and test images together. Each client has its own probabilities
+    q of the classes, drawn from the symmetric Dir(alpha); Hsu et al. write Dir(alpha p), with p the classes' shares of
+    all images, so that with C equal classes their alpha is C times this one. The clients draw in order, each one all of
+    its images: the class of an image by q, then an image of this class that no client has. A class that is used up gets
+    probability 0, and the others are divided by their sum. So with large amounts the last clients have other classes
+    than their q says. A client's images are cut as in `dirichlet`.
+
+    A client has samples_per_client images. Where it is 0, all images but `held_out` are divided, and a remainder
+    smaller than m is left over.
+    """
+    rng = ask.rng(4)
+    y = np.concatenate([ask.y_train, ask.y_test])
+    size = _amount_of_all(ask, len(y)) // ask.num_clients
+    images = rng.permutation(len(y))
+    if not ask.samples_per_client:
+        images = images[: len(y) - ask.held_out]  # the others are a public set of all classes
+    counts = _client_by_client(ask, np.bincount(y[images], minlength=ask.num_classes), size, rng)
+    owned = _deal(images, y[images], counts, rng)
+    spare = np.setdiff1d(np.arange(len(y)), np.concatenate(owned))
+    partition = _cut_as_perfed_ckt(ask, owned, spare, rng)
+    return _check_trainers(ask, partition, "take fewer clients, or a larger samples-per-client")
 
 
 def label_groups(ask: Request) -> Partition:
@@ -56,7 +77,7 @@ def label_groups(ask: Request) -> Partition:
     order, sets, rest, amount = _class_sets(ask, rng)
     taken = _take_by_group(ask, sets, groups, amount)
     shares = (groups == np.arange(ask.num_groups)[:, None]) / np.bincount(groups)[:, None]  # (G, m)
-    owned = _deal(order[taken], sets[taken], shares, rng)
+    owned = _deal(order[taken], sets[taken], _apportioned(shares, sets[taken]), rng)
     return _cut(ask, owned, TRAIN_AND_TEST, np.concatenate([order[~taken], rest]), groups=groups)
 
 
@@ -72,7 +93,8 @@ def clustered_dirichlet(ask: Request) -> Partition:
     order, sets, rest, amount = _class_sets(ask, rng)
     amount = _amount(ask, len(order), amount, "training and test", _too_few(ask, amount, len(order)))
     taken = np.arange(len(order)) < amount
-    owned = _deal(order[taken], sets[taken], _dirichlet_shares(ask, ask.num_groups, rng), rng)
+    counts = _apportioned(_dirichlet_shares(ask, ask.num_groups, rng), sets[taken])
+    owned = _deal(order[taken], sets[taken], counts, rng)
     return _check_trainers(ask, _cut(ask, owned, TRAIN_AND_TEST, np.concatenate([order[~taken], rest])))
 
 
@@ -120,6 +142,15 @@ def _amount(ask: Request, available: int, amount: int, parts: str, too_few: str)
     return amount
 
 
+def _amount_of_all(ask: Request, available: int) -> int:
+    """Return how many of all images, training and test images together, are dealt; at most all but `held_out`."""
+    return _amount(
+        ask, available, available - ask.held_out, "training, validation and test",
+        f"a public set of {ask.held_out} images leaves too few of all {available} for {ask.num_clients} clients: take "
+        "a smaller public-size",
+    )  # fmt: skip
+
+
 def _take_by_group(ask: Request, sets: np.ndarray, groups: np.ndarray, amount: int) -> np.ndarray:
     """Return the mask (n,) of the images that are dealt; images are in random order, sets (n,) are their groups."""
     clients = np.bincount(groups)  # (G,)
@@ -153,10 +184,35 @@ def _too_few(ask: Request, amount: int, available: int) -> str:
 
 def _dirichlet_shares(ask: Request, num_sets: int, rng: np.random.Generator) -> np.ndarray:
     """Return the share of every client in each set of classes, (sets, m)."""
-    alpha = ask.dirichlet_alpha
-    if not 0 < alpha < 1e100:  # above it, the sum over clients would overflow
-        raise DataError(f"dirichlet-alpha is {alpha}, allowed: above 0 and below 1e100")
-    return rng.dirichlet(np.full(ask.num_clients, alpha), num_sets)
+    return rng.dirichlet(np.full(ask.num_clients, _checked_alpha(ask)), num_sets)
+
+
+def _client_by_client(ask: Request, have: np.ndarray, size: int, rng: np.random.Generator) -> np.ndarray:
+    """Draw `size` images' classes for each client, one client after the other, from a supply `have` (C,): (C, m).
+
+    A client's q are gamma variates G_c(alpha) divided by their sum. As G(alpha) = G(alpha + 1) U^(1 / alpha) with U
+    uniform, alpha log G is `powers` here: so q of any alpha, over any classes, is a softmax without underflow.
+    """
+    alpha, m = _checked_alpha(ask), ask.num_clients
+    powers = alpha * np.log(rng.standard_gamma(alpha + 1, (m, len(have)))) - rng.standard_exponential((m, len(have)))
+    left, counts = have.copy(), np.zeros((len(have), m), int)
+    for client in range(m):
+        while missing := size - counts[:, client].sum():
+            there = np.flatnonzero(left)
+            with np.errstate(over="ignore"):  # to -inf, whose share is 0
+                shares = np.exp((powers[client, there] - powers[client, there].max()) / alpha)
+            # Draws of classes beyond their last image are repeated, without these classes.
+            drawn = np.minimum(rng.multinomial(missing, shares / shares.sum()), left[there])
+            counts[there, client] += drawn
+            left[there] -= drawn
+    return counts
+
+
+def _checked_alpha(ask: Request) -> float:
+    """Return dirichlet_alpha; DataError where it is out of range."""
+    if not 0 < ask.dirichlet_alpha < 1e100:  # above it, the sum over clients would overflow
+        raise DataError(f"dirichlet-alpha is {ask.dirichlet_alpha}, allowed: above 0 and below 1e100")
+    return ask.dirichlet_alpha
 
 
 def apportion(shares: np.ndarray, amount: int) -> np.ndarray:
@@ -167,15 +223,26 @@ def apportion(shares: np.ndarray, amount: int) -> np.ndarray:
     return counts
 
 
-def _deal(images: np.ndarray, sets: np.ndarray, shares: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
-    """Deal images (n,), whose sets of classes are `sets` (n,), to clients by their shares in each set, (sets, m)."""
-    m = shares.shape[1]
-    owner = np.empty(len(images), int)
-    for number, share in enumerate(shares):
-        places = np.flatnonzero(sets == number)
-        owner[places] = np.repeat(np.arange(m), apportion(share, len(places)))
+def _apportioned(shares: np.ndarray, sets: np.ndarray) -> np.ndarray:
+    """Divide all images, whose sets of classes are `sets` (n,), by shares (sets, m) into numbers (sets, m)."""
+    return np.stack([apportion(share, int(np.count_nonzero(sets == number))) for number, share in enumerate(shares)])
+
+
+def _deal(images: np.ndarray, sets: np.ndarray, counts: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
+    """Deal to each client `counts` (sets, m) of the images (n,), in random order, whose sets of classes are `sets`."""
+    m = counts.shape[1]
+    owner = np.full(len(images), m)  # nobody's
+    for number, of_clients in enumerate(counts):
+        owner[np.flatnonzero(sets == number)[: of_clients.sum()]] = np.repeat(np.arange(m), of_clients)
     images = images[np.lexsort((rng.random(len(images)), owner))]  # a random order for each client's images
-    return np.split(images, np.cumsum(np.bincount(owner, minlength=m))[:-1])
+    return np.split(images, np.cumsum(np.bincount(owner, minlength=m + 1))[:-1])[:m]
+
+
+def _cut_as_perfed_ckt(ask: Request, owned: list[np.ndarray], spare: np.ndarray, rng: np.random.Generator) -> Partition:
+    """Cut each client's images into {0.1, 0.3 or 0.4}, 0.1 and 0.5 for training, validation and test."""
+    m = len(owned)
+    tenths = np.cumsum(np.column_stack([rng.choice([1, 3, 4], m), np.full((m, 2), [1, 5])]), axis=1)  # (m, 3)
+    return _cut(ask, owned, tenths, spare, down=4)  # halves
 
 
 def _cut(
@@ -192,11 +259,11 @@ def _cut(
     return make_partition(ask, list(train), list(validation), list(test), spare, **seen)
 
 
-def _check_trainers(ask: Request, partition: Partition) -> Partition:
+def _check_trainers(ask: Request, partition: Partition, remedy: str = "") -> Partition:
     trainers = sum(len(images) > 0 for images in partition.train)
     if trainers < 2:
+        larger = f"take a larger dirichlet-alpha (it is {ask.dirichlet_alpha}), other clients or more images"
         raise DataError(
-            f"{trainers} of {ask.num_clients} clients have training images, at least 2 must: take a larger "
-            f"dirichlet-alpha (it is {ask.dirichlet_alpha}), other clients or more images"
+            f"{trainers} of {ask.num_clients} clients have training images, at least 2 must: {remedy or larger}"
         )
     return partition

@@ -20,7 +20,7 @@ class Partition:
     ----------
     train, validation, test : list of ndarray
         The indices of each client's images, in random order: 0 to n_train - 1 are the dataset's training images,
-        n_train and above its test images. Only dirichlet has images for validation.
+        n_train and above its test images. Only dirichlet and dirichlet-clients have images for validation.
     spare : ndarray
         The images that no client has; a public set can be drawn from them.
     groups : ndarray, (m,)
@@ -64,7 +64,7 @@ class Request:
     dirichlet_alpha : float
         Above 0.
     held_out : int
-        Number of images that dirichlet leaves unassigned where samples_per_client is 0.
+        Number of images that dirichlet and dirichlet-clients leave unassigned where samples_per_client is 0.
     seed : int
         0 or more.
     """

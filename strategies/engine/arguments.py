@@ -22,6 +22,8 @@ class Shared(TypedDict, total=False):
     train_metrics_aggr_fn: Callable[[list[RecordDict], str], MetricRecord] | None
     evaluate_metrics_aggr_fn: Callable[[list[RecordDict], str], MetricRecord] | None
     seed: int
+    sampling: str
+    max_local_epochs: int
     wait_timeout: float
     quorum: float
     grace: float

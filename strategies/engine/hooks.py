@@ -11,6 +11,7 @@ from flwr.app import ArrayRecord
 
 from kindred.messages import METHODS, NUM_EXAMPLES, SHARE_MODEL, TRAINED, VERSION_KEY, ClientId
 from kindred.registry import REGISTRY
+from kindred.settings import UNIFORM
 from kindred.versions import mismatch
 
 from .admission import MAX_EXAMPLES, Reply
@@ -19,7 +20,9 @@ from .model_store import Layout
 
 @dataclass(frozen=True)
 class SideEvaluation:
-    """A model, other than its personal model, that a client is asked to evaluate for the server.
+    """A model that a client is asked to evaluate for the server, in addition to its personal model.
+
+    By default our clients evaluate it on their training data. An ordinary ClientApp evaluates it as any other model.
 
     Parameters
     ----------
@@ -45,7 +48,6 @@ class Hooks:
     | --- | --- | --- |
     | `begin` | once, before the first round; a resumed run calls `restore` next | must be given |
     | `introduce` | for clients that connected since the last round | excludes clients that cannot take part |
-    | `chances` | when some of the clients are sampled | equal probabilities |
     | `outgoing` | with the sampled clients: yields the model of each training message | must be given |
     | `round_config` | for each training or evaluation message | no settings |
     | `row_fields` | for each message, just before it is sent | no fields |
@@ -55,8 +57,8 @@ class Hooks:
     | `take` | next: the reply is admitted | must be given |
     | `end_round` | after all training replies | must be given |
     | `side_evaluations` | before clients evaluate: yields models to evaluate in addition to the personal ones | none |
-    | `personal_models` | with the clients to evaluate; also after the last round | `personal_arrays` of each |
-    | `take_side_loss`, `take_evaluation` | for each admitted evaluation reply | ignored |
+    | `personal_models` | with the clients to evaluate; also before and after all rounds | `personal_arrays` of each |
+    | `take_side_loss`, `take_evaluation` | for each admitted evaluation reply of a round or after the last | ignored |
     | `state`, `restore` | for a checkpoint after a round, and to resume from it | the attributes named in `STATE` |
     | `global_arrays`, `client_models`, `collaboration` | by the caller, after any round | must be given |
 
@@ -80,6 +82,9 @@ class Hooks:
 
     needs_shared_models: bool = True
     """True if others receive each client's model or part of it; a client that does not share its model is refused."""
+
+    default_sampling: str = UNIFORM
+    """How a round's clients are drawn, UNIFORM or BY_SIZE (settings.py), unless the run's `sampling` says it."""
 
     STATE: tuple[str, ...] = ()
     """The attributes that a checkpoint saves, and from which a run resumes with the same arguments."""
@@ -126,10 +131,6 @@ class Hooks:
             elif method and method.needs_our_client and not (isinstance(known, list) and self.name in known):
                 reasons[client] = f"its ClientApp does not support {method.title}; use that of kindred.make_client_app"
         return reasons
-
-    def chances(self, clients: Sequence[ClientId]) -> np.ndarray | None:
-        """Return the probability that each client is sampled, shape (m,), summing to 1; None if all are equal."""
-        return None
 
     # --- Messages to train ----------------------------------------------------------------------------
 

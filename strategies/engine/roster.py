@@ -21,6 +21,7 @@ from kindred.messages import (
     IDENTITY_QUERY,
     MAX_NAME,
     METHODS,
+    NUM_EXAMPLES,
     PROBLEM,
     REFUSAL_QUERY,
     VERSION_KEY,
@@ -111,6 +112,14 @@ class Roster:
     def active(self) -> list[ClientId]:
         """Return the clients that a round can ask, in order: not those excluded for strikes, unless all of them are."""
         return [client for client in self.clients() if client not in self._excluded_until] or self.clients()
+
+    def number(self) -> int:
+        """Return the number of clients that the run knows: those of `clients`, and those that cannot take part."""
+        return len(self.nodes.keys() | self._history.left_out.keys())
+
+    def sizes(self, clients: Sequence[ClientId]) -> list[int]:
+        """Return the clients' numbers of training samples by their introductions; 1 if a client does not report it."""
+        return [self._about.get(self.nodes[client], {}).get(NUM_EXAMPLES, 1) for client in clients]
 
     # --- Meeting clients --------------------------------------------------------------------------------
 
