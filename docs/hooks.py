@@ -176,14 +176,12 @@ def repository_path(page: str, link: str) -> Path | None:
 
 def line_anchor(path: Path, name: str) -> str:
     """Return the anchor of the line that defines a function, class or method in a file; "" if none does."""
-    nodes: list[ast.stmt] = ast.parse(path.read_text()).body
-    line = 0
+    node: Any = ast.parse(path.read_text())
     for part in name.split("."):
-        definitions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == part]
-        if not definitions:
-            return ""
-        line, nodes = definitions[0].lineno, definitions[0].body
-    return f"#__codelineno-0-{line}"
+        below = ast.walk(node) if node else ()  # what is not nested first
+        definitions = (each for each in below if isinstance(each, ast.FunctionDef | ast.ClassDef))
+        node = next((each for each in definitions if each.name == part), None)
+    return f"#__codelineno-0-{node.lineno}" if node else ""
 
 
 def page_of(path: Path) -> str:

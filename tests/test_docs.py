@@ -127,6 +127,7 @@ def test_a_name_in_code_leads_to_the_line_that_defines_it(hooks) -> None:
         ("strategies/federico.py", "collaborator_weights", "def collaborator_weights("),
         ("strategies/parts/federico_losses.py", "Losses.update", "    def update("),
         ("strategies/federico.py", "FedeRiCo", "class FedeRiCo("),
+        ("strategies/fedamp.py", "alpha_at", "    def alpha_at("),
     ):
         line = int(changed(path, name).removeprefix("#__codelineno-0-"))
         assert (ROOT / path).read_text().splitlines()[line - 1].startswith(start)
