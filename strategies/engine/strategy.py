@@ -391,7 +391,7 @@ class PersonalizedStrategy(Hooks, Strategy):
 
     @property
     def sampled(self) -> str:
-        """Way in which clients are sampled, UNIFORM or BY_SIZE: that of `sampling`, or the method's own if "default"."""
+        """Way in which clients are sampled, UNIFORM or BY_SIZE: `sampling`, or the method's own if it is "default"."""
         return self.default_sampling if self.sampling == SAMPLING.default else self.sampling
 
     def chances(self, clients: Sequence[ClientId]) -> np.ndarray | None:
