@@ -45,7 +45,7 @@ def main(clients: int, size: int) -> None:
     whole, weights_only = [], []
     for _ in range(REPEATS):
         started = time.perf_counter()
-        xi = strategy._xi(everybody, 2)
+        _, xi = strategy.cloud_weights(2, everybody)
         weights_only.append(time.perf_counter() - started)
         for _ in strategy.models.combinations(xi, everybody):
             pass

@@ -207,7 +207,7 @@ def do(model: Any, work: Work, config: Config, train: tuple[Any, Any], test: tup
         evaluate(model, *test)
     for count in _parts(work.predicted, AT_ONCE):
         predict(model, next(drawn(x, y, count))[0])
-    plain = "sgd_learning_rate" in REGISTRY[config.strategy]
+    step_size = config.own_settings().get("sgd_learning_rate")
     for samples, names in ((work.head, head), (work.whole, None)):
         if not samples:
             continue
@@ -215,9 +215,7 @@ def do(model: Any, work: Work, config: Config, train: tuple[Any, Any], test: tup
             parameter.requires_grad_(names is None or name in names)
         weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = (
-            torch.optim.SGD(weights, config.sgd_learning_rate)
-            if plain
-            else torch.optim.Adam(weights, config.learning_rate)
+            torch.optim.SGD(weights, step_size) if step_size else torch.optim.Adam(weights, config.learning_rate)
         )
         model.train()
         batches = drawn(x, y, BATCH)

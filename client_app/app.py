@@ -12,7 +12,6 @@ from kindred import MODELS, REGISTRY, Site, make_client_app, make_model
 from kindred.client.models import client_network
 from kindred.client.site import ModelFactory, client_id
 from kindred.data import load_clients
-from kindred.messages import seed_for
 
 
 def load_site(context: Context) -> Site:
@@ -25,7 +24,8 @@ def load_site(context: Context) -> Site:
         clients.image_shape,
         len(data.train[1]),
         clients.typical_size,
-        seed_for(int(config["seed"]), client, "architecture"),
+        int(config["seed"]),
+        client,
     )
     method = REGISTRY[str(config["strategy"])]
     return Site(

@@ -2,13 +2,15 @@
 
 The pages are read in the repository too, so their links to code and to the files of the root are those that work there,
 such as ../strategies/fedamp.py. On the site such a link leads to a page that is generated from the file: Markdown is
-rendered, and code is shown with line numbers. A link to a folder leads to a list of its files.
+rendered, and code is shown with line numbers. If the link's text is a name in code, it leads to the line that defines
+the name. A link to a folder leads to a list of its files.
 
 Formulas become MathML here, which browsers show without a script. A formula that cannot be converted fails the build.
 """
 
 from __future__ import annotations
 
+import ast
 import html
 import posixpath
 import re
@@ -38,6 +40,9 @@ LINK = re.compile(r"(?<=\]\()[^)\s]+(?=[)\s])|(?<=src=\")[^\"]+(?=\")")
 FENCE = re.compile(r"^( *)(`{3,}|~{3,}).*?^\1\2[`~]*$", re.M | re.S)
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.S)
 REPEATED_DEFAULT = re.compile(r"(\(default: [^)<]*\)</code>),\s+default:\s+<code>.*?</code>")
+CODE_LINK = re.compile(r'(<a href="[^"#]*\bsource/([^"#]+\.py)\.html)("><code>([\w.]+)</code></a>)')
+# Where mkdocstrings reads the code (see `make tree`): in the clone it is in strategies/, or in the folder of that name.
+TREE = re.compile(r"\.venv/types/kindred/(data/|server_app/|client_app/)?")
 OPENING = re.compile(r"(?<!\\)[{}]")
 # Commands that the converter does not know, in those that it does.
 REPLACEMENTS = {
@@ -101,10 +106,12 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html_text: str, /, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Convert formulas to MathML; leave out repeated defaults and empty tables of contents."""
-    if not any(heading.children for heading in page.toc):
-        page.meta.setdefault("hide", ["toc"])
+    """Convert formulas to MathML, lead names to their lines; leave out repeated defaults and what has no entries."""
+    empty = {"toc": not any(heading.children for heading in page.toc), "navigation": page.parent is None}
+    page.meta.setdefault("hide", [part for part, is_empty in empty.items() if is_empty])
     html_text = REPEATED_DEFAULT.sub(r"\1", html_text)
+    html_text = TREE.sub(lambda found: found[1] or "strategies/", html_text)
+    html_text = CODE_LINK.sub(lambda found: f"{found[1]}{line_anchor(ROOT / found[2], found[4])}{found[3]}", html_text)
     return FORMULA.sub(lambda found: mathml(html.unescape(found[3]), found[2] == "[", page.file.src_uri), html_text)
 
 
@@ -165,6 +172,16 @@ def repository_path(page: str, link: str) -> Path | None:
     folder = ROOT if page in ROOT_PAGES else (DOCS / page).parent
     path = Path(posixpath.normpath((folder / target).as_posix()))
     return path if path.is_relative_to(ROOT) and path != ROOT and path.exists() else None
+
+
+def line_anchor(path: Path, name: str) -> str:
+    """Return the anchor of the line that defines a function, class or method in a file; "" if none does."""
+    node: Any = ast.parse(path.read_text())
+    for part in name.split("."):
+        below = ast.walk(node) if node else ()  # what is not nested first
+        definitions = (each for each in below if isinstance(each, ast.FunctionDef | ast.ClassDef))
+        node = next((each for each in definitions if each.name == part), None)
+    return f"#__codelineno-0-{node.lineno}" if node else ""
 
 
 def page_of(path: Path) -> str:

@@ -104,6 +104,7 @@ def compare(
     rounds: int | None = None,
     partition: str | None = None,
     preset: str = "",
+    vary: Mapping[str, Sequence[Any]] | None = None,
     reference: str = "",
     scale: float = 1.0,
     output: str | os.PathLike[str] | None = None,
@@ -124,6 +125,9 @@ def compare(
         Every method runs once with each seed; by default the preset's, else 0.
     preset : str
         A paper's settings and numbers; `kindred presets` lists them.
+    vary : mapping
+        A setting's name in snake_case -> two or more values: {"num_neighbours": [1, 2, 5]}. Each method that uses the
+        setting runs once with each value, under a name such as "federico-5". By default the preset's.
     reference : str
         The method that the others are tested against; by default the first.
     scale : float
@@ -153,11 +157,12 @@ def compare(
     given = _given(
         {"clients": clients, "rounds": rounds, "partition": partition, "output": output, **_data(data)}, settings
     )
+    varied = _varied({} if vary is None else vary)
     names, plain_seeds = list(methods), [_plain(seed) for seed in seeds]
     result, code = compare_methods(
-        names, given, own, seeds=plain_seeds, reference=reference, scale=scale, preset=preset,
+        names, given, own, seeds=plain_seeds, reference=reference, scale=scale, preset=preset, vary=varied,
         engine=Engine(engine, cpus_per_client, gpus_per_client), on_line=_printed if progress else _warned,
-        command=_command(names, given, own, plain_seeds, preset, reference, scale),
+        command=_command(names, given, own, plain_seeds, preset, reference, scale, varied),
     )  # fmt: skip
     result.save()
     if code >= 128:
@@ -174,6 +179,15 @@ def _data(data: Any) -> dict[str, Any]:
     if isinstance(data, str | os.PathLike):
         return {"dataset": "npz", "data_dir": data}
     raise ConfigError(f"data is a {type(data).__name__}, allowed: a dataset's name, or the path of an .npz file")
+
+
+def _varied(vary: Any) -> dict[str, list[Any]]:
+    """Return the values of each varied setting, kebab-case."""
+    if not isinstance(vary, Mapping) or any(
+        isinstance(each, str) or not isinstance(each, Iterable) for each in vary.values()
+    ):
+        raise ConfigError(f"vary is {vary!r}, allowed: a mapping from a setting to a list of values")
+    return {SETTINGS.get(name, kebab(name)): [_plain(value) for value in values] for name, values in vary.items()}
 
 
 def _given(named: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -202,6 +216,7 @@ def _command(
     preset: str,
     reference: str,
     scale: float,
+    vary: Mapping[str, Sequence[Any]],
 ) -> list[str]:
     """Return the words of the equivalent command."""
 
@@ -213,6 +228,7 @@ def _command(
         "scale": "" if scale == 1 else f"{scale:g}",
     }  # fmt: skip
     words = [f"--{name}={value}" for name, value in options.items() if value]
+    words += [f"--vary={key}={','.join(map(text, values))}" for key, values in vary.items()]
     words += [f"--set={key}={text(value)}" for key, value in given.items()]
     words += [f"--set={name}:{key}={text(value)}" for name, each in own.items() for key, value in each.items()]
     return ["kindred", "compare", *words]

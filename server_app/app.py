@@ -18,8 +18,9 @@ from kindred.client.site import fingerprint_of
 from kindred.client.state import MIXTURE, MODEL, NotResumable, end_simulation, saved_files, simulated
 from kindred.data import DATASETS, Federation, Sites, load_clients
 from kindred.engine.model_store import last_layers
+from kindred.fedamp import GROUPS
 from kindred.lazy import lazy
-from kindred.messages import to_record, with_prefix
+from kindred.messages import ClientId, to_record, with_prefix
 from kindred.settings import ROUNDS, TRAINING
 
 from .config import Config, ConfigError
@@ -212,7 +213,7 @@ def check_data_and_models(config: Config, federation: Federation | Sites) -> Non
         if "head_layers" in method:
             (name,) = names
             model = make_model(name, federation.image_shape, federation.num_classes, config.seed)
-            last_layers(model.state_dict(), config.own_settings().get("head_layers", 1))
+            last_layers(model.state_dict(), config.own_settings()["head_layers"])
     except ValueError as error:
         raise ConfigError(_in_kebab(str(error), method)) from None
     if method.distils:
@@ -222,7 +223,15 @@ def check_data_and_models(config: Config, federation: Federation | Sites) -> Non
 
 
 def needed_by(config: Config, federation: Federation | Sites) -> dict[str, Any]:
-    """Return the arguments that a strategy needs in addition to settings: networks and public images."""
+    """Return the arguments that a strategy needs in addition to settings: groups, or networks and public images.
+
+    Raises
+    ------
+    ConfigError, DataError
+        They are not known, or cannot be used.
+    """
+    if config.own_settings().get("self_weight") == GROUPS:
+        return {"groups": groups_of(config, federation)}
     if not REGISTRY[config.strategy].distils:
         return {}
     models = {
@@ -230,6 +239,17 @@ def needed_by(config: Config, federation: Federation | Sites) -> dict[str, Any]:
         for name in network_names(config.model, federation.image_shape)
     }
     return {"models": models, "public": public_images(config, federation), "device": config.device}
+
+
+def groups_of(config: Config, federation: Federation | Sites) -> dict[ClientId, int]:
+    """Return the group of each client, for self-weight groups; ConfigError if the clients have no known groups."""
+    if not isinstance(federation, Federation):
+        without = "the groups of real sites are not known"
+    elif not federation.groups.any():
+        without = f"partition {config.partition} has no groups of clients here"
+    else:
+        return dict(enumerate(federation.groups.tolist()))
+    raise ConfigError(f"self-weight is {GROUPS!r}, and {without}; set self-weight to 0 to 1, or uniform")
 
 
 def public_images(config: Config, federation: Federation | Sites) -> torch.Tensor:

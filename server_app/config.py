@@ -32,6 +32,7 @@ from kindred.settings import (
     LOCAL_EPOCHS,
     LOCAL_STEPS,
     MAX_EMPTY_ROUNDS,
+    MAX_LOCAL_EPOCHS,
     MAX_STRIKES,
     MAX_UPDATE_NORM,
     MOMENTUM,
@@ -42,6 +43,7 @@ from kindred.settings import (
     SEED,
     TRUE_OR_FALSE,
     WAIT_TIMEOUT,
+    WEIGHT_DECAY,
     Range,
     Setting,
     above,
@@ -207,11 +209,13 @@ class Config:
         "has, the more likely it gets a larger one",
     )
     local_epochs: int = of(LOCAL_EPOCHS)
+    max_local_epochs: int = of(MAX_LOCAL_EPOCHS)
     local_steps: int = of(LOCAL_STEPS)
     batch_size: int = of(BATCH_SIZE)
     optimizer: str = of(OPTIMIZER)
     learning_rate: float = of(LEARNING_RATE)
     momentum: float = of(MOMENTUM)
+    weight_decay: float = of(WEIGHT_DECAY)
     precision: str = of(PRECISION)
     device: str = of(DEVICE)
 
@@ -289,7 +293,7 @@ class Config:
         return self.run_config() | assigned(self.method_settings)
 
     def own_settings(self) -> dict[str, Any]:
-        """Return the method's own settings as arguments, except those that are left at the method's default.
+        """Return the method's own settings as arguments; an added method's only where they are given.
 
         Raises
         ------
@@ -301,8 +305,9 @@ class Config:
             if each.key not in SETTINGS:
                 if each.key in texts:
                     own[each.name] = each.parse(texts[each.key])
-            elif (value := getattr(self, each.name)) != OWN_DEFAULT:
-                own[each.name] = value
+            else:
+                value = getattr(self, each.name)
+                own[each.name] = each.default if value == OWN_DEFAULT else value
         return own
 
     def absolute(self) -> Config:
@@ -334,6 +339,13 @@ def added_settings() -> dict[str, Setting]:
     """Return the methods' settings that are not fields of Config, by their names in kebab-case."""
     found = (each for method in REGISTRY.values() for each in method.settings)
     return {each.key: each for each in found if each.key not in SETTINGS}
+
+
+def is_used_by(key: str, strategy: str) -> bool:
+    """Return whether a method uses a setting: one of its own, or one that is no method's own."""
+    own = {each.key for each in REGISTRY[strategy].settings} if strategy in REGISTRY else set()
+    of_methods = {kebab(each.name) for each in fields(Config) if any(each.metadata["methods"].values())}
+    return key in own or key not in of_methods | added_settings().keys()
 
 
 def unknown_setting(key: str, known: tuple[str, ...]) -> str:

@@ -2,13 +2,15 @@
 
     config.json                      settings, seed, true groups, images, versions, platform, start (UTC); written first
     history.csv                      a line per round and client; grows every round
-    rounds.csv                       a line per round; grows every round
+    rounds.csv                       a line per round, also for evaluations before and after them; grows every round
     collaboration/round-0003.npz     clients (m,), weights (m, m) float32: weight of each client's model for each client
     models/client-ID.safetensors     each client's personal model, after the last round
     mixtures/client-ID.safetensors   FedeRiCo, FedEM: the models that a client predicts with, and their shares
     checkpoints/round-0003-SHA256.npz  the state after a round, until the run is finished
     clusters.json, clusters.png      Clustered FL: the tree of clusters and the clients in each
     accuracy.png, collaboration.png, partition.png
+    weights.png                      weights over rounds, where they change; FedEM: the clients' shares of components
+    networks.png                     the clients with each network, where there are several networks
     report.html                      all results in one page
     summary.json                     the figures of the whole run; written first when its rounds are over
 
@@ -255,7 +257,7 @@ class RunFolder:
         if tree:
             write_json(self.path / "clusters.json", tree)
 
-        pictures = run_figures(self.settings, history.rows, last, strategy.collaboration, tree, federation)
+        pictures = run_figures(self.path, self.settings, history.rows, last, strategy.collaboration, tree, federation)
         for name, draw in pictures.items():
             with failing_is_a_warning(self.path / f"{name}.png"):
                 if figure := draw():

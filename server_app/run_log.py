@@ -9,7 +9,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
-from kindred.client.state import default_root
+from kindred.client.state import default_root, make_private
+from kindred.engine.history import CLOSING, OPENING
 
 LOGS_KEPT = 20  # of failed runs
 # Exceptions of the app that ask the user to change a setting.
@@ -70,7 +71,7 @@ def keep_log(text: str) -> Path:
         The log cannot be written.
     """
     folder = default_root() / "logs"
-    folder.mkdir(parents=True, exist_ok=True)
+    make_private(folder)
     descriptor, path = tempfile.mkstemp(".log", f"failed-{datetime.now(UTC):%Y%m%d-%H%M%S}-", folder)
     with open(descriptor, "w", encoding="utf-8") as file:
         file.write(text)
@@ -145,7 +146,7 @@ def _level_and_text(line: str) -> tuple[str, str]:
 
 def shown(level: str, text: str) -> str | None:
     """Return the text to show of a log line: progress, our own messages, warnings and errors; else None."""
-    if level == "INFO" and text.startswith(("round ", "closing evaluation ")):
+    if level == "INFO" and text.startswith(("round ", OPENING, CLOSING)):
         return text
     if level == "INFO" and text.startswith("kindred: "):
         return text.removeprefix("kindred: ")

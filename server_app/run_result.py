@@ -52,7 +52,8 @@ class RunResult:
     tables : dict of pandas.DataFrame
         "clients" (last accuracy and model file of each), "rounds" and "history".
     figures : dict of matplotlib.figure.Figure
-        "accuracy", "collaboration", "partition", and "clusters" of a method that clusters its clients.
+        "accuracy", "collaboration", "partition"; "weights" where weights change over rounds, "networks" where there are
+        several, "clusters" of a method that clusters its clients.
     models : PersonalModels
         client -> its personal model.
     """
@@ -95,6 +96,7 @@ class RunResult:
     def figures(self) -> dict[str, Figure]:
         clusters = self.folder / "clusters.json"
         pictures = run_figures(
+            self.folder,
             self.settings,
             self.rows,
             self.summary["rounds"],

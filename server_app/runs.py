@@ -72,6 +72,7 @@ def compare_methods(
     reference: str,
     scale: float,
     preset: str,
+    vary: Mapping[str, Sequence[Any]],
     engine: Engine,
     on_line: Callable[[str], None],
     command: Sequence[str],
@@ -80,7 +81,7 @@ def compare_methods(
 
     Parameters
     ----------
-    names, given, own, seeds, reference, scale
+    names, given, own, seeds, reference, scale, vary
         As in `make_plan`.
     preset : str
         The name of a preset, or "".
@@ -103,8 +104,9 @@ def compare_methods(
         The settings, the data or the machine must be changed: no method can be run, and nothing was run.
     """
     plan = make_plan(
-        names, given, own, seeds=seeds, reference=reference, scale=scale, preset=load_preset(preset) if preset else None
-    )
+        names, given, own, seeds=seeds, reference=reference, scale=scale, vary=vary,
+        preset=load_preset(preset) if preset else None,
+    )  # fmt: skip
     for _, config in plan.runs:
         check_machine(config, engine)
     unusable: dict[str, ConfigError | DataError] = {}

@@ -14,7 +14,7 @@ from rich.table import Table
 from kindred.engine.history import COMPUTE
 from kindred.messages import ClientId, in_order
 
-from .report.figures import comparison_figure
+from .report.comparison_figures import comparison_figure
 from .run_files import failing_is_a_warning, read_summary, save_figure, what_data
 from .tables import read_table
 
@@ -44,7 +44,7 @@ def summarise(settings: Mapping[str, Any], history: History, models: Mapping[Cli
         - `accuracy` (mean over clients), `accuracy-weighted`, `accuracy-p10`, `accuracy-best` (BMTA): as in the last
           line of rounds.csv.
         - `personal`: the evaluation that accuracies are of.
-        - `seconds`, `bytes-down`, `bytes-up`: of the whole run, with a closing evaluation.
+        - `seconds`, `bytes-down`, `bytes-up`: of the whole run, with evaluations before and after the rounds.
         - `seconds-per-round`: of training.
         - `samples-trained`, `samples-predicted`: by all clients.
         - `floats`, `bytes-fedavg`: of PerFed-CKT, numbers sent as its paper counts them, and the bytes that FedAvg
@@ -81,7 +81,7 @@ def summarise(settings: Mapping[str, Any], history: History, models: Mapping[Cli
 
 
 def training_rounds(settings: Mapping[str, Any], history: History) -> list[dict[str, Any]]:
-    """Return the training rounds, without a method's exchange before the first or evaluation after the last."""
+    """Return the training rounds, without exchanges before the first or after the last."""
     return [line for line in history.rounds if 1 <= line["round"] <= settings["num-rounds"]]
 
 

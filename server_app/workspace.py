@@ -18,6 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+from kindred.client.state import make_private
+
 from .flower_app import toml
 from .processes import MARK
 
@@ -40,7 +42,7 @@ class Workspace:
     def __init__(self, parent: Path) -> None:
         self.mark = uuid.uuid4().hex
         try:
-            parent.mkdir(parents=True, exist_ok=True)
+            make_private(parent)
             self._folders = [OwnFolder(parent), OwnFolder(SHORT_FOLDER)]
             self.home, self.ray = (folder.path for folder in self._folders)
         except OSError as error:

@@ -10,7 +10,7 @@ maximises the likelihood of all data under the mixtures. Clients exchange a few 
 |---|---|
 | Algorithm 1, line 7: M neighbours by epsilon-greedy choice | `choose_neighbours` |
 | lines 11 to 14: losses of the received models; those of the others are unchanged | `Losses.update` |
-| line 15: moving average of the losses | `smooth` |
+| line 15: moving average of the losses; Eq. 24: their sum | `smooth`, `accumulate` |
 | line 16, Eq. 3: weights | `collaborator_weights` |
 | lines 18 to 21: weighted updates of the received models | `weighted_update` |
 | line 25, Eq. 6: each model moved by the sum of its updates | `Updates`, `OptimizerSteps` |
@@ -23,6 +23,8 @@ Decisions where the paper is silent, or where its letter fails:
 - Losses start from 0, so that a model not yet received looks best. This is right for the choice of neighbours, which
   thus explores, and wrong for weights. Weights are therefore over the models received so far. A model received once
   enters with beta times its loss, as in the paper's average, so its first weight is too high.
+- With `accumulate` weights depend on the sum of all rounds' losses (Eqs. 3 and 4). A model received for the first time
+  enters as if it had had the same loss in all earlier rounds: with one loss it would have nearly all weight.
 - A client trains its own model every round, in addition to the M neighbours'. Neighbours are drawn one after the other,
   without replacement. M = 0 is local training.
 - Each client's model has its own random initialisation. A client sends its model when it first takes part, after
@@ -32,20 +34,20 @@ Decisions where the paper is silent, or where its letter fails:
   model.
 - Buffers of normalisation layers follow the owner's data: its updates of them are not weighted, and other clients send
   none.
-- The mixture is of probabilities. In a round it is over the received models; the closing evaluation uses the whole
-  mixture.
+- The mixture is of probabilities, over the models received so far with a weight of `mixture_threshold` or more, at most
+  `mixture_size` others'. In a round, a model that was received earlier is the client's copy of it. The closing
+  evaluation sends the last models; copies replace those that their owners no longer share.
 
 Clients have no channel between them. The server forwards models and sums updates, so it knows which client has which
-model. With `selection` "server" it also keeps the losses and draws the neighbours; with "relay" the clients do this.
-The functions are the same, and so are the results unless a reply is lost. The client then has losses that the server
-does not have. The table of losses, the requests and the clients' updates are in `kindred.parts`.
+model. Clients keep their losses. With `selection` "server" they also report them, and the server draws the neighbours;
+with "relay" the clients draw. The functions are the same, and so are the results unless a reply is lost. The client
+then has losses that the server does not have. The parts with a state, and the clients' updates, are in `kindred.parts`.
 """
 
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Unpack
 
 import numpy as np
@@ -70,29 +72,27 @@ from .messages import (
     TRAIN_LOSS,
     ClientId,
     by_prefix,
-    decode,
     encode,
     in_order,
     seed_for,
     to_record,
     with_prefix,
 )
-from .parts.federico_losses import LARGEST_LOSS, LOSSES, Losses, smooth
-from .parts.federico_requests import Request, Requests, choose_request, reports_weights
-from .parts.federico_updates import MODELS, received_models, weighted_update
-from .parts.mixture import SMALLEST, keep_mixture, mixture_scores, mixture_shares
-from .registry import Method
-from .settings import (
-    A_SHARE,
-    LEARNING_RATE,
-    OPTIMIZER,
-    STORE,
-    TRUE_OR_FALSE,
-    Setting,
-    at_least,
-    one_of,
-    within,
+from .parts.federico_copies import Copies
+from .parts.federico_losses import LARGEST_LOSS, LOSSES, Losses
+from .parts.federico_requests import (
+    CHOICE_SEED,
+    CLIENTS,
+    Request,
+    Requests,
+    choose_request,
+    mixture_members,
+    request_of,
 )
+from .parts.federico_updates import MODELS, received_models, weighted_update
+from .parts.mixture import SMALLEST, Arrays, mixture_shares
+from .registry import Method
+from .settings import A_SHARE, LEARNING_RATE, OPTIMIZER, STORE, TRUE_OR_FALSE, Setting, at_least, one_of, within
 
 NUM_NEIGHBOURS = Setting(
     "num_neighbours",
@@ -124,6 +124,15 @@ MIXING = Setting("mixture", "probabilities", one_of("probabilities", "logits"), 
 MIXTURE_THRESHOLD = Setting(
     "mixture_threshold", 0.01, within(0, 1), "models with a smaller weight are not used in the prediction"
 )
+MIXTURE_SIZE = Setting(
+    "mixture_size", 0, at_least(0), "models of other clients in the prediction, at most; 0: no limit", trial=1
+)
+ACCUMULATE = Setting(
+    "accumulate",
+    False,
+    TRUE_OR_FALSE,
+    "whether weights depend on the sum of the losses of all rounds, instead of their moving average by beta",
+)
 SHARE_ABSENT = Setting(
     "share_absent",
     True,
@@ -137,11 +146,10 @@ SELECTION = Setting(
     "who holds the losses and chooses neighbours: the server, or each client, with the server as a relay",
 )
 
-# Keys in messages.
-CLIENTS = "clients"
-SMOOTHED = "smoothed-losses"
-LOG_REST = "log-rest"
-CHOICE_SEED = "choice-seed"
+# Settings in every message to a client, and those that it needs with `selection` "relay".
+WEIGHING = (BETA, ACCUMULATE, LIKELIHOOD, TEMPERATURE)
+FOR_CLIENTS = (SELECTION, *WEIGHING, M_STEP, MIN_WEIGHT, MIXING, MIXTURE_THRESHOLD, MIXTURE_SIZE)
+FOR_RELAYED_CLIENTS = (NUM_NEIGHBOURS, EPSILON)
 
 # --- The mathematics ----------------------------------------------------------------------------------
 
@@ -176,9 +184,9 @@ def log_sum_exp(scores: np.ndarray) -> float:
     return float(highest + np.log(np.exp(scores - highest).sum()))
 
 
-def log_rest_of(losses: Losses, clients: Sequence[ClientId], beta: float, temperature: float) -> float:
-    """Return `log_rest` of `collaborator_weights` after the next update, of these clients' losses."""
-    return log_sum_exp(-losses.averages_without(clients, beta) / temperature)
+def log_rest_of(losses: Losses, clients: Iterable[ClientId], temperature: float) -> float:
+    """Return `log_rest` of `collaborator_weights` for these clients' models."""
+    return log_sum_exp(-losses.averages(in_order(losses.latest.keys() - set(clients))) / temperature)
 
 
 def known_weights(losses: Losses, temperature: float) -> dict[ClientId, float]:
@@ -200,74 +208,72 @@ class FedeRiCoClient:
         config, site = visit.config, visit.site
         if config[SHARE_MODEL] and not true_or_false(visit.node_config, SHARE_MODEL, True):
             raise ValueError(f"{SHARE_MODEL} is false at this site, but the server was not informed")
-        clients, models, is_new = received_models(visit)
+        models, is_new = received_models(visit)
         scale = len(site.train[1]) if config["likelihood"] == "sum" else 1
-        table = Losses.load(visit.state) if config["selection"] == "relay" else None
-        beta, temperature = float(config["beta"]), float(config["temperature"])
-        threshold = float(config["mixture-threshold"])
+        table, temperature = Losses.load(visit.state), float(config["temperature"])
 
         # E-step
-        losses, probabilities = [], []
-        for arrays in models:
+        losses, predictions = [], {}
+        for owner, arrays in models.items():
             model = visit.model(arrays)
             loss = scale * visit.loss(model)
             losses.append(min(loss, LARGEST_LOSS) if np.isfinite(loss) else LARGEST_LOSS)
-            probabilities.append(predict(model, site.test[0]))
-        if table is None:
-            before, log_rest = np.array(config[SMOOTHED]), float(config[LOG_REST])
-        else:
-            before, log_rest = table.averages(clients), log_rest_of(table, clients, beta, temperature)
-        weights = collaborator_weights(smooth(before, np.array(losses), beta), temperature, log_rest)  # (k,)
+            predictions[owner] = predict(model, site.test[0])
+        table.update(list(models), losses, None if config["accumulate"] else float(config["beta"]))
+        log_rest = log_rest_of(table, models, temperature)
+        weights = collaborator_weights(table.averages(models), temperature, log_rest)  # (k,)
 
         # M-step
-        sent = with_prefix(NEW_MODEL, models[0]) if is_new else {}
-        for place, (arrays, weight) in enumerate(zip(models, weights.tolist(), strict=True)):
+        sent = with_prefix(NEW_MODEL, next(iter(models.values()))) if is_new else {}
+        for place, (arrays, weight) in enumerate(zip(models.values(), weights.tolist(), strict=True)):
             if weight >= max(float(config["min-weight"]), SMALLEST):
                 update = weighted_update(visit, arrays, weight, scale, own=place == 0)
                 if all(np.isfinite(array).all() for array in update.values()):
                     sent |= with_prefix(place, update)
 
-        metrics: dict[str, Any] = {}
-        if table is None:
-            reported: dict[str, Any] = {LOSSES: losses}
-            metrics[TRAIN_LOSS] = losses[0] / scale
+        table.save(visit.state)
+        metrics = visit.counts() | evaluate_mixture(visit, table, models, predictions, f"{MIXTURE}-")
+        if config["selection"] == "relay":
+            reported = request_of(visit, table, known_weights(table, temperature)).pack()
         else:
-            table.update(clients, losses, beta)
-            table.save(visit.state)
-            request = choose_request(
-                clients[0],
-                decode(config[CLIENTS]),
-                table,
-                known_weights(table, temperature),
-                num_neighbours=int(config["num-neighbours"]),
-                epsilon=float(config["epsilon"]),
-                seed=config[CHOICE_SEED],
-                threshold=threshold,
-            )
-            reported = (request if reports_weights(visit) else replace(request, weights={})).pack()
-        shares = mixture_shares(weights, threshold)
-        kind = str(config["mixture"])
-        if visit.is_site:  # in case the run ends before its closing evaluation
-            keep_mixture(visit, clients, models, shares, kind)
-        metrics |= visit.counts()
-        metrics |= mixture_scores(visit, np.stack(probabilities), shares, 0, kind, f"{MIXTURE}-")
+            reported = {LOSSES: losses}
+            metrics[TRAIN_LOSS] = losses[0] / scale
         return RecordDict({ARRAYS: to_record(sent), METRICS: MetricRecord({**metrics}), CONFIG: ConfigRecord(reported)})
 
     @staticmethod
     def evaluate(visit: Visit) -> RecordDict:
-        """Evaluate the mixture of the models in the message, and keep it."""
-        config = visit.config
-        clients, models, _ = received_models(visit)
-        smoothed = (
-            np.array(config[SMOOTHED]) if SMOOTHED in config else Losses.load(visit.state).averages(clients)
-        )  # (k,)
-        weights = collaborator_weights(smoothed, float(config["temperature"]))
-        shares = mixture_shares(weights, float(config["mixture-threshold"]))  # (k,)
-        kind = str(config["mixture"])
-        probabilities = np.stack([predict(visit.model(arrays), visit.site.test[0]) for arrays in models])  # (k, n, N)
-        keep_mixture(visit, clients, models, shares, kind)
-        metrics = mixture_scores(visit, probabilities, shares, 0, kind) | {NUM_EXAMPLES: len(visit.site.test[1])}
-        return RecordDict({METRICS: MetricRecord({**metrics})})
+        """Evaluate the mixture of the models in the message, and of the copies of those that it lacks; keep it."""
+        metrics = evaluate_mixture(visit, Losses.load(visit.state), received_models(visit)[0], {}, "")
+        return RecordDict({METRICS: MetricRecord({**metrics, NUM_EXAMPLES: len(visit.site.test[1])})})
+
+
+def evaluate_mixture(
+    visit: Visit, table: Losses, models: dict[ClientId, Arrays], predictions: dict[ClientId, np.ndarray], prefix: str
+) -> dict[str, float]:
+    """Return accuracy and loss of the mixture with which a client predicts, and of its own model.
+
+    Parameters
+    ----------
+    visit : Visit
+    table : Losses
+        With those of the received models.
+    models : dict of client id to model
+        The received models, the client's own first.
+    predictions : dict of client id to ndarray (n, N)
+        What they predict for the test data, in training; empty in an evaluation.
+    prefix : str
+        Prefix of the mixture's metrics.
+    """
+    config, temperature = visit.config, float(visit.config["temperature"])
+    known = known_weights(table, temperature) if config[SHARE_MODEL] else {}  # a client that does not share is alone
+    threshold, size = float(config["mixture-threshold"]), int(config["mixture-size"])
+    members = mixture_members(next(iter(models)), known, threshold, size)
+    copies = Copies(visit, models)
+    if predictions:
+        copies.update(table.latest, members if size or not known else table.latest, predictions)
+    found = copies.predictions(members, predictions)
+    weights = collaborator_weights(table.averages(found), temperature)  # (k,)
+    return copies.metrics(found, mixture_shares(weights, threshold), keep=not predictions, prefix=prefix)
 
 
 # --- The server ---------------------------------------------------------------------------------------
@@ -302,8 +308,11 @@ class FedeRiCo(StoredModels):
     mixture : {"probabilities", "logits"}
         What a client's prediction mixes.
     mixture_threshold : float (default: 0.01)
-        0 to 1; models with a smaller weight are not used in the prediction, nor more than num_neighbours models of
-        other clients.
+        0 to 1; models with a smaller weight are not used in the prediction.
+    mixture_size : int (default: 0)
+        The most models of other clients that are used in the prediction; 0: no limit.
+    accumulate : bool (default: False)
+        Whether weights depend on the sum of the losses of all rounds (Eqs. 3 and 4), instead of their moving average.
     share_absent : bool (default: True)
         Whether models of clients that are not connected remain available to others.
     selection : {"server", "relay"}
@@ -337,6 +346,8 @@ class FedeRiCo(StoredModels):
         min_weight: float = MIN_WEIGHT.default,
         mixture: str = MIXING.default,
         mixture_threshold: float = MIXTURE_THRESHOLD.default,
+        mixture_size: int = MIXTURE_SIZE.default,
+        accumulate: bool = ACCUMULATE.default,
         share_absent: bool = SHARE_ABSENT.default,
         selection: str = SELECTION.default,
         **shared: Unpack[StoredShared],
@@ -351,6 +362,8 @@ class FedeRiCo(StoredModels):
         self.min_weight = MIN_WEIGHT.check(min_weight)
         self.mixture = MIXING.check(mixture)
         self.mixture_threshold = MIXTURE_THRESHOLD.check(mixture_threshold)
+        self.mixture_size = MIXTURE_SIZE.check(mixture_size)
+        self.accumulate = ACCUMULATE.check(accumulate)
         self.share_absent = SHARE_ABSENT.check(share_absent)
         self.selection = SELECTION.check(selection)
         self.optimizer = OPTIMIZER.check(optimizer)
@@ -375,31 +388,12 @@ class FedeRiCo(StoredModels):
         return super().introduce(newcomers)
 
     def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
-        owners = self._sent.owners[client]
-        config = {
-            MODELS: encode(owners),
-            SHARE_MODEL: not self._requests.is_private(client),
-            "selection": self.selection,
-            "beta": self.beta,
-            "likelihood": self.likelihood,
-            "temperature": self.temperature,
-            "m-step": self.m_step,
-            "min-weight": self.min_weight,
-            "mixture": self.mixture,
-            "mixture-threshold": self.mixture_threshold,
-        }
+        config: dict[str, Any] = {each.key: getattr(self, each.name) for each in FOR_CLIENTS}
+        config |= {MODELS: encode(self._sent.owners[client]), SHARE_MODEL: not self._requests.is_private(client)}
         if self.selection == "relay":
-            return config | {
-                "num-neighbours": self.num_neighbours,
-                "epsilon": self.epsilon,
-                CLIENTS: encode(self._directory),
-                CHOICE_SEED: self._choice_seed(client),
-            }
-        losses = self.losses.get(client, Losses())
-        return config | {
-            SMOOTHED: losses.averages(owners).tolist(),
-            LOG_REST: log_rest_of(losses, owners, self.beta, self.temperature),
-        }
+            config |= {each.key: getattr(self, each.name) for each in FOR_RELAYED_CLIENTS}
+            config |= {CLIENTS: encode(self._directory), CHOICE_SEED: self._choice_seed(client)}
+        return config
 
     def outgoing(self, server_round: int, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId, ArrayRecord]]:
         self._round = server_round
@@ -423,6 +417,7 @@ class FedeRiCo(StoredModels):
             epsilon=self.epsilon,
             seed=self._choice_seed(client),
             threshold=self.mixture_threshold,
+            size=self.mixture_size,
         )
 
     def _choice_seed(self, client: ClientId) -> int:
@@ -443,7 +438,8 @@ class FedeRiCo(StoredModels):
     def take(self, client: ClientId, reply: Reply) -> None:
         owners = self._sent.owners[client]
         if self.selection == "server":
-            self.losses.setdefault(client, Losses()).update(owners, reply.config[LOSSES], self.beta)
+            beta = None if self.accumulate else self.beta
+            self.losses.setdefault(client, Losses()).update(owners, reply.config[LOSSES], beta)
             request = self._request(client)
         else:
             request = self._requests.existing(Request.unpack(reply.config))
@@ -467,8 +463,8 @@ class FedeRiCo(StoredModels):
         return {NEIGHBOURS: encode(self._sent.neighbours(client))}
 
     def personal_arrays(self, client: ClientId) -> ArrayRecord:
-        """Return all models of the client's mixture, its own first."""
-        return self._sent.pack(client, self._requests.mixture(client, self.num_neighbours))
+        """Return the available models of the client's mixture, its own first."""
+        return self._sent.pack(client, self._requests.mixture(client, self.mixture_size))
 
     def collaboration(self) -> tuple[list[ClientId], np.ndarray]:
         """Return the weights w_ij that the server knows; the row of a client that does not report them is 0."""
@@ -479,7 +475,7 @@ METHOD = Method(
     title="FedeRiCo",
     paper="Sui et al., 2022, arXiv:2210.06597",
     travels="the client's and its neighbours' models, down; their weighted updates, up",
-    stays="with relay, its losses",
+    stays="its losses, and the models that it has received",
     strategy=FedeRiCo,
     client=FedeRiCoClient,
     settings=(
@@ -494,6 +490,8 @@ METHOD = Method(
         MIN_WEIGHT,
         MIXING,
         MIXTURE_THRESHOLD,
+        MIXTURE_SIZE,
+        ACCUMULATE,
         SHARE_ABSENT,
         SELECTION,
         STORE,

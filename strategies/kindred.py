@@ -478,7 +478,8 @@ class Kindred(CloudModels):
 
     def personal_models(self, clients: Sequence[ClientId]) -> Iterator[ArrayRecord]:
         """Yield the model between each client's next start and its own model; for an excluded client, its own model."""
-        self.welcome(clients)
+        if self._samples:  # before that, every client has the initial model
+            self.welcome(clients)
         senders, starts, own = self._starts(clients)
         known = own.any(axis=1, keepdims=True)  # (r, 1)
         kept = self._places.mean

@@ -62,6 +62,7 @@ LABEL_SMOOTHING = "label-smoothing"
 FINETUNE_EPOCHS = "finetune-epochs"
 NEIGHBOURS = "neighbours"  # the other clients whose models a client receives
 WEIGHTS = "weights"  # of these models, as the client reports them
+SHARE = "share-"  # metrics share-0, share-1, ...: a client's shares of component models, where it reports them
 PROBE = "probed-model"  # in EVALUATE messages: name of a model other than the personal one, see `SideEvaluation`
 
 METHODS = "methods"

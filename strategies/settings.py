@@ -162,6 +162,13 @@ SEED = Setting("seed", 0, at_least(0), "seed of everything random: data, samplin
 LOCAL_EPOCHS = Setting(
     "local_epochs", 5, at_least(0), "epochs of local training per round; 0: local-steps steps instead"
 )
+MAX_LOCAL_EPOCHS = Setting(
+    "max_local_epochs",
+    0,
+    at_least(0),
+    "if not 0, every client trains in every round for its own number of epochs in place of local-epochs, drawn "
+    "uniformly from 1 to this one; without effect where steps are counted, as in PerFed-CKT",
+)
 LOCAL_STEPS = Setting(
     "local_steps",
     50,
@@ -174,12 +181,30 @@ BATCH_SIZE = Setting("batch_size", 10, at_least(1), "images per step")
 OPTIMIZER = Setting("optimizer", "adam", one_of("adam", "sgd"), "local optimiser")
 LEARNING_RATE = Setting("learning_rate", 0.002, above(0), "step size of the local optimiser", trial=0.1)
 MOMENTUM = Setting("momentum", 0.0, within(0, 1), "momentum of sgd")
+WEIGHT_DECAY = Setting(
+    "weight_decay",
+    0.0,
+    at_least(0),
+    "weight decay of the local optimiser: each step adds this times the weights to the gradient, as in torch's SGD and "
+    "Adam",
+)
 PRECISION = Setting(
     "precision", "float32", one_of("float32", "bfloat16"), "arithmetic of local training; bfloat16 by autocast"
 )
 DEVICE = Setting("device", "auto", one_of("auto", "cpu", "cuda"), "where clients train; auto: the GPU if there is one")
 
-TRAINING = (SEED, LOCAL_EPOCHS, LOCAL_STEPS, BATCH_SIZE, OPTIMIZER, LEARNING_RATE, MOMENTUM, PRECISION, DEVICE)
+TRAINING = (
+    SEED,
+    LOCAL_EPOCHS,
+    LOCAL_STEPS,
+    BATCH_SIZE,
+    OPTIMIZER,
+    LEARNING_RATE,
+    MOMENTUM,
+    WEIGHT_DECAY,
+    PRECISION,
+    DEVICE,
+)
 """The settings of local training, which every message holds."""
 
 # --- The server's rounds ------------------------------------------------------------------------------
@@ -225,7 +250,17 @@ MAX_EMPTY_ROUNDS = Setting(
     "max_empty_rounds", 5, at_least(1), "rounds in a row without a usable answer after which the run ends"
 )
 
-ROUNDS = (SEED, SAMPLING, WAIT_TIMEOUT, QUORUM, GRACE, MAX_STRIKES, MAX_UPDATE_NORM, MAX_EMPTY_ROUNDS)
+ROUNDS = (
+    SEED,
+    SAMPLING,
+    MAX_LOCAL_EPOCHS,
+    WAIT_TIMEOUT,
+    QUORUM,
+    GRACE,
+    MAX_STRIKES,
+    MAX_UPDATE_NORM,
+    MAX_EMPTY_ROUNDS,
+)
 """Arguments of every strategy that are also settings of a run, under the same names."""
 
 STORE = Setting(

@@ -164,14 +164,17 @@ def logits_app(evaluates_in_training: bool = False) -> ClientApp:
 
 
 def collaboration_app(evaluates_in_training: bool = False) -> ClientApp:
-    """FedeRiCo's client for the targets of `plain_app`: each model's loss is its distance from the client's target."""
+    """FedeRiCo's client for the targets of `plain_app`: each model's loss is its distance from the client's target.
+
+    It keeps no losses: weights are those of the last losses, among the received models.
+    """
     app = ClientApp()
 
     def loss(w: np.ndarray, client: int) -> float:
         return float(((w - target(client)) ** 2).mean())
 
-    def shares(scores: np.ndarray, rest: float = -np.inf) -> np.ndarray:
-        return np.exp(scores) / (np.exp(scores).sum() + np.exp(rest))
+    def shares(scores: np.ndarray) -> np.ndarray:
+        return np.exp(scores) / np.exp(scores).sum()
 
     def weights_of(arrays: ArrayRecord, count: int, client: int) -> list[np.ndarray]:
         own = np.full((2, 2), 0.1 * client, np.float32)
@@ -188,8 +191,7 @@ def collaboration_app(evaluates_in_training: bool = False) -> ClientApp:
         config, arrays = message.content["config"], message.content["arrays"]
         models = weights_of(arrays, len(json.loads(config["models"])), client)
         losses = [loss(w, client) for w in models]
-        smoothed = (1 - config["beta"]) * np.array(config["smoothed-losses"]) + config["beta"] * np.array(losses)
-        weights = shares(-smoothed / config["temperature"], config["log-rest"])
+        weights = shares(-np.array(losses) / config["temperature"])
         sent = {}
         if "0/layer.weight" not in arrays:
             sent |= {
@@ -218,7 +220,7 @@ def collaboration_app(evaluates_in_training: bool = False) -> ClientApp:
     def evaluate(message, context):
         client, config = context.node_config["partition-id"], message.content["config"]
         models = weights_of(message.content["arrays"], len(json.loads(config["models"])), client)
-        weights = shares(-np.array(config["smoothed-losses"]) / config["temperature"])
+        weights = shares(-np.array([loss(w, client) for w in models]) / config["temperature"])
         metrics = {
             "eval_loss": float(sum(weight * loss(w, client) for w, weight in zip(models, weights))),
             "eval_acc": float(sum(weight * closeness(w, client) for w, weight in zip(models, weights))),

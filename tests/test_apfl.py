@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import ConfigRecord, MetricRecord
+from safetensors.numpy import load_file
 
 from kindred import APFL, FedAvg, InlineGrid, Local, Site, make_client_app
 from kindred.baselines.apfl import adapted_share, descend_local, mix
@@ -119,7 +120,7 @@ def apfl(mixing_weight: float = 0.5, adapt_mixing: bool = True, sgd_learning_rat
 
 
 def columns(strategy, *names: str) -> list[list]:
-    return [[row[name] for name in names] for row in strategy.history.rows if row["round"] <= 3]
+    return [[row[name] for name in names] for row in strategy.history.rows if 1 <= row["round"] <= 3]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
@@ -244,6 +245,28 @@ def test_an_unsampled_client_is_evaluated_with_the_global_model() -> None:
     for client, row in closing.items():
         test = load_site(InlineGrid(app, CLIENTS)._contexts[1001 + client]).test
         assert (row["personal-accuracy"], row["personal-loss"]) == evaluate(model, *test)
+
+
+def test_an_unsampled_site_keeps_the_last_global_model(tmp_path) -> None:
+    grid = InlineGrid(app, CLIENTS)
+    for node, context in grid._contexts.items():
+        context.node_config["state-dir"] = str(tmp_path / str(node))
+    config, kept = ConfigRecord(SETTINGS), {}
+
+    def note(server_round: int) -> None:
+        files = {client: next(tmp_path.glob(f"{1001 + client}/run-*/*/model.safetensors")) for client in range(CLIENTS)}
+        kept[server_round] = {client: values(to_record(load_file(path))) for client, path in files.items()}
+
+    strategy = apfl(fraction_train=0.5)
+    strategy.start(grid, to_record(get_arrays(network())), 1, 60, config, config, on_round=note)
+    drawn = {row["client"] for row in strategy.history.rows if row["round"] == 1}
+    first, last = values(to_record(get_arrays(network()))), values(strategy.global_arrays())
+    assert first != last
+    for client in range(CLIENTS):
+        if client in drawn:
+            assert kept[1][client] == kept[2][client] not in (first, last)
+        else:
+            assert (kept[1][client], kept[2][client]) == (first, last)
 
 
 def test_a_diverged_local_model_is_not_stored() -> None:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from flwr.app import ConfigRecord
 
-from benchmarks import ablation, scale, simulation
+import kindred
+from benchmarks import ablation, scale, simulation, steps
 from benchmarks.simulation import Work, do, work_of, work_of_server
 from kindred import REGISTRY, InlineGrid, make_client_app
 from kindred.client.training import get_arrays
@@ -324,3 +325,56 @@ def test_settings_are_those_of_a_run_and_invalid_ones_are_named(monkeypatch, cap
         with pytest.raises(SystemExit) as ended:
             run(*words)
         assert ended.value.code == 2 and named in capsys.readouterr().err
+
+
+# --- Step sizes ---------------------------------------------------------------------------------------
+
+
+def test_the_grids_name_settings_of_their_method_and_no_combination_twice() -> None:
+    for method, grids in steps.GRIDS.items():
+        own = {each.name: each for each in REGISTRY[method].settings}
+        for chosen in (rows := list(steps.rows(method))):
+            assert chosen.keys() == own.keys()
+            assert all(own[name].check(value) == value for name, value in chosen.items())
+        assert len({tuple(chosen.items()) for chosen in rows}) == len(rows) >= sum(len(grid) for grid in grids[:1])
+        assert {name: each.default for name, each in own.items()} in rows
+
+
+def test_a_table_of_steps_has_the_accuracy_of_each_run_and_a_dash_for_one_that_failed(monkeypatch) -> None:
+    monkeypatch.setattr(steps, "GRIDS", {"apfl": [{"sgd_learning_rate": [0.1, 0.2], "adapt_mixing": [False]}]})
+    monkeypatch.setattr(steps, "COLUMNS", (("digits", "iid"), ("digits", "rotated")))
+    assert steps.table("apfl", [[0.5, 0.8], [None, 0.75]]).splitlines() == [
+        "| apfl: sgd-learning-rate | adapt-mixing | digits iid | digits rotated | mean |",
+        "| --- | ---: | ---: | ---: | ---: |",
+        "| 0.1 | false | 50.0 | 80.0 | 65.0 |",
+        "| 0.2 | false | - | 75.0 | - |",
+    ]
+
+
+def test_the_tables_of_steps_are_those_of_runs_which_are_not_repeated(monkeypatch, tmp_path, capsys) -> None:
+    small = {"clients": 4, "rounds": 2, "local_epochs": 1, "samples_per_client": 20}
+    monkeypatch.setattr(steps, "SAME", small)
+    monkeypatch.setattr(steps, "COLUMNS", (("digits", "rotated"),))
+    monkeypatch.setattr(
+        steps,
+        "GRIDS",
+        {
+            "scaffold": [{"sgd_learning_rate": [0.1]}],
+            "per-fedavg": [{"sgd_learning_rate": [0.1, 0.3], "adapt_epochs": [1]}],
+        },
+    )
+    printed = steps.tables("", str(tmp_path))
+    cells = [line.split(" | ")[-2] for table in printed.split("\n\n") for line in table.splitlines()[2:]]
+    asked = [
+        ("scaffold", {"sgd_learning_rate": 0.1}),
+        ("per-fedavg", {"sgd_learning_rate": 0.1, "adapt_epochs": 1}),
+        ("per-fedavg", {"sgd_learning_rate": 0.3, "adapt_epochs": 1}),
+    ]
+    for cell, (method, own) in zip(cells, asked, strict=True):
+        run = kindred.run(
+            method, "digits", partition="rotated", seed=100, output=tmp_path / "alone", progress=False, **small, **own
+        )
+        assert cell == f"{100 * run.summary['accuracy']:.1f}"
+    capsys.readouterr()
+    assert steps.tables("", str(tmp_path)) == printed
+    assert capsys.readouterr().out.count(": reused, ") == 3

@@ -54,12 +54,16 @@ FINISHED = {"summary.json", "config.json", "log.txt"}
 # Settings with which a method keeps as much state as possible from round to round.
 MOST = {
     "perfed-ckt": {"num_clusters": 2, "local_steps": 3},
-    "federico": {"selection": "relay"},
+    # With this seed a client receives another client's model in rounds 2 and 4, and predicts with it in round 3.
+    "federico": {"selection": "relay", "num_neighbours": 1, "epsilon": 1.0, "mixture_threshold": 0.0, "seed": 10},
     "clustered-fl": {"eps1": 100.0, "eps2": 0.001},
+    "fedem": {"keep_optimizer": True},
     "feddf": {"model": "digits-cnn,office-mlp", "distill_steps": 3},
 }
 VARIANTS = [*((name, {}) for name in REGISTRY), ("federico", {"selection": "server", "m_step": "gradient"}),
+            ("federico", {"mixture_size": 1, "accumulate": True}),
             ("fedamp", {"self_weight": "none", "sigma": 1.0}),
+            ("fedamp", {"self_weight": "groups", "common_start": False, "objective": True}),
             ("kindred", {"num_rounds": TAIL})]  # fmt: skip
 
 
@@ -144,9 +148,10 @@ def test_a_run_interrupted_anywhere_resumes_to_the_same_bits(name, more, whole, 
     config = config_of(tmp_path, name, **more)
     expected, folder, times = whole(name, more), None, 0
     # The introductions of 3 clients, and 5 replies: each interruption is in the middle of another round. A round of
-    # Kindred may have 9 replies.
+    # Kindred may have 9 replies, one with the objective of FedAMP 6.
+    replies = 11 if name == "kindred" else 8 if "objective" in more else 5
     while True:
-        folder = interrupted(config, answers=CLIENTS + (11 if name == "kindred" else 5))
+        folder = interrupted(config, answers=CLIENTS + replies)
         if folder is None:
             break
         times += 1
@@ -158,6 +163,36 @@ def test_a_run_interrupted_anywhere_resumes_to_the_same_bits(name, more, whole, 
     assert not (folder / "checkpoints").exists()
 
 
+@pytest.mark.parametrize("name", ["heurfedamp", "kindred", "fedavg-ft", "fedala", "fedem", "federico", "perfed-ckt"])
+def test_a_resumed_run_with_sampled_clients_does_not_evaluate_all_of_them_again(name, whole, tmp_path, monkeypatch):
+    asked = []
+    push = Ending.push_messages
+
+    def noting(self, messages):
+        messages = list(messages)
+        asked.extend(message.metadata for message in messages if message.metadata.message_type != "query.identity")
+        return push(self, messages)
+
+    monkeypatch.setattr(Ending, "push_messages", noting)
+    sampled = {"fraction_train": 0.5}  # 2 of 3 clients in a round
+    config = config_of(tmp_path, name, **sampled)
+    folder = interrupted(config, answers=2 * CLIENTS + 1)  # introductions, evaluations, and a reply of round 1
+    assert rounds_in(Checkpoints(folder / "checkpoints")) == [0]
+    times = 0
+    while folder is not None:
+        times += 1
+        config = config_of(tmp_path, name, **sampled, resume=str(folder))
+        folder = interrupted(config, answers=CLIENTS + 5)
+    assert times >= 2
+    before = [about.dst_node_id for about in asked if about.group_id == "0"]  # round 0 of PerFed-CKT too
+    assert sorted(before) == [1001 + i for i in range(CLIENTS)]
+    (folder,) = tmp_path.iterdir()
+    assert kept(folder) == whole(name, sampled)
+    first, *others = read_table(folder / "rounds.csv")
+    assert (first["round"], first["asked"], first["evaluated"]) == (0, CLIENTS, CLIENTS)
+    assert {line["evaluated"] for line in others} == {CLIENTS}
+
+
 @pytest.mark.parametrize(
     "damage",
     [
@@ -167,11 +202,11 @@ def test_a_run_interrupted_anywhere_resumes_to_the_same_bits(name, more, whole, 
     ],
     ids=["cut", "empty", "changed"],
 )
-@pytest.mark.parametrize("name", ["perfed-ckt", "heurfedamp"])
+@pytest.mark.parametrize("name", ["perfed-ckt", "heurfedamp", "federico"])
 def test_a_damaged_checkpoint_is_detected_and_the_one_before_it_used(name, damage, whole, tmp_path, caplog) -> None:
     config = config_of(tmp_path, name)
     evaluations = CLIENTS if name == "perfed-ckt" else 0  # of the round before the first
-    folder = interrupted(config, answers=CLIENTS + evaluations + 3 * CLIENTS + 1)
+    folder = interrupted(config, answers=CLIENTS + evaluations + 4 * CLIENTS)
     last, before = sorted((folder / "checkpoints").iterdir(), reverse=True)
     assert (last.name[:10], before.name[:10]) == ("round-0003", "round-0002")
     last.write_bytes(damage(last.read_bytes()))

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from kindred import MODELS, REGISTRY
 from kindred.data import DATASETS, PARTITIONS
+from kindred.server_app.cli import commands
 from kindred.server_app.cli.run import app
 from kindred.settings import parse
 
@@ -28,6 +29,11 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has 
 
 def kindred(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*COMMAND, *arguments], cwd=cwd, capture_output=True, text=True, timeout=120)
+
+
+def test_help_marks_what_is_required_by_brackets_alone() -> None:
+    said = CliRunner().invoke(commands.app, ["site", "--help"]).stdout
+    assert said.count("[required]") == 3 and "\\" not in said
 
 
 @pytest.mark.parametrize(
@@ -46,6 +52,7 @@ def kindred(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         (["--set=sigma=nan"], ["sigma", "nan", "more than 0"]),
         (["--set=with-replacement=yes"], ["with-replacement", "yes", "true or false"]),
         (["--set=self-weight=most"], ["self-weight", "most", "uniform", "none"]),
+        (["--set=self-weight=groups", "--partition=iid"], ["self-weight", "groups", "iid", "uniform"]),
         (["--clients=0"], ["num-clients", "0", "2 or more"]),
         (["--clients=1"], ["num-clients", "1", "2 or more"]),
         (["--rounds=0"], ["num-rounds", "0", "1 or more"]),

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
+from flwr.app import ConfigRecord
 
 from kindred import REGISTRY, InlineGrid, Site, make_client_app
+from kindred.client.evaluation import evaluate
 from kindred.client.training import get_arrays
-from kindred.messages import to_record
+from kindred.messages import BETWEEN, RECEIVED, to_record
 
 from .test_conformance import everything, make
 
@@ -42,8 +46,6 @@ app = make_client_app(load_site)
 
 
 def run(name: str, rounds: int = 3, **settings):
-    from flwr.app import ConfigRecord
-
     strategy = make(name, network, PUBLIC)
     initial = to_record(get_arrays(network()))
     config = ConfigRecord(SETTINGS | settings)
@@ -70,6 +72,33 @@ def test_every_method_trains_with_the_same_client_app(name) -> None:
 def test_one_seed_gives_the_same_bits_twice_and_another_seed_differs(name) -> None:
     assert everything(run(name)) == everything(run(name))
     assert everything(run(name)) != everything(run(name, seed=8))
+
+
+# Before a client has trained it predicts with the initial model, except with these methods: the client tunes or adjusts
+# that, or uses several models.
+OTHER_STARTS = ("fedavg-ft", "fedprox-ft", "per-fedavg", "kindred", "hypcluster", "fedem")
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_a_client_that_has_not_trained_is_evaluated_with_the_model_that_it_starts_from(name) -> None:
+    strategy = make(name, network, PUBLIC, fraction_train=0.5, seed=1)
+    config = ConfigRecord(SETTINGS)
+    strategy.start(InlineGrid(app, CLIENTS), to_record(get_arrays(network())), 1, 60, config, config)
+    rows = {(row["round"], row["client"]): row for row in strategy.history.rows}
+    assert all(row["status"] == "ok" for row in rows.values())
+    drawn = {client for number, client in rows if number == 1}
+    assert len(drawn) == 2
+    differs = []
+    for client in range(CLIENTS):
+        loss = evaluate(network(), *load_site(SimpleNamespace(node_config={"partition-id": client})).test)[1]
+        row = rows[0, client]
+        assert 0 <= row["personal-accuracy"] <= 1 and np.isfinite(row["personal-loss"])
+        differs.append(row["personal-loss"] != pytest.approx(loss, rel=1e-5))
+        if client in drawn and strategy.personal in (RECEIVED, BETWEEN):
+            assert rows[1, client]["personal-loss"] == row["personal-loss"]  # the first model that it receives
+        if client not in drawn:
+            assert 0 <= rows[2, client]["personal-accuracy"] <= 1  # it is evaluated again after the last round
+    assert any(differs) == (name in OTHER_STARTS)
 
 
 def test_a_site_is_loaded_once_for_all_rounds() -> None:

@@ -15,6 +15,7 @@ from kindred import REGISTRY, InlineGrid
 from kindred.baselines.clustered_fl import (
     ClusteredFL,
     is_to_be_divided,
+    largest_coordinates,
     nearest_part,
     optimal_bipartition,
     update_norms,
@@ -38,6 +39,13 @@ def test_update_norms_by_hand() -> None:
     mean, each = update_norms(lambda: iter([updates[:, :1], updates[:, 1:]]), np.array([1.0, 2.0]))
     assert mean == pytest.approx(np.hypot((3 - 2 * 3) / 3, 4 / 3))
     assert each == pytest.approx([5, 3])
+
+
+def test_largest_coordinates_are_norms_over_an_axis_of_length_one() -> None:
+    updates = np.array([[3.0, -4.0, 1.0], [-2.0, 0.0, 0.5]], np.float32)
+    found = largest_coordinates(lambda: iter([updates[:, :1], updates[:, 1:]]), 2)
+    assert found.tolist() == [4, 2]
+    assert found.max() == np.linalg.norm(updates[:, np.newaxis], axis=1).max()
 
 
 @pytest.mark.parametrize(
@@ -195,6 +203,20 @@ def test_both_thresholds_decide_about_a_division(eps1, eps2) -> None:
     assert len(divided.tree) == 3 and models_of(divided) != models_of(strategy)
 
 
+@pytest.mark.parametrize(
+    ("criterion", "eps2", "divided"),
+    [("norm", 1.002, True), ("norm", 1.01, False), ("coordinate", 0.999, True), ("coordinate", 1.002, False)],
+)
+def test_the_criterion_says_whether_eps2_bounds_a_norm_or_a_coordinate(criterion, eps2, divided) -> None:
+    """All updates have norm 1.00499 and a largest coordinate of 1."""
+    strategy = ClusteredFL(eps1=0.5, eps2=eps2, criterion=criterion)
+    strategy.start(InlineGrid(moving_app(), 4), start(), 1)
+    assert len(strategy.tree) == (3 if divided else 1)
+    for row in strategy.history.rows[:4]:
+        assert row["update-norm"] == pytest.approx(np.sqrt(1.01))
+        assert row.get("largest-coordinate") == (1 if criterion == "coordinate" else None)
+
+
 def test_an_absent_client_is_placed_by_its_next_reply_which_enters_no_mean() -> None:
     strategy, seen = ClusteredFL(eps1=0.5, eps2=0.9), {}
 
@@ -276,6 +298,7 @@ def test_the_tree_is_part_of_the_checkpoint() -> None:
     [
         ({"eps1": -1.0, "eps2": 1.0}, "eps1 is -1.0, allowed: 0 or more"),
         ({"eps1": 1.0, "eps2": -2.0}, "eps2 is -2.0, allowed: 0 or more"),
+        ({"criterion": "median"}, "criterion is 'median', allowed: norm, coordinate"),
     ],
 )
 def test_a_bad_threshold_is_named(settings, message) -> None:
@@ -340,7 +363,7 @@ def test_the_results_have_the_tree_and_a_picture_of_it(tmp_path) -> None:
 
 
 def test_the_picture_shows_the_cluster_of_each_client() -> None:
-    from kindred.server_app.report.figures import tree_figure
+    from kindred.server_app.report.tree_figure import tree_figure
 
     def cluster(number, parent, since, clients=(), parts=(), divided=None, cross=None):
         return {

@@ -8,7 +8,6 @@ import json
 import re
 import statistics
 import sys
-import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +24,11 @@ from kindred.data.partitions import divide
 from kindred.perfed_ckt import floats_communicated
 from kindred.server_app.app import make_strategy
 from kindred.server_app.cli.run import app
-from kindred.server_app.comparison import files as comparison_files, runs as comparison_runs
+from kindred.server_app.comparison import (
+    files as comparison_files,
+    pictures as comparison_pictures,
+    runs as comparison_runs,
+)
 from kindred.server_app.comparison.files import as_csv, write
 from kindred.server_app.comparison.metrics import METRICS
 from kindred.server_app.comparison.plan import images_a_client, make_plan, run_hash
@@ -33,8 +36,8 @@ from kindred.server_app.comparison.runs import carry_out, known_runs
 from kindred.server_app.comparison.statistics import signed_rank
 from kindred.server_app.comparison.texts import remarks, tables
 from kindred.server_app.config import Config, ConfigError
-from kindred.server_app.presets import FOLDER, load_preset, preset_names
-from kindred.server_app.report.figures import comparison_figure
+from kindred.server_app.presets import load_preset, preset_names
+from kindred.server_app.report.comparison_figures import comparison_figure, sweep_figure
 from kindred.server_app.results import RunFolder
 from kindred.server_app.run_log import Outcome
 from kindred.settings import TRAINING
@@ -112,7 +115,7 @@ def test_a_comparison_has_the_results_of_its_runs(compared):
             assert run["summary"] == summary
             assert (summary["strategy"], summary["seed"]) == (name, run["seed"])
             settings = json.loads((folder / run["folder"] / "config.json").read_text())["settings"]
-            assert settings["sigma"] == (25 if name == "heurfedamp" else 100) and settings["num-rounds"] == 2
+            assert settings["sigma"] == (25 if name == "heurfedamp" else "default") and settings["num-rounds"] == 2
         for key in ("accuracy-best", "accuracy", "accuracy-weighted", "accuracy-p10", "samples-trained", "seconds"):
             numbers = [summary[key] for summary in read[name]]
             assert each["mean"][key] == pytest.approx(statistics.mean(numbers))
@@ -222,6 +225,20 @@ def test_a_method_that_fails_is_reported_in_one_line_and_the_others_run(compared
         (["--strategies=local", "--clients=5000"], ["num-clients", "5000", "images"]),
         (["--strategies=local", "--dataset=npz"], ["data-dir is not set", "npz"]),
         (["--strategies=local", "--cpus-per-client=0"], ["--cpus-per-client", "0"]),
+        (["--strategies=federico", "--vary=beta"], ["--vary", "'beta'", "key=value,value"]),
+        (["--strategies=federico", "--vary=beta=0.5"], ["--vary beta", "0.5", "two or more"]),
+        (["--strategies=federico", "--vary=beta=0.5,0.50"], ["--vary beta", "two or more different values"]),
+        (["--strategies=federico", "--vary=beta=0.5,2"], ["beta", "2.0", "at most 1"]),
+        (["--strategies=federico", "--vary=beta=0.5,high"], ["beta", "high", "at most 1"]),
+        (["--strategies=federico", "--vary=bata=0.5,1"], ["bata", "beta"]),
+        (["--strategies=local", "--vary=beta=0.5,1"], ["--vary beta", "none of local"]),
+        (["--strategies=federico", "--vary=beta=0.5,1", "--vary=epsilon=0,1"], ["--vary", "beta, epsilon", "one"]),
+        (["--strategies=federico", "--vary=beta=0.5,1", "--vary=beta=1,0.2"], ["--vary", "beta=1,0.2", "once"]),
+        (["--strategies=federico", "--vary=beta=0.5,1", "--set=beta=1"], ["beta", "twice"]),
+        (["--strategies=federico", "--vary=beta=0.5,1", "--set=federico:beta=1"], ["beta", "twice"]),
+        (["--strategies=local", "--vary=num-clients=4,8"], ["--vary num-clients", "same data"]),
+        (["--strategies=local", "--vary=strategy=local,fedavg"], ["--vary strategy"]),
+        (["--strategies=fedamp,fedamp-1", "--vary=sigma=1,2", "--set=fedamp-1:strategy=local"], ["fedamp-1", "rename"]),
     ],
     ids=lambda value: " ".join(value),
 )
@@ -316,8 +333,8 @@ def test_a_name_that_begins_like_a_formula_stays_text_in_the_table(tmp_path):
 def test_a_comparison_completes_although_a_picture_or_report_fails(tmp_path, monkeypatch, caplog):
     plan = make_plan(["local"], {"output-dir": str(tmp_path)}, {})
     content, _ = carry_out(plan, prepared_runs({("local", 0): [0.5, 0.7]}), lambda line: None, {}, ["kindred"])
-    for name in ("comparison_figure", "write_report"):
-        monkeypatch.setattr(comparison_files, name, lambda *_: 1 / 0)
+    monkeypatch.setattr(comparison_pictures, "comparison_figure", lambda *_: 1 / 0)
+    monkeypatch.setattr(comparison_files, "write_report", lambda *_: 1 / 0)
     write(content, plan.folder)
     assert {path.name for path in plan.folder.iterdir()} == {"comparison.json", "comparison.csv", "comparison.md"}
     for name in ("comparison.png", "report.html"):
@@ -459,30 +476,12 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("name", preset_names())
-def test_a_preset_is_complete_and_its_settings_are_valid(name):
-    preset = load_preset(name)
-    plan = make_plan([], {}, {}, preset=preset)
-    assert preset.metric in METRICS and preset.reference in preset.strategies and plan.reference == preset.reference
-    assert re.search(r"arXiv:\d{4}\.\d{5}: Table \d", preset.source) and preset.measures and preset.notes
-    assert list(preset.paper) == list(preset.strategies) == list(plan.configs)
-    for entry, numbers in preset.paper.items():
-        assert 0 < numbers["mean"] < 100 and numbers.keys() <= {"mean", "std", "floats"}
-        config, method = plan.configs[entry], REGISTRY[plan.configs[entry].strategy]
-        concern = {setting.key for setting in (*method.settings, *TRAINING)} | {"strategy", "num-rounds"}
-        assert preset.strategies[entry].keys() <= concern
-        assert method.mixed_networks or len(parse_models(config.model)) == 1
-        if not method.distils:
-            assert make_strategy(config).name == config.strategy
-    raw = tomllib.loads((FOLDER / f"{name}.toml").read_text())
-    settings = plan.common.run_config()
-    for key, value in raw["settings"].items():
-        assert settings[key] == value
-
+def partition_of(settings):
+    """Return the partition of a preset's settings, for images of each class in turn."""
     train, test = SIZES[settings["dataset"]]
     classes = DATASETS[settings["dataset"]].num_classes or 65
     keys = ("dataset", "num-clients", "num-groups", "samples-per-client", "with-replacement", "dirichlet-alpha")
-    partition = divide(
+    return divide(
         settings["partition"],
         np.arange(train) % classes,
         np.arange(test) % classes,
@@ -491,7 +490,45 @@ def test_a_preset_is_complete_and_its_settings_are_valid(name):
         held_out=0,
         **{key.replace("-", "_"): settings[key] for key in keys},
     )
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_a_preset_is_complete_and_its_settings_are_valid(name):
+    preset = load_preset(name)
+    plan = make_plan([], {}, {}, preset=preset)
+    assert preset.metric in METRICS and plan.reference == preset.reference
+    assert re.search(r"arXiv:\d{4}\.\d{5}: (Table|Figure) \d", preset.source) and preset.measures and preset.notes
+    assert list(preset.paper) == (list(preset.strategies) if ": Table" in preset.source else [])
+    assert list(dict.fromkeys(variant.of for variant in plan.variants.values())) == list(preset.strategies)
+    for numbers in preset.paper.values():
+        assert 0 < numbers["mean"] < 100 and numbers.keys() <= {"mean", "std", "floats"}
+    for variant, config in plan.configs.items():
+        entry, method = plan.variants[variant].of, REGISTRY[config.strategy]
+        concern = {setting.key for setting in (*method.settings, *TRAINING)} | {"strategy", "num-rounds"}
+        assert preset.strategies[entry].keys() <= concern
+        assert method.mixed_networks or len(parse_models(config.model)) == 1
+    settings = plan.common.run_config()
+    for key, value in preset.settings.items():
+        assert settings[key] == value
+
+    partition = partition_of(settings)
     assert len(partition.train) == settings["num-clients"]
+    for config in plan.configs.values():
+        by_groups = config.own_settings().get("self_weight") == "groups"
+        given = {"groups": dict(enumerate(partition.groups.tolist()))} if by_groups else {}
+        if not REGISTRY[config.strategy].distils:
+            assert make_strategy(config, **given).name == config.strategy
+
+
+@pytest.mark.parametrize(
+    ("dataset", "sizes"),
+    [("mnist", [20] * 5), ("fmnist", [20] * 5), ("cifar100", [5] * 20), ("emnist", [10, 26, 26])],
+)
+def test_the_presets_of_fedamp_table_3_give_clients_the_papers_self_weight_by_their_groups(dataset, sizes):
+    plan = make_plan([], {}, {}, preset=load_preset(f"fedamp-table3-{dataset}"))
+    groups = partition_of(plan.common.run_config()).groups
+    assert np.bincount(groups).tolist() == sizes  # N_i + 1 of each group
+    assert [plan.configs[name].self_weight for name in ("fedamp", "heurfedamp")] == ["groups"] * 2
 
 
 def test_the_presets_have_the_papers_numbers_and_settings():
@@ -555,7 +592,7 @@ def test_the_command_overrides_the_preset(tmp_path, without_images):
         preset=preset,
     )
     assert [config.num_rounds for config in plan.configs.values()] == [10] * 4  # scaffold's 600 too
-    assert (plan.configs["fedamp"].sigma, plan.configs["fedamp"].self_weight) == (7, 0.05)
+    assert (plan.configs["fedamp"].sigma, plan.configs["fedamp"].self_weight) == (7, "groups")
     assert plan.reference == "local" and plan.common.batch_size == 50 and plan.common.local_epochs == 10
     found = {
         (name, 0): [accuracy, accuracy] for name, accuracy in zip(plan.configs, (0.8, 0.7, 0.75, 0.6), strict=True)
@@ -602,6 +639,173 @@ def test_a_method_can_occur_in_a_comparison_more_than_once(tmp_path):
     assert len(keys) == 2
     with pytest.raises(ConfigError, match="strategy is 'wide', allowed: one of fedamp"):
         make_plan(["wide"], {}, {"wide": {"sigma": 1.0}})
+
+
+def test_the_presets_of_figures_have_the_papers_settings_and_those_of_their_tables():
+    table, epochs, dropped = (load_preset(f"fedamp-{name}-emnist") for name in ("table3", "fig5", "fig8"))
+    for figure in (epochs, dropped):
+        assert list(figure.strategies) == [
+            "local", "fedavg", "fedprox", "fedavg-ft", "fedprox-ft", "fedamp", "heurfedamp"
+        ]  # fmt: skip
+        assert all(figure.strategies[name] == table.strategies[name] for name in figure.strategies)
+        assert set(table.notes) < set(figure.notes) and figure.paper == {} and figure.metric == table.metric
+    assert epochs.settings == {**table.settings, "max-local-epochs": 19} and epochs.vary == {}
+    assert dropped.settings == table.settings and dropped.vary == {"fraction-train": [0.9, 0.7, 0.5]}
+    plan = make_plan([], {}, {}, preset=dropped)
+    assert len(plan.configs) == 21 and plan.configs["fedamp-0.7"].fraction_train == 0.7
+    sweep, momentum = load_preset("federico-fig6b"), load_preset("federico-fig7")
+    assert sweep.vary == {"num-neighbours": [0, 1, 3, 5, 7]} and momentum.vary == {"beta": [0.1, 0.3, 0.6, 0.9]}
+    for preset, dataset in ((sweep, "cifar100"), (momentum, "office-home")):
+        assert (preset.settings["dataset"], preset.settings["num-groups"]) == (dataset, 4)
+        assert list(preset.strategies) == ["federico"] and preset.seeds == [0]
+
+
+# --- A varied setting ---------------------------------------------------------------------------------------
+
+
+def test_methods_that_use_the_varied_setting_run_with_each_value_and_others_once():
+    plan = make_plan(["federico", "local"], {}, {"federico": {"epsilon": 0.5}}, vary={"num-neighbours": [1, 3]})
+    assert list(plan.configs) == ["federico-1", "federico-3", "local"]
+    assert [plan.configs[f"federico-{m}"].num_neighbours for m in (1, 3)] == [1, 3]
+    assert all(plan.configs[f"federico-{m}"].epsilon == 0.5 for m in (1, 3))
+    assert plan.own == {
+        "federico-1": {"epsilon": 0.5, "num-neighbours": 1},
+        "federico-3": {"epsilon": 0.5, "num-neighbours": 3},
+        "local": {},
+    }
+    assert plan.reference == "federico-1" and plan.title == "digits, rotated, num-neighbours 1, 3, seed 0"
+    plain = make_plan(["federico", "local"], {}, {"federico": {"epsilon": 0.5, "num-neighbours": 3}})
+    assert run_hash(plan.configs["federico-3"].run_config()) == run_hash(plain.configs["federico"].run_config())
+
+
+def test_training_and_rounds_are_varied_for_all_methods_and_a_shared_name_by_type():
+    plan = make_plan(["local", "fedavg"], {}, {}, vary={"learning-rate": [0.1, 1e-06]})
+    assert list(plan.configs) == ["local-0.1", "local-1e-06", "fedavg-0.1", "fedavg-1e-06"]
+    plan = make_plan(["apfl"], {}, {}, vary={"adapt-mixing": [True, False]})
+    assert [config.adapt_mixing for config in plan.configs.values()] == [True, False]
+    assert list(plan.configs) == ["apfl-true", "apfl-false"]
+    plan = make_plan(["wide"], {}, {"wide": {"strategy": "heurfedamp"}}, vary={"sigma": [10, 100]})
+    assert [config.strategy for config in plan.configs.values()] == ["heurfedamp"] * 2
+
+
+@pytest.fixture
+def dropped(tmp_path):
+    """A comparison of local and fedavg over fraction-train, by hand."""
+    plan = make_plan(["local", "fedavg"], {"output-dir": str(tmp_path)}, {}, vary={"fraction-train": [0.9, 0.5]},
+                     seeds=[0, 1])  # fmt: skip
+    found = {
+        ("local", 0.9): [0.5, 0.7],
+        ("local", 0.5): [0.3, 0.3],
+        ("fedavg", 0.9): [0.6, 0.8],
+        ("fedavg", 0.5): [0.2, 0.4],
+    }
+
+    def execute(config: Config) -> Outcome:
+        accuracies = [each + 0.1 * config.seed for each in found[config.strategy, config.fraction_train]]
+        return prepared_runs({(config.strategy, config.seed): accuracies})(config)
+
+    content, code = carry_out(plan, execute, lambda line: None, {}, ["kindred"])
+    assert code == 0
+    return plan, content
+
+
+def test_variants_are_compared_with_those_of_the_same_value(dropped):
+    plan, content = dropped
+    assert (plan.reference, content["varied"]) == ("local", {"setting": "fraction-train", "values": ["0.9", "0.5"]})
+    about = {name: (each["of"], each["value"]) for name, each in content["strategies"].items()}
+    assert about == {f"{of}-{value}": (of, value) for of in ("local", "fedavg") for value in ("0.9", "0.5")}
+    columns = columns_of(content)
+    assert columns["above local %"] == ["-", "-", "100.0 ± 0.0", "50.0 ± 0.0"]
+    assert columns["better : worse : equal"] == ["-", "-", "4 : 0 : 0", "2 : 2 : 0"]
+    assert any("against local with the same value" in line for line in remarks(content))
+    one = make_plan(["local", "fedavg"], {}, {}, vary={"fraction-train": [0.9, 0.5]}, reference="local-0.5")
+    assert one.compared_with(one.reference, "fedavg-0.9") == "local-0.5"
+    with pytest.raises(ConfigError, match="--reference is 'federico', allowed: federico-1, federico-3, local"):
+        make_plan(["federico", "local"], {}, {}, vary={"num-neighbours": [1, 3]}, reference="federico")
+
+
+def test_the_files_of_a_varied_comparison_have_the_values_and_the_pictures(dropped):
+    plan, content = dropped
+    write(content, plan.folder)
+    with open(plan.folder / "comparison.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["strategy"], row["of"], row["fraction-train"]) for row in rows[::4]] == [
+        (f"{of}-{value}", of, value) for of in ("local", "fedavg") for value in ("0.9", "0.5")
+    ]
+    assert {path.name for path in plan.folder.iterdir()} == {
+        "comparison.json", "comparison.csv", "comparison.md", "comparison.png", "varied.png", "report.html"
+    }  # fmt: skip
+    figure = comparison_pictures.pictures(content, plan.folder)["comparison"]()
+    assert [axes.get_title() for axes in figure.axes] == ["fraction-train 0.9", "fraction-train 0.5"]
+    for axes, (local, fedavg) in zip(figure.axes, ((65, 75), (35, 35)), strict=True):  # means over both seeds
+        assert [line.get_ydata()[-1] for line in axes.lines] == pytest.approx([local, fedavg])
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["local", "fedavg"]
+
+
+def test_the_picture_of_a_sweep_shows_means_and_deviations_at_each_value(dropped):
+    plan, content = dropped
+    (axes,) = comparison_pictures.pictures(content, plan.folder)["varied"]().axes
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["0.9", "0.5"]
+    local, fedavg = axes.lines
+    assert local.get_ydata() == pytest.approx([65, 35]) and fedavg.get_ydata() == pytest.approx([75, 35])
+    band = axes.collections[0].get_paths()[0].get_extents()
+    assert (band.y0, band.y1) == pytest.approx((35 - 5 * np.sqrt(2), 65 + 5 * np.sqrt(2)))
+    assert "after the last round" in axes.get_title()
+
+
+def test_a_method_that_is_not_varied_is_a_line_across():
+    figure = sweep_figure(
+        "m", ["1", "2", "3"], {"a": {"1": (0.5, None), "3": (0.7, None)}, "b": {"": (0.6, 0.1)}}, "best", "t"
+    )
+    a, b = figure.axes[0].lines
+    assert a.get_xydata().tolist() == [[0, 50], [2, pytest.approx(70)]]
+    assert b.get_xydata().tolist() == [[0, 60], [2, 60]] and b.get_marker() in (None, "None", "")
+
+
+def test_the_weights_of_variants_of_one_method_are_in_one_picture(tmp_path):
+    plan = make_plan(["federico"], {"output-dir": str(tmp_path)}, {}, vary={"beta": [0.3, 0.6]})
+
+    def execute(config: Config) -> Outcome:
+        folder = prepared_runs({("federico", 0): [0.5, 0.7]})(config).results
+        summary = json.loads((folder / "summary.json").read_text()) | {"rounds": 2}
+        (folder / "summary.json").write_text(json.dumps(summary))
+        (folder / "collaboration").mkdir()
+        for number in (1, 2):
+            own = config.beta * number / 2
+            np.savez_compressed(
+                folder / "collaboration" / f"round-{number:04d}.npz",
+                clients=np.arange(2), weights=np.array([[own, 1 - own], [0, 1]], np.float32),
+            )  # fmt: skip
+        return Outcome(0, "", folder)
+
+    content, _ = carry_out(plan, execute, lambda line: None, {}, ["kindred"])
+    figure = comparison_pictures.pictures(content, plan.folder)["weights"]()
+    assert [axes.get_title() for axes in figure.axes] == ["client 0, federico-0.3", "client 0, federico-0.6"]
+    for axes, beta in zip(figure.axes, (0.3, 0.6), strict=True):
+        assert sorted(line.get_ydata()[-1] for line in axes.lines) == pytest.approx(sorted([beta, 1 - beta]))
+    mixed = make_plan(["federico", "local"], {"output-dir": str(tmp_path)}, {})
+    found = prepared_runs({("federico", 0): [0.5], ("local", 0): [0.5]})
+    content, _ = carry_out(mixed, found, lambda line: None, {}, ["kindred"])
+    assert set(comparison_pictures.pictures(content, mixed.folder)) == {"comparison"}
+
+
+def test_a_value_of_the_command_replaces_what_the_preset_varies(without_images):
+    preset = load_preset("fedamp-fig6-mnist")
+    plan = make_plan(["fedamp"], {"fraction-train": 0.5}, {}, preset=preset)
+    assert list(plan.configs) == ["fedamp"] and plan.variation is None and plan.configs["fedamp"].fraction_train == 0.5
+    plan = make_plan(["fedamp"], {}, {}, preset=preset, vary={"fraction-train": [0.2, 0.4]})
+    assert list(plan.configs) == ["fedamp-0.2", "fedamp-0.4"] and plan.changed == {"varied": "fraction-train 0.2, 0.4"}
+
+
+def test_a_real_sweep_runs_each_variant(tmp_path):
+    command = ["compare", "--strategies=local,fedavg-ft", "--vary=finetune-epochs=0,2", f"--output-dir={tmp_path}"]
+    done = kindred(*command, *SMALL)
+    assert how(done) == ["run"] * 3
+    content = content_in(tmp_path)
+    assert list(content["strategies"]) == ["local", "fedavg-ft-0", "fedavg-ft-2"]
+    samples = {name: each["mean"]["samples-trained"] for name, each in content["strategies"].items()}
+    assert samples["local"] < samples["fedavg-ft-0"] + 1 < samples["fedavg-ft-2"]
+    assert how(kindred(*command, *SMALL)) == ["reused"] * 3
 
 
 def test_the_presets_are_listed():

@@ -8,13 +8,16 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from flwr.app import ConfigRecord
 
-from kindred import REGISTRY
-from kindred.data import load_federation
-from kindred.server_app.app import make_strategy, needed_by
-from kindred.server_app.config import Config, ConfigError, kebab, written
+from kindred import REGISTRY, InlineGrid
+from kindred.client_app.app import app as client_app
+from kindred.data import load_clients, load_federation
+from kindred.server_app.app import make_strategy, needed_by, prepare
+from kindred.server_app.config import OWN_DEFAULT, Config, ConfigError, kebab, written
 
 ROOT = Path(__file__).parent.parent
+ONE_EPOCH = {"local-epochs": 1, "batch-size": 50}
 
 
 def test_pyproject_lists_every_setting_with_its_default() -> None:
@@ -73,7 +76,7 @@ def test_uv_excludes_exactly_the_dependencies_that_pip_installs() -> None:
         ("num-rounds", True, "num-rounds is True, allowed: 1 or more (int)"),
         ("learning-rate", 0, "learning-rate is 0.0, allowed: more than 0 (float)"),
         ("learning-rate", float("inf"), "learning-rate is inf, allowed: more than 0 (float)"),
-        ("sigma", float("nan"), "sigma is nan, allowed: more than 0 (float)"),
+        ("sigma", float("nan"), "sigma is nan, allowed: more than 0, or auto; more than 0; default, which is "),
         ("fraction-train", 1.5, "fraction-train is 1.5, allowed: more than 0, at most 1 (float)"),
         ("self-weight", 1.5, "self-weight is 1.5, allowed: 0 to 1, uniform "),
         ("self-weight", "half", "self-weight is 'half', allowed: 0 to 1, uniform "),
@@ -98,7 +101,8 @@ def test_every_method_gets_its_own_settings(name) -> None:
     strategy = make_strategy(config, **needed_by(config, load_federation(config.run_config())))
     assert strategy.name == name
     for setting in REGISTRY[name].settings:
-        assert getattr(strategy, setting.name) == getattr(config, setting.name)
+        given = getattr(config, setting.name)
+        assert getattr(strategy, setting.name) == (setting.default if given == OWN_DEFAULT else given)
 
 
 def test_fedamp_without_a_self_weight_uses_equation_5_and_heurfedamp_cannot() -> None:
@@ -108,3 +112,39 @@ def test_fedamp_without_a_self_weight_uses_equation_5_and_heurfedamp_cannot() ->
         match=r"heurfedamp: self-weight is 'none', allowed: 0 to 1, uniform ",
     ):
         make_strategy(Config(strategy="heurfedamp", self_weight="none"))
+
+
+@pytest.mark.parametrize("name", ["fedamp", "heurfedamp"])
+def test_the_groups_of_a_partition_give_each_client_its_self_weight(name) -> None:
+    config = Config(strategy=name, self_weight="groups", partition="practical", num_clients=5, num_groups=2)
+    federation = load_federation(config.run_config())
+    assert federation.groups.tolist() == [0, 0, 0, 1, 1]
+    strategy, initial = prepare(config, federation)
+    strategy.start(InlineGrid(client_app, 5, config.run_config()), initial, 2, train_config=ConfigRecord(ONE_EPOCH))
+    clients, weights = strategy.collaboration()
+    assert clients == [0, 1, 2, 3, 4]
+    assert weights.diagonal() == pytest.approx([1 / 3, 1 / 3, 1 / 3, 1 / 2, 1 / 2])
+
+
+def test_without_known_groups_a_self_weight_by_groups_is_refused() -> None:
+    for partition in ("iid", "pathological", "dirichlet", "clustered-dirichlet"):
+        config = Config(self_weight="groups", partition=partition)
+        with pytest.raises(
+            ConfigError,
+            match=f"^self-weight is 'groups', and partition {partition} has no groups of clients here; "
+            "set self-weight to 0 to 1, or uniform$",
+        ):
+            needed_by(config, load_federation(config.run_config()))
+    sites = Config(self_weight="groups", dataset="sites", image_shape="1x8x8", num_classes=10)
+    with pytest.raises(ConfigError, match="^self-weight is 'groups', and the groups of real sites are not known; set "):
+        prepare(sites, load_clients(sites.run_config()))
+    other = Config(strategy="local", self_weight="groups", partition="iid")  # which has no such setting
+    assert needed_by(other, load_federation(other.run_config())) == {}
+
+
+def test_both_methods_accept_a_number_for_sigma_and_have_their_own_default() -> None:
+    assert Config().sigma == "default"
+    assert [make_strategy(Config(strategy=name)).sigma for name in ("fedamp", "heurfedamp")] == ["auto", 100.0]
+    assert [make_strategy(Config(strategy=name, sigma=10)).sigma for name in ("fedamp", "heurfedamp")] == [10.0, 10.0]
+    with pytest.raises(ConfigError, match="^heurfedamp: sigma is 'auto', allowed: more than 0$"):
+        make_strategy(Config(strategy="heurfedamp", sigma="auto"))

@@ -217,6 +217,51 @@ def test_clients_that_evaluate_while_they_train_are_not_asked_again(name) -> Non
     assert all("eval_acc" not in row for row in strategy.history.rows if row["round"] <= ROUNDS)
 
 
+def sampled(name: str) -> PersonalizedStrategy:
+    """Run a method with 2 of its 6 clients in each round."""
+    return run(name, InlineGrid(app_of(name, evaluates_in_training=True), CLIENTS), fraction_train=0.34, seed=1)
+
+
+@every_method
+def test_with_sampled_clients_every_mean_is_over_all_clients_from_before_the_first_round_on(name) -> None:
+    strategy = sampled(name)
+    everybody = [1001 + i for i in range(CLIENTS)]
+    rows = {(row["round"], row["client"]): row for row in strategy.history.rows}
+    assert all(row["status"] == "ok" and "evaluate-status" not in row for row in rows.values())
+    lines = {line["round"]: line for line in strategy.history.rounds}
+    assert list(lines)[: ROUNDS + 1] == list(range(ROUNDS + 1))
+    last = {client: rows[0, client]["personal-accuracy"] for client in everybody}
+    best = 0.0
+    for number, line in lines.items():
+        here = {client: row for (at, client), row in rows.items() if at == number}
+        last |= {client: row["personal-accuracy"] for client, row in here.items()}
+        best = max(best, line["accuracy"])
+        assert line["evaluated"] == CLIENTS
+        assert (line["accuracy"], line["accuracy-best"]) == (pytest.approx(np.mean(list(last.values()))), best)
+        assert line["bytes-down"] == sum(row["bytes-down"] for row in here.values())
+        assert line["bytes-up"] == sum(row["bytes-up"] for row in here.values())
+    assert lines[0]["asked"] == lines[0]["answered"] == CLIENTS
+    assert {lines[number]["asked"] for number in range(1, ROUNDS + 1)} == {2}
+
+
+@every_method
+def test_the_evaluation_before_the_first_round_changes_nothing_that_follows(name, monkeypatch) -> None:
+    def results(strategy: PersonalizedStrategy) -> tuple:
+        *others, rows = everything(strategy)
+        return (
+            *others,
+            [row for row in rows if row["round"] >= 1],
+            [line["round"] for line in strategy.history.rounds if line["round"] >= 1],
+        )
+
+    found = results(sampled(name))
+    monkeypatch.setattr(PersonalizedStrategy, "_evaluates_before", lambda self: False)
+    without = sampled(name)
+    assert results(without) == found
+    before = {row["client"] for row in without.history.rows if row["round"] == 0}
+    assert len(before) == (2 if without.first_round == 0 else 0)
+
+
 @every_method
 def test_failed_clients_neither_delay_nor_change_the_others(name) -> None:
     def fate(server_round: int, client: int) -> str:

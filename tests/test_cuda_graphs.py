@@ -89,6 +89,8 @@ CASES = {
     "adam": {},
     "sgd": {"optimizer": "sgd"},
     "momentum": {"optimizer": "sgd", "momentum": 0.9},
+    "weight decay": {"weight_decay": 0.1},
+    "sgd with weight decay": {"optimizer": "sgd", "weight_decay": 0.1},
     "proximal": {"proximal_mu": 0.5},
     "towards": {"proximal_mu": 0.5, "towards": True},
     "correction": {"optimizer": "sgd", "correction": True},
@@ -124,13 +126,30 @@ def test_captured_training_gives_the_same_bits(capture, monkeypatch, case, n):
     assert capture.replays == 2 * usual
 
 
+@pytest.mark.parametrize("settings", [{}, {"optimizer": "sgd", "momentum": 0.9}])
+def test_an_optimiser_that_is_kept_continues_in_a_graph_with_the_same_bits(capture, monkeypatch, settings):
+    def rounds(model):
+        memory: list[torch.Tensor] = []
+        made = [message(model, seed, 11, memory=memory, **settings) for seed in (1, 2, 1)]
+        return made, [tensor.numpy() for tensor in memory]
+
+    made, memory = rounds(network())
+    assert capture.captures == 1 and capture.replays > 0
+    monkeypatch.delitem(graphs.CAPTURE, "cpu")
+    plain, plain_memory = rounds(network())
+    for one, two in zip(made, plain, strict=True):
+        assert_same(one, two)
+    assert all(np.array_equal(one, two) for one, two in zip(memory, plain_memory, strict=True))
+    assert any(not np.array_equal(made[0][2][name], made[2][2][name]) for name in made[0][2])
+
+
 @pytest.mark.parametrize("name", REGISTRY)
 def test_every_method_gives_the_same_bits_with_graphs(capture, monkeypatch, name):
     graphs.graphs_by_module.clear()
     made = everything(test_client.run(name))
     monkeypatch.delitem(graphs.CAPTURE, "cpu")
     assert made == everything(test_client.run(name))
-    steps_of_its_own = {"apfl", "per-fedavg", "perfed-ckt"}
+    steps_of_its_own = {"apfl", "perfed-ckt"}
     assert (capture.replays > 0) == (name not in steps_of_its_own)
 
 
@@ -140,6 +159,7 @@ def test_every_method_gives_the_same_bits_with_graphs(capture, monkeypatch, name
         {"learning_rate": 0.02},
         {"optimizer": "sgd"},
         {"optimizer": "sgd", "momentum": 0.5},
+        {"weight_decay": 0.1},
         {"proximal_mu": 1.0},
         {"proximal_mu": 2.0},
         {"correction": True},

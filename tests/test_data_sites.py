@@ -231,7 +231,7 @@ def test_a_site_that_does_not_fit_is_excluded_by_name_and_the_others_continue(tm
         ("fedavg-ft", {"model", "best"}),
         ("perfed-ckt", {"model", "best"}),
         ("kindred", {"model", "best", "last"}),
-        ("federico", {"mixture"}),
+        ("federico", {"mixture", "losses"}),
     ],
 )
 def test_a_site_stores_its_results_of_a_run(tmp_path, strategy, files) -> None:
@@ -242,14 +242,17 @@ def test_a_site_stores_its_results_of_a_run(tmp_path, strategy, files) -> None:
     folder = run(grid, config)
     for number in range(4):
         state = ClientState(grid.run.run_id, f"site-{number}", tmp_path / "kept")
-        assert {path.stem for path in state.folder.glob("[!.]*.safetensors")} == files
+        stored = {path.stem for path in state.folder.glob("[!.]*.safetensors")}
+        received = {stem for stem in stored if stem.startswith("received-client-")}
+        assert stored - received == files
+        assert len(received) == (3 if strategy == "federico" else 0)
         assert bool(list(state.folder.glob(".*.safetensors"))) == (
-            strategy in ("perfed-ckt", "kindred")
-        )  # the model it continues from, or its last model
+            strategy in ("perfed-ckt", "kindred", "federico")
+        )  # the model it continues from, its last model, or losses and copies of models of the round before
         assert state.folder.stat().st_mode & 0o777 == 0o700
         rows = [row for row in read_table(folder.path / "history.csv") if row["client"] == f"site-{number}"]
         accuracies = [row["personal-accuracy"] for row in rows if "personal-accuracy" in row]
-        for name in files - {"last"}:  # this state is the method's own
+        for name in files - {"last", "losses"}:  # these are the methods' own states
             model, task = Task.from_metadata(state.about(name))
             assert model == "digits-cnn" and (task.image_shape, task.num_classes) == ((1, 8, 8), 10)
         if "model" in files:

@@ -142,7 +142,7 @@ def test_the_work_on_both_models_is_counted(settings, samples) -> None:
 
 class Exploding(Ditto):
     def round_config(self, server_round, client):
-        return super().round_config(server_round, client) | ({"ditto-lambda": 1e35} if server_round == 2 else {})
+        return super().round_config(server_round, client) | ({"learning-rate": 1e35} if server_round == 2 else {})
 
 
 def test_a_personal_model_that_becomes_infinite_does_not_replace_the_last_finite_one() -> None:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from importlib import import_module, util
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,6 +32,11 @@ def hooks() -> ModuleType:
     module = util.module_from_spec(specification)
     specification.loader.exec_module(module)
     return module
+
+
+def page_of(path: str) -> Any:
+    """Return a page without headings, in a section of the navigation."""
+    return SimpleNamespace(file=SimpleNamespace(src_uri=path), toc=[], meta={}, parent="a section")
 
 
 def leaves(nav: Any) -> Iterator[str]:
@@ -73,8 +78,7 @@ def test_the_reference_has_every_public_name_once_and_no_private_one() -> None:
 
 def test_links_to_files_outside_the_documents_lead_to_pages(hooks) -> None:
     def changed(page: str, markdown: str) -> str:
-        file = type("File", (), {"src_uri": page})
-        return hooks.on_page_markdown(markdown, type("Page", (), {"file": file}), None, None)
+        return hooks.on_page_markdown(markdown, page_of(page), None, None)
 
     assert changed("architecture.md", "[a](../strategies/fedamp.py)") == "[a](source/strategies/fedamp.py.md)"
     assert changed("architecture.md", "[a](../strategies/parts)") == "[a](source/strategies/parts/index.md)"
@@ -88,7 +92,9 @@ def test_links_to_files_outside_the_documents_lead_to_pages(hooks) -> None:
 
 
 def test_formulas_become_mathml_and_a_bad_one_fails_the_build(hooks) -> None:
-    page = type("Page", (), {"file": type("File", (), {"src_uri": "methods/fedamp.md"}), "toc": [], "meta": {}})
+    page = type(
+        "Page", (), {"file": type("File", (), {"src_uri": "methods/fedamp.md"}), "toc": [], "meta": {}, "parent": None}
+    )
     text = r'<p><span class="arithmatex">\(\xi_{ij} &lt; \frac{1}{2}\)</span></p>'
     result = hooks.on_page_content(text, page=page, config=None, files=None)
     assert "<mfrac>" in result and "\N{GREEK SMALL LETTER XI}" in result and "arithmatex" not in result
@@ -106,6 +112,29 @@ def test_formulas_become_mathml_and_a_bad_one_fails_the_build(hooks) -> None:
     ):
         with pytest.raises(Exception, match="methods/fedamp.md: formula"):
             hooks.mathml(bad, False, "methods/fedamp.md")
+
+
+def test_a_name_in_code_leads_to_the_line_that_defines_it(hooks) -> None:
+    page = page_of("methods/federico.md")
+
+    def changed(path: str, name: str) -> str:
+        text = f'<a href="../source/{path}.html"><code>{name}</code></a>'
+        result = hooks.on_page_content(text, page=page, config=None, files=None)
+        assert result.replace(found := re.search(r'html([^"]*)"', result)[1], "") == text
+        return found
+
+    for path, name, start in (
+        ("strategies/federico.py", "collaborator_weights", "def collaborator_weights("),
+        ("strategies/parts/federico_losses.py", "Losses.update", "    def update("),
+        ("strategies/federico.py", "FedeRiCo", "class FedeRiCo("),
+        ("strategies/fedamp.py", "alpha_at", "    def alpha_at("),
+    ):
+        line = int(changed(path, name).removeprefix("#__codelineno-0-"))
+        assert (ROOT / path).read_text().splitlines()[line - 1].startswith(start)
+    assert changed("strategies/federico.py", "nowhere") == ""
+    assert page.meta["hide"] == ["toc"]  # a page of a section keeps its navigation
+    path = hooks.on_page_content(".venv/types/kindred/fedamp.py .venv/types/kindred/data/", page, None, None)
+    assert path == "strategies/fedamp.py data/"
 
 
 class Block(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from dataclasses import dataclass
 
@@ -100,8 +101,6 @@ def test_a_comparison_has_its_runs_and_reuses_them(ran) -> None:
 
 
 def test_the_recorded_command_gives_the_same_comparison(ran) -> None:
-    import shlex
-
     place = ran.run.folder.parent
     words = shlex.split(ran.comparison.content["command"])
     before = sorted(place.iterdir())
@@ -109,6 +108,21 @@ def test_the_recorded_command_gives_the_same_comparison(ran) -> None:
     assert done.exit_code == 0, done.output
     assert done.stdout.count(": reused, ") == 2 and f"comparison in {ran.comparison.folder}" in done.stdout
     assert sorted(place.iterdir()) == before
+
+
+def test_a_setting_can_be_varied_and_the_recorded_command_does_the_same(ran) -> None:
+    place = ran.run.folder.parent
+    comparison = kindred.compare(
+        ["heurfedamp"], vary={"self_weight": np.array([0.25, 0.75])}, output=place, progress=False, **SMALL
+    )
+    assert [run.settings["self-weight"] for run in comparison.runs.values()] == [0.25, 0.75]
+    assert list(comparison.runs) == [("heurfedamp-0.25", 0), ("heurfedamp-0.75", 0)]
+    assert {"comparison", "varied", "weights"} == set(comparison.figures)
+    assert {f"{name}.png" for name in comparison.figures} == {path.name for path in comparison.folder.glob("*.png")}
+    words = shlex.split(comparison.content["command"])
+    done = CliRunner().invoke(command_line, [*words[1:], "--engine=inline"])
+    assert done.exit_code == 0 and f"comparison in {comparison.folder}" in done.stdout
+    assert done.stdout.count(": reused, ") == 2
 
 
 def test_tables_are_data_frames(ran) -> None:
@@ -136,7 +150,7 @@ def test_without_pandas_tables_name_the_package_to_install(ran, monkeypatch) -> 
         ({"method": "fedamb"}, "strategy is 'fedamb', allowed: one of fedamp, "),
         ({"data": "imagenet"}, "dataset is 'imagenet', allowed: one of digits, "),
         ({"data": [1, 2]}, "data is a list, allowed: a dataset's name, or the path of an .npz file"),
-        ({"sigma": -1}, r"sigma is -1.0, allowed: more than 0 \(float\)"),
+        ({"sigma": -1}, "sigma is -1.0, allowed: more than 0, or auto; "),
         ({"sigma": None}, "sigma is None, allowed: more than 0"),
         ({"clients": 2.5}, r"num-clients is 2.5, allowed: 2 or more \(int\)"),
         ({"method": "local", "strategy": "fedavg"}, "strategy is given twice: 'local' and 'fedavg'"),
@@ -160,6 +174,12 @@ def test_unusable_arguments_are_a_config_error_and_create_nothing(arguments, say
         ({"methods": ["local"], "seeds": 3}, "seeds is 3, allowed: a list of whole numbers"),
         ({"methods": {"local": {"sigma": "wide"}}}, "sigma is 'wide', allowed: more than 0"),
         ({"methods": ["local"], "reference": "fedavg"}, "--reference is 'fedavg', allowed: local"),
+        (
+            {"methods": ["local"], "vary": ["sigma"]},
+            r"vary is \['sigma'\], allowed: a mapping from a setting to a list",
+        ),
+        ({"methods": ["fedamp"], "vary": {"sigma": 3}}, "vary is {'sigma': 3}, allowed: a mapping"),
+        ({"methods": ["fedamp"], "vary": {"sigma": [3, "wide"]}}, "sigma is 'wide', allowed: more than 0"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
 import pytest
-from flwr.app import ConfigRecord, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
 
-from kindred import History, Local, TooFewClients
+from kindred import History, InlineGrid, Local, TooFewClients
 from kindred.engine.admission import Refused, Reply, admit
 from kindred.engine.empty_rounds import EmptyRounds
 from kindred.engine.evaluation import EvaluationPlan
+from kindred.engine.history import progress
 from kindred.engine.hooks import SideEvaluation
 from kindred.messages import RECEIVED, TRAINED, ClientId
 
@@ -33,7 +36,8 @@ def test_only_clients_whose_training_replies_lack_the_result_are_asked_for_it() 
 
 def test_the_closing_evaluation_covers_models_without_a_report() -> None:
     history = History()
-    history.rows = [{"client": 1}, {"client": 3}]
+    history.rows = [{"round": 0, "client": client} for client in CLIENTS]  # of the evaluation before the first round
+    history.rows += [{"round": 1, "client": 1}, {"round": 1, "client": 3}]
     trained, received = EvaluationPlan(TRAINED), EvaluationPlan(RECEIVED)
     for plan in (trained, received):
         plan.evaluated(4)
@@ -44,6 +48,139 @@ def test_the_closing_evaluation_covers_models_without_a_report() -> None:
     resumed = EvaluationPlan(RECEIVED)
     resumed.restore(received.state())
     assert resumed.after_last_round(CLIENTS, history) == [1, 2, 4]
+
+
+def test_before_the_first_round_all_clients_without_a_result_are_asked() -> None:
+    plan = EvaluationPlan(TRAINED)
+    assert plan.before_first_round(CLIENTS, not_replied=set()) == CLIENTS
+    plan.trained(answered=[1, 2], with_result=[2])  # in an exchange before the training rounds
+    assert plan.before_first_round(CLIENTS, not_replied={3}) == [1, 4]
+
+
+def reporting_app(before: Sequence[float], after: Mapping[int, float]) -> ClientApp:
+    """Return clients that report the accuracy `before[client]`, and in the training of a round `after[round]`."""
+    app = ClientApp()
+
+    def reply(message: Message, arrays: ArrayRecord | None, **metrics: float) -> Message:
+        records = {"metrics": MetricRecord(metrics)} | ({} if arrays is None else {"arrays": arrays})
+        return Message(RecordDict(records), reply_to=message)
+
+    @app.train()
+    def train(message, context):
+        accuracy = {"trained-accuracy": after[message.content["config"]["server-round"]]}
+        return reply(message, message.content["arrays"], **accuracy, **{"num-examples": 1, "num-test-examples": 1})
+
+    @app.evaluate()
+    def evaluate(message, context):
+        return reply(message, None, **{"accuracy": before[context.node_config["partition-id"]], "num-examples": 1})
+
+    return app
+
+
+ONE_OF_THREE = {"fraction_train": 0.4, "min_train_nodes": 1}
+
+
+def test_the_best_of_a_run_with_sampled_clients_stands() -> None:
+    before, after = [0.1, 0.2, 0.6], {1: 0.9, 2: 0.0, 3: 0.3, 4: 0.1}
+    strategy = Local(**ONE_OF_THREE, seed=4)
+    strategy.start(InlineGrid(reporting_app(before, after), 3), initial(), 4)
+    drawn = [[row["client"] - 1001 for row in strategy.history.rows if row["round"] == r] for r in range(6)]
+    assert drawn == [[0, 1, 2], [1], [1], [0], [1], [2]]  # 2 is never sampled, and evaluated once more at the end
+    lines = strategy.history.rounds
+    assert [line["evaluated"] for line in lines] == [3] * 6
+    means = [0.9 / 3, (0.1 + 0.9 + 0.6) / 3, (0.1 + 0 + 0.6) / 3, (0.3 + 0 + 0.6) / 3, (0.3 + 0.1 + 0.6) / 3]
+    means.append(means[-1])
+    assert [line["accuracy"] for line in lines] == pytest.approx(means)
+    assert [line["accuracy-best"] for line in lines] == pytest.approx([means[0], *[means[1]] * 5])
+    assert [progress(line, strategy.first_round, 4).split("  ")[0] for line in lines] == [
+        "opening evaluation",
+        *(f"round {r}/4" for r in (1, 2, 3, 4)),
+        "closing evaluation",
+    ]
+
+
+@pytest.mark.parametrize("settings", [{}, {"min_train_nodes": 3, "fraction_train": 0.1}, {"fraction_evaluate": 0}])
+def test_nothing_is_evaluated_before_a_run_with_all_clients_or_without_evaluations(settings) -> None:
+    strategy = Local(**(ONE_OF_THREE if "fraction_evaluate" in settings else {}) | settings)
+    strategy.start(InlineGrid(reporting_app([0.1] * 3, {1: 0.5}), 3), initial(), 1)
+    assert [line["round"] for line in strategy.history.rounds] == [1]
+
+
+class Joining(InlineGrid):
+    """The last node connects when the server has sent messages of round 2."""
+
+    joined = False
+
+    def get_node_ids(self):
+        return list(super().get_node_ids())[: None if self.joined else -1]
+
+    def push_messages(self, messages):
+        messages = list(messages)
+        self.joined = self.joined or any(message.metadata.group_id == "2" for message in messages)
+        return super().push_messages(messages)
+
+
+def test_the_best_of_a_run_stands_when_a_client_joins_later() -> None:
+    strategy = Local(**ONE_OF_THREE, seed=4)
+    after = {1: 0.9, 2: 0.8, 3: 0.7, 4: 0.6, 5: 0.5, 6: 0.4}
+    strategy.start(Joining(reporting_app([0.5, 0.5, 0.0], after), 3), initial(), 6)
+    lines = strategy.history.rounds
+    assert lines[0]["asked"] == 2
+    assert [line["evaluated"] for line in lines] == sorted(line["evaluated"] for line in lines)
+    assert {line["evaluated"] for line in lines} == {2, 3}
+    assert [line["accuracy-best"] for line in lines] == np.maximum.accumulate(
+        [line["accuracy"] for line in lines]
+    ).tolist()
+    assert lines[-1]["accuracy"] < lines[-1]["accuracy-best"]
+
+
+def test_a_silent_client_delays_the_evaluation_before_the_first_round_only() -> None:
+    class Silent(InlineGrid):
+        def pull_messages(self, message_ids):
+            silent = {
+                message_id
+                for message_id, message in self._waiting.items()
+                if message.metadata.group_id == "0" and message.metadata.dst_node_id == 1002
+            }
+            return super().pull_messages([message_id for message_id in message_ids if message_id not in silent])
+
+    strategy = Local(fraction_train=0.7, seed=4)
+    strategy.start(Silent(reporting_app([0.1, 0.2, 0.6], {1: 0.9}), 3), initial(), 1, timeout=0.3)
+    rows = {(row["round"], row["client"]): row["status"] for row in strategy.history.rows}
+    assert rows[0, 1002] == "no answer within 0.3 s" and rows[1, 1002] == "ok"
+    assert [line["evaluated"] for line in strategy.history.rounds][:2] == [2, 3]
+
+
+class Recording(Local):
+    """Has side evaluations in every round, and records what the engine calls it with."""
+
+    def begin(self, initial_arrays: ArrayRecord) -> None:
+        super().begin(initial_arrays)
+        self.called: list[tuple[str, int]] = []
+
+    def side_evaluations(self, server_round: int) -> Iterator[SideEvaluation]:
+        self.called.append(("side", server_round))
+        return iter(())
+
+    def take_evaluation(self, client: ClientId, reply: Reply) -> None:
+        self.called.append(("evaluation", client))
+
+
+def test_a_method_receives_nothing_of_the_evaluation_before_the_first_round() -> None:
+    strategy = Recording(**ONE_OF_THREE, seed=4)
+    strategy.start(InlineGrid(reporting_app([0.1, 0.2, 0.6], {1: 0.9}), 3), initial(), 1)
+    assert strategy.called == [("side", 1), ("side", 2), ("evaluation", 1001), ("evaluation", 1003)]
+
+
+def test_the_best_mean_does_not_restart_with_the_number_of_clients() -> None:
+    history = History()
+    row = {"status": "ok", "seconds": 1.0, "bytes-down": 1, "bytes-up": 1}
+    for number, reports in enumerate(({1: 0.9, 2: 0.7}, {3: 0.2}, {3: 0.8}, {4: 0.9}), start=1):
+        for client, accuracy in reports.items():
+            history.add({**row, "round": number, "client": client, "personal-accuracy": accuracy})
+        history.close_round(number, 1.0, TRAINED)
+    assert [line["accuracy"] for line in history.rounds] == pytest.approx([0.8, 0.6, 0.8, 0.825])
+    assert [line["accuracy-best"] for line in history.rounds] == pytest.approx([0.8, 0.8, 0.8, 0.825])
 
 
 class Asking(Local):

@@ -108,7 +108,7 @@ def test_three_rounds_of_one_sample_each_by_the_formulas() -> None:
     assert learned[1] is None
 
     weights = np.ones(2)
-    for server_round in (2, 3):
+    for server_round in (2, 3, 4):  # the last is the closing evaluation, of the last global and the last local model
         body = sent[server_round - 1]["0.weight"].numpy().item()
         received = sent[server_round - 1]["1.weight"].numpy().ravel()
         before, losses = local[server_round - 1], []
@@ -118,10 +118,16 @@ def test_three_rounds_of_one_sample_each_by_the_formulas() -> None:
             losses.append(-np.log(probabilities[0]))
             gradient = (probabilities - [1, 0]) * body * (received - before)
             weights = np.clip(weights - 20 * gradient, 0, 1)
-        assert learned[server_round].ravel() == pytest.approx(weights, abs=1e-5)
+        rows = [row for row in strategy.history.rows if row["round"] == server_round]
         assert own[server_round]["1.weight"].ravel() == pytest.approx(before + (received - before) * weights, abs=1e-5)
         assert own[server_round]["0.weight"].item() == body
-        rows = [row for row in strategy.history.rows if row["round"] == server_round]
+        if server_round == 4:
+            logits = own[4]["1.weight"].ravel() * body
+            assert rows[0]["personal-loss"] == pytest.approx(np.log(np.exp(logits).sum()) - logits[0], abs=1e-5)
+            assert rows[0]["samples-trained"] == len(losses) == 1
+            assert (learned[4] == learned[3]).all() and (local[4] == local[3]).all()
+            continue
+        assert learned[server_round].ravel() == pytest.approx(weights, abs=1e-5)
         assert rows[0]["ala-weight"] == pytest.approx(weights.mean(), abs=1e-5)
         assert rows[0]["samples-trained"] == 1 + len(losses)
     assert 0 <= weights.min() < 0.9
@@ -182,41 +188,59 @@ def test_the_aggregated_model_lies_between_the_local_and_the_received_one(head_l
 
 
 def test_the_evaluated_and_stored_model_is_the_one_before_local_training() -> None:
-    strategy = run(FedALA(ala_learning_rate=50.0))
-    assert strategy.client_models() == {} and len(strategy.history.rounds) == 3
-    assert strategy.history.rounds[-1]["personal"] == "own"
+    stored = {}
+    strategy = FedALA(ala_learning_rate=50.0)
+    run(strategy, on_round=lambda r: stored.update({r: saved_models(strategy.run_id)}))
+    assert strategy.client_models() == {}
+    assert [line["personal"] for line in strategy.history.rounds] == ["between"] * 4
     rows = {(row["round"], row["client"]): row for row in strategy.history.rows}
-    for client, model in saved_models(strategy.run_id).items():
+    for client, model in stored[3].items():
         loaded = network()
         set_arrays(loaded, read_record(model))
         test = load_site(SimpleNamespace(node_config={"partition-id": client})).test
         row = rows[3, client]
-        assert evaluate(loaded, *test) == (row["own-accuracy"], row["own-loss"])
-        assert row["personal-loss"] == row["own-loss"]
-        assert len({row["received-loss"], row["own-loss"], row["trained-loss"]}) == 3
+        assert evaluate(loaded, *test) == (row["between-accuracy"], row["between-loss"])
+        assert row["personal-loss"] == row["between-loss"]
+        assert len({row["received-loss"], row["between-loss"], row["trained-loss"]}) == 3
         first = rows[1, client]  # there is no local model yet to mix with the received one
-        assert first["own-loss"] == first["received-loss"] and "ala-weight" not in first
+        assert first["between-loss"] == first["received-loss"] and "ala-weight" not in first
+        set_arrays(loaded, read_record(stored[4][client]))
+        assert evaluate(loaded, *test) == (rows[4, client]["personal-accuracy"], rows[4, client]["personal-loss"])
+
+
+def test_the_last_result_is_the_start_of_a_further_round() -> None:
+    sent = {}
+    three, four = FedALA(ala_learning_rate=50.0), FedALA(ala_learning_rate=50.0)
+    run(three, 3)
+    run(four, 4, on_round=lambda r: sent.update({r: values(four.global_arrays())}))
+    assert values(three.global_arrays()) == sent[3] != sent[2]
+    closing = {row["client"]: row["personal-loss"] for row in three.history.rows if row["round"] == 4}
+    before = {row["client"]: row["between-loss"] for row in three.history.rows if row["round"] == 3}
+    further = {row["client"]: row["between-loss"] for row in four.history.rows if row["round"] == 4}
+    assert closing == further and all(closing[client] != before[client] for client in range(CLIENTS))
+    assert three.history.rounds[-1]["accuracy"] == four.history.rounds[-2]["accuracy"]
 
 
 def test_an_absent_client_mixes_with_its_last_model_when_it_returns() -> None:
-    kept, sent = {}, {}
+    kept, sent, stored = {}, {}, {}
     grid = FaultyGrid(app, CLIENTS, lambda r, c: "error" if (r, c) == (2, 0) else "ok")
     strategy = FedALA(ala_learning_rate=50.0)
 
     def note(server_round: int) -> None:
         kept[server_round], sent[server_round] = kept_by(strategy)[0], read_record(strategy.global_arrays())
+        stored[server_round] = read_record(saved_models(strategy.run_id)[0])
 
     run(strategy, grid=grid, on_round=note)
     assert "weights" not in kept[2] and kept[1]["local"]["3.bias"].tobytes() == kept[2]["local"]["3.bias"].tobytes()
-    own = read_record(saved_models(strategy.run_id)[0])
     for name in HEAD:
         local, weights = kept[1]["local"][name], kept[3]["weights"][name]
-        assert own[name] == pytest.approx(local + (sent[2][name] - local) * weights, abs=1e-6)
+        assert stored[3][name] == pytest.approx(local + (sent[2][name] - local) * weights, abs=1e-6)
 
 
 def test_weights_are_learned_until_convergence_and_then_for_one_epoch_a_round() -> None:
     rows = run(FedALA(ala_share=0.4), 4, **{"local-epochs": 3}).history.rows
-    worked = {r: {row["samples-trained"] for row in rows if row["round"] == r} for r in (1, 2, 3, 4)}
+    worked = {r: {row["samples-trained"] for row in rows if row["round"] == r} for r in (1, 2, 3, 4, 5)}
+    assert worked[5] == {8}  # the closing evaluation
     assert worked[1] == {60} and worked[3] == worked[4] == {60 + 8}
     assert all(60 + 11 * 8 <= samples <= 60 + 100 * 8 and (samples - 60) % 8 == 0 for samples in worked[2])
     assert {row["samples-predicted"] for row in rows} == {0}
@@ -225,27 +249,24 @@ def test_weights_are_learned_until_convergence_and_then_for_one_epoch_a_round() 
 def test_an_unsampled_client_is_evaluated_with_the_global_model() -> None:
     half = {"fraction_train": 0.5, "min_train_nodes": 1}
     fedala, fedavg = run(FedALA(**half), 1), run(FedAvg(**half), 1)
-    closing = {row["client"]: row["personal-loss"] for row in fedala.history.rows if row["round"] == 2}
-    expected = {row["client"]: row["personal-loss"] for row in fedavg.history.rows if row["round"] == 2}
-    assert len(closing) == 2 and closing == {client: expected[client] for client in closing}
+    drawn = {row["client"] for row in fedala.history.rows if row["round"] == 1}
+    closing, expected = (
+        {row["client"]: row["personal-loss"] for row in strategy.history.rows if row["round"] == 2}
+        for strategy in (fedala, fedavg)
+    )
+    assert len(drawn) == 2 and set(closing) == set(expected) == set(range(CLIENTS))
+    assert {client for client in closing if closing[client] == expected[client]} == set(range(CLIENTS)) - drawn
 
 
 def test_a_separate_evaluation_uses_the_aggregated_model() -> None:
     grid = FaultyGrid(app, CLIENTS, lambda r, c: "error" if r == 3 else "ok")
-    before = {}
+    kept = {}
     strategy = FedALA(ala_learning_rate=50.0)
-    run(
-        strategy,
-        3,
-        grid,
-        on_round=lambda r: before.update(
-            {r: (str(kept_by(strategy)), [values(model) for model in saved_models(strategy.run_id).values()])}
-        ),
-    )
-    assert before[2] == before[3]
+    run(strategy, 3, grid, on_round=lambda r: kept.update({r: str(kept_by(strategy))}))
+    assert kept[2] == kept[3]
     evaluated = {row["client"]: row["personal-loss"] for row in strategy.history.rows if row["round"] == 3}
     whole = run(FedALA(ala_learning_rate=50.0))
-    assert evaluated == {row["client"]: row["own-loss"] for row in whole.history.rows if row["round"] == 3}
+    assert evaluated == {row["client"]: row["between-loss"] for row in whole.history.rows if row["round"] == 3}
 
 
 class Exploding(FedALA):

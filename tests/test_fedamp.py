@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as hnp
 
 from kindred import FedAMP, HeurFedAMP, attention_weights, cosine_weights
 from kindred.engine.model_store import BLOCK
-from kindred.fedamp import squared_distances
+from kindred.fedamp import group_weights, median_distance, objective, squared_distances
 
 # Squared distances: 0-1: 1, 0-2: 4, 1-2: 5.
 THREE = np.array([[0.0, 0.0], [1.0, 0.0], [0.0, 2.0]])
@@ -75,6 +75,79 @@ def test_the_uniform_self_weight_counts_the_sending_clients_and_oneself() -> Non
         assert np.diagonal(xi) == pytest.approx([1 / 2, 1 / 2, 1 / 3])
         assert xi[:2, 2] == pytest.approx(0)  # a client that sent no model has weight only for itself
         assert xi.sum(axis=1) == pytest.approx(1)
+
+
+def test_each_client_can_have_its_own_self_weight() -> None:
+    own = np.array([0.2, 0.5, 1.0])
+    for xi in (attention_weights(THREE, 1, 2.0, own), cosine_weights(THREE, 1.0, own)):
+        assert np.diagonal(xi) == pytest.approx(own)
+        assert xi[2] == pytest.approx([0, 0, 1])
+    xi = attention_weights(THREE, 1, 2.0, own)
+    for i, share in enumerate(own):
+        assert xi[i] == pytest.approx(attention_weights(THREE, 1, 2.0, share)[i])
+
+
+def test_the_weight_of_a_group_is_1_over_its_size() -> None:
+    # N_i, the other clients of the group: 2, 2, 2, 1, 1, 0
+    weights = group_weights({"a": 0, "b": 0, "c": 0, 4: 7, 5: 7, 6: 1})
+    assert weights == {"a": 1 / 3, "b": 1 / 3, "c": 1 / 3, 4: 1 / 2, 5: 1 / 2, 6: 1}
+
+
+def test_the_automatic_sigma_is_the_median_squared_distance_of_pairs_online() -> None:
+    distances = squared_distances(lambda: iter([THREE]), 3)
+    assert median_distance(distances) == pytest.approx(4)  # of 1, 4 and 5
+    assert median_distance(distances, np.array([True, True, False])) == pytest.approx(1)
+    four = np.vstack([THREE, [[0.0, 3.0]]])  # 0-3: 9, 1-3: 10, 2-3: 1
+    assert median_distance(squared_distances(lambda: iter([four]), 4)) == pytest.approx((4 + 5) / 2)
+    assert median_distance(squared_distances(lambda: iter([100 * four]), 4)) == pytest.approx(1e4 * (4 + 5) / 2)
+
+
+@pytest.mark.parametrize(
+    ("models", "sigma"),
+    [
+        (THREE[:1], 1),  # no pair
+        (np.ones((4, 3)), 1),  # only equal models
+        (np.array([[0.0], [0.0], [0.0], [2.0]]), 4),  # three pairs are equal
+        (np.array([[0.0], [3.0], [1e200]]), 9),  # one has diverged: infinite distance
+        (np.array([[0.0], [1e200]]), 1),
+    ],
+)
+def test_the_automatic_sigma_is_a_positive_number_for_all_models(models, sigma) -> None:
+    distances = squared_distances(lambda: iter([models]), len(models))
+    assert median_distance(distances) == pytest.approx(sigma)
+    assert np.isfinite(attention_weights(models, 1e4, median_distance(distances), 0.2)).all()
+
+
+def test_the_objective_matches_equation_1() -> None:
+    distances = squared_distances(lambda: iter([THREE]), 3)
+    penalty = (1 - math.exp(-0.5)) + (1 - math.exp(-2)) + (1 - math.exp(-2.5))  # A of 1, 4 and 5 with sigma 2
+    assert objective(np.array([1.0, 2.0, 3.5]), distances, 3.0, 2.0) == pytest.approx(6.5 + 3 * penalty)
+    assert objective(np.array([1.0, 2.0, 3.5]), distances, 0.0, 2.0) == 6.5
+    assert objective(np.array([0.7]), np.zeros((1, 1)), 3.0, 2.0) == 0.7
+
+
+def test_rounds_with_exact_local_solutions_converge_to_a_stationary_point_of_equation_1_with_half_of_lambda() -> None:
+    """F_i(w) = ||w - t_i||^2 / 2, whose Eq. 6 has the solution w_i = (t_i + c u_i) / (1 + c), c = lambda / alpha."""
+    alpha, sigma, lam = 0.2, 3.0, 0.7
+    goals = np.array([[0.0, 0.0], [1.0, 0.0], [0.0, 2.0], [1.0, 1.5]])
+
+    def value(models: np.ndarray, weight: float) -> float:
+        distances = squared_distances(lambda: iter([models]), len(models))
+        return objective(((models - goals) ** 2).sum(axis=1) / 2, distances, weight, sigma)
+
+    def gradient(models: np.ndarray, weight: float) -> np.ndarray:
+        steps = 1e-5 * np.eye(models.size).reshape(models.size, *models.shape)
+        return np.array([(value(models + h, weight) - value(models - h, weight)) / 2e-5 for h in steps])
+
+    models = 3 * goals[::-1].copy()
+    values = []
+    for _ in range(300):
+        clouds = attention_weights(models, alpha, sigma) @ models
+        models = (goals + lam / alpha * clouds) / (1 + lam / alpha)
+        values.append(value(models, lam / 2))
+    assert (np.diff(values) < 1e-12).all() and values[0] > values[-1] + 0.1
+    assert abs(gradient(models, lam / 2)).max() < 1e-6
+    assert abs(gradient(models, lam)).max() > 1e-2
 
 
 def test_a_client_alone_keeps_its_model() -> None:
@@ -162,10 +235,28 @@ def test_alpha_decays_at_fixed_intervals_and_sets_the_proximal_weight() -> None:
     assert method.round_config(31, 0) == {"proximal-mu": pytest.approx(0.2)}
 
 
+@pytest.mark.parametrize("lam", [0.0, 1e-3, 1.0, 1e30])
+def test_the_proximal_weight_stays_finite_in_float32_however_far_alpha_has_decayed(lam) -> None:
+    method = FedAMP(lam=lam)
+    mu = [method.round_config(k, 0)["proximal-mu"] for k in (1, 600, 1200, 10_000, 1_000_000)]
+    assert mu == sorted(mu) and np.isfinite(np.float32(mu)).all()
+    assert (mu[-1] > 1e30) == (lam > 0)
+    assert np.isfinite(attention_weights(THREE, method.alpha_at(1_000_000), 2.0)).all()
+
+
 @pytest.mark.parametrize(
     ("make", "named"),
     [
         (lambda: FedAMP(sigma=0), "sigma is 0"),
+        (lambda: FedAMP(sigma="median"), "sigma is 'median', allowed: more than 0, or auto"),
+        (lambda: HeurFedAMP(sigma="auto"), "sigma is 'auto', allowed: more than 0$"),
+        (
+            lambda: FedAMP(self_weight="groups"),
+            "self_weight is 'groups', allowed: groups only with the argument groups",
+        ),
+        (lambda: HeurFedAMP(self_weight="groups"), "self_weight is 'groups'"),
+        (lambda: FedAMP(common_start="no"), "common_start is 'no'"),
+        (lambda: FedAMP(objective=1), "objective is 1"),
         (lambda: FedAMP(sigma=1, alpha=-1), "alpha is -1"),
         (lambda: FedAMP(sigma=1, alpha_decay=0), "alpha_decay is 0"),
         (lambda: FedAMP(sigma=1, alpha_decay_every=0), "alpha_decay_every is 0"),

@@ -6,11 +6,14 @@ import io
 
 import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
 from flwr.app import Array, ConfigRecord
+from flwr.clientapp import ClientApp
 from safetensors.numpy import load_file
 
-from kindred import FedAvg, FedEM, InlineGrid, Mixture
-from kindred.baselines.fedem import new_shares, responsibilities
+from kindred import FedAvg, FedEM, InlineGrid, Mixture, make_client_app
+from kindred.baselines.fedem import OPTIMIZERS, new_shares, responsibilities
 from kindred.client.state import MIXTURE, saved_files
 from kindred.client.training import get_arrays, set_arrays
 from kindred.client_app.app import app as client_app
@@ -112,8 +115,37 @@ def test_shares_stay_at_the_client_between_rounds() -> None:
         for kept, last in zip(found[i].models, strategy.models):
             assert kept["weight"].tobytes() == weights_of(last).tobytes()
     assert found[0].shares[0] > 0.8 and found[2].shares[1] > 0.8
-    assert not any("share" in key for row in strategy.history.rows for key in row)
     assert strategy.client_models() == {}
+
+
+def shares_in(strategy: FedEM, server_round: int) -> list[list[float]]:
+    rows = [row for row in strategy.history.rows if row["round"] == server_round]
+    return [[row[f"share-{m}"] for m in range(2) if f"share-{m}" in row] for row in rows]
+
+
+def test_simulated_clients_report_their_new_shares() -> None:
+    strategy = by_two(2)
+    first = [shares_of(client, np.array([0.5, 0.5]), FIRST, SECOND) for client in CLIENTS]
+    assert shares_in(strategy, 1) == [pytest.approx(each, abs=1e-6) for each in first]
+    found = kept_mixtures(strategy)  # with the shares of the second round
+    assert shares_in(strategy, 2) == [pytest.approx(found[i].shares, abs=1e-12) for i in range(3)]
+    assert shares_in(strategy, 3) == [[], [], []]  # the closing evaluation
+
+
+@pytest.mark.parametrize("reports", [False, True])
+def test_a_site_reports_its_shares_only_if_it_agrees(tmp_path, reports) -> None:
+    class Sites(InlineGrid):
+        def __init__(self) -> None:
+            super().__init__(two_weights.app_of(CLIENTS), 3)
+            for node, context in self._contexts.items():
+                context.node_config["state-dir"] = str(tmp_path / str(node))
+                if reports:
+                    context.node_config["report-weights"] = True
+
+    strategy = FedEM(num_components=2, other_models=[two_weights.model(SECOND)])
+    two_weights.start(strategy, CLIENTS, FIRST, 1, Sites())
+    assert [len(shares) for shares in shares_in(strategy, 1)] == [2 * reports] * 3
+    assert two_weights.weights_of(strategy.models[0]).tobytes() == two_weights.weights_of(by_two().models[0]).tobytes()
 
 
 def test_collaboration_weights_are_the_shares_in_every_component() -> None:
@@ -135,6 +167,94 @@ def test_an_unsampled_client_computes_its_shares_in_one_step() -> None:
 def test_samples_are_counted_for_every_component() -> None:
     rows = by_two().history.rows[:3]
     assert [(row["samples-trained"], row["samples-predicted"]) for row in rows] == [(2, 2), (6, 6), (4, 4)]
+
+
+# --- An optimiser that lives across rounds ------------------------------------------------------------
+
+ADAM = two_weights.SETTINGS | {"optimizer": "adam", "learning-rate": 0.1, "weight-decay": 0.05, "local-epochs": 2}
+MOMENTUM = two_weights.SETTINGS | {"momentum": 0.9, "weight-decay": 0.05, "local-epochs": 2}
+NEW = {
+    "adam": lambda weights: torch.optim.Adam([weights], lr=0.1, weight_decay=0.05),
+    "sgd": lambda weights: torch.optim.SGD([weights], lr=two_weights.RATE, momentum=0.9, weight_decay=0.05),
+}
+
+
+def two_components(keep: bool) -> FedEM:
+    return FedEM(num_components=2, keep_optimizer=keep, other_models=[two_weights.model(SECOND)])
+
+
+def four_rounds(strategy: FedEM, settings: dict, app: ClientApp | None = None, **more) -> FedEM:
+    grid = InlineGrid(app or two_weights.app_of(CLIENTS), 3, {"clients": repr((CLIENTS, app))})
+    config = ConfigRecord(settings)
+    strategy.start(grid, two_weights.model(FIRST), 4, 60, config, config, **more)
+    return strategy
+
+
+def plain_rounds(optimizer: str, keep: bool, rounds: int = 4) -> list[np.ndarray]:
+    """Return the components after some rounds, by one torch optimiser for each client and component."""
+    components = [FIRST, SECOND]
+    shares = [np.array([0.5, 0.5])] * len(CLIENTS)
+    weights = [[torch.zeros(2, requires_grad=True) for _ in components] for _ in CLIENTS]
+    optimizers = [[NEW[optimizer](own) for own in each] for each in weights]
+    for _ in range(rounds):
+        sums = [np.zeros(2), np.zeros(2)]
+        for i, client in enumerate(CLIENTS):
+            shares[i] = shares_of(client, shares[i], *components)  # its samples are equal
+            for m, received in enumerate(components):
+                own = weights[i][m]
+                own.data.copy_(torch.from_numpy(received))
+                if not keep:
+                    optimizers[i][m] = NEW[optimizer](own)
+                for _ in range(2):
+                    optimizers[i][m].zero_grad()
+                    loss = float(shares[i][m]) * F.cross_entropy(client.x * own, torch.tensor(client.label))
+                    loss.backward()
+                    optimizers[i][m].step()
+                sums[m] += client.count * own.detach().numpy()
+        components = [total / sum(client.count for client in CLIENTS) for total in sums]
+    return components
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("optimizer", NEW)
+def test_a_kept_optimiser_gives_the_components_of_one_torch_optimiser_over_all_rounds(optimizer, keep) -> None:
+    strategy = four_rounds(two_components(keep), {"adam": ADAM, "sgd": MOMENTUM}[optimizer])
+    for m, expected in enumerate(plain_rounds(optimizer, keep)):
+        assert weights_of(strategy.models[m]) == pytest.approx(expected, abs=1e-5)
+    other = plain_rounds(optimizer, not keep)
+    assert np.abs(weights_of(strategy.models[0]) - other[0]).max() > 0.01
+
+
+def test_a_client_that_has_lost_its_optimisers_starts_new_ones() -> None:
+    def lose(server_round: int) -> None:
+        files = saved_files(strategy.run_id, OPTIMIZERS)
+        lost.append(len(files))
+        for path in files.values():
+            path.unlink()
+
+    strategy, lost = two_components(True), []
+    four_rounds(strategy, ADAM, on_round=lose)
+    anew = four_rounds(two_components(False), ADAM)
+    assert [values(model) for model in strategy.models] == [values(model) for model in anew.models]
+    assert lost[:4] == [3, 3, 3, 3] and not saved_files(anew.run_id, OPTIMIZERS)
+
+
+def test_an_optimiser_that_is_no_longer_finite_is_not_kept() -> None:
+    """Client 1 has infinite samples in round 2: its reply is refused, and in round 3 its state is that of round 1."""
+
+    def change(server_round: int) -> None:
+        sites[1].train[0].fill_(np.inf if server_round == 1 else CLIENTS[1].x)
+        found = load_file(saved_files(strategy.run_id, OPTIMIZERS)[1])
+        steps.append(int(found["0/2"]))  # after the moments of the only parameter
+        assert all(np.isfinite(array).all() for array in found.values())
+
+    sites, strategy, steps = [client.site() for client in CLIENTS], two_components(True), []
+    app = make_client_app(lambda context: sites[context.node_config["partition-id"]])
+    four_rounds(strategy, ADAM, app, on_round=change)
+    trained = [row["status"] for row in strategy.history.rows if row["client"] == 1 and row["round"] <= 4]
+    assert [status == "ok" for status in trained] == [True, False, True, True]
+    assert "values that are not finite" in trained[1]
+    assert steps[:4] == [2, 2, 4, 6]
 
 
 # --- Rounds with a network ----------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,18 +16,21 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord
 from hypothesis import given, strategies as st
+from safetensors import safe_open
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from kindred import FedeRiCo, InlineGrid, Local, Mixture, Site, make_client_app, make_model
 from kindred.client.evaluation import predict
+from kindred.client.site import forget_sites
 from kindred.client.state import MIXTURE, MODEL, saved_files
 from kindred.client.training import get_arrays, mean_gradient, set_arrays, train
 from kindred.engine import roster
 from kindred.engine.optimizers import AdamStep, SGDStep
 from kindred.federico import collaborator_weights, known_weights, log_rest_of
 from kindred.messages import METHODS, VERSION_KEY, decode, encode, read_record, seed_for, to_record
-from kindred.parts.federico_losses import LARGEST_LOSS, Losses, smooth
+from kindred.parts import federico_copies
+from kindred.parts.federico_losses import LARGEST_LOSS, Losses, accumulate, smooth
 from kindred.parts.federico_requests import Request, choose_request
 from kindred.parts.mixture import accuracy_and_loss, mixture_of, mixture_shares
 from kindred.parts.neighbours import choose_neighbours
@@ -61,10 +65,9 @@ def test_weights_of_available_models_are_those_of_a_softmax_over_all_models(
     clients = list(range(min(len(latest), len(before))))
     table = Losses(dict(zip(clients, latest)), dict(zip(clients, before)))
     available = clients[:count]
-    log_rest = log_rest_of(table, available, beta, temperature)
-    averages = smooth(table.averages(available), np.array([table.latest[c] for c in available]), beta)
-    weights = collaborator_weights(averages, temperature, log_rest)
     table.update(available, [table.latest[c] for c in available], beta)
+    log_rest = log_rest_of(table, available, temperature)
+    weights = collaborator_weights(table.averages(available), temperature, log_rest)
     plain = known_weights(table, temperature)
     assert list(plain) == clients and sum(plain.values()) == pytest.approx(1)
     assert weights == pytest.approx([plain[client] for client in available])
@@ -80,7 +83,7 @@ def test_weights_are_a_distribution_for_all_losses(losses, temperature) -> None:
     assert weights.argmax() == np.argmin(losses) or weights.max() == weights[np.argmin(losses)]
     table = Losses()
     table.update(range(len(losses)), losses, 0.6)
-    rest = log_rest_of(table, range(1), 0.6, temperature)
+    rest = log_rest_of(table, range(1), temperature)
     available = collaborator_weights(table.averages([0]), temperature, rest)
     assert np.isfinite(available).all() and (available >= 0).all() and (available <= 1).all()
 
@@ -88,6 +91,46 @@ def test_weights_are_a_distribution_for_all_losses(losses, temperature) -> None:
 def test_a_useless_model_gets_no_weight_and_equally_useless_models_share_it() -> None:
     assert collaborator_weights(np.array([0.5, LARGEST_LOSS])).tolist() == [1, 0]
     assert collaborator_weights(np.full(4, LARGEST_LOSS), 1e-9).tolist() == [0.25] * 4
+
+
+def test_accumulated_losses_give_the_posterior_of_the_last_round_s_weights() -> None:
+    # Eq. 3 from equal weights: exp(-log 2) : exp(-log 3) = 3 : 2. With these as the prior (Eq. 4): 3 / 5 : 2 / 2.
+    total = np.zeros(2)
+    total = accumulate(total, np.log([2, 3]))
+    assert collaborator_weights(total) == pytest.approx([0.6, 0.4])
+    total = accumulate(total, np.log([5, 2]))
+    assert total == pytest.approx(np.log([10, 6])) and collaborator_weights(total) == pytest.approx([0.375, 0.625])
+
+
+@given(st.lists(st.lists(st.floats(0, 20), min_size=3, max_size=3), max_size=5), st.floats(0.5, 10))
+def test_accumulated_losses_are_bayes_rule_over_rounds(rounds, temperature) -> None:
+    table, prior = Losses(), np.full(3, 1 / 3)
+    for losses in rounds:
+        table.update(["a", "b", "c"], losses, None)
+        posterior = prior * np.exp(-np.array(losses) / temperature)
+        prior = posterior / posterior.sum()
+    assert collaborator_weights(table.averages(["a", "b", "c"]), temperature) == pytest.approx(prior)
+
+
+@given(some_losses, st.integers(1, 20), st.floats(0.05, 1))
+def test_equal_losses_in_t_rounds_accumulate_to_the_average_at_a_temperature_of_1_over_t(losses, t, beta) -> None:
+    clients = list(range(len(losses)))
+    table, average = Losses(), Losses(smoothed=dict(zip(clients, losses)))
+    for _ in range(t):
+        table.update(clients, losses, None)
+        average.update(clients, losses, beta)
+    assert table.averages(clients) == pytest.approx(t * average.averages(clients))
+    assert list(known_weights(table, 1.0).values()) == pytest.approx(list(known_weights(average, 1 / t).values()))
+
+
+def test_losses_are_accumulated_over_three_rounds() -> None:
+    table = Losses()
+    table.update(["a"], [1.0], None)
+    table.update(["b"], [0.5], None)  # a is not available: its last loss counts again; b counts for round 1 too
+    assert table.smoothed == {"a": 2.0, "b": 1.0}
+    table.update(["a"], [2.0], None)
+    assert table.smoothed == {"a": 4.0, "b": 1.5} and table.latest == {"a": 2.0, "b": 0.5} and table.rounds == 3
+    assert table.averages(["new", "a"]).tolist() == [0.0, 4.0]  # as with the average, a new model is explored
 
 
 def test_losses_are_smoothed_over_three_rounds() -> None:
@@ -107,8 +150,8 @@ def test_an_unseen_client_has_loss_0_in_the_selection_and_no_weight() -> None:
     weights = known_weights(table, 1.0)
     assert list(weights) == ["a", "b"] and weights == pytest.approx({"a": 0.75, "b": 0.25})
 
-    def request(own, clients, most, threshold=0.0, seed=0) -> Request:
-        settings = {"num_neighbours": most, "epsilon": 0.0, "seed": seed, "threshold": threshold}
+    def request(own, clients, most, threshold=0.0, seed=0, size=0) -> Request:
+        settings = {"num_neighbours": most, "epsilon": 0.0, "seed": seed, "threshold": threshold, "size": size}
         return choose_request(own, clients, table, weights, **settings)
 
     shared = ["a", "b", "me", "new"]
@@ -117,9 +160,12 @@ def test_an_unseen_client_has_loss_0_in_the_selection_and_no_weight() -> None:
     assert request("me", shared, 1).neighbours == ["new", "a"] and request("me", shared, 0).neighbours == []
     assert request("b", shared, 1).neighbours in (["me", "new"], ["new", "me"])
     assert request("me", shared, 3, 0.5).mixture == ["me", "a"] and request("b", shared, 3, 0.2).mixture == ["b", "a"]
-    assert request("me", shared, 1).mixture == ["me", "a"] and request("me", shared, 0).mixture == ["me"]
+    assert request("me", shared, 0).mixture == ["me", "a", "b"] == request("me", shared, 1, size=2).mixture
+    assert request("me", shared, 3, size=1).mixture == ["me", "a"] == request("me", shared, 3, 0.5, size=2).mixture
     assert request("me", shared, 1).weights == weights
-    nothing_yet = choose_request("me", shared, Losses(), {}, num_neighbours=2, epsilon=0.0, seed=0, threshold=0.0)
+    nothing_yet = choose_request(
+        "me", shared, Losses(), {}, num_neighbours=2, epsilon=0.0, seed=0, threshold=0.0, size=0
+    )
     assert sorted(nothing_yet.neighbours) == ["a", "b", "new"] and nothing_yet.mixture == ["me"]
 
 
@@ -249,6 +295,8 @@ def test_client_ids_survive_a_message() -> None:
         ({"min_weight": -0.1}, "min_weight is -0.1, allowed: 0 to 1"),
         ({"mixture": "votes"}, "mixture is 'votes', allowed: probabilities, logits"),
         ({"mixture_threshold": 2}, "mixture_threshold is 2.0, allowed: 0 to 1"),
+        ({"mixture_size": -1}, "mixture_size is -1, allowed: 0 or more"),
+        ({"accumulate": "sum"}, "accumulate is 'sum', allowed: true or false"),
         ({"selection": "peers"}, "selection is 'peers', allowed: server, relay"),
         ({"seed": -1}, "seed is -1, allowed: 0 or more"),
     ],
@@ -474,19 +522,20 @@ def algorithm_1(
     optimizer: str,
     likelihood: str,
     *,
-    beta: float,
+    beta: float | None,
     temperature: float,
     eta: float,
 ) -> tuple[dict[int, dict[str, np.ndarray]], dict[tuple[int, int], float]]:
     """Compute Algorithm 1 by loops and autograd: the models, and the weights w_ib.
 
-    For each round, `drawn` has the neighbours of each client that replies.
+    For each round, `drawn` has the neighbours of each client that replies. Without `beta` losses are accumulated.
     """
     make_optimizer = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}[optimizer]
     phi, optimisers = {}, {}
     loss: dict[tuple[int, int], float] = {}
     average: dict[tuple[int, int], float] = {}
     weight: dict[tuple[int, int], float] = {}
+    rounds: Counter[int] = Counter()
     for t, choices in enumerate(drawn, 1):
         for i in choices:
             if i not in phi:
@@ -501,7 +550,11 @@ def algorithm_1(
                 loss[i, b] = scale * cross_entropy(before[b](x), y).item()
             seen = [b for owner, b in loss if owner == i]
             for b in seen:
-                average[i, b] = (1 - beta) * average.get((i, b), 0.0) + beta * loss[i, b]
+                if beta is None:
+                    average[i, b] = average.get((i, b), rounds[i] * loss[i, b]) + loss[i, b]
+                else:
+                    average[i, b] = (1 - beta) * average.get((i, b), 0.0) + beta * loss[i, b]
+            rounds[i] += 1
             for b in seen:
                 weight[i, b] = math.exp(-average[i, b] / temperature) / sum(
                     math.exp(-average[i, j] / temperature) for j in seen
@@ -532,16 +585,17 @@ def algorithm_1(
 @pytest.mark.parametrize("selection", ["server", "relay"])
 @pytest.mark.parametrize("clients", [2, 5])
 @pytest.mark.parametrize(
-    ("m_step", "optimizer", "likelihood"),
+    ("m_step", "optimizer", "likelihood", "beta"),
     [
-        ("gradient", "sgd", "mean"),
-        ("gradient", "sgd", "sum"),
-        ("gradient", "adam", "mean"),
-        ("epochs", "adam", "mean"),
-        ("steps", "adam", "sum"),
+        ("gradient", "sgd", "mean", 0.6),
+        ("gradient", "sgd", "mean", None),
+        ("gradient", "sgd", "sum", 0.6),
+        ("gradient", "adam", "mean", 0.6),
+        ("epochs", "adam", "mean", 0.6),
+        ("steps", "adam", "sum", 0.6),
     ],
 )
-def test_rounds_match_algorithm_1(m_step, optimizer, likelihood, clients, selection) -> None:
+def test_rounds_match_algorithm_1(m_step, optimizer, likelihood, beta, clients, selection) -> None:
     """Client 4 joins late; client 2 drops out after its model went to others."""
     away = {(1, 4), (3, 2)}
 
@@ -562,6 +616,7 @@ def test_rounds_match_algorithm_1(m_step, optimizer, likelihood, clients, select
         temperature=0.7,
         min_weight=0.0,
         selection=selection,
+        accumulate=beta is None,
     )
     last = 3 if clients == 2 else 5
     drawn = [
@@ -573,7 +628,7 @@ def test_rounds_match_algorithm_1(m_step, optimizer, likelihood, clients, select
         assert any(2 in others for others in drawn[2].values()) and 2 not in drawn[2]  # sampled, and then gone
         assert drawn[0] == {i: [] for i in range(4)} and not any(4 in others for others in drawn[1].values())
         assert all(len(others) == 2 for choices in drawn[1:] for others in choices.values())
-    models, weights = algorithm_1(drawn, m_step, optimizer, likelihood, beta=0.6, temperature=0.7, eta=eta)
+    models, weights = algorithm_1(drawn, m_step, optimizer, likelihood, beta=beta, temperature=0.7, eta=eta)
     for client, record in strategy.client_models().items():
         for name, array in read_record(record).items():
             assert array == pytest.approx(models[client][name], abs=1e-10), (client, name)
@@ -646,6 +701,8 @@ def test_the_order_of_replies_changes_no_bit(m_step, selection) -> None:
         {"fraction_train": 0.5},
         {"epsilon": 0.9, "likelihood": "sum", "temperature": 5.0},
         {"mixture": "logits", "mixture_threshold": 0.2},
+        {"num_neighbours": 1, "mixture_size": 2},
+        {"accumulate": True},
     ],
 )
 def test_a_relay_gives_the_same_result_as_selection_at_the_server(settings) -> None:
@@ -822,11 +879,14 @@ def test_malformed_requests_are_harmless(wish, due) -> None:
     def fate(server_round: int, client: int) -> object:
         return changed(neighbours=wish, mixture=wish) if client == 2 else "ok"
 
-    strategy = run(FaultyGrid(APP, CLIENTS, fate), 3, selection="relay")
-    assert statuses(strategy) == {"ok"}
-    assert [neighbours(strategy, server_round, 2) for server_round in (1, 2, 3)] == [[], due, due]
-    assert all(len(neighbours(strategy, 3, client)) == 2 for client in (0, 1, 3, 4))
-    assert neighbours(strategy, 4, 2) == due  # the closing evaluation sends no more either
+    for mixture_size in (2, 0):
+        strategy = run(FaultyGrid(APP, CLIENTS, fate), 3, selection="relay", mixture_size=mixture_size)
+        assert statuses(strategy) == {"ok"}
+        assert [neighbours(strategy, server_round, 2) for server_round in (1, 2, 3)] == [[], due, due]
+        assert all(len(neighbours(strategy, 3, client)) == 2 for client in (0, 1, 3, 4))
+        # The closing evaluation sends the others' models that it wants, each once, and at most mixture_size.
+        assert neighbours(strategy, 4, 2)[: mixture_size or 2] == due and len(set(neighbours(strategy, 4, 2))) <= 4
+        assert not mixture_size or neighbours(strategy, 4, 2) == due
 
 
 def test_a_relay_runs_clients_that_have_no_neighbours() -> None:
@@ -1110,27 +1170,152 @@ def probabilities_of(models: Iterable[Mapping[str, np.ndarray]], client: int) ->
     return np.stack(found)
 
 
+def mixtures_of(
+    strategy: FedeRiCo, after: Mapping[int, After], client: int, threshold: float, size: int
+) -> list[dict[int, tuple[dict[str, np.ndarray], float]]]:
+    """Return for each round, from the first, what a client predicts with: owner -> model, share; the client first."""
+    last_round = max(after) - 1  # the closing evaluation is none
+    kept: dict[int, dict[str, np.ndarray]] = {}
+    found = []
+    for t in range(1, last_round + 1):
+        for other in (client, *neighbours(strategy, t, client)):
+            kept[other] = get_arrays(start_of(client, linear)) if t == 1 else after[t - 1].models[other]
+        weights = after[t].weights[client]
+        members = [other for other in np.argsort(-weights, kind="stable").tolist() if weights[other] >= threshold]
+        members = [client, *[other for other in members if other != client][: size or CLIENTS]]
+        if size:
+            kept = {other: model for other, model in kept.items() if other in members}
+        members = [other for other in members if other in kept]
+        shares = weights[members] / weights[members].sum()
+        shares = np.where(shares >= threshold, shares, 0)
+        shares /= shares.sum()
+        found.append({other: (kept[other], share) for other, share in zip(members, shares.tolist())})
+    return found
+
+
 @both_selections
+@pytest.mark.parametrize("size", [0, 1])
 @pytest.mark.parametrize("mixture", ["probabilities", "logits"])
-def test_a_round_reports_the_models_that_it_started_with(mixture, selection) -> None:
-    strategy, after = follow(
-        num_neighbours=3, temperature=0.3, mixture=mixture, mixture_threshold=0.15, selection=selection
-    )
-    dropped = 0
-    for server_round in (2, 3, 4):
-        for client in range(CLIENTS):
-            available = [client, *neighbours(strategy, server_round, client)]
-            probabilities = probabilities_of([after[server_round - 1].models[other] for other in available], client)
-            labels = samples(client)["test"][1].numpy()
-            shares = mixture_shares(after[server_round].weights[client, available], 0.15)
-            dropped += int((shares == 0).sum())
-            mixed = mixture_of(probabilities, shares, mixture)
-            (row,) = (row for row in strategy.history.rows if (row["round"], row["client"]) == (server_round, client))
-            for which, rows in (("mixture", mixed), ("personal", mixed), ("received", probabilities[0])):
-                accuracy, loss = accuracy_and_loss(rows, labels)
+def test_a_round_mixes_the_last_copies_of_all_models_received_so_far(mixture, size, selection) -> None:
+    settings = {"mixture": mixture, "mixture_threshold": 0.1, "mixture_size": size, "selection": selection}
+    strategy, after = follow(num_rounds=6, num_neighbours=1, temperature=0.4, **settings)
+    counts = []
+    for client in range(CLIENTS):
+        labels = samples(client)["test"][1].numpy()
+        for t, mixed in enumerate(mixtures_of(strategy, after, client, 0.1, size), 1):
+            models, shares = zip(*mixed.values())
+            probabilities = probabilities_of(models, client)
+            (row,) = (row for row in strategy.history.rows if (row["round"], row["client"]) == (t, client))
+            rows = mixture_of(probabilities, np.array(shares), mixture)
+            for which, predicted in (("mixture", rows), ("personal", rows), ("received", probabilities[0])):
+                accuracy, loss = accuracy_and_loss(predicted, labels)
                 assert row[f"{which}-accuracy"] == accuracy
                 assert row[f"{which}-loss"] == pytest.approx(loss)
-    assert dropped > 0
+            counts.append(len(mixed))
+    assert max(counts) == 2 if size else max(counts) > 2
+
+
+def files_of(grid: InlineGrid, client: int, name: str = "received-*") -> list[str]:
+    """Names of the files with copies of models that a client keeps."""
+    folder = saved_files(grid.run.run_id, MIXTURE)[client].parent
+    return sorted(path.stem for path in folder.glob(f"{name}.safetensors") if _arrays_in(path))
+
+
+def _arrays_in(path: Path) -> int:
+    with safe_open(path, "numpy") as file:
+        return len(list(file.keys()))
+
+
+@both_selections
+@pytest.mark.parametrize(("size", "most"), [(0, 4), (1, 1), (2, 2)])
+def test_a_client_keeps_a_copy_of_each_model_or_of_as_many_as_it_may_mix(size, most, selection) -> None:
+    grid = InlineGrid(APP, CLIENTS)
+    strategy, _ = follow(grid, 6, num_neighbours=2, epsilon=1.0, mixture_size=size, selection=selection)
+    for client in range(CLIENTS):
+        received = {other for t in range(1, 7) for other in neighbours(strategy, t, client)}
+        kept = files_of(grid, client)
+        assert set(kept) <= {f"received-client-{other}" for other in received}
+        assert len(kept) <= most
+        assert size or len(kept) == len(received)
+        # Of each, at most one more version: the round before may be repeated.
+        assert len(files_of(grid, client, ".received-*")) <= len(received)
+
+
+def test_predictions_of_kept_models_are_not_computed_again(monkeypatch) -> None:
+    predicted = Counter()
+
+    def counted(*arguments):
+        predicted["copies"] += 1
+        return predict(*arguments)
+
+    monkeypatch.setattr(federico_copies, "predict", counted)
+    strategy, after = follow(num_rounds=5, num_neighbours=1, mixture_threshold=0.05)
+    own_and_sent = CLIENTS + sum(map(len, neighbours(strategy, 6).values()))
+    assert any(len(mixed) > 2 for mixed in mixtures_of(strategy, after, 0, 0.05, 0))
+    assert predicted["copies"] == own_and_sent  # in the closing evaluation, once each
+
+
+def test_a_site_that_restarts_with_other_test_data_predicts_with_kept_models_again() -> None:
+    count = 20
+
+    def load_site(context) -> Site:
+        data = samples(context.node_config["partition-id"])
+        return Site(model=linear, train=data["train"], test=(data["test"][0][:count], data["test"][1][:count]))
+
+    def restarts() -> None:
+        nonlocal count
+        count = 15
+        forget_sites()
+
+    settings = {"num_neighbours": 1, "mixture_threshold": 0.05}
+    strategy, after = follow(InlineGrid(make_client_app(load_site), CLIENTS), 6, {4: restarts}, **settings)
+    assert statuses(strategy) == {"ok"}
+    for client in range(CLIENTS):
+        for t, number in ((4, 20), (5, 15), (6, 15)):
+            models, shares = zip(*mixtures_of(strategy, after, client, 0.05, 0)[t - 1].values())
+            rows = mixture_of(probabilities_of(models, client)[:, :number], np.array(shares))
+            _, loss = accuracy_and_loss(rows, samples(client)["test"][1].numpy()[:number])
+            assert column(strategy, "mixture-loss", t)[client] == pytest.approx(loss)
+
+
+@both_selections
+def test_copies_of_a_withdrawn_model_stay_with_the_others_and_its_owner_predicts_alone(selection) -> None:
+    grid = Crowd()
+
+    def withdraws() -> None:
+        grid.leaves(1)
+        context = copy.deepcopy(grid._everyone[1002])
+        context.node_id = 2000
+        context.node_config["share-model"] = False
+        grid._contexts[2000] = context
+
+    settings = {"mixture_threshold": 0.0, "temperature": 5.0, "selection": selection}
+    strategy, after = follow(grid, 5, {3: withdraws}, **settings)
+    assert statuses(strategy) == {"ok"} and not any(1 in others for others in neighbours(strategy, 6).values())
+    mixtures = {client: Mixture.load(path) for client, path in saved_files(grid.run.run_id, MIXTURE).items()}
+    for client in (0, 2, 3, 4):
+        kept = mixtures[client].models[mixtures[client].clients.index(1)]
+        assert not differ(kept, after[2].models[1])  # as received in round 3
+        assert "received-client-1" in files_of(grid, client)
+    assert mixtures[1].clients == [1] and mixtures[1].shares.tolist() == [1.0]
+    assert not differ(mixtures[1].models[0], after[5].models[1])
+    assert files_of(grid, 1) == []
+
+
+@both_selections
+@pytest.mark.parametrize("share_absent", [False, True])
+def test_the_last_mixture_has_a_copy_where_no_new_model_is_available(share_absent, selection) -> None:
+    grid = Crowd()
+    settings = {"mixture_threshold": 0.0, "temperature": 5.0, "selection": selection, "share_absent": share_absent}
+    _, after = follow(grid, 5, {3: lambda: grid.leaves(4)}, **settings)
+    for client, path in saved_files(grid.run.run_id, MIXTURE).items():
+        if client != 4:
+            loaded = Mixture.load(path)
+            assert set(loaded.clients) == set(range(CLIENTS))
+            newest = after[5 if share_absent else 2].models[4]
+            assert not differ(loaded.models[loaded.clients.index(4)], newest)
+            weights = after[5].weights[client, loaded.clients]
+            assert loaded.shares == pytest.approx(weights / weights.sum())
 
 
 @both_selections
@@ -1153,6 +1338,7 @@ def test_a_stored_mixture_predicts_without_a_server(mixture, selection) -> None:
         assert (accuracy, loss) == (last[client]["personal-accuracy"], pytest.approx(last[client]["personal-loss"]))
         assert loaded.kind == mixture and loaded.shares.sum() == pytest.approx(1) and (loaded.shares > 0).all()
         assert set(loaded.clients) <= {client, *json.loads(last[client]["evaluate-neighbours"])}
+        assert set(loaded.clients) - {client} == set(np.flatnonzero(after[5].weights[client] >= 0.15)) - {client}
         for owner, model in zip(loaded.clients, loaded.models):
             assert not differ(model, after[5].models[owner])
         own, _ = accuracy_and_loss(probabilities_of([after[5].models[client]], client)[0], labels.numpy())
@@ -1242,13 +1428,15 @@ def test_running_statistics_come_from_the_model_s_owner_alone(m_step, selection)
         ({"min_weight": 0.4}, {}),
         ({"mixture": "logits"}, {}),
         ({"mixture_threshold": 0.4}, {}),
+        ({"mixture_size": 1}, {}),
+        ({"accumulate": True}, {}),
         ({"seed": 4}, {}),
     ],
 )
 def test_every_setting_changes_the_result(setting, others) -> None:
     plain = outcome(run(**others)) if others else plain_outcome()
     other = outcome(run(**setting, **others))
-    evaluation_alone = {"mixture", "mixture_threshold"} & set(setting)
+    evaluation_alone = {"mixture", "mixture_threshold", "mixture_size"} & set(setting)
     assert (other[0] == plain[0]) == bool(evaluation_alone)
     assert other[3] != plain[3]
 
@@ -1295,9 +1483,18 @@ def test_the_closing_evaluation_runs_although_a_client_reports_no_accuracy() -> 
 
 
 @both_selections
-def test_the_final_mixture_holds_no_more_models_than_a_round(selection) -> None:
-    strategy = run(num_neighbours=1, selection=selection, mixture_threshold=0.0)
-    assert all(len(others) == 1 for others in neighbours(strategy, 4).values())
+@pytest.mark.parametrize("mixture_size", [0, 1, 2])
+def test_the_closing_evaluation_sends_all_models_of_the_mixture(mixture_size, selection) -> None:
+    strategy, after = follow(
+        num_rounds=5, num_neighbours=1, selection=selection, mixture_threshold=0.05, mixture_size=mixture_size
+    )
+    sent = neighbours(strategy, 6)
+    for client in range(CLIENTS):
+        weights = after[5].weights[client]
+        best_first = sorted(set(range(CLIENTS)) - {client}, key=lambda other: -weights[other])
+        counted = [other for other in best_first if weights[other] >= 0.05]
+        assert sent[client] == counted[: mixture_size or CLIENTS]
+    assert max(map(len, sent.values())) == (mixture_size or 4)
 
 
 @both_selections

@@ -401,6 +401,12 @@ def test_a_warning_of_many_clients_is_shown_once() -> None:
     assert lines == ["warning: no data", "round 1/2", "error: another", "round 1/2"]
 
 
+def test_the_lines_of_rounds_and_of_the_evaluations_around_them_are_shown() -> None:
+    evaluations = [f"{title} evaluation  accuracy 9.4%" for title in ("opening", "closing")]
+    _, lines = logged("".join(f"INFO :  {text}\n" for text in [*evaluations, "round 1/2", "Starting fedamp strategy"]))
+    assert lines == [*evaluations, "round 1/2"]
+
+
 @given(st.dictionaries(
     st.from_regex(r"[a-z][a-z-]{0,8}", fullmatch=True),
     st.one_of(st.booleans(), st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False, allow_infinity=False),

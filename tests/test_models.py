@@ -19,6 +19,7 @@ from kindred.client.models import (
     network_names,
     parse_models,
 )
+from kindred.messages import seed_for
 
 # name, image shape, classes, parameters by hand: kernel area * in * out + out of each convolution, in * out + out
 # of each FC.
@@ -304,9 +305,13 @@ def test_a_client_s_network_is_the_only_one_or_drawn_by_its_size() -> None:
         "vgg11",
         "cnn2",
     ]
-    assert {client_network("auto", (1, 8, 8), n, 50, seed) for n in (1, 99) for seed in (0, 1)} == {"digits-cnn"}
+    assert {client_network("auto", (1, 8, 8), n, 50, 0, client) for n in (1, 99) for client in (0, "a")} == {
+        "digits-cnn"
+    }
     several = "ckt-cnn,vgg11"
-    for seed in range(9):
-        assert client_network(several, (3, 32, 32), 30, 50, seed) == model_for_size(several.split(","), 30, 50, seed)
+    for client in range(9):
+        draw = seed_for(3, client, "architecture")
+        expected = model_for_size(several.split(","), 30, 50, draw)
+        assert client_network(several, (3, 32, 32), 30, 50, 3, client) == expected
         # Without a typical number the client's own is used: the second network has probability 1/2.
-        assert client_network(several, (3, 32, 32), 30, 0, seed) == model_for_size(several.split(","), 1, 1, seed)
+        assert client_network(several, (3, 32, 32), 30, 0, 3, client) == model_for_size(several.split(","), 1, 1, draw)

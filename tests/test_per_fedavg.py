@@ -9,11 +9,11 @@ import pytest
 import torch
 from flwr.app import ConfigRecord
 
-from kindred import FedAvg, InlineGrid, PerFedAvg, Site, make_client_app
+from kindred import FedAvg, FedAvgFT, InlineGrid, PerFedAvg, Site, make_client_app
 from kindred.baselines.per_fedavg import meta_step
 from kindred.client.evaluation import evaluate
 from kindred.client.training import Gradients, get_arrays, mean_gradient, set_arrays
-from kindred.messages import read_record, to_record
+from kindred.messages import read_record, seed_for, to_record
 
 from .test_client import CLIENTS, SETTINGS, app, load_site, network
 from .test_conformance import everything, values
@@ -47,14 +47,19 @@ def test_a_step_by_hand() -> None:
     assert float(loss) == pytest.approx(-math.log(1 - p))
 
 
-def test_two_rounds_by_hand() -> None:
+@pytest.mark.parametrize(
+    ("epochs", "batch_size", "steps"), [(0, 8, (1, 1)), (0, 1, (1, 1)), (2, 8, (2, 2)), (2, 1, (2, 6))]
+)
+def test_two_rounds_by_hand(epochs, batch_size, steps) -> None:
+    """`steps`: of each client's adaptation; an epoch of client 1, which has 3 equal samples, is 1 batch or 3."""
+
     def load(context) -> Site:
         client = context.node_config["partition-id"]
         samples = torch.ones(1 + 2 * client, 1), torch.full((1 + 2 * client,), client)  # 1 and 3 samples
         return Site(two_weights, samples, samples)
 
-    strategy = PerFedAvg(sgd_learning_rate=0.4, adapt_learning_rate=0.2)
-    config = ConfigRecord({"local-epochs": 2, "batch-size": 8, "optimizer": "adam", "learning-rate": 7.0})
+    strategy = PerFedAvg(sgd_learning_rate=0.4, adapt_learning_rate=0.2, adapt_epochs=epochs)
+    config = ConfigRecord({"local-epochs": 2, "batch-size": batch_size, "optimizer": "adam", "learning-rate": 7.0})
     strategy.start(InlineGrid(make_client_app(load), 2), to_record(get_arrays(two_weights())), 2, 60, config, config)
 
     def slope(client: int, u: float) -> float:
@@ -65,13 +70,15 @@ def test_two_rounds_by_hand() -> None:
         trained = []
         for client in range(2):
             y = w
-            for _ in range(2):
+            for _ in range(2 * (3 if client and batch_size == 1 else 1)):
                 y -= 0.4 * slope(client, y - 0.2 * slope(client, y))
             trained.append(y)
         w = (trained[0] + 3 * trained[1]) / 4
     assert strategy.global_arrays()["weight"].numpy().ravel() == pytest.approx([w, -w])
     for client, model in strategy.client_models().items():
-        adapted = w - 0.2 * slope(client, w)
+        adapted = w
+        for _ in range(steps[client]):
+            adapted -= 0.2 * slope(client, adapted)
         assert model["weight"].numpy().ravel() == pytest.approx([adapted, -adapted])
 
 
@@ -106,6 +113,13 @@ def test_every_hyperparameter_changes_the_result() -> None:
     assert all(a != b for a, b in zip(found, found[1:] + found[:1]))
 
 
+def test_the_epochs_of_adaptation_change_the_adapted_models_and_not_the_global_one() -> None:
+    runs = [run(per_fedavg(adapt_epochs=epochs)) for epochs in (0, 1, 2)]
+    assert len({tuple(values(each.global_arrays()).items()) for each in runs}) == 1
+    for client in runs[0].clients():
+        assert len({tuple(values(each.client_models()[client]).items()) for each in runs}) == 3
+
+
 @pytest.mark.parametrize("name", ["sgd_learning_rate", "adapt_learning_rate"])
 @pytest.mark.parametrize("value", [0.0, -1.0, math.inf])
 def test_out_of_range_arguments_are_named(name, value) -> None:
@@ -113,8 +127,14 @@ def test_out_of_range_arguments_are_named(name, value) -> None:
         per_fedavg(**{name: value})
 
 
+@pytest.mark.parametrize("value", [-1, 0.5])
+def test_out_of_range_epochs_of_adaptation_are_named(value) -> None:
+    with pytest.raises(ValueError, match=f"adapt_epochs is {value}, allowed: 0 or more"):
+        per_fedavg(adapt_epochs=value)
+
+
 def test_the_global_model_is_evaluated_after_one_adaptation_step_over_all_data() -> None:
-    strategy = run(per_fedavg())
+    strategy = run(per_fedavg(adapt_epochs=0))
     assert [line["personal"] for line in strategy.history.rounds] == ["tuned"] * 4  # the last one in a closing exchange
     model, grid = network(), InlineGrid(app, CLIENTS)
     closing = {row["client"]: row for row in strategy.history.rows if row["round"] == 4}
@@ -133,6 +153,40 @@ def test_the_global_model_is_evaluated_after_one_adaptation_step_over_all_data()
             assert row["tuned-loss"] not in (row["received-loss"], row["trained-loss"])
 
 
+def test_epochs_of_adaptation_are_those_of_plain_sgd_on_the_clients_own_batches() -> None:
+    strategy = run(per_fedavg(adapt_epochs=2))
+    grid, batch_size = InlineGrid(app, CLIENTS), SETTINGS["batch-size"]
+    closing = {row["client"]: row for row in strategy.history.rows if row["round"] == 4}
+    for client, record in strategy.client_models().items():
+        site = load_site(grid._contexts[1001 + client])
+        model, (x, y) = network(), site.train
+        set_arrays(model, read_record(strategy.global_arrays()))
+        model.train()
+        drawn = torch.Generator().manual_seed(seed_for(SETTINGS["seed"], client, 4, "tune"))
+        for _ in range(2):
+            for batch in torch.randperm(len(y), generator=drawn).split(batch_size):
+                gradients = torch.autograd.grad(
+                    torch.nn.functional.cross_entropy(model(x[batch]), y[batch]), list(model.parameters())
+                )
+                with torch.no_grad():
+                    for weight, gradient in zip(model.parameters(), gradients):
+                        weight -= 0.05 * gradient
+        for name, weight in model.named_parameters():
+            assert record[name].numpy() == pytest.approx(weight.detach().numpy(), abs=1e-6)
+        set_arrays(model, read_record(record))
+        assert (closing[client]["personal-accuracy"], closing[client]["loss"]) == evaluate(model, *site.test)
+
+
+def test_from_the_same_model_epochs_of_adaptation_equal_fedavgs_fine_tuning_with_plain_sgd() -> None:
+    mine = run(per_fedavg(adapt_epochs=3), 1, **{"optimizer": "adam", "learning-rate": 3.0})
+    tuned = run(FedAvgFT(finetune_epochs=3), 1, **{"optimizer": "sgd", "learning-rate": 0.05, "momentum": 0.0})
+    first, second = (
+        [(row["client"], row["tuned-accuracy"], row["tuned-loss"]) for row in each.history.rows if row["round"] == 1]
+        for each in (mine, tuned)
+    )
+    assert first == second and len(first) == CLIENTS
+
+
 def test_evaluation_does_not_change_the_trained_model() -> None:
     from kindred.baselines import per_fedavg as module
 
@@ -145,6 +199,7 @@ def test_evaluation_does_not_change_the_trained_model() -> None:
         assert globals_of() == expected
 
 
+@pytest.mark.parametrize(("epochs", "adaptation"), [(0, 20), (3, 3 * 20)])
 @pytest.mark.parametrize(
     ("how", "samples"),
     [
@@ -152,10 +207,10 @@ def test_evaluation_does_not_change_the_trained_model() -> None:
         ({"local-epochs": 0, "local-steps": 5}, 5 * 4),
     ],
 )
-def test_the_work_of_two_batches_a_step_and_of_the_adaptation_is_counted(how, samples) -> None:
-    for row in run(per_fedavg(), 1, **how).history.rows:
+def test_the_work_of_two_batches_a_step_and_of_the_adaptation_is_counted(how, samples, epochs, adaptation) -> None:
+    for row in run(per_fedavg(adapt_epochs=epochs), 1, **how).history.rows:
         if row["round"] == 1:
-            assert (row["samples-trained"], row["samples-predicted"]) == (2 * samples + 20, 0)
+            assert (row["samples-trained"], row["samples-predicted"]) == (2 * samples + adaptation, 0)
 
 
 def test_the_two_batches_of_a_step_are_drawn_independently() -> None:

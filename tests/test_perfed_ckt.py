@@ -542,17 +542,21 @@ def test_a_model_that_becomes_infinite_does_not_replace_the_last_finite_one() ->
     assert all(each == {"ok"} for each in status.values())
 
 
-def test_clients_that_were_never_sampled_are_evaluated_at_the_end() -> None:
+def test_clients_that_are_not_sampled_are_evaluated_in_round_0_and_at_the_end() -> None:
     strategy, _ = run_networks(
         sites(),
         PerFedCKT(num_clusters=2, local_steps=4, public_batch_size=6, fraction_train=0.25, min_train_nodes=1),
         rounds=1,
     )
-    before, last = strategy.history.rounds[1:]
-    assert (before["round"], last["round"]) == (1, 2) and before["evaluated"] < last["evaluated"] == 4
-    drawn = {row["client"] for row in strategy.history.rows if row["round"] < 2}
-    assert {row["client"] for row in strategy.history.rows if row["round"] == 2} == set(range(4)) - drawn
-    assert last["accuracy-best"] == last["accuracy"]  # earlier results are over fewer clients
+    rows = {(row["round"], row["client"]): row for row in strategy.history.rows}
+    assert [line["round"] for line in strategy.history.rounds] == [0, 1, 2]
+    assert [line["evaluated"] for line in strategy.history.rounds] == [4] * 3
+    assert {client for number, client in rows if number == 0} == set(range(4))
+    assert len([row for row in rows.values() if row["round"] == 0 and "trained-accuracy" in row]) == 1
+    (drawn,) = (client for number, client in rows if number == 1)
+    assert {client for number, client in rows if number == 2} == set(range(4)) - {drawn}
+    for client in set(range(4)) - {drawn}:  # it has the model that it had
+        assert rows[2, client]["personal-loss"] == rows[0, client]["personal-loss"]
 
 
 def test_a_client_without_a_public_set_reports_this() -> None:

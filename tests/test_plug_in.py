@@ -15,6 +15,7 @@ import tempfile
 import time
 import uuid
 import zipfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -136,7 +137,8 @@ def test_the_documented_perfed_ckt_works_as_written(library, tmp_path) -> None:
 def test_the_documented_federico_works_as_written(library, tmp_path) -> None:
     accuracies, kept = run_the_document(tmp_path, library, "## FedeRiCo", "## A ClientApp for every method")
     assert np.mean(list(accuracies.values())) > 0.6
-    assert [path.name for path in kept] == ["mixture.safetensors"] * 8
+    names = Counter(path.name.partition("-")[0] for path in kept)  # received-client-3.safetensors
+    assert names["mixture.safetensors"] == names["losses.safetensors"] == 8 < names["received"]
 
 
 TABLE = (ROOT / "docs" / "plugging-in.md").read_text().split("## The other methods")[1].split("\n## ")[0]

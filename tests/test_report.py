@@ -73,6 +73,30 @@ def comparison(results):
     return folder
 
 
+@pytest.fixture(scope="module")
+def varied(tmp_path_factory):
+    """A comparison of two methods with two values of a setting."""
+    folder = tmp_path_factory.mktemp("varied")
+    command = ["compare", "--strategies=local,fedavg", "--vary=fraction-train=0.5,1", f"--output-dir={folder}", *SMALL]
+    done = CliRunner().invoke(cli.app, command)
+    assert done.exit_code == 0, done.output
+    (place,) = folder.glob("compare-*")
+    return place
+
+
+@pytest.fixture(scope="module")
+def shares(tmp_path_factory):
+    """A run whose clients report shares of two components, by hand."""
+    rounds = [
+        [row(number, client, personal_accuracy=0.5, **{"share-0": 0.25 * number, "share-1": 1 - 0.25 * number})
+         for client in range(3)]
+        for number in (1, 2, 3)
+    ]  # fmt: skip
+    folder = a_run(tmp_path_factory.mktemp("shares"), rounds, [0, 0, 1], clients=range(3), **{"num-rounds": 3})
+    write_report(folder.path)
+    return folder.path
+
+
 def a_run(output_dir, rounds, groups=None, weights=None, clients=(0, 1), **changed):
     """Folder of a run in progress that has completed these rounds."""
     folder = RunFolder(settings(output_dir, **changed), groups)
@@ -323,6 +347,29 @@ def test_the_page_of_a_comparison(comparison):
         for each in method["runs"]:
             assert (comparison / each["report"]).resolve().is_file()
     assert content["command"] == written["command"]
+
+
+def test_the_page_of_a_varied_comparison_has_the_values_and_their_accuracies(varied):
+    content = data_of((varied / "report.html").read_text())
+    written = json.loads((varied / "comparison.json").read_text())
+    measure = "mean test accuracy over clients, after the last round"
+    assert content["varied"] == {"setting": "fraction-train", "values": ["0.5", "1"], "measure": measure}
+    about = [(method["of"], method["value"]) for method in content["methods"]]
+    assert about == [("local", "0.5"), ("local", "1"), ("fedavg", "0.5"), ("fedavg", "1")]
+    for method in content["methods"]:
+        mean = written["strategies"][method["name"]]["mean"]["accuracy"]
+        assert method["at"] == {"mean": mean, "std": None}
+
+
+def test_a_comparison_without_a_varied_setting_has_none_even_of_an_earlier_version(comparison, tmp_path):
+    assert data_of((comparison / "report.html").read_text())["varied"] is None
+    written = json.loads((comparison / "comparison.json").read_text())
+    del written["varied"]
+    for each in written["strategies"].values():
+        del each["of"], each["value"]
+    (tmp_path / "comparison.json").write_text(json.dumps(written))
+    content = comparison_content(tmp_path)
+    assert content["varied"] is None and [each["of"] for each in content["methods"]] == ["local", "heurfedamp"]
 
 
 def test_the_deviation_over_seeds_is_shown_for_rounds_that_all_have():
@@ -641,7 +688,59 @@ def test_sliders_move_by_keyboard_and_the_figures_with_them(browser, results):
         assert arrows.count() == 4 * 3
 
 
-@pytest.mark.parametrize("kind", ["run", "comparison"])
+def curves_of(tab, figure):
+    """Return title -> colour and width of each line in a figure."""
+    paths = tab.locator(f"{figure} svg[role=img] path[fill=none]")
+    return {
+        path.locator("title").text_content(): (path.get_attribute("stroke"), float(path.get_attribute("stroke-width")))
+        for path in paths.all()
+    }
+
+
+def test_the_reader_chooses_whose_weights_over_rounds_are_shown(browser, results):
+    path = sorted(results.glob("*-heurfedamp-*/report.html"))[0]
+    with opened(browser, path.as_uri()) as tab:
+        chosen = "figure:has(#learner)"
+        before = curves_of(tab, chosen)
+        assert set(before) == {f"client {i}" for i in range(4)}
+        assert [name for name, (_, width) in before.items() if width > 3] == ["client 0"]
+        # Clients 0 and 1 are one group, 2 and 3 the other.
+        colours = [before[f"client {i}"][0] for i in range(4)]
+        assert colours[0] == colours[1] != colours[2] == colours[3]
+        tab.select_option("#learner", label="3")
+        after = curves_of(tab, chosen)
+        assert [name for name, (_, width) in after.items() if width > 3] == ["client 3"]
+        label = tab.get_attribute(f"{chosen} svg[role=img]", "aria-label")
+        assert label.startswith("Weights over rounds in what client 3 received. Largest at the end: client")
+        tab.set_viewport_size({"width": 500, "height": 800})  # drawn again to another width
+        assert set(curves_of(tab, chosen)) == set(after)
+
+
+def test_shares_of_components_have_a_figure_each(browser, shares):
+    with opened(browser, (shares / "report.html").as_uri()) as tab:
+        section = tab.locator("section:has(h2:text-is('Shares of the components'))")
+        assert section.locator("h3").all_text_contents() == ["Component 0", "Component 1"]
+        labels = [each.get_attribute("aria-label") for each in section.locator("svg[role=img]").all()]
+        assert ["3 clients of 3" in label for label in labels] == [True, False]
+
+
+def test_a_varied_comparison_has_a_figure_for_each_value_and_one_over_the_values(browser, varied):
+    with opened(browser, (varied / "report.html").as_uri()) as tab:
+        titles = tab.locator("figure h3").all_text_contents()
+        assert titles == [
+            "Over rounds, fraction-train 0.5",
+            "Over rounds, fraction-train 1",
+            "Over fraction-train",
+            "Distribution over clients",
+        ]
+        for title in titles[:3]:
+            legend = tab.locator(f"figure:has(h3:text-is('{title}')) .legend li").all_text_contents()
+            assert legend[:2] == ["local", "fedavg"]
+        texts = tab.locator("figure:has(h3:text-is('Over fraction-train')) svg[role=img] text").all_text_contents()
+        assert {"0.5", "1", "fraction-train"} < set(texts)
+
+
+@pytest.mark.parametrize("kind", ["run", "comparison", "varied", "shares"])
 def test_every_figure_has_a_text_and_nothing_is_wider_than_a_phone(browser, kind, request):
     address = (request.getfixturevalue(kind) / "report.html").as_uri()
     for width, scheme in ((390, "light"), (1100, "dark")):

@@ -34,7 +34,9 @@ from kindred.server_app import results, run_files
 from kindred.server_app.cli import report as _report, run as cli  # noqa: F401  the first adds commands
 from kindred.server_app.config import Config, ConfigError
 from kindred.server_app.report import content as report, figures as pictures
+from kindred.server_app.report.comparison_figures import comparison_figure
 from kindred.server_app.report.content import run_content
+from kindred.server_app.report.run_figures import networks_of
 from kindred.server_app.report.watch import Watcher
 from kindred.server_app.results import RunFolder
 from kindred.server_app.summary import compare_runs, comparison_table, summarise
@@ -755,7 +757,7 @@ def test_the_comparison_labels_each_line_at_its_height_without_overlap(tmp_path,
         (f"method {i}", [[{"round": 1, "accuracy": 0.3}, {"round": 2, "accuracy": final}]])
         for i, final in enumerate(finals)
     ]
-    figure = pictures.comparison_figure([*runs, ("nothing", [[{"round": 1}]])], "t")
+    figure = comparison_figure([*runs, ("nothing", [[{"round": 1}]])], "t")
     figure.savefig(tmp_path / "c.png")
     assert is_picture(tmp_path / "c.png")
     labels = [text for text in figure.axes[0].texts if text.get_text()]
@@ -769,14 +771,54 @@ def test_the_comparison_labels_each_line_at_its_height_without_overlap(tmp_path,
 
 def test_comparison_lines_differ_without_colour():
     runs = [(str(i), [[{"round": 1, "accuracy": 0.1 * i}, {"round": 2, "accuracy": 0.2}]]) for i in range(7)]
-    lines = pictures.comparison_figure(runs, "t").axes[0].lines[:7]
+    lines = comparison_figure(runs, "t").axes[0].lines[:7]
     assert len({(str(line.get_linestyle()), line.get_marker()) for line in lines}) == 7
     assert len({line.get_color() for line in lines}) == 7
 
 
 def test_an_empty_comparison_is_a_picture(tmp_path):
-    pictures.comparison_figure([("local", [[]]), ("failed", [])], "t").savefig(tmp_path / "c.png")
+    comparison_figure([("local", [[]]), ("failed", [])], "t").savefig(tmp_path / "c.png")
     assert is_picture(tmp_path / "c.png")
+
+
+def test_the_picture_of_networks_counts_the_clients_that_have_each(tmp_path):
+    done = CliRunner().invoke(
+        cli.app,
+        [
+            "run",
+            "--strategy=perfed-ckt",
+            "--engine=inline",
+            "--partition=dirichlet",
+            "--clients=6",
+            "--rounds=1",
+            "--set=model=digits-cnn,ckt-cnn",
+            "--set=local-steps=1",
+            "--set=public-size=8",
+            f"--output-dir={tmp_path}",
+        ],
+    )
+    assert done.exit_code == 0, done.output
+    (folder,) = tmp_path.iterdir()
+    found = {"digits-cnn": [], "ckt-cnn": []}
+    config = json.loads((folder / "config.json").read_text())["settings"]
+    federation = load_federation(config)
+    for client, size in enumerate(federation.train_sizes.tolist()):
+        path = folder / "models" / f"client-{client}.safetensors"
+        if path.exists():
+            with safe_open(path, "numpy") as file:
+                found[file.metadata()["model"]].append(size)
+        else:
+            assert size == 0
+    assert sum(map(len, found.values())) > 3 and networks_of(config, federation) == found
+    assert is_picture(folder / "networks.png", (600, 200))
+    assert run_content(folder)["networks"].startswith("data:image/png")
+    axes = pictures.networks_figure({"small": [10, 20], "none": [], "large": [40, 50, 60]}, "t").axes[0]
+    assert [bar.get_width() for bar in axes.patches] == [2, 0, 3]
+    assert [text.get_text() for text in axes.texts] == [
+        "2 (40%), 15 images on average",
+        "0 (0%)",
+        "3 (60%), 50 images on average",
+    ]
 
 
 # --- Runs side by side ----------------------------------------------------------------------------------

@@ -140,7 +140,13 @@ def test_a_misspelt_setting_gets_a_suggestion(key, meant) -> None:
 @pytest.mark.parametrize(
     ("config", "warned"),
     [
-        ({"lr": 0.1}, ["train_config has lr, which no client of kindred reads; did you mean learning-rate?"]),
+        (
+            {"lr": 0.1},
+            [
+                "train_config has lr, not learning-rate, which clients of make_client_app read; "
+                "a ClientApp of your own may read lr"
+            ],
+        ),
         ({"lr": 0.1, "learning-rate": 0.1}, []),  # for clients of two kinds
         ({"local-epochs": 1, "palette": "warm"}, []),
     ],

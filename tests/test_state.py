@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import pickle
+import stat
 import subprocess
 import sys
 import threading
@@ -22,10 +23,21 @@ from hypothesis.extra.numpy import array_shapes, arrays
 from kindred import InlineGrid, PerFedCKT, Site, make_client_app
 from kindred.client import state as state_module
 from kindred.client.site import forget_sites
-from kindred.client.state import ClientState, NotResumable, begin_simulation, default_root, end_simulation, saved_files
+from kindred.client.state import (
+    ClientState,
+    NotResumable,
+    begin_simulation,
+    default_root,
+    end_simulation,
+    file_name,
+    saved_files,
+)
 from kindred.client.training import get_arrays
 from kindred.client.visit import Visit
 from kindred.messages import in_order, read_record
+from kindred.server_app.deployment.files import own_folder
+from kindred.server_app.run_log import keep_log
+from kindred.server_app.workspace import Workspace
 
 from .client_apps import saved_models
 from .test_conformance import everything, values
@@ -240,6 +252,32 @@ def test_a_state_is_kept_for_every_round_that_the_server_may_resume_from() -> No
     assert number(state_in(6, 3).load("model")) == 4
 
 
+def test_a_name_that_other_rounds_load_keeps_its_states_though_this_round_does_not() -> None:
+    for r in (1, 4):
+        state_in(r, keep_from=r - 1).save("copy", {"w": np.array([r])}, rounds_load_it=True)
+        state_in(r, keep_from=r - 1).save("result", {"w": np.array([r])})
+    assert files_in(state_in(5, 4).folder) == {"copy.safetensors", ".copy.round-0001.safetensors", "result.safetensors"}
+    assert number(state_in(3, keep_from=2, attempt=2).load("copy")) == 1  # the server went back behind round 4
+    assert number(state_in(6, keep_from=5).load("copy")) == 4  # no round starts from the state before it any more
+    assert files_in(state_in(5, 4).folder) == {"copy.safetensors", "result.safetensors"}
+
+
+def test_a_part_of_a_state_is_loaded_by_its_prefix() -> None:
+    state = state_in(1, keep_from=0)
+    state.save("copy", {"model/w": np.ones(2), "model/b": np.zeros(1), "seen": np.ones(3)})
+    assert same(ClientState(1, 0).load("copy", "model/"), {"model/w": np.ones(2), "model/b": np.zeros(1)})
+    assert same(ClientState(1, 0).load("copy", "seen"), {"seen": np.ones(3)})
+    assert ClientState(1, 0).load("copy", "other") == {} and ClientState(1, 0).load("none", "model/") is None
+
+
+@pytest.mark.parametrize("client", ["../../x", "a/b", ".", "Lyon*", "x" * 300, "ü" * 100, 7])
+def test_a_client_s_name_for_files_stays_within_its_folder(client, tmp_path) -> None:
+    name = file_name(client)
+    assert (tmp_path / name).parent == tmp_path and len(name.encode()) < 120
+    assert file_name(str(client)) != file_name(7) and file_name("LYON") != file_name("lyon")
+    (tmp_path / f".received-{name}.round-0001.partial.safetensors").touch()
+
+
 def test_a_late_message_changes_nothing() -> None:
     train(1, keep_from=0)
     train(2, keep_from=1)
@@ -382,6 +420,24 @@ def test_the_default_folder_follows_the_environment(tmp_path, monkeypatch) -> No
     assert default_root() == tmp_path / ".local" / "state" / "kindred"
     assert ClientState(1, 0).folder.is_relative_to(default_root())
     assert ClientState(1, 0, "~/kept").folder.is_relative_to(tmp_path / "kept")
+
+
+def make_workspace() -> None:
+    with Workspace(default_root() / "simulations"):
+        pass
+
+
+def make_server_folder() -> None:
+    with own_folder(default_root() / "server"):
+        pass
+
+
+@pytest.mark.parametrize("make", [make_workspace, make_server_folder, lambda: keep_log("a line")])
+def test_a_site_accepts_the_default_folder_whoever_made_it(make, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    make()
+    with own_folder(default_root(), alone=False):  # as `kindred site` does; it ends if others can enter the folder
+        assert stat.S_IMODE(default_root().stat().st_mode) == 0o700
 
 
 # --- Simulated runs -------------------------------------------------------------------------------------
@@ -604,7 +660,8 @@ def test_a_client_starts_from_the_model_that_it_last_saved(monkeypatch) -> None:
         if client in before:
             assert start == before[client] != after[r][client]
             again += 1
-    assert again > CLIENTS and len(starts) == 2 * len(after) == 14
+    # Two clients in each round; in round 0 the two others evaluate their models.
+    assert again > CLIENTS and len(starts) == 2 * len(after) + 2 == 16
     for r in range(1, len(after)):
         asked = {client for number, client, _ in starts if number == r}
         assert all(after[r][client] == after[r - 1][client] for client in after[r - 1].keys() - asked)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
+from kindred import FedAMP
 from kindred.client.evaluation import evaluate
 from kindred.client.models import make_model
 from kindred.client.training import batches, get_arrays, num_batches, pick_device, set_arrays, train
@@ -73,6 +74,17 @@ def test_the_proximal_term_by_hand(mu):
     assert model.weight.flatten().tolist() == pytest.approx([expected, -expected], abs=1e-7)
     # The loss is that of F alone: ln 2, then ln(1 + e^-0.1).
     assert loss == pytest.approx((math.log(2) + math.log1p(math.exp(-0.1))) / 2, abs=1e-6)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.4])
+def test_weight_decay_by_hand(decay):
+    # As above: the weights are 0 at the first step, and (0.05, -0.05) at the second, to which decay adds that fraction.
+    q = 1 / (1 + math.exp(0.1))
+    expected = 0.05 - 0.1 * (-q + decay * 0.05)
+    model = two_weights()
+    loss = train(model, *ONE, **SETTINGS | {"epochs": 2}, weight_decay=decay, generator=order())
+    assert model.weight.flatten().tolist() == pytest.approx([expected, -expected], abs=1e-7)
+    assert loss == pytest.approx((math.log(2) + math.log1p(math.exp(-0.1))) / 2, abs=1e-6)  # without the decay
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2, 1.0])
@@ -147,8 +159,8 @@ def plain(model, x, y, steps, optimizer, mu):
 
 
 OPTIMIZERS = {
-    "adam": lambda model: torch.optim.Adam(model.parameters(), lr=0.01),
-    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
+    "adam": lambda model, decay=0.0: torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=decay),
+    "sgd": lambda model, decay=0.0: torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=decay),
 }
 
 
@@ -186,6 +198,43 @@ def test_steps_match_plain_pytorch(name, optimizer, mu):
     )
     assert_close(model, expected, 1e-7)
     assert (model.conv1.weight - start.conv1.weight).abs().max() > 1e-4  # far more than the tolerance
+
+
+@pytest.mark.parametrize("mu", [0.0, 0.5])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["digits-cnn", "resnet18"])  # the second with buffers, which do not decay
+def test_weight_decay_is_that_of_torch(name, optimizer, mu):
+    x, y = images(12, (3, 8, 8))
+    model = make_model(name, (3, 8, 8), 10, seed=1).double()
+    expected, without = copy.deepcopy(model), copy.deepcopy(model)
+    plain(expected, x.double(), y, 4, OPTIMIZERS[optimizer](expected, 0.3), mu)
+    settings = {"batch_size": 12, "optimizer": optimizer, "learning_rate": 0.01, "momentum": 0.9, "proximal_mu": mu}
+    train(model, x.double(), y, epochs=4, weight_decay=0.3, generator=order(), **settings)
+    train(without, x.double(), y, epochs=4, generator=order(), **settings)
+    assert_close(model, expected, 1e-7)
+    assert (model.conv1.weight - without.conv1.weight).abs().max() > 1e-4  # far more than the tolerance
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_an_optimiser_that_is_kept_continues_like_one_of_torch(optimizer):
+    """Three times the model starts from other weights, as from a server, and its optimiser from its last state."""
+    x, y = images(12, (3, 8, 8))
+    models = [make_model("digits-cnn", (3, 8, 8), 10, seed=1).double() for _ in range(3)]
+    kept, expected, anew = models
+    reference, memory = OPTIMIZERS[optimizer](expected, 0.1), []
+    settings = {"epochs": 2, "batch_size": 12, "optimizer": optimizer, "learning_rate": 0.01, "momentum": 0.9}
+    for seed in range(3):
+        received = get_arrays(make_model("digits-cnn", (3, 8, 8), 10, seed=seed).double())
+        for model in models:
+            set_arrays(model, received)
+        plain(expected, x.double(), y, 2, reference, 0.0)
+        train(kept, x.double(), y, weight_decay=0.1, memory=memory, generator=order(), **settings)
+        train(anew, x.double(), y, weight_decay=0.1, generator=order(), **settings)
+        assert_close(kept, expected, 1e-7)
+    assert (kept.conv1.weight - anew.conv1.weight).abs().max() > 1e-4  # far more than the tolerance
+    before = [tensor.clone() for tensor in memory]
+    train(kept, x.double(), y, memory=memory, generator=order(), **settings | {"epochs": 0})
+    assert all(torch.equal(one, two) for one, two in zip(memory, before, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -283,6 +332,32 @@ def test_a_strong_proximal_term_holds_the_model_back():
         train(model, x, y, **SETTINGS | {"epochs": 5, "learning_rate": 0.05}, proximal_mu=mu, generator=order())
         moved.append(sum(float(((array - before[name]) ** 2).sum()) for name, array in get_arrays(model).items()))
     assert moved[0] > 2 * moved[1] > 4 * moved[2] > 0
+
+
+@pytest.mark.parametrize("mu", [10.0, 1e3, 1e38])
+def test_a_proximal_weight_above_1_over_the_learning_rate_acts_as_that(mu):
+    # Towards (3, 4) from w = 0: the step of the term alone ends there, that of F adds (0.05, -0.05).
+    model = two_weights()
+    train(model, *ONE, **SETTINGS, proximal_mu=mu, towards=[torch.tensor([[3.0], [4.0]])], generator=order())
+    assert model.weight.flatten().tolist() == pytest.approx([3.05, 3.95], abs=1e-6)
+
+
+@pytest.mark.parametrize(("optimizer", "momentum"), [("sgd", 0.0), ("sgd", 0.9), ("adam", 0.0)])
+@pytest.mark.parametrize("server_round", [600, 10_000])
+def test_training_stays_near_the_cloud_model_however_far_alpha_has_decayed(optimizer, momentum, server_round):
+    x, y = images(40)
+    mu = FedAMP().round_config(server_round, 0)["proximal-mu"]
+    assert 1e14 < mu < np.finfo(np.float32).max
+    moved = []
+    for weight in (0.0, mu):
+        model = make_model("digits-cnn", (1, 8, 8), 10, seed=0)
+        before = get_arrays(model)
+        own = {"optimizer": optimizer, "learning_rate": 0.01, "epochs": 20}
+        train(model, x, y, **SETTINGS | own, momentum=momentum, proximal_mu=weight, generator=order())
+        after = get_arrays(model)
+        assert all(np.isfinite(array).all() for array in after.values())
+        moved.append(math.sqrt(sum(float(((array - before[name]) ** 2).sum()) for name, array in after.items())))
+    assert 0 < moved[1] < 0.1 * moved[0]
 
 
 # Batch normalisation
@@ -477,6 +552,8 @@ def test_evaluation_of_no_samples_is_nan():
         ("learning_rate", 0.0, "more than 0"),
         ("learning_rate", math.nan, "more than 0"),
         ("momentum", 1.5, "0 to 1"),
+        ("weight_decay", -0.1, "0 or more"),
+        ("weight_decay", math.inf, "0 or more"),
         ("proximal_mu", -0.1, "0 or more"),
         ("proximal_mu", math.inf, "0 or more"),
         ("label_smoothing", -0.1, "0 to 1"),

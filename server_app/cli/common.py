@@ -16,6 +16,14 @@ from kindred.extensions import ExtensionError
 UsageError: Any = typer.BadParameter.__base__  # click's class; typer contains click
 
 
+class Command(typer.core.TyperCommand):
+    """A command; its help shows `[required]` without the backslash that typer writes for rich."""
+
+    def get_help(self, ctx: Any) -> str:
+        """Return the help text."""
+        return super().get_help(ctx).replace("\\[", "[")
+
+
 class Commands(typer.core.TyperGroup):
     """The group of commands; an error in a command's arguments ends it with one line."""
 

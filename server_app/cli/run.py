@@ -14,7 +14,7 @@ from kindred import REGISTRY
 from kindred.lazy import lazy
 from kindred.versions import check_flower
 
-from .common import app, end, option, print_rich_table, print_table, show
+from .common import Command, app, end, option, print_rich_table, print_table, show
 
 if TYPE_CHECKING:  # imported on first use, so that `kindred --help` is quick
     from kindred import data
@@ -49,7 +49,7 @@ GpusPerClient = Annotated[
 ]
 
 
-@app.command()
+@app.command(cls=Command)
 def run(
     strategy: Annotated[str | None, option("strategy", "NAME", "The method; see `kindred strategies`.")] = None,
     dataset: Dataset = None,
@@ -91,7 +91,7 @@ def run(
     _print_results([result.folder for result in results])
 
 
-@app.command()
+@app.command(cls=Command)
 def compare(
     strategies: Annotated[
         str,
@@ -115,6 +115,10 @@ def compare(
             "KEY=VALUE",
             "Any setting of docs/configuration.md, for all methods; NAME:KEY=VALUE: for one method. May be repeated.",
         ),
+    ] = None,
+    vary: Annotated[
+        list[str] | None,
+        option("vary", "KEY=VALUES", "Run each method with each of these values of a setting: num-neighbours=1,2,5."),
     ] = None,
     scale: Annotated[
         float,
@@ -156,7 +160,7 @@ def compare(
             given_settings(named, for_all),
             {name: given_settings({}, assignments) for name, assignments in own.items()},
             seeds=_whole_numbers("--seeds", seeds), reference=reference, scale=scale, preset=preset,
-            engine=engines.Engine(engine, cpus_per_client, gpus_per_client), on_line=show,
+            vary=_varied(vary or []), engine=engines.Engine(engine, cpus_per_client, gpus_per_client), on_line=show,
             command=["kindred", *sys.argv[1:]],
         )  # fmt: skip
     except (config.ConfigError, data.DataError) as error:
@@ -177,7 +181,7 @@ def compare(
         raise typer.Exit(code)
 
 
-@app.command()
+@app.command(cls=Command)
 def presets() -> None:
     """List the presets, papers' settings for `kindred compare --preset`."""
     every = [papers.load_preset(name) for name in papers.preset_names()]
@@ -196,7 +200,7 @@ def presets() -> None:
     )
 
 
-@app.command()
+@app.command(cls=Command)
 def strategies() -> None:
     """List the methods."""
     columns = (
@@ -225,7 +229,7 @@ def strategies() -> None:
     )
 
 
-@app.command()
+@app.command(cls=Command)
 def datasets() -> None:
     """List the datasets, the ways to divide them, and the networks."""
     print_table(("dataset", "images"), ((name, source.description) for name, source in data.DATASETS.items()))
@@ -261,6 +265,17 @@ def given_settings(named: Mapping[str, str | None], assignments: Sequence[str]) 
             raise config.ConfigError(f"{key} is given twice: {texts[key]!r} and {text!r}")
         texts[key] = text
     return {key: config.SETTINGS[key].parse(text) if key in config.SETTINGS else text for key, text in texts.items()}
+
+
+def _varied(texts: Sequence[str]) -> dict[str, list[Any]]:
+    """Return the setting and the values of --vary, parsed by type; ConfigError if it is not written as one."""
+    vary: dict[str, list[Any]] = {}
+    for text in texts:
+        key, equals, values = text.partition("=")
+        if not equals or key in vary:
+            raise config.ConfigError(f"--vary is {text!r}, allowed: once, key=value,value")
+        vary[key] = [given_settings({key: value.strip()}, [])[key] for value in values.split(",")]
+    return vary
 
 
 def _whole_numbers(option: str, text: str) -> list[int]:

@@ -9,15 +9,19 @@ repeated, whoever ran it, and an interrupted run is resumed.
     compare-WHAT-HASH/comparison.csv    a line for each run, and for the mean and the standard deviation of each method
     compare-WHAT-HASH/comparison.md     the tables, settings, runs and notes, for people to read
     compare-WHAT-HASH/comparison.png    accuracy over rounds, mean and standard deviation over seeds
+    compare-WHAT-HASH/varied.png        accuracy over the values of a varied setting
+    compare-WHAT-HASH/weights.png       weights over rounds of variants of one method, where they change
     compare-WHAT-HASH/report.html       all of it in one page
 
 | file | task |
 | --- | --- |
 | `plan.py` | what is compared |
+| `variation.py` | the setting that is varied |
 | `runs.py` | run it |
 | `statistics.py` | compute the content of comparison.json |
 | `texts.py` | make tables and remarks from that content |
 | `files.py` | write the files |
+| `pictures.py` | draw the pictures |
 | `result.py` | the object that `kindred.compare` returns |
 | `metrics.py` | list the numbers of a run |
 """

@@ -1,23 +1,20 @@
-"""Write the files of a comparison: JSON, CSV, Markdown, picture and report."""
+"""Write the files of a comparison: JSON, CSV, Markdown, pictures and report."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kindred.client.state import replacing
 from kindred.server_app.config import Config
 from kindred.server_app.report.content import REPORT, write_report
-from kindred.server_app.report.figures import comparison_figure
 from kindred.server_app.run_files import failing_is_a_warning, save_figure, write_json
-from kindred.server_app.tables import read_table, table_lines
+from kindred.server_app.tables import table_lines
 
 from .metrics import METRICS
+from .pictures import pictures
 from .texts import cell, remarks, tables
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 def write(content: Mapping[str, Any], folder: Path) -> None:
@@ -27,19 +24,12 @@ def write(content: Mapping[str, Any], folder: Path) -> None:
     for name, data in (("comparison.csv", as_csv(content)), ("comparison.md", as_markdown(content).encode())):
         with replacing(folder / name) as temporary:
             temporary.write_bytes(data)
-    with failing_is_a_warning(folder / "comparison.png"):
-        save_figure(draw(content, folder), folder / "comparison.png")
+    for name, draw in pictures(content, folder).items():
+        with failing_is_a_warning(folder / f"{name}.png"):
+            if figure := draw():
+                save_figure(figure, folder / f"{name}.png")
     with failing_is_a_warning(folder / REPORT):
         write_report(folder)
-
-
-def draw(content: Mapping[str, Any], folder: Path) -> Figure:
-    """Return the picture of a comparison: accuracy over rounds, mean and standard deviation over seeds."""
-    methods = [
-        (name, [read_table(folder / run["folder"] / "rounds.csv") for run in each["runs"] if "folder" in run])
-        for name, each in content["strategies"].items()
-    ]
-    return comparison_figure(methods, content["title"])
 
 
 def as_csv(content: Mapping[str, Any]) -> bytes:
@@ -59,7 +49,10 @@ def csv_rows(content: Mapping[str, Any]) -> list[dict[str, Any]]:
         "command": content["command"],
     }
     rows: list[dict[str, Any]] = []
+    varied = content["varied"]
     for name, each in content["strategies"].items():
+        if varied:
+            about |= {"of": each["of"], varied["setting"]: each["value"]}
         for run in each["runs"]:
             rows.append(
                 {

@@ -16,6 +16,8 @@ from kindred.server_app.config import Config, ConfigError
 from kindred.server_app.presets import Preset
 from kindred.server_app.run_files import what_data
 
+from .variation import NAME, Variant, Variation, variants_of
+
 SHARED = (*KEYS, "seed", "output-dir", "resume")  # settings that are the same for all compared methods
 BESIDE = ("output-dir", "resume", "checkpoint-every", "keep-checkpoints")  # settings that do not change results
 IN_ROUNDS = ("num-rounds", "alpha-decay-every", "warmup-rounds")  # shrunk by a scale, as the images are
@@ -44,6 +46,10 @@ class Plan:
     preset : Preset, optional
     changed : dict
         setting, or name:setting -> the command's value, which replaces the preset's.
+    variation : Variation, optional
+        The setting that is varied. Then a name in `configs` is that of a variant, such as "federico-3".
+    variants : dict
+        name -> its variant, for every name in `configs`.
     """
 
     common: Config
@@ -55,6 +61,8 @@ class Plan:
     scaled: dict[str, list[float]]
     preset: Preset | None
     changed: dict[str, Any]
+    variation: Variation | None
+    variants: dict[str, Variant]
 
     @property
     def what(self) -> str:
@@ -63,14 +71,22 @@ class Plan:
 
     @property
     def title(self) -> str:
-        """Line that names the preset or the data, the seeds and the scale."""
+        """Line that names the preset or the data, the varied setting, the seeds and the scale."""
+        what = f"{self.what}, {self.variation.text}" if self.variation else self.what
         seeds = f"seed{'s' if len(self.seeds) > 1 else ''} {', '.join(map(str, self.seeds))}"
-        return f"{self.what}, {seeds}" + (f", scale {self.scale:g}" if self.scale != 1 else "")
+        return f"{what}, {seeds}" + (f", scale {self.scale:g}" if self.scale != 1 else "")
 
     @property
     def runs(self) -> list[tuple[str, Config]]:
         """Name and settings of every run, seed by seed: all methods of a seed are complete before the next seed."""
         return [(name, replace(config, seed=seed)) for seed in self.seeds for name, config in self.configs.items()]
+
+    def compared_with(self, other: str, name: str) -> str | None:
+        """Return the compared name that `other` means for `name`: itself, or its variant with the same value."""
+        if other in self.configs:
+            return other
+        same = Variant(other, self.variants[name].value).name
+        return same if same in self.configs else None
 
     @property
     def folder(self) -> Path:
@@ -89,6 +105,7 @@ def make_plan(
     reference: str = "",
     scale: float = 1.0,
     preset: Preset | None = None,
+    vary: Mapping[str, Sequence[Any]] | None = None,
 ) -> Plan:
     """Return the plan from a command and a preset; the command's values take precedence.
 
@@ -103,10 +120,13 @@ def make_plan(
     seeds : sequence of int
         If empty, the preset's, else 0.
     reference : str
-        "": the preset's if it is among the names, else the first.
+        A method, whose variant with the same value is meant, or a variant. "": the preset's if it is among the
+        names, else the first.
     scale : float
         The fraction of the rounds and of the images that is used: more than 0, at most 1.
     preset : Preset, optional
+    vary : mapping, optional
+        A setting -> the values that it takes in turn, for every method that uses it; by default the preset's.
 
     Raises
     ------
@@ -120,7 +140,7 @@ def make_plan(
             "--strategies is not given, allowed: names of `kindred strategies`, separated by commas; or give a --preset"
         )
     for name in names:
-        if not re.fullmatch(r"[\w.+-]+", name):
+        if not re.fullmatch(NAME, name):
             raise ConfigError(f"--strategies has {name!r}, allowed: letters, digits and . _ + -")
     if not 0 < scale <= 1:
         raise ConfigError(f"--scale is {scale:g}, allowed: more than 0, at most 1")
@@ -129,14 +149,17 @@ def make_plan(
     for key, instead in (("strategy", "--strategies"), ("seed", "--seeds"), ("resume", "the command again")):
         if key in given or key != "strategy" and any(key in alone for alone in own.values()):
             raise ConfigError(f"--set {key} is not allowed in a comparison: use {instead}")
-    reference = reference or (preset.reference if preset and preset.reference in names else names[0])
-    if reference not in names:
-        raise ConfigError(f"--reference is {reference!r}, allowed: {', '.join(names)}")
+    listed_vary = {key: values for key, values in preset.vary.items() if key not in given} if preset else {}
+    variation = Variation.of(vary or listed_vary)
+    for alone in (given, *own.values()):
+        if variation and variation.setting in alone:
+            raise ConfigError(f"{variation.setting} is given twice: by --vary and by --set")
     seeds = list(dict.fromkeys(seeds)) or (preset.seeds if preset else [0])
 
     base = dict(preset.settings) if preset else {}
     common = Config.from_run_config({**base, **given, "seed": seeds[0]}).absolute()
-    configs, own_settings = {}, {}
+    configs: dict[str, Config] = {}
+    own_settings, variants = {}, {}
     for name in names:
         alone = dict(own.get(name, {}))
         if shared := [key for key in alone if key in SHARED]:
@@ -146,8 +169,21 @@ def make_plan(
             )
         listed = {key: value for key, value in from_preset.get(name, {}).items() if key not in given}
         settings = {"strategy": name, **base, **listed, **given, **alone}
-        configs[name] = Config.from_run_config({**settings, "seed": seeds[0]}).absolute()
-        own_settings[name] = [key for key in {**listed, **alone} if key != "strategy"]
+        for variant, varied in variants_of(variation, name, settings["strategy"]):
+            if variant.name in configs:
+                raise ConfigError(f"--vary gives two methods the name {variant.name}: rename one")
+            configs[variant.name] = Config.from_run_config({**settings, **varied, "seed": seeds[0]}).absolute()
+            own_settings[variant.name] = [key for key in {**listed, **alone, **varied} if key != "strategy"]
+            variants[variant.name] = variant
+    varied_methods = {variant.of for variant in variants.values() if variant.value is not None}
+    if variation and not varied_methods:
+        raise ConfigError(f"--vary {variation.setting}: none of {', '.join(names)} uses this setting")
+    # Of several varied methods one is compared with the others value by value; of one, a variant with the others.
+    named = list(dict.fromkeys([*(names if len(varied_methods) > 1 else ()), *configs]))
+    if not reference:
+        reference = preset.reference if preset and preset.reference in named else named[0]
+    if reference not in named:
+        raise ConfigError(f"--reference is {reference!r}, allowed: {', '.join(named)}")
 
     before = common
     if scale != 1:
@@ -158,10 +194,12 @@ def make_plan(
         scaled = {key: [old[key], new[key]] for key in ("num-rounds", "samples-per-client")}
     changed = {key: value for key, value in given.items() if preset and key not in (*BESIDE, "data-dir")}
     changed |= {f"{name}:{key}": value for name in own if preset for key, value in own[name].items()}
+    if preset and vary and variation:
+        changed["varied"] = variation.text
     return Plan(
         common=common, configs=configs, seeds=list(seeds), reference=reference, scale=scale,
         own={name: {key: configs[name].settings()[key] for key in keys} for name, keys in own_settings.items()},
-        scaled=scaled if scale != 1 else {}, preset=preset, changed=changed,
+        scaled=scaled if scale != 1 else {}, preset=preset, changed=changed, variation=variation, variants=variants,
     )  # fmt: skip
 
 

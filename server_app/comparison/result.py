@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from kindred.server_app.run_result import PersonalModels, RunResult, data_frames
 
-from .files import csv_rows, draw, write
+from .files import csv_rows, write
+from .pictures import pictures
 
 if TYPE_CHECKING:
     import pandas
@@ -43,7 +44,8 @@ class ComparisonResult:
     tables : dict of pandas.DataFrame
         "summary", "rounds" (of all runs) and "history".
     figures : dict of matplotlib.figure.Figure
-        "comparison": accuracy over rounds, mean and standard deviation over seeds.
+        "comparison": accuracy over rounds, mean and standard deviation over seeds; "varied": accuracy over the values
+        of the varied setting; "weights": a client's weights over rounds, of variants of one method.
     models : dict of PersonalModels
         (method, seed) -> client -> its personal model.
     """
@@ -89,7 +91,8 @@ class ComparisonResult:
 
     @cached_property
     def figures(self) -> dict[str, Figure]:
-        return {"comparison": draw(self.content, self.folder)}
+        drawn = {name: draw() for name, draw in pictures(self.content, self.folder).items()}
+        return {name: figure for name, figure in drawn.items() if figure}
 
     @cached_property
     def models(self) -> dict[Who, PersonalModels]:

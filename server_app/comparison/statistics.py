@@ -16,6 +16,7 @@ from kindred.server_app.run_files import versions
 
 from .metrics import METRICS
 from .plan import Plan
+from .variation import text_of
 
 if TYPE_CHECKING:
     from scipy import stats
@@ -29,24 +30,28 @@ def content_of(plan: Plan, runs: Mapping[str, list[dict[str, Any]]], command: Se
     """Return the content of comparison.json (docs/comparing.md); folders of runs are relative to the comparison's."""
     summaries = {name: {run["seed"]: run["summary"] for run in runs[name] if "summary" in run} for name in runs}
     preset = plan.preset
-    strategies = {}
+    strategies: dict[str, Any] = {}
     for name, config in plan.configs.items():
+        local, reference = (plan.compared_with(other, name) for other in (LOCAL, plan.reference))
+        alone = summaries[local] if local else {}
         for run in runs[name]:
             if "summary" in run:
-                run["metrics"] = metrics_of(run["summary"], summaries.get(LOCAL, {}).get(run["seed"]), name == LOCAL)
+                run["metrics"] = metrics_of(run["summary"], alone.get(run["seed"]), name == local)
         measured = [run["metrics"] for run in runs[name] if "metrics" in run]
         values = {key: [each[key] for each in measured if each[key] is not None] for key in METRICS}
         paper = preset.paper.get(name) if preset else None
         strategies[name] = {
             "strategy": config.strategy,
+            "of": plan.variants[name].of,
+            "value": plan.variants[name].text,
             "settings": plan.own[name],
             "runs": runs[name],
             "mean": {key: float(np.mean(each, dtype=float)) if each else None for key, each in values.items()},
             "std": {
                 key: float(np.std(each, ddof=1, dtype=float)) if len(each) > 1 else None for key, each in values.items()
             },
-            "wilcoxon": signed_rank(*paired(summaries[name], summaries[plan.reference]))
-            if name != plan.reference
+            "wilcoxon": signed_rank(*paired(summaries[name], summaries[reference]))
+            if reference not in (name, None)
             else None,
             "paper": paper and {key: each if key == "floats" else round(each / 100, 6) for key, each in paper.items()},
         }
@@ -65,6 +70,9 @@ def content_of(plan: Plan, runs: Mapping[str, list[dict[str, Any]]], command: Se
         },
         "settings": {key: value for key, value in settings.items() if key not in ("strategy", "seed", "resume")},
         "seeds": plan.seeds,
+        "varied": plan.variation and {
+            "setting": plan.variation.setting, "values": [text_of(value) for value in plan.variation.values],
+        },
         "reference": plan.reference,
         "metrics": {key: metric._asdict() for key, metric in METRICS.items()},
         "strategies": strategies,

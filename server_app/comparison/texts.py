@@ -64,7 +64,8 @@ def remarks(content: Mapping[str, Any]) -> list[str]:
             "that count rounds are scaled too."
         )
     if preset:
-        lines.append(f"The paper's numbers: {preset['source']}; {preset['measures']}.")
+        has_numbers = any(each["paper"] for each in strategies.values())
+        lines.append(f"The paper's {'numbers' if has_numbers else 'figure'}: {preset['source']}; {preset['measures']}.")
         if preset["changed"]:
             changes = ", ".join(f"{key} {value}" for key, value in preset["changed"].items())
             lines.append(f"Different from the preset: {changes}.")
@@ -79,8 +80,9 @@ def remarks(content: Mapping[str, Any]) -> list[str]:
                 order = sorted(means, key=means.__getitem__, reverse=True)
                 lines.append(f"Best first, {who}: {', '.join(order)}.")
     if any(each["wilcoxon"] for each in strategies.values()):
+        same = "" if content["reference"] in strategies else " with the same value"
         lines.append(
-            f"p: Wilcoxon's signed-rank test against {content['reference']}, two-sided, over the clients' last "
+            f"p: Wilcoxon's signed-rank test against {content['reference']}{same}, two-sided, over the clients' last "
             "accuracies of all seeds together; pairs without a difference are excluded. Clients of a run learn "
             "together, so their accuracies are not independent, and p is not corrected for the number of methods."
         )

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kindred.client.state import partial_files, replacing
+from kindred.client.state import make_private, partial_files, replacing
 from kindred.server_app.cli.common import end
 
 
@@ -27,7 +27,7 @@ def absolute_path(path: Path, option: str) -> Path:
 def own_folder(folder: Path, alone: bool = True) -> Iterator[None]:
     """Make a folder that only this user can enter; with `alone`, lock it against other processes."""
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(folder)
         if folder.stat().st_mode & 0o077:
             end(
                 2,

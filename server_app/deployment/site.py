@@ -17,7 +17,7 @@ import typer
 
 from kindred.client.state import default_root
 from kindred.lazy import lazy
-from kindred.server_app.cli.common import app, end, option
+from kindred.server_app.cli.common import Command, app, end, option
 
 from .addresses import LOOPBACK, check_port, is_loopback, parse_server, warn_of_no_tls, with_port
 from .certificates import check_site_name, load_certificate, load_site_key, out_of_date
@@ -37,7 +37,7 @@ else:
     config, site_check = lazy("kindred.server_app.config"), lazy("kindred.server_app.deployment.site_check")
 
 
-@app.command()
+@app.command(cls=Command)
 def site(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the site; a whole number counts as a number.")],
     server: Annotated[str, option("server", "HOST:PORT", "Address of the server.")],
@@ -55,7 +55,7 @@ def site(
         bool, typer.Option("--no-share-model", help="Do not let other sites receive this site's model; FedeRiCo.")
     ] = False,
     report_weights: Annotated[
-        bool, typer.Option("--report-weights", help="Report the site's mixing weights to the server; FedeRiCo.")
+        bool, typer.Option("--report-weights", help="Report the site's mixing weights to the server; FedeRiCo, FedEM.")
     ] = False,
     class_names: Annotated[
         str,

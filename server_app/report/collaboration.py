@@ -40,7 +40,7 @@ def collaboration_content(folder: Path, groups: Sequence[int] | None) -> dict[st
         fitting = min(MOST_ROUNDS, MATRIX_BYTES // max(1, len(last[0])) ** 2, len(files))
         for at in np.unique(np.linspace(len(files) - 1, 0, fitting).round().astype(int)):
             if read := read_matrix(files[at]):
-                matrices.append((int(re.sub(r"\D", "", files[at].stem)), *read))
+                matrices.append((round_of(files[at]), *read))
             else:
                 damaged.append(files[at].name)
         if not fitting:
@@ -75,7 +75,12 @@ def collaboration_content(folder: Path, groups: Sequence[int] | None) -> dict[st
 
 def matrix_files(folder: Path) -> list[Path]:
     """Return the files of the rounds, in the order of the rounds."""
-    return sorted(folder.glob("round-*.npz"), key=lambda path: int(re.sub(r"\D", "", path.stem)))
+    return sorted(folder.glob("round-*.npz"), key=round_of)
+
+
+def round_of(path: Path) -> int:
+    """Return the round of a file."""
+    return int(re.sub(r"\D", "", path.stem))
 
 
 def read_matrix(path: Path) -> tuple[list[ClientId], np.ndarray] | None:

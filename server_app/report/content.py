@@ -25,6 +25,7 @@ from kindred import REGISTRY
 from kindred.client.state import MIXTURE, replacing
 from kindred.engine.history import is_status, statuses
 from kindred.messages import BETWEEN, MOST, PERSONAL, RECEIVED, SAMPLES_TRAINED, TRAINED, TUNED, ClientId, in_order
+from kindred.server_app.comparison.metrics import METRICS
 from kindred.server_app.comparison.texts import remarks, tables
 from kindred.server_app.config import Config, ConfigError
 from kindred.server_app.flower_app import CONNECTION, toml
@@ -34,6 +35,7 @@ from kindred.server_app.tables import read_table
 from .collaboration import collaboration_content, groups_of
 from .figures import carried_forward, is_accuracy
 from .render import page
+from .weights import component_curves
 
 REPORT = "report.html"
 COMPARISON = "comparison.json"
@@ -53,7 +55,7 @@ STAGES = {
     RECEIVED: "model as received",
     TRAINED: "after local training",
     TUNED: "after fine-tuning",
-    BETWEEN: "between start and own",
+    BETWEEN: "between received and own",
     MIXTURE: "mixture of models",
     PERSONAL: "personal model",
 }
@@ -173,7 +175,9 @@ def run_content(folder: Path, summary: Mapping[str, Any] | None = None) -> dict[
         },
         "collaboration": collaboration_content(folder / "collaboration", groups),
         "clusters": _read_json(folder / "clusters.json", None),
+        "components": _components(rows, settings["num-rounds"], groups),
         "partition": _picture(folder / "partition.png"),
+        "networks": _picture(folder / "networks.png"),
         "unused": _unused(rows),
         "left-out": [[str(each["client"]), each["reason"]] for each in summary.get("left-out", [])],
         "command": command(settings),
@@ -253,6 +257,20 @@ def _stages(rows: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, Any]
     }
 
 
+def _components(rows: Sequence[Mapping[str, Any]], last: int, groups: Sequence[int] | None) -> dict[str, Any] | None:
+    """Return the clients' shares of component models over rounds; None where no client reports any."""
+    curves = component_curves(rows, last)
+    if not curves or len(curves[0].rounds) < 2:
+        return None
+    clients = curves[0].clients
+    return {
+        "names": [str(client) for client in clients],
+        "groups": groups_of(clients, groups),
+        "rounds": curves[0].rounds.tolist(),
+        "shares": [[_numbers(shares) for shares in each.weights] for each in curves],
+    }
+
+
 def _last(rows: Sequence[Mapping[str, Any]], clients: Sequence[ClientId], key: str) -> list[float | None]:
     """Return the last accuracy that each client reported."""
     last = {row["client"]: row[key] for row in rows if is_accuracy(row.get(key))}
@@ -305,6 +323,8 @@ def comparison_content(folder: Path) -> dict[str, Any]:
     comparison = _read_json(path)
     try:
         common, defaults = comparison["settings"], Config().run_config()
+        metric = (comparison["preset"] or {}).get("metric", "accuracy")
+        varied = comparison.get("varied")
         methods = []
         for name, found in comparison["strategies"].items():
             runs = [_compared_run(folder, run) for run in found["runs"]]
@@ -312,6 +332,9 @@ def comparison_content(folder: Path) -> dict[str, Any]:
                 {
                     "name": name,
                     "strategy": found["strategy"],
+                    "of": found.get("of", name),
+                    "value": found.get("value", ""),
+                    "at": {key: found[key][metric] for key in ("mean", "std")},
                     "settings": list(found["settings"].items()),
                     "asked": found["settings"].get("num-rounds", common["num-rounds"]),
                     "runs": [{key: run[key] for key in ("seed", "name", "report", "failed")} for run in runs],
@@ -326,6 +349,7 @@ def comparison_content(folder: Path) -> dict[str, Any]:
             "tables": tables(comparison),
             "remarks": remarks(comparison),
             "methods": methods,
+            "varied": varied and {**varied, "measure": METRICS[metric].meaning},
             "seeds": comparison["seeds"],
             "command": comparison["command"],
             "settings": _settings(common, defaults),

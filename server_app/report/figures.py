@@ -7,7 +7,6 @@ differ in dash and marker.
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +21,8 @@ if TYPE_CHECKING:
     from matplotlib import figure as mpl_figure, ticker
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from sklearn import isotonic
 else:
-    matplotlib, isotonic = lazy("matplotlib"), lazy("sklearn.isotonic")
+    matplotlib = lazy("matplotlib")
     mpl_figure, ticker = lazy("matplotlib.figure"), lazy("matplotlib.ticker")
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # those of Okabe and Ito
@@ -33,7 +31,6 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 MIXED = "mixture of models"
 MOST_NAMED = 40  # largest number of clients whose names fit along an axis of the heatmap
 LONGEST_NAME = 14  # characters of a client's name in a figure
-TEXT_WIDTH, TEXT_LINES = 52, 4  # characters per line, and lines, of the list of a cluster's clients
 
 
 def is_accuracy(value: object) -> bool:
@@ -130,7 +127,7 @@ def accuracy_figure(rows: Sequence[Mapping[str, Any]], title: str) -> Figure:
         zorder=5,
         label=f"best mean: {mean[best]:.1f} % in round {rounds[best]}",
     )
-    _accuracy_axes(axes, rounds)
+    accuracy_axes(axes, rounds)
     handles, labels = axes.get_legend_handles_labels()
     order = sorted(range(len(labels)), key=lambda i: not labels[i].startswith("mean over"))
     figure.legend(
@@ -210,152 +207,28 @@ def collaboration_figure(
     return figure
 
 
-def tree_figure(
-    clusters: Sequence[Mapping[str, Any]], last: int, groups: Mapping[ClientId, int] | None, title: str
-) -> Figure:
-    """Draw the tree of clusters over rounds: when each was divided, the similarity across the cut, and its clients.
+def networks_figure(sizes: Mapping[str, Sequence[int]], title: str) -> Figure:
+    """Draw the number of clients that have each network, with their fraction and their mean number of images.
 
     Parameters
     ----------
-    clusters : sequence of mapping
-        As in `ClusteredFL.tree`.
-    last : int
-        The last round.
-    groups : mapping, optional
-        client -> its true group, where there are groups.
+    sizes : mapping
+        network -> number of training images of each client that has it; smallest network first.
     title : str
     """
-    if groups and len(set(groups.values())) == 1:  # one group: nothing to distinguish
-        groups = None
-    texts = {cluster["cluster"]: _cluster_text(cluster, groups) for cluster in clusters}
-    leaves = _in_tree_order(clusters)
-    places: dict[int, float] = {}  # in lines of text, from the top
-    end = 0.0
-    for number in leaves:
-        lines = len(texts[number])
-        places[number] = end + lines / 2
-        end += lines + 0.9
-    for cluster in reversed(clusters):  # the parts of a cluster come after it
-        if cluster["parts"]:
-            places[cluster["cluster"]] = float(np.mean([places[part] for part in cluster["parts"]]))
-
-    right = last + max(0.07 * last, 0.2)  # space for a cut in the last round
-    figure, axes = new_figure(title, (9.0, 1.7 + 0.175 * max(end, 6)))
-    for cluster in clusters:
-        number, stop = cluster["cluster"], cluster["divided"] or right
-        place, colour = places[number], "#444444"
-        axes.plot([cluster["since"], stop], [place, place], color=colour, linewidth=1.6, solid_capstyle="butt")
-        if cluster["parts"]:
-            axes.plot([stop, stop], [places[part] for part in cluster["parts"]], color=colour, linewidth=1.6)
-            axes.plot(stop, place, "o", color=COLOURS[1], markersize=6, zorder=3)
-            axes.annotate(
-                "\n".join([f"{cluster['cross-similarity']:.2f}", *texts[number]]),
-                (stop, place),
-                xytext=(6, 0),
-                textcoords="offset points",
-                va="center",
-                fontsize=8,
-                color=COLOURS[1],
-                zorder=4,
-                bbox={"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none"},
-            )
-        else:
-            axes.annotate(
-                "\n".join(texts[number]),
-                (stop, place),
-                xytext=(7, 0),
-                textcoords="offset points",
-                va="center",
-                fontsize=8,
-                annotation_clip=False,
-            )
-    if len(clusters) > 1:
-        axes.set_title(
-            "at each cut: the largest cosine of two clients' updates across it", fontsize=9.5, color=COLOURS[1]
-        )
-    axes.set_ylim(end, -0.9)
-    axes.set_yticks([])
-    _round_axis(axes, np.arange(last + 1))
-    axes.set_xlim(0, right)
-    axes.set_xticks([tick for tick in axes.get_xticks() if 0 <= tick <= last])
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    return figure
-
-
-def comparison_figure(methods: Sequence[tuple[str, Sequence[Sequence[Mapping[str, Any]]]]], title: str) -> Figure:
-    """Draw mean accuracy over rounds of several methods, with each method's name at the end of its line.
-
-    Where a method has several runs, the line is their mean, with a band of one standard deviation on either side.
-
-    Parameters
-    ----------
-    methods : sequence of (str, sequence of sequence of mapping)
-        A method's name, and the rounds of the history of each of its runs.
-    title : str
-    """
-    figure, axes = new_figure(title, (8.0, max(4.6, 0.3 * len(methods) + 1.6)))
-    lines: list[tuple[str, np.ndarray, np.ndarray, dict[str, Any]]] = []  # (name, rounds, percent, style)
-    for i, (name, runs) in enumerate(methods):
-        accuracies = [
-            {line["round"]: line["accuracy"] for line in rounds if is_accuracy(line.get("accuracy"))} for rounds in runs
-        ]
-        known = sorted(set.intersection(*map(set, accuracies))) if accuracies else []  # the rounds of all runs
-        style: dict[str, Any] = {
-            "color": COLOURS[i % len(COLOURS)],
-            "linestyle": DASHES[i % len(DASHES)],
-            "marker": MARKERS[i % len(MARKERS)],
-        }
-        if known:
-            percents = 100 * np.array([[accuracy[number] for number in known] for accuracy in accuracies])  # (runs, r)
-            numbers, percent = np.array(known), percents.mean(axis=0)
-            lines.append((short_name(name, 24), numbers, percent, style))
-            if len(accuracies) > 1:
-                spread = percents.std(axis=0, ddof=1)
-                axes.fill_between(
-                    numbers, percent - spread, percent + spread, color=style["color"], alpha=0.15, linewidth=0
-                )
-    if not lines:
-        axes.text(0.5, 0.5, "no client reported an accuracy", transform=axes.transAxes, ha="center", va="center")
-        axes.set(xticks=[], yticks=[])
-        return figure
-    for _, numbers, percent, style in lines:
-        axes.plot(
-            numbers,
-            percent,
-            linewidth=2,
-            markersize=5.5,
-            markeredgecolor="white",
-            markeredgewidth=0.6,
-            markevery=max(1, len(numbers) // 15),
-            **style,
-        )
-    first, last = min(line[1][0] for line in lines), max(line[1][-1] for line in lines)
-    _accuracy_axes(axes, np.arange(first, last + 1), suffix=", mean over clients")
-    low, high = axes.get_ylim()
-    # A label is about 0.2 inch high, and the axes take up about 0.75 of the figure's height.
-    gap = 0.2 / (0.75 * figure.get_figheight()) * (high - low)
-    places = _apart(np.array([percent[-1] for _, _, percent, _ in lines]), gap, low, high)
-    for (name, numbers, percent, style), place in zip(lines, places, strict=True):
-        # x is in units of the axes' width, beyond its right edge; y is the accuracy in percent.
-        axes.annotate(
-            "",
-            xy=(numbers[-1], percent[-1]),
-            xytext=(1.03, place),
-            textcoords=axes.get_yaxis_transform(),
-            arrowprops={"arrowstyle": "-", "color": style["color"], "linewidth": 0.8, "shrinkA": 0},
-            annotation_clip=False,
-        )
-        axes.plot(
-            [1.03, 1.06, 1.09],
-            [place] * 3,
-            transform=axes.get_yaxis_transform(),
-            clip_on=False,
-            linewidth=2,
-            markersize=5.5,
-            markevery=[1],
-            **style,
-        )
-        axes.text(1.105, place, f"{name}  {percent[-1]:.1f} %", transform=axes.get_yaxis_transform(), va="center")
+    counts = [len(each) for each in sizes.values()]
+    total = sum(counts) or 1
+    figure, axes = new_figure(title, (7.2, 1.5 + 0.45 * len(sizes)))
+    axes.barh(range(len(sizes)), counts, color=COLOURS[0], height=0.65)
+    for place, each in enumerate(sizes.values()):
+        text = f"{len(each)} ({len(each) / total:.0%})" + (f", {np.mean(each):.0f} images on average" if each else "")
+        axes.annotate(text, (len(each), place), xytext=(5, 0), textcoords="offset points", va="center", fontsize=9)
+    axes.set_yticks(range(len(sizes)), [short_name(name) for name in sizes])
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.6 * max(*counts, 1))
+    axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
+    axes.set_xlabel("clients")
+    axes.spines[["top", "right"]].set_visible(False)
     return figure
 
 
@@ -374,70 +247,77 @@ def _same(rows: Sequence[Mapping[str, Any]], stage: str) -> bool | None:
     return all(first == second for first, second in both) if both else None
 
 
-def _apart(values: np.ndarray, gap: float, low: float, high: float) -> np.ndarray:
-    """Move values apart, as little as needed for gaps of `gap`, inside [low, high] if they fit."""
-    order = np.argsort(values, kind="stable")
-    steps = gap * np.arange(len(values))
-    # With i gaps subtracted from value i, "at least a gap apart" becomes "not decreasing": isotonic regression.
-    least, most = low + gap / 2, high - gap / 2 - steps[-1]
-    result = np.empty(len(values))
-    result[order] = steps + isotonic.isotonic_regression(values[order] - steps, y_min=least, y_max=max(least, most))
-    return result
-
-
 def new_figure(title: str, size: tuple[float, float]) -> tuple[Figure, Axes]:
     """Return an empty white figure with a title, and its axes."""
-    figure = mpl_figure.Figure(figsize=size, dpi=150, layout="constrained", facecolor="white")
-    figure.suptitle(short_name(title, 90), fontsize=11, fontweight="bold")
+    figure = _titled_figure(title, size)
     return figure, figure.add_subplot()
 
 
-def _accuracy_axes(axes: Axes, rounds: np.ndarray, suffix: str = "") -> None:
-    _round_axis(axes, rounds)
+def panels_figure(
+    title: str, count: int, size: tuple[float, float], columns: int, across: str, upward: str
+) -> tuple[Figure, list[Axes]]:
+    """Return a figure of `count` panels with the same axes, and the panels' axes, by rows.
+
+    Parameters
+    ----------
+    title : str
+    count : int
+        Number of panels, 1 or more.
+    size : (width, height)
+        Size of a panel in inches.
+    columns : int
+        Largest number of panels in a row.
+    across, upward : str
+        Names of the axes.
+    """
+    wide = min(columns, count)
+    high = -(-count // wide)
+    figure = _titled_figure(title, (max(wide * size[0], 5.0) + 0.4, high * size[1] + 1.1))
+    axes = figure.subplots(high, wide, sharex=True, sharey=True, squeeze=False).ravel().tolist()
+    for unused in axes[count:]:
+        unused.remove()
+    for place, each in enumerate(axes[:count]):
+        _plain_axes(each)
+        if place % wide == 0:
+            each.set_ylabel(upward)
+        if place + wide >= count:  # the lowest of its column
+            each.set_xlabel(across)
+            each.tick_params(labelbottom=True)
+    return figure, axes[:count]
+
+
+def _titled_figure(title: str, size: tuple[float, float]) -> Figure:
+    figure = mpl_figure.Figure(figsize=size, dpi=150, layout="constrained", facecolor="white")
+    figure.suptitle(short_name(title, 90), fontsize=11, fontweight="bold")
+    return figure
+
+
+def accuracy_axes(axes: Axes, rounds: np.ndarray, suffix: str = "") -> None:
+    """Give axes of accuracies in percent over rounds (r,) their names, ranges and grid."""
+    round_axis(axes, rounds)
     axes.set_ylabel(f"test accuracy (%){suffix}")
+    accuracy_range(axes)
+    _plain_axes(axes)
+
+
+def accuracy_range(axes: Axes) -> None:
+    """Cut the vertical axis where no accuracy can be."""
     low, high = axes.get_ylim()
     axes.set_ylim(max(low, -2), min(high, 102))
+
+
+def _plain_axes(axes: Axes) -> None:
     axes.grid(color="#dddddd", linewidth=0.7)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _round_axis(axes: Axes, rounds: np.ndarray) -> None:
+def round_axis(axes: Axes, rounds: np.ndarray) -> None:
+    """Let the horizontal axis have the rounds (r,)."""
     axes.set_xlabel("round")
     axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
     room = max(0.5, 0.02 * (rounds[-1] - rounds[0]))
     axes.set_xlim(rounds[0] - room, rounds[-1] + room)
-
-
-def _in_tree_order(clusters: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Return the clusters that have not been divided, with the parts of one cluster side by side."""
-    leaves, to_see = [], [0]
-    while to_see:
-        number = to_see.pop()
-        if parts := clusters[number]["parts"]:
-            to_see += reversed(parts)
-        else:
-            leaves.append(number)
-    return leaves
-
-
-def _cluster_text(cluster: Mapping[str, Any], groups: Mapping[ClientId, int] | None) -> list[str]:
-    """Return the lines that list a cluster's clients; for a divided cluster, the number not yet in one of its parts."""
-    clients = cluster["clients"]
-    if cluster["parts"]:
-        return [f"{len(clients)} to be placed"] if clients else []
-    lines = [f"cluster {cluster['cluster']}: {len(clients)} client{'' if len(clients) == 1 else 's'}"]
-    if groups is None:
-        return lines + _wrapped("", clients)
-    for group in sorted({groups[client] for client in clients}):
-        lines += _wrapped(f"true group {group}: ", [client for client in clients if groups[client] == group])
-    return lines
-
-
-def _wrapped(start: str, clients: Sequence[ClientId]) -> list[str]:
-    """Return clients' names in lines of bounded length; the first `TEXT_LINES` lines only."""
-    names = ", ".join(short_name(client).replace(" ", "\u00a0") for client in clients)
-    return textwrap.wrap(start + names, TEXT_WIDTH, max_lines=TEXT_LINES, placeholder=" …")
 
 
 def short_name(text: object, longest: int = LONGEST_NAME) -> str:

@@ -56,7 +56,8 @@ function together(found, asked) {
         h("figcaption", {}, "Row: the client that learns. Column: the client it learns from. ",
           "Grey: a client's own share, which is not on the colour scale.")),
       figure("Graph", graphBox, groupLegend(found.groups),
-        h("figcaption", {}, "Arrows point to the client that learns. A thicker arrow means a larger share."))),
+        h("figcaption", {}, "Arrows point to the client that learns. A thicker arrow means a larger share.")),
+      overRounds(found, asked)),
     more("Largest shares for each client", helpers));
 }
 

@@ -1,13 +1,15 @@
 // --- A comparison ---
 
 function comparison(data) {
-  const { methods } = data;
+  const { methods, varied } = data;
+  const bases = [...new Set(methods.map(method => method.of))];  // a varied method is several in `methods`
+  const panels = varied && new Set(methods.filter(method => method.value).map(method => method.of)).size > 1;
   const curves = methods.map((method, i) => [method, i]).filter(([method]) => method.curve);
   const most = key => Math.max(0, ...curves.flatMap(([method]) => method.curve[key] || []));
   const bytes = unit(most("bytes"), "B"), samples = unit(most("samples"), "");
   const band = curves.some(([method]) => method.curve.low) ? "standard deviation over seeds" : null;
   const lines = (key, size) => curves.filter(([method]) => method.curve[key]).map(([method, i]) => ({ name: method.name,
-    x: method.curve[key].map(value => value / size), y: method.curve.mean,
+    method, x: method.curve[key].map(value => value / size), y: method.curve.mean,
     low: method.curve.low, high: method.curve.high, i, dash: i,
     titles: method.curve.rounds.map(number => `round ${number}`) }));
   const text = value => typeof value === "string" ? value : JSON.stringify(value);
@@ -20,11 +22,18 @@ function comparison(data) {
     section("Accuracy", h("p", { class: "soft" }, "Mean over clients of each client's accuracy on its own test images" +
       (band ? "; the line is the mean over seeds." : ".")),
       h("div", { class: "pair" },
-        lineFigure({ title: "Over rounds", lines: lines("rounds", 1), xName: "round", whole: true, bandName: band,
+        panels && varied.values.map(value => lineFigure({ title: `Over rounds, ${varied.setting} ${value}`,
+          lines: lines("rounds", 1).filter(({ method }) => method.value === value || !method.value).map(line => {
+            const i = bases.indexOf(line.method.of);
+            return { ...line, name: line.method.of, i, dash: i };
+          }), xName: "round", whole: true, bandName: band, like: lines("rounds", 1) })),
+        !panels && lineFigure({ title: "Over rounds", lines: lines("rounds", 1), xName: "round", whole: true,
+          bandName: band,
           caption: specialRounds(curves.map(([method]) => [method.curve.rounds, method.asked])) }),
-        lineFigure({ title: "Against bytes", lines: lines("bytes", bytes[1]), xName: `${bytes[0]} sent, both ways`,
-          bandName: band }),
-        lines("samples", 1).length > 0 && lineFigure({ title: "Against the clients' work",
+        varied && overValues(methods, varied, bases),
+        !panels && lineFigure({ title: "Against bytes", lines: lines("bytes", bytes[1]),
+          xName: `${bytes[0]} sent, both ways`, bandName: band }),
+        !panels && lines("samples", 1).length > 0 && lineFigure({ title: "Against the clients' work",
           lines: lines("samples", samples[1]),
           xName: `${samples[0]} samples trained on`.trim(), bandName: band }),
         spread(methods))),
@@ -41,6 +50,20 @@ function comparison(data) {
         h("ul", { class: "remarks" }, data.notes.map(line => h("li", {}, line))))),
     settings(data),
   ];
+}
+
+// Accuracy over the values of a varied setting; a method that is not varied is a horizontal line.
+function overValues(methods, { setting, values, measure }, bases) {
+  const lines = bases.map((base, i) => {
+    const points = methods.filter(method => method.of === base && known(method.at.mean)).flatMap(({ value, at }) =>
+      (value ? [values.indexOf(value)] : [0, values.length - 1]).map(x => ({ x, ...at })));
+    const ends = sign => points.every(({ std }) => known(std)) ? points.map(({ mean, std }) => mean + sign * std) : null;
+    return { name: base, x: points.map(point => point.x), y: points.map(point => point.mean), low: ends(-1),
+      high: ends(1), i, dash: i, titles: points.map(point => values[point.x]) };
+  });
+  return lineFigure({ title: `Over ${setting}`, lines, xName: setting, whole: true, names: values,
+    bandName: lines.some(line => line.low && line.low.length) ? "standard deviation over seeds" : null,
+    caption: `${measure[0].toUpperCase()}${measure.slice(1)}.` });
 }
 
 // The clients of each method, over all seeds: dots, middle half, median.

@@ -3,7 +3,7 @@ const VIRIDIS = ["440154", "48186a", "472d7b", "424086", "3b528b", "33638d", "2c
   "28ae80", "3fbc73", "5ec962", "84d44b", "addc30", "d8e219", "fde725"].map(text =>
   [0, 2, 4].map(at => parseInt(text.slice(at, at + 2), 16)));
 const OWN = [176, 176, 176, 255];
-const kept = { round: null, edges: 2 };  // the reader's choices; round null is the last round
+const kept = { round: null, edges: 2, learner: null };  // the reader's choices; null: the last round, first client
 const plots = [];  // { box, draw }: each figure is drawn to the width of its box
 const PRINTED = 330;  // width of a printed column, in pixels
 
@@ -82,14 +82,15 @@ function mark(shape, x, y, size, paint, title) {
 }
 
 // A frame with axes over the ranges `across` and `upward`. `inside(x, y)` draws in it; x and y map values to positions.
-function framed(width, { across, upward, xName, yName, whole, label, inside, square }) {
+// `names`: texts in place of the numbers 0, 1, 2 and so on of the horizontal axis.
+function framed(width, { across, upward, xName, yName, whole, label, inside, square, names }) {
   const left = 42, right = 14, top = 26, bottom = 44;
   const height = square ? Math.min(width, 420) : Math.round(Math.max(230, Math.min(340, width * 0.62)));
   if (square) width = height;
   const [from, to] = across, [low, high] = upward;
   const x = value => left + (width - left - right) * (value - from) / (to - from || 1);
   const y = value => height - bottom - (height - top - bottom) * (value - low) / (high - low || 1);
-  const [xTicks, xStep] = ticks(from, to, (width - left) / 62, whole);
+  const [xTicks, xStep] = names ? [names.map((_, i) => i), 1] : ticks(from, to, (width - left) / 62, whole);
   const [yTicks, yStep] = ticks(low, high, (height - top - bottom) / 34);
   return drawing(width, height, label,
     yTicks.map(value => [
@@ -98,7 +99,7 @@ function framed(width, { across, upward, xName, yName, whole, label, inside, squ
     xTicks.map(value => [
       s("line", { x1: x(value), x2: x(value), y1: height - bottom, y2: height - bottom + 4, stroke: "var(--soft)" }),
       s("text", { x: x(value), y: height - bottom + 18, "text-anchor": "middle", class: "soft" },
-        tickText(value, xStep))]),
+        names ? short(names[value], 8) : tickText(value, xStep))]),
     s("line", { x1: left, x2: width - right, y1: height - bottom, y2: height - bottom, stroke: "var(--soft)" }),
     s("text", { x: 2, y: 13 }, yName),
     s("text", { x: (left + width - right) / 2, y: height - 6, "text-anchor": "middle" }, xName),
@@ -112,10 +113,12 @@ function limits(values) {
 }
 
 // lines: { name, x, y, low, high, i, dash, plain }, y in [0, 1] with nulls.
-function lineFigure({ title, lines, xName, whole, says, caption, bandName }) {
+// `like`: other lines, whose figures have the same vertical axis.
+function lineFigure({ title, lines, xName, whole, says, caption, bandName, names, like = [] }) {
   lines = lines.filter(line => line.y.some(known));
-  const all = lines.flatMap(line => [line.y, line.low || [], line.high || []].flat()).filter(known).map(v => 100 * v);
-  if (!all.length) return figure(title, h("p", { class: "soft" }, "No client has reported an accuracy yet."));
+  const all = [...lines, ...like].flatMap(line => [line.y, line.low || [], line.high || []].flat()).filter(known)
+    .map(v => 100 * v);
+  if (!lines.length) return figure(title, h("p", { class: "soft" }, "No client has reported an accuracy yet."));
   const xs = lines.flatMap(line => line.x.filter((_, at) => known(line.y[at])));
   const upward = limits(all.map(v => Math.max(0, Math.min(100, v))));
   const [least, most] = [Math.min(...xs), Math.max(...xs)];
@@ -123,7 +126,7 @@ function lineFigure({ title, lines, xName, whole, says, caption, bandName }) {
   const path = pairs => pairs.map(([px, py], at) => `${at ? "L" : "M"}${px.toFixed(1)} ${py.toFixed(1)}`).join("");
   const label = `${title}. ${says || lines.map(describe).join(" ")}`;
   return figure(title, plot(width => framed(width,
-    { across, upward, xName, yName: "accuracy (%)", whole, label, inside: (x, y) => [
+    { across, upward, xName, yName: "accuracy (%)", whole, label, names, inside: (x, y) => [
     lines.map(line => {
       if (!line.low) return null;
       const at = line.x.map((_, i) => i).filter(i => known(line.low[i]) && known(line.high[i]));

@@ -22,6 +22,7 @@ SCRIPT_FILES = (
     "page_elements.js",  # elements, numbers as text, plots, tables
     "page_run.js",  # the page of a run, and accuracies of its clients
     "page_collaboration.js",  # which client learns from which: matrix and graph
+    "page_weights.js",  # weights over rounds
     "page_tables.js",  # clusters, unused replies, settings
     "page_comparison.js",  # the page of a comparison
     "page_refresh.js",  # showing, printing and refreshing the page

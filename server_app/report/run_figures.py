@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kindred import data
+from kindred.client.models import client_network, network_names
 from kindred.messages import ClientId
 from kindred.server_app.run_files import what_data
 
 from . import figures
+from .tree_figure import tree_figure
+from .weight_figure import weights_figure
+from .weights import run_curves
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
 def run_figures(
+    folder: Path,
     settings: Mapping[str, Any],
     rows: Sequence[Mapping[str, Any]],
     last: int,
@@ -29,6 +35,8 @@ def run_figures(
 
     Parameters
     ----------
+    folder : Path
+        The run's folder, which has the collaboration matrices of all rounds.
     settings : mapping
         The run's settings, kebab-case.
     rows : sequence of mapping
@@ -64,17 +72,44 @@ def run_figures(
         members = [client for cluster in tree or () for client in cluster["clients"]]
         groups = groups_of(members)
         known = None if groups is None else dict(zip(members, groups.tolist(), strict=True))
-        return figures.tree_figure(tree or (), last, known, f"Clusters: {name} on {where}")
+        return tree_figure(tree or (), last, known, f"Clusters: {name} on {where}")
+
+    def draw_weights() -> Figure | None:
+        known: dict[ClientId, int] | None = dict(enumerate(federation.groups.tolist())) if federation else None
+        curves = run_curves(folder, rows, last, known)
+        return weights_figure(curves, known, f"Weights over rounds: {name} on {where}") if curves else None
+
+    def draw_networks() -> Figure | None:
+        assert federation
+        sizes = networks_of(settings, federation)
+        return figures.networks_figure(sizes, f"Networks of the clients: {where}") if len(sizes) > 1 else None
 
     pictures: dict[str, Callable[[], Figure | None]] = {
         "accuracy": lambda: figures.accuracy_figure(rows, f"{name} on {where}"),
         "collaboration": draw_collaboration,
+        "weights": draw_weights,
     }
     if tree:
         pictures["clusters"] = draw_clusters
     if federation:
         pictures["partition"] = lambda: data.partition_figure(federation)
+        pictures["networks"] = draw_networks
     return pictures
+
+
+def networks_of(settings: Mapping[str, Any], federation: data.Federation) -> dict[str, list[int]]:
+    """Return each network of a run, smallest first, and the numbers of training images of the clients that have it.
+
+    Clients without training images take no part.
+    """
+    found: dict[str, list[int]] = {name: [] for name in network_names(settings["model"], federation.image_shape)}
+    for client, size in enumerate(federation.train_sizes.tolist()):
+        if size:
+            network = client_network(
+                settings["model"], federation.image_shape, size, federation.typical_size, settings["seed"], client
+            )
+            found[network].append(size)
+    return found
 
 
 def true_groups(clients: Sequence[ClientId], federation: data.Federation) -> np.ndarray | None:

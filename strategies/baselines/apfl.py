@@ -1,17 +1,17 @@
-"""APFL: each client mixes a local model with the global one, and learns the share of each.
+"""APFL: each client mixes a local model with the global one.
 
 Y. Deng, M. M. Kamani, M. Mahdavi: Adaptive Personalized Federated Learning. arXiv:2003.13461.
 
 Client i has its version w_i of the global model, a local model v_i that never leaves it, and a share alpha_i. Its
 result is the personal model vbar_i = alpha_i v_i + (1 - alpha_i) w_i. The table has a local step on a batch xi
-(Algorithm 1, "Local Descent APFL", and the adaptive update of alpha_i). Right-hand sides are values before the step.
+(Algorithm 1, "Local Descent APFL"). Right-hand sides are values before the step.
 
 | paper | here |
 |---|---|
 | vbar_i = alpha_i v_i + (1 - alpha_i) w_i | `mix` |
 | w_i = w_i - eta grad f_i(w_i; xi) | `descend` |
 | v_i = v_i - eta grad_v f_i(vbar_i; xi), grad_v f_i(vbar_i) = alpha_i grad f_i(vbar_i) | `descend_local` |
-| alpha_i = alpha_i - eta < v_i - w_i, grad f_i(vbar_i; xi) > | `adapted_share` |
+| if it is learnt: alpha_i = alpha_i - eta < v_i - w_i, grad f_i(vbar_i; xi) > | `adapted_share` |
 | w = mean of the w_i, from which the next round's clients start | `FedAvg` |
 
 With alpha_i = 0 the personal model is FedAvg's after local training; with alpha_i = 1 it is that of Local. The global
@@ -19,9 +19,12 @@ model is FedAvg's for every alpha_i.
 
 Decisions, and where we depart from the paper:
 
-- alpha_i is clipped to 0 to 1, which the paper's update does not ensure. It is updated at every step, as in the paper.
-  Public implementations update it once per round, add 0.02 alpha_i to its gradient, or use the gradients of v_i and
-  w_i in place of the one at vbar_i; some mix outputs in place of weights. This implementation does none of these.
+- alpha_i is the same for all clients and fixed by default, as in the experiments of FedAMP's paper. The paper also has
+  an adaptive one, which `adapt_mixing` turns on.
+- A learnt alpha_i is clipped to 0 to 1, which the paper's update does not ensure. It is updated at every step, as in
+  the paper. Public implementations update it once per round, add 0.02 alpha_i to its gradient, or use the gradients of
+  v_i and w_i in place of the one at vbar_i; some mix outputs in place of weights. This implementation does none of
+  these.
 - The mean of the w_i is weighted by the clients' numbers of samples, as in this library's FedAvg.
 - v_i starts from the global model that the client receives when it first takes part; in the first round, this is the
   initial model. A client that was absent continues with the v_i and alpha_i that it kept.
@@ -40,11 +43,12 @@ from typing import TYPE_CHECKING, Any, Unpack
 import numpy as np
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
 
-from kindred.client.sgd import SGD_LEARNING_RATE, MeanLoss, PlainSGD, PlainSGDShared, descend
+from kindred.client.sgd import MeanLoss, descend
 from kindred.client.state import MODEL
 from kindred.client.training import channels_last, check_finite, get_arrays, set_arrays, trained_weights
 from kindred.client.visit import Visit
 from kindred.engine.admission import Refused, Reply
+from kindred.engine.arguments import Shared
 from kindred.lazy import lazy
 from kindred.messages import (
     ARRAYS,
@@ -60,7 +64,9 @@ from kindred.messages import (
     with_prefix,
 )
 from kindred.registry import MODEL_BOTH_WAYS, Method
-from kindred.settings import TRUE_OR_FALSE, Setting, within
+from kindred.settings import TRUE_OR_FALSE, Setting, above, within
+
+from .fedavg import FedAvg
 
 if TYPE_CHECKING:
     import torch
@@ -68,11 +74,22 @@ if TYPE_CHECKING:
 else:
     torch = lazy("torch")
 
+SGD_LEARNING_RATE = Setting(
+    "sgd_learning_rate",
+    0.2,
+    above(0),
+    "step size of its plain SGD (eta), which ignores optimizer and learning-rate",
+    trial=0.1,
+)
 MIXING_WEIGHT = Setting(
-    "mixing_weight", 0.5, within(0, 1), "initial share of the client's local model in its personal one (alpha)"
+    "mixing_weight", 0.5, within(0, 1), "share of the client's local model in its personal one (alpha)"
 )
 ADAPT_MIXING = Setting(
-    "adapt_mixing", True, TRUE_OR_FALSE, "whether clients learn their share, which starts at mixing-weight"
+    "adapt_mixing",
+    False,
+    TRUE_OR_FALSE,
+    "whether clients learn their share, which then starts at mixing-weight",
+    trial=True,
 )
 LOCAL = "local"  # name under which a client keeps v_i and alpha_i
 
@@ -156,10 +173,10 @@ class APFLClient:
     @staticmethod
     def evaluate(visit: Visit) -> RecordDict:
         """Evaluate the personal model; the global one, if the client has never trained."""
-        kept = visit.state.load(MODEL)
-        model = visit.model(kept)
+        has_trained = visit.state.load(LOCAL) is not None
+        model = visit.model(visit.state.load(MODEL) if has_trained else None)
         metrics = visit.separate_evaluation(model)
-        if kept is None and visit.is_site:
+        if not has_trained and visit.is_site:
             visit.keep(model, metrics["accuracy"])
         return RecordDict({METRICS: MetricRecord({**metrics})})
 
@@ -167,17 +184,17 @@ class APFLClient:
 # --- The server ---------------------------------------------------------------------------------------
 
 
-class APFL(PlainSGD):
+class APFL(FedAvg):
     """APFL as a Flower strategy.
 
     Parameters
     ----------
-    sgd_learning_rate : float (default: 0.05)
+    sgd_learning_rate : float (default: 0.2)
         eta, above 0.
     mixing_weight : float (default: 0.5)
-        Initial alpha_i, 0 to 1: the share of a client's local model in its personal one.
-    adapt_mixing : bool (default: True)
-        Whether clients learn alpha_i.
+        alpha_i, 0 to 1: the share of a client's local model in its personal one.
+    adapt_mixing : bool (default: False)
+        Whether clients learn alpha_i, which then starts at `mixing_weight`.
     **shared
         Arguments of `PersonalizedStrategy`.
 
@@ -191,16 +208,18 @@ class APFL(PlainSGD):
     personal = OWN
     model_stays = True
     clients_keep_state = True
-    STATE = (*PlainSGD.STATE, "_shares")
+    STATE = (*FedAvg.STATE, "_shares")
 
     def __init__(
         self,
         *,
+        sgd_learning_rate: float = SGD_LEARNING_RATE.default,
         mixing_weight: float = MIXING_WEIGHT.default,
         adapt_mixing: bool = ADAPT_MIXING.default,
-        **shared: Unpack[PlainSGDShared],
+        **shared: Unpack[Shared],
     ) -> None:
         super().__init__(**shared)
+        self.sgd_learning_rate = SGD_LEARNING_RATE.check(sgd_learning_rate)
         self.mixing_weight = MIXING_WEIGHT.check(mixing_weight)
         self.adapt_mixing = ADAPT_MIXING.check(adapt_mixing)
 
@@ -211,6 +230,7 @@ class APFL(PlainSGD):
     def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
         return {
             **super().round_config(server_round, client),
+            SGD_LEARNING_RATE.key: self.sgd_learning_rate,
             MIXING_WEIGHT.key: self.mixing_weight,
             ADAPT_MIXING.key: self.adapt_mixing,
         }

@@ -7,6 +7,7 @@ All clients start in one cluster. Every cluster has a model, which its clients t
 trained model minus the model that it was sent. A round:
 
     `update_norms`         ||sum_i n_i/n dW_i|| over the clients of a cluster, and ||dW_i||
+    `largest_coordinates`  max_k |dW_ik|, which takes the place of ||dW_i|| with the criterion "coordinate"
     `is_to_be_divided`     the first is below eps1 and the largest of the others above eps2: the cluster's model has
                            converged, but does not suit all of its clients
     `fedamp.cosines`       alpha_ij = cos(dW_i, dW_j)
@@ -16,7 +17,8 @@ trained model minus the model that it was sent. A round:
 
 Both parts continue from the mean over the whole cluster, each on its own, and may be divided again. With eps1 = 0 no
 cluster is divided, and this is FedAvg. The norms depend on network, data and step size. The history has them
-(`mean-update-norm`, `update-norm`), to help choose eps1 and eps2.
+(`mean-update-norm`, `update-norm` and, with the criterion "coordinate", `largest-coordinate`), to help choose eps1 and
+eps2.
 
 What the paper leaves open, and where we or others depart from it:
 - Algorithm 1 merges the most similar clients until two groups are left. This is exactly single linkage. The authors'
@@ -24,6 +26,10 @@ What the paper leaves open, and where we or others depart from it:
 - Their code also averages each part separately in the round in which the cluster is divided. Here, as in the paper's
   recursion, both parts start from the model of the whole cluster.
 - Their code divides only clusters of more than two clients, after round 20. The paper has no such limits.
+- With the criterion "coordinate" eps2 bounds the largest absolute coordinate of the clients' updates. This is not the
+  paper's criterion, but that of FedEM's public code (github.com/omarfoq/FedEM, `ClusteredAggregator`), which others
+  have used as a baseline, with eps1 0.4 and eps2 1.6. There the norm is taken over an axis of length one. Its eps1
+  bounds the L2 norm of the mean update, as here, but all clients have the same weight in that mean.
 - The paper's recursion has one more condition: sqrt((1 - alpha_cross) / 2) > gamma_max. alpha_cross is the largest
   similarity across the cut; gamma_max bounds how far clients' gradients lie from those of their distribution. Such a
   bound is not known in practice, and there is none here. The results have each cut's alpha_cross, which shows the cuts
@@ -56,7 +62,7 @@ from kindred.fedamp import Blocks, cosines
 from kindred.lazy import lazy
 from kindred.messages import RECEIVED, ClientId, in_order, read_record
 from kindred.registry import MODEL_BOTH_WAYS, Method
-from kindred.settings import Setting, at_least
+from kindred.settings import Setting, at_least, one_of
 
 from .fedavg import WeightedMean
 
@@ -73,8 +79,16 @@ EPS2 = Setting(
     "eps2",
     0.95,
     at_least(0),
-    "a cluster is divided only if the largest norm of its clients' updates is above this",
+    "a cluster is divided only if the largest of its clients' updates, by criterion, is above this",
     trial=0.001,
+)
+NORM, COORDINATE = "norm", "coordinate"
+CRITERION = Setting(
+    "criterion",
+    NORM,
+    one_of(NORM, COORDINATE),
+    "what eps2 bounds: the L2 norm of a client's update, as in the paper, or its largest absolute coordinate, as in "
+    "FedEM's public code",
 )
 
 # --- The mathematics ----------------------------------------------------------------------------------
@@ -106,8 +120,38 @@ def update_norms(blocks: Blocks, examples: np.ndarray) -> tuple[float, np.ndarra
     return float(np.sqrt(mean)), np.sqrt(each)
 
 
+def largest_coordinates(blocks: Blocks, num_clients: int) -> np.ndarray:
+    """Return the largest absolute coordinate of each client's update.
+
+    Parameters
+    ----------
+    blocks : callable
+        Returns an iterator over the columns of the updates dW, (m, d), in blocks.
+    num_clients : int
+        m.
+
+    Returns
+    -------
+    ndarray, shape (m,)
+        max_k |dW_ik|.
+    """
+    largest = np.zeros(num_clients)  # (m,)
+    for block in blocks():  # (m, b)
+        np.maximum(largest, np.abs(block).max(axis=1), out=largest)
+    return largest
+
+
 def is_to_be_divided(mean: float, each: np.ndarray, eps1: float, eps2: float) -> bool:
-    """Return whether a cluster's model has converged but does not suit all clients; norms as from `update_norms`."""
+    """Return whether a cluster's model has converged but does not suit all clients.
+
+    Parameters
+    ----------
+    mean : float
+        The norm of the mean update, from `update_norms`.
+    each : ndarray, shape (m,)
+        The norm of each client's update, or its largest coordinate, from `largest_coordinates`.
+    eps1, eps2 : float
+    """
     return len(each) >= 2 and mean < eps1 and bool(each.max() > eps2)
 
 
@@ -239,6 +283,8 @@ class ClusteredFL(PersonalizedStrategy):
         0 or more. A cluster is divided only if the norm of its mean update is below eps1; 0 is FedAvg.
     eps2 : float (default: 0.95)
         0 or more. A cluster is divided only if the largest norm of its clients' updates is above eps2.
+    criterion : {"norm", "coordinate"} (default: "norm")
+        With "coordinate" eps2 bounds the largest absolute coordinate of an update in place of its L2 norm.
     **shared
         Arguments of `PersonalizedStrategy`.
 
@@ -252,10 +298,18 @@ class ClusteredFL(PersonalizedStrategy):
     personal = RECEIVED
     STATE = (*PersonalizedStrategy.STATE, "_tree", "_cluster_of", "_received")
 
-    def __init__(self, *, eps1: float = EPS1.default, eps2: float = EPS2.default, **shared: Unpack[Shared]) -> None:
+    def __init__(
+        self,
+        *,
+        eps1: float = EPS1.default,
+        eps2: float = EPS2.default,
+        criterion: str = CRITERION.default,
+        **shared: Unpack[Shared],
+    ) -> None:
         super().__init__(**shared)
         self.eps1 = EPS1.check(eps1)
         self.eps2 = EPS2.check(eps2)
+        self.criterion = CRITERION.check(criterion)
 
     def begin(self, initial_arrays: ArrayRecord) -> None:
         self.layout = Layout(initial_arrays, self.buffers)
@@ -308,10 +362,15 @@ class ClusteredFL(PersonalizedStrategy):
         model = self.layout.record(row, self._counters[clients[0]])
 
         cluster, rows = self._tree[number], self._to_updates(number, clients)
-        norms = update_norms(lambda: self._blocks(rows), np.array([self._examples[client] for client in clients]))
-        for client, length in zip(clients, norms[1].tolist(), strict=True):
-            self.history.count(client, update_norm=length, mean_update_norm=norms[0])
-        if not is_to_be_divided(*norms, self.eps1, self.eps2):
+        examples = np.array([self._examples[client] for client in clients])
+        mean_norm, each = update_norms(lambda: self._blocks(rows), examples)
+        for client, length in zip(clients, each.tolist(), strict=True):
+            self.history.count(client, update_norm=length, mean_update_norm=mean_norm)
+        if self.criterion == COORDINATE:
+            each = largest_coordinates(lambda: self._blocks(rows), len(rows))
+            for client, largest in zip(clients, each.tolist(), strict=True):
+                self.history.count(client, largest_coordinate=largest)
+        if not is_to_be_divided(mean_norm, each, self.eps1, self.eps2):
             cluster.model, cluster.examples = model, mean.weights
             return
         first, cross = optimal_bipartition(cosines(lambda: self._blocks(rows), len(rows)))
@@ -428,5 +487,5 @@ METHOD = Method(
     paper="Sattler et al., IEEE TNNLS 2021, arXiv:1910.01991",
     travels=MODEL_BOTH_WAYS,
     strategy=ClusteredFL,
-    settings=(EPS1, EPS2),
+    settings=(EPS1, EPS2, CRITERION),
 )

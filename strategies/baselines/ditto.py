@@ -21,6 +21,7 @@ Where we depart from the paper or it is silent:
 - G is FedAvg's, which weights clients by their numbers of samples; the mean of Algorithm 1 is unweighted.
 - v_k continues from its last value; at first, from the first global model that the client receives to train.
 - Both models train for the epochs or steps in the message, with its optimiser, on the same batches.
+- A lambda above 1 / eta acts as 1 / eta: with a larger one, steps would end beyond w.
 - lambda is the same for all clients. The paper also lets each client choose among a few values by its validation data.
 """
 

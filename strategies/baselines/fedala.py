@@ -21,8 +21,10 @@ in the last `head_layers` layers. In the layers before them it starts from Theta
 By the chain rule the gradient of Eq. 5 is the gradient of the loss in Theta_hat_i, times Theta - Theta_i.
 
 The paper's algorithm returns, and its authors' program evaluates, Theta_hat_i, before the local training that starts
-from it. Here too, Theta_hat_i is the result for a client ("own"), and the client keeps it as its model. The history
-also has the evaluation after training ("trained").
+from it. Here too, Theta_hat_i is the result for a client ("between"), and the client keeps it as its model. A training
+reply evaluates the one from which the round's training starts. The last one, of the last global model and the client's
+last local model, is made and evaluated in a closing exchange. The history also has the evaluation after training
+("trained").
 
 Of the newer methods, FedALA is included and pFedGraph is not. No other method here learns, element by element, how much
 of the global model to use. pFedGraph weights the other clients' whole models by similarity, as FedAMP does.
@@ -51,8 +53,8 @@ from kindred.engine.model_store import last_layers
 from kindred.lazy import lazy
 from kindred.messages import (
     ARRAYS,
+    BETWEEN,
     METRICS,
-    OWN,
     RECEIVED,
     SAMPLES_TRAINED,
     TRAIN_LOSS,
@@ -120,7 +122,7 @@ class FedALAClient:
         check_finite(model)
         if weights:
             metrics[ALA_WEIGHT] = float(np.mean(np.concatenate([array.reshape(-1) for array in weights.values()])))
-        metrics |= visit.evaluation(OWN, model)
+        metrics |= visit.evaluation(BETWEEN, model)
         metrics[TRAIN_LOSS] = visit.train(model)
         check_finite(model)
         metrics |= visit.evaluation(TRAINED, model) | visit.counts()
@@ -131,10 +133,12 @@ class FedALAClient:
 
     @staticmethod
     def evaluate(visit: Visit) -> RecordDict:
-        """Evaluate Theta_hat_i for the received model; what the client keeps does not change."""
+        """Evaluate Theta_hat_i for the received model and keep it; Theta_i and W_i do not change."""
         model = visit.model()
         adapt(visit, model, by_prefix(visit.state.load(ALA) or {}))
-        return RecordDict({METRICS: MetricRecord({**visit.separate_evaluation(model)})})
+        metrics = visit.separate_evaluation(model)
+        visit.keep(model, metrics["accuracy"])
+        return RecordDict({METRICS: MetricRecord({**metrics})})
 
 
 def adapt(visit: Visit, model: torch.nn.Module, kept: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
@@ -220,7 +224,7 @@ class FedALA(FedAvg):
     """
 
     name = "fedala"
-    personal = OWN
+    personal = BETWEEN
     clients_keep_state = True
     model_stays = True
 

@@ -17,6 +17,7 @@ Where we depart from the papers:
   client solves its problem to an accuracy of its own, and slow clients can send partial work.
 - FedProx's Algorithm 2 samples clients with probabilities p_k and takes the unweighted mean of their models. Here, as
   in FedAvg, all clients are by default equally likely to be sampled (`sampling`), and the mean is weighted by n_k.
+- A mu above 1 / learning rate acts as 1 / learning rate: with a larger one, steps would end beyond the global model.
 - The proximal term is for parameters. Floating-point buffers are averaged like parameters; integer buffers are the
   first client's. Fine-tuning has no proximal term.
 """

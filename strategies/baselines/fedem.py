@@ -15,10 +15,11 @@ with l the loss of a sample, its negative log-likelihood:
 | the server: theta_m = sum_t n_t / n theta_m,t | `SeveralModels.end_round` |
 | prediction: sum_m pi_tm h_theta_m(x), of probabilities | `mixture_of` |
 
-The shares stay at the client. The result for a client is the mixture of the components as received, with the client's
-current shares. After the last round, a closing exchange evaluates the mixture of the last components. A client without
-shares computes them by one E-step and one M-step from equal shares, as in the paper for clients that were absent when
-components were trained. `received-accuracy` is that of the single component with the largest share.
+The shares stay at the client; in a simulation, or at a site with `--report-weights`, it reports the new ones in the
+history too, as share-0 to share-(M - 1). The result for a client is the mixture of the components as received, with the
+client's current shares. After the last round, a closing exchange evaluates the mixture of the last components. A client
+without shares computes them by one E-step and one M-step from equal shares, as in the paper for clients that were
+absent when components were trained. `received-accuracy` is that of the single component with the largest share.
 
 Where the paper is silent or we depart from it:
 - Components are averaged by n_t, as in Algorithm 1 and in the authors' code, and not by the sum of q. A client thus
@@ -26,6 +27,9 @@ Where the paper is silent or we depart from it:
   Steps of SGD are as small as q. Steps of Adam are not, because their size does not depend on that of the gradient.
 - The local steps are those of the other methods: epochs in batches, with the configured optimiser, on the mean over a
   batch of q times the loss. Each component has its own order of the samples.
+- Each round starts a new optimiser. In the authors' code a client has one Adam for each component, whose moments and
+  count of steps stay from round to round: with `keep_optimizer` they stay here too, in a file at the client. As in that
+  code they stay although the server replaces the components. A client whose file is lost starts a new one.
 - With equal models all responsibilities would stay equal for ever. The first component is the initial model, so that
   FedEM with one component is FedAvg. The others have its numbers in another order (`drawn_anew`), or are given as
   `other_models`, which a network with frozen or pretrained parts needs.
@@ -35,7 +39,7 @@ Where the paper is silent or we depart from it:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
@@ -52,6 +56,7 @@ from kindred.messages import (
     ARRAYS,
     METRICS,
     NUM_EXAMPLES,
+    SHARE,
     TRAIN_LOSS,
     ClientId,
     by_prefix,
@@ -62,7 +67,7 @@ from kindred.messages import (
 )
 from kindred.parts.mixture import SMALLEST, Arrays, keep_mixture, mixture_scores
 from kindred.registry import Method
-from kindred.settings import Setting, at_least
+from kindred.settings import TRUE_OR_FALSE, Setting, at_least
 
 if TYPE_CHECKING:
     import torch
@@ -70,8 +75,17 @@ else:
     torch = lazy("torch")
 
 SHARES = "shares"  # name under which a client keeps its shares, and name of the array in that file
+OPTIMIZERS = "optimizers"  # name under which a client keeps the state of the components' optimisers
 
 NUM_COMPONENTS = Setting("num_components", 3, at_least(1), "models that each client mixes (M)", trial=2)
+KEEP_OPTIMIZER = Setting(
+    "keep_optimizer",
+    False,
+    TRUE_OR_FALSE,
+    "whether each client keeps the state of each component's optimiser, such as Adam's moments, from round to round; "
+    "false: each round starts a new one",
+    trial=True,
+)
 
 # --- The mathematics ----------------------------------------------------------------------------------
 
@@ -117,15 +131,22 @@ class FedEMClient:
             keep_mixture(visit, range(len(components)), components, shares)
 
         q = responsibilities(shares, _likelihoods(visit, components))  # (M, n)
-        visit.state.save(SHARES, {SHARES: new_shares(q)})
+        shares = new_shares(q)
+        visit.state.save(SHARES, {SHARES: shares})
+        if visit.reports_weights:
+            metrics |= {f"{SHARE}{m}": share for m, share in enumerate(shares.tolist())}
 
         sent: Arrays = {}
         metrics[TRAIN_LOSS] = 0.0
+        optimizers = _optimizers(visit, len(components))
         for m, arrays in enumerate(components):
             model = visit.model(arrays)
             factors = torch.from_numpy(q[m].astype(np.float32)).to(visit.device)  # (n,)
-            metrics[TRAIN_LOSS] += visit.train(model, sample_weights=factors, purpose=f"train-{m}" if m else "train")
+            metrics[TRAIN_LOSS] += visit.train(
+                model, sample_weights=factors, purpose=f"train-{m}" if m else "train", memory=optimizers[m]
+            )
             sent |= with_prefix(m, get_arrays(model))
+        _keep_optimizers(visit, optimizers)
         return RecordDict({ARRAYS: to_record(sent), METRICS: MetricRecord({**metrics, **visit.counts()})})
 
     @staticmethod
@@ -153,6 +174,24 @@ def _shares(visit: Visit) -> np.ndarray:
     return known[SHARES] if known else _equal(len(in_a_row(visit.arrays)))
 
 
+def _optimizers(visit: Visit, count: int) -> list[list[torch.Tensor]]:
+    """Return the state of each component's optimiser, as `training.train` leaves it; empty for a new one."""
+    kept = visit.state.load(OPTIMIZERS) if KEEP_OPTIMIZER.read(visit.config) else None
+    states = [by_prefix(kept or {}).get(str(m), {}) for m in range(count)]
+    return [[torch.from_numpy(state[str(k)]).to(visit.device) for k in range(len(state))] for state in states]
+
+
+def _keep_optimizers(visit: Visit, optimizers: Sequence[Sequence[torch.Tensor]]) -> None:
+    """Save the state of the components' optimisers, unless it is not finite, which would spoil all later rounds."""
+    if not KEEP_OPTIMIZER.read(visit.config):
+        return
+    arrays: Arrays = {}
+    for m, state in enumerate(optimizers):
+        arrays |= with_prefix(m, {str(k): tensor.cpu().numpy() for k, tensor in enumerate(state)})
+    if all(np.isfinite(array).all() for array in arrays.values()):
+        visit.state.save(OPTIMIZERS, arrays)
+
+
 def _likelihoods(visit: Visit, components: Sequence[Arrays]) -> np.ndarray:
     """Return the probability that each component gives to each training sample's label, (M, n)."""
     x, y = visit.site.train
@@ -170,12 +209,14 @@ def _scores(visit: Visit, components: Sequence[Arrays], shares: np.ndarray, pref
 
 
 class FedEM(SeveralModels):
-    """FedEM as a Flower strategy. Clients keep their shares; the server does not know them.
+    """FedEM as a Flower strategy. Clients keep their shares; the server does not use them.
 
     Parameters
     ----------
     num_components : int (default: 3)
         M, 1 or more; 1 is FedAvg.
+    keep_optimizer : bool (default: False)
+        Whether clients keep the state of each component's optimiser from round to round. SGD without momentum has none.
     other_models : sequence of ArrayRecord, optional
         The models from which the components after the first start.
     **shared
@@ -196,11 +237,16 @@ class FedEM(SeveralModels):
         self,
         *,
         num_components: int = NUM_COMPONENTS.default,
+        keep_optimizer: bool = KEEP_OPTIMIZER.default,
         other_models: Sequence[ArrayRecord] | None = None,
         **shared: Unpack[Shared],
     ) -> None:
         self.num_components = NUM_COMPONENTS.check(num_components)
+        self.keep_optimizer = KEEP_OPTIMIZER.check(keep_optimizer)
         super().__init__(count=self.num_components, other_models=other_models, **shared)
+
+    def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
+        return {KEEP_OPTIMIZER.key: True} if self.keep_optimizer else super().round_config(server_round, client)
 
     def mismatch(self, client: ClientId, arrays: Mapping[str, np.ndarray]) -> str | None:
         parts = by_prefix(arrays)
@@ -241,5 +287,5 @@ METHOD = Method(
     stays="its shares of the components",
     strategy=FedEM,
     client=FedEMClient,
-    settings=(NUM_COMPONENTS,),
+    settings=(NUM_COMPONENTS, KEEP_OPTIMIZER),
 )

@@ -1,4 +1,4 @@
-"""Per-FedAvg, first-order: clients train a global model that one gradient step adapts to each client.
+"""Per-FedAvg, first-order: clients train a global model that a little plain SGD adapts to each client.
 
 A. Fallah, A. Mokhtari, A. Ozdaglar: Personalized Federated Learning with Theoretical Guarantees: A Model-Agnostic
 Meta-Learning Approach. NeurIPS 2020, arXiv:2002.07948.
@@ -11,15 +11,16 @@ adaptation. A local step of Algorithm 1, on batches D and D' that are drawn inde
 | w~ = w - alpha grad f_i(w; D) | `descend` by alpha |
 | w = w - beta (I - alpha Hessian) grad f_i(w~; D') | `meta_step`, without the Hessian |
 | w = mean of the clients' w | `FedAvg` |
-| each client evaluates w - alpha grad f_i(w) | `adapt` |
+| each client evaluates an adapted model, w - alpha grad f_i(w) | `adapt` |
 
 The Hessian is omitted: this is the paper's Per-FedAvg (FO). As alpha goes to 0 it becomes FedAvg, with plain SGD of
 step size beta.
 
 Decisions, and where we depart from the paper:
 
-- A client adapts the model by one step along the gradient over all its training data, as in the definition of F_i; in
-  the paper's experiments it makes a step of SGD.
+- A client adapts the model by an epoch of plain SGD with step size alpha, in the same batches as FedAvg-FT's
+  fine-tuning. With `adapt_epochs=0` it makes one step along the gradient over all its training data, as in the
+  definition of F_i; in the paper's experiments it makes a step of SGD. Local training is the same for both.
 - D and D' are the batches of equally many epochs, or steps, each with its own order: an epoch of local training goes
   over the data twice. D' are the batches that FedAvg's clients draw.
 - The mean of the clients' models is weighted by their numbers of samples, as in this library's FedAvg.
@@ -34,13 +35,14 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from flwr.app import MetricRecord, RecordDict
 
-from kindred.client.sgd import SGD_LEARNING_RATE, MeanLoss, PlainSGD, PlainSGDShared, descend
+from kindred.client.sgd import MeanLoss, descend
 from kindred.client.training import Gradients, channels_last, get_arrays, set_arrays, trained_weights
 from kindred.client.visit import Visit
+from kindred.engine.arguments import Shared
 from kindred.lazy import lazy
 from kindred.messages import ARRAYS, METRICS, RECEIVED, TRAIN_LOSS, TRAINED, TUNED, ClientId, to_record
 from kindred.registry import MODEL_BOTH_WAYS, Method
-from kindred.settings import Setting, above
+from kindred.settings import Setting, above, at_least
 
 from .fedavg import Tuned
 
@@ -50,8 +52,22 @@ if TYPE_CHECKING:
 else:
     torch = lazy("torch")
 
+SGD_LEARNING_RATE = Setting(
+    "sgd_learning_rate",
+    0.2,
+    above(0),
+    "step size of local training by plain SGD (beta), which ignores optimizer and learning-rate",
+    trial=0.1,
+)
 ADAPT_LEARNING_RATE = Setting(
     "adapt_learning_rate", 0.01, above(0), "step size by which a client adapts the global model (alpha)", trial=0.1
+)
+ADAPT_EPOCHS = Setting(
+    "adapt_epochs",
+    1,
+    at_least(0),
+    "epochs of plain SGD, in batches, by which a client adapts the global model; 0: one step along the gradient over "
+    "all its training data",
 )
 
 Batch = tuple["Tensor", ...]
@@ -126,28 +142,34 @@ class PerFedAvgClient:
 
 
 def adapt(visit: Visit, model: torch.nn.Module) -> None:
-    """Update w = w - alpha grad f_i(w), over all training data of the client, in place."""
+    """Update w = w - alpha grad f_i(w), in place: on the batches of some epochs, or once over all training data."""
+    alpha, epochs = float(visit.config[ADAPT_LEARNING_RATE.key]), int(visit.config[ADAPT_EPOCHS.key])
+    if epochs:
+        visit.train(model, epochs=epochs, purpose="tune", optimizer="sgd", learning_rate=alpha, momentum=0.0)
+        return
     gradient = visit.gradient(model)
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     descend(
         trained_weights(model),
         (torch.from_numpy(gradient[name]).to(visit.device) for name in names),
-        float(visit.config[ADAPT_LEARNING_RATE.key]),
+        alpha,
     )
 
 
 # --- The server ---------------------------------------------------------------------------------------
 
 
-class PerFedAvg(Tuned, PlainSGD):
+class PerFedAvg(Tuned):
     """First-order Per-FedAvg as a Flower strategy.
 
     Parameters
     ----------
-    sgd_learning_rate : float (default: 0.05)
+    sgd_learning_rate : float (default: 0.2)
         beta, above 0: the step size of local training.
     adapt_learning_rate : float (default: 0.01)
         alpha, above 0: the step size of adaptation.
+    adapt_epochs : int (default: 1)
+        Epochs of adaptation, 0 or more. 0: one step along the gradient over all training data.
     **shared
         Arguments of `PersonalizedStrategy`.
 
@@ -160,13 +182,25 @@ class PerFedAvg(Tuned, PlainSGD):
     name = "per-fedavg"
 
     def __init__(
-        self, *, adapt_learning_rate: float = ADAPT_LEARNING_RATE.default, **shared: Unpack[PlainSGDShared]
+        self,
+        *,
+        sgd_learning_rate: float = SGD_LEARNING_RATE.default,
+        adapt_learning_rate: float = ADAPT_LEARNING_RATE.default,
+        adapt_epochs: int = ADAPT_EPOCHS.default,
+        **shared: Unpack[Shared],
     ) -> None:
         super().__init__(**shared)
+        self.sgd_learning_rate = SGD_LEARNING_RATE.check(sgd_learning_rate)
         self.adapt_learning_rate = ADAPT_LEARNING_RATE.check(adapt_learning_rate)
+        self.adapt_epochs = ADAPT_EPOCHS.check(adapt_epochs)
 
     def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
-        return {**super().round_config(server_round, client), ADAPT_LEARNING_RATE.key: self.adapt_learning_rate}
+        return {
+            **super().round_config(server_round, client),
+            SGD_LEARNING_RATE.key: self.sgd_learning_rate,
+            ADAPT_LEARNING_RATE.key: self.adapt_learning_rate,
+            ADAPT_EPOCHS.key: self.adapt_epochs,
+        }
 
 
 METHOD = Method(
@@ -175,5 +209,5 @@ METHOD = Method(
     travels=MODEL_BOTH_WAYS,
     strategy=PerFedAvg,
     client=PerFedAvgClient,
-    settings=(SGD_LEARNING_RATE, ADAPT_LEARNING_RATE),
+    settings=(SGD_LEARNING_RATE, ADAPT_LEARNING_RATE, ADAPT_EPOCHS),
 )

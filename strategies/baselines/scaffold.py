@@ -41,10 +41,10 @@ import numpy as np
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
 
 from kindred.client.local_training import LocalTraining
-from kindred.client.sgd import SGD_LEARNING_RATE, PlainSGD, PlainSGDShared
 from kindred.client.training import get_arrays, num_batches
 from kindred.client.visit import Visit
 from kindred.engine.admission import Reply, norm
+from kindred.engine.arguments import Shared
 from kindred.engine.model_store import InTurn, Layout
 from kindred.lazy import lazy
 from kindred.messages import (
@@ -64,11 +64,20 @@ from kindred.messages import (
 from kindred.registry import Method
 from kindred.settings import Setting, above
 
+from .fedavg import FedAvg
+
 if TYPE_CHECKING:
     import torch
 else:
     torch = lazy("torch")
 
+SGD_LEARNING_RATE = Setting(
+    "sgd_learning_rate",
+    0.1,
+    above(0),
+    "step size of clients' plain SGD (eta_l), which ignores optimizer and learning-rate",
+    trial=0.1,
+)
 SERVER_LEARNING_RATE = Setting("server_learning_rate", 1.0, above(0), "step size of the server (eta_g)")
 
 Arrays = dict[str, np.ndarray]
@@ -135,7 +144,7 @@ class SCAFFOLDClient:
             if parameter.requires_grad
         ]
         metrics[TRAIN_LOSS] = visit.train(
-            model, optimizer="sgd", learning_rate=step_size, momentum=0.0, correction=corrections
+            model, optimizer="sgd", learning_rate=step_size, momentum=0.0, weight_decay=0.0, correction=corrections
         )
         trained = get_arrays(model)
         new = {
@@ -181,12 +190,12 @@ def _own_control(visit: Visit, control: Arrays) -> Arrays:
 # --- The server ---------------------------------------------------------------------------------------
 
 
-class SCAFFOLD(PlainSGD):
+class SCAFFOLD(FedAvg):
     """SCAFFOLD as a Flower strategy.
 
     Parameters
     ----------
-    sgd_learning_rate : float (default: 0.05)
+    sgd_learning_rate : float (default: 0.1)
         eta_l, above 0.
     server_learning_rate : float (default: 1.0)
         eta_g, above 0. The paper's experiments have 1.
@@ -201,12 +210,17 @@ class SCAFFOLD(PlainSGD):
 
     name = "scaffold"
     clients_keep_state = True
-    STATE = (*PlainSGD.STATE, "_total", "_weights", "_known", "_counted")
+    STATE = (*FedAvg.STATE, "_total", "_weights", "_known", "_counted")
 
     def __init__(
-        self, *, server_learning_rate: float = SERVER_LEARNING_RATE.default, **shared: Unpack[PlainSGDShared]
+        self,
+        *,
+        sgd_learning_rate: float = SGD_LEARNING_RATE.default,
+        server_learning_rate: float = SERVER_LEARNING_RATE.default,
+        **shared: Unpack[Shared],
     ) -> None:
         super().__init__(**shared)
+        self.sgd_learning_rate = SGD_LEARNING_RATE.check(sgd_learning_rate)
         self.server_learning_rate = SERVER_LEARNING_RATE.check(server_learning_rate)
 
     def begin(self, initial_arrays: ArrayRecord) -> None:
@@ -219,7 +233,11 @@ class SCAFFOLD(PlainSGD):
         self._counted: dict[ClientId, int] = {}  # client -> the last round whose c_i is in the sum
 
     def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
-        return {**super().round_config(server_round, client), COUNTED: self._counted.get(client, 0)}
+        return {
+            **super().round_config(server_round, client),
+            SGD_LEARNING_RATE.key: self.sgd_learning_rate,
+            COUNTED: self._counted.get(client, 0),
+        }
 
     def outgoing(self, server_round: int, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId, ArrayRecord]]:
         self._known.update(self.clients())

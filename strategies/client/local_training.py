@@ -10,6 +10,8 @@ from kindred.messages import (
     FINETUNE_EPOCHS,
     LABEL_SMOOTHING,
     METRICS,
+    NUM_EXAMPLES,
+    PROBE,
     PROXIMAL_MU,
     RECEIVED,
     TRAIN_LOSS,
@@ -53,8 +55,14 @@ class LocalTraining:
 
     @staticmethod
     def evaluate(visit: Visit) -> RecordDict:
-        """Evaluate the received model; with fine-tuning, the fine-tuned model, which the reply then holds."""
+        """Evaluate the received model; with fine-tuning, the fine-tuned model, which the reply then holds.
+
+        The model of a side evaluation is evaluated on the training data.
+        """
         model = visit.model()
+        if PROBE in visit.config:
+            examples = len(visit.site.train[1])
+            return RecordDict({METRICS: MetricRecord({"loss": visit.loss(model), NUM_EXAMPLES: examples})})
         content = RecordDict()
         if FINETUNE_EPOCHS in visit.config:
             visit.tune(model)

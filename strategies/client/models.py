@@ -16,7 +16,7 @@ import numpy as np
 
 from kindred.extensions import Registry
 from kindred.lazy import lazy
-from kindred.messages import check
+from kindred.messages import ClientId, check, seed_for
 from kindred.torchvision_import import import_torchvision
 
 if TYPE_CHECKING:  # listing the models' names must not wait for PyTorch
@@ -295,7 +295,9 @@ def network_names(setting: str, image_shape: ImageShape) -> list[str]:
     return [choose_model(image_shape) if name == "auto" else name for name in parse_models(setting)]
 
 
-def client_network(setting: str, image_shape: ImageShape, num_examples: int, typical: float, seed: int) -> str:
+def client_network(
+    setting: str, image_shape: ImageShape, num_examples: int, typical: float, seed: int, client: ClientId
+) -> str:
     """Return the name of a client's network: the only one of the run, or one drawn by the client's number of examples.
 
     Parameters
@@ -304,15 +306,19 @@ def client_network(setting: str, image_shape: ImageShape, num_examples: int, typ
         The run's `model`, see `parse_models`.
     image_shape : tuple of int
         Channels, height, width; it determines what "auto" selects.
-    num_examples, typical, seed
+    num_examples, typical
         As for `model_for_size`. A `typical` of 0 means unknown: the client's own number is then used.
+    seed : int
+        The run's.
+    client : client id
 
     Raises
     ------
     ValueError
         As in `parse_models`, `choose_model` and `model_for_size`.
     """
-    return model_for_size(network_names(setting, image_shape), num_examples, typical or num_examples, seed)
+    draw = seed_for(seed, client, "architecture")
+    return model_for_size(network_names(setting, image_shape), num_examples, typical or num_examples, draw)
 
 
 def make_model(name: str, image_shape: ImageShape, num_classes: int, seed: int | None = None) -> torch.nn.Module:

@@ -24,7 +24,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from logging import WARNING
@@ -36,7 +36,7 @@ import numpy as np
 from flwr.serverapp import Grid
 from flwr.supercore import log
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 from kindred.engine.inline import InlineGrid
 from kindred.lazy import lazy
@@ -64,6 +64,13 @@ def default_root() -> Path:
     if not os.path.isabs(home):  # the XDG specification ignores relative paths
         home = os.path.expanduser("~/.local/state")
     return Path(home, "kindred")
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder that only this user can enter, and its missing parents alike; existing ones stay unchanged."""
+    if not folder.is_dir():
+        make_private(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
 
 
 class ClientState:
@@ -108,10 +115,16 @@ class ClientState:
         self._attempt = attempt
         self._loaded: set[str] = set()  # names that rounds start from; for all others the last state is enough
         self._run = _run_folder(run_id, Path(root).expanduser() if root else default_root())
-        self.folder = self._run / _folder_name(client)
+        self.folder = self._run / file_name(client)
 
-    def load(self, name: str) -> dict[str, np.ndarray] | None:
+    def load(self, name: str, prefix: str = "") -> dict[str, np.ndarray] | None:
         """Return the arrays last saved under a name, before the round `before`; None if there are none.
+
+        Parameters
+        ----------
+        name : str
+        prefix : str
+            Read only the arrays whose names begin with it.
 
         Raises
         ------
@@ -122,26 +135,44 @@ class ClientState:
         path = self._path(name)
         with _reading(path):
             _texts(path)
-        for version in self._versions(name):
+        versions = self._versions(name)
+        self._remove_earlier(versions)
+        for version in versions:
             if self._before is None or version.round < self._before:
-                with _reading(version.path):
-                    return load_file(version.path)
+                with _reading(version.path), safe_open(version.path, "numpy") as file:
+                    return {key: file.get_tensor(key) for key in file.keys() if key.startswith(prefix)}
         return None
 
-    def save(self, name: str, arrays: Mapping[str, np.ndarray], about: Mapping[str, str] | None = None) -> None:
+    def save(
+        self,
+        name: str,
+        arrays: Mapping[str, np.ndarray],
+        about: Mapping[str, str] | None = None,
+        *,
+        rounds_load_it: bool = False,
+    ) -> None:
         """Save arrays under a name, with texts about them, in place of the last ones.
+
+        Parameters
+        ----------
+        name : str
+        arrays : dict of str to ndarray
+        about : dict of str to str, optional
+        rounds_load_it : bool
+            Whether other rounds load this name; if this one has, it need not be said.
 
         Raises
         ------
         ValueError
             A later round or attempt has already saved: the message of this round came late.
         """
-        self._make_folder()
+        make_private(self.folder)
         last = next(iter(self._versions(name)), None)
         if last and (last.attempt, last.round) > (self._attempt, self._round):
             resumed = " of the resumed run" if last.attempt > self._attempt else ""
             raise ValueError(f"round {self._round} is over: {last.path} is of round {last.round}{resumed}")
-        if last and last.path == self._path(name) and last.round < self._round and name in self._loaded:
+        loaded = rounds_load_it or name in self._loaded
+        if last and last.path == self._path(name) and last.round < self._round and loaded:
             _link(last.path, self.folder / f".{name}.round-{last.round:04d}.safetensors")
         for partial, process in partial_files(self.folder):
             if not _is_running(process):  # the process was killed during a save
@@ -158,17 +189,24 @@ class ClientState:
                     **(about or {}),
                 },
             )
-        _, *earlier = versions = self._versions(name)
-        needed = next((version.round for version in versions if version.round <= self._keep_from), 0)
-        for version in earlier:
-            if not needed <= version.round < self._round:
+        versions = self._versions(name)
+        for version in versions[1:]:
+            if version.round >= self._round:  # of an interrupted attempt
                 version.path.unlink(missing_ok=True)
+        self._remove_earlier(versions)
 
     def about(self, name: str) -> dict[str, str]:
         """Return the texts saved with a name's arrays; empty if there is no file or it is damaged."""
         with suppress(ValueError), _reading(self._path(name)):
             return _texts(self._path(name)) or {}
         return {}
+
+    def _remove_earlier(self, versions: Sequence[_Version]) -> None:
+        """Remove versions of a name from which no round can start any more."""
+        needed = next((version.round for version in versions if version.round <= self._keep_from), 0)
+        for version in versions[1:]:
+            if version.round < needed:
+                version.path.unlink(missing_ok=True)
 
     def _versions(self, name: str) -> list[_Version]:
         """Return the undamaged versions of a name: the last first, then those of earlier rounds, newest first."""
@@ -182,14 +220,10 @@ class ClientState:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Lock the folder against other processes; first wait until a process that uses it has finished."""
-        self._make_folder()
+        make_private(self.folder)
         with open(self.folder / ".lock", "w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
-
-    def _make_folder(self) -> None:
-        for folder in (self._run.parent, self._run, self.folder):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.safetensors"
@@ -266,7 +300,7 @@ def begin_simulation(run_id: int, checkpoints: Path | None = None, *, goes_on: b
         raise NotResumable(
             f"the saved state of its clients is not in {folder} (any more), and the run cannot be resumed without it"
         )
-    root.mkdir(parents=True, mode=0o700, exist_ok=True)
+    make_private(root)
     with open(root / ".lock", "w") as one_at_a_time:
         fcntl.flock(one_at_a_time, fcntl.LOCK_EX)
         for mark in root.glob(f"run-*/{_SIMULATED}"):
@@ -366,8 +400,8 @@ def _run_folder(run_id: int, root: Path) -> Path:
     return root / f"run-{run_id}"
 
 
-def _folder_name(client: ClientId) -> str:
-    """Return a folder name that every file system accepts; a hash separates ids that differ only in case."""
+def file_name(client: ClientId) -> str:
+    """Return a name for a client's files that every file system accepts; ids that differ only in case get a hash."""
     if isinstance(client, int):
         return f"client-{client}"
     return f"client-{quote(client, safe='')[:80]}-{sha256(client.encode()).hexdigest()[:16]}"

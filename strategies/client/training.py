@@ -18,7 +18,7 @@ import numpy as np
 
 from kindred.lazy import lazy
 from kindred.messages import check
-from kindred.settings import BATCH_SIZE, DEVICE, LEARNING_RATE, MOMENTUM, OPTIMIZER, PRECISION
+from kindred.settings import BATCH_SIZE, DEVICE, LEARNING_RATE, MOMENTUM, OPTIMIZER, PRECISION, WEIGHT_DECAY
 
 from . import cuda_graphs as graphs
 from .update import Update
@@ -69,6 +69,7 @@ def train(
     epochs: int = 0,
     steps: int = 0,
     momentum: float = MOMENTUM.default,
+    weight_decay: float = WEIGHT_DECAY.default,
     proximal_mu: float = 0.0,
     towards: Sequence[Tensor] | None = None,
     correction: Sequence[Tensor] | None = None,
@@ -76,13 +77,14 @@ def train(
     label_smoothing: float = 0.0,
     precision: str = PRECISION.default,
     term: Callable[[], Tensor] | None = None,
+    memory: list[Tensor] | None = None,
 ) -> float:
     """Train a model in place, starting from its current weights, and return the mean loss.
 
     Parameters
     ----------
     model : torch.nn.Module
-        Maps images to logits (n, classes). It is left in training mode; the optimiser's state is not kept.
+        Maps images to logits (n, classes). It is left in training mode.
     x : tensor (n, ...)
         Images, on the model's device.
     y : tensor (n,) of int64
@@ -96,15 +98,20 @@ def train(
         1 or more. The last batch of an epoch holds the remaining samples. A single remaining sample joins the batch
         before it, because batch normalisation cannot be trained on one sample.
     optimizer : {"adam", "sgd"}
-        Adam with betas 0.9 and 0.999 and epsilon 1e-8; SGD with `momentum`. Neither uses weight decay.
+        Adam with betas 0.9 and 0.999 and epsilon 1e-8; SGD with `momentum`.
     learning_rate : float
         Above 0.
     generator : torch.Generator
         On the CPU, even for a model on a GPU, so that the order of the samples is the same on both.
     momentum : float
         Momentum of SGD, 0 to 1.
+    weight_decay : float
+        0 or more. The trainable parameters times this number are added to their gradients at every step, as
+        torch.optim.SGD and torch.optim.Adam do; buffers do not decay.
     proximal_mu : float
-        Weight mu of the proximal term, 0 or more. It acts on the trainable parameters, not on buffers.
+        Weight mu of the proximal term, 0 or more. It acts on the trainable parameters, not on buffers. If it is more
+        than 1 / learning_rate, this takes its place: a step of SGD along the term alone then ends where it pulls to.
+        With a larger weight it would end beyond, and with more than 2 / learning_rate farther away than it began.
     towards : sequence of tensors, optional
         The weights towards which the proximal term pulls, in the form of `trained_weights`; by default the model's
         weights at the start.
@@ -118,13 +125,16 @@ def train(
         "bfloat16" computes by autocast; weights and updates remain float32.
     term : callable, optional
         Called at each step. Returns a scalar tensor that depends on the model and is added to the loss.
+    memory : list of tensors, optional
+        The optimiser's state. Training starts from it, or anew if it is empty, and leaves in it the state after the
+        last step. By default training starts anew, and the state is not kept.
 
     Returns
     -------
     float
         The mean of F_i over all samples of all batches, each with the weights at its step. It uses smoothed labels if
-        `label_smoothing` is set, and excludes the proximal term and `term`. NaN if there was no step: no epochs or no
-        samples.
+        `label_smoothing` is set, and excludes the proximal term, the weight decay and `term`. NaN if there was no
+        step: no epochs or no samples.
 
     Raises
     ------
@@ -137,17 +147,19 @@ def train(
     OPTIMIZER.check(optimizer)
     LEARNING_RATE.check(learning_rate)
     MOMENTUM.check(momentum)
+    WEIGHT_DECAY.check(weight_decay)
     PRECISION.check(precision)
     check("proximal_mu", proximal_mu, 0 <= proximal_mu < math.inf, "0 or more")
     check("label_smoothing", label_smoothing, 0 <= label_smoothing <= 1, "0 to 1")
     if epochs + steps == 0 or len(y) == 0:
         return math.nan
 
+    proximal_mu = min(proximal_mu, 1 / learning_rate)
     x = channels_last(model, x)
     samples = (x, y) if sample_weights is None else (x, y, sample_weights)
     sizes = [batch_size] * steps or _batch_sizes(len(y), batch_size) * epochs
     usual = sizes[0]
-    rule = (optimizer, learning_rate, momentum, proximal_mu, correction is not None)
+    rule = (optimizer, learning_rate, momentum, weight_decay, proximal_mu, correction is not None)
 
     repeated, graph = None, None
     if x.device.type in graphs.CAPTURE and term is None:
@@ -156,7 +168,7 @@ def train(
         key = (shapes, rule, label_smoothing, precision, graphs.places(model))
         graph = repeated.get(key)
     update = Update(trained_weights(model), *rule) if graph is None else graph.update
-    update.start(towards, correction)
+    update.start(towards, correction, memory)
 
     losses: list[Tensor] = []
     with differentiating(model, x, batch_size, precision, term, label_smoothing) as gradients_of:
@@ -172,6 +184,8 @@ def train(
         for batch in batches(samples, epochs, steps, batch_size, generator):
             take = step if graph is None or len(batch[0]) != usual else graph
             losses.append(take(*batch))
+    if memory is not None:
+        memory[:] = [tensor.clone() for tensor in update.memory]
     return float(torch.stack(losses).double() @ torch.tensor(sizes, dtype=torch.float64).to(x.device)) / sum(sizes)
 
 

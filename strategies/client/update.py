@@ -27,7 +27,7 @@ class Update:
     ----------
     weights : list of tensors
         As returned by `trained_weights`.
-    optimizer, learning_rate, momentum, proximal_mu
+    optimizer, learning_rate, momentum, weight_decay, proximal_mu
         As for `train`.
     corrected : bool
         Whether there is a correction.
@@ -44,6 +44,7 @@ class Update:
         optimizer: str,
         learning_rate: float,
         momentum: float,
+        weight_decay: float,
         proximal_mu: float,
         corrected: bool,
     ) -> None:
@@ -52,14 +53,25 @@ class Update:
         self._towards = [torch.empty_like(weight) for weight in weights] if proximal_mu else []
         self._correction = [torch.empty_like(weight) for weight in weights] if corrected else []
         if optimizer == "adam":
-            self._descend, self.memory = _adam(weights, learning_rate)
+            self._descend, self.memory = _adam(weights, learning_rate, weight_decay)
         else:
-            self._descend, self.memory = _sgd(weights, learning_rate, momentum)
+            self._descend, self.memory = _sgd(weights, learning_rate, momentum, weight_decay)
 
-    def start(self, towards: Sequence[Tensor] | None, correction: Sequence[Tensor] | None) -> None:
-        """Reset the state. The proximal term pulls towards `towards`, by default the current weights."""
-        for tensor in self.memory:
-            tensor.zero_()
+    def start(
+        self,
+        towards: Sequence[Tensor] | None,
+        correction: Sequence[Tensor] | None,
+        memory: Sequence[Tensor] | None = None,
+    ) -> None:
+        """Set the state to `memory`, by default to zero.
+
+        The proximal term pulls towards `towards`, by default the current weights.
+        """
+        if memory:
+            torch._foreach_copy_(self.memory, list(memory))
+        else:
+            for tensor in self.memory:
+                tensor.zero_()
         if self._towards:
             torch._foreach_copy_(self._towards, self._weights if towards is None else list(towards))
         if self._correction and correction is not None:
@@ -74,8 +86,11 @@ class Update:
         self._descend(gradients)
 
 
-def _adam(weights: list[Tensor], learning_rate: float) -> tuple[Descent, list[Tensor]]:
-    """Return a step of Adam (Kingma and Ba, arXiv:1412.6980) with the paper's defaults, and its state."""
+def _adam(weights: list[Tensor], learning_rate: float, weight_decay: float) -> tuple[Descent, list[Tensor]]:
+    """Return a step of Adam (Kingma and Ba, arXiv:1412.6980) with the paper's defaults, and its state.
+
+    The weights times `weight_decay` are added to the gradient, as in torch.optim.Adam.
+    """
     first = [torch.empty_like(weight) for weight in weights]
     second = [torch.empty_like(weight) for weight in weights]
     step = torch.empty((), dtype=torch.float32, device=weights[0].device)
@@ -93,7 +108,7 @@ def _adam(weights: list[Tensor], learning_rate: float) -> tuple[Descent, list[Te
             lr=learning_rate,
             beta1=0.9,
             beta2=0.999,
-            weight_decay=0.0,
+            weight_decay=weight_decay,
             eps=1e-8,
             amsgrad=False,
             maximize=False,
@@ -102,8 +117,10 @@ def _adam(weights: list[Tensor], learning_rate: float) -> tuple[Descent, list[Te
     return descend, [*first, *second, step]
 
 
-def _sgd(weights: list[Tensor], learning_rate: float, momentum: float) -> tuple[Descent, list[Tensor]]:
-    """Return a step of SGD and its state; momentum as in torch: v = momentum v + g, w = w - learning_rate v."""
+def _sgd(
+    weights: list[Tensor], learning_rate: float, momentum: float, weight_decay: float
+) -> tuple[Descent, list[Tensor]]:
+    """Return a step of SGD and its state, as in torch: v = momentum v + g + weight_decay w, w = w - learning_rate v."""
     velocity = [torch.empty_like(weight) for weight in weights] if momentum else []
 
     def descend(gradients: list[Tensor]) -> None:
@@ -111,7 +128,7 @@ def _sgd(weights: list[Tensor], learning_rate: float, momentum: float) -> tuple[
             weights,
             gradients,
             velocity,
-            weight_decay=0.0,
+            weight_decay=weight_decay,
             momentum=momentum,
             lr=learning_rate,
             dampening=0.0,

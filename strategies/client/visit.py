@@ -15,6 +15,7 @@ from kindred.messages import (
     METHOD,
     NUM_EXAMPLES,
     NUM_TEST_EXAMPLES,
+    REPORT_WEIGHTS,
     SAMPLES_PREDICTED,
     SAMPLES_TRAINED,
     SERVER_ROUND,
@@ -23,10 +24,19 @@ from kindred.messages import (
     seed_for,
 )
 from kindred.registry import REGISTRY
-from kindred.settings import BATCH_SIZE, LEARNING_RATE, LOCAL_EPOCHS, LOCAL_STEPS, MOMENTUM, OPTIMIZER, PRECISION
+from kindred.settings import (
+    BATCH_SIZE,
+    LEARNING_RATE,
+    LOCAL_EPOCHS,
+    LOCAL_STEPS,
+    MOMENTUM,
+    OPTIMIZER,
+    PRECISION,
+    WEIGHT_DECAY,
+)
 
 from .evaluation import evaluate, predict
-from .site import STATE_DIR, Samples, Site, module_of
+from .site import STATE_DIR, Samples, Site, module_of, true_or_false
 from .state import BEST, MODEL, ClientState
 from .training import Gradients, batches, check_finite, differentiating, get_arrays, mean_gradient, set_arrays, train
 
@@ -98,6 +108,13 @@ class Visit:
     def is_site(self) -> bool:
         """True if the client is a real site, which keeps its model after the run (node config: state-dir)."""
         return STATE_DIR in self.node_config
+
+    @property
+    def reports_weights(self) -> bool:
+        """True if the client reports its weights: `report-weights` of its node config, true in a simulation."""
+        # In a simulation, a client's node config identifies it by a number only.
+        is_simulated = "partition-id" in self.node_config and "client-id" not in self.node_config and not self.is_site
+        return true_or_false(self.node_config, REPORT_WEIGHTS, is_simulated)
 
     def keep(self, model: torch.nn.Module, accuracy: float) -> None:
         """Save a model as the client's personal model; at a site also as the best one so far, if it is.
@@ -180,6 +197,7 @@ class Visit:
             "optimizer": str(OPTIMIZER.read(config)),
             "learning_rate": float(LEARNING_RATE.read(config)),
             "momentum": float(MOMENTUM.read(config)),
+            "weight_decay": float(WEIGHT_DECAY.read(config)),
             "precision": self.precision,
         }
         with self._seeded(seed):

@@ -23,6 +23,7 @@ class Shared(TypedDict, total=False):
     evaluate_metrics_aggr_fn: Callable[[list[RecordDict], str], MetricRecord] | None
     seed: int
     sampling: str
+    max_local_epochs: int
     wait_timeout: float
     quorum: float
     grace: float

@@ -1,4 +1,4 @@
-"""The choice of clients that are asked to evaluate, after each round and after the last one."""
+"""The choice of clients that are asked to evaluate: before the first round, after each round, after the last one."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ class EvaluationPlan:
 
     | when | asked | why |
     | --- | --- | --- |
+    | before the first round, if rounds sample some of the clients | all clients; where the method has an exchange before the training rounds, those whose replies in it lack the result | every round's mean is then over the same clients |
     | after a round in which no training reply has the method's result | clients sampled for evaluation | there is no other result |
     | after any other round | of these, the clients that trained and did not report the result | the others have reported it, or keep their last result |
-    | after the last round, if training gives the result (`AFTER_TRAINING`) | clients without a row in the history | they were never sampled |
+    | after the last round, if training gives the result (`AFTER_TRAINING`) | clients without a row of a training round | they were never sampled |
     | after the last round, otherwise | clients not evaluated separately in that round | a training reply reports on the model that the round started from |
 
     A client that did not answer a message of a round is not asked again in that round.
@@ -31,6 +32,7 @@ class EvaluationPlan:
     def __init__(self, personal: str) -> None:
         self._personal = personal
         self._evaluated: set[ClientId] = set()  # clients evaluated separately since the last training
+        self._with_result: set[ClientId] = set()  # clients whose last training replies held the result
         self._without_result: set[ClientId] | None = None  # clients that may be asked in this round; None: all
 
     def state(self) -> set[ClientId]:
@@ -48,11 +50,16 @@ class EvaluationPlan:
     def trained(self, answered: Collection[ClientId], with_result: Collection[ClientId]) -> None:
         """Record which clients answered a round's training, and which of them reported the method's result."""
         self._evaluated = set()
-        self._without_result = set(answered) - set(with_result) if with_result else None
+        self._with_result = set(with_result)
+        self._without_result = set(answered) - self._with_result if with_result else None
 
     def evaluated(self, client: ClientId) -> None:
         """Record that a client's personal model was evaluated separately."""
         self._evaluated.add(client)
+
+    def before_first_round(self, active: Sequence[ClientId], not_replied: Collection[ClientId]) -> list[ClientId]:
+        """Return the clients to ask before the first training round, among those that a round can ask."""
+        return [client for client in active if client not in not_replied and client not in self._with_result]
 
     def after_round(self, sampled: Sequence[ClientId], not_replied: Collection[ClientId]) -> list[ClientId]:
         """Return the clients to ask after a round, among those that were sampled for evaluation."""
@@ -65,5 +72,8 @@ class EvaluationPlan:
 
     def after_last_round(self, active: Sequence[ClientId], history: History) -> list[ClientId]:
         """Return the clients to ask in the closing evaluation, among those that a round can ask."""
-        known = {row["client"] for row in history.rows} if self._personal in AFTER_TRAINING else self._evaluated
+        if self._personal in AFTER_TRAINING:
+            known = {row["client"] for row in history.rows if row["round"] >= 1}
+        else:
+            known = self._evaluated
         return [client for client in active if client not in known]

@@ -54,12 +54,12 @@ class History:
         - `personal-accuracy`, `personal-loss`: the evaluation that is the method's result for the client
 
     rounds : list of dict
-        One summary line for each round: `round`, `asked`, `answered`, `seconds`, `bytes-down`, `bytes-up`, and:
+        One summary line for each round. Round 0 is an evaluation before the first one, the round after the last one a
+        closing evaluation. A line has `round`, `asked`, `answered`, `seconds`, `bytes-down`, `bytes-up`, and:
 
         - accuracies in [0, 1], over the clients' last known personal accuracies (a client that was not asked keeps its
           last one): `evaluated` (number of clients), `accuracy` (plain mean), `accuracy-weighted` (by test size),
-          `accuracy-p10` (bottom decile), `accuracy-best` (best plain mean so far over the same number of clients; BMTA
-          in the FedAMP paper)
+          `accuracy-p10` (bottom decile), `accuracy-best` (best plain mean so far; BMTA in the FedAMP paper)
         - `personal`: the evaluation that these are from ("trained", "mixture")
         - `samples-trained`, `samples-predicted`: samples that the clients processed in the round, if they report it
         - the method's own numbers
@@ -161,8 +161,7 @@ class History:
             line["accuracy-weighted"] = float(np.average(known[:, 0], weights=known[:, 1]))
             line["accuracy-p10"] = float(np.quantile(known[:, 0], 0.1))
             before = self.rounds[-1] if self.rounds else {}
-            same = before.get("evaluated") == len(known)  # means over more clients are not comparable
-            line["accuracy-best"] = max(before["accuracy-best"] if same else 0.0, line["accuracy"])
+            line["accuracy-best"] = max(before.get("accuracy-best", 0.0), line["accuracy"])
         line.update(self._counted)
         if dropped:
             line["metrics-dropped"] = dropped
@@ -213,11 +212,17 @@ class History:
         return {client: counts[client] for client in in_order(counts)}
 
 
-def progress(line: dict[str, Any], num_rounds: int) -> str:
-    """Return a round's summary line as one line of text."""
-    width = len(str(num_rounds))
-    title = "closing evaluation" if line["round"] > num_rounds else f"round {line['round']:{width}}/{num_rounds}"
-    parts = [title]
+OPENING, CLOSING = "opening evaluation", "closing evaluation"  # titles of the lines before and after the rounds
+
+
+def progress(line: dict[str, Any], first_round: int, num_rounds: int) -> str:
+    """Return the summary line of a round, or of an evaluation before or after the rounds, as one line of text."""
+    if line["round"] < first_round:
+        parts = [OPENING]
+    elif line["round"] > num_rounds:
+        parts = [CLOSING]
+    else:
+        parts = [f"round {line['round']:{len(str(num_rounds))}}/{num_rounds}"]
     if "accuracy" in line:
         parts += [
             f"accuracy {line['accuracy']:.1%}",

@@ -20,7 +20,9 @@ from .model_store import Layout
 
 @dataclass(frozen=True)
 class SideEvaluation:
-    """A model, other than its personal model, that a client is asked to evaluate for the server.
+    """A model that a client is asked to evaluate for the server, in addition to its personal model.
+
+    By default our clients evaluate it on their training data. An ordinary ClientApp evaluates it as any other model.
 
     Parameters
     ----------
@@ -55,8 +57,8 @@ class Hooks:
     | `take` | next: the reply is admitted | must be given |
     | `end_round` | after all training replies | must be given |
     | `side_evaluations` | before clients evaluate: yields models to evaluate in addition to the personal ones | none |
-    | `personal_models` | with the clients to evaluate; also after the last round | `personal_arrays` of each |
-    | `take_side_loss`, `take_evaluation` | for each admitted evaluation reply | ignored |
+    | `personal_models` | with the clients to evaluate; also before and after all rounds | `personal_arrays` of each |
+    | `take_side_loss`, `take_evaluation` | for each admitted evaluation reply of a round or after the last | ignored |
     | `state`, `restore` | for a checkpoint after a round, and to resume from it | the attributes named in `STATE` |
     | `global_arrays`, `client_models`, `collaboration` | by the caller, after any round | must be given |
 

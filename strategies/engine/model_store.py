@@ -17,7 +17,7 @@ from typing import IO, Any, Generic, TypeVar
 import numpy as np
 from flwr.app import ArrayRecord
 
-from kindred.client.state import default_root
+from kindred.client.state import default_root, make_private
 from kindred.messages import ClientId, check, in_order, read_record, to_record
 
 from .admission import norm
@@ -355,7 +355,7 @@ def mapping_of(array: np.ndarray) -> mmap.mmap | None:
 
 def _file_without_name() -> IO[bytes]:
     root = default_root()
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private(root)
     return tempfile.TemporaryFile(dir=root)
 
 

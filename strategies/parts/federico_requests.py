@@ -11,16 +11,18 @@ from typing import Any
 
 import numpy as np
 
-from kindred.client.site import true_or_false
 from kindred.client.state import MIXTURE
 from kindred.client.visit import Visit
 from kindred.engine.model_store import ClientModels
 from kindred.engine.roster import Roster
-from kindred.messages import NEIGHBOURS, REPORT_WEIGHTS, WEIGHTS, ClientId, decode, encode, in_order
+from kindred.messages import NEIGHBOURS, WEIGHTS, ClientId, decode, encode, in_order
 
 from .federico_losses import Losses
 from .neighbours import choose_neighbours
 
+# Keys in messages.
+CLIENTS = "clients"
+CHOICE_SEED = "choice-seed"
 WEIGHTS_OF = "weights-of"
 
 OVERSAMPLING = 2
@@ -69,6 +71,24 @@ class Request:
         )
 
 
+def mixture_members(own: ClientId, weights: Mapping[ClientId, float], threshold: float, size: int) -> list[ClientId]:
+    """Return the owners of the models that a client predicts with: itself, then the others, the best first.
+
+    Parameters
+    ----------
+    own : client id
+    weights : mapping
+        w_ij of the models that it has received: client -> weight, in order.
+    threshold : float
+        The least weight of another client's model.
+    size : int
+        The most models of other clients; 0: no limit.
+    """
+    best_first = sorted(weights, key=lambda client: -weights[client])
+    others = [client for client in best_first if client != own and weights[client] >= threshold]
+    return [own, *others[: size or None]]
+
+
 def choose_request(
     own: ClientId,
     clients: Sequence[ClientId],
@@ -79,6 +99,7 @@ def choose_request(
     epsilon: float,
     seed: int,
     threshold: float,
+    size: int,
 ) -> Request:
     """Choose what a client requests for the next round.
 
@@ -92,14 +113,29 @@ def choose_request(
         w_ij of the models that it has received: client -> weight, in order.
     num_neighbours, epsilon, seed
         Number of neighbours M; the other two are as for `choose_neighbours`.
-    threshold : float
-        The least weight of another client's model that it predicts with; there are at most `num_neighbours`.
+    threshold, size
+        As for `mixture_members`.
     """
     others = [client for client in clients if client != own]
     drawn = choose_neighbours(losses.averages(others), epsilon, seed, OVERSAMPLING * num_neighbours)
-    best_first = sorted(weights, key=lambda client: -weights[client])
-    mixed = [client for client in best_first if client != own and weights[client] >= threshold]
-    return Request([others[i] for i in drawn], [own, *mixed[:num_neighbours]], dict(weights))
+    return Request([others[i] for i in drawn], mixture_members(own, weights, threshold, size), dict(weights))
+
+
+def request_of(visit: Visit, losses: Losses, weights: Mapping[ClientId, float]) -> Request:
+    """Return the request that a client makes with `selection` "relay"."""
+    config = visit.config
+    request = choose_request(
+        visit.client,
+        decode(config[CLIENTS]),
+        losses,
+        weights,
+        num_neighbours=int(config["num-neighbours"]),
+        epsilon=float(config["epsilon"]),
+        seed=config[CHOICE_SEED],
+        threshold=float(config["mixture-threshold"]),
+        size=int(config["mixture-size"]),
+    )
+    return request if visit.reports_weights else replace(request, weights={})
 
 
 class Requests:
@@ -155,9 +191,9 @@ class Requests:
         """Return the other clients, at most `most`, whose models a client receives to train."""
         return self._available(client, self._last[client].neighbours)[:most]
 
-    def mixture(self, client: ClientId, most: int) -> list[ClientId]:
-        """Return the other clients, at most `most`, whose models a client predicts with."""
-        return self._available(client, self._last[client].mixture)[:most] if client in self._last else []
+    def mixture(self, client: ClientId, size: int) -> list[ClientId]:
+        """Return the other clients, at most `size` unless it is 0, whose models a client receives to predict with."""
+        return self._available(client, self._last[client].mixture)[: size or None] if client in self._last else []
 
     def _available(self, client: ClientId, requested: Iterable[ClientId]) -> list[ClientId]:
         if client in self._private:
@@ -181,10 +217,3 @@ class Requests:
         """Continue from what `state` returned."""
         self._private = state["private"]
         self._last = {client: Request(*request) for client, request in state["last"].items()}
-
-
-def reports_weights(visit: Visit) -> bool:
-    """Return whether the client reports its weights: `report-weights` of its node config, true in a simulation."""
-    # In a simulation, a client's node config identifies it by a number only.
-    is_simulated = "partition-id" in visit.node_config and "client-id" not in visit.node_config and not visit.is_site
-    return true_or_false(visit.node_config, REPORT_WEIGHTS, is_simulated)

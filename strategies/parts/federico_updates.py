@@ -14,23 +14,21 @@ from .mixture import Arrays
 MODELS = "models"  # in a message: the owners of its models
 
 
-def received_models(visit: Visit) -> tuple[list[ClientId], list[Arrays], bool]:
+def received_models(visit: Visit) -> tuple[dict[ClientId, Arrays], bool]:
     """Return the models in a message, and the client's own one if the server does not have it yet.
 
     Returns
     -------
-    clients : list of k client ids
-        Owners of the models, the client itself first.
-    models : list of k dicts of str to ndarray
+    models : dict of client id to model
+        Owner -> model; the client itself is first.
     is_new : bool
         Whether the client's own model was not in the message.
     """
-    clients = decode(visit.config[MODELS])
     parts = by_prefix(visit.arrays)
     is_new = "0" not in parts
     if is_new:
         parts["0"] = get_arrays(visit.own_model())
-    return clients, [parts[str(place)] for place in range(len(clients))], is_new
+    return {owner: parts[str(place)] for place, owner in enumerate(decode(visit.config[MODELS]))}, is_new
 
 
 def weighted_update(visit: Visit, arrays: Arrays, weight: float, scale: float, *, own: bool) -> Arrays:

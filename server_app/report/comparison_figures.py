@@ -1,0 +1,224 @@
+"""The figures of a comparison, drawn with matplotlib as those of a run in figures.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from kindred.lazy import lazy
+
+from .figures import (
+    COLOURS,
+    DASHES,
+    MARKERS,
+    accuracy_axes,
+    accuracy_range,
+    is_accuracy,
+    new_figure,
+    panels_figure,
+    round_axis,
+    short_name,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from sklearn import isotonic
+else:
+    isotonic = lazy("sklearn.isotonic")
+
+Method = tuple[str, Sequence[Sequence[Mapping[str, Any]]]]
+"""A method's name, and the rounds of the history of each of its runs."""
+
+
+class Line(NamedTuple):
+    """Accuracies of a method in percent, each with the standard deviation over its runs if there are several.
+
+    `at` (n,) are their places on the horizontal axis: rounds, or the numbers of a setting's values.
+    """
+
+    name: str
+    at: np.ndarray
+    percent: np.ndarray
+    deviation: np.ndarray | None
+    style: dict[str, Any]
+
+
+def comparison_figure(methods: Sequence[Method], title: str) -> Figure:
+    """Draw mean accuracy over rounds of several methods, with each method's name at the end of its line.
+
+    Where a method has several runs, the line is their mean, with a band of one standard deviation on either side.
+    """
+    figure, axes = new_figure(title, (8.0, max(4.6, 0.3 * len(methods) + 1.6)))
+    lines = _over_rounds(methods)
+    if not lines:
+        axes.text(0.5, 0.5, "no client reported an accuracy", transform=axes.transAxes, ha="center", va="center")
+        axes.set(xticks=[], yticks=[])
+        return figure
+    for line in lines:
+        _draw(axes, line)
+    first, last = _ends(lines)
+    accuracy_axes(axes, np.arange(first, last + 1), suffix=", mean over clients")
+    low, high = axes.get_ylim()
+    # A label is about 0.2 inch high, and the axes take up about 0.75 of the figure's height.
+    gap = 0.2 / (0.75 * figure.get_figheight()) * (high - low)
+    places = _apart(np.array([line.percent[-1] for line in lines]), gap, low, high)
+    for line, place in zip(lines, places, strict=True):
+        # x is in units of the axes' width, beyond its right edge; y is the accuracy in percent.
+        axes.annotate(
+            "",
+            xy=(line.at[-1], line.percent[-1]),
+            xytext=(1.03, place),
+            textcoords=axes.get_yaxis_transform(),
+            arrowprops={"arrowstyle": "-", "color": line.style["color"], "linewidth": 0.8, "shrinkA": 0},
+            annotation_clip=False,
+        )
+        axes.plot(
+            [1.03, 1.06, 1.09],
+            [place] * 3,
+            transform=axes.get_yaxis_transform(),
+            clip_on=False,
+            linewidth=2,
+            markersize=5.5,
+            markevery=[1],
+            **line.style,
+        )
+        text = f"{line.name}  {line.percent[-1]:.1f} %"
+        axes.text(1.105, place, text, transform=axes.get_yaxis_transform(), va="center")
+    return figure
+
+
+def comparison_panels(panels: Sequence[tuple[str, Sequence[Method]]], title: str) -> Figure:
+    """Draw a panel for each value of a setting: mean accuracy over rounds of each method, as `comparison_figure`.
+
+    Parameters
+    ----------
+    panels : sequence of (str, sequence of Method)
+        A panel's title, and its methods. A method looks the same in all panels.
+    title : str
+    """
+    names = list(dict.fromkeys(name for _, methods in panels for name, _ in methods))
+    figure, places = panels_figure(title, len(panels), (3.4, 3.4), 3, "round", "test accuracy (%)")
+    drawn = [_over_rounds(methods, names) for _, methods in panels]
+    known = [line for lines in drawn for line in lines]
+    handles: dict[str, Any] = {}
+    for axes, (above, _), lines in zip(places, panels, drawn, strict=True):
+        axes.set_title(short_name(above, 40), fontsize=10)
+        handles |= {line.name: _draw(axes, line) for line in lines}
+    if known:
+        first, last = _ends(known)
+        round_axis(places[-1], np.array([first, last]))  # the others share its axes
+        accuracy_range(places[-1])
+    shown = [name for name in map(_shown, names) if name in handles]
+    figure.legend(
+        [handles[name] for name in shown], shown, loc="outside lower center", ncols=4, frameon=False, fontsize=9
+    )
+    return figure
+
+
+def sweep_figure(
+    setting: str,
+    values: Sequence[str],
+    methods: Mapping[str, Mapping[str, tuple[float, float | None]]],
+    measure: str,
+    title: str,
+) -> Figure:
+    """Draw accuracy over the values of a setting, a line for each method, with one standard deviation over its runs.
+
+    Values are at equal distances, in their order. A method that is not varied is a horizontal line without marks.
+
+    Parameters
+    ----------
+    setting : str
+        The varied setting.
+    values : sequence of str
+    methods : mapping
+        name -> value -> mean accuracy, in [0, 1], and its standard deviation; the value is "" for a method that is not
+        varied.
+    measure : str
+        Which accuracy.
+    title : str
+    """
+    figure, axes = new_figure(title, (7.2, 4.8))
+    axes.set_title(measure, fontsize=9.5)
+    for i, (name, found) in enumerate(methods.items()):
+        each = [(0, found[""]), (len(values) - 1, found[""])] if "" in found else []
+        each += [(place, found[value]) for place, value in enumerate(values) if value in found]
+        if not each:
+            continue
+        accuracies = 100 * np.array([mean for _, (mean, _) in each])
+        deviations = [deviation for _, (_, deviation) in each]
+        spread = None if None in deviations else 100 * np.array(deviations, dtype=float)
+        style = _style(i) | ({"marker": None, "linestyle": (0, (1, 1.5))} if "" in found else {})
+        _draw(axes, Line(_shown(name), np.array([place for place, _ in each]), accuracies, spread, style))
+    accuracy_axes(axes, np.arange(len(values)))
+    axes.set_xlabel(setting)
+    axes.set_xticks(range(len(values)), [short_name(value) for value in values])
+    if handles := axes.get_legend_handles_labels()[0]:
+        figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    return figure
+
+
+def _over_rounds(methods: Sequence[Method], order: Sequence[str] = ()) -> list[Line]:
+    """Return the line of each method that has rounds; styles are by the place in `order`, by default in `methods`."""
+    lines = []
+    order = order or [name for name, _ in methods]
+    for name, runs in methods:
+        accuracies = [
+            {line["round"]: line["accuracy"] for line in rounds if is_accuracy(line.get("accuracy"))} for rounds in runs
+        ]
+        known = sorted(set.intersection(*map(set, accuracies))) if accuracies else []  # the rounds of all runs
+        if known:
+            percents = 100 * np.array([[accuracy[number] for number in known] for accuracy in accuracies])  # (runs, r)
+            spread = percents.std(axis=0, ddof=1) if len(accuracies) > 1 else None
+            style = _style(order.index(name))
+            lines.append(Line(_shown(name), np.array(known), percents.mean(axis=0), spread, style))
+    return lines
+
+
+def _style(i: int) -> dict[str, Any]:
+    return {
+        "color": COLOURS[i % len(COLOURS)],
+        "linestyle": DASHES[i % len(DASHES)],
+        "marker": MARKERS[i % len(MARKERS)],
+    }
+
+
+def _shown(name: str) -> str:
+    return short_name(name, 24)
+
+
+def _draw(axes: Axes, line: Line) -> Any:
+    """Draw a line in its band, and return it."""
+    if line.deviation is not None:
+        low, high = line.percent - line.deviation, line.percent + line.deviation
+        axes.fill_between(line.at, low, high, color=line.style["color"], alpha=0.15, linewidth=0)
+    (drawn,) = axes.plot(
+        line.at,
+        line.percent,
+        label=line.name,
+        linewidth=2,
+        markersize=5.5,
+        markeredgecolor="white",
+        markeredgewidth=0.6,
+        markevery=max(1, len(line.at) // 15),
+        **line.style,
+    )
+    return drawn
+
+
+def _ends(lines: Sequence[Line]) -> tuple[int, int]:
+    return min(line.at[0] for line in lines), max(line.at[-1] for line in lines)
+
+
+def _apart(values: np.ndarray, gap: float, low: float, high: float) -> np.ndarray:
+    """Move values apart, as little as needed for gaps of `gap`, inside [low, high] if they fit."""
+    order = np.argsort(values, kind="stable")
+    steps = gap * np.arange(len(values))
+    # With i gaps subtracted from value i, "at least a gap apart" becomes "not decreasing": isotonic regression.
+    least, most = low + gap / 2, high - gap / 2 - steps[-1]
+    result = np.empty(len(values))
+    result[order] = steps + isotonic.isotonic_regression(values[order] - steps, y_min=least, y_max=max(least, most))
+    return result

@@ -1,0 +1,76 @@
+"""The figure of weights over rounds: a panel for each client or component, coloured by true groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kindred.lazy import lazy
+from kindred.messages import ClientId
+
+from .figures import COLOURS, DASHES, panels_figure, round_axis, short_name
+from .weights import Curves
+
+if TYPE_CHECKING:
+    from matplotlib import lines as mpl_lines
+    from matplotlib.figure import Figure
+else:
+    mpl_lines = lazy("matplotlib.lines")
+
+MOST_CURVES = 40  # of a panel: those with the largest weights
+OTHERS = "#8a949e"  # colour of clients where there are neither groups nor a few clients
+FEW = 8  # most clients that each have a colour, where there are no groups
+
+
+def weights_figure(curves: Sequence[Curves], groups: Mapping[ClientId, int] | None, title: str) -> Figure:
+    """Draw weights over rounds, a panel for each `Curves`, a line for each client whose weight it is.
+
+    A line has the colour of its client's true group; a client's own weight is a thick line.
+
+    Parameters
+    ----------
+    curves : sequence of Curves
+        One or more.
+    groups : mapping, optional
+        client -> its true group, where there are groups.
+    title : str
+    """
+    clients = list(dict.fromkeys(client for each in curves for client in each.clients))
+    kind = _kinds(clients, groups)
+    shown = dict.fromkeys(kind.values()) if len(set(kind.values())) > 1 else {}
+    styles = {name: _style(i) for i, name in enumerate(sorted(shown, key=list(shown).index))}
+    figure, places = panels_figure(title, len(curves), (2.7, 2.1), 4, "round", "weight")
+    for axes, each in zip(places, curves, strict=True):
+        axes.set_title(short_name(each.about, 40), fontsize=9.5)
+        largest = np.nanmax(np.nan_to_num(each.weights), axis=0, initial=0)  # (m,)
+        for j in np.argsort(-largest, kind="stable")[:MOST_CURVES].tolist():
+            if j != each.own:
+                style = styles.get(kind[each.clients[j]], {"color": OTHERS})
+                axes.plot(each.rounds, each.weights[:, j], linewidth=1.1, alpha=0.85, **style)
+        if each.own is not None:
+            colour = styles.get(kind[each.clients[each.own]], {"color": COLOURS[0]})["color"]
+            axes.plot(each.rounds, each.weights[:, each.own], linewidth=2.8, color=colour)
+    numbers = np.concatenate([each.rounds for each in curves])
+    round_axis(places[-1], np.array([numbers.min(), numbers.max()]))  # the others share its axes
+    places[0].set_ylim(bottom=0)
+    entries: dict[str, dict[str, Any]] = {name: {"linewidth": 1.4, **style} for name, style in styles.items()}
+    if any(each.own is not None for each in curves):
+        entries["thick: the client itself"] = {"linewidth": 2.8, "color": COLOURS[0] if not styles else "#444444"}
+    if entries:
+        handles = [mpl_lines.Line2D([], [], label=name, **style) for name, style in entries.items()]
+        figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=9)
+    return figure
+
+
+def _kinds(clients: Sequence[ClientId], groups: Mapping[ClientId, int] | None) -> dict[ClientId, str]:
+    """Return what gives a client its colour: its true group, else itself if there are few clients, else nothing."""
+    if groups and len(set(groups.values())) > 1 and all(client in groups for client in clients):
+        ordered = sorted(clients, key=lambda client: groups[client])
+        return {client: f"true group {groups[client]}" for client in ordered}
+    return {client: f"client {short_name(client)}" if len(clients) <= FEW else "others" for client in clients}
+
+
+def _style(i: int) -> dict[str, Any]:
+    return {"color": COLOURS[i % len(COLOURS)], "linestyle": DASHES[i % len(DASHES)]}
