@@ -318,7 +318,7 @@ def _local_settings(config: Config) -> ConfigRecord:
 
 
 def _report_missing_clients(strategy: PersonalizedStrategy, federation: Federation) -> None:
-    here, all_of_them = strategy.roster.number(), federation.num_clients
+    here, all_of_them = strategy.roster.num_known(), federation.num_clients
     if here < all_of_them:
         log(
             INFO,

@@ -52,7 +52,7 @@ from .engine.hooks import SideEvaluation
 from .engine.model_store import BLOCK, drawn_anew
 from .engine.stored import CloudModels
 from .lazy import lazy
-from .messages import METHODS, PROXIMAL_MU, ClientId, check, in_order, seed_for
+from .messages import METHODS, PROXIMAL_MU, ClientId, check, in_order, read_record, seed_for, to_record
 from .registry import MODEL_BOTH_WAYS, Method
 from .settings import A_SHARE, STORE, TRUE_OR_FALSE, Range, Setting, above, at_least
 
@@ -396,9 +396,10 @@ class FedAMP(CloudModels):
                 reasons[client] = "its ClientApp reports no loss on training data; use that of kindred.make_client_app"
         return reasons | super().introduce(newcomers)
 
-    def first_model(self, client: ClientId) -> Mapping[str, np.ndarray]:
-        first = super().first_model(client)
-        return first if self.common_start else drawn_anew(first, seed_for(self.seed, "start", client))
+    def first_model(self, client: ClientId) -> ArrayRecord:
+        if self.common_start:
+            return self.initial
+        return to_record(drawn_anew(read_record(self.initial), seed_for(self.seed, "start", client)))
 
     def alpha_at(self, server_round: int) -> float:
         """Return alpha_k, decayed once every `alpha_decay_every` rounds, until lam / alpha_k is `LARGEST_MU`."""

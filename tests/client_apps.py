@@ -294,6 +294,23 @@ def small_app(evaluates_in_training: bool = True) -> ClientApp:
     return app
 
 
+def introduced(app: ClientApp, reported: Callable[[Context], Mapping[str, object]]) -> ClientApp:
+    """Return the app, whose clients report this too when they connect; those without an identity get one."""
+    known = app._registered_funcs.pop(IDENTITY_QUERY, None)
+
+    @app.query("identity")
+    def identity(message, context):
+        if known:
+            reply = known(message, context)
+        else:
+            about = ConfigRecord({CLIENT_ID: context.node_id, "num-examples": 10})
+            reply = Message(RecordDict({"config": about}), reply_to=message)
+        reply.content["config"].update(reported(context))
+        return reply
+
+    return app
+
+
 def saved_models(run_id: int) -> dict[object, ArrayRecord]:
     """Models that the clients of a run store on this machine, in order of client; or their mixtures, see below."""
     files = saved_files(run_id, "model") or saved_files(run_id, "mixture")

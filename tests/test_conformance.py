@@ -22,6 +22,7 @@ from .client_apps import (
     Plain,
     collaboration_app,
     initial,
+    introduced,
     logits_app,
     models_in,
     plain_app,
@@ -154,18 +155,8 @@ def test_an_ordinary_client_is_excluded_from_methods_it_does_not_support(name, h
 
 @every_method
 def test_nothing_of_a_client_that_does_not_share_its_model_reaches_others(name) -> None:
-    app, private = app_of(name), 1001 + CLIENTS // 2
-    known = app._registered_funcs.pop("query.identity", None)
-
-    @app.query("identity")
-    def identity(message, context):
-        if known:
-            reply = known(message, context)
-        else:
-            about = ConfigRecord({"client-id": context.node_id, "num-examples": 10})
-            reply = Message(RecordDict({"config": about}), reply_to=message)
-        reply.content["config"]["share-model"] = context.node_id != private
-        return reply
+    private = 1001 + CLIENTS // 2
+    app = introduced(app_of(name), lambda context: {"share-model": context.node_id != private})
 
     strategy = run(name, InlineGrid(app, CLIENTS))
     took_part = {row["client"] for row in strategy.history.rows if row["status"] == "ok"}

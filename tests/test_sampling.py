@@ -6,13 +6,12 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from kindred import REGISTRY, FedAvg, InlineGrid, Local, PerFedCKT, PersonalizedStrategy
 from kindred.messages import TRAIN_LOSS, seed_for
 
-from .client_apps import initial, logits_app, plain_app
+from .client_apps import initial, introduced, logits_app, plain_app
 from .test_conformance import app_of, initial_of, make
 
 SIZES = [10, 70, 20, 5, 40, 30]
@@ -21,18 +20,7 @@ ROUNDS = 5
 
 def sized(app: ClientApp, size: Callable[[int], int]) -> ClientApp:
     """Return the app, whose clients report this number of training samples when they connect."""
-    known = app._registered_funcs.pop("query.identity", None)
-
-    @app.query("identity")
-    def identity(message, context):
-        if known:
-            reply = known(message, context)
-        else:
-            reply = Message(RecordDict({"config": ConfigRecord({"client-id": context.node_id})}), reply_to=message)
-        reply.content["config"]["num-examples"] = size(context.node_config["partition-id"])
-        return reply
-
-    return app
+    return introduced(app, lambda context: {"num-examples": size(context.node_config["partition-id"])})
 
 
 def trained(strategy: PersonalizedStrategy) -> list[list[int]]:
@@ -64,7 +52,7 @@ def test_all_methods_sample_the_same_clients(name, sampling, p) -> None:
 
 @pytest.mark.parametrize("name", REGISTRY)
 def test_by_default_perfed_ckt_samples_by_size_and_all_other_methods_uniformly(name) -> None:
-    assert make(name).sampled == ("by-size" if name == "perfed-ckt" else "uniform")
+    assert make(name).actual_sampling == ("by-size" if name == "perfed-ckt" else "uniform")
 
 
 def test_an_unknown_sampling_is_refused() -> None:

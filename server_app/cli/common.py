@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn, TypeVar
 
 import typer
 from rich import box
@@ -13,6 +13,7 @@ from rich.table import Column, Table
 
 from kindred.extensions import ExtensionError
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 UsageError: Any = typer.BadParameter.__base__  # click's class; typer contains click
 
 
@@ -38,7 +39,15 @@ class Commands(typer.core.TyperGroup):
             end(error.exit_code, f"{message[:1].lower()}{message[1:]}; see `{command} --help`")
 
 
-app = typer.Typer(
+class App(typer.Typer):
+    """The application; all its commands are of the class `Command`."""
+
+    def command(self, name: str | None = None, **more: Any) -> Callable[[Function], Function]:
+        """Return a decorator that makes a function a command."""
+        return super().command(name, cls=Command, **more)
+
+
+app = App(
     cls=Commands, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Personalised federated learning: a model for every client, learnt together with similar clients.",

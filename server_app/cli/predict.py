@@ -14,7 +14,7 @@ from rich.table import Column
 from kindred.lazy import lazy
 from kindred.server_app.prediction import INPUTS
 
-from .common import Command, app, end, option, print_table
+from .common import app, end, option, print_table
 
 if TYPE_CHECKING:  # imported on first use, so that `kindred --help` is quick
     from kindred import data
@@ -30,7 +30,7 @@ ModelFile = Annotated[
 ]
 
 
-@app.command(cls=Command)
+@app.command()
 def predict(
     model: ModelFile,
     given: Annotated[Path, option("input", "PATH", f"Images to predict for: {INPUTS}.")],
@@ -50,7 +50,7 @@ def predict(
                 sys.stdout.buffer.flush()
 
 
-@app.command(cls=Command)
+@app.command()
 def evaluate(
     model: ModelFile,
     data_dir: Annotated[

@@ -10,7 +10,7 @@ import typer
 
 from kindred.lazy import lazy
 
-from .common import Command, app, end, option, show
+from .common import app, end, option, show
 
 if TYPE_CHECKING:  # imported on first use, so that `kindred --help` is quick
     from kindred.server_app import config
@@ -24,7 +24,7 @@ LOOK_SECONDS = 0.5  # s between two checks whether the run is finished
 Folder = typer.Argument(metavar="DIR", show_default=False)
 
 
-@app.command(cls=Command)
+@app.command()
 def report(folder: Annotated[Path, Folder]) -> None:
     """Write report.html into the folder of a run, or of a comparison."""
     try:
@@ -34,7 +34,7 @@ def report(folder: Annotated[Path, Folder]) -> None:
     print(path)
 
 
-@app.command(cls=Command)
+@app.command()
 def watch(
     folder: Annotated[Path, Folder],
     port: Annotated[int, option("port", "N", "Port on 127.0.0.1 (default 0: any free port).")] = 0,

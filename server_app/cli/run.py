@@ -14,7 +14,7 @@ from kindred import REGISTRY
 from kindred.lazy import lazy
 from kindred.versions import check_flower
 
-from .common import Command, app, end, option, print_rich_table, print_table, show
+from .common import app, end, option, print_rich_table, print_table, show
 
 if TYPE_CHECKING:  # imported on first use, so that `kindred --help` is quick
     from kindred import data
@@ -49,7 +49,7 @@ GpusPerClient = Annotated[
 ]
 
 
-@app.command(cls=Command)
+@app.command()
 def run(
     strategy: Annotated[str | None, option("strategy", "NAME", "The method; see `kindred strategies`.")] = None,
     dataset: Dataset = None,
@@ -91,7 +91,7 @@ def run(
     _print_results([result.folder for result in results])
 
 
-@app.command(cls=Command)
+@app.command()
 def compare(
     strategies: Annotated[
         str,
@@ -181,7 +181,7 @@ def compare(
         raise typer.Exit(code)
 
 
-@app.command(cls=Command)
+@app.command()
 def presets() -> None:
     """List the presets, papers' settings for `kindred compare --preset`."""
     every = [papers.load_preset(name) for name in papers.preset_names()]
@@ -200,7 +200,7 @@ def presets() -> None:
     )
 
 
-@app.command(cls=Command)
+@app.command()
 def strategies() -> None:
     """List the methods."""
     columns = (
@@ -229,7 +229,7 @@ def strategies() -> None:
     )
 
 
-@app.command(cls=Command)
+@app.command()
 def datasets() -> None:
     """List the datasets, the ways to divide them, and the networks."""
     print_table(("dataset", "images"), ((name, source.description) for name, source in data.DATASETS.items()))

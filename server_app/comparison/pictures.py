@@ -93,7 +93,7 @@ def _weights(content: Mapping[str, Any], folder: Path) -> Figure | None:
         if known := read_config(place).get("groups"):
             groups = dict(enumerate(known))
         curves = collaboration_curves(place / "collaboration", run["summary"]["rounds"], groups, 1)
-        panels += [each._replace(about=f"{each.about}, {name}") for each in curves]
+        panels += [curve._replace(about=f"{curve.about}, {name}") for curve in curves]
     if not any(map(changes, panels)):
         return None
     return weights_figure(panels, groups, f"Weights over rounds: {content['title']}")

@@ -16,10 +16,9 @@ from kindred.server_app.config import Config, ConfigError
 from kindred.server_app.presets import Preset
 from kindred.server_app.run_files import what_data
 
-from .variation import NAME, Variant, Variation, variants_of
+from .variation import BESIDE, NAME, Variant, Variation, variants_of
 
 SHARED = (*KEYS, "seed", "output-dir", "resume")  # settings that are the same for all compared methods
-BESIDE = ("output-dir", "resume", "checkpoint-every", "keep-checkpoints")  # settings that do not change results
 IN_ROUNDS = ("num-rounds", "alpha-decay-every", "warmup-rounds")  # shrunk by a scale, as the images are
 LEAST_ROUNDS, LEAST_IMAGES = 2, 10  # a scale goes no lower
 

@@ -11,7 +11,8 @@ from kindred.data.loading import KEYS
 from kindred.server_app.config import ConfigError, is_used_by
 
 NAME = r"[\w.+-]+"  # of a compared method
-NOT_VARIED = (*KEYS, "strategy", "output-dir", "resume", "checkpoint-every", "keep-checkpoints")
+BESIDE = ("output-dir", "resume", "checkpoint-every", "keep-checkpoints")  # settings that do not change results
+NOT_VARIED = (*KEYS, "strategy", *BESIDE)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import typer
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from kindred.lazy import lazy
-from kindred.server_app.cli.common import Command, app, end, option
+from kindred.server_app.cli.common import app, end, option
 
 from .addresses import LOOPBACK, Address, address_of
 from .certificates import (
@@ -47,7 +47,7 @@ else:
 CA_DAYS, SERVER_DAYS = 3650, 825  # clients on macOS accept at most 825
 
 
-@app.command(cls=Command)
+@app.command()
 def keys(
     arguments: Annotated[
         list[Path],

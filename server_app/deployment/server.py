@@ -20,7 +20,7 @@ import typer
 
 from kindred.client.state import default_root
 from kindred.engine.roster import REGISTERED
-from kindred.server_app.cli.common import Command, app, end, option, warn
+from kindred.server_app.cli.common import app, end, option, warn
 from kindred.server_app.flower_app import CONNECTION, toml, write_flower_app
 from kindred.server_app.simulation import STARTUP_TIMEOUT
 
@@ -47,7 +47,7 @@ PORT = 8000  # Flower's
 DAY = 86400.0  # s
 
 
-@app.command("server", cls=Command)
+@app.command("server")
 def serve(
     keys: Annotated[
         Path | None, option("keys", "DIR", "Folder made by `kindred keys`: TLS, and sites must prove their identity.")

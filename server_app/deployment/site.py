@@ -17,7 +17,7 @@ import typer
 
 from kindred.client.state import default_root
 from kindred.lazy import lazy
-from kindred.server_app.cli.common import Command, app, end, option
+from kindred.server_app.cli.common import app, end, option
 
 from .addresses import LOOPBACK, check_port, is_loopback, parse_server, warn_of_no_tls, with_port
 from .certificates import check_site_name, load_certificate, load_site_key, out_of_date
@@ -37,7 +37,7 @@ else:
     config, site_check = lazy("kindred.server_app.config"), lazy("kindred.server_app.deployment.site_check")
 
 
-@app.command(cls=Command)
+@app.command()
 def site(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the site; a whole number counts as a number.")],
     server: Annotated[str, option("server", "HOST:PORT", "Address of the server.")],

@@ -138,15 +138,19 @@ class FedEMClient:
 
         sent: Arrays = {}
         metrics[TRAIN_LOSS] = 0.0
-        optimizers = _optimizers(visit, len(components))
+        optimizers = _optimizers(visit, len(components)) if KEEP_OPTIMIZER.read(visit.config) else None
         for m, arrays in enumerate(components):
             model = visit.model(arrays)
             factors = torch.from_numpy(q[m].astype(np.float32)).to(visit.device)  # (n,)
             metrics[TRAIN_LOSS] += visit.train(
-                model, sample_weights=factors, purpose=f"train-{m}" if m else "train", memory=optimizers[m]
+                model,
+                sample_weights=factors,
+                purpose=f"train-{m}" if m else "train",
+                memory=optimizers and optimizers[m],
             )
             sent |= with_prefix(m, get_arrays(model))
-        _keep_optimizers(visit, optimizers)
+        if optimizers:
+            _keep_optimizers(visit, optimizers)
         return RecordDict({ARRAYS: to_record(sent), METRICS: MetricRecord({**metrics, **visit.counts()})})
 
     @staticmethod
@@ -176,15 +180,13 @@ def _shares(visit: Visit) -> np.ndarray:
 
 def _optimizers(visit: Visit, count: int) -> list[list[torch.Tensor]]:
     """Return the state of each component's optimiser, as `training.train` leaves it; empty for a new one."""
-    kept = visit.state.load(OPTIMIZERS) if KEEP_OPTIMIZER.read(visit.config) else None
-    states = [by_prefix(kept or {}).get(str(m), {}) for m in range(count)]
+    kept = by_prefix(visit.state.load(OPTIMIZERS) or {})
+    states = [kept.get(str(m), {}) for m in range(count)]
     return [[torch.from_numpy(state[str(k)]).to(visit.device) for k in range(len(state))] for state in states]
 
 
 def _keep_optimizers(visit: Visit, optimizers: Sequence[Sequence[torch.Tensor]]) -> None:
     """Save the state of the components' optimisers, unless it is not finite, which would spoil all later rounds."""
-    if not KEEP_OPTIMIZER.read(visit.config):
-        return
     arrays: Arrays = {}
     for m, state in enumerate(optimizers):
         arrays |= with_prefix(m, {str(k): tensor.cpu().numpy() for k, tensor in enumerate(state)})

@@ -113,7 +113,7 @@ class Roster:
         """Return the clients that a round can ask, in order: not those excluded for strikes, unless all of them are."""
         return [client for client in self.clients() if client not in self._excluded_until] or self.clients()
 
-    def number(self) -> int:
+    def num_known(self) -> int:
         """Return the number of clients that the run knows: those of `clients`, and those that cannot take part."""
         return len(self.nodes.keys() | self._history.left_out.keys())
 

@@ -8,7 +8,7 @@ from typing import Unpack
 import numpy as np
 from flwr.app import ArrayRecord
 
-from kindred.messages import ClientId, in_order, read_record, to_record
+from kindred.messages import ClientId, in_order, read_record
 from kindred.settings import STORE
 
 from .admission import Reply, norm
@@ -49,16 +49,16 @@ class StoredModels(PersonalizedStrategy):
         self.models = ClientModels(self.layout, self.store)
         self.online: list[ClientId] = []
 
-    def first_model(self, client: ClientId) -> Mapping[str, np.ndarray]:
+    def first_model(self, client: ClientId) -> ArrayRecord:
         """Return the model from which a client starts; by default the initial model."""
-        return read_record(self.initial)
+        return self.initial
 
     def welcome(self, clients: Sequence[ClientId]) -> None:
         """Store `first_model` of those of these clients that have no model yet."""
         self.models.reserve(len(self.roster.nodes))
         for client in clients:
             if client not in self.models:
-                self.models.put(client, self.first_model(client))
+                self.models.put(client, read_record(self.first_model(client)))
 
     def take(self, client: ClientId, reply: Reply) -> None:
         self.models.put(client, reply.arrays)
@@ -84,7 +84,7 @@ class StoredModels(PersonalizedStrategy):
 
     def personal_arrays(self, client: ClientId) -> ArrayRecord:
         if not self.models:  # before the first round; storing a model for every client would take memory
-            return to_record(self.first_model(client))
+            return self.first_model(client)
         self.welcome([client])
         return self.models[client]
 

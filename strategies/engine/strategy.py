@@ -399,7 +399,7 @@ class PersonalizedStrategy(Hooks, Strategy):
         the clients' numbers of samples. `fraction` is one of all clients, including those that cannot take part.
         """
         clients = self.roster.active()
-        count = min(max(int(self.roster.number() * fraction), at_least), len(clients))
+        count = min(max(int(self.roster.num_known() * fraction), at_least), len(clients))
         if count == len(clients):
             return clients
         rng = np.random.default_rng(seed_for(self.seed, purpose, server_round))
@@ -407,13 +407,13 @@ class PersonalizedStrategy(Hooks, Strategy):
         return [clients[i] for i in sorted(drawn)]
 
     @property
-    def sampled(self) -> str:
+    def actual_sampling(self) -> str:
         """Sampling of clients, UNIFORM or BY_SIZE: `sampling`, or the method's own if that is "default"."""
         return self.default_sampling if self.sampling == SAMPLING.default else self.sampling
 
     def chances(self, clients: Sequence[ClientId]) -> np.ndarray | None:
         """Return the sampling probabilities p_k = n_k / sum n_k, shape (m,); None if all are equal."""
-        if self.sampled == UNIFORM:
+        if self.actual_sampling == UNIFORM:
             return None
         sizes = np.array(self.roster.sizes(clients), dtype=np.float64)  # n_k
         return sizes / sizes.sum()
@@ -423,7 +423,7 @@ class PersonalizedStrategy(Hooks, Strategy):
         sampled = self.sample(self.first_round, self.fraction_train, self.min_train_nodes)
         return self.fraction_evaluate > 0 and len(sampled) < len(self.roster.active())
 
-    def _drawn(self, server_round: int, client: ClientId) -> dict[str, int]:
+    def _drawn_epochs(self, server_round: int, client: ClientId) -> dict[str, int]:
         """Return the epochs of local training that are drawn for a client in a round; empty without draws."""
         if not self.max_local_epochs:
             return {}
@@ -440,7 +440,7 @@ class PersonalizedStrategy(Hooks, Strategy):
             "\t├──> Fraction: train (%.2f) | evaluate (%.2f) | sampling: %s",
             self.fraction_train,
             self.fraction_evaluate,
-            self.sampled,
+            self.actual_sampling,
         )
         log(
             INFO,
@@ -562,7 +562,7 @@ class PersonalizedStrategy(Hooks, Strategy):
         side: str = "",
     ) -> Message:
         settings = ConfigRecord(
-            {**config, **self._drawn(server_round, client), **self.round_config(server_round, client)}
+            {**config, **self._drawn_epochs(server_round, client), **self.round_config(server_round, client)}
         )
         settings.pop(PROBE, None)  # the caller may not set it
         if side:
