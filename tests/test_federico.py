@@ -1048,6 +1048,14 @@ class Crowd(InlineGrid):
     def comes(self, client: int) -> None:
         self._contexts[1001 + client] = self._everyone[1001 + client]
 
+    def withdraws(self, client: int) -> None:
+        """Connect a client again, as node 2000, that does not share its model."""
+        self.leaves(client)
+        context = copy.deepcopy(self._everyone[1001 + client])
+        context.node_id = 2000
+        context.node_config["share-model"] = False
+        self._contexts[2000] = context
+
 
 @both_selections
 @pytest.mark.parametrize("share_absent", [False, True])
@@ -1142,14 +1150,7 @@ def test_a_site_can_withdraw_its_model(share_absent, selection) -> None:
     """It does so when it connects again, as another node."""
     grid = Crowd()
 
-    def withdraws() -> None:
-        grid.leaves(1)
-        context = copy.deepcopy(grid._everyone[1002])
-        context.node_id = 2000
-        context.node_config["share-model"] = False
-        grid._contexts[2000] = context
-
-    strategy, _ = follow(grid, 5, {2: withdraws}, share_absent=share_absent, selection=selection)
+    strategy, _ = follow(grid, 5, {2: lambda: grid.withdraws(1)}, share_absent=share_absent, selection=selection)
     assert statuses(strategy) == {"ok"}
     assert all(1 in neighbours(strategy, 2, client) for client in (0, 2, 3, 4))
     for server_round in (3, 4, 5, 6):
@@ -1282,15 +1283,8 @@ def test_a_site_that_restarts_with_other_test_data_predicts_with_kept_models_aga
 def test_copies_of_a_withdrawn_model_stay_with_the_others_and_its_owner_predicts_alone(selection) -> None:
     grid = Crowd()
 
-    def withdraws() -> None:
-        grid.leaves(1)
-        context = copy.deepcopy(grid._everyone[1002])
-        context.node_id = 2000
-        context.node_config["share-model"] = False
-        grid._contexts[2000] = context
-
     settings = {"mixture_threshold": 0.0, "temperature": 5.0, "selection": selection}
-    strategy, after = follow(grid, 5, {3: withdraws}, **settings)
+    strategy, after = follow(grid, 5, {3: lambda: grid.withdraws(1)}, **settings)
     assert statuses(strategy) == {"ok"} and not any(1 in others for others in neighbours(strategy, 6).values())
     mixtures = {client: Mixture.load(path) for client, path in saved_files(grid.run.run_id, MIXTURE).items()}
     for client in (0, 2, 3, 4):
