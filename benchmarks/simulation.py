@@ -180,7 +180,7 @@ def bare(config: Config, rounds: Sequence[Sequence[Mapping[str, Any]]]) -> float
     torch.set_num_threads(os.cpu_count() or 1)
     federation = load_federation(config.run_config())
     sites = [federation.site_data(client) for client in range(config.num_clients)]
-    model = make_model(config.model, federation.image_shape, federation.num_classes, 0)
+    model = make_model(config.model, federation.task.inputs.shape, federation.task.objective.num_outputs, 0)
     head = last_layers(model.state_dict(), config.head_layers)
     needs_public = REGISTRY[config.strategy].needs_public_set
     public = federation.public_set() if needs_public else sites[0].train[0][:0]

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from kindred import make_model
 from kindred.client.evaluation import evaluate
 from kindred.client.training import get_arrays, pick_device, set_arrays, train
-from kindred.data.sources import DataError, load_images
+from kindred.data.sources import DataError, load_dataset
 
 LEARNING_RATE = 1e-3
 TEST_IMAGES = 800
@@ -58,7 +58,7 @@ CASES = (
 
 def samples(case: Case, num_images: int, data_dir: str) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
     """Draw training and test images from the dataset, with mean 0 and variance 1, and their labels."""
-    images = load_images(case.dataset if data_dir else "digits", data_dir)
+    images = load_dataset(case.dataset if data_dir else "digits", data_dir)
     rng = np.random.default_rng(0)
     parts = []
     for pool, labels, count in (
@@ -131,7 +131,7 @@ def compare(case: Case, precision: str, device: torch.device, data_dir: str, rep
             if device.type == "cuda":
                 torch.cuda.synchronize()
             rates[row, repeat] = epochs * len(y) / (time.perf_counter() - started)
-            accuracies[row, repeat] = 100 * evaluate(model, *test)[0]
+            accuracies[row, repeat] = 100 * evaluate(model, *test)["accuracy"]
     rates, accuracies = rates[:, 1:], accuracies[:, 1:]
     (plain_rate, fast_rate), ratio = np.median(rates, axis=1), np.median(rates[1] / rates[0])
     learnt = "  ".join(f"{of.mean():5.1f} +- {of.std():4.1f}" for of in accuracies)

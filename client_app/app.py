@@ -18,10 +18,11 @@ def load_site(context: Context) -> Site:
     """Load a client's data (its own, or its part of a divided dataset) and choose its network."""
     config, client = context.run_config, client_id(context)
     clients = load_clients(config, context.node_config)
-    data = clients.site_data(client)
+    data, inputs = clients.site_data(client), clients.task.inputs
     network = client_network(
         str(config["model"]),
-        clients.image_shape,
+        inputs.kind,
+        inputs.shape,
         len(data.train[1]),
         clients.typical_size,
         int(config["seed"]),
@@ -29,18 +30,19 @@ def load_site(context: Context) -> Site:
     )
     method = REGISTRY[str(config["strategy"])]
     return Site(
-        model=_factory(network, clients.image_shape, clients.num_classes),
+        model=_factory(network, inputs.shape, clients.task.objective.num_outputs),
         train=data.train,
         test=data.test,
         validation=data.validation if len(data.validation[1]) else None,
         public=clients.public_set() if method.needs_public_set and not method.distils else None,
         about=clients.task.to_metadata(network),
+        objective=clients.task.objective,
     )
 
 
 @functools.lru_cache(maxsize=len(MODELS))  # one object for all clients, so that they share one module
-def _factory(name: str, image_shape: tuple[int, int, int], num_classes: int) -> ModelFactory:
-    return functools.partial(make_model, name, image_shape, num_classes)
+def _factory(name: str, shape: tuple[int, ...], num_outputs: int) -> ModelFactory:
+    return functools.partial(make_model, name, shape, num_outputs)
 
 
 def _keep_memory() -> None:

@@ -1,6 +1,8 @@
-"""The data of a federation: the images, and how they are divided among clients."""
+"""The data of a federation: the samples, and how they are divided among clients."""
 
+from .dataset import Dataset
 from .federation import Federation, SiteData
+from .inputs import Inputs
 from .loading import load_clients, load_federation
 from .partition_figure import partition_figure
 from .partitions import PARTITIONS
@@ -12,7 +14,9 @@ __all__ = [
     "DATASETS",
     "PARTITIONS",
     "DataError",
+    "Dataset",
     "Federation",
+    "Inputs",
     "SiteData",
     "Sites",
     "Task",

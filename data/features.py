@@ -20,8 +20,8 @@ import numpy as np
 from kindred import torchvision_import
 from kindred.lazy import lazy
 
+from .dataset import Dataset, Images
 from .files import DEFAULT_FOLDER, SUFFIXES, DataError, one_line, read_image, read_npz, safetensors_header
-from .images import Images
 
 if TYPE_CHECKING:
     import safetensors.torch as safetensors_torch
@@ -34,7 +34,7 @@ WIDTH = 512
 _BATCH = 64
 
 
-def folder_features(folder: Path) -> Images:
+def folder_features(folder: Path) -> Dataset:
     """Return the features of the images in a folder: computed on the CPU, or read if they were computed before.
 
     An image is resized, cropped and normalised as torchvision does for these weights. The features are kept in
@@ -54,7 +54,7 @@ def folder_features(folder: Path) -> Images:
 
     Returns
     -------
-    Images
+    Dataset
         x (n, 512, 1, 1), float32, in the order of the images' paths.
 
     Raises

@@ -64,6 +64,16 @@ def _check_size(what: str, taken: int, stored: int, free: int, most_times: int =
         raise ValueError(f"{what}: {taken:,} bytes are declared and {stored:,} stored, allowed: {allowed:,}")
 
 
+def existing_path(data_dir: str, needs: str) -> Path:
+    """Return data-dir as a path; DataError with the text `needs` where it is not set or does not exist."""
+    if not data_dir:
+        raise DataError(f"data-dir is not set: {needs}")
+    path = Path(os.path.abspath(os.path.expanduser(data_dir)))
+    if not os.path.exists(path):
+        raise DataError(f"data-dir {path} does not exist: {needs}")
+    return path
+
+
 # --- .npz -----------------------------------------------------------------------------------------------
 
 

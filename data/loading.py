@@ -8,11 +8,11 @@ from typing import Any
 
 from .federation import Federation
 from .partitions import divide
-from .public import hold_out_size, public_images, public_source
+from .public import hold_out_size, public_inputs, public_source
 from .sites import Sites
-from .sources import DataError, load_images
+from .sources import DATASETS, DataError, load_dataset
 
-KEYS = (  # settings that decide which client has which images
+KEYS = (  # settings that decide which client has which samples
     "dataset",
     "data-dir",
     "partition",
@@ -21,6 +21,9 @@ KEYS = (  # settings that decide which client has which images
     "samples-per-client",
     "with-replacement",
     "dirichlet-alpha",
+    "min-samples",
+    "test-share",
+    "class-weights",
     "public-data",
     "public-size",
     "seed",
@@ -51,8 +54,7 @@ def load_federation(run_config: Mapping[str, Any]) -> Federation:
     Parameters
     ----------
     run_config : mapping
-        With the keys dataset, data-dir, partition, num-clients, num-groups, samples-per-client,
-        with-replacement, dirichlet-alpha, public-data, public-size and seed.
+        With the keys of `KEYS`, and the `settings` of the dataset's `Source`.
 
     Returns
     -------
@@ -65,7 +67,13 @@ def load_federation(run_config: Mapping[str, Any]) -> Federation:
         The settings do not fit each other or the data, or the data cannot be read. An error in the public set
         alone is raised by `Federation.public_set`.
     """
-    return _load(**{key.replace("-", "_"): run_config[key] for key in KEYS})
+    names = (*(key.replace("-", "_") for key in KEYS), *_reading(run_config["dataset"]))
+    return _load(**{name: run_config[name.replace("_", "-")] for name in names})
+
+
+def _reading(dataset: str) -> list[str]:
+    """Return the settings that say how a dataset is read, in snake_case; none if there is no such dataset."""
+    return [key.replace("-", "_") for key in DATASETS[dataset].settings] if dataset in DATASETS else []
 
 
 @lru_cache(maxsize=2)
@@ -75,6 +83,7 @@ def _load(
     data_dir: str,
     partition: str,
     num_clients: int,
+    class_weights: str,
     public_data: str,
     public_size: int,
     seed: int,
@@ -82,23 +91,35 @@ def _load(
 ) -> Federation:
     if public_size < 0:
         raise DataError(f"public-size is {public_size}, allowed: 0 or more")
-    images = load_images(dataset, data_dir)
+    reading = {name: options[name] for name in _reading(dataset)}
+    samples = load_dataset(dataset, data_dir, **reading)
     source = public_source(public_data, dataset)
     parts = divide(
         partition,
-        images.y_train,
-        images.y_test,
-        images.num_classes,
+        samples.y_train,
+        samples.y_test,
+        samples.objective.num_outputs if samples.objective.has_classes else 0,
         dataset=dataset,
         num_clients=num_clients,
-        held_out=hold_out_size(public_size, len(images)) if source == dataset else 0,
+        held_out=hold_out_size(public_size, len(samples)) if source == dataset else 0,
         seed=seed,
-        **options,
+        clients_train=samples.clients_train,
+        clients_test=samples.clients_test,
+        times=samples.times,
+        **{name: value for name, value in options.items() if name.replace("_", "-") in KEYS},
     )
     public = partial(
-        public_images, source, dataset=dataset, data_dir=data_dir, size=public_size, spare=parts.spare, seed=seed
+        public_inputs,
+        source,
+        dataset=dataset,
+        data_dir=data_dir,
+        kind=samples.kind,
+        size=public_size,
+        spare=parts.spare,
+        seed=seed,
+        settings=reading,
     )
-    return Federation(images, parts, f"{dataset}, {partition}, {num_clients} clients", public)
+    return Federation(samples, parts, f"{dataset}, {partition}, {num_clients} clients", public, class_weights)
 
 
 def forget_federations() -> None:

@@ -1,4 +1,4 @@
-"""A figure of the classes that each client has."""
+"""A figure of the samples that each client has."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ else:
 
 
 def partition_figure(federation: Federation) -> Figure:
-    """Draw the training images of each client by class as a heatmap."""
+    """Draw the training samples of each client by class, or by label that is true, as a heatmap."""
     counts = federation.class_counts()  # (m, C)
     m, num_classes = counts.shape
     few = m <= 30 and num_classes <= 15
@@ -39,10 +39,21 @@ def partition_figure(federation: Federation) -> Figure:
             axes.text(label, client, count, ha="center", va="center", fontsize=7, color=colour)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(ticker.MaxNLocator(nbins=25, steps=[1, 2, 5, 10], integer=True))
-    axes.set(title=federation.title, xlabel="class, as the client labels it", ylabel="client")
+    if federation.names and m <= 60:
+        axes.set_yticks(np.arange(m), [_short(name) for name in federation.names], fontsize=7)
+    if num_classes == 1:
+        axes.set_xticks([])
+    labels = "label that is true" if num_classes > 1 else "all"
+    labels = "class, as the client labels it" if federation.task.objective.has_classes else labels
+    axes.set(title=federation.title, xlabel=labels, ylabel="client")
     _mark_groups(axes, federation)
-    figure.colorbar(image, ax=axes, label="training images", pad=0.02, ticks=ticker.MaxNLocator(integer=True))
+    figure.colorbar(image, ax=axes, label="training samples", pad=0.02, ticks=ticker.MaxNLocator(integer=True))
     return figure
+
+
+def _short(name: str, most: int = 20) -> str:
+    """Return a client's name with at most `most` characters."""
+    return name if len(name) <= most else f"{name[: most - 1]}…"
 
 
 def _mark_groups(axes: Axes, federation: Federation) -> None:

@@ -1,37 +1,40 @@
-"""A site's own data, on its own machine: an .npz file, folders of images, or tables."""
+"""A site's own data, on its own machine: an .npz file, folders of images, tables, or a text."""
 
 from __future__ import annotations
 
-import csv
 import os
 import re
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kindred.lazy import lazy
+from kindred.objectives import MOST_OUTPUTS, Classes
 
+from .arrays import dataset_of, read_arrays, stored_arrays
+from .csv_files import misfits, read_tables
+from .dataset import Dataset
 from .federation import SiteData
-from .files import check_folder, image_size
+from .files import check_folder, existing_path, image_size
+from .inputs import ImageInputs, TableInputs, TokenInputs
 from .public import read_public
-from .sources import SUFFIXES, DataError, Images, Parts, checked_parts, one_line, read_image, read_npz
+from .sources import SUFFIXES, DataError, one_line, read_image
+from .tables import Misfit
 from .task import Task
+from .text import read_text_site, read_texts
+from .weights import weighted
 
 if TYPE_CHECKING:
     import torch
 else:
     torch = lazy("torch")
 
-LABEL = "label"
-"""The column of a table that holds the labels."""
-
-KINDS = (
-    "an .npz file with x_train, y_train, x_test and y_test; a folder with train/ and test/, each with a folder of "
-    "images for each class; or a folder with train.csv and test.csv, numbers with a column `label`"
+FORMS = (
+    "an .npz file with x_train, y_train, x_test and y_test, or x and y; a folder with train/ and test/, each with a "
+    "folder of images for each class; or with a schema a .csv file, or a folder with train.csv and test.csv"
 )
 
 
@@ -41,27 +44,30 @@ class Sites:
     Parameters
     ----------
     task : Task
-        Image shape, scale and classes, the same at all sites.
+        Inputs and objective, the same at all sites.
     files : mapping
         The machine's `data-dir` and `public-data`.
     typical_size : float
-        Training images of a typical site; 0 where it is unknown.
+        Training samples of a typical site; 0 where it is unknown.
+    test_share : float
+        Fraction of a site's samples that is for test, where its data bring no test part.
+    seed : int
+        Seed of that division.
 
     Attributes
     ----------
     task : Task
-    image_shape : tuple of int
-        (channels, height, width).
-    num_classes : int
     typical_size : float
     """
 
-    def __init__(self, task: Task, files: Mapping[str, Any], typical_size: float = 0) -> None:
+    def __init__(
+        self, task: Task, files: Mapping[str, Any], typical_size: float = 0, test_share: float = 0.3, seed: int = 0
+    ) -> None:
         self.task = task
         self.typical_size = typical_size
         self._files = files
-        self.image_shape = task.image_shape
-        self.num_classes = task.num_classes
+        self._test_share = test_share
+        self._seed = seed
 
     @classmethod
     def of(cls, run_config: Mapping[str, Any], node_config: Mapping[str, Any] | None = None) -> Sites:
@@ -70,31 +76,27 @@ class Sites:
         Parameters
         ----------
         run_config : mapping
-            With the keys image-shape, num-classes, class-names, input-mean, input-deviation and samples-per-client.
+            With the keys schema, image-shape, num-classes, class-names, input-mean, input-deviation, class-weights,
+            samples-per-client, test-share and seed. With a schema, which each machine has in a file of its own, inputs
+            and objective are the schema's; otherwise images and classes.
         node_config : mapping, optional
             A site's own settings; by default the run's, as at the server.
 
         Raises
         ------
         DataError
-            A value is missing or out of range.
+            A value is missing or out of range, or the schema cannot be read.
         """
-        shape = str(run_config["image-shape"])
-        if not re.fullmatch(r"[1-9]\d{0,5}x[1-9]\d{0,4}x[1-9]\d{0,4}", shape):
-            raise DataError(f"image-shape is {shape!r}, allowed: channels x height x width, such as 1x28x28")
-        names = tuple(name.strip() for name in str(run_config["class-names"]).split(",") if name.strip())
-        num_classes = int(run_config["num-classes"]) or len(names)
-        if num_classes < 2:
-            raise DataError(f"num-classes is {run_config['num-classes']}, allowed: 2 or more, or class-names")
-        if len(set(names)) != len(names) or (names and len(names) != num_classes):
-            raise DataError(
-                f"class-names has {len(names)} names, {len(set(names))} different ones, where num-classes "
-                f"is {num_classes}"
-            )
-        channels, height, width = map(int, shape.split("x"))
-        mean, deviation = (float(run_config["input-mean"]),), (float(run_config["input-deviation"]),)
-        task = Task((channels, height, width), num_classes, mean, deviation, 255, names)
-        return cls(task, run_config if node_config is None else node_config, int(run_config["samples-per-client"]))
+        files = run_config if node_config is None else node_config
+        task = _schema_of(files) if run_config["schema"] else _images_of(run_config)
+        objective = weighted(task.objective, run_config["class-weights"], None)
+        return cls(
+            replace(task, objective=objective),
+            files,
+            int(run_config["samples-per-client"]),
+            float(run_config["test-share"]),
+            int(run_config["seed"]),
+        )
 
     def site_data(self, client: int | str) -> SiteData:
         """Return the data in this machine's `data-dir`; the client's name plays no part.
@@ -105,13 +107,10 @@ class Sites:
             The data cannot be read, or have another shape or other classes.
         """
         if "data-dir" not in self._files:
-            raise DataError(f"data-dir is not in the node config, allowed: {KINDS}")
-        images = read_site(self._files["data-dir"], self.task.class_names)
-        if images.num_classes > self.num_classes:
-            raise DataError(f"labels go up to {images.num_classes - 1}, expected {self.num_classes} classes")
-        x_train, x_test = self.task.tensor(images.x_train), self.task.tensor(images.x_test)
-        nothing = x_train[:0], torch.empty(0, dtype=torch.int64)
-        return SiteData((x_train, torch.from_numpy(images.y_train)), nothing, (x_test, torch.from_numpy(images.y_test)))
+            raise DataError(f"data-dir is not in the node config, allowed: {FORMS}")
+        site = read_site(self._files["data-dir"], task=self.task, test_share=self._test_share, seed=self._seed)
+        x, y = self.task.samples(site.x_train, site.y_train)
+        return SiteData((x, y), (x[:0], y[:0]), self.task.samples(site.x_test, site.y_test))
 
     def public_set(self) -> torch.Tensor:
         """Return the unlabelled images in this machine's `public-data`, an .npz file with an array `x`.
@@ -123,47 +122,127 @@ class Sites:
         """
         if "public-data" not in self._files:
             raise DataError("public-data is not in the node config, allowed: an .npz file with x, the same everywhere")
-        return self.task.tensor(read_public(self._files["public-data"]))
+        return self.task.tensor(read_public(self._files["public-data"], self.task.inputs.kind))
 
 
-def read_site(data_dir: str | os.PathLike[str], class_names: Sequence[str] = ()) -> Images:
+def _schema_of(files: Mapping[str, Any]) -> Task:
+    """Return the task in the schema file of this machine."""
+    if not files.get("schema"):
+        raise DataError("schema is not in the node config, and the run has one: name the file of the same schema here")
+    return Task.load(Path(str(files["schema"])))
+
+
+def _images_of(run_config: Mapping[str, Any]) -> Task:
+    """Return the task of images and classes that settings describe."""
+    shape = str(run_config["image-shape"])
+    if not re.fullmatch(r"[1-9]\d{0,5}x[1-9]\d{0,4}x[1-9]\d{0,4}", shape):
+        raise DataError(f"image-shape is {shape!r}, allowed: channels x height x width, such as 1x28x28")
+    names = tuple(name.strip() for name in str(run_config["class-names"]).split(",") if name.strip())
+    num_classes = int(run_config["num-classes"]) or len(names)
+    if num_classes < 2:
+        raise DataError(f"num-classes is {run_config['num-classes']}, allowed: 2 or more, or class-names")
+    if len(set(names)) != len(names) or (names and len(names) != num_classes):
+        raise DataError(
+            f"class-names has {len(names)} names, {len(set(names))} different ones, where num-classes is {num_classes}"
+        )
+    channels, height, width = map(int, shape.split("x"))
+    mean, deviation = (float(run_config["input-mean"]),), (float(run_config["input-deviation"]),)
+    return Task(ImageInputs((channels, height, width), mean, deviation, 255.0), Classes(num_classes, names))
+
+
+def read_site(
+    data_dir: str | os.PathLike[str],
+    class_names: Sequence[str] = (),
+    task: Task | None = None,
+    test_share: float = 0.0,
+    seed: int = 0,
+) -> Dataset:
     """Read the data of one site.
 
     Parameters
     ----------
     data_dir : path
-        An .npz file with `x_train`, `y_train`, `x_test` and `y_test`. Or a folder with `train` and `test`, each with
-        a folder of images for each class; all images have one size, and are read as grey if all of them are grey. Or a
-        folder with `train.csv` and `test.csv`: a header, numbers, and the column `label`. A row is an image of one
-        pixel, with a channel for each other column.
+        An .npz file with `x_train`, `y_train`, `x_test` and `y_test`, or without a test part with `x` and `y`. Or a
+        folder with `train` and `test`, each with a folder of images for each class; all images have one size, and are
+        read as grey if all of them are grey. Or, with a task of tables, a .csv file, or a folder with `train.csv` and
+        `test.csv`; the columns are those of the schema. Or, with a task of characters, a .txt file.
     class_names : sequence of str
-        Names of class 0, 1, and so on, as folders or texts in the column `label` have them. Without them, names
-        must be whole numbers, which are the classes. Other names are refused: their order may differ between sites.
+        Names of class 0, 1, and so on, as folders have them. Without them, names must be whole numbers, which are the
+        classes. Other names are refused: their order may differ between sites.
+    task : Task, optional
+        The run's. By default it is one of images, with as many classes as names, or the largest label plus 1.
+    test_share : float
+        Fraction of data without a test part that is for test; 0: none of it.
+    seed : int
+        Seed of that division.
 
     Returns
     -------
-    Images
-        num_classes is the number of names, or else the largest label plus 1. A site may lack images of some classes.
+    Dataset
+        A site may lack samples of some classes.
 
     Raises
     ------
     DataError
-        The data are missing, or not in one of these forms.
+        The data are missing, or not in one of these forms, or do not fit the task.
     """
+    if len(class_names) == 1:
+        raise DataError(f"class-names is {class_names[0]!r}, allowed: 2 names or more")
+    kind = task.inputs.kind if task else "image"
+    objective = task.objective if task else Classes(len(class_names) or MOST_OUTPUTS, tuple(class_names))
     path = Path(os.path.abspath(os.path.expanduser(data_dir)))
     if path.is_file() and path.suffix == ".npz":
-        arrays = checked_parts(read_npz(path), path)
-    elif path.is_dir() and (path / "train.csv").is_file():
-        arrays = _tables(path, class_names)
-    elif path.is_dir() and (path / "train").is_dir():
-        arrays = _image_folders(path, class_names)
+        site = dataset_of(stored_arrays(path), path, kind, objective)
+    elif task is not None and isinstance(task.inputs, TableInputs) and path.exists():
+        site = read_tables(path, task.inputs.schema, objective)
+    elif any(each.suffix.lower() == ".csv" for each in ([path] if path.is_file() else path.glob("*"))):
+        raise DataError(f"data-dir is {str(path)!r}, a table, which needs a schema: `kindred schema` makes one")
+    elif kind == "image" and path.is_dir() and (path / "train").is_dir():
+        site = dataset_of(_image_folders(path, objective.names), path, kind, objective)
+    elif task is not None and isinstance(task.inputs, TokenInputs) and path.is_file() and path.suffix == ".txt":
+        site = read_text_site(path, task.inputs, objective, test_share)
     else:
-        raise DataError(f"data-dir is {str(path)!r}, allowed: {KINDS}")
-    x_train, y_train, x_test, y_test = arrays
-    largest = int(max(y_train.max(), y_test.max()))
-    if class_names and largest >= len(class_names):
-        raise DataError(f"{path} has a label {largest}, and class-names has {len(class_names)} names")
-    return Images(x_train, y_train, x_test, y_test, len(class_names) or largest + 1)
+        raise DataError(f"data-dir is {str(path)!r}, allowed: {FORMS}")
+    if test_share and not len(site.x_test):
+        site = site.divided(test_share, np.random.default_rng([seed, 6]))
+    if not (task or class_names):
+        largest = max(int(y.max()) for y in (site.y_train, site.y_test) if len(y))
+        site = replace(site, objective=Classes(max(2, largest + 1)))
+    return site
+
+
+def misfits_of(data_dir: str | os.PathLike[str], task: Task) -> list[Misfit]:
+    """Return the first ten cells of a site's tables that do not fit the task; none of data that are no tables.
+
+    Raises
+    ------
+    DataError
+        The tables cannot be read, or lack a column.
+    """
+    path = Path(os.path.abspath(os.path.expanduser(data_dir)))
+    if not isinstance(task.inputs, TableInputs) or path.suffix == ".npz":
+        return []
+    return misfits(existing_path(str(path), FORMS), task.inputs.schema, task.objective)
+
+
+def task_of_sample(path: Path, task: str = "auto") -> Task:
+    """Return the task of data like those of a sample: an .npz file, or a folder of texts.
+
+    Parameters
+    ----------
+    path : Path
+        As for the datasets npz and text.
+    task : str
+        Name of an objective; "auto": the one that fits the targets of the file.
+
+    Raises
+    ------
+    DataError
+        The sample cannot be read.
+    """
+    whole = os.path.abspath(os.path.expanduser(path))
+    sample = read_arrays(whole, task=task) if path.suffix == ".npz" else read_texts(whole)
+    return Task.fitted(sample, sample.x_train, sample.y_train)
 
 
 def class_labels(names: Sequence[str], class_names: Sequence[str], where: Path) -> list[int]:
@@ -182,7 +261,7 @@ def class_labels(names: Sequence[str], class_names: Sequence[str], where: Path) 
     return [int(name) for name in names]
 
 
-def _image_folders(folder: Path, class_names: Sequence[str]) -> Parts:
+def _image_folders(folder: Path, class_names: Sequence[str]) -> dict[str, np.ndarray]:
     files: dict[str, list[Path]] = {}
     labels: dict[str, list[int]] = {}
     for part in ("train", "test"):
@@ -212,70 +291,4 @@ def _image_folders(folder: Path, class_names: Sequence[str]) -> Parts:
     if all((each == each[..., :1]).all() for each in x.values()):
         x = {part: each[..., :1] for part, each in x.items()}
     arrays = {f"x_{part}": each for part, each in x.items()}
-    return checked_parts(arrays | {f"y_{part}": np.array(each) for part, each in labels.items()}, folder)
-
-
-def _tables(folder: Path, class_names: Sequence[str]) -> Parts:
-    x_train, y_train, columns = _table(folder / "train.csv", class_names)
-    x_test, y_test, others = _table(folder / "test.csv", class_names)
-    if columns != others:
-        raise DataError(
-            f"{folder / 'test.csv'} has the columns {', '.join(others)}, train.csv {', '.join(columns)}: "
-            "they must be the same, in one order"
-        )
-    return x_train, y_train, x_test, y_test
-
-
-def _table(path: Path, class_names: Sequence[str]) -> tuple[np.ndarray, np.ndarray, list[str]]:
-    """Return images of one pixel (n, c, 1, 1), labels (n,), and the names of the channels."""
-    header, rows = read_rows(path)
-    if header.count(LABEL) != 1 or len(header) < 2:
-        raise DataError(f"{path} has the columns {', '.join(header) or 'none'}, it needs one called {LABEL} and others")
-    at = header.index(LABEL)
-    names: list[str] = []
-
-    def cells() -> Iterator[list[str]]:
-        for number, row in enumerate(rows, start=2):
-            if len(row) != len(header):
-                raise DataError(f"{path}: line {number} has {len(row)} cells, the header {len(header)}")
-            names.append(sys.intern(row.pop(at).strip()))
-            yield row
-
-    x = pixels(cells(), path)
-    return x, np.array(class_labels(names, class_names, path), dtype=np.int64), header[:at] + header[at + 1 :]
-
-
-def read_rows(path: Path) -> tuple[list[str], Iterator[list[str]]]:
-    """Return the header of a table and its rows, as texts, without empty lines; DataError where it cannot be read.
-
-    Rows are read one at a time, when they are needed: a list of texts takes many times the memory of the file.
-    """
-
-    def read() -> Iterator[list[str]]:
-        try:
-            with open(path, encoding="utf-8-sig", newline="") as file:  # spreadsheets write a byte order mark first
-                yield from filter(None, csv.reader(file))
-        except (OSError, UnicodeDecodeError, csv.Error) as error:
-            raise DataError(f"{path} cannot be read: {one_line(error)}") from error
-
-    rows = read()
-    return next(rows, []), rows
-
-
-def pixels(rows: Iterator[Sequence[str]], path: Path) -> np.ndarray:
-    """Return rows of c numbers as float32 images of one pixel (n, c, 1, 1); DataError for no rows, or no number."""
-    parts = []
-    try:
-        with np.errstate(over="ignore"):  # refused below
-            while some := list(islice(rows, 1000)):
-                parts.append(np.array(some, dtype=np.float32))  # (1000, c)
-    except DataError:
-        raise
-    except ValueError as error:
-        raise DataError(f"{path} has a cell that is no number: {one_line(error)}") from error
-    if not parts:
-        raise DataError(f"{path} has no rows")
-    x = np.concatenate(parts)  # (n, c)
-    if not np.isfinite(x).all():
-        raise DataError(f"{path} has values that are not finite in float32")
-    return x[:, :, None, None]
+    return arrays | {f"y_{part}": np.array(each) for part, each in labels.items()}

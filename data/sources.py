@@ -1,4 +1,4 @@
-"""Sources of images: scikit-learn's digits, datasets of torchvision, .npz files, folders of images."""
+"""Datasets by name: scikit-learn's digits, datasets of torchvision, .npz files, folders of images."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ import numpy as np
 from kindred import torchvision_import
 from kindred.extensions import Registry
 
+from .arrays import checked_images, dataset_of, read_arrays
+from .csv_files import SETTINGS as CSV_SETTINGS, read_csv
+from .dataset import Dataset, Images
 from .features import folder_features
-from .files import DEFAULT_FOLDER, SUFFIXES, DataError, one_line, read_image, read_npz
-from .images import Images
+from .files import DEFAULT_FOLDER, SUFFIXES, DataError, existing_path, one_line, read_image, read_npz
+from .text import read_texts
 
 # The names with which extensions add datasets, some of them from other files.
 __all__ = [
-    "DATASETS", "SUFFIXES", "DataError", "Images", "Parts", "Source",
-    "checked_images", "checked_parts", "load_images", "one_line", "read_image", "read_npz",
+    "DATASETS", "SUFFIXES", "DataError", "Dataset", "Images", "Source",
+    "checked_images", "load_dataset", "one_line", "read_image", "read_npz",
 ]  # fmt: skip
 
 # The superclass, 0 to 19, of each of CIFAR-100's classes (the published table, superclasses in alphabetical order).
@@ -34,10 +37,6 @@ CIFAR100_SUPERCLASSES = (
 )  # fmt: skip
 
 
-Parts = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-"""x_train, y_train, x_test, y_test, as `Images` describes them."""
-
-
 @dataclass(frozen=True)
 class Source:
     """A dataset that can be chosen by name.
@@ -47,17 +46,21 @@ class Source:
     description : str
         One line: images, classes, size, origin.
     read : callable
-        Takes data-dir ("" where it is not set) and returns `Images`; raises DataError where there are none.
+        Takes data-dir ("" where it is not set), and the `settings` as keyword arguments in snake_case; returns a
+        `Dataset`, raises DataError where there is none.
     num_classes : int or None
         None where it depends on the data.
+    settings : tuple of str
+        Settings of the run that say how the data are read, in kebab-case.
     """
 
     description: str
-    read: Callable[[str], Images]
+    read: Callable[..., Dataset]
     num_classes: int | None = None
+    settings: tuple[str, ...] = ()
 
 
-def load_images(dataset: str, data_dir: str = "") -> Images:
+def load_dataset(dataset: str, data_dir: str = "", **settings: Any) -> Dataset:
     """Read a dataset.
 
     Parameters
@@ -68,6 +71,8 @@ def load_images(dataset: str, data_dir: str = "") -> Images:
         An .npz file; or a folder with `<dataset>.npz` or with torchvision's files, which are downloaded into it
         where they are missing. "" is `DEFAULT_FOLDER`. For office-home the folder of the domains (see
         `kindred.data.features.folder_features`). Not used for digits.
+    **settings
+        The source's `settings`, in snake_case; by default the reader's.
 
     Raises
     ------
@@ -77,20 +82,10 @@ def load_images(dataset: str, data_dir: str = "") -> Images:
     """
     if dataset not in DATASETS:
         raise DataError(f"dataset is {dataset!r}, allowed: {', '.join(DATASETS)}")
-    return DATASETS[dataset].read(data_dir)
+    return DATASETS[dataset].read(data_dir, **settings)
 
 
-def existing_path(data_dir: str, needs: str) -> Path:
-    """Return data-dir as a path; DataError with the text `needs` where it is not set or does not exist."""
-    if not data_dir:
-        raise DataError(f"data-dir is not set: {needs}")
-    path = Path(os.path.abspath(os.path.expanduser(data_dir)))
-    if not os.path.exists(path):
-        raise DataError(f"data-dir {path} does not exist: {needs}")
-    return path
-
-
-def _digits(data_dir: str) -> Images:
+def _digits(data_dir: str) -> Dataset:
     """Return scikit-learn's digits, always in the same halves, with each class divided as equally as possible.
 
     They are read from scikit-learn's file, because importing its datasets takes longer than all else before a round.
@@ -104,15 +99,7 @@ def _digits(data_dir: str) -> Images:
     return Images(x[train], y[train], x[test], y[test], 10)
 
 
-def _npz(data_dir: str) -> Images:
-    needs = "npz needs an .npz file with x_train, y_train, x_test and y_test"
-    path = existing_path(data_dir, needs)
-    if not path.is_file():
-        raise DataError(f"data-dir {path} is a folder: {needs}")
-    return _checked(read_npz(path), path)
-
-
-def _office_home(data_dir: str) -> Images:
+def _office_home(data_dir: str) -> Dataset:
     needs = "office-home needs a folder with a folder for each domain, and in it one with images for each class"
     path = existing_path(data_dir, needs)
     if not path.is_dir():
@@ -120,7 +107,7 @@ def _office_home(data_dir: str) -> Images:
     return folder_features(path)
 
 
-def _sites(data_dir: str) -> Images:
+def _sites(data_dir: str) -> Dataset:
     raise DataError("dataset is 'sites', whose data are on machines of their own and cannot be divided here")
 
 
@@ -150,7 +137,7 @@ class _Published:
     folder: str
     options: dict[str, Any] = field(default_factory=dict)
 
-    def __call__(self, data_dir: str) -> Images:
+    def __call__(self, data_dir: str) -> Dataset:
         files = f"{self.name}.npz (x_train, y_train, x_test, y_test) or {self.folder}/ as torchvision writes it"
         if data_dir:
             path = existing_path(data_dir, f"{self.name} needs a folder with {files}, or an empty one to download into")
@@ -159,10 +146,23 @@ class _Published:
         if (path / f"{self.name}.npz").is_file():
             path = path / f"{self.name}.npz"
         if path.is_file():
-            return _checked(read_npz(path), path, self.num_classes, self.image_shape)
+            return self._checked(read_npz(path), path)
         if not (path / self.folder).exists():
             self._download(path, files)
-        return _checked(self._read(path), path / self.folder, self.num_classes, self.image_shape)
+        return self._checked(self._read(path), path / self.folder)
+
+    def _checked(self, arrays: dict[str, np.ndarray], where: Path) -> Dataset:
+        images = dataset_of(arrays, where, "image", "classes")
+        if (shape := images.x_train.shape[1:]) != self.image_shape:
+            raise DataError(
+                f"{where}: x_train has images of (c, h, w) = {shape} where {self.image_shape} is due; "
+                "dataset=npz takes any images"
+            )
+        if (found := images.objective.num_outputs) != self.num_classes:
+            raise DataError(
+                f"{where}: labels are of {found} classes where {self.num_classes} are due; dataset=npz takes any"
+            )
+        return images
 
     def _class(self) -> type:
         try:
@@ -199,80 +199,12 @@ class _Published:
             raise DataError(f"data-dir {root} has no {files}, and the download failed: {one_line(error)}") from error
 
 
-def checked_parts(arrays: dict[str, np.ndarray], where: Path) -> Parts:
-    """Check images and labels, for training and for test, against each other; DataError where they do not fit."""
-    for part in ("train", "test"):
-        x, y = arrays[f"x_{part}"], arrays[f"y_{part}"]
-        arrays[f"x_{part}"] = checked_images(x, f"{where}: x_{part}")
-        arrays[f"y_{part}"] = _checked_labels(y, f"{where}: y_{part}")
-        if len(x) != len(y):
-            raise DataError(f"{where}: x_{part} has {len(x)} images and y_{part} {len(y)} labels, they must be as many")
-    x_train, y_train, x_test, y_test = (arrays[name] for name in ("x_train", "y_train", "x_test", "y_test"))
-    if x_train.shape[1:] != x_test.shape[1:]:
-        raise DataError(f"{where}: x_train has images of (c, h, w) = {x_train.shape[1:]}, x_test of {x_test.shape[1:]}")
-    return x_train, y_train, x_test, y_test
-
-
-def _checked(
-    arrays: dict[str, np.ndarray], where: Path, num_classes: int = 0, image_shape: tuple[int, int, int] | None = None
-) -> Images:
-    """Check the four arrays against each other, and against the dataset's classes and image shape where known."""
-    x_train, y_train, x_test, y_test = checked_parts(arrays, where)
-    shape = x_train.shape[1:]
-    if image_shape not in (None, shape):
-        raise DataError(
-            f"{where}: x_train has images of (c, h, w) = {shape} where {image_shape} is due; "
-            "dataset=npz takes any images"
-        )
-    num_classes = num_classes or int(max(y_train.max(), y_test.max())) + 1
-    for name, y in (("y_train", y_train), ("y_test", y_test)):
-        if y.max() >= num_classes:
-            raise DataError(f"{where}: {name} has a label {y.max()}, allowed: 0 to {num_classes - 1}")
-    classes = np.unique(y_train)
-    if len(classes) < num_classes:
-        gap = np.setdiff1d(np.arange(len(classes) + 1), classes)[0]
-        raise DataError(
-            f"{where}: y_train has no image of class {gap}, labels must be 0 to C - 1 with images of every class "
-            f"(C is {num_classes} here)"
-        )
-    if num_classes < 2:
-        raise DataError(f"{where}: y_train has one class only, 2 or more are needed")
-    return Images(x_train, y_train, x_test, y_test, num_classes)
-
-
-def checked_images(x: np.ndarray, name: str) -> np.ndarray:
-    """Return images (n, h, w) or (n, h, w, c) as (n, c, h, w), uint8 or float32; DataError where they are none."""
-    if x.ndim == 3:
-        x = x[..., None]
-    if x.ndim != 4 or x.shape[-1] not in (1, 2, 3, 4):
-        raise DataError(f"{name} has the shape {x.shape}, allowed: (n, h, w) or (n, h, w, c) with 1 to 4 channels c")
-    if 0 in x.shape:
-        raise DataError(f"{name} is empty, its shape is {x.shape}")
-    if x.dtype != np.uint8:
-        if x.dtype.kind != "f":
-            raise DataError(f"{name} holds {x.dtype}, allowed: uint8 or floating-point numbers")
-        with np.errstate(over="ignore"):  # values beyond float32 become infinite, and are refused below
-            x = x.astype(np.float32)
-        if not np.isfinite(x).all():
-            raise DataError(f"{name} has values that are not finite in float32")
-    return x.transpose(0, 3, 1, 2)
-
-
-def _checked_labels(y: np.ndarray, name: str) -> np.ndarray:
-    if y.ndim != 1:
-        raise DataError(f"{name} has the shape {y.shape}, allowed: (n,)")
-    if y.dtype.kind not in "iu":
-        raise DataError(f"{name} holds {y.dtype}, allowed: integers")
-    if len(y) == 0:
-        raise DataError(f"{name} is empty")
-    if y.min() < 0 or y.max() > np.iinfo(np.int64).max:
-        raise DataError(f"{name} has a label {y.min() if y.min() < 0 else y.max()}, allowed: 0 to C - 1")
-    return y.astype(np.int64)
-
-
 def _published(description: str, name: str, num_classes: int, *details: Any) -> Source:
     return Source(f"{description}, torchvision or npz", _Published(name, num_classes, *details), num_classes)
 
+
+OWN_FILES = ("csv", "npz", "sites", "text")
+"""Datasets that are a user's own: only data-dir says which they are."""
 
 DATASETS: Registry[Source] = Registry("kindred.datasets", Source, {
     "digits": Source("8x8 grey digits, 10 classes, 899 + 898 images, part of scikit-learn", _digits, 10),
@@ -299,6 +231,18 @@ DATASETS: Registry[Source] = Registry("kindred.datasets", Source, {
         "features of photographs and drawings in folders DIR/domain/class, by ResNet-18, 512 numbers an image",
         _office_home,
     ),
+    "csv": Source(
+        "tables of clients: a .csv file, train.csv and test.csv, or a .csv file for each client",
+        read_csv, settings=CSV_SETTINGS,
+    ),
     "sites": Source("each client's own, on machines of their own", _sites),
-    "npz": Source("any images, your own .npz file with x_train, y_train, x_test and y_test", _npz),
+    "npz": Source(
+        "your own .npz file with x_train, y_train, x_test and y_test, or x and y: images, signals (n, channels, time), "
+        "tables (n, features) or tokens (n, length); optionally whose the samples are",
+        read_arrays, settings=("inputs", "task"),
+    ),
+    "text": Source(
+        "the next character of texts, 80 before it, a .txt file in a folder for each client", read_texts,
+        settings=("test-share",),
+    ),
 })  # fmt: skip

@@ -131,7 +131,7 @@ def compare(
     reference : str
         The method that the others are tested against; by default the first.
     scale : float
-        Fraction of the rounds and of each client's images that is used, for a small machine: above 0, at most 1.
+        Fraction of the rounds and of each client's samples that is used, for a small machine: above 0, at most 1.
     data, clients, rounds, partition, output, engine, cpus_per_client, gpus_per_client, progress, **settings
         As in `run`.
 

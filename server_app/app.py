@@ -24,6 +24,7 @@ from kindred.messages import ClientId, to_record, with_prefix
 from kindred.settings import ROUNDS, TRAINING
 
 from .config import Config, ConfigError
+from .headline import Headline
 from .results import RunFolder
 
 if TYPE_CHECKING:
@@ -76,8 +77,14 @@ def run(grid: Grid, config: Config) -> RunFolder:
     """
     federation = load_clients(config.run_config())
     strategy, initial_arrays = prepare(config, federation)
-    groups = federation.groups.tolist() if isinstance(federation, Federation) and federation.groups.any() else None
-    folder = RunFolder(config.run_config(), groups, images_of(config, federation))
+    divided = federation if isinstance(federation, Federation) else None
+    folder = RunFolder(
+        config.run_config(),
+        divided.groups.tolist() if divided and divided.groups.any() else None,
+        samples_of(config, federation),
+        strategy.metric,
+        divided.names if divided else (),
+    )
     with folder.locked():
         _train(grid, config, federation, strategy, initial_arrays, folder)
     return folder
@@ -92,11 +99,12 @@ def prepare(config: Config, federation: Federation | Sites) -> tuple[Personalize
         The method cannot work with these settings, data and networks.
     """
     check_data_and_models(config, federation)
-    method, networks = REGISTRY[config.strategy], network_names(config.model, federation.image_shape)
+    method, networks = REGISTRY[config.strategy], networks_of(config, federation)
     initial_arrays, given = ArrayRecord(), needed_by(config, federation)
     if method.models_travel:
         models = {
-            name: make_model(name, federation.image_shape, federation.num_classes, config.seed) for name in networks
+            name: make_model(name, federation.task.inputs.shape, federation.task.objective.num_outputs, config.seed)
+            for name in networks
         }
         arrays = {
             name: {key: tensor.numpy() for key, tensor in model.state_dict().items()} for name, model in models.items()
@@ -164,7 +172,7 @@ def _train(
     local = strategy.clients_keep_state and simulated(grid)
     kept = {name: saved_files(strategy.run_id, file) for name, file in KEPT.items()} if local else {}
     network_of = getattr(strategy, "networks", {})  # set where the server keeps models of several networks
-    network, *_ = network_names(config.model, federation.image_shape)
+    network, *_ = networks_of(config, federation)
     try:
         folder.finish(
             strategy,
@@ -183,13 +191,19 @@ def _train(
     log(INFO, "kindred: results in %s", folder.path)
 
 
-def images_of(config: Config, federation: Federation | Sites) -> str | None:
-    """Return the text that identifies a run's images, with public ones if needed; None if sites have their own data."""
+def samples_of(config: Config, federation: Federation | Sites) -> str | None:
+    """Return the text that identifies a run's samples, with public ones if needed; None if sites have their own."""
     if not isinstance(federation, Federation):
         return None
     if not REGISTRY[config.strategy].needs_public_set:
         return federation.fingerprint
     return f"{federation.fingerprint}, public {fingerprint_of(federation.public_set())}"
+
+
+def networks_of(config: Config, federation: Federation | Sites) -> list[str]:
+    """Return the networks that the run's clients may have; ValueError where they do not fit the inputs."""
+    inputs = federation.task.inputs
+    return network_names(config.model, inputs.kind, inputs.shape)
 
 
 def check_data_and_models(config: Config, federation: Federation | Sites) -> None:
@@ -206,39 +220,41 @@ def check_data_and_models(config: Config, federation: Federation | Sites) -> Non
             f"model is {config.model!r}, allowed with {config.strategy}: one network, because its models are combined"
         )
     try:
-        names = network_names(config.model, federation.image_shape)
+        names = networks_of(config, federation)
         if asked == names:  # not for auto, whose network fits: importing PyTorch takes a second
             for name in names:
-                make_model(name, federation.image_shape, federation.num_classes, config.seed)
+                make_model(name, federation.task.inputs.shape, federation.task.objective.num_outputs, config.seed)
         if "head_layers" in method:
             (name,) = names
-            model = make_model(name, federation.image_shape, federation.num_classes, config.seed)
+            model = make_model(name, federation.task.inputs.shape, federation.task.objective.num_outputs, config.seed)
             last_layers(model.state_dict(), config.own_settings()["head_layers"])
     except ValueError as error:
         raise ConfigError(_in_kebab(str(error), method)) from None
     if method.distils:
-        public_images(config, federation)
+        public_samples(config, federation)
     elif method.needs_public_set and isinstance(federation, Federation):
         federation.public_set()
 
 
 def needed_by(config: Config, federation: Federation | Sites) -> dict[str, Any]:
-    """Return the arguments that a strategy needs in addition to settings: groups, or networks and public images.
+    """Return the arguments that a strategy needs in addition to settings.
+
+    These are the headline metric, and for some methods groups, or the objective, networks and public samples.
 
     Raises
     ------
     ConfigError, DataError
         They are not known, or cannot be used.
     """
+    objective, shape = federation.task.objective, federation.task.inputs.shape
+    given: dict[str, Any] = {"metric": Headline.chosen(config.metric, objective).name}
     if config.own_settings().get("self_weight") == GROUPS:
-        return {"groups": groups_of(config, federation)}
-    if not REGISTRY[config.strategy].distils:
-        return {}
-    models = {
-        name: partial(make_model, name, federation.image_shape, federation.num_classes)
-        for name in network_names(config.model, federation.image_shape)
-    }
-    return {"models": models, "public": public_images(config, federation), "device": config.device}
+        given["groups"] = groups_of(config, federation)
+    if REGISTRY[config.strategy].distils:
+        names = networks_of(config, federation)
+        given["models"] = {name: partial(make_model, name, shape, objective.num_outputs) for name in names}
+        given |= {"objective": objective, "public": public_samples(config, federation), "device": config.device}
+    return given
 
 
 def groups_of(config: Config, federation: Federation | Sites) -> dict[ClientId, int]:
@@ -252,13 +268,13 @@ def groups_of(config: Config, federation: Federation | Sites) -> dict[ClientId, 
     raise ConfigError(f"self-weight is {GROUPS!r}, and {without}; set self-weight to 0 to 1, or uniform")
 
 
-def public_images(config: Config, federation: Federation | Sites) -> torch.Tensor:
-    """Return the public images that the server itself uses; if sites have the data, those of the run's public-data.
+def public_samples(config: Config, federation: Federation | Sites) -> torch.Tensor:
+    """Return the public samples that the server itself uses; if sites have the data, those of the run's public-data.
 
     Raises
     ------
     ConfigError, DataError
-        There are no public images, or they cannot be used.
+        There are no public samples, or they cannot be used.
     """
     if isinstance(federation, Federation):
         return federation.public_set()
@@ -269,7 +285,7 @@ def public_images(config: Config, federation: Federation | Sites) -> torch.Tenso
         )
     x = federation.public_set()
     if config.public_size > len(x):
-        raise ConfigError(f"public-size is {config.public_size}, and {config.public_data} has {len(x)} images")
+        raise ConfigError(f"public-size is {config.public_size}, and {config.public_data} has {len(x)} samples")
     return x[: config.public_size or len(x)]
 
 

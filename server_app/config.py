@@ -20,7 +20,10 @@ from typing import TYPE_CHECKING, Any
 from kindred import REGISTRY
 from kindred.client.models import MODELS, parse_models
 from kindred.data import DATASETS, PARTITIONS
+from kindred.data.inputs import KINDS
 from kindred.extensions import Registry
+from kindred.metrics import METRICS
+from kindred.objectives import OBJECTIVES
 from kindred.registry import Method
 from kindred.settings import (
     A_SHARE,
@@ -48,6 +51,7 @@ from kindred.settings import (
     Setting,
     above,
     at_least,
+    between,
     kebab,
     meant_by,
     one_of,
@@ -154,8 +158,35 @@ class Config:
     )
     keep_checkpoints: int = setting(2, at_least(1), "number of the latest checkpoints that are kept")
 
-    dataset: str = setting("digits", registered(DATASETS, "datasets"), "dataset of images")
-    data_dir: str = setting("", ANY_TEXT, "folder (or .npz file) of the dataset; digits needs none")
+    dataset: str = setting("digits", registered(DATASETS, "datasets"), "the dataset")
+    data_dir: str = setting("", ANY_TEXT, "folder or file of the dataset; digits needs none")
+    target: str = setting(
+        "",
+        ANY_TEXT,
+        "csv: what is predicted: a column; columns of labels, separated by commas; or a comparison such as num>0",
+    )
+    client: str = setting("", ANY_TEXT, "csv: column that says whose a row is")
+    time: str = setting(
+        "", ANY_TEXT, "csv: column of numbers that says when a row was; a client's later rows are for test"
+    )
+    task: str = setting(
+        "auto", Range(f"auto, {', '.join(OBJECTIVES)}", lambda value: value in ("auto", *OBJECTIVES)),
+        "csv, npz: what is predicted; auto: what fits the target",
+    )  # fmt: skip
+    schema: str = setting(
+        "", ANY_TEXT, "csv, sites: a schema.json of `kindred schema`, which decides columns, categories and target"
+    )
+    inputs: str = setting(
+        "auto", one_of("auto", *KINDS),
+        "npz: what x holds; auto: bytes are images, integers (n, length) tokens, other numbers (n, features) a table, "
+        "(n, channels, time) signals, and (n, height, width, channels) images",
+    )  # fmt: skip
+    class_weights: str = setting(
+        "",
+        ANY_TEXT,
+        "weights of the classes, or of labels that are true, in the loss: a number for each, separated by commas; "
+        "balanced: all count the same; empty: none",
+    )
     image_shape: str = setting("", ANY_TEXT, "sites: channels x height x width of every site's images: 1x28x28")
     num_classes: int = setting(0, at_least(0), "sites: number of classes")
     class_names: str = setting("", ANY_TEXT, "sites: class names in order, separated by commas, if data have names")
@@ -174,12 +205,12 @@ class Config:
     samples_per_client: int = setting(
         0,
         at_least(0),
-        "training images per client (dirichlet, dirichlet-clients, label-groups, clustered-dirichlet: mean number of "
-        "images for training and test together); 0: as in the partition's paper, else 40 for digits and at most 500 "
-        "elsewhere",
+        "training samples per client (by-client: at most; dirichlet, dirichlet-clients, label-groups, "
+        "clustered-dirichlet: mean number of samples for training and test together); 0: all with by-client, elsewhere "
+        "as in the partition's paper, else 40 for digits and at most 500",
     )
     with_replacement: bool = setting(
-        False, TRUE_OR_FALSE, "draw images of a class again when all are used, instead of ending with an error"
+        False, TRUE_OR_FALSE, "draw samples of a class again when all are used, instead of ending with an error"
     )
 
     dirichlet_alpha: float = setting(
@@ -188,16 +219,30 @@ class Config:
         "dirichlet, clustered-dirichlet: concentration; the smaller, the more the clients' shares of a class, or "
         "cluster, differ; dirichlet-clients: the fewer classes a client has",
     )
+    min_samples: int = setting(
+        10, at_least(2), "by-client: least number of samples, for training and test together, of a client"
+    )
+    test_share: float = setting(
+        0.3,
+        between(0, 1),
+        "fraction of the samples that is for test, of each client with by-client, if data do not say",
+    )
     public_data: str = setting(
         "auto",
         ANY_TEXT,
-        "unlabelled images that all clients have (PerFed-CKT), or the server (FedDF): a dataset, or an .npz file "
-        "with x; auto: images of the dataset that no client has, for cifar10 images of cifar100",
+        "unlabelled samples that all clients have (PerFed-CKT), or the server (FedDF): a dataset, or an .npz file "
+        "with x; auto: samples of the dataset that no client has, for cifar10 images of cifar100",
     )
     public_size: int = setting(
-        0, at_least(0), "images of public-data; 0: all of a file, else 2000, of the run's own dataset at most a tenth"
+        0, at_least(0), "samples of public-data; 0: all of a file, else 2000, of the run's own dataset at most a tenth"
     )
 
+    metric: str = setting(
+        "auto",
+        one_of("auto", *METRICS),
+        "metric by which results are shown and compared, of those that the clients report; auto: accuracy, for numbers "
+        "rmse",
+    )
     model: str = setting(
         "auto",
         Range(
@@ -205,8 +250,8 @@ class Config:
             _are_models,
             "auto, a name that `kindred datasets` lists, or several separated by commas, smallest first",
         ),
-        "the network; auto: the one for the images' size; several (if models do not travel): the more images a client "
-        "has, the more likely it gets a larger one",
+        "the network; auto: the one for the inputs' kind and size; several (if models do not travel): the more samples "
+        "a client has, the more likely it gets a larger one",
     )
     local_epochs: int = of(LOCAL_EPOCHS)
     max_local_epochs: int = of(MAX_LOCAL_EPOCHS)
@@ -223,7 +268,7 @@ class Config:
         1.0,
         A_SHARE,
         "fraction of the clients that take part in a round, rounded down; clients that cannot take part, such as those "
-        "without images, count but are not drawn",
+        "without samples, count but are not drawn",
     )
     sampling: str = of(SAMPLING)
     min_train_clients: int = setting(2, at_least(1), "least number of clients that take part in a round")
@@ -319,6 +364,7 @@ class Config:
         return replace(
             self,
             data_dir=whole(self.data_dir),
+            schema=whole(self.schema),
             public_data=self.public_data if self.public_data in ("auto", *DATASETS) else whole(self.public_data),
             output_dir=whole(self.output_dir or "."),
         )

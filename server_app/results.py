@@ -1,14 +1,16 @@
 """The results of a run: one folder, complete when it holds summary.json and no checkpoint.
 
-    config.json                      settings, seed, true groups, images, versions, platform, start (UTC); written first
+    config.json                      settings, seed, headline metric, true groups, names of clients, samples,
+                                     versions, platform, start (UTC); written first
     history.csv                      a line per round and client; grows every round
     rounds.csv                       a line per round, also for evaluations before and after them; grows every round
     collaboration/round-0003.npz     clients (m,), weights (m, m) float32: weight of each client's model for each client
     models/client-ID.safetensors     each client's personal model, after the last round
     mixtures/client-ID.safetensors   FedeRiCo, FedEM: the models that a client predicts with, and their shares
     checkpoints/round-0003-SHA256.npz  the state after a round, until the run is finished
+    schema.json                      tables: columns, types, categories, and how they are prepared
     clusters.json, clusters.png      Clustered FL: the tree of clusters and the clients in each
-    accuracy.png, collaboration.png, partition.png
+    accuracy.png, collaboration.png, partition.png; rmse.png or the like for another headline metric
     weights.png                      weights over rounds, where they change; FedEM: the clients' shares of components
     networks.png                     the clients with each network, where there are several networks
     report.html                      all results in one page
@@ -41,6 +43,7 @@ from safetensors.numpy import save_file
 
 from kindred.client.state import partial_files, replacing
 from kindred.engine.checkpoint import Checkpoints
+from kindred.engine.history import HeadlineColumns
 from kindred.messages import ClientId, in_order, read_record
 
 from .config import ConfigError
@@ -68,20 +71,7 @@ if TYPE_CHECKING:
     from kindred.engine.strategy import PersonalizedStrategy
 
 HISTORY_COLUMNS = ("round", "client", "status", "seconds", "bytes-down", "bytes-up")
-ROUNDS_COLUMNS = (
-    "round",
-    "asked",
-    "answered",
-    "seconds",
-    "bytes-down",
-    "bytes-up",
-    "evaluated",
-    "personal",
-    "accuracy",
-    "accuracy-weighted",
-    "accuracy-p10",
-    "accuracy-best",
-)
+ROUNDS_COLUMNS = ("round", "asked", "answered", "seconds", "bytes-down", "bytes-up", "evaluated", "personal")
 
 
 class RunFolder:
@@ -95,8 +85,12 @@ class RunFolder:
         another.
     groups : sequence of int, optional
         The true group of each client of the federation, if there are groups.
-    images : str, optional
-        Text that identifies the run's images; see `app.images_of`.
+    samples : str, optional
+        Text that identifies the run's samples; see `app.samples_of`.
+    metric : str
+        Name of the headline metric.
+    names : sequence of str
+        The name of each client, if they have names.
 
     Attributes
     ----------
@@ -107,20 +101,25 @@ class RunFolder:
     ------
     ConfigError
         `output-dir` cannot be written to; then no folder is left behind. Or `resume` is not the folder of an
-        unfinished run with these settings and images.
+        unfinished run with these settings and samples.
     """
 
     def __init__(
-        self, run_config: Mapping[str, Any], groups: Sequence[int] | None = None, images: str | None = None
+        self,
+        run_config: Mapping[str, Any],
+        groups: Sequence[int] | None = None,
+        samples: str | None = None,
+        metric: str = "accuracy",
+        names: Sequence[str] = (),
     ) -> None:
         self.settings = dict(run_config)
         if self.settings["resume"]:
             self.path = Path(self.settings["resume"]).expanduser().absolute()
             check_resumable(self.settings)
             config = read_config(self.path)
-            if None not in (images, config.get("images")) and images != config["images"]:
+            if None not in (samples, config.get("images")) and samples != config["images"]:
                 raise ConfigError(
-                    f"resume is {self.settings['resume']!r}, a run with other images: the files of its "
+                    f"resume is {self.settings['resume']!r}, a run with other samples: the files of its "
                     "data have changed since"
                 )
             before = config.get("versions") or versions()
@@ -132,19 +131,18 @@ class RunFolder:
                     ", ".join(f"{name} was {before.get(name)} and is {versions()[name]}" for name in changed),
                 )
         else:
-            self._make(groups, images)
+            self._make({"metric": metric, "groups": groups, "names": list(names) or None, "images": samples})
         self._history = GrowingTable(self.path / "history.csv", HISTORY_COLUMNS)
-        self._rounds = GrowingTable(self.path / "rounds.csv", ROUNDS_COLUMNS)
+        self._rounds = GrowingTable(self.path / "rounds.csv", (*ROUNDS_COLUMNS, *HeadlineColumns.of(metric)))
 
-    def _make(self, groups: Sequence[int] | None, images: str | None) -> None:
+    def _make(self, about: Mapping[str, Any]) -> None:
         started = datetime.now(UTC)
         data = what_data(self.settings).replace(", ", "-")
         name = f"{started:%Y%m%d-%H%M%S}-{self.settings['strategy']}-{data}-seed{self.settings['seed']}"
         config = {
             "settings": self.settings,
             "seed": self.settings["seed"],
-            "groups": groups,
-            "images": images,
+            **about,
             "started": f"{started:%Y-%m-%dT%H:%M:%SZ}",
             "versions": versions(),
             "platform": platform.platform(),
@@ -223,8 +221,8 @@ class RunFolder:
         strategy : PersonalizedStrategy
             After its run.
         federation : Federation, optional
-            The clients' data, for the picture of the partition, and the true groups, for that of the collaboration;
-            None if sites have their own data.
+            The clients' data, for the picture of the partition, and their names and true groups; None if sites have
+            their own data.
         about : callable, optional
             Return the metadata to write with a client's model, such as its network.
         kept : mapping, optional
@@ -247,8 +245,11 @@ class RunFolder:
         kept = {name: files for name, files in (kept or {}).items() if files}
         records = {} if "models" in kept else strategy.client_models()
         models = client_files("models", kept.get("models", records))
-        summary = summarise(self.settings, history, models)
+        names = federation.names if federation else ()
+        summary = summarise(self.settings, history, models, names)
         write_json(self.path / "summary.json", summary)
+        if federation and federation.task.inputs.kind == "table":
+            write_json(self.path / "schema.json", federation.task.to_dict())
 
         for name, files in kept.items():
             self._copy_files(files, client_files(name, files))
@@ -257,7 +258,9 @@ class RunFolder:
         if tree:
             write_json(self.path / "clusters.json", tree)
 
-        pictures = run_figures(self.path, self.settings, history.rows, last, strategy.collaboration, tree, federation)
+        pictures = run_figures(
+            self.path, self.settings, history.metric, history.rows, last, strategy.collaboration, tree, federation
+        )
         for name, draw in pictures.items():
             with failing_is_a_warning(self.path / f"{name}.png"):
                 if figure := draw():

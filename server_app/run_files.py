@@ -100,7 +100,7 @@ def check_resumable(run_config: Mapping[str, Any]) -> None:
     ConfigError
         It has other settings, does not exist, or is finished.
     """
-    before = read_settings(run_config["resume"])
+    before = Config().run_config() | read_settings(run_config["resume"])  # an older run did not have all settings
     keys = [key for key in before | dict(run_config) if key not in ("resume", "output-dir")]
     if differing := [key for key in keys if before.get(key) != run_config.get(key)]:
         what = ", ".join(f"{key} was {before.get(key)!r} and is {run_config.get(key)!r}" for key in differing)
@@ -126,7 +126,17 @@ def read_summary(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{folder} holds no summary.json: the run is not finished; run it again") from None
 
 
-# --- Names of files, JSON, pictures ----------------------------------------------------------------------
+# --- Names of clients and files, JSON, pictures ----------------------------------------------------------------------
+
+
+def name_of(client: ClientId, names: Sequence[str]) -> str:
+    """Return a client's name, of the names of clients 0, 1, 2 and so on; "" if it has none."""
+    return names[client] if isinstance(client, int) and 0 <= client < len(names) else ""
+
+
+def labels_of(clients: Iterable[ClientId], names: Sequence[str]) -> list[str]:
+    """Return clients' ids as texts, each with the client's name if it has one."""
+    return [f"{client} {name}" if (name := name_of(client, names)) else str(client) for client in clients]
 
 
 def client_array(clients: Sequence[ClientId]) -> np.ndarray:

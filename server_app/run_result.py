@@ -15,6 +15,7 @@ from kindred.data import load_federation
 from kindred.lazy import lazy
 from kindred.messages import ClientId
 
+from .headline import Headline
 from .prediction.predictor import Predictor
 from .report.collaboration import matrix_files, read_matrix
 from .report.run_figures import run_figures
@@ -45,15 +46,17 @@ class RunResult:
         Every setting by its name in kebab-case.
     summary : dict
         The figures of the whole run, as in summary.json; accuracies are in [0, 1].
+    headline : Headline
+        The metric by which the run is judged.
     rows : list of dict
         The history, a row for each round and client, as in history.csv. A row lacks what was not reported.
     rounds : list of dict
         A row for each round, as in rounds.csv.
     tables : dict of pandas.DataFrame
-        "clients" (last accuracy and model file of each), "rounds" and "history".
+        "clients" (name, last value of the headline metric and model file of each), "rounds" and "history".
     figures : dict of matplotlib.figure.Figure
-        "accuracy", "collaboration", "partition"; "weights" where weights change over rounds, "networks" where there are
-        several, "clusters" of a method that clusters its clients.
+        "accuracy" (or the other headline metric), "collaboration", "partition"; "weights" where weights change over
+        rounds, "networks" where there are several, "clusters" of a method that clusters its clients.
     models : PersonalModels
         client -> its personal model.
     """
@@ -62,8 +65,8 @@ class RunResult:
         self.folder = Path(folder).absolute()
 
     def __repr__(self) -> str:
-        accuracy = self.summary["accuracy"]
-        reached = "" if accuracy is None else f", accuracy {100 * accuracy:.1f} %"
+        value = self.summary[self.headline.name]
+        reached = "" if value is None else f", {self.headline.metric.title} {self.headline.text(value)}"
         what = f"{self.settings['strategy']} on {what_data(self.settings)}, seed {self.settings['seed']}"
         return f"<RunResult: {what}{reached}, in {self.folder}>"
 
@@ -74,6 +77,10 @@ class RunResult:
     @cached_property
     def summary(self) -> dict[str, Any]:
         return read_summary(self.folder)
+
+    @cached_property
+    def headline(self) -> Headline:
+        return Headline.of([self.summary])
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
@@ -98,6 +105,7 @@ class RunResult:
         pictures = run_figures(
             self.folder,
             self.settings,
+            self.headline.name,
             self.rows,
             self.summary["rounds"],
             self._last_collaboration,
@@ -136,7 +144,7 @@ class PersonalModels(Mapping[ClientId, "dict[str, torch.Tensor]"]):
         return len(self.files)
 
     def module(self, client: ClientId) -> torch.nn.Module:
-        """Return a client's network with its personal model; it takes images on the scale that the file states."""
+        """Return a client's network with its personal model; it takes inputs on the scale that the file states."""
         return Predictor.load(self.files[client]).module
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kindred.data import DataError
+from kindred.data import DataError, load_federation
 
 from .checks import check, check_machine, check_method
 from .comparison.plan import make_plan
@@ -17,6 +17,7 @@ from .engines import Engine, execute
 from .presets import load_preset
 from .run_log import Outcome, RunFailed
 from .run_result import RunResult
+from .schema_text import schema_lines
 
 
 def run_methods(
@@ -46,11 +47,20 @@ def run_methods(
     others = [replace(config, strategy=name, resume="") for name in dict.fromkeys(against) if name != config.strategy]
     check([config, *others], engine)
     on_line(f"{config.strategy} on {config.dataset}, {config.partition}, {config.num_clients} clients")
+    _describe(config, on_line)
     results = [_result(execute(config, engine, on_line))]
     for other in others:
         on_line(f"\n{other.strategy}")
         results.append(_result(execute(other, replace(engine, name="inline"), on_line)))
     return results
+
+
+def _describe(config: Config, on_line: Callable[[str], None]) -> None:
+    """Print the schema of data that are no images, and what of the data is not used."""
+    federation = load_federation(config.run_config())
+    lines = [] if federation.task.inputs.kind == "image" else schema_lines(federation.task)
+    for line in (*lines, *federation.remarks):
+        on_line(line)
 
 
 def _result(outcome: Outcome) -> RunResult:
@@ -118,6 +128,7 @@ def compare_methods(
     if len(unusable) == len(plan.configs):
         raise next(iter(unusable.values()))
     on_line(f"{plan.title}: {', '.join(plan.configs)}")
+    _describe(next(config for name, config in plan.configs.items() if name not in unusable), on_line)
     reasons = {name: str(error) for name, error in unusable.items()}
     content, code = carry_out(plan, lambda config: execute(config, engine, on_line), on_line, reasons, command)
     return ComparisonResult(content, plan.folder), code

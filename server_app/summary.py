@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -11,11 +13,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kindred.engine.history import COMPUTE
+from kindred.engine.history import COMPUTE, HeadlineColumns
 from kindred.messages import ClientId, in_order
 
+from .headline import Headline
 from .report.comparison_figures import comparison_figure
-from .run_files import failing_is_a_warning, read_summary, save_figure, what_data
+from .run_files import failing_is_a_warning, name_of, read_summary, save_figure, what_data
 from .tables import read_table
 
 if TYPE_CHECKING:
@@ -24,7 +27,9 @@ if TYPE_CHECKING:
 SUMMED = (*COMPUTE, "floats", "bytes-fedavg")
 
 
-def summarise(settings: Mapping[str, Any], history: History, models: Mapping[ClientId, str]) -> dict[str, Any]:
+def summarise(
+    settings: Mapping[str, Any], history: History, models: Mapping[ClientId, str], names: Sequence[str] = ()
+) -> dict[str, Any]:
     """Return the figures of a whole run.
 
     Parameters
@@ -34,6 +39,8 @@ def summarise(settings: Mapping[str, Any], history: History, models: Mapping[Cli
     history : History
     models : mapping
         client -> file of its model.
+    names : sequence of str
+        The name of each client, if they have names.
 
     Returns
     -------
@@ -41,9 +48,10 @@ def summarise(settings: Mapping[str, Any], history: History, models: Mapping[Cli
         None represents what nobody reported.
 
         - `rounds`: number of training rounds.
-        - `accuracy` (mean over clients), `accuracy-weighted`, `accuracy-p10`, `accuracy-best` (BMTA): as in the last
-          line of rounds.csv.
-        - `personal`: the evaluation that accuracies are of.
+        - `metric`: the headline metric. For accuracy the next columns are `accuracy` (mean over clients),
+          `accuracy-weighted`, `accuracy-p10` and `accuracy-best` (BMTA), as in the last line of rounds.csv.
+          `HeadlineColumns` names those of other metrics.
+        - `personal`: the evaluation that these are of.
         - `seconds`, `bytes-down`, `bytes-up`: of the whole run, with evaluations before and after the rounds.
         - `seconds-per-round`: of training.
         - `samples-trained`, `samples-predicted`: by all clients.
@@ -51,17 +59,17 @@ def summarise(settings: Mapping[str, Any], history: History, models: Mapping[Cli
           would have sent with the same models, both ways.
         - `left-out`: a list of `client` and `reason`.
         - `refused`: a list of `client` and `reasons`: reasons for refused replies, with their counts.
-        - `clients`: a list of `client`, its last known `accuracy` and its `model` file.
+        - `clients`: a list of `client`, its `name` if it has one, its last known `accuracy` (or the other metric), and
+          its `model` file.
     """
     training = training_rounds(settings, history)
     last = history.rounds[-1] if history.rounds else {}
-    accuracies = history.last_accuracies()
+    values, columns = history.last_values(), HeadlineColumns.of(history.metric)
     return {
         **{key: settings[key] for key in ("strategy", "dataset", "partition", "seed")},
         "rounds": len(training),
-        **{
-            key: last.get(key) for key in ("personal", "accuracy", "accuracy-weighted", "accuracy-p10", "accuracy-best")
-        },
+        "metric": history.metric,
+        **{key: last.get(key) for key in ("personal", *columns)},
         "seconds": float(sum(line["seconds"] for line in history.rounds)),
         "seconds-per-round": float(sum(line["seconds"] for line in training)) / len(training) if training else None,
         "bytes-down": int(sum(line["bytes-down"] for line in history.rounds)),
@@ -74,7 +82,12 @@ def summarise(settings: Mapping[str, Any], history: History, models: Mapping[Cli
         "left-out": [{"client": client, "reason": history.left_out[client]} for client in in_order(history.left_out)],
         "refused": [{"client": client, "reasons": reasons} for client, reasons in history.refused().items()],
         "clients": [
-            {"client": client, "accuracy": accuracies.get(client), "model": models.get(client)}
+            {
+                "client": client,
+                **({"name": name} if (name := name_of(client, names)) else {}),
+                history.metric: values.get(client),
+                "model": models.get(client),
+            }
             for client in in_order({row["client"] for row in history.rows} | models.keys())
         ],
     }
@@ -86,38 +99,42 @@ def training_rounds(settings: Mapping[str, Any], history: History) -> list[dict[
 
 
 def comparison_table(summaries: Sequence[Mapping[str, Any]], terminal: bool = True) -> Table:
-    """Return a table of runs side by side: accuracies in percent, seconds, megabytes (10^6 bytes).
+    """Return a table of runs side by side: their headline metric, seconds, megabytes (10^6 bytes).
 
     Parameters
     ----------
     summaries : sequence of mapping
         From `RunFolder.finish` or `read_summary`, in the order of the lines.
     terminal : bool
-        If false, there are no rules, and the best of each column of accuracies is not emphasised.
+        If false, there are no rules, and the best of each column of the metric is not emphasised.
+
+    Raises
+    ------
+    ConfigError
+        The runs have different headline metrics.
     """
+    headline = Headline.of(summaries)
     table = Table(box=box.SIMPLE_HEAD if terminal else None, show_edge=terminal, pad_edge=False)
     table.add_column("strategy", no_wrap=True)
-    columns = {"mean %": "accuracy", "best %": "accuracy-best", "bottom decile %": "accuracy-p10"}
-    for name in (*columns, "seconds", "MB down", "MB up"):
+    mean, _, worst_decile, best = headline.columns
+    titles = {"mean": mean, "best": best, headline.decile: worst_decile}
+    for name in (*(f"{title} {headline.unit}" for title in titles), "seconds", "MB down", "MB up"):
         table.add_column(name, justify="right", no_wrap=True)
-    most = {key: max((s[key] for s in summaries if s[key] is not None), default=None) for key in columns.values()}
+    known = {key: [each[key] for each in summaries if each[key] is not None] for key in titles.values()}
+    top = {key: reduce(headline.metric.better, values) for key, values in known.items() if values}
     for summary in summaries:
         cells = []
-        for key in columns.values():
-            text = _digit(summary[key], 100)
-            cells.append(f"[bold]{text}[/bold]" if terminal and summary[key] == most[key] is not None else text)
-        cells += [_digit(summary["seconds"]), *(_digit(summary[key], 1e-6) for key in ("bytes-down", "bytes-up"))]
+        for key in titles.values():
+            text = "-" if summary[key] is None else headline.number(summary[key])
+            cells.append(f"[bold]{text}[/bold]" if terminal and summary[key] == top.get(key, math.nan) else text)
+        cells.append(f"{summary['seconds']:.1f}")
+        cells += [f"{1e-6 * summary[key]:.1f}" for key in ("bytes-down", "bytes-up")]
         table.add_row(summary["strategy"], *cells)
     return table
 
 
-def _digit(value: float | None, factor: float = 1) -> str:
-    """Return a number with one digit after the point; "-" if it is not known."""
-    return "-" if value is None else f"{factor * value:.1f}"
-
-
 def compare_runs(folders: Sequence[Path], picture: Path, file: TextIO | None = None) -> None:
-    """Put finished runs side by side: print the table, and draw their accuracies over rounds in one picture.
+    """Put finished runs side by side: print the table, and draw their headline metric over rounds.
 
     Parameters
     ----------
@@ -131,7 +148,7 @@ def compare_runs(folders: Sequence[Path], picture: Path, file: TextIO | None = N
     Raises
     ------
     ValueError
-        One of the runs is not finished.
+        One of the runs is not finished, or they have different headline metrics.
     """
     summaries = [read_summary(folder) for folder in folders]
     console = Console(file=file or sys.stdout, highlight=False)
@@ -144,4 +161,5 @@ def compare_runs(folders: Sequence[Path], picture: Path, file: TextIO | None = N
     ]
     settings = {f"{what_data(summary)}, seed {summary['seed']}" for summary in summaries}
     with failing_is_a_warning(picture):
-        save_figure(comparison_figure(runs, settings.pop() if len(settings) == 1 else "Runs compared"), picture)
+        title = settings.pop() if len(settings) == 1 else "Runs compared"
+        save_figure(comparison_figure(runs, Headline.of(summaries), title), picture)

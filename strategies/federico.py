@@ -78,6 +78,7 @@ from .messages import (
     to_record,
     with_prefix,
 )
+from .objectives import SMALLEST
 from .parts.federico_copies import Copies
 from .parts.federico_losses import LARGEST_LOSS, LOSSES, Losses
 from .parts.federico_requests import (
@@ -90,7 +91,7 @@ from .parts.federico_requests import (
     request_of,
 )
 from .parts.federico_updates import MODELS, received_models, weighted_update
-from .parts.mixture import SMALLEST, Arrays, mixture_shares
+from .parts.mixture import Arrays, mixture_shares
 from .registry import Method
 from .settings import A_SHARE, LEARNING_RATE, OPTIMIZER, STORE, TRUE_OR_FALSE, Setting, at_least, one_of, within
 
@@ -218,7 +219,7 @@ class FedeRiCoClient:
             model = visit.model(arrays)
             loss = scale * visit.loss(model)
             losses.append(min(loss, LARGEST_LOSS) if np.isfinite(loss) else LARGEST_LOSS)
-            predictions[owner] = predict(model, site.test[0])
+            predictions[owner] = predict(model, site.test[0], visit.objective)
         table.update(list(models), losses, None if config["accumulate"] else float(config["beta"]))
         log_rest = log_rest_of(table, models, temperature)
         weights = collaborator_weights(table.averages(models), temperature, log_rest)  # (k,)
@@ -250,7 +251,7 @@ class FedeRiCoClient:
 def evaluate_mixture(
     visit: Visit, table: Losses, models: dict[ClientId, Arrays], predictions: dict[ClientId, np.ndarray], prefix: str
 ) -> dict[str, float]:
-    """Return accuracy and loss of the mixture with which a client predicts, and of its own model.
+    """Return metrics and loss of the mixture with which a client predicts, and of its own model.
 
     Parameters
     ----------

@@ -10,10 +10,11 @@ QUERY with action `identity`: the server sends only its `kindred-version`. The r
 | --- | --- | --- |
 | `client-id` | all clients | the client's id |
 | `kindred-version` | clients made by `make_client_app` | the client's version |
-| `num-examples`, `num-classes` | all without a problem | training samples, classes of the network |
+| `num-examples`, `num-classes` | all without a problem | training samples, outputs of the network |
+| `objective` | all without a problem | name of the objective, see `objectives` |
 | `share-model` | all without a problem | false if other sites must not receive the site's model |
 | `network` | clients that know it | name of the network |
-| `public-set`, `num-public` | clients with a public set | its fingerprint and its number of images |
+| `public-set`, `num-public` | clients with a public set | its fingerprint and its number of inputs |
 | `methods` | clients made by `make_client_app` | the methods that the client supports |
 | `problem` | clients that fail to introduce themselves | the reason; only `client-id` is then sent beside it |
 
@@ -38,6 +39,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+
+from .metrics import METRICS as KINDS_OF_METRICS
 
 Record = TypeVar("Record", ArrayRecord, MetricRecord, ConfigRecord)
 
@@ -70,6 +73,7 @@ NETWORK = "network"
 PUBLIC_SET = "public-set"
 NUM_PUBLIC = "num-public"
 NUM_CLASSES = "num-classes"
+OBJECTIVE = "objective"
 # In a site's node config: whether other sites may receive its model, and whether the server may know its weights.
 SHARE_MODEL = "share-model"
 REPORT_WEIGHTS = "report-weights"
@@ -82,7 +86,7 @@ MODEL_BYTES = "model-bytes"
 # Samples that the client half of a method has processed in a round, see `Visit.compute`.
 SAMPLES_TRAINED = "samples-trained"
 SAMPLES_PREDICTED = "samples-predicted"
-# Evaluations on a client's test data are named WHICH-accuracy and WHICH-loss. WHICH is the model:
+# Evaluations on a client's test data are named WHICH-METRIC, such as trained-accuracy. WHICH is the model:
 RECEIVED = "received"  # the model received from the server
 TRAINED = "trained"  # the model after local training
 TUNED = "tuned"  # the received model, fine-tuned for this client alone
@@ -91,13 +95,20 @@ BETWEEN = "between"  # a model between the one received from the server and the 
 AFTER_TRAINING = (TRAINED, OWN)  # models that the last training reply evaluates: no further evaluation is needed
 PERSONAL = "personal"  # the model among these that is the method's result for the client
 
+LOSS = "loss"
+
+
+def ordinary_names(metric: str) -> tuple[str, ...]:
+    """Return the names under which a separate evaluation may report a metric: our clients' and ordinary ones."""
+    return (metric, f"eval_{metric}", *(["eval_acc"] if metric == "accuracy" else []))
+
+
 # The names of metrics that this project knows, from its own clients and from ordinary ones.
-ORDINARY_NAMES = {"accuracy": ("accuracy", "eval_accuracy", "eval_acc"), "loss": ("loss", "eval_loss")}
 KNOWN_METRICS = frozenset({
     NUM_EXAMPLES, NUM_TEST_EXAMPLES, TRAIN_LOSS, "train_loss", MODEL_BYTES, SAMPLES_TRAINED, SAMPLES_PREDICTED,
-    *(name for names in ORDINARY_NAMES.values() for name in names),
+    *(name for metric in KINDS_OF_METRICS.own for name in ordinary_names(metric)),
     *(f"{which}-{measure}" for which in (RECEIVED, TRAINED, TUNED, OWN, BETWEEN, "mixture", "validation")
-      for measure in ORDINARY_NAMES),
+      for measure in KINDS_OF_METRICS.own),
 })  # fmt: skip
 
 ClientId = int | str

@@ -55,6 +55,7 @@ from .messages import (
     MODEL_BYTES,
     NUM_CLASSES,
     NUM_PUBLIC,
+    OBJECTIVE,
     PUBLIC_SET,
     SAMPLES_TRAINED,
     TRAIN_LOSS,
@@ -66,6 +67,7 @@ from .messages import (
     seed_for,
     to_record,
 )
+from .objectives import OBJECTIVES, Classes
 from .registry import Method
 from .settings import BY_SIZE, LOCAL_STEPS, Setting, at_least, one_of
 
@@ -222,9 +224,9 @@ def distillation_term(probabilities: torch.Tensor, centroid: torch.Tensor, disti
     return distill_weight * (centroid - probabilities).square().sum(dim=1).mean()
 
 
-def floats_communicated(num_public: int, num_classes: int, uploads: int, num_centroids: int) -> int:
+def floats_communicated(num_public: int, num_outputs: int, uploads: int, num_centroids: int) -> int:
     """Return |P| N (m + c), the floats of a round. As in the paper, centroids count once, as a broadcast."""
-    return num_public * num_classes * (uploads + num_centroids)
+    return num_public * num_outputs * (uploads + num_centroids)
 
 
 # --- The client ---------------------------------------------------------------------------------------
@@ -255,13 +257,15 @@ class PerFedCKTClient:
             def term() -> torch.Tensor:
                 visit.compute[SAMPLES_TRAINED] += size
                 batch = torch.randint(len(public), (size,), generator=draws).to(visit.device)
-                return distillation_term(model(public[batch]).float().softmax(dim=1), target[batch], distill_weight)
+                return distillation_term(
+                    visit.objective.predictions(model(public[batch]).float()), target[batch], distill_weight
+                )
 
         if steps := int(config[LOCAL_STEPS.key]):  # none in round 0
             metrics[TRAIN_LOSS] = visit.train(model, epochs=0, steps=steps, term=term if distill_weight else None)
         logits = visit.predict(model, public).astype(str(LOGITS_DTYPE.read(config)))  # (P, N)
         if not np.isfinite(logits).all():
-            raise ValueError("the trained model's probabilities are not finite; the client keeps its previous model")
+            raise ValueError("the trained model's predictions are not finite; the client keeps its previous model")
         metrics |= {**visit.evaluation(TRAINED, model), **visit.counts(), MODEL_BYTES: _bytes(model)}
         return RecordDict(
             {
@@ -282,6 +286,10 @@ def _bytes(model: torch.nn.Module) -> int:
 
 
 # --- The server ---------------------------------------------------------------------------------------
+
+
+PublicSet = tuple[str, int, int, str]
+"""A client's public set and its predictions for it: fingerprint, |P|, N, and the name of the objective."""
 
 
 class PerFedCKT(PersonalizedStrategy):
@@ -357,7 +365,7 @@ class PerFedCKT(PersonalizedStrategy):
 
     def begin(self, initial_arrays: ArrayRecord) -> None:
         """Reset the state; `initial_arrays` is not used, because clients initialise their own models."""
-        self.public_set: tuple[str, int, int] | None = None  # fingerprint, |P|, N
+        self.public_set: PublicSet | None = None
         self._received: dict[ClientId, np.ndarray] = {}  # (P, N) each, of the round in progress
         self._centroids: np.ndarray | None = None  # (c', P, N), of the last round with replies
         self._sent: int = 0  # number of centroids sent in the round in progress
@@ -382,8 +390,8 @@ class PerFedCKT(PersonalizedStrategy):
     def layout(self) -> Layout:  # type: ignore[override]  # known when the first client has reported its public set
         """Layout of the logits that clients send."""
         assert self.public_set is not None
-        _, num_public, num_classes = self.public_set
-        return Layout({LOGITS: np.broadcast_to(np.zeros((), self.logits_dtype), (num_public, num_classes))})
+        _, *shape, _ = self.public_set  # |P|, N
+        return Layout({LOGITS: np.broadcast_to(np.zeros((), self.logits_dtype), shape)})
 
     def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
         return {
@@ -402,12 +410,19 @@ class PerFedCKT(PersonalizedStrategy):
 
     def inspect(self, client: ClientId, reply: Reply) -> None:
         assert self.public_set is not None  # the client has reported its own
-        fingerprint, _, _ = self.public_set
+        fingerprint, _, _, objective = self.public_set
+        kind = OBJECTIVES.get(objective)
         if (theirs := reply.config.get(PUBLIC_SET)) != fingerprint:
             raise Refused(f"its public set is {theirs}, expected {fingerprint}")
+        if kind is None or not kind.probabilities:
+            return
         logits = reply.arrays[LOGITS]  # (P, N)
         if (lowest := logits.min()) < 0:
             raise Refused(f"logits of image {int(logits.min(axis=1).argmin())} hold {lowest:g}, allowed: 0 to 1")
+        if not kind.has_classes:  # labels have probabilities of their own
+            if (highest := logits.max()) > 1:
+                raise Refused(f"logits of image {int(logits.max(axis=1).argmax())} hold {highest:g}, allowed: 0 to 1")
+            return
         off = np.abs(logits.sum(axis=1, dtype=np.float64) - 1)  # (P,)
         if off.max() > SUM_TOLERANCE:
             image = int(off.argmax())
@@ -425,8 +440,8 @@ class PerFedCKT(PersonalizedStrategy):
         self.history.count(clusters=0)
         if answered:
             self._cluster(server_round, answered)
-        _, num_public, num_classes = self.public_set
-        floats = floats_communicated(num_public, num_classes, len(answered), self._sent)
+        _, num_public, num_outputs, _ = self.public_set
+        floats = floats_communicated(num_public, num_outputs, len(answered), self._sent)
         sizes = [row.get(MODEL_BYTES) for row in self.history.open_rows()]
         known = [size for size in sizes if isinstance(size, int) and 0 <= size <= MOST_BYTES]
         fedavg = 2 * sum(known) if server_round > 0 else 0
@@ -477,23 +492,25 @@ class PerFedCKT(PersonalizedStrategy):
         return clients, together / together.sum(axis=1, keepdims=True)
 
 
-def _stated_set(about: Mapping[str, Any]) -> tuple[str, int, int] | None:
-    """Return the public set that a client reports (fingerprint, |P|, N); None if it reports none or a malformed one."""
-    fingerprint, num_public, num_classes = (about.get(key) for key in (PUBLIC_SET, NUM_PUBLIC, NUM_CLASSES))
-    if not isinstance(fingerprint, str) or not is_name(fingerprint):
+def _stated_set(about: Mapping[str, Any]) -> PublicSet | None:
+    """Return the public set that a client reports; None if it reports none or a malformed one."""
+    fingerprint, size, num_outputs = (about.get(key) for key in (PUBLIC_SET, NUM_PUBLIC, NUM_CLASSES))
+    objective = about.get(OBJECTIVE, Classes.name)
+    if not (isinstance(fingerprint, str) and is_name(fingerprint) and isinstance(objective, str)):
         return None
-    return (fingerprint, num_public, num_classes) if _is_size(num_public) and _is_size(num_classes) else None
+    return (fingerprint, size, num_outputs, objective) if _is_size(size) and _is_size(num_outputs) else None
 
 
 def _is_size(number: object) -> TypeGuard[int]:
     return isinstance(number, int) and 1 <= number <= MOST_PUBLIC
 
 
-def _described(public_set: tuple[str, int, int] | None) -> str:
+def _described(public_set: PublicSet | None) -> str:
     if public_set is None:
         return "no public set"
-    fingerprint, num_public, num_classes = public_set
-    return f"the public set {fingerprint} ({num_public} images) with {num_classes} classes"
+    fingerprint, size, num_outputs, objective = public_set
+    outputs = "classes" if objective == Classes.name else f"outputs ({objective})"
+    return f"the public set {fingerprint} ({size} images) with {num_outputs} {outputs}"
 
 
 METHOD = Method(

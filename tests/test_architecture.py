@@ -29,7 +29,7 @@ THIRD_PARTY = {
 # Modules of ours that a package may import, in addition to its own.
 ALLOWED = {
     "kindred": set(),
-    "kindred.data": {"kindred.extensions", "kindred.lazy", "kindred.torchvision_import"},
+    "kindred.data": {"kindred.extensions", "kindred.lazy", "kindred.objectives", "kindred.torchvision_import"},
     "kindred.client_app": {"kindred"},
     "kindred.server_app": {"kindred"},
 }

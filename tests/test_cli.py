@@ -61,7 +61,7 @@ def test_help_marks_what_is_required_by_brackets_alone() -> None:
         (["--set=fraction-train=1.5"], ["fraction-train", "1.5", "float"]),
         (["--set=min-train-clients=30"], ["min-train-clients", "30", "num-clients", "20"]),
         (["--set=min-available-clients=21"], ["min-available-clients", "21", "num-clients", "20"]),
-        (["--clients=5000"], ["num-clients", "5000", "images"]),
+        (["--clients=5000"], ["num-clients", "5000", "samples"]),
         (["--set=samples-per-client=500"], ["samples-per-client", "500"]),
         (["--dataset=npz"], ["data-dir is not set", "npz"]),
         (["--dataset=mnist", "--data-dir=nowhere"], ["data-dir", "nowhere", "does not exist"]),

@@ -10,10 +10,10 @@ import torch
 from flwr.app import ConfigRecord
 
 from kindred import REGISTRY, InlineGrid, Site, make_client_app
-from kindred.client.evaluation import evaluate
 from kindred.client.training import get_arrays
 from kindred.messages import BETWEEN, RECEIVED, to_record
 
+from .scores import evaluate
 from .test_conformance import everything, make
 
 CLIENTS = 4

@@ -30,12 +30,13 @@ from kindred.server_app.comparison import (
     runs as comparison_runs,
 )
 from kindred.server_app.comparison.files import as_csv, write
-from kindred.server_app.comparison.metrics import METRICS
-from kindred.server_app.comparison.plan import images_a_client, make_plan, run_hash
+from kindred.server_app.comparison.metrics import numbers_of
+from kindred.server_app.comparison.plan import make_plan, run_hash, samples_a_client
 from kindred.server_app.comparison.runs import carry_out, known_runs
 from kindred.server_app.comparison.statistics import signed_rank
 from kindred.server_app.comparison.texts import remarks, tables
 from kindred.server_app.config import Config, ConfigError
+from kindred.server_app.headline import Headline
 from kindred.server_app.presets import load_preset, preset_names
 from kindred.server_app.report.comparison_figures import comparison_figure, sweep_figure
 from kindred.server_app.results import RunFolder
@@ -222,7 +223,7 @@ def test_a_method_that_fails_is_reported_in_one_line_and_the_others_run(compared
         (["--strategies=local", "--set=seed=1"], ["seed", "--seeds"]),
         (["--strategies=local", "--set=local:seed=1"], ["seed", "--seeds"]),
         (["--strategies=local", "--set=local:"], ["'local:'", "key=value"]),
-        (["--strategies=local", "--clients=5000"], ["num-clients", "5000", "images"]),
+        (["--strategies=local", "--clients=5000"], ["num-clients", "5000", "samples"]),
         (["--strategies=local", "--dataset=npz"], ["data-dir is not set", "npz"]),
         (["--strategies=local", "--cpus-per-client=0"], ["--cpus-per-client", "0"]),
         (["--strategies=federico", "--vary=beta"], ["--vary", "'beta'", "key=value,value"]),
@@ -262,7 +263,7 @@ def prepared_runs(accuracies: dict[tuple[str, int], list[float]], failing: tuple
         if who in failing:
             return Outcome(1, "it broke\nin two lines")
         found = accuracies[who]
-        folder = RunFolder(config.run_config(), images=comparison_runs.images_of_run(config))
+        folder = RunFolder(config.run_config(), samples=comparison_runs.samples_of_run(config))
         mean = statistics.mean(found)
         (folder.path / "rounds.csv").write_text(f"round,accuracy\n1,{mean + 0.1}\n2,{mean}\n")
         (folder.path / "summary.json").write_text(
@@ -353,7 +354,7 @@ def test_runs_of_other_versions_or_without_an_image_record_are_reused_with_a_not
     (tmp_path / "not-a-run" / "config.json").write_text('{"settings": {"dataset": "cheese"}}')
     said = []
     carry_out(plan, prepared_runs({}), said.append, {}, ["kindred"])
-    unlike = "torch was 2.0, its images are not recorded"
+    unlike = "torch was 2.0, its samples are not recorded"
     assert said == [f"run 1/1  local, seed 0: reused, {path.parent} ({unlike})"]
 
 
@@ -426,8 +427,8 @@ def test_a_run_is_identified_by_all_settings_that_affect_its_results():
 def test_a_finished_run_is_preferred_to_an_interrupted_one(tmp_path):
     config = Config(strategy="local", output_dir=str(tmp_path))
     done = prepared_runs({("local", 0): [0.5]})(config).results
-    images = comparison_runs.images_of_run(config)
-    cut = RunFolder(config.run_config(), images=images).path
+    images = comparison_runs.samples_of_run(config)
+    cut = RunFolder(config.run_config(), samples=images).path
     assert cut.name > done.name
     assert known_runs(tmp_path) == {run_hash(config.run_config(), images): done}
 
@@ -457,7 +458,7 @@ def test_a_scale_reduces_rounds_and_images_and_every_output_states_it(tmp_path):
 
 def test_images_a_client_are_counted_as_the_setting_counts_them():
     def images(**settings) -> float:
-        return images_a_client(Config(num_clients=4, num_groups=2, **settings))
+        return samples_a_client(Config(num_clients=4, num_groups=2, **settings))
 
     assert images() == 40 and images(samples_per_client=7) == 7
     assert images(partition="label-groups") == round(899 / 4, 1)  # training and test images together, of all 899
@@ -496,7 +497,7 @@ def partition_of(settings):
 def test_a_preset_is_complete_and_its_settings_are_valid(name):
     preset = load_preset(name)
     plan = make_plan([], {}, {}, preset=preset)
-    assert preset.metric in METRICS and plan.reference == preset.reference
+    assert preset.metric in numbers_of(Headline()) and plan.reference == preset.reference
     assert re.search(r"arXiv:\d{4}\.\d{5}: (Table|Figure) \d", preset.source) and preset.measures and preset.notes
     assert list(preset.paper) == (list(preset.strategies) if ": Table" in preset.source else [])
     assert list(dict.fromkeys(variant.of for variant in plan.variants.values())) == list(preset.strategies)
@@ -580,7 +581,7 @@ def test_the_papers_numbers_sent_are_those_of_200_rounds_with_the_presets_m(m):
 @pytest.fixture
 def without_images(monkeypatch):
     """Skip the check that images exist, since these would have to be downloaded."""
-    monkeypatch.setattr(comparison_runs, "images_of_run", lambda config: None)
+    monkeypatch.setattr(comparison_runs, "samples_of_run", lambda config: None)
 
 
 def test_the_command_overrides_the_preset(tmp_path, without_images):
@@ -755,7 +756,12 @@ def test_the_picture_of_a_sweep_shows_means_and_deviations_at_each_value(dropped
 
 def test_a_method_that_is_not_varied_is_a_line_across():
     figure = sweep_figure(
-        "m", ["1", "2", "3"], {"a": {"1": (0.5, None), "3": (0.7, None)}, "b": {"": (0.6, 0.1)}}, "best", "t"
+        "m",
+        ["1", "2", "3"],
+        {"a": {"1": (0.5, None), "3": (0.7, None)}, "b": {"": (0.6, 0.1)}},
+        Headline(),
+        "best",
+        "t",
     )
     a, b = figure.axes[0].lines
     assert a.get_xydata().tolist() == [[0, 50], [2, pytest.approx(70)]]
@@ -823,7 +829,7 @@ def test_the_picture_shows_the_mean_over_seeds_in_a_band_of_the_deviation():
         return [{"round": number, "accuracy": accuracy} for number, accuracy in enumerate(accuracies, 1)]
 
     figure = comparison_figure(
-        [("twice", [rounds(0.5, 0.6), rounds(0.7, 0.8, 0.9)]), ("once", [rounds(0.4, 0.5)])], "title"
+        [("twice", [rounds(0.5, 0.6), rounds(0.7, 0.8, 0.9)]), ("once", [rounds(0.4, 0.5)])], Headline(), "title"
     )
     (axes,) = figure.axes
     twice, once = (line for line in axes.get_lines() if len(line.get_xdata()) == 2)

@@ -139,7 +139,7 @@ def test_without_known_groups_a_self_weight_by_groups_is_refused() -> None:
     with pytest.raises(ConfigError, match="^self-weight is 'groups', and the groups of real sites are not known; set "):
         prepare(sites, load_clients(sites.run_config()))
     other = Config(strategy="local", self_weight="groups", partition="iid")  # which has no such setting
-    assert needed_by(other, load_federation(other.run_config())) == {}
+    assert needed_by(other, load_federation(other.run_config())) == {"metric": "accuracy"}
 
 
 def test_both_methods_accept_a_number_for_sigma_and_have_their_own_default() -> None:

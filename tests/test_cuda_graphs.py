@@ -15,11 +15,11 @@ from torch import nn
 
 from kindred import REGISTRY
 from kindred.client import cuda_graphs as graphs
-from kindred.client.evaluation import evaluate
 from kindred.client.models import make_model
 from kindred.client.training import get_arrays, pick_device, set_arrays, train, trained_weights
 
 from . import test_client
+from .scores import evaluate
 from .test_conformance import everything
 from .test_training import images, one_thread, order  # noqa: F401
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import kindred.data.features
 from kindred.client.models import make_model
 from kindred.data import DataError, load_federation
-from kindred.data.sources import load_images
+from kindred.data.sources import load_dataset
 from kindred.torchvision_import import import_torchvision
 
 DOMAINS, CLASSES = ("Art", "Real World"), ("Alarm_Clock", "Bed", "Chair")
@@ -82,7 +82,7 @@ def computed(monkeypatch):
 
 def refusal(data_dir) -> str:
     with pytest.raises(DataError) as error:
-        load_images("office-home", str(data_dir))
+        load_dataset("office-home", str(data_dir))
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -93,8 +93,8 @@ def kept(folder: Path) -> list[str]:
 
 
 def test_features_are_the_input_of_resnet18s_last_layer(folder):
-    images = load_images("office-home", str(folder))
-    assert images.x_train.dtype == images.x_test.dtype == np.float32 and images.num_classes == 3
+    images = load_dataset("office-home", str(folder))
+    assert images.x_train.dtype == images.x_test.dtype == np.float32 and images.objective.num_outputs == 3
     assert images.x_train.shape == (11, 512, 1, 1) and images.x_test.shape == (3, 512, 1, 1)
     # Classes have 6, 4 and 4 images, half of each class from Art; the second of every five is a test image.
     labels = np.array([0, 0, 0, 1, 1, 2, 2] * 2)
@@ -127,7 +127,7 @@ def test_every_fifth_image_of_a_class_is_a_test_image(folder, monkeypatch):
         "features_of",
         lambda place, paths: np.array([[number[path]] * 512 for path in paths], np.float32),
     )
-    images = load_images("office-home", str(folder))
+    images = load_dataset("office-home", str(folder))
     # Paths 0 to 3, 11 to 14 are class 0; 4, 15 class 1; 5 to 10, 16 to 21 class 2.
     assert images.x_test[:, 0, 0, 0].tolist() == [1, 6, 13, 15, 16, 21]
     assert images.y_test.tolist() == [0, 2, 0, 1, 2, 2]
@@ -146,13 +146,13 @@ def test_other_files_are_ignored_and_any_image_is_read(folder, computed):
     picture(1, (300, 20)).convert("L").save(folder / "Art" / "Bed" / "a.JPG")
     picture(2, (7, 301)).convert("P").save(folder / "Art" / "Bed" / "b.png")
     picture(3, (1, 1)).convert("RGBA").save(folder / "Art" / "Bed" / "c.webp")
-    images = load_images("office-home", str(folder))
-    assert computed == [17] and len(images) == 17 and images.num_classes == 3
+    images = load_dataset("office-home", str(folder))
+    assert computed == [17] and len(images) == 17 and images.objective.num_outputs == 3
 
 
 def test_features_are_computed_once(folder, computed):
-    first = load_images("office-home", str(folder))
-    again = load_images("office-home", f"{folder}/")
+    first = load_dataset("office-home", str(folder))
+    again = load_dataset("office-home", f"{folder}/")
     assert computed == [14]
     for name in ("x_train", "y_train", "x_test", "y_test"):
         assert np.array_equal(getattr(first, name), getattr(again, name))
@@ -162,41 +162,41 @@ def test_features_are_computed_once(folder, computed):
 
 
 def test_a_moved_folder_keeps_its_features(folder, computed):
-    load_images("office-home", str(folder))
+    load_dataset("office-home", str(folder))
     moved = folder.rename(folder.with_name("moved"))
-    load_images("office-home", str(moved))
+    load_dataset("office-home", str(moved))
     assert computed == [14]
 
 
 def test_changed_data_are_computed_again(folder, computed):
     path = folder / "Art" / "Bed" / "00000.png"
-    before = load_images("office-home", str(folder))
+    before = load_dataset("office-home", str(folder))
     picture(99, (100, 100)).save(path)
-    after, stat = load_images("office-home", str(folder)), path.stat()
+    after, stat = load_dataset("office-home", str(folder)), path.stat()
     assert computed == [14, 14]
     changed = (before.x_train != after.x_train).any((1, 2, 3))
     assert np.flatnonzero(changed).tolist() == [2]  # the first training image of Bed, after two of Alarm_Clock
     path.rename(path.with_name("z.png"))
-    load_images("office-home", str(folder))
+    load_dataset("office-home", str(folder))
     path.with_name("z.png").unlink()
-    load_images("office-home", str(folder))
+    load_dataset("office-home", str(folder))
     picture(99, (100, 100)).save(path)
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    load_images("office-home", str(folder))  # as in the second computation
+    load_dataset("office-home", str(folder))  # as in the second computation
     assert computed == [14, 14, 14, 13]
     os.utime(path, ns=(0, 0))  # a new time stamp may mean another image of the same size
-    load_images("office-home", str(folder))
+    load_dataset("office-home", str(folder))
     assert computed == [14, 14, 14, 13, 14]
 
 
 def test_other_weights_give_other_features(folder, computed, weights):
-    before = load_images("office-home", str(folder))
+    before = load_dataset("office-home", str(folder))
     file = folder / "resnet18.safetensors"
     file.unlink()
     # A last layer for another number of classes, or none, is accepted.
     save_file({name: 1.1 * x if x.is_floating_point() else x for name, x in load_file(weights).items()
                if not name.startswith("fc.")}, file)  # fmt: skip
-    after = load_images("office-home", str(folder))
+    after = load_dataset("office-home", str(folder))
     assert computed == [14, 14] and not np.allclose(before.x_train, after.x_train)
 
 
@@ -208,11 +208,11 @@ def test_other_weights_give_other_features(folder, computed, weights):
     lambda path: np.savez(path, other=np.zeros((14, 512), np.float32)),
 ])  # fmt: skip
 def test_damaged_stored_features_are_computed_again(folder, computed, damage):
-    before = load_images("office-home", str(folder))
+    before = load_dataset("office-home", str(folder))
     (name,) = kept(folder)
     damage(folder / name)
-    assert np.array_equal(load_images("office-home", str(folder)).x_train, before.x_train)
-    assert np.array_equal(load_images("office-home", str(folder)).x_train, before.x_train)
+    assert np.array_equal(load_dataset("office-home", str(folder)).x_train, before.x_train)
+    assert np.array_equal(load_dataset("office-home", str(folder)).x_train, before.x_train)
     assert computed == [14, 14] and kept(folder) == [name]
 
 
@@ -232,7 +232,7 @@ def test_features_of_a_read_only_folder_are_stored_in_the_default_folder(folder,
     forbid(monkeypatch, folder)
     default = folder.parent / "home" / ".cache" / "kindred"
     for _ in range(2):
-        load_images("office-home", str(folder))
+        load_dataset("office-home", str(folder))
     assert computed == [14] and kept(folder) == []
     (path,) = default.iterdir()
     assert path.name.startswith("office-home-")
@@ -274,7 +274,7 @@ def test_weights_without_a_network_connection_are_refused(folder, monkeypatch):
 
 
 def test_weights_are_downloaded_by_torchvision_once(folder, computed, monkeypatch):
-    with_file = load_images("office-home", str(folder))
+    with_file = load_dataset("office-home", str(folder))
     (folder / "resnet18.safetensors").unlink()
     asked = []
 
@@ -284,11 +284,11 @@ def test_weights_are_downloaded_by_torchvision_once(folder, computed, monkeypatc
 
     enum = import_torchvision().models.ResNet18_Weights
     monkeypatch.setattr(enum, "get_state_dict", download)
-    downloaded = load_images("office-home", str(folder))
+    downloaded = load_dataset("office-home", str(folder))
     assert asked == [("https://download.pytorch.org/models/resnet18-f37072fd.pth", False, True, True)]
     assert not np.allclose(with_file.x_train, downloaded.x_train)
     monkeypatch.setattr(enum, "get_state_dict", None)  # not requested a second time
-    assert np.array_equal(load_images("office-home", str(folder)).x_train, downloaded.x_train)
+    assert np.array_equal(load_dataset("office-home", str(folder)).x_train, downloaded.x_train)
     assert computed == [14, 14]
 
 
@@ -330,7 +330,7 @@ def test_stored_features_do_not_change_the_partition(folder, computed):
     states = []
     for _ in range(2):
         torch.manual_seed(3)
-        load_images("office-home", str(folder))
+        load_dataset("office-home", str(folder))
         states.append(torch.get_rng_state())
     assert computed == [14] and torch.equal(*states)
 
@@ -345,18 +345,21 @@ def test_a_federation_of_features_has_all_images(folder):
         "samples-per-client": 0,
         "with-replacement": False,
         "dirichlet-alpha": 0.4,
+        "min-samples": 10,
+        "test-share": 0.3,
+        "class-weights": "",
         "public-data": "auto",
         "public-size": 0,
         "seed": 0,
     }
     federation = load_federation(settings)
-    assert federation.image_shape == (512, 1, 1) and federation.num_classes == 3
+    assert federation.task.inputs.shape == (512, 1, 1) and federation.task.objective.num_outputs == 3
     sizes = [(len(site.train[1]), len(site.test[1])) for site in map(federation.site_data, range(3))]
     assert sorted(sizes) == [(3, 1), (3, 1), (4, 2)]  # all 14 images: 4, 4 and 6
     assert ((federation.class_counts() > 0).sum(1) == 1).all()
     x = federation.site_data(0).train[0]
     assert x.shape[1:] == (512, 1, 1) and x.dtype == torch.float32
-    model = make_model("auto", federation.image_shape, federation.num_classes, seed=0)
+    model = make_model("auto", federation.task.inputs.shape, federation.task.objective.num_outputs, seed=0)
     assert model(x).shape == (len(x), 3)
     with pytest.raises(DataError, match="clients' own dataset.*no images of it"):
         federation.public_set()

@@ -19,6 +19,11 @@ DIGITS = {
     "samples-per-client": 0,
     "with-replacement": False,
     "dirichlet-alpha": 0.5,
+    "min-samples": 10,
+    "test-share": 0.3,
+    "class-weights": "",
+    "inputs": "auto",
+    "task": "auto",
     "public-data": "auto",
     "public-size": 0,
     "seed": 0,
@@ -51,7 +56,11 @@ def test_images_have_mean_0_and_deviation_1_in_each_channel():
     x[:2, 1] = 10  # mean 5, deviation 5
     x[:, 2] = 7  # does not vary
     federation = small(x)
-    assert federation.image_shape == (3, 1, 2) and federation.num_classes == 2 and federation.num_clients == 2
+    assert (
+        federation.task.inputs.shape == (3, 1, 2)
+        and federation.task.objective.num_outputs == 2
+        and federation.num_clients == 2
+    )
     data = federation.site_data(1)
     (x_train, y_train), (x_validation, y_validation), (x_test, y_test) = data.train, data.validation, data.test
     assert x_train.tolist() == [[[[-1, 1]], [[-1, -1]], [[0, 0]]]] * 2
@@ -129,7 +138,7 @@ def test_only_existing_clients_have_data():
 def test_the_default_federation():
     federation = load_federation(DIGITS)
     assert federation.groups.tolist() == [0] * 5 + [1] * 5 + [2] * 5 + [3] * 5
-    assert federation.image_shape == (1, 8, 8) and federation.num_classes == 10
+    assert federation.task.inputs.shape == (1, 8, 8) and federation.task.objective.num_outputs == 10
     assert (federation.class_counts() == 4).all()
     images = []
     for client in range(20):
@@ -149,14 +158,18 @@ def test_the_same_settings_give_the_same_data_in_any_order_of_requests(partition
     data = {
         "x_train": rng.integers(0, 256, (300, 6, 6), dtype=np.uint8),
         "y_train": np.arange(300) % 5,
+        "client_train": np.arange(300) % 7,
         "x_test": rng.integers(0, 256, (200, 6, 6), dtype=np.uint8),
         "y_test": np.arange(200) % 5,
+        "client_test": np.arange(200) % 7,
     }
     np.savez(file, **data)
     np.savez(tmp_path / "b.npz", **data)
     config = DIGITS | {
         "dataset": "npz", "partition": partition, "num-clients": 6, "num-groups": 3, "public-size": 1, "seed": 5
     }  # fmt: skip
+    if partition == "by-client":  # which draws only where there are more samples or clients than asked for
+        config["samples-per-client"] = 20
     one = load_federation(config | {"data-dir": str(file)})
     other = load_federation(config | {"data-dir": str(tmp_path / "b.npz")})
     assert one is not other
@@ -189,10 +202,12 @@ def test_every_name_has_a_description():
         "office-home",
         "sites",
         "npz",
+        "csv",
+        "text",
     }
     assert set(PARTITIONS) == {
         "iid", "pathological", "practical", "rotated", "permuted", "dirichlet", "dirichlet-clients", "label-groups",
-        "clustered-dirichlet",
+        "clustered-dirichlet", "by-client",
     }  # fmt: skip
     for text in [entry.description for entry in (*DATASETS.values(), *PARTITIONS.values())]:
         assert text and "\n" not in text

@@ -13,7 +13,7 @@ from kindred.data.partitions.request import Partition
 from kindred.data.sources import DataError
 
 DEALT = [name for name, scheme in PARTITIONS.items() if scheme.total]
-OTHERS = [name for name in PARTITIONS if name not in DEALT]
+OTHERS = [name for name in PARTITIONS if name not in (*DEALT, "by-client")]
 
 MNIST_TRAIN = [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
 MNIST_TEST = [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]

@@ -8,8 +8,8 @@ import torch
 
 import kindred.data.public
 from kindred.data import PARTITIONS, DataError, load_federation
-from kindred.data.public import hold_out_size, public_images, public_source
-from kindred.data.sources import load_images
+from kindred.data.public import hold_out_size, public_inputs, public_source
+from kindred.data.sources import load_dataset
 
 SETTINGS = {
     "dataset": "npz",
@@ -20,6 +20,11 @@ SETTINGS = {
     "samples-per-client": 10,
     "with-replacement": False,
     "dirichlet-alpha": 1.0,
+    "min-samples": 10,
+    "test-share": 0.3,
+    "class-weights": "",
+    "inputs": "auto",
+    "task": "auto",
     "public-data": "auto",
     "public-size": 0,
     "seed": 0,
@@ -33,7 +38,7 @@ def write(path, n_train=300, n_test=100, classes=5, shape=(6, 6), dtype=np.uint8
         x = np.zeros((size, *shape), dtype)
         number = first + start + np.arange(size).reshape(-1, *[1] * (len(shape) - 2))
         x[:, 0, 0], x[:, 0, 1] = number // 256, number % 256
-        arrays |= {f"x_{name}": x, f"y_{name}": np.arange(size) % classes}
+        arrays |= {f"x_{name}": x, f"y_{name}": np.arange(size) % classes, f"client_{name}": np.arange(size) % 4}
     np.savez(path, **arrays)
     return str(path)
 
@@ -44,7 +49,9 @@ def numbers(x) -> list[int]:
 
 def seen(federation, normalised) -> list[int]:
     """Numbers of normalised images."""
-    mean, deviation = (np.float32(of)[:, None, None] for of in (federation.task.mean, federation.task.deviation))
+    mean, deviation = (
+        np.float32(of)[:, None, None] for of in (federation.task.inputs.mean, federation.task.inputs.deviation)
+    )
     return numbers(np.rint(normalised.numpy() * deviation + mean))
 
 
@@ -88,11 +95,11 @@ def test_no_client_has_an_image_of_the_public_set(file, partition, samples):
 def test_the_public_set_is_read_once_when_first_requested(file, monkeypatch):
     asked = []
 
-    def reading(dataset, data_dir):
+    def reading(dataset, data_dir, **settings):
         asked.append(dataset)
-        return load_images(dataset, data_dir)
+        return load_dataset(dataset, data_dir, **settings)
 
-    monkeypatch.setattr(kindred.data.public, "load_images", reading)
+    monkeypatch.setattr(kindred.data.public, "load_dataset", reading)
     one = federation(file, seed=11)
     assert asked == []
     assert one.public_set() is one.public_set()
@@ -135,7 +142,7 @@ def test_a_part_of_the_dataset_has_the_requested_size():
 
 def images_of(source, **options):
     options = {"dataset": "cifar10", "data_dir": "", "size": 0, "spare": np.arange(5), "seed": 0} | options
-    return public_images(source, **options)
+    return public_inputs(source, kind="image", settings={}, **options)
 
 
 @pytest.mark.parametrize("place", ["", "cifar10.npz"])
@@ -162,7 +169,7 @@ def test_images_of_a_file_keep_its_order(file, tmp_path, shape):
     x = np.random.default_rng(0).integers(0, 256, (30, *shape), dtype=np.uint8)
     np.savez(tmp_path / "public.npz", x=x)
     public_of = federation(file, public_data=str(tmp_path / "public.npz"))
-    (mean,), (deviation,) = np.float32(public_of.task.mean), np.float32(public_of.task.deviation)
+    (mean,), (deviation,) = np.float32(public_of.task.inputs.mean), np.float32(public_of.task.inputs.deviation)
     wanted = (x.reshape(30, 1, 6, 6) - mean) / deviation  # on the scale of the clients' images
     assert np.array_equal(public_of.public_set().numpy(), wanted)
     first = federation(file, public_data=str(tmp_path / "public.npz"), public_size=7).public_set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 
@@ -15,13 +16,16 @@ from kindred import InlineGrid
 from kindred.client.state import ClientState
 from kindred.client_app.app import app
 from kindred.data import DataError, Sites, Task, load_clients, load_federation, read_site
+from kindred.data.inputs import TableInputs
+from kindred.data.schema import Column, Schema
+from kindred.objectives import Classes
 from kindred.server_app.app import run
 from kindred.server_app.config import Config
 from kindred.server_app.run_files import read_summary
 from kindred.server_app.tables import read_table
 
 RUN_CONFIG = {"image-shape": "1x4x6", "num-classes": 3, "class-names": "", "input-mean": 0.5, "input-deviation": 0.25,
-              "samples-per-client": 0}  # fmt: skip
+              "samples-per-client": 0, "schema": "", "class-weights": "", "test-share": 0.3, "seed": 0}  # fmt: skip
 
 
 def refusal(call) -> str:
@@ -60,7 +64,7 @@ def tables(path: Path, labels=("0", "1")) -> Path:
 def test_an_npz_file_is_read(tmp_path) -> None:
     images = read_site(npz(tmp_path / "a.npz", labels=(0, 2)))  # no image of class 1 here
     assert images.x_train.shape == (6, 1, 4, 6) and images.x_train.dtype == np.uint8
-    assert images.y_test.tolist() == [0, 2, 0] and images.num_classes == 3
+    assert images.y_test.tolist() == [0, 2, 0] and images.objective.num_outputs == 3
 
 
 @pytest.mark.parametrize(("mode", "channels"), [("L", 1), ("RGB", 3)])
@@ -71,17 +75,35 @@ def test_folders_of_images_are_read(tmp_path, mode, channels) -> None:
     assert images.x_train[3].max() == (11 if mode == "L" else 9)
 
 
-def test_tables_are_images_of_one_pixel(tmp_path) -> None:
-    images = read_site(tables(tmp_path))
-    assert images.x_train.tolist() == [[[[1.5]], [[2.0]]], [[[-3.0]], [[40.0]]]] and images.x_train.dtype == np.float32
-    assert images.y_train.tolist() == [0, 1] and images.x_test.ravel().tolist() == [7, 8]
+TABLE = Task(
+    TableInputs(Schema((Column("width", (), False, 2.0, 38.0), Column("height")), "label", "site", "day")),
+    Classes(2, ("0", "1")),
+)
+
+
+def test_tables_are_read_by_the_schema_of_the_task(tmp_path) -> None:
+    site = read_site(tables(tmp_path), task=TABLE)  # with neither a site nor a day, which divide data
+    assert site.x_train.tolist() == [[2, 1.5], [40, -3]] and site.x_test.tolist() == [[8, 7]]
+    assert site.y_train.tolist() == [0, 1] and site.y_test.tolist() == [1] and site.clients_train is None
+
+
+def test_a_table_without_a_test_part_is_divided_by_its_time(tmp_path) -> None:
+    rows = [f"{k},{k % 2},0,{(7 * k) % 10}" for k in range(10)]
+    (tmp_path / "a.csv").write_text("\n".join(["width,label,height,day", *rows]))
+    (tmp_path / "schema.json").write_text(json.dumps(TABLE.to_dict()))
+    run_config = Config(dataset="sites", schema="/of/the/server.json", test_share=0.3).run_config()
+    sites = Sites.of(run_config, {"data-dir": str(tmp_path / "a.csv"), "schema": str(tmp_path / "schema.json")})
+    data = sites.site_data("lyon")
+    assert sites.task == TABLE and len(data.train[1]) == 7 and len(data.test[1]) == 3
+    late = [(k - 2) / 38 for k in range(10) if (7 * k) % 10 > 6]
+    assert np.allclose(sorted(data.test[0][:, 0].tolist()), late) and data.train[0].shape == (7, 2)
+    assert "schema is not in the node config" in refusal(lambda: Sites.of(run_config, {"data-dir": "a.csv"}))
 
 
 def test_class_names_have_the_order_that_the_run_gives(tmp_path) -> None:
     names = ("dog", "cat", "owl")
     images = read_site(folders(tmp_path / "images", names=("cat", "dog")), names)
-    assert images.y_train.tolist() == [1, 1, 0, 0] and images.num_classes == 3
-    assert read_site(tables(tmp_path / "table", labels=("owl", "cat")), names).y_train.tolist() == [2, 1]
+    assert images.y_train.tolist() == [1, 1, 0, 0] and images.objective.num_outputs == 3
     text = refusal(lambda: read_site(tmp_path / "images", ("dog", "owl")))
     assert "'cat'" in text and "dog, owl" in text
     assert "class-names" in refusal(lambda: read_site(tmp_path / "images"))
@@ -107,20 +129,32 @@ def edited(path: Path, old: str, new: str) -> Path:
     ("make", "words"),
     [
         (lambda path: path / "nothing", ["data-dir", "nothing", "train.csv"]),
-        (lambda path: npz(path / "a.npz", y_train=np.arange(5)), ["a.npz", "6 images", "5 labels"]),
+        (lambda path: npz(path / "a.npz", y_train=np.arange(5)), ["a.npz", "6 samples", "y_train 5"]),
         (damaged, ["1.png", "image"]),
         (of_two_sizes, ["0.png", "6x5", "6x4"]),
-        (lambda path: edited(path, "label", "class"), ["train.csv", "label"]),
-        (lambda path: edited(path, "4e1", "many"), ["train.csv", "many"]),
-        (lambda path: edited(path, "4e1", "inf"), ["train.csv", "finite"]),
-        (lambda path: edited(path, ",4e1", ""), ["line 3", "2 cells", "3"]),
-        (lambda path: edited(path, "height", "depth"), ["depth", "height"]),
-        (lambda path: tables(path, labels=("1" * 26, "0")), ["1" * 26, "0 to 999999999", "class-names"]),
-        (lambda path: edited(path, "\n1.5,0,2\n-3,1,4e1", ""), ["train.csv", "no rows"]),
+        (tables, ["data-dir", "a table", "needs a schema", "kindred schema"]),
+        (lambda path: tables(path) / "train.csv", ["data-dir", "a table", "needs a schema"]),
     ],
 )
 def test_data_that_do_not_fit_are_refused_in_one_line(tmp_path, make, words) -> None:
     text = refusal(lambda: read_site(make(tmp_path)))
+    assert all(word in text for word in words), text
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("label", "class", ["train.csv has no column 'label'", "the target 'label'"]),
+        ("4e1", "many", ["train.csv: row 3, column width: 'many', allowed: a number"]),
+        ("4e1", "inf", ["row 3, column width: 'inf'"]),
+        (",4e1", "", ["row 3 has 2 cells", "header 3"]),
+        ("height", "depth", ["train.csv has no column 'height'", "depth"]),
+        ("1,4e1", "2,4e1", ["row 3, column label: '2', allowed: one of 0, 1"]),
+        ("\n1.5,0,2\n-3,1,4e1", "", ["train.csv", "no rows"]),
+    ],
+)
+def test_tables_that_do_not_fit_the_schema_are_refused_in_one_line(tmp_path, old, new, words) -> None:
+    text = refusal(lambda: read_site(edited(tmp_path, old, new), task=TABLE))
     assert all(word in text for word in words), text
 
 
@@ -159,7 +193,7 @@ def test_another_shape_or_more_classes_are_refused_with_the_expected_ones(tmp_pa
     text = read({"data-dir": str(npz(tmp_path / "a.npz", shape=(6, 4)))})
     assert "1x6x4" in text and "expected 1x4x6" in text
     text = read({"data-dir": str(npz(tmp_path / "b.npz", labels=(0, 3)))})
-    assert "3" in text and "expected 3 classes" in text
+    assert "b.npz" in text and "from 0 to 3" in text and "3 classes" in text
     assert "data-dir" in read({})
     assert "public-data" in refusal(Sites.of(RUN_CONFIG, {}).public_set)
 
@@ -254,7 +288,7 @@ def test_a_site_stores_its_results_of_a_run(tmp_path, strategy, files) -> None:
         accuracies = [row["personal-accuracy"] for row in rows if "personal-accuracy" in row]
         for name in files - {"last", "losses"}:  # these are the methods' own states
             model, task = Task.from_metadata(state.about(name))
-            assert model == "digits-cnn" and (task.image_shape, task.num_classes) == ((1, 8, 8), 10)
+            assert model == "digits-cnn" and (task.inputs.shape, task.objective.num_outputs) == ((1, 8, 8), 10)
         if "model" in files:
             assert float(state.about("model")["accuracy"]) == accuracies[-1]
             assert float(state.about("best")["accuracy"]) == max(accuracies)

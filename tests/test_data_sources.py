@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from kindred.data import DATASETS, DataError
-from kindred.data.sources import CIFAR100_SUPERCLASSES, load_images
+from kindred.data.sources import CIFAR100_SUPERCLASSES, load_dataset
 from kindred.torchvision_import import import_torchvision
 
 ROOT = Path(__file__).parents[1]
@@ -40,13 +40,13 @@ def write(path: Path, **changes) -> str:
 
 def refusal(dataset: str, data_dir: str | Path) -> str:
     with pytest.raises(DataError) as error:
-        load_images(dataset, str(data_dir))
+        load_dataset(dataset, str(data_dir))
     assert "\n" not in str(error.value)
     return str(error.value)
 
 
 def test_digits_are_in_fixed_stratified_halves():
-    images = load_images("digits")
+    images = load_dataset("digits")
     assert images.x_train.shape == (899, 1, 8, 8) and images.x_test.shape == (898, 1, 8, 8)
     assert images.x_train.dtype == np.uint8 and images.x_train.max() == 16
     train, test = np.bincount(images.y_train), np.bincount(images.y_test)
@@ -64,10 +64,10 @@ def test_cifar100_has_20_superclasses_of_5():
 @pytest.mark.parametrize("shape", [(4, 5), (4, 5, 1), (4, 5, 3)])
 def test_npz_images_are_channels_first(tmp_path, shape):
     given_arrays = arrays(shape=shape)
-    images = load_images("npz", write(tmp_path / "a.npz", **given_arrays))
+    images = load_dataset("npz", write(tmp_path / "a.npz", **given_arrays))
     channels = shape[2] if len(shape) == 3 else 1
     assert images.x_train.shape == (12, channels, 4, 5) and images.x_test.shape == (6, channels, 4, 5)
-    assert images.num_classes == 3
+    assert images.objective.num_outputs == 3
     assert (images.x_train[3, :, 0, 0] == 203).all() and (images.x_train[3, :, 1:] == 3).all()
     assert images.y_train.dtype == np.int64 and images.y_train.tolist() == given_arrays["y_train"].tolist()
 
@@ -80,7 +80,7 @@ def test_npz_may_have_floats_and_other_compressions(tmp_path):
             content = io.BytesIO()
             np.save(content, array)
             archive.writestr(f"{name}.npy", content.getvalue())
-    images = load_images("npz", str(path))
+    images = load_dataset("npz", str(path), inputs="image")
     assert images.x_train.dtype == np.float32
     assert np.array_equal(images.x_train[:, 0], floats["x_train"])
 
@@ -89,7 +89,7 @@ def test_a_folder_may_contain_the_npz_of_its_dataset(tmp_path):
     named = arrays(n=20, classes=10, shape=(28, 28))
     write(tmp_path / "mnist.npz", **named)
     for data_dir in (tmp_path, tmp_path / "mnist.npz", os.path.relpath(tmp_path)):
-        assert np.array_equal(load_images("mnist", str(data_dir)).x_train[:, 0], named["x_train"])
+        assert np.array_equal(load_dataset("mnist", str(data_dir)).x_train[:, 0], named["x_train"])
 
 
 X, Y = arrays()["x_train"], arrays()["y_train"]
@@ -99,22 +99,23 @@ X, Y = arrays()["x_train"], arrays()["y_train"]
     ("changes", "words"),
     [
         ({"x_test": None, "y_train": None}, ["has no y_train, x_test"]),
-        ({"y_train": Y[:-1]}, ["x_train has 12 images", "y_train 11 labels"]),
-        ({"x_train": X[:, 0]}, ["x_train", "(12, 5)"]),
+        ({"y_train": Y[:-1]}, ["x_train has 12 samples", "y_train 11"]),
+        ({"x_train": X[0, 0]}, ["x_train has 5 samples"]),
         ({"x_train": X.reshape(12, 2, 2, 5)}, ["x_train", "(12, 2, 2, 5)", "channels"]),
-        ({"x_train": X.astype(np.int32)}, ["x_train", "int32", "uint8"]),
-        ({"x_train": X.astype(str)}, ["x_train", "uint8"]),
+        ({"x_train": X.astype(np.int32)[..., None]}, ["x_train", "int32", "uint8"]),
+        ({"x_train": X.astype(str)}, ["x_train", "<U", "numbers"]),
         ({"x_train": np.where(X == 3, np.nan, X)}, ["x_train", "not finite"]),
         ({"x_train": X * 1e300}, ["x_train", "not finite"]),
         ({"x_train": X[:0], "y_train": Y[:0]}, ["x_train", "empty"]),
         ({"x_test": arrays(shape=(6, 6))["x_test"]}, ["(1, 4, 5)", "(1, 6, 6)"]),
-        ({"y_train": Y.astype(float)}, ["y_train", "float64", "integers"]),
-        ({"y_train": Y[:, None]}, ["y_train", "(12, 1)"]),
+        ({"y_train": Y[:, None]}, ["y_train", "other than 0 and 1"]),
+        ({"y_train": Y.astype(complex)}, ["y_train", "complex128", "integers"]),
+        ({"y_train": np.array(3)}, ["y_train is a single value"]),
         ({"y_train": Y - 1}, ["y_train", "-1", "0 to C - 1"]),
-        ({"y_train": Y + 1}, ["no image of class 0"]),
-        ({"y_train": np.where(Y == 1, 10**15, Y)}, ["no image of class 1"]),
+        ({"y_train": Y + 1}, ["no sample of class 0"]),
+        ({"y_train": np.where(Y == 1, 10**15, Y)}, ["no sample of class 1"]),
         ({"y_train": np.full(12, 2**64 - 1, np.uint64)}, ["y_train", str(2**64 - 1)]),
-        ({"y_test": np.array([0, 1, 2, 3, 0, 1])}, ["no image of class 3"]),
+        ({"y_test": np.array([0, 1, 2, 3, 0, 1])}, ["no sample of class 3"]),
         ({"y_train": 0 * Y, "y_test": np.zeros(6, int)}, ["one class"]),
         ({"y_train": np.array([{}] * 12)}, ["plain arrays"]),
     ],
@@ -161,7 +162,7 @@ def test_damaged_npz_are_refused_or_harmless(tmp_path_factory, place, byte, flip
         del damaged[place % len(damaged) :]
     path.write_bytes(damaged)
     try:
-        images = load_images("npz", str(path))
+        images = load_dataset("npz", str(path))
     except DataError as error:
         assert str(path) in str(error) and "\n" not in str(error)
     else:
@@ -183,9 +184,9 @@ def test_an_npz_of_another_dataset_is_refused(tmp_path):
     text = refusal("mnist", write(tmp_path / "a.npz"))
     assert "(1, 4, 5)" in text and "(1, 28, 28)" in text and "dataset=npz" in text
     text = refusal("mnist", write(tmp_path / "b.npz", **arrays(n=24, classes=11, shape=(28, 28))))
-    assert "label 10" in text and "0 to 9" in text
+    assert "11 classes" in text and "10 are due" in text and "dataset=npz" in text
     text = refusal("mnist", write(tmp_path / "c.npz", **arrays(n=24, classes=9, shape=(28, 28))))
-    assert "no image of class 9" in text
+    assert "9 classes" in text and "10 are due" in text
 
 
 def write_idx(folder: Path, stem: str, x: np.ndarray, y: np.ndarray) -> None:
@@ -208,11 +209,11 @@ def test_the_files_of_torchvision_are_read(tmp_path, dataset, classes, folder, s
     y = np.arange(2 * classes) % classes
     for stem, part in zip(stems, (slice(None), slice(0, 5)), strict=True):
         write_idx(tmp_path / folder / "raw", stem, x[part], y[part])
-    images = load_images(dataset, str(tmp_path))
+    images = load_dataset(dataset, str(tmp_path))
     upright = x.transpose(0, 2, 1) if dataset == "emnist" else x  # EMNIST's files hold transposed images
     assert np.array_equal(images.x_train[:, 0], upright) and np.array_equal(images.y_train, y)
     assert np.array_equal(images.x_test[:, 0], upright[:5]) and np.array_equal(images.y_test, y[:5])
-    assert images.num_classes == DATASETS[dataset].num_classes == classes
+    assert images.objective.num_outputs == DATASETS[dataset].num_classes == classes
 
     images_file = tmp_path / folder / "raw" / f"{stems[0]}-images-idx3-ubyte"
     images_file.write_bytes(images_file.read_bytes()[:-1])
@@ -231,7 +232,7 @@ def test_the_files_of_torchvision_for_cifar10_are_read(tmp_path, monkeypatch):
         rows = slice(10 * batch, 10 * batch + 10)
         (folder / name).write_bytes(pickle.dumps({"data": x[rows].reshape(10, -1), "labels": y[rows].tolist()}))
     (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": list("abcdefghij")}))
-    images = load_images("cifar10", str(tmp_path))
+    images = load_dataset("cifar10", str(tmp_path))
     assert np.array_equal(images.x_train, x[:50]) and np.array_equal(images.y_train, y[:50])
     assert np.array_equal(images.x_test, x[50:]) and np.array_equal(images.y_test, y[50:])
 
@@ -254,10 +255,10 @@ def test_a_missing_dataset_is_downloaded_completely_or_not_at_all(tmp_path, monk
     assert str(tmp_path) in text and "mnist.npz" in text and "the network is unreachable" in text
     assert list(tmp_path.iterdir()) == []
     MNIST.works = True
-    assert load_images("mnist", str(tmp_path)).x_train.shape == (20, 1, 28, 28)
+    assert load_dataset("mnist", str(tmp_path)).x_train.shape == (20, 1, 28, 28)
     assert [path.name for path in tmp_path.iterdir()] == ["MNIST"]
     monkeypatch.setattr(MNIST, "download", None)  # not downloaded a second time
-    assert load_images("mnist", str(tmp_path)).x_train.shape == (20, 1, 28, 28)
+    assert load_dataset("mnist", str(tmp_path)).x_train.shape == (20, 1, 28, 28)
 
 
 def test_a_download_without_network_is_one_clear_error(tmp_path, monkeypatch):
@@ -322,4 +323,4 @@ def test_without_a_data_dir_the_download_folder_is_used(tmp_path, monkeypatch) -
     labels = np.arange(10)
     images = np.zeros((10, 28, 28), np.uint8)
     np.savez(folder / "fashion-mnist.npz", x_train=images, y_train=labels, x_test=images, y_test=labels)
-    assert len(load_images("fashion-mnist").x_train) == 10
+    assert len(load_dataset("fashion-mnist").x_train) == 10

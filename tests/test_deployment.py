@@ -50,7 +50,7 @@ PERFED_CKT = {"strategy": "perfed-ckt", "num_clusters": 2}
 FEDERATION = load_federation(Config(**SETTINGS, **DIGITS).run_config())
 TASK = FEDERATION.task
 SITES = {"dataset": "sites", "image_shape": "1x8x8", "num_classes": 10,
-         "input_mean": TASK.mean[0], "input_deviation": TASK.deviation[0]}  # fmt: skip
+         "input_mean": TASK.inputs.mean[0], "input_deviation": TASK.inputs.deviation[0]}  # fmt: skip
 
 
 def site_file(folder: Path, client: int) -> Path:
@@ -61,7 +61,7 @@ def write_data(folder: Path) -> None:
     """Write each site's images of the federation, as whole numbers from 0 to 16."""
 
     def numbers(x: Any) -> np.ndarray:
-        return np.rint(x.numpy()[:, 0].astype(np.float64) * TASK.deviation[0] + TASK.mean[0])
+        return np.rint(x.numpy()[:, 0].astype(np.float64) * TASK.inputs.deviation[0] + TASK.inputs.mean[0])
 
     for client in CLIENTS:
         data = FEDERATION.site_data(client)

@@ -10,12 +10,12 @@ import torch
 from flwr.app import ConfigRecord
 
 from kindred import Ditto, FedAvg, InlineGrid, Local, Site, make_client_app
-from kindred.client.evaluation import evaluate
 from kindred.client.training import get_arrays, set_arrays
 from kindred.messages import read_record, to_record
 
 from .client_apps import saved_models
 from .grids import FaultyGrid
+from .scores import evaluate
 from .test_client import CLIENTS, SETTINGS, app, load_site, network
 from .test_conformance import values
 

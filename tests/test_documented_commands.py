@@ -26,7 +26,7 @@ PROGRAMS = ("kindred", "flwr", "make", "pip", "git", "python", "examples/three-s
 MARKER = re.compile(r"<!-- commands: (?:not run: \S.*|run by (tests/\w+\.py)) -->")
 KINDRED = typer.main.get_command(run.commands.app)
 # Names of the example extension, which docs/extending.md uses.
-EXAMPLES = {"tumours", "amounts", "linear", "blend", "own-share"}
+EXAMPLES = {"tumours", "amounts", "linear", "blend", "own-share", "diabetes"}
 
 
 def blocks(text: str) -> Iterator[str]:

@@ -230,7 +230,7 @@ def test_progress_is_printed_or_only_problems_are_warnings(tmp_path, capsys, mon
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "local on digits, rotated, 3 clients"
     assert sum(line.startswith("round ") for line in lines) == 2
-    monkeypatch.setattr("kindred.server_app.report.figures.accuracy_figure", lambda *_: 1 / 0)
+    monkeypatch.setattr("kindred.server_app.report.figures.metric_figure", lambda *_: 1 / 0)
     with pytest.warns(UserWarning) as given:
         kindred.run("local", output=tmp_path, progress=False, **SMALL)
     (warning,) = given

@@ -24,7 +24,7 @@ CLIENTS = [1, 2, 3, 4]
 
 
 def test_only_clients_whose_training_replies_lack_the_result_are_asked_for_it() -> None:
-    plan = EvaluationPlan(TRAINED)
+    plan = EvaluationPlan(TRAINED, "accuracy")
     assert plan.has_result({"trained-accuracy": 0.5}) and not plan.has_result({"received-accuracy": 0.5})
     plan.trained(answered=[1, 2, 3], with_result=[])
     assert plan.after_round([1, 2, 4], not_replied={2}) == [1, 4]  # no client reported it: all sampled clients
@@ -38,20 +38,20 @@ def test_the_closing_evaluation_covers_models_without_a_report() -> None:
     history = History()
     history.rows = [{"round": 0, "client": client} for client in CLIENTS]  # of the evaluation before the first round
     history.rows += [{"round": 1, "client": 1}, {"round": 1, "client": 3}]
-    trained, received = EvaluationPlan(TRAINED), EvaluationPlan(RECEIVED)
+    trained, received = EvaluationPlan(TRAINED, "accuracy"), EvaluationPlan(RECEIVED, "accuracy")
     for plan in (trained, received):
         plan.evaluated(4)
         plan.trained(answered=[1, 3], with_result=[1])
         plan.evaluated(3)
     assert trained.after_last_round(CLIENTS, history) == [2, 4]  # never sampled
     assert received.after_last_round(CLIENTS, history) == [1, 2, 4]  # not evaluated since the last training
-    resumed = EvaluationPlan(RECEIVED)
+    resumed = EvaluationPlan(RECEIVED, "accuracy")
     resumed.restore(received.state())
     assert resumed.after_last_round(CLIENTS, history) == [1, 2, 4]
 
 
 def test_before_the_first_round_all_clients_without_a_result_are_asked() -> None:
-    plan = EvaluationPlan(TRAINED)
+    plan = EvaluationPlan(TRAINED, "accuracy")
     assert plan.before_first_round(CLIENTS, not_replied=set()) == CLIENTS
     plan.trained(answered=[1, 2], with_result=[2])  # in an exchange before the training rounds
     assert plan.before_first_round(CLIENTS, not_replied={3}) == [1, 4]
@@ -92,7 +92,7 @@ def test_the_best_of_a_run_with_sampled_clients_stands() -> None:
     means.append(means[-1])
     assert [line["accuracy"] for line in lines] == pytest.approx(means)
     assert [line["accuracy-best"] for line in lines] == pytest.approx([means[0], *[means[1]] * 5])
-    assert [progress(line, strategy.first_round, 4).split("  ")[0] for line in lines] == [
+    assert [progress(line, "accuracy", strategy.first_round, 4).split("  ")[0] for line in lines] == [
         "opening evaluation",
         *(f"round {r}/4" for r in (1, 2, 3, 4)),
         "closing evaluation",

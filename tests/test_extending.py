@@ -22,6 +22,7 @@ from .packages import install
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "extending"
 DOCUMENT = (ROOT / "docs" / "extending.md").read_text()
+TASK = {"datasets": "diabetes", "objectives": "upper-bound", "metrics": "pinball"}  # all in one file
 NAMES = {"datasets": "tumours", "partitions": "amounts", "models": "linear", "methods": "blend"}
 # A command, and the end of its output.
 COMMANDS = re.findall(r"^    (kindred run .*(?:\\\n.*)*)\n\nends with\n\n((?:    .*\n)+)", DOCUMENT, re.M)
@@ -40,31 +41,39 @@ def kindred(*arguments: str, path: Path, root: Path = ROOT) -> subprocess.Comple
     )  # fmt: skip
 
 
+def entry_points() -> set[tuple[str, str, str]]:
+    """Return the example's entry points: group, name and value."""
+    points = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]["entry-points"]
+    return {(group, name, value) for group, entries in points.items() for name, value in entries.items()}
+
+
 def in_the_table(lines: list[str]) -> dict[str, float]:
     """Mean accuracy by strategy, from the table at the end of a command's output."""
     start = max(number for number, line in enumerate(lines) if line.split()[:2] == ["strategy", "mean"])
-    found = [re.match(r"\s*([a-z-]+) +(\d+\.\d) +\d+\.\d +\d+\.\d", line) for line in lines[start + 1 :]]
+    found = [re.match(r"\s*([a-z-]+) +(\d+\.\d+) +\d+\.\d+ +\d+\.\d+", line) for line in lines[start + 1 :]]
     return {match[1]: float(match[2]) for match in found if match}
 
 
 def test_the_document_contains_the_example_unchanged() -> None:
     blocks = re.findall(r"^\[(\S+)\]\(\.\./(\S+)\):\n\n```python\n(.*?)```\n\n```toml\n(.*?)```", DOCUMENT, re.M | re.S)
     files = [path for path in sorted((EXAMPLE / "extending").glob("*.py")) if path.name != "__init__.py"]
-    assert sorted(ROOT / link for _, link, _, _ in blocks) == files and len(files) == 4
-    registered = (EXAMPLE / "pyproject.toml").read_text()
+    assert sorted(ROOT / link for _, link, _, _ in blocks) == files and len(files) == 5
+    registered = entry_points()
     for shown, link, code, lines in blocks:
         assert shown == link
         assert code == (ROOT / link).read_text()
-        assert lines in registered and len(lines.splitlines()) == 2  # the head of a table, and a row
+        stated = {(group, *entry) for group, entries in tomllib.loads(lines)["project"]["entry-points"].items()
+                  for entry in entries.items()}  # fmt: skip
+        assert stated <= registered and len(stated) == (len(TASK) if shown.endswith("task.py") else 1)
+        registered -= stated
+    assert not registered
 
 
 def test_each_extension_is_one_file_and_one_line() -> None:
-    points = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]["entry-points"]
-    assert {group: list(entries) for group, entries in points.items()} == {
-        f"kindred.{kind}": [name] for kind, name in NAMES.items()
-    }
-    values = [value for entries in points.values() for value in entries.values()]
-    assert len({value.partition(":")[0] for value in values}) == len(values) == 4
+    stated = {(group.removeprefix("kindred."), name): value.partition(":")[0] for group, name, value in entry_points()}
+    assert stated.keys() == NAMES.items() | TASK.items()
+    assert {stated[entry] for entry in TASK.items()} == {"extending.task"}
+    assert len({stated[entry] for entry in NAMES.items()} | {"extending.task"}) == len(NAMES) + 1
 
 
 @pytest.mark.parametrize(("command", "printed"), COMMANDS, ids=[f"command-{n}" for n in range(len(COMMANDS))])
@@ -79,8 +88,9 @@ def test_each_extension_alone_and_all_together_run_as_documented(installed, tmp_
 
 
 def test_the_document_runs_each_extension_alone_and_all_together() -> None:
-    used = [{name for name in NAMES.values() if re.search(rf"\b{name}\b", command)} for command, _ in COMMANDS]
-    assert used == [*({name} for name in NAMES.values()), set(NAMES.values())]
+    names = [*NAMES.values(), TASK["datasets"]]
+    used = [{name for name in names if re.search(rf"\b{name}\b", command)} for command, _ in COMMANDS]
+    assert used == [*({name} for name in names), set(NAMES.values())]
 
 
 def test_extensions_are_listed_with_built_in_ones(installed) -> None:

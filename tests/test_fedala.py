@@ -12,13 +12,13 @@ from safetensors.numpy import load_file
 
 from kindred import FedALA, FedAvg, InlineGrid, Site, make_client_app
 from kindred.baselines.fedala import aggregated, has_converged, improved_weights
-from kindred.client.evaluation import evaluate
 from kindred.client.state import saved_files
 from kindred.client.training import get_arrays, set_arrays
 from kindred.messages import by_prefix, read_record, to_record
 
 from .client_apps import saved_models
 from .grids import FaultyGrid
+from .scores import evaluate
 from .test_client import CLIENTS, SETTINGS, app, load_site, network
 from .test_conformance import values
 

@@ -436,7 +436,7 @@ def test_with_sites_the_server_s_own_file_has_the_public_images(tmp_path) -> Non
     [
         ("auto", 0, "public-data is 'auto', allowed with feddf and dataset sites: an .npz file with x"),
         ("mnist", 0, "public-data is 'mnist', allowed with feddf and dataset sites: an .npz file with x"),
-        ("public.npz", 8, "public-size is 8, and public.npz has 7 images"),
+        ("public.npz", 8, "public-size is 8, and public.npz has 7 samples"),
     ],
 )
 def test_with_sites_a_missing_or_unsuitable_file_of_public_images_is_refused(

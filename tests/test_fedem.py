@@ -19,7 +19,6 @@ from kindred.client.training import get_arrays, set_arrays
 from kindred.client_app.app import app as client_app
 from kindred.engine.model_store import drawn_anew
 from kindred.messages import by_prefix, in_order, read_record, to_record
-from kindred.parts.mixture import accuracy_and_loss
 from kindred.server_app.app import run as run_app
 from kindred.server_app.config import Config
 from kindred.server_app.prediction.predictor import Predictor
@@ -27,6 +26,7 @@ from kindred.server_app.tables import read_table
 
 from . import test_client, two_weights
 from .grids import FaultyGrid
+from .scores import accuracy_and_loss
 from .test_conformance import check_that_it_counts_as_a_missing_reply, values
 from .two_weights import Client, probabilities, weights_of
 
@@ -335,7 +335,7 @@ def test_mixtures_are_in_the_results_and_predict(tmp_path) -> None:
     for row in rows:
         path = folder / "mixtures" / f"client-{row['client']}.safetensors"
         assert {key.partition("/")[0] for key in load_file(path)} == {"0", "1", "2", "shares"}
-        found = Predictor.load(path).probabilities(np.zeros((4, 1, 8, 8), np.float32))
+        found = Predictor.load(path).predictions(np.zeros((4, 1, 8, 8), np.float32))
         assert found.shape == (4, 10) and found.sum(axis=1) == pytest.approx(1)
 
 

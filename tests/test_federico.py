@@ -32,10 +32,11 @@ from kindred.messages import METHODS, VERSION_KEY, decode, encode, read_record, 
 from kindred.parts import federico_copies
 from kindred.parts.federico_losses import LARGEST_LOSS, Losses, accumulate, smooth
 from kindred.parts.federico_requests import Request, choose_request
-from kindred.parts.mixture import accuracy_and_loss, mixture_of, mixture_shares
+from kindred.parts.mixture import mixture_of, mixture_shares
 from kindred.parts.neighbours import choose_neighbours
 
 from .grids import FaultyGrid, ShuffledGrid
+from .scores import accuracy_and_loss
 from .test_conformance import everything, values
 
 # --- The mathematics ----------------------------------------------------------------------------------

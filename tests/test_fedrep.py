@@ -12,13 +12,13 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
 from kindred import FedAvg, FedRep, InlineGrid, Site, make_client_app
 from kindred.baselines.fedrep import training_only
-from kindred.client.evaluation import evaluate
 from kindred.client.state import saved_files
 from kindred.client.training import get_arrays, set_arrays
 from kindred.messages import read_record, to_record
 
 from .client_apps import saved_models
 from .grids import FaultyGrid
+from .scores import evaluate
 from .test_client import CLIENTS, SETTINGS, app, load_site, network
 from .test_conformance import values
 

@@ -22,9 +22,13 @@ from PIL import Image
 from safetensors.numpy import save, save_file
 
 from kindred import MODELS, Mixture, make_model
+from kindred.client.models import KINDS
 from kindred.client.training import get_arrays
 from kindred.data import DataError, Task, read_site
 from kindred.data.files import HEADER_BYTES, check_folder, image_size, open_npz, read_image, read_npz
+from kindred.data.inputs import ImageInputs, TableInputs
+from kindred.data.schema import Column, Schema
+from kindred.objectives import Classes
 from kindred.server_app.config import ConfigError
 from kindred.server_app.prediction.predictor import Predictor
 
@@ -102,10 +106,16 @@ def folder(path: Path, count: int) -> Path:
     return path
 
 
+def image_task(shape: tuple[int, int, int], num_classes: int) -> Task:
+    return Task(ImageInputs(shape, (0.5,), (0.5,)), Classes(num_classes))
+
+
 def of(network: str, path: Path, arrays=None, **claims) -> Path:
     """Write a file that declares a model; it holds these arrays, or a single number."""
-    task = json.loads(Task((3, 32, 32), 2, (0.5,), (0.5,)).to_metadata("")["task"])
-    save_file(arrays or {"a": np.zeros(1)}, path, {"model": network, "task": json.dumps(task | claims)})
+    task = json.loads(image_task((3, 32, 32), 2).to_metadata("")["task"])
+    for part in task.values():
+        part.update({key: value for key, value in claims.items() if key in part})
+    save_file(arrays or {"a": np.zeros(1)}, path, {"model": network, "task": json.dumps(task)})
     return path
 
 
@@ -134,14 +144,15 @@ INPUT_BOMBS = {
 }
 MODEL_BOMBS = {
     **{
-        f"{name}.safetensors": (lambda path, name=name: of(name, path, num_classes=1_000_000), ["missing"])
+        f"{name}.safetensors": (lambda path, name=name: of(name, path, num_outputs=1_000_000), ["missing"])
         for name in MODELS.own
+        if "image" in KINDS[name]
     },
-    "cnn2-of-2.safetensors": (lambda path: cnn2(path, num_classes=1_000_000), ["(2, 2048)", "(1000000, 2048)"]),
-    "classes.safetensors": (lambda path: cnn2(path, num_classes=1 << 62), ["num_classes", "2 to 1,000,000"]),
-    "image.safetensors": (lambda path: of("resnet18", path, image_shape=[3, 10_000, 10_000]), ["image_shape"]),
-    "mlp.safetensors": (lambda path: of("office-mlp", path, image_shape=[1000, 7_000, 7_000]), ["missing"]),
-    "text.safetensors": (lambda path: of("cnn2", path, image_shape=[3, 50_000, "x" * 5000]), ["image_shape"]),
+    "cnn2-of-2.safetensors": (lambda path: cnn2(path, num_outputs=1_000_000), ["(2, 2048)", "(1000000, 2048)"]),
+    "classes.safetensors": (lambda path: cnn2(path, num_outputs=1 << 62), ["num_outputs", "2 to 1,000,000"]),
+    "image.safetensors": (lambda path: of("resnet18", path, shape=[3, 10_000, 10_000]), ["shape of a model's images"]),
+    "mlp.safetensors": (lambda path: of("office-mlp", path, shape=[1000, 7_000, 7_000]), ["missing"]),
+    "text.safetensors": (lambda path: of("cnn2", path, shape=[3, 50_000, "x" * 5000]), ["shape of a model's images"]),
     "means.safetensors": (lambda path: of("cnn2", path, mean=[0.5] * 100_000), ["100000 means", "one"]),
     "header.safetensors": (long_header, ["header of 16,777,224 bytes, allowed: 16,777,216"]),
 }
@@ -191,14 +202,14 @@ def test_decompression_bombs_are_refused_in_one_line_and_use_no_memory(tmp_path)
 
 def test_a_model_of_very_many_classes_is_not_evaluated(tmp_path) -> None:
     """The size of a confusion matrix is their square."""
-    task = Task((2, 1, 1), 2001, (0.5,), (0.5,))
+    task = image_task((2, 1, 1), 2001)
     save_file(
         get_arrays(make_model("office-mlp", (2, 1, 1), 2001)),
         tmp_path / "a.safetensors",
         task.to_metadata("office-mlp"),
     )
-    (tmp_path / "in.csv").write_text("a,b\n1,2\n")
-    assert kindred("predict", "--model", tmp_path / "a.safetensors", "--input", tmp_path / "in.csv").exit_code == 0
+    np.savez(tmp_path / "in.npz", x=np.ones((1, 1, 1, 2)))
+    assert kindred("predict", "--model", tmp_path / "a.safetensors", "--input", tmp_path / "in.npz").exit_code == 0
     line = refused("evaluate", "--model", tmp_path / "a.safetensors", "--data-dir", tmp_path)
     assert "2,001 classes, allowed: up to 2,000" in line
 
@@ -213,9 +224,9 @@ def test_a_network_whose_construction_needs_values_can_be_used(tmp_path, monkeyp
     arrays = get_arrays(make_model("stochastic", (2, 1, 1), 3))
     path = tmp_path / "a.safetensors"
     for num_classes in (3, 4):
-        save_file(arrays, path, Task((2, 1, 1), num_classes, (0.5,), (0.5,)).to_metadata("stochastic"))
+        save_file(arrays, path, image_task((2, 1, 1), num_classes).to_metadata("stochastic"))
         if num_classes == 3:
-            assert Predictor.load(path).probabilities(np.zeros((1, 2, 1, 1), np.float32)).shape == (1, 3)
+            assert Predictor.load(path).predictions(np.zeros((1, 2, 1, 1), np.float32)).shape == (1, 3)
         else:
             with pytest.raises(ConfigError, match="cannot be used.*1.weight"):
                 Predictor.load(path)
@@ -224,13 +235,16 @@ def test_a_network_whose_construction_needs_values_can_be_used(tmp_path, monkeyp
 def test_a_table_uses_little_more_memory_than_its_file(tmp_path) -> None:
     for part in ("train", "test"):
         (tmp_path / f"{part}.csv").write_text("a,b,label\n" + "1,22,0\n1,33,1\n" * 20_000)
+    schema = Schema((Column("a"), Column("b")), target="label")
+    task = Task(TableInputs(schema), Classes(2, names=("0", "1")))
     tracemalloc.start()
-    images = read_site(tmp_path)
+    rows = read_site(tmp_path, task=task)
     taken = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert images.x_train.shape == (40_000, 2, 1, 1) and images.x_train[1].ravel().tolist() == [1, 33]
-    assert images.y_train[:3].tolist() == [0, 1, 0]
-    assert taken < 8 * 2 * (tmp_path / "train.csv").stat().st_size  # as lists of strings it would be 20 times and more
+    assert rows.x_train.shape == (40_000, 2) and rows.x_train[1].tolist() == [1, 33]
+    assert rows.y_train[:3].tolist() == [0, 1, 0]
+    arrays = sum(each.nbytes for each in (rows.x_train, rows.y_train, rows.x_test, rows.y_test))
+    assert taken < 4 * arrays  # as lists of strings it would be nine times and more
 
 
 # --- Damage ---------------------------------------------------------------------------------------------
@@ -280,7 +294,7 @@ def test_a_damaged_archive_gives_one_error_or_the_array(tmp_path_factory, place,
 @given(**DAMAGE, mixed=st.booleans())
 def test_a_damaged_model_gives_one_error_or_a_model(tmp_path_factory, place, byte, cut, mixed) -> None:
     arrays = get_arrays(make_model("digits-cnn", (1, 8, 8), 3, seed=1))
-    about = Task((1, 8, 8), 3, (0.5,), (0.5,)).to_metadata("digits-cnn")
+    about = image_task((1, 8, 8), 3).to_metadata("digits-cnn")
     if mixed:
         arrays = {f"0/{name}": array for name, array in arrays.items()} | {"shares": np.ones(1)}
         about |= {"clients": "[7]", "kind": "logits"}

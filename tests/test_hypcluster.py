@@ -8,13 +8,13 @@ from flwr.app import ConfigRecord
 
 from kindred import FedAvg, HypCluster, InlineGrid
 from kindred.baselines.hypcluster import nearest_model
-from kindred.client.evaluation import evaluate
 from kindred.client.training import get_arrays, set_arrays
 from kindred.engine.model_store import drawn_anew
 from kindred.messages import read_record, to_record
 
 from . import test_client, two_weights
 from .grids import FaultyGrid
+from .scores import evaluate
 from .test_conformance import check_that_it_counts_as_a_missing_reply, everything, values
 from .two_weights import Client, weights_of
 

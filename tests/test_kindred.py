@@ -13,7 +13,6 @@ from hypothesis.extra.numpy import arrays
 from safetensors.numpy import load_file
 
 from kindred import FedAvg, InlineGrid, Kindred, Site, kindred, make_client_app
-from kindred.client.evaluation import evaluate
 from kindred.client.local_training import LocalTraining
 from kindred.client.training import get_arrays, set_arrays
 from kindred.kindred import (
@@ -37,6 +36,7 @@ from kindred.parts.logit_adjustment import Adjustment, log_proportions, output_b
 from . import client_apps, two_weights
 from .client_apps import initial, plain_app, small, small_app, small_site
 from .grids import FaultyGrid
+from .scores import evaluate
 from .test_conformance import CLIENTS as MANY, ROUNDS, make, run, values
 from .two_weights import Client, weights_of
 

@@ -1,4 +1,4 @@
-"""The networks: their layers and seeds, the images they refuse, and the choice of a client's network."""
+"""The networks: their layers and seeds, the inputs they refuse, and the choice of a client's network."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kindred.client.models import (
+    KINDS,
     MODELS,
     choose_model,
     client_network,
@@ -21,8 +22,8 @@ from kindred.client.models import (
 )
 from kindred.messages import seed_for
 
-# name, image shape, classes, parameters by hand: kernel area * in * out + out of each convolution, in * out + out
-# of each FC.
+# name, shape of the inputs, outputs, parameters by hand: kernel area * in * out + out of each convolution, in * out +
+# out of each FC.
 HAND_COUNTED = [
     # 9*1*16+16 = 160, 9*16*32+32 = 4640, 32*2*2 = 128 -> 64: 8256, 64 -> 10: 650
     ("digits-cnn", (1, 8, 8), 10, 160 + 4640 + 8256 + 650),
@@ -51,14 +52,31 @@ HAND_COUNTED = [
     ("vgg11", (3, 32, 32), 10, 1920 + 74112 + 295680 + 590592 + 1181184 + 3 * 2360832 + 2 * 262656 + 5130),
     # and 64 -> 64: 36928 + 128, 128 -> 128: 147584 + 256
     ("vgg13", (3, 32, 32), 10, 9_756_426 + 37056 + 147840),
+    # 15 -> 64: 1024, 64 -> 2: 130
+    ("mlp", (15,), 2, 1024 + 130),
+    # 5*6*16+16 = 496, 5*16*32+32 = 2592, 32 -> 32: 1056, 32 -> 7: 231
+    ("cnn1d", (6, 100), 7, 496 + 2592 + 1056 + 231),
+    # 100 tokens of 8 numbers: 800; four gates of (8 + 64) * 64 weights and twice 64 biases: 18944; 64 -> 100: 6500
+    ("lstm", (100, 80), 100, 800 + 18944 + 6500),
 ]
 
-SMALLEST = {"cnn2": 8, "resnet18": 8, "vgg11": 32, "vgg13": 32, "office-mlp": 1}  # the others: 4
+SHAPES = {name: shape for name, shape, *_ in HAND_COUNTED}
 
 
-@pytest.mark.parametrize(("name", "image_shape", "num_classes", "count"), HAND_COUNTED)
-def test_the_number_of_parameters_by_hand(name, image_shape, num_classes, count):
-    model = make_model(name, image_shape, num_classes, seed=0)
+def inputs_for(name: str, count: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """Random inputs of a network."""
+    random = torch.Generator().manual_seed(0)
+    if name == "lstm":
+        return torch.randint(shape[0], (count, shape[1]), generator=random)
+    return torch.randn(count, *shape, generator=random)
+
+
+SMALLEST = {"cnn2": 8, "resnet18": 8, "vgg11": 32, "vgg13": 32, "office-mlp": 1, "mlp": 1}  # others: 4
+
+
+@pytest.mark.parametrize(("name", "shape", "num_outputs", "count"), HAND_COUNTED)
+def test_the_number_of_parameters_by_hand(name, shape, num_outputs, count):
+    model = make_model(name, shape, num_outputs, seed=0)
     assert sum(parameter.numel() for parameter in model.parameters()) == count
 
 
@@ -73,29 +91,29 @@ def test_vgg11_has_the_size_implied_by_the_papers_communication():
         assert count * 200 * (10 + broadcasts) / 1e6 == pytest.approx(millions, abs=100)  # the paper gives three digits
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("image_shape", [(1, 8, 8), (1, 28, 28), (3, 32, 32), (2, 13, 10), (2, 70, 45), (7, 1, 1)])
-def test_every_image_gets_logits(name, image_shape):
-    if min(image_shape[1:]) < SMALLEST.get(name, 4):
+@pytest.mark.parametrize("name", [name for name in MODELS if "image" in KINDS[name]])
+@pytest.mark.parametrize("shape", [(1, 8, 8), (1, 28, 28), (3, 32, 32), (2, 13, 10), (2, 70, 45), (7, 1, 1)])
+def test_every_image_gets_logits(name, shape):
+    if min(shape[1:]) < SMALLEST.get(name, 4):
         with pytest.raises(ValueError, match=f"{name} needs images of at least"):
-            make_model(name, image_shape, 7, seed=0)
+            make_model(name, shape, 7, seed=0)
         return
-    model = make_model(name, image_shape, 7, seed=0).eval()
+    model = make_model(name, shape, 7, seed=0).eval()
     with torch.inference_mode():
-        assert model(torch.randn(2, *image_shape)).shape == (2, 7)
+        assert model(torch.randn(2, *shape)).shape == (2, 7)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_one_step_lowers_the_loss(name):
     """One small gradient step in evaluation mode: without dropout and with fixed batch statistics."""
-    model = make_model(name, (3, 32, 32), 3, seed=0).eval()
-    images, labels = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 2])
-    before = torch.nn.functional.cross_entropy(model(images), labels)
+    model = make_model(name, SHAPES[name], 3, seed=0).eval()
+    x, labels = inputs_for(name, 2, SHAPES[name]), torch.tensor([0, 2])
+    before = torch.nn.functional.cross_entropy(model(x), labels)
     before.backward()
     with torch.inference_mode():
         for parameter in model.parameters():
             parameter -= 1e-3 * parameter.grad
-        assert torch.nn.functional.cross_entropy(model(images), labels) < before
+        assert torch.nn.functional.cross_entropy(model(x), labels) < before
 
 
 def test_resnet18_does_not_shrink_small_images():
@@ -148,14 +166,14 @@ def test_vgg_initialises_weights_like_pytorchs_layers():
 
 def test_every_parameter_affects_the_logits():
     """The logits depend on every parameter."""
-    for name, image_shape, num_classes, _ in HAND_COUNTED:
-        model = make_model(name, image_shape, num_classes, seed=0)
-        model(torch.randn(4, *image_shape)).square().sum().backward()
+    for name, shape, num_outputs, _ in HAND_COUNTED:
+        model = make_model(name, shape, num_outputs, seed=0)
+        model(inputs_for(name, 4, shape)).square().sum().backward()
         assert all(parameter.grad.abs().sum() > 0 for parameter in model.parameters()), name
 
 
 @pytest.mark.parametrize(
-    ("image_shape", "name"),
+    ("shape", "name"),
     [
         ((1, 8, 8), "digits-cnn"),
         ((1, 28, 28), "mcmahan-cnn"),
@@ -165,29 +183,55 @@ def test_every_parameter_affects_the_logits():
         ((3, 1, 1), "office-mlp"),
     ],
 )
-def test_auto_chooses_by_image_size(image_shape, name):
-    assert choose_model(image_shape) == name
-    automatic, named = (make_model(which, image_shape, 10, seed=3).state_dict() for which in ("auto", name))
+def test_auto_chooses_by_image_size(shape, name):
+    assert choose_model("image", shape) == name
+    automatic, named = (make_model(which, shape, 10, seed=3).state_dict() for which in ("auto", name))
     assert list(automatic) == list(named)
     assert all(torch.equal(automatic[key], named[key]) for key in named)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "name"),
+    [("table", (15,), "mlp"), ("signal", (6, 100), "cnn1d"), ("tokens", (100, 80), "lstm")],
+)
+def test_auto_chooses_by_kind(kind, shape, name):
+    assert network_names("auto", kind, shape) == [name]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("lstm", "signal"), ("cnn1d", "tokens"), ("mlp", "tokens"), ("cnn2", "table")]
+)
+def test_a_network_for_another_kind_of_inputs_is_refused_in_one_line(name, kind):
+    with pytest.raises(ValueError, match=f"^model {name} takes inputs of kind .*, these are {kind}; allowed: .*$"):
+        network_names(name, kind, (6, 100))
+
+
+def test_the_lstm_reads_the_order_of_tokens():
+    model = make_model("lstm", (3, 4), 2, seed=0).eval()
+    tokens = torch.tensor([[0, 1, 2, 2], [1, 0, 2, 2]])
+    with torch.inference_mode():
+        outputs = model(tokens)
+        assert not torch.equal(outputs[0], outputs[1])
+        steps, (last, _) = torch.nn.LSTM.forward(model.lstm, model.embedding(tokens))
+        assert torch.equal(outputs, model.fc(steps[:, -1])) and torch.equal(steps[:, -1], last[0])
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_seed_fixes_the_weights_and_leaves_the_global_state_unchanged(name):
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    first = make_model(name, (3, 32, 32), 10, seed=5).state_dict()
+    first = make_model(name, SHAPES[name], 10, seed=5).state_dict()
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(2)
-    again = make_model(name, (3, 32, 32), 10, seed=5).state_dict()
-    other = make_model(name, (3, 32, 32), 10, seed=6).state_dict()
+    again = make_model(name, SHAPES[name], 10, seed=5).state_dict()
+    other = make_model(name, SHAPES[name], 10, seed=6).state_dict()
     assert all(torch.equal(first[key], again[key]) for key in first)
     weights = next(key for key in first if key.endswith(".weight"))
     assert not torch.equal(first[weights], other[weights])
 
 
 @pytest.mark.parametrize(
-    ("name", "image_shape", "num_classes", "words"),
+    ("name", "shape", "num_outputs", "words"),
     [
         ("auto", (1, 20, 20), 10, ["auto", "20x20", "8x8", "28x28", "32x32", "1x1", "mcmahan-cnn"]),
         ("auto", (512, 1, 2), 10, ["auto", "1x2 with 512 channels"]),
@@ -200,12 +244,17 @@ def test_a_seed_fixes_the_weights_and_leaves_the_global_state_unchanged(name):
         ("vgg11", (1, 28, 28), 10, ["vgg11", "32x32", "28x28"]),
         ("vgg13", (3, 32, 31), 10, ["vgg13", "32x32", "32x31"]),
         ("vgg", (3, 32, 32), 10, ["'vgg'", "auto", *MODELS]),
-        ("cnn2", (3, 32, 32), 1, ["num_classes is 1", "2 or more"]),
+        ("cnn2", (3, 32, 32), 0, ["num_outputs is 0", "1 or more"]),
+        ("cnn2", (6, 100), 7, ["cnn2", "images", "(6, 100)"]),
+        ("auto", (6, 100), 7, ["auto", "images", "(6, 100)"]),
+        ("cnn1d", (6, 3), 7, ["cnn1d", "4 times", "(6, 3)"]),
+        ("cnn1d", (3, 32, 32), 7, ["cnn1d", "signals", "(3, 32, 32)"]),
+        ("lstm", (15,), 7, ["lstm", "tokens", "(15,)"]),
     ],
 )
-def test_images_that_do_not_fit_are_refused_in_one_line(name, image_shape, num_classes, words):
+def test_inputs_that_do_not_fit_are_refused_in_one_line(name, shape, num_outputs, words):
     with pytest.raises(ValueError) as refused:
-        make_model(name, image_shape, num_classes, seed=0)
+        make_model(name, shape, num_outputs, seed=0)
     text = str(refused.value)
     assert "\n" not in text
     assert [word for word in words if word not in text] == []
@@ -301,17 +350,17 @@ def test_an_invalid_random_choice_is_refused_in_one_line(arguments, text):
 
 
 def test_a_client_s_network_is_the_only_one_or_drawn_by_its_size() -> None:
-    assert network_names("auto", (3, 32, 32)) == ["cnn2"] and network_names("vgg11,cnn2", (1, 8, 8)) == [
-        "vgg11",
-        "cnn2",
-    ]
-    assert {client_network("auto", (1, 8, 8), n, 50, 0, client) for n in (1, 99) for client in (0, "a")} == {
+    assert network_names("auto", "image", (3, 32, 32)) == ["cnn2"]
+    assert network_names("vgg11,cnn2", "image", (1, 8, 8)) == ["vgg11", "cnn2"]
+    assert {client_network("auto", "image", (1, 8, 8), n, 50, 0, client) for n in (1, 99) for client in (0, "a")} == {
         "digits-cnn"
     }
     several = "ckt-cnn,vgg11"
     for client in range(9):
         draw = seed_for(3, client, "architecture")
         expected = model_for_size(several.split(","), 30, 50, draw)
-        assert client_network(several, (3, 32, 32), 30, 50, 3, client) == expected
+        assert client_network(several, "image", (3, 32, 32), 30, 50, 3, client) == expected
         # Without a typical number the client's own is used: the second network has probability 1/2.
-        assert client_network(several, (3, 32, 32), 30, 0, 3, client) == model_for_size(several.split(","), 1, 1, draw)
+        assert client_network(several, "image", (3, 32, 32), 30, 0, 3, client) == model_for_size(
+            several.split(","), 1, 1, draw
+        )

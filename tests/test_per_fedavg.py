@@ -11,10 +11,10 @@ from flwr.app import ConfigRecord
 
 from kindred import FedAvg, FedAvgFT, InlineGrid, PerFedAvg, Site, make_client_app
 from kindred.baselines.per_fedavg import meta_step
-from kindred.client.evaluation import evaluate
 from kindred.client.training import Gradients, get_arrays, mean_gradient, set_arrays
 from kindred.messages import read_record, seed_for, to_record
 
+from .scores import evaluate
 from .test_client import CLIENTS, SETTINGS, app, load_site, network
 from .test_conformance import everything, values
 

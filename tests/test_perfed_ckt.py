@@ -524,7 +524,7 @@ def test_clients_of_few_samples_take_part_and_those_without_samples_are_excluded
     strategy, _ = run_networks(sites(changes, ("digits-cnn",)), strategy, initial=initial)
     assert strategy.history.left_out == {0: "it has no training sample"}
     assert {row["client"] for row in strategy.history.rows if row["status"] == "ok"} == {1, 2, 3}
-    assert set(strategy.history.last_accuracies()) == {1, 3}  # a client without test samples has no accuracy
+    assert set(strategy.history.last_values()) == {1, 3}  # a client without test samples has no accuracy
     assert np.isfinite(strategy.history.rounds[-1]["accuracy"])
 
 
@@ -537,7 +537,7 @@ def test_a_model_that_becomes_infinite_does_not_replace_the_last_finite_one() ->
     strategy, _ = run_networks(sites(), Exploding(num_clusters=2, local_steps=4, public_batch_size=6))
     status = {number: {row["status"] for row in strategy.history.rows if row["round"] == number} for number in range(4)}
     assert status.pop(2) == {
-        "error 2: ValueError: the trained model's probabilities are not finite; the client keeps its previous model"
+        "error 2: ValueError: the trained model's predictions are not finite; the client keeps its previous model"
     }
     assert all(each == {"ok"} for each in status.values())
 

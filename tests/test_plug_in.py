@@ -178,14 +178,14 @@ def test_a_method_of_the_table_runs_as_written(task, expression, clients, result
         return strategy
 
     strategy = start(make_client_app(load_site))
-    assert list(strategy.history.last_accuracies()) == [0, 1, 2]
+    assert list(strategy.history.last_values()) == [0, 1, 2]
     if result == "client_models()":
         assert list(strategy.client_models()) == [0, 1, 2]
     else:
         assert strategy.client_models() == {}
         assert sorted(saved_files(strategy.run_id, result.removesuffix(".safetensors"))) == [0, 1, 2]
     if clients == "any":
-        assert len(start(app).history.last_accuracies()) == 3
+        assert len(start(app).history.last_values()) == 3
     else:
         with pytest.raises(TooFewClients, match="use that of kindred.make_client_app"):
             start(app)

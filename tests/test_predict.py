@@ -25,6 +25,9 @@ from kindred import Mixture, make_model
 from kindred.client.evaluation import predict as predicted_by
 from kindred.client.training import get_arrays, set_arrays
 from kindred.data import Task, load_federation
+from kindred.data.inputs import ImageInputs, TableInputs
+from kindred.data.schema import Column, Schema
+from kindred.objectives import Classes, Labels, Number, Objective
 from kindred.server_app.app import run_inline
 from kindred.server_app.cli import predict
 from kindred.server_app.cli.run import app
@@ -56,7 +59,7 @@ def table_of(text: str) -> tuple[list[str], list[list[str]]]:
 
 
 def known_arrays() -> dict[str, np.ndarray]:
-    """An office-mlp of 2 features and 3 classes whose logits for (a, b), none negative, are (0, a ln 2, b ln 2)."""
+    """An office-mlp of 2 features and 3 outputs that are for (a, b), none negative, (0, a ln 2, b ln 2)."""
     arrays = {name: np.zeros_like(array) for name, array in get_arrays(make_model("office-mlp", (2, 1, 1), 3)).items()}
     for layer in ("fc1", "fc2"):
         arrays[f"{layer}.weight"][[0, 1], [0, 1]] = 1
@@ -66,18 +69,23 @@ def known_arrays() -> dict[str, np.ndarray]:
 
 def known_task(**changes) -> Task:
     # Features are doubled, and 1 is taken off.
-    fields = {"image_shape": (2, 1, 1), "num_classes": 3, "mean": (0.5,), "deviation": (0.5,), "class_names": NAMES}
-    return Task(**{**fields, **changes})
+    return Task(ImageInputs(**{"shape": (2, 1, 1), "mean": (0.5,), "deviation": (0.5,), **changes}), Classes(3, NAMES))
+
+
+def known_table(objective: Objective) -> Task:
+    columns = (Column("width", (), False, 0.5, 0.5), Column("height", (), False, 0.5, 0.5))
+    return Task(TableInputs(Schema(columns, "label")), objective)
 
 
 @pytest.fixture
 def known(tmp_path) -> Path:
-    save_file(known_arrays(), tmp_path / "known.safetensors", known_task().to_metadata("office-mlp"))
+    """A model of a table."""
+    save_file(known_arrays(), tmp_path / "known.safetensors", known_table(Classes(3, NAMES)).to_metadata("office-mlp"))
     return tmp_path / "known.safetensors"
 
 
-def random_model(path: Path, shape=(1, 8, 8), **changes) -> tuple[Path, Task, torch.nn.Module]:
-    task = Task(shape, 3, mean=(0.5,), deviation=(0.25,), full=255, **changes)
+def random_model(path: Path, shape=(1, 8, 8), names=()) -> tuple[Path, Task, torch.nn.Module]:
+    task = Task(ImageInputs(shape, (0.5,), (0.25,), 255), Classes(3, names))
     model = make_model("digits-cnn", shape, 3, seed=1)
     save_file(get_arrays(model), path, task.to_metadata("digits-cnn"))
     return path, task, model
@@ -86,7 +94,7 @@ def random_model(path: Path, shape=(1, 8, 8), **changes) -> tuple[Path, Task, to
 def mixture(path: Path, task: Task, shares=(0.25, 0.75), kind="probabilities", places=(0, 1)) -> Path:
     arrays = {"shares": np.array(shares)}
     for place in places:
-        model = get_arrays(make_model("digits-cnn", task.image_shape, 3, seed=place))
+        model = get_arrays(make_model("digits-cnn", task.inputs.shape, 3, seed=place))
         arrays |= {f"{place}/{name}": array for name, array in model.items()}
     save_file(arrays, path, {"clients": '[7, "b"]', "kind": kind, **task.to_metadata("digits-cnn")})
     return path
@@ -99,7 +107,7 @@ def images(n: int = 5, shape=(8, 8)) -> np.ndarray:
 # --- kindred predict ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("label", ["", "label,"])
+@pytest.mark.parametrize("label", ["", "label,"])  # a column that the schema does not have is ignored
 def test_probabilities_by_hand(known, tmp_path, label) -> None:
     # (0.5, 0.5) becomes (0, 0), (1, 0.5) (1, 0), (1, 1.5) (1, 2): logits 0 0 0, 0 ln2 0, 0 ln2 2ln2
     rows = "{}0.5,0.5\n{}1,0.5\n\n{}1,1.5\n".replace("{}", "no class," if label else "")
@@ -113,13 +121,49 @@ def test_probabilities_by_hand(known, tmp_path, label) -> None:
     assert np.allclose(np.array([row[2:] for row in rows], float), due, atol=1e-7)
 
 
+def test_missing_cells_are_counted_and_take_the_mean(known, tmp_path) -> None:
+    (tmp_path / "in.csv").write_text("height,width\n0.5,1\n?,1\n0.5,NA\n")
+    done = kindred("predict", "--model", known, "--input", tmp_path / "in.csv")
+    assert done.stderr == "kindred: 2 of 6 cells are missing (width 1, height 1)\n"
+    assert [row[1:3] for row in table_of(done.stdout)[1]] == [["dog", "0.25"], ["dog", "0.25"], ["cat", "0.33333334"]]
+
+
+def test_categories_that_were_never_seen_are_counted_and_count_for_nothing(tmp_path) -> None:
+    # The logit of "yes" is ln 3 for a, -ln 3 for b; of an unknown category 0.
+    task = Task(TableInputs(Schema((Column("kind", ("a", "b")),), "t")), Classes(2, ("no", "yes")))
+    arrays = {name: np.zeros_like(array) for name, array in get_arrays(make_model("office-mlp", (2,), 2)).items()}
+    for layer in ("fc1", "fc2"):
+        arrays[f"{layer}.weight"][[0, 1], [0, 1]] = 1
+    arrays["fc3.weight"][1, [0, 1]] = np.log(3) * np.array([1, -1])
+    save_file(arrays, tmp_path / "m.safetensors", task.to_metadata("office-mlp"))
+    (tmp_path / "in.csv").write_text("kind\na\nb\nz\n")
+    done = kindred("predict", "--model", tmp_path / "m.safetensors", "--input", tmp_path / "in.csv")
+    assert done.stderr.count("\n") == 1 and "column 'kind': 1 of 3 cells" in done.stderr
+    assert np.allclose([float(row[3]) for row in table_of(done.stdout)[1]], [0.75, 0.25, 0.5])
+
+
+def test_numbers_and_labels_are_predicted_in_their_own_form(tmp_path) -> None:
+    # (1, 1.5) becomes (1, 2): outputs 0, ln 2, 2 ln 2, probabilities of labels 1/2, 2/3, 4/5.
+    (tmp_path / "in.csv").write_text("width,height\n1,1.5\n")
+    file = tmp_path / "m.safetensors"
+    save_file(known_arrays(), file, known_table(Labels(3, NAMES)).to_metadata("office-mlp"))
+    header, (row,) = table_of(kindred("predict", "--model", file, "--input", tmp_path / "in.csv").stdout)
+    assert header == ["input", "probability-cat", "probability-dog", "probability-owl"]
+    assert np.allclose([float(cell) for cell in row[1:]], [1 / 2, 2 / 3, 4 / 5])
+    arrays = known_arrays()  # the last output alone, 2 ln 2, in a unit with mean 10 and deviation 100
+    arrays |= {f"fc3.{name}": arrays[f"fc3.{name}"][2:] for name in ("weight", "bias")}
+    save_file(arrays, file, known_table(Number(1, ("cost",), 10.0, 100.0)).to_metadata("office-mlp"))
+    header, (row,) = table_of(kindred("predict", "--model", file, "--input", tmp_path / "in.csv").stdout)
+    assert header == ["input", "prediction-cost"] and float(row[1]) == pytest.approx(10 + 200 * np.log(2))
+
+
 def test_a_model_file_and_a_table_give_the_bits_of_training(tmp_path) -> None:
     file, task, model = random_model(tmp_path / "a.safetensors")
     np.savez(tmp_path / "in.npz", x_test=images())
     done = kindred("predict", "--model", file, "--input", tmp_path / "in.npz", "--output", tmp_path / "out.csv")
     assert (done.exit_code, done.output) == (0, "")
     header, rows = table_of((tmp_path / "out.csv").read_text())
-    due = predicted_by(model, torch.from_numpy(task.normalised(images()[:, None])))
+    due = predicted_by(model, torch.from_numpy(task.prepared(images()[:, None])))
     assert header[2:] == ["probability-0", "probability-1", "probability-2"]
     assert np.array_equal(np.array([row[2:] for row in rows], np.float32), due)
     assert [row[:2] for row in rows] == [[str(i), str(label)] for i, label in enumerate(due.argmax(axis=1))]
@@ -133,7 +177,7 @@ def test_a_mixture_combines_the_outputs_of_its_models(tmp_path, kind) -> None:
     np.savez(tmp_path / "in.npz", x=images(), x_test=images()[:1])
     done = kindred("predict", "--model", file, "--input", tmp_path / "in.npz")
     found = np.array([row[2:] for row in table_of(done.stdout)[1]], float)
-    x = torch.from_numpy(task.normalised(images()[:, None]))
+    x = torch.from_numpy(task.prepared(images()[:, None]))
     parts = [predicted_by(make_model("digits-cnn", (1, 8, 8), 3, seed=place), x).astype(float) for place in (0, 1)]
     due = 0.25 * parts[0] + 0.75 * parts[1] if kind == "probabilities" else parts[0] ** 0.25 * parts[1] ** 0.75
     assert np.allclose(found, due / due.sum(axis=1, keepdims=True), atol=1e-6)
@@ -154,7 +198,7 @@ def test_images_of_a_folder_are_in_the_order_of_their_paths(tmp_path, channels) 
     (tmp_path / "in" / "a" / "._z.png").write_text("hidden")
     given = [Image.fromarray(image) if channels == 3 else Image.fromarray(image).convert("L") for image in colours]
     x = np.stack([np.asarray(image).reshape(8, 8, channels) for image in given]).transpose(0, 3, 1, 2)
-    due = dict(zip(places, predicted_by(model, torch.from_numpy(task.normalised(x))), strict=True))
+    due = dict(zip(places, predicted_by(model, torch.from_numpy(task.prepared(x))), strict=True))
 
     rows = table_of(kindred("predict", "--model", file, "--input", tmp_path / "in").stdout)[1]
     assert [row[0] for row in rows] == ["a/b/c.PNG", "a/z.bmp", "a.png", "b.png"]
@@ -166,7 +210,7 @@ def test_images_of_a_folder_are_in_the_order_of_their_paths(tmp_path, channels) 
 
 
 def test_names_of_files_and_classes_may_be_any_text(tmp_path) -> None:
-    file, task, _ = random_model(tmp_path / "a.safetensors", class_names=('a,"b"', "[red]", "π"))
+    file, task, _ = random_model(tmp_path / "a.safetensors", names=('a,"b"', "[red]", "π"))
     (tmp_path / "in").mkdir()
     for name in (b"caf\xe9.png", b'1,"2"\n3.png'):
         with open(os.fsencode(tmp_path / "in") + b"/" + name, "wb") as written:
@@ -178,11 +222,11 @@ def test_names_of_files_and_classes_may_be_any_text(tmp_path) -> None:
     assert header[2:] == ['probability-a,"b"', "probability-[red]", "probability-π"]
     assert [row[0] for row in rows] == ['1,"2"\n3.png', "caf\\udce9.png"]
     shown = kindred("evaluate", "--model", file, "--data-dir", site(tmp_path / "site.npz", task)).stdout
-    assert all(f" {name} " in shown for name in task.class_names)
+    assert all(f" {name} " in shown for name in task.objective.names)
 
 
 def test_no_name_of_a_file_or_class_is_a_formula_to_a_spreadsheet(tmp_path) -> None:
-    file, _, _ = random_model(tmp_path / "a.safetensors", class_names=("=1+1", "-2", "@a"))
+    file, _, _ = random_model(tmp_path / "a.safetensors", names=("=1+1", "-2", "@a"))
     (tmp_path / "in").mkdir()
     names = ["'a.png", "+1.png", "-1.png", "=1.png"]
     for name in names:
@@ -255,6 +299,11 @@ def saved(path: Path, arrays=None, network="office-mlp", task=None, **texts) -> 
     return path
 
 
+def task_with(**changes) -> dict:
+    """The entries of a task, some of them changed."""
+    return {part: {**entries, **{k: v for k, v in changes.items() if k in entries}} for part, entries in TASK.items()}
+
+
 def written(path: Path, content: bytes) -> Path:
     path.write_bytes(content)
     return path
@@ -276,7 +325,7 @@ def cut(path: Path) -> Path:
 
 
 TASK = json.loads(known_task().to_metadata("")["task"])
-GREY = Task((1, 8, 8), 3, (0.5,), (0.25,), 255)
+GREY = Task(ImageInputs((1, 8, 8), (0.5,), (0.25,), 255), Classes(3))
 
 
 @pytest.mark.parametrize(
@@ -298,18 +347,26 @@ GREY = Task((1, 8, 8), 3, (0.5,), (0.25,), 255)
         (lambda path: saved(path, {**known_arrays(), "fc3.bias": np.ones(4)}), ["fc3.bias", "(4,)", "(3,)"]),
         (lambda path: saved(path, {**known_arrays(), "fc3.bias": np.full(3, np.nan)}), ["not finite"]),
         (lambda path: saved(path, model="office-mlp", task=[]), ["cannot be used"]),
-        (lambda path: saved(path, task={}), ["cannot be used", "image_shape"]),
+        (lambda path: saved(path, task={}), ["cannot be used", "inputs"]),
         (lambda path: plain(path, {"model": "office-mlp", "task": "{"}), ["cannot be used"]),
-        (lambda path: saved(path, task=TASK | {"image_shape": "2x1x1"}), ["cannot be used"]),
-        (lambda path: saved(path, task=TASK | {"image_shape": [-2, 1, 1]}), ["cannot be used"]),
-        (lambda path: saved(path, task=TASK | {"num_classes": 1}), ["cannot be used"]),
-        (lambda path: saved(path, task=TASK | {"class_names": ["cat", "dog"]}), ["3 classes", "2 names"]),
-        (lambda path: saved(path, task=TASK | {"class_names": ["cat", "dog", "o\nwl"]}), [r"'o\nwl'"]),
-        (lambda path: saved(path, task=TASK | {"class_names": ["cat", "dog", "\ud800"]}), [r"'\ud800'"]),
-        (lambda path: saved(path, task=TASK | {"class_names": ["cat", "dog", 7]}), ["cannot be used"]),
-        (lambda path: saved(path, task=TASK | {"mean": [1, 2, 3]}), ["cannot be used"]),
-        (lambda path: saved(path, task=TASK | {"deviation": ["x"]}), ["cannot be used"]),
-        (lambda path: saved(path, task=TASK | {"pickle": 1}), ["cannot be used", "pickle"]),
+        (lambda path: saved(path, task=task_with(shape="2x1x1")), ["cannot be used"]),
+        (lambda path: saved(path, task=task_with(shape=[-2, 1, 1])), ["cannot be used"]),
+        (lambda path: saved(path, task=task_with(num_outputs=1)), ["cannot be used"]),
+        (lambda path: saved(path, task=task_with(names=["cat", "dog"])), ["3 outputs", "2 names"]),
+        (lambda path: saved(path, task=task_with(names=["cat", "dog", "o\nwl"])), [r"'o\nwl'"]),
+        (lambda path: saved(path, task=task_with(names=["cat", "dog", "\ud800"])), [r"'\ud800'"]),
+        (lambda path: saved(path, task=task_with(names=["cat", "dog", 7])), ["cannot be used"]),
+        (lambda path: saved(path, task=task_with(mean=[1, 2, 3])), ["cannot be used"]),
+        (lambda path: saved(path, task=task_with(deviation=["x"])), ["cannot be used"]),
+        (
+            lambda path: saved(path, task=TASK | {"inputs": {**TASK["inputs"], "pickle": 1}}),
+            ["cannot be used", "pickle"],
+        ),
+        (
+            lambda path: saved(path, task=TASK | {"inputs": {**TASK["inputs"], "kind": "sound"}}),
+            ["cannot be used", "sound"],
+        ),
+        (lambda path: saved(path, network="lstm"), ["cannot be used", "lstm", "these are image"]),
         (lambda path: mixture(path, GREY, shares=(0.5, 0.75)), ["shares", "0.75"]),
         (lambda path: mixture(path, GREY, shares=(1.5, -0.5)), ["shares", "-0.5"]),
         (lambda path: mixture(path, GREY, shares=(np.nan, 1)), ["shares", "nan"]),
@@ -344,7 +401,7 @@ def of_two_sizes(path: Path) -> Path:
 
 INPUTS = [
     (lambda path: path / "nothing.npz", ["--input", "nothing.npz", "image", ".npz", ".csv"]),
-    (lambda path: written(path / "in.txt", b"1"), ["--input", "in.txt", ".csv"]),
+    (lambda path: written(path / "in.dat", b"1"), ["--input", "in.dat", ".csv"]),
     (lambda path: npz(path, y=images()), ["in.npz", "neither x nor x_test"]),
     (lambda path: npz(path, x=images()[:0]), ["in.npz: x", "empty"]),
     (lambda path: npz(path, x=images().astype(int)), ["in.npz: x", "int64"]),
@@ -357,17 +414,7 @@ INPUTS = [
     (of_two_sizes, ["b.png", "images are 1x7x8, expected 1x8x8"]),
     (lambda path: written(picture(path) / "two\nlines.png", b"no image").parent, ["two lines.png", "read as an image"]),
     (lambda path: written(path / "in.png", b"no image"), ["in.png", "read as an image"]),
-    (lambda path: written(path / "in.csv", b"a,b\n1,2\n"), ["in.csv", "images are 2x1x1, expected 1x8x8"]),
-    (lambda path: written(path / "in.csv", b""), ["in.csv", "no columns"]),
-    (lambda path: written(path / "in.csv", b"label\n1\n"), ["in.csv", "no columns except label"]),
-    (lambda path: written(path / "in.csv", b"a,b\n"), ["in.csv", "no rows"]),
-    (lambda path: written(path / "in.csv", b"0.5,3\n1,2\n"), ["in.csv", "header"]),
-    (lambda path: written(path / "in.csv", b"-1e5,3\n1,2\n"), ["in.csv", "header"]),
-    (lambda path: written(path / "in.csv", b"a,a\n1,2\n"), ["in.csv", "header"]),
-    (lambda path: written(path / "in.csv", b"0,1\n1,2\n3\n"), ["in.csv", "row 1 has 1 cells, the header 2"]),
-    (lambda path: written(path / "in.csv", b"a,b\n1,many\n"), ["in.csv", "many"]),
-    (lambda path: written(path / "in.csv", b"a,b\n1,1e99\n"), ["in.csv", "finite"]),
-    (lambda path: written(path / "in.csv", b"a,b\n1,\xff\n"), ["in.csv", "cannot be read"]),
+    (lambda path: written(path / "in.csv", b"a,b\n1,2\n"), ["in.csv", "a table", "image inputs"]),
 ]
 
 
@@ -380,6 +427,26 @@ def test_an_input_that_does_not_fit_is_refused_in_one_line(tmp_path, make, says)
     line = refused("predict", "--model", file, "--input", given, "--output", output)
     assert all(word in line for word in says), line
     assert not output.exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", ["in.csv", "header"]),
+        (b"label\n1\n", ["in.csv", "no column 'width'", "schema"]),
+        (b"width,height\n", ["in.csv", "no rows"]),
+        (b"0.5,3\n1,2\n", ["in.csv", "header"]),
+        (b"-1e5,3\n1,2\n", ["in.csv", "header"]),
+        (b"width,width\n1,2\n", ["in.csv", "header", "'width'"]),
+        (b"width,height\n1,2\n3\n", ["in.csv", "row 3 has 1 cells, the header 2"]),
+        (b"width,height\n1,many\n", ["in.csv: row 2, column height: 'many'", "a number"]),
+        (b"width,height\n1,1e999\n", ["in.csv: row 2, column height", "a number"]),
+        (b"width,height\n1,\xff\n", ["in.csv", "cannot be read"]),
+    ],
+)
+def test_a_table_that_does_not_fit_is_refused_in_one_line(known, tmp_path, content, says) -> None:
+    line = refused("predict", "--model", known, "--input", written(tmp_path / "in.csv", content))
+    assert all(word in line for word in says), line
 
 
 def test_an_unreadable_folder_is_an_error(tmp_path, monkeypatch) -> None:
@@ -399,13 +466,16 @@ def test_an_unreadable_folder_is_an_error(tmp_path, monkeypatch) -> None:
 
 def test_a_model_of_features_refuses_images(known, tmp_path) -> None:
     arrays = get_arrays(make_model("office-mlp", (5, 1, 1), 3))
-    save_file(arrays, known, known_task(image_shape=(5, 1, 1)).to_metadata("office-mlp"))
+    save_file(arrays, known, known_task(shape=(5, 1, 1)).to_metadata("office-mlp"))
     line = refused("predict", "--model", known, "--input", picture(tmp_path))
-    assert "5 channels" in line and ".csv" in line
+    assert "5 channels" in line
+    save_file(known_arrays(), known, known_table(Classes(3)).to_metadata("office-mlp"))
+    line = refused("predict", "--model", known, "--input", picture(tmp_path))
+    assert "--input" in line and "table" in line
 
 
 def test_numbers_too_large_for_the_model_are_refused(known, tmp_path) -> None:
-    line = refused("predict", "--model", known, "--input", written(tmp_path / "in.csv", b"a,b\n3e38,3e38\n"))
+    line = refused("predict", "--model", known, "--input", written(tmp_path / "in.csv", b"width,height\n3e38,3e38\n"))
     assert "not finite" in line
 
 
@@ -418,21 +488,21 @@ def test_a_missing_argument_is_code_2() -> None:
 
 def site(path: Path, task: Task, labels=(0, 1, 2)) -> Path:
     """A site's file with the images as training and as test images."""
-    x, y = images(6, task.image_shape[1:]), np.resize(labels, 6)
+    x, y = images(6, task.inputs.shape[1:]), np.resize(labels, 6)
     np.savez(path, x_train=x, y_train=y, x_test=x, y_test=y)
     return path
 
 
 def test_an_evaluation_by_hand() -> None:
     probabilities = np.array([[0.5, 0.25, 0.25, 0], [0.25, 0.5, 0.25, 0], [0.5, 0.25, 0.25, 0], [0, 0, 1, 0]])
-    found = evaluation(probabilities, np.array([0, 0, 1, 2]), ["a", "b", "c", "d"])
+    found = evaluation(probabilities, np.array([0, 0, 1, 2]), Classes(4), ["a", "b", "c", "d"])
     assert found == {
-        "images": 4, "accuracy": 0.5, "loss": pytest.approx(np.log([2, 4, 4, 1]).mean()),
+        "samples": 4, "accuracy": 0.5, "loss": pytest.approx(np.log([2, 4, 4, 1]).mean()),
         "classes": [
-            {"class": "a", "images": 2, "accuracy": 0.5, "precision": 0.5},
-            {"class": "b", "images": 1, "accuracy": 0.0, "precision": 0.0},
-            {"class": "c", "images": 1, "accuracy": 1.0, "precision": 1.0},
-            {"class": "d", "images": 0, "accuracy": None, "precision": None},
+            {"class": "a", "samples": 2, "accuracy": 0.5, "precision": 0.5},
+            {"class": "b", "samples": 1, "accuracy": 0.0, "precision": 0.0},
+            {"class": "c", "samples": 1, "accuracy": 1.0, "precision": 1.0},
+            {"class": "d", "samples": 0, "accuracy": None, "precision": None},
         ],
         "confusion": [[1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0]],
     }  # fmt: skip
@@ -449,7 +519,7 @@ def test_an_evaluation_prints_its_results_and_writes_its_files(known, tmp_path) 
     assert done.exit_code == 0 and done.stderr == ""
     loss = np.log([3, 2, 7 / 2, 2]).mean()
     first, _, _, *lines = done.stdout.splitlines()
-    assert first == f"accuracy 75.0 %, mean cross-entropy {loss:.4f}, 4 images"
+    assert first == f"accuracy 75.0%, loss {loss:.4g}, 4 samples"
     table = [line.split() for line in lines if line.strip()]
     assert table[-3:] == [["cat", "1", "100.0", "100.0"], ["dog", "2", "50.0", "100.0"], ["owl", "1", "100.0", "50.0"]]
 
@@ -458,6 +528,30 @@ def test_an_evaluation_prints_its_results_and_writes_its_files(known, tmp_path) 
     assert found["model"] == str(known) and found["confusion"] == [[1, 0, 0], [0, 1, 1], [0, 0, 1]]
     assert (out / "confusion.png").read_bytes().startswith(b"\x89PNG") and imread(out / "confusion.png").shape[0] > 600
     assert {path.name for path in out.iterdir()} == {"evaluation.json", "confusion.png"}
+
+
+def test_evaluations_of_labels_and_of_numbers_by_hand() -> None:
+    probabilities, truth = np.array([[0.9, 0.2], [0.6, 0.8]]), np.array([[1.0, 0.0], [0.0, 1.0]])
+    found = evaluation(probabilities, truth, Labels(2), ["a", "b"])
+    assert found.pop("loss") == pytest.approx(-np.log([[0.9, 0.8], [0.4, 0.8]]).mean())
+    assert found == {
+        "samples": 2,
+        "accuracy": 0.75,
+        "labels": [{"label": "a", "samples": 1, "accuracy": 0.5}, {"label": "b", "samples": 1, "accuracy": 1.0}],
+    }
+    # Standardised 0 and 2 are 10 and 210; the truth is 10 and 10: errors of 0 and 200.
+    found = evaluation(np.array([[0.0], [2.0]]), np.array([10.0, 10.0]), Number(1, ("cost",), 10.0, 100.0), ["cost"])
+    assert found == {"samples": 2, "rmse": pytest.approx(np.sqrt(20_000)), "mae": pytest.approx(100), "loss": 1.0}
+
+
+def test_a_table_without_a_test_part_is_evaluated_as_a_whole(known, tmp_path) -> None:
+    (tmp_path / "site.csv").write_text("width,height,label\n0.5,0.5,cat\n1,,dog\n1,1.5,\n0.5,1,cat\n")
+    done = kindred("evaluate", "--model", known, "--data-dir", tmp_path / "site.csv")
+    assert done.stdout.startswith("accuracy 66.7%, ") and "3 samples" in done.stdout.splitlines()[0]
+    assert done.stderr.splitlines() == [
+        "kindred: 1 of 6 cells are missing (height 1)",
+        "kindred: rows without a target, which are not used: 1",
+    ]
 
 
 def texts_of(figure) -> dict[tuple[float, float], str]:
@@ -473,7 +567,7 @@ def test_a_confusion_picture_has_the_count_of_each_pair_of_true_and_predicted_cl
     assert [text.get_text() for text in axes.get_yticklabels()] == ["cat", r"cost \$5 \$", "owl"]
     shares = axes.images[0].get_array()
     assert np.allclose(shares[:2], [[0.9, 0.1, 0], [0, 1, 0]]) and np.isnan(np.array(shares[2])).all()
-    assert "no images" in axes.get_title()
+    assert "no samples" in axes.get_title()
     colours = {text.get_text(): text.get_color() for text in axes.texts}
     assert colours["90"] == "white" and colours["10"] == "black"
 
@@ -489,8 +583,11 @@ def test_counts_are_omitted_where_there_is_no_room() -> None:
     [
         (lambda path: path / "nothing", ["data-dir", "nothing"]),
         (lambda path: written(path / "a.npz", b"no archive"), ["a.npz"]),
-        (lambda path: site(path / "a.npz", GREY, labels=(0, 3)), ["a.npz", "labels up to 3", "3 classes"]),
-        (lambda path: site(path / "a.npz", Task((1, 7, 8), 3, (0,), (1,))), ["a.npz", "1x7x8, expected 1x8x8"]),
+        (lambda path: site(path / "a.npz", GREY, labels=(0, 3)), ["a.npz", "labels go from 0 to 3", "3 classes"]),
+        (
+            lambda path: site(path / "a.npz", Task(ImageInputs((1, 7, 8)), Classes(3))),
+            ["a.npz", "1x7x8, expected 1x8x8"],
+        ),
     ],
 )
 def test_data_that_do_not_fit_are_refused_in_one_line(tmp_path, make, says) -> None:
@@ -523,9 +620,9 @@ def test_a_client_s_model_file_has_the_accuracy_that_its_run_reports(tmp_path, s
         data = federation.site_data(client)
         arrays = {}
         for part, (x, y) in (("train", data.train), ("test", data.test)):
-            (mean,), (deviation,) = task.mean, task.deviation
+            (mean,), (deviation,) = task.inputs.mean, task.inputs.deviation
             raw = np.rint(x.numpy() * deviation + mean).astype(np.uint8)
-            assert np.array_equal(task.normalised(raw), x.numpy())
+            assert np.array_equal(task.prepared(raw), x.numpy())
             arrays |= {f"x_{part}": raw[:, 0], f"y_{part}": y.numpy()}
         np.savez(tmp_path / "site.npz", **arrays)
 
@@ -535,7 +632,7 @@ def test_a_client_s_model_file_has_the_accuracy_that_its_run_reports(tmp_path, s
         assert done.exit_code == 0, done.output
         found = json.loads((out / "evaluation.json").read_text())
         *_, last = (row for row in read_table(results / "history.csv") if row["client"] == client)
-        assert found["accuracy"] == last[f"{stage}-accuracy"] and found["images"] == len(data.test[1])
+        assert found["accuracy"] == last[f"{stage}-accuracy"] and found["samples"] == len(data.test[1])
         assert found["loss"] == pytest.approx(last[f"{stage}-loss"], rel=1e-5)
         accuracies.append(found["accuracy"])
 
@@ -555,7 +652,7 @@ def test_a_client_s_model_file_has_the_accuracy_that_its_run_reports(tmp_path, s
 
 
 def test_the_installed_command_predicts(known, tmp_path) -> None:
-    table = written(tmp_path / "in.csv", b"a,b\n1,0.5\n")
+    table = written(tmp_path / "in.csv", b"width,height\n1,0.5\n")
     command = [sys.executable, "-m", "kindred", "predict", f"--model={known}", f"--input={table}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")

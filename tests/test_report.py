@@ -141,10 +141,10 @@ def test_the_page_has_the_figures_and_curves_of_a_run(tmp_path):
         "samples": None,
     }
     assert content["figures"] == {
-        "accuracy": pytest.approx(0.7),
-        "accuracy-best": pytest.approx(0.7),
-        "accuracy-p10": pytest.approx(0.54),
-        "accuracy-weighted": pytest.approx(0.8),
+        "mean": pytest.approx(0.7),
+        "best": pytest.approx(0.7),
+        "worst-decile": pytest.approx(0.54),
+        "weighted": pytest.approx(0.8),
         "bytes-down": 400,
         "bytes-up": 120,
         "seconds": 4.0,
@@ -153,7 +153,7 @@ def test_the_page_has_the_figures_and_curves_of_a_run(tmp_path):
     assert content["clients"] == {
         "names": ["0", "1"],
         "groups": None,
-        "accuracy": [0.5, 0.9],
+        "last": [0.5, 0.9],
         "before": [None, None],
         "after": [None, None],
     }
@@ -181,7 +181,7 @@ def test_the_page_compares_before_and_after_local_training(tmp_path):
     assert content["clients"] == {
         "names": ["0", "1"],
         "groups": None,
-        "accuracy": [0.5, 0.8],
+        "last": [0.5, 0.8],
         "before": [0.75, 0.35],
         "after": [0.5, 0.8],
     }
@@ -256,7 +256,7 @@ def test_incomplete_rows_are_omitted(tmp_path):
     with open(folder / "rounds.csv", "a", encoding="utf-8") as file:
         file.write("3,2,2,2.0,20")
     content = run_content(folder)
-    assert content["curve"]["rounds"] == [1, 2] and content["clients"]["accuracy"] == [0.5, 0.9]
+    assert content["curve"]["rounds"] == [1, 2] and content["clients"]["last"] == [0.5, 0.9]
     for name in ("history.csv", "rounds.csv"):
         (folder / name).unlink()
     assert run_content(folder)["curve"]["rounds"] == []
@@ -309,9 +309,10 @@ def test_a_real_run_has_its_report_and_the_command_writes_the_same_one(run):
     summary = json.loads((run / "summary.json").read_text())
     assert content["title"] == "Clustered FL on digits, rotated, seed 0"
     assert f"<title>{content['title']}</title>" in text
-    assert content["finished"] and content["figures"]["accuracy"] == summary["accuracy"]
+    assert content["finished"] and content["figures"]["mean"] == summary["accuracy"]
     assert content["clients"]["groups"] == [0, 0, 1, 1]
-    assert content["clusters"] == json.loads((run / "clusters.json").read_text())
+    clusters = json.loads((run / "clusters.json").read_text())
+    assert content["clusters"] == [{**each, "clients": list(map(str, each["clients"]))} for each in clusters]
     png = (run / "partition.png").read_bytes()
     assert content["partition"] == "data:image/png;base64," + base64.b64encode(png).decode()
     differing = {key: value for key, value, standard in content["settings"] if not standard}
@@ -343,7 +344,7 @@ def test_the_page_of_a_comparison(comparison):
         assert method["curve"]["mean"][-1] == pytest.approx(np.mean(finals), abs=1e-4)
         assert method["curve"]["high"][-1] == pytest.approx(np.mean(finals) + np.std(finals, ddof=1), abs=2e-4)
         assert method["curve"]["bytes"][-1] == found["mean"]["bytes"]
-        assert len(method["accuracies"]) == 2 * 4
+        assert len(method["last"]) == 2 * 4
         for each in method["runs"]:
             assert (comparison / each["report"]).resolve().is_file()
     assert content["command"] == written["command"]
@@ -379,8 +380,8 @@ def test_the_deviation_over_seeds_is_shown_for_rounds_that_all_have():
     assert report.mean_over_seeds([first, second]) == {
         "rounds": [1, 2],
         "mean": [0.5, 0.5],
-        "low": [round(0.5 - half, 4), 0.5],
-        "high": [round(0.5 + half, 4), 0.5],
+        "low": [round(0.5 - half, 6), 0.5],
+        "high": [round(0.5 + half, 6), 0.5],
         "bytes": [2.0, 3.0],
         "samples": None,
     }
@@ -390,7 +391,7 @@ def test_a_removed_run_of_a_comparison_has_no_link(comparison, tmp_path):
     shutil.copytree(comparison, tmp_path / "elsewhere" / comparison.name)
     content = comparison_content(tmp_path / "elsewhere" / comparison.name)
     assert {each["report"] for method in content["methods"] for each in method["runs"]} == {None}
-    assert all(method["curve"] is None and len(method["accuracies"]) == 8 for method in content["methods"])
+    assert all(method["curve"] is None and len(method["last"]) == 8 for method in content["methods"])
 
 
 def one_line(arguments):

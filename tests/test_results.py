@@ -33,11 +33,13 @@ from kindred.engine.history import History
 from kindred.server_app import results, run_files
 from kindred.server_app.cli import report as _report, run as cli  # noqa: F401  the first adds commands
 from kindred.server_app.config import Config, ConfigError
+from kindred.server_app.headline import Headline
 from kindred.server_app.report import content as report, figures as pictures
 from kindred.server_app.report.comparison_figures import comparison_figure
 from kindred.server_app.report.content import run_content
 from kindred.server_app.report.run_figures import networks_of
 from kindred.server_app.report.watch import Watcher
+from kindred.server_app.report.weights import is_share
 from kindred.server_app.results import RunFolder
 from kindred.server_app.summary import compare_runs, comparison_table, summarise
 from kindred.server_app.tables import GrowingTable, read_table
@@ -113,11 +115,11 @@ def no_space(*_):
 # --- The folder and its configuration -------------------------------------------------------------------
 
 
-def test_a_run_does_not_resume_on_other_images(tmp_path):
-    path = RunFolder(settings(tmp_path), images="1").path
-    with pytest.raises(ConfigError, match="resume is .* other images"):
-        RunFolder(settings(tmp_path, resume=str(path)), images="2")
-    assert RunFolder(settings(tmp_path, resume=str(path)), images="1").path == path
+def test_a_run_does_not_resume_on_other_samples(tmp_path):
+    path = RunFolder(settings(tmp_path), samples="1").path
+    with pytest.raises(ConfigError, match="resume is .* other samples"):
+        RunFolder(settings(tmp_path, resume=str(path)), samples="2")
+    assert RunFolder(settings(tmp_path, resume=str(path)), samples="1").path == path
 
 
 def test_the_configuration_has_all_settings_versions_seed_and_start(tmp_path):
@@ -400,6 +402,7 @@ def test_a_finished_run_has_all_result_files(tmp_path, federation):
         "partition": "rotated",
         "seed": 0,
         "rounds": 2,
+        "metric": "accuracy",
         "personal": "trained",
         "accuracy": pytest.approx(0.7),
         "accuracy-weighted": pytest.approx(0.8),
@@ -479,7 +482,7 @@ def test_results_are_written_whatever_number_clients_report(tmp_path, caplog, va
     assert done.exit_code == 0 and (folder.path / "report.html").exists(), done.output
     with Watcher(folder.path, 0) as watcher:
         shown = strictly(watcher.content()[1])
-    assert shown["finished"] and shown["clients"]["accuracy"] == [None, 0.5, None]
+    assert shown["finished"] and shown["clients"]["last"] == [None, 0.5, None]
     compare_runs([folder.path, folder.path], tmp_path / "comparison.png", io.StringIO())
     assert "cannot be written" not in caplog.text and is_picture(tmp_path / "comparison.png")
 
@@ -487,7 +490,7 @@ def test_results_are_written_whatever_number_clients_report(tmp_path, caplog, va
 @pytest.mark.parametrize(
     ("where", "what", "file"),
     [
-        (pictures, "accuracy_figure", "accuracy.png"),
+        (pictures, "metric_figure", "accuracy.png"),
         (pictures, "collaboration_figure", "collaboration.png"),
         (kindred.data, "partition_figure", "partition.png"),
         (report, "run_content", "report.html"),
@@ -522,7 +525,7 @@ def test_a_picture_or_report_that_fails_is_a_warning_and_all_else_is_written(
 
 
 def test_a_picture_that_fails_does_not_end_a_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(pictures, "accuracy_figure", lambda *_: 1 / 0)
+    monkeypatch.setattr(pictures, "metric_figure", lambda *_: 1 / 0)
     done = CliRunner().invoke(
         cli.app,
         [
@@ -661,7 +664,7 @@ def wild_run(num_clients, num_rounds, seed=0, silent=(), broken=()):
 def test_the_last_report_is_carried_forward_over_missed_rounds():
     history = wild_run(1, 0)
     history.rows = [row(1, 0, x=0.1), row(1, "b"), row(2, 0, x=math.nan), row(2, "b", x=0.4), row(4, 0, x=0.3)]
-    rounds, clients, values = pictures.carried_forward(history.rows, "x")
+    rounds, clients, values = pictures.carried_forward(history.rows, "x", is_share)
     assert (rounds.tolist(), clients) == ([1, 2, 4], [0, "b"])
     np.testing.assert_array_equal(values, [[0.1, np.nan], [0.1, 0.4], [0.3, 0.4]])
 
@@ -679,7 +682,7 @@ def test_the_last_report_is_carried_forward_over_missed_rounds():
 )
 def test_the_accuracy_picture_of_any_run(tmp_path, num_clients, num_rounds, silent, broken):
     history = wild_run(num_clients, num_rounds, silent=silent, broken=broken)
-    figure = pictures.accuracy_figure(history.rows, r"not $\mathematics$" "\nin two lines")
+    figure = pictures.metric_figure(history.rows, Headline(), r"not $\mathematics$" "\nin two lines")
     figure.savefig(tmp_path / "a.png")
     # An empty frame with a sentence in it has few dark pixels.
     assert is_picture(tmp_path / "a.png")
@@ -691,17 +694,17 @@ def legend_of(figure):
 
 def test_the_accuracy_picture_shows_local_training_only_where_it_has_an_effect():
     rows = wild_run(4, 3, silent=(2,)).rows
-    entries = legend_of(pictures.accuracy_figure(rows, "t"))
+    entries = legend_of(pictures.metric_figure(rows, Headline(), "t"))
     assert "mean over the 3 of 4 clients that reported, after local training" in entries
     assert any("before local training" in entry for entry in entries)
     for line in rows:
         if "received-accuracy" in line:
             line["personal-accuracy"] = line["received-accuracy"]
-    entries = legend_of(pictures.accuracy_figure(rows, "t"))
+    entries = legend_of(pictures.metric_figure(rows, Headline(), "t"))
     assert "mean over the 3 of 4 clients that reported" in entries
     assert not any("local training" in entry for entry in entries)
     closing = [row(4, client, personal_accuracy=0.95) for client in range(4)]
-    entries = legend_of(pictures.accuracy_figure(rows + closing, "t"))
+    entries = legend_of(pictures.metric_figure(rows + closing, Headline(), "t"))
     assert "mean over clients" in entries and not any("local training" in entry for entry in entries)
 
 
@@ -710,7 +713,7 @@ def test_the_accuracy_picture_shows_received_models_only_where_they_were_evaluat
         row(1, 0, received_accuracy=0.2, tuned_accuracy=0.6, personal_accuracy=0.6),
         row(2, 0, personal_accuracy=0.7),
     ]
-    figure = pictures.accuracy_figure(rows, "t")
+    figure = pictures.metric_figure(rows, Headline(), "t")
     assert "mean over clients, after fine-tuning" in legend_of(figure)
     before = next(line for line in figure.axes[0].lines if "before" in line.get_label())
     assert before.get_xydata().tolist() == [[1.0, pytest.approx(20.0)]]
@@ -718,7 +721,7 @@ def test_the_accuracy_picture_shows_received_models_only_where_they_were_evaluat
 
 def test_the_accuracy_picture_marks_the_best_round():
     rows = [row(number, 0, personal_accuracy=accuracy) for number, accuracy in enumerate((0.25, 0.75, 0.5), 1)]
-    assert "best mean: 75.0 % in round 2" in legend_of(pictures.accuracy_figure(rows, "t"))
+    assert "best mean: 75.0 % in round 2" in legend_of(pictures.metric_figure(rows, Headline(), "t"))
 
 
 def test_the_collaboration_picture_orders_clients_by_group_and_scales_colours_to_other_clients():
@@ -757,7 +760,7 @@ def test_the_comparison_labels_each_line_at_its_height_without_overlap(tmp_path,
         (f"method {i}", [[{"round": 1, "accuracy": 0.3}, {"round": 2, "accuracy": final}]])
         for i, final in enumerate(finals)
     ]
-    figure = comparison_figure([*runs, ("nothing", [[{"round": 1}]])], "t")
+    figure = comparison_figure([*runs, ("nothing", [[{"round": 1}]])], Headline(), "t")
     figure.savefig(tmp_path / "c.png")
     assert is_picture(tmp_path / "c.png")
     labels = [text for text in figure.axes[0].texts if text.get_text()]
@@ -771,13 +774,13 @@ def test_the_comparison_labels_each_line_at_its_height_without_overlap(tmp_path,
 
 def test_comparison_lines_differ_without_colour():
     runs = [(str(i), [[{"round": 1, "accuracy": 0.1 * i}, {"round": 2, "accuracy": 0.2}]]) for i in range(7)]
-    lines = comparison_figure(runs, "t").axes[0].lines[:7]
+    lines = comparison_figure(runs, Headline(), "t").axes[0].lines[:7]
     assert len({(str(line.get_linestyle()), line.get_marker()) for line in lines}) == 7
     assert len({line.get_color() for line in lines}) == 7
 
 
 def test_an_empty_comparison_is_a_picture(tmp_path):
-    comparison_figure([("local", [[]]), ("failed", [])], "t").savefig(tmp_path / "c.png")
+    comparison_figure([("local", [[]]), ("failed", [])], Headline(), "t").savefig(tmp_path / "c.png")
     assert is_picture(tmp_path / "c.png")
 
 
@@ -815,9 +818,9 @@ def test_the_picture_of_networks_counts_the_clients_that_have_each(tmp_path):
     axes = pictures.networks_figure({"small": [10, 20], "none": [], "large": [40, 50, 60]}, "t").axes[0]
     assert [bar.get_width() for bar in axes.patches] == [2, 0, 3]
     assert [text.get_text() for text in axes.texts] == [
-        "2 (40%), 15 images on average",
+        "2 (40%), 15 samples on average",
         "0 (0%)",
-        "3 (60%), 50 images on average",
+        "3 (60%), 50 samples on average",
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -18,8 +19,11 @@ from typer.testing import CliRunner
 
 from kindred import InlineGrid
 from kindred.client_app.app import app as client_app
-from kindred.data import DataError, Sites
+from kindred.data import DataError, Sites, Task
+from kindred.data.inputs import TableInputs
+from kindred.data.schema import Column, Schema
 from kindred.engine.roster import TooFewClients
+from kindred.objectives import Classes
 from kindred.server_app.app import prepare
 from kindred.server_app.cli.run import app
 from kindred.server_app.deployment import (
@@ -114,7 +118,7 @@ def test_check_prints_what_the_server_learns_and_starts_nothing(tmp_path, data, 
     assert "40 images of 1x8x8 to train on, 20 to test on, labels up to 9" in said
     assert "reported to the server at first: the name lyon, 40 training samples, " in said
     assert "that no other site may receive its model, which methods the run's program knows, with PerFed-CKT " in said
-    assert "that it has 30 public images and their " in said
+    assert "that it has 30 public samples and their " in said
     command = said.splitlines()[-1]
     assert "OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 " in command
     assert "FLWR_TELEMETRY_ENABLED=0 " in command
@@ -126,6 +130,46 @@ def test_check_prints_what_the_server_learns_and_starts_nothing(tmp_path, data, 
         "state-dir": str(tmp_path / "state"), "share-model": False, "report-weights": True,
     }  # fmt: skip
     assert not (tmp_path / "state").exists()
+
+
+HEART = Task(
+    TableInputs(Schema((Column("age", (), True, 50.0, 10.0), Column("sex", ("F", "M"), True)), "sick>0", "hospital")),
+    Classes(2, ("not sick>0", "sick>0")),
+)
+ROWS = ["sex,sick,age", "F,0,50", "M,2,", "D,1,61", "F,0,39", "M,1,44", "F,0,71"]  # without a column of the hospital
+
+
+def heart_site(tmp_path: Path, rows: list[str], *options: object, code: int = 0) -> str:
+    (tmp_path / "lyon.csv").write_text("\n".join(rows) + "\n")
+    (tmp_path / "schema.json").write_text(json.dumps(HEART.to_dict()))
+    site = ("site", "lyon", "--server", "localhost:1", "--insecure", "--data-dir", tmp_path / "lyon.csv")
+    return kindred(*site, "--check", *options, code=code)
+
+
+def test_a_table_needs_a_schema_and_is_checked_by_it(tmp_path) -> None:
+    said = heart_site(tmp_path, ROWS, code=2)
+    assert "lyon.csv" in said and "needs a schema" in said
+    said = heart_site(tmp_path, ROWS, "--schema", tmp_path / "schema.json")
+    assert "lyon: 6 rows of 2, the run's test-share of them to test on" in said
+    assert "column 'sex': 1 of 6 cells have a category that the schema does not have" in said
+    (given,) = re.findall("--node-config '(.*)'", said)
+    assert parse_config_args([given])["schema"] == str(tmp_path / "schema.json")
+
+
+def test_a_check_names_the_first_ten_cells_that_do_not_fit(tmp_path) -> None:
+    rows = [ROWS[0], *(f"F,{'ill' if k == 3 else 0},{'old' if k > 6 else 50}" for k in range(20))]
+    *lines, last = heart_site(tmp_path, rows, "--schema", tmp_path / "schema.json", code=2).splitlines()
+    assert lines[0] == f"{tmp_path}/lyon.csv: row 5, column sick: 'ill', allowed: a number"
+    ages = [f"{tmp_path}/lyon.csv: row {k}, column age: 'old', allowed: a number" for k in range(9, 18)]
+    assert lines[1:10] == ages and "do not fit the schema" in last
+    said = heart_site(tmp_path, ["sex,age", "F,3"], "--schema", tmp_path / "schema.json", code=2)
+    assert "lyon.csv has no column 'sick'" in said
+
+
+def test_a_site_with_a_schema_fits_a_run_with_one(tmp_path) -> None:
+    run = 'dataset="sites" schema="/at/the/server.json" test-share=0.5'
+    said = heart_site(tmp_path, ROWS, "--schema", tmp_path / "schema.json", "--run-config", run)
+    assert "fits the run: heurfedamp with mlp, 2 classes, 3 training samples" in said
 
 
 RUN = 'dataset="sites" image-shape="1x8x8" num-classes=10'
@@ -157,7 +201,7 @@ def site_for(run: str, data: Path, *options: object, code: int = 0) -> str:
         (
             f'{RUN} strategy="perfed-ckt" model="digits-cnn,mcmahan-cnn"',
             ["--public-data", "public.npz"],
-            "10 classes, 40 training samples, 30 public images",
+            "10 classes, 40 training samples, 30 public samples",
         ),
     ],
 )
@@ -173,9 +217,9 @@ def test_a_site_that_fits_a_run_gets_a_confirmation(run, options, says, data, tm
 @pytest.mark.parametrize(
     ("run", "options", "says"),
     [
-        ('dataset="sites" image-shape="1x8x8" num-classes=5', [], ["does not fit", "labels go up to 9", "5 classes"]),
+        ('dataset="sites" image-shape="1x8x8" num-classes=5', [], ["does not fit", "from 0 to 9", "5 classes"]),
         ('dataset="sites" image-shape="1x28x28" num-classes=10', [], ["does not fit", "are 1x8x8, expected 1x28x28"]),
-        ('dataset="sites" image-shape="1x8x8" class-names="a,b,c"', [], ["has a label 9", "class-names has 3 names"]),
+        ('dataset="sites" image-shape="1x8x8" class-names="a,b,c"', [], ["labels go from 0 to 9", "3 classes"]),
         (f'{RUN} strategy="fedavg"', ["--no-share-model"], ["does not fit", "share-model is false", "fedavg mixes"]),
         (f'{RUN} strategy="kindred"', ["--no-share-model"], ["does not fit", "share-model is false", "kindred mixes"]),
         (f'{RUN} strategy="perfed-ckt"', [], ["does not fit", "public-data is not in the node config"]),

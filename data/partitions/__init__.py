@@ -3,20 +3,22 @@
 flwr-datasets has IID, pathological and shard partitioners. But they take Hugging Face datasets, whose packages it
 requires, and none of them has groups of clients. So the few lines that draw indices are here.
 
-Partitions are in two files. Those in `drawn.py` fix how many images of each class a client has, and draw them. Those in
-`dealt.py` deal all images out by shares. Where there are groups, clients are numbered by group: group g has the clients
-i with i G // m = g.
+Partitions are in three files. Those in `drawn.py` fix how many images of each class a client has, and draw them. Those
+in `dealt.py` deal all images out by shares. `by_client.py` divides nothing: the data say whose samples are. Where there
+are groups, clients are numbered by group: group g has the clients i with i G // m = g.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from kindred.extensions import Registry
 
-from ..sources import DataError
+from ..files import DataError
+from .by_client import by_client
 from .dealt import apportion, clustered_dirichlet, dirichlet, dirichlet_clients, label_groups
 from .drawn import draw, even, iid, pathological, permuted, practical, rotated
 from .request import Partition, Request, Scheme, check_size
@@ -24,7 +26,7 @@ from .request import Partition, Request, Scheme, check_size
 __all__ = ["PARTITIONS", "Partition", "Request", "Scheme", "apportion", "check_size", "divide", "draw", "even"]
 
 PARTITIONS: Registry[Scheme] = Registry("kindred.partitions", Scheme, {
-    "iid": Scheme("every client a uniform draw from all data", iid, ("with-replacement",)),
+    "iid": Scheme("every client a uniform draw from all data", iid, ("with-replacement",), needs_classes=False),
     "pathological": Scheme(
         "two classes a client, drawn client by client, no groups", pathological, ("with-replacement",),
     ),
@@ -56,6 +58,10 @@ PARTITIONS: Registry[Scheme] = Registry("kindred.partitions", Scheme, {
         "classes in num-groups clusters, each spread over the clients by Dir(dirichlet-alpha)",
         clustered_dirichlet, ("num-groups", "dirichlet-alpha"), total=True,
     ),
+    "by-client": Scheme(
+        "the clients that the data have, each with its own samples; num-clients of those with min-samples or more",
+        by_client, ("min-samples", "test-share"), needs_classes=False, splits=True,
+    ),
 })  # fmt: skip
 
 
@@ -70,14 +76,40 @@ def divide(partition: str, y_train: np.ndarray, y_test: np.ndarray, num_classes:
     Raises
     ------
     DataError
-        There are more clients than images, the groups do not fit, or a class has too few images. In dirichlet,
-        dirichlet-clients and clustered-dirichlet, fewer than 2 clients have training images.
+        There are more clients than samples, the groups do not fit, a class has too few images, or there are no classes
+        and the partition needs them. In dirichlet, dirichlet-clients and clustered-dirichlet, fewer than 2 clients have
+        training images.
     """
     ask = Request(partition, y_train, y_test, num_classes, **settings)
     if partition not in PARTITIONS:
         raise DataError(f"partition is {partition!r}, allowed: {', '.join(PARTITIONS)}")
     if not 1 <= ask.num_clients <= len(y_train):
         raise DataError(
-            f"num-clients is {ask.num_clients}, allowed: 1 to {len(y_train)}, the number of training images"
+            f"num-clients is {ask.num_clients}, allowed: 1 to {len(y_train)}, the number of training samples"
         )
-    return PARTITIONS[partition].divide(ask)
+    scheme = PARTITIONS[partition]
+    if scheme.needs_classes and not num_classes:
+        others = ", ".join(name for name, each in PARTITIONS.items() if not each.needs_classes)
+        raise DataError(f"partition {partition} needs classes, which {ask.dataset} has not here, allowed: {others}")
+    if len(y_test) or scheme.splits:
+        return scheme.divide(ask)
+    train, test = ask.split(np.arange(len(y_train)), ask.rng(6))
+    clients = ask.clients_train
+    found = scheme.divide(
+        replace(
+            ask,
+            y_train=y_train[train],
+            y_test=y_train[test],
+            clients_train=None if clients is None else clients[train],
+            clients_test=None if clients is None else clients[test],
+            times=None,
+        )
+    )
+    order = np.concatenate([train, test])  # of the indices in the partition that was found
+    return replace(
+        found,
+        train=[order[own] for own in found.train],
+        validation=[order[own] for own in found.validation],
+        test=[order[own] for own in found.test],
+        spare=order[found.spare],
+    )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..sources import DataError
+from ..files import DataError
 from .request import Partition, Request, as_classes, as_clients, check_groups, in_groups, make_partition
 
 # Fraction of a dataset that label-groups and clustered-dirichlet deal out where samples-per-client is 0. For the two

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from ..sources import CIFAR100_SUPERCLASSES, DataError
+from ..files import DataError
+from ..sources import CIFAR100_SUPERCLASSES
 from .request import Partition, Request, as_classes, as_clients, check_size, in_groups, make_partition
 
 # (have (C,), sizes (m,)) -> (m, C): images of each class for each client, where the dataset has `have` of each class
@@ -42,7 +43,10 @@ PAPER_SETTINGS = {
 
 
 def iid(ask: Request) -> Partition:
-    """Give every client the same mix of all classes, in random order."""
+    """Give every client the same mix of all classes, in random order; without classes, samples of one distribution."""
+    if not ask.num_classes:
+        y_train, y_test = (np.zeros(len(y), int) for y in (ask.y_train, ask.y_test))
+        ask = replace(ask, y_train=y_train, y_test=y_test, num_classes=1)
     check_size(ask)
     seed = int(ask.rng(0).integers(2**63))  # the random part of a rule is drawn once
     return _draw_shares(ask, lambda have, sizes: _iid_counts(have, sizes, seed))

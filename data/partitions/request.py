@@ -9,26 +9,29 @@ from typing import Any
 
 import numpy as np
 
-from ..sources import DataError
+from ..files import DataError
+from ..splits import split
 
 
 @dataclass(frozen=True)
 class Partition:
-    """The images of each client, and how the client sees them.
+    """The samples of each client, and how the client sees them.
 
     Attributes
     ----------
     train, validation, test : list of ndarray
-        The indices of each client's images, in random order: 0 to n_train - 1 are the dataset's training images,
-        n_train and above its test images. Only dirichlet and dirichlet-clients have images for validation.
+        The indices of each client's samples: 0 to n_train - 1 are the dataset's training samples, n_train and above its
+        test samples. Only dirichlet and dirichlet-clients have samples for validation.
     spare : ndarray
-        The images that no client has; a public set can be drawn from them.
+        The samples that no client has; a public set can be drawn from them.
     groups : ndarray, (m,)
         The group of each client, 0 to G - 1; all 0 where there are no groups.
     quarter_turns : ndarray, (m,)
         Number of counter-clockwise 90-degree turns of each client's images.
     label_maps : ndarray, (m, C)
-        The label that client i gives to images of class c.
+        The label that client i gives to images of class c. Without effect where the objective has no classes.
+    names : tuple of str
+        The clients' names, where the data name them; otherwise empty.
     """
 
     train: list[np.ndarray]
@@ -38,6 +41,7 @@ class Partition:
     groups: np.ndarray
     quarter_turns: np.ndarray
     label_maps: np.ndarray
+    names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -48,9 +52,11 @@ class Request:
     ----------
     partition : str
         A name of `PARTITIONS`.
-    y_train, y_test : ndarray, (n,), int
-        Labels, 0 to num_classes - 1.
+    y_train, y_test : ndarray, (n,) or (n, labels)
+        Targets; where there are classes, these, 0 to num_classes - 1. A dataset without test samples is divided before,
+        by test_share, except for schemes with `splits`.
     num_classes : int
+        0 where the targets are no classes; only schemes without `needs_classes` are asked then.
     dataset : str
         A name of `DATASETS`; decides the meaning of 0 samples per client.
     num_clients, num_groups : int
@@ -67,6 +73,14 @@ class Request:
         Number of images that dirichlet and dirichlet-clients leave unassigned where samples_per_client is 0.
     seed : int
         0 or more.
+    clients_train, clients_test : ndarray of str, (n,), optional
+        Whose the samples are, where the data say so.
+    times : ndarray, (n,), optional
+        When the training samples were, where the data say so.
+    min_samples : int
+        Least number of samples of a client, where the data say whose samples are.
+    test_share : float
+        Fraction of the samples that is for test, where the data have no test samples: above 0, below 1.
     """
 
     partition: str
@@ -81,10 +95,18 @@ class Request:
     dirichlet_alpha: float
     held_out: int
     seed: int
+    clients_train: np.ndarray | None = None
+    clients_test: np.ndarray | None = None
+    times: np.ndarray | None = None
+    min_samples: int = 10
+    test_share: float = 0.3
 
-    def rng(self, part: int) -> np.random.Generator:
-        """Return a generator for one part of the work: 0 classes, 1 and 2 draws, 3 labels, 4 dealing."""
-        return np.random.default_rng([self.seed, part])  # 5 is the public set's
+    def rng(self, *part: int) -> np.random.Generator:
+        """Return a generator for one part of the work: 0 classes or clients, 1 and 2 draws, 3 labels, 4 dealing.
+
+        A second number makes one for each client.
+        """
+        return np.random.default_rng([self.seed, *part])  # 5 is the public set's, 6 divides training from test
 
     @cached_property
     def have_train(self) -> np.ndarray:
@@ -95,6 +117,16 @@ class Request:
     def have_test(self) -> np.ndarray:
         """Number of test images of each class, (C,)."""
         return np.bincount(self.y_test, minlength=self.num_classes)
+
+    def classes_of(self, samples: np.ndarray) -> np.ndarray | None:
+        """Return the classes of training samples; None where there are no classes."""
+        return self.y_train[samples] if self.num_classes else None
+
+    def split(self, samples: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """Divide training samples into those that stay, and test_share of them for test: see `kindred.data.splits`."""
+        times = None if self.times is None else self.times[samples]
+        places = split(len(samples), self.test_share, rng, self.classes_of(samples), times)
+        return samples[places[0]], samples[places[1]]
 
 
 @dataclass(frozen=True)
@@ -111,12 +143,18 @@ class Scheme:
         The settings that the partition uses in addition to num-clients and samples-per-client.
     total : bool
         Whether samples-per-client counts all images of a client, not its training images alone.
+    needs_classes : bool
+        Whether it divides by class.
+    splits : bool
+        Whether it divides training from test samples itself, where the data do not.
     """
 
     description: str
     divide: Callable[[Request], Partition]
     settings: tuple[str, ...] = ()
     total: bool = False
+    needs_classes: bool = True
+    splits: bool = False
 
 
 def check_size(ask: Request, least: int = 1) -> None:
@@ -157,7 +195,7 @@ def in_groups(ask: Request, at_most: Mapping[str, int], least: int = 1) -> np.nd
     return np.arange(ask.num_clients) * ask.num_groups // ask.num_clients
 
 
-def make_partition(ask: Request, *images: Any, **seen: np.ndarray) -> Partition:
+def make_partition(ask: Request, *samples: Any, **seen: Any) -> Partition:
     """Return a partition without groups, of upright images with unchanged labels, except where `seen` differs."""
     m = ask.num_clients
     plain: dict[str, Any] = {
@@ -165,4 +203,4 @@ def make_partition(ask: Request, *images: Any, **seen: np.ndarray) -> Partition:
         "quarter_turns": np.zeros(m, int),
         "label_maps": np.tile(np.arange(ask.num_classes), (m, 1)),
     }
-    return Partition(*images, **(plain | seen))
+    return Partition(*samples, **(plain | seen))

@@ -2,7 +2,7 @@
 
 from kindred.server_app.deployment import keys, server, site
 
-from . import predict, report
+from . import predict, report, schema
 from .common import app
 
-__all__ = ["app", "keys", "predict", "report", "server", "site"]
+__all__ = ["app", "keys", "predict", "report", "schema", "server", "site"]

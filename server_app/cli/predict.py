@@ -12,9 +12,10 @@ from rich.markup import escape
 from rich.table import Column
 
 from kindred.lazy import lazy
+from kindred.metrics import METRICS
 from kindred.server_app.prediction import INPUTS
 
-from .common import app, end, option, print_table
+from .common import app, end, option, print_table, warn
 
 if TYPE_CHECKING:  # imported on first use, so that `kindred --help` is quick
     from kindred import data
@@ -33,21 +34,23 @@ ModelFile = Annotated[
 @app.command()
 def predict(
     model: ModelFile,
-    given: Annotated[Path, option("input", "PATH", f"Images to predict for: {INPUTS}.")],
+    given: Annotated[Path, option("input", "PATH", f"Inputs to predict for: {INPUTS}.")],
     output: Annotated[Path | None, option("output", "FILE", "CSV file to write (default: print it).")] = None,
 ) -> None:
-    """Print the predicted class of each image and all probabilities, as CSV.
+    """Print what a model predicts for each input, as CSV: class and probabilities, labels' probabilities, or a number.
 
-    The column `input` is the file's name, or the row's number, from 0.
+    The column `input` is the file's name, or the sample's number, from 0.
     """
     with _refusals():
-        table = prediction.predictions(model, given)
+        table, remarks = prediction.predictions(model, given)
         if output is not None:
             prediction.save_predictions(table, output)
         else:
             with prediction.writing("standard output cannot be written to"):
                 sys.stdout.buffer.write(table)
                 sys.stdout.buffer.flush()
+        for remark in remarks:
+            warn(remark)
 
 
 @app.command()
@@ -60,27 +63,33 @@ def evaluate(
         Path | None, option("output-dir", "DIR", "Folder for evaluation.json and confusion.png.")
     ] = None,
 ) -> None:
-    """Print the accuracy of a model on a site's test data."""
+    """Print the metrics of a model on a site's test data, or on all data if they have no test part."""
     with _refusals():
-        found = evaluation.evaluate_model(model, data_dir)
+        found, remarks = evaluation.evaluate_model(model, data_dir)
         _show_evaluation(found)
         if output_dir is not None:
             prediction.save_evaluation(found, output_dir)
+        for remark in remarks:
+            warn(remark)
 
 
 def _show_evaluation(found: Mapping[str, Any]) -> None:
     def percent(share: float | None) -> str:
         return "-" if share is None else f"{100 * share:.1f}"
 
-    print(f"accuracy {percent(found['accuracy'])} %, mean cross-entropy {found['loss']:.4f}, {found['images']} images")
-    numbers = (Column(name, justify="right") for name in ("images", "accuracy %", "precision %"))
-    print_table(
-        ("class", *numbers),
-        (
-            (escape(line["class"]), str(line["images"]), percent(line["accuracy"]), percent(line["precision"]))
-            for line in found["classes"]
-        ),
-    )
+    metrics = [f"{METRICS[name].title} {METRICS[name].text(each)}" for name, each in found.items() if name in METRICS]
+    print(f"{', '.join(metrics)}, {found['samples']} samples")
+    for kind, lines in (("class", found.get("classes")), ("label", found.get("labels"))):
+        if lines:
+            shares = [name for name in ("accuracy", "precision") if name in lines[0]]
+            numbers = (Column(name, justify="right") for name in ("samples", *(f"{name} %" for name in shares)))
+            print_table(
+                (kind, *numbers),
+                (
+                    (escape(line[kind]), str(line["samples"]), *(percent(line[name]) for name in shares))
+                    for line in lines
+                ),
+            )
 
 
 @contextmanager

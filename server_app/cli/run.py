@@ -32,7 +32,7 @@ else:
     commands = lazy("kindred.server_app.cli.commands")
 
 # Options of more than one command.
-Dataset = Annotated[str | None, option("dataset", "NAME", "Dataset of images; see `kindred datasets`.")]
+Dataset = Annotated[str | None, option("dataset", "NAME", "Dataset; see `kindred datasets`.")]
 DataDir = Annotated[str | None, option("data-dir", "PATH", "Folder or .npz file of the dataset.")]
 Partition = Annotated[str | None, option("partition", "NAME", "How clients' data differ; see `kindred datasets`.")]
 Clients = Annotated[str | None, option("clients", "N", "Number of clients among which the data are divided.")]
@@ -125,7 +125,7 @@ def compare(
         option(
             "scale",
             "X",
-            "Use only this fraction of the rounds and of each client's images, for a small machine (default 1).",
+            "Use only this fraction of the rounds and of each client's samples, for a small machine (default 1).",
         ),
     ] = 1.0,
     reference: Annotated[
@@ -210,7 +210,7 @@ def strategies() -> None:
         "what travels in a round",
         "what stays at the client",
         "mixed networks",
-        "public images",
+        "public samples",
     )
     print_table(
         columns,
@@ -232,7 +232,7 @@ def strategies() -> None:
 @app.command()
 def datasets() -> None:
     """List the datasets, the ways to divide them, and the networks."""
-    print_table(("dataset", "images"), ((name, source.description) for name, source in data.DATASETS.items()))
+    print_table(("dataset", "samples"), ((name, source.description) for name, source in data.DATASETS.items()))
     print_table(
         ("partition", "who has what", "settings that count"),
         ((name, scheme.description, ", ".join(scheme.settings)) for name, scheme in data.PARTITIONS.items()),

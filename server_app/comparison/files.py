@@ -8,11 +8,12 @@ from typing import Any
 
 from kindred.client.state import replacing
 from kindred.server_app.config import Config
+from kindred.server_app.headline import Headline
 from kindred.server_app.report.content import REPORT, write_report
 from kindred.server_app.run_files import failing_is_a_warning, save_figure, write_json
 from kindred.server_app.tables import table_lines
 
-from .metrics import METRICS
+from .metrics import numbers_of
 from .pictures import pictures
 from .texts import cell, remarks, tables
 
@@ -36,7 +37,7 @@ def as_csv(content: Mapping[str, Any]) -> bytes:
     """Return the rows of `csv_rows` as CSV."""
     rows = csv_rows(content)
     last = ("scale", "preset", "folder", "failed", "versions", "command")
-    columns = dict.fromkeys(("strategy", "seed", *METRICS, "paper", "paper-floats", "reference"))
+    columns = dict.fromkeys(("strategy", "seed", *content["metrics"], "paper", "paper-floats", "reference"))
     columns |= dict.fromkeys(key for row in rows for key in row if key not in last)
     return table_lines([*columns, *last], rows, header=True)
 
@@ -94,7 +95,10 @@ def _versions_text(versions: Mapping[str, Any] | None) -> str:
 def as_markdown(content: Mapping[str, Any]) -> str:
     """Return the comparison in Markdown: tables, remarks, settings, runs, notes."""
     strategies, preset = content["strategies"], content["preset"]
-    accuracy, cost = tables(content)
+    results, cost = tables(content)
+    headline = Headline.of([content])
+    numbers = numbers_of(headline)
+    shown = {key: numbers[key] for key in (headline.columns.best, headline.columns.mean)}
     defaults = Config().run_config()
     set_to = [
         f"`{key}` = {value}"
@@ -108,7 +112,7 @@ def as_markdown(content: Mapping[str, Any]) -> str:
         "",
         f"{content['finished']}, {content['platform']}; {_versions_text(content['versions'])}.",
         "",
-        *_rows(accuracy),
+        *_rows(results),
         "",
         *_rows(cost),
         "",
@@ -116,11 +120,7 @@ def as_markdown(content: Mapping[str, Any]) -> str:
         "",
         "## Columns",
         "",
-        *(
-            f"- {metric.title}: {metric.meaning}"
-            for metric in METRICS.values()
-            if metric.title in accuracy[0] + cost[0]
-        ),
+        *(f"- {metric.title}: {metric.meaning}" for metric in numbers.values() if metric.title in results[0] + cost[0]),
         "",
         "Mean ± standard deviation (of a sample) over seeds.",
         "",
@@ -140,16 +140,13 @@ def as_markdown(content: Mapping[str, Any]) -> str:
         "",
         *_rows(
             [
-                ["strategy", "seed", "", "best %", "last %", "folder"],
+                ["strategy", "seed", "", *(metric.title for metric in shown.values()), "folder"],
                 *(
                     [
                         name,
                         str(run["seed"]),
                         run["how"],
-                        *(
-                            cell(run.get("metrics", {}).get(key), None, METRICS[key])
-                            for key in ("accuracy-best", "accuracy")
-                        ),
+                        *(cell(run.get("metrics", {}).get(key), None, metric) for key, metric in shown.items()),
                         run.get("folder") or run["reason"],
                     ]
                     for name, each in strategies.items()

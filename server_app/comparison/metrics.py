@@ -4,31 +4,61 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from kindred.server_app.headline import Headline, significant
+
 
 class Metric(NamedTuple):
-    """A number of a run; tables show it multiplied by `factor`, with `digits` digits after the point."""
+    """A number of a run.
+
+    Tables show it multiplied by `factor`, with `digits` digits after the point, or where this is None with four
+    significant digits.
+    """
 
     title: str
     meaning: str
     factor: float
-    digits: int
+    digits: int | None
+
+    def text(self, value: float, at_most: int = 4) -> str:
+        """Return a value as tables show it, where `digits` is None with `at_most` significant digits."""
+        shown = self.factor * value
+        return significant(shown, at_most) if self.digits is None else f"{shown:.{self.digits}f}"
 
 
-METRICS = {
-    "accuracy-best": Metric("best %", "mean test accuracy over clients, in the best round (BMTA)", 100, 1),
-    "accuracy": Metric("last %", "mean test accuracy over clients, after the last round", 100, 1),
-    "accuracy-weighted": Metric("by size %", "the same, clients weighted by their number of test images", 100, 1),
-    "accuracy-p10": Metric("bottom decile %", "accuracy below which a tenth of the clients lie, last round", 100, 1),
-    "better-than-local": Metric(
-        "above local %", "share of the clients with a higher last accuracy than with local", 100, 1
-    ),
+COSTS = {
     "bytes": Metric("MB", "payload of all messages, in both directions, 10^6 bytes", 1e-6, 1),
     "floats": Metric("numbers sent", "sent in both directions, in millions, counted as in PerFed-CKT's paper", 1e-6, 1),
     "samples-trained": Metric(
-        "trained, 1000s", "images that clients trained on, counted each time, in thousands", 1e-3, 1
+        "trained, 1000s", "samples that clients trained on, counted each time, in thousands", 1e-3, 1
     ),
     "samples-predicted": Metric(
-        "predicted, 1000s", "images that clients predicted for, except to evaluate or train, in thousands", 1e-3, 1
+        "predicted, 1000s", "samples that clients predicted for, except to evaluate or train, in thousands", 1e-3, 1
     ),
     "seconds": Metric("seconds", "duration of the rounds, without start and end of the run", 1, 1),
 }
+
+
+def numbers_of(headline: Headline) -> dict[str, Metric]:
+    """Return the numbers by their keys: those of the headline metric, then `COSTS`."""
+    title, unit, higher = headline.metric.title, headline.unit, headline.metric.higher
+    factor, digits = headline.factor, 1 if headline.metric.percent else None
+    mean, weighted, worst_decile, best = headline.columns
+    above, below, more = ("above", "below", "higher") if higher else ("below", "above", "lower")
+    over_clients = f"mean test {title} over clients"
+    in_best = f"{over_clients}, in the best round" + (" (BMTA)" if headline.name == "accuracy" else "")
+    by_size = "the same, clients weighted by their number of test samples"
+    return {
+        best: Metric(f"best {unit}", in_best, factor, digits),
+        mean: Metric(f"last {unit}", f"{over_clients}, after the last round", factor, digits),
+        weighted: Metric(f"by size {unit}", by_size, factor, digits),
+        worst_decile: Metric(
+            f"{headline.decile} {unit}",
+            f"{title} {below} which a tenth of the clients lie, last round",
+            factor,
+            digits,
+        ),
+        "better-than-local": Metric(
+            f"{above} local %", f"share of the clients with a {more} last {title} than with local", 100, 1
+        ),
+        **COSTS,
+    }

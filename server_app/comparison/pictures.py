@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kindred.messages import ClientId
+from kindred.server_app.headline import Headline
 from kindred.server_app.report.comparison_figures import comparison_figure, comparison_panels, sweep_figure
 from kindred.server_app.report.weight_figure import weights_figure
 from kindred.server_app.report.weights import Curves, changes, collaboration_curves
 from kindred.server_app.run_files import read_config
 from kindred.server_app.tables import read_table
 
-from .metrics import METRICS
+from .metrics import numbers_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -25,8 +26,8 @@ def pictures(content: Mapping[str, Any], folder: Path) -> dict[str, Callable[[],
 
     | picture | shows |
     | --- | --- |
-    | comparison | accuracy over rounds; a panel for each value, if a setting of several methods is varied |
-    | varied | accuracy over the values of the varied setting |
+    | comparison | headline metric over rounds; a panel for each value, if a setting of several methods is varied |
+    | varied | headline metric over the values of the varied setting |
     | weights | the first client's weights over rounds in the first run of each variant, if all are of one method |
 
     Parameters
@@ -50,13 +51,13 @@ def pictures(content: Mapping[str, Any], folder: Path) -> dict[str, Callable[[],
 
 
 def _over_rounds(content: Mapping[str, Any], folder: Path) -> Figure:
-    strategies, varied = content["strategies"], content["varied"]
+    strategies, varied, headline = content["strategies"], content["varied"], Headline.of([content])
     rounds = {
         name: [read_table(_place(folder, run) / "rounds.csv") for run in each["runs"] if "folder" in run]
         for name, each in strategies.items()
     }
     if not varied or len({each["of"] for each in strategies.values() if each["value"]}) == 1:
-        return comparison_figure(list(rounds.items()), content["title"])
+        return comparison_figure(list(rounds.items()), headline, content["title"])
     panels = [
         (
             f"{varied['setting']} {value}",
@@ -64,7 +65,7 @@ def _over_rounds(content: Mapping[str, Any], folder: Path) -> Figure:
         )
         for value in varied["values"]
     ]
-    return comparison_panels(panels, content["title"])
+    return comparison_panels(panels, headline, content["title"])
 
 
 def _place(folder: Path, run: Mapping[str, Any]) -> Path:
@@ -73,27 +74,32 @@ def _place(folder: Path, run: Mapping[str, Any]) -> Path:
 
 
 def _over_values(content: Mapping[str, Any]) -> Figure:
-    metric = (content["preset"] or {}).get("metric", "accuracy")
+    headline = Headline.of([content])
+    metric = (content["preset"] or {}).get("metric", headline.columns.mean)
     methods: dict[str, dict[str, tuple[float, float | None]]] = {}
     for each in content["strategies"].values():
         if each["mean"][metric] is not None:
             methods.setdefault(each["of"], {})[each["value"]] = (each["mean"][metric], each["std"][metric])
     varied = content["varied"]
-    return sweep_figure(varied["setting"], varied["values"], methods, METRICS[metric].meaning, content["title"])
+    measure = numbers_of(headline)[metric].meaning
+    return sweep_figure(varied["setting"], varied["values"], methods, headline, measure, content["title"])
 
 
 def _weights(content: Mapping[str, Any], folder: Path) -> Figure | None:
     panels: list[Curves] = []
     groups: dict[ClientId, int] | None = None
+    names: Sequence[str] = ()
     for name, each in content["strategies"].items():
         run = next((run for run in each["runs"] if "folder" in run), None)
         if run is None:
             continue
         place = _place(folder, run)
-        if known := read_config(place).get("groups"):
+        about = read_config(place)
+        names = about.get("names") or ()
+        if known := about.get("groups"):
             groups = dict(enumerate(known))
-        curves = collaboration_curves(place / "collaboration", run["summary"]["rounds"], groups, 1)
+        curves = collaboration_curves(place / "collaboration", run["summary"]["rounds"], groups, 1, names)
         panels += [curve._replace(about=f"{curve.about}, {name}") for curve in curves]
     if not any(map(changes, panels)):
         return None
-    return weights_figure(panels, groups, f"Weights over rounds: {content['title']}")
+    return weights_figure(panels, groups, f"Weights over rounds: {content['title']}", names)

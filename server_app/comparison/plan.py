@@ -18,9 +18,9 @@ from kindred.server_app.run_files import what_data
 
 from .variation import BESIDE, NAME, Variant, Variation, variants_of
 
-SHARED = (*KEYS, "seed", "output-dir", "resume")  # settings that are the same for all compared methods
-IN_ROUNDS = ("num-rounds", "alpha-decay-every", "warmup-rounds")  # shrunk by a scale, as the images are
-LEAST_ROUNDS, LEAST_IMAGES = 2, 10  # a scale goes no lower
+SHARED = (*KEYS, "seed", "metric", "output-dir", "resume")  # settings that are the same for all compared methods
+IN_ROUNDS = ("num-rounds", "alpha-decay-every", "warmup-rounds")  # shrunk by a scale, as the samples are
+LEAST_ROUNDS, LEAST_SAMPLES = 2, 10  # a scale goes no lower
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class Plan:
     reference : str
         The name of the method that the others are tested against.
     scale : float
-        The fraction of the rounds and of the images that is used.
+        The fraction of the rounds and of the samples that is used.
     scaled : dict
         setting -> its values before and after scaling.
     preset : Preset, optional
@@ -122,7 +122,7 @@ def make_plan(
         A method, whose variant with the same value is meant, or a variant. "": the preset's if it is among the
         names, else the first.
     scale : float
-        The fraction of the rounds and of the images that is used: more than 0, at most 1.
+        The fraction of the rounds and of the samples that is used: more than 0, at most 1.
     preset : Preset, optional
     vary : mapping, optional
         A setting -> the values that it takes in turn, for every method that uses it; by default the preset's.
@@ -164,7 +164,7 @@ def make_plan(
         if shared := [key for key in alone if key in SHARED]:
             raise ConfigError(
                 f"--set {name}:{shared[0]} is for one method only, allowed: for all, --set "
-                f"{shared[0]}={alone[shared[0]]}; all compared methods have the same data and seeds"
+                f"{shared[0]}={alone[shared[0]]}; all compared methods have the same data, seeds and metric"
             )
         listed = {key: value for key, value in from_preset.get(name, {}).items() if key not in given}
         settings = {"strategy": name, **base, **listed, **given, **alone}
@@ -186,10 +186,10 @@ def make_plan(
 
     before = common
     if scale != 1:
-        images = images_a_client(common)
-        common = shrunk(common, scale, images)
-        configs = {name: shrunk(config, scale, images) for name, config in configs.items()}
-        old, new = before.run_config() | {"samples-per-client": images}, common.run_config()
+        samples = samples_a_client(common)
+        common = shrunk(common, scale, samples)
+        configs = {name: shrunk(config, scale, samples) for name, config in configs.items()}
+        old, new = before.run_config() | {"samples-per-client": samples}, common.run_config()
         scaled = {key: [old[key], new[key]] for key in ("num-rounds", "samples-per-client")}
     changed = {key: value for key, value in given.items() if preset and key not in (*BESIDE, "data-dir")}
     changed |= {f"{name}:{key}": value for name in own if preset for key, value in own[name].items()}
@@ -202,16 +202,16 @@ def make_plan(
     )  # fmt: skip
 
 
-def images_a_client(config: Config) -> float:
-    """Return samples-per-client, or if it is 0 the clients' mean number of the images that it counts."""
+def samples_a_client(config: Config) -> float:
+    """Return samples-per-client, or if it is 0 the clients' mean number of the samples that it counts."""
     if config.samples_per_client:
         return config.samples_per_client
     federation = load_federation(config.run_config())
     return round(float((federation.sizes if PARTITIONS[config.partition].total else federation.train_sizes).mean()), 1)
 
 
-def shrunk(config: Config, scale: float, images: float) -> Config:
-    """Return the settings with the fraction `scale` of the rounds, and of `images` images a client."""
+def shrunk(config: Config, scale: float, samples: float) -> Config:
+    """Return the settings with the fraction `scale` of the rounds, and of `samples` samples a client."""
 
     def part(number: float, least: int) -> int:
         return min(int(number), max(least, round(scale * number)))
@@ -220,17 +220,19 @@ def shrunk(config: Config, scale: float, images: float) -> Config:
         {
             **config.run_config(),
             **{key: part(config.run_config()[key], LEAST_ROUNDS if key == "num-rounds" else 1) for key in IN_ROUNDS},
-            "samples-per-client": part(images, LEAST_IMAGES),
+            "samples-per-client": part(samples, LEAST_SAMPLES),
         }
     )
 
 
-def run_hash(settings: Mapping[str, Any], images: str | None = None) -> str:
-    """Return the hash of a run's images (`app.images_of`) and of all settings that its results depend on.
+def run_hash(settings: Mapping[str, Any], samples: str | None = None) -> str:
+    """Return the hash of a run's samples (`app.samples_of`) and of all settings that its results depend on.
 
-    These are all settings except paths of folders and how the state is kept. If a run has no record of its images,
-    data-dir counts where it decides which images these are.
+    These are all settings except paths of folders and how the state is kept. If a run has no record of its samples,
+    data-dir counts where it decides which these are.
     """
-    beside = (*BESIDE, "data-dir") if images or DATASETS[settings["dataset"]].num_classes else BESIDE
-    kept = {key: value for key, value in settings.items() if key not in beside} | ({"images": images} if images else {})
+    beside = (*BESIDE, "data-dir") if samples or DATASETS[settings["dataset"]].num_classes else BESIDE
+    kept = {key: value for key, value in settings.items() if key not in beside} | (
+        {"images": samples} if samples else {}
+    )
     return sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()

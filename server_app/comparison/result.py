@@ -44,8 +44,8 @@ class ComparisonResult:
     tables : dict of pandas.DataFrame
         "summary", "rounds" (of all runs) and "history".
     figures : dict of matplotlib.figure.Figure
-        "comparison": accuracy over rounds, mean and standard deviation over seeds; "varied": accuracy over the values
-        of the varied setting; "weights": a client's weights over rounds, of variants of one method.
+        "comparison": the headline metric over rounds, mean and standard deviation over seeds; "varied": over the
+        values of the varied setting; "weights": a client's weights over rounds, of variants of one method.
     models : dict of PersonalModels
         (method, seed) -> client -> its personal model.
     """

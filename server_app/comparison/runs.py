@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kindred.data import DataError, load_federation
-from kindred.server_app.app import images_of
+from kindred.server_app.app import samples_of
 from kindred.server_app.config import Config, ConfigError
 from kindred.server_app.run_files import is_finished, read_config, read_summary, versions
 from kindred.server_app.run_log import Outcome
@@ -23,10 +23,11 @@ INTERRUPTED = 128  # exit codes from here on are signals
 def known_runs(output_dir: Path) -> dict[str, Path]:
     """Return `run_hash` -> folder for the runs in `output_dir`; of equal runs the last finished one, if any."""
     found: dict[str, Path] = {}
+    defaults = Config().run_config()  # of settings that an older run did not have
     for path in sorted(output_dir.glob("*/config.json")):
         try:
             config = read_config(path.parent)
-            key = run_hash(config["settings"], config.get("images"))
+            key = run_hash(defaults | config["settings"], config.get("images"))
         except (ConfigError, KeyError, TypeError):  # not the folder of a run, or one of another version
             continue
         if key not in found or is_finished(path.parent) or not is_finished(found[key]):
@@ -68,8 +69,8 @@ def carry_out(
     todo = plan.runs
     for number, (name, config) in enumerate(todo, 1):
         head = f"run {number}/{len(todo)}  {name}, seed {config.seed}"
-        key = run_hash(config.run_config(), images_of_run(config))
-        folder = known.get(key) or known.get(run_hash(config.run_config()))  # the latter: without images
+        key = run_hash(config.run_config(), samples_of_run(config))
+        folder = known.get(key) or known.get(run_hash(config.run_config()))  # the latter: without samples
         if folder and is_finished(folder):
             how, outcome = "reused", Outcome(0, "", folder)
             say(f"{head}: reused, {folder}{_unlike(folder)}")
@@ -106,16 +107,16 @@ def carry_out(
     return content_of(plan, runs, command), code
 
 
-def images_of_run(config: Config) -> str | None:
-    """Return the text that identifies a run's images; None if they cannot be loaded, which the run will report."""
+def samples_of_run(config: Config) -> str | None:
+    """Return the text that identifies a run's samples; None if they cannot be loaded, which the run will report."""
     try:
-        return images_of(config, load_federation(config.run_config()))
+        return samples_of(config, load_federation(config.run_config()))
     except DataError:
         return None
 
 
 def _unlike(folder: Path) -> str:
-    """Return how a run with the same settings may still differ: versions, and no record of its images."""
+    """Return how a run with the same settings may still differ: versions, and no record of its samples."""
     before = read_config(folder)
     differences = [
         f"{name} was {version}"
@@ -123,5 +124,5 @@ def _unlike(folder: Path) -> str:
         if version != versions().get(name)
     ]
     if not before.get("images"):
-        differences.append("its images are not recorded")
+        differences.append("its samples are not recorded")
     return f" ({', '.join(differences)})" if differences else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import shlex
@@ -12,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kindred.lazy import lazy
+from kindred.server_app.headline import Headline
 from kindred.server_app.run_files import versions
 
-from .metrics import METRICS
+from .metrics import numbers_of
 from .plan import Plan
 from .variation import text_of
 
@@ -23,23 +25,32 @@ if TYPE_CHECKING:
 else:
     stats = lazy("scipy.stats")  # takes a second to import, and only comparisons need it
 
-LOCAL = "local"  # the method that `better-than-local` compares each client's accuracy with
+LOCAL = "local"  # the method that `better-than-local` compares each client's last value with
 
 
 def content_of(plan: Plan, runs: Mapping[str, list[dict[str, Any]]], command: Sequence[str]) -> dict[str, Any]:
-    """Return the content of comparison.json (docs/comparing.md); folders of runs are relative to the comparison's."""
+    """Return the content of comparison.json (docs/comparing.md); folders of runs are relative to the comparison's.
+
+    Raises
+    ------
+    ConfigError
+        The runs have different headline metrics.
+    """
     summaries = {name: {run["seed"]: run["summary"] for run in runs[name] if "summary" in run} for name in runs}
+    headline = Headline.of(summary for each in summaries.values() for summary in each.values())
+    numbers = numbers_of(headline)
     preset = plan.preset
+    has_paper = preset is not None and preset.metric in numbers  # a paper's numbers are accuracies
     strategies: dict[str, Any] = {}
     for name, config in plan.configs.items():
         local, reference = (plan.compared_with(other, name) for other in (LOCAL, plan.reference))
         alone = summaries[local] if local else {}
         for run in runs[name]:
             if "summary" in run:
-                run["metrics"] = metrics_of(run["summary"], alone.get(run["seed"]), name == local)
+                run["metrics"] = metrics_of(run["summary"], alone.get(run["seed"]), headline, name == local)
         measured = [run["metrics"] for run in runs[name] if "metrics" in run]
-        values = {key: [each[key] for each in measured if each[key] is not None] for key in METRICS}
-        paper = preset.paper.get(name) if preset else None
+        values = {key: [each[key] for each in measured if each[key] is not None] for key in numbers}
+        paper = preset.paper.get(name) if preset and has_paper else None
         strategies[name] = {
             "strategy": config.strategy,
             "of": plan.variants[name].of,
@@ -50,7 +61,9 @@ def content_of(plan: Plan, runs: Mapping[str, list[dict[str, Any]]], command: Se
             "std": {
                 key: float(np.std(each, ddof=1, dtype=float)) if len(each) > 1 else None for key, each in values.items()
             },
-            "wilcoxon": signed_rank(*paired(summaries[name], summaries[reference]))
+            "wilcoxon": signed_rank(
+                *paired(summaries[name], summaries[reference], headline.name), headline.metric.higher
+            )
             if reference not in (name, None)
             else None,
             "paper": paper and {key: each if key == "floats" else round(each / 100, 6) for key, each in paper.items()},
@@ -65,7 +78,8 @@ def content_of(plan: Plan, runs: Mapping[str, list[dict[str, Any]]], command: Se
         "scale": plan.scale,
         "scaled": plan.scaled,
         "preset": preset and {
-            "name": preset.name, "source": preset.source, "measures": preset.measures, "metric": preset.metric,
+            "name": preset.name, "source": preset.source, "measures": preset.measures,
+            "metric": preset.metric if has_paper else headline.columns.mean,
             "notes": preset.notes, "changed": plan.changed,
         },
         "settings": {key: value for key, value in settings.items() if key not in ("strategy", "seed", "resume")},
@@ -74,13 +88,16 @@ def content_of(plan: Plan, runs: Mapping[str, list[dict[str, Any]]], command: Se
             "setting": plan.variation.setting, "values": [text_of(value) for value in plan.variation.values],
         },
         "reference": plan.reference,
-        "metrics": {key: metric._asdict() for key, metric in METRICS.items()},
+        "metric": headline.name,
+        "metrics": {key: metric._asdict() for key, metric in numbers.items()},
         "strategies": strategies,
     }  # fmt: skip
 
 
-def metrics_of(summary: Mapping[str, Any], local: Mapping[str, Any] | None, is_local: bool = False) -> dict[str, Any]:
-    """Return a run's numbers by the names of `METRICS`; None where there is none.
+def metrics_of(
+    summary: Mapping[str, Any], local: Mapping[str, Any] | None, headline: Headline, is_local: bool = False
+) -> dict[str, Any]:
+    """Return a run's numbers by the names of `numbers_of`; None where there is none.
 
     Parameters
     ----------
@@ -88,41 +105,45 @@ def metrics_of(summary: Mapping[str, Any], local: Mapping[str, Any] | None, is_l
         Summary of the run.
     local : mapping, optional
         Summary of the run of method `local` with the same seed, in which every client learns alone.
+    headline : Headline
     is_local : bool
         Whether `summary` is of `local` itself, which is not compared with itself.
     """
     derived = {"bytes": summary["bytes-down"] + summary["bytes-up"], "better-than-local": None}
     if local and not is_local:
-        ours, alone = paired({0: summary}, {0: local})
-        if len(ours):
-            derived["better-than-local"] = float((_differences(ours, alone) > 0).mean())
-    return {key: derived.get(key, summary.get(key)) for key in METRICS}
+        gained = improvements(*paired({0: summary}, {0: local}, headline.name), headline.metric.higher)
+        if len(gained):
+            derived["better-than-local"] = float((gained > 0).mean())
+    return {key: derived.get(key, summary.get(key)) for key in numbers_of(headline)}
 
 
 def paired(
-    ours: Mapping[int, Mapping[str, Any]], others: Mapping[int, Mapping[str, Any]]
+    ours: Mapping[int, Mapping[str, Any]], others: Mapping[int, Mapping[str, Any]], metric: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the last accuracies, (n,) each, of clients that have one in both, over all seeds of both."""
+    """Return the last values, (n,) each, of clients that have one in both, over all seeds of both."""
     pairs = []
     for seed in ours.keys() & others.keys():
-        theirs = accuracies(others[seed])
-        pairs += [(mine, theirs[client]) for client, mine in accuracies(ours[seed]).items() if client in theirs]
+        theirs = last_values(others[seed], metric)
+        mine = last_values(ours[seed], metric)
+        pairs += [(value, theirs[client]) for client, value in mine.items() if client in theirs]
     first, second = np.array(sorted(pairs), dtype=float).reshape(-1, 2).T
     return first, second
 
 
-def accuracies(summary: Mapping[str, Any]) -> dict[Any, float]:
-    """Return client -> last accuracy, for the clients that have one."""
-    return {each["client"]: each["accuracy"] for each in summary["clients"] if each["accuracy"] is not None}
+def last_values(summary: Mapping[str, Any], metric: str) -> dict[Any, float]:
+    """Return client -> last value of the metric, for the clients that have one."""
+    return {each["client"]: each[metric] for each in summary["clients"] if each[metric] is not None}
 
 
-def _differences(ours: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Return differences, rounded so that accuracies which differ only in the last bits count as equal."""
-    return np.round(ours - others, 12)
+def improvements(ours: np.ndarray, others: np.ndarray, higher: bool) -> np.ndarray:
+    """Return how much better ours are, (n,), rounded so that values which differ only in the last bits are equal."""
+    largest = max(np.abs(ours).max(initial=0), np.abs(others).max(initial=0), 1)
+    digits = 12 - math.ceil(math.log10(largest))
+    return np.round(ours - others if higher else others - ours, digits)
 
 
-def signed_rank(ours: np.ndarray, reference: np.ndarray) -> dict[str, Any] | None:
-    """Return Wilcoxon's signed-rank test (1945) of accuracies (n,) against the reference's, pair by pair.
+def signed_rank(ours: np.ndarray, reference: np.ndarray, higher: bool = True) -> dict[str, Any] | None:
+    """Return Wilcoxon's signed-rank test (1945) of last values (n,) against the reference's, pair by pair.
 
     Two-sided: the null hypothesis is that differences lie symmetrically about 0. Pairs without a difference are
     excluded (Wilcoxon's way); equal differences share their ranks. Without any difference p is 1.
@@ -130,10 +151,10 @@ def signed_rank(ours: np.ndarray, reference: np.ndarray) -> dict[str, Any] | Non
     Returns
     -------
     dict or None
-        `pairs`, of which `better`, `worse` and `equal`; `median-difference`; `statistic`, the smaller sum of ranks;
-        `p`; `alternative` and `zeros`, as described above. None without pairs.
+        `pairs`, of which `better`, `worse` and `equal`; `median-difference`, above 0 where ours are better;
+        `statistic`, the smaller sum of ranks; `p`; `alternative` and `zeros`, as described above. None without pairs.
     """
-    differences = _differences(ours, reference)
+    differences = improvements(ours, reference, higher)
     if not len(differences):
         return None
     nonzero = differences[differences != 0]

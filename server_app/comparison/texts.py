@@ -5,37 +5,39 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .metrics import METRICS, Metric
+from kindred.server_app.headline import Headline
+
+from .metrics import COSTS, Metric, numbers_of
 
 
 def tables(content: Mapping[str, Any]) -> list[list[list[str]]]:
-    """Return two tables, of accuracy and of cost, as lines of texts, titles first; unknown numbers are "-"."""
+    """Return two tables, of the headline metric and of cost: lines of texts, titles first; an unknown number is "-"."""
     strategies, metric = content["strategies"], (content["preset"] or {}).get("metric")
     methods = list(strategies.values())
     tests = [each["wilcoxon"] for each in methods]
     names = ["strategy", *strategies]
-    accuracy = [names, ["runs", *(f"{_finished(each)}/{len(content['seeds'])}" for each in methods)]]
+    results = [names, ["runs", *(f"{_finished(each)}/{len(content['seeds'])}" for each in methods)]]
     cost = [names]
-    for key, about in METRICS.items():
+    for key, about in numbers_of(Headline.of([content])).items():
         cells = [cell(each["mean"][key], each["std"][key], about) for each in methods]
         papers = [each["paper"] or {} for each in methods]
         if key == metric:
             published = [cell(paper.get("mean"), paper.get("std"), about._replace(digits=2)) for paper in papers]
         else:
             published = [cell(paper.get(key), None, about) for paper in papers]
-        table = accuracy if about.factor == 100 else cost
+        table = cost if key in COSTS else results
         if key != "floats" or set(cells) != {"-"}:  # few methods report `floats`
             table.append([about.title, *cells])
         if set(published) != {"-"}:
             table.append([f"paper, {about.title}", *published])
-    accuracy.append([f"p against {content['reference']}", *(_p(test["p"]) if test else "-" for test in tests)])
-    accuracy.append(
+    results.append([f"p against {content['reference']}", *(_p(test["p"]) if test else "-" for test in tests)])
+    results.append(
         [
             "better : worse : equal",
             *(f"{test['better']} : {test['worse']} : {test['equal']}" if test else "-" for test in tests),
         ]
     )
-    return [[list(line) for line in zip(*columns, strict=True)] for columns in (accuracy, cost)]
+    return [[list(line) for line in zip(*columns, strict=True)] for columns in (results, cost)]
 
 
 def _finished(strategy: Mapping[str, Any]) -> int:
@@ -46,8 +48,8 @@ def cell(mean: float | None, std: float | None, metric: Metric) -> str:
     """Return the text of a table's cell; "-" if the number is not known."""
     if mean is None:
         return "-"
-    text = f"{metric.factor * mean:.{metric.digits}f}"
-    return text if std is None else f"{text} ± {metric.factor * std:.{metric.digits}f}"
+    text = metric.text(mean)
+    return text if std is None else f"{text} ± {metric.text(std, 2)}"
 
 
 def _p(p: float) -> str:
@@ -57,6 +59,7 @@ def _p(p: float) -> str:
 def remarks(content: Mapping[str, Any]) -> list[str]:
     """Return the remarks that belong to the tables, one per line."""
     strategies, preset, lines = content["strategies"], content["preset"], []
+    plural = Headline.of([content]).plural
     if content["scaled"]:
         parts = [f"{key} {after:g} instead of {before:g}" for key, (before, after) in content["scaled"].items()]
         lines.append(
@@ -83,8 +86,8 @@ def remarks(content: Mapping[str, Any]) -> list[str]:
         same = "" if content["reference"] in strategies else " with the same value"
         lines.append(
             f"p: Wilcoxon's signed-rank test against {content['reference']}{same}, two-sided, over the clients' last "
-            "accuracies of all seeds together; pairs without a difference are excluded. Clients of a run learn "
-            "together, so their accuracies are not independent, and p is not corrected for the number of methods."
+            f"{plural} of all seeds together; pairs without a difference are excluded. Clients of a run learn "
+            f"together, so their {plural} are not independent, and p is not corrected for the number of methods."
         )
     if len(content["seeds"]) == 1:
         lines.append("One seed: there is no standard deviation.")

@@ -12,7 +12,7 @@ from kindred.server_app.config import ConfigError, is_used_by
 
 NAME = r"[\w.+-]+"  # of a compared method
 BESIDE = ("output-dir", "resume", "checkpoint-every", "keep-checkpoints")  # settings that do not change results
-NOT_VARIED = (*KEYS, "strategy", *BESIDE)
+NOT_VARIED = (*KEYS, "strategy", "metric", *BESIDE)
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class Variation:
         what = f"--vary {self.setting}"
         if self.setting in NOT_VARIED:
             raise ConfigError(
-                f"{what} is not allowed: all compared methods have the same data and seeds; allowed: settings of "
-                "methods, training and rounds"
+                f"{what} is not allowed: all compared methods have the same data, seeds and metric; allowed: settings "
+                "of methods, training and rounds"
             )
         texts = [text_of(value) for value in self.values]
         for text in texts:

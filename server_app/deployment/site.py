@@ -29,6 +29,7 @@ from .supernode import keep_running, port_for_supernode
 if TYPE_CHECKING:
     from kindred import data
     from kindred.data import public as public_images, sites
+    from kindred.data.dataset import Dataset
     from kindred.server_app import config
 
     from . import site_check
@@ -42,8 +43,11 @@ def site(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the site; a whole number counts as a number.")],
     server: Annotated[str, option("server", "HOST:PORT", "Address of the server.")],
     data_dir: Annotated[Path, option("data-dir", "PATH", "The site's data: .npz file, folder of images, or tables.")],
+    schema: Annotated[
+        Path | None, option("schema", "FILE", "The run's schema.json, the same at each site; tables need it.")
+    ] = None,
     public_data: Annotated[
-        Path | None, option("public-data", "FILE", "Unlabelled images, the same at each site: an .npz file with x.")
+        Path | None, option("public-data", "FILE", "Unlabelled samples, the same at each site: an .npz file with x.")
     ] = None,
     ca: Annotated[Path | None, option("ca", "FILE", "The ca.crt of `kindred keys`.")] = None,
     key: Annotated[Path | None, option("key", "FILE", "The site's private key.")] = None,
@@ -88,6 +92,8 @@ def site(
         check_port("--port", port)
     node: dict[str, str | int | bool] = {"client-id": client_id(name)}
     node["data-dir"] = str(absolute_path(data_dir, "--data-dir"))
+    if schema:
+        node["schema"] = str(absolute_path(schema, "--schema"))
     if public_data:
         node["public-data"] = str(absolute_path(public_data, "--public-data"))
     state = absolute_path(state_dir or default_root(), "--state-dir")
@@ -107,6 +113,8 @@ def site(
         warn_of_no_tls(host)
     run = _run_config(run_config, class_names) if run_config else None
     names = run.class_names if run else class_names
+    if check and schema:
+        _check_cells(node)
     _print_data_summary(name, node, [part.strip() for part in names.split(",") if part.strip()])
     if run:
         _check_fit(name, node, run)
@@ -156,32 +164,59 @@ def node_config(values: Mapping[str, str | int | bool]) -> str:
     return " ".join(f"{key}={text(value)}" for key, value in values.items())
 
 
+def _check_cells(node: Mapping[str, Any]) -> None:
+    """Print the first cells of a site's tables that do not fit the schema, and end the command if there are some."""
+    try:
+        task = data.Task.load(Path(node["schema"]))
+        found = sites.misfits_of(node["data-dir"], task)
+    except data.DataError as error:
+        end(2, str(error))
+    for misfit in found:
+        print(misfit, flush=True)
+    if found:
+        end(2, f"--data-dir is {node['data-dir']!r}, where the cells above do not fit the schema; allowed: none")
+
+
 def _print_data_summary(name: str, node: Mapping[str, Any], class_names: Sequence[str]) -> None:
     """Check a site's data, and print what the server learns about them."""
     try:
-        images = sites.read_site(node["data-dir"], class_names)
-        public = public_images.read_public(node["public-data"]) if "public-data" in node else None
+        task = data.Task.load(Path(node["schema"])) if "schema" in node else None
+        site = sites.read_site(node["data-dir"], class_names, task)
+        public = public_images.read_public(node["public-data"], site.kind) if "public-data" in node else None
     except data.DataError as error:
         end(2, str(error))
-    shape, reported = "x".join(map(str, images.x_train.shape[1:])), ""
+    reported = ""
     if public is not None:
-        if public.shape[1:] != images.x_train.shape[1:]:
-            end(
-                2,
-                f"public-data has images of {'x'.join(map(str, public.shape[1:]))}, the site's are {shape} "
-                "(channels x height x width)",
-            )
-        reported = f", with PerFed-CKT that it has {len(public)} public images and their fingerprint"
+        given, due = ("x".join(map(str, x.shape[1:])) for x in (public, site.x_train))
+        if given != due:
+            end(2, f"public-data has {site.kind} samples of {given}, the site's are {due}")
+        reported = f", with PerFed-CKT that it has {len(public)} public samples and their fingerprint"
+    train = len(site.x_train) if len(site.x_test) else "the number of"
     share = "other sites may" if node.get("share-model", True) else "no other site may"
-    train, test, top = len(images.x_train), len(images.x_test), images.num_classes - 1
+    for remark in site.remarks:
+        print(remark)
     print(
-        f"{name}: {train} images of {shape} to train on, {test} to test on, labels up to {top}\n"
+        f"{name}: {_described(site)}\n"
         f"reported to the server at first: the name {name}, {train} training samples, the name and the number of "
-        f"classes of the run's network, that {share} receive its model, which methods the run's program knows{reported}"
+        f"outputs of the run's network, that {share} receive its model, which methods the run's program knows{reported}"
         "; later: what the method sends, see `kindred strategies`\n"
         f"stays here: the data in {node['data-dir']}, and what the site keeps in {node['state-dir']}",
         flush=True,
     )
+
+
+def _described(site: Dataset) -> str:
+    """Return the sizes of a site's data as text."""
+    what = "rows" if site.kind == "table" else f"{site.kind}s" if site.kind != "tokens" else "sequences"
+    text = f"{len(site.x_train)} {what} of {'x'.join(map(str, site.x_train.shape[1:]))}"
+    text += (
+        f" to train on, {len(site.x_test)} to test on"
+        if len(site.x_test)
+        else ", the run's test-share of them to test on"
+    )
+    if site.objective.has_classes:
+        text += f", labels up to {max(int(y.max()) for y in (site.y_train, site.y_test) if len(y))}"
+    return text
 
 
 def _run_config(given: Sequence[str], class_names: str) -> config.Config:

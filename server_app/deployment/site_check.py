@@ -57,10 +57,10 @@ def read_run_config(given: Sequence[str]) -> Config:
 
 
 class _SitesAndServer(Sites):
-    """Sites of a run whose server is another machine; zeros replace the server's public images."""
+    """Sites of a run whose server is another machine; zeros replace the server's public samples."""
 
     def public_set(self) -> torch.Tensor:
-        return torch.zeros(1, *self.image_shape)
+        return self.task.inputs.zeros()
 
 
 def fit(config: Config, node_config: Mapping[str, Any]) -> str:
@@ -81,9 +81,14 @@ def fit(config: Config, node_config: Mapping[str, Any]) -> str:
         The strategy would exclude the site; the text says why.
     """
     elsewhere: dict[str, Any] = {"store": "memory", "public_size": 0}
-    here = replace(config, **elsewhere)  # the server's own disk and public images are not here
+    if config.schema:
+        if "schema" not in node_config:
+            raise DataError(f"schema is {config.schema!r} in the run, and --schema is not given: the site needs it too")
+        elsewhere["schema"] = node_config["schema"]
+    here = replace(config, **elsewhere)  # the server's own disk, public samples and schema are not here
     try:
-        strategy, initial_arrays = prepare(here, _SitesAndServer.of(config.run_config()))
+        sites = _SitesAndServer.of(here.run_config())
+        strategy, initial_arrays = prepare(here, sites)
     except ValueError as error:
         raise ConfigError(f"the run cannot start: {error}") from None
     context = Context(
@@ -95,8 +100,9 @@ def fit(config: Config, node_config: Mapping[str, Any]) -> str:
     strategy.begin(initial_arrays)
     for reason in strategy.introduce({about[CLIENT_ID]: about}).values():
         raise DataError(reason)
-    public = f", {about[NUM_PUBLIC]} public images" if NUM_PUBLIC in about else ""
+    public = f", {about[NUM_PUBLIC]} public samples" if NUM_PUBLIC in about else ""
+    what = "classes" if sites.task.objective.has_classes else "outputs"
     return (
-        f"{config.strategy} with {about[NETWORK]}, {about[NUM_CLASSES]} classes, {about[NUM_EXAMPLES]} training "
+        f"{config.strategy} with {about[NETWORK]}, {about[NUM_CLASSES]} {what}, {about[NUM_EXAMPLES]} training "
         f"samples{public}"
     )

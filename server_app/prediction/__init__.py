@@ -5,6 +5,6 @@ data are needed. All files are plain arrays and texts; nothing in them is execut
 """
 
 INPUTS = (
-    "a folder of image files, one image file, an .npz file with an array x or x_test, or a .csv file of numbers with "
-    "a header"
+    "a folder of image files, one image file, an .npz file with an array x or x_test, a .csv file with the columns of "
+    "the model's schema, or a .txt file"
 )

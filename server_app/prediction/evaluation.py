@@ -1,4 +1,4 @@
-"""Evaluation of predictions against true labels: metrics, and a figure of the confusion matrix."""
+"""Evaluation of predictions against the truth: metrics, and a figure of the confusion matrix."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from sklearn.metrics import confusion_matrix
 
 from kindred.lazy import lazy
-from kindred.parts.mixture import accuracy_and_loss
+from kindred.objectives import Labels, Objective
 from kindred.server_app.config import ConfigError
 from kindred.server_app.report.figures import MOST_NAMED, new_figure, short_name
 
@@ -27,20 +27,22 @@ MOST_EVALUATED = 2000  # classes; a confusion matrix has the square of this numb
 SMALLEST_PRINT = 5  # points; the smallest font in which a count is readable
 
 
-def evaluate_model(model: Path, data_dir: Path) -> dict[str, Any]:
-    """Compare a model's predictions with a site's test labels.
+def evaluate_model(model: Path, data_dir: Path) -> tuple[dict[str, Any], list[str]]:
+    """Compare a model's predictions with a site's test data.
 
     Parameters
     ----------
     model : Path
         A file of `Predictor.load`.
     data_dir : Path
-        A site's data, as `data.read_site` reads them.
+        A site's data, as `data.read_site` reads them. If they have no test part, all samples are used.
 
     Returns
     -------
-    dict
+    found : dict
         The two paths, `model` and `data-dir`, and the result of `evaluation`.
+    remarks : list of str
+        Lines about the data.
 
     Raises
     ------
@@ -48,32 +50,54 @@ def evaluate_model(model: Path, data_dir: Path) -> dict[str, Any]:
         The model or the data cannot be used.
     """
     predictor = Predictor.load(model)
-    if (count := predictor.task.num_classes) > MOST_EVALUATED:
-        raise ConfigError(f"--model is {str(model)!r}, of {count:,} classes, allowed: up to {MOST_EVALUATED:,}")
-    x, y = read_test_part(data_dir, predictor.task)
-    found = evaluation(predictor.probabilities(x), y, predictor.classes)
-    return {"model": str(model), "data-dir": str(data_dir), **found}
+    objective = predictor.task.objective
+    if objective.has_classes and objective.num_outputs > MOST_EVALUATED:
+        raise ConfigError(
+            f"--model is {str(model)!r}, of {objective.num_outputs:,} classes, allowed: up to {MOST_EVALUATED:,}"
+        )
+    x, y, remarks = read_test_part(data_dir, predictor.task)
+    found = evaluation(predictor.predictions(x), y, objective, predictor.names)
+    return {"model": str(model), "data-dir": str(data_dir), **found}, remarks
 
 
-def evaluation(probabilities: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> dict[str, Any]:
-    """Compare predictions with the true labels.
+def evaluation(
+    predictions: np.ndarray, targets: np.ndarray, objective: Objective, names: Sequence[str]
+) -> dict[str, Any]:
+    """Compare predictions with the truth.
 
     Parameters
     ----------
-    probabilities : ndarray, (n, N)
-    labels : ndarray, (n,), int
-    classes : sequence of N str
-        The names of the classes.
+    predictions : ndarray, (n, N)
+    targets : ndarray, (n, ...)
+        In the data's units.
+    objective : Objective
+    names : sequence of N str
+        The names of the outputs.
 
     Returns
     -------
     dict
-        `images` n; `accuracy`; `loss`, the mean cross-entropy; `classes`: for each its name `class`, its `images`,
-        `accuracy` (the recall: the fraction of its images that are predicted as it) and `precision` (the fraction of
-        images predicted as it that are of it), None where there are none; `confusion` (N, N): numbers of images by
-        true class (row) and predicted class (column).
+        `samples` n; the objective's metrics, by name; `loss`, its mean. With classes also `classes`: for each its name
+        `class`, its `samples`, `accuracy` (the recall: the fraction of its samples that are predicted as it) and
+        `precision` (the fraction of samples predicted as it that are of it), None where there are none; and
+        `confusion` (N, N): numbers of samples by true class (row) and predicted class (column). With several labels
+        also `labels`: for each its name `label`, its `samples` (in which it is true) and `accuracy`.
     """
-    accuracy, loss = accuracy_and_loss(probabilities, labels)
+    found: dict[str, Any] = {
+        "samples": len(targets),
+        **objective.evaluated(predictions, objective.scaled(targets)),
+    }
+    if objective.has_classes:
+        return found | _of_classes(predictions, targets, names)
+    if isinstance(objective, Labels):
+        right = ((predictions > 0.5) == (targets > 0.5)).mean(axis=0).tolist()
+        true = (targets > 0.5).sum(axis=0).tolist()
+        lines = zip(names, true, right, strict=True)
+        return found | {"labels": [{"label": name, "samples": n, "accuracy": hits} for name, n, hits in lines]}
+    return found
+
+
+def _of_classes(probabilities: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> dict[str, Any]:
     confusion = confusion_matrix(labels, probabilities.argmax(axis=1), labels=np.arange(len(classes)))
 
     def share(hits: int, of: int) -> float | None:
@@ -87,8 +111,7 @@ def evaluation(probabilities: np.ndarray, labels: np.ndarray, classes: Sequence[
         strict=True,
     )
     return {
-        "images": len(labels), "accuracy": accuracy, "loss": loss,
-        "classes": [{"class": name, "images": there, "accuracy": share(hits, there), "precision": share(hits, said)}
+        "classes": [{"class": name, "samples": there, "accuracy": share(hits, there), "precision": share(hits, said)}
                     for name, hits, there, said in lines],
         "confusion": confusion.tolist(),
     }  # fmt: skip
@@ -112,9 +135,9 @@ def confusion_figure(confusion: np.ndarray, classes: Sequence[str], title: str) 
     figure, axes = new_figure(title, (side + 0.9, side))
     # One hue that only darkens is readable without colour vision.
     image = axes.imshow(shares, cmap=matplotlib.colormaps["Blues"].with_extremes(bad="#d0d0d0"), vmin=0.0, vmax=1.0)
-    figure.colorbar(image, ax=axes, shrink=0.85, pad=0.02).set_label("share of the true class's images")
+    figure.colorbar(image, ax=axes, shrink=0.85, pad=0.02).set_label("share of the true class's samples")
     if (totals == 0).any():
-        axes.set_title("grey: no images of this class", fontsize=9.5)
+        axes.set_title("grey: no samples of this class", fontsize=9.5)
 
     ticks = np.arange(0, count, max(1, -(-count // MOST_NAMED)))
     names = [short_name(classes[i], 24) for i in ticks.tolist()]

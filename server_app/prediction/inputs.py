@@ -1,42 +1,49 @@
-"""Inputs of predictions, read from folders of images, arrays and tables, on the model's scale."""
+"""Inputs of predictions, read from folders of images, arrays, tables and texts, as the model's network takes them."""
 
 from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from kindred.data import DataError, Task, read_site
+from kindred.data.arrays import checked_inputs
+from kindred.data.csv_files import missing_remarks, unknown_remarks
 from kindred.data.files import check_folder, image_size, open_npz
-from kindred.data.sites import LABEL, pixels, read_rows
+from kindred.data.inputs import ImageInputs, TableInputs, TokenInputs
+from kindred.data.rows import read_rows
 from kindred.data.sources import SUFFIXES, checked_images, one_line, read_image
+from kindred.data.tables import Table
+from kindred.data.text import STRIDE, read_text, windows_of
 
 from . import INPUTS
 
 MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}  # Pillow's modes, by number of channels
 
 
-def read_inputs(path: Path, task: Task) -> tuple[list[str], np.ndarray]:
+def read_inputs(path: Path, task: Task) -> tuple[list[str], np.ndarray, list[str]]:
     """Read the inputs of predictions.
 
     Parameters
     ----------
     path : Path
-        See `INPUTS`. Images in a folder may be at any depth, and are sorted by path; hidden ones are skipped. A
-        table's column `label` is ignored; a row is an image of one pixel, with a channel for each other column.
+        See `INPUTS`. Images in a folder may be at any depth, and are sorted by path; hidden ones are skipped. A table
+        needs the columns of the model's schema; others are ignored. Of a text, each tenth character is predicted.
     task : Task
 
     Returns
     -------
     inputs : list of n str
-        The name of each image.
-    x : ndarray, (n, c, h, w), float32
-        On the model's scale.
+        The name of each image, the number of each sample, or the place of the predicted character in a text, from 0.
+    x : ndarray, (n, ...)
+        As the network takes them.
+    remarks : list of str
+        Lines about missing cells of tables, and about categories that the schema does not have.
 
     Raises
     ------
@@ -44,14 +51,22 @@ def read_inputs(path: Path, task: Task) -> tuple[list[str], np.ndarray]:
         The inputs cannot be read, or have another shape than the task.
     """
     path = path.expanduser()
+    suffix, places = path.suffix.lower(), None
+    remarks: list[str] = []
     if path.is_dir():
-        return _image_files(path, _images_in(path), task)
-    if path.is_file() and path.suffix.lower() in SUFFIXES:
-        return _image_files(path.parent, [path], task)
-    if not path.is_file() or path.suffix.lower() not in (".npz", ".csv"):
+        return (*_image_files(path, _images_in(path), task), [])
+    if path.is_file() and suffix in SUFFIXES:
+        return (*_image_files(path.parent, [path], task), [])
+    if path.is_file() and suffix == ".npz":
+        raw = _npz(path, task.inputs.kind)
+    elif path.is_file() and suffix == ".csv":
+        raw, remarks = _table(path, task)
+    elif path.is_file() and suffix == ".txt":
+        raw, places = _text(path, task)
+    else:
         raise DataError(f"--input is {str(path)!r}, allowed: {INPUTS}")
-    x = _normalised(task, _table(path) if path.suffix.lower() == ".csv" else _npz(path), path)
-    return list(map(str, range(len(x)))), x
+    x = _prepared(task, raw, path)
+    return list(map(str, range(len(x)) if places is None else places)), x, remarks
 
 
 def _images_in(folder: Path) -> list[Path]:
@@ -72,60 +87,69 @@ def _images_in(folder: Path) -> list[Path]:
 
 def _image_files(folder: Path, paths: Sequence[Path], task: Task) -> tuple[list[str], np.ndarray]:
 
-    if task.image_shape[0] not in MODES:
-        raise DataError(f"--input has images, and the model takes {task.image_shape[0]} channels: give a .csv file")
+    if not isinstance(task.inputs, ImageInputs):
+        raise DataError(f"--input has images, and the model takes {task.inputs.kind} inputs")
+    if task.inputs.shape[0] not in MODES:
+        raise DataError(f"--input has images, and the model takes {task.inputs.shape[0]} channels: give an .npz file")
     for path in paths:
         width, height = image_size(path)
         with _named(path):
-            task.check_shape((task.image_shape[0], height, width))
-    check_folder(folder, paths, 4 * math.prod(task.image_shape))
+            task.inputs.check_shape((task.inputs.shape[0], height, width))
+    check_folder(folder, paths, 4 * math.prod(task.inputs.shape))
     images = []
     for path in paths:
-        image = np.asarray(read_image(path, MODES[task.image_shape[0]]))  # (h, w) or (h, w, c)
-        images.append(_normalised(task, checked_images(image[None], str(path)), path))
+        image = np.asarray(read_image(path, MODES[task.inputs.shape[0]]))  # (h, w) or (h, w, c)
+        images.append(_prepared(task, checked_images(image[None], str(path)), path))
     return [path.relative_to(folder).as_posix() for path in paths], np.concatenate(images)
 
 
-def _npz(path: Path) -> np.ndarray:
+def _npz(path: Path, kind: str) -> np.ndarray:
 
     with open_npz(path) as arrays:
         if (name := next((name for name in ("x", "x_test") if name in arrays), None)) is None:
             raise DataError(f"{path} has neither x nor x_test")
-        return checked_images(arrays[name], f"{path}: {name}")
+        return checked_inputs(arrays[name], kind, f"{path}: {name}")
 
 
-def _table(path: Path) -> np.ndarray:
-    """Read a table as images of one pixel (n, c, 1, 1), float32."""
-    header, rows = read_rows(path)
-    columns = [place for place, name in enumerate(header) if name != LABEL]
-    # Whole numbers are allowed as names. A row of measurements, taken for a header, would be lost silently.
-    measured = [name for name in header if re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?", name.strip(), re.IGNORECASE)]
-    if len(set(header)) < len(header) or not all(map(str.isdecimal, measured)):
-        raise DataError(f"{path} has no header: its first line must name the columns, each differently")
-    if not columns:
-        raise DataError(f"{path} has no columns except {LABEL}")
-
-    def cells() -> Iterator[list[str]]:
-        for number, row in enumerate(rows):
-            if len(row) != len(header):
-                raise DataError(f"{path}: row {number} has {len(row)} cells, the header {len(header)}")
-            yield [row[place] for place in columns]
-
-    return pixels(cells(), path)
+def _table(path: Path, task: Task) -> tuple[np.ndarray, list[str]]:
+    """Return the rows of a table as its schema codes them, and lines about missing and unknown cells."""
+    if not isinstance(task.inputs, TableInputs):
+        raise DataError(f"--input is {str(path)!r}, a table, and the model takes {task.inputs.kind} inputs")
+    schema = task.inputs.schema
+    x = read_rows(Table.open(path), schema)
+    return x, [*missing_remarks(schema, x), *unknown_remarks(schema, x)]
 
 
-def read_test_part(data_dir: Path, task: Task) -> tuple[np.ndarray, np.ndarray]:
-    """Return a site's test images, on the model's scale, and their labels."""
-    images = read_site(data_dir, task.class_names)
-    if images.num_classes > task.num_classes:
-        raise DataError(f"{data_dir} has labels up to {images.num_classes - 1}, expected {task.num_classes} classes")
-    return _normalised(task, images.x_test, data_dir), images.y_test
+def _text(path: Path, task: Task) -> tuple[np.ndarray, Sequence[int]]:
+    """Return the tokens before each tenth character of a text, (n, length), and the places of these characters."""
+    if not (isinstance(task.inputs, TokenInputs) and task.inputs.characters):
+        raise DataError(f"--input is {str(path)!r}, a text, and the model takes no characters")
+    length = task.inputs.shape[1]
+    windows = windows_of(read_text(path), task.inputs.characters, length)
+    if not len(windows):
+        raise DataError(f"{path} is too short, allowed: texts of {length} characters or more")
+    return windows, range(length, length + STRIDE * len(windows), STRIDE)
 
 
-def _normalised(task: Task, x: np.ndarray, where: Path) -> np.ndarray:
-    """Return images on the model's scale; a DataError names the file."""
+def read_test_part(data_dir: Path, task: Task) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    """Return a site's test samples for the network, their targets in the data's units, and lines about the data.
+
+    Where the data have no test part, these are all samples.
+    """
+    if isinstance(task.inputs, TableInputs):  # the time only says which samples are for test
+        task = replace(task, inputs=TableInputs(replace(task.inputs.schema, time="")))
+    site = read_site(data_dir, task=task)
+    x, y = (site.x_test, site.y_test) if len(site.x_test) else (site.x_train, site.y_train)
+    remarks = list(site.remarks)
+    if isinstance(task.inputs, TableInputs):
+        remarks = [*missing_remarks(task.inputs.schema, x), *remarks]
+    return _prepared(task, x, data_dir), y, remarks
+
+
+def _prepared(task: Task, x: np.ndarray, where: Path) -> np.ndarray:
+    """Return inputs as the network takes them; a DataError names the file."""
     with _named(where), np.errstate(over="ignore"):  # the model's output is checked
-        return task.normalised(x)
+        return task.prepared(x)
 
 
 @contextmanager

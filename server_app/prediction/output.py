@@ -19,8 +19,11 @@ from .inputs import read_inputs
 from .predictor import Predictor
 
 
-def predictions(model: Path, given: Path) -> bytes:
-    """Return a CSV file of the class and the probabilities that a model predicts for each input.
+def predictions(model: Path, given: Path) -> tuple[bytes, list[str]]:
+    """Return a CSV file of what a model predicts for each input, and lines about the inputs.
+
+    The file has a column for each probability, and the class of the highest where the objective has classes; without
+    probabilities it has a column for each value, in the data's unit.
 
     Parameters
     ----------
@@ -35,12 +38,19 @@ def predictions(model: Path, given: Path) -> bytes:
         The model or the inputs cannot be used.
     """
     predictor = Predictor.load(model)
-    inputs, x = read_inputs(given, predictor.task)
-    probabilities, classes = predictor.probabilities(x), predictor.classes
-    header = ["input", "label", *(f"probability-{name}" for name in classes)]
-    labels = probabilities.argmax(axis=1)
-    rows = zip(inputs, labels, probabilities.astype(np.float32), strict=True)  # in as few digits as identify the number
-    return csv_lines([header, *([name, classes[label], *row] for name, label, row in rows)])
+    objective, names = predictor.task.objective, predictor.names
+    inputs, x, remarks = read_inputs(given, predictor.task)
+    found = predictor.predictions(x)
+    what = "probability" if objective.probabilities else "prediction"
+    header = ["input", *(f"{what}-{name}" for name in names)]
+    # Probabilities in as few digits as identify the number.
+    values = found.astype(np.float32) if objective.probabilities else objective.readable(found)
+    rows = [[name, *row] for name, row in zip(inputs, values, strict=True)]
+    if objective.has_classes:
+        header.insert(1, "label")
+        for row, label in zip(rows, found.argmax(axis=1), strict=True):
+            row.insert(1, names[label])
+    return csv_lines([header, *rows]), remarks
 
 
 def save_predictions(content: bytes, path: Path) -> None:
@@ -54,13 +64,15 @@ def save_predictions(content: bytes, path: Path) -> None:
 
 
 def save_evaluation(found: Mapping[str, Any], folder: Path) -> None:
-    """Write `evaluation.json` and `confusion.png` into a folder; ConfigError where they cannot be written."""
-    title = f"{Path(found['model']).name}: {found['images']} test images, accuracy {100 * found['accuracy']:.1f} %"
-    classes = [line["class"] for line in found["classes"]]
+    """Write `evaluation.json`, and of classes `confusion.png`, into a folder; ConfigError where that fails."""
     with writing(f"--output-dir is {str(folder)!r}, where nothing can be written"):
         folder = folder.expanduser()
         folder.mkdir(parents=True, exist_ok=True)
-        save_figure(confusion_figure(np.array(found["confusion"]), classes, title), folder / "confusion.png")
+        if "confusion" in found:
+            accuracy = f"accuracy {100 * found['accuracy']:.1f} %"
+            title = f"{Path(found['model']).name}: {found['samples']} test samples, {accuracy}"
+            classes = [line["class"] for line in found["classes"]]
+            save_figure(confusion_figure(np.array(found["confusion"]), classes, title), folder / "confusion.png")
         write_json(folder / "evaluation.json", found)
 
 

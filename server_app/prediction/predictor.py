@@ -13,10 +13,13 @@ import torch
 from safetensors.numpy import load_file
 
 from kindred import Mixture, make_model
+from kindred.client.models import check_kind
 from kindred.client.training import check_shapes, set_arrays
 from kindred.data import Task
 from kindred.data.files import one_line, safetensors_header
+from kindred.data.inputs import TokenInputs
 from kindred.messages import by_prefix
+from kindred.objectives import NextToken
 from kindred.server_app.config import ConfigError
 
 
@@ -27,12 +30,12 @@ class Predictor:
     Attributes
     ----------
     task : Task
-        The model's input and classes.
+        The model's inputs and objective.
     module : torch.nn.Module
     mixture : Mixture
         The models of the mixture; each fits `module`.
-    classes : tuple of str
-        The names of the classes, or else their numbers.
+    names : tuple of str
+        The names of the outputs, or else their numbers.
     """
 
     task: Task
@@ -62,16 +65,15 @@ class Predictor:
             )
         with _unusable(path, "cannot be used"):
             name, task = Task.from_metadata(about)
-            if len(task.class_names) not in (0, task.num_classes):
-                raise ValueError(f"it has {task.num_classes} classes and {len(task.class_names)} names for them")
-            for each in task.class_names:
+            for each in task.objective.names:
                 if re.search(r"[\x00-\x1f\x7f\ud800-\udfff]", each):
                     raise ValueError(f"it has a class {each!r}, allowed: names without control characters")
+            check_kind(name, task.inputs.kind)
             _check_carried(name, task, shapes, mixed="kind" in about)
         with _unusable(path, "cannot be read as a model"):
             mixture = _read_models(path, about)
         with _unusable(path, "cannot be used"):
-            module = make_model(name, task.image_shape, task.num_classes)
+            module = make_model(name, task.inputs.shape, task.objective.num_outputs)
             for model in mixture.models:
                 set_arrays(module, model)  # checks the arrays, too
                 if spoilt := [key for key, array in model.items() if not np.isfinite(array).all()]:
@@ -79,22 +81,25 @@ class Predictor:
         return cls(task, module, mixture)
 
     @property
-    def classes(self) -> tuple[str, ...]:
-        return self.task.class_names or tuple(map(str, range(self.task.num_classes)))
+    def names(self) -> tuple[str, ...]:
+        objective, inputs = self.task.objective, self.task.inputs
+        if isinstance(objective, NextToken) and isinstance(inputs, TokenInputs) and inputs.characters:
+            return tuple(repr(character)[1:-1] for character in inputs.characters)  # a line break as \n
+        return objective.names or tuple(map(str, range(objective.num_outputs)))
 
-    def probabilities(self, x: np.ndarray) -> np.ndarray:
-        """Return class probabilities (n, N) of images (n, c, h, w), which `Task.normalised` put on the model's scale.
+    def predictions(self, x: np.ndarray) -> np.ndarray:
+        """Return predictions (n, N), as the objective has them, of inputs (n, ...) that `Task.prepared` returned.
 
         Raises
         ------
         ConfigError
-            The probabilities are not finite.
+            The predictions are not finite.
         ValueError
             The arrays are not those of the network.
         """
-        rows = self.mixture.predict(self.module, torch.from_numpy(x))
+        rows = self.mixture.predict(self.module, torch.from_numpy(x), self.task.objective)
         if not np.isfinite(rows).all():
-            raise ConfigError("the model gives probabilities that are not finite: did its training diverge?")
+            raise ConfigError("the model gives predictions that are not finite: did its training diverge?")
         return rows
 
 
@@ -111,7 +116,7 @@ def _check_carried(network: str, task: Task, shapes: Mapping[str, tuple[int, ...
     """Compare the shapes of the arrays in a file with those of the network that it names; ValueError if they differ."""
     try:
         with torch.device("meta"):  # shapes without memory for values
-            state = make_model(network, task.image_shape, task.num_classes).state_dict()
+            state = make_model(network, task.inputs.shape, task.objective.num_outputs).state_dict()
     except RuntimeError:  # a network of an extension that cannot be built without values
         return
     for part in by_prefix({n: s for n, s in shapes.items() if n != "shares"}).values() if mixed else [shapes]:

@@ -14,6 +14,7 @@ from kindred.data import DataError
 from kindred.data.files import open_npz
 from kindred.lazy import lazy
 from kindred.messages import ClientId, in_order
+from kindred.server_app.run_files import labels_of
 
 if TYPE_CHECKING:
     from scipy.cluster import hierarchy
@@ -26,7 +27,9 @@ MATRIX_TIMES = 1100  # a matrix of clients that learn alone is nearly all zeros;
 MATRIX_BYTES = 4_000_000  # size of these matrices together, one byte per weight
 
 
-def collaboration_content(folder: Path, groups: Sequence[int] | None) -> dict[str, Any] | None:
+def collaboration_content(
+    folder: Path, groups: Sequence[int] | None, names: Sequence[str] = ()
+) -> dict[str, Any] | None:
     """Return the matrices of up to `MOST_ROUNDS` rounds, one byte per weight; None where there are none.
 
     For each round, `strongest` is the largest weight of another client. In `weights`, by rows, the byte 255 means that
@@ -62,7 +65,7 @@ def collaboration_content(folder: Path, groups: Sequence[int] | None) -> dict[st
     shares[:, diagonal, diagonal] = 0
     strongest = shares.max(axis=(1, 2), initial=0)  # (r,)
     return {
-        "names": [str(clients[i]) for i in order],
+        "names": labels_of((clients[i] for i in order), names),
         "groups": [known[i] for i in order] if known else None,
         "rounds": [number for number, _, _ in matrices],
         "of": len(files),

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from kindred.lazy import lazy
+from kindred.server_app.headline import Headline
 
 from .figures import (
     COLOURS,
     DASHES,
     MARKERS,
-    accuracy_axes,
-    accuracy_range,
-    is_accuracy,
+    empty_axes,
+    metric_axes,
+    metric_range,
     new_figure,
     panels_figure,
     round_axis,
@@ -34,42 +35,41 @@ Method = tuple[str, Sequence[Sequence[Mapping[str, Any]]]]
 
 
 class Line(NamedTuple):
-    """Accuracies of a method in percent, each with the standard deviation over its runs if there are several.
+    """Values of a method as they are shown, each with the standard deviation over its runs if there are several.
 
     `at` (n,) are their places on the horizontal axis: rounds, or the numbers of a setting's values.
     """
 
     name: str
     at: np.ndarray
-    percent: np.ndarray
+    shown: np.ndarray
     deviation: np.ndarray | None
     style: dict[str, Any]
 
 
-def comparison_figure(methods: Sequence[Method], title: str) -> Figure:
-    """Draw mean accuracy over rounds of several methods, with each method's name at the end of its line.
+def comparison_figure(methods: Sequence[Method], headline: Headline, title: str) -> Figure:
+    """Draw the mean of a metric over rounds of several methods, with each method's name at the end of its line.
 
     Where a method has several runs, the line is their mean, with a band of one standard deviation on either side.
     """
     figure, axes = new_figure(title, (8.0, max(4.6, 0.3 * len(methods) + 1.6)))
-    lines = _over_rounds(methods)
+    lines = _over_rounds(methods, headline)
     if not lines:
-        axes.text(0.5, 0.5, "no client reported an accuracy", transform=axes.transAxes, ha="center", va="center")
-        axes.set(xticks=[], yticks=[])
+        empty_axes(axes, headline)
         return figure
     for line in lines:
         _draw(axes, line)
     first, last = _ends(lines)
-    accuracy_axes(axes, np.arange(first, last + 1), suffix=", mean over clients")
+    metric_axes(axes, np.arange(first, last + 1), headline, suffix=", mean over clients")
     low, high = axes.get_ylim()
     # A label is about 0.2 inch high, and the axes take up about 0.75 of the figure's height.
     gap = 0.2 / (0.75 * figure.get_figheight()) * (high - low)
-    places = _apart(np.array([line.percent[-1] for line in lines]), gap, low, high)
+    places = _apart(np.array([line.shown[-1] for line in lines]), gap, low, high)
     for line, place in zip(lines, places, strict=True):
-        # x is in units of the axes' width, beyond its right edge; y is the accuracy in percent.
+        # x is in units of the axes' width, beyond its right edge; y is the number that is shown.
         axes.annotate(
             "",
-            xy=(line.at[-1], line.percent[-1]),
+            xy=(line.at[-1], line.shown[-1]),
             xytext=(1.03, place),
             textcoords=axes.get_yaxis_transform(),
             arrowprops={"arrowstyle": "-", "color": line.style["color"], "linewidth": 0.8, "shrinkA": 0},
@@ -85,23 +85,24 @@ def comparison_figure(methods: Sequence[Method], title: str) -> Figure:
             markevery=[1],
             **line.style,
         )
-        text = f"{line.name}  {line.percent[-1]:.1f} %"
+        text = f"{line.name}  {headline.text(line.shown[-1] / headline.factor)}"
         axes.text(1.105, place, text, transform=axes.get_yaxis_transform(), va="center")
     return figure
 
 
-def comparison_panels(panels: Sequence[tuple[str, Sequence[Method]]], title: str) -> Figure:
-    """Draw a panel for each value of a setting: mean accuracy over rounds of each method, as `comparison_figure`.
+def comparison_panels(panels: Sequence[tuple[str, Sequence[Method]]], headline: Headline, title: str) -> Figure:
+    """Draw a panel for each value of a setting: the mean over rounds of each method, as `comparison_figure`.
 
     Parameters
     ----------
     panels : sequence of (str, sequence of Method)
         A panel's title, and its methods. A method looks the same in all panels.
+    headline : Headline
     title : str
     """
     names = list(dict.fromkeys(name for _, methods in panels for name, _ in methods))
-    figure, places = panels_figure(title, len(panels), (3.4, 3.4), 3, "round", "test accuracy (%)")
-    drawn = [_over_rounds(methods, names) for _, methods in panels]
+    figure, places = panels_figure(title, len(panels), (3.4, 3.4), 3, "round", f"test {headline.axis}")
+    drawn = [_over_rounds(methods, headline, names) for _, methods in panels]
     known = [line for lines in drawn for line in lines]
     handles: dict[str, Any] = {}
     for axes, (above, _), lines in zip(places, panels, drawn, strict=True):
@@ -110,7 +111,7 @@ def comparison_panels(panels: Sequence[tuple[str, Sequence[Method]]], title: str
     if known:
         first, last = _ends(known)
         round_axis(places[-1], np.array([first, last]))  # the others share its axes
-        accuracy_range(places[-1])
+        metric_range(places[-1], headline)
     shown = [name for name in map(_shown, names) if name in handles]
     figure.legend(
         [handles[name] for name in shown], shown, loc="outside lower center", ncols=4, frameon=False, fontsize=9
@@ -122,10 +123,11 @@ def sweep_figure(
     setting: str,
     values: Sequence[str],
     methods: Mapping[str, Mapping[str, tuple[float, float | None]]],
+    headline: Headline,
     measure: str,
     title: str,
 ) -> Figure:
-    """Draw accuracy over the values of a setting, a line for each method, with one standard deviation over its runs.
+    """Draw a metric over the values of a setting, a line for each method, with one standard deviation over its runs.
 
     Values are at equal distances, in their order. A method that is not varied is a horizontal line without marks.
 
@@ -135,10 +137,10 @@ def sweep_figure(
         The varied setting.
     values : sequence of str
     methods : mapping
-        name -> value -> mean accuracy, in [0, 1], and its standard deviation; the value is "" for a method that is not
-        varied.
+        name -> value -> mean and standard deviation of the metric; the value is "" for a method that is not varied.
+    headline : Headline
     measure : str
-        Which accuracy.
+        Which mean: of the last or the best round.
     title : str
     """
     figure, axes = new_figure(title, (7.2, 4.8))
@@ -148,12 +150,12 @@ def sweep_figure(
         each += [(place, found[value]) for place, value in enumerate(values) if value in found]
         if not each:
             continue
-        accuracies = 100 * np.array([mean for _, (mean, _) in each])
+        means = headline.factor * np.array([mean for _, (mean, _) in each])
         deviations = [deviation for _, (_, deviation) in each]
-        spread = None if None in deviations else 100 * np.array(deviations, dtype=float)
+        spread = None if None in deviations else headline.factor * np.array(deviations, dtype=float)
         style = _style(i) | ({"marker": None, "linestyle": (0, (1, 1.5))} if "" in found else {})
-        _draw(axes, Line(_shown(name), np.array([place for place, _ in each]), accuracies, spread, style))
-    accuracy_axes(axes, np.arange(len(values)))
+        _draw(axes, Line(_shown(name), np.array([place for place, _ in each]), means, spread, style))
+    metric_axes(axes, np.arange(len(values)), headline)
     axes.set_xlabel(setting)
     axes.set_xticks(range(len(values)), [short_name(value) for value in values])
     if handles := axes.get_legend_handles_labels()[0]:
@@ -161,20 +163,18 @@ def sweep_figure(
     return figure
 
 
-def _over_rounds(methods: Sequence[Method], order: Sequence[str] = ()) -> list[Line]:
+def _over_rounds(methods: Sequence[Method], headline: Headline, order: Sequence[str] = ()) -> list[Line]:
     """Return the line of each method that has rounds; styles are by the place in `order`, by default in `methods`."""
-    lines = []
+    lines, key, holds = [], headline.columns.mean, headline.metric.holds
     order = order or [name for name, _ in methods]
     for name, runs in methods:
-        accuracies = [
-            {line["round"]: line["accuracy"] for line in rounds if is_accuracy(line.get("accuracy"))} for rounds in runs
-        ]
-        known = sorted(set.intersection(*map(set, accuracies))) if accuracies else []  # the rounds of all runs
+        means = [{line["round"]: line[key] for line in rounds if holds(line.get(key))} for rounds in runs]
+        known = sorted(set.intersection(*map(set, means))) if means else []  # the rounds of all runs
         if known:
-            percents = 100 * np.array([[accuracy[number] for number in known] for accuracy in accuracies])  # (runs, r)
-            spread = percents.std(axis=0, ddof=1) if len(accuracies) > 1 else None
+            shown = headline.factor * np.array([[each[number] for number in known] for each in means])  # (runs, r)
+            spread = shown.std(axis=0, ddof=1) if len(means) > 1 else None
             style = _style(order.index(name))
-            lines.append(Line(_shown(name), np.array(known), percents.mean(axis=0), spread, style))
+            lines.append(Line(_shown(name), np.array(known), shown.mean(axis=0), spread, style))
     return lines
 
 
@@ -193,11 +193,11 @@ def _shown(name: str) -> str:
 def _draw(axes: Axes, line: Line) -> Any:
     """Draw a line in its band, and return it."""
     if line.deviation is not None:
-        low, high = line.percent - line.deviation, line.percent + line.deviation
+        low, high = line.shown - line.deviation, line.shown + line.deviation
         axes.fill_between(line.at, low, high, color=line.style["color"], alpha=0.15, linewidth=0)
     (drawn,) = axes.plot(
         line.at,
-        line.percent,
+        line.shown,
         label=line.name,
         linewidth=2,
         markersize=5.5,

@@ -25,15 +25,16 @@ from kindred import REGISTRY
 from kindred.client.state import MIXTURE, replacing
 from kindred.engine.history import is_status, statuses
 from kindred.messages import BETWEEN, MOST, PERSONAL, RECEIVED, SAMPLES_TRAINED, TRAINED, TUNED, ClientId, in_order
-from kindred.server_app.comparison.metrics import METRICS
+from kindred.server_app.comparison.metrics import numbers_of
 from kindred.server_app.comparison.texts import remarks, tables
 from kindred.server_app.config import Config, ConfigError
 from kindred.server_app.flower_app import CONNECTION, toml
-from kindred.server_app.run_files import is_finished, what_data
+from kindred.server_app.headline import Headline
+from kindred.server_app.run_files import is_finished, labels_of, what_data
 from kindred.server_app.tables import read_table
 
 from .collaboration import collaboration_content, groups_of
-from .figures import carried_forward, is_accuracy
+from .figures import carried_forward
 from .render import page
 from .weights import component_curves
 
@@ -153,9 +154,12 @@ def run_content(folder: Path, summary: Mapping[str, Any] | None = None) -> dict[
     defaults = Config().run_config()
     name = settings["strategy"]
     title = REGISTRY[name].title if name in REGISTRY else name
-    stages = _stages(rows, lines)
-    before, after = f"{RECEIVED}-accuracy", f"{stages['after']}-accuracy"
-    both = [row for row in rows if is_accuracy(row.get(before)) and is_accuracy(row.get(after))]
+    headline, names = Headline.of([config]), config.get("names") or ()
+    metric, holds = headline.name, headline.metric.holds
+    stages = _stages(rows, lines, headline)
+    before, after = f"{RECEIVED}-{metric}", f"{stages['after']}-{metric}"
+    both = [row for row in rows if holds(row.get(before)) and holds(row.get(after))]
+    clusters = _read_json(folder / "clusters.json", None)
     return {
         "kind": "run",
         "title": f"{title} on {what_data(settings)}, seed {settings['seed']}",
@@ -163,23 +167,24 @@ def run_content(folder: Path, summary: Mapping[str, Any] | None = None) -> dict[
         + ([f"started {config['started']}"] if "started" in config else []),
         "finished": finished,
         "asked": settings["num-rounds"],
-        "figures": _figures(lines),
-        "curve": _curve(lines, rows),
+        "metric": headline.to_dict(),
+        "figures": _figures(lines, headline),
+        "curve": _curve(lines, rows, headline),
         "stages": stages,
         "clients": {
-            "names": [str(client) for client in clients],
+            "names": labels_of(clients, names),
             "groups": groups_of(clients, groups),
-            "accuracy": _last(rows, clients, f"{PERSONAL}-accuracy"),
-            "before": _last(both, clients, before),
-            "after": _last(both, clients, after),
+            "last": _last(rows, clients, f"{PERSONAL}-{metric}", headline),
+            "before": _last(both, clients, before, headline),
+            "after": _last(both, clients, after, headline),
         },
-        "collaboration": collaboration_content(folder / "collaboration", groups),
-        "clusters": _read_json(folder / "clusters.json", None),
-        "components": _components(rows, settings["num-rounds"], groups),
+        "collaboration": collaboration_content(folder / "collaboration", groups, names),
+        "clusters": clusters and [{**each, "clients": labels_of(each["clients"], names)} for each in clusters],
+        "components": _components(rows, settings["num-rounds"], groups, names),
         "partition": _picture(folder / "partition.png"),
         "networks": _picture(folder / "networks.png"),
-        "unused": _unused(rows),
-        "left-out": [[str(each["client"]), each["reason"]] for each in summary.get("left-out", [])],
+        "unused": _unused(rows, names),
+        "left-out": [[*labels_of([each["client"]], names), each["reason"]] for each in summary.get("left-out", [])],
         "command": command(settings),
         "settings": _settings(settings, defaults),
         "versions": [*(config.get("versions") or {}).items(), ("platform", config.get("platform"))],
@@ -193,11 +198,11 @@ def _settings(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[
     ]
 
 
-def _figures(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the last round's accuracies, and the total costs of all rounds."""
+def _figures(lines: Sequence[Mapping[str, Any]], headline: Headline) -> dict[str, Any]:
+    """Return the last round's values of the metric, and the total costs of all rounds."""
     last = lines[-1] if lines else {}
     return {
-        **{key: last.get(key) for key in ("accuracy", "accuracy-best", "accuracy-p10", "accuracy-weighted")},
+        **{name.replace("_", "-"): last.get(key) for name, key in headline.columns._asdict().items()},
         **{key: sum(line.get(key, 0) for line in lines) for key in ("bytes-down", "bytes-up", "seconds")},
         SAMPLES_TRAINED: _total(lines, SAMPLES_TRAINED),
     }
@@ -207,16 +212,21 @@ def _total(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:
     return sum(line.get(key, 0) for line in lines) if any(key in line for line in lines) else None
 
 
-def _curve(lines: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return, for every round, the accuracies over clients and the total costs up to that round."""
-    rounds, _, values = carried_forward(rows, f"{PERSONAL}-accuracy")  # (r,), (m,), (r, m)
+def _curve(lines: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]], headline: Headline) -> dict[str, Any]:
+    """Return, for every round, the metric over clients and the total costs up to that round."""
+    rounds, _, values = carried_forward(rows, f"{PERSONAL}-{headline.name}", headline.metric.holds)  # (r,), .., (r, m)
     known = ~np.isnan(values).all(axis=1)
-    top = dict(zip(rounds[known].tolist(), np.nanquantile(values[known], 0.9, axis=1).tolist(), strict=True))
+
+    def decile(share: float) -> list[float | None]:
+        found = np.nanquantile(values[known], share, axis=1).tolist()
+        of_round = dict(zip(rounds[known].tolist(), found, strict=True))
+        return _numbers(of_round.get(line["round"]) for line in lines)
+
     return {
         "rounds": [line["round"] for line in lines],
-        "mean": _numbers(line.get("accuracy") for line in lines),
-        "p10": _numbers(line.get("accuracy-p10") for line in lines),
-        "p90": _numbers(top.get(line["round"]) for line in lines),
+        "mean": _numbers(line.get(headline.columns.mean) for line in lines),
+        "p10": decile(0.1),
+        "p90": decile(0.9),
         **_costs(lines),
     }
 
@@ -231,15 +241,17 @@ def _costs(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"bytes": until("bytes-down", "bytes-up"), "samples": until(SAMPLES_TRAINED) if counted else None}
 
 
-def _stages(rows: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the mean accuracy by round of each model that clients report on, and the model "after training"."""
-    curves = {}
+def _stages(
+    rows: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, Any]], headline: Headline
+) -> dict[str, Any]:
+    """Return the mean by round of each model that clients report on, and the model "after training"."""
+    curves, holds = {}, headline.metric.holds
     for stage in STAGES:
         if stage == PERSONAL:
             continue
-        key = f"{stage}-accuracy"
-        rounds, _, values = carried_forward(rows, key)
-        reported = {row["round"] for row in rows if is_accuracy(row.get(key))}
+        key = f"{stage}-{headline.name}"
+        rounds, _, values = carried_forward(rows, key, holds)
+        reported = {row["round"] for row in rows if holds(row.get(key))}
         if reported:
             mean = {
                 number: float(np.nanmean(line))
@@ -257,32 +269,36 @@ def _stages(rows: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, Any]
     }
 
 
-def _components(rows: Sequence[Mapping[str, Any]], last: int, groups: Sequence[int] | None) -> dict[str, Any] | None:
+def _components(
+    rows: Sequence[Mapping[str, Any]], last: int, groups: Sequence[int] | None, names: Sequence[str]
+) -> dict[str, Any] | None:
     """Return the clients' shares of component models over rounds; None where no client reports any."""
     curves = component_curves(rows, last)
     if not curves or len(curves[0].rounds) < 2:
         return None
     clients = curves[0].clients
     return {
-        "names": [str(client) for client in clients],
+        "names": labels_of(clients, names),
         "groups": groups_of(clients, groups),
         "rounds": curves[0].rounds.tolist(),
         "shares": [[_numbers(shares) for shares in each.weights] for each in curves],
     }
 
 
-def _last(rows: Sequence[Mapping[str, Any]], clients: Sequence[ClientId], key: str) -> list[float | None]:
-    """Return the last accuracy that each client reported."""
-    last = {row["client"]: row[key] for row in rows if is_accuracy(row.get(key))}
+def _last(
+    rows: Sequence[Mapping[str, Any]], clients: Sequence[ClientId], key: str, headline: Headline
+) -> list[float | None]:
+    """Return the last value that each client reported."""
+    last = {row["client"]: row[key] for row in rows if headline.metric.holds(row.get(key))}
     return _numbers(last.get(client) for client in clients)
 
 
 def _numbers(values: Any) -> list[float | None]:
-    """Round to four digits, which is more than a figure shows; None for values that are not finite."""
-    return [None if value is None or not np.isfinite(value) else round(float(value), 4) for value in values]
+    """Round to six significant digits, which is more than a figure shows; None for values that are not finite."""
+    return [None if value is None or not np.isfinite(value) else float(f"{value:.6g}") for value in values]
 
 
-def _unused(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _unused(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
     """Return the replies that were not used: for each client and reason their number, first and last round."""
     found: dict[tuple[ClientId, str], list[int]] = {}
     for row in rows:
@@ -295,7 +311,7 @@ def _unused(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "number": sum(map(len, found.values())),
         "reasons": len(found),
         "listed": [
-            [str(client), status, len(rounds := found[client, status]), rounds[0], rounds[-1]]
+            [*labels_of([client], names), status, len(rounds := found[client, status]), rounds[0], rounds[-1]]
             for client, status in listed[:MOST_LISTED]
         ],
     }
@@ -323,11 +339,12 @@ def comparison_content(folder: Path) -> dict[str, Any]:
     comparison = _read_json(path)
     try:
         common, defaults = comparison["settings"], Config().run_config()
-        metric = (comparison["preset"] or {}).get("metric", "accuracy")
+        headline = Headline.of([comparison])
+        metric = (comparison["preset"] or {}).get("metric", headline.columns.mean)
         varied = comparison.get("varied")
         methods = []
         for name, found in comparison["strategies"].items():
-            runs = [_compared_run(folder, run) for run in found["runs"]]
+            runs = [_compared_run(folder, run, headline) for run in found["runs"]]
             methods.append(
                 {
                     "name": name,
@@ -339,17 +356,18 @@ def comparison_content(folder: Path) -> dict[str, Any]:
                     "asked": found["settings"].get("num-rounds", common["num-rounds"]),
                     "runs": [{key: run[key] for key in ("seed", "name", "report", "failed")} for run in runs],
                     "curve": mean_over_seeds([run["curve"] for run in runs if run["curve"]]),
-                    "accuracies": [value for run in runs for value in run["accuracies"]],
+                    "last": [value for run in runs for value in run["last"]],
                 }
             )
         return {
             "kind": "comparison",
             "title": f"Comparison: {comparison['title']}",
             "about": [f"{common['num-clients']} clients", f"finished {comparison['finished']}"],
+            "metric": headline.to_dict(),
             "tables": tables(comparison),
             "remarks": remarks(comparison),
             "methods": methods,
-            "varied": varied and {**varied, "measure": METRICS[metric].meaning},
+            "varied": varied and {**varied, "measure": numbers_of(headline)[metric].meaning},
             "seeds": comparison["seeds"],
             "command": comparison["command"],
             "settings": _settings(common, defaults),
@@ -360,7 +378,7 @@ def comparison_content(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} was not written by `kindred compare`: {type(error).__name__}: {error}") from None
 
 
-def _compared_run(folder: Path, run: Mapping[str, Any]) -> dict[str, Any]:
+def _compared_run(folder: Path, run: Mapping[str, Any], headline: Headline) -> dict[str, Any]:
     """Return the content for one run of a comparison; it may have failed, or its folder may have been removed."""
     place = Path(os.path.normpath(folder / run.get("folder", "")))
     lines = _table(place / "rounds.csv", "round") if "folder" in run else []
@@ -372,13 +390,15 @@ def _compared_run(folder: Path, run: Mapping[str, Any]) -> dict[str, Any]:
         "failed": run.get("reason"),
         "curve": {
             "rounds": [line["round"] for line in lines],
-            "mean": [line.get("accuracy") for line in lines],
+            "mean": [line.get(headline.columns.mean) for line in lines],
             **_costs(lines),
         }
         if lines
         else None,
-        "accuracies": [
-            each["accuracy"] for each in run.get("summary", {}).get("clients", []) if is_accuracy(each["accuracy"])
+        "last": [
+            each[headline.name]
+            for each in run.get("summary", {}).get("clients", [])
+            if headline.metric.holds(each[headline.name])
         ],
     }
 
@@ -393,9 +413,9 @@ def mean_over_seeds(curves: Sequence[Mapping[str, Any]]) -> dict[str, Any] | Non
         values = [dict(zip(curve["rounds"], curve[key], strict=False)) for curve in curves]
         return np.array([[np.nan if each[number] is None else each[number] for number in rounds] for each in values])
 
-    accuracy = stacked("mean")  # (seeds, r)
-    mean = accuracy.mean(axis=0)
-    deviation = accuracy.std(axis=0, ddof=1) if len(curves) > 1 else None
+    means = stacked("mean")  # (seeds, r)
+    mean = means.mean(axis=0)
+    deviation = means.std(axis=0, ddof=1) if len(curves) > 1 else None
     samples = None if any(curve["samples"] is None for curve in curves) else stacked("samples")
     return {
         "rounds": rounds,

@@ -7,7 +7,7 @@ differ in dash and marker.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +15,8 @@ import numpy as np
 from kindred.client.state import MIXTURE
 from kindred.lazy import lazy
 from kindred.messages import PERSONAL, RECEIVED, TRAINED, TUNED, ClientId, in_order
+from kindred.server_app.headline import Headline
+from kindred.server_app.run_files import labels_of
 
 if TYPE_CHECKING:
     import matplotlib
@@ -33,20 +35,19 @@ MOST_NAMED = 40  # largest number of clients whose names fit along an axis of th
 LONGEST_NAME = 14  # characters of a client's name in a figure
 
 
-def is_accuracy(value: object) -> bool:
-    """Return whether a reported value is a number in [0, 1]: clients may report anything as an accuracy."""
-    return isinstance(value, int | float) and 0 <= value <= 1
-
-
-def carried_forward(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[np.ndarray, list[ClientId], np.ndarray]:
-    """Return one accuracy of every client after every round; a client that did not report keeps its last value.
+def carried_forward(
+    rows: Sequence[Mapping[str, Any]], key: str, holds: Callable[[object], bool]
+) -> tuple[np.ndarray, list[ClientId], np.ndarray]:
+    """Return one value of every client after every round; a client that did not report keeps its last value.
 
     Parameters
     ----------
     rows : sequence of mapping
         A history's rows, in order of round.
     key : str
-        The column, such as "personal-accuracy". Values outside [0, 1] count as not reported.
+        The column, such as "personal-accuracy".
+    holds : callable
+        Whether a value can be one of the column's, such as `Metric.holds`; others count as not reported.
 
     Returns
     -------
@@ -61,32 +62,33 @@ def carried_forward(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[np.nda
     line = {number: i for i, number in enumerate(rounds.tolist())}
     values = np.full((len(rounds), len(clients)), np.nan)  # (r, m)
     for row in rows:
-        if is_accuracy(row.get(key)):
+        if holds(row.get(key)):
             values[line[row["round"]], column[row["client"]]] = row[key]
     last = np.where(np.isnan(values), 0, np.arange(len(rounds))[:, None])
     last = np.maximum.accumulate(last, axis=0)  # (r, m), the line of each client's last report
     return rounds, clients, np.take_along_axis(values, last, axis=0)
 
 
-def accuracy_figure(rows: Sequence[Mapping[str, Any]], title: str) -> Figure:
-    """Draw accuracy over rounds: mean over clients, bottom to top decile of clients, and the best mean.
+def metric_figure(rows: Sequence[Mapping[str, Any]], headline: Headline, title: str) -> Figure:
+    """Draw a metric over rounds: mean over clients, bottom to top decile of clients, and the best mean.
 
-    Where the accuracy of the received models differs from the personal accuracy, its mean is a second line.
+    Where the metric of the received models differs from that of the personal models, its mean is a second line.
 
     Parameters
     ----------
     rows : sequence of mapping
-        A history's rows; accuracies are in [0, 1].
+        A history's rows.
+    headline : Headline
     title : str
     """
-    rounds, clients, values = carried_forward(rows, f"{PERSONAL}-accuracy")
+    metric, factor = headline.metric, headline.factor
+    rounds, clients, values = carried_forward(rows, f"{PERSONAL}-{headline.name}", metric.holds)
     figure, axes = new_figure(title, (7.2, 4.8))
     known = ~np.isnan(values).all(axis=1)  # rounds after the first report
     if not known.any():
-        axes.text(0.5, 0.5, "no client reported an accuracy", transform=axes.transAxes, ha="center", va="center")
-        axes.set(xticks=[], yticks=[])
+        empty_axes(axes, headline)
         return figure
-    rounds, values = rounds[known], 100 * values[known]
+    rounds, values = rounds[known], factor * values[known]
     mean = np.nanmean(values, axis=1)
     bottom, top = np.nanquantile(values, (0.1, 0.9), axis=1)
     reported = int((~np.isnan(values[-1])).sum())
@@ -99,15 +101,16 @@ def accuracy_figure(rows: Sequence[Mapping[str, Any]], title: str) -> Figure:
     else:
         axes.fill_between(rounds, bottom, top, color=COLOURS[0], alpha=0.18, linewidth=0, label="bottom to top decile")
     name = f"mean over {of}"
-    if _same(rows, RECEIVED) is False:
-        name += f", {_stage(rows)}"
-        other = "one model alone, as received" if _stage(rows) == MIXED else "before local training (model as received)"
-        numbers, _, received = carried_forward(rows, f"{RECEIVED}-accuracy")
+    if _same(rows, RECEIVED, headline) is False:
+        stage, key = _stage(rows, headline), f"{RECEIVED}-{headline.name}"
+        name += f", {stage}"
+        other = "one model alone, as received" if stage == MIXED else "before local training (model as received)"
+        numbers, _, received = carried_forward(rows, key, metric.holds)
         # A closing evaluation may cover the personal models alone.
-        reported_in = np.isin(numbers, [row["round"] for row in rows if is_accuracy(row.get(f"{RECEIVED}-accuracy"))])
+        reported_in = np.isin(numbers, [row["round"] for row in rows if metric.holds(row.get(key))])
         axes.plot(
             numbers[reported_in],
-            100 * np.nanmean(received[reported_in], axis=1),
+            factor * np.nanmean(received[reported_in], axis=1),
             color=COLOURS[1],
             linestyle="--",
             marker="s" if marker else None,
@@ -115,7 +118,7 @@ def accuracy_figure(rows: Sequence[Mapping[str, Any]], title: str) -> Figure:
             label=f"mean, {other}",
         )
     axes.plot(rounds, mean, color=COLOURS[0], linewidth=2, marker=marker, markersize=4.5, label=name)
-    best = int(mean.argmax())
+    best = int(mean.argmax() if metric.higher else mean.argmin())
     axes.plot(
         rounds[best],
         mean[best],
@@ -125,9 +128,9 @@ def accuracy_figure(rows: Sequence[Mapping[str, Any]], title: str) -> Figure:
         color="#000000",
         markeredgecolor="white",
         zorder=5,
-        label=f"best mean: {mean[best]:.1f} % in round {rounds[best]}",
+        label=f"best mean: {headline.text(mean[best] / factor)} in round {rounds[best]}",
     )
-    accuracy_axes(axes, rounds)
+    metric_axes(axes, rounds, headline)
     handles, labels = axes.get_legend_handles_labels()
     order = sorted(range(len(labels)), key=lambda i: not labels[i].startswith("mean over"))
     figure.legend(
@@ -142,7 +145,11 @@ def accuracy_figure(rows: Sequence[Mapping[str, Any]], title: str) -> Figure:
 
 
 def collaboration_figure(
-    clients: Sequence[ClientId], weights: np.ndarray, groups: Sequence[int] | None, title: str
+    clients: Sequence[ClientId],
+    weights: np.ndarray,
+    groups: Sequence[int] | None,
+    title: str,
+    names: Sequence[str] = (),
 ) -> Figure:
     """Draw the collaboration weights as a heatmap, with clients of a group side by side.
 
@@ -157,6 +164,8 @@ def collaboration_figure(
     groups : sequence of m int, optional
         The true group of each client, where there are groups.
     title : str
+    names : sequence of str
+        The names of clients 0, 1, 2 and so on, if they have names.
     """
     count = len(clients)
     labels = np.zeros(count, dtype=np.int64) if groups is None else np.asarray(groups)
@@ -187,10 +196,11 @@ def collaboration_figure(
         by_group = ", by true group"
     else:
         ticks = np.arange(count) if count <= MOST_NAMED else np.arange(0, count, -(-count // 200) * 10)
-        names = [short_name(clients[order[i]]) for i in ticks]
+        labels_of_ticks = [short_name(label) for label in labels_of((clients[order[i]] for i in ticks), names)]
         size = 8 if count <= 25 or count > MOST_NAMED else 6.5
-        axes.set_xticks(ticks, names, fontsize=size, rotation=90 if size < 8 or max(map(len, names)) > 3 else 0)
-        axes.set_yticks(ticks, names, fontsize=size)
+        upright = size < 8 or max(map(len, labels_of_ticks)) > 3
+        axes.set_xticks(ticks, labels_of_ticks, fontsize=size, rotation=90 if upright else 0)
+        axes.set_yticks(ticks, labels_of_ticks, fontsize=size)
     axes.set_xlabel(f"client that is learnt from{by_group}")
     axes.set_ylabel(f"client that learns{by_group}")
 
@@ -208,12 +218,12 @@ def collaboration_figure(
 
 
 def networks_figure(sizes: Mapping[str, Sequence[int]], title: str) -> Figure:
-    """Draw the number of clients that have each network, with their fraction and their mean number of images.
+    """Draw the number of clients that have each network, with their fraction and their mean number of samples.
 
     Parameters
     ----------
     sizes : mapping
-        network -> number of training images of each client that has it; smallest network first.
+        network -> number of training samples of each client that has it; smallest network first.
     title : str
     """
     counts = [len(each) for each in sizes.values()]
@@ -221,7 +231,7 @@ def networks_figure(sizes: Mapping[str, Sequence[int]], title: str) -> Figure:
     figure, axes = new_figure(title, (7.2, 1.5 + 0.45 * len(sizes)))
     axes.barh(range(len(sizes)), counts, color=COLOURS[0], height=0.65)
     for place, each in enumerate(sizes.values()):
-        text = f"{len(each)} ({len(each) / total:.0%})" + (f", {np.mean(each):.0f} images on average" if each else "")
+        text = f"{len(each)} ({len(each) / total:.0%})" + (f", {np.mean(each):.0f} samples on average" if each else "")
         axes.annotate(text, (len(each), place), xytext=(5, 0), textcoords="offset points", va="center", fontsize=9)
     axes.set_yticks(range(len(sizes)), [short_name(name) for name in sizes])
     axes.invert_yaxis()
@@ -232,18 +242,18 @@ def networks_figure(sizes: Mapping[str, Sequence[int]], title: str) -> Figure:
     return figure
 
 
-def _stage(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the name of the reported model whose accuracy is the personal accuracy."""
+def _stage(rows: Sequence[Mapping[str, Any]], headline: Headline) -> str:
+    """Return the name of the reported model whose metric is that of the personal model."""
     for stage, words in ((TRAINED, "after local training"), (TUNED, "after fine-tuning"), (MIXTURE, MIXED)):
-        if _same(rows, stage):
+        if _same(rows, stage, headline):
             return words
     return "personal model"
 
 
-def _same(rows: Sequence[Mapping[str, Any]], stage: str) -> bool | None:
-    """Return whether this stage's accuracy equals the personal one wherever both are reported; None if nowhere."""
-    pairs = [(row.get(f"{stage}-accuracy"), row.get(f"{PERSONAL}-accuracy")) for row in rows]
-    both = [pair for pair in pairs if all(map(is_accuracy, pair))]
+def _same(rows: Sequence[Mapping[str, Any]], stage: str, headline: Headline) -> bool | None:
+    """Return whether this stage's metric equals the personal one wherever both are reported; None if nowhere."""
+    pairs = [(row.get(f"{stage}-{headline.name}"), row.get(f"{PERSONAL}-{headline.name}")) for row in rows]
+    both = [pair for pair in pairs if all(map(headline.metric.holds, pair))]
     return all(first == second for first, second in both) if both else None
 
 
@@ -292,18 +302,26 @@ def _titled_figure(title: str, size: tuple[float, float]) -> Figure:
     return figure
 
 
-def accuracy_axes(axes: Axes, rounds: np.ndarray, suffix: str = "") -> None:
-    """Give axes of accuracies in percent over rounds (r,) their names, ranges and grid."""
+def empty_axes(axes: Axes, headline: Headline) -> None:
+    """Say in place of a curve that there are no values."""
+    text = f"no client reported its {headline.metric.title}"
+    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center")
+    axes.set(xticks=[], yticks=[])
+
+
+def metric_axes(axes: Axes, rounds: np.ndarray, headline: Headline, suffix: str = "") -> None:
+    """Give axes of a metric over rounds (r,) their names, ranges and grid."""
     round_axis(axes, rounds)
-    axes.set_ylabel(f"test accuracy (%){suffix}")
-    accuracy_range(axes)
+    axes.set_ylabel(f"test {headline.axis}{suffix}")
+    metric_range(axes, headline)
     _plain_axes(axes)
 
 
-def accuracy_range(axes: Axes) -> None:
-    """Cut the vertical axis where no accuracy can be."""
-    low, high = axes.get_ylim()
-    axes.set_ylim(max(low, -2), min(high, 102))
+def metric_range(axes: Axes, headline: Headline) -> None:
+    """Cut the vertical axis where no value can be, a little beyond the metric's bounds."""
+    (low, high), (least, most) = axes.get_ylim(), headline.bounds
+    room = 0.02 * (most - least if np.isfinite(most - least) else high - low)
+    axes.set_ylim(max(low, least - room), min(high, most + room))
 
 
 def _plain_axes(axes: Axes) -> None:

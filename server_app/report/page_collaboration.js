@@ -162,7 +162,8 @@ function strongestOf(count, weight, i, most) {
 
 function graph(width, found, { weight, own, bytes }, strongest, number) {
   const count = found.names.length, named = count <= 40;
-  const side = Math.min(width, 540), middle = side / 2, radius = middle - (named ? 48 : 26);
+  const side = Math.min(width, 540), middle = side / 2, longest = Math.min(10, Math.max(...found.names.map(name => name.length)));
+  const radius = middle - (named ? Math.max(48, 24 + 7 * longest) : 26);
   const index = groupIndex(found.groups);
   const place = (i, r) => {
     const angle = 2 * Math.PI * i / count - Math.PI / 2;
@@ -200,7 +201,7 @@ function graph(width, found, { weight, own, bytes }, strongest, number) {
       return [mark(index(i), x, y, size, colour(index(i)), `client ${name}, own share ${percent(own(i))}`),
         named && s("text", { x: tx, y: ty + 4, "text-anchor": Math.abs(across) < 12 ? "middle" : across > 0 ? "start"
           : "end", class: "small" },
-          short(name, 6), s("title", {}, name))];
+          short(name, 10), s("title", {}, name))];
     }),
     same && s("text", { x: middle, y: middle, "text-anchor": "middle" }, summary));
 }

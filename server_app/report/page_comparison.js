@@ -17,9 +17,11 @@ function comparison(data) {
     header(data, null),
     section("Results",
       data.tables.map(([columns, ...lines], i) => table(columns, lines, { numbers: columns.map((_, at) => at).slice(1),
-        caption: ["Accuracy", "Costs"][i] + (data.seeds.length > 1 ? ", mean ± standard deviation over seeds" : "") })),
+        caption: [capital(metric.title), "Costs"][i] +
+          (data.seeds.length > 1 ? ", mean ± standard deviation over seeds" : "") })),
       h("ul", { class: "remarks" }, data.remarks.map(line => h("li", {}, line)))),
-    section("Accuracy", h("p", { class: "soft" }, "Mean over clients of each client's accuracy on its own test images" +
+    section(capital(metric.title), h("p", { class: "soft" },
+      `Mean over clients of each client's ${metric.title} on its own test samples` +
       (band ? "; the line is the mean over seeds." : ".")),
       h("div", { class: "pair" },
         panels && varied.values.map(value => lineFigure({ title: `Over rounds, ${varied.setting} ${value}`,
@@ -52,7 +54,7 @@ function comparison(data) {
   ];
 }
 
-// Accuracy over the values of a varied setting; a method that is not varied is a horizontal line.
+// The metric over the values of a varied setting; a method that is not varied is a horizontal line.
 function overValues(methods, { setting, values, measure }, bases) {
   const lines = bases.map((base, i) => {
     const points = methods.filter(method => method.of === base && known(method.at.mean)).flatMap(({ value, at }) =>
@@ -63,33 +65,33 @@ function overValues(methods, { setting, values, measure }, bases) {
   });
   return lineFigure({ title: `Over ${setting}`, lines, xName: setting, whole: true, names: values,
     bandName: lines.some(line => line.low && line.low.length) ? "standard deviation over seeds" : null,
-    caption: `${measure[0].toUpperCase()}${measure.slice(1)}.` });
+    caption: `${capital(measure)}.` });
 }
 
 // The clients of each method, over all seeds: dots, middle half, median.
 function spread(methods) {
-  const rows = methods.map((method, i) => [method, i]).filter(([method]) => method.accuracies.length);
+  const rows = methods.map((method, i) => [method, i]).filter(([method]) => method.last.length);
   if (!rows.length) return null;
   const quantile = (values, share) => {
     const at = share * (values.length - 1), low = Math.floor(at);
     return values[low] + (values[Math.min(low + 1, values.length - 1)] - values[low]) * (at - low);
   };
-  const sorted = rows.map(([method]) => [...method.accuracies].sort((a, b) => a - b));
-  const label = "Distribution of accuracies over clients. " + rows.map(([method], n) =>
+  const sorted = rows.map(([method]) => [...method.last].sort((a, b) => a - b));
+  const label = `Distribution of ${metric.plural} over clients. ` + rows.map(([method], n) =>
     `${method.name}: ` + [["bottom decile", 0.1], ["median", 0.5], ["top decile", 0.9]].map(([name, share]) =>
-      `${name} ${percent(quantile(sorted[n], share))}`).join(", ") + ".").join(" ");
+      `${name} ${inUnits(quantile(sorted[n], share))}`).join(", ") + ".").join(" ");
   return figure("Distribution over clients", plot(width => {
     const step = 46, top = 4, left = 6, right = 14, height = top + step * rows.length + 44;
-    const range = limits(sorted.flat().map(value => 100 * value));
+    const range = limits(sorted.flat().map(scaled));
     const x = value => left + (width - left - right) * (value - range[0]) / (range[1] - range[0]);
     const [marks, size] = ticks(range[0], range[1], width / 62);
     return drawing(width, height, label,
       marks.map(value => [
         s("line", { x1: x(value), x2: x(value), y1: top, y2: height - 40, stroke: "var(--grid)" }),
         s("text", { x: x(value), y: height - 24, "text-anchor": "middle", class: "soft" }, tickText(value, size))]),
-      s("text", { x: width / 2, y: height - 6, "text-anchor": "middle" }, "accuracy (%)"),
+      s("text", { x: width / 2, y: height - 6, "text-anchor": "middle" }, metric.axis),
       rows.map(([method, i], n) => {
-        const y = top + step * n + 30, at = share => x(100 * quantile(sorted[n], share)), paint = colour(i);
+        const y = top + step * n + 30, at = share => x(scaled(quantile(sorted[n], share))), paint = colour(i);
         const every = Math.max(1, Math.ceil(sorted[n].length / 300));
         return [
           s("text", { x: left, y: y - 15 }, short(method.name, 30)),
@@ -97,7 +99,7 @@ function spread(methods) {
           s("rect", { x: at(0.25), width: Math.max(1, at(0.75) - at(0.25)), y: y - 7, height: 14, fill: paint,
             "fill-opacity": 0.3, stroke: paint }),
           sorted[n].filter((_, k) => k % every === 0).map((value, k) =>
-            s("circle", { cx: x(100 * value), cy: y + (k % 5 - 2) * 2, r: 2,
+            s("circle", { cx: x(scaled(value)), cy: y + (k % 5 - 2) * 2, r: 2,
             fill: paint, "fill-opacity": 0.55 })),
           s("line", { x1: at(0.5), x2: at(0.5), y1: y - 9, y2: y + 9, stroke: "var(--ink)", "stroke-width": 2.5 }),
         ];

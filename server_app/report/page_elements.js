@@ -3,6 +3,7 @@ const VIRIDIS = ["440154", "48186a", "472d7b", "424086", "3b528b", "33638d", "2c
   "28ae80", "3fbc73", "5ec962", "84d44b", "addc30", "d8e219", "fde725"].map(text =>
   [0, 2, 4].map(at => parseInt(text.slice(at, at + 2), 16)));
 const OWN = [176, 176, 176, 255];
+let metric = null;  // of the page: title, axis, plural, decile, percent, higher, bounds
 const kept = { round: null, edges: 2, learner: null };  // the reader's choices; null: the last round, first client
 const plots = [];  // { box, draw }: each figure is drawn to the width of its box
 const PRINTED = 330;  // width of a printed column, in pixels
@@ -24,6 +25,10 @@ const known = value => value !== null && value !== undefined;
 // --- Numbers as text ---
 
 const percent = (value, digits = 1) => known(value) ? `${(100 * value).toFixed(digits)} %` : "–";
+const scaled = value => metric.percent ? 100 * value : value;
+const inUnits = value => metric.percent ? percent(value) : known(value) ? String(Number(value.toPrecision(4))) : "–";
+const isBetter = (first, second) => metric.higher ? first > second : first < second;
+const capital = text => text[0].toUpperCase() + text.slice(1);
 const digits = value => value >= 100 ? value.toFixed(0) : value >= 10 ? value.toFixed(1) : value.toFixed(2);
 function unit(most, base) {
   const steps = base === "B" ? [["GB", 1e9], ["MB", 1e6], ["kB", 1e3], ["B", 1]]
@@ -84,14 +89,16 @@ function mark(shape, x, y, size, paint, title) {
 // A frame with axes over the ranges `across` and `upward`. `inside(x, y)` draws in it; x and y map values to positions.
 // `names`: texts in place of the numbers 0, 1, 2 and so on of the horizontal axis.
 function framed(width, { across, upward, xName, yName, whole, label, inside, square, names }) {
-  const left = 42, right = 14, top = 26, bottom = 44;
+  const top = 26, bottom = 44;
   const height = square ? Math.min(width, 420) : Math.round(Math.max(230, Math.min(340, width * 0.62)));
   if (square) width = height;
   const [from, to] = across, [low, high] = upward;
+  const [yTicks, yStep] = ticks(low, high, (height - top - bottom) / 34);
+  const left = Math.max(42, 14 + 7 * Math.max(...yTicks.map(value => tickText(value, yStep).length)));
+  const right = Math.max(14, 4 * String(Math.round(to)).length);
   const x = value => left + (width - left - right) * (value - from) / (to - from || 1);
   const y = value => height - bottom - (height - top - bottom) * (value - low) / (high - low || 1);
   const [xTicks, xStep] = names ? [names.map((_, i) => i), 1] : ticks(from, to, (width - left) / 62, whole);
-  const [yTicks, yStep] = ticks(low, high, (height - top - bottom) / 34);
   return drawing(width, height, label,
     yTicks.map(value => [
       s("line", { x1: left, x2: width - right, y1: y(value), y2: y(value), stroke: "var(--grid)" }),
@@ -106,35 +113,38 @@ function framed(width, { across, upward, xName, yName, whole, label, inside, squ
     inside(x, y, width, height));
 }
 
-// Axis limits for accuracies in percent, with a margin.
+// Axis limits for values of the metric as they are shown, with a margin.
 function limits(values) {
-  const step = 5, low = Math.min(...values), high = Math.max(...values);
-  return [Math.max(0, Math.floor((low - 1) / step) * step), Math.min(100, Math.ceil((high + 1) / step) * step)];
+  const low = Math.min(...values), high = Math.max(...values), margin = metric.percent ? 1 : 0.04 * (high - low);
+  const step = metric.percent ? 5 : ticks(low, high > low ? high : low + (Math.abs(low) || 1), 5)[1];
+  return [Math.max(metric.bounds[0] ?? -Infinity, Math.floor((low - margin) / step) * step),
+    Math.min(metric.bounds[1] ?? Infinity, Math.ceil((high + margin) / step) * step)];
 }
 
-// lines: { name, x, y, low, high, i, dash, plain }, y in [0, 1] with nulls.
+// lines: { name, x, y, low, high, i, dash, plain }, y values of the metric with nulls.
 // `like`: other lines, whose figures have the same vertical axis.
 function lineFigure({ title, lines, xName, whole, says, caption, bandName, names, like = [] }) {
   lines = lines.filter(line => line.y.some(known));
   const all = [...lines, ...like].flatMap(line => [line.y, line.low || [], line.high || []].flat()).filter(known)
-    .map(v => 100 * v);
-  if (!lines.length) return figure(title, h("p", { class: "soft" }, "No client has reported an accuracy yet."));
+    .map(scaled);
+  if (!lines.length) return figure(title, h("p", { class: "soft" }, `No client has reported its ${metric.title} yet.`));
   const xs = lines.flatMap(line => line.x.filter((_, at) => known(line.y[at])));
-  const upward = limits(all.map(v => Math.max(0, Math.min(100, v))));
+  const [lowest, highest] = [metric.bounds[0] ?? -Infinity, metric.bounds[1] ?? Infinity];
+  const upward = limits(all.map(v => Math.max(lowest, Math.min(highest, v))));
   const [least, most] = [Math.min(...xs), Math.max(...xs)];
   const across = whole ? [least - 0.5, most + 0.5] : [Math.min(0, least), 1.03 * most || 1];
   const path = pairs => pairs.map(([px, py], at) => `${at ? "L" : "M"}${px.toFixed(1)} ${py.toFixed(1)}`).join("");
   const label = `${title}. ${says || lines.map(describe).join(" ")}`;
   return figure(title, plot(width => framed(width,
-    { across, upward, xName, yName: "accuracy (%)", whole, label, names, inside: (x, y) => [
+    { across, upward, xName, yName: metric.axis, whole, label, names, inside: (x, y) => [
     lines.map(line => {
       if (!line.low) return null;
       const at = line.x.map((_, i) => i).filter(i => known(line.low[i]) && known(line.high[i]));
       const edge = (side, order) => order.map(i =>
-        [x(line.x[i]), y(Math.max(upward[0], Math.min(upward[1], 100 * side[i])))]);
+        [x(line.x[i]), y(Math.max(upward[0], Math.min(upward[1], scaled(side[i]))))]);
       if (at.length === 1)
-        return s("line", { x1: x(line.x[at[0]]), x2: x(line.x[at[0]]), y1: y(100 * line.low[at[0]]),
-          y2: y(100 * line.high[at[0]]),
+        return s("line", { x1: x(line.x[at[0]]), x2: x(line.x[at[0]]), y1: y(scaled(line.low[at[0]])),
+          y2: y(scaled(line.high[at[0]])),
           stroke: colour(line.i), "stroke-width": 12, "stroke-opacity": 0.2 });
       return s("path", { d: path([...edge(line.low, at), ...edge(line.high, [...at].reverse())]) + "Z",
         fill: colour(line.i),
@@ -144,11 +154,11 @@ function lineFigure({ title, lines, xName, whole, says, caption, bandName, names
       const at = line.x.map((_, i) => i).filter(i => known(line.y[i]));
       const every = Math.max(1, Math.ceil(at.length / 20));
       return [
-        s("path", { d: path(at.map(i => [x(line.x[i]), y(100 * line.y[i])])), fill: "none", stroke: colour(line.i),
+        s("path", { d: path(at.map(i => [x(line.x[i]), y(scaled(line.y[i]))])), fill: "none", stroke: colour(line.i),
           "stroke-width": 2.2, "stroke-dasharray": DASHES[line.dash ?? 0] || null, "stroke-linejoin": "round" }),
         at.filter((_, n) => n % every === 0 || n === at.length - 1).map(i =>
-          mark(line.dash ?? 0, x(line.x[i]), y(100 * line.y[i]), 3.6, colour(line.i),
-            `${line.name}, ${line.titles ? line.titles[i] : xName + " " + line.x[i]}: ${percent(line.y[i])}`)),
+          mark(line.dash ?? 0, x(line.x[i]), y(scaled(line.y[i])), 3.6, colour(line.i),
+            `${line.name}, ${line.titles ? line.titles[i] : xName + " " + line.x[i]}: ${inUnits(line.y[i])}`)),
       ];
     }),
   ] })), legend(lines, bandName), caption && h("figcaption", {}, caption));
@@ -156,9 +166,9 @@ function lineFigure({ title, lines, xName, whole, says, caption, bandName, names
 function describe(line) {
   const at = line.y.map((_, i) => i).filter(i => known(line.y[i]));
   const [first, last] = [at[0], at[at.length - 1]];
-  const best = at.reduce((a, b) => line.y[b] > line.y[a] ? b : a, first);
-  return `${line.name}: first ${percent(line.y[first])}, last ${percent(line.y[last])}, ` +
-    `best ${percent(line.y[best])}.`;
+  const best = at.reduce((a, b) => isBetter(line.y[b], line.y[a]) ? b : a, first);
+  return `${line.name}: first ${inUnits(line.y[first])}, last ${inUnits(line.y[last])}, ` +
+    `best ${inUnits(line.y[best])}.`;
 }
 function legend(lines, bandName) {
   if (lines.length < 2 && !bandName) return null;

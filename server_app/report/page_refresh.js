@@ -5,6 +5,7 @@ function show(data) {
   const open = new Set([...main.querySelectorAll("details[open]")].map(each => each.id));
   const focused = document.activeElement && document.activeElement.id;
   plots.length = 0;
+  metric = data.metric;
   main.replaceChildren(...(data.kind === "comparison" ? comparison(data) : run(data)).filter(Boolean));
   for (const each of main.querySelectorAll("details")) each.open = open.has(each.id);
   drawPlots();

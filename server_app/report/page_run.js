@@ -14,16 +14,17 @@ function run(data) {
       : data.live ? `In progress: ${rounds} of ${plural(data.asked, "round")}`
       : `Not finished: ${rounds} of ${plural(data.asked, "round")}`),
     figures([
-      ["mean accuracy", percent(sum.accuracy)], ["best mean", percent(sum["accuracy-best"])],
-      ["bottom decile", percent(sum["accuracy-p10"])], ["mean by test size", percent(sum["accuracy-weighted"])],
+      [`mean ${metric.title}`, inUnits(sum.mean)], ["best mean", inUnits(sum.best)],
+      [metric.decile, inUnits(sum["worst-decile"])], ["mean by test size", inUnits(sum.weighted)],
       ["sent, both ways", amount(sum["bytes-down"] + sum["bytes-up"], "B")],
       known(sum["samples-trained"]) && ["samples trained", amount(sum["samples-trained"], "")],
       ["time of all rounds", time(sum.seconds)],
     ]),
-    section("Accuracy",
+    section(capital(metric.title),
       h("p", { class: "soft" },
-        "Accuracy of each client on its own test images. A client that skips a round keeps its last accuracy.",
-        data.stages.personal && ` The accuracy is that of: ${data.stages.personal}.`),
+        `${capital(metric.title)} of each client on its own test samples. `,
+        "A client that skips a round keeps its last value.",
+        data.stages.personal && ` The ${metric.title} is that of: ${data.stages.personal}.`),
       h("div", { class: "pair" },
         lineFigure({ title: "Over rounds", whole: true, xName: "round", lines: [
           { name: "mean over clients", x: curve.rounds, y: curve.mean, low: curve.p10, high: curve.p90, i: 0,
@@ -35,8 +36,8 @@ function run(data) {
         distribution(clients)),
       more("Numbers of every round", table(
         ["round", "mean", "bottom decile", "top decile", "sent", ...(samples ? ["samples"] : [])],
-        curve.rounds.map((number, i) => [String(number), percent(curve.mean[i]), percent(curve.p10[i]),
-          percent(curve.p90[i]),
+        curve.rounds.map((number, i) => [String(number), inUnits(curve.mean[i]), inUnits(curve.p10[i]),
+          inUnits(curve.p90[i]),
           amount(curve.bytes[i], "B"), ...(samples ? [amount(curve.samples[i], "")] : [])]),
         { caption: "After each round", numbers: [0, 1, 2, 3, 4, 5] }))),
     beforeAfter(data),
@@ -44,11 +45,11 @@ function run(data) {
     components(data.components),
     data.clusters && tree(data.clusters, data),
     data.partition && section("Data of each client", h("figure", {}, h("img", { src: data.partition,
-      alt: "Heatmap: number of training images of each client by class" }),
-      h("figcaption", {}, "Training images of each client by class."))),
+      alt: "Heatmap: number of training samples of each client" }),
+      h("figcaption", {}, "Training samples of each client, by class or label where there are any."))),
     data.networks && section("Networks of the clients", h("figure", {}, h("img", { src: data.networks,
       alt: "Bar chart: number of clients with each network" }),
-      h("figcaption", {}, "The more images a client has, the more likely it has a larger network."))),
+      h("figcaption", {}, "The more samples a client has, the more likely it has a larger network."))),
     unused(data),
     settings(data),
   ];
@@ -74,32 +75,34 @@ function groupIndex(groups) {
   return at => groups && found.length > 1 && found.length <= COLOURS ? found.indexOf(groups[at]) : 0;
 }
 
-// A block for each client, stacked at its accuracy.
-function distribution({ names, groups, accuracy }) {
-  const at = accuracy.map((_, i) => i).filter(i => known(accuracy[i]));
+// A block for each client, stacked at its last value.
+function distribution({ names, groups, last: values }) {
+  const at = values.map((_, i) => i).filter(i => known(values[i]));
   if (!at.length) return null;
   const index = groupIndex(groups);
-  const low = Math.min(...at.map(i => accuracy[i])), high = Math.max(...at.map(i => accuracy[i]));
-  const step = [0.01, 0.025].find(size => (high - low) / size <= 12) || 0.05;
-  const bin = i => Math.min(Math.floor(accuracy[i] / step + 1e-9), Math.round(1 / step) - 1);
+  const low = Math.min(...at.map(i => values[i])), high = Math.max(...at.map(i => values[i]));
+  const step = metric.percent ? [0.01, 0.025].find(size => (high - low) / size <= 12) || 0.05
+    : ticks(low, high > low ? high : low + (Math.abs(low) || 1), 12)[1];
+  const end = metric.percent ? Math.round(1 / step) - 1 : Infinity;
+  const bin = i => Math.min(Math.floor(values[i] / step + 1e-9), end);
   const stacks = new Map();
-  for (const i of [...at].sort((a, b) => index(a) - index(b) || accuracy[a] - accuracy[b]))
+  for (const i of [...at].sort((a, b) => index(a) - index(b) || values[a] - values[b]))
     stacks.set(bin(i), [...(stacks.get(bin(i)) || []), i]);
   const tallest = Math.max(...[...stacks.values()].map(stack => stack.length));
   const first = Math.min(...stacks.keys()), last = Math.max(...stacks.keys());
-  const sorted = at.map(i => accuracy[i]).sort((a, b) => a - b), median = sorted[Math.floor(sorted.length / 2)];
-  const label = `Distribution of accuracies over ${plural(at.length, "client")}: ` +
-    `from ${percent(low)} to ${percent(high)}, ` +
-    `half of them at ${percent(median)} or more.`;
+  const sorted = at.map(i => values[i]).sort((a, b) => a - b), median = sorted[Math.floor(sorted.length / 2)];
+  const label = `Distribution of ${metric.plural} over ${plural(at.length, "client")}: ` +
+    `from ${inUnits(low)} to ${inUnits(high)}, ` +
+    `half of them at ${inUnits(median)} or more.`;
   return figure("Distribution over clients", plot(width => framed(width, {
-    across: [100 * step * (first - 0.5), 100 * step * (last + 1.5)], upward: [0, Math.max(4, tallest + 0.5)],
-    xName: "accuracy (%)", yName: "clients", label,
+    across: [scaled(step * (first - 0.5)), scaled(step * (last + 1.5))], upward: [0, Math.max(4, tallest + 0.5)],
+    xName: metric.axis, yName: "clients", label,
     inside: (x, y) => [...stacks].map(([number, stack]) => stack.map((i, up) => {
-      const left = x(100 * step * number) + 1, wide = x(100 * step * (number + 1)) - 1 - left, tall = y(0) - y(1);
+      const left = x(scaled(step * number)) + 1, wide = x(scaled(step * (number + 1))) - 1 - left, tall = y(0) - y(1);
       return s("rect", { x: left, width: Math.max(1, wide), y: y(up + 1),
         height: Math.max(0.5, tall - (tall > 4 ? 1 : 0)),
-        fill: colour(index(i)) }, s("title", {}, `client ${names[i]}: ${percent(accuracy[i])}`));
-    })) })), groupLegend(groups), h("figcaption", {}, "Each block is a client, at its last accuracy."));
+        fill: colour(index(i)) }, s("title", {}, `client ${names[i]}: ${inUnits(values[i])}`));
+    })) })), groupLegend(groups), h("figcaption", {}, `Each block is a client, at its last ${metric.title}.`));
 }
 
 function beforeAfter({ curve, stages, clients }) {
@@ -108,25 +111,26 @@ function beforeAfter({ curve, stages, clients }) {
   const at = clients.names.map((_, i) => i).filter(i => known(clients.before[i]) && known(clients.after[i]));
   if (lines.length < 2 && !at.length) return null;
   const index = groupIndex(clients.groups);
-  const gained = at.filter(i => clients.after[i] > clients.before[i]).length;
-  const lost = at.filter(i => clients.after[i] < clients.before[i]).length;
-  const values = at.flatMap(i => [100 * clients.before[i], 100 * clients.after[i]]);
-  const range = at.length ? limits(values) : [0, 100];
+  const gained = at.filter(i => isBetter(clients.after[i], clients.before[i])).length;
+  const lost = at.filter(i => isBetter(clients.before[i], clients.after[i])).length;
+  const values = at.flatMap(i => [scaled(clients.before[i]), scaled(clients.after[i])]);
+  const range = at.length ? limits(values) : null;
   return section("Before and after",
     h("p", { class: "soft" },
       "The model that a client received, and the model that the client made from it with its own data."),
     h("div", { class: "pair" },
       lineFigure({ title: "Mean over clients", lines, xName: "round", whole: true }),
       at.length && figure(`Each client: ${stages["after-name"]}, against as received`, plot(width => framed(width, {
-        across: range, upward: range, square: true, xName: "model as received: accuracy (%)",
-        yName: `${stages["after-name"]}: accuracy (%)`,
-        label: `Each client's accuracy before and after: ${gained} of ${at.length} gained, ${lost} lost.`,
+        across: range, upward: range, square: true, xName: `model as received: ${metric.axis}`,
+        yName: `${stages["after-name"]}: ${metric.axis}`,
+        label: `Each client's ${metric.title} before and after: ${gained} of ${at.length} gained, ${lost} lost.`,
         inside: (x, y) => [
           s("line", { x1: x(range[0]), y1: y(range[0]), x2: x(range[1]), y2: y(range[1]), stroke: "var(--soft)",
             "stroke-dasharray": "4 4" }),
-          at.map(i => mark(index(i), x(100 * clients.before[i]), y(100 * clients.after[i]), 4.5, colour(index(i)),
-            `client ${clients.names[i]}: ${percent(clients.before[i])}, then ${percent(clients.after[i])}`))] })),
+          at.map(i => mark(index(i), x(scaled(clients.before[i])), y(scaled(clients.after[i])), 4.5, colour(index(i)),
+            `client ${clients.names[i]}: ${inUnits(clients.before[i])}, then ${inUnits(clients.after[i])}`))] })),
         groupLegend(clients.groups),
         h("figcaption", {},
-          `Last reported accuracies. Clients above the line gained: ${gained} of ${at.length}; ${lost} lost.`))));
+          `Last reported ${metric.plural}. Clients ${metric.higher ? "above" : "below"} the line gained: ` +
+          `${gained} of ${at.length}; ${lost} lost.`))));
 }

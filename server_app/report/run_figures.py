@@ -11,6 +11,7 @@ import numpy as np
 from kindred import data
 from kindred.client.models import client_network, network_names
 from kindred.messages import ClientId
+from kindred.server_app.headline import Headline
 from kindred.server_app.run_files import what_data
 
 from . import figures
@@ -25,13 +26,14 @@ if TYPE_CHECKING:
 def run_figures(
     folder: Path,
     settings: Mapping[str, Any],
+    metric: str,
     rows: Sequence[Mapping[str, Any]],
     last: int,
     collaboration: Callable[[], tuple[Sequence[ClientId], np.ndarray]],
     tree: Sequence[Mapping[str, Any]] | None,
     federation: data.Federation | None,
 ) -> dict[str, Callable[[], Figure | None]]:
-    """Return a function for each figure of a run, by the figure's name: "accuracy", "collaboration" and others.
+    """Return a function for each figure of a run, by the figure's name: that of the metric, "collaboration" and others.
 
     Parameters
     ----------
@@ -39,6 +41,8 @@ def run_figures(
         The run's folder, which has the collaboration matrices of all rounds.
     settings : mapping
         The run's settings, kebab-case.
+    metric : str
+        Name of the headline metric.
     rows : sequence of mapping
         The history: a row for each client and round.
     last : int
@@ -56,6 +60,7 @@ def run_figures(
         name -> function that returns the figure, or None where there is nothing to draw.
     """
     name, where = settings["strategy"], f"{what_data(settings)}, seed {settings['seed']}"
+    names = federation.names if federation else ()
 
     def groups_of(clients: Sequence[ClientId]) -> np.ndarray | None:
         return true_groups(clients, federation) if federation else None
@@ -66,18 +71,19 @@ def run_figures(
             return None
         title = f"Who learns from whom: {name}, round {last}, {where}"
         groups = groups_of(clients)
-        return figures.collaboration_figure(clients, weights, None if groups is None else groups.tolist(), title)
+        known = None if groups is None else groups.tolist()
+        return figures.collaboration_figure(clients, weights, known, title, names)
 
     def draw_clusters() -> Figure:
         members = [client for cluster in tree or () for client in cluster["clients"]]
         groups = groups_of(members)
         known = None if groups is None else dict(zip(members, groups.tolist(), strict=True))
-        return tree_figure(tree or (), last, known, f"Clusters: {name} on {where}")
+        return tree_figure(tree or (), last, known, f"Clusters: {name} on {where}", names)
 
     def draw_weights() -> Figure | None:
         known: dict[ClientId, int] | None = dict(enumerate(federation.groups.tolist())) if federation else None
-        curves = run_curves(folder, rows, last, known)
-        return weights_figure(curves, known, f"Weights over rounds: {name} on {where}") if curves else None
+        curves = run_curves(folder, rows, last, known, names)
+        return weights_figure(curves, known, f"Weights over rounds: {name} on {where}", names) if curves else None
 
     def draw_networks() -> Figure | None:
         assert federation
@@ -85,7 +91,7 @@ def run_figures(
         return figures.networks_figure(sizes, f"Networks of the clients: {where}") if len(sizes) > 1 else None
 
     pictures: dict[str, Callable[[], Figure | None]] = {
-        "accuracy": lambda: figures.accuracy_figure(rows, f"{name} on {where}"),
+        metric: lambda: figures.metric_figure(rows, Headline(metric), f"{name} on {where}"),
         "collaboration": draw_collaboration,
         "weights": draw_weights,
     }
@@ -98,15 +104,16 @@ def run_figures(
 
 
 def networks_of(settings: Mapping[str, Any], federation: data.Federation) -> dict[str, list[int]]:
-    """Return each network of a run, smallest first, and the numbers of training images of the clients that have it.
+    """Return each network of a run, smallest first, and the numbers of training samples of the clients that have it.
 
-    Clients without training images take no part.
+    Clients without training samples take no part.
     """
-    found: dict[str, list[int]] = {name: [] for name in network_names(settings["model"], federation.image_shape)}
+    model, inputs = settings["model"], federation.task.inputs
+    found: dict[str, list[int]] = {name: [] for name in network_names(model, inputs.kind, inputs.shape)}
     for client, size in enumerate(federation.train_sizes.tolist()):
         if size:
             network = client_network(
-                settings["model"], federation.image_shape, size, federation.typical_size, settings["seed"], client
+                model, inputs.kind, inputs.shape, size, federation.typical_size, settings["seed"], client
             )
             found[network].append(size)
     return found

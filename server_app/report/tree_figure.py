@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kindred.messages import ClientId
+from kindred.server_app.run_files import labels_of
 
 from .figures import COLOURS, new_figure, round_axis, short_name
 
@@ -19,7 +20,11 @@ TEXT_WIDTH, TEXT_LINES = 52, 4  # characters per line, and lines, of the list of
 
 
 def tree_figure(
-    clusters: Sequence[Mapping[str, Any]], last: int, groups: Mapping[ClientId, int] | None, title: str
+    clusters: Sequence[Mapping[str, Any]],
+    last: int,
+    groups: Mapping[ClientId, int] | None,
+    title: str,
+    names: Sequence[str] = (),
 ) -> Figure:
     """Draw the tree of clusters over rounds: when each was divided, the similarity across the cut, and its clients.
 
@@ -32,10 +37,12 @@ def tree_figure(
     groups : mapping, optional
         client -> its true group, where there are groups.
     title : str
+    names : sequence of str
+        The names of clients 0, 1, 2 and so on, if they have names.
     """
     if groups and len(set(groups.values())) == 1:  # one group: nothing to distinguish
         groups = None
-    texts = {cluster["cluster"]: _cluster_text(cluster, groups) for cluster in clusters}
+    texts = {cluster["cluster"]: _cluster_text(cluster, groups, names) for cluster in clusters}
     leaves = _in_tree_order(clusters)
     places: dict[int, float] = {}  # in lines of text, from the top
     end = 0.0
@@ -102,20 +109,21 @@ def _in_tree_order(clusters: Sequence[Mapping[str, Any]]) -> list[int]:
     return leaves
 
 
-def _cluster_text(cluster: Mapping[str, Any], groups: Mapping[ClientId, int] | None) -> list[str]:
+def _cluster_text(cluster: Mapping[str, Any], groups: Mapping[ClientId, int] | None, names: Sequence[str]) -> list[str]:
     """Return the lines that list a cluster's clients; for a divided cluster, the number not yet in one of its parts."""
     clients = cluster["clients"]
     if cluster["parts"]:
         return [f"{len(clients)} to be placed"] if clients else []
     lines = [f"cluster {cluster['cluster']}: {len(clients)} client{'' if len(clients) == 1 else 's'}"]
     if groups is None:
-        return lines + _wrapped("", clients)
+        return lines + _wrapped("", labels_of(clients, names))
     for group in sorted({groups[client] for client in clients}):
-        lines += _wrapped(f"true group {group}: ", [client for client in clients if groups[client] == group])
+        members = [client for client in clients if groups[client] == group]
+        lines += _wrapped(f"true group {group}: ", labels_of(members, names))
     return lines
 
 
-def _wrapped(start: str, clients: Sequence[ClientId]) -> list[str]:
-    """Return clients' names in lines of bounded length; the first `TEXT_LINES` lines only."""
-    names = ", ".join(short_name(client).replace(" ", "\u00a0") for client in clients)
-    return textwrap.wrap(start + names, TEXT_WIDTH, max_lines=TEXT_LINES, placeholder=" …")
+def _wrapped(start: str, labels: Sequence[str]) -> list[str]:
+    """Return clients' labels in lines of bounded length; the first `TEXT_LINES` lines only."""
+    listed = ", ".join(short_name(label).replace(" ", "\u00a0") for label in labels)
+    return textwrap.wrap(start + listed, TEXT_WIDTH, max_lines=TEXT_LINES, placeholder=" …")

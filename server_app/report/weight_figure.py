@@ -9,6 +9,7 @@ import numpy as np
 
 from kindred.lazy import lazy
 from kindred.messages import ClientId
+from kindred.server_app.run_files import labels_of
 
 from .figures import COLOURS, DASHES, panels_figure, round_axis, short_name
 from .weights import Curves
@@ -24,7 +25,9 @@ OTHERS = "#8a949e"  # colour of clients where there are neither groups nor a few
 FEW = 8  # most clients that each have a colour, where there are no groups
 
 
-def weights_figure(curves: Sequence[Curves], groups: Mapping[ClientId, int] | None, title: str) -> Figure:
+def weights_figure(
+    curves: Sequence[Curves], groups: Mapping[ClientId, int] | None, title: str, names: Sequence[str] = ()
+) -> Figure:
     """Draw weights over rounds, a panel for each `Curves`, a line for each client whose weight it is.
 
     A line has the colour of its client's true group; a client's own weight is a thick line.
@@ -36,9 +39,11 @@ def weights_figure(curves: Sequence[Curves], groups: Mapping[ClientId, int] | No
     groups : mapping, optional
         client -> its true group, where there are groups.
     title : str
+    names : sequence of str
+        The names of clients 0, 1, 2 and so on, if they have names.
     """
     clients = list(dict.fromkeys(client for each in curves for client in each.clients))
-    kind = _kinds(clients, groups)
+    kind = _kinds(clients, groups, names)
     shown = dict.fromkeys(kind.values()) if len(set(kind.values())) > 1 else {}
     styles = {name: _style(i) for i, name in enumerate(sorted(shown, key=list(shown).index))}
     figure, places = panels_figure(title, len(curves), (2.7, 2.1), 4, "round", "weight")
@@ -64,12 +69,15 @@ def weights_figure(curves: Sequence[Curves], groups: Mapping[ClientId, int] | No
     return figure
 
 
-def _kinds(clients: Sequence[ClientId], groups: Mapping[ClientId, int] | None) -> dict[ClientId, str]:
+def _kinds(
+    clients: Sequence[ClientId], groups: Mapping[ClientId, int] | None, names: Sequence[str]
+) -> dict[ClientId, str]:
     """Return what gives a client its colour: its true group, else itself if there are few clients, else nothing."""
     if groups and len(set(groups.values())) > 1 and all(client in groups for client in clients):
         ordered = sorted(clients, key=lambda client: groups[client])
         return {client: f"true group {groups[client]}" for client in ordered}
-    return {client: f"client {short_name(client)}" if len(clients) <= FEW else "others" for client in clients}
+    labels = zip(clients, labels_of(clients, names), strict=True)
+    return {client: f"client {short_name(label)}" if len(clients) <= FEW else "others" for client, label in labels}
 
 
 def _style(i: int) -> dict[str, Any]:

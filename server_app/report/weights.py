@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kindred.messages import SHARE, ClientId, in_order
+from kindred.server_app.run_files import labels_of
 
 from .collaboration import matrix_files, read_matrix, round_of
-from .figures import carried_forward, is_accuracy
+from .figures import carried_forward
 
 MOST_PANELS = 12  # clients, or components, whose curves a figure shows
 MOST_POINTS = 100  # rounds of a curve
@@ -41,7 +42,11 @@ class Curves(NamedTuple):
 
 
 def collaboration_curves(
-    folder: Path, last: int, groups: Mapping[ClientId, int] | None = None, most: int = MOST_PANELS
+    folder: Path,
+    last: int,
+    groups: Mapping[ClientId, int] | None = None,
+    most: int = MOST_PANELS,
+    names: Sequence[str] = (),
 ) -> list[Curves]:
     """Return the rows of the collaboration matrices over rounds, a `Curves` for each client that learns.
 
@@ -55,6 +60,8 @@ def collaboration_curves(
         client -> its true group, where there are groups. Clients are then in the order of their groups.
     most : int
         Largest number of clients that learn. If there are more, they are chosen at equal distances.
+    names : sequence of str
+        The names of clients 0, 1, 2 and so on, if they have names.
 
     Returns
     -------
@@ -77,7 +84,13 @@ def collaboration_curves(
         weights[:, number] = whole[learners]
     weights[weights.sum(axis=2) == 0] = np.nan
     rounds = np.array([number for number, _, _ in read], dtype=np.int64)
-    return [Curves(f"client {clients[i]}", rounds, clients, rows, i) for i, rows in zip(learners, weights, strict=True)]
+    labels = labels_of(clients, names)
+    return [Curves(f"client {labels[i]}", rounds, clients, rows, i) for i, rows in zip(learners, weights, strict=True)]
+
+
+def is_share(value: object) -> bool:
+    """Return whether a reported value is a number in [0, 1]: clients may report anything as a share."""
+    return isinstance(value, int | float) and 0 <= value <= 1
 
 
 def component_curves(rows: Sequence[Mapping[str, Any]], last: int) -> list[Curves]:
@@ -96,19 +109,23 @@ def component_curves(rows: Sequence[Mapping[str, Any]], last: int) -> list[Curve
     curves = []
     for number in range(MOST_PANELS):
         key = f"{SHARE}{number}"
-        if not any(is_accuracy(row.get(key)) for row in rows):
+        if not any(is_share(row.get(key)) for row in rows):
             break
-        rounds, clients, shares = carried_forward(rows, key)
+        rounds, clients, shares = carried_forward(rows, key, is_share)
         at = _spread(len(rounds), MOST_POINTS)
         curves.append(Curves(f"component {number}", rounds[at], clients, shares[at]))
     return curves
 
 
 def run_curves(
-    folder: Path, rows: Sequence[Mapping[str, Any]], last: int, groups: Mapping[ClientId, int] | None
+    folder: Path,
+    rows: Sequence[Mapping[str, Any]],
+    last: int,
+    groups: Mapping[ClientId, int] | None,
+    names: Sequence[str] = (),
 ) -> list[Curves]:
     """Return a run's `component_curves`, else its `collaboration_curves`; none if no weight changes over rounds."""
-    curves = component_curves(rows, last) or collaboration_curves(folder / "collaboration", last, groups)
+    curves = component_curves(rows, last) or collaboration_curves(folder / "collaboration", last, groups, names=names)
     return curves if any(map(changes, curves)) else []
 
 

@@ -177,7 +177,7 @@ class APFLClient:
         model = visit.model(visit.state.load(MODEL) if has_trained else None)
         metrics = visit.separate_evaluation(model)
         if not has_trained and visit.is_site:
-            visit.keep(model, metrics["accuracy"])
+            visit.keep(model, metrics)
         return RecordDict({METRICS: MetricRecord({**metrics})})
 
 

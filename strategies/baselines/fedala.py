@@ -137,7 +137,7 @@ class FedALAClient:
         model = visit.model()
         adapt(visit, model, by_prefix(visit.state.load(ALA) or {}))
         metrics = visit.separate_evaluation(model)
-        visit.keep(model, metrics["accuracy"])
+        visit.keep(model, metrics)
         return RecordDict({METRICS: MetricRecord({**metrics})})
 
 

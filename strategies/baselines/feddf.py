@@ -42,7 +42,15 @@ import numpy as np
 from flwr.app import ArrayRecord
 from flwr.supercore import log
 
-from kindred.client.training import batches, channels_last, differentiating, get_arrays, pick_device, set_arrays
+from kindred.client.training import (
+    CLASSES,
+    batches,
+    channels_last,
+    differentiating,
+    get_arrays,
+    pick_device,
+    set_arrays,
+)
 from kindred.engine.admission import Refused, Reply
 from kindred.engine.arguments import Shared
 from kindred.engine.model_store import InTurn, Layout
@@ -59,6 +67,7 @@ from kindred.messages import (
     to_record,
     with_prefix,
 )
+from kindred.objectives import Objective
 from kindred.registry import MODEL_BOTH_WAYS, Method
 from kindred.settings import DEVICE, Setting, above, at_least
 
@@ -95,30 +104,31 @@ def logits_of(model: torch.nn.Module, images: torch.Tensor, batch_size: int = 12
     return logits
 
 
-def teacher(sum_of_logits: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the ensemble's probabilities s(1/|S| sum_k f(x_k, d)), (P, N), from the sum of |S| models' logits."""
-    return (sum_of_logits / count).softmax(dim=1)
+def teacher(sum_of_logits: torch.Tensor, count: int, objective: Objective = CLASSES) -> torch.Tensor:
+    """Return the ensemble's predictions s(1/|S| sum_k f(x_k, d)), (P, N), from the sum of |S| models' logits."""
+    return objective.predictions(sum_of_logits / count)
 
 
 def distil(
     student: torch.nn.Module,
     images: torch.Tensor,
-    probabilities: torch.Tensor,
+    predictions: torch.Tensor,
     *,
     steps: int,
     learning_rate: float,
     batch_size: int,
     seed: int,
+    objective: Objective = CLASSES,
 ) -> None:
-    """Train a model towards a teacher, in place: Adam on the KL divergence of its predictions from the teacher's.
+    """Train a model towards a teacher, in place: Adam on the loss of its outputs, with the teacher's predictions.
 
     Parameters
     ----------
     student : torch.nn.Module
         Left in training mode.
     images : tensor (P, ...)
-        On the model's device, as are the probabilities.
-    probabilities : tensor (P, N)
+        On the model's device, as are the predictions.
+    predictions : tensor (P, N)
         The teacher's.
     steps : int
         N, 1 or more.
@@ -128,6 +138,9 @@ def distil(
         Images per step, drawn independently.
     seed : int
         Seed of these draws, and of the network's own random numbers, such as dropout.
+    objective : Objective
+        Its loss, with the teacher's predictions as targets, is minimised. For classes its gradient is that of the KL
+        divergence.
     """
     images = channels_last(student, images)
     weights = [parameter for parameter in student.parameters() if parameter.requires_grad]
@@ -137,13 +150,13 @@ def distil(
     on_gpu = images.device.type == "cuda"
     with (
         torch.random.fork_rng(devices=[images.device] if on_gpu else []),
-        differentiating(student, images, batch_size) as gradients_of,
+        differentiating(student, images, batch_size, objective) as gradients_of,
     ):
         torch.default_generator.manual_seed(seed)
         if on_gpu:
             torch.cuda.manual_seed(seed)
-        for batch, wanted in batches((images, probabilities), 0, steps, batch_size, generator):
-            _, gradients = gradients_of(batch, wanted)  # of the cross-entropy; those of the divergence are the same
+        for batch, wanted in batches((images, predictions), 0, steps, batch_size, generator):
+            _, gradients = gradients_of(batch, wanted)
             for weight, gradient in zip(weights, gradients, strict=True):
                 weight.grad = gradient
             adam.step()
@@ -180,6 +193,8 @@ class FedDF(PersonalizedStrategy):
         Public images per step, 1 or more.
     device : {"auto", "cpu", "cuda"}
         Where the server computes logits and distils.
+    objective : Objective
+        What the networks' outputs mean; by default a logit for each class.
     **shared
         Arguments of `PersonalizedStrategy`. `buffers` are by default those of each network's modules.
 
@@ -207,6 +222,7 @@ class FedDF(PersonalizedStrategy):
         distill_learning_rate: float = DISTILL_LEARNING_RATE.default,
         public_batch_size: int = PUBLIC_BATCH_SIZE.default,
         device: str = DEVICE.default,
+        objective: Objective = CLASSES,
         **shared: Unpack[Shared],
     ) -> None:
         super().__init__(**shared)
@@ -220,6 +236,7 @@ class FedDF(PersonalizedStrategy):
         self.distill_learning_rate = DISTILL_LEARNING_RATE.check(distill_learning_rate)
         self.public_batch_size = PUBLIC_BATCH_SIZE.check(public_batch_size)
         self.device = DEVICE.check(device)
+        self.objective = objective.unweighted
 
     def begin(self, initial_arrays: ArrayRecord) -> None:
         if not self.models or self.public is None:
@@ -308,21 +325,22 @@ class FedDF(PersonalizedStrategy):
                 self._globals[name] = layout.record(mean, self._counters[first])
                 self._shares[name] = self._means[name].weights
             if self._sum is not None:  # only where there are steps of distillation
-                self._distil(name, teacher(self._sum, len(answered)), server_round)
+                self._distil(name, teacher(self._sum, len(answered), self.objective), server_round)
                 self._shares[name] = dict.fromkeys(answered, 1.0)
         self._sum = None
 
-    def _distil(self, name: str, probabilities: torch.Tensor, server_round: int) -> None:
+    def _distil(self, name: str, predictions: torch.Tensor, server_round: int) -> None:
         student = self._modules[name]
         set_arrays(student, read_record(self._globals[name]))
         distil(
             student,
             self._images,
-            probabilities,
+            predictions,
             steps=self.distill_steps,
             learning_rate=self.distill_learning_rate,
             batch_size=self.public_batch_size,
             seed=seed_for(self.seed, "distillation", name, server_round),
+            objective=self.objective,
         )
         arrays = get_arrays(student)
         if all(np.isfinite(array).all() for array in arrays.values()):

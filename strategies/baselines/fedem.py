@@ -65,7 +65,8 @@ from kindred.messages import (
     to_record,
     with_prefix,
 )
-from kindred.parts.mixture import SMALLEST, Arrays, keep_mixture, mixture_scores
+from kindred.objectives import SMALLEST
+from kindred.parts.mixture import Arrays, keep_mixture, mixture_scores
 from kindred.registry import Method
 from kindred.settings import TRUE_OR_FALSE, Setting, at_least
 
@@ -98,7 +99,8 @@ def responsibilities(shares: np.ndarray, likelihoods: np.ndarray) -> np.ndarray:
     shares : ndarray, shape (M,)
         pi, summing to 1.
     likelihoods : ndarray, shape (M, n)
-        The probability that each component gives to each sample's label; NaN counts as SMALLEST.
+        The likelihood of each sample under each component: the probability of its class, or exp(-loss); NaN counts as
+        SMALLEST.
 
     Returns
     -------
@@ -195,16 +197,17 @@ def _keep_optimizers(visit: Visit, optimizers: Sequence[Sequence[torch.Tensor]])
 
 
 def _likelihoods(visit: Visit, components: Sequence[Arrays]) -> np.ndarray:
-    """Return the probability that each component gives to each training sample's label, (M, n)."""
+    """Return the likelihood of each training sample under each component, (M, n)."""
     x, y = visit.site.train
-    labels = y.cpu().numpy()
-    return np.stack([visit.predict(visit.model(arrays), x)[np.arange(len(labels)), labels] for arrays in components])
+    predicted = (visit.predict(visit.model(arrays), x) for arrays in components)
+    return np.stack([visit.objective.likelihoods(predictions, y.cpu().numpy()) for predictions in predicted])
 
 
 def _scores(visit: Visit, components: Sequence[Arrays], shares: np.ndarray, prefix: str = "") -> dict[str, float]:
-    """Return accuracy and loss of the mixture, and of the component with the largest share, as metrics."""
-    probabilities = np.stack([predict(visit.model(arrays), visit.site.test[0]) for arrays in components])  # (M, n, N)
-    return mixture_scores(visit, probabilities, shares, int(shares.argmax()), prefix=prefix)
+    """Return metrics and loss of the mixture, and of the component with the largest share."""
+    x = visit.site.test[0]
+    predictions = np.stack([predict(visit.model(arrays), x, visit.objective) for arrays in components])  # (M, n, N)
+    return mixture_scores(visit, predictions, shares, int(shares.argmax()), prefix=prefix)
 
 
 # --- The server ---------------------------------------------------------------------------------------

@@ -94,7 +94,7 @@ class HypClusterClient:
         cluster, model = _choose(visit)
         metrics = visit.separate_evaluation(model)
         if visit.is_site:
-            visit.keep(model, metrics["accuracy"])
+            visit.keep(model, metrics)
         return RecordDict({METRICS: MetricRecord({**metrics, CLUSTER: cluster})})
 
 

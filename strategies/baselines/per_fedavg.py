@@ -137,7 +137,7 @@ class PerFedAvgClient:
         adapt(visit, model)
         metrics = visit.separate_evaluation(model)
         if visit.is_site:
-            visit.keep(model, metrics["accuracy"])
+            visit.keep(model, metrics)
         return RecordDict({ARRAYS: to_record(get_arrays(model)), METRICS: MetricRecord({**metrics})})
 
 

@@ -23,6 +23,7 @@ from kindred.messages import (
     NUM_CLASSES,
     NUM_EXAMPLES,
     NUM_PUBLIC,
+    OBJECTIVE,
     PROBLEM,
     PUBLIC_SET,
     REFUSAL_QUERY,
@@ -37,9 +38,7 @@ from kindred.messages import (
     records_of,
 )
 from kindred.registry import REGISTRY
-from kindred.settings import (
-    DEVICE,
-)
+from kindred.settings import DEVICE
 from kindred.versions import VERSION, mismatch
 
 from .evaluation import predict
@@ -105,7 +104,8 @@ def introduction_of(load_site: LoadSite, context: Context, server_version: objec
         site = site_of(load_site, context, pick_device(str(context.run_config.get("device", "auto"))))
         about |= {
             NUM_EXAMPLES: len(site.train[1]),
-            NUM_CLASSES: _num_classes(site),
+            NUM_CLASSES: _num_outputs(site),
+            OBJECTIVE: site.objective.name,
             SHARE_MODEL: true_or_false(context.node_config, SHARE_MODEL, True),
         }
         true_or_false(context.node_config, REPORT_WEIGHTS, False)
@@ -148,12 +148,11 @@ def _visit(load_site: LoadSite, message: Message, context: Context) -> Visit:
     )
 
 
-def _num_classes(site: Site) -> int:
-    """Return the number of classes that a site's network gives for an image; ValueError if a label is none of them."""
+def _num_outputs(site: Site) -> int:
+    """Return the number of outputs of a site's network; raise ValueError if a training target is not one of them."""
     x, y = site.train
     if not len(y):
         return 0
-    num_classes = predict(module_of(site.model, x.device), x[:1]).shape[1]
-    if not 0 <= int(y.min()) <= int(y.max()) < num_classes:
-        raise ValueError(f"labels go from {int(y.min())} to {int(y.max())}, its network has {num_classes} classes")
-    return num_classes
+    num_outputs = predict(module_of(site.model, x.device), x[:1], site.objective).shape[1]
+    site.objective.check(y.cpu().numpy(), num_outputs)
+    return num_outputs

@@ -1,83 +1,84 @@
-"""Evaluation of a model on samples: class probabilities, accuracy and loss."""
+"""Evaluation of a model on samples: predictions, loss and metrics."""
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kindred.lazy import lazy
+from kindred.objectives import Objective
 
-from .training import channels_last
+from .training import CLASSES, channels_last
 
 if TYPE_CHECKING:
     import torch
-    import torch.nn.functional as F
     from torch import Tensor, nn
 else:
-    torch, F = lazy("torch"), lazy("torch.nn.functional")
+    torch = lazy("torch")
 
 
-def predict(model: nn.Module, x: Tensor, batch_size: int = 128) -> np.ndarray:
-    """Return the class probabilities that a model gives; the model's mode (training or evaluation) is kept.
+def predict(model: nn.Module, x: Tensor, objective: Objective = CLASSES, batch_size: int = 128) -> np.ndarray:
+    """Return a model's predictions; the model's mode (training or evaluation) is kept.
 
     Parameters
     ----------
     model : torch.nn.Module
-        Maps images to logits (n, classes).
+        Maps inputs to outputs (n, k).
     x : tensor (n, ...)
-        Images, on the model's device.
+        Inputs, on the model's device.
+    objective : Objective
     batch_size : int
-        Images per forward pass.
+        Inputs per forward pass.
 
     Returns
     -------
-    ndarray (n, classes), float32
-        Rows sum to 1.
+    ndarray (n, k), float32
+        With classes, rows are probabilities that sum to 1.
     """
     x = channels_last(model, x)
     was_training = model.training
     model.eval()
     with torch.inference_mode():
-        rows = [F.softmax(model(images).float(), dim=1) for images in x.split(batch_size)]
+        rows = [objective.predictions(model(inputs).float()) for inputs in x.split(batch_size)]
     model.train(was_training)
     return torch.cat(rows).cpu().numpy()
 
 
-def evaluate(model: nn.Module, x: Tensor, y: Tensor, batch_size: int = 128) -> tuple[float, float]:
-    """Return a model's accuracy and loss; the model's mode (training or evaluation) is kept.
+def evaluate(
+    model: nn.Module, x: Tensor, y: Tensor, objective: Objective = CLASSES, batch_size: int = 128
+) -> dict[str, float]:
+    """Return a model's metrics and loss; the model's mode (training or evaluation) is kept.
 
     Parameters
     ----------
     model : torch.nn.Module
-        Maps images to logits (n, classes).
+        Maps inputs to outputs (n, k).
     x : tensor (n, ...)
-        Images, on the model's device.
-    y : tensor (n,) of int64
-        Labels, on the model's device.
+        Inputs, on the model's device.
+    y : tensor (n, ...)
+        Targets, on the model's device.
+    objective : Objective
     batch_size : int
-        Images per forward pass; it bounds the memory and does not change the result beyond rounding.
+        Inputs per forward pass; it bounds the memory and does not change the result beyond rounding.
 
     Returns
     -------
-    accuracy : float
-        0 to 1.
-    loss : float
-        Mean cross-entropy. Both are NaN if there are no samples.
+    dict of str to float
+        The objective's metrics, and "loss", the mean loss without weights of classes; NaN if there are no samples.
     """
     if len(y) == 0:
-        return math.nan, math.nan
+        return objective.evaluated(np.empty(0), np.empty(0))
+    objective = objective.unweighted
     x = channels_last(model, x)
-    correct, losses = [], []
+    predictions, losses = [], []
     was_training = model.training
     model.eval()
     with torch.inference_mode():
-        for images, labels in zip(x.split(batch_size), y.split(batch_size), strict=True):
-            logits = model(images)
-            correct.append((logits.argmax(1) == labels).sum())
-            losses.append(F.cross_entropy(logits, labels, reduction="sum"))
-        totals = torch.stack([torch.stack(correct).sum().double(), torch.stack(losses).double().sum()])
-        hits, loss = totals.tolist()
+        for inputs, targets in zip(x.split(batch_size), y.split(batch_size), strict=True):
+            outputs = model(inputs)
+            predictions.append(objective.predictions(outputs.float()))
+            losses.append(objective.loss(outputs, targets, "sum"))
+        loss = float(torch.stack(losses).double().sum()) / len(y)
     model.train(was_training)
-    return hits / len(y), loss / len(y)
+    return {**objective.metrics(torch.cat(predictions).cpu().numpy(), y.cpu().numpy()), "loss": loss}

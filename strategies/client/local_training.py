@@ -69,6 +69,6 @@ class LocalTraining:
             content[ARRAYS] = to_record(get_arrays(model))
         metrics = visit.separate_evaluation(model)
         if visit.is_site:
-            visit.keep(model, metrics["accuracy"])
+            visit.keep(model, metrics)
         content[METRICS] = MetricRecord({**metrics})
         return content

@@ -1,8 +1,8 @@
-"""The networks of the papers, by name, and the choice of a client's network among several.
+"""The networks by name, and the choice of a client's network among several.
 
-Each factory takes the images' shape (channels, height, width) and the number of classes. It returns a
-module that maps images (n, c, h, w) to logits (n, classes). In the networks written here pooling comes before
-ReLU: the function is the same, and ReLU processes a quarter of the values.
+Each factory takes the shape of one sample's inputs and the number of outputs. It returns a module that maps inputs
+(n, ...) to outputs (n, num_outputs). Most are networks of the papers, for images (channels, height, width). In the
+networks written here pooling comes before ReLU: the function is the same, and ReLU processes a quarter of the values.
 """
 
 from __future__ import annotations
@@ -22,18 +22,20 @@ from kindred.torchvision_import import import_torchvision
 if TYPE_CHECKING:  # listing the models' names must not wait for PyTorch
     import torch
     from torch import nn
+
+    from . import recurrent
 else:
-    torch, nn = lazy("torch"), lazy("torch.nn")
+    torch, nn, recurrent = lazy("torch"), lazy("torch.nn"), lazy("kindred.client.recurrent")
 
-ImageShape = tuple[int, int, int]
+Shape = tuple[int, ...]
 
 
-def digits_cnn(image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
+def digits_cnn(shape: Shape, num_outputs: int) -> torch.nn.Module:
     """A small CNN of our own for the 8x8 digits of scikit-learn: 13,706 parameters for 10 classes.
 
     Two 3x3 convolutions (16, 32 channels), each with 2x2 max pooling and ReLU; FC 64 with ReLU; FC.
     """
-    channels, height, width = _at_least(4, "digits-cnn", image_shape)
+    channels, height, width = _at_least(4, "digits-cnn", shape)
     return nn.Sequential(
         OrderedDict(
             conv1=nn.Conv2d(channels, 16, 3, padding=1),
@@ -45,19 +47,19 @@ def digits_cnn(image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
             flatten=nn.Flatten(),
             fc1=nn.Linear(32 * (height // 4) * (width // 4), 64),
             relu3=nn.ReLU(),
-            fc2=nn.Linear(64, num_classes),
+            fc2=nn.Linear(64, num_outputs),
         )
     )
 
 
-def mcmahan_cnn(image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
+def mcmahan_cnn(shape: Shape, num_outputs: int) -> torch.nn.Module:
     """The MNIST CNN of FedAvg: 1,663,370 parameters for 28x28 grey images.
 
     McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017,
     arXiv:1602.05629. Two 5x5 convolutions (32, 64 channels), each with 2x2 max pooling and ReLU; FC 512 with ReLU;
     FC. The paper leaves the padding open; its number of parameters implies that convolutions keep the images' size.
     """
-    channels, height, width = _at_least(4, "mcmahan-cnn", image_shape)
+    channels, height, width = _at_least(4, "mcmahan-cnn", shape)
     return nn.Sequential(
         OrderedDict(
             conv1=nn.Conv2d(channels, 32, 5, padding=2),
@@ -69,18 +71,18 @@ def mcmahan_cnn(image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
             flatten=nn.Flatten(),
             fc1=nn.Linear(64 * (height // 4) * (width // 4), 512),
             relu3=nn.ReLU(),
-            fc2=nn.Linear(512, num_classes),
+            fc2=nn.Linear(512, num_outputs),
         )
     )
 
 
-def cnn2(image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
+def cnn2(shape: Shape, num_outputs: int) -> torch.nn.Module:
     """The CNN2 that FedeRiCo uses on CIFAR-10: 319,242 parameters for 32x32 colour images and 10 classes.
 
     Shen et al., "Federated Mutual Learning", arXiv:2006.16765. Three 3x3 convolutions of 128 channels, each with 2x2
     max pooling and ReLU; FC. The convolutions keep the images' size.
     """
-    channels, height, width = _at_least(8, "cnn2", image_shape)
+    channels, height, width = _at_least(8, "cnn2", shape)
     return nn.Sequential(
         OrderedDict(
             conv1=nn.Conv2d(channels, 128, 3, padding=1),
@@ -93,20 +95,20 @@ def cnn2(image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
             pool3=nn.MaxPool2d(2),
             relu3=nn.ReLU(),
             flatten=nn.Flatten(),
-            fc=nn.Linear(128 * (height // 8) * (width // 8), num_classes),
+            fc=nn.Linear(128 * (height // 8) * (width // 8), num_outputs),
         )
     )
 
 
-def resnet18(image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
+def resnet18(shape: Shape, num_outputs: int) -> torch.nn.Module:
     """ResNet-18 for small images: 11,173,962 parameters for colour images and 10 classes.
 
     He et al., "Deep Residual Learning for Image Recognition", CVPR 2016, arXiv:1512.03385. It is torchvision's network
     with two changes: the first convolution is 3x3 with stride 1 in place of 7x7 with stride 2, and there is no max
     pooling. 32x32 images therefore reach the last stage as 4x4. It has batch normalisation.
     """
-    channels, _, _ = _at_least(8, "resnet18", image_shape)
-    model = import_torchvision().models.resnet18(num_classes=num_classes)
+    channels, _, _ = _at_least(8, "resnet18", shape)
+    model = import_torchvision().models.resnet18(num_classes=num_outputs)
     model.conv1 = nn.Conv2d(channels, 64, 3, padding=1, bias=False)
     # As torchvision initialises its other convolutions.
     nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
@@ -114,7 +116,7 @@ def resnet18(image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
     return model
 
 
-def ckt_cnn(image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
+def ckt_cnn(shape: Shape, num_outputs: int) -> torch.nn.Module:
     """The small CNN of PerFed-CKT: 151,216 parameters for 32x32 colour images and 10 classes.
 
     Cho et al., "Personalized Federated Learning for Heterogeneous Clients with Clustered Knowledge Transfer",
@@ -122,7 +124,7 @@ def ckt_cnn(image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
     leaves the rest open. Our choice: the 5x5 kernels and the 6 and 16 channels of LeNet-5, padding that keeps the
     images' size, 2x2 pooling, and ReLU.
     """
-    channels, height, width = _at_least(4, "ckt-cnn", image_shape)
+    channels, height, width = _at_least(4, "ckt-cnn", shape)
     return nn.Sequential(
         OrderedDict(
             conv1=nn.Conv2d(channels, 6, 5, padding=2),
@@ -140,12 +142,12 @@ def ckt_cnn(image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
             relu5=nn.ReLU(),
             fc4=nn.Linear(84, 50),
             relu6=nn.ReLU(),
-            fc5=nn.Linear(50, num_classes),
+            fc5=nn.Linear(50, num_outputs),
         )
     )
 
 
-def office_mlp(image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
+def office_mlp(shape: Shape, num_outputs: int) -> torch.nn.Module:
     """FedeRiCo's MLP for ResNet-18's features of Office-Home: 726,265 parameters for 512 features and 65 classes.
 
     Sui et al., "Find Your Friends: Personalized Federated Learning with the Right Collaborators", arXiv:2210.06597,
@@ -154,16 +156,16 @@ def office_mlp(image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
     return nn.Sequential(
         OrderedDict(
             flatten=nn.Flatten(),
-            fc1=nn.Linear(math.prod(image_shape), 1000),
+            fc1=nn.Linear(math.prod(shape), 1000),
             relu1=nn.ReLU(),
             fc2=nn.Linear(1000, 200),
             relu2=nn.ReLU(),
-            fc3=nn.Linear(200, num_classes),
+            fc3=nn.Linear(200, num_outputs),
         )
     )
 
 
-def vgg11(image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
+def vgg11(shape: Shape, num_outputs: int) -> torch.nn.Module:
     """VGG11 for small images, as PerFed-CKT uses it: 9,756,426 parameters for colour images and 10 classes.
 
     Simonyan and Zisserman, "Very Deep Convolutional Networks for Large-Scale Image Recognition", ICLR 2015,
@@ -177,15 +179,72 @@ def vgg11(image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
     of this width SGD makes no progress. An example is training on 400 images of CIFAR-10, for 150 steps of 32 images
     with step sizes of 0.01 and 0.001. The loss is still log 10 = 2.30, against 1.02 and 2.21 with PyTorch's weights.
     """
-    return _vgg("vgg11", "A", image_shape, num_classes)
+    return _vgg("vgg11", "A", shape, num_outputs)
 
 
-def vgg13(image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
+def vgg13(shape: Shape, num_outputs: int) -> torch.nn.Module:
     """VGG13, built like `vgg11`: 9,941,322 parameters for colour images and 10 classes."""
-    return _vgg("vgg13", "B", image_shape, num_classes)
+    return _vgg("vgg13", "B", shape, num_outputs)
 
 
-MODELS: Registry[Callable[[ImageShape, int], torch.nn.Module]] = Registry(
+def mlp(shape: Shape, num_outputs: int) -> torch.nn.Module:
+    """A small MLP of our own for tables: 1,154 parameters for 15 features and 2 classes.
+
+    FC 64 with ReLU; FC. Signals and images are flattened.
+    """
+    return nn.Sequential(
+        OrderedDict(
+            flatten=nn.Flatten(),
+            fc1=nn.Linear(math.prod(shape), 64),
+            relu1=nn.ReLU(),
+            fc2=nn.Linear(64, num_outputs),
+        )
+    )
+
+
+def cnn1d(shape: Shape, num_outputs: int) -> torch.nn.Module:
+    """A small CNN of our own for signals: 4,375 parameters for 6 channels and 7 classes.
+
+    Two convolutions over 5 times (16, 32 channels), each with max pooling of 2 times and ReLU; the mean over time; FC
+    32 with ReLU; FC. The convolutions keep the signals' length, 4 times or more.
+    """
+    if len(shape) != 2 or shape[1] < 4:
+        raise ValueError(f"model cnn1d takes signals, (channels, time), of 4 times or more, these inputs are {shape}")
+    return nn.Sequential(
+        OrderedDict(
+            conv1=nn.Conv1d(shape[0], 16, 5, padding=2),
+            pool1=nn.MaxPool1d(2),
+            relu1=nn.ReLU(),
+            conv2=nn.Conv1d(16, 32, 5, padding=2),
+            pool2=nn.MaxPool1d(2),
+            relu2=nn.ReLU(),
+            mean=nn.AdaptiveAvgPool1d(1),
+            flatten=nn.Flatten(),
+            fc1=nn.Linear(32, 32),
+            relu3=nn.ReLU(),
+            fc2=nn.Linear(32, num_outputs),
+        )
+    )
+
+
+def lstm(shape: Shape, num_outputs: int) -> torch.nn.Module:
+    """A small LSTM for sequences of tokens: 26,244 parameters for 100 tokens and as many outputs.
+
+    As in LEAF (Caldas et al., 2018, arXiv:1812.01097) for the next character of Shakespeare, with one layer of 64
+    units instead of two of 256: an embedding of 8 numbers a token; LSTM 64; FC of its last output.
+    """
+    if len(shape) != 2:
+        raise ValueError(f"model lstm takes tokens, (vocabulary, length), these inputs are {shape}")
+    return nn.Sequential(
+        OrderedDict(
+            embedding=nn.Embedding(shape[0], 8),
+            lstm=recurrent.LastOutput(8, 64),
+            fc=nn.Linear(64, num_outputs),
+        )
+    )
+
+
+MODELS: Registry[Callable[[Shape, int], torch.nn.Module]] = Registry(
     "kindred.models",
     Callable,  # type: ignore[arg-type]  # at run time it is a class
     {
@@ -197,8 +256,23 @@ MODELS: Registry[Callable[[ImageShape, int], torch.nn.Module]] = Registry(
         "office-mlp": office_mlp,
         "vgg11": vgg11,
         "vgg13": vgg13,
+        "mlp": mlp,
+        "cnn1d": cnn1d,
+        "lstm": lstm,
     },
 )
+
+FOR_KIND = {"table": "mlp", "signal": "cnn1d", "tokens": "lstm"}
+"""The network that "auto" selects for all inputs of a kind; for images it depends on their size."""
+
+_IMAGES, _NUMBERS = ("image",), ("image", "signal", "table")
+KINDS = {
+    **dict.fromkeys(("digits-cnn", "mcmahan-cnn", "cnn2", "resnet18", "ckt-cnn", "vgg11", "vgg13"), _IMAGES),
+    **dict.fromkeys(("office-mlp", "mlp"), _NUMBERS),
+    "cnn1d": ("signal",),
+    "lstm": ("tokens",),
+}
+"""The kinds of inputs that our networks take."""
 
 
 def parse_models(text: str) -> list[str]:
@@ -231,15 +305,25 @@ def parse_models(text: str) -> list[str]:
     return names
 
 
-def choose_model(image_shape: ImageShape) -> str:
-    """Return the name of the model that "auto" selects for images of this shape.
+def choose_model(kind: str, shape: Shape) -> str:
+    """Return the name of the model that "auto" selects for inputs of this kind and shape.
+
+    Parameters
+    ----------
+    kind : {"image", "signal", "table", "tokens"}
+    shape : tuple of int
+        As for `make_model`.
 
     Raises
     ------
     ValueError
-        There is no model for this size.
+        There is no model for this kind or size.
     """
-    channels, *size = image_shape
+    if kind in FOR_KIND:
+        return FOR_KIND[kind]
+    if len(shape) != 3:
+        raise ValueError(f"model auto is for images, (channels, height, width), these inputs are {shape}")
+    channels, *size = shape
     if size == [8, 8]:
         return "digits-cnn"
     if size == [28, 28] and channels == 1:
@@ -249,7 +333,7 @@ def choose_model(image_shape: ImageShape) -> str:
     if size == [1, 1]:
         return "office-mlp"
     raise ValueError(
-        f"model auto is for 8x8, 28x28 grey and 32x32 images and features (1x1), these are {_described(image_shape)}; "
+        f"model auto is for 8x8, 28x28 grey and 32x32 images and features (1x1), these are {_described(shape)}; "
         f"choose one of {', '.join(MODELS)}"
     )
 
@@ -290,13 +374,29 @@ def model_for_size(names: Sequence[str], num_examples: int, typical: float, seed
     return names[int((coins < num_examples / (num_examples + typical)).sum())]
 
 
-def network_names(setting: str, image_shape: ImageShape) -> list[str]:
-    """Return the networks that a run's clients may have, from the setting `model` and the images' shape."""
-    return [choose_model(image_shape) if name == "auto" else name for name in parse_models(setting)]
+def network_names(setting: str, kind: str, shape: Shape) -> list[str]:
+    """Return the networks that a run's clients may have, from the setting `model` and the inputs' kind and shape.
+
+    Raises
+    ------
+    ValueError
+        As in `parse_models` and `choose_model`; or one of our networks takes inputs of another kind.
+    """
+    names = [choose_model(kind, shape) if name == "auto" else name for name in parse_models(setting)]
+    for name in names:
+        check_kind(name, kind)
+    return names
+
+
+def check_kind(name: str, kind: str) -> None:
+    """Check that a network takes inputs of a kind; raise ValueError where it is known not to."""
+    if kind not in (kinds := KINDS.get(name, (kind,))):
+        others = ", ".join(each for each in MODELS if kind in KINDS.get(each, (kind,)))
+        raise ValueError(f"model {name} takes inputs of kind {' or '.join(kinds)}, these are {kind}; allowed: {others}")
 
 
 def client_network(
-    setting: str, image_shape: ImageShape, num_examples: int, typical: float, seed: int, client: ClientId
+    setting: str, kind: str, shape: Shape, num_examples: int, typical: float, seed: int, client: ClientId
 ) -> str:
     """Return the name of a client's network: the only one of the run, or one drawn by the client's number of examples.
 
@@ -304,8 +404,9 @@ def client_network(
     ----------
     setting : str
         The run's `model`, see `parse_models`.
-    image_shape : tuple of int
-        Channels, height, width; it determines what "auto" selects.
+    kind : str
+    shape : tuple of int
+        Of the inputs; the two determine what "auto" selects.
     num_examples, typical
         As for `model_for_size`. A `typical` of 0 means unknown: the client's own number is then used.
     seed : int
@@ -315,23 +416,24 @@ def client_network(
     Raises
     ------
     ValueError
-        As in `parse_models`, `choose_model` and `model_for_size`.
+        As in `network_names` and `model_for_size`.
     """
     draw = seed_for(seed, client, "architecture")
-    return model_for_size(network_names(setting, image_shape), num_examples, typical or num_examples, draw)
+    return model_for_size(network_names(setting, kind, shape), num_examples, typical or num_examples, draw)
 
 
-def make_model(name: str, image_shape: ImageShape, num_classes: int, seed: int | None = None) -> torch.nn.Module:
+def make_model(name: str, shape: Shape, num_outputs: int, seed: int | None = None) -> torch.nn.Module:
     """Build a network.
 
     Parameters
     ----------
     name : str
-        One of `MODELS`, or "auto" for the one that fits the images' size (`choose_model`).
-    image_shape : tuple of int
-        Channels, height, width.
-    num_classes : int
-        2 or more.
+        One of `MODELS`, or "auto" for the one that fits images of this size (`choose_model`).
+    shape : tuple of int
+        Of the inputs: (channels, height, width) of images, (channels, time) of signals, (features,) of tables, and
+        (vocabulary, length) of sequences of tokens.
+    num_outputs : int
+        1 or more.
     seed : int, optional
         Seed of the weights: the same seed gives the same bits and leaves PyTorch's random state unchanged. By default
         the weights are drawn from that state.
@@ -339,29 +441,29 @@ def make_model(name: str, image_shape: ImageShape, num_classes: int, seed: int |
     Returns
     -------
     torch.nn.Module
-        On the CPU, in training mode: images (n, c, h, w) to logits (n, num_classes).
+        On the CPU, in training mode: inputs (n, ...) to outputs (n, num_outputs).
 
     Raises
     ------
     ValueError
-        An unknown name, fewer than two classes, or images that are too small for the network.
+        An unknown name, no outputs, or inputs of another kind or too small for the network.
     """
     if name == "auto":
-        name = choose_model(image_shape)
+        name = choose_model("image", shape)
     if name not in MODELS:
         raise ValueError(f"model is {name!r}, allowed: auto, {', '.join(MODELS)}")
-    if num_classes < 2:
-        raise ValueError(f"num_classes is {num_classes}, allowed: 2 or more")
+    if num_outputs < 1:
+        raise ValueError(f"num_outputs is {num_outputs}, allowed: 1 or more")
     if seed is None:
-        return MODELS[name](image_shape, num_classes)
+        return MODELS[name](shape, num_outputs)
     with torch.random.fork_rng(devices=[]):
         # torch.manual_seed would seed the GPUs too.
         torch.default_generator.manual_seed(seed)
-        return MODELS[name](image_shape, num_classes)
+        return MODELS[name](shape, num_outputs)
 
 
-def _vgg(name: str, configuration: str, image_shape: ImageShape, num_classes: int) -> torch.nn.Module:
-    channels, _, _ = _at_least(32, name, image_shape)
+def _vgg(name: str, configuration: str, shape: Shape, num_outputs: int) -> torch.nn.Module:
+    channels, _, _ = _at_least(32, name, shape)
     # torchvision's VGG class would first build and initialise a classifier of 120 million parameters.
     vgg = import_torchvision().models.vgg
     features = vgg.make_layers(vgg.cfgs[configuration], batch_norm=True)
@@ -377,17 +479,20 @@ def _vgg(name: str, configuration: str, image_shape: ImageShape, num_classes: in
             dropout2=nn.Dropout(),
             fc2=nn.Linear(512, 512),
             relu2=nn.ReLU(),
-            fc3=nn.Linear(512, num_classes),
+            fc3=nn.Linear(512, num_outputs),
         )
     )
 
 
-def _at_least(side: int, name: str, image_shape: ImageShape) -> ImageShape:
-    if min(image_shape[1:]) < side:
-        raise ValueError(f"model {name} needs images of at least {side}x{side}, these are {_described(image_shape)}")
-    return image_shape
+def _at_least(side: int, name: str, shape: Shape) -> tuple[int, int, int]:
+    if len(shape) != 3:
+        raise ValueError(f"model {name} takes images, (channels, height, width), these inputs are {shape}")
+    if min(shape[1:]) < side:
+        raise ValueError(f"model {name} needs images of at least {side}x{side}, these are {_described(shape)}")
+    channels, height, width = shape
+    return channels, height, width
 
 
-def _described(image_shape: ImageShape) -> str:
-    channels, height, width = image_shape
+def _described(shape: Shape) -> str:
+    channels, height, width = shape
     return f"{height}x{width} with {channels} channel{'s' if channels > 1 else ''}"

@@ -13,6 +13,7 @@ from flwr.app import Context
 
 from kindred.lazy import lazy
 from kindred.messages import ClientId, check
+from kindred.objectives import Classes, Objective
 
 from .models import MODELS
 
@@ -38,14 +39,17 @@ class Site:
     model : callable
         Returns a new `torch.nn.Module`. Sites that share one factory object share one module per process.
     train, test : pair of tensors
-        Images (n, ...) of float32 and labels (n,) of int64.
+        Inputs (n, ...) as the network takes them, and targets as the objective has them: classes (n,) of int64 by
+        default.
     public : tensor, optional
-        Unlabelled images (n, ...), the same at every client and in the same order.
+        Unlabelled inputs (n, ...), the same at every client and in the same order.
     validation : pair of tensors, optional
         More labelled samples, on which the trained model is also evaluated.
     about : mapping of str to str
         Texts to save with the site's models. The entry "model" is the name of the network, which is reported to the
         server.
+    objective : Objective
+        What the network's outputs mean; by default a logit for each class.
     """
 
     model: ModelFactory
@@ -54,6 +58,7 @@ class Site:
     public: torch.Tensor | None = None
     validation: Samples | None = None
     about: Mapping[str, str] = field(default_factory=dict)
+    objective: Objective = field(default_factory=Classes)
 
     @property
     def fingerprint(self) -> str:

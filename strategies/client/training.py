@@ -1,8 +1,8 @@
 """Local training in PyTorch: the library's only training loop.
 
-Client i minimises F_i(w) + mu/2 ||w - w_received||^2, where F_i is the mean cross-entropy over its data.
+Client i minimises F_i(w) + mu/2 ||w - w_received||^2, where F_i is the mean of its objective's loss over its data.
 
-Images and labels lie on the model's device. Python does no work per sample, and does not wait for the device before
+Inputs and targets lie on the model's device. Python does no work per sample, and does not wait for the device before
 the end of training. Networks for images are put into channels-last layout, which changes no value. On a GPU repeated
 steps run as CUDA graphs (`graphs`).
 """
@@ -18,6 +18,7 @@ import numpy as np
 
 from kindred.lazy import lazy
 from kindred.messages import check
+from kindred.objectives import Classes, Objective
 from kindred.settings import BATCH_SIZE, DEVICE, LEARNING_RATE, MOMENTUM, OPTIMIZER, PRECISION, WEIGHT_DECAY
 
 from . import cuda_graphs as graphs
@@ -25,10 +26,12 @@ from .update import Update
 
 if TYPE_CHECKING:
     import torch
-    import torch.nn.functional as F
     from torch import Tensor, nn
 else:
-    torch, F = lazy("torch"), lazy("torch.nn.functional")
+    torch = lazy("torch")
+
+CLASSES = Classes()
+"""The objective where none is given: a logit for each class."""
 
 # On the CPU oneDNN sets up each convolution anew. For images as small as the digits that takes longer than the
 # convolution. Without oneDNN, batches of fewer than 16 go to NNPACK. In batches of 10 this is 1.8 times as fast for
@@ -78,17 +81,18 @@ def train(
     precision: str = PRECISION.default,
     term: Callable[[], Tensor] | None = None,
     memory: list[Tensor] | None = None,
+    objective: Objective = CLASSES,
 ) -> float:
     """Train a model in place, starting from its current weights, and return the mean loss.
 
     Parameters
     ----------
     model : torch.nn.Module
-        Maps images to logits (n, classes). It is left in training mode.
+        Maps inputs to outputs (n, k). It is left in training mode.
     x : tensor (n, ...)
-        Images, on the model's device.
-    y : tensor (n,) of int64
-        Labels, on the model's device.
+        Inputs, on the model's device.
+    y : tensor (n, ...)
+        Targets, on the model's device.
     epochs : int
         0 or more. Each epoch goes over all samples in a new random order.
     steps : int
@@ -120,7 +124,7 @@ def train(
     sample_weights : tensor (n,), optional
         A factor on the loss of each sample; training minimises the mean of the products.
     label_smoothing : float
-        0 to 1: the fraction of each label that is spread equally over all classes.
+        0 to 1: the fraction of each label that is spread equally over all classes. No effect on numbers.
     precision : {"float32", "bfloat16"}
         "bfloat16" computes by autocast; weights and updates remain float32.
     term : callable, optional
@@ -128,6 +132,8 @@ def train(
     memory : list of tensors, optional
         The optimiser's state. Training starts from it, or anew if it is empty, and leaves in it the state after the
         last step. By default training starts anew, and the state is not kept.
+    objective : Objective
+        What the outputs mean; by default a logit for each class.
 
     Returns
     -------
@@ -165,13 +171,13 @@ def train(
     if x.device.type in graphs.CAPTURE and term is None:
         repeated = graphs.graphs_of(model)
         shapes = tuple((usual, *part.shape[1:], part.dtype) for part in samples)
-        key = (shapes, rule, label_smoothing, precision, graphs.places(model))
+        key = (shapes, rule, objective, label_smoothing, precision, graphs.places(model))
         graph = repeated.get(key)
     update = Update(trained_weights(model), *rule) if graph is None else graph.update
     update.start(towards, correction, memory)
 
     losses: list[Tensor] = []
-    with differentiating(model, x, batch_size, precision, term, label_smoothing) as gradients_of:
+    with differentiating(model, x, batch_size, objective, precision, term, label_smoothing) as gradients_of:
 
         def step(*batch: Tensor) -> Tensor:
             loss, gradients = gradients_of(*batch)
@@ -195,12 +201,13 @@ def trained_weights(model: nn.Module) -> list[Tensor]:
 
 
 class Gradients:
-    """Computes the gradient of a batch's mean cross-entropy at a model's current weights.
+    """Computes the gradient of a batch's mean loss at a model's current weights.
 
     Parameters
     ----------
     model : torch.nn.Module
-        Maps images to logits (n, classes).
+        Maps inputs to outputs (n, k).
+    objective : Objective
     precision : {"float32", "bfloat16"}
     term, label_smoothing
         As for `train`.
@@ -209,12 +216,14 @@ class Gradients:
     def __init__(
         self,
         model: nn.Module,
+        objective: Objective = CLASSES,
         precision: str = "float32",
         term: Callable[[], Tensor] | None = None,
         label_smoothing: float = 0.0,
     ) -> None:
         self._model = model
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._objective = objective
         self._term = term
         self._smoothing = label_smoothing
         device = self._parameters[0].device.type if self._parameters else "cpu"
@@ -225,19 +234,19 @@ class Gradients:
             else contextlib.nullcontext()
         )
 
-    def __call__(self, images: Tensor, labels: Tensor, factors: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
+    def __call__(self, inputs: Tensor, targets: Tensor, factors: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
         """Return a batch's mean loss, without `term`, and the gradients, with it, for each of `trained_weights`.
 
         If `factors` (n,) are given, each sample's loss is multiplied by its factor.
         """
         with self._arithmetic:
-            logits = self._model(images)
-        if logits.dtype in (torch.float16, torch.bfloat16):
-            logits = logits.float()  # sums over classes may overflow float16
+            outputs = self._model(inputs)
+        if outputs.dtype in (torch.float16, torch.bfloat16):
+            outputs = outputs.float()  # sums over classes may overflow float16
         if factors is None:
-            loss = F.cross_entropy(logits, labels, label_smoothing=self._smoothing)
+            loss = self._objective.loss(outputs, targets, label_smoothing=self._smoothing)
         else:
-            each = F.cross_entropy(logits, labels, reduction="none", label_smoothing=self._smoothing)  # (b,)
+            each = self._objective.loss(outputs, targets, "none", self._smoothing)  # (b,)
             loss = (factors * each).mean()
         plain = loss.detach()
         if self._term is not None:
@@ -257,32 +266,36 @@ def differentiating(
     model: nn.Module,
     x: Tensor,
     batch_size: int,
+    objective: Objective = CLASSES,
     precision: str = "float32",
     term: Callable[[], Tensor] | None = None,
     label_smoothing: float = 0.0,
 ) -> Iterator[Gradients]:
-    """Put a model into training mode, with fast convolutions for batches of these images; yield its `Gradients`."""
+    """Put a model into training mode, with fast convolutions for batches of these inputs; yield its `Gradients`."""
     model.train()
     model.zero_grad()
     # An additional term in the loss is computed on larger batches.
     plain = precision == "float32" and term is None
     with _quick_convolutions(x, batch_size) if plain else contextlib.nullcontext():
-        yield Gradients(model, precision, term, label_smoothing)
+        yield Gradients(model, objective, precision, term, label_smoothing)
 
 
-def mean_gradient(model: nn.Module, x: Tensor, y: Tensor, batch_size: int = 128) -> dict[str, np.ndarray]:
-    """Return the gradient of the mean cross-entropy over all samples, at a model's current weights.
+def mean_gradient(
+    model: nn.Module, x: Tensor, y: Tensor, batch_size: int = 128, objective: Objective = CLASSES
+) -> dict[str, np.ndarray]:
+    """Return the gradient of the mean loss over all samples, at a model's current weights.
 
     Parameters
     ----------
     model : torch.nn.Module
-        Maps images to logits (n, classes). It is left in training mode: normalisation layers use batch statistics.
+        Maps inputs to outputs (n, k). It is left in training mode: normalisation layers use batch statistics.
     x : tensor (n, ...)
-        Images, on the model's device.
-    y : tensor (n,) of int64
-        Labels, on the model's device; at least one.
+        Inputs, on the model's device.
+    y : tensor (n, ...)
+        Targets, on the model's device; at least one.
     batch_size : int
-        Images per pass, as for `train`.
+        Inputs per pass, as for `train`.
+    objective : Objective
 
     Returns
     -------
@@ -295,8 +308,8 @@ def mean_gradient(model: nn.Module, x: Tensor, y: Tensor, batch_size: int = 128)
     model.train()
     model.zero_grad()
     sizes = _batch_sizes(len(y), batch_size)
-    for images, labels in zip(x.split(sizes), y.split(sizes), strict=True):
-        (F.cross_entropy(model(images), labels, reduction="sum") / len(y)).backward()
+    for inputs, targets in zip(x.split(sizes), y.split(sizes), strict=True):
+        (objective.loss(model(inputs), targets, "sum") / len(y)).backward()
     gradients = {}
     for name, parameter in parameters.items():
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -407,7 +420,7 @@ def batches(
     Parameters
     ----------
     samples : tuple of tensors (n, ...)
-        Such as images and labels.
+        Such as inputs and targets.
 
     Yields
     ------

@@ -23,6 +23,8 @@ from kindred.messages import (
     ClientId,
     seed_for,
 )
+from kindred.metrics import METRICS
+from kindred.objectives import Objective
 from kindred.registry import REGISTRY
 from kindred.settings import (
     BATCH_SIZE,
@@ -86,6 +88,11 @@ class Visit:
         return method.strategy if method else None
 
     @property
+    def objective(self) -> Objective:
+        """The objective of the site's network."""
+        return self.site.objective
+
+    @property
     def module(self) -> torch.nn.Module:
         """The site's only module, with the weights that it was last given."""
         return module_of(self.site.model, self.device)
@@ -116,8 +123,10 @@ class Visit:
         is_simulated = "partition-id" in self.node_config and "client-id" not in self.node_config and not self.is_site
         return true_or_false(self.node_config, REPORT_WEIGHTS, is_simulated)
 
-    def keep(self, model: torch.nn.Module, accuracy: float) -> None:
+    def keep(self, model: torch.nn.Module, metrics: Mapping[str, float]) -> None:
         """Save a model as the client's personal model; at a site also as the best one so far, if it is.
+
+        `metrics` are those of the model on the site's test data, with the objective's headline metric.
 
         Raises
         ------
@@ -125,9 +134,11 @@ class Visit:
             The model has values that are not finite.
         """
         check_finite(model)
-        arrays, about = get_arrays(model), {**self.site.about, "accuracy": repr(accuracy)}
+        name = self.objective.metric
+        reached = metrics[name]
+        arrays, about = get_arrays(model), {**self.site.about, name: repr(reached)}
         self.state.save(MODEL, arrays, about)
-        if self.is_site and not accuracy < float(self.state.about(BEST).get("accuracy", "-inf")):
+        if self.is_site and not METRICS[name].worse(reached, float(self.state.about(BEST).get(name, "nan"))):
             self.state.save(BEST, arrays, about)
 
     def seed(self, purpose: str) -> int:
@@ -208,6 +219,7 @@ class Visit:
                 epochs=epochs,
                 steps=steps,
                 generator=torch.Generator().manual_seed(seed),
+                objective=self.objective,
                 **(message | settings),
             )
 
@@ -220,7 +232,7 @@ class Visit:
         """Prepare a method's own steps, which must use `batches`; yield as `training.differentiating` does."""
         with (
             self._seeded(self.seed(purpose)),
-            differentiating(model, self.site.train[0], self.batch_size, self.precision) as gradients_of,
+            differentiating(model, self.site.train[0], self.batch_size, self.objective, self.precision) as gradients_of,
         ):
             yield gradients_of
 
@@ -236,38 +248,39 @@ class Visit:
         """Return the gradient of the mean loss over the training data. See `training.mean_gradient`."""
         self.compute[SAMPLES_TRAINED] += len(self.site.train[1])
         with self._seeded(self.seed("gradient")):
-            return mean_gradient(model, *self.site.train)
+            return mean_gradient(model, *self.site.train, objective=self.objective)
 
     def loss(self, model: torch.nn.Module, samples: Samples | None = None) -> float:
         """Return the mean loss of a model on samples, by default on the training data."""
         samples = self.site.train if samples is None else samples
         self.compute[SAMPLES_PREDICTED] += len(samples[1])
-        return evaluate(model, *samples)[1]
+        return evaluate(model, *samples, self.objective)["loss"]
 
     def predict(self, model: torch.nn.Module, x: torch.Tensor) -> np.ndarray:
-        """Return the class probabilities of a model, shape (n, classes). See `evaluation.predict`."""
+        """Return a model's predictions, shape (n, outputs). See `evaluation.predict`."""
         self.compute[SAMPLES_PREDICTED] += len(x)
-        return predict(model, x)
+        return predict(model, x, self.objective)
 
     def tune(self, model: torch.nn.Module) -> None:
         """Fine-tune a model for this site, for the epochs that the message asks for and without a proximal term."""
         self.train(model, epochs=int(self.config[FINETUNE_EPOCHS]), purpose="tune")
 
     def evaluation(self, which: str, model: torch.nn.Module) -> dict[str, float]:
-        """Return a model's accuracy and loss on the site's test data, as metrics; saves the model if it is the result.
+        """Return a model's metrics and loss on the site's test data, as metrics; saves the model if it is the result.
 
         For a trained model the metrics also include those on validation data, if there are any. If the model is the
         method's result for the client, it is saved at a site, and wherever the server does not receive it.
         """
-        accuracy, loss = evaluate(model, *self.site.test)
-        metrics = {f"{which}-accuracy": accuracy, f"{which}-loss": loss}
+        found = evaluate(model, *self.site.test, self.objective)
+        metrics = {f"{which}-{name}": value for name, value in found.items()}
         if which == TRAINED and self.site.validation is not None:
-            metrics["validation-accuracy"], metrics["validation-loss"] = evaluate(model, *self.site.validation)
+            validation = evaluate(model, *self.site.validation, self.objective)
+            metrics |= {f"validation-{name}": value for name, value in validation.items()}
         strategy = self.strategy
         if which == (strategy.personal if strategy else TRAINED) and (
             self.is_site or (strategy and strategy.model_stays)
         ):
-            self.keep(model, accuracy)
+            self.keep(model, found)
         return metrics
 
     def counts(self) -> dict[str, int]:
@@ -276,5 +289,4 @@ class Visit:
 
     def separate_evaluation(self, model: torch.nn.Module) -> dict[str, float]:
         """Return the metrics of a reply to EVALUATE."""
-        accuracy, loss = evaluate(model, *self.site.test)
-        return {"accuracy": accuracy, "loss": loss, NUM_EXAMPLES: len(self.site.test[1])}
+        return {**evaluate(model, *self.site.test, self.objective), NUM_EXAMPLES: len(self.site.test[1])}

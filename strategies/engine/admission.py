@@ -15,15 +15,16 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from kindred.messages import (
     CLIENT_ID,
+    LOSS,
     MAX_NAME,
     MODEL_BYTES,
     MOST,
     NUM_TEST_EXAMPLES,
-    ORDINARY_NAMES,
     SAMPLES_PREDICTED,
     SAMPLES_TRAINED,
     config_of,
     is_name,
+    ordinary_names,
     read_array,
     records_of,
 )
@@ -78,7 +79,7 @@ class Reply:
 
     def loss(self) -> float:
         """Return the loss, under any of its names; raise `Refused` if it is missing or not finite."""
-        found = next((self.metrics[name] for name in ORDINARY_NAMES["loss"] if name in self.metrics), None)
+        found = next((self.metrics[name] for name in ordinary_names(LOSS) if name in self.metrics), None)
         if not isinstance(found, int | float) or not np.isfinite(found):
             raise Refused(f"its loss is {reprlib.repr(found)}, expected a finite number")
         return float(found)

@@ -31,6 +31,7 @@ class Shared(TypedDict, total=False):
     max_update_norm: float
     max_empty_rounds: int
     buffers: Collection[str] | None
+    metric: str
 
 
 class StoredShared(Shared, total=False):

@@ -27,10 +27,12 @@ class EvaluationPlan:
     ----------
     personal : str
         The evaluation that is the method's result for a client.
+    metric : str
+        The headline metric.
     """  # noqa: E501  # lines of a table
 
-    def __init__(self, personal: str) -> None:
-        self._personal = personal
+    def __init__(self, personal: str, metric: str) -> None:
+        self._personal, self._metric = personal, metric
         self._evaluated: set[ClientId] = set()  # clients evaluated separately since the last training
         self._with_result: set[ClientId] = set()  # clients whose last training replies held the result
         self._without_result: set[ClientId] | None = None  # clients that may be asked in this round; None: all
@@ -45,7 +47,7 @@ class EvaluationPlan:
 
     def has_result(self, metrics: Mapping[str, Any]) -> bool:
         """Return whether the metrics of a training reply hold the method's result."""
-        return f"{self._personal}-accuracy" in metrics
+        return f"{self._personal}-{self._metric}" in metrics
 
     def trained(self, answered: Collection[ClientId], with_result: Collection[ClientId]) -> None:
         """Record which clients answered a round's training, and which of them reported the method's result."""

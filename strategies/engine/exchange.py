@@ -16,7 +16,8 @@ from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 from flwr.supercore import log
 
-from kindred.messages import NUM_TEST_EXAMPLES, ORDINARY_NAMES, PERSONAL, PROBE, ClientId, config_of, first_line
+from kindred.messages import LOSS, NUM_TEST_EXAMPLES, PERSONAL, PROBE, ClientId, config_of, first_line, ordinary_names
+from kindred.metrics import METRICS
 
 from .admission import REFUSED, SERVER_ERRORS, Refused, Reply
 from .history import COMPUTE, History
@@ -280,11 +281,11 @@ class Exchange:
         row = {**numbers, **sent.fields, **dict(zip(ENGINE_COLUMNS, own, strict=True))}
         # A separate evaluation is that of the personal model, under the names that ordinary evaluate functions use.
         evaluated = status == "ok" and bool(numbers) and not sent.trains and not sent.side
-        for measure, names in ORDINARY_NAMES.items():
-            for key in names if evaluated else (f"{self._personal}-{measure}",):
+        for name, metric in METRICS.items():
+            for key in ordinary_names(name) if evaluated else (f"{self._personal}-{name}",):
                 if key in row:
-                    if measure == "loss" or 0 <= row[key] <= 1:
-                        row[f"{PERSONAL}-{measure}"] = float(row[key])
+                    if name == LOSS or metric.holds(row[key]):
+                        row[f"{PERSONAL}-{name}"] = float(row[key])
                     break
         self._history.add(row, reported)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from logging import WARNING
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from flwr.supercore import log
@@ -19,6 +19,7 @@ from kindred.messages import (
     ClientId,
     in_order,
 )
+from kindred.metrics import METRICS
 
 from .admission import MAX_EXAMPLES, REFUSED, is_count
 
@@ -36,11 +37,32 @@ def statuses(row: Mapping[str, Any]) -> Iterator[str]:
     return (value for key, value in row.items() if is_status(key) and isinstance(value, str))
 
 
+class HeadlineColumns(NamedTuple):
+    """Names of the columns of the headline metric in a round's summary line: its statistics over clients."""
+
+    mean: str
+    weighted: str
+    worst_decile: str
+    best: str
+
+    @classmethod
+    def of(cls, metric: str) -> HeadlineColumns:
+        """Return the names for a metric: accuracy, accuracy-weighted, accuracy-p10 and accuracy-best."""
+        decile = round(100 * METRICS[metric].worst_decile)
+        return cls(metric, f"{metric}-weighted", f"{metric}-p{decile}", f"{metric}-best")
+
+
 class History:
     """The history of a run.
 
+    Parameters
+    ----------
+    metric : str
+        Name of the headline metric, one of `METRICS`.
+
     Attributes
     ----------
+    metric : str
     rows : list of dict
         One row for each round and client that was asked:
 
@@ -51,15 +73,17 @@ class History:
         - `seconds` from sending to reply
         - `bytes-down`, `bytes-up` (payload)
         - the numbers that the client reported, by their names
-        - `personal-accuracy`, `personal-loss`: the evaluation that is the method's result for the client
+        - `personal-accuracy`, `personal-loss`: the evaluation that is the method's result for the client; other metrics
+          that the client reports likewise
 
     rounds : list of dict
         One summary line for each round. Round 0 is an evaluation before the first one, the round after the last one a
         closing evaluation. A line has `round`, `asked`, `answered`, `seconds`, `bytes-down`, `bytes-up`, and:
 
-        - accuracies in [0, 1], over the clients' last known personal accuracies (a client that was not asked keeps its
-          last one): `evaluated` (number of clients), `accuracy` (plain mean), `accuracy-weighted` (by test size),
-          `accuracy-p10` (bottom decile), `accuracy-best` (best plain mean so far; BMTA in the FedAMP paper)
+        - `evaluated`, the number of clients with a value of the headline metric (one that was not asked keeps its last
+          value), and statistics over these clients: `accuracy` (plain mean), `accuracy-weighted` (by test size),
+          `accuracy-p10` (worst decile), `accuracy-best` (best plain mean so far; BMTA in the FedAMP paper);
+          `HeadlineColumns` names them for another metric than accuracy
         - `personal`: the evaluation that these are from ("trained", "mixture")
         - `samples-trained`, `samples-predicted`: samples that the clients processed in the round, if they report it
         - the method's own numbers
@@ -69,7 +93,8 @@ class History:
         client -> the reason why it takes no part at all, such as having no data.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, metric: str = "accuracy") -> None:
+        self.metric = metric
         self.rows: list[dict[str, Any]] = []
         self.rounds: list[dict[str, Any]] = []
         self.left_out: dict[ClientId, str] = {}
@@ -78,7 +103,7 @@ class History:
         self._columns: set[str] = set()  # such names that the run keeps
         self._counts: dict[ClientId, dict[str, float]] = {}  # the method's own numbers for these rows
         self._counted: dict[str, float] = {}  # the method's own numbers for the round
-        self._accuracy: dict[ClientId, tuple[float, float]] = {}  # last known accuracy, and its test size
+        self._headline: dict[ClientId, tuple[float, float]] = {}  # last known headline metric, and its test size
 
     def state(self) -> dict[str, Any]:
         """Return what `restore` needs, between two rounds."""
@@ -86,14 +111,14 @@ class History:
             "rows": self.rows,
             "rounds": self.rounds,
             "left_out": self.left_out,
-            "accuracy": self._accuracy,
+            "headline": self._headline,
             "columns": self._columns,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Resume from what `state` returned."""
         self.rows, self.rounds, self.left_out = state["rows"], state["rounds"], state["left_out"]
-        self._accuracy, self._columns = state["accuracy"], state["columns"]
+        self._headline, self._columns = state["headline"], state["columns"]
 
     def add(self, row: dict[str, Any], reported: Collection[str] = ()) -> None:
         """Add a client's row to the round in progress; a second exchange's row is merged into the first.
@@ -146,22 +171,22 @@ class History:
                 if (counts := [int(row[key]) for row in rows if is_count(row.get(key), least=0)])
             },
         }
+        metric, columns = METRICS[self.metric], HeadlineColumns.of(self.metric)
         for row in rows:
-            accuracy = row.get(f"{PERSONAL}-accuracy")
-            if accuracy is not None and 0 <= accuracy <= 1:
+            if metric.holds(value := row.get(f"{PERSONAL}-{self.metric}")):
                 size = row.get(NUM_TEST_EXAMPLES)
                 if not isinstance(size, int | float) or not 0 < size <= MAX_EXAMPLES:
                     size = 1
-                self._accuracy[row["client"]] = (accuracy, size)
-        if self._accuracy:
-            known = np.array([self._accuracy[client] for client in in_order(self._accuracy)])  # (m, 2)
+                self._headline[row["client"]] = (value, size)
+        if self._headline:
+            known = np.array([self._headline[client] for client in in_order(self._headline)])  # (m, 2)
             line["evaluated"] = len(known)
             line["personal"] = personal
-            line["accuracy"] = float(known[:, 0].mean())
-            line["accuracy-weighted"] = float(np.average(known[:, 0], weights=known[:, 1]))
-            line["accuracy-p10"] = float(np.quantile(known[:, 0], 0.1))
+            line[columns.mean] = mean = float(known[:, 0].mean())
+            line[columns.weighted] = float(np.average(known[:, 0], weights=known[:, 1]))
+            line[columns.worst_decile] = float(np.quantile(known[:, 0], metric.worst_decile))
             before = self.rounds[-1] if self.rounds else {}
-            line["accuracy-best"] = max(before.get("accuracy-best", 0.0), line["accuracy"])
+            line[columns.best] = metric.better(before.get(columns.best, mean), mean)
         line.update(self._counted)
         if dropped:
             line["metrics-dropped"] = dropped
@@ -196,9 +221,9 @@ class History:
                 del row[name]
         return sum(reporting[name] for name in too_many)
 
-    def last_accuracies(self) -> dict[ClientId, float]:
-        """Return each client's last known personal accuracy, in order of client."""
-        return {client: self._accuracy[client][0] for client in in_order(self._accuracy)}
+    def last_values(self) -> dict[ClientId, float]:
+        """Return each client's last known value of the headline metric, in order of client."""
+        return {client: self._headline[client][0] for client in in_order(self._headline)}
 
     def refused(self) -> dict[ClientId, dict[str, int]]:
         """Return client -> reason -> number of replies refused for it, for clients with any, in order."""
@@ -215,19 +240,20 @@ class History:
 OPENING, CLOSING = "opening evaluation", "closing evaluation"  # titles of the lines before and after the rounds
 
 
-def progress(line: dict[str, Any], first_round: int, num_rounds: int) -> str:
+def progress(line: dict[str, Any], metric: str, first_round: int, num_rounds: int) -> str:
     """Return the summary line of a round, or of an evaluation before or after the rounds, as one line of text."""
+    about, columns = METRICS[metric], HeadlineColumns.of(metric)
     if line["round"] < first_round:
         parts = [OPENING]
     elif line["round"] > num_rounds:
         parts = [CLOSING]
     else:
         parts = [f"round {line['round']:{len(str(num_rounds))}}/{num_rounds}"]
-    if "accuracy" in line:
+    if columns.mean in line:
         parts += [
-            f"accuracy {line['accuracy']:.1%}",
-            f"bottom decile {line['accuracy-p10']:.1%}",
-            f"best {line['accuracy-best']:.1%}",
+            f"{about.title} {about.text(line[columns.mean])}",
+            f"{'bottom' if about.higher else 'top'} decile {about.text(line[columns.worst_decile])}",
+            f"best {about.text(line[columns.best])}",
         ]
     parts += [
         f"{line['seconds']:.1f} s",

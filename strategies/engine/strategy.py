@@ -35,6 +35,7 @@ from kindred.messages import (
     records_of,
     seed_for,
 )
+from kindred.metrics import METRICS
 from kindred.registry import REGISTRY
 from kindred.settings import (
     GRACE,
@@ -121,6 +122,8 @@ class PersonalizedStrategy(Hooks, Strategy):
     buffers : collection of str, optional
         Names of model entries that are not trained; by default those named like the buffers of PyTorch's
         normalisation layers. They are averaged but take no part in distances and cosines.
+    metric : str (default: "accuracy")
+        The headline metric of the history, one of `kindred.metrics.METRICS` that clients report.
 
     Raises
     ------
@@ -153,6 +156,7 @@ class PersonalizedStrategy(Hooks, Strategy):
         max_update_norm: float = MAX_UPDATE_NORM.default,
         max_empty_rounds: int = MAX_EMPTY_ROUNDS.default,
         buffers: Collection[str] | None = None,
+        metric: str = "accuracy",
     ) -> None:
         check("fraction_train", fraction_train, 0 <= fraction_train <= 1, "0 to 1")
         check("fraction_evaluate", fraction_evaluate, 0 <= fraction_evaluate <= 1, "0 to 1")
@@ -176,7 +180,9 @@ class PersonalizedStrategy(Hooks, Strategy):
         self.max_update_norm = MAX_UPDATE_NORM.check(max_update_norm)
         self.max_empty_rounds = MAX_EMPTY_ROUNDS.check(max_empty_rounds)
         self.buffers = buffers
-        self.history = History()
+        check("metric", metric, metric in METRICS, ", ".join(METRICS))
+        self.metric = metric
+        self.history = History(metric)
         self.min_available_nodes = min_available_nodes
         self.wait_timeout = WAIT_TIMEOUT.check(wait_timeout)
         self.max_strikes = MAX_STRIKES.check(max_strikes)
@@ -309,14 +315,14 @@ class PersonalizedStrategy(Hooks, Strategy):
     ) -> int:
         """Begin a run, or resume the one that has checkpoints; return its first round."""
         in_simulation = simulated(grid)
-        self.history = History()
+        self.history = History(self.metric)
         self.roster.begin(self.history, simulated=in_simulation)
         self.last_round = num_rounds
         self.run_id = grid.run.run_id
         self._attempt = time.time_ns()
         self._checkpoints = checkpoints
         self._empty_rounds = EmptyRounds(self.max_empty_rounds, self.history)
-        self._evaluations = EvaluationPlan(self.personal)
+        self._evaluations = EvaluationPlan(self.personal, self.metric)
         self._exchange = Exchange(
             grid,
             self.roster,
@@ -382,7 +388,7 @@ class PersonalizedStrategy(Hooks, Strategy):
     ) -> None:
         self.roster.end_round(grid, server_round)
         line = self.history.close_round(server_round, seconds, self.personal)
-        log(INFO, "%s", progress(line, self.first_round, self.last_round))
+        log(INFO, "%s", progress(line, self.metric, self.first_round, self.last_round))
         if on_round:
             on_round(server_round)
 

@@ -58,7 +58,7 @@ class Copies:
     def predictions(
         self, owners: Iterable[ClientId], computed: Mapping[ClientId, np.ndarray]
     ) -> dict[ClientId, np.ndarray]:
-        """Return what the models of these owners predict for the test data: owner -> class probabilities (n, N).
+        """Return what the models of these owners predict for the test data: owner -> predictions (n, N).
 
         Models that the client has neither received in this message nor kept are missing. `computed` has the predictions
         that need not be computed.
@@ -94,7 +94,8 @@ class Copies:
         return mixture_scores(self._visit, np.stack(list(predictions.values())), shares, 0, kind, prefix)
 
     def _predict(self, owner: ClientId) -> np.ndarray:
-        return predict(self._visit.model(self._model(owner)), self._visit.site.test[0])
+        model = self._visit.model(self._model(owner))
+        return predict(model, self._visit.site.test[0], self._visit.objective)
 
     def _model(self, owner: ClientId) -> Arrays:
         if owner in self._received:

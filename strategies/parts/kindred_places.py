@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from kindred.client.site import Samples
     from kindred.client.visit import Visit
+    from kindred.objectives import Objective
 else:
     special = lazy("scipy.special")
 
@@ -119,13 +120,20 @@ def fold_losses(visit: Visit, last: Mapping[str, np.ndarray], held_out: np.ndarr
     held_out = held_out[held_out < len(visit.site.train[1])]  # a site may have restarted with fewer samples
     if not len(held_out):
         return {}
-    x, labels = visit.samples_at(held_out)
-    true = labels.cpu().numpy()
+    x, targets = visit.samples_at(held_out)
+    true = targets.cpu().numpy()
     predicted = [visit.predict(visit.model(between(visit.arrays, last, place)), x) for place in PLACES]
     return {
-        FOLD_LOSSES: [smoothed_divergence(probabilities, true) for probabilities in predicted],
-        FOLD_SAMPLES: len(labels),
+        FOLD_LOSSES: [held_out_loss(visit.objective, predictions, true) for predictions in predicted],
+        FOLD_SAMPLES: len(targets),
     }
+
+
+def held_out_loss(objective: Objective, predictions: np.ndarray, targets: np.ndarray) -> float:
+    """Return the summed loss of held-out samples: `smoothed_divergence` of classes, else the objective's, bounded."""
+    if objective.has_classes:
+        return smoothed_divergence(predictions, targets)
+    return float(np.minimum(objective.losses(predictions, targets), LARGEST_FOLD_LOSS).sum(dtype=np.float64))
 
 
 def held_out_samples(visit: Visit) -> np.ndarray:

@@ -76,8 +76,11 @@ class Adjustment:
 
     @classmethod
     def of(cls, visit: Visit, share: float) -> Adjustment:
-        """Return the adjustment `share` times o_i, with o_i from the labels of the client's training data."""
-        name = _output_bias(visit)
+        """Return the adjustment `share` times o_i, with o_i from the labels of the client's training data.
+
+        Without classes there is none.
+        """
+        name = _output_bias(visit) if visit.objective.has_classes else None
         if name is None:
             return cls()
         labels = visit.site.train[1].cpu().numpy()
@@ -123,7 +126,8 @@ def output_bias(model: torch.nn.Module, images: torch.Tensor) -> str | None:
     was_training = model.training
     model.eval()
     noise = torch.randn(images[:1].shape, generator=torch.Generator().manual_seed(0))
-    logits = model(noise.to(images))[0]  # (K,)
+    tokens = not images.is_floating_point()  # noise cannot replace them
+    logits = model(images[:1] if tokens else noise.to(images))[0]  # (K,)
     model.train(was_training)
     r = torch.arange(1, len(logits) + 1).to(logits)  # (K,)
     candidates = {

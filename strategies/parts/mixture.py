@@ -12,17 +12,15 @@ from safetensors import SafetensorError, safe_open
 
 from kindred.client.evaluation import predict
 from kindred.client.state import MIXTURE
-from kindred.client.training import set_arrays
+from kindred.client.training import CLASSES, set_arrays
 from kindred.client.visit import Visit
 from kindred.messages import RECEIVED, ClientId, by_prefix, decode, encode, with_prefix
+from kindred.objectives import Objective
 
 if TYPE_CHECKING:
     import torch
 
 Arrays = dict[str, np.ndarray]
-
-SMALLEST = float(np.finfo(np.float32).tiny)
-"""Replaces a probability of 0 before its logarithm is taken."""
 
 
 def mixture_shares(weights: np.ndarray, threshold: float) -> np.ndarray:
@@ -47,54 +45,43 @@ def mixture_shares(weights: np.ndarray, threshold: float) -> np.ndarray:
     return counted / counted.sum()
 
 
-def mixture_of(probabilities: np.ndarray, shares: np.ndarray, kind: str = "probabilities") -> np.ndarray:
+def mixture_of(
+    predictions: np.ndarray, shares: np.ndarray, kind: str = "probabilities", objective: Objective = CLASSES
+) -> np.ndarray:
     """Return the prediction of a mixture, h(x) = sum_j w_j h_j(x).
 
     Parameters
     ----------
-    probabilities : ndarray, shape (k, n, N)
-        h_j(x) of each model, for n samples and N classes.
+    predictions : ndarray, shape (k, n, N)
+        h_j(x) of each model, for n samples and N outputs.
     shares : ndarray, shape (k,)
         w_j, summing to 1.
     kind : {"probabilities", "logits"}
-        What is mixed. A mixture of logits is the geometric mean of the probabilities.
+        What is mixed, see `Objective.mix`.
+    objective : Objective
 
     Returns
     -------
     ndarray, shape (n, N)
-        Rows sum to 1.
     """
     counted = np.flatnonzero(shares)  # a diverged model may predict NaN, and 0 times NaN is not 0
-    shares, probabilities = shares[counted], probabilities[counted]
-    if kind == "probabilities":
-        return np.tensordot(shares, probabilities, axes=1)
-    scores = np.tensordot(shares, np.log(np.maximum(probabilities, SMALLEST)), axes=1)  # (n, N)
-    powers = np.exp(scores - scores.max(axis=1, keepdims=True))
-    return powers / powers.sum(axis=1, keepdims=True)
-
-
-def accuracy_and_loss(probabilities: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
-    """Return accuracy and mean cross-entropy of predictions (n, N) for labels (n,); NaN for no samples."""
-    if not len(labels):
-        return np.nan, np.nan
-    given = probabilities[np.arange(len(labels)), labels]  # (n,)
-    return float((probabilities.argmax(axis=1) == labels).mean()), float(-np.log(np.maximum(given, SMALLEST)).mean())
+    return objective.mix(predictions[counted], shares[counted], kind)
 
 
 def mixture_scores(
     visit: Visit,
-    probabilities: np.ndarray,
+    predictions: np.ndarray,
     shares: np.ndarray,
     single: int,
     kind: str = "probabilities",
     prefix: str = "",
 ) -> dict[str, float]:
-    """Return accuracy and loss, on the client's test data, of a mixture and of one of its models, as metrics.
+    """Return metrics and loss, on the client's test data, of a mixture and of one of its models.
 
     Parameters
     ----------
     visit : Visit
-    probabilities : ndarray, shape (k, n, N)
+    predictions : ndarray, shape (k, n, N)
         The models' predictions for the n test samples.
     shares : ndarray, shape (k,)
         Summing to 1.
@@ -105,12 +92,13 @@ def mixture_scores(
     prefix : str
         Prefix of the mixture's metrics; those of the single model begin with "received-".
     """
-    labels = visit.site.test[1].cpu().numpy()
-    metrics = {}
-    mixed = mixture_of(probabilities, shares, kind)
-    for which, rows in ((prefix, mixed), (f"{RECEIVED}-", probabilities[single])):
-        metrics[f"{which}accuracy"], metrics[f"{which}loss"] = accuracy_and_loss(rows, labels)
-    return metrics
+    targets = visit.site.test[1].cpu().numpy()
+    mixed = mixture_of(predictions, shares, kind, visit.objective)
+    return {
+        f"{which}{name}": value
+        for which, rows in ((prefix, mixed), (f"{RECEIVED}-", predictions[single]))
+        for name, value in visit.objective.evaluated(rows, targets).items()
+    }
 
 
 @dataclass(frozen=True)
@@ -152,13 +140,13 @@ class Mixture:
         except (SafetensorError, KeyError, ValueError, TypeError) as error:  # TypeError: types that NumPy does not have
             raise ValueError(f"{path} holds no mixture of models ({error})") from None
 
-    def predict(self, module: torch.nn.Module, x: torch.Tensor) -> np.ndarray:
-        """Return the class probabilities, (n, N), of images x (n, ...); `module` then holds the last model's arrays."""
-        probabilities = []
+    def predict(self, module: torch.nn.Module, x: torch.Tensor, objective: Objective = CLASSES) -> np.ndarray:
+        """Return the predictions, (n, N), for inputs x (n, ...); `module` then holds the last model's arrays."""
+        predictions = []
         for model in self.models:
             set_arrays(module, model)
-            probabilities.append(predict(module, x))
-        return mixture_of(np.stack(probabilities), self.shares, self.kind)
+            predictions.append(predict(module, x, objective))
+        return mixture_of(np.stack(predictions), self.shares, self.kind, objective)
 
 
 def keep_mixture(

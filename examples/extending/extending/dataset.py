@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 from sklearn.datasets import load_breast_cancer
 
-from kindred.data.sources import Images, Source
+from kindred.data.sources import Dataset, Images, Source
 
 
-def read(data_dir: str) -> Images:
+def read(data_dir: str) -> Dataset:
     """Return all 569 samples, every third for test; data-dir is not used, as they are part of scikit-learn."""
     x, y = load_breast_cancer(return_X_y=True)
     x = x.astype(np.float32)[:, :, None, None]  # (n, 30, 1, 1): features are images of one pixel with 30 channels

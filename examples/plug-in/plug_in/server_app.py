@@ -31,6 +31,6 @@ def main(grid: Grid, context: Context) -> None:
     folder.mkdir(parents=True)
     for client, arrays in strategy.client_models().items():
         save_file(arrays.to_torch_state_dict(), folder / f"{client}.safetensors")
-    for client, accuracy in strategy.history.last_accuracies().items():
+    for client, accuracy in strategy.history.last_values().items():
         print(f"client {client}: eval_acc {accuracy:.3f}")
     print(f"mean eval_acc {strategy.history.rounds[-1]['accuracy']:.3f}; personal models in {folder}")

@@ -1,0 +1,63 @@
+"""The dataset `text`: characters as tokens, samples of a text, and its two parts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kindred.data import DataError
+from kindred.data.sources import load_dataset
+from kindred.data.text import LENGTH, STRIDE, frequent_characters, samples_of, tokens_of
+from kindred.objectives import NextToken
+
+
+def write(folder, **texts):
+    folder.mkdir(exist_ok=True)
+    for name, text in texts.items():
+        (folder / f"{name}.txt").write_text(text, encoding="utf-8")
+    return str(folder)
+
+
+def test_the_most_frequent_characters_are_the_tokens():
+    assert frequent_characters(["abba", "cab"]) == "abc\ufffd"  # a and b three times, c once
+    many = "".join(chr(0x4E00 + i) * (300 - i) for i in range(200))
+    found = frequent_characters([many])
+    assert len(found) == 100 and found[0] == "\u4e00" and found[98] == chr(0x4E00 + 98)
+
+
+def test_an_unknown_character_is_the_last_token():
+    assert tokens_of("abxé\U0001f600c", "cab\ufffd").tolist() == [1, 2, 3, 3, 3, 0]
+
+
+def test_samples_are_every_tenth_and_have_the_next_character():
+    text = "".join(chr(ord("a") + i % 26) for i in range(LENGTH + 1 + 2 * STRIDE))
+    x, y = samples_of(text, "abcdefghijklmnopqrstuvwxyz\ufffd")
+    assert x.shape == (3, LENGTH)
+    assert x[:, 0].tolist() == [0, 10, 20] and y.tolist() == [(LENGTH + i) % 26 for i in (0, 10, 20)]
+    assert len(samples_of(text[:LENGTH], "a\ufffd")[1]) == 0
+
+
+def test_no_sample_has_characters_of_both_parts(tmp_path):
+    """The first 700 characters are a and b, the last 300 c and d."""
+    data = load_dataset("text", write(tmp_path, one="ab" * 350 + "cd" * 150, two="ba" * 400), test_share=0.3)
+    assert data.kind == "tokens" and data.objective == NextToken(3) and data.vocabulary == 3
+    assert data.characters == "ab\ufffd"  # of the parts for training alone
+    one = data.clients_test == "one"
+    assert set(np.unique(data.x_train)) == {0, 1} and (data.x_test[one] == 2).all() and (data.y_test[one] == 2).all()
+    assert one.sum() == (300 - LENGTH - 1) // STRIDE + 1
+    assert (data.clients_train == "one").sum() == (700 - LENGTH - 1) // STRIDE + 1
+    assert set(data.clients_train.tolist()) == {"one", "two"}
+
+
+def test_a_bad_folder_is_refused_in_one_line(tmp_path):
+    for folder, words in (
+        (str(tmp_path / "nowhere"), ["does not exist", "UTF-8"]),
+        (write(tmp_path / "empty"), ["no .txt files"]),
+        (write(tmp_path / "short", a="a" * 150, b="b" * 20), ["up to 150 characters", "81"]),
+    ):
+        with pytest.raises(DataError) as refused:
+            load_dataset("text", folder)
+        assert "\n" not in str(refused.value) and all(word in str(refused.value) for word in words)
+    (tmp_path / "empty" / "a.txt").write_bytes(b"\xff\xfe\xff")
+    with pytest.raises(DataError, match=r"a\.txt cannot be read as a text in UTF-8"):
+        load_dataset("text", str(tmp_path / "empty"))
