@@ -248,6 +248,8 @@ def needed_by(config: Config, federation: Federation | Sites) -> dict[str, Any]:
     """
     objective, shape = federation.task.objective, federation.task.inputs.shape
     given: dict[str, Any] = {"metric": Headline.chosen(config.metric, objective).name}
+    if config.dataset == "sites":
+        given["task"] = federation.task.fingerprint
     if config.own_settings().get("self_weight") == GROUPS:
         given["groups"] = groups_of(config, federation)
     if REGISTRY[config.strategy].distils:

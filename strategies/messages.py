@@ -12,6 +12,7 @@ QUERY with action `identity`: the server sends only its `kindred-version`. The r
 | `kindred-version` | clients made by `make_client_app` | the client's version |
 | `num-examples`, `num-classes` | all without a problem | training samples, outputs of the network |
 | `objective` | all without a problem | name of the objective, see `objectives` |
+| `task` | clients that know it | fingerprint of inputs and objective: those of one run are the same |
 | `share-model` | all without a problem | false if other sites must not receive the site's model |
 | `network` | clients that know it | name of the network |
 | `public-set`, `num-public` | clients with a public set | its fingerprint and its number of inputs |
@@ -74,6 +75,7 @@ PUBLIC_SET = "public-set"
 NUM_PUBLIC = "num-public"
 NUM_CLASSES = "num-classes"
 OBJECTIVE = "objective"
+TASK = "task"
 # In a site's node config: whether other sites may receive its model, and whether the server may know its weights.
 SHARE_MODEL = "share-model"
 REPORT_WEIGHTS = "report-weights"

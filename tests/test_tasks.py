@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any
 
 import numpy as np
@@ -168,4 +169,21 @@ def test_a_client_whose_targets_do_not_fit_its_network_takes_no_part() -> None:
     assert strategy.history.left_out == {
         2: "it cannot introduce itself: ValueError: targets have the shape (20, 1), its network has 2 labels",
         3: "it cannot introduce itself: ValueError: targets of labels have a value other than 0 and 1",
+    }
+
+
+def test_a_client_with_another_task_takes_no_part() -> None:
+    about = KINDS["table"]
+
+    def load_site(context) -> Site:
+        client = context.node_config["partition-id"]
+        x, y = about.draw(torch.Generator().manual_seed(client), 20)
+        texts = {} if client == 0 else {"task": "a table" if client < 3 else "another table"}
+        return Site(about.network, (x, y), (x, y), objective=about.objective, about=texts)
+
+    expected, other = (sha256(text.encode()).hexdigest()[:16] for text in ("a table", "another table"))
+    strategy = make("fedavg", task=expected)
+    strategy.start(InlineGrid(make_client_app(load_site), 4), to_record(get_arrays(about.network())), 1, 60)
+    assert strategy.history.left_out == {
+        3: f"its task has the fingerprint {other}, expected {expected}: its schema differs"
     }

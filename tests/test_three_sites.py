@@ -63,7 +63,7 @@ def test_the_example_ends_with_a_model_and_labels_at_each_site_and_no_process(fo
     assert str(folder) in said.splitlines()[-1]
 
     evaluation = json.loads((folder / "porto" / "evaluation" / "evaluation.json").read_text())
-    assert evaluation["images"] == 200
+    assert evaluation["samples"] == 200
     with open(folder / "porto" / "labels.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 200

@@ -198,7 +198,8 @@ def _print_data_summary(name: str, node: Mapping[str, Any], class_names: Sequenc
     print(
         f"{name}: {_described(site)}\n"
         f"reported to the server at first: the name {name}, {train} training samples, the name and the number of "
-        f"outputs of the run's network, that {share} receive its model, which methods the run's program knows{reported}"
+        f"outputs of the run's network, a fingerprint of its task, that {share} receive its model, which methods the "
+        f"run's program knows{reported}"
         "; later: what the method sends, see `kindred strategies`\n"
         f"stays here: the data in {node['data-dir']}, and what the site keeps in {node['state-dir']}",
         flush=True,

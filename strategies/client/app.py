@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from hashlib import sha256
 from logging import ERROR
 from typing import Any
 
@@ -31,6 +32,7 @@ from kindred.messages import (
     RUN,
     SERVER_ROUND,
     SHARE_MODEL,
+    TASK,
     VERSION_KEY,
     check,
     first_line,
@@ -111,6 +113,8 @@ def introduction_of(load_site: LoadSite, context: Context, server_version: objec
         true_or_false(context.node_config, REPORT_WEIGHTS, False)
         if "model" in site.about:
             about[NETWORK] = site.about["model"]
+        if TASK in site.about:
+            about[TASK] = sha256(site.about[TASK].encode()).hexdigest()[:16]
         if site.public is not None:
             about |= {PUBLIC_SET: site.fingerprint, NUM_PUBLIC: len(site.public)}
     except Exception as error:  # the client's id is known all the same

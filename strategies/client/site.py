@@ -46,8 +46,8 @@ class Site:
     validation : pair of tensors, optional
         More labelled samples, on which the trained model is also evaluated.
     about : mapping of str to str
-        Texts to save with the site's models. The entry "model" is the name of the network, which is reported to the
-        server.
+        Texts to save with the site's models. The entry "model" is the name of the network; it and a fingerprint of the
+        entry "task" are reported to the server, which may require one value of all.
     objective : Objective
         What the network's outputs mean; by default a logit for each class.
     """

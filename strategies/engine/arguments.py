@@ -32,6 +32,7 @@ class Shared(TypedDict, total=False):
     max_empty_rounds: int
     buffers: Collection[str] | None
     metric: str
+    task: str
 
 
 class StoredShared(Shared, total=False):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from flwr.app import ArrayRecord
 
-from kindred.messages import METHODS, NUM_EXAMPLES, SHARE_MODEL, TRAINED, VERSION_KEY, ClientId
+from kindred.messages import METHODS, NUM_EXAMPLES, SHARE_MODEL, TASK, TRAINED, VERSION_KEY, ClientId
 from kindred.registry import REGISTRY
 from kindred.settings import UNIFORM
 from kindred.versions import mismatch
@@ -74,6 +74,9 @@ class Hooks:
     personal: str = TRAINED
     """Which evaluation is the method's result for a client, such as RECEIVED, TRAINED or TUNED (messages.py)."""
 
+    task: str = ""
+    """Fingerprint of the task that clients must have; "" for any."""
+
     clients_keep_state: bool = False
     """True if clients keep state between rounds, on their own disk (`state.py`)."""
 
@@ -124,6 +127,10 @@ class Hooks:
                 reasons[client] = "it has no training sample"
             elif not isinstance(examples, int) or not 1 <= examples <= MAX_EXAMPLES:
                 reasons[client] = f"its {NUM_EXAMPLES} is {examples!r}, allowed: 1 to {MAX_EXAMPLES}"
+            elif self.task and about.get(TASK, self.task) != self.task:
+                reasons[client] = (
+                    f"its task has the fingerprint {about[TASK]}, expected {self.task}: its schema differs"
+                )
             elif self.needs_shared_models and about.get(SHARE_MODEL) is False:
                 reasons[client] = f"its {SHARE_MODEL} is false, and {self.name} mixes all models"
             elif METHODS in about and (differs := mismatch(about.get(VERSION_KEY), "the client", "this server")):

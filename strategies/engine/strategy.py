@@ -124,6 +124,8 @@ class PersonalizedStrategy(Hooks, Strategy):
         normalisation layers. They are averaged but take no part in distances and cosines.
     metric : str (default: "accuracy")
         The headline metric of the history, one of `kindred.metrics.METRICS` that clients report.
+    task : str (default: "")
+        Fingerprint of the task that clients must have; "" for any. Clients that report another one take no part.
 
     Raises
     ------
@@ -157,6 +159,7 @@ class PersonalizedStrategy(Hooks, Strategy):
         max_empty_rounds: int = MAX_EMPTY_ROUNDS.default,
         buffers: Collection[str] | None = None,
         metric: str = "accuracy",
+        task: str = "",
     ) -> None:
         check("fraction_train", fraction_train, 0 <= fraction_train <= 1, "0 to 1")
         check("fraction_evaluate", fraction_evaluate, 0 <= fraction_evaluate <= 1, "0 to 1")
@@ -182,6 +185,7 @@ class PersonalizedStrategy(Hooks, Strategy):
         self.buffers = buffers
         check("metric", metric, metric in METRICS, ", ".join(METRICS))
         self.metric = metric
+        self.task = task
         self.history = History(metric)
         self.min_available_nodes = min_available_nodes
         self.wait_timeout = WAIT_TIMEOUT.check(wait_timeout)
