@@ -21,8 +21,7 @@ from kindred.data.text import LENGTH, STRIDE
 from kindred.data.weights import weighted
 from kindred.objectives import Classes, Labels, NextToken, Number
 from kindred.server_app.app import run_inline
-from kindred.server_app.cli import predict  # noqa: F401  # adds the commands
-from kindred.server_app.cli.run import app
+from kindred.server_app.cli.commands import app
 from kindred.server_app.config import Config
 
 CLIENTS = np.array(["b", "a"] * 6)
