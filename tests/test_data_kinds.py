@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from kindred import make_model
 from kindred.client.training import get_arrays
-from kindred.data import DataError, Sites, Task, load_federation, partition_figure, read_site
+from kindred.data import Sites, Task, load_federation, partition_figure, read_site
 from kindred.data.inputs import SignalInputs, TokenInputs
 from kindred.data.text import LENGTH, STRIDE
 from kindred.data.weights import weighted
@@ -23,6 +23,8 @@ from kindred.objectives import Classes, Labels, NextToken, Number
 from kindred.server_app.app import run_inline
 from kindred.server_app.cli.commands import app
 from kindred.server_app.config import Config
+
+from .refusals import refusal
 
 CLIENTS = np.array(["b", "a"] * 6)
 TIMES = np.arange(12)
@@ -38,13 +40,6 @@ def settings_of(path, arrays, **changes) -> dict:
 
 def federation(path, arrays, **changes):
     return load_federation(Config(**settings_of(path, arrays, **changes)).run_config())
-
-
-def refusal(call) -> str:
-    with pytest.raises(DataError) as refused:
-        call()
-    assert "\n" not in str(refused.value)
-    return str(refused.value)
 
 
 # --- Federations ----------------------------------------------------------------------------------------------

@@ -7,9 +7,11 @@ import pytest
 import torch
 
 import kindred.data.public
-from kindred.data import PARTITIONS, DataError, load_federation
+from kindred.data import PARTITIONS, load_federation
 from kindred.data.public import hold_out_size, public_inputs, public_source
 from kindred.data.sources import load_dataset
+
+from .refusals import refusal
 
 SETTINGS = {
     "dataset": "npz",
@@ -62,13 +64,6 @@ def file(tmp_path_factory):
 
 def federation(file, **changes):
     return load_federation(SETTINGS | {"data-dir": str(file)} | {k.replace("_", "-"): v for k, v in changes.items()})
-
-
-def refusal(ask) -> str:
-    with pytest.raises(DataError) as error:
-        ask()
-    assert "\n" not in str(error.value)
-    return str(error.value)
 
 
 @pytest.mark.parametrize("samples", [0, 10])

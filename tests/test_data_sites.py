@@ -15,7 +15,7 @@ from sklearn.datasets import load_digits
 from kindred import InlineGrid
 from kindred.client.state import ClientState
 from kindred.client_app.app import app
-from kindred.data import DataError, Sites, Task, load_clients, load_federation, read_site
+from kindred.data import Sites, Task, load_clients, load_federation, read_site
 from kindred.data.inputs import TableInputs
 from kindred.data.schema import Column, Schema
 from kindred.objectives import Classes
@@ -24,16 +24,10 @@ from kindred.server_app.config import Config
 from kindred.server_app.run_files import read_summary
 from kindred.server_app.tables import read_table
 
+from .refusals import refusal
+
 RUN_CONFIG = {"image-shape": "1x4x6", "num-classes": 3, "class-names": "", "input-mean": 0.5, "input-deviation": 0.25,
               "samples-per-client": 0, "schema": "", "class-weights": "", "test-share": 0.3, "seed": 0}  # fmt: skip
-
-
-def refusal(call) -> str:
-    with pytest.raises(DataError) as caught:
-        call()
-    text = str(caught.value)
-    assert "\n" not in text
-    return text
 
 
 def npz(path: Path, shape=(4, 6), train: int = 6, labels=(0, 1, 2), **changes) -> Path:

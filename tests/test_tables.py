@@ -14,6 +14,8 @@ from kindred.data.csv_files import read_csv
 from kindred.data.inputs import TableInputs
 from kindred.objectives import Classes, Labels, Number
 
+from .refusals import refusal
+
 HEART = """id,age,sex,dataset,chol,fbs,num
 7,63,Male,Cleveland,233,TRUE,0
 9,67,Female,Cleveland,,false,2
@@ -32,14 +34,6 @@ def columns(**cells: list[object]) -> str:
     """Return the text of a table with these columns."""
     rows = zip(*cells.values(), strict=True)
     return "\n".join([",".join(cells), *(",".join(map(str, row)) for row in rows)]) + "\n"
-
-
-def refusal(call) -> str:
-    with pytest.raises(DataError) as caught:
-        call()
-    text = str(caught.value)
-    assert "\n" not in text
-    return text
 
 
 def test_a_table_as_people_have_it_becomes_a_dataset(tmp_path) -> None:

@@ -199,8 +199,9 @@ def _keep_optimizers(visit: Visit, optimizers: Sequence[Sequence[torch.Tensor]])
 def _likelihoods(visit: Visit, components: Sequence[Arrays]) -> np.ndarray:
     """Return the likelihood of each training sample under each component, (M, n)."""
     x, y = visit.site.train
+    targets = y.cpu().numpy()
     predicted = (visit.predict(visit.model(arrays), x) for arrays in components)
-    return np.stack([visit.objective.likelihoods(predictions, y.cpu().numpy()) for predictions in predicted])
+    return np.stack([visit.objective.likelihoods(predictions, targets) for predictions in predicted])
 
 
 def _scores(visit: Visit, components: Sequence[Arrays], shares: np.ndarray, prefix: str = "") -> dict[str, float]:
