@@ -97,7 +97,7 @@ class Headline:
     @property
     def decile(self) -> str:
         """Name of the decile with the worst values."""
-        return "bottom decile" if self.metric.higher else "top decile"
+        return self.metric.decile
 
     @property
     def plural(self) -> str:

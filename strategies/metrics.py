@@ -48,6 +48,11 @@ class Metric:
         """The quantile, over clients, that a tenth of them does not reach."""
         return 0.1 if self.higher else 0.9
 
+    @property
+    def decile(self) -> str:
+        """Name of the decile with the worst values."""
+        return "bottom decile" if self.higher else "top decile"
+
     def worse(self, first: float, second: float) -> bool:
         """Return whether the first value is worse than the second; no value is worse than NaN."""
         return first < second if self.higher else first > second

@@ -252,7 +252,7 @@ def progress(line: dict[str, Any], metric: str, first_round: int, num_rounds: in
     if columns.mean in line:
         parts += [
             f"{about.title} {about.text(line[columns.mean])}",
-            f"{'bottom' if about.higher else 'top'} decile {about.text(line[columns.worst_decile])}",
+            f"{about.decile} {about.text(line[columns.worst_decile])}",
             f"best {about.text(line[columns.best])}",
         ]
     parts += [
