@@ -10,31 +10,38 @@ from flwr.app import Context
 
 from kindred import MODELS, REGISTRY, Site, make_client_app, make_model
 from kindred.client.models import client_network
-from kindred.client.site import ModelFactory, client_id
-from kindred.data import load_clients
+from kindred.client.site import LABELLED, ModelFactory, client_id, only_validates
+from kindred.data import Federation, load_clients
 
 
 def load_site(context: Context) -> Site:
     """Load a client's data (its own, or its part of a divided dataset) and choose its network."""
     config, client = context.run_config, client_id(context)
     clients = load_clients(config, context.node_config)
-    data, inputs = clients.site_data(client), clients.task.inputs
+    labelled = context.node_config.get(LABELLED)
+    if isinstance(labelled, int) and isinstance(clients, Federation):
+        data = clients.newcomer_data(client, labelled)
+    else:
+        data = clients.site_data(client)
+    inputs = clients.task.inputs
+    validates = only_validates(context.node_config)
     network = client_network(
         str(config["model"]),
         inputs.kind,
         inputs.shape,
-        len(data.train[1]),
+        len((data.test if validates else data.train)[1]),
         clients.typical_size,
         int(config["seed"]),
         client,
     )
     method = REGISTRY[str(config["strategy"])]
+    has_public_set = method.needs_public_set and not method.distils and not validates
     return Site(
         model=_factory(network, inputs.shape, clients.task.objective.num_outputs),
         train=data.train,
         test=data.test,
         validation=data.validation if len(data.validation[1]) else None,
-        public=clients.public_set() if method.needs_public_set and not method.distils else None,
+        public=clients.public_set() if has_public_set else None,
         about=clients.task.to_metadata(network),
         objective=clients.task.objective,
     )

@@ -58,6 +58,26 @@ def stored_arrays(path: Path) -> dict[str, np.ndarray]:
         return {name: stored[name] for name in (*names, *optional) if name in stored}
 
 
+def labelled_arrays(path: Path) -> dict[str, np.ndarray]:
+    """Return the arrays of a dataset of which one part may be missing; a part alone as x and y.
+
+    Raises
+    ------
+    DataError
+        The file cannot be read, or has no labelled sample.
+    """
+    with open_npz(path) as stored:
+        parts = [end for end in ("", "_train", "_test") if {f"x{end}", f"y{end}"} <= set(stored)]
+        arrays = {end: (stored[f"x{end}"], stored[f"y{end}"]) for end in parts}
+    found = {end: pair for end, pair in arrays.items() if all(each.size for each in pair)}
+    if not found:
+        raise DataError(f"{path} has no labelled sample, allowed: x_test and y_test, x_train and y_train, or x and y")
+    if len(found) == 1 or "" in found:
+        x, y = next(iter(found.values()))
+        return {"x": x, "y": y}
+    return {f"{name}{end}": array for end, pair in found.items() for name, array in zip("xy", pair, strict=True)}
+
+
 def dataset_of(
     arrays: Mapping[str, np.ndarray], where: Path, inputs: str = "auto", task: str | Objective = "auto"
 ) -> Dataset:

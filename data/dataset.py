@@ -76,7 +76,7 @@ class Dataset:
             y_test=self.y_train[test],
             clients_train=None if self.clients_train is None else self.clients_train[train],
             clients_test=None if self.clients_train is None else self.clients_train[test],
-            times=None,
+            times=None if self.times is None else self.times[train],
         )
 
     def pick(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

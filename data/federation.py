@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -64,8 +64,13 @@ class Federation:
     Attributes
     ----------
     num_clients : int
+        Number of clients that take part, m.
+    newcomers : range
+        The further clients, which take no part in the run; all other attributes are of the m clients alone.
     names : tuple of str
         The clients' names, where the data name them; otherwise empty.
+    newcomer_names : tuple of str
+        The same of the newcomers.
     groups : ndarray, (m,), int
         The true group of each client; all 0 where there are no groups.
     quarter_turns : ndarray, (m,), int
@@ -75,6 +80,8 @@ class Federation:
     sizes : ndarray, (m,), int
         Number of samples of each client, for training, validation and test together.
     title : str
+    has_validation : bool
+        Whether there are validation samples.
     task : Task
         Inputs and objective of the federation's models.
     remarks : tuple of str
@@ -95,20 +102,25 @@ class Federation:
                 raise DataError(f"rotated needs images, these are {dataset.kind} data of shape {shape}")
             if shape[1] != shape[2] or shape[1] == 1:
                 raise DataError(f"rotated needs square images of more than one pixel, these are (c, h, w) = {shape}")
-        self.num_clients = len(partition.groups)
-        self.names = partition.names
-        self.groups = partition.groups
-        self.quarter_turns = partition.quarter_turns
-        self.train_sizes = np.array([len(indices) for indices in partition.train])
+        self.num_clients = m = len(partition.groups) - partition.newcomers
+        self.newcomers = range(m, len(partition.groups))
+        self.names, self.newcomer_names = partition.names[:m], partition.names[m:]
+        self.groups = partition.groups[:m]
+        self.quarter_turns = partition.quarter_turns[:m]
+        self.train_sizes = np.array([len(indices) for indices in partition.train[:m]])
         self.sizes = np.array(
-            [sum(map(len, parts)) for parts in zip(partition.train, partition.validation, partition.test, strict=True)]
+            [
+                sum(map(len, parts))
+                for parts in zip(partition.train[:m], partition.validation[:m], partition.test[:m], strict=True)
+            ]
         )
         self.title = title
+        self.has_validation = any(map(len, partition.validation))
         self.remarks = dataset.remarks
-        self._label_maps = partition.label_maps
+        self._turns, self._label_maps = partition.quarter_turns, partition.label_maps
         known = (dataset.x_train, dataset.y_train)
         if not len(dataset.x_test):  # then clients' test samples are among these
-            known = dataset.pick(np.unique(np.concatenate(partition.train)))
+            known = dataset.pick(np.unique(np.concatenate(partition.train[:m])))
         self.task = Task.fitted(dataset, *known)
         # Each sample that some client has is kept, once; of a large dataset that is often a small part.
         parts = (partition.train, partition.validation, partition.test)
@@ -128,7 +140,7 @@ class Federation:
     def fingerprint(self) -> str:
         """Hash of all clients' samples; it depends on these alone, not on the files they were read from."""
         digest = sha256(_identity(self.task).encode())
-        arrays = (self._x, self._y, self.quarter_turns, self._label_maps, *self._train, *self._validation, *self._test)
+        arrays = (self._x, self._y, self._turns, self._label_maps, *self._train, *self._validation, *self._test)
         for array in arrays:
             digest.update(f"{array.dtype} {array.shape} ".encode())
             digest.update(np.ascontiguousarray(array).data)
@@ -142,11 +154,37 @@ class Federation:
         """
         objective = self.task.objective
         if isinstance(objective, Labels):
-            return np.stack([self._y[members].sum(axis=0, dtype=int) for members in self._train])
+            return np.stack([self._y[members].sum(axis=0, dtype=int) for members in self._train[: self.num_clients]])
         if not objective.has_classes:
             return self.train_sizes[:, None]
-        counted = [self._targets(client, members) for client, members in enumerate(self._train)]
+        counted = [self._targets(client, members) for client, members in enumerate(self._train[: self.num_clients])]
         return np.stack([np.bincount(y, minlength=objective.num_outputs) for y in counted])
+
+    def targets(self) -> list[dict[str, Any]]:
+        """Return what each client's training targets are: the number of `classes`, or the `range` of a number.
+
+        Where a sample has several labels, those count that are true of some sample. A range is that of the smallest and
+        the largest target, in the unit of the data; a client without training samples has none.
+        """
+        if self.task.objective.has_classes or isinstance(self.task.objective, Labels):
+            return [{"classes": int(np.count_nonzero(counts))} for counts in self.class_counts()]
+        found = [self._y[members] for members in self._train[: self.num_clients]]
+        return [{"range": [float(y.min()), float(y.max())]} if len(y) else {} for y in found]
+
+    def clients_without(self, metric: str) -> dict[int, int]:
+        """Return client -> number of different targets, 0 or 1, of its test samples where these do not define a metric.
+
+        With samples of one class there is no AUROC. The objective's own headline metric is always defined.
+        """
+        objective, defined, found = self.task.objective, {b"": False}, {}
+        for client, members in enumerate(self._test[: self.num_clients] if metric != objective.metric else ()):
+            targets = np.unique(self._targets(client, members), axis=0)  # how many there are of each does not matter
+            if (key := targets.tobytes()) not in defined:
+                guess = np.full((len(targets), objective.num_outputs), 1 / objective.num_outputs)
+                defined[key] = metric in objective.evaluated(guess, targets, (metric,))
+            if not defined[key]:
+                found[client] = len(targets)
+        return found
 
     @property
     def typical_size(self) -> float:
@@ -167,15 +205,36 @@ class Federation:
             There is no such client.
         """
         if not isinstance(client, int) or client not in range(self.num_clients):
-            raise DataError(f"client {client} has no data: num-clients is {self.num_clients}, clients count from 0")
+            raise DataError(f"client {client} has no data: {self.num_clients} clients take part, they count from 0")
+        return SiteData(*(self._samples(client, part[client]) for part in (self._train, self._validation, self._test)))
 
-        def samples(members: list[np.ndarray]) -> Samples:
-            x = self._x[members[client]]
-            if turns := self.quarter_turns[client]:
-                x = np.rot90(x, turns, axes=(2, 3))
-            return self.task.samples(x, self._targets(client, members[client]))
+    def newcomer_data(self, client: int | str, labelled: int) -> SiteData:
+        """Return the data of a newcomer with a number of labelled training samples, or all if it has fewer.
 
-        return SiteData(samples(self._train), samples(self._validation), samples(self._test))
+        More of them include the fewer. None is for validation.
+
+        Raises
+        ------
+        DataError
+            It is no newcomer.
+        """
+        if not isinstance(client, int) or client not in self.newcomers:
+            raise DataError(f"client {client} is no newcomer; these are numbered from {self.num_clients}")
+        train = self._train[client][:labelled]
+        return SiteData(
+            *(self._samples(client, members) for members in (train, self._validation[client], self._test[client]))
+        )
+
+    def newcomer_size(self, client: int) -> int:
+        """Return the number of training samples of a newcomer."""
+        return len(self._train[client])
+
+    def _samples(self, client: int, members: np.ndarray) -> Samples:
+        """Return the inputs and targets of these of the samples, as the client has them."""
+        x = self._x[members]
+        if turns := self._turns[client]:
+            x = np.rot90(x, turns, axes=(2, 3))
+        return self.task.samples(x, self._targets(client, members))
 
     def _targets(self, client: int, members: np.ndarray) -> np.ndarray:
         """Return the targets of a client's samples, as the client has them."""

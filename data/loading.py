@@ -23,11 +23,16 @@ KEYS = (  # settings that decide which client has which samples
     "dirichlet-alpha",
     "min-samples",
     "test-share",
+    "validation-share",
+    "held-out-clients",
     "class-weights",
     "public-data",
     "public-size",
     "seed",
 )
+
+AUTO = "auto"
+NATURAL_SHARE = 0.2
 
 
 def load_clients(run_config: Mapping[str, Any], node_config: Mapping[str, Any] | None = None) -> Federation | Sites:
@@ -45,7 +50,9 @@ def load_clients(run_config: Mapping[str, Any], node_config: Mapping[str, Any] |
     DataError
         As in `load_federation` and `Sites.of`.
     """
-    return Sites.of(run_config, node_config) if run_config["dataset"] == "sites" else load_federation(run_config)
+    if run_config["dataset"] != "sites":
+        return load_federation(run_config)
+    return Sites.of(run_config, node_config, validation_share(run_config))
 
 
 def load_federation(run_config: Mapping[str, Any]) -> Federation:
@@ -68,7 +75,18 @@ def load_federation(run_config: Mapping[str, Any]) -> Federation:
         alone is raised by `Federation.public_set`.
     """
     names = (*(key.replace("-", "_") for key in KEYS), *_reading(run_config["dataset"]))
-    return _load(**{name: run_config[name.replace("_", "-")] for name in names})
+    given = {name: run_config[name.replace("_", "-")] for name in names}
+    return _load(**(given | {"validation_share": validation_share(run_config)}))
+
+
+def validation_share(run_config: Mapping[str, Any]) -> float:
+    """Return the share of each client's training samples that is held out for validation.
+
+    "auto" is a fifth for natural clients and real sites, and none for the papers' partitions.
+    """
+    if (share := run_config["validation-share"]) != AUTO:
+        return float(share)
+    return NATURAL_SHARE if run_config["dataset"] == "sites" or run_config["partition"] == "by-client" else 0.0
 
 
 def _reading(dataset: str) -> list[str]:

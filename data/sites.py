@@ -14,7 +14,7 @@ import numpy as np
 from kindred.lazy import lazy
 from kindred.objectives import MOST_OUTPUTS, Classes
 
-from .arrays import dataset_of, read_arrays, stored_arrays
+from .arrays import dataset_of, labelled_arrays, read_arrays, stored_arrays
 from .csv_files import misfits, read_tables
 from .dataset import Dataset
 from .federation import SiteData
@@ -22,6 +22,7 @@ from .files import check_folder, existing_path, image_size
 from .inputs import ImageInputs, TableInputs, TokenInputs
 from .public import read_public
 from .sources import SUFFIXES, DataError, one_line, read_image
+from .splits import hold_out
 from .tables import Misfit
 from .task import Task
 from .text import read_text_site, read_texts
@@ -52,25 +53,42 @@ class Sites:
     test_share : float
         Fraction of a site's samples that is for test, where its data bring no test part.
     seed : int
-        Seed of that division.
+        Seed of the divisions.
+    validation_share : float
+        Fraction of a site's training samples that is for validation; 0 or more, below 1.
 
     Attributes
     ----------
     task : Task
     typical_size : float
+    has_validation : bool
+        Whether sites hold out validation samples.
     """
 
     def __init__(
-        self, task: Task, files: Mapping[str, Any], typical_size: float = 0, test_share: float = 0.3, seed: int = 0
+        self,
+        task: Task,
+        files: Mapping[str, Any],
+        typical_size: float = 0,
+        test_share: float = 0.3,
+        seed: int = 0,
+        validation_share: float = 0.0,
     ) -> None:
         self.task = task
         self.typical_size = typical_size
         self._files = files
         self._test_share = test_share
         self._seed = seed
+        self.has_validation = validation_share > 0
+        self._validation_share = validation_share
 
     @classmethod
-    def of(cls, run_config: Mapping[str, Any], node_config: Mapping[str, Any] | None = None) -> Sites:
+    def of(
+        cls,
+        run_config: Mapping[str, Any],
+        node_config: Mapping[str, Any] | None = None,
+        validation_share: float = 0.0,
+    ) -> Sites:
         """Return the sites of a run.
 
         Parameters
@@ -81,6 +99,8 @@ class Sites:
             and objective are the schema's; otherwise images and classes.
         node_config : mapping, optional
             A site's own settings; by default the run's, as at the server.
+        validation_share : float
+            See above.
 
         Raises
         ------
@@ -96,10 +116,13 @@ class Sites:
             int(run_config["samples-per-client"]),
             float(run_config["test-share"]),
             int(run_config["seed"]),
+            validation_share,
         )
 
     def site_data(self, client: int | str) -> SiteData:
         """Return the data in this machine's `data-dir`; the client's name plays no part.
+
+        If the machine's `validate-only` is true, all labelled samples are for test.
 
         Raises
         ------
@@ -108,9 +131,23 @@ class Sites:
         """
         if "data-dir" not in self._files:
             raise DataError(f"data-dir is not in the node config, allowed: {FORMS}")
+        if self._files.get("validate-only") is True:
+            site = read_site(self._files["data-dir"], task=self.task, validates=True)
+            parts = self.task.samples(site.x_train, site.y_train), self.task.samples(site.x_test, site.y_test)
+            (x, y), (x_test, y_test) = parts
+            none = x[:0], y[:0]
+            return SiteData(none, none, (torch.cat([x, x_test]), torch.cat([y, y_test])))
         site = read_site(self._files["data-dir"], task=self.task, test_share=self._test_share, seed=self._seed)
-        x, y = self.task.samples(site.x_train, site.y_train)
-        return SiteData((x, y), (x[:0], y[:0]), self.task.samples(site.x_test, site.y_test))
+        train, validation = np.arange(len(site.y_train)), np.zeros(0, int)
+        if self._validation_share:
+            classes = site.y_train if self.task.objective.has_classes else None
+            rng = np.random.default_rng([self._seed, 7])
+            train, validation = hold_out(len(train), self._validation_share, rng, classes, site.times)
+        return SiteData(
+            self.task.samples(site.x_train[train], site.y_train[train]),
+            self.task.samples(site.x_train[validation], site.y_train[validation]),
+            self.task.samples(site.x_test, site.y_test),
+        )
 
     def public_set(self) -> torch.Tensor:
         """Return the unlabelled images in this machine's `public-data`, an .npz file with an array `x`.
@@ -156,6 +193,7 @@ def read_site(
     task: Task | None = None,
     test_share: float = 0.0,
     seed: int = 0,
+    validates: bool = False,
 ) -> Dataset:
     """Read the data of one site.
 
@@ -175,6 +213,8 @@ def read_site(
         Fraction of data without a test part that is for test; 0: none of it.
     seed : int
         Seed of that division.
+    validates : bool
+        Whether the site only validates. Then the training part or the test part may be missing.
 
     Returns
     -------
@@ -192,13 +232,13 @@ def read_site(
     objective = task.objective if task else Classes(len(class_names) or MOST_OUTPUTS, tuple(class_names))
     path = Path(os.path.abspath(os.path.expanduser(data_dir)))
     if path.is_file() and path.suffix == ".npz":
-        site = dataset_of(stored_arrays(path), path, kind, objective)
+        site = dataset_of((labelled_arrays if validates else stored_arrays)(path), path, kind, objective)
     elif task is not None and isinstance(task.inputs, TableInputs) and path.exists():
         site = read_tables(path, task.inputs.schema, objective)
     elif any(each.suffix.lower() == ".csv" for each in ([path] if path.is_file() else path.glob("*"))):
         raise DataError(f"data-dir is {str(path)!r}, a table, which needs a schema: `kindred schema` makes one")
-    elif kind == "image" and path.is_dir() and (path / "train").is_dir():
-        site = dataset_of(_image_folders(path, objective.names), path, kind, objective)
+    elif kind == "image" and any((path / part).is_dir() for part in (("train", "test") if validates else ("train",))):
+        site = dataset_of(_image_folders(path, objective.names, validates), path, kind, objective)
     elif task is not None and isinstance(task.inputs, TokenInputs) and path.is_file() and path.suffix == ".txt":
         site = read_text_site(path, task.inputs, objective, test_share)
     else:
@@ -261,7 +301,8 @@ def class_labels(names: Sequence[str], class_names: Sequence[str], where: Path) 
     return [int(name) for name in names]
 
 
-def _image_folders(folder: Path, class_names: Sequence[str]) -> dict[str, np.ndarray]:
+def _image_folders(folder: Path, class_names: Sequence[str], either: bool) -> dict[str, np.ndarray]:
+    """Return the images and classes in `train` and `test`; those in one of them as x and y if `either` is enough."""
     files: dict[str, list[Path]] = {}
     labels: dict[str, list[int]] = {}
     for part in ("train", "test"):
@@ -269,6 +310,8 @@ def _image_folders(folder: Path, class_names: Sequence[str]) -> dict[str, np.nda
             paths = sorted(path for path in (folder / part).glob("*/*") if path.suffix.lower() in SUFFIXES)
         except OSError as error:
             raise DataError(f"{folder / part} cannot be read: {one_line(error)}") from error
+        if not paths and either and (files or part == "train"):
+            continue
         if not paths:
             raise DataError(
                 f"{folder / part} has no images: they must be CLASS/NAME, with a suffix of "
@@ -276,7 +319,7 @@ def _image_folders(folder: Path, class_names: Sequence[str]) -> dict[str, np.nda
             )
         files[part] = paths
         labels[part] = class_labels([path.parent.name for path in paths], class_names, folder / part)
-    together = files["train"] + files["test"]
+    together = [path for paths in files.values() for path in paths]
     width, height = image_size(together[0])
     for path in together:
         if (found := image_size(path)) != (width, height):
@@ -290,5 +333,7 @@ def _image_folders(folder: Path, class_names: Sequence[str]) -> dict[str, np.nda
             image[:] = np.asarray(read_image(path))
     if all((each == each[..., :1]).all() for each in x.values()):
         x = {part: each[..., :1] for part, each in x.items()}
+    if len(x) == 1:
+        return {"x": next(iter(x.values())), "y": np.array(next(iter(labels.values())))}
     arrays = {f"x_{part}": each for part, each in x.items()}
     return arrays | {f"y_{part}": np.array(each) for part, each in labels.items()}

@@ -1,4 +1,4 @@
-"""Division of a client's samples into those for training and those for test, where the data bring no test part."""
+"""Division of a client's samples: those for test, where the data bring no test part, and those for validation."""
 
 from __future__ import annotations
 
@@ -68,3 +68,39 @@ def draw_places(
         np.arange(n), train_size=count, stratify=classes, random_state=int(rng.integers(2**32))
     )
     return np.sort(drawn), np.sort(others)
+
+
+def hold_out(
+    n: int,
+    share: float,
+    rng: np.random.Generator,
+    classes: np.ndarray | None = None,
+    times: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Divide a client's training samples into those that stay, and a share for validation.
+
+    Samples are divided as in `split`, except that a class without a training sample gets its first one back. A sample
+    of a class with several training samples replaces it, where there is one.
+
+    Parameters
+    ----------
+    n, rng, classes, times
+        As in `split`.
+    share : float
+        Fraction for validation, rounded to at least one sample; above 0, below 1.
+
+    Returns
+    -------
+    train, validation : ndarray
+        Places of the samples, in order. There are none for validation if all stay: one alone, or one of each class.
+    """
+    if n < 2:
+        return np.arange(n), np.arange(0)
+    train, validation = split(n, share, rng, classes, times)
+    if classes is None:
+        return train, validation
+    _, first = np.unique(classes[validation], return_index=True)
+    lost = validation[first[~np.isin(classes[validation[first]], classes[train])]]
+    _, only = np.unique(classes[train], return_index=True)
+    spare = np.delete(train, only)[-len(lost) :] if len(lost) else lost
+    return np.sort(np.r_[np.setdiff1d(train, spare), lost]), np.sort(np.r_[np.setdiff1d(validation, lost), spare])

@@ -15,7 +15,7 @@ from flwr.supercore.object_ref import load_app
 from kindred import REGISTRY, InlineGrid, Method, make_model
 from kindred.client.models import network_names, parse_models
 from kindred.client.site import fingerprint_of
-from kindred.client.state import MIXTURE, MODEL, NotResumable, end_simulation, saved_files, simulated
+from kindred.client.state import BEST, MIXTURE, MODEL, PREDICTIONS, NotResumable, end_simulation, saved_files, simulated
 from kindred.data import DATASETS, Federation, Sites, load_clients
 from kindred.engine.model_store import last_layers
 from kindred.fedamp import GROUPS
@@ -25,19 +25,23 @@ from kindred.settings import ROUNDS, TRAINING
 
 from .config import Config, ConfigError
 from .headline import Headline
+from .newcomers import Service, lines
 from .results import RunFolder
+from .run_files import labels_of
+from .summary import training_rounds
 
 if TYPE_CHECKING:
     import torch
 
     from kindred import PersonalizedStrategy
+    from kindred.engine.checkpoint import Checkpoints
 else:
     torch = lazy("torch")
 
 CLIENT_APP = "kindred.client_app.app:app"  # as in pyproject.toml
 
 # Folders of the results for the files that simulated clients have kept on this disk.
-KEPT = {"models": MODEL, "mixtures": MIXTURE}
+KEPT = {"models": MODEL, "mixtures": MIXTURE, "selected": BEST, "predictions": PREDICTIONS}
 
 app = ServerApp()
 
@@ -63,7 +67,7 @@ def run_inline(config: Config, threads: int = 1) -> RunFolder:
     """
     torch.set_num_threads(threads)
     client_app = load_app(CLIENT_APP, ConfigError)
-    return run(InlineGrid(client_app, config.num_clients, config.run_config()), config)
+    return run(InlineGrid(client_app, config.participants, config.run_config()), config)
 
 
 def run(grid: Grid, config: Config) -> RunFolder:
@@ -130,7 +134,7 @@ def _train(
     initial_arrays: ArrayRecord,
     folder: RunFolder,
 ) -> None:
-    checkpoints = folder.checkpoints()
+    checkpoints = folder.checkpoints(at_the_end=config.held_out_clients > 0)
     if config.resume and (checkpoints is None or checkpoints.oldest is None):
         log(INFO, "kindred: nothing was saved before the run was interrupted: it starts again with its first round")
     if config.checkpoint_every:
@@ -168,8 +172,11 @@ def _train(
         if not strategy.history.rounds and not config.resume:  # nothing happened that needs a folder
             shutil.rmtree(folder.path, ignore_errors=True)
         raise
+    newcomers = None
+    if config.held_out_clients and isinstance(federation, Federation) and checkpoints:
+        newcomers = _newcomers(config, federation, strategy, checkpoints)
     # Models that were never sent are still on this disk, if the clients are simulated here.
-    local = strategy.clients_keep_state and simulated(grid)
+    local = simulated(grid)
     kept = {name: saved_files(strategy.run_id, file) for name, file in KEPT.items()} if local else {}
     network_of = getattr(strategy, "networks", {})  # set where the server keeps models of several networks
     network, *_ = networks_of(config, federation)
@@ -179,6 +186,7 @@ def _train(
             federation if isinstance(federation, Federation) else None,
             lambda client: federation.task.to_metadata(network_of.get(client, network)),
             kept,
+            newcomers,
         )
     except OSError as error:
         saved = checkpoints is not None and checkpoints.oldest is not None
@@ -189,6 +197,31 @@ def _train(
     if local:
         end_simulation(strategy.run_id)
     log(INFO, "kindred: results in %s", folder.path)
+
+
+def _newcomers(
+    config: Config, federation: Federation, finished: PersonalizedStrategy, checkpoints: Checkpoints
+) -> dict[str, Any]:
+    """Serve the clients that took no part in a finished run; return `Service.results`."""
+    strategy, initial_arrays = prepare(config, federation)
+    network, *_ = networks_of(config, federation)
+    inputs, objective = federation.task.inputs, federation.task.objective
+    model = make_model(network, inputs.shape, objective.num_outputs, config.seed)
+    results = Service(
+        load_app(CLIENT_APP, ConfigError),
+        config.run_config(),
+        _local_settings(config),
+        federation,
+        finished=finished,
+        strategy=strategy,
+        initial_arrays=initial_arrays,
+        first_model=to_record({key: tensor.numpy() for key, tensor in model.state_dict().items()}),
+        checkpoints=checkpoints,
+        rounds=len(training_rounds(config.run_config(), finished.history)),
+    ).results()
+    for line in lines(results, config.strategy, Headline(finished.metric)):
+        log(INFO, "kindred: %s", line)
+    return results
 
 
 def samples_of(config: Config, federation: Federation | Sites) -> str | None:
@@ -230,6 +263,18 @@ def check_data_and_models(config: Config, federation: Federation | Sites) -> Non
             last_layers(model.state_dict(), config.own_settings()["head_layers"])
     except ValueError as error:
         raise ConfigError(_in_kebab(str(error), method)) from None
+    if config.held_out_clients and not isinstance(federation, Federation):
+        raise ConfigError(f"held-out-clients is {config.held_out_clients}, allowed with dataset sites: 0")
+    if config.held_out_clients and len(names) > 1:
+        raise ConfigError(
+            f"held-out-clients is {config.held_out_clients}, allowed with several networks, as by model "
+            f"{config.model!r}: 0"
+        )
+    if config.stop_after and not federation.has_validation:
+        raise ConfigError(
+            f"stop-after is {config.stop_after}, and there are no validation samples: set validation-share, or "
+            "stop-after to 0"
+        )
     if method.distils:
         public_samples(config, federation)
     elif method.needs_public_set and isinstance(federation, Federation):
@@ -247,7 +292,7 @@ def needed_by(config: Config, federation: Federation | Sites) -> dict[str, Any]:
         They are not known, or cannot be used.
     """
     objective, shape = federation.task.objective, federation.task.inputs.shape
-    given: dict[str, Any] = {"metric": Headline.chosen(config.metric, objective).name}
+    given: dict[str, Any] = {"metric": metric_of(config, federation)}
     if config.dataset == "sites":
         given["task"] = federation.task.fingerprint
     if config.own_settings().get("self_weight") == GROUPS:
@@ -257,6 +302,32 @@ def needed_by(config: Config, federation: Federation | Sites) -> dict[str, Any]:
         given["models"] = {name: partial(make_model, name, shape, objective.num_outputs) for name in names}
         given |= {"objective": objective, "public": public_samples(config, federation), "device": config.device}
     return given
+
+
+def metric_of(config: Config, federation: Federation | Sites) -> str:
+    """Return the name of the headline metric; ConfigError if no client can report it."""
+    name = Headline.chosen(config.metric, federation.task.objective).name
+    if isinstance(federation, Federation) and len(federation.clients_without(name)) == federation.num_clients:
+        raise ConfigError(
+            f"metric is {name!r}, and no client has more than one {_target(federation)} in its test data, allowed: "
+            "auto, or test data that define the metric"
+        )
+    return name
+
+
+def metric_remarks(config: Config, federation: Federation, most: int = 10) -> list[str]:
+    """Return a line for each client, at most `most`, whose test samples do not define the headline metric."""
+    name = metric_of(config, federation)
+    without = federation.clients_without(name)
+    lines = [
+        f"client {label} has {'one' if number else 'no'} {_target(federation)} in its test data: it has no {name}"
+        for label, number in zip(labels_of(without, federation.names), without.values(), strict=True)
+    ]
+    return lines if len(lines) <= most else [*lines[:most], f"{len(lines) - most} more clients have no {name}"]
+
+
+def _target(federation: Federation) -> str:
+    return "class" if federation.task.objective.has_classes else "value of the target"
 
 
 def groups_of(config: Config, federation: Federation | Sites) -> dict[ClientId, int]:

@@ -39,8 +39,9 @@ def check_machine(config: Config, engine: Engine) -> None:
         if isinstance(value, int) and value >= 2**63:
             raise ConfigError(f"{key} is {value}, allowed: less than 2^63")
     for key in ("min-train-clients", "min-available-clients"):
-        if (least := config.run_config()[key]) > config.num_clients:
-            raise ConfigError(f"{key} is {least}, allowed: at most num-clients, which is {config.num_clients}")
+        if (least := config.run_config()[key]) > config.participants >= 2:  # fewer are refused with the data
+            others = f" less held-out-clients, {config.held_out_clients}" if config.held_out_clients else ""
+            raise ConfigError(f"{key} is {least}, allowed: at most num-clients{others}, which is {config.participants}")
     cpus = os.cpu_count() or 1
     if type(engine.cpus_per_client) is not int or not 1 <= engine.cpus_per_client <= cpus:
         raise ConfigError(
@@ -57,10 +58,10 @@ def check_method(config: Config) -> None:
     """Check that the method can work with these data; raise as `check` does."""
     federation = load_federation(config.run_config())
     check_data_and_models(config, federation)
-    if make_strategy(config, **needed_by(config, federation)).clients_keep_state:
-        root = default_root()
-        what = f"the folder of the clients' state is {str(root)!r}"
-        _check_folder(what, root, "set XDG_STATE_HOME to a folder that can be made")
+    make_strategy(config, **needed_by(config, federation))
+    root = default_root()
+    what = f"the folder of the clients' state is {str(root)!r}"
+    _check_folder(what, root, "set XDG_STATE_HOME to a folder that can be made")
 
 
 def _check_gpus(config: Config, engine: Engine) -> None:

@@ -21,6 +21,7 @@ from kindred import REGISTRY
 from kindred.client.models import MODELS, parse_models
 from kindred.data import DATASETS, PARTITIONS
 from kindred.data.inputs import KINDS
+from kindred.data.loading import AUTO, NATURAL_SHARE
 from kindred.extensions import Registry
 from kindred.metrics import METRICS
 from kindred.objectives import OBJECTIVES
@@ -44,6 +45,8 @@ from kindred.settings import (
     QUORUM,
     SAMPLING,
     SEED,
+    SHADOW_LOCAL,
+    STOP_AFTER,
     TRUE_OR_FALSE,
     WAIT_TIMEOUT,
     WEIGHT_DECAY,
@@ -227,6 +230,26 @@ class Config:
         between(0, 1),
         "fraction of the samples that is for test, of each client with by-client, if data do not say",
     )
+    validation_share: float | str = of(
+        Setting(
+            "validation_share",
+            AUTO,
+            Range(
+                f"{AUTO}; 0 or more, less than 1",
+                lambda value: value == AUTO or (not isinstance(value, str) and 0 <= value < 1),
+            ),
+            "fraction of each client's training samples that is held out for validation, which selects the client's "
+            f"model; {AUTO}: {NATURAL_SHARE} with by-client and at real sites, else 0; partitions that have validation "
+            "samples keep these",
+            kind="float | str",
+        )
+    )
+    held_out_clients: int = setting(
+        0,
+        at_least(0),
+        "number of clients, drawn by seed, that take no part in a simulation; after the last round each is served with "
+        "0, 5, 20 and all of its labelled training samples",
+    )
     public_data: str = setting(
         "auto",
         ANY_TEXT,
@@ -262,6 +285,7 @@ class Config:
     momentum: float = of(MOMENTUM)
     weight_decay: float = of(WEIGHT_DECAY)
     precision: str = of(PRECISION)
+    shadow_local: bool = of(SHADOW_LOCAL)
     device: str = of(DEVICE)
 
     fraction_train: float = setting(
@@ -285,12 +309,18 @@ class Config:
     max_strikes: int = of(MAX_STRIKES)
     max_update_norm: float = of(MAX_UPDATE_NORM)
     max_empty_rounds: int = of(MAX_EMPTY_ROUNDS)
+    stop_after: int = of(STOP_AFTER)
 
     method_settings: str = setting(
         "",
         Range("key=value, separated by blanks", _are_assignments),
         "settings of added methods, which are not in this table; `--set key=value` puts them here",
     )
+
+    @property
+    def participants(self) -> int:
+        """Number of clients that take part in a simulation."""
+        return self.num_clients - self.held_out_clients
 
     if TYPE_CHECKING:  # the settings of methods
 

@@ -55,7 +55,7 @@ def execute(config: Config, engine: Engine, on_line: Callable[[str], None]) -> O
         return _run_here(config, engine.cpus_per_client, on_line)
     return run_simulation(
         config.run_config(),
-        num_clients=config.num_clients,
+        num_clients=config.participants,
         cpus_per_client=engine.cpus_per_client,
         gpus_per_client=engine.gpus_per_client,
         on_line=on_line,

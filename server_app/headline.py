@@ -10,6 +10,7 @@ from typing import Any
 from kindred.engine.history import HeadlineColumns
 from kindred.metrics import METRICS, Metric
 from kindred.objectives import Objective
+from kindred.scores import OF_TWO_CLASSES
 
 from .config import ConfigError
 
@@ -45,9 +46,12 @@ class Headline:
         """Return the metric that the setting `metric` names; ConfigError if clients do not report it."""
         if name == "auto":
             return cls(objective.metric)
-        if name not in objective.reports:
-            allowed = ", ".join(("auto", *objective.reports))
-            raise ConfigError(f"metric is {name!r}, allowed with the objective {objective.name}: {allowed}")
+        of_two = OF_TWO_CLASSES if objective.num_outputs > 2 else ()
+        reported = [each for each in objective.reports if each not in of_two]
+        if name not in reported:
+            classes = f" and {objective.num_outputs} classes" if name in of_two and objective.has_classes else ""
+            allowed = ", ".join(("auto", *reported))
+            raise ConfigError(f"metric is {name!r}, allowed with the objective {objective.name}{classes}: {allowed}")
         return cls(name)
 
     @classmethod

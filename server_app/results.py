@@ -3,9 +3,12 @@
     config.json                      settings, seed, headline metric, true groups, names of clients, samples,
                                      versions, platform, start (UTC); written first
     history.csv                      a line per round and client; grows every round
+    validators.csv                   a line per round and site that only validates, if there are any
     rounds.csv                       a line per round, also for evaluations before and after them; grows every round
     collaboration/round-0003.npz     clients (m,), weights (m, m) float32: weight of each client's model for each client
     models/client-ID.safetensors     each client's personal model, after the last round
+    selected/client-ID.safetensors   each client's model that is best on its validation data
+    predictions/client-ID.safetensors  what that model, or else the last one, predicts for the client's test data
     mixtures/client-ID.safetensors   FedeRiCo, FedEM: the models that a client predicts with, and their shares
     checkpoints/round-0003-SHA256.npz  the state after a round, until the run is finished
     schema.json                      tables: columns, types, categories, and how they are prepared
@@ -47,6 +50,7 @@ from kindred.engine.history import HeadlineColumns
 from kindred.messages import ClientId, in_order, read_record
 
 from .config import ConfigError
+from .intervals import pooled_metrics
 from .report.content import REPORT, write_report
 from .report.run_figures import run_figures
 from .run_files import (
@@ -71,6 +75,7 @@ if TYPE_CHECKING:
     from kindred.engine.strategy import PersonalizedStrategy
 
 HISTORY_COLUMNS = ("round", "client", "status", "seconds", "bytes-down", "bytes-up")
+VALIDATORS_COLUMNS = ("round", "client", "status", "bytes-down", "bytes-up", "num-test-examples")
 ROUNDS_COLUMNS = ("round", "asked", "answered", "seconds", "bytes-down", "bytes-up", "evaluated", "personal")
 
 
@@ -133,6 +138,7 @@ class RunFolder:
         else:
             self._make({"metric": metric, "groups": groups, "names": list(names) or None, "images": samples})
         self._history = GrowingTable(self.path / "history.csv", HISTORY_COLUMNS)
+        self._validators = GrowingTable(self.path / "validators.csv", VALIDATORS_COLUMNS)
         self._rounds = GrowingTable(self.path / "rounds.csv", (*ROUNDS_COLUMNS, *HeadlineColumns.of(metric)))
 
     def _make(self, about: Mapping[str, Any]) -> None:
@@ -188,9 +194,14 @@ class RunFolder:
                         partial.unlink()
             yield
 
-    def checkpoints(self) -> Checkpoints | None:
-        """Return the run's checkpoints (`checkpoint-every`, `keep-checkpoints`); None if it has none."""
+    def checkpoints(self, *, at_the_end: bool = False) -> Checkpoints | None:
+        """Return the run's checkpoints (`checkpoint-every`, `keep-checkpoints`); None if it has none.
+
+        `at_the_end` makes one after the last round in any case.
+        """
         every, keep = self.settings["checkpoint-every"], self.settings["keep-checkpoints"]
+        if at_the_end:
+            every = every or self.settings["num-rounds"]
         return Checkpoints(self.path / "checkpoints", every, keep) if every else None
 
     def record_round(self, strategy: PersonalizedStrategy) -> None:
@@ -205,6 +216,8 @@ class RunFolder:
 
     def _extend_tables(self, history: History) -> None:
         self._history.extend(history.rows)
+        if history.validations:
+            self._validators.extend(history.validations)
         self._rounds.extend(history.rounds)
 
     def finish(
@@ -213,6 +226,7 @@ class RunFolder:
         federation: Federation | None,
         about: Callable[[ClientId], Mapping[str, str]] | None = None,
         kept: Mapping[str, Mapping[ClientId, Path]] | None = None,
+        newcomers: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Write the summary, then the models, then the pictures and the report.
 
@@ -228,11 +242,14 @@ class RunFolder:
         kept : mapping, optional
             folder of the results -> client -> file that the client has kept, to be copied. If "models" has none, the
             models that the strategy has received are written.
+        newcomers : mapping, optional
+            What clients that came later gained, see `newcomers.Service.results`.
 
         Returns
         -------
         dict
-            The content of summary.json.
+            The content of summary.json: that of `summary.summarise`, and in a simulation `pooled`, the metrics of all
+            clients' predictions together, see `intervals.pooled_metrics`.
 
         Raises
         ------
@@ -246,7 +263,11 @@ class RunFolder:
         records = {} if "models" in kept else strategy.client_models()
         models = client_files("models", kept.get("models", records))
         names = federation.names if federation else ()
-        summary = summarise(self.settings, history, models, names)
+        targets = federation.targets() if federation else ()
+        summary = summarise(self.settings, history, models, names, targets) | {"newcomers": newcomers}
+        if federation and "predictions" in kept:
+            objective, seed = federation.task.objective, self.settings["seed"]
+            summary["pooled"] = pooled_metrics(kept["predictions"], objective, history.metric, seed)
         write_json(self.path / "summary.json", summary)
         if federation and federation.task.inputs.kind == "table":
             write_json(self.path / "schema.json", federation.task.to_dict())
@@ -267,7 +288,7 @@ class RunFolder:
                     save_figure(figure, self.path / f"{name}.png")
         with failing_is_a_warning(self.path / REPORT):
             write_report(self.path, summary)
-        if checkpoints := self.checkpoints():
+        if checkpoints := self.checkpoints(at_the_end=newcomers is not None):
             checkpoints.remove()  # the run is finished
         return summary
 

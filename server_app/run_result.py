@@ -18,9 +18,11 @@ from kindred.messages import ClientId
 from .headline import Headline
 from .prediction.predictor import Predictor
 from .report.collaboration import matrix_files, read_matrix
+from .report.content import REPORT, write_report
 from .report.run_figures import run_figures
-from .run_files import read_config, read_summary, what_data
+from .run_files import failing_is_a_warning, read_config, read_summary, what_data, write_json
 from .tables import read_table
+from .verdict import Verdict
 
 if TYPE_CHECKING:
     import pandas
@@ -77,6 +79,13 @@ class RunResult:
     @cached_property
     def summary(self) -> dict[str, Any]:
         return read_summary(self.folder)
+
+    def add_verdict(self, verdict: Verdict) -> None:
+        """Write the verdict on the run, beside a run of `local`, into its summary and its report."""
+        self.summary["verdict"] = verdict.to_dict()
+        write_json(self.folder / "summary.json", self.summary)
+        with failing_is_a_warning(self.folder / REPORT):
+            write_report(self.folder, self.summary)
 
     @cached_property
     def headline(self) -> Headline:

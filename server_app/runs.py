@@ -8,16 +8,19 @@ from typing import Any
 
 from kindred.data import DataError, load_federation
 
+from .app import metric_remarks
 from .checks import check, check_machine, check_method
 from .comparison.plan import make_plan
 from .comparison.result import ComparisonResult
 from .comparison.runs import carry_out
+from .comparison.statistics import LOCAL
 from .config import Config, ConfigError
 from .engines import Engine, execute
 from .presets import load_preset
 from .run_log import Outcome, RunFailed
 from .run_result import RunResult
 from .schema_text import schema_lines
+from .verdict import paired_gains, verdict_of
 
 
 def run_methods(
@@ -52,14 +55,28 @@ def run_methods(
     for other in others:
         on_line(f"\n{other.strategy}")
         results.append(_result(execute(other, replace(engine, name="inline"), on_line)))
+    _judge(results, on_line)
     return results
 
 
+def _judge(results: Sequence[RunResult], on_line: Callable[[str], None]) -> None:
+    """Add the verdict to the results of each method that ran beside `local`, and print all verdicts."""
+    alone = next((each for each in results if each.settings["strategy"] == LOCAL), None)
+    for result in results:
+        if alone and result is not alone:
+            objective = load_federation(result.settings).task.objective
+            gains = paired_gains(result.folder, alone.folder, objective, result.settings["seed"])
+            if found := verdict_of(gains, result.settings["seed"]):
+                result.add_verdict(found)
+        if verdict := result.summary.get("verdict"):
+            on_line(f"\n{result.settings['strategy']}: {verdict['sentence']}")
+
+
 def _describe(config: Config, on_line: Callable[[str], None]) -> None:
-    """Print the schema of data that are no images, and what of the data is not used."""
+    """Print the schema of data that are no images, what of the data is not used, and who has no headline metric."""
     federation = load_federation(config.run_config())
     lines = [] if federation.task.inputs.kind == "image" else schema_lines(federation.task)
-    for line in (*lines, *federation.remarks):
+    for line in (*lines, *federation.remarks, *metric_remarks(config, federation)):
         on_line(line)
 
 

@@ -14,21 +14,29 @@ from rich.console import Console
 from rich.table import Table
 
 from kindred.engine.history import COMPUTE, HeadlineColumns
-from kindred.messages import ClientId, in_order
+from kindred.messages import NUM_TEST_EXAMPLES, PERSONAL, SELECTED, ClientId, in_order
+from kindred.metrics import METRICS
 
 from .headline import Headline
+from .intervals import mean_intervals, means
 from .report.comparison_figures import comparison_figure
 from .run_files import failing_is_a_warning, name_of, read_summary, save_figure, what_data
 from .tables import read_table
+from .verdict import reported_gains, verdict_of
 
 if TYPE_CHECKING:
     from kindred.engine.history import History
 
+MODELS = {"selected": SELECTED, "last": PERSONAL}  # names in the summary of the evaluations of clients' models
 SUMMED = (*COMPUTE, "floats", "bytes-fedavg")
 
 
 def summarise(
-    settings: Mapping[str, Any], history: History, models: Mapping[ClientId, str], names: Sequence[str] = ()
+    settings: Mapping[str, Any],
+    history: History,
+    models: Mapping[ClientId, str],
+    names: Sequence[str] = (),
+    targets: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """Return the figures of a whole run.
 
@@ -41,6 +49,8 @@ def summarise(
         client -> file of its model.
     names : sequence of str
         The name of each client, if they have names.
+    targets : sequence of mapping
+        What is known of each client's training targets, see `Federation.targets`.
 
     Returns
     -------
@@ -49,8 +59,8 @@ def summarise(
 
         - `rounds`: number of training rounds.
         - `metric`: the headline metric. For accuracy the next columns are `accuracy` (mean over clients),
-          `accuracy-weighted`, `accuracy-p10` and `accuracy-best` (BMTA), as in the last line of rounds.csv.
-          `HeadlineColumns` names those of other metrics.
+          `accuracy-weighted`, `accuracy-p10`, `accuracy-best` (BMTA), `accuracy-validation` and `accuracy-selected`, as
+          in the last line of rounds.csv. `HeadlineColumns` names those of other metrics.
         - `personal`: the evaluation that these are of.
         - `seconds`, `bytes-down`, `bytes-up`: of the whole run, with evaluations before and after the rounds.
         - `seconds-per-round`: of training.
@@ -59,12 +69,21 @@ def summarise(
           would have sent with the same models, both ways.
         - `left-out`: a list of `client` and `reason`.
         - `refused`: a list of `client` and `reasons`: reasons for refused replies, with their counts.
-        - `clients`: a list of `client`, its `name` if it has one, its last known `accuracy` (or the other metric), and
-          its `model` file.
+        - `clients`: a list of `client`, its `name` if it has one, of its training targets the number of `classes` or
+          the `range` of a number, where the run knows them, its last known `accuracy` (or the other metric), and
+          its `model` file; with validation data `selected`, all metrics of its selected model on test data, and
+          `last`, those of its last one.
+        - `validators`: a list of the sites that only validate: `client`, its `samples`, the `status` of its last
+          evaluation of the global model, and the metrics of its last successful one as `last`.
+        - `metrics`: the means of these over the clients that have them; `intervals`: low and high of each mean, see
+          `intervals.mean_intervals`.
+        - `verdict`: see `verdict.Verdict.to_dict`; None where no client trained a model alone.
     """
     training = training_rounds(settings, history)
     last = history.rounds[-1] if history.rounds else {}
     values, columns = history.last_values(), HeadlineColumns.of(history.metric)
+    reported = {which: _last_metrics(history, which) for which in MODELS.values()}
+    verdict = verdict_of(reported_gains(history.rows), int(settings["seed"]))
     return {
         **{key: settings[key] for key in ("strategy", "dataset", "partition", "seed")},
         "rounds": len(training),
@@ -85,12 +104,46 @@ def summarise(
             {
                 "client": client,
                 **({"name": name} if (name := name_of(client, names)) else {}),
+                **(targets[client] if isinstance(client, int) and 0 <= client < len(targets) else {}),
                 history.metric: values.get(client),
                 "model": models.get(client),
+                **{title: reported[which][client] for title, which in MODELS.items() if client in reported[which]},
             }
             for client in in_order({row["client"] for row in history.rows} | models.keys())
         ],
+        "validators": validators(history.validations),
+        "metrics": {title: means(reported[which].values()) for title, which in MODELS.items()},
+        "intervals": {
+            title: mean_intervals(reported[which].values(), int(settings["seed"])) for title, which in MODELS.items()
+        },
+        "verdict": verdict and verdict.to_dict(),
     }
+
+
+def validators(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the sites that only validate, in order, from their rows; see `summarise`."""
+    last = {row["client"]: row for row in rows}
+    sizes = {row["client"]: row[NUM_TEST_EXAMPLES] for row in rows if NUM_TEST_EXAMPLES in row}
+    known = {row["client"]: row for row in rows if row["status"] == "ok"}
+    return [
+        {
+            "client": client,
+            "samples": sizes.get(client),
+            "status": last[client]["status"],
+            "last": {name: row[name] for name in METRICS if name in (row := known.get(client, {}))},
+        }
+        for client in in_order(last)
+    ]
+
+
+def _last_metrics(history: History, which: str) -> dict[ClientId, dict[str, float]]:
+    """Return client -> the last value that it reported of each metric of a model."""
+    found: dict[ClientId, dict[str, float]] = {}
+    for row in history.rows:
+        values = {name: row[key] for name, metric in METRICS.items() if metric.holds(row.get(key := f"{which}-{name}"))}
+        if values:
+            found[row["client"]] = values
+    return found
 
 
 def training_rounds(settings: Mapping[str, Any], history: History) -> list[dict[str, Any]]:
@@ -116,17 +169,20 @@ def comparison_table(summaries: Sequence[Mapping[str, Any]], terminal: bool = Tr
     headline = Headline.of(summaries)
     table = Table(box=box.SIMPLE_HEAD if terminal else None, show_edge=terminal, pad_edge=False)
     table.add_column("strategy", no_wrap=True)
-    mean, _, worst_decile, best = headline.columns
-    titles = {"mean": mean, "best": best, headline.decile: worst_decile}
+    columns = headline.columns
+    titles = {"mean": columns.mean, "best": columns.best, headline.decile: columns.worst_decile}
+    if any(summary.get(columns.selected) is not None for summary in summaries):
+        titles = {"mean": columns.mean, "selected": columns.selected, headline.decile: columns.worst_decile}
     for name in (*(f"{title} {headline.unit}" for title in titles), "seconds", "MB down", "MB up"):
         table.add_column(name, justify="right", no_wrap=True)
-    known = {key: [each[key] for each in summaries if each[key] is not None] for key in titles.values()}
+    known = {key: [each[key] for each in summaries if each.get(key) is not None] for key in titles.values()}
     top = {key: reduce(headline.metric.better, values) for key, values in known.items() if values}
     for summary in summaries:
         cells = []
         for key in titles.values():
-            text = "-" if summary[key] is None else headline.number(summary[key])
-            cells.append(f"[bold]{text}[/bold]" if terminal and summary[key] == top.get(key, math.nan) else text)
+            value = summary.get(key)
+            text = "-" if value is None else headline.number(value)
+            cells.append(f"[bold]{text}[/bold]" if terminal and value == top.get(key, math.nan) else text)
         cells.append(f"{summary['seconds']:.1f}")
         cells += [f"{1e-6 * summary[key]:.1f}" for key in ("bytes-down", "bytes-up")]
         table.add_row(summary["strategy"], *cells)

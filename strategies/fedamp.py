@@ -396,6 +396,10 @@ class FedAMP(CloudModels):
                 reasons[client] = "its ClientApp reports no loss on training data; use that of kindred.make_client_app"
         return reasons | super().introduce(newcomers)
 
+    def newcomer_visits(self, rounds: int) -> int:
+        """Return 2: a client's cloud model is computed from the model in its first reply."""
+        return 2
+
     def first_model(self, client: ClientId) -> ArrayRecord:
         if self.common_start:
             return self.initial

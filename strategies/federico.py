@@ -91,7 +91,7 @@ from .parts.federico_requests import (
     request_of,
 )
 from .parts.federico_updates import MODELS, received_models, weighted_update
-from .parts.mixture import Arrays, mixture_shares
+from .parts.mixture import Arrays, evaluation_inputs, mixture_shares
 from .registry import Method
 from .settings import A_SHARE, LEARNING_RATE, OPTIMIZER, STORE, TRUE_OR_FALSE, Setting, at_least, one_of, within
 
@@ -214,12 +214,12 @@ class FedeRiCoClient:
         table, temperature = Losses.load(visit.state), float(config["temperature"])
 
         # E-step
-        losses, predictions = [], {}
+        losses, predictions, x = [], {}, evaluation_inputs(visit)
         for owner, arrays in models.items():
             model = visit.model(arrays)
             loss = scale * visit.loss(model)
             losses.append(min(loss, LARGEST_LOSS) if np.isfinite(loss) else LARGEST_LOSS)
-            predictions[owner] = predict(model, site.test[0], visit.objective)
+            predictions[owner] = predict(model, x, visit.objective)
         table.update(list(models), losses, None if config["accumulate"] else float(config["beta"]))
         log_rest = log_rest_of(table, models, temperature)
         weights = collaborator_weights(table.averages(models), temperature, log_rest)  # (k,)
@@ -261,7 +261,7 @@ def evaluate_mixture(
     models : dict of client id to model
         The received models, the client's own first.
     predictions : dict of client id to ndarray (n, N)
-        What they predict for the test data, in training; empty in an evaluation.
+        What they predict for `evaluation_inputs`, in training; empty in an evaluation.
     prefix : str
         Prefix of the mixture's metrics.
     """

@@ -64,6 +64,7 @@ from .messages import (
     PROBE,
     PROXIMAL_MU,
     SERVER_ROUND,
+    TRAINED,
     ClientId,
     in_order,
     read_record,
@@ -333,6 +334,7 @@ class Kindred(CloudModels):
 
     name = "kindred"
     personal = BETWEEN
+    newcomer_result = TRAINED
     clients_keep_state = True
     STATE = (*CloudModels.STATE, "_samples", "_trained_in", "_share", "_losses", "_adjustments", "_places", "_momentum")
 

@@ -14,13 +14,18 @@ QUERY with action `identity`: the server sends only its `kindred-version`. The r
 | `objective` | all without a problem | name of the objective, see `objectives` |
 | `task` | clients that know it | fingerprint of inputs and objective: those of one run are the same |
 | `share-model` | all without a problem | false if other sites must not receive the site's model |
+| `validate-only` | sites that only validate | true: the site is never asked to train |
+| `num-test-examples` | sites that only validate, without a problem | samples that the site evaluates models on |
 | `network` | clients that know it | name of the network |
 | `public-set`, `num-public` | clients with a public set | its fingerprint and its number of inputs |
 | `methods` | clients made by `make_client_app` | the methods that the client supports |
-| `problem` | clients that fail to introduce themselves | the reason; only `client-id` is then sent beside it |
+| `problem` | clients that fail to introduce themselves | the reason; then only `client-id`, `validate-only` follow |
 
 QUERY with action `refusal`, only to clients that reported their `methods`: a ConfigRecord with the `problem`, the
 reason why the client takes no part or why its last reply was not used. The server does not wait for the reply.
+
+A site that only validates receives no TRAIN message, and refuses one. In EVALUATE it receives the global model, and its
+reply holds `metrics` alone.
 
 In PerFed-CKT logits travel in place of models. `arrays` then holds `centroids` on the way to the client and `logits`
 on the way back, and the reply's ConfigRecord `config` repeats the fingerprint. Anything else that a method's clients
@@ -67,6 +72,8 @@ FINETUNE_EPOCHS = "finetune-epochs"
 NEIGHBOURS = "neighbours"  # the other clients whose models a client receives
 WEIGHTS = "weights"  # of these models, as the client reports them
 SHARE = "share-"  # metrics share-0, share-1, ...: a client's shares of component models, where it reports them
+METRIC = "metric"  # the headline metric
+LAST = "last-round"  # whether no training follows: clients then report all metrics
 PROBE = "probed-model"  # in EVALUATE messages: name of a model other than the personal one, see `SideEvaluation`
 
 METHODS = "methods"
@@ -79,6 +86,7 @@ TASK = "task"
 # In a site's node config: whether other sites may receive its model, and whether the server may know its weights.
 SHARE_MODEL = "share-model"
 REPORT_WEIGHTS = "report-weights"
+VALIDATE_ONLY = "validate-only"  # in a site's node config and in its introduction: it evaluates models and trains none
 PROBLEM = "problem"
 
 NUM_EXAMPLES = "num-examples"
@@ -94,6 +102,9 @@ TRAINED = "trained"  # the model after local training
 TUNED = "tuned"  # the received model, fine-tuned for this client alone
 OWN = "own"  # a second model that stays at the client, beside the one exchanged with the server
 BETWEEN = "between"  # a model between the one received from the server and the client's last one
+VALIDATION = "validation"  # the method's result, on validation data in place of test data
+SELECTED = "selected"  # the method's result of the round that is best on validation data
+ALONE = "alone"  # the model that a client trains alone beside the federation, see `client.shadow`
 AFTER_TRAINING = (TRAINED, OWN)  # models that the last training reply evaluates: no further evaluation is needed
 PERSONAL = "personal"  # the model among these that is the method's result for the client
 
@@ -109,7 +120,7 @@ def ordinary_names(metric: str) -> tuple[str, ...]:
 KNOWN_METRICS = frozenset({
     NUM_EXAMPLES, NUM_TEST_EXAMPLES, TRAIN_LOSS, "train_loss", MODEL_BYTES, SAMPLES_TRAINED, SAMPLES_PREDICTED,
     *(name for metric in KINDS_OF_METRICS.own for name in ordinary_names(metric)),
-    *(f"{which}-{measure}" for which in (RECEIVED, TRAINED, TUNED, OWN, BETWEEN, "mixture", "validation")
+    *(f"{which}-{measure}" for which in (RECEIVED, TRAINED, TUNED, OWN, BETWEEN, "mixture", VALIDATION, SELECTED, ALONE)
       for measure in KINDS_OF_METRICS.own),
 })  # fmt: skip
 

@@ -57,6 +57,17 @@ class Metric:
         """Return whether the first value is worse than the second; no value is worse than NaN."""
         return first < second if self.higher else first > second
 
+    def improves(self, value: tuple[float, float], best: tuple[float, float]) -> bool:
+        """Return whether a model is better than the best one so far; each has a value of the metric, and a loss.
+
+        Of equal values, which few validation samples often give, that with the lower loss is better; so it is where the
+        samples do not define the metric, and the values are NaN. A loss of NaN represents no model so far.
+        """
+        if math.isnan(best[1]):
+            return not math.isnan(value[1])
+        same = value[0] == best[0] or math.isnan(value[0]) or math.isnan(best[0])
+        return value[1] < best[1] if same else self.worse(best[0], value[0])
+
     def better(self, first: float, second: float) -> float:
         """Return the better of two values."""
         return max(first, second) if self.higher else min(first, second)
@@ -71,6 +82,19 @@ METRICS: Registry[Metric] = Registry(
     Metric,
     {
         "accuracy": Metric("accuracy", "share of predictions that are right", percent=True, high=1),
+        "balanced-accuracy": Metric(
+            "balanced accuracy", "mean over the classes of the share predicted rightly", percent=True, high=1
+        ),
+        "auroc": Metric("AUROC", "area under the ROC curve; of several classes the mean, each against others", high=1),
+        "average-precision": Metric("average precision", "area under the precision-recall curve", high=1),
+        "f1": Metric("F1", "harmonic mean of precision and recall; of several classes the mean", high=1),
+        "sensitivity": Metric("sensitivity", "share of the second class predicted as it", percent=True, high=1),
+        "specificity": Metric("specificity", "share of the first class predicted as it", percent=True, high=1),
+        "log-loss": Metric("log-loss", "mean cross-entropy", higher=False),
+        "brier": Metric("Brier score", "mean squared error of the probabilities", higher=False, high=2),
+        "calibration-error": Metric(
+            "calibration error", "mean distance of accuracy from confidence", higher=False, high=1
+        ),
         "loss": Metric("loss", "mean loss of the samples", higher=False, low=-math.inf),
         "rmse": Metric("RMSE", "root of the mean squared error, in the target's unit", higher=False),
         "mae": Metric("MAE", "mean absolute error, in the target's unit", higher=False),

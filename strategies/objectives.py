@@ -14,7 +14,7 @@ them. `OBJECTIVES` has them by name; a package can add its own (docs/extending.m
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -23,6 +23,7 @@ import numpy as np
 
 from .extensions import Registry
 from .lazy import lazy
+from .scores import OF_CLASSES, OF_LABELS, computed
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +62,7 @@ class Objective:
     metric: ClassVar[str]
     """Name of the headline metric, one of `reports`."""
     reports: ClassVar[tuple[str, ...]]
-    """Names of the metrics that clients report: those of `metrics`, and "loss"."""
+    """Names of the metrics that clients report: those of `metrics` and `further_metrics`, and "loss"."""
     has_classes: ClassVar[bool] = False
     """Whether a target is the number of a class."""
     probabilities: ClassVar[bool] = True
@@ -110,6 +111,14 @@ class Objective:
         """
         raise NotImplementedError
 
+    def further_metrics(self, predictions: np.ndarray, targets: np.ndarray, names: Collection[str]) -> dict[str, float]:
+        """Return more metrics, those of `names` that the objective has and the samples define.
+
+        They take longer than `metrics`: clients report the headline metric of these in every evaluation, and all of
+        them at the end.
+        """
+        return {}
+
     def check(self, targets: np.ndarray, num_outputs: int = 0) -> None:
         """Check targets; raise ValueError where one of them is impossible.
 
@@ -153,11 +162,22 @@ class Objective:
         """
         return np.tensordot(shares, predictions, axes=1)
 
-    def evaluated(self, predictions: np.ndarray, targets: np.ndarray) -> dict[str, float]:
-        """Return `metrics`, and the mean of `losses` as "loss". Without samples the headline metric and it are NaN."""
+    def evaluated(self, predictions: np.ndarray, targets: np.ndarray, names: Collection[str] = ()) -> dict[str, float]:
+        """Return `metrics`, those of `further_metrics` that `names` has, and the mean of `losses` as "loss".
+
+        Without samples there are only the objective's own headline metric and the loss, which are NaN.
+        """
         if not len(targets):
             return {self.metric: math.nan, "loss": math.nan}
-        return {**self.metrics(predictions, targets), "loss": float(self.losses(predictions, targets).mean())}
+        return {
+            **self.metrics(predictions, targets),
+            **self.further_metrics(predictions, targets, names),
+            "loss": float(self.losses(predictions, targets).mean()),
+        }
+
+    def sample_scores(self, predictions: np.ndarray, targets: np.ndarray) -> np.ndarray:
+        """Return how good each prediction is, shape (n,), higher being better, to compare two models by samples."""
+        return -self.losses(predictions, targets)
 
     def readable(self, predictions: np.ndarray) -> np.ndarray:
         """Return predictions in the units of the data."""
@@ -204,7 +224,7 @@ class Classes(Weighted):
 
     name = "classes"
     metric = "accuracy"
-    reports: ClassVar[tuple[str, ...]] = ("accuracy", "loss")
+    reports: ClassVar[tuple[str, ...]] = ("accuracy", *OF_CLASSES, "loss")
     has_classes = True
 
     def loss(self, outputs: Tensor, targets: Tensor, reduction: str = "mean", label_smoothing: float = 0.0) -> Tensor:
@@ -236,6 +256,14 @@ class Classes(Weighted):
         """Return classes as int64."""
         return targets.astype(np.int64, copy=False)
 
+    def further_metrics(self, predictions: np.ndarray, targets: np.ndarray, names: Collection[str]) -> dict[str, float]:
+        """Return metrics of `OF_CLASSES`."""
+        return computed(OF_CLASSES, names, predictions, targets)
+
+    def sample_scores(self, predictions: np.ndarray, targets: np.ndarray) -> np.ndarray:
+        """Return 1 where the class is predicted rightly, else 0."""
+        return (predictions.argmax(axis=1) == targets).astype(np.float64)
+
     def check(self, targets: np.ndarray, num_outputs: int = 0) -> None:
         """Check that classes are from 0 to num_outputs - 1."""
         num_outputs = num_outputs or self.num_outputs
@@ -259,6 +287,10 @@ class NextToken(Classes):
     name = "next-token"
     reports: ClassVar[tuple[str, ...]] = ("accuracy", "bits", "loss")
 
+    def further_metrics(self, predictions: np.ndarray, targets: np.ndarray, names: Collection[str]) -> dict[str, float]:
+        """Return no more metrics."""
+        return {}
+
     def metrics(self, predictions: np.ndarray, targets: np.ndarray) -> dict[str, float]:
         """Return the accuracy, and the mean cross-entropy in bits a token."""
         return {
@@ -273,7 +305,7 @@ class Labels(Weighted):
 
     name = "labels"
     metric = "accuracy"
-    reports: ClassVar[tuple[str, ...]] = ("accuracy", "loss")
+    reports: ClassVar[tuple[str, ...]] = ("accuracy", *OF_LABELS, "loss")
 
     def loss(self, outputs: Tensor, targets: Tensor, reduction: str = "mean", label_smoothing: float = 0.0) -> Tensor:
         """Return the mean over the labels of the binary cross-entropies; targets (n, num_outputs) are 0 to 1."""
@@ -298,6 +330,14 @@ class Labels(Weighted):
     def scaled(self, targets: np.ndarray) -> np.ndarray:
         """Return labels as float32."""
         return targets.astype(np.float32)
+
+    def further_metrics(self, predictions: np.ndarray, targets: np.ndarray, names: Collection[str]) -> dict[str, float]:
+        """Return metrics of `OF_LABELS`."""
+        return computed(OF_LABELS, names, predictions, targets)
+
+    def sample_scores(self, predictions: np.ndarray, targets: np.ndarray) -> np.ndarray:
+        """Return the share of each sample's labels that are predicted rightly."""
+        return ((predictions > 0.5) == (targets > 0.5)).mean(axis=1)
 
     def check(self, targets: np.ndarray, num_outputs: int = 0) -> None:
         """Check that there is a value, 0 or 1, for each label."""
@@ -373,6 +413,10 @@ class Number(Objective):
     def scaled(self, targets: np.ndarray) -> np.ndarray:
         """Return standardised numbers as float32."""
         return ((targets - self.mean) / self.deviation).astype(np.float32)
+
+    def sample_scores(self, predictions: np.ndarray, targets: np.ndarray) -> np.ndarray:
+        """Return the negative absolute error of each sample, in the target's unit."""
+        return -np.abs(self.readable(predictions)[:, 0] - self.readable(targets))
 
     def check(self, targets: np.ndarray, num_outputs: int = 0) -> None:
         """Check that there is one finite number for each sample, and one output."""

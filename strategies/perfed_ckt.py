@@ -386,6 +386,10 @@ class PerFedCKT(PersonalizedStrategy):
                 reasons[client] = f"it has {_described(public_set)}, expected {_described(self.public_set)}"
         return reasons
 
+    def newcomer_visits(self, rounds: int) -> int:
+        """Return 2: the centroid nearest to a newcomer's predictions means little before its model is trained."""
+        return 2
+
     @property
     def layout(self) -> Layout:  # type: ignore[override]  # known when the first client has reported its public set
         """Layout of the logits that clients send."""
@@ -471,6 +475,9 @@ class PerFedCKT(PersonalizedStrategy):
         if self._centroids is None:
             return ArrayRecord()
         return to_record({CENTROIDS: self._centroids.astype(self.logits_dtype)})
+
+    def general_model(self, network: str = "") -> None:
+        """Return None: no model reaches the server."""
 
     def personal_arrays(self, client: ClientId) -> ArrayRecord:
         """Return an empty record: a client evaluates the model that it keeps."""

@@ -193,6 +193,14 @@ PRECISION = Setting(
 )
 DEVICE = Setting("device", "auto", one_of("auto", "cpu", "cuda"), "where clients train; auto: the GPU if there is one")
 
+SHADOW_LOCAL = Setting(
+    "shadow_local",
+    False,
+    TRUE_OR_FALSE,
+    "whether every client also trains a model alone, which never leaves it, and reports which of the two is better: "
+    "twice the computing",
+)
+
 TRAINING = (
     SEED,
     LOCAL_EPOCHS,
@@ -204,6 +212,7 @@ TRAINING = (
     WEIGHT_DECAY,
     PRECISION,
     DEVICE,
+    SHADOW_LOCAL,
 )
 """The settings of local training, which every message holds."""
 
@@ -250,6 +259,14 @@ MAX_EMPTY_ROUNDS = Setting(
     "max_empty_rounds", 5, at_least(1), "rounds in a row without a usable answer after which the run ends"
 )
 
+STOP_AFTER = Setting(
+    "stop_after",
+    0,
+    at_least(0),
+    "rounds in a row without a better mean, over clients, of the metric on validation data, after which the run ends; "
+    "0: never",
+)
+
 ROUNDS = (
     SEED,
     SAMPLING,
@@ -260,6 +277,7 @@ ROUNDS = (
     MAX_STRIKES,
     MAX_UPDATE_NORM,
     MAX_EMPTY_ROUNDS,
+    STOP_AFTER,
 )
 """Arguments of every strategy that are also settings of a run, under the same names."""
 

@@ -5,10 +5,30 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable
 
-from flwr.app import Error, Message
+from flwr.app import ConfigRecord, Error, Message
 from flwr.clientapp import ClientApp
 
 from kindred import InlineGrid
+from kindred.messages import SERVER_ROUND, records_of
+
+
+class Interrupted(Exception):
+    """Ends a run as if its process had been killed."""
+
+
+def interrupted(grid: InlineGrid, after: float) -> InlineGrid:
+    """Let a grid raise `Interrupted` when the round after this one begins."""
+    push = grid.push_messages
+
+    def push_messages(messages: Iterable[Message]) -> Iterable[str]:
+        messages = list(messages)
+        rounds = [config.get(SERVER_ROUND, 0) for each in messages for config in records_of(each.content, ConfigRecord)]
+        if max(rounds, default=0) > after:
+            raise Interrupted
+        return push(messages)
+
+    grid.push_messages = push_messages
+    return grid
 
 
 class ShuffledGrid(InlineGrid):

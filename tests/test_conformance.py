@@ -14,7 +14,7 @@ from flwr.clientapp import ClientApp
 
 from kindred import REGISTRY, InlineGrid, PersonalizedStrategy, TooFewClients
 from kindred.client.training import get_arrays
-from kindred.engine.checkpoint import pack
+from kindred.engine.checkpoint import Checkpoints, pack
 from kindred.messages import AFTER_TRAINING, TRAIN_LOSS, to_record
 
 from .client_apps import (
@@ -178,6 +178,31 @@ def test_the_same_seed_gives_the_same_bits_and_another_seed_samples_other_client
     trained = {"train_loss", TRAIN_LOSS}
     asked = [[row["client"] for row in run(name, seed=s, **half).history.rows if row.keys() & trained] for s in (3, 4)]
     assert asked[0] != asked[1]
+
+
+class LastNode(InlineGrid):
+    """A grid of which the last node alone is connected."""
+
+    def get_node_ids(self) -> list[int]:
+        return list(super().get_node_ids())[-1:]
+
+
+@every_method
+def test_a_newcomer_is_served_from_the_last_checkpoint_and_changes_nothing(name, tmp_path) -> None:
+    strategy, checkpoints = make(name), Checkpoints(tmp_path)
+    strategy.start(InlineGrid(app_of(name, True), CLIENTS), initial_of(name), ROUNDS, checkpoints=checkpoints)
+    server, after = make(name), None
+    which = strategy.newcomer_result or strategy.personal
+    for _ in range(2):  # it is served from the same state again
+        found = server.serve(LastNode(app_of(name, True), CLIENTS + 1), initial_of(name), checkpoints, ConfigRecord())
+        ((client, numbers),) = found.items()
+        assert client in (CLIENTS, 1001 + CLIENTS) and 0 <= numbers[f"{which}-accuracy"] <= 1
+        assert after in (None, numbers)
+        after = numbers
+    models, others = strategy.client_models(), server.client_models()
+    if name != "federico":  # whose clients update each other's models, here those of the copy
+        assert all(values(others[each]) == values(record) for each, record in models.items() if each in others)
+    assert [path.name[:10] for path in sorted(tmp_path.iterdir())] == [f"round-{ROUNDS + k:04d}" for k in (-1, 0)]
 
 
 @every_method

@@ -129,3 +129,48 @@ def test_a_split_has_a_sample_on_either_side():
     assert [len(part) for part in split(10, 0.3, rng)] == [7, 3]
     # a class with one sample cannot be on both sides: then nothing is divided by class
     assert [len(part) for part in split(4, 0.5, rng, np.array([0, 0, 0, 1]))] == [2, 2]
+
+
+# --- Validation ---------------------------------------------------------------------------------------------
+
+
+def held_out(y, classes=2, **changes):
+    """Return the labels of the training and validation samples of one client with these labels, and of another one."""
+    y, other = np.asarray(y), np.array([0, 1] * 5)
+    both = np.concatenate([y, other])
+    clients = np.repeat(["a", "b"], [len(y), len(other)])
+    test = {"y_test": [0, 1], "clients_test": np.array(["a", "b"])}
+    found = by_client(both, clients_train=clients, num_classes=classes, **(test | changes))
+    return [both[part[0]].tolist() for part in (found.train, found.validation)]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_share_of_each_class_is_for_validation_and_each_class_keeps_a_training_sample(seed):
+    train, validation = held_out([0] * 10 + [1] * 5, validation_share=0.2, seed=seed)
+    assert (sorted(train), sorted(validation)) == ([0] * 8 + [1] * 4, [0, 0, 1])
+    train, validation = held_out([0] * 4 + [1], validation_share=0.2, seed=seed)  # the only 1 stays, for any draw
+    assert (sorted(train), sorted(validation)) == ([0, 0, 0, 1], [0])
+    train, validation = held_out([0, 0, 1, 1], validation_share=0.9, seed=seed)
+    assert set(train) == {0, 1} and validation
+
+
+def test_a_class_that_comes_last_keeps_its_first_sample_for_training():
+    train, validation = held_out(
+        [0, 0, 0, 0, 1, 1], y_test=(), clients_test=None, test_share=1 / 7, validation_share=0.4,
+        times=np.r_[np.arange(6), np.arange(10)],
+    )  # fmt: skip
+    assert (train, validation) == ([0, 0, 1], [0, 0])  # of 5: by time the last two, 0 and 1, were for validation
+
+
+def test_a_client_of_which_no_sample_can_be_held_out_is_refused():
+    test = {"y_test": [0, 1], "clients_test": np.array(["a", "b"]), "validation_share": 0.2}
+    clients = np.array(["a", "b", "b"])
+    assert refusal(y_train=[0, 1, 1], clients_train=clients, **test) == (
+        "validation-share is 0.2, and client 'a' has 1 training sample, so that none can be held out, allowed: 0, or "
+        "more samples"
+    )
+    clients = np.array(["a", "b", "b", "a", "a"])
+    assert refusal(y_train=[0, 1, 0, 0, 0], clients_train=clients, **test) == (
+        "validation-share is 0.2, and client 'b' has 1 training sample of each of its classes, so that none can be "
+        "held out, allowed: 0, or more samples"
+    )

@@ -347,6 +347,8 @@ def test_a_federation_of_features_has_all_images(folder):
         "dirichlet-alpha": 0.4,
         "min-samples": 10,
         "test-share": 0.3,
+        "validation-share": 0,
+        "held-out-clients": 0,
         "class-weights": "",
         "public-data": "auto",
         "public-size": 0,

@@ -6,9 +6,19 @@ import numpy as np
 import pytest
 import torch
 
-from kindred.data import DATASETS, PARTITIONS, DataError, Federation, SiteData, load_federation, partition_figure
+from kindred.data import (
+    DATASETS,
+    PARTITIONS,
+    DataError,
+    Dataset,
+    Federation,
+    SiteData,
+    load_federation,
+    partition_figure,
+)
 from kindred.data.partitions import Partition
 from kindred.data.sources import Images
+from kindred.objectives import Number
 
 DIGITS = {
     "dataset": "digits",
@@ -21,6 +31,8 @@ DIGITS = {
     "dirichlet-alpha": 0.5,
     "min-samples": 10,
     "test-share": 0.3,
+    "validation-share": 0,
+    "held-out-clients": 0,
     "class-weights": "",
     "inputs": "auto",
     "task": "auto",
@@ -131,7 +143,7 @@ def test_a_client_has_its_permuted_labels_in_every_split():
 def test_only_existing_clients_have_data():
     federation = small(np.zeros((4, 1, 2, 2), np.uint8))
     for client in (-1, 2, "lyon"):
-        with pytest.raises(DataError, match=f"client {client} .*num-clients is 2"):
+        with pytest.raises(DataError, match=f"client {client} has no data: 2 clients take part"):
             federation.site_data(client)
 
 
@@ -235,3 +247,20 @@ def test_a_picture_has_a_line_between_groups(changes, lines, tmp_path):
     orange = (picture[..., 0] > 0.9) & (abs(picture[..., 1] - 0.55) < 0.1) & (picture[..., 2] < 0.1)
     rows = orange.mean(axis=1) > 0.5  # rows that are orange over most of the picture's width
     assert np.count_nonzero(np.diff(rows.astype(int)) == 1) == lines
+
+
+def test_targets_are_the_number_of_classes_or_the_range_of_each_client():
+    x = np.zeros((4, 1, 1, 2), np.uint8)
+    assert small(x).targets() == [{"classes": 2}, {"classes": 2}]  # images 0 and 1, then 3 and 2
+    assert small(x, y=(1, 1, 0, 1)).targets() == [{"classes": 1}, {"classes": 2}]
+    numbers = Dataset(x, np.array([3.0, -1.5, 7.0, 2.0]), x, np.zeros(4), Number(1))
+    parts = Partition(
+        train=[np.array([0, 1, 2]), np.array([], int)],
+        validation=[np.array([], int)] * 2,
+        test=[np.array([5])] * 2,
+        spare=np.array([3]),
+        groups=np.array([0, 0]),
+        quarter_turns=np.array([0, 0]),
+        label_maps=np.array([(0, 1)] * 2),
+    )
+    assert Federation(numbers, parts).targets() == [{"range": [-1.5, 7.0]}, {}]

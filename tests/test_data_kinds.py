@@ -34,7 +34,7 @@ Y = np.arange(12) // 2 % 2
 def settings_of(path, arrays, **changes) -> dict:
     np.savez(path / "a.npz", **arrays)
     given = {"dataset": "npz", "data_dir": str(path / "a.npz"), "partition": "by-client", "num_clients": 2,
-             "min_samples": 2, "test_share": 1 / 3}  # fmt: skip
+             "min_samples": 2, "test_share": 1 / 3, "validation_share": 0}  # fmt: skip
     return given | changes
 
 
@@ -43,6 +43,21 @@ def federation(path, arrays, **changes):
 
 
 # --- Federations ----------------------------------------------------------------------------------------------
+
+
+def test_natural_clients_hold_out_a_fifth_and_only_the_others_are_measured(tmp_path):
+    """Two of each client's six samples are for test, and of the other four the last one is for validation."""
+    x = np.where(np.arange(12) < 6, np.arange(12) % 2, 100.0)[:, None, None] * np.ones((1, 1, 3))
+    y = np.where(np.arange(12) < 6, 10.0 + 4 * (np.arange(12) % 2), 1000.0)
+    found = federation(
+        tmp_path, {"x": x, "y": y, "client": CLIENTS, "time": TIMES}, validation_share="auto", class_weights=""
+    )
+    assert found.task == Task(SignalInputs((1, 3), (0.5,), (0.5,)), Number(1, mean=12.0, deviation=2.0))
+    assert found.has_validation and found.train_sizes.tolist() == [3, 3] and found.sizes.tolist() == [6, 6]
+    data = found.site_data(0)
+    assert data.train[1].tolist() == [1.0] * 3
+    assert data.validation[1].tolist() == [494.0] and data.test[1].tolist() == [494.0] * 2
+    assert not federation(tmp_path, {"x": x, "y": Y}, validation_share="auto", partition="iid").has_validation
 
 
 def test_only_samples_that_clients_train_on_are_measured(tmp_path):

@@ -24,6 +24,8 @@ SETTINGS = {
     "dirichlet-alpha": 1.0,
     "min-samples": 10,
     "test-share": 0.3,
+    "validation-share": 0,
+    "held-out-clients": 0,
     "class-weights": "",
     "inputs": "auto",
     "task": "auto",

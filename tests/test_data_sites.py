@@ -195,7 +195,11 @@ def test_another_shape_or_more_classes_are_refused_with_the_expected_ones(tmp_pa
 def test_the_setting_dataset_decides_whether_sites_have_their_own_data(tmp_path) -> None:
     run_config = Config(**SITES).run_config() | {"samples-per-client": 7}
     sites = load_clients(run_config, {"data-dir": str(npz(tmp_path / "a.npz", shape=(8, 8)))})
-    assert isinstance(sites, Sites) and sites.typical_size == 7 and len(sites.site_data("lyon").train[1]) == 6
+    assert isinstance(sites, Sites) and sites.typical_size == 7
+    data = sites.site_data("lyon")
+    assert [len(part[1]) for part in (data.train, data.validation, data.test)] == [5, 1, 3]  # a fifth of six
+    data = load_clients(run_config | {"validation-share": 0.0}, {"data-dir": str(tmp_path / "a.npz")}).site_data("lyon")
+    assert [len(part[1]) for part in (data.train, data.validation, data.test)] == [6, 0, 3]
     divided = Config(num_clients=4).run_config()
     assert load_clients(divided, {"data-dir": "of no use"}) is load_federation(divided)
     assert load_federation(divided).typical_size == len(load_federation(divided).site_data(0).train[1]) == 40
@@ -254,12 +258,12 @@ def test_a_site_that_does_not_fit_is_excluded_by_name_and_the_others_continue(tm
 @pytest.mark.parametrize(
     ("strategy", "files"),
     [
-        ("heurfedamp", {"model", "best"}),
-        ("fedavg", {"model", "best"}),
-        ("fedavg-ft", {"model", "best"}),
-        ("perfed-ckt", {"model", "best"}),
-        ("kindred", {"model", "best", "last"}),
-        ("federico", {"mixture", "losses"}),
+        ("heurfedamp", {"model", "best", "predictions"}),
+        ("fedavg", {"model", "best", "predictions"}),
+        ("fedavg-ft", {"model", "best", "predictions"}),
+        ("perfed-ckt", {"model", "best", "predictions"}),
+        ("kindred", {"model", "best", "predictions", "last"}),
+        ("federico", {"mixture", "losses", "best", "predictions"}),
     ],
 )
 def test_a_site_stores_its_results_of_a_run(tmp_path, strategy, files) -> None:
@@ -274,18 +278,20 @@ def test_a_site_stores_its_results_of_a_run(tmp_path, strategy, files) -> None:
         received = {stem for stem in stored if stem.startswith("received-client-")}
         assert stored - received == files
         assert len(received) == (3 if strategy == "federico" else 0)
-        assert bool(list(state.folder.glob(".*.safetensors"))) == (
+        before = {path.name.split(".")[1] for path in state.folder.glob(".*.safetensors")}  # states of earlier rounds
+        assert bool(before - {"predictions"}) == (  # predictions of the selected model, if it is not of the last round
             strategy in ("perfed-ckt", "kindred", "federico")
         )  # the model it continues from, its last model, or losses and copies of models of the round before
         assert state.folder.stat().st_mode & 0o777 == 0o700
         rows = [row for row in read_table(folder.path / "history.csv") if row["client"] == f"site-{number}"]
         accuracies = [row["personal-accuracy"] for row in rows if "personal-accuracy" in row]
-        for name in files - {"last", "losses"}:  # these are the methods' own states
+        for name in files - {"last", "losses", "predictions"}:  # the first two are the methods' own states
             model, task = Task.from_metadata(state.about(name))
             assert model == "digits-cnn" and (task.inputs.shape, task.objective.num_outputs) == ((1, 8, 8), 10)
         if "model" in files:
             assert float(state.about("model")["accuracy"]) == accuracies[-1]
-            assert float(state.about("best")["accuracy"]) == max(accuracies)
+        on_validation = [row["validation-accuracy"] for row in rows if "validation-accuracy" in row]
+        assert float(state.about("best")["validation-accuracy"]) == max(on_validation)
 
 
 def test_a_site_processes_one_message_at_a_time(tmp_path) -> None:

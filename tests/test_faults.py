@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import math
 import random
 import re
 import subprocess
@@ -32,7 +33,7 @@ from kindred.server_app.processes import MARK, marked_processes
 from kindred.server_app.summary import summarise
 
 from .client_apps import collaboration_app, initial, plain_app, target
-from .grids import FaultyGrid
+from .grids import FaultyGrid, Interrupted, interrupted
 from .test_conformance import (
     APPS,
     app_of,
@@ -763,14 +764,15 @@ def test_a_client_refused_repeatedly_is_excluded_for_some_rounds(caplog) -> None
 def test_an_excluded_client_stays_excluded_after_a_resume(tmp_path) -> None:
     """The run is interrupted after round 2, in which the client got its second strike."""
 
-    def run(folder: Path, rounds: int) -> Local:
+    def run(folder: Path, after: float = math.inf) -> Local:
         strategy = Local(max_strikes=2)
         grid = FaultyGrid(named_app(["a", "b", "c"]), 3, lambda r, c: bad if c == 1 else "ok")
-        strategy.start(grid, initial(), rounds, checkpoints=Checkpoints(folder))
+        strategy.start(interrupted(grid, after), initial(), 7, checkpoints=Checkpoints(folder))
         return strategy
 
-    run(tmp_path / "one", 2)
-    resumed, whole = run(tmp_path / "one", 7), run(tmp_path / "other", 7)
+    with pytest.raises(Interrupted):
+        run(tmp_path / "one", after=2)
+    resumed, whole = run(tmp_path / "one"), run(tmp_path / "other")
     assert [row["round"] for row in whole.history.rows if row["client"] == "b"] == [1, 2, 5]
     assert everything(resumed) == everything(whole)
 

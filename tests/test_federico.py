@@ -29,6 +29,7 @@ from kindred.engine import roster
 from kindred.engine.optimizers import AdamStep, SGDStep
 from kindred.federico import collaborator_weights, known_weights, log_rest_of
 from kindred.messages import METHODS, VERSION_KEY, decode, encode, read_record, seed_for, to_record
+from kindred.objectives import Classes
 from kindred.parts import federico_copies
 from kindred.parts.federico_losses import LARGEST_LOSS, Losses, accumulate, smooth
 from kindred.parts.federico_requests import Request, choose_request
@@ -827,7 +828,7 @@ def test_a_relay_receives_losses_and_weights_only_if_the_site_agrees(grid, agree
             "received-loss",
             "samples-trained",
             "samples-predicted",
-        }
+        } | ({f"mixture-{name}" for name in Classes.reports} if each.down["config"].get("last-round") else set())
         assert not {"smoothed-losses", "log-rest"} & set(each.down["config"])
     clients, weights = strategy.collaboration()
     if agreed:

@@ -221,12 +221,12 @@ def test_without_neighbours_it_equals_local_training_bit_for_bit(settings) -> No
 
 def test_a_site_with_validation_data_trains_on_all_samples_and_others_on_a_part() -> None:
     def rows(app) -> list[dict]:
-        return [row for row in run(FedFomo(num_neighbours=2, validation_share=0.25), app=app).history.rows]
+        return [row for row in run(FedFomo(num_neighbours=2), app=app).history.rows]
 
     for row, mine in zip(rows(test_client.app), rows(held_out(torch.randn(9, 3))), strict=True):
         # 20 samples, 2 epochs; the model before, the client's own and, from the second round on, two others
         tried = 2 if row["round"] == 1 else 4
-        assert (row["samples-trained"], row["samples-predicted"]) == (2 * 15, tried * 5)
+        assert (row["samples-trained"], row["samples-predicted"]) == (2 * 16, tried * 4)
         assert (mine["samples-trained"], mine["samples-predicted"]) == (2 * 20, tried * 9)
         assert row["num-examples"] == mine["num-examples"] == 20  # as the clients have introduced themselves
         assert ("validation-accuracy" in mine, "validation-accuracy" in row) == (True, False)
@@ -234,10 +234,10 @@ def test_a_site_with_validation_data_trains_on_all_samples_and_others_on_a_part(
 
 def test_every_setting_changes_the_result() -> None:
     def models(**changes) -> list[dict[str, bytes]]:
-        settings = {"num_neighbours": 1, "epsilon": 0.0, "validation_share": 0.2} | changes
+        settings = {"num_neighbours": 1, "epsilon": 0.0} | changes
         return [values(record) for record in run(FedFomo(**settings), rounds=6).client_models().values()]
 
-    results = [models(), models(num_neighbours=0), models(epsilon=1.0), models(validation_share=0.5), models(seed=1)]
+    results = [models(), models(num_neighbours=0), models(epsilon=1.0), models(seed=1)]
     assert all(one != other for i, one in enumerate(results) for other in results[:i])
 
 
@@ -346,8 +346,6 @@ def test_invalid_weights_count_as_a_missing_reply(weights) -> None:
     [
         ({"num_neighbours": -1}, "num_neighbours is -1, allowed: 0 or more"),
         ({"epsilon": 1.1}, "epsilon is 1.1, allowed: 0 to 1"),
-        ({"validation_share": 0.0}, "validation_share is 0.0, allowed: more than 0, less than 1"),
-        ({"validation_share": 1.0}, "validation_share is 1.0, allowed: more than 0, less than 1"),
     ],
 )
 def test_out_of_range_arguments_are_named(arguments, said) -> None:

@@ -15,11 +15,11 @@ from typer.testing import CliRunner
 from kindred.data import load_federation
 from kindred.metrics import METRICS
 from kindred.objectives import OBJECTIVES, Classes, NextToken, Number
-from kindred.server_app.app import needed_by, prepare
+from kindred.server_app.app import metric_remarks, needed_by, prepare
 from kindred.server_app.cli import run as cli
 from kindred.server_app.comparison.metrics import numbers_of
 from kindred.server_app.comparison.statistics import metrics_of, signed_rank
-from kindred.server_app.config import Config, ConfigError
+from kindred.server_app.config import SETTINGS, Config, ConfigError
 from kindred.server_app.headline import Headline, significant
 from kindred.server_app.report import figures
 from kindred.server_app.report.comparison_figures import comparison_figure
@@ -104,9 +104,9 @@ def test_the_setting_chooses_among_the_metrics_that_clients_report() -> None:
     assert Headline.chosen("r2", Number(1)).name == "r2"
     assert Headline.chosen("bits", NextToken(5)).name == "bits"
     with pytest.raises(
-        ConfigError, match=r"^metric is 'rmse', allowed with the objective classes: auto, accuracy, loss$"
+        ConfigError, match=r"^metric is 'rmse', allowed with the objective next-token: auto, accuracy, bits, loss$"
     ):
-        Headline.chosen("rmse", Classes(10))
+        Headline.chosen("rmse", NextToken(10))
 
 
 def test_every_objective_reports_its_own_metric_and_what_it_measures() -> None:
@@ -114,7 +114,7 @@ def test_every_objective_reports_its_own_metric_and_what_it_measures() -> None:
     for name, objective in OBJECTIVES.items():
         y = np.array(targets[name])
         outputs = 1 if name == "number" else 2
-        found = objective(outputs).evaluated(np.full((2, outputs), 0.5), y)
+        found = objective(outputs).evaluated(np.full((2, outputs), 0.5), y, objective.reports)
         assert set(found) == set(objective.reports) and objective.metric in objective.reports
         assert set(objective.reports) <= set(METRICS)
 
@@ -123,16 +123,113 @@ def test_runs_with_different_metrics_are_not_compared() -> None:
     assert Headline.of([{}, {"metric": "accuracy"}]).name == Headline.of([]).name == "accuracy"
     with pytest.raises(ConfigError, match="^the runs have the headline metrics mae, rmse, allowed: one for all$"):
         Headline.of([{"metric": "rmse"}, {"metric": "mae"}])
-    with pytest.raises(ConfigError, match="^metric is 'f1', allowed: accuracy, loss, "):
-        Headline.of([{"metric": "f1"}])
+    with pytest.raises(ConfigError, match="^metric is 'f2', allowed: accuracy, balanced-accuracy, "):
+        Headline.of([{"metric": "f2"}])
 
 
 def test_a_metric_that_the_task_does_not_have_is_refused_before_the_first_round(table, tmp_path) -> None:
-    said = refusal("run", "--engine=inline", "--set=metric=rmse", f"--output-dir={tmp_path}")
-    assert said == "metric is 'rmse', allowed with the objective classes: auto, accuracy, loss"
-    said = refusal("run", "--set=metric=accuracy", f"--data-dir={table}", f"--output-dir={tmp_path}", *NUMBERS)
-    assert said == "metric is 'accuracy', allowed with the objective number: auto, rmse, mae, r2, loss"
-    assert not list(tmp_path.iterdir())
+    results = tmp_path / "results"
+    of_classes = (
+        "auto, accuracy, balanced-accuracy, auroc, average-precision, f1, log-loss, brier, calibration-error, loss"
+    )
+    for name, classes in (("rmse", ""), ("sensitivity", " and 10 classes")):
+        said = refusal("run", "--engine=inline", f"--metric={name}", f"--output-dir={results}")
+        assert said == f"metric is {name!r}, allowed with the objective classes{classes}: {of_classes}"
+    for name in ("accuracy", "auroc"):
+        said = refusal(
+            "compare",
+            "--strategies=local",
+            f"--metric={name}",
+            f"--data-dir={table}",
+            f"--output-dir={results}",
+            *NUMBERS,
+        )
+        assert said == f"metric is {name!r}, allowed with the objective number: auto, rmse, mae, r2, loss"
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text("to be or not to be, that is the question; " * 20)
+    said = refusal(
+        "run", "--metric=auroc", "--dataset=text", "--partition=by-client", "--clients=2", f"--data-dir={tmp_path}",
+        f"--output-dir={results}",
+    )  # fmt: skip
+    assert said == "metric is 'auroc', allowed with the objective next-token: auto, accuracy, bits, loss"
+    assert "metric is given twice" in refusal("run", "--metric=f1", "--set=metric=auroc")
+    assert "metric is 'f2', allowed: " in refusal("run", "--metric=f2") and not results.exists()
+
+
+def test_with_two_classes_there_are_sensitivity_and_specificity() -> None:
+    assert [Headline.chosen(name, Classes(2)).name for name in ("sensitivity", "specificity")] == [
+        "sensitivity", "specificity"
+    ]  # fmt: skip
+
+
+def test_a_run_cannot_stop_by_validation_data_without_any(tmp_path) -> None:
+    said = refusal("run", "--engine=inline", "--set=stop-after=2", f"--output-dir={tmp_path}/results")
+    assert said == (
+        "stop-after is 2, and there are no validation samples: set validation-share, or stop-after to 0"
+    ) and not list(tmp_path.iterdir())
+
+
+# --- Clients whose test data do not define the metric ----------------------------------------------------
+
+
+def patients(path: Path, **sick: tuple[int, ...]) -> list[str]:
+    """Write a table of hospitals with 20 patients each, those with these numbers sick; the last 6 are for test."""
+    with open(path / "patients.csv", "w", newline="") as file:
+        lines = csv.writer(file)
+        lines.writerow(["age", "when", "place", "sick"])
+        lines.writerows([30 + n + 9 * (n in ill), n, place, n in ill] for place, ill in sick.items() for n in range(20))
+    return [
+        "--engine=inline", "--dataset=csv", f"--data-dir={path}/patients.csv", "--set=target=sick",
+        "--set=client=place", "--set=time=when", "--partition=by-client", f"--clients={len(sick)}",
+        "--rounds=2", f"--output-dir={path}/out",
+    ]  # fmt: skip
+
+
+def test_a_client_with_one_class_in_its_test_data_is_said_to_have_no_auroc(tmp_path) -> None:
+    words = patients(tmp_path, Aachen=(0, 1, 18, 19), Bonn=(0, 1), Cologne=(2, 3, 15))
+    said = run_command("run", "--strategy=local", "--metric=auroc", *words)
+    (remark,) = (line for line in said.splitlines() if "has no" in line)
+    assert remark == "client 1 Bonn has one class in its test data: it has no auroc"
+    assert said.index(remark) < said.index("round 1/2")
+    (folder,) = (tmp_path / "out").iterdir()
+    summary = json.loads((folder / "summary.json").read_text())
+    aachen, bonn, cologne = summary["clients"]
+    assert bonn["auroc"] is None and "auroc" not in bonn["last"] and bonn["last"]["accuracy"] is not None
+    assert summary["auroc"] == pytest.approx((aachen["auroc"] + cologne["auroc"]) / 2)
+    rounds = list(csv.DictReader(io.StringIO((folder / "rounds.csv").read_text())))
+    assert [line["asked"] for line in rounds] == ["3", "3"] and {line["evaluated"] for line in rounds} == {"2"}
+    history = list(csv.DictReader(io.StringIO((folder / "history.csv").read_text())))
+    requests = {(line["round"], line["bytes-down"]) for line in history}
+    assert len(requests) == 2  # no client is asked again in a round for what it cannot have
+    assert "has no accuracy" not in run_command("run", "--strategy=local", *words)
+
+
+def test_a_metric_that_no_client_has_is_refused(tmp_path) -> None:
+    words = patients(tmp_path, Aachen=(0, 1), Bonn=(2, 3))
+    assert refusal("run", "--metric=auroc", *words) == (
+        "metric is 'auroc', and no client has more than one class in its test data, allowed: auto, or test data that "
+        "define the metric"
+    )
+    assert not (tmp_path / "out").exists()
+    run_command("run", "--strategy=local", "--metric=specificity", *words)
+    assert "metric is 'sensitivity', and no client" in refusal("run", "--metric=sensitivity", *words)
+
+
+def test_of_many_clients_without_the_metric_some_are_listed(tmp_path) -> None:
+    words = patients(tmp_path, Aachen=(0, 19), **{f"Place{n:02}": (0,) for n in range(14)})
+    federation = load_federation(given(words))
+    assert federation.clients_without("auroc") == dict.fromkeys(range(1, 15), 1)
+    assert federation.clients_without("accuracy") == {} == federation.clients_without("specificity")
+    lines = metric_remarks(Config.from_run_config(given(words) | {"metric": "auroc"}), federation)
+    assert len(lines) == 11 and lines[-1] == "4 more clients have no auroc"
+
+
+def given(words: list[str]) -> dict:
+    """Return the settings in words of a command, for those that `patients` returns."""
+    pairs = dict(word.removeprefix("--").removeprefix("set=").split("=", 1) for word in words)
+    known = {"clients": "num-clients", "rounds": "num-rounds"}
+    texts = {known.get(key, key): value for key, value in pairs.items() if key != "engine"}
+    return Config.from_run_config({key: SETTINGS[key].parse(text) for key, text in texts.items()}).run_config()
 
 
 def test_all_compared_methods_have_one_metric(tmp_path) -> None:
@@ -249,13 +346,15 @@ def test_a_lower_error_is_better_in_the_tests() -> None:
 
 def test_the_numbers_of_a_comparison_say_which_way_is_better() -> None:
     numbers = numbers_of(Headline("rmse"))
-    titles = {key: metric.title for key, metric in numbers.items()}
-    assert list(titles.values())[:5] == ["best RMSE", "last RMSE", "by size RMSE", "top decile RMSE", "below local %"]
-    assert list(numbers)[:4] == ["rmse-best", "rmse", "rmse-weighted", "rmse-p90"]
+    titles = [metric.title for metric in numbers.values()]
+    assert titles[5] == "below local %" and titles[:5] == [
+        "selected RMSE", "best RMSE", "last RMSE", "by size RMSE", "top decile RMSE"
+    ]  # fmt: skip
+    assert list(numbers)[:5] == ["rmse-selected", "rmse-best", "rmse", "rmse-weighted", "rmse-p90"]
     assert numbers["rmse-p90"].meaning == "RMSE above which a tenth of the clients lie, last round"
     assert numbers["better-than-local"].meaning == "share of the clients with a lower last RMSE than with local"
-    accuracy = [metric.title for metric in numbers_of(Headline()).values()][:5]
-    assert accuracy == ["best %", "last %", "by size %", "bottom decile %", "above local %"]
+    accuracy = [metric.title for metric in numbers_of(Headline()).values()][:6]
+    assert accuracy == ["selected %", "best %", "last %", "by size %", "bottom decile %", "above local %"]
 
 
 def test_the_picture_of_errors_has_its_best_round_at_the_bottom() -> None:
@@ -284,7 +383,7 @@ def test_the_picture_of_compared_errors() -> None:
 def test_a_comparison_is_by_the_metric_of_its_runs(compared) -> None:
     folder, output = compared
     written = json.loads((folder / "comparison.json").read_text())
-    assert written["metric"] == "rmse" and list(written["metrics"])[:2] == ["rmse-best", "rmse"]
+    assert written["metric"] == "rmse" and list(written["metrics"])[:3] == ["rmse-selected", "rmse-best", "rmse"]
     local, tuned = (written["strategies"][name] for name in ("local", "fedavg-ft"))
     pairs = [
         (mine["rmse"], alone["rmse"])
@@ -320,7 +419,9 @@ def test_folders_of_runs_with_different_metrics_are_refused(run, tmp_path) -> No
 def test_a_browser_shows_the_errors_and_names(browser, compared, run) -> None:  # noqa: F811
     with opened(browser, (run / "report.html").as_uri()) as tab:
         terms = tab.locator("dl.figures dt").all_text_contents()
-        assert terms[:4] == ["mean RMSE", "best mean", "top decile", "mean by test size"]
+        assert terms[:5] == [
+            "mean RMSE", "best mean, by test data", "mean of selected models", "top decile", "mean by test size",
+        ]  # fmt: skip
         summary = json.loads((run / "summary.json").read_text())
         value = tab.locator("dl.figures dd").first.text_content()
         assert float(value) == float(significant(summary["rmse"]))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from kindred.server_app.config import Config, ConfigError
 from kindred.server_app.presets import load_preset
 
 from .client_apps import initial, plain_app
+from .grids import Interrupted, interrupted
 from .test_conformance import CLIENTS, app_of, initial_of, make
 
 Epochs = dict[tuple[str, int, int], int]  # of a message: (its type, its round, the node) -> local-epochs
@@ -106,11 +109,12 @@ def run(name: str, *cuts: int, checkpoints: Checkpoints | None = None, **more) -
     """Rows of the history after a run whose process ended after each of the rounds in `cuts`."""
     config = Config(strategy=name, **SETTINGS, **more)
     federation = load_federation(config.run_config())
-    for rounds in (*cuts, config.num_rounds):
+    for after in (*cuts, config.num_rounds):
         strategy, arrays = prepare(config, federation)
         local = ConfigRecord({"local-epochs": 7, "batch-size": 20, "device": "cpu"})
-        grid = InlineGrid(client_app, 3, config.run_config())
-        strategy.start(grid, arrays, rounds, 60, local, local, checkpoints=checkpoints)
+        grid = interrupted(InlineGrid(client_app, 3, config.run_config()), after if after in cuts else math.inf)
+        with pytest.raises(Interrupted) if after in cuts else nullcontext():
+            strategy.start(grid, arrays, config.num_rounds, 60, local, local, checkpoints=checkpoints)
     return [{key: value for key, value in row.items() if key != "seconds"} for row in strategy.history.rows]
 
 

@@ -131,7 +131,11 @@ def run_the_document(tmp_path, library, server_section: str, client_section: str
 def test_the_documented_perfed_ckt_works_as_written(library, tmp_path) -> None:
     accuracies, kept = run_the_document(tmp_path, library, "## PerFed-CKT", "## PerFed-CKT")
     assert np.mean(list(accuracies.values())) > 0.6
-    assert len(kept) == 8 and len({frozenset(load_file(path)) for path in kept}) == 2
+    models, predictions = (
+        [path for path in kept if path.name == f"{name}.safetensors"] for name in ("model", "predictions")
+    )
+    assert len(models) == len(predictions) == 8 and len(kept) == 16
+    assert len({frozenset(load_file(path)) for path in models}) == 2
 
 
 def test_the_documented_federico_works_as_written(library, tmp_path) -> None:

@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 from kindred.server_app import runs
 from kindred.server_app.cli import report as _report, run as cli  # noqa: F401  the first adds commands
 from kindred.server_app.config import Config, ConfigError
-from kindred.server_app.report import content as report, watch as see
+from kindred.server_app.report import clients as single, content as report, watch as see
 from kindred.server_app.report.content import comparison_content, run_content, write_report
 from kindred.server_app.report.render import STYLE
 from kindred.server_app.results import RunFolder
@@ -145,6 +145,8 @@ def test_the_page_has_the_figures_and_curves_of_a_run(tmp_path):
         "best": pytest.approx(0.7),
         "worst-decile": pytest.approx(0.54),
         "weighted": pytest.approx(0.8),
+        "validation": None,
+        "selected": None,
         "bytes-down": 400,
         "bytes-up": 120,
         "seconds": 4.0,
@@ -186,6 +188,59 @@ def test_the_page_compares_before_and_after_local_training(tmp_path):
         "after": [0.5, 0.8],
     }
     assert content["curve"]["samples"] == [100.0, 140.0]
+
+
+def test_the_page_has_a_table_and_a_curve_of_each_client(tmp_path):
+    rounds = [
+        [row(1, 0, personal_accuracy=0.5), row(1, 1, personal_accuracy=0.25, num_examples=20, num_test_examples=8)],
+        [row(2, 1, personal_accuracy=0.75)],
+    ]
+    folder = a_run(tmp_path, rounds)
+    about = [
+        {"client": 0, "classes": 2},
+        {"client": 1, "range": [0.5, 40.0], "selected": {"accuracy": 0.625, "loss": 1.0}},
+    ]
+    config = json.loads((folder.path / "config.json").read_text())
+    (folder.path / "config.json").write_text(json.dumps(config | {"names": ["lyon", "oslo"]}))
+    content = run_content(folder.path, {"clients": about})
+    first, second = content["table"]
+    assert (first["client"], first["name"], first["classes"], first["range"]) == ("0", "lyon", 2, None)
+    assert (first["last"], first["selected"]) == (0.5, None)
+    assert second == {
+        "client": "1",
+        "name": "oslo",
+        "train": 20,
+        "test": 8,
+        "classes": None,
+        "range": [0.5, 40.0],
+        "last": 0.75,
+        "selected": 0.625,
+    }
+    assert content["curves"] == [[0.5, None], [0.25, 0.75]]
+
+
+def test_curves_of_too_many_clients_are_omitted(tmp_path, monkeypatch):
+    monkeypatch.setattr(single, "MOST_VALUES", 3)
+    assert run_content(a_run(tmp_path, TWO_ROUNDS).path)["curves"] is None
+
+
+def test_sites_that_only_validate_have_their_metrics_up_to_the_last_complete_round(tmp_path):
+    folder = a_run(tmp_path, TWO_ROUNDS).path
+    (folder / "validators.csv").write_text(
+        "round,client,status,bytes-down,bytes-up,num-test-examples,accuracy,loss\n"
+        "1,eve,ok,100,20,30,0.25,1.5\n2,eve,error 1: lost,100,0,,,\n2,ada,no global model,0,0,12,,\n"
+        "3,eve,ok,100,20,30,0.75,0.5\n"
+    )
+    assert run_content(folder)["validators"] == [
+        {"client": "ada", "samples": 12, "status": "no global model", "last": {}, "metrics": []},
+        {
+            "client": "eve",
+            "samples": 30,
+            "status": "error 1: lost",
+            "last": {"accuracy": 0.25, "loss": 1.5},
+            "metrics": [("accuracy", 0.25), ("loss", 1.5)],
+        },
+    ]
 
 
 def weights_of(found, at=-1):
@@ -689,6 +744,90 @@ def test_sliders_move_by_keyboard_and_the_figures_with_them(browser, results):
         assert arrows.count() == 4 * 3
 
 
+def a_verdict(clients):
+    """The verdict of a summary: client 0 was helped, for all others no difference was shown."""
+    numbers = {"samples": 40, "federated": 0.75, "alone": 0.5, "gain": 0.25, "low": 0.125, "high": 0.375, "p": 0.01}
+    listed = [
+        {"client": client, **numbers, "verdict": "no difference shown" if client else "helped"} for client in clients
+    ]
+    return {"sentence": "Federating helped 1 client", "percent": True, "clients": listed}
+
+
+@pytest.fixture(scope="module")
+def judged(tmp_path_factory):
+    """A run of two named clients with a verdict, and a site that only validates."""
+    folder = a_run(tmp_path_factory.mktemp("judged"), TWO_ROUNDS, weights=[[0.5, 0.5], [0.25, 0.75]]).path
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"names": ["lyon", NASTY]}))
+    (folder / "validators.csv").write_text("round,client,status,num-test-examples,accuracy\n2,eve,ok,30,0.25\n")
+    clients = [{"client": 0, "classes": 3}, {"client": 1, "classes": 10}]
+    write_report(folder, {"verdict": a_verdict([0, 1]), "clients": clients})
+    return folder
+
+
+def cells(tab, title):
+    """Return the header and the rows of the first table in the section with this title."""
+    found = tab.locator(f"section:has(h2:text-is('{title}')) table").first
+    return [line.locator("th, td").all_text_contents() for line in found.locator("tr").all()]
+
+
+def test_the_verdict_is_shown_of_each_client_with_its_name_and_classes(browser, judged):
+    with opened(browser, (judged / "report.html").as_uri()) as tab:
+        header, first, second = cells(tab, "Better than training alone?")
+        assert header == [
+            "client", "name", "test samples", "classes", "alone", "federated", "gain", "interval", "p", "verdict"
+        ]  # fmt: skip
+        assert first == [
+            "0", "lyon", "40", "3", "50.0 %", "75.0 %", "+25.0 %", "+12.5 % to +37.5 %", "0.010", "helped"
+        ]  # fmt: skip
+        assert second[:4] == ["1", NASTY, "40", "10"] and second[-1] == "no difference shown"
+        assert cells(tab, "Sites that only validate") == [
+            ["site", "samples", "accuracy", "last evaluation"],
+            ["eve", "30", "0.25", "ok"],
+        ]
+
+
+@pytest.mark.parametrize(("number", "folded"), [(2, False), (30, False), (31, True)])
+def test_without_a_verdict_a_table_has_the_last_value_of_each_client(browser, tmp_path, number, folded):
+    rounds = [[row(1, client, personal_accuracy=0.5, num_examples=20) for client in range(number)]]
+    folder = a_run(tmp_path, rounds, clients=range(number)).path
+    write_report(folder)
+    with opened(browser, (folder / "report.html").as_uri()) as tab:
+        header, *lines = cells(tab, "Clients")
+        assert header == ["client", "training samples", "test samples", "classes", "last accuracy"]
+        assert len(lines) == number and lines[1] == ["1", "20", "–", "–", "50.0 %"]
+        assert tab.locator("section:has(h2:text-is('Clients')) details").count() == folded
+
+
+def test_one_client_has_no_table(browser, tmp_path):
+    folder = a_run(tmp_path, [[row(1, 0, personal_accuracy=0.5)]], clients=[0]).path
+    write_report(folder)
+    with opened(browser, (folder / "report.html").as_uri()) as tab:
+        assert tab.locator("h2:text-is('Clients')").count() == 0
+
+
+def test_the_reader_chooses_whose_curve_is_drawn(browser, judged):
+    with opened(browser, (judged / "report.html").as_uri()) as tab:
+        figure = "section:has(#curve-of) figure svg[role=img]"
+        assert tab.locator(figure).count() == 0
+        tab.select_option("#curve-of", label="0 lyon")
+        label = tab.get_attribute(figure, "aria-label")
+        assert label.startswith("Client 0 lyon. client 0 lyon: first 50.0 %, last 50.0 %")
+        tab.set_viewport_size({"width": 500, "height": 800})  # drawn again to another width
+        assert tab.locator(figure).count() == 1
+        tab.select_option("#curve-of", label="none")
+        assert tab.locator(figure).count() == 0
+
+
+def test_on_paper_the_table_of_clients_is_whole_and_no_choice_is_shown(browser, judged, tmp_path):
+    with opened(browser, (judged / "report.html").as_uri(), 690) as tab:
+        tab.emulate_media(media="print")
+        assert not tab.locator("#curve-of").is_visible()
+        cut = "all => all.filter(each => each.scrollWidth > each.clientWidth + 1).map(each => each.ariaLabel)"
+        assert tab.eval_on_selector_all("main .scroll", cut) == []
+        assert tab.evaluate("document.documentElement.scrollWidth") <= 690
+
+
 def curves_of(tab, figure):
     """Return title -> colour and width of each line in a figure."""
     paths = tab.locator(f"{figure} svg[role=img] path[fill=none]")
@@ -741,7 +880,7 @@ def test_a_varied_comparison_has_a_figure_for_each_value_and_one_over_the_values
         assert {"0.5", "1", "fraction-train"} < set(texts)
 
 
-@pytest.mark.parametrize("kind", ["run", "comparison", "varied", "shares"])
+@pytest.mark.parametrize("kind", ["run", "comparison", "varied", "shares", "judged"])
 def test_every_figure_has_a_text_and_nothing_is_wider_than_a_phone(browser, kind, request):
     address = (request.getfixturevalue(kind) / "report.html").as_uri()
     for width, scheme in ((390, "light"), (1100, "dark")):

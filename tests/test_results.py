@@ -212,11 +212,11 @@ def test_tables_are_written_after_each_round(tmp_path):
     header, first, second = (folder.path / "rounds.csv").read_text().splitlines()
     assert header == (
         "round,asked,answered,seconds,bytes-down,bytes-up,evaluated,personal,"
-        "accuracy,accuracy-weighted,accuracy-p10,accuracy-best"
+        "accuracy,accuracy-weighted,accuracy-p10,accuracy-best,accuracy-validation,accuracy-selected"
     )
 
     def numbers(line: str) -> list[float]:
-        return [float(cell) for cell in line.split(",")[6:] if cell != "trained"]
+        return [float(cell) for cell in line.split(",")[6:] if cell not in ("", "trained")]
 
     # Means of .5 and .7, then of .5 (carried forward) and .9; weights 10 and 30; deciles a tenth of the way up.
     assert first.startswith("1,2,2,2.0,200,60,")
@@ -408,6 +408,8 @@ def test_a_finished_run_has_all_result_files(tmp_path, federation):
         "accuracy-weighted": pytest.approx(0.8),
         "accuracy-p10": pytest.approx(0.54),
         "accuracy-best": pytest.approx(0.7),
+        "accuracy-validation": None,
+        "accuracy-selected": None,
         "seconds": 4.0,
         "seconds-per-round": 2.0,
         "bytes-down": 400,
@@ -415,9 +417,26 @@ def test_a_finished_run_has_all_result_files(tmp_path, federation):
         "left-out": [],
         "refused": [],
         "clients": [
-            {"client": 0, "accuracy": 0.5, "model": "models/client-0.safetensors"},
-            {"client": 1, "accuracy": 0.9, "model": "models/client-1.safetensors"},
+            {
+                "client": 0,
+                "classes": 10,
+                "accuracy": 0.5,
+                "model": "models/client-0.safetensors",
+                "last": {"accuracy": 0.5},
+            },
+            {
+                "client": 1,
+                "classes": 10,
+                "accuracy": 0.9,
+                "model": "models/client-1.safetensors",
+                "last": {"accuracy": 0.9},
+            },
         ],
+        "validators": [],
+        "newcomers": None,
+        "metrics": {"selected": {}, "last": {"accuracy": pytest.approx(0.7)}},
+        "intervals": {"selected": {}, "last": {"accuracy": [0.5, 0.9]}},  # a quarter of the draws has one client twice
+        "verdict": None,
     }
     for name in ("accuracy.png", "collaboration.png", "partition.png"):
         assert is_picture(folder.path / name), name
@@ -439,8 +458,8 @@ def test_a_run_without_reports_ends_normally(tmp_path, federation):
     summary = json.loads((folder.path / "summary.json").read_text(), parse_constant=lambda name: pytest.fail(name))
     assert summary["accuracy"] is summary["accuracy-best"] is None
     assert summary["clients"] == [
-        {"client": 0, "accuracy": None, "model": None},
-        {"client": 1, "accuracy": None, "model": None},
+        {"client": 0, "classes": 10, "accuracy": None, "model": None},
+        {"client": 1, "classes": 10, "accuracy": None, "model": None},
     ]
     assert not (folder.path / "models").exists() and not (folder.path / "collaboration").exists()
 

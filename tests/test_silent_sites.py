@@ -134,8 +134,9 @@ def sites(tmp_path_factory):
         for name in ("lyon", "oslo"):
             sites.start_site(name)
         sites.start_site("graz", "good.npz", "--no-share-model")
+        sites.start_site("ada", "good.npz", "--validate-only")
         sites.start_cut_off("eve")
-        for name in ("lyon", "oslo", "graz", "eve"):
+        for name in ("lyon", "oslo", "graz", "ada", "eve"):
             sites.wait_for(name, "SuperNode ID: ", 120)
         yield sites
     finally:
@@ -147,7 +148,7 @@ def statuses(results: Path) -> dict[tuple[int, str], str]:
 
 
 def test_an_announced_reply_that_is_not_uploaded_delays_nobody_beyond_the_timeout(sites) -> None:
-    """Such a site is then excluded for a round."""
+    """Such a site is then excluded for a round. A site that only validates evaluates the model of each round."""
     results = sites.run(
         300, num_rounds=2, round_timeout=float(TIMEOUT), max_strikes=1, quorum=1.0, min_available_clients=3
     )
@@ -158,6 +159,9 @@ def test_an_announced_reply_that_is_not_uploaded_delays_nobody_beyond_the_timeou
     first, second = read_table(results / "rounds.csv")
     assert silent["client"] == "eve" and (first["answered"], second["asked"]) == (2, 2)
     assert TIMEOUT - 1 < silent["seconds"] < TIMEOUT + 5  # from sending on; the round's include name queries
+    validations = read_table(results / "validators.csv")
+    assert [(row["round"], row["client"], row["status"]) for row in validations] == [(1, "ada", "ok"), (2, "ada", "ok")]
+    assert all(row["num-test-examples"] == 60 and row["bytes-up"] < 1000 for row in validations)
     # Flower waits minutes for the upload; this does not delay the end of the run's process.
     wait_until(lambda: not any("flwr-serverapp" in command for command in sites.processes()), 30)
 

@@ -730,7 +730,7 @@ def test_the_node_config_sets_a_client_s_folder(tmp_path, root) -> None:
         return {
             Path("site", str(max(client, 1)), f"run-{grid.run.run_id}", f"client-{client}", f"{name}.safetensors")
             for client in range(CLIENTS)
-            for name in ("model", "best")
+            for name in ("model", "predictions")
         }
 
     assert kept.keys() == paths(grids[0]) and both.keys() == paths(grids[0]) | paths(grids[1])

@@ -87,12 +87,61 @@ def divide(partition: str, y_train: np.ndarray, y_test: np.ndarray, num_classes:
         raise DataError(
             f"num-clients is {ask.num_clients}, allowed: 1 to {len(y_train)}, the number of training samples"
         )
+    if ask.held_out_clients and not 0 < ask.held_out_clients <= ask.num_clients - 2:
+        raise DataError(
+            f"held-out-clients is {ask.held_out_clients}, allowed: 0 to {max(ask.num_clients - 2, 0)}, two fewer than "
+            "num-clients"
+        )
     scheme = PARTITIONS[partition]
     if scheme.needs_classes and not num_classes:
         others = ", ".join(name for name, each in PARTITIONS.items() if not each.needs_classes)
         raise DataError(f"partition {partition} needs classes, which {ask.dataset} has not here, allowed: {others}")
-    if len(y_test) or scheme.splits:
-        return scheme.divide(ask)
+    found = scheme.divide(ask) if len(y_test) or scheme.splits else _divided_before(ask, scheme)
+    if ask.validation_share:
+        found = _with_validation(ask, found)
+    return _newcomers_last(ask, found) if ask.held_out_clients else found
+
+
+def _with_validation(ask: Request, found: Partition) -> Partition:
+    """Hold out validation samples of the clients that have training samples and no validation samples."""
+    names = found.names or ("",) * len(found.train)
+    parts = [
+        (train, validation) if len(validation) or not len(train) else ask.hold_out(train, client, name)
+        for client, (train, validation, name) in enumerate(zip(found.train, found.validation, names, strict=True))
+    ]
+    return replace(found, train=[train for train, _ in parts], validation=[validation for _, validation in parts])
+
+
+def _newcomers_last(ask: Request, found: Partition) -> Partition:
+    """Draw the clients that take no part, and number them after the others.
+
+    Their training samples are in random order, and include those that would be for validation.
+    """
+    drawn = np.sort(ask.rng(8).choice(ask.num_clients, ask.held_out_clients, replace=False))
+    order = np.concatenate([np.setdiff1d(np.arange(ask.num_clients), drawn), drawn])
+    train, validation, test = (
+        [part[client] for client in order] for part in (found.train, found.validation, found.test)
+    )
+    for place in range(ask.num_clients - ask.held_out_clients, ask.num_clients):
+        own = np.concatenate([train[place], validation[place]])
+        train[place] = ask.rng(8, int(order[place])).permutation(own)
+        validation[place] = own[:0]
+    return replace(
+        found,
+        train=train,
+        validation=validation,
+        test=test,
+        groups=found.groups[order],
+        quarter_turns=found.quarter_turns[order],
+        label_maps=found.label_maps[order],
+        names=tuple(found.names[client] for client in order) if found.names else (),
+        newcomers=ask.held_out_clients,
+    )
+
+
+def _divided_before(ask: Request, scheme: Scheme) -> Partition:
+    """Divide a dataset without test samples, of which a share is for test."""
+    y_train = ask.y_train
     train, test = ask.split(np.arange(len(y_train)), ask.rng(6))
     clients = ask.clients_train
     found = scheme.divide(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..files import DataError
-from ..splits import split
+from ..splits import hold_out, split
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Partition:
     ----------
     train, validation, test : list of ndarray
         The indices of each client's samples: 0 to n_train - 1 are the dataset's training samples, n_train and above its
-        test samples. Only dirichlet and dirichlet-clients have samples for validation.
+        test samples. Without validation_share only dirichlet and dirichlet-clients have samples for validation.
     spare : ndarray
         The samples that no client has; a public set can be drawn from them.
     groups : ndarray, (m,)
@@ -32,6 +32,8 @@ class Partition:
         The label that client i gives to images of class c. Without effect where the objective has no classes.
     names : tuple of str
         The clients' names, where the data name them; otherwise empty.
+    newcomers : int
+        Number of the clients, the last ones, that take no part in the run.
     """
 
     train: list[np.ndarray]
@@ -42,6 +44,7 @@ class Partition:
     quarter_turns: np.ndarray
     label_maps: np.ndarray
     names: tuple[str, ...] = ()
+    newcomers: int = 0
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,11 @@ class Request:
         Least number of samples of a client, where the data say whose samples are.
     test_share : float
         Fraction of the samples that is for test, where the data have no test samples: above 0, below 1.
+    validation_share : float
+        Fraction of each client's training samples that is for validation, 0 or more and below 1, where the partition
+        has no validation samples.
+    held_out_clients : int
+        Number of clients that take no part in the run, at least two fewer than all.
     """
 
     partition: str
@@ -100,13 +108,16 @@ class Request:
     times: np.ndarray | None = None
     min_samples: int = 10
     test_share: float = 0.3
+    validation_share: float = 0.0
+    held_out_clients: int = 0
 
     def rng(self, *part: int) -> np.random.Generator:
         """Return a generator for one part of the work: 0 classes or clients, 1 and 2 draws, 3 labels, 4 dealing.
 
-        A second number makes one for each client.
+        5 is the public set's, 6 divides training from test samples, 7 training from validation samples, 8 draws the
+        clients held out. A second number makes one for each client.
         """
-        return np.random.default_rng([self.seed, *part])  # 5 is the public set's, 6 divides training from test
+        return np.random.default_rng([self.seed, *part])
 
     @cached_property
     def have_train(self) -> np.ndarray:
@@ -127,6 +138,27 @@ class Request:
         times = None if self.times is None else self.times[samples]
         places = split(len(samples), self.test_share, rng, self.classes_of(samples), times)
         return samples[places[0]], samples[places[1]]
+
+    def hold_out(self, samples: np.ndarray, client: int, name: str = "") -> tuple[np.ndarray, np.ndarray]:
+        """Divide a client's training samples likewise into those that stay, and validation_share of them.
+
+        Each class keeps a training sample: see `kindred.data.splits.hold_out`.
+
+        Raises
+        ------
+        DataError
+            No sample can be held out.
+        """
+        classes = np.concatenate([self.y_train, self.y_test])[samples] if self.num_classes else None
+        times = None if self.times is None else self.times[samples]
+        train, validation = hold_out(len(samples), self.validation_share, self.rng(7, client), classes, times)
+        if not len(validation):
+            have = "1 training sample" if len(samples) == 1 else "1 training sample of each of its classes"
+            raise DataError(
+                f"validation-share is {self.validation_share}, and client {repr(name) if name else client} has {have}, "
+                "so that none can be held out, allowed: 0, or more samples"
+            )
+        return samples[train], samples[validation]
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,9 @@ Dataset = Annotated[str | None, option("dataset", "NAME", "Dataset; see `kindred
 DataDir = Annotated[str | None, option("data-dir", "PATH", "Folder or .npz file of the dataset.")]
 Partition = Annotated[str | None, option("partition", "NAME", "How clients' data differ; see `kindred datasets`.")]
 Clients = Annotated[str | None, option("clients", "N", "Number of clients among which the data are divided.")]
+MetricName = Annotated[
+    str | None, option("metric", "NAME", "Headline metric: auroc, f1, brier, ...; see docs/comparing.md.")
+]
 Rounds = Annotated[str | None, option("rounds", "N", "Number of training rounds.")]
 EngineChoice = Annotated[
     str,
@@ -57,6 +60,7 @@ def run(
     partition: Partition = None,
     clients: Clients = None,
     rounds: Rounds = None,
+    metric: MetricName = None,
     seed: Annotated[str | None, option("seed", "N", "Seed of all random draws.")] = None,
     output_dir: Annotated[
         str | None, option("output-dir", "PATH", "Folder in which the run makes its own folder.")
@@ -75,7 +79,8 @@ def run(
     """Run a federation on this machine."""
     named = {
         "strategy": strategy, "dataset": dataset, "data-dir": data_dir, "partition": partition,
-        "num-clients": clients, "num-rounds": rounds, "seed": seed, "output-dir": output_dir,
+        "num-clients": clients, "num-rounds": rounds, "metric": metric, "seed": seed,
+        "output-dir": output_dir,
     }  # fmt: skip
     try:
         checked = run_files.run_settings(given_settings(named, settings or []), resume)
@@ -107,6 +112,7 @@ def compare(
     partition: Partition = None,
     clients: Clients = None,
     rounds: Rounds = None,
+    metric: MetricName = None,
     seeds: Annotated[str, option("seeds", "LIST", "Seeds; every method runs once with each: 0,1,2 (default 0).")] = "",
     settings: Annotated[
         list[str] | None,
@@ -144,7 +150,7 @@ def compare(
     """
     named = {
         "dataset": dataset, "data-dir": data_dir, "partition": partition, "num-clients": clients,
-        "num-rounds": rounds, "output-dir": output_dir,
+        "num-rounds": rounds, "metric": metric, "output-dir": output_dir,
     }  # fmt: skip
     try:
         for_all: list[str] = []

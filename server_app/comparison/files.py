@@ -95,7 +95,7 @@ def _versions_text(versions: Mapping[str, Any] | None) -> str:
 def as_markdown(content: Mapping[str, Any]) -> str:
     """Return the comparison in Markdown: tables, remarks, settings, runs, notes."""
     strategies, preset = content["strategies"], content["preset"]
-    results, cost = tables(content)
+    results, cost, *others = tables(content)
     headline = Headline.of([content])
     numbers = numbers_of(headline)
     shown = {key: numbers[key] for key in (headline.columns.best, headline.columns.mean)}
@@ -116,6 +116,7 @@ def as_markdown(content: Mapping[str, Any]) -> str:
         "",
         *_rows(cost),
         "",
+        *(line for other in others for line in (*_rows(other), "")),
         *(f"- {line}" for line in remarks(content)),
         "",
         "## Columns",

@@ -42,12 +42,15 @@ def numbers_of(headline: Headline) -> dict[str, Metric]:
     """Return the numbers by their keys: those of the headline metric, then `COSTS`."""
     title, unit, higher = headline.metric.title, headline.unit, headline.metric.higher
     factor, digits = headline.factor, 1 if headline.metric.percent else None
-    mean, weighted, worst_decile, best = headline.columns
+    mean, weighted, worst_decile, best, _, selected = headline.columns
     above, below, more = ("above", "below", "higher") if higher else ("below", "above", "lower")
     over_clients = f"mean test {title} over clients"
-    in_best = f"{over_clients}, in the best round" + (" (BMTA)" if headline.name == "accuracy" else "")
+    bmta = " (BMTA)" if headline.name == "accuracy" else ""
+    in_best = f"{over_clients}, in the best round{bmta}, which is chosen on test data"
+    of_selected = f"{over_clients}, of each client's model that is best on its validation data"
     by_size = "the same, clients weighted by their number of test samples"
     return {
+        selected: Metric(f"selected {unit}", of_selected, factor, digits),
         best: Metric(f"best {unit}", in_best, factor, digits),
         mean: Metric(f"last {unit}", f"{over_clients}, after the last round", factor, digits),
         weighted: Metric(f"by size {unit}", by_size, factor, digits),

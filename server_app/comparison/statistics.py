@@ -6,15 +6,23 @@ import math
 import os
 import platform
 import shlex
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kindred.client.gain import Gain
+from kindred.client.state import PREDICTIONS
+from kindred.data import load_federation
 from kindred.lazy import lazy
+from kindred.messages import ClientId
 from kindred.server_app.headline import Headline
+from kindred.server_app.newcomers import over_seeds
 from kindred.server_app.run_files import versions
+from kindred.server_app.verdict import HELPED, HURT, UNDECIDED, paired_gains, verdict_of
 
 from .metrics import numbers_of
 from .plan import Plan
@@ -66,6 +74,8 @@ def content_of(plan: Plan, runs: Mapping[str, list[dict[str, Any]]], command: Se
             )
             if reference not in (name, None)
             else None,
+            "verdict": verdict_over_seeds(plan, runs[name], runs[local]) if local not in (name, None) else None,
+            "newcomers": over_seeds([each["newcomers"] for each in summaries[name].values() if each.get("newcomers")]),
             "paper": paper and {key: each if key == "floats" else round(each / 100, 6) for key, each in paper.items()},
         }
     settings = plan.common.run_config()
@@ -91,6 +101,46 @@ def content_of(plan: Plan, runs: Mapping[str, list[dict[str, Any]]], command: Se
         "metric": headline.name,
         "metrics": {key: metric._asdict() for key, metric in numbers.items()},
         "strategies": strategies,
+    }  # fmt: skip
+
+
+def verdict_over_seeds(
+    plan: Plan, ours: Sequence[Mapping[str, Any]], alone: Sequence[Mapping[str, Any]]
+) -> dict[str, Any] | None:
+    """Return for how many clients a method is better and worse than `local`, over all seeds, and its pooled gain.
+
+    Parameters
+    ----------
+    plan : Plan
+    ours, alone : sequence of mapping
+        The runs of the method, and of `local`.
+
+    Returns
+    -------
+    dict or None
+        Numbers of clients, counted once for each seed, with the verdicts HELPED, HURT and UNDECIDED; `gain`, `low` and
+        `high` of the mean score over all samples; and whether this is shown in `percent`. None without predictions.
+    """
+
+    def folder_of(run: Mapping[str, Any]) -> Path:
+        return Path(os.path.normpath(plan.folder / run["folder"]))  # the comparison's own folder may not exist yet
+
+    folders = {run["seed"]: folder_of(run) for run in alone if "folder" in run}
+    if not any((folder / PREDICTIONS).exists() for folder in folders.values()):
+        return None
+    objective = load_federation(plan.common.run_config()).task.objective
+    counts, pooled = Counter[str](), dict[ClientId, Gain]()
+    for run in ours:
+        if "folder" in run and run["seed"] in folders:
+            gains = paired_gains(folder_of(run), folders[run["seed"]], objective, run["seed"])
+            if found := verdict_of(gains, run["seed"]):
+                counts.update(each.verdict for each in found.clients)
+            pooled |= {f"{run['seed']}-{client}": gain for client, gain in gains.items()}
+    if (together := verdict_of(pooled)) is None:
+        return None
+    return {
+        **{which: counts[which] for which in (HELPED, HURT, UNDECIDED)},
+        "gain": together.gain, "low": together.low, "high": together.high, "percent": together.of_shares,
     }  # fmt: skip
 
 

@@ -6,27 +6,36 @@ from collections.abc import Mapping
 from typing import Any
 
 from kindred.server_app.headline import Headline
+from kindred.server_app.verdict import HELPED, HURT, UNDECIDED
 
 from .metrics import COSTS, Metric, numbers_of
+from .statistics import LOCAL
+
+FEDAVG = "fedavg"
 
 
 def tables(content: Mapping[str, Any]) -> list[list[list[str]]]:
-    """Return two tables, of the headline metric and of cost: lines of texts, titles first; an unknown number is "-"."""
+    """Return the tables of the headline metric, of cost and, if there are newcomers, of these.
+
+    A table is lines of texts, titles first; an unknown number is "-".
+    """
     strategies, metric = content["strategies"], (content["preset"] or {}).get("metric")
     methods = list(strategies.values())
     tests = [each["wilcoxon"] for each in methods]
     names = ["strategy", *strategies]
     results = [names, ["runs", *(f"{_finished(each)}/{len(content['seeds'])}" for each in methods)]]
     cost = [names]
-    for key, about in numbers_of(Headline.of([content])).items():
-        cells = [cell(each["mean"][key], each["std"][key], about) for each in methods]
+    headline = Headline.of([content])
+    for key, about in numbers_of(headline).items():
+        cells = [cell(each["mean"].get(key), each["std"].get(key), about) for each in methods]
         papers = [each["paper"] or {} for each in methods]
         if key == metric:
             published = [cell(paper.get("mean"), paper.get("std"), about._replace(digits=2)) for paper in papers]
         else:
             published = [cell(paper.get(key), None, about) for paper in papers]
         table = cost if key in COSTS else results
-        if key != "floats" or set(cells) != {"-"}:  # few methods report `floats`
+        # Few methods report `floats`, and only runs with validation data have selected models.
+        if key not in ("floats", headline.columns.selected) or set(cells) != {"-"}:
             table.append([about.title, *cells])
         if set(published) != {"-"}:
             table.append([f"paper, {about.title}", *published])
@@ -37,7 +46,43 @@ def tables(content: Mapping[str, Any]) -> list[list[list[str]]]:
             *(f"{test['better']} : {test['worse']} : {test['equal']}" if test else "-" for test in tests),
         ]
     )
-    return [[list(line) for line in zip(*columns, strict=True)] for columns in (results, cost)]
+    verdicts = [each.get("verdict") for each in methods]
+    if any(verdicts):
+        results.append(["helped : hurt : not shown", *(_counts(each) if each else "-" for each in verdicts)])
+        results.append(["gain over local", *(_gain(each) if each else "-" for each in verdicts)])
+    found = [[list(line) for line in zip(*columns, strict=True)] for columns in (results, cost)]
+    later = _newcomers(strategies, numbers_of(headline)[headline.columns.mean], headline)
+    return [*found, later] if later else found
+
+
+def _newcomers(strategies: Mapping[str, Any], number: Metric, headline: Headline) -> list[list[str]]:
+    """Return the table of clients that came later; empty if there are none."""
+    served = {name: each["newcomers"] for name, each in strategies.items() if each.get("newcomers")}
+    if not served:
+        return []
+    rows = {name: (amounts, "method") for name, amounts in served.items()}
+    if LOCAL not in rows:
+        rows["alone"] = (next(iter(served.values())), "alone")
+    if FEDAVG in rows:
+        rows[f"{FEDAVG}, tuned"] = (served[FEDAVG], "tuned")
+    titles = [f"{each['labelled']} labelled" for each in next(iter(served.values()))]
+    return [
+        [f"newcomers, {headline.axis}", *titles],
+        *(
+            [name, *(cell(each[way]["mean"], each[way]["std"], number) for each in amounts)]
+            for name, (amounts, way) in rows.items()
+        ),
+    ]
+
+
+def _counts(verdict: Mapping[str, Any]) -> str:
+    return " : ".join(str(verdict[which]) for which in (HELPED, HURT, UNDECIDED))
+
+
+def _gain(verdict: Mapping[str, Any]) -> str:
+    factor = 100 if verdict["percent"] else 1
+    gain, low, high = (f"{factor * verdict[key]:+.3g}" for key in ("gain", "low", "high"))
+    return f"{gain} ({low} to {high})"
 
 
 def _finished(strategy: Mapping[str, Any]) -> int:
@@ -88,6 +133,11 @@ def remarks(content: Mapping[str, Any]) -> list[str]:
             f"p: Wilcoxon's signed-rank test against {content['reference']}{same}, two-sided, over the clients' last "
             f"{plural} of all seeds together; pairs without a difference are excluded. Clients of a run learn "
             f"together, so their {plural} are not independent, and p is not corrected for the number of methods."
+        )
+    if any(each.get("newcomers") for each in strategies.values()):
+        lines.append(
+            f"newcomers: the {content['settings']['held-out-clients']} clients of each run that took no part, served "
+            "after it with 0, 5, 20 and all of their labelled training samples; means over those with so many."
         )
     if len(content["seeds"]) == 1:
         lines.append("One seed: there is no standard deviation.")

@@ -61,6 +61,10 @@ def site(
     report_weights: Annotated[
         bool, typer.Option("--report-weights", help="Report the site's mixing weights to the server; FedeRiCo, FedEM.")
     ] = False,
+    validate_only: Annotated[
+        bool,
+        typer.Option("--validate-only", help="Train nothing; evaluate the global model and report numbers alone."),
+    ] = False,
     class_names: Annotated[
         str,
         option("class-names", "NAMES", "The run's class-names, to check data in which classes have names."),
@@ -90,6 +94,9 @@ def site(
         end(2, f"--threads is {threads}, allowed: 1 to {cpus}, the CPUs of this machine")
     if port is not None:
         check_port("--port", port)
+    needless = {"--public-data": public_data, "--no-share-model": no_share_model, "--report-weights": report_weights}
+    if validate_only and (given := [name for name, value in needless.items() if value]):
+        end(2, f"--validate-only is given with {given[0]}, allowed: one of them; such a site has no model")
     node: dict[str, str | int | bool] = {"client-id": client_id(name)}
     node["data-dir"] = str(absolute_path(data_dir, "--data-dir"))
     if schema:
@@ -102,6 +109,8 @@ def site(
         node["share-model"] = False
     if report_weights:
         node["report-weights"] = True
+    if validate_only:
+        node["validate-only"] = True
     if ca and key:
         ca, key = absolute_path(ca, "--ca"), absolute_path(key, "--key")
         load_site_key(key)
@@ -181,7 +190,8 @@ def _print_data_summary(name: str, node: Mapping[str, Any], class_names: Sequenc
     """Check a site's data, and print what the server learns about them."""
     try:
         task = data.Task.load(Path(node["schema"])) if "schema" in node else None
-        site = sites.read_site(node["data-dir"], class_names, task)
+        validates = bool(node.get("validate-only"))
+        site = sites.read_site(node["data-dir"], class_names, task, validates=validates)
         public = public_images.read_public(node["public-data"], site.kind) if "public-data" in node else None
     except data.DataError as error:
         end(2, str(error))
@@ -191,29 +201,45 @@ def _print_data_summary(name: str, node: Mapping[str, Any], class_names: Sequenc
         if given != due:
             end(2, f"public-data has {site.kind} samples of {given}, the site's are {due}")
         reported = f", with PerFed-CKT that it has {len(public)} public samples and their fingerprint"
-    train = len(site.x_train) if len(site.x_test) else "the number of"
+    held_out = f" ({len(site.x_train)}, less those held out for validation)" if len(site.x_test) else ""
     share = "other sites may" if node.get("share-model", True) else "no other site may"
     for remark in site.remarks:
         print(remark)
+    if validates:
+        print(
+            f"{name}: {_described(site, validates)}\n"
+            f"reported to the server at first: the name {name}, that it only validates, its number of samples "
+            f"({len(site)}), the name and the number of outputs of the run's network, a fingerprint of its task, which "
+            "methods the run's program knows; later, after each round: the number of samples, and the metrics and the "
+            "loss of the global model on them\n"
+            "not reported: any model or update; the site trains none, and refuses a message to train\n"
+            f"stays here: the data in {node['data-dir']}; the site keeps no model",
+            flush=True,
+        )
+        return
     print(
         f"{name}: {_described(site)}\n"
-        f"reported to the server at first: the name {name}, {train} training samples, the name and the number of "
-        f"outputs of the run's network, a fingerprint of its task, that {share} receive its model, which methods the "
-        f"run's program knows{reported}"
+        f"reported to the server at first: the name {name}, the number of training samples{held_out}, the name and "
+        f"the number of outputs of the run's network, a fingerprint of its task, that {share} receive its model, "
+        f"which methods the run's program knows{reported}"
         "; later: what the method sends, see `kindred strategies`\n"
         f"stays here: the data in {node['data-dir']}, and what the site keeps in {node['state-dir']}",
         flush=True,
     )
 
 
-def _described(site: Dataset) -> str:
+def _described(site: Dataset, validates: bool = False) -> str:
     """Return the sizes of a site's data as text."""
     what = "rows" if site.kind == "table" else f"{site.kind}s" if site.kind != "tokens" else "sequences"
-    text = f"{len(site.x_train)} {what} of {'x'.join(map(str, site.x_train.shape[1:]))}"
+    text = f"{len(site) if validates else len(site.x_train)} {what} of {'x'.join(map(str, site.x_train.shape[1:]))}"
     text += (
-        f" to train on, {len(site.x_test)} to test on"
-        if len(site.x_test)
-        else ", the run's test-share of them to test on"
+        " to evaluate on"
+        if validates
+        else (
+            f" to train on, {len(site.x_test)} to test on"
+            if len(site.x_test)
+            else ", the run's test-share of them to test on"
+        )
     )
     if site.objective.has_classes:
         text += f", labels up to {max(int(y.max()) for y in (site.y_train, site.y_test) if len(y))}"

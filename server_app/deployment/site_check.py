@@ -13,7 +13,16 @@ from flwr.supercore.object_ref import load_app
 from kindred.client.app import introduction_of
 from kindred.data import DataError, Sites
 from kindred.lazy import lazy
-from kindred.messages import CLIENT_ID, NETWORK, NUM_CLASSES, NUM_EXAMPLES, NUM_PUBLIC, PROBLEM
+from kindred.messages import (
+    CLIENT_ID,
+    NETWORK,
+    NUM_CLASSES,
+    NUM_EXAMPLES,
+    NUM_PUBLIC,
+    NUM_TEST_EXAMPLES,
+    PROBLEM,
+    VALIDATE_ONLY,
+)
 from kindred.server_app.app import prepare
 from kindred.server_app.config import Config, ConfigError
 
@@ -98,11 +107,15 @@ def fit(config: Config, node_config: Mapping[str, Any]) -> str:
     if PROBLEM in about:
         raise DataError(about[PROBLEM])
     strategy.begin(initial_arrays)
-    for reason in strategy.introduce({about[CLIENT_ID]: about}).values():
+    for reason in strategy.introduce_all({about[CLIENT_ID]: about}).values():
         raise DataError(reason)
+    if VALIDATE_ONLY in about and strategy.general_model(str(about[NETWORK])) is None:
+        raise DataError(f"its validate-only is true, and {config.strategy} has no global model")
     public = f", {about[NUM_PUBLIC]} public samples" if NUM_PUBLIC in about else ""
     what = "classes" if sites.task.objective.has_classes else "outputs"
-    return (
-        f"{config.strategy} with {about[NETWORK]}, {about[NUM_CLASSES]} {what}, {about[NUM_EXAMPLES]} training "
-        f"samples{public}"
+    samples = (
+        f"{about[NUM_TEST_EXAMPLES]} samples to evaluate on"
+        if VALIDATE_ONLY in about
+        else f"{about[NUM_EXAMPLES]} training samples"
     )
+    return f"{config.strategy} with {about[NETWORK]}, {about[NUM_CLASSES]} {what}, {samples}{public}"

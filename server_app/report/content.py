@@ -30,9 +30,19 @@ from kindred.server_app.comparison.texts import remarks, tables
 from kindred.server_app.config import Config, ConfigError
 from kindred.server_app.flower_app import CONNECTION, toml
 from kindred.server_app.headline import Headline
+from kindred.server_app.newcomers import tables as newcomer_tables
 from kindred.server_app.run_files import is_finished, labels_of, what_data
 from kindred.server_app.tables import read_table
 
+from .clients import (
+    client_curves,
+    clients_table,
+    last_values,
+    metrics_content,
+    numbers,
+    validators_content,
+    verdict_content,
+)
 from .collaboration import collaboration_content, groups_of
 from .figures import carried_forward
 from .render import page
@@ -49,6 +59,7 @@ OPTIONS = {
     "partition": "partition",
     "num-clients": "clients",
     "num-rounds": "rounds",
+    "metric": "metric",
     "seed": "seed",
 }  # options of `kindred run`, by setting
 PLACES = ("output-dir", "resume")  # settings of where a run is stored; they do not change what it computes
@@ -150,6 +161,7 @@ def run_content(folder: Path, summary: Mapping[str, Any] | None = None) -> dict[
         for row in _table(folder / "history.csv", "round", "status")
         if row["round"] in done
     ]
+    validations = [row for row in _table(folder / "validators.csv", "round", "status") if row["round"] in done]
     clients = in_order({row["client"] for row in rows})
     defaults = Config().run_config()
     name = settings["strategy"]
@@ -170,19 +182,25 @@ def run_content(folder: Path, summary: Mapping[str, Any] | None = None) -> dict[
         "metric": headline.to_dict(),
         "figures": _figures(lines, headline),
         "curve": _curve(lines, rows, headline),
+        "verdict": verdict_content(summary.get("verdict")),
+        "table": clients_table(clients, rows, summary.get("clients", []), headline, names),
+        "curves": client_curves(clients, rows, lines, f"{PERSONAL}-{metric}", headline),
+        "newcomers": summary.get("newcomers") and newcomer_tables(summary["newcomers"], name, headline),
+        "metrics": metrics_content(summary),
         "stages": stages,
         "clients": {
             "names": labels_of(clients, names),
             "groups": groups_of(clients, groups),
-            "last": _last(rows, clients, f"{PERSONAL}-{metric}", headline),
-            "before": _last(both, clients, before, headline),
-            "after": _last(both, clients, after, headline),
+            "last": last_values(rows, clients, f"{PERSONAL}-{metric}", headline),
+            "before": last_values(both, clients, before, headline),
+            "after": last_values(both, clients, after, headline),
         },
         "collaboration": collaboration_content(folder / "collaboration", groups, names),
         "clusters": clusters and [{**each, "clients": labels_of(each["clients"], names)} for each in clusters],
         "components": _components(rows, settings["num-rounds"], groups, names),
         "partition": _picture(folder / "partition.png"),
         "networks": _picture(folder / "networks.png"),
+        "validators": validators_content(validations, names),
         "unused": _unused(rows, names),
         "left-out": [[*labels_of([each["client"]], names), each["reason"]] for each in summary.get("left-out", [])],
         "command": command(settings),
@@ -220,11 +238,11 @@ def _curve(lines: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]
     def decile(share: float) -> list[float | None]:
         found = np.nanquantile(values[known], share, axis=1).tolist()
         of_round = dict(zip(rounds[known].tolist(), found, strict=True))
-        return _numbers(of_round.get(line["round"]) for line in lines)
+        return numbers(of_round.get(line["round"]) for line in lines)
 
     return {
         "rounds": [line["round"] for line in lines],
-        "mean": _numbers(line.get(headline.columns.mean) for line in lines),
+        "mean": numbers(line.get(headline.columns.mean) for line in lines),
         "p10": decile(0.1),
         "p90": decile(0.9),
         **_costs(lines),
@@ -258,7 +276,7 @@ def _stages(
                 for number, line in zip(rounds.tolist(), values, strict=True)
                 if number in reported
             }
-            curves[stage] = {"name": STAGES[stage], "mean": _numbers(mean.get(line["round"]) for line in lines)}
+            curves[stage] = {"name": STAGES[stage], "mean": numbers(mean.get(line["round"]) for line in lines)}
     personal = next((line["personal"] for line in reversed(lines) if "personal" in line), None)
     after = next((stage for stage in (TRAINED, TUNED, MIXTURE) if stage in curves), PERSONAL)
     return {
@@ -281,21 +299,8 @@ def _components(
         "names": labels_of(clients, names),
         "groups": groups_of(clients, groups),
         "rounds": curves[0].rounds.tolist(),
-        "shares": [[_numbers(shares) for shares in each.weights] for each in curves],
+        "shares": [[numbers(shares) for shares in each.weights] for each in curves],
     }
-
-
-def _last(
-    rows: Sequence[Mapping[str, Any]], clients: Sequence[ClientId], key: str, headline: Headline
-) -> list[float | None]:
-    """Return the last value that each client reported."""
-    last = {row["client"]: row[key] for row in rows if headline.metric.holds(row.get(key))}
-    return _numbers(last.get(client) for client in clients)
-
-
-def _numbers(values: Any) -> list[float | None]:
-    """Round to six significant digits, which is more than a figure shows; None for values that are not finite."""
-    return [None if value is None or not np.isfinite(value) else float(f"{value:.6g}") for value in values]
 
 
 def _unused(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
@@ -419,9 +424,9 @@ def mean_over_seeds(curves: Sequence[Mapping[str, Any]]) -> dict[str, Any] | Non
     samples = None if any(curve["samples"] is None for curve in curves) else stacked("samples")
     return {
         "rounds": rounds,
-        "mean": _numbers(mean),
-        "low": None if deviation is None else _numbers(mean - deviation),
-        "high": None if deviation is None else _numbers(mean + deviation),
+        "mean": numbers(mean),
+        "low": None if deviation is None else numbers(mean - deviation),
+        "high": None if deviation is None else numbers(mean + deviation),
         "bytes": stacked("bytes").mean(axis=0).tolist(),
         "samples": None if samples is None else samples.mean(axis=0).tolist(),
     }

@@ -17,7 +17,7 @@ function comparison(data) {
     header(data, null),
     section("Results",
       data.tables.map(([columns, ...lines], i) => table(columns, lines, { numbers: columns.map((_, at) => at).slice(1),
-        caption: [capital(metric.title), "Costs"][i] +
+        caption: [capital(metric.title), "Costs", "Clients that came later"][i] +
           (data.seeds.length > 1 ? ", mean ± standard deviation over seeds" : "") })),
       h("ul", { class: "remarks" }, data.remarks.map(line => h("li", {}, line)))),
     section(capital(metric.title), h("p", { class: "soft" },

@@ -4,7 +4,8 @@ const VIRIDIS = ["440154", "48186a", "472d7b", "424086", "3b528b", "33638d", "2c
   [0, 2, 4].map(at => parseInt(text.slice(at, at + 2), 16)));
 const OWN = [176, 176, 176, 255];
 let metric = null;  // of the page: title, axis, plural, decile, percent, higher, bounds
-const kept = { round: null, edges: 2, learner: null };  // the reader's choices; null: the last round, first client
+// The reader's choices; null: the last round, the first client, no curve.
+const kept = { round: null, edges: 2, learner: null, curve: null };
 const plots = [];  // { box, draw }: each figure is drawn to the width of its box
 const PRINTED = 330;  // width of a printed column, in pixels
 

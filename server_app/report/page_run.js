@@ -14,12 +14,14 @@ function run(data) {
       : data.live ? `In progress: ${rounds} of ${plural(data.asked, "round")}`
       : `Not finished: ${rounds} of ${plural(data.asked, "round")}`),
     figures([
-      [`mean ${metric.title}`, inUnits(sum.mean)], ["best mean", inUnits(sum.best)],
+      [`mean ${metric.title}`, inUnits(sum.mean)], ["best mean, by test data", inUnits(sum.best)],
+      known(sum.selected) && ["mean of selected models", inUnits(sum.selected)],
       [metric.decile, inUnits(sum["worst-decile"])], ["mean by test size", inUnits(sum.weighted)],
       ["sent, both ways", amount(sum["bytes-down"] + sum["bytes-up"], "B")],
       known(sum["samples-trained"]) && ["samples trained", amount(sum["samples-trained"], "")],
       ["time of all rounds", time(sum.seconds)],
     ]),
+    data.verdict && everyClient(data),
     section(capital(metric.title),
       h("p", { class: "soft" },
         `${capital(metric.title)} of each client on its own test samples. `,
@@ -40,6 +42,10 @@ function run(data) {
           inUnits(curve.p90[i]),
           amount(curve.bytes[i], "B"), ...(samples ? [amount(curve.samples[i], "")] : [])]),
         { caption: "After each round", numbers: [0, 1, 2, 3, 4, 5] }))),
+    !data.verdict && everyClient(data),
+    metrics(data.metrics),
+    newcomers(data.newcomers),
+    validators(data.validators),
     beforeAfter(data),
     data.collaboration && together(data.collaboration, data.asked),
     components(data.components),
@@ -53,6 +59,20 @@ function run(data) {
     unused(data),
     settings(data),
   ];
+}
+
+// All metrics: their means over clients, and their values for all clients' test samples together.
+function metrics(found) {
+  if (!found || !found.rows.length) return null;
+  const pooled = known(found.samples);
+  return section("All metrics",
+    h("p", { class: "soft" },
+      found.selected ? "Of each client's model that is best on its validation data. " : "Of each client's last model. ",
+      "Intervals are of 95 %: of the mean over clients, which are drawn anew",
+      pooled ? "; of the pooled predictions over clients and their samples." : "."),
+    table(["metric", "clients", "mean over clients", ...(pooled ? [`all ${plural(found.samples, "test sample")}`] : [])],
+      found.rows.map(row => pooled ? row : row.slice(0, 3)),
+      { caption: "On clients' test samples", numbers: [1, 2, 3] }));
 }
 
 function header(data, state) {

@@ -48,6 +48,21 @@ function tree(clusters, data) {
       caption: "Clusters in the order in which they were made" })));
 }
 
+// --- Clients that came later ---
+
+function newcomers(tables) {
+  if (!tables) return null;
+  const [means, clients] = tables.map(([columns, ...lines]) => [columns, lines]);
+  const numbers = columns => columns.map((_, at) => at).slice(1);
+  return section("Clients that came later",
+    h("p", { class: "soft" }, "They took no part in the run. After it each was served with some or all of its labelled "
+      + "training samples. Alone: trained by the client for as many rounds as the run had. Tuned global model: trained "
+      + "by the client for one round. Values are of the clients' test samples, which chose nothing."),
+    table(means[0], means[1], { caption: "Means over these clients", numbers: numbers(means[0]) }),
+    more("Each of these clients", table(clients[0], clients[1], { caption: "Clients that came later",
+      numbers: numbers(clients[0]) })));
+}
+
 // --- The rest ---
 
 function unused(data) {

@@ -391,6 +391,18 @@ class ClusteredFL(PersonalizedStrategy):
             cross,
         )
 
+    def newcomer_visits(self, rounds: int) -> int:
+        """Return the number of clusters on the longest way to one that is not divided: a visit leads to the next."""
+        depth: list[int] = []
+        for cluster in self._tree.clusters:  # a cluster's parent is before it
+            depth.append(1 if cluster.parent is None else depth[cluster.parent] + 1)
+        return max(depth)
+
+    def end_visit(self, client: ClientId) -> None:
+        """Move a newcomer that was sent the model of a divided cluster to one of its parts."""
+        if self._tree[self._received[client]].parts:
+            self._place(self._received[client], [client])
+
     def _place(self, number: int, clients: Sequence[ClientId]) -> None:
         """Move clients that were sent the model of a divided cluster to one of its parts."""
         parts = self._tree[number].parts

@@ -225,6 +225,7 @@ class FedALA(FedAvg):
 
     name = "fedala"
     personal = BETWEEN
+    newcomer_result = TRAINED
     clients_keep_state = True
     model_stays = True
 

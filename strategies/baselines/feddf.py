@@ -362,6 +362,10 @@ class FedDF(PersonalizedStrategy):
             {key: array for name, record in self._globals.items() for key, array in with_prefix(name, record).items()}
         )
 
+    def general_model(self, network: str = "") -> ArrayRecord | None:
+        """Return the model of this network; of the only network, whatever the site calls it."""
+        return self.global_arrays() if len(self._globals) == 1 else self._globals.get(network)
+
     def personal_arrays(self, client: ClientId) -> ArrayRecord:
         return self._globals[self.networks[client]]
 

@@ -66,7 +66,7 @@ from kindred.messages import (
     with_prefix,
 )
 from kindred.objectives import SMALLEST
-from kindred.parts.mixture import Arrays, keep_mixture, mixture_scores
+from kindred.parts.mixture import Arrays, evaluation_inputs, keep_mixture, mixture_scores
 from kindred.registry import Method
 from kindred.settings import TRUE_OR_FALSE, Setting, at_least
 
@@ -205,10 +205,13 @@ def _likelihoods(visit: Visit, components: Sequence[Arrays]) -> np.ndarray:
 
 
 def _scores(visit: Visit, components: Sequence[Arrays], shares: np.ndarray, prefix: str = "") -> dict[str, float]:
-    """Return metrics and loss of the mixture, and of the component with the largest share."""
-    x = visit.site.test[0]
+    """Return metrics and loss of the mixture, and of the component with the largest share; keep a best mixture."""
+    x = evaluation_inputs(visit)
     predictions = np.stack([predict(visit.model(arrays), x, visit.objective) for arrays in components])  # (M, n, N)
-    return mixture_scores(visit, predictions, shares, int(shares.argmax()), prefix=prefix)
+    metrics = mixture_scores(visit, predictions, shares, int(shares.argmax()), prefix=prefix)
+    if visit.is_best(metrics):
+        keep_mixture(visit, range(len(components)), components, shares, metrics=metrics)
+    return metrics
 
 
 # --- The server ---------------------------------------------------------------------------------------

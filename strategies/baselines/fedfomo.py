@@ -69,7 +69,7 @@ from kindred.messages import (
 )
 from kindred.parts.neighbours import choose_neighbours
 from kindred.registry import Method
-from kindred.settings import STORE, Setting, at_least, between, within
+from kindred.settings import STORE, Setting, at_least, within
 
 if TYPE_CHECKING:
     import torch
@@ -84,13 +84,9 @@ NUM_NEIGHBOURS = Setting(
     trial=2,
 )
 EPSILON = Setting("epsilon", 0.3, within(0, 1), "probability of a random neighbour instead of the best")
-VALIDATION_SHARE = Setting(
-    "validation_share",
-    0.2,
-    between(0, 1),
-    "share of a client's training images held out from training, to weight models by their losses",
-    trial=0.25,
-)
+VALIDATION_SHARE = 0.2
+"""Share of its training samples that a client without validation data holds out, to weight models by their losses."""
+
 BEFORE = "before"  # name under which a client keeps b, the model from which it trained last
 
 # Largest difference from 1 of the sum of weights.
@@ -192,7 +188,7 @@ def _split(visit: Visit) -> tuple[Samples, Samples]:
     if site.validation is not None and len(site.validation[1]):
         return site.train, site.validation
     seed = seed_for(visit.config.get("seed", 0), visit.client, "validation")
-    training, validation = split(len(site.train[1]), float(visit.config[VALIDATION_SHARE.key]), seed)
+    training, validation = split(len(site.train[1]), VALIDATION_SHARE, seed)
     return visit.samples_at(training), visit.samples_at(validation)
 
 
@@ -228,8 +224,6 @@ class FedFomo(StoredModels):
         M, 0 or more: models of other clients that a client receives per round; 0 is local training.
     epsilon : float (default: 0.3)
         Probability, 0 to 1, that one of them is drawn at random instead of by affinity.
-    validation_share : float (default: 0.2)
-        More than 0, less than 1: share of a client's training data that it holds out, to weight models by their losses.
     **shared
         Arguments of `StoredModels`.
 
@@ -248,22 +242,17 @@ class FedFomo(StoredModels):
         *,
         num_neighbours: int = NUM_NEIGHBOURS.default,
         epsilon: float = EPSILON.default,
-        validation_share: float = VALIDATION_SHARE.default,
         **shared: Unpack[StoredShared],
     ) -> None:
         super().__init__(**shared)
         self.num_neighbours = NUM_NEIGHBOURS.check(num_neighbours)
         self.epsilon = EPSILON.check(epsilon)
-        self.validation_share = VALIDATION_SHARE.check(validation_share)
 
     def begin(self, initial_arrays: ArrayRecord) -> None:
         super().begin(initial_arrays)
         self._affinities: dict[ClientId, dict[ClientId, float]] = {}  # P_in of every client that has sent a model
         self._weights: dict[ClientId, dict[ClientId, float]] = {}  # w_n of the last round in which it took part
         self._sent = SentModels(self.models)
-
-    def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
-        return {**super().round_config(server_round, client), VALIDATION_SHARE.key: self.validation_share}
 
     def outgoing(self, server_round: int, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId, ArrayRecord]]:
         self.welcome(clients)
@@ -334,5 +323,5 @@ METHOD = Method(
     stays="the model that it last trained from",
     strategy=FedFomo,
     client=FedFomoClient,
-    settings=(NUM_NEIGHBOURS, EPSILON, VALIDATION_SHARE, STORE),
+    settings=(NUM_NEIGHBOURS, EPSILON, STORE),
 )

@@ -176,6 +176,9 @@ class FedRep(FedAvg):
         self._have_heads = self._have_heads - self._asked_to_train | set(answered)
         super().end_round(server_round, answered)
 
+    def general_model(self, network: str = "") -> None:
+        """Return no model: the server has a body without a trained head."""
+
     def personal_arrays(self, client: ClientId) -> ArrayRecord:
         """Return the body, with the initial head for a client that may have no head."""
         body = self.global_arrays()

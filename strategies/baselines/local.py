@@ -33,6 +33,10 @@ class Local(StoredModels):
         self.welcome(clients)
         return ((client, self.models[client]) for client in clients)
 
+    def newcomer_visits(self, rounds: int) -> int:
+        """Return the run's rounds: a newcomer trains as long as the other clients did."""
+        return rounds
+
     def collaboration(self) -> tuple[list[ClientId], np.ndarray]:
         """Return the identity matrix: each client has weight 1 on its own model."""
         clients = list(self.models)

@@ -24,7 +24,9 @@ from kindred.messages import (
     NUM_CLASSES,
     NUM_EXAMPLES,
     NUM_PUBLIC,
+    NUM_TEST_EXAMPLES,
     OBJECTIVE,
+    PROBE,
     PROBLEM,
     PUBLIC_SET,
     REFUSAL_QUERY,
@@ -33,6 +35,7 @@ from kindred.messages import (
     SERVER_ROUND,
     SHARE_MODEL,
     TASK,
+    VALIDATE_ONLY,
     VERSION_KEY,
     check,
     first_line,
@@ -40,14 +43,16 @@ from kindred.messages import (
     records_of,
 )
 from kindred.registry import REGISTRY
-from kindred.settings import DEVICE
+from kindred.settings import DEVICE, SHADOW_LOCAL
 from kindred.versions import VERSION, mismatch
 
 from .evaluation import predict
 from .local_training import LocalTraining
-from .site import STATE_DIR, LoadSite, Site, client_id, module_of, site_of, true_or_false
+from .shadow import comparison, train_alone
+from .site import STATE_DIR, LoadSite, Samples, Site, client_id, module_of, only_validates, site_of, true_or_false
 from .state import ClientState
 from .training import pick_device
+from .validation import NEVER_TRAINS, validation
 from .visit import Visit
 
 
@@ -69,6 +74,10 @@ def make_client_app(load_site: LoadSite) -> ClientApp:
         visit = _visit(load_site, message, context)
         with visit.state.locked() if visit.is_site else contextlib.nullcontext():
             content = getattr(_client_half(visit), task)(visit)
+            if SHADOW_LOCAL.read(visit.config) and PROBE not in visit.config:
+                if task == "train":
+                    train_alone(visit)
+                content[METRICS].update(comparison(visit))
         content[METRICS].update(visit.compute)
         return Message(content, reply_to=message)
 
@@ -88,10 +97,15 @@ def make_client_app(load_site: LoadSite) -> ClientApp:
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
+        if only_validates(context.node_config):
+            log(ERROR, "kindred: the server asks this site to train: %s", NEVER_TRAINS)
+            raise ValueError(NEVER_TRAINS)
         return work(message, context, "train")
 
     @app.evaluate()
     def evaluate(message: Message, context: Context) -> Message:
+        if only_validates(context.node_config):
+            return Message(validation(_visit(load_site, message, context)), reply_to=message)
         return work(message, context, "evaluate")
 
     return app
@@ -99,18 +113,23 @@ def make_client_app(load_site: LoadSite) -> ClientApp:
 
 def introduction_of(load_site: LoadSite, context: Context, server_version: object = VERSION) -> dict[str, Any]:
     """Return a client's introduction: its id, number of samples, methods and network (see `messages`)."""
-    about: dict[str, Any] = {CLIENT_ID: client_id(context), METHODS: list(REGISTRY), VERSION_KEY: VERSION}
-    if differs := mismatch(server_version, "the server", "this client"):
-        return {CLIENT_ID: about[CLIENT_ID], PROBLEM: differs}
+    who: dict[str, Any] = {CLIENT_ID: client_id(context)}
+    about: dict[str, Any] = {METHODS: list(REGISTRY), VERSION_KEY: VERSION}
     try:
+        if validates := only_validates(context.node_config):
+            who[VALIDATE_ONLY] = True
+        if differs := mismatch(server_version, "the server", "this client"):
+            return {**who, PROBLEM: differs}
         site = site_of(load_site, context, pick_device(str(context.run_config.get("device", "auto"))))
         about |= {
             NUM_EXAMPLES: len(site.train[1]),
-            NUM_CLASSES: _num_outputs(site),
+            NUM_CLASSES: _num_outputs(site, site.test if validates else site.train),
             OBJECTIVE: site.objective.name,
             SHARE_MODEL: true_or_false(context.node_config, SHARE_MODEL, True),
         }
         true_or_false(context.node_config, REPORT_WEIGHTS, False)
+        if validates:
+            about[NUM_TEST_EXAMPLES] = len(site.test[1])
         if "model" in site.about:
             about[NETWORK] = site.about["model"]
         if TASK in site.about:
@@ -118,8 +137,8 @@ def introduction_of(load_site: LoadSite, context: Context, server_version: objec
         if site.public is not None:
             about |= {PUBLIC_SET: site.fingerprint, NUM_PUBLIC: len(site.public)}
     except Exception as error:  # the client's id is known all the same
-        return {CLIENT_ID: about[CLIENT_ID], PROBLEM: f"{type(error).__name__}: {error}"}
-    return about
+        return {**who, PROBLEM: f"{type(error).__name__}: {error}"}
+    return who | about
 
 
 def _client_half(visit: Visit) -> Any:
@@ -152,9 +171,9 @@ def _visit(load_site: LoadSite, message: Message, context: Context) -> Visit:
     )
 
 
-def _num_outputs(site: Site) -> int:
-    """Return the number of outputs of a site's network; raise ValueError if a training target is not one of them."""
-    x, y = site.train
+def _num_outputs(site: Site, samples: Samples) -> int:
+    """Return the number of outputs of a site's network; raise ValueError if a sample's target is not one of them."""
+    x, y = samples
     if not len(y):
         return 0
     num_outputs = predict(module_of(site.model, x.device), x[:1], site.objective).shape[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -46,7 +47,12 @@ def predict(model: nn.Module, x: Tensor, objective: Objective = CLASSES, batch_s
 
 
 def evaluate(
-    model: nn.Module, x: Tensor, y: Tensor, objective: Objective = CLASSES, batch_size: int = 128
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    objective: Objective = CLASSES,
+    batch_size: int = 128,
+    names: Collection[str] = (),
 ) -> dict[str, float]:
     """Return a model's metrics and loss; the model's mode (training or evaluation) is kept.
 
@@ -61,14 +67,28 @@ def evaluate(
     objective : Objective
     batch_size : int
         Inputs per forward pass; it bounds the memory and does not change the result beyond rounding.
+    names : collection of str
+        Further metrics to compute.
 
     Returns
     -------
     dict of str to float
         The objective's metrics, and "loss", the mean loss without weights of classes; NaN if there are no samples.
     """
+    return predict_and_evaluate(model, x, y, objective, batch_size, names)[1]
+
+
+def predict_and_evaluate(
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    objective: Objective = CLASSES,
+    batch_size: int = 128,
+    names: Collection[str] = (),
+) -> tuple[np.ndarray, dict[str, float]]:
+    """Return what `predict` and `evaluate` return, with one forward pass."""
     if len(y) == 0:
-        return objective.evaluated(np.empty(0), np.empty(0))
+        return predict(model, x, objective, batch_size), objective.evaluated(np.empty(0), np.empty(0))
     objective = objective.unweighted
     x = channels_last(model, x)
     predictions, losses = [], []
@@ -81,4 +101,5 @@ def evaluate(
             losses.append(objective.loss(outputs, targets, "sum"))
         loss = float(torch.stack(losses).double().sum()) / len(y)
     model.train(was_training)
-    return {**objective.metrics(torch.cat(predictions).cpu().numpy(), y.cpu().numpy()), "loss": loss}
+    found, true = torch.cat(predictions).cpu().numpy(), y.cpu().numpy()
+    return found, {**objective.metrics(found, true), **objective.further_metrics(found, true, names), "loss": loss}

@@ -12,7 +12,7 @@ import numpy as np
 from flwr.app import Context
 
 from kindred.lazy import lazy
-from kindred.messages import ClientId, check
+from kindred.messages import VALIDATE_ONLY, ClientId, check
 from kindred.objectives import Classes, Objective
 
 from .models import MODELS
@@ -25,6 +25,7 @@ else:
 # Sites whose data a process keeps; the least recently used ones are dropped first.
 SITES_KEPT = 256
 STATE_DIR = "state-dir"  # in the node config of a site
+LABELLED = "labelled-samples"  # in that of a client that comes later: the number of training samples that it has
 
 ModelFactory = Callable[[], "torch.nn.Module"]
 Samples = tuple["torch.Tensor", "torch.Tensor"]
@@ -87,6 +88,11 @@ def true_or_false(node_config: Mapping[str, Any], key: str, default: bool) -> bo
     value = node_config.get(key, default)
     check(key, value, isinstance(value, bool), "true, false")
     return value
+
+
+def only_validates(node_config: Mapping[str, Any]) -> bool:
+    """Return whether a site only validates: `validate-only` of its node config, false by default."""
+    return true_or_false(node_config, VALIDATE_ONLY, False)
 
 
 # Sites of a simulation share one public set: it is hashed and copied only once.

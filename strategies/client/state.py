@@ -49,8 +49,9 @@ else:
 
 # Names under which a client saves
 MODEL = "model"  # its personal model
-BEST = "best"  # its best personal model so far
+BEST = "best"  # its best personal model so far, or mixture, by its validation data
 MIXTURE = "mixture"  # the models that it combines for its predictions
+PREDICTIONS = "predictions"  # what its selected model predicts for its test data, or its last one
 _SIMULATED = ".simulated"
 
 

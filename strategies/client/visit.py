@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,14 +12,19 @@ import numpy as np
 from kindred.lazy import lazy
 from kindred.messages import (
     FINETUNE_EPOCHS,
+    LAST,
+    LOSS,
     METHOD,
+    METRIC,
     NUM_EXAMPLES,
     NUM_TEST_EXAMPLES,
     REPORT_WEIGHTS,
     SAMPLES_PREDICTED,
     SAMPLES_TRAINED,
+    SELECTED,
     SERVER_ROUND,
     TRAINED,
+    VALIDATION,
     ClientId,
     seed_for,
 )
@@ -37,9 +42,9 @@ from kindred.settings import (
     WEIGHT_DECAY,
 )
 
-from .evaluation import evaluate, predict
+from .evaluation import evaluate, predict, predict_and_evaluate
 from .site import STATE_DIR, Samples, Site, module_of, true_or_false
-from .state import BEST, MODEL, ClientState
+from .state import BEST, MODEL, PREDICTIONS, ClientState
 from .training import Gradients, batches, check_finite, differentiating, get_arrays, mean_gradient, set_arrays, train
 
 if TYPE_CHECKING:
@@ -70,6 +75,9 @@ class Visit:
         Number of samples that the method has processed so far; a sample counts each time that it is used.
         `samples-trained` counts forward and backward passes, `samples-predicted` forward passes alone. Evaluations on
         test and validation data do not count.
+    predicted : dict
+        Predictions for the test data that were saved in this message, by name: a message loads only what earlier ones
+        have saved.
     """
 
     client: ClientId
@@ -80,6 +88,7 @@ class Visit:
     state: ClientState
     node_config: Mapping[str, Any]
     compute: dict[str, int] = field(default_factory=lambda: {SAMPLES_TRAINED: 0, SAMPLES_PREDICTED: 0})
+    predicted: dict[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def strategy(self) -> type[Any] | None:
@@ -106,10 +115,12 @@ class Visit:
     def own_model(self) -> torch.nn.Module:
         """Return the site's module with the model that the client saved; if there is none, a new model."""
         kept = self.state.load(MODEL)
-        if kept is None:
-            with self._seeded(seed_for(self.config.get("seed", 0), self.client, MODEL)):
-                return self.site.model().to(self.device)
-        return self.model(kept)
+        return self.new_model(MODEL) if kept is None else self.model(kept)
+
+    def new_model(self, purpose: str) -> torch.nn.Module:
+        """Return a new module, whose weights depend on the run's seed, the client and the purpose."""
+        with self._seeded(seed_for(self.config.get("seed", 0), self.client, purpose)):
+            return self.site.model().to(self.device)
 
     @property
     def is_site(self) -> bool:
@@ -124,9 +135,7 @@ class Visit:
         return true_or_false(self.node_config, REPORT_WEIGHTS, is_simulated)
 
     def keep(self, model: torch.nn.Module, metrics: Mapping[str, float]) -> None:
-        """Save a model as the client's personal model; at a site also as the best one so far, if it is.
-
-        `metrics` are those of the model on the site's test data, with the objective's headline metric.
+        """Save a model as the client's personal model, with the headline metric on its test data.
 
         Raises
         ------
@@ -134,12 +143,95 @@ class Visit:
             The model has values that are not finite.
         """
         check_finite(model)
-        name = self.objective.metric
-        reached = metrics[name]
-        arrays, about = get_arrays(model), {**self.site.about, name: repr(reached)}
-        self.state.save(MODEL, arrays, about)
-        if self.is_site and not METRICS[name].worse(reached, float(self.state.about(BEST).get(name, "nan"))):
-            self.state.save(BEST, arrays, about)
+        about = {self.metric: repr(metrics[self.metric])} if self.metric in metrics else {}
+        self.state.save(MODEL, get_arrays(model), {**self.site.about, **about})
+
+    @property
+    def metric(self) -> str:
+        """Name of the headline metric."""
+        return str(self.config.get(METRIC, self.objective.metric))
+
+    @property
+    def is_last(self) -> bool:
+        """True if no training follows this message."""
+        return bool(self.config.get(LAST, False))
+
+    def further(self, is_result: bool = True) -> Sequence[str]:
+        """Return the names of the metrics to compute: all of the client's result at the end, else the headline one."""
+        return self.objective.reports if is_result and self.is_last else (self.metric,)
+
+    def judged(self, predictions: np.ndarray) -> dict[str, float]:
+        """Return the metrics of predictions (n, k) for the validation data; none if there are no such data."""
+        if self.site.validation is None:
+            return {}
+        found = self.objective.evaluated(predictions, self.site.validation[1].cpu().numpy(), (self.metric,))
+        return {f"{VALIDATION}-{name}": value for name, value in found.items()}
+
+    def is_best(self, metrics: Mapping[str, float]) -> bool:
+        """Return whether a model is the client's best one so far by its validation data.
+
+        `metrics` are those of `judged`; without validation data no model is best.
+        """
+        names, known = self._validation_names, self.state.about(BEST)
+        values, best = ([float(of.get(name, "nan")) for name in names] for of in (metrics, known))
+        return METRICS[self.metric].improves((values[0], values[1]), (best[0], best[1]))
+
+    @property
+    def _validation_names(self) -> tuple[str, str]:
+        return f"{VALIDATION}-{self.metric}", f"{VALIDATION}-{LOSS}"
+
+    def about_best(self, metrics: Mapping[str, float]) -> dict[str, str]:
+        """Return the texts to save with the best model: those of the site, and its values on validation data."""
+        known = {name: repr(metrics[name]) for name in self._validation_names if name in metrics}
+        return {**self.site.about, **known}
+
+    def select(self, predictions: np.ndarray) -> dict[str, float]:
+        """Return all metrics of the best model so far, from its predictions (n, k) for the test data; save these."""
+        found = self.objective.evaluated(predictions, self._keep_predictions(predictions), self.objective.reports)
+        return {f"{SELECTED}-{name}": value for name, value in found.items()}
+
+    def finish(self, predictions: np.ndarray) -> None:
+        """Save predictions (n, k) for the test data, if the run ends and no model is selected on validation data."""
+        if self.is_last and self.site.validation is None:
+            self._keep_predictions(predictions)
+
+    def _keep_predictions(self, predictions: np.ndarray) -> np.ndarray:
+        """Save predictions (n, k) for the test data with the targets, and return these."""
+        targets = self.site.test[1].cpu().numpy()
+        self.keep_predictions(PREDICTIONS, predictions, {"targets": targets})
+        return targets
+
+    def keep_predictions(
+        self,
+        name: str,
+        predictions: np.ndarray,
+        others: Mapping[str, np.ndarray] | None = None,
+        about: Mapping[str, str] | None = None,
+    ) -> None:
+        """Save predictions for the test data under a name, with other arrays and texts."""
+        self.predicted[name] = predictions
+        self.state.save(name, {PREDICTIONS: predictions, **(others or {})}, about, rounds_load_it=True)
+
+    def kept_predictions(self, name: str) -> np.ndarray | None:
+        """Return the predictions last saved under a name; None if there are none."""
+        if name not in self.predicted and (kept := self.state.load(name, PREDICTIONS)):
+            self.predicted[name] = kept[PREDICTIONS]
+        return self.predicted.get(name)
+
+    def _judge(self, model: torch.nn.Module, predictions: np.ndarray) -> dict[str, float]:
+        """Return the metrics of the client's personal model on validation data, and save it if it is the best so far.
+
+        If it is, the metrics include all that it has on test data, for which it has these predictions (n, k).
+        """
+        if self.site.validation is None:
+            self.finish(predictions)
+            return {}
+        metrics = self.judged(predict(model, self.site.validation[0], self.objective))
+        if self.is_best(metrics):
+            check_finite(model)
+            self.state.save(BEST, get_arrays(model), self.about_best(metrics))
+            metrics |= self.select(predictions)
+        return metrics
 
     def seed(self, purpose: str) -> int:
         """Return a seed that depends only on the run's seed, client, round and purpose."""
@@ -266,21 +358,20 @@ class Visit:
         self.train(model, epochs=int(self.config[FINETUNE_EPOCHS]), purpose="tune")
 
     def evaluation(self, which: str, model: torch.nn.Module) -> dict[str, float]:
-        """Return a model's metrics and loss on the site's test data, as metrics; saves the model if it is the result.
+        """Return a model's metrics and loss on the site's test data, as metrics.
 
-        For a trained model the metrics also include those on validation data, if there are any. If the model is the
-        method's result for the client, it is saved at a site, and wherever the server does not receive it.
+        If the model is the method's result for the client, the metrics also hold those on validation data, if there are
+        any. The model is then saved at a site, and wherever the server does not receive it; and as the best one so far,
+        if it is, by its validation data.
         """
-        found = evaluate(model, *self.site.test, self.objective)
-        metrics = {f"{which}-{name}": value for name, value in found.items()}
-        if which == TRAINED and self.site.validation is not None:
-            validation = evaluate(model, *self.site.validation, self.objective)
-            metrics |= {f"validation-{name}": value for name, value in validation.items()}
         strategy = self.strategy
-        if which == (strategy.personal if strategy else TRAINED) and (
-            self.is_site or (strategy and strategy.model_stays)
-        ):
-            self.keep(model, found)
+        is_result = which == (strategy.personal if strategy else TRAINED)
+        predictions, found = predict_and_evaluate(model, *self.site.test, self.objective, names=self.further(is_result))
+        metrics = {f"{which}-{name}": value for name, value in found.items()}
+        if is_result:
+            if self.is_site or (strategy and strategy.model_stays):
+                self.keep(model, found)
+            metrics |= self._judge(model, predictions)
         return metrics
 
     def counts(self) -> dict[str, int]:
@@ -288,5 +379,6 @@ class Visit:
         return {NUM_EXAMPLES: len(self.site.train[1]), NUM_TEST_EXAMPLES: len(self.site.test[1])}
 
     def separate_evaluation(self, model: torch.nn.Module) -> dict[str, float]:
-        """Return the metrics of a reply to EVALUATE."""
-        return {**evaluate(model, *self.site.test, self.objective), NUM_EXAMPLES: len(self.site.test[1])}
+        """Return the metrics of a reply to EVALUATE, of the client's personal model; see `evaluation`."""
+        predictions, found = predict_and_evaluate(model, *self.site.test, self.objective, names=self.further())
+        return {**found, **self._judge(model, predictions), NUM_EXAMPLES: len(self.site.test[1])}

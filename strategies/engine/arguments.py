@@ -33,6 +33,7 @@ class Shared(TypedDict, total=False):
     buffers: Collection[str] | None
     metric: str
     task: str
+    stop_after: int
 
 
 class StoredShared(Shared, total=False):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from kindred.messages import AFTER_TRAINING, ClientId
+from kindred.messages import AFTER_TRAINING, LOSS, ClientId
 
 from .history import History
 
@@ -46,8 +46,11 @@ class EvaluationPlan:
         self._evaluated = state
 
     def has_result(self, metrics: Mapping[str, Any]) -> bool:
-        """Return whether the metrics of a training reply hold the method's result."""
-        return f"{self._personal}-{self._metric}" in metrics
+        """Return whether the metrics of a training reply hold the method's result.
+
+        The loss alone is a result of test samples that do not define the headline metric.
+        """
+        return any(f"{self._personal}-{name}" in metrics for name in (self._metric, LOSS))
 
     def trained(self, answered: Collection[ClientId], with_result: Collection[ClientId]) -> None:
         """Record which clients answered a round's training, and which of them reported the method's result."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from logging import WARNING
@@ -12,10 +13,12 @@ from flwr.supercore import log
 
 from kindred.messages import (
     KNOWN_METRICS,
+    LOSS,
     NUM_TEST_EXAMPLES,
     PERSONAL,
     SAMPLES_PREDICTED,
     SAMPLES_TRAINED,
+    VALIDATION,
     ClientId,
     in_order,
 )
@@ -44,12 +47,15 @@ class HeadlineColumns(NamedTuple):
     weighted: str
     worst_decile: str
     best: str
+    validation: str
+    selected: str
 
     @classmethod
     def of(cls, metric: str) -> HeadlineColumns:
-        """Return the names for a metric: accuracy, accuracy-weighted, accuracy-p10 and accuracy-best."""
+        """Return the names for a metric: accuracy, accuracy-weighted, accuracy-p10, accuracy-best, ..."""
         decile = round(100 * METRICS[metric].worst_decile)
-        return cls(metric, f"{metric}-weighted", f"{metric}-p{decile}", f"{metric}-best")
+        ends = ("weighted", f"p{decile}", "best", "validation", "selected")
+        return cls(metric, *(f"{metric}-{end}" for end in ends))
 
 
 class History:
@@ -82,13 +88,18 @@ class History:
 
         - `evaluated`, the number of clients with a value of the headline metric (one that was not asked keeps its last
           value), and statistics over these clients: `accuracy` (plain mean), `accuracy-weighted` (by test size),
-          `accuracy-p10` (worst decile), `accuracy-best` (best plain mean so far; BMTA in the FedAMP paper);
+          `accuracy-p10` (worst decile), `accuracy-best` (best plain mean so far; BMTA in the FedAMP paper). With
+          validation data also `accuracy-validation` (plain mean on these) and `accuracy-selected`, the plain mean, on
+          test data, of each client's model of the round with its best validation value;
           `HeadlineColumns` names them for another metric than accuracy
         - `personal`: the evaluation that these are from ("trained", "mixture")
         - `samples-trained`, `samples-predicted`: samples that the clients processed in the round, if they report it
         - the method's own numbers
         - `metrics-dropped`: metrics that were dropped because the run already has `MAX_COLUMNS` names of metrics
 
+    validations : list of dict
+        A row for each round and site that only validates: `round`, `client`, `status`, `bytes-down`, `bytes-up`,
+        `num-test-examples`, and the metrics of the global model by name. They are part of no other number.
     left_out : dict
         client -> the reason why it takes no part at all, such as having no data.
     """
@@ -97,6 +108,7 @@ class History:
         self.metric = metric
         self.rows: list[dict[str, Any]] = []
         self.rounds: list[dict[str, Any]] = []
+        self.validations: list[dict[str, Any]] = []
         self.left_out: dict[ClientId, str] = {}
         self._open: dict[ClientId, dict[str, Any]] = {}  # rows of the round in progress
         self._reported: dict[ClientId, set[str]] = {}  # names of the metrics in them that the clients chose
@@ -104,21 +116,30 @@ class History:
         self._counts: dict[ClientId, dict[str, float]] = {}  # the method's own numbers for these rows
         self._counted: dict[str, float] = {}  # the method's own numbers for the round
         self._headline: dict[ClientId, tuple[float, float]] = {}  # last known headline metric, and its test size
+        self._validation: dict[ClientId, float] = {}  # last known headline metric on validation data
+        self._selected: dict[ClientId, float] = {}  # value on test data
+        self._best: dict[ClientId, tuple[float, float]] = {}  # that model's value and loss on validation data
 
     def state(self) -> dict[str, Any]:
         """Return what `restore` needs, between two rounds."""
         return {
             "rows": self.rows,
             "rounds": self.rounds,
+            "validations": self.validations,
             "left_out": self.left_out,
             "headline": self._headline,
+            "validation": self._validation,
+            "selected": self._selected,
+            "best": self._best,
             "columns": self._columns,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Resume from what `state` returned."""
         self.rows, self.rounds, self.left_out = state["rows"], state["rounds"], state["left_out"]
+        self.validations = state.get("validations", [])  # the checkpoints of earlier versions have none
         self._headline, self._columns = state["headline"], state["columns"]
+        self._validation, self._selected, self._best = state["validation"], state["selected"], state["best"]
 
     def add(self, row: dict[str, Any], reported: Collection[str] = ()) -> None:
         """Add a client's row to the round in progress; a second exchange's row is merged into the first.
@@ -178,6 +199,7 @@ class History:
                 if not isinstance(size, int | float) or not 0 < size <= MAX_EXAMPLES:
                     size = 1
                 self._headline[row["client"]] = (value, size)
+                self._select(row, value)
         if self._headline:
             known = np.array([self._headline[client] for client in in_order(self._headline)])  # (m, 2)
             line["evaluated"] = len(known)
@@ -187,6 +209,10 @@ class History:
             line[columns.worst_decile] = float(np.quantile(known[:, 0], metric.worst_decile))
             before = self.rounds[-1] if self.rounds else {}
             line[columns.best] = metric.better(before.get(columns.best, mean), mean)
+        if self._selected and self._validation:
+            on_validation = [self._validation[client] for client in in_order(self._validation)]
+            line[columns.validation] = float(np.mean(on_validation))
+            line[columns.selected] = float(np.mean(list(self.selected_values().values())))
         line.update(self._counted)
         if dropped:
             line["metrics-dropped"] = dropped
@@ -221,6 +247,38 @@ class History:
                 del row[name]
         return sum(reporting[name] for name in too_many)
 
+    def _select(self, row: Mapping[str, Any], test: float) -> None:
+        """Record a client's model as its selected one if it is the best so far by validation data, if it has any."""
+        client, metric = row["client"], METRICS[self.metric]
+        value, loss = (row.get(f"{VALIDATION}-{name}", math.nan) for name in (self.metric, LOSS))
+        if not METRICS[LOSS].holds(loss):
+            return
+        if metric.holds(value):
+            self._validation[client] = value
+        model = value if metric.holds(value) else math.nan, loss
+        if metric.improves(model, self._best.get(client, (math.nan, math.nan))):
+            self._best[client], self._selected[client] = model, test
+
+    def selected_values(self) -> dict[ClientId, float]:
+        """Return the headline metric, on test data, of each client's selected model, in order of client.
+
+        It is the model with the best value on the client's validation data; of several, or where there is no value, the
+        one with the lowest loss.
+        """
+        return {client: self._selected[client] for client in in_order(self._selected)}
+
+    def rounds_since_best(self) -> int:
+        """Return the number of rounds since the one with the best mean on validation data; 0 without such data."""
+        metric, name = METRICS[self.metric], HeadlineColumns.of(self.metric).validation
+        known = [(line["round"], line[name]) for line in self.rounds if name in line]
+        if not known:
+            return 0
+        best = known[0]
+        for each in known[1:]:
+            if metric.worse(best[1], each[1]):
+                best = each
+        return known[-1][0] - best[0]
+
     def last_values(self) -> dict[ClientId, float]:
         """Return each client's last known value of the headline metric, in order of client."""
         return {client: self._headline[client][0] for client in in_order(self._headline)}
@@ -254,6 +312,11 @@ def progress(line: dict[str, Any], metric: str, first_round: int, num_rounds: in
             f"{about.title} {about.text(line[columns.mean])}",
             f"{about.decile} {about.text(line[columns.worst_decile])}",
             f"best {about.text(line[columns.best])}",
+        ]
+    if columns.selected in line:
+        parts += [
+            f"validation {about.text(line[columns.validation])}",
+            f"selected {about.text(line[columns.selected])}",
         ]
     parts += [
         f"{line['seconds']:.1f} s",

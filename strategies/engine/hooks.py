@@ -9,7 +9,16 @@ from typing import Any
 import numpy as np
 from flwr.app import ArrayRecord
 
-from kindred.messages import METHODS, NUM_EXAMPLES, SHARE_MODEL, TASK, TRAINED, VERSION_KEY, ClientId
+from kindred.messages import (
+    METHODS,
+    NUM_EXAMPLES,
+    NUM_TEST_EXAMPLES,
+    SHARE_MODEL,
+    TASK,
+    TRAINED,
+    VERSION_KEY,
+    ClientId,
+)
 from kindred.registry import REGISTRY
 from kindred.settings import UNIFORM
 from kindred.versions import mismatch
@@ -48,6 +57,7 @@ class Hooks:
     | --- | --- | --- |
     | `begin` | once, before the first round; a resumed run calls `restore` next | must be given |
     | `introduce` | for clients that connected since the last round | excludes clients that cannot take part |
+    | `introduce_validators` | the same, for sites that only validate | excludes sites that cannot evaluate |
     | `outgoing` | with the sampled clients: yields the model of each training message | must be given |
     | `round_config` | for each training or evaluation message | no settings |
     | `row_fields` | for each message, just before it is sent | no fields |
@@ -60,6 +70,8 @@ class Hooks:
     | `personal_models` | with the clients to evaluate; also before and after all rounds | `personal_arrays` of each |
     | `take_side_loss`, `take_evaluation` | for each admitted evaluation reply of a round or after the last | ignored |
     | `state`, `restore` | for a checkpoint after a round, and to resume from it | the attributes named in `STATE` |
+    | `newcomer_visits`, `end_visit` | for clients that come after the run, see `serve` | one visit |
+    | `general_model` | for clients that do not train, after a round or the run | `global_arrays` |
     | `global_arrays`, `client_models`, `collaboration` | by the caller, after any round | must be given |
 
     Most methods need few hooks; a method based on `FedAvg` or `CloudModels` needs one to three.
@@ -85,6 +97,9 @@ class Hooks:
 
     needs_shared_models: bool = True
     """True if others receive each client's model or part of it; a client that does not share its model is refused."""
+
+    newcomer_result: str = ""
+    """Which evaluation in a newcomer's last training reply is the method's result for it; "" for `personal`."""
 
     default_sampling: str = UNIFORM
     """How a round's clients are drawn, UNIFORM or BY_SIZE (settings.py), unless the run's `sampling` says it."""
@@ -127,10 +142,8 @@ class Hooks:
                 reasons[client] = "it has no training sample"
             elif not isinstance(examples, int) or not 1 <= examples <= MAX_EXAMPLES:
                 reasons[client] = f"its {NUM_EXAMPLES} is {examples!r}, allowed: 1 to {MAX_EXAMPLES}"
-            elif self.task and about.get(TASK, self.task) != self.task:
-                reasons[client] = (
-                    f"its task has the fingerprint {about[TASK]}, expected {self.task}: its schema differs"
-                )
+            elif other_task := self._other_task(about):
+                reasons[client] = other_task
             elif self.needs_shared_models and about.get(SHARE_MODEL) is False:
                 reasons[client] = f"its {SHARE_MODEL} is false, and {self.name} mixes all models"
             elif METHODS in about and (differs := mismatch(about.get(VERSION_KEY), "the client", "this server")):
@@ -138,6 +151,27 @@ class Hooks:
             elif method and method.needs_our_client and not (isinstance(known, list) and self.name in known):
                 reasons[client] = f"its ClientApp does not support {method.title}; use that of kindred.make_client_app"
         return reasons
+
+    def introduce_validators(self, newcomers: Mapping[ClientId, Mapping[str, Any]]) -> dict[ClientId, str]:
+        """Check the introductions of new sites that only validate; see `introduce`."""
+        reasons = {}
+        for client, about in newcomers.items():
+            examples = about.get(NUM_TEST_EXAMPLES)
+            if examples == 0:
+                reasons[client] = "it has no labelled sample"
+            elif not isinstance(examples, int) or not 1 <= examples <= MAX_EXAMPLES:
+                reasons[client] = f"its {NUM_TEST_EXAMPLES} is {examples!r}, allowed: 1 to {MAX_EXAMPLES}"
+            elif differs := self._other_task(about):
+                reasons[client] = differs
+            elif other := mismatch(about.get(VERSION_KEY), "the client", "this server"):
+                reasons[client] = other
+        return reasons
+
+    def _other_task(self, about: Mapping[str, Any]) -> str:
+        """Say how the task in a client's introduction differs from the run's; empty if it does not."""
+        if not self.task or about.get(TASK, self.task) == self.task:
+            return ""
+        return f"its task has the fingerprint {about[TASK]}, expected {self.task}: its schema differs"
 
     # --- Messages to train ----------------------------------------------------------------------------
 
@@ -200,11 +234,32 @@ class Hooks:
     def take_evaluation(self, client: ClientId, reply: Reply) -> None:
         """Process the admitted evaluation of a client's personal model; the reply's arrays, if any, are that model."""
 
+    # --- Clients that come after the run --------------------------------------------------------------
+
+    def newcomer_visits(self, rounds: int) -> int:
+        """Return the number of training messages that serve a newcomer, after a run of so many rounds.
+
+        The last reply holds the method's result. Two are needed where the server computes a client's model from the
+        client's first reply.
+        """
+        return 1
+
+    def end_visit(self, client: ClientId) -> None:
+        """Use a newcomer's training reply, which `take` has received; the models of other clients must not change."""
+
     # --- Results --------------------------------------------------------------------------------------
 
     def global_arrays(self) -> ArrayRecord:
         """Return the global model; if the method has none, the plain mean of the clients' models."""
         raise NotImplementedError
+
+    def general_model(self, network: str = "") -> ArrayRecord | None:
+        """Return the model for clients that do not train, which is `global_arrays()` by default.
+
+        These are sites that only validate, and newcomers without labelled samples. `network` is the name of a site's
+        network. A method without a whole model for others returns None.
+        """
+        return self.global_arrays()
 
     def client_models(self) -> Mapping[ClientId, ArrayRecord]:
         """Return each client's personal model, if the server receives models."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import secrets
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from logging import DEBUG, ERROR
 from typing import Any
 
@@ -35,10 +35,20 @@ class InlineGrid(Grid):
         Number of nodes; node i has the node config `partition-id` = i, `num-partitions` = num_clients.
     run_config : mapping, optional
         The run config that the ClientApp sees.
+    node_configs : sequence of mapping, optional
+        The node config of each node, in place of that above.
     """
 
-    def __init__(self, client_app: ClientApp, num_clients: int, run_config: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        client_app: ClientApp,
+        num_clients: int,
+        run_config: Mapping[str, Any] | None = None,
+        node_configs: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
         self._client_app = client_app
+        if node_configs is None:
+            node_configs = [{"partition-id": i, "num-partitions": num_clients} for i in range(num_clients)]
         run_id = secrets.randbits(63)  # random, as Flower's: clients save their state under the run's id
         self._contexts = {
             FIRST_NODE_ID + i: Context(
@@ -46,9 +56,9 @@ class InlineGrid(Grid):
                 node_id=FIRST_NODE_ID + i,
                 state=RecordDict(),
                 run_config=dict(run_config or {}),
-                node_config={"partition-id": i, "num-partitions": num_clients},
+                node_config=dict(node_config),
             )
-            for i in range(num_clients)
+            for i, node_config in enumerate(node_configs)
         }
         self._waiting: dict[str, Message] = {}
         self._numbers = itertools.count(1)

@@ -24,6 +24,7 @@ from kindred.messages import (
     NUM_EXAMPLES,
     PROBLEM,
     REFUSAL_QUERY,
+    VALIDATE_ONLY,
     VERSION_KEY,
     ClientId,
     config_of,
@@ -70,6 +71,10 @@ class Roster:
     ----------
     nodes : dict
         client -> its node, for clients that are connected and can take part.
+    validators : dict
+        client -> its node, for connected sites that only validate. They count in nothing else here.
+    unfit_validators : dict
+        client -> the reason why such a site cannot evaluate.
     """
 
     def __init__(self, min_available: int, wait_timeout: float, max_strikes: int) -> None:
@@ -81,6 +86,8 @@ class Roster:
     def begin(self, history: History, *, simulated: bool) -> None:
         """Reset everything for a new run; clients that take no part will be listed in `history.left_out`."""
         self.nodes: dict[ClientId, int] = {}
+        self.validators: dict[ClientId, int] = {}
+        self.unfit_validators: dict[ClientId, str] = {}
         self._history = history
         self._simulated = simulated
         self._identities: dict[int, ClientId] = {}  # node -> client id that it reported, for the nodes last connected
@@ -120,6 +127,10 @@ class Roster:
     def sizes(self, clients: Sequence[ClientId]) -> list[int]:
         """Return the clients' numbers of training samples by their introductions; 1 if a client does not report it."""
         return [self._about.get(self.nodes[client], {}).get(NUM_EXAMPLES, 1) for client in clients]
+
+    def validator(self, client: ClientId) -> Mapping[str, Any]:
+        """Return the introduction of a site that only validates."""
+        return self._about.get(self.validators[client], {})
 
     # --- Meeting clients --------------------------------------------------------------------------------
 
@@ -184,6 +195,7 @@ class Roster:
             for node in nodes
             if node in self._queries.values() and node not in self._identities
         ]
+        missing += [f"client {client} only validates" for client in in_order(self.validators)]
         missing += [f"client {client} is not connected" for client in sorted(known - here)]
         more = [f"and {len(missing) - MOST_NAMED} more"] if len(missing) > MOST_NAMED else []
         return "".join(f"; {reason}" for reason in (*missing[:MOST_NAMED], *more))
@@ -212,7 +224,7 @@ class Roster:
         In a simulation nobody fixes a fault, so only those nodes of the second kind are forgotten that failed to
         introduce themselves.
         """
-        taking_part = set(self.nodes.values())
+        taking_part = {*self.nodes.values(), *self.validators.values()}
         outside = {
             node
             for node in self._identities
@@ -223,6 +235,7 @@ class Roster:
             if self._introduced.get(client) == node:
                 del self._introduced[client]
         self.nodes = {client: node for client, node in self.nodes.items() if node in nodes}
+        self.validators = {client: node for client, node in self.validators.items() if node in nodes}
         self._refused = {node: reason for node, reason in self._refused.items() if node in nodes}
         self._queries = {message_id: node for message_id, node in self._queries.items() if node in nodes}
 
@@ -276,9 +289,9 @@ class Roster:
         """Record a node's introduction and its client id."""
         try:
             about = admit_introduction(content)
-        except Refused as refusal:  # keep only the client id, and `methods`, without which it cannot be informed
-            entries = config_of(content)
-            about = {key: entries[key] for key in (CLIENT_ID, METHODS) if key in entries} | {NOT_ADMITTED: str(refusal)}
+        except Refused as refusal:  # keep only who it is, and `methods`, without which it cannot be informed
+            entries, kept = config_of(content), (CLIENT_ID, METHODS, VALIDATE_ONLY)
+            about = {key: entries[key] for key in kept if key in entries} | {NOT_ADMITTED: str(refusal)}
         client = about.get(CLIENT_ID, node)
         if not is_name(client):
             log(
@@ -332,8 +345,9 @@ class Roster:
             if self._introduced.get(client) != self.nodes[client]
         }
         self._introduced |= {client: self.nodes[client] for client in newcomers}
-        left_out = self._history.left_out
-        before = {client: left_out.pop(client) for client in newcomers if client in left_out}
+        validate = {client for client, node in self.nodes.items() if only_validates(self._about.get(node, {}))}
+        left_out, unfit = self._history.left_out, self.unfit_validators
+        before = {client: each.pop(client) for each in (left_out, unfit) for client in newcomers if client in each}
         reasons = {
             client: f"it cannot introduce itself: {about[PROBLEM]}"
             for client, about in newcomers.items()
@@ -343,7 +357,8 @@ class Roster:
         reasons |= _reasons(introduce, {client: about for client, about in newcomers.items() if client not in reasons})
         for client in newcomers:
             if client in reasons:
-                left_out[client] = reason = first_line(str(reasons[client]))
+                reason = first_line(str(reasons[client]))
+                (unfit if client in validate else left_out)[client] = reason
                 if before.get(client) != reason:
                     log(WARNING, "kindred: client %s takes no part: %s", client, reason)
                 if PROBLEM not in newcomers[client]:  # a client knows its own problem
@@ -352,6 +367,9 @@ class Roster:
                 log(INFO, "kindred: client %s takes part now; excluded before: %s", client, before[client])
         for client in left_out:
             self.nodes.pop(client, None)
+        self.unfit_validators = {client: reason for client, reason in unfit.items() if client in validate}
+        nodes = {client: self.nodes.pop(client) for client in validate}
+        self.validators = {client: node for client, node in nodes.items() if client not in unfit}
 
     def inform(self, grid: Grid, node: int, reason: str) -> None:
         """Make a site print why it takes no part, or why its reply is not used, so that its operator can act on it.
@@ -393,6 +411,11 @@ class Roster:
                 if client in self.nodes:
                     self.inform(grid, self.nodes[client], reason)
         self._failed, self._answered = set(), set()
+
+
+def only_validates(about: Mapping[str, Any]) -> bool:
+    """Return whether an introduction is that of a site that only validates."""
+    return about.get(VALIDATE_ONLY) is True
 
 
 def _reasons(introduce: Introduce, newcomers: Mapping[ClientId, Mapping[str, Any]]) -> dict[ClientId, str]:

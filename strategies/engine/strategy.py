@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from logging import ERROR, INFO, WARNING
+from typing import Any
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
@@ -20,11 +21,13 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from flwr.supercore import log
 
-from kindred.client.state import NotResumable, begin_simulation, simulated
+from kindred.client.state import NotResumable, begin_simulation, end_simulation, simulated
 from kindred.messages import (
     ATTEMPT,
     KEEP_FROM,
+    LAST,
     METHOD,
+    METRIC,
     PROBE,
     RUN,
     SERVER_ROUND,
@@ -47,6 +50,7 @@ from kindred.settings import (
     QUORUM,
     SAMPLING,
     SEED,
+    STOP_AFTER,
     TRAINING,
     UNIFORM,
     WAIT_TIMEOUT,
@@ -61,7 +65,8 @@ from .exchange import Exchange, Sent
 from .history import History, progress
 from .hooks import Hooks
 from .metrics import aggregated, mean_metrics
-from .roster import Roster
+from .roster import Roster, only_validates
+from .validation import Validation
 
 RESULTS = ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp")  # in Flower's Result
 
@@ -126,6 +131,9 @@ class PersonalizedStrategy(Hooks, Strategy):
         The headline metric of the history, one of `kindred.metrics.METRICS` that clients report.
     task : str (default: "")
         Fingerprint of the task that clients must have; "" for any. Clients that report another one take no part.
+    stop_after : int (default: 0)
+        Rounds in a row, 1 or more, without a better mean of the metric on clients' validation data, after which the run
+        ends. 0: never.
 
     Raises
     ------
@@ -160,6 +168,7 @@ class PersonalizedStrategy(Hooks, Strategy):
         buffers: Collection[str] | None = None,
         metric: str = "accuracy",
         task: str = "",
+        stop_after: int = STOP_AFTER.default,
     ) -> None:
         check("fraction_train", fraction_train, 0 <= fraction_train <= 1, "0 to 1")
         check("fraction_evaluate", fraction_evaluate, 0 <= fraction_evaluate <= 1, "0 to 1")
@@ -186,6 +195,7 @@ class PersonalizedStrategy(Hooks, Strategy):
         check("metric", metric, metric in METRICS, ", ".join(METRICS))
         self.metric = metric
         self.task = task
+        self.stop_after = STOP_AFTER.check(stop_after)
         self.history = History(metric)
         self.min_available_nodes = min_available_nodes
         self.wait_timeout = WAIT_TIMEOUT.check(wait_timeout)
@@ -195,6 +205,7 @@ class PersonalizedStrategy(Hooks, Strategy):
         self.run_id = 0  # the id of the run when it began: Flower gives a resumed run another one
 
     _exchange: Exchange
+    _validation: Validation
     _evaluations: EvaluationPlan
     _empty_rounds: EmptyRounds
     _checkpoints: Checkpoints | None
@@ -262,9 +273,20 @@ class PersonalizedStrategy(Hooks, Strategy):
             result.evaluate_metrics_serverapp[0] = metrics
 
         for server_round in range(first, num_rounds + 1):
+            if self.stop_after and self.history.rounds_since_best() >= self.stop_after:
+                num_rounds = server_round - 1
+                log(
+                    INFO,
+                    "kindred: the run ends after round %d: no better mean on validation data since round %d",
+                    num_rounds,
+                    num_rounds - self.stop_after,
+                )
+                self.last_round = num_rounds
+                self._save(num_rounds, result)
+                break
             round_started = time.monotonic()
             self._exchange.begin_round()
-            self.roster.meet(grid, self.introduce, timeout)
+            self.roster.meet(grid, self.introduce_all, timeout)
             if begins and server_round == first and self._evaluates_before():
                 self._evaluate(0, self.configure_evaluate(0, result.arrays, evaluate_config, grid), result)
                 self._close_round(grid, 0, time.monotonic() - round_started, None)
@@ -280,7 +302,10 @@ class PersonalizedStrategy(Hooks, Strategy):
             if self.fraction_evaluate:
                 messages = self.configure_evaluate(server_round, result.arrays, evaluate_config, grid)
                 self._evaluate(server_round, messages, result)
-            self._close_round(grid, server_round, time.monotonic() - round_started, on_round)
+            seconds = time.monotonic() - round_started
+            if server_round >= 1:
+                self._validation.after_round(server_round, self._to_validate(server_round, evaluate_config))
+            self._close_round(grid, server_round, seconds, on_round)
             if evaluate_fn and (metrics := evaluate_fn(server_round, self.global_arrays())) is not None:
                 result.evaluate_metrics_serverapp[server_round] = metrics
             self._save(server_round, result)
@@ -288,15 +313,67 @@ class PersonalizedStrategy(Hooks, Strategy):
 
         self._empty_rounds.check_all(num_rounds)
         if first > num_rounds:  # resumed after its last round: no client has been asked for its id yet
-            self.roster.meet(grid, self.introduce, timeout)
+            self.roster.meet(grid, self.introduce_all, timeout)
         clients = self._evaluations.after_last_round(self.roster.active(), self.history)
         if self.fraction_evaluate and clients:
             round_started = time.monotonic()
             self._evaluate(num_rounds + 1, self._to_evaluate(num_rounds + 1, clients, evaluate_config), result)
             self._close_round(grid, num_rounds + 1, time.monotonic() - round_started, on_round)
+        self._validation.finish(num_rounds, self._to_validate(num_rounds, evaluate_config))
         result.arrays = self.global_arrays()
         log(INFO, "%s finished %d rounds in %.1f s", self.name, num_rounds, time.monotonic() - started)
         return result
+
+    def serve(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        checkpoints: Checkpoints,
+        train_config: ConfigRecord,
+        timeout: float = 3600,
+    ) -> dict[ClientId, dict[str, float]]:
+        """Serve newcomers: clients that took no part in a finished run, whose results do not change.
+
+        Each receives `newcomer_visits` messages to train, as in the rounds after the run's last one. No round is ended,
+        so that all other models stay as they are.
+
+        Parameters
+        ----------
+        grid : Grid
+            With the newcomers alone, simulated.
+        initial_arrays, train_config, timeout
+            As in `start`.
+        checkpoints : Checkpoints
+            Those of the run, of which the last one is used.
+
+        Returns
+        -------
+        dict
+            client -> the numbers of its last reply; without clients that gave no usable reply.
+
+        Raises
+        ------
+        NotResumable
+            There is no intact checkpoint of this method and version.
+        """
+        self._prepare(grid, initial_arrays, timeout)
+        self.roster.min_available = 1
+        last, _ = self._restore(checkpoints)
+        begin_simulation(grid.run.run_id)
+        self.run_id = grid.run.run_id  # newcomers have no state of the run's clients
+        self.last_round = last + self.newcomer_visits(last)
+        found: dict[ClientId, dict[str, float]] = {}
+        for server_round in range(last + 1, self.last_round + 1):
+            self._exchange.begin_round()
+            self.roster.meet(grid, self.introduce, timeout)
+            messages = self.configure_train(server_round, initial_arrays, train_config, grid)
+            replies = self._exchange.replies(server_round, messages)
+            for client, reply in self._exchange.admitted(server_round, replies, self._take_training):
+                found[client] = reply.numbers()
+                self.end_visit(client)
+            self.history.close_round(server_round, 0.0, self.personal)
+        end_simulation(self.run_id)
+        return found
 
     def _warn_of_unread_settings(self, config: ConfigRecord) -> None:
         """Warn of keys that look like misspelt training settings. Other keys may be meant for the user's own client."""
@@ -318,13 +395,25 @@ class PersonalizedStrategy(Hooks, Strategy):
         self, grid: Grid, result: Result, num_rounds: int, timeout: float, checkpoints: Checkpoints | None
     ) -> int:
         """Begin a run, or resume the one that has checkpoints; return its first round."""
+        self._prepare(grid, result.arrays, timeout)
+        self.last_round = num_rounds
+        self._checkpoints = checkpoints
+        first = self.first_round
+        if checkpoints and (last := self._resume(checkpoints, result)) is not None:
+            first = last + 1
+        if simulated(grid):
+            folder = checkpoints.folder if checkpoints else None
+            begin_simulation(self.run_id, folder, goes_on=first > self.first_round and self.clients_keep_state)
+        return first
+
+    def _prepare(self, grid: Grid, initial_arrays: ArrayRecord, timeout: float) -> None:
+        """Begin with nothing known of earlier rounds."""
         in_simulation = simulated(grid)
         self.history = History(self.metric)
         self.roster.begin(self.history, simulated=in_simulation)
-        self.last_round = num_rounds
         self.run_id = grid.run.run_id
         self._attempt = time.time_ns()
-        self._checkpoints = checkpoints
+        self._checkpoints = None
         self._empty_rounds = EmptyRounds(self.max_empty_rounds, self.history)
         self._evaluations = EvaluationPlan(self.personal, self.metric)
         self._exchange = Exchange(
@@ -339,26 +428,23 @@ class PersonalizedStrategy(Hooks, Strategy):
             grace=self.grace,
             simulated=in_simulation,
         )
-        self.begin(result.arrays)
-        first = self.first_round
-        if checkpoints and (last := self._resume(checkpoints, result)) is not None:
-            first = last + 1
-        if self.clients_keep_state and in_simulation:
-            folder = checkpoints.folder if checkpoints else None
-            begin_simulation(self.run_id, folder, goes_on=first > self.first_round)
-        return first
+        self._validation = Validation(
+            grid,
+            self.roster,
+            self.history,
+            self.general_model,
+            weighted_by_key=self.weighted_by_key,
+            timeout=timeout,
+            patience=self.grace,
+            simulated=in_simulation,
+        )
+        self.begin(initial_arrays)
 
     def _resume(self, checkpoints: Checkpoints, result: Result) -> int | None:
         """Restore the state of the last checkpoint; return its round, or None if there is none."""
-        if (found := checkpoints.load()) is None:
+        if checkpoints.oldest is None:
             return None
-        last, state = found
-        if differing := state["strategy"].keys() ^ self.state().keys():
-            raise NotResumable(
-                f"round {last} in {checkpoints.folder} was saved by another method or version: "
-                f"only the checkpoint or only this run has {', '.join(sorted(differing))}"
-            )
-        self.restore(state["strategy"])
+        last, state = self._restore(checkpoints)
         self._evaluations.restore(state["evaluations"])
         self._empty_rounds.restore(state["empty-rounds"])
         for kind, metrics in state["result"].items():
@@ -366,6 +452,19 @@ class PersonalizedStrategy(Hooks, Strategy):
         self._attempt = max(self._attempt, state["attempt"] + 1)  # also if this machine's clock is behind
         log(INFO, "kindred: resumes after round %d, from %s", last, checkpoints.folder)
         return last
+
+    def _restore(self, checkpoints: Checkpoints) -> tuple[int, dict[str, Any]]:
+        """Restore the method's own state from the last checkpoint; return its round and its whole content."""
+        if (found := checkpoints.load()) is None:
+            raise NotResumable(f"there is no checkpoint in {checkpoints.folder}")
+        last, state = found
+        if differing := state["strategy"].keys() ^ self.state().keys():
+            raise NotResumable(
+                f"round {last} in {checkpoints.folder} was saved by another method or version: "
+                f"only the checkpoint or only this run has {', '.join(sorted(differing))}"
+            )
+        self.restore(state["strategy"])
+        return last, state
 
     def _save(self, server_round: int, result: Result) -> None:
         """Write a checkpoint if one is due; it always is after the run's last round."""
@@ -395,6 +494,12 @@ class PersonalizedStrategy(Hooks, Strategy):
         log(INFO, "%s", progress(line, self.metric, self.first_round, self.last_round))
         if on_round:
             on_round(server_round)
+
+    def introduce_all(self, newcomers: Mapping[ClientId, Mapping[str, Any]]) -> dict[ClientId, str]:
+        """Check the introductions of new clients, and of new sites that only validate; see `introduce`."""
+        validators = {client: about for client, about in newcomers.items() if only_validates(about)}
+        others = {client: about for client, about in newcomers.items() if client not in validators}
+        return self.introduce(others) | self.introduce_validators(validators)
 
     # --- Clients of a round ---------------------------------------------------------------------------
 
@@ -577,10 +682,24 @@ class PersonalizedStrategy(Hooks, Strategy):
         settings.pop(PROBE, None)  # the caller may not set it
         if side:
             settings[PROBE] = side
-        settings[SERVER_ROUND] = server_round
         oldest = self._checkpoints.oldest if self._checkpoints else server_round - 1
         settings[KEEP_FROM] = -1 if oldest is None else oldest
-        settings[RUN], settings[ATTEMPT] = f"{self.run_id:020}", self._attempt  # the same length in every run
-        settings[METHOD] = self.name
+        settings[ATTEMPT] = self._attempt
+        self._add_run(settings, server_round)
         content = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: settings})
         return Message(content, self.roster.nodes[client], message_type, group_id=str(server_round))
+
+    def _to_validate(self, server_round: int, config: ConfigRecord) -> ConfigRecord:
+        """Return the settings of the message to a site that only validates."""
+        settings = ConfigRecord({**config})
+        settings.pop(PROBE, None)
+        self._add_run(settings, server_round)
+        return settings
+
+    def _add_run(self, settings: ConfigRecord, server_round: int) -> None:
+        """Add to a message's settings which run and round it is part of."""
+        settings[SERVER_ROUND] = server_round
+        settings[RUN] = f"{self.run_id:020}"  # the same length in every run
+        settings[METHOD], settings[METRIC] = self.name, self.metric
+        if server_round >= self.last_round:
+            settings[LAST] = True

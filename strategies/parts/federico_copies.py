@@ -11,14 +11,14 @@ from kindred.client.state import file_name
 from kindred.client.visit import Visit
 from kindred.messages import ClientId, by_prefix, with_prefix
 
-from .mixture import Arrays, keep_mixture, mixture_scores
+from .mixture import Arrays, evaluation_inputs, keep_mixture, mixture_scores
 
 MODEL = "model"  # prefix of the model's arrays in a file
 PREDICTED = "probabilities"
 
 
 class Copies:
-    """The last copy of each model that a client has received in training, and what it predicts for the test data.
+    """The last copy of each model that a client has received in training, and what it predicts for `evaluation_inputs`.
 
     Each is a file `received-client-ID.safetensors` of the client's state.
 
@@ -28,11 +28,17 @@ class Copies:
         A message at the client.
     received : dict of client id to model
         The models in the message, the client's own first.
+
+    Attributes
+    ----------
+    inputs : tensor (n, ...)
+        `evaluation_inputs`.
     """
 
     def __init__(self, visit: Visit, received: Mapping[ClientId, Arrays]) -> None:
         self._visit = visit
         self._received = received
+        self.inputs = evaluation_inputs(visit)
 
     def update(
         self, known: Iterable[ClientId], owners: Collection[ClientId], predictions: Mapping[ClientId, np.ndarray]
@@ -45,7 +51,7 @@ class Copies:
             Owners of all models that the client has received so far.
         owners : collection of client ids
         predictions : dict of client id to ndarray (n, N)
-            What the received models predict for the test data.
+            What the received models predict for `evaluation_inputs`.
         """
         state, (own, *others) = self._visit.state, self._received
         for owner in known:
@@ -58,17 +64,17 @@ class Copies:
     def predictions(
         self, owners: Iterable[ClientId], computed: Mapping[ClientId, np.ndarray]
     ) -> dict[ClientId, np.ndarray]:
-        """Return what the models of these owners predict for the test data: owner -> predictions (n, N).
+        """Return what the models of these owners predict for `evaluation_inputs`: owner -> predictions (n, N).
 
         Models that the client has neither received in this message nor kept are missing. `computed` has the predictions
         that need not be computed.
         """
-        x, found = self._visit.site.test[0], {}
+        count, found = len(self.inputs), {}
         for owner in owners:
             if owner in self._received:
                 found[owner] = computed[owner] if owner in computed else self._predict(owner)
             elif kept := self._visit.state.load(_name(owner), PREDICTED):
-                is_of_x = len(kept[PREDICTED]) == len(x)  # a site may be restarted with other data
+                is_of_x = len(kept[PREDICTED]) == count  # a site may be restarted with other data
                 found[owner] = kept[PREDICTED] if is_of_x else self._predict(owner)
         return found
 
@@ -91,11 +97,13 @@ class Copies:
         kind, owners = str(self._visit.config["mixture"]), list(predictions)
         if keep or self._visit.is_site:
             keep_mixture(self._visit, owners, [self._model(owner) for owner in owners], shares, kind)
-        return mixture_scores(self._visit, np.stack(list(predictions.values())), shares, 0, kind, prefix)
+        metrics = mixture_scores(self._visit, np.stack(list(predictions.values())), shares, 0, kind, prefix)
+        if self._visit.is_best(metrics):
+            keep_mixture(self._visit, owners, [self._model(owner) for owner in owners], shares, kind, metrics)
+        return metrics
 
     def _predict(self, owner: ClientId) -> np.ndarray:
-        model = self._visit.model(self._model(owner))
-        return predict(model, self._visit.site.test[0], self._visit.objective)
+        return predict(self._visit.model(self._model(owner)), self.inputs, self._visit.objective)
 
     def _model(self, owner: ClientId) -> Arrays:
         if owner in self._received:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,14 +11,17 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from kindred.client.evaluation import predict
-from kindred.client.state import MIXTURE
+from kindred.client.state import BEST, MIXTURE
 from kindred.client.training import CLASSES, set_arrays
 from kindred.client.visit import Visit
+from kindred.lazy import lazy
 from kindred.messages import RECEIVED, ClientId, by_prefix, decode, encode, with_prefix
 from kindred.objectives import Objective
 
 if TYPE_CHECKING:
     import torch
+else:
+    torch = lazy("torch")
 
 Arrays = dict[str, np.ndarray]
 
@@ -68,6 +71,12 @@ def mixture_of(
     return objective.mix(predictions[counted], shares[counted], kind)
 
 
+def evaluation_inputs(visit: Visit) -> torch.Tensor:
+    """Return the inputs, (n, ...), for which the models of a mixture predict: test data, then validation data."""
+    x, validation = visit.site.test[0], visit.site.validation
+    return x if validation is None else torch.cat([x, validation[0]])
+
+
 def mixture_scores(
     visit: Visit,
     predictions: np.ndarray,
@@ -82,7 +91,7 @@ def mixture_scores(
     ----------
     visit : Visit
     predictions : ndarray, shape (k, n, N)
-        The models' predictions for the n test samples.
+        The models' predictions for the n `evaluation_inputs`.
     shares : ndarray, shape (k,)
         Summing to 1.
     single : int
@@ -90,15 +99,21 @@ def mixture_scores(
     kind : {"probabilities", "logits"}
         What is mixed.
     prefix : str
-        Prefix of the mixture's metrics; those of the single model begin with "received-".
+        Prefix of the mixture's metrics; those of the single model begin with "received-", those of the mixture on
+        validation data with "validation-".
     """
     targets = visit.site.test[1].cpu().numpy()
     mixed = mixture_of(predictions, shares, kind, visit.objective)
-    return {
+    metrics = {
         f"{which}{name}": value
         for which, rows in ((prefix, mixed), (f"{RECEIVED}-", predictions[single]))
-        for name, value in visit.objective.evaluated(rows, targets).items()
+        for name, value in visit.objective.evaluated(
+            rows[: len(targets)], targets, visit.further(is_result=rows is mixed)
+        ).items()
     }
+    visit.finish(mixed[: len(targets)])
+    metrics |= visit.judged(mixed[len(targets) :])
+    return metrics | (visit.select(mixed[: len(targets)]) if visit.is_best(metrics) else {})
 
 
 @dataclass(frozen=True)
@@ -150,12 +165,23 @@ class Mixture:
 
 
 def keep_mixture(
-    visit: Visit, clients: Sequence[ClientId], models: Sequence[Arrays], shares: np.ndarray, kind: str = "probabilities"
+    visit: Visit,
+    clients: Sequence[ClientId],
+    models: Sequence[Arrays],
+    shares: np.ndarray,
+    kind: str = "probabilities",
+    metrics: Mapping[str, float] | None = None,
 ) -> None:
-    """Write the file that `Mixture.load` reads to the folder of the client's state."""
+    """Write a file that `Mixture.load` reads to the folder of the client's state.
+
+    With `metrics`, those of `mixture_scores`, it is the file of the client's best model; otherwise that of its mixture.
+    """
     counted = np.flatnonzero(shares).tolist()
     arrays: Arrays = {"shares": shares[counted]}
     for place, i in enumerate(counted):
         arrays |= with_prefix(place, models[i])
     about = {"clients": encode([clients[i] for i in counted]), "kind": kind}
-    visit.state.save(MIXTURE, arrays, {**about, **visit.site.about})
+    if metrics is None:
+        visit.state.save(MIXTURE, arrays, {**about, **visit.site.about})
+    else:
+        visit.state.save(BEST, arrays, {**about, **visit.about_best(metrics)})

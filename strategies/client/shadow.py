@@ -1,0 +1,69 @@
+"""The model that a client trains alone beside the federation, if the run's setting `shadow-local` is true.
+
+It never leaves the client. It is trained as the method `local` trains: in every round from where it was, with the run's
+settings of local training. It is selected on the same validation data as the federation's model. The client reports the
+comparison of the two on its test data.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kindred.lazy import lazy
+from kindred.messages import ALONE, LOSS, VALIDATION, seed_for
+from kindred.metrics import METRICS
+
+from .evaluation import predict
+from .gain import gain_of
+from .state import PREDICTIONS
+from .training import check_finite, get_arrays
+from .visit import Visit
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy("torch")
+
+SELECTED_ALONE = "alone-best"  # name under which a client keeps what its best model alone predicts
+
+
+def train_alone(visit: Visit) -> None:
+    """Train the client's model alone for a round, and keep what it predicts if it is the best so far."""
+    model = visit.new_model(ALONE) if (kept := visit.state.load(ALONE)) is None else visit.model(kept)
+    visit.train(model)
+    check_finite(model)
+    visit.state.save(ALONE, get_arrays(model))
+    validation = visit.site.validation
+    if validation is None:
+        if visit.is_last:
+            _keep(visit, model, {})
+        return
+    metrics = visit.judged(predict(model, validation[0], visit.objective))
+    names = (f"{VALIDATION}-{visit.metric}", f"{VALIDATION}-{LOSS}")
+    known = visit.state.about(SELECTED_ALONE)
+    values, best = ([float(of.get(name, "nan")) for name in names] for of in (metrics, known))
+    if METRICS[visit.metric].improves((values[0], values[1]), (best[0], best[1])):
+        _keep(visit, model, {name: repr(value) for name, value in zip(names, values, strict=True)})
+
+
+def _keep(visit: Visit, model: torch.nn.Module, about: dict[str, str]) -> None:
+    predictions = predict(model, visit.site.test[0], visit.objective)
+    visit.keep_predictions(SELECTED_ALONE, predictions, about=about)
+
+
+def comparison(visit: Visit) -> dict[str, float]:
+    """Return the comparison of the client's two models, as metrics; none while one of them is missing."""
+    ours, alone = visit.kept_predictions(PREDICTIONS), visit.kept_predictions(SELECTED_ALONE)
+    targets = visit.site.test[1].cpu().numpy()
+    if ours is None or alone is None or not len(targets):
+        return {}
+    if not len(targets) == len(ours) == len(alone):  # a site restarted with other data
+        return {}
+    federated, lone = (visit.objective.sample_scores(each, targets).astype(np.float64) for each in (ours, alone))
+    gain = gain_of(federated, lone, seed_for(visit.config.get("seed", 0), visit.client, ALONE))
+    found = visit.objective.evaluated(alone, targets, visit.further())
+    return {f"{ALONE}-{name}": value for name, value in found.items()} | {
+        f"gain-{name}": float(value) for name, value in vars(gain).items()
+    }

@@ -1,0 +1,238 @@
+"""Clients that come after a run: their data, the messages that serve them, and the tables of their results."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from typer.testing import CliRunner
+
+import kindred
+from kindred import REGISTRY, InlineGrid
+from kindred.baselines.clustered_fl import Cluster, Tree
+from kindred.data import load_federation
+from kindred.engine.checkpoint import Checkpoints
+from kindred.messages import to_record
+from kindred.server_app.cli.run import app
+from kindred.server_app.config import Config
+from kindred.server_app.headline import Headline
+from kindred.server_app.newcomers import ALL, AMOUNTS, lines, means, over_seeds, tables
+
+from .refusals import refusal
+from .test_data_by_client import CLIENTS, by_client
+
+RUN = {"clients": 6, "rounds": 2, "held_out_clients": 2, "samples_per_client": 30}
+
+
+def federation(**changes):
+    settings = {"num_clients": 6, "partition": "practical", "samples_per_client": 30, **changes}
+    return load_federation(Config(**settings).run_config())
+
+
+# --- Their data -----------------------------------------------------------------------------------------------------
+
+
+def test_clients_held_out_keep_their_samples_and_come_after_the_others() -> None:
+    """Clients a, b and c have the training samples 1 3, 0 2 and 4; the last ones are drawn by seed."""
+    y = [0, 1, 0, 1, 0, 0, 1, 0, 1]
+    clients = np.array([*CLIENTS, "c"])
+    settings = {"num_clients": 3, "clients_train": clients[:5], "clients_test": clients[5:]}
+    whole = by_client(y[:5], y[5:], **settings)
+    drawn = set()
+    for seed in range(10):
+        found = by_client(y[:5], y[5:], held_out_clients=1, seed=seed, **settings)
+        drawn.add(found.names[-1])
+        assert (
+            found.newcomers == 1
+            and sorted(found.names) == ["a", "b", "c"]
+            and list(found.names[:2]) == sorted(found.names[:2])
+        )
+        for name, train, test in zip(found.names, found.train, found.test, strict=True):
+            before = whole.names.index(name)
+            assert sorted(train) == whole.train[before].tolist() and test.tolist() == whole.test[before].tolist()
+    assert drawn == {"a", "b", "c"}
+
+
+def test_a_newcomers_samples_are_all_for_training_and_few_are_among_many() -> None:
+    whole = federation(validation_share=0.2)
+    found = federation(validation_share=0.2, held_out_clients=2)
+    assert found.num_clients == 4 and list(found.newcomers) == [4, 5] and len(found.train_sizes) == 4
+    assert found.class_counts().shape == (4, 10) and found.sizes.sum() == whole.sizes.sum() * 4 // 6
+    few, many, every = (found.newcomer_data(4, count) for count in (5, 20, found.newcomer_size(4)))
+    assert [len(data.train[1]) for data in (few, many, every)] == [5, 20, 30]
+    assert all(len(data.validation[1]) == 0 and len(data.test[1]) == 30 for data in (few, many, every))
+    assert (many.train[0][:5] == few.train[0]).all() and (every.train[1][:20] == many.train[1]).all()
+    assert len(found.site_data(3).train[1]) == 24 and len(found.site_data(3).validation[1]) == 6
+
+
+def test_inputs_are_prepared_by_the_clients_that_take_part(tmp_path) -> None:
+    x = np.array([1.0, 3.0, 1.0, 3.0, 100.0, 300.0] * 2)[:, None, None]  # signals of one channel and one reading
+    np.savez(tmp_path / "data.npz", x=x, y=np.arange(12) % 2, client=np.array(list("aabbcc") * 2), time=np.arange(12))
+    given = {
+        "dataset": "npz",
+        "data_dir": str(tmp_path / "data.npz"),
+        "partition": "by-client",
+        "num_clients": 3,
+        "min_samples": 2,
+    }
+    for seed in range(8):
+        found = load_federation(
+            Config(**given, held_out_clients=1, test_share=0.5, validation_share=0.0, seed=seed).run_config()
+        )
+        if found.newcomer_names == ("c",):
+            assert found.names == ("a", "b") and found.task.inputs.mean == (2.0,)
+            break
+    else:
+        pytest.fail("client c is never held out")
+
+
+@pytest.mark.parametrize("count", [-1, 5, 6])
+def test_two_clients_at_least_take_part(count) -> None:
+    if count < 0:
+        with pytest.raises(ValueError, match="held-out-clients is -1"):
+            federation(held_out_clients=count)
+    else:
+        text = refusal(lambda: federation(held_out_clients=count))
+        assert text == f"held-out-clients is {count}, allowed: 0 to 4, two fewer than num-clients"
+
+
+# --- The messages that serve them -----------------------------------------------------------------------------------
+
+
+class Records:
+    """Clients of one weight. Each sends its own number, whatever it received, and what it received is recorded."""
+
+    def __init__(self, own: list[float]) -> None:
+        self.received: list[list[tuple[str, float]]] = [[] for _ in own]
+        self.app = app = ClientApp()
+
+        @app.train()
+        def train(message, context):
+            client = context.node_config["partition-id"]
+            arrays = {name: array.numpy() for name, array in message.content["arrays"].items()}
+            self.received[client] += [(name, float(array.ravel()[0])) for name, array in arrays.items()]
+            metrics = MetricRecord({"num-examples": 1, "num-test-examples": 1, "trained-accuracy": 0.5})
+            sent = to_record({"w": np.full(1, own[client], np.float32)})
+            return Message(RecordDict({"arrays": sent, "metrics": metrics}), reply_to=message)
+
+
+class Last(InlineGrid):
+    def get_node_ids(self):
+        return list(super().get_node_ids())[-1:]
+
+
+def served(tmp_path, name: str, own: list[float], rounds: int, **settings) -> list[float]:
+    """Return the weights that the last of these clients receives after a run of the others."""
+    clients, start = Records(own), to_record({"w": np.zeros(1, np.float32)})
+    checkpoints = Checkpoints(tmp_path)
+    quiet = {"fraction_evaluate": 0.0, **settings}
+    REGISTRY[name].strategy(**quiet).start(
+        InlineGrid(clients.app, len(own) - 1), start, rounds, checkpoints=checkpoints
+    )
+    found = REGISTRY[name].strategy(**quiet).serve(Last(clients.app, len(own)), start, checkpoints, ConfigRecord())
+    assert [list(each.values()) for each in found.values()] == [[1, 1, 0.5]] or len(found) == 1
+    return [weight for _, weight in clients.received[-1]]
+
+
+def test_fedavg_sends_a_newcomer_its_global_model_once(tmp_path) -> None:
+    assert served(tmp_path, "fedavg", [2.0, 4.0, 9.0], rounds=2) == [3.0]
+
+
+def test_local_trains_a_newcomer_for_as_many_rounds_as_the_others(tmp_path) -> None:
+    assert served(tmp_path, "local", [2.0, 4.0, 9.0], rounds=3) == [0.0, 9.0, 9.0]
+
+
+def test_heurfedamp_sends_a_newcomer_its_cloud_model_after_one_message(tmp_path) -> None:
+    """With equal others at 2 the cloud model after the reply 9 is 0.5 x 9 + 0.5 x 2; before it is 0.5 x 0 + 0.5 x 2."""
+    assert served(tmp_path, "heurfedamp", [2.0, 2.0, 9.0], rounds=2, self_weight=0.5) == [1.0, 5.5]
+
+
+def test_a_newcomer_is_led_through_the_tree_of_clusters() -> None:
+    strategy = REGISTRY["clustered-fl"].strategy()
+    record = ArrayRecord()
+    strategy._tree = Tree(record)
+    assert strategy.newcomer_visits(10) == 1
+    strategy._tree.divide(0, 1, 0.0, [Cluster(record, 0), Cluster(record, 0)])
+    strategy._tree.divide(2, 2, 0.0, [Cluster(record, 2), Cluster(record, 2)])
+    assert strategy.newcomer_visits(10) == 3
+
+
+# --- Tables ---------------------------------------------------------------------------------------------------------
+
+
+def entry(labelled, method=None, alone=None, tuned=None) -> dict:
+    return {"labelled": labelled, "method": method, "alone": alone, "tuned": tuned}
+
+
+RESULTS = {
+    "clients": [
+        {"client": 4, "name": "lyon", "samples": 12, "served": [
+            entry(0, 0.5), entry(5, 0.6, 0.25), entry(ALL, 0.8, 0.75, 0.5)]},
+        {"client": 5, "samples": 30, "served": [
+            entry(0, 0.7), entry(5, None, 0.75), entry(20, 0.9), entry(ALL, 0.9, 0.25, 0.6)]},
+    ],
+}  # fmt: skip
+RESULTS["means"] = means(each["served"] for each in RESULTS["clients"])
+
+
+def test_means_are_over_the_clients_that_have_so_many_samples() -> None:
+    assert [each["labelled"] for each in RESULTS["means"]] == list(AMOUNTS)
+    assert [each["clients"] for each in RESULTS["means"]] == [2, 2, 1, 2]
+    assert [each["method"] for each in RESULTS["means"]] == pytest.approx([0.6, 0.6, 0.9, 0.85])
+    assert [each["alone"] for each in RESULTS["means"]] == [None, 0.5, None, 0.5]
+    (first, *_) = lines(RESULTS, "fedamp", Headline("accuracy"))
+    assert first == (
+        "clients that came later, 2, with 0 labelled samples: accuracy fedamp 60.0, alone -, tuned global model -"
+    )
+    by_amount, by_client_ = tables(RESULTS, "fedamp", Headline("accuracy"))
+    assert by_amount[-1] == ["all", "2", "85.0", "50.0", "55.0"] and len(by_amount) == 5
+    assert by_client_[3] == ["lyon", "all 12", "80.0", "75.0", "50.0"] and by_client_[4][:2] == ["5", "0"]
+
+
+def test_over_seeds_each_way_has_a_mean_and_a_deviation() -> None:
+    found = over_seeds([{"means": [entry(0, 0.5, None, 0.2)]}, {"means": [entry(0, 0.7, None, None)]}])
+    assert found[0]["method"] == {"mean": pytest.approx(0.6), "std": pytest.approx(0.1 * 2**0.5)}
+    assert found[0]["alone"] == {"mean": None, "std": None} and found[0]["tuned"] == {"mean": 0.2, "std": None}
+    assert over_seeds([]) == []
+
+
+# --- Whole runs -----------------------------------------------------------------------------------------------------
+
+
+def test_a_run_serves_its_newcomers_and_a_comparison_has_their_table(tmp_path) -> None:
+    found = kindred.compare(["fedavg", "local"], seeds=[0], output=tmp_path, **RUN)
+    run = found.runs["fedavg", 0]
+    newcomers = run.summary["newcomers"]
+    assert [each["client"] for each in newcomers["clients"]] == [4, 5] and len(run.summary["clients"]) == 4
+    for each in newcomers["clients"]:
+        values = {one["labelled"]: one for one in each["served"]}
+        assert list(values) == list(AMOUNTS) and each["samples"] == 30
+        assert len({one["method"] for one in values.values()}) == 1  # FedAvg's global model, whatever they have
+        assert values[0]["tuned"] == values[0]["method"] and values[0]["alone"] is None
+        alone = found.runs["local", 0].summary["newcomers"]["clients"][each["client"] - 4]["served"]
+        assert [one["alone"] for one in alone] == [one["alone"] for one in each["served"]]
+    assert not (run.folder / "checkpoints").exists() and len(list((run.folder / "models").iterdir())) == 4
+    assert "Clients that came later" in (run.folder / "report.html").read_text()
+    text = (found.folder / "comparison.md").read_text()
+    assert "| newcomers, accuracy (%) | 0 labelled | 5 labelled | 20 labelled | all labelled |" in text
+    assert "| fedavg, tuned | " in text and "| alone | " not in text
+
+
+def test_no_checkpoint_of_the_run_is_needed_and_bad_input_is_one_line(tmp_path) -> None:
+    arguments = [
+        "run", "--engine=inline", "--strategy=perfed-ckt", "--clients=5", "--rounds=1", "--set", "local-steps=2",
+        "--set", "public-size=50", "--set", "samples-per-client=20", f"--output-dir={tmp_path}",
+    ]  # fmt: skip
+    done = CliRunner().invoke(app, [*arguments, "--set", "held-out-clients=1", "--set", "checkpoint-every=0"])
+    assert done.exit_code == 0
+    assert "clients that came later, 1, with 0 labelled samples: accuracy perfed-ckt -, alone -" in done.output
+    (summary,) = tmp_path.glob("*/summary.json")
+    last = json.loads(summary.read_text())["newcomers"]["means"][-1]
+    assert last["method"] is not None and last["alone"] is not None and last["tuned"] is None
+    refused = CliRunner().invoke(app, [*arguments, "--set", "held-out-clients=4"])
+    assert refused.exit_code == 2
+    assert "held-out-clients is 4, allowed: 0 to 3, two fewer than num-clients" in refused.output
+    assert len(list(tmp_path.iterdir())) == 1

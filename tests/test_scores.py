@@ -1,0 +1,82 @@
+"""Metrics beyond accuracy, by hand and against scikit-learn."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+from sklearn.metrics import balanced_accuracy_score, brier_score_loss, roc_auc_score
+
+from kindred.metrics import METRICS
+from kindred.objectives import OBJECTIVES, Classes, Labels, NextToken, Number
+
+# Four samples; classes by probability above 1/2: 1, 0, 1, 0.
+PREDICTIONS = np.array([[0.1, 0.9], [0.6, 0.4], [0.3, 0.7], [0.8, 0.2]])
+TARGETS = np.array([1, 1, 0, 0])
+
+
+def of_classes(predictions: np.ndarray = PREDICTIONS, targets: np.ndarray = TARGETS) -> dict[str, float]:
+    return Classes(predictions.shape[1]).evaluated(predictions, targets, Classes.reports)
+
+
+def test_metrics_of_two_classes_by_hand() -> None:
+    found = of_classes()
+    assert found["accuracy"] == found["balanced-accuracy"] == found["sensitivity"] == found["specificity"] == 0.5
+    assert found["auroc"] == 0.75  # of the 4 pairs of a sample of each class 0.9 > 0.7, 0.9 > 0.2 and 0.4 > 0.2
+    assert found["f1"] == 0.5  # one of two predicted, one of two there
+    assert found["average-precision"] == pytest.approx((1 + 2 / 3) / 2)  # precisions where recall increases
+    assert found["brier"] == pytest.approx((0.01 + 0.36 + 0.49 + 0.04) / 4)
+    assert found["log-loss"] == pytest.approx(found["loss"]) == pytest.approx(-np.log([0.9, 0.4, 0.3, 0.8]).mean())
+    # Each confidence, 0.9, 0.6, 0.7 and 0.8, is in a bin of its own; the second and third prediction are wrong.
+    assert found["calibration-error"] == pytest.approx((0.1 + 0.6 + 0.7 + 0.2) / 4)
+
+
+def test_a_client_with_one_class_has_no_auroc_and_is_otherwise_judged() -> None:
+    found = of_classes(PREDICTIONS[:2], TARGETS[:2])
+    assert not {"auroc", "average-precision", "specificity"} & found.keys()
+    assert found["accuracy"] == found["sensitivity"] == found["balanced-accuracy"] == 0.5
+
+
+def test_of_several_classes_the_mean_of_those_that_occur() -> None:
+    predictions = np.array([[0.7, 0.2, 0.1], [0.5, 0.4, 0.1], [0.2, 0.7, 0.1], [0.6, 0.3, 0.1]])
+    targets = np.array([0, 0, 1, 1])
+    found = of_classes(predictions, targets)
+    assert found["auroc"] == pytest.approx((0.75 + 0.75) / 2) and "sensitivity" not in found
+    assert found["balanced-accuracy"] == balanced_accuracy_score(targets, predictions.argmax(axis=1)) == 0.75
+
+
+def test_of_labels_the_mean_over_those_with_both_values() -> None:
+    predictions = np.array([[0.9, 0.5], [0.2, 0.7]])
+    found = Labels(2).evaluated(predictions, np.array([[1.0, 1.0], [0.0, 1.0]]), Labels.reports)
+    assert found["auroc"] == found["average-precision"] == 1.0
+    assert found["brier"] == pytest.approx((0.01 + 0.25 + 0.04 + 0.09) / 4)
+
+
+def test_scores_of_samples_by_hand() -> None:
+    assert Classes(2).sample_scores(PREDICTIONS, TARGETS).tolist() == [1, 0, 0, 1]
+    assert Labels(2).sample_scores(PREDICTIONS[:1], np.array([[1.0, 1.0]])).tolist() == [0.5]
+    assert Number(1, mean=5, deviation=2).sample_scores(np.array([[1.0]]), np.array([-0.5])).tolist() == [-3.0]
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_every_reported_metric_is_described(name) -> None:
+    assert set(OBJECTIVES[name].reports) <= METRICS.keys() and OBJECTIVES[name].metric in OBJECTIVES[name].reports
+
+
+def test_all_that_is_reported_can_be_computed() -> None:
+    assert set(of_classes()) == set(Classes.reports)
+    both = Labels(1).evaluated(np.array([[0.2], [0.7]]), np.array([[0.0], [1.0]]), Labels.reports)
+    assert set(both) == set(Labels.reports)
+    assert set(NextToken(2).evaluated(PREDICTIONS, TARGETS, NextToken.reports)) == set(NextToken.reports)
+    numbers = Number(1).evaluated(np.array([[0.2], [0.7]]), np.array([0.0, 1.0]), Number.reports)
+    assert set(numbers) == set(Number.reports)
+
+
+@given(st.lists(st.tuples(st.floats(0.01, 0.99), st.booleans()), min_size=2, max_size=40))
+def test_metrics_of_any_two_classes_are_possible_and_scikit_learns(samples) -> None:
+    p, y = np.array([each for each, _ in samples]), np.array([int(true) for _, true in samples])
+    found = of_classes(np.stack([1 - p, p], axis=1), y)
+    assert all(METRICS[name].holds(value) for name, value in found.items())
+    assert found["brier"] == pytest.approx(brier_score_loss(y, p))
+    if 0 < y.sum() < len(y):
+        assert found["auroc"] == pytest.approx(roc_auc_score(y, p))
