@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kindred.lazy import lazy
-from kindred.messages import ALONE, LOSS, VALIDATION, seed_for
-from kindred.metrics import METRICS
+from kindred.messages import ALONE, seed_for
 
 from .evaluation import predict
 from .gain import gain_of
@@ -41,11 +40,8 @@ def train_alone(visit: Visit) -> None:
             _keep(visit, model, {})
         return
     metrics = visit.judged(predict(model, validation[0], visit.objective))
-    names = (f"{VALIDATION}-{visit.metric}", f"{VALIDATION}-{LOSS}")
-    known = visit.state.about(SELECTED_ALONE)
-    values, best = ([float(of.get(name, "nan")) for name in names] for of in (metrics, known))
-    if METRICS[visit.metric].improves((values[0], values[1]), (best[0], best[1])):
-        _keep(visit, model, {name: repr(value) for name, value in zip(names, values, strict=True)})
+    if visit.is_best(metrics, SELECTED_ALONE):
+        _keep(visit, model, visit.about_best(metrics))
 
 
 def _keep(visit: Visit, model: torch.nn.Module, about: dict[str, str]) -> None:

@@ -167,12 +167,13 @@ class Visit:
         found = self.objective.evaluated(predictions, self.site.validation[1].cpu().numpy(), (self.metric,))
         return {f"{VALIDATION}-{name}": value for name, value in found.items()}
 
-    def is_best(self, metrics: Mapping[str, float]) -> bool:
+    def is_best(self, metrics: Mapping[str, float], name: str = BEST) -> bool:
         """Return whether a model is the client's best one so far by its validation data.
 
-        `metrics` are those of `judged`; without validation data no model is best.
+        `metrics` are those of `judged`; without validation data no model is best. `name` is that of the best one's file
+        with the texts of `about_best`.
         """
-        names, known = self._validation_names, self.state.about(BEST)
+        names, known = self._validation_names, self.state.about(name)
         values, best = ([float(of.get(name, "nan")) for name in names] for of in (metrics, known))
         return METRICS[self.metric].improves((values[0], values[1]), (best[0], best[1]))
 
