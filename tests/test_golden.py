@@ -33,7 +33,9 @@ def test_an_interrupted_and_resumed_run_gives_the_recorded_bits(key) -> None:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("key", IN_FLOWER)
+@pytest.mark.parametrize(
+    "key", [IN_FLOWER[0], *(pytest.param(key, marks=pytest.mark.deployment) for key in IN_FLOWER[1:])]
+)
 def test_a_run_resumed_in_flowers_engine_matches_the_recorded_bits_and_one_process(key, tmp_path) -> None:
     found = bits_in_flower(key, tmp_path / "flower")
     check(found, RECORDED["in-flower"][key])

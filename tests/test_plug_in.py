@@ -261,6 +261,7 @@ def processes(mark: str) -> set[psutil.Process]:
 
 
 @pytest.mark.engine
+@pytest.mark.deployment
 def test_the_example_runs_with_the_wheel_alone(tmp_path, environment, task) -> None:
     app = tmp_path / "app"
     shutil.copytree(EXAMPLE, app, ignore=shutil.ignore_patterns("__pycache__", "models"))

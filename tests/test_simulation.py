@@ -57,6 +57,7 @@ def test_the_simulation_and_the_in_process_engine_give_the_same_bits(tmp_path) -
     assert len(architectures) == 2
 
 
+@pytest.mark.deployment
 def test_flwr_run_works_alone_and_prints_how_to_get_all_clients(tmp_path) -> None:
     """The plain command, with Flower's 2 clients, its own local SuperLink and its own installation of dependencies."""
     from kindred.server_app.simulation import _free_port

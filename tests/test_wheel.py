@@ -88,6 +88,7 @@ def test_a_site_checks_its_data(kindred, tmp_path) -> None:
 
 
 @pytest.mark.engine
+@pytest.mark.deployment
 def test_a_simulation_with_an_extension_matches_one_process_and_leaves_the_environment_unchanged(
     kindred, environment, tmp_path
 ) -> None:
