@@ -43,7 +43,7 @@ from .background_commands import KINDRED, SCRIPTS, Machines, free_port, wait_unt
 pytestmark = pytest.mark.deployment
 
 CLIENTS = (0, 1, 2)
-SETTINGS = {"seed": 3, "num_rounds": 2, "samples_per_client": 40, "device": "cpu"}
+SETTINGS = {"seed": 3, "num_rounds": 2, "samples_per_client": 40, "validation_share": 0.0, "device": "cpu"}
 DIGITS = {"dataset": "digits", "partition": "rotated", "num_clients": len(CLIENTS), "num_groups": len(CLIENTS)}
 PERFED_CKT = {"strategy": "perfed-ckt", "num_clusters": 2}
 

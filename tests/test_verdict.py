@@ -122,6 +122,11 @@ def test_a_comparison_counts_clients_over_seeds(tmp_path) -> None:
     assert found.content["strategies"]["local"]["verdict"] is None
     table = (found.folder / "comparison.md").read_text()
     assert "helped : hurt : not shown" in table and "gain over local" in table
+    every = found.content["strategies"]["heurfedamp"]["all-metrics"]
+    of_seeds = [found.runs["heurfedamp", seed].summary["metrics"]["last"]["auroc"] for seed in (0, 1)]
+    assert every["auroc"]["mean"] == pytest.approx(np.mean(of_seeds))
+    assert every["auroc"]["std"] == pytest.approx(np.std(of_seeds, ddof=1))
+    assert "| strategy | accuracy (%) | balanced accuracy (%) | AUROC |" in table
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=30))

@@ -15,7 +15,7 @@ from kindred.server_app.tables import table_lines
 
 from .metrics import numbers_of
 from .pictures import pictures
-from .texts import cell, remarks, tables
+from .texts import cell, metrics_table, remarks, tables
 
 
 def write(content: Mapping[str, Any], folder: Path) -> None:
@@ -119,6 +119,7 @@ def as_markdown(content: Mapping[str, Any]) -> str:
         *(line for other in others for line in (*_rows(other), "")),
         *(f"- {line}" for line in remarks(content)),
         "",
+        *(["## All metrics", "", *_rows(all_of_them), ""] if (all_of_them := metrics_table(content)) else []),
         "## Columns",
         "",
         *(f"- {metric.title}: {metric.meaning}" for metric in numbers.values() if metric.title in results[0] + cost[0]),

@@ -7,9 +7,10 @@ import os
 import platform
 import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -75,6 +76,7 @@ def content_of(plan: Plan, runs: Mapping[str, list[dict[str, Any]]], command: Se
             if reference not in (name, None)
             else None,
             "verdict": verdict_over_seeds(plan, runs[name], runs[local]) if local not in (name, None) else None,
+            "all-metrics": all_metrics(summaries[name].values()),
             "newcomers": over_seeds([each["newcomers"] for each in summaries[name].values() if each.get("newcomers")]),
             "paper": paper and {key: each if key == "floats" else round(each / 100, 6) for key, each in paper.items()},
         }
@@ -142,6 +144,22 @@ def verdict_over_seeds(
         **{which: counts[which] for which in (HELPED, HURT, UNDECIDED)},
         "gain": together.gain, "low": together.low, "high": together.high, "percent": together.of_shares,
     }  # fmt: skip
+
+
+def all_metrics(summaries: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float | None]]:
+    """Return mean and standard deviation over runs of each metric's mean over clients, by the metric's name.
+
+    It is that of the selected models, or where there are none of the last ones.
+    """
+    found: dict[str, list[float]] = {}
+    for summary in summaries:
+        metrics = summary.get("metrics", {})
+        for name, value in (metrics.get("selected") or metrics.get("last") or {}).items():
+            found.setdefault(name, []).append(value)
+    return {
+        name: {"mean": fmean(values), "std": stdev(values) if len(values) > 1 else None}
+        for name, values in found.items()
+    }
 
 
 def metrics_of(

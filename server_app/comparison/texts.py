@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from kindred.metrics import METRICS
 from kindred.server_app.headline import Headline
 from kindred.server_app.verdict import HELPED, HURT, UNDECIDED
 
@@ -53,6 +54,25 @@ def tables(content: Mapping[str, Any]) -> list[list[list[str]]]:
     found = [[list(line) for line in zip(*columns, strict=True)] for columns in (results, cost)]
     later = _newcomers(strategies, numbers_of(headline)[headline.columns.mean], headline)
     return [*found, later] if later else found
+
+
+def metrics_table(content: Mapping[str, Any]) -> list[list[str]]:
+    """Return the table of all metrics that the methods' clients report at the end; empty if there are none."""
+    strategies = content["strategies"]
+    names = [name for name in METRICS if any(name in each["all-metrics"] for each in strategies.values())]
+    if not names:
+        return []
+
+    def text(each: Mapping[str, Any], name: str) -> str:
+        known = each["all-metrics"].get(name, {"mean": None, "std": None})
+        headline = Headline(name)
+        number = Metric(headline.axis, "", headline.factor, 1 if headline.metric.percent else None)
+        return cell(known["mean"], known["std"], number)
+
+    return [
+        ["strategy", *(Headline(name).axis for name in names)],
+        *([method, *(text(each, name) for name in names)] for method, each in strategies.items()),
+    ]
 
 
 def _newcomers(strategies: Mapping[str, Any], number: Metric, headline: Headline) -> list[list[str]]:
