@@ -132,6 +132,20 @@ def test_check_prints_what_the_server_learns_and_starts_nothing(tmp_path, data, 
     assert not (tmp_path / "state").exists()
 
 
+def test_check_says_what_few_samples_do_not_allow(tmp_path) -> None:
+    x, site = np.zeros((5, 8, 8), np.uint8), ("site", "lyon", "--server", "localhost:1", "--insecure", "--data-dir")
+
+    def said(y_train: list[int], y_test: list[int], *options: str) -> str:
+        arrays = {"x_train": x[: len(y_train)], "y_train": y_train, "x_test": x[: len(y_test)], "y_test": y_test}
+        np.savez(tmp_path / "few.npz", **arrays)
+        return kindred(*site, tmp_path / "few.npz", "--check", *options)
+
+    one_class, nothing_held_out = "the test data have one class: AUROC", "no training sample can be held out"
+    assert one_class in (text := said([0, 1, 1], [1, 1])) and nothing_held_out not in text
+    assert nothing_held_out in (text := said([0, 1], [0, 1])) and one_class not in text
+    assert nothing_held_out not in (text := said([0], [1], "--validate-only")) and one_class not in text
+
+
 HEART = Task(
     TableInputs(Schema((Column("age", (), True, 50.0, 10.0), Column("sex", ("F", "M"), True)), "sick>0", "hospital")),
     Classes(2, ("not sick>0", "sick>0")),

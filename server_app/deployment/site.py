@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 import typer
 
 from kindred.client.state import default_root
@@ -203,7 +204,7 @@ def _print_data_summary(name: str, node: Mapping[str, Any], class_names: Sequenc
         reported = f", with PerFed-CKT that it has {len(public)} public samples and their fingerprint"
     held_out = f" ({len(site.x_train)}, less those held out for validation)" if len(site.x_test) else ""
     share = "other sites may" if node.get("share-model", True) else "no other site may"
-    for remark in site.remarks:
+    for remark in (*site.remarks, *_lacks(site, validates)):
         print(remark)
     if validates:
         print(
@@ -226,6 +227,20 @@ def _print_data_summary(name: str, node: Mapping[str, Any], class_names: Sequenc
         f"stays here: the data in {node['data-dir']}, and what the site keeps in {node['state-dir']}",
         flush=True,
     )
+
+
+def _lacks(site: Dataset, validates: bool) -> list[str]:
+    """Return what a site's labelled samples do not allow: metrics, or a model selected on validation data."""
+    found = []
+    tested = np.concatenate([site.y_train, site.y_test]) if validates else site.y_test
+    if site.objective.has_classes and len(tested) and len(np.unique(tested)) == 1:
+        found.append("the test data have one class: AUROC, average precision and the like are not defined for them")
+    kinds = len(np.unique(site.y_train)) if site.objective.has_classes else 1
+    if not validates and len(site.y_train) <= kinds:
+        found.append(
+            "no training sample can be held out for validation, since each class keeps one: no model is selected here"
+        )
+    return found
 
 
 def _described(site: Dataset, validates: bool = False) -> str:
