@@ -170,19 +170,17 @@ def _has(samples: int, labelled: int | str) -> bool:
 
 def means(served: Iterable[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
     """Return the means over clients of `Service.results`, given the entries of each client."""
-    clients = list(served)
-    lines = []
+    clients, found = list(served), []
     for labelled in AMOUNTS:
         entries = [entry for each in clients for entry in each if entry["labelled"] == labelled]
-        known = {way: [entry[way] for entry in entries if entry[way] is not None] for way in WAYS}
-        lines.append(
-            {
-                "labelled": labelled,
-                "clients": len(entries),
-                **{way: fmean(values) if values else None for way, values in known.items()},
-            }
-        )
-    return lines
+        of_ways = {way: fmean(values) if values else None for way, values in _known(entries).items()}
+        found.append({"labelled": labelled, "clients": len(entries), **of_ways})
+    return found
+
+
+def _known(entries: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """Return each way's values in these entries, without those that are None."""
+    return {way: [entry[way] for entry in entries if entry[way] is not None] for way in WAYS}
 
 
 def lines(results: Mapping[str, Any], name: str, headline: Headline) -> list[str]:
@@ -238,10 +236,9 @@ def over_seeds(results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """
     found = []
     for entries in zip(*(each["means"] for each in results), strict=True):
-        known = {way: [entry[way] for entry in entries if entry[way] is not None] for way in WAYS}
         spread = {
             way: {"mean": fmean(values) if values else None, "std": stdev(values) if len(values) > 1 else None}
-            for way, values in known.items()
+            for way, values in _known(entries).items()
         }
         found.append({"labelled": entries[0]["labelled"], **spread})
     return found

@@ -18,7 +18,7 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from kindred.client.gain import RESAMPLES, Gain, gain_of, interval
+from kindred.client.gain import RESAMPLES, Gain, gain_of_predictions, interval
 from kindred.client.state import PREDICTIONS
 from kindred.messages import ALONE, ClientId, in_order, seed_for
 from kindred.objectives import Objective
@@ -129,12 +129,10 @@ def paired_gains(ours: Path, alone: Path, objective: Objective, seed: int) -> di
             continue
         first, second = load_file(file), load_file(other)
         if len(first["targets"]) and np.array_equal(first["targets"], second["targets"]):
-            federated, alone_scores = (
-                objective.sample_scores(each[PREDICTIONS], each["targets"]).astype(np.float64)
-                for each in (first, second)
-            )
             client = client_of(file)
-            found[client] = gain_of(federated, alone_scores, seed_for(seed, client, ALONE))
+            found[client] = gain_of_predictions(
+                objective, first[PREDICTIONS], second[PREDICTIONS], first["targets"], seed_for(seed, client, ALONE)
+            )
     return found
 
 

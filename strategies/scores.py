@@ -21,7 +21,7 @@ BINS = 15
 """Bins of equal width into which probabilities are sorted for the expected calibration error."""
 
 Score = Callable[[np.ndarray, np.ndarray], float | None]
-"""Of predictions and targets: probabilities (n, N) and classes (n,), or probabilities and labels, (n, L) each."""
+"""Function of predictions and targets: probabilities (n, N) and classes (n,), or of several labels (n, L) each."""
 
 
 def computed(

@@ -1,4 +1,4 @@
-"""The verdict: for whom federating is better than training alone, by hand."""
+"""The verdict: which clients federating helped or hurt, against training alone, by hand."""
 
 from __future__ import annotations
 

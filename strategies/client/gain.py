@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kindred.lazy import lazy
+from kindred.objectives import Objective
 
 if TYPE_CHECKING:
     from scipy import stats
@@ -54,6 +55,14 @@ class Gain:
     def gain(self) -> float:
         """Mean difference of the scores."""
         return self.federated - self.alone
+
+
+def gain_of_predictions(
+    objective: Objective, federated: np.ndarray, alone: np.ndarray, targets: np.ndarray, seed: int
+) -> Gain:
+    """Compare what a client's two models predict, (n, k) each, for samples with these targets; see `gain_of`."""
+    ours, lone = (objective.sample_scores(each, targets).astype(np.float64) for each in (federated, alone))
+    return gain_of(ours, lone, seed)
 
 
 def gain_of(federated: np.ndarray, alone: np.ndarray, seed: int) -> Gain:

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from kindred.lazy import lazy
 from kindred.messages import ALONE, seed_for
 
 from .evaluation import predict
-from .gain import gain_of
+from .gain import gain_of_predictions
 from .state import PREDICTIONS
 from .training import check_finite, get_arrays
 from .visit import Visit
@@ -57,8 +55,8 @@ def comparison(visit: Visit) -> dict[str, float]:
         return {}
     if not len(targets) == len(ours) == len(alone):  # a site restarted with other data
         return {}
-    federated, lone = (visit.objective.sample_scores(each, targets).astype(np.float64) for each in (ours, alone))
-    gain = gain_of(federated, lone, seed_for(visit.config.get("seed", 0), visit.client, ALONE))
+    seed = seed_for(visit.config.get("seed", 0), visit.client, ALONE)
+    gain = gain_of_predictions(visit.objective, ours, alone, targets, seed)
     found = visit.objective.evaluated(alone, targets, visit.further())
     return {f"{ALONE}-{name}": value for name, value in found.items()} | {
         f"gain-{name}": float(value) for name, value in vars(gain).items()
