@@ -42,6 +42,7 @@ import numpy as np
 from flwr.app import ArrayRecord
 from flwr.supercore import log
 
+from kindred.client.evaluation import evaluation_mode
 from kindred.client.training import (
     CLASSES,
     batches,
@@ -96,12 +97,8 @@ PUBLIC_BATCH_SIZE = Setting("public_batch_size", 128, at_least(1), "public image
 def logits_of(model: torch.nn.Module, images: torch.Tensor, batch_size: int = 128) -> torch.Tensor:
     """Return a model's logits in evaluation mode, f(x, d), shape (P, N), and restore its own mode."""
     images = channels_last(model, images)
-    was_training = model.training
-    model.eval()
-    with torch.inference_mode():
-        logits = torch.cat([model(batch).float() for batch in images.split(batch_size)])  # (P, N)
-    model.train(was_training)
-    return logits
+    with evaluation_mode(model), torch.inference_mode():
+        return torch.cat([model(batch).float() for batch in images.split(batch_size)])  # (P, N)
 
 
 def teacher(sum_of_logits: torch.Tensor, count: int, objective: Objective = CLASSES) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import contextlib
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,6 +18,17 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 else:
     torch = lazy("torch")
+
+
+@contextlib.contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode, and restore its own mode afterwards."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
 
 
 def predict(model: nn.Module, x: Tensor, objective: Objective = CLASSES, batch_size: int = 128) -> np.ndarray:
@@ -38,11 +50,8 @@ def predict(model: nn.Module, x: Tensor, objective: Objective = CLASSES, batch_s
         With classes, rows are probabilities that sum to 1.
     """
     x = channels_last(model, x)
-    was_training = model.training
-    model.eval()
-    with torch.inference_mode():
+    with evaluation_mode(model), torch.inference_mode():
         rows = [objective.predictions(model(inputs).float()) for inputs in x.split(batch_size)]
-    model.train(was_training)
     return torch.cat(rows).cpu().numpy()
 
 
@@ -92,14 +101,11 @@ def predict_and_evaluate(
     objective = objective.unweighted
     x = channels_last(model, x)
     predictions, losses = [], []
-    was_training = model.training
-    model.eval()
-    with torch.inference_mode():
+    with evaluation_mode(model), torch.inference_mode():
         for inputs, targets in zip(x.split(batch_size), y.split(batch_size), strict=True):
             outputs = model(inputs)
             predictions.append(objective.predictions(outputs.float()))
             losses.append(objective.loss(outputs, targets, "sum"))
         loss = float(torch.stack(losses).double().sum()) / len(y)
-    model.train(was_training)
     found, true = torch.cat(predictions).cpu().numpy(), y.cpu().numpy()
     return found, {**objective.metrics(found, true), **objective.further_metrics(found, true, names), "loss": loss}
