@@ -328,7 +328,7 @@ class Kindred(CloudModels):
         self._trained_in: dict[ClientId, int] = {}  # the last round in which each of them trained
         self._ended = 0  # the last round with any answer
         self._evidence: dict[ClientId, np.ndarray] = {}  # e_i, (6,), as reported last
-        self._prior = prevalence(np.zeros((0, len(PLACES))))  # p, (6,)
+        self._prior = prevalence(self._evidence_of([]))  # p, (6,)
         self._round = 0
         self._ordinary: list[ClientId] = []  # clients whose ClientApp does not know this method
 
@@ -365,9 +365,12 @@ class Kindred(CloudModels):
 
     def _mixed(self, clients: Sequence[ClientId], parts: np.ndarray) -> np.ndarray:
         """Return the weights of these clients' mixtures by the evidence that they reported last, (r, m)."""
-        evidence = [self._evidence.get(client, np.zeros(len(PLACES))) for client in clients]
-        s = shares(self._prior, np.array(evidence).reshape(-1, len(PLACES)))  # (r, 3)
-        return np.einsum("rk,krm->rm", s, parts)
+        return np.einsum("rk,krm->rm", shares(self._prior, self._evidence_of(clients)), parts)
+
+    def _evidence_of(self, clients: Sequence[ClientId]) -> np.ndarray:
+        """Return e_i of these clients, (r, 6); 0 where none is known."""
+        known = [self._evidence.get(client, np.zeros(len(PLACES))) for client in clients]
+        return np.array(known).reshape(-1, len(PLACES))
 
     def _parts(self, clients: Sequence[ClientId]) -> tuple[list[ClientId], np.ndarray]:
         """Return the m clients that have trained, in order, and the weights of w_i, v_i and g, (3, r, m).
@@ -409,7 +412,7 @@ class Kindred(CloudModels):
         if senders:  # the shares that clients have used are known now
             self._weights = (clients, senders, self._mixed(clients, self._sent))
         self._ended = server_round
-        self._prior = prevalence(np.array([self._evidence[client] for client in in_order(self._evidence)]))
+        self._prior = prevalence(self._evidence_of(in_order(self._evidence)))
         own, neighbours, everybody = self._prior @ PLACES
         self.history.count(own_share=float(own), neighbours_share=float(neighbours), everybody_share=float(everybody))
 
