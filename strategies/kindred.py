@@ -373,11 +373,12 @@ class Kindred(CloudModels):
         return np.array(known).reshape(-1, len(PLACES))
 
     def _parts(self, clients: Sequence[ClientId]) -> tuple[list[ClientId], np.ndarray]:
-        """Return the m clients that have trained, in order, and the weights of w_i, v_i and g, (3, r, m).
+        """Return the m clients whose models count, in order, and the weights of w_i, v_i and g, (3, r, m).
 
-        For a client that has no model all three are those of g.
+        For a client that has no model all three are those of g. One that came after the run counts for itself alone.
         """
-        senders = [client for client in in_order(self._samples) if client not in self.history.left_out]
+        ended = {client for client, trained_in in self._trained_in.items() if trained_in <= self._ended}
+        senders = in_order((ended | {*clients} & {*self._samples}) - {*self.history.left_out})
         if not senders:
             return senders, np.zeros((3, len(clients), 0))
         samples = bounded(np.array([self._samples[client] for client in senders]))  # (m,)
