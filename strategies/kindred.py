@@ -10,7 +10,7 @@ each round
 | S_ij = cos(w_i - wbar, w_j - wbar), wbar the mean model | `centred_cosines` |
 | P_ij = softmax_{j != i}(SHARPNESS S_ij + log n_j), the weights of v_i | `neighbour_weights` |
 | l_ik, the loss on held-out samples of the mixture with the shares z_k, of six | `calibrated_loss`, `judged` |
-| e_ik = MEMORY e_ik - TEMPER l_ik, the evidence | `KindredClient.train` |
+| e_ik: minus the mean of i's l_ik, each round's MEMORY times that of the next, the evidence | `KindredClient.train` |
 | p: the shares of the six mixtures among all clients, by their evidence (empirical Bayes) | `prevalence` |
 | s_i = sum_k z_k r_ik, where r_ik ~ p_k exp(e_ik) | `shares` |
 | i uses, and trains from, s_i1 w_i + s_i2 v_i + s_i3 g: the next w_i | `mixture` |
@@ -69,8 +69,7 @@ else:
     special = lazy("scipy.special")
 
 SHARPNESS = 10.0
-MEMORY = 0.8  # of the evidence of earlier rounds
-TEMPER = 0.3  # below 1, because held-out samples are judged again and again
+MEMORY = 0.8  # weight of a round's losses, relative to the next round's, in their mean
 LARGEST_WEIGHT = 10.0  # of a client in a mean, in numbers of samples of the median client
 FOLDS = 10  # parts of the training samples, of which a client without validation data holds one out
 VISITS = 4  # training messages for a client that comes after the run
@@ -91,7 +90,8 @@ NEIGHBOURS, EVERYBODY = "neighbours", "everybody"  # prefixes of v_i and g in me
 TRAINED_IN = "trained-in"  # round in which the client's model at the server was trained, or 0
 PRIOR = "prior"  # p, down
 EVIDENCE = "evidence"  # e_i, up, less its largest value
-LAST, CREDIT = "last", "credit"  # saved at the client: w_i, with e_i and TRAINED_IN; work since mixtures were judged
+LAST = "last"  # saved at the client: w_i, with TRAINED_IN and
+LOSSES, ROUNDS, CREDIT = "losses", "rounds", "credit"  # the sums for e_i, of losses and of weights; work since judged
 
 # --- The mathematics ----------------------------------------------------------------------------------
 
@@ -114,7 +114,7 @@ def centred_cosines(blocks: Iterable[np.ndarray], rows: Sequence[int], m: int) -
     """
     products, squares = np.zeros((len(rows), m)), np.zeros(m)
     for block in blocks:  # (m, b)
-        differences = block - block.mean(axis=0)  # (m, b)
+        differences = block - block.mean(axis=0, dtype=float)  # (m, b)
         products += differences[rows] @ differences.T  # (r, m)
         squares += np.einsum("mb,mb->m", differences, differences)  # (m,)
     norms = np.where(squares > 0, np.sqrt(squares), np.inf)  # (m,)
@@ -228,7 +228,7 @@ def shares(prior: np.ndarray, evidence: np.ndarray) -> np.ndarray:
     ndarray, shape (..., 3)
         Summing to 1.
     """
-    return special.softmax(np.log(prior) + evidence, axis=-1) @ PLACES
+    return (special.softmax(np.log(prior) + evidence, axis=-1)[..., None] * PLACES).sum(axis=-2)
 
 
 def mixture(parts: Sequence[Mapping[str, np.ndarray]], weights: np.ndarray) -> dict[str, np.ndarray]:
@@ -258,13 +258,16 @@ class KindredClient(LocalTraining):
         everybody = received[EVERYBODY]
         last = visit.state.load(LAST) or {}
         known = np.array_equal(last.pop(TRAINED_IN, -1), visit.config[TRAINED_IN])  # else the server has another model
-        evidence, credit = last.pop(EVIDENCE, np.zeros(len(PLACES))), float(last.pop(CREDIT, np.inf))  # (6,)
+        losses, rounds = last.pop(LOSSES, np.zeros(len(PLACES))), float(last.pop(ROUNDS, 0.0))  # (6,)
+        credit = float(last.pop(CREDIT, np.inf))
+        evidence = np.zeros(len(PLACES))  # (6,)
         if known and NEIGHBOURS in received:
             parts = [last, received[NEIGHBOURS], everybody]
             trained, held_out = divided(visit, int(visit.config[TRAINED_IN]))
             if len(held_out[1]) and credit >= len(PLACES):
-                evidence = MEMORY * evidence - TEMPER * judged(visit, parts, trained, held_out)
-                evidence, credit = evidence - evidence.max(), 0.0
+                losses = MEMORY * losses + judged(visit, parts, trained, held_out)
+                rounds, credit = MEMORY * rounds + 1, 0.0
+            evidence = (losses.min() - losses) / max(rounds, 1.0)
             start = mixture(parts, shares(np.array(visit.config[PRIOR]), evidence))
         else:
             start = everybody
@@ -272,8 +275,8 @@ class KindredClient(LocalTraining):
         site = replace(visit.site, train=train)
         arrays, metrics = LocalTraining.trained(replace(visit, arrays=start, site=site))
         credit += 3 * WORK * (visit.steps + visit.epochs * -(-len(train[1]) // visit.batch_size))
-        saved = {EVIDENCE: evidence, CREDIT: np.array(credit), TRAINED_IN: np.array(visit.config[SERVER_ROUND])}
-        visit.state.save(LAST, {**arrays, **saved})
+        saved = {LOSSES: losses, ROUNDS: np.array(rounds), CREDIT: np.array(credit)}
+        visit.state.save(LAST, {**arrays, **saved, TRAINED_IN: np.array(visit.config[SERVER_ROUND])})
         reply = MetricRecord({**metrics, **visit.counts()}), ConfigRecord({EVIDENCE: evidence.tolist()})
         return RecordDict({ARRAYS: to_record(arrays), METRICS: reply[0], CONFIG: reply[1]})
 
@@ -365,7 +368,8 @@ class Kindred(CloudModels):
 
     def _mixed(self, clients: Sequence[ClientId], parts: np.ndarray) -> np.ndarray:
         """Return the weights of these clients' mixtures by the evidence that they reported last, (r, m)."""
-        return np.einsum("rk,krm->rm", shares(self._prior, self._evidence_of(clients)), parts)
+        s = shares(self._prior, self._evidence_of(clients))[:, :, None]  # (r, 3, 1)
+        return s[:, 0] * parts[0] + s[:, 1] * parts[1] + s[:, 2] * parts[2]  # the same bits for one client and for all
 
     def _evidence_of(self, clients: Sequence[ClientId]) -> np.ndarray:
         """Return e_i of these clients, (r, 6); 0 where none is known."""
@@ -377,8 +381,7 @@ class Kindred(CloudModels):
 
         For a client that has no model all three are those of g. One that came after the run counts for itself alone.
         """
-        ended = {client for client, trained_in in self._trained_in.items() if trained_in <= self._ended}
-        senders = in_order((ended | {*clients} & {*self._samples}) - {*self.history.left_out})
+        senders = in_order(({*self._of_the_run()} | {*clients} & {*self._samples}) - {*self.history.left_out})
         if not senders:
             return senders, np.zeros((3, len(clients), 0))
         samples = bounded(np.array([self._samples[client] for client in senders]))  # (m,)
@@ -393,6 +396,10 @@ class Kindred(CloudModels):
             parts[0, known] = own
             parts[1, known] = neighbour_weights(centred_cosines(blocks, rows, len(senders)), samples, own)
         return senders, parts
+
+    def _of_the_run(self) -> list[ClientId]:
+        """Return the clients that have trained in a round, without those that came after the run."""
+        return [client for client in in_order(self._samples) if self._trained_in[client] <= self._ended]
 
     def inspect(self, client: ClientId, reply: Reply) -> None:
         if EVIDENCE in reply.config:
@@ -440,7 +447,7 @@ class Kindred(CloudModels):
             yield self.models[client] if client in self._samples and client not in senders else record
 
     def client_models(self) -> Mapping[ClientId, ArrayRecord]:
-        return ComputedModels(in_order(self._samples), self.personal_models)
+        return ComputedModels(self._of_the_run(), self.personal_models)
 
 
 METHOD = Method(

@@ -301,7 +301,9 @@ def test_a_message_from_before_a_resume_counts_as_late() -> None:
 def test_an_evaluation_uses_the_state_of_its_own_round() -> None:
     train(1, keep_from=0)
     train(2, keep_from=1)
-    assert number(ClientState(1, 0, server_round=2, before=3).load("model")) == 2
+    evaluating = lambda attempt: ClientState(1, 0, server_round=2, before=3, keep_from=1, attempt=attempt)  # noqa: E731
+    assert number(evaluating(1).load("model")) == 2
+    assert number(evaluating(2).load("model")) == 1  # the first attempt at this round was interrupted
     assert number(ClientState(1, 0).load("model")) == 2  # without a round, the last state is loaded
 
 

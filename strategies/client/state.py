@@ -139,7 +139,7 @@ class ClientState:
         versions = self._versions(name)
         self._remove_earlier(versions)
         for version in versions:
-            if self._before is None or version.round < self._before:
+            if self._counts(version):
                 with _reading(version.path), safe_open(version.path, "numpy") as file:
                     return {key: file.get_tensor(key) for key in file.keys() if key.startswith(prefix)}
         return None
@@ -197,10 +197,18 @@ class ClientState:
         self._remove_earlier(versions)
 
     def about(self, name: str) -> dict[str, str]:
-        """Return the texts saved with a name's arrays; empty if there is no file or it is damaged."""
-        with suppress(ValueError), _reading(self._path(name)):
-            return _texts(self._path(name)) or {}
+        """Return the texts last saved with a name's arrays, before the round `before`; empty without such a file."""
+        for version in self._versions(name):
+            if self._counts(version):
+                with suppress(ValueError), _reading(version.path):
+                    return _texts(version.path) or {}
         return {}
+
+    def _counts(self, version: _Version) -> bool:
+        """Return whether a version may be loaded: not of a later round, or of an interrupted attempt at this."""
+        if self._before is None:
+            return True
+        return version.round < self._before and (version.round < self._round or version.attempt == self._attempt)
 
     def _remove_earlier(self, versions: Sequence[_Version]) -> None:
         """Remove versions of a name from which no round can start any more."""

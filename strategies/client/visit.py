@@ -11,6 +11,7 @@ import numpy as np
 
 from kindred.lazy import lazy
 from kindred.messages import (
+    BETWEEN,
     FINETUNE_EPOCHS,
     LAST,
     LOSS,
@@ -18,6 +19,7 @@ from kindred.messages import (
     METRIC,
     NUM_EXAMPLES,
     NUM_TEST_EXAMPLES,
+    RECEIVED,
     REPORT_WEIGHTS,
     SAMPLES_PREDICTED,
     SAMPLES_TRAINED,
@@ -230,7 +232,7 @@ class Visit:
         metrics = self.judged(predict(model, self.site.validation[0], self.objective))
         if self.is_best(metrics):
             check_finite(model)
-            self.state.save(BEST, get_arrays(model), self.about_best(metrics))
+            self.state.save(BEST, get_arrays(model), self.about_best(metrics), rounds_load_it=True)
             metrics |= self.select(predictions)
         return metrics
 
@@ -372,7 +374,8 @@ class Visit:
         if is_result:
             if self.is_site or (strategy and strategy.model_stays):
                 self.keep(model, found)
-            metrics |= self._judge(model, predictions)
+            if which not in (RECEIVED, BETWEEN) or self.config.get(SERVER_ROUND, 0) != 1:  # a model that was trained
+                metrics |= self._judge(model, predictions)
         return metrics
 
     def counts(self) -> dict[str, int]:
