@@ -32,6 +32,7 @@ from kindred.settings import (
     BATCH_SIZE,
     DEVICE,
     GRACE,
+    LABEL_SMOOTHING,
     LEARNING_RATE,
     LOCAL_EPOCHS,
     LOCAL_STEPS,
@@ -284,6 +285,7 @@ class Config:
     learning_rate: float = of(LEARNING_RATE)
     momentum: float = of(MOMENTUM)
     weight_decay: float = of(WEIGHT_DECAY)
+    label_smoothing: float = of(LABEL_SMOOTHING)
     precision: str = of(PRECISION)
     shadow_local: bool = of(SHADOW_LOCAL)
     device: str = of(DEVICE)

@@ -188,6 +188,13 @@ WEIGHT_DECAY = Setting(
     "weight decay of the local optimiser: each step adds this times the weights to the gradient, as in torch's SGD and "
     "Adam",
 )
+LABEL_SMOOTHING = Setting(
+    "label_smoothing",
+    0.0,
+    within(0, 1),
+    "fraction of each label that local training spreads equally over all classes, or over true and false; without "
+    "effect where the target is a number",
+)
 PRECISION = Setting(
     "precision", "float32", one_of("float32", "bfloat16"), "arithmetic of local training; bfloat16 by autocast"
 )
@@ -210,6 +217,7 @@ TRAINING = (
     LEARNING_RATE,
     MOMENTUM,
     WEIGHT_DECAY,
+    LABEL_SMOOTHING,
     PRECISION,
     DEVICE,
     SHADOW_LOCAL,

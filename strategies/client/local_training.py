@@ -8,7 +8,6 @@ from flwr.app import MetricRecord, RecordDict
 from kindred.messages import (
     ARRAYS,
     FINETUNE_EPOCHS,
-    LABEL_SMOOTHING,
     METRICS,
     NUM_EXAMPLES,
     PROBE,
@@ -28,7 +27,7 @@ class LocalTraining:
     """The client half of the methods whose clients train the model they receive.
 
     These are FedAMP and HeurFedAMP (Eq. 6), Local, FedAvg, FedProx and their fine-tuned forms. The message holds the
-    weight of the proximal term, the label smoothing and the epochs of fine-tuning.
+    weight of the proximal term and the epochs of fine-tuning.
     """
 
     @staticmethod
@@ -46,11 +45,7 @@ class LocalTraining:
             visit.tune(model)
             metrics |= visit.evaluation(TUNED, model)
             set_arrays(model, visit.arrays)
-        metrics[TRAIN_LOSS] = visit.train(
-            model,
-            proximal_mu=float(visit.config.get(PROXIMAL_MU, 0.0)),
-            label_smoothing=float(visit.config.get(LABEL_SMOOTHING, 0.0)),
-        )
+        metrics[TRAIN_LOSS] = visit.train(model, proximal_mu=float(visit.config.get(PROXIMAL_MU, 0.0)))
         return get_arrays(model), metrics | visit.evaluation(TRAINED, model) | visit.counts()
 
     @staticmethod

@@ -19,7 +19,16 @@ import numpy as np
 from kindred.lazy import lazy
 from kindred.messages import check
 from kindred.objectives import Classes, Objective
-from kindred.settings import BATCH_SIZE, DEVICE, LEARNING_RATE, MOMENTUM, OPTIMIZER, PRECISION, WEIGHT_DECAY
+from kindred.settings import (
+    BATCH_SIZE,
+    DEVICE,
+    LABEL_SMOOTHING,
+    LEARNING_RATE,
+    MOMENTUM,
+    OPTIMIZER,
+    PRECISION,
+    WEIGHT_DECAY,
+)
 
 from . import cuda_graphs as graphs
 from .update import Update
@@ -77,7 +86,7 @@ def train(
     towards: Sequence[Tensor] | None = None,
     correction: Sequence[Tensor] | None = None,
     sample_weights: Tensor | None = None,
-    label_smoothing: float = 0.0,
+    label_smoothing: float = LABEL_SMOOTHING.default,
     precision: str = PRECISION.default,
     term: Callable[[], Tensor] | None = None,
     memory: list[Tensor] | None = None,
@@ -124,7 +133,8 @@ def train(
     sample_weights : tensor (n,), optional
         A factor on the loss of each sample; training minimises the mean of the products.
     label_smoothing : float
-        0 to 1: the fraction of each label that is spread equally over all classes. No effect on numbers.
+        0 to 1: the fraction of each label that is spread equally over all classes, or over true and false. No effect
+        on numbers.
     precision : {"float32", "bfloat16"}
         "bfloat16" computes by autocast; weights and updates remain float32.
     term : callable, optional
@@ -154,9 +164,9 @@ def train(
     LEARNING_RATE.check(learning_rate)
     MOMENTUM.check(momentum)
     WEIGHT_DECAY.check(weight_decay)
+    LABEL_SMOOTHING.check(label_smoothing)
     PRECISION.check(precision)
     check("proximal_mu", proximal_mu, 0 <= proximal_mu < math.inf, "0 or more")
-    check("label_smoothing", label_smoothing, 0 <= label_smoothing <= 1, "0 to 1")
     if epochs + steps == 0 or len(y) == 0:
         return math.nan
 
@@ -219,7 +229,7 @@ class Gradients:
         objective: Objective = CLASSES,
         precision: str = "float32",
         term: Callable[[], Tensor] | None = None,
-        label_smoothing: float = 0.0,
+        label_smoothing: float = LABEL_SMOOTHING.default,
     ) -> None:
         self._model = model
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -269,7 +279,7 @@ def differentiating(
     objective: Objective = CLASSES,
     precision: str = "float32",
     term: Callable[[], Tensor] | None = None,
-    label_smoothing: float = 0.0,
+    label_smoothing: float = LABEL_SMOOTHING.default,
 ) -> Iterator[Gradients]:
     """Put a model into training mode, with fast convolutions for batches of these inputs; yield its `Gradients`."""
     model.train()
@@ -281,7 +291,12 @@ def differentiating(
 
 
 def mean_gradient(
-    model: nn.Module, x: Tensor, y: Tensor, batch_size: int = 128, objective: Objective = CLASSES
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    batch_size: int = 128,
+    objective: Objective = CLASSES,
+    label_smoothing: float = LABEL_SMOOTHING.default,
 ) -> dict[str, np.ndarray]:
     """Return the gradient of the mean loss over all samples, at a model's current weights.
 
@@ -296,6 +311,8 @@ def mean_gradient(
     batch_size : int
         Inputs per pass, as for `train`.
     objective : Objective
+    label_smoothing : float
+        As for `train`.
 
     Returns
     -------
@@ -309,7 +326,7 @@ def mean_gradient(
     model.zero_grad()
     sizes = _batch_sizes(len(y), batch_size)
     for inputs, targets in zip(x.split(sizes), y.split(sizes), strict=True):
-        (objective.loss(model(inputs), targets, "sum") / len(y)).backward()
+        (objective.loss(model(inputs), targets, "sum", label_smoothing) / len(y)).backward()
     gradients = {}
     for name, parameter in parameters.items():
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

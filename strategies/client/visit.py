@@ -35,6 +35,7 @@ from kindred.objectives import Objective
 from kindred.registry import REGISTRY
 from kindred.settings import (
     BATCH_SIZE,
+    LABEL_SMOOTHING,
     LEARNING_RATE,
     LOCAL_EPOCHS,
     LOCAL_STEPS,
@@ -304,6 +305,7 @@ class Visit:
             "learning_rate": float(LEARNING_RATE.read(config)),
             "momentum": float(MOMENTUM.read(config)),
             "weight_decay": float(WEIGHT_DECAY.read(config)),
+            "label_smoothing": self.label_smoothing,
             "precision": self.precision,
         }
         with self._seeded(seed):
@@ -322,12 +324,19 @@ class Visit:
     def precision(self) -> str:
         return str(PRECISION.read(self.config))
 
+    @property
+    def label_smoothing(self) -> float:
+        return float(LABEL_SMOOTHING.check(LABEL_SMOOTHING.read(self.config), LABEL_SMOOTHING.key))
+
     @contextlib.contextmanager
     def differentiating(self, model: torch.nn.Module, purpose: str = "train") -> Iterator[Gradients]:
         """Prepare a method's own steps, which must use `batches`; yield as `training.differentiating` does."""
+        x, smoothing = self.site.train[0], self.label_smoothing
         with (
             self._seeded(self.seed(purpose)),
-            differentiating(model, self.site.train[0], self.batch_size, self.objective, self.precision) as gradients_of,
+            differentiating(
+                model, x, self.batch_size, self.objective, self.precision, label_smoothing=smoothing
+            ) as gradients_of,
         ):
             yield gradients_of
 
@@ -340,10 +349,12 @@ class Visit:
             yield batch
 
     def gradient(self, model: torch.nn.Module) -> dict[str, np.ndarray]:
-        """Return the gradient of the mean loss over the training data. See `training.mean_gradient`."""
+        """Return the gradient of the mean loss over the training data, as `training.mean_gradient` does."""
         self.compute[SAMPLES_TRAINED] += len(self.site.train[1])
         with self._seeded(self.seed("gradient")):
-            return mean_gradient(model, *self.site.train, objective=self.objective)
+            return mean_gradient(
+                model, *self.site.train, objective=self.objective, label_smoothing=self.label_smoothing
+            )
 
     def loss(self, model: torch.nn.Module, samples: Samples | None = None) -> float:
         """Return the mean loss of a model on samples, by default on the training data."""
