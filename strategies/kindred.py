@@ -9,19 +9,19 @@ each round
 |---|---|
 | S_ij = cos(w_i - wbar, w_j - wbar), wbar the mean model | `centred_cosines` |
 | P_ij = softmax_{j != i}(SHARPNESS S_ij + log n_j), the weights of v_i | `neighbour_weights` |
-| l_ik, the loss on held-out samples of the mixture with the shares z_k, of six | `calibrated_loss`, `judged` |
-| e_ik: minus the mean of i's l_ik, each round's MEMORY times that of the next, the evidence | `KindredClient.train` |
-| p: the shares of the six mixtures among all clients, by their evidence (empirical Bayes) | `prevalence` |
-| s_i = sum_k z_k r_ik, where r_ik ~ p_k exp(e_ik) | `shares` |
+| l_ik: the losses of w_i, v_i and g on i's held-out samples | `calibrated_loss`, `judged` |
+| e_ik: minus the mean of l_ik, in which a round has MEMORY times the weight of the next, the evidence | `train` |
+| p: for how many of all clients each of the three is best, by their evidence (empirical Bayes) | `prevalence` |
+| s_ik ~ p_k exp(e_ik): the shares of the three in i's mixture | `shares` |
 | i uses, and trains from, s_i1 w_i + s_i2 v_i + s_i3 g: the next w_i | `mixture` |
 
-v_i and g travel to the client, which knows w_i, judges the six mixtures and reports e_i. Held-out samples are the
-client's validation data; without any, a tenth of its training samples, others in each round, and none in the last.
+v_i and g travel to the client, which knows w_i, judges the three and reports e_i. Held-out samples are the client's
+validation data; without any, a tenth of its training samples, others in each round, and none in the last.
 A held-out sample makes its own class rarer in training. Where samples are few this alone would decide against w_i, so
 what w_i predicts is corrected by `rarity`.
 
 The prior p is estimated as in Robbins, An empirical Bayes approach to statistics, 1956; weights by held-out samples are
-those of stacking, Wolpert, 1992, and of FedFomo, arXiv:2012.08565. One temperature for each mixture is fitted as in Guo
+those of stacking, Wolpert, 1992, and of FedFomo, arXiv:2012.08565. One temperature for each model is fitted as in Guo
 et al., ICML 2017, arXiv:1706.04599: a mean of models is less certain than one model, and as often right.
 
 Absent clients keep their last model, and it remains in their neighbours' means. As in FedAvg, g is over the clients
@@ -41,7 +41,7 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from .client.local_training import LocalTraining
 from .client.site import Samples
 from .client.visit import Visit
-from .engine.admission import Reply, check_numbers
+from .engine.admission import Reply, check_numbers, norm
 from .engine.computed_models import ComputedModels
 from .engine.stored import NO_WEIGHTS, CloudModels
 from .lazy import lazy
@@ -70,16 +70,13 @@ else:
 
 SHARPNESS = 10.0
 MEMORY = 0.8  # weight of a round's losses, relative to the next round's, in their mean
+HUGE = 100.0  # times the median length: a longer model counts for nobody
 LARGEST_WEIGHT = 10.0  # of a client in a mean, in numbers of samples of the median client
 FOLDS = 10  # parts of the training samples, of which a client without validation data holds one out
 VISITS = 4  # training messages for a client that comes after the run
-WORK = (
-    0.1  # predictions for the six mixtures per unit of training, both in passes over a batch; a prediction is a third
-)
+WORK = 0.1  # of the time of training that judging may take; a prediction takes a third of a step
 
-PLACES = np.array([(a, b, 2 - a - b) for a in (2, 1, 0) for b in range(2 - a, -1, -1)]) / 2
-"""The shares z_k of w_i, v_i and g in the six mixtures, (6, 3): corners of a triangle, and middles of its sides."""
-
+SOURCES = 3  # w_i, v_i and g, in this order
 CONCENTRATIONS = np.geomspace(0.02, 200, 41)  # of class proportions; small where most samples are of one class
 TEMPERATURES = np.array([1 / 8, 1 / 4, 1 / 2, 1, 2])
 LEAST_LOG = float(np.log(1e-9))  # smaller logarithms of predicted probabilities are replaced by this
@@ -195,40 +192,40 @@ def calibrated_loss(probabilities: np.ndarray, labels: np.ndarray, factors: np.n
 
 
 def prevalence(evidence: np.ndarray) -> np.ndarray:
-    """Return p, the share of clients for which each mixture is the best, by expectation and maximisation.
+    """Return p, the share of clients for which w_i, v_i or g is the best, by expectation and maximisation.
 
-    p_k = mean_i r_ik with r_ik ~ p_k exp(e_ik), and 1/1000 more, so that no mixture is excluded for ever.
+    p_k = mean_i s_ik with s_ik ~ p_k exp(e_ik), and 1/1000 more, so that none is excluded for ever.
 
     Parameters
     ----------
-    evidence : ndarray, shape (m, 6)
+    evidence : ndarray, shape (m, 3)
 
     Returns
     -------
-    ndarray, shape (6,)
+    ndarray, shape (3,)
         Uniform without clients.
     """
-    prior = np.full(evidence.shape[1], 1 / evidence.shape[1])  # (6,)
+    prior = np.full(SOURCES, 1 / SOURCES)  # (3,)
     for _ in range(30 if len(evidence) else 0):
-        prior = special.softmax(np.log(prior) + evidence, axis=1).mean(axis=0) + 1e-3
+        prior = shares(prior, evidence).mean(axis=0) + 1e-3
         prior /= prior.sum()
     return prior
 
 
 def shares(prior: np.ndarray, evidence: np.ndarray) -> np.ndarray:
-    """Return s_i = sum_k z_k r_ik, r_ik ~ p_k exp(e_ik): the shares of w_i, v_i and g.
+    """Return s_ik ~ p_k exp(e_ik), the shares of w_i, v_i and g.
 
     Parameters
     ----------
-    prior : ndarray, shape (6,)
-    evidence : ndarray, shape (..., 6)
+    prior : ndarray, shape (3,)
+    evidence : ndarray, shape (..., 3)
 
     Returns
     -------
     ndarray, shape (..., 3)
         Summing to 1.
     """
-    return (special.softmax(np.log(prior) + evidence, axis=-1)[..., None] * PLACES).sum(axis=-2)
+    return special.softmax(np.log(prior) + evidence, axis=-1)
 
 
 def mixture(parts: Sequence[Mapping[str, np.ndarray]], weights: np.ndarray) -> dict[str, np.ndarray]:
@@ -246,7 +243,7 @@ def mixture(parts: Sequence[Mapping[str, np.ndarray]], weights: np.ndarray) -> d
 
 
 class KindredClient(LocalTraining):
-    """The client half: judges the mixtures on held-out samples, and trains from the one that they prefer.
+    """The client half: judges the three models on held-out samples, and trains from their mixture.
 
     An ordinary ClientApp also works: it receives a mixture by p alone, and trains it.
     """
@@ -258,13 +255,13 @@ class KindredClient(LocalTraining):
         everybody = received[EVERYBODY]
         last = visit.state.load(LAST) or {}
         known = np.array_equal(last.pop(TRAINED_IN, -1), visit.config[TRAINED_IN])  # else the server has another model
-        losses, rounds = last.pop(LOSSES, np.zeros(len(PLACES))), float(last.pop(ROUNDS, 0.0))  # (6,)
+        losses, rounds = last.pop(LOSSES, np.zeros(SOURCES)), float(last.pop(ROUNDS, 0.0))  # (3,)
         credit = float(last.pop(CREDIT, np.inf))
-        evidence = np.zeros(len(PLACES))  # (6,)
+        evidence = np.zeros(SOURCES)  # (3,)
         if known and NEIGHBOURS in received:
             parts = [last, received[NEIGHBOURS], everybody]
             trained, held_out = divided(visit, int(visit.config[TRAINED_IN]))
-            if len(held_out[1]) and credit >= len(PLACES):
+            if len(held_out[1]) and credit >= SOURCES:
                 losses = MEMORY * losses + judged(visit, parts, trained, held_out)
                 rounds, credit = MEMORY * rounds + 1, 0.0
             evidence = (losses.min() - losses) / max(rounds, 1.0)
@@ -293,14 +290,14 @@ def divided(visit: Visit, server_round: int) -> tuple[Samples, Samples]:
 
 
 def judged(visit: Visit, parts: Sequence[Mapping[str, np.ndarray]], trained: Samples, held_out: Samples) -> np.ndarray:
-    """Return the losses l_i of the six mixtures of these parts on held-out samples, shape (6,)."""
+    """Return the losses l_i of w_i, v_i and g on held-out samples, shape (3,); only those of w_i know `rarity`."""
     labels, true = (targets.cpu().numpy() for _, targets in (trained, held_out))
     losses = []
-    for place in PLACES:
-        predictions = visit.predict(visit.model(mixture(parts, place)), held_out[0])
+    for k, arrays in enumerate(parts):
+        predictions = visit.predict(visit.model(arrays), held_out[0])
         if visit.objective.has_classes:
             counts = (np.bincount(of, minlength=predictions.shape[1]) for of in (labels, true))
-            loss = calibrated_loss(predictions, true, rarity(*counts) ** place[0])
+            loss = calibrated_loss(predictions, true, rarity(*counts) if k == 0 else np.ones(predictions.shape[1]))
         else:
             loss = float(visit.objective.losses(predictions, true).sum())
         losses.append(loss if np.isfinite(loss) and loss < LARGEST_LOSS else LARGEST_LOSS)
@@ -323,15 +320,16 @@ class Kindred(CloudModels):
     personal = RECEIVED
     newcomer_result = TRAINED
     clients_keep_state = True
-    STATE = (*CloudModels.STATE, "_samples", "_trained_in", "_ended", "_evidence", "_prior", "_ordinary")
+    STATE = (*CloudModels.STATE, "_samples", "_trained_in", "_ended", "_lengths", "_evidence", "_prior", "_ordinary")
 
     def begin(self, initial_arrays: ArrayRecord) -> None:
         super().begin(initial_arrays)
         self._samples: dict[ClientId, float] = {}  # n_i of the clients that have trained
+        self._lengths: dict[ClientId, float] = {}  # ||w_i||
         self._trained_in: dict[ClientId, int] = {}  # the last round in which each of them trained
         self._ended = 0  # the last round with any answer
-        self._evidence: dict[ClientId, np.ndarray] = {}  # e_i, (6,), as reported last
-        self._prior = prevalence(self._evidence_of([]))  # p, (6,)
+        self._evidence: dict[ClientId, np.ndarray] = {}  # e_i, (3,), as reported last
+        self._prior = prevalence(self._evidence_of([]))  # p, (3,)
         self._round = 0
         self._ordinary: list[ClientId] = []  # clients whose ClientApp does not know this method
 
@@ -372,16 +370,18 @@ class Kindred(CloudModels):
         return s[:, 0] * parts[0] + s[:, 1] * parts[1] + s[:, 2] * parts[2]  # the same bits for one client and for all
 
     def _evidence_of(self, clients: Sequence[ClientId]) -> np.ndarray:
-        """Return e_i of these clients, (r, 6); 0 where none is known."""
-        known = [self._evidence.get(client, np.zeros(len(PLACES))) for client in clients]
-        return np.array(known).reshape(-1, len(PLACES))
+        """Return e_i of these clients, (r, 3); 0 where none is known."""
+        known = [self._evidence.get(client, np.zeros(SOURCES)) for client in clients]
+        return np.array(known).reshape(-1, SOURCES)
 
     def _parts(self, clients: Sequence[ClientId]) -> tuple[list[ClientId], np.ndarray]:
         """Return the m clients whose models count, in order, and the weights of w_i, v_i and g, (3, r, m).
 
         For a client that has no model all three are those of g. One that came after the run counts for itself alone.
         """
-        senders = in_order(({*self._of_the_run()} | {*clients} & {*self._samples}) - {*self.history.left_out})
+        longest = HUGE * float(np.median([*self._lengths.values()] or [0.0]))
+        huge = {client for client, length in self._lengths.items() if length > longest > 0}
+        senders = in_order(({*self._of_the_run()} | {*clients} & {*self._samples}) - {*self.history.left_out} - huge)
         if not senders:
             return senders, np.zeros((3, len(clients), 0))
         samples = bounded(np.array([self._samples[client] for client in senders]))  # (m,)
@@ -403,11 +403,12 @@ class Kindred(CloudModels):
 
     def inspect(self, client: ClientId, reply: Reply) -> None:
         if EVIDENCE in reply.config:
-            check_numbers(EVIDENCE, reply.config[EVIDENCE], len(PLACES), -MOST_EVIDENCE, 0)
+            check_numbers(EVIDENCE, reply.config[EVIDENCE], SOURCES, -MOST_EVIDENCE, 0)
 
     def take(self, client: ClientId, reply: Reply) -> None:
         super().take(client, reply)
         self._samples[client] = reply.number(self.weighted_by_key)
+        self._lengths[client] = norm([self.models.row(client)[: self.layout.num_parameters]])
         self._trained_in[client] = self._round
         if EVIDENCE in reply.config:
             self._evidence[client] = np.array(reply.config[EVIDENCE], float)
@@ -421,8 +422,8 @@ class Kindred(CloudModels):
             self._weights = (clients, senders, self._mixed(clients, self._sent))
         self._ended = server_round
         self._prior = prevalence(self._evidence_of(in_order(self._evidence)))
-        own, neighbours, everybody = self._prior @ PLACES
-        self.history.count(own_share=float(own), neighbours_share=float(neighbours), everybody_share=float(everybody))
+        own, neighbours, everybody = self._prior.tolist()
+        self.history.count(own_share=own, neighbours_share=neighbours, everybody_share=everybody)
 
     def newcomer_visits(self, rounds: int) -> int:
         """Return 4: neighbours are those of the model in a client's first reply, and then improve with it."""

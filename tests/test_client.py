@@ -74,9 +74,9 @@ def test_one_seed_gives_the_same_bits_twice_and_another_seed_differs(name) -> No
     assert everything(run(name)) != everything(run(name, seed=8))
 
 
-# Before a client has trained it predicts with the initial model, except with these methods: the client tunes or adjusts
+# Before a client has trained it predicts with the initial model, except with these methods: the client tunes
 # that, or uses several models.
-OTHER_STARTS = ("fedavg-ft", "fedprox-ft", "per-fedavg", "kindred", "hypcluster", "fedem")
+OTHER_STARTS = ("fedavg-ft", "fedprox-ft", "per-fedavg", "hypcluster", "fedem")
 
 
 @pytest.mark.parametrize("name", REGISTRY)

@@ -1,4 +1,4 @@
-"""The parts of Kindred and FedeRiCo that have a state, each alone and by hand."""
+"""The parts of FedeRiCo that have a state, each alone and by hand."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ from kindred.engine.optimizers import OptimizerSteps
 from kindred.engine.sent_models import NEW_MODEL, SentModels, Updates
 from kindred.messages import read_record, with_prefix
 from kindred.parts.federico_requests import Request
-from kindred.parts.kindred_losses import ReportedLosses
-from kindred.parts.kindred_momentum import Momentum
-from kindred.parts.kindred_places import PlaceFilter
 
 LAYOUT = Layout({"weight": np.zeros(2, np.float32), "running_mean": np.zeros(1, np.float32)})
 
@@ -26,58 +23,6 @@ def restored(fresh, part):
     """Return a new part that continues from another."""
     fresh.restore(part.state())
     return fresh
-
-
-# --- Kindred ------------------------------------------------------------------------------------------
-
-
-def test_the_best_place_follows_the_summed_losses_and_starts_halfway() -> None:
-    places = PlaceFilter()
-    places.update()
-    assert places.probabilities is None and places.mean == 0.5
-    for client in (1, 0):  # one client is certain that place 1/4 is best, the other has no preference
-        places.add(client, np.array([50.0, 0.0, 50.0, 50.0, 50.0]) * client)
-    restored(PlaceFilter(), places).update()
-    places.update()
-    assert places.mean == pytest.approx(0.25)
-    before = places.probabilities
-    places.update()  # without a new report nothing changes
-    assert places.probabilities is before
-
-
-def test_losses_count_when_all_probes_are_reported_and_changes_start_at_the_first_report() -> None:
-    losses = ReportedLosses(("kin", "all"))
-
-    def exchange(reports) -> None:
-        for client, reported in reports.items():
-            for probe, loss in reported.items():
-                losses.add(client, probe, loss)
-        losses.update()
-
-    assert losses.likelihoods("kin", [0, 1]).tolist() == [1, 1] and losses.changes([0, 1]) == []
-    exchange({1: {"kin": np.log(4), "all": 2.0}, 0: {"kin": 1.0}})
-    assert losses.likelihoods("kin", [0, 1]) == pytest.approx([0.25, 0.25])  # client 0 gets the mean
-    assert losses.changes([0, 1]) == []
-    exchange({})  # an exchange without reports keeps the last ones
-    exchange({1: {"kin": np.log(2), "all": 2.0}, 0: {"kin": np.log(4), "all": 1.0}})
-    for each in (losses, restored(ReportedLosses(("kin", "all")), losses)):
-        assert each.likelihoods("kin", [0, 1, 2]) == pytest.approx([0.25, 0.5, 0.375])
-        assert each.changes([0, 1]) == [({"kin": np.log(4), "all": 2.0}, {"kin": np.log(2), "all": 2.0})]
-        assert each.changes([0]) == []
-
-
-def test_momentum_needs_two_means_and_moves_parameters_alone() -> None:
-    momentum, start = Momentum(LAYOUT), np.array([1.0, 1.0, 1.0], np.float32)
-    momentum.update(np.array([0.0, 2.0, 5.0], np.float32), 1.0)
-    momentum.advance(start, 1.0)
-    assert start.tolist() == [1, 1, 1]
-    momentum = restored(Momentum(LAYOUT), momentum)
-    momentum.update(np.array([4.0, 0.0, 9.0], np.float32), 0.5)  # half of g is of clients of both rounds
-    momentum.advance(start, 0.5)  # half of the half of (2, -1)
-    assert start.tolist() == [1.5, 0.75, 1]
-    momentum.stop()
-    momentum.advance(start, 1.0)
-    assert start.tolist() == [1.5, 0.75, 1]
 
 
 # --- FedeRiCo -----------------------------------------------------------------------------------------
