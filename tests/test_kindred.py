@@ -16,7 +16,6 @@ from kindred import FedAvg, InlineGrid, Kindred, kindred, make_client_app
 from kindred.client.local_training import LocalTraining
 from kindred.client.training import get_arrays
 from kindred.kindred import (
-    PLACES,
     SHARPNESS,
     bounded,
     calibrated_loss,
@@ -87,10 +86,6 @@ def test_no_client_counts_more_than_ten_times_the_median_one() -> None:
     assert bounded(np.array([40.0, 7.0])).tolist() == [40, 7] and bounded(np.zeros(0)).tolist() == []
 
 
-def test_the_six_mixtures_are_corners_and_middles() -> None:
-    assert PLACES.tolist() == [[1, 0, 0], [0.5, 0.5, 0], [0.5, 0, 0.5], [0, 1, 0], [0, 0.5, 0.5], [0, 0, 1]]
-
-
 def test_rarity_by_hand(monkeypatch) -> None:
     monkeypatch.setattr(kindred, "CONCENTRATIONS", np.array([1.0]))  # Laplace's rule: one more of each class
     assert rarity(np.array([3, 1]), np.zeros(2, int)) == pytest.approx([(4 / 6) / (3 / 4), (2 / 6) / (1 / 4)])
@@ -126,32 +121,25 @@ def test_the_loss_is_finite_for_all_predictions(rows, labels) -> None:
     assert 0 <= calibrated_loss(predictions, np.array(labels), np.ones(4)) <= 3 * 12
 
 
-def test_the_prior_is_the_share_of_clients_for_which_a_mixture_is_best() -> None:
-    assert prevalence(np.zeros((0, 6))).tolist() == [1 / 6] * 6
-    sure = -1000.0 * (1 - np.eye(6))  # one mixture each
-    assert prevalence(sure) == pytest.approx([1 / 6] * 6)
-    one_in_four = np.array([sure[0], sure[5], sure[5], sure[5]])
-    assert prevalence(one_in_four) == pytest.approx([0.25, 0, 0, 0, 0, 0.75], abs=4e-3)
-    undecided = np.array([sure[5]] * 9 + [np.zeros(6)])  # a client without evidence follows the others
-    assert prevalence(undecided)[5] == pytest.approx(1 / (1 + 5 * 1e-3 / (1 + 1e-3)), abs=2e-3)
+def test_the_prior_is_the_share_of_clients_for_which_a_model_is_best() -> None:
+    assert prevalence(np.zeros((0, 3))).tolist() == [1 / 3] * 3
+    sure = -1000.0 * (1 - np.eye(3))  # one model each
+    assert prevalence(sure) == pytest.approx([1 / 3] * 3)
+    assert prevalence(sure[[0, 2, 2, 2]]) == pytest.approx([0.25, 0, 0.75], abs=2e-3)
+    undecided = np.array([sure[2]] * 9 + [np.zeros(3)])  # a client without evidence follows the others
+    assert prevalence(undecided)[2] > 0.99
 
 
 @pytest.mark.parametrize("evidence", [-1e9, -5.0, 0.0])
 def test_one_client_moves_the_prior_by_its_share_of_clients_at_most(evidence) -> None:
-    honest = np.tile([-3.0, -3.0, -3.0, -3.0, -3.0, 0.0], (9, 1))
-    liar = np.full((1, 6), evidence)
-    liar[0, 0] = 0.0
-    assert prevalence(np.vstack([honest, liar]))[5] > 0.85
+    honest = np.tile([-3.0, -3.0, 0.0], (9, 1))
+    assert prevalence(np.vstack([honest, [[0.0, evidence, evidence]]]))[2] > 0.85
 
 
 def test_shares_follow_prior_and_evidence() -> None:
-    uniform = np.full(6, 1 / 6)
-    assert shares(uniform, np.zeros(6)) == pytest.approx([1 / 3] * 3)
-    assert shares(np.array([0.5, 0, 0, 0, 0, 0.5]) + 1e-30, np.zeros((2, 6))) == pytest.approx(
-        np.array([[0.5, 0, 0.5]] * 2)
-    )
-    three_to_one = np.array([np.log(3), -99, -99, 0, -99, -99])
-    assert shares(uniform, three_to_one) == pytest.approx([3 / 4, 1 / 4, 0])
+    assert shares(np.full(3, 1 / 3), np.zeros(3)) == pytest.approx([1 / 3] * 3)
+    assert shares(np.array([0.5, 0.25, 0.25]), np.zeros((2, 3))) == pytest.approx(np.array([[0.5, 0.25, 0.25]] * 2))
+    assert shares(np.array([0.2, 0.4, 0.4]), np.array([np.log(2), 0, -99])) == pytest.approx([1 / 2, 1 / 2, 0])
 
 
 def test_a_mixture_has_the_client_s_counters_and_reads_only_what_counts() -> None:
@@ -192,14 +180,14 @@ def parts_of(models: np.ndarray) -> np.ndarray:
 
 
 def losses_of(parts: np.ndarray) -> np.ndarray:
-    """Losses of the six mixtures of each client on its validation sample, (4, 6)."""
-    found = np.zeros((4, 6))
+    """Losses of w_i, v_i and g of each client on its validation sample, (4, 3)."""
+    found = np.zeros((4, 3))
     for i, client in enumerate(CLIENTS):
         (x, label), counts = client.validation, np.bincount([client.label] * client.count, minlength=2)
         factors = rarity(counts, np.eye(2, dtype=int)[label])
-        for k, place in enumerate(PLACES):
-            predictions = probabilities(place @ parts[i], x)[None]
-            found[i, k] = calibrated_loss(predictions, np.array([label]), factors ** place[0])
+        for k, own in enumerate((True, False, False)):
+            predictions = probabilities(parts[i, k], x)[None]
+            found[i, k] = calibrated_loss(predictions, np.array([label]), factors if own else np.ones(2))
     return found
 
 
@@ -211,7 +199,7 @@ def test_two_rounds_by_hand() -> None:
     two = by_four(2)
     losses = losses_of(parts_of(trained))
     evidence = losses.min(axis=1, keepdims=True) - losses
-    starts = np.einsum("ik,ikd->id", shares(np.full(6, 1 / 6), evidence), parts_of(trained))
+    starts = np.einsum("ik,ikd->id", shares(np.full(3, 1 / 3), evidence), parts_of(trained))
     again = np.array([client.step(start) for client, start in zip(CLIENTS, starts)])
     personal = np.einsum("ik,ikd->id", shares(prevalence(evidence), evidence), parts_of(again))
     for client, model in two.client_models().items():
@@ -226,7 +214,7 @@ def test_two_rounds_by_hand() -> None:
 
 def test_evidence_is_the_mean_of_the_losses_with_less_weight_for_earlier_rounds(monkeypatch) -> None:
     monkeypatch.setattr(kindred, "WORK", 100.0)  # judged in every round
-    told = [np.array([2.0, 0, 0, 0, 0, 0]), np.array([0.0, 3, 3, 3, 3, 3])]
+    told = [np.array([2.0, 0, 0]), np.array([0.0, 3, 3])]
     monkeypatch.setattr(kindred, "judged", lambda visit, *data: told[visit.config["server-round"] - 2])
     strategy = by_four(3)
     mean = (0.8 * told[0] + told[1]) / 1.8
@@ -279,16 +267,16 @@ def test_bytes_are_one_and_a_half_times_those_of_fedavg() -> None:
 
 
 @pytest.mark.parametrize(
-    ("epochs", "steps", "rounds"), [(5, 0, (2, 3, 4, 5, 6)), (1, 0, (2,)), (3, 0, (2, 4, 6)), (0, 10, (2, 4, 6))]
+    ("epochs", "steps", "rounds"), [(5, 0, (2, 3, 4, 5, 6)), (1, 0, (2, 5)), (2, 0, (2, 4, 6)), (0, 5, (2, 4, 6))]
 )
 def test_judging_takes_a_tenth_of_training_at_the_most(epochs, steps, rounds) -> None:
-    """36 samples in 4 batches: 20, 4 or 12 steps a round; six predictions take as long as two steps."""
+    """36 samples in 4 batches: 20, 4 or 8 steps a round; three predictions take as long as one step."""
     settings = {"local-epochs": epochs, "local-steps": steps, "batch-size": 10}
     strategy = trained_by([small_site(3)] * 3, 6, **settings)  # 40 samples, of which 4 are held out
     judging = {row["round"] for row in strategy.history.rows if row.get("samples-predicted")}
     assert judging == {*rounds}
     predicted = {row["samples-predicted"] for row in strategy.history.rows if row["round"] in judging}
-    assert predicted == {6 * 4}
+    assert predicted == {3 * 4}
 
 
 # --- Held-out samples ---------------------------------------------------------------------------------
@@ -336,12 +324,12 @@ def test_validation_data_are_held_out_where_there_are_any(monkeypatch) -> None:
     site = replace(site, validation=(site.train[0][:7], site.train[1][:7]))
     strategy = trained_by([site] * 3, 3)
     assert set(sizes) == {40}
-    assert {row.get("samples-predicted", 0) for row in strategy.history.rows if row["round"] == 2} == {6 * 7}
+    assert {row.get("samples-predicted", 0) for row in strategy.history.rows if row["round"] == 2} == {3 * 7}
 
 
 @pytest.mark.parametrize(
     "value",
-    [[0.0] * 5, [float("nan")] * 6, [1.0] * 6, ["0"] * 6, [-1e10] * 6, "none"],
+    [[0.0] * 5, [float("nan")] * 3, [1.0] * 3, ["0"] * 3, [-1e10] * 3, "none"],
 )
 def test_malformed_evidence_is_refused(value) -> None:
     def fate(server_round: int, client: int):
@@ -372,7 +360,7 @@ def test_a_site_stores_the_personal_model_that_the_server_computed(tmp_path) -> 
 
 def test_an_ordinary_client_gets_one_model_and_the_prior_s_mixture() -> None:
     strategy = run("kindred")
-    assert strategy._prior.tolist() == [1 / 6] * 6 and strategy._evidence == {}
+    assert strategy._prior.tolist() == [1 / 3] * 3 and strategy._evidence == {}
     assert all(row["status"] == "ok" for row in strategy.history.rows)
     clients, weights = strategy.collaboration()
     assert (np.diagonal(weights) > 1 / 3).all() and weights.sum(axis=1) == pytest.approx(1)
