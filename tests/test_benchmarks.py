@@ -12,7 +12,7 @@ from flwr.app import ConfigRecord
 import kindred
 from benchmarks import ablation, scale, simulation, steps
 from benchmarks.simulation import Work, do, work_of, work_of_server
-from kindred import REGISTRY, InlineGrid, make_client_app
+from kindred import REGISTRY, InlineGrid, kindred as method, make_client_app
 from kindred.client.training import get_arrays
 from kindred.messages import to_record
 from kindred.server_app.config import Config
@@ -237,83 +237,135 @@ def test_the_table_has_costs_relative_to_fedavg() -> None:
 # --- Kindred without one of its steps------------------------------------------------------------------
 
 
-def test_each_variant_omits_its_step() -> None:
+@pytest.fixture
+def replaced(monkeypatch):
+    """Replace the names of a variant in strategies/kindred.py for the rest of a test."""
+
+    def replace_names(variant: str) -> None:
+        monkeypatch.undo()
+        for name, other in ablation.VARIANTS[variant].items():
+            monkeypatch.setattr(method, name, other)
+
+    return replace_names
+
+
+def test_each_variant_replaces_names_of_the_method_by_others() -> None:
+    for changes in ablation.VARIANTS.values():
+        assert changes and all(getattr(method, name) is not other for name, other in changes.items())
+
+
+def test_variants_of_shares_and_of_the_prior_give_values_by_hand(replaced) -> None:
+    evidence = np.log([[1.0, 1, 3], [1, 1, 1]])  # the first client prefers the mean of all
+    prior = np.full(3, 1 / 3)
+    assert method.shares(prior, evidence)[0] == pytest.approx([1 / 5, 1 / 5, 3 / 5])
+    for k, variant in enumerate(("its own model alone", "the neighbours' mean alone", "the mean of all alone")):
+        replaced(variant)
+        assert method.shares(prior, evidence).tolist() == [np.eye(3)[k].tolist()] * 2
+        assert method.shares(prior, evidence[0]).tolist() == np.eye(3)[k].tolist()
+    replaced("a uniform prior")
+    assert method.prevalence(evidence) == pytest.approx(prior)
+
+
+def test_variants_of_losses_and_weights_give_values_by_hand(replaced) -> None:
+    probabilities, labels = np.array([[0.9, 0.1], [0.9, 0.1]]), np.array([0, 1])  # too certain: right in one of two
+    assert method.calibrated_loss(probabilities, labels, np.ones(2)) < -np.log(0.9 * 0.1)
+    replaced("no temperatures")
+    assert method.calibrated_loss(probabilities, labels, np.ones(2)) == pytest.approx(-np.log(0.9 * 0.1))
+
+    counts = np.array([30, 1]), np.array([0, 9])
+    assert (method.rarity(*counts) != 1).all()
+    replaced("classes not corrected by rarity")
+    assert method.rarity(*counts).tolist() == [1, 1]
+
+    samples = np.array([1.0, 1.0, 100.0])
+    assert method.bounded(samples).tolist() == [1, 1, 10]
+    replaced("no largest weight")
+    assert method.bounded(samples).tolist() == [1, 1, 100]
+
+    own, cosines = np.eye(3, dtype=bool)[:1], np.array([[1.0, 0.1, 0.0]])
+    for variant, odds in (("sharpness 5, not 10", np.exp(0.5)), ("sharpness 20, not 10", np.exp(2))):
+        replaced(variant)
+        weights = method.neighbour_weights(cosines, np.ones(3), own)[0]
+        assert weights == pytest.approx([0, odds / (1 + odds), 1 / (1 + odds)])
+
     models = np.array([[3.0, 4.0], [4.0, 3.0], [-3.0, -4.0]])
-    assert ablation.plain_cosines([models[:, :1], models[:, 1:]], [0, 2], 3) == pytest.approx(
+    replaced("cosines of whole models")
+    assert method.centred_cosines([models[:, :1], models[:, 1:]], [0, 2], 3) == pytest.approx(
         np.array([[1, 0.96, -1], [-1, -0.96, 1]])
     )
-    samples, own, neighbours = np.array([1.0, 1.0, 2.0]), np.eye(3, dtype=bool)[:1], np.array([[0.0, 0.5, 0.5]])
-    whole = ablation.whole_probes(neighbours, samples, own)
-    assert whole["all"].tolist() == [[0.25, 0.25, 0.5]] and whole["kin"][0] == pytest.approx([1 / 3] * 3)
-    assert ablation.VARIANTS["a = 1: neighbours alone"]["neighbour_share"]([0.2], 0.3) == 1
-    assert ablation.unjudged(neighbours, samples, own, np.zeros(1)).tolist() == [0.25]  # its 1 sample and 3 of others
-    assert ablation.nothing(neighbours, samples, own, np.ones(1)).tolist() == [0]
-    assert ablation.nothing(0 * neighbours, samples, own, np.ones(1)).tolist() == [1]
 
 
-def test_a_run_with_replaced_functions_has_its_own_folder_and_restores_the_method(tmp_path) -> None:
-    config = Config(strategy="kindred", num_clients=4, samples_per_client=10, num_rounds=2, local_epochs=1)
-    as_it_is = ablation.measure(config, {})
-    assert set(as_it_is) == {"personal", "trained", "received"} and len(set(as_it_is.values())) > 1
-    never = ablation.measure(config, {"start_weights": lambda neighbours, latest, own, *others: own.astype(float)})
-    assert never != as_it_is and ablation.measure(config, {}) == as_it_is
+def test_a_run_has_the_replaced_names_and_the_method_is_restored_after_it() -> None:
+    config = Config(strategy="kindred", num_clients=4, samples_per_client=20, num_rounds=3)
+    config = replace(config, local_epochs=1, partition="rotated")
+    unchanged = ablation.measure(config, {})
+    variants = {
+        name: ablation.measure(config, ablation.VARIANTS[name])
+        for name in ("the mean of all alone", "its own model alone", "a uniform prior")
+    }
+    losses = {name: summary["metrics"]["last"]["loss"] for name, summary in variants.items()}
+    assert len({unchanged["metrics"]["last"]["loss"], *losses.values()}) == 4
+    assert ablation.measure(config, {})["metrics"] == unchanged["metrics"]
+
+
+def test_judging_in_every_round_and_memory_change_the_evidence_as_computed_by_hand(monkeypatch) -> None:
+    reported: list[float] = []
+    monkeypatch.setattr(method, "judged", lambda visit, *given: np.array([visit.config["server-round"], 0.0, 0.0]))
+    take = method.Kindred.take
+
+    def recording(self, client, reply) -> None:
+        reported.append(-reply.config["evidence"][0])
+        take(self, client, reply)
+
+    monkeypatch.setattr(method.Kindred, "take", recording)
+    config = Config(strategy="kindred", num_clients=2, samples_per_client=20, num_rounds=4, local_epochs=1)
+
+    def evidence(*variants: str) -> list[float]:
+        """Return the evidence against a client's own model that it reports in each round."""
+        reported.clear()
+        changes = {name: other for variant in variants for name, other in ablation.VARIANTS[variant].items()}
+        ablation.measure(replace(config, partition="iid"), changes)
+        return reported[::2]
+
+    often = "judged in every round"
+    assert evidence() == [0, 2, 2, 2]  # two steps a round: next in round 7
+    two = (0.8 * 2 + 3) / 1.8
+    assert evidence(often) == pytest.approx([0, 2, two, (0.8 * 1.8 * two + 4) / (0.8 * 1.8 + 1)])
+    assert evidence(often, "all rounds count the same: memory 1") == pytest.approx([0, 2, 2.5, 3])
+    assert evidence(often, "evidence of the last round alone: memory 0") == [0, 2, 3, 4]
 
 
 def test_the_table_has_a_row_per_variant_and_a_column_per_partition(monkeypatch) -> None:
-    def measured(config, changes) -> dict[str, float]:
+    def measured(config, changes) -> dict[str, object]:
         accuracy = 0.5 + 0.1 * config.seed + 0.01 * len(changes)
-        return {"personal": accuracy, "trained": 0.25, "received": 0.125 if config.partition == "iid" else 0.0}
+        return {"accuracy": accuracy, "accuracy-selected": 0.25 if config.partition == "rotated" else None}
 
     monkeypatch.setattr(ablation, "measure", measured)
     lines = ablation.table(Config(num_rounds=3), ["iid", "rotated"], [0, 2]).splitlines()
     assert lines[0] == "| Kindred | iid | rotated |"
-    assert lines[2:5] == [
-        "| unchanged | 60.0 | 60.0 |",
-        "| the model after the last training | 25.0 | 25.0 |",
-        "| the start before it | 12.5 | 0.0 |",
-    ]
-    assert [line.split(" | ")[0] for line in lines[5:]] == [f"| {name}" for name in ablation.VARIANTS]
-    assert lines[5].endswith("| 62.0 | 62.0 |")  # it changes two things
-
-
-def test_other_methods_run_with_smoothed_labels(monkeypatch) -> None:
-    asked = []
-    monkeypatch.setattr(ablation, "train_as_asked", lambda visit, *given, **settings: asked.append(settings))
-    ablation.on_smoothed_labels(None, "model", proximal_mu=0.1, label_smoothing=0.0)
-    assert asked == [{"label_smoothing": 0.1, "proximal_mu": 0.1}]
-    monkeypatch.undo()
-
-    ran = []
-
-    def measured(config, changes) -> dict[str, float]:
-        assert not changes and ablation.Visit.train is ablation.on_smoothed_labels
-        ran.append((config.strategy, config.finetune_epochs))
-        return {"personal": 0.5 + 0.1 * config.seed}
-
-    monkeypatch.setattr(ablation, "measure", measured)
-    lines = ablation.table_of_others(Config(num_rounds=3), ["iid", "rotated"], [0, 2]).splitlines()
-    assert lines[0] == "| with smoothed labels | iid | rotated |"
-    assert lines[2:] == [f"| {name} | 60.0 | 60.0 |" for name in ablation.OTHERS]
-    assert ("fedprox-ft", 5) in ran and len(ran) == 4 * len(ablation.OTHERS)
-    assert ablation.Visit.train is ablation.train_as_asked
+    assert lines[2] == "| unchanged | 60.0 | 25.0 |"
+    assert lines[3:] == [f"| {name} | 61.0 | 25.0 |" for name in ablation.VARIANTS]
 
 
 def test_settings_are_those_of_a_run_and_invalid_ones_are_named(monkeypatch, capsys) -> None:
     ran = []
 
-    def measured(config, changes) -> dict[str, float]:
+    def measured(config, changes) -> dict[str, object]:
         ran.append(config)
-        return {"personal": 0.5}
+        return {"accuracy": 0.5}
 
     def run(*words: str) -> None:
-        monkeypatch.setattr("sys.argv", ["ablation", "--others", *words])
+        monkeypatch.setattr("sys.argv", ["ablation", *words])
         ablation.main()
 
     monkeypatch.setattr(ablation, "measure", measured)
     run("--partitions", "iid", "--seeds", "3,5", "--set", "num-rounds=4", "--set", "samples-per-client=60")
-    assert {(config.partition, config.seed) for config in ran} == {("iid", 3), ("iid", 5)}
+    assert {(config.strategy, config.partition, config.seed) for config in ran} == {
+        ("kindred", "iid", 3),
+        ("kindred", "iid", 5),
+    }
     assert {(config.num_rounds, config.samples_per_client, config.dirichlet_alpha) for config in ran} == {(4, 60, 0.1)}
-    assert "| fedavg | 50.0 |" in capsys.readouterr().out
+    assert "| unchanged | 50.0 |" in capsys.readouterr().out
 
     for words, named in [
         (("--set", "num-rounds=0"), "num-rounds is 0, allowed: 1 or more"),
@@ -327,13 +379,33 @@ def test_settings_are_those_of_a_run_and_invalid_ones_are_named(monkeypatch, cap
         assert ended.value.code == 2 and named in capsys.readouterr().err
 
 
+def test_natural_clients_have_a_column_with_the_value_of_their_selected_models(monkeypatch, tmp_path, capsys) -> None:
+    rng = np.random.default_rng(0)
+    rows = [f"{x:.3f},{'yes' if x > 0 else 'no'},{'ab'[i % 2]}" for i, x in enumerate(rng.normal(size=60))]
+    (data := tmp_path / "data.csv").write_text("\n".join(["x,target,site", *rows]))
+    settings = ("dataset=csv", f"data-dir={data}", "target=target", "client=site", "num-clients=2", "num-rounds=2")
+    monkeypatch.setattr(ablation, "VARIANTS", {})
+    words = [word for setting in settings for word in ("--set", setting)]
+    monkeypatch.setattr("sys.argv", ["ablation", "--partitions", "by-client", *words])
+    summaries, measured = [], ablation.measure
+
+    def recording(config, changes) -> dict[str, object]:
+        summaries.append(measured(config, changes))
+        return summaries[-1]
+
+    monkeypatch.setattr(ablation, "measure", recording)
+    ablation.main()
+    assert len(summaries) == 1 and summaries[0]["accuracy-selected"] is not None
+    assert f"| unchanged | {100 * summaries[0]['accuracy-selected']:.1f} |" in capsys.readouterr().out
+
+
 # --- Step sizes ---------------------------------------------------------------------------------------
 
 
 def test_the_grids_name_settings_of_their_method_and_no_combination_twice() -> None:
-    for method, grids in steps.GRIDS.items():
-        own = {each.name: each for each in REGISTRY[method].settings}
-        for chosen in (rows := list(steps.rows(method))):
+    for name, grids in steps.GRIDS.items():
+        own = {each.name: each for each in REGISTRY[name].settings}
+        for chosen in (rows := list(steps.rows(name))):
             assert chosen.keys() == own.keys()
             assert all(own[name].check(value) == value for name, value in chosen.items())
         assert len({tuple(chosen.items()) for chosen in rows}) == len(rows) >= sum(len(grid) for grid in grids[:1])
@@ -370,9 +442,9 @@ def test_the_tables_of_steps_are_those_of_runs_which_are_not_repeated(monkeypatc
         ("per-fedavg", {"sgd_learning_rate": 0.1, "adapt_epochs": 1}),
         ("per-fedavg", {"sgd_learning_rate": 0.3, "adapt_epochs": 1}),
     ]
-    for cell, (method, own) in zip(cells, asked, strict=True):
+    for cell, (name, own) in zip(cells, asked, strict=True):
         run = kindred.run(
-            method, "digits", partition="rotated", seed=100, output=tmp_path / "alone", progress=False, **small, **own
+            name, "digits", partition="rotated", seed=100, output=tmp_path / "alone", progress=False, **small, **own
         )
         assert cell == f"{100 * run.summary['accuracy']:.1f}"
     capsys.readouterr()
