@@ -69,6 +69,7 @@ METHOD = "method"
 PROXIMAL_MU = "proximal-mu"
 LABEL_SMOOTHING = "label-smoothing"
 FINETUNE_EPOCHS = "finetune-epochs"
+SERVER_MOMENTUM = "server-momentum"  # present where the model to train from is ahead of the global one
 NEIGHBOURS = "neighbours"  # the other clients whose models a client receives
 WEIGHTS = "weights"  # of these models, as the client reports them
 SHARE = "share-"  # metrics share-0, share-1, ...: a client's shares of component models, where it reports them

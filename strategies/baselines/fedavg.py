@@ -4,6 +4,8 @@ H. B. McMahan, E. Moore, D. Ramage, S. Hampson, B. Agüera y Arcas: Communicatio
 Networks from Decentralized Data. AISTATS 2017, arXiv:1602.05629 (FedAvg, Algorithm 1).
 T. Li, A. K. Sahu, M. Zaheer, M. Sanjabi, A. Talwalkar, V. Smith: Federated Optimization in Heterogeneous
 Networks. MLSys 2020, arXiv:1812.06127 (FedProx, Algorithm 2: local loss + mu/2 ||w - w_global||^2).
+T.-M. H. Hsu, H. Qi, M. Brown: Measuring the Effects of Non-Identical Data Distribution for Federated Visual
+Classification. arXiv:1909.06335 (FedAvgM: momentum at the server, here `ahead`, in Nesterov's form).
 K. Wang, R. Mathews, C. Kiddon, H. Eichner, F. Beaufays, D. Ramage: Federated Evaluation of On-device
 Personalization. arXiv:1910.10252 (fine-tuning: FedAvg-FT, FedProx-FT; also called FedAvg+).
 
@@ -18,8 +20,10 @@ Where we depart from the papers:
 - FedProx's Algorithm 2 samples clients with probabilities p_k and takes the unweighted mean of their models. Here, as
   in FedAvg, all clients are by default equally likely to be sampled (`sampling`), and the mean is weighted by n_k.
 - A mu above 1 / learning rate acts as 1 / learning rate: with a larger one, steps would end beyond the global model.
-- The proximal term is for parameters. Floating-point buffers are averaged like parameters; integer buffers are the
-  first client's. Fine-tuning has no proximal term.
+- With `server_momentum` clients start ahead of the global model, which is evaluated in a second exchange of each round.
+  FedAvgM's clients start from the global model, which the momentum moves.
+- Momentum and the proximal term are for parameters. Floating-point buffers are averaged like parameters; integer
+  buffers are the first client's. Fine-tuning has no proximal term.
 """
 
 from __future__ import annotations
@@ -34,10 +38,26 @@ from kindred.engine.admission import Reply
 from kindred.engine.arguments import Shared
 from kindred.engine.model_store import InTurn, Layout
 from kindred.engine.strategy import PersonalizedStrategy
-from kindred.messages import FINETUNE_EPOCHS, PROXIMAL_MU, RECEIVED, TUNED, ClientId, read_record, to_record
+from kindred.messages import (
+    FINETUNE_EPOCHS,
+    PROXIMAL_MU,
+    RECEIVED,
+    SERVER_MOMENTUM,
+    TUNED,
+    ClientId,
+    read_record,
+    to_record,
+)
 from kindred.registry import MODEL_BOTH_WAYS, Method
-from kindred.settings import Setting, at_least
+from kindred.settings import Range, Setting, at_least
 
+BETA = Setting(
+    "server_momentum",
+    0.0,
+    Range("0 or more, less than 1", lambda value: 0 <= value < 1),
+    "Nesterov momentum beta at the server: clients start from g + beta (g - g'), where g' is the global model g before "
+    "its last change; if not 0, g is evaluated in a second exchange of each round",
+)
 MU = Setting(
     "proximal_mu",
     0.01,
@@ -74,9 +94,15 @@ class WeightedMean:
         return self._sum / sum(self.weights.values()) if self.weights else None
 
 
+def ahead(mean: np.ndarray, before: np.ndarray, beta: float) -> np.ndarray:
+    """Return g + beta (g - g'), Nesterov's point ahead of g, given the mean g and the one before; of any shape."""
+    return mean + beta * (mean - before)
+
+
 # --- The client ---------------------------------------------------------------------------------------
 # Local training from the received model: `LocalTraining` in client/local_training.py. It first fine-tunes a copy of
-# the received model where the message has "finetune-epochs".
+# the received model where the message has "finetune-epochs". It does not evaluate the received model where the message
+# has "server-momentum".
 
 
 # --- The server ---------------------------------------------------------------------------------------
@@ -87,17 +113,25 @@ class FedAvg(PersonalizedStrategy):
 
     Parameters
     ----------
+    server_momentum : float (default: 0.0)
+        beta, 0 or more, less than 1. Clients start from g + beta (g - g'), g' being the global model before the last
+        change. The global model g is evaluated and returned as without momentum.
     **shared
         Arguments of `PersonalizedStrategy`.
     """
 
     name = "fedavg"
     personal = RECEIVED
-    STATE = (*PersonalizedStrategy.STATE, "global_model", "_examples", "_sent")
+    STATE = (*PersonalizedStrategy.STATE, "global_model", "_before", "_examples", "_sent")
+
+    def __init__(self, *, server_momentum: float = BETA.default, **shared: Unpack[Shared]) -> None:
+        super().__init__(**shared)
+        self.server_momentum = BETA.check(server_momentum)
 
     def begin(self, initial_arrays: ArrayRecord) -> None:
         self.layout = Layout(initial_arrays, self.buffers)
         self.global_model = initial_arrays
+        self._before = initial_arrays if self.server_momentum else None  # g'
         self._examples: dict[ClientId, float] = {}  # n_k of the clients whose models are in the global one
         self._sent: dict[ClientId, float] = {}  # the same for the global model that was sent last
 
@@ -108,11 +142,27 @@ class FedAvg(PersonalizedStrategy):
         )
         self._sent = self._examples
         self._counters: dict[ClientId, Mapping[str, np.ndarray]] = {}
-        return ((client, self.global_model) for client in clients)
+        self._start = self._start_model()
+        return ((client, self._start) for client in clients)
+
+    def _start_model(self) -> ArrayRecord:
+        """Return the model from which clients start: the global one, or with momentum one ahead of it."""
+        if self._before is None:
+            return self.global_model
+        mean, before = read_record(self.global_model), read_record(self._before)
+        moved = {name: ahead(mean[name], before[name], self.server_momentum) for name in self.layout.parameters}
+        return to_record({**mean, **moved})
+
+    def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
+        momentum = {} if self._before is None else {SERVER_MOMENTUM: self.server_momentum}
+        return {**super().round_config(server_round, client), **momentum}
+
+    def begin_visits(self) -> None:
+        self._before = None  # newcomers receive the global model
 
     def update_norm(self, client: ClientId, arrays: Mapping[str, np.ndarray]) -> float:
-        """Return the norm of the change since the global model, which the client was sent."""
-        return self.layout.distance(arrays, read_record(self.global_model))
+        """Return the norm of the change since the model from which the client started."""
+        return self.layout.distance(arrays, read_record(self._start))
 
     def take(self, client: ClientId, reply: Reply) -> None:
         row = np.empty(self.layout.size, self.layout.dtype)  # (d,)
@@ -125,6 +175,8 @@ class FedAvg(PersonalizedStrategy):
         mean = self._mean.result()
         if mean is not None:
             self._examples = self._mean.weights
+            if self._before is not None:
+                self._before = self.global_model
             self.global_model = self.layout.record(mean, self._counters[answered[0]])
 
     def global_arrays(self) -> ArrayRecord:
@@ -152,15 +204,23 @@ class FedProx(FedAvg):
     Parameters
     ----------
     proximal_mu : float (default: 0.01)
-        Weight mu of mu/2 ||w - w_global||^2, 0 or more; 0 is FedAvg.
+        Weight mu of mu/2 ||w - w_global||^2, 0 or more; 0 is FedAvg. With momentum w_global is where clients start.
+    server_momentum : float (default: 0.0)
+        As for `FedAvg`.
     **shared
         Arguments of `PersonalizedStrategy`.
     """
 
     name = "fedprox"
 
-    def __init__(self, *, proximal_mu: float = MU.default, **shared: Unpack[Shared]) -> None:
-        super().__init__(**shared)
+    def __init__(
+        self,
+        *,
+        proximal_mu: float = MU.default,
+        server_momentum: float = BETA.default,
+        **shared: Unpack[Shared],
+    ) -> None:
+        super().__init__(server_momentum=server_momentum, **shared)
         self.proximal_mu = MU.check(proximal_mu)
 
     def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
@@ -216,8 +276,14 @@ class FedAvgFT(FineTuned):
 
     name = "fedavg-ft"
 
-    def __init__(self, *, finetune_epochs: int = TUNING_EPOCHS.default, **shared: Unpack[Shared]) -> None:
-        super().__init__(finetune_epochs=finetune_epochs, **shared)
+    def __init__(
+        self,
+        *,
+        finetune_epochs: int = TUNING_EPOCHS.default,
+        server_momentum: float = BETA.default,
+        **shared: Unpack[Shared],
+    ) -> None:
+        super().__init__(finetune_epochs=finetune_epochs, server_momentum=server_momentum, **shared)
 
 
 class FedProxFT(FineTuned, FedProx):
@@ -230,9 +296,12 @@ class FedProxFT(FineTuned, FedProx):
         *,
         finetune_epochs: int = TUNING_EPOCHS.default,
         proximal_mu: float = MU.default,
+        server_momentum: float = BETA.default,
         **shared: Unpack[Shared],
     ) -> None:
-        super().__init__(finetune_epochs=finetune_epochs, proximal_mu=proximal_mu, **shared)
+        super().__init__(
+            finetune_epochs=finetune_epochs, proximal_mu=proximal_mu, server_momentum=server_momentum, **shared
+        )
 
 
 FEDAVG = Method(
@@ -240,25 +309,26 @@ FEDAVG = Method(
     paper="McMahan et al., AISTATS 2017, arXiv:1602.05629",
     travels=MODEL_BOTH_WAYS,
     strategy=FedAvg,
+    settings=(BETA,),
 )
 FEDPROX = Method(
     title="FedProx",
     paper="Li et al., MLSys 2020, arXiv:1812.06127",
     travels=MODEL_BOTH_WAYS,
     strategy=FedProx,
-    settings=(MU,),
+    settings=(MU, BETA),
 )
 FEDAVG_FT = Method(
     title="FedAvg-FT",
     paper="Wang et al., 2019, arXiv:1910.10252",
     travels=MODEL_BOTH_WAYS,
     strategy=FedAvgFT,
-    settings=(TUNING_EPOCHS,),
+    settings=(TUNING_EPOCHS, BETA),
 )
 FEDPROX_FT = Method(
     title="FedProx-FT",
     paper="Wang et al., 2019, arXiv:1910.10252",
     travels=MODEL_BOTH_WAYS,
     strategy=FedProxFT,
-    settings=(MU, TUNING_EPOCHS),
+    settings=(MU, TUNING_EPOCHS, BETA),
 )

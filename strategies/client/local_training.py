@@ -13,6 +13,7 @@ from kindred.messages import (
     PROBE,
     PROXIMAL_MU,
     RECEIVED,
+    SERVER_MOMENTUM,
     TRAIN_LOSS,
     TRAINED,
     TUNED,
@@ -40,11 +41,13 @@ class LocalTraining:
     def trained(visit: Visit) -> tuple[dict[str, np.ndarray], dict[str, float]]:
         """Return the arrays and metrics of `train`'s reply, for a method that processes them further."""
         model = visit.model()
-        metrics = visit.evaluation(RECEIVED, model)
-        if FINETUNE_EPOCHS in visit.config:
-            visit.tune(model)
-            metrics |= visit.evaluation(TUNED, model)
-            set_arrays(model, visit.arrays)
+        metrics: dict[str, float] = {}
+        if SERVER_MOMENTUM not in visit.config:  # else the global model is evaluated in a message to evaluate
+            metrics |= visit.evaluation(RECEIVED, model)
+            if FINETUNE_EPOCHS in visit.config:
+                visit.tune(model)
+                metrics |= visit.evaluation(TUNED, model)
+                set_arrays(model, visit.arrays)
         metrics[TRAIN_LOSS] = visit.train(model, proximal_mu=float(visit.config.get(PROXIMAL_MU, 0.0)))
         return get_arrays(model), metrics | visit.evaluation(TRAINED, model) | visit.counts()
 

@@ -70,7 +70,7 @@ class Hooks:
     | `personal_models` | with the clients to evaluate; also before and after all rounds | `personal_arrays` of each |
     | `take_side_loss`, `take_evaluation` | for each admitted evaluation reply of a round or after the last | ignored |
     | `state`, `restore` | for a checkpoint after a round, and to resume from it | the attributes named in `STATE` |
-    | `newcomer_visits`, `end_visit` | for clients that come after the run, see `serve` | one visit |
+    | `newcomer_visits`, `begin_visits`, `end_visit` | for clients that come after the run, see `serve` | one visit |
     | `general_model` | for clients that do not train, after a round or the run | `global_arrays` |
     | `global_arrays`, `client_models`, `collaboration` | by the caller, after any round | must be given |
 
@@ -243,6 +243,9 @@ class Hooks:
         client's first reply.
         """
         return 1
+
+    def begin_visits(self) -> None:
+        """Prepare to serve newcomers from the restored state of the run."""
 
     def end_visit(self, client: ClientId) -> None:
         """Use a newcomer's training reply, which `take` has received; the models of other clients must not change."""

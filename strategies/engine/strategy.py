@@ -362,6 +362,7 @@ class PersonalizedStrategy(Hooks, Strategy):
         begin_simulation(grid.run.run_id)
         self.run_id = grid.run.run_id  # newcomers have no state of the run's clients
         self.last_round = last + self.newcomer_visits(last)
+        self.begin_visits()
         found: dict[ClientId, dict[str, float]] = {}
         for server_round in range(last + 1, self.last_round + 1):
             self._exchange.begin_round()
