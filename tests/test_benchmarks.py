@@ -234,7 +234,7 @@ def test_the_table_has_costs_relative_to_fedavg() -> None:
     assert "over" not in simulation.table({"fedem": found["fedem"]}) and len(lines[0].split("|")) == 15
 
 
-# --- Kindred without one of its steps------------------------------------------------------------------
+# --- Kindred without one of its steps -----------------------------------------------------------------
 
 
 @pytest.fixture
