@@ -2,8 +2,7 @@
 
 This method is this library's own: docs/kindred.md has its reasons and results, docs/kindred-log.md what was tried. It
 has no setting to choose per data set. w_i is client i's model after its last training, n_i its number of samples. The
-mixture is of three models: w_i itself; v_i, the mean of similar clients' models; and g, that of all, as in FedAvg. In
-each round
+mixture is of w_i itself; v_i, the mean of similar clients' models; and g, that of all, as in FedAvg. In each round
 
 | step | here |
 |---|---|
@@ -81,7 +80,6 @@ CONCENTRATIONS = np.geomspace(0.02, 200, 41)  # of class proportions; small wher
 TEMPERATURES = np.array([1 / 8, 1 / 4, 1 / 2, 1, 2])
 LEAST_LOG = float(np.log(1e-9))  # smaller logarithms of predicted probabilities are replaced by this
 LARGEST_LOSS = 1e6  # of held-out samples together
-MOST_EVIDENCE = 1e9
 
 NEIGHBOURS, EVERYBODY = "neighbours", "everybody"  # prefixes of v_i and g in messages
 TRAINED_IN = "trained-in"  # round in which the client's model at the server was trained, or 0
@@ -243,10 +241,7 @@ def mixture(parts: Sequence[Mapping[str, np.ndarray]], weights: np.ndarray) -> d
 
 
 class KindredClient(LocalTraining):
-    """The client half: judges the three models on held-out samples, and trains from their mixture.
-
-    An ordinary ClientApp also works: it receives a mixture by p alone, and trains it.
-    """
+    """The client half. An ordinary ClientApp also works: it receives a mixture by p alone, and trains it."""
 
     @staticmethod
     def train(visit: Visit) -> RecordDict:
@@ -339,11 +334,7 @@ class Kindred(CloudModels):
         return super().introduce(newcomers)
 
     def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
-        return {
-            **super().round_config(server_round, client),
-            TRAINED_IN: self._trained_in.get(client, 0),
-            PRIOR: self._prior.tolist(),
-        }
+        return {TRAINED_IN: self._trained_in.get(client, 0), PRIOR: self._prior.tolist()}
 
     def outgoing(self, server_round: int, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId, ArrayRecord]]:
         """Yield g, and v_i for a client that has a model; for an ordinary ClientApp its mixture."""
@@ -359,10 +350,6 @@ class Kindred(CloudModels):
         for client, is_ordinary, model in zip(clients, ordinary, models, strict=False):
             similar = with_prefix(NEIGHBOURS, model) if client in self._samples else {}
             yield client, model if is_ordinary else ArrayRecord({**everybody, **similar})
-
-    def cloud_weights(self, server_round: int, clients: Sequence[ClientId]) -> tuple[list[ClientId], np.ndarray]:
-        senders, parts = self._parts(clients)
-        return senders, self._mixed(clients, parts)
 
     def _mixed(self, clients: Sequence[ClientId], parts: np.ndarray) -> np.ndarray:
         """Return the weights of these clients' mixtures by the evidence that they reported last, (r, m)."""
@@ -403,7 +390,7 @@ class Kindred(CloudModels):
 
     def inspect(self, client: ClientId, reply: Reply) -> None:
         if EVIDENCE in reply.config:
-            check_numbers(EVIDENCE, reply.config[EVIDENCE], SOURCES, -MOST_EVIDENCE, 0)
+            check_numbers(EVIDENCE, reply.config[EVIDENCE], SOURCES, -LARGEST_LOSS, 0)
 
     def take(self, client: ClientId, reply: Reply) -> None:
         super().take(client, reply)
@@ -443,8 +430,8 @@ class Kindred(CloudModels):
         """Yield each client's mixture; for an excluded client, its own model."""
         if self._samples:  # before that, every client has the initial model
             self.welcome(clients)
-        senders, rows = self.cloud_weights(0, clients)
-        for client, record in zip(clients, self.clouds(clients, senders, rows), strict=False):
+        senders, parts = self._parts(clients)
+        for client, record in zip(clients, self.clouds(clients, senders, self._mixed(clients, parts)), strict=False):
             yield self.models[client] if client in self._samples and client not in senders else record
 
     def client_models(self) -> Mapping[ClientId, ArrayRecord]:

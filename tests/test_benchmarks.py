@@ -59,6 +59,7 @@ FLOATS = {
     "fedfomo": (4 * MODEL, MODEL),
     "fedem": (3 * MODEL, 3 * MODEL),
     "fedrep": (BODY, BODY),
+    "kindred": (2 * MODEL, MODEL),
 }
 
 

@@ -63,7 +63,7 @@ VARIANTS = [*((name, {}) for name in REGISTRY), ("federico", {"selection": "serv
             ("federico", {"mixture_size": 1, "accumulate": True}),
             ("fedamp", {"self_weight": "none", "sigma": 1.0}),
             ("fedamp", {"self_weight": "groups", "common_start": False, "objective": True}),
-            ("kindred", {"validation_share": 0.5}), ("fedavg", {"validation_share": 0.5})]  # fmt: skip
+            *((name, {"validation_share": 0.5}) for name in ("kindred", "fedavg", "federico"))]  # fmt: skip
 
 
 def config_of(folder: Path, name: str, **more) -> Config:

@@ -279,7 +279,9 @@ def test_a_site_stores_its_results_of_a_run(tmp_path, strategy, files) -> None:
         assert stored - received == files
         assert len(received) == (3 if strategy == "federico" else 0)
         before = {path.name.split(".")[1] for path in state.folder.glob(".*.safetensors")}  # states of earlier rounds
-        assert bool(before - {"predictions"}) == (  # predictions of the selected model, if it is not of the last round
+        assert bool(
+            before - {"predictions", "best"}
+        ) == (  # these are the selected model's, if it is not of the last round
             strategy in ("perfed-ckt", "kindred", "federico")
         )  # the model it continues from, its last model, or losses and copies of models of the round before
         assert state.folder.stat().st_mode & 0o777 == 0o700

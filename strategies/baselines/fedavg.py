@@ -162,7 +162,8 @@ class FedAvg(PersonalizedStrategy):
 
     def update_norm(self, client: ClientId, arrays: Mapping[str, np.ndarray]) -> float:
         """Return the norm of the change since the model from which the client started."""
-        return self.layout.distance(arrays, read_record(self._start))
+        start = self.global_model if self._before is None else self._start
+        return self.layout.distance(arrays, read_record(start))
 
     def take(self, client: ClientId, reply: Reply) -> None:
         row = np.empty(self.layout.size, self.layout.dtype)  # (d,)

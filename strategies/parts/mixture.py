@@ -184,4 +184,4 @@ def keep_mixture(
     if metrics is None:
         visit.state.save(MIXTURE, arrays, {**about, **visit.site.about})
     else:
-        visit.state.save(BEST, arrays, {**about, **visit.about_best(metrics)})
+        visit.state.save(BEST, arrays, {**about, **visit.about_best(metrics)}, rounds_load_it=True)
