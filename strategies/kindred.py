@@ -12,9 +12,9 @@ mixture is of w_i itself; v_i, the mean of similar clients' models; and g, that 
 | e_ik: minus the mean of l_ik, in which a round has MEMORY times the weight of the next, the evidence | `train` |
 | p: for how many of all clients each of the three is best, by their evidence (empirical Bayes) | `prevalence` |
 | s_ik ~ p_k exp(e_ik): the shares of the three in i's mixture | `shares` |
-| i uses, and trains from, s_i1 w_i + s_i2 v_i + s_i3 g: the next w_i | `mixture` |
+| i uses, and trains from, s_i1 w_i + s_i2 v_i + s_i3 g: the next w_i | `parts.combination.combined` |
 
-v_i and g travel to the client, which knows w_i, judges the three and reports e_i. Held-out samples are the client's
+v_i and g travel to the client, which has w_i, judges the three and reports e_i. Held-out samples are the client's
 validation data; without any, a tenth of its training samples, others in each round, and none in the last.
 A held-out sample makes its own class rarer in training. Where samples are few this alone would decide against w_i, so
 what w_i predicts is corrected by `rarity`.
@@ -59,6 +59,7 @@ from .messages import (
     to_record,
     with_prefix,
 )
+from .parts.combination import combined
 from .registry import Method
 from .settings import STORE
 
@@ -78,7 +79,7 @@ WORK = 0.1  # of the time of training that judging may take; a prediction takes 
 SOURCES = 3  # w_i, v_i and g, in this order
 CONCENTRATIONS = np.geomspace(0.02, 200, 41)  # of class proportions; small where most samples are of one class
 TEMPERATURES = np.array([1 / 8, 1 / 4, 1 / 2, 1, 2])
-LEAST_LOG = float(np.log(1e-9))  # smaller logarithms of predicted probabilities are replaced by this
+LEAST_PROBABILITY = 1e-9  # smaller predicted probabilities are replaced by this
 LARGEST_LOSS = 1e6  # of held-out samples together
 
 NEIGHBOURS, EVERYBODY = "neighbours", "everybody"  # prefixes of v_i and g in messages
@@ -173,7 +174,7 @@ def calibrated_loss(probabilities: np.ndarray, labels: np.ndarray, factors: np.n
     Parameters
     ----------
     probabilities : ndarray, shape (n, K)
-        Logarithms below LEAST_LOG are replaced by it.
+        Values below LEAST_PROBABILITY are replaced by it.
     labels : ndarray of int, shape (n,)
     factors : ndarray, shape (K,)
         Factors on the probabilities, which are then scaled to sum to 1.
@@ -183,7 +184,7 @@ def calibrated_loss(probabilities: np.ndarray, labels: np.ndarray, factors: np.n
     float
         0 or more; 0 without samples.
     """
-    logs = np.maximum(np.log(np.maximum(probabilities.astype(float), 1e-300)), LEAST_LOG) + np.log(factors)  # (n, K)
+    logs = np.log(np.maximum(probabilities.astype(float), LEAST_PROBABILITY)) + np.log(factors)  # (n, K)
     scaled = logs / TEMPERATURES[:, None, None]  # (t, n, K)
     true = np.take_along_axis(scaled, labels[None, :, None], axis=2)[..., 0]  # (t, n)
     return max(float((special.logsumexp(scaled, axis=2) - true).sum(axis=1).min()), 0.0)
@@ -226,17 +227,6 @@ def shares(prior: np.ndarray, evidence: np.ndarray) -> np.ndarray:
     return special.softmax(np.log(prior) + evidence, axis=-1)
 
 
-def mixture(parts: Sequence[Mapping[str, np.ndarray]], weights: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the weighted sum of w_i, v_i and g, with the integer buffers of w_i; a part of weight 0 is not read."""
-    used = np.flatnonzero(weights).tolist()
-    return {
-        name: np.add.reduce([float(weights[k]) * parts[k][name] for k in used]).astype(array.dtype)
-        if np.issubdtype(array.dtype, np.floating)
-        else array
-        for name, array in parts[0].items()
-    }
-
-
 # --- The client ---------------------------------------------------------------------------------------
 
 
@@ -260,7 +250,7 @@ class KindredClient(LocalTraining):
                 losses = MEMORY * losses + judged(visit, parts, trained, held_out)
                 rounds, credit = MEMORY * rounds + 1, 0.0
             evidence = (losses.min() - losses) / max(rounds, 1.0)
-            start = mixture(parts, shares(np.array(visit.config[PRIOR]), evidence))
+            start = combined(parts, shares(np.array(visit.config[PRIOR]), evidence))
         else:
             start = everybody
         train = visit.site.train if visit.is_last else divided(visit, int(visit.config[SERVER_ROUND]))[0]
@@ -285,7 +275,7 @@ def divided(visit: Visit, server_round: int) -> tuple[Samples, Samples]:
 
 
 def judged(visit: Visit, parts: Sequence[Mapping[str, np.ndarray]], trained: Samples, held_out: Samples) -> np.ndarray:
-    """Return the losses l_i of w_i, v_i and g on held-out samples, shape (3,); only those of w_i know `rarity`."""
+    """Return the losses l_i of w_i, v_i and g on held-out samples, shape (3,), that of w_i corrected by `rarity`."""
     labels, true = (targets.cpu().numpy() for _, targets in (trained, held_out))
     losses = []
     for k, arrays in enumerate(parts):

@@ -67,7 +67,6 @@ ATTEMPT = "attempt"
 KEEP_FROM = "keep-from"
 METHOD = "method"
 PROXIMAL_MU = "proximal-mu"
-LABEL_SMOOTHING = "label-smoothing"
 FINETUNE_EPOCHS = "finetune-epochs"
 SERVER_MOMENTUM = "server-momentum"  # present where the model to train from is ahead of the global one
 NEIGHBOURS = "neighbours"  # the other clients whose models a client receives

@@ -13,11 +13,12 @@ from flwr.app import ConfigRecord
 from hypothesis import given, strategies as st
 
 from kindred import FedFomo, InlineGrid, Local, make_client_app
-from kindred.baselines.fedfomo import combined, model_weights, split, weigh_models
+from kindred.baselines.fedfomo import model_weights, split, weigh_models
 from kindred.client.state import ClientState
 from kindred.client.training import get_arrays
 from kindred.client.visit import Visit
 from kindred.messages import to_record
+from kindred.parts.combination import combined
 
 from . import test_client, two_weights
 from .grids import FaultyGrid

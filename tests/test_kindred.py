@@ -20,13 +20,13 @@ from kindred.kindred import (
     bounded,
     calibrated_loss,
     centred_cosines,
-    mixture,
     neighbour_weights,
     prevalence,
     rarity,
     shares,
 )
 from kindred.messages import read_record, to_record
+from kindred.parts.combination import combined
 
 from . import two_weights
 from .client_apps import initial, plain_app, small, small_app, small_site
@@ -148,7 +148,7 @@ def test_a_mixture_has_the_client_s_counters_and_reads_only_what_counts() -> Non
         {"w": np.array([2.0, -3.0], np.float32), "n": np.array(4)},
         {"w": np.array([np.nan, np.inf], np.float32), "n": np.array(1)},
     ]
-    found = mixture(parts, np.array([0.25, 0.75, 0.0]))
+    found = combined(parts, np.array([0.25, 0.75, 0.0]))
     assert found["w"].tolist() == [1.75, -1.5] and found["w"].dtype == np.float32 and found["n"] == 7
 
 
@@ -214,10 +214,10 @@ def test_two_rounds_by_hand() -> None:
 
 def test_evidence_is_the_mean_of_the_losses_with_less_weight_for_earlier_rounds(monkeypatch) -> None:
     monkeypatch.setattr(kindred, "WORK", 100.0)  # judged in every round
-    told = [np.array([2.0, 0, 0]), np.array([0.0, 3, 3])]
-    monkeypatch.setattr(kindred, "judged", lambda visit, *data: told[visit.config["server-round"] - 2])
+    reported = [np.array([2.0, 0, 0]), np.array([0.0, 3, 3])]
+    monkeypatch.setattr(kindred, "judged", lambda visit, *data: reported[visit.config["server-round"] - 2])
     strategy = by_four(3)
-    mean = (0.8 * told[0] + told[1]) / 1.8
+    mean = (0.8 * reported[0] + reported[1]) / 1.8
     for evidence in strategy._evidence.values():
         assert evidence == pytest.approx(mean.min() - mean)
 

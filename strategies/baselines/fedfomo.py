@@ -11,7 +11,7 @@ client trained theta_i in the round before:
 | M models of other clients by epsilon-greedy choice on the affinities P_i | `choose_neighbours`, of FedeRiCo |
 | w_n = (L_i(b) - L_i(theta_n)) / abs(theta_n - b), the client's own theta_i among the theta_n | `model_weights` |
 | negative weights become 0, and the others are divided by their sum | `model_weights` |
-| theta_i = b + sum_n w_n (theta_n - b) | `combined` |
+| theta_i = b + sum_n w_n (theta_n - b) = sum_n w_n theta_n | `parts.combination.combined` |
 | local training from this theta_i, which gives the model that is sent | `FedFomoClient.train` |
 | P_in grows by w_n | `FedFomo.take` |
 
@@ -67,6 +67,7 @@ from kindred.messages import (
     seed_for,
     to_record,
 )
+from kindred.parts.combination import combined
 from kindred.parts.neighbours import choose_neighbours
 from kindred.registry import Method
 from kindred.settings import STORE, Setting, at_least, within
@@ -117,22 +118,6 @@ def model_weights(loss_before: float, losses: Sequence[float], distances: Sequen
     gains = loss_before - after if np.isfinite(loss_before) else np.ones_like(after)  # (k,)
     weights = np.divide(np.maximum(gains, 0), moved, out=np.zeros_like(after), where=usable)
     return weights / weights.sum() if weights.any() else weights
-
-
-def combined(models: Sequence[Arrays], weights: np.ndarray) -> dict[str, np.ndarray]:
-    """Return b + sum_n w_n (theta_n - b) = sum_n w_n theta_n, for weights (k,) that sum to 1.
-
-    Integer buffers are those of the first model, which is the client's own.
-    """
-    first, *others = np.flatnonzero(weights).tolist()
-    sums = {}
-    for name, own in models[0].items():
-        sums[name] = own
-        if np.issubdtype(own.dtype, np.floating):
-            sums[name] = own.dtype.type(weights[first]) * models[first][name]
-            for k in others:
-                sums[name] += own.dtype.type(weights[k]) * models[k][name]
-    return sums
 
 
 def split(size: int, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
