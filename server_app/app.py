@@ -18,6 +18,7 @@ from kindred.client.site import fingerprint_of
 from kindred.client.state import BEST, MIXTURE, MODEL, PREDICTIONS, NotResumable, end_simulation, saved_files, simulated
 from kindred.data import DATASETS, Federation, Sites, load_clients
 from kindred.engine.model_store import last_layers
+from kindred.engine.workers import WorkerGrid
 from kindred.fedamp import GROUPS
 from kindred.lazy import lazy
 from kindred.messages import ClientId, to_record, with_prefix
@@ -68,6 +69,31 @@ def run_inline(config: Config, threads: int = 1) -> RunFolder:
     torch.set_num_threads(threads)
     client_app = load_app(CLIENT_APP, ConfigError)
     return run(InlineGrid(client_app, config.participants, config.run_config()), config)
+
+
+def run_in_workers(config: Config, workers: int, threads: int = 1, gpus: int = 0) -> RunFolder:
+    """Run with the clients in worker processes, without Flower's simulation engine; with one, in this process.
+
+    Parameters
+    ----------
+    config : Config
+    workers, threads, gpus : int
+        As in `WorkerGrid`.
+
+    Returns
+    -------
+    RunFolder
+    """
+    if workers == 1:
+        return run_inline(config, threads)
+    torch.set_num_threads(threads)
+    grid = WorkerGrid(
+        CLIENT_APP, config.participants, config.run_config(), workers=workers, threads=threads, gpus=gpus
+    )
+    try:
+        return run(grid, config)
+    finally:
+        grid.close()
 
 
 def run(grid: Grid, config: Config) -> RunFolder:

@@ -1,24 +1,26 @@
-"""Engines: a run's clients work in this process or in Flower's simulation engine."""
+"""Engines: a run's clients work in processes of ours, in this process, or in Flower's simulation engine."""
 
 from __future__ import annotations
 
 import io
 import logging
+import os
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
+import psutil
 import torch
 
-from kindred.data import DataError
+from kindred.data import DataError, load_clients
 
-from .app import run_inline
+from .app import run_in_workers
 from .config import Config, ConfigError
 from .run_log import Log, Outcome, keep_log
 from .simulation import run_simulation
 
-NAMES = ("inline", "flower")
+NAMES = ("local", "inline", "flower")
 
 
 @dataclass(frozen=True)
@@ -28,31 +30,39 @@ class Engine:
     Attributes
     ----------
     name : str
-        "inline": in this process, one after another. "flower": in Flower's simulation engine, in parallel.
+        "local": in worker processes, in parallel. "inline": in this process, one after another. "flower": in Flower's
+        simulation engine, in parallel.
     cpus_per_client : int
         CPUs for each client while it works.
     gpus_per_client : float
         Fraction of a GPU for each client while it works; 0 with "inline", where the setting `device` decides.
+    workers : int
+        Worker processes of "local"; 0: as many as CPUs and memory allow.
 
     Raises
     ------
     ConfigError
-        There is no engine of this name.
+        There is no engine of this name, or it has no workers.
     """
 
     name: str
     cpus_per_client: int = 1
     gpus_per_client: float = 0.0
+    workers: int = 0
 
     def __post_init__(self) -> None:
         if self.name not in NAMES:
             raise ConfigError(f"engine is {self.name!r}, allowed: {', '.join(NAMES)}")
+        if self.workers and self.name != "local":
+            raise ConfigError(f"--workers is {self.workers}, allowed with engine {self.name}: 0")
+        if type(self.workers) is not int or self.workers < 0:
+            raise ConfigError(f"--workers is {self.workers!r}, allowed: 0 or more")
 
 
 def execute(config: Config, engine: Engine, on_line: Callable[[str], None]) -> Outcome:
     """Start or resume the run of these settings; call `on_line` with each line to show."""
-    if engine.name == "inline":
-        return _run_here(config, engine.cpus_per_client, on_line)
+    if engine.name != "flower":
+        return _run_here(config, engine, on_line)
     return run_simulation(
         config.run_config(),
         num_clients=config.participants,
@@ -62,14 +72,40 @@ def execute(config: Config, engine: Engine, on_line: Callable[[str], None]) -> O
     )
 
 
-def _run_here(config: Config, threads: int, on_line: Callable[[str], None]) -> Outcome:
-    """Run in this process, with `threads` threads of PyTorch; write `log.txt` into the folder of the results."""
+def workers_of(engine: Engine, config: Config) -> int:
+    """Return the number of processes in which the clients of a run work; 1: this one.
+
+    With "local" there are as many as the CPUs allow, or as asked for, but not more than clients, nor than fit into the
+    free memory if each becomes as large as this one, with the data loaded, is now. A GPU of which clients get no share
+    is used by one process.
+    """
+    if engine.name == "inline":
+        return 1
+    gpus = torch.cuda.device_count() if config.device != "cpu" and torch.cuda.is_available() else 0
+    if gpus and not engine.gpus_per_client:
+        return 1
+    load_clients(config.run_config())
+    memory = psutil.virtual_memory().available // psutil.Process().memory_info().rss
+    most = [engine.workers or cpus() // engine.cpus_per_client, config.participants, memory]
+    if gpus:
+        most.append(int(gpus / engine.gpus_per_client))
+    return max(min(most), 1)
+
+
+def cpus() -> int:
+    """Return the number of CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _run_here(config: Config, engine: Engine, on_line: Callable[[str], None]) -> Outcome:
+    """Run from this process; write `log.txt` into the folder of the results."""
     file = io.StringIO()
     log = Log(file, on_line)
     threads_before = torch.get_num_threads()
     with _flower_logs_to(log.add):
         try:
-            results = run_inline(config, threads=threads).path
+            gpus = torch.cuda.device_count() if engine.gpus_per_client else 0
+            results = run_in_workers(config, workers_of(engine, config), engine.cpus_per_client, gpus).path
         except (ConfigError, DataError) as error:
             return Outcome(2, str(error), log.results)
         except KeyboardInterrupt:

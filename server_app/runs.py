@@ -32,9 +32,8 @@ def run_methods(
     ----------
     config : Config
     against : iterable of str
-        The other methods; they run in this process.
+        The other methods. After a run in Flower's engine they run in engine "local".
     engine : Engine
-        The engine of the first run.
     on_line : callable
         Called with each line of progress.
 
@@ -52,9 +51,10 @@ def run_methods(
     on_line(f"{config.strategy} on {config.dataset}, {config.partition}, {config.num_clients} clients")
     _describe(config, on_line)
     results = [_result(execute(config, engine, on_line))]
+    here = replace(engine, name="local") if engine.name == "flower" else engine
     for other in others:
         on_line(f"\n{other.strategy}")
-        results.append(_result(execute(other, replace(engine, name="inline"), on_line)))
+        results.append(_result(execute(other, here, on_line)))
     _judge(results, on_line)
     return results
 

@@ -43,12 +43,16 @@ Rounds = Annotated[str | None, option("rounds", "N", "Number of training rounds.
 EngineChoice = Annotated[
     str,
     option(
-        "engine", "NAME", "flower (default): Flower's simulation engine, clients in parallel. inline: in this process."
+        "engine",
+        "NAME",
+        "local (default): clients in parallel, in processes of this program. inline: in this process. flower: Flower's "
+        "simulation engine, clients in parallel.",
     ),
 ]
+Workers = Annotated[int, option("workers", "N", "Processes of engine local (default 0: as CPUs and memory allow).")]
 CpusPerClient = Annotated[int, option("cpus-per-client", "N", "CPUs for each client while it works (default 1).")]
 GpusPerClient = Annotated[
-    float, option("gpus-per-client", "SHARE", "Share of a GPU for each client while it works (flower; default 0).")
+    float, option("gpus-per-client", "SHARE", "Share of a GPU for each client while it works (default 0).")
 ]
 
 
@@ -68,12 +72,13 @@ def run(
     settings: Annotated[
         list[str] | None, option("set", "KEY=VALUE", "Any setting of docs/configuration.md; may be repeated.")
     ] = None,
-    engine: EngineChoice = "flower",
+    engine: EngineChoice = "local",
+    workers: Workers = 0,
     cpus_per_client: CpusPerClient = 1,
     gpus_per_client: GpusPerClient = 0.0,
     resume: Annotated[Path | None, option("resume", "DIR", "Continue the interrupted run in this folder.")] = None,
     against: Annotated[
-        str, option("against", "NAMES", "Methods to run afterwards, in this process, for comparison: local,fedavg.")
+        str, option("against", "NAMES", "Methods to run afterwards, for comparison: local,fedavg.")
     ] = "",
 ) -> None:
     """Run a federation on this machine."""
@@ -85,7 +90,7 @@ def run(
     try:
         checked = run_files.run_settings(given_settings(named, settings or []), resume)
         # PyTorch is imported only here, so that a bad setting is reported at once.
-        where = engines.Engine(engine, cpus_per_client, gpus_per_client)
+        where = engines.Engine(engine, cpus_per_client, gpus_per_client, workers)
         results = runs.run_methods(checked, [name.strip() for name in against.split(",") if name.strip()], where, show)
     except (config.ConfigError, data.DataError) as error:
         end(2, str(error))
@@ -140,7 +145,8 @@ def compare(
     output_dir: Annotated[
         str | None, option("output-dir", "PATH", "Folder of the runs; finished runs in it are not repeated.")
     ] = None,
-    engine: EngineChoice = "flower",
+    engine: EngineChoice = "local",
+    workers: Workers = 0,
     cpus_per_client: CpusPerClient = 1,
     gpus_per_client: GpusPerClient = 0.0,
 ) -> None:
@@ -166,7 +172,7 @@ def compare(
             given_settings(named, for_all),
             {name: given_settings({}, assignments) for name, assignments in own.items()},
             seeds=_whole_numbers("--seeds", seeds), reference=reference, scale=scale, preset=preset,
-            vary=_varied(vary or []), engine=engines.Engine(engine, cpus_per_client, gpus_per_client), on_line=show,
+            vary=_varied(vary or []), engine=engines.Engine(engine, cpus_per_client, gpus_per_client, workers), on_line=show,
             command=["kindred", *sys.argv[1:]],
         )  # fmt: skip
     except (config.ConfigError, data.DataError) as error:

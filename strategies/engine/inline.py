@@ -63,10 +63,7 @@ class InlineGrid(Grid):
         self._waiting: dict[str, Message] = {}
         self._numbers = itertools.count(1)
         self._run = Run.create_empty(run_id=run_id)
-        # Messages take their sender from TaskIdentity, which is not set in a process outside Flower's engine.
-        for name, value in (("task_id", 1), ("run_id", run_id), ("node_id", 1)):
-            if getattr(TaskIdentity, f"_{name}") is None:
-                setattr(TaskIdentity, name, value)
+        identify(run_id)
 
     def set_run(self, run: Run) -> None:
         self._run = run
@@ -92,27 +89,39 @@ class InlineGrid(Grid):
             ids.append(message_id)
         return ids
 
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
         """Run the first of these nodes that has not answered yet, and return only its reply."""
         wanted = set(message_ids)
         message_id = next((waiting for waiting in self._waiting if waiting in wanted), None)
-        return [] if message_id is None else [self._answer(self._waiting.pop(message_id))]
+        if message_id is None:
+            return []
+        message = self._waiting.pop(message_id)
+        return [answer(self._client_app, message, self._contexts[message.metadata.dst_node_id])]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         ids = list(self.push_messages(messages))
         return [reply for message_id in ids for reply in self.pull_messages([message_id])]
 
-    def _answer(self, message: Message) -> Message:
-        # Messages may share records: a client's changes to its records must not affect the others.
-        message.content = RecordDict({name: _copy(record) for name, record in message.content.items()})
-        try:
-            return self._client_app(message, self._contexts[message.metadata.dst_node_id])
-        except Exception as error:  # a client's failure must not end the round
-            # A ClientApp need not know a query, so its failure is logged as debug.
-            asked = message.metadata.message_type.startswith(MessageType.QUERY)
-            log(DEBUG if asked else ERROR, "%s", traceback.format_exc())
-            reason = f"{type(error).__name__}: {error}"
-            return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
+
+def identify(run_id: int) -> None:
+    """Set TaskIdentity, from which messages take their sender; outside Flower's engine nobody else does."""
+    for name, value in (("task_id", 1), ("run_id", run_id), ("node_id", 1)):
+        if getattr(TaskIdentity, f"_{name}") is None:
+            setattr(TaskIdentity, name, value)
+
+
+def answer(client_app: ClientApp, message: Message, context: Context) -> Message:
+    """Return a ClientApp's reply to a message, or the error that it raised."""
+    # Messages may share records: a client's changes to its records must not affect the others.
+    message.content = RecordDict({name: _copy(record) for name, record in message.content.items()})
+    try:
+        return client_app(message, context)
+    except Exception as error:  # a client's failure must not end the round
+        # A ClientApp need not know a query, so its failure is logged as debug.
+        asked = message.metadata.message_type.startswith(MessageType.QUERY)
+        log(DEBUG if asked else ERROR, "%s", traceback.format_exc())
+        reason = f"{type(error).__name__}: {error}"
+        return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
 
 
 def _copy(record: ArrayRecord | MetricRecord | ConfigRecord) -> ArrayRecord | MetricRecord | ConfigRecord:

@@ -1,0 +1,304 @@
+"""The engine of worker processes: a Flower Grid whose clients work in processes of this machine.
+
+Each process has one connection to this one and answers the messages that come through it. A client's messages go to the
+process that answered its last one, which has its data; a process that has nothing else to do takes over another's
+client. Models travel in shared memory: they are copied into it, and out of it.
+
+On Linux the processes are forked, so that they share the data that this process has loaded; elsewhere, and with a GPU,
+which a forked process cannot use, they are started anew. They end with the grid, and with this process, in whatever way
+it ends.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import logging
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection, wait
+from multiprocessing.shared_memory import SharedMemory
+from typing import TYPE_CHECKING, Any
+
+from flwr.app import Array, Context, Error, Message
+from flwr.common.constant import ErrorCode
+from flwr.supercore import log
+from flwr.supercore.object_ref import load_app
+
+from kindred.lazy import lazy
+
+from .inline import InlineGrid, answer, identify
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy("torch")
+
+AHEAD = 2  # messages that a process has while many wait, so that it need not wait for this process
+LEAST_SHARED = 1 << 14  # bytes; less travels through the pipe, which holds AHEAD such messages without a reader
+PATIENCE = 0.5  # seconds to wait for a reply before the caller looks at its deadline
+
+
+class WorkerGrid(InlineGrid):
+    """A Grid of `num_clients` nodes whose ClientApp runs in worker processes.
+
+    Parameters
+    ----------
+    client_app : str
+        "package.module:attribute" of the ClientApp, as in Flower; each process imports it.
+    num_clients : int
+    run_config, node_configs
+        As in `InlineGrid`.
+    workers : int
+        Number of processes, 1 or more. They start with the first message.
+    threads : int
+        PyTorch's threads in each process.
+    gpus : int
+        GPUs of this machine among which the processes are distributed; 0: none is used.
+    """
+
+    def __init__(
+        self,
+        client_app: str,
+        num_clients: int,
+        run_config: Mapping[str, Any] | None = None,
+        node_configs: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        workers: int,
+        threads: int = 1,
+        gpus: int = 0,
+    ) -> None:
+        super().__init__(load_app(client_app, RuntimeError), num_clients, run_config, node_configs)
+        self._reference = client_app
+        self._threads, self._gpus = threads, gpus
+        self._method = "fork" if sys.platform == "linux" and not gpus else "spawn"
+        self._workers = [_Worker(i) for i in range(workers)]
+        self._last: dict[int, _Worker] = {}  # node id -> the process that answered its last message
+        self._answers: dict[str, Message] = {}  # by the id of the message that they answer
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        ids = super().push_messages(messages)
+        self._hand_out()
+        return ids
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        """Wait for a reply, at most PATIENCE, and return those to these messages that have arrived."""
+        self._hand_out()
+        busy = {worker.connection: worker for worker in self._workers if worker.given}
+        for ready in wait(list(busy), PATIENCE):
+            self._receive(busy[ready])
+        self._hand_out()
+        return [self._answers.pop(message_id) for message_id in message_ids if message_id in self._answers]
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        waiting = set(self.push_messages(messages))
+        end = time.monotonic() + (float("inf") if timeout is None else timeout)
+        replies: list[Message] = []
+        while waiting and time.monotonic() < end:
+            replies += (arrived := self.pull_messages(waiting))
+            waiting -= {reply.metadata.reply_to_message_id for reply in arrived}
+        return replies
+
+    def close(self) -> None:
+        """End the processes."""
+        for worker in self._workers:
+            worker.end()
+
+    def _hand_out(self) -> None:
+        """Give waiting messages to processes: one to each, and a further one while more wait than there are processes."""
+        for ahead in range(1, AHEAD + 1):
+            for worker in self._workers:
+                least = 1 if ahead == 1 else len(self._workers) + 1
+                if len(worker.given) < ahead and len(self._waiting) >= least:
+                    self._give(worker, self._waiting.pop(self._next_for(worker)))
+
+    def _next_for(self, worker: _Worker) -> str:
+        """Return the id of the first waiting message whose client this process knows, else of the first at all."""
+        known = (i for i, message in self._waiting.items() if self._last.get(message.metadata.dst_node_id) is worker)
+        new = (i for i, message in self._waiting.items() if message.metadata.dst_node_id not in self._last)
+        return next(known, None) or next(new, None) or next(iter(self._waiting))
+
+    def _give(self, worker: _Worker, message: Message) -> None:
+        node = message.metadata.dst_node_id
+        self._last[node] = worker
+        if worker.process is None:
+            self._start(worker)
+        block = None
+        with suppress(BrokenPipeError, ConnectionResetError):  # `_receive` finds that it has ended
+            block = _send(worker.connection, (message, self._contexts[node].state))
+        worker.given.append((message, block))
+
+    def _start(self, worker: _Worker) -> None:
+        resource_tracker.ensure_running()  # one for all processes, whichever of them frees a block of shared memory
+        processes = multiprocessing.get_context(self._method)
+        worker.connection, theirs = processes.Pipe()
+        # A forked process inherits all connections; copies of them would keep them open when this process has ended.
+        inherited = [each.connection for each in self._workers if each.connection and self._method == "fork"]
+        gpu = worker.number % self._gpus if self._gpus else None
+        worker.process = processes.Process(
+            target=_work, args=(theirs, inherited, self._reference, self._contexts, self._threads, gpu), daemon=True
+        )
+        worker.process.start()
+        theirs.close()
+
+    def _receive(self, worker: _Worker) -> None:
+        """Take what a process has sent: lines of its log, and an answer. If it has ended, that is the answer."""
+        try:
+            received = _received(worker.connection)
+        except (EOFError, OSError):
+            self._bury(worker)
+            return
+        if isinstance(received, tuple) and received[0] == "log":
+            log(received[1], "%s", received[2])
+            return
+        reply, state = received
+        message, _ = worker.given.popleft()
+        self._contexts[message.metadata.dst_node_id].state = state
+        self._answers[message.metadata.message_id] = reply
+
+    def _bury(self, worker: _Worker) -> None:
+        """Answer the message at which a process ended with an error, and let its next ones be given out again."""
+        code = worker.end()
+        (failed, _), *others = worker.given
+        for _, block in worker.given:
+            _free(block)
+        worker.given.clear()
+        how = f"was killed by signal {-code}, most often for lack of memory" if code < 0 else f"ended with code {code}"
+        error = Error(ErrorCode.CLIENT_APP_CRASHED, f"the process that worked for it {how}")
+        self._answers[failed.metadata.message_id] = Message(error, reply_to=failed)
+        self._waiting = {message.metadata.message_id: message for message, _ in others} | self._waiting
+
+
+@dataclass(eq=False)
+class _Worker:
+    """A process, and the messages that it has, with the names of their blocks of shared memory."""
+
+    number: int
+    process: Any = None
+    connection: Any = None
+    given: deque[tuple[Message, str | None]] = field(default_factory=deque)
+
+    def end(self) -> int:
+        """End the process, if there is one, and return its exit code."""
+        if self.process is None:
+            return 0
+        self.connection.close()
+        self.process.terminate()
+        self.process.join()
+        code, self.process, self.connection = self.process.exitcode, None, None
+        return code
+
+
+def _work(
+    connection: Connection,
+    inherited: Iterable[Connection],
+    reference: str,
+    contexts: Mapping[int, Context],
+    threads: int,
+    gpu: int | None,
+) -> None:
+    """Answer messages until the connection is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes, and the first one decides
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for other in inherited:
+        other.close()
+    if gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
+    torch.set_num_threads(threads)
+    logging.getLogger("flwr").handlers = [_ToServer(connection)]
+    for run_id in {context.run_id for context in contexts.values()}:
+        identify(run_id)
+    client_app = load_app(reference, RuntimeError)
+    with suppress(EOFError, OSError):
+        while True:
+            message, state = _received(connection)
+            context = contexts[message.metadata.dst_node_id]
+            context.state = state
+            _send(connection, (answer(client_app, message, context), context.state))
+
+
+class _ToServer(logging.Handler):
+    """Sends the lines of a process's log to the process of the server."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(logging.INFO)
+        self._connection = connection
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(OSError):
+            _send(self._connection, ("log", record.levelno, record.getMessage()))
+
+
+# --- Transport ----------------------------------------------------------------------------------------
+
+
+class _Pickler(pickle.Pickler):
+    """Takes the bytes of arrays out of what it pickles, for processes of this program alone."""
+
+    def reducer_override(self, thing: Any) -> Any:
+        if type(thing) is Array:
+            return _array, (thing.dtype, thing.shape, thing.stype, pickle.PickleBuffer(thing.data))
+        return NotImplemented
+
+
+def _array(dtype: str, shape: tuple[int, ...], stype: str, data: memoryview) -> Array:
+    return Array(dtype=dtype, shape=shape, stype=stype, data=bytes(data))
+
+
+def _send(connection: Connection, thing: Any) -> str | None:
+    """Send a picklable thing; return the name of the block of shared memory that its receiver frees, if there is one."""
+    file, arrays = io.BytesIO(), list[pickle.PickleBuffer]()
+    _Pickler(file, protocol=5, buffer_callback=arrays.append).dump(thing)
+    parts = [file.getbuffer(), *(array.raw() for array in arrays)]
+    sizes = [part.nbytes for part in parts]
+    if sum(sizes) < LEAST_SHARED:
+        connection.send((sizes, b"".join(parts)))
+        return None
+    block = SharedMemory(create=True, size=sum(sizes))
+    for part, target in zip(parts, _split(block.buf, sizes), strict=True):
+        target[:] = part
+        target.release()
+    connection.send((sizes, block.name))
+    block.close()
+    return block.name
+
+
+def _received(connection: Connection) -> Any:
+    """Return the next thing from a connection; raise EOFError or OSError if the other process has ended."""
+    sizes, where = connection.recv()
+    if isinstance(where, bytes):
+        pickled, *arrays = _split(memoryview(where), sizes)
+        return pickle.loads(pickled, buffers=arrays)
+    block = SharedMemory(where)
+    try:
+        pickled, *arrays = parts = _split(block.buf, sizes)
+        thing = pickle.loads(pickled, buffers=arrays)
+        for part in parts:
+            part.release()
+        return thing
+    finally:
+        block.close()
+        block.unlink()
+
+
+def _split(view: memoryview, sizes: Iterable[int]) -> list[memoryview]:
+    ends = list(itertools.accumulate(sizes))
+    return [view[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+
+
+def _free(name: str | None) -> None:
+    """Free a block of shared memory, unless its receiver has."""
+    if name:
+        with suppress(FileNotFoundError):
+            block = SharedMemory(name)
+            block.close()
+            block.unlink()
