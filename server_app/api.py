@@ -35,6 +35,7 @@ def run(
     output: str | os.PathLike[str] | None = None,
     resume: str | os.PathLike[str] | None = None,
     engine: str = "inline",
+    workers: int = 0,
     cpus_per_client: int = 1,
     gpus_per_client: float = 0.0,
     progress: bool = True,
@@ -61,12 +62,14 @@ def run(
     resume : path
         Folder of an interrupted run, to continue.
     engine : str
-        "inline": in this process. "flower": in Flower's simulation engine, clients in parallel; call it from the main
-        thread.
+        "inline": in this process. "local": clients in parallel, in worker processes. "flower": clients in parallel, in
+        Flower's simulation engine; call it from the main thread.
+    workers : int
+        Processes of "local"; 0: as many as CPUs and memory allow.
     cpus_per_client : int
         CPUs for each client while it works.
     gpus_per_client : float
-        Fraction of a GPU for each client while it works ("flower").
+        Fraction of a GPU for each client while it works.
     progress : bool
         Whether to print lines of progress; if not, only problems are shown, as warnings.
     **settings
@@ -90,7 +93,7 @@ def run(
         },
         settings,
     )  # fmt: skip
-    where = Engine(engine, cpus_per_client, gpus_per_client)
+    where = Engine(engine, cpus_per_client, gpus_per_client, workers)
     (result,) = run_methods(run_settings(given, resume), (), where, _printed if progress else _warned)
     return result
 
@@ -109,6 +112,7 @@ def compare(
     scale: float = 1.0,
     output: str | os.PathLike[str] | None = None,
     engine: str = "inline",
+    workers: int = 0,
     cpus_per_client: int = 1,
     gpus_per_client: float = 0.0,
     progress: bool = True,
@@ -132,7 +136,7 @@ def compare(
         The method that the others are tested against; by default the first.
     scale : float
         Fraction of the rounds and of each client's samples that is used, for a small machine: above 0, at most 1.
-    data, clients, rounds, partition, output, engine, cpus_per_client, gpus_per_client, progress, **settings
+    data, clients, rounds, partition, output, engine, workers, cpus_per_client, gpus_per_client, progress, **settings
         As in `run`.
 
     Returns
@@ -161,7 +165,7 @@ def compare(
     names, plain_seeds = list(methods), [_plain(seed) for seed in seeds]
     result, code = compare_methods(
         names, given, own, seeds=plain_seeds, reference=reference, scale=scale, preset=preset, vary=varied,
-        engine=Engine(engine, cpus_per_client, gpus_per_client), on_line=_printed if progress else _warned,
+        engine=Engine(engine, cpus_per_client, gpus_per_client, workers), on_line=_printed if progress else _warned,
         command=_command(names, given, own, plain_seeds, preset, reference, scale, varied),
     )  # fmt: skip
     result.save()

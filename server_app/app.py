@@ -87,9 +87,7 @@ def run_in_workers(config: Config, workers: int, threads: int = 1, gpus: int = 0
     if workers == 1:
         return run_inline(config, threads)
     torch.set_num_threads(threads)
-    grid = WorkerGrid(
-        CLIENT_APP, config.participants, config.run_config(), workers=workers, threads=threads, gpus=gpus
-    )
+    grid = WorkerGrid(CLIENT_APP, config.participants, config.run_config(), workers=workers, threads=threads, gpus=gpus)
     try:
         return run(grid, config)
     finally:

@@ -172,8 +172,9 @@ def compare(
             given_settings(named, for_all),
             {name: given_settings({}, assignments) for name, assignments in own.items()},
             seeds=_whole_numbers("--seeds", seeds), reference=reference, scale=scale, preset=preset,
-            vary=_varied(vary or []), engine=engines.Engine(engine, cpus_per_client, gpus_per_client, workers), on_line=show,
-            command=["kindred", *sys.argv[1:]],
+            vary=_varied(vary or []),
+            engine=engines.Engine(engine, cpus_per_client, gpus_per_client, workers),
+            on_line=show, command=["kindred", *sys.argv[1:]],
         )  # fmt: skip
     except (config.ConfigError, data.DataError) as error:
         end(2, str(error))

@@ -89,7 +89,7 @@ class InlineGrid(Grid):
             ids.append(message_id)
         return ids
 
-    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Run the first of these nodes that has not answered yet, and return only its reply."""
         wanted = set(message_ids)
         message_id = next((waiting for waiting in self._waiting if waiting in wanted), None)

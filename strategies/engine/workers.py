@@ -114,7 +114,7 @@ class WorkerGrid(InlineGrid):
             worker.end()
 
     def _hand_out(self) -> None:
-        """Give waiting messages to processes: one to each, and a further one while more wait than there are processes."""
+        """Give each process a waiting message, and a further one while more wait than there are processes."""
         for ahead in range(1, AHEAD + 1):
             for worker in self._workers:
                 least = 1 if ahead == 1 else len(self._workers) + 1
@@ -139,7 +139,7 @@ class WorkerGrid(InlineGrid):
 
     def _start(self, worker: _Worker) -> None:
         resource_tracker.ensure_running()  # one for all processes, whichever of them frees a block of shared memory
-        processes = multiprocessing.get_context(self._method)
+        processes: Any = multiprocessing.get_context(self._method)
         worker.connection, theirs = processes.Pipe()
         # A forked process inherits all connections; copies of them would keep them open when this process has ended.
         inherited = [each.connection for each in self._workers if each.connection and self._method == "fork"]
@@ -255,7 +255,7 @@ def _array(dtype: str, shape: tuple[int, ...], stype: str, data: memoryview) -> 
 
 
 def _send(connection: Connection, thing: Any) -> str | None:
-    """Send a picklable thing; return the name of the block of shared memory that its receiver frees, if there is one."""
+    """Send a thing; return the name of the block of shared memory, if there is one, that its receiver frees."""
     file, arrays = io.BytesIO(), list[pickle.PickleBuffer]()
     _Pickler(file, protocol=5, buffer_callback=arrays.append).dump(thing)
     parts = [file.getbuffer(), *(array.raw() for array in arrays)]
@@ -290,7 +290,8 @@ def _received(connection: Connection) -> Any:
         block.unlink()
 
 
-def _split(view: memoryview, sizes: Iterable[int]) -> list[memoryview]:
+def _split(view: memoryview | None, sizes: Iterable[int]) -> list[memoryview]:
+    assert view is not None  # a block of shared memory has one until it is closed
     ends = list(itertools.accumulate(sizes))
     return [view[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 

@@ -1,0 +1,182 @@
+"""Clients in worker processes: the same bits, no copy left behind, and what happens when a process dies."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from flwr.app import Array, ArrayRecord, MessageType, RecordDict
+from safetensors.numpy import load_file
+
+from kindred.engine import workers
+from kindred.engine.workers import WorkerGrid
+from kindred.server_app import engines
+from kindred.server_app.app import run_in_workers, run_inline
+from kindred.server_app.config import Config, ConfigError
+from kindred.server_app.engines import Engine, workers_of
+from kindred.server_app.run_files import read_summary
+
+from .background_commands import KINDRED, wait_until
+
+CLIENTS = 5
+SHARED = Path("/dev/shm")
+
+
+@pytest.fixture(params=["fork", "spawn"])
+def grid(request) -> Iterator[WorkerGrid]:
+    before = set(SHARED.iterdir())
+    grid = WorkerGrid("tests.worker_apps:app", CLIENTS, workers=2)
+    grid._method = request.param
+    yield grid
+    processes = [worker.process for worker in grid._workers if worker.process]
+    grid.close()
+    assert not any(process.is_alive() for process in processes)
+    assert set(SHARED.iterdir()) <= before
+
+
+def ask(grid: WorkerGrid, size: int, values: dict[int, float] | None = None) -> dict[int, object]:
+    """Ask each client to train a vector of this size, and return the content of the replies, or errors, by client."""
+    nodes = list(grid.get_node_ids())
+    messages = []
+    for client, node in enumerate(nodes):
+        vector = np.full(size, (values or {}).get(client, 1.0), np.float32)
+        content = RecordDict({"arrays": ArrayRecord({"w": Array(vector)})})
+        messages.append(grid.create_message(content, MessageType.TRAIN, node, "1"))
+    client_of = {message.metadata.dst_node_id: client for client, message in enumerate(messages)}
+    found = {}
+    for reply in grid.send_and_receive(messages, timeout=60):
+        found[client_of[reply.metadata.src_node_id]] = reply.error if reply.has_error() else reply.content
+    return found
+
+
+@pytest.mark.parametrize("size", [3, 100_000])
+def test_clients_work_in_several_processes_and_keep_their_context(grid, size) -> None:
+    for times in range(3):
+        found = ask(grid, size)
+        assert sorted(found) == list(range(CLIENTS))
+        for client, content in found.items():
+            assert (content["arrays"]["w"].numpy() == 1 + client).all()
+            assert content["metrics"]["asked"] == times
+        processes = {content["metrics"]["process"] for content in found.values()}
+        assert os.getpid() not in processes and len(processes) <= 2
+    assert len(processes) == 2  # both have started by now
+
+
+def test_one_process_has_no_more_than_two_messages(monkeypatch) -> None:
+    grid = WorkerGrid("tests.worker_apps:app", 8, workers=2)
+    given: list[int] = []
+    monkeypatch.setattr(
+        grid, "_give", lambda worker, message: (given.append(worker.number), worker.given.append((message, None)))
+    )
+    content = RecordDict({"arrays": ArrayRecord({"w": Array(np.ones(2, np.float32))})})
+    grid.push_messages([grid.create_message(content, MessageType.TRAIN, node, "1") for node in grid.get_node_ids()])
+    assert given == [0, 1, 0, 1] and len(grid._waiting) == 4
+    for worker in grid._workers:  # all but one message answered
+        worker.given.clear()
+    grid._hand_out()
+    assert given[4:] == [0, 1] and len(grid._waiting) == 2  # not more waiting than processes: nobody gets a second one
+
+
+def test_a_client_s_error_is_its_answer(grid) -> None:
+    found = ask(grid, 3, {2: -1.0})
+    assert found[2].reason == "ValueError: a value is negative"
+    assert all((found[client]["arrays"]["w"].numpy() == 1 + client).all() for client in (0, 1, 3, 4))
+
+
+def test_a_process_that_dies_costs_one_answer_and_is_replaced(grid) -> None:
+    found = ask(grid, 100_000, {3: float("nan")})
+    assert found[3].reason == "the process that worked for it was killed by signal 9, most often for lack of memory"
+    assert sorted(found) == list(range(CLIENTS))
+    again = ask(grid, 100_000)
+    assert all((again[client]["arrays"]["w"].numpy() == 1 + client).all() for client in range(CLIENTS))
+
+
+def test_lines_of_a_process_s_log_reach_the_server_s(grid, caplog) -> None:
+    with caplog.at_level(logging.INFO, logger="flwr"):
+        logging.getLogger("flwr").addHandler(caplog.handler)
+        ask(grid, 3)
+        logging.getLogger("flwr").removeHandler(caplog.handler)
+    assert {f"client {client} trains" for client in range(CLIENTS)} <= {
+        record.getMessage() for record in caplog.records
+    }
+
+
+# --- Runs ---------------------------------------------------------------------------------------------
+
+SMALL = {"num_clients": 5, "samples_per_client": 20, "num_rounds": 3, "local_epochs": 1}
+
+
+@pytest.mark.parametrize("strategy", ["heurfedamp", "kindred", "apfl"])
+def test_a_run_gives_the_same_bits_as_in_one_process(strategy, tmp_path) -> None:
+    config = Config(strategy=strategy, partition="rotated", output_dir=str(tmp_path), checkpoint_every=0, **SMALL)
+    one, two = run_inline(config).path, run_in_workers(config, 2).path
+    assert read_summary(one)["metrics"] == read_summary(two)["metrics"]
+    models = [{path.name: load_file(path) for path in (folder / "models").iterdir()} for folder in (one, two)]
+    assert models[0].keys() == models[1].keys() and len(models[0]) == 5
+    for name, arrays in models[0].items():
+        assert all(values.tobytes() == models[1][name][key].tobytes() for key, values in arrays.items())
+
+
+def test_with_one_worker_it_is_the_engine_of_this_process(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(workers, "WorkerGrid", None)
+    config = Config(strategy="local", output_dir=str(tmp_path), **SMALL)
+    assert read_summary(run_in_workers(config, 1).path)["strategy"] == "local"
+
+
+HEEDING = "import os, signal as s, sys; s.signal(s.SIGINT, s.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_no_process_outlives_the_command(number, tmp_path) -> None:
+    command = [sys.executable, "-c", HEEDING, KINDRED, "run", "--workers=2", "--clients=4", "--rounds=100000"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        next(line for line in process.stdout if line.startswith("round "))
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(number)
+        process.communicate(timeout=60)
+    assert process.returncode == (130 if number == signal.SIGINT else -number)
+    assert len(children) >= 2
+    wait_until(lambda: not any(child.is_running() for child in children), 10)
+
+
+# --- How many -----------------------------------------------------------------------------------------
+
+
+def test_workers_are_bounded_by_cpus_clients_memory_and_request(monkeypatch) -> None:
+    config = Config(**SMALL)
+    monkeypatch.setattr(engines, "cpus", lambda: 8)
+    size = psutil.Process().memory_info().rss
+
+    class Memory:
+        available = 100 * size
+
+    monkeypatch.setattr(engines.psutil, "virtual_memory", lambda: Memory)
+    assert workers_of(Engine("local"), config) == 5  # clients
+    assert workers_of(Engine("local", cpus_per_client=4), config) == 2
+    assert workers_of(Engine("local", workers=3), config) == 3
+    assert workers_of(Engine("inline"), config) == 1
+    Memory.available = int(1.5 * size)
+    assert workers_of(Engine("local"), config) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"name": "inline", "workers": 2}, "--workers is 2, allowed with engine inline: 0"),
+        ({"name": "local", "workers": -1}, "--workers is -1, allowed: 0 or more"),
+        ({"name": "car"}, "engine is 'car', allowed: local, inline, flower"),
+    ],
+)
+def test_impossible_engines_are_refused(given, reason) -> None:
+    with pytest.raises(ConfigError) as refused:
+        Engine(**given)
+    assert str(refused.value) == reason
