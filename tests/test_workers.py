@@ -78,11 +78,11 @@ def test_one_process_has_no_more_than_two_messages(monkeypatch) -> None:
     )
     content = RecordDict({"arrays": ArrayRecord({"w": Array(np.ones(2, np.float32))})})
     grid.push_messages([grid.create_message(content, MessageType.TRAIN, node, "1") for node in grid.get_node_ids()])
-    assert given == [0, 1, 0, 1] and len(grid._waiting) == 4
+    assert given == [0, 1, 0, 1] and len(grid._new) == 4
     for worker in grid._workers:  # all but one message answered
         worker.given.clear()
     grid._hand_out()
-    assert given[4:] == [0, 1] and len(grid._waiting) == 2  # not more waiting than processes: nobody gets a second one
+    assert given[4:] == [0, 1] and len(grid._new) == 2  # not more waiting than processes: nobody gets a second one
 
 
 def test_a_client_s_error_is_its_answer(grid) -> None:

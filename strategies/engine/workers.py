@@ -82,11 +82,16 @@ class WorkerGrid(InlineGrid):
         self._threads, self._gpus = threads, gpus
         self._method = "fork" if sys.platform == "linux" and not gpus else "spawn"
         self._workers = [_Worker(i) for i in range(workers)]
-        self._last: dict[int, _Worker] = {}  # node id -> the process that answered its last message
+        self._last: dict[int, _Worker] = {}  # node id -> the process that had its last message
+        self._new: deque[Message] = deque()  # messages that wait, to nodes that have had none
         self._answers: dict[str, Message] = {}  # by the id of the message that they answer
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         ids = super().push_messages(messages)
+        for message in self._waiting.values():
+            worker = self._last.get(message.metadata.dst_node_id)
+            (worker.waiting if worker else self._new).append(message)
+        self._waiting.clear()
         self._hand_out()
         return ids
 
@@ -115,22 +120,20 @@ class WorkerGrid(InlineGrid):
 
     def _hand_out(self) -> None:
         """Give each process a waiting message, and a further one while more wait than there are processes."""
+        waiting = len(self._new) + sum(len(worker.waiting) for worker in self._workers)
         for ahead in range(1, AHEAD + 1):
             for worker in self._workers:
                 least = 1 if ahead == 1 else len(self._workers) + 1
-                if len(worker.given) < ahead and len(self._waiting) >= least:
-                    self._give(worker, self._waiting.pop(self._next_for(worker)))
-
-    def _next_for(self, worker: _Worker) -> str:
-        """Return the id of the first waiting message whose client this process knows, else of the first at all."""
-        known = (i for i, message in self._waiting.items() if self._last.get(message.metadata.dst_node_id) is worker)
-        new = (i for i, message in self._waiting.items() if message.metadata.dst_node_id not in self._last)
-        return next(known, None) or next(new, None) or next(iter(self._waiting))
+                if len(worker.given) < ahead and waiting >= least:
+                    fullest = max(self._workers, key=lambda each: len(each.waiting)).waiting
+                    self._give(worker, (worker.waiting or self._new or fullest).popleft())
+                    waiting -= 1
 
     def _give(self, worker: _Worker, message: Message) -> None:
         node = message.metadata.dst_node_id
         self._last[node] = worker
-        if worker.process is None:
+        if worker.process is None or not worker.process.is_alive():
+            worker.end()
             self._start(worker)
         block = None
         with suppress(BrokenPipeError, ConnectionResetError):  # `_receive` finds that it has ended
@@ -175,16 +178,17 @@ class WorkerGrid(InlineGrid):
         how = f"was killed by signal {-code}, most often for lack of memory" if code < 0 else f"ended with code {code}"
         error = Error(ErrorCode.CLIENT_APP_CRASHED, f"the process that worked for it {how}")
         self._answers[failed.metadata.message_id] = Message(error, reply_to=failed)
-        self._waiting = {message.metadata.message_id: message for message, _ in others} | self._waiting
+        worker.waiting.extendleft(message for message, _ in reversed(others))
 
 
 @dataclass(eq=False)
 class _Worker:
-    """A process, and the messages that it has, with the names of their blocks of shared memory."""
+    """A process, the messages that wait for it, and those that it has, with the names of their shared memory."""
 
     number: int
     process: Any = None
     connection: Any = None
+    waiting: deque[Message] = field(default_factory=deque)
     given: deque[tuple[Message, str | None]] = field(default_factory=deque)
 
     def end(self) -> int:
