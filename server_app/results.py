@@ -5,7 +5,8 @@
     history.csv                      a line per round and client; grows every round
     validators.csv                   a line per round and site that only validates, if there are any
     rounds.csv                       a line per round, also for evaluations before and after them; grows every round
-    collaboration/round-0003.npz     clients (m,), weights (m, m) float32: weight of each client's model for each client
+    collaboration/round-0003.npz     who learns from whom: clients (m,), rows (k, m), which (m,), own (m,), as in
+                                     `kindred.engine.collaboration.Collaboration`, the numbers in float32
     models/client-ID.safetensors     each client's personal model, after the last round
     selected/client-ID.safetensors   each client's model that is best on its validation data
     predictions/client-ID.safetensors  what that model, or else the last one, predicts for the client's test data
@@ -51,11 +52,11 @@ from kindred.messages import ClientId, in_order, read_record
 
 from .config import ConfigError
 from .intervals import pooled_metrics
+from .report.collaboration import write_collaboration
 from .report.content import REPORT, write_report
 from .report.run_figures import run_figures
 from .run_files import (
     check_resumable,
-    client_array,
     client_files,
     failing_is_a_warning,
     read_config,
@@ -205,14 +206,11 @@ class RunFolder:
         return Checkpoints(self.path / "checkpoints", every, keep) if every else None
 
     def record_round(self, strategy: PersonalizedStrategy) -> None:
-        """Write the results of the strategy's last round: lines of both tables, and the collaboration matrix."""
+        """Write the results of the strategy's last round: lines of both tables, and who learns from whom."""
         self._extend_tables(strategy.history)
-        clients, weights = strategy.collaboration()
-        if clients and strategy.history.rounds:
-            folder = self.path / "collaboration"
-            folder.mkdir(exist_ok=True)
-            with replacing(folder / f"round-{strategy.history.rounds[-1]['round']:04d}.npz") as temporary:
-                np.savez_compressed(temporary, clients=client_array(clients), weights=np.asarray(weights, np.float32))
+        found = strategy.shared_rows()
+        if found.clients and strategy.history.rounds:
+            write_collaboration(self.path / "collaboration", strategy.history.rounds[-1]["round"], found)
 
     def _extend_tables(self, history: History) -> None:
         self._history.extend(history.rows)
@@ -280,7 +278,7 @@ class RunFolder:
             write_json(self.path / "clusters.json", tree)
 
         pictures = run_figures(
-            self.path, self.settings, history.metric, history.rows, last, strategy.collaboration, tree, federation
+            self.path, self.settings, history.metric, history.rows, last, strategy.shared_rows, tree, federation
         )
         for name, draw in pictures.items():
             with failing_is_a_warning(self.path / f"{name}.png"):

@@ -8,16 +8,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from safetensors.torch import load_file
 
 from kindred.data import load_federation
+from kindred.engine.collaboration import Collaboration
 from kindred.lazy import lazy
 from kindred.messages import ClientId
 
 from .headline import Headline
 from .prediction.predictor import Predictor
-from .report.collaboration import matrix_files, read_matrix
+from .report.collaboration import matrix_files, read_collaboration
 from .report.content import REPORT, write_report
 from .report.run_figures import run_figures
 from .run_files import failing_is_a_warning, read_config, read_summary, what_data, write_json
@@ -124,9 +124,9 @@ class RunResult:
         drawn = {name: draw() for name, draw in pictures.items()}
         return {name: figure for name, figure in drawn.items() if figure}
 
-    def _last_collaboration(self) -> tuple[Sequence[ClientId], np.ndarray]:
+    def _last_collaboration(self) -> Collaboration:
         files = matrix_files(self.folder / "collaboration")
-        return (files and read_matrix(files[-1])) or ([], np.zeros((0, 0)))
+        return (files and read_collaboration(files[-1])) or Collaboration.alone([])
 
 
 class PersonalModels(Mapping[ClientId, "dict[str, torch.Tensor]"]):

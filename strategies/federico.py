@@ -59,6 +59,7 @@ from .client.state import MIXTURE
 from .client.visit import Visit
 from .engine.admission import Refused, Reply, are_numbers
 from .engine.arguments import StoredShared
+from .engine.collaboration import Collaboration
 from .engine.optimizers import OptimizerSteps
 from .engine.sent_models import NEW_MODEL, SentModels, Updates
 from .engine.stored import StoredModels
@@ -467,9 +468,9 @@ class FedeRiCo(StoredModels):
         """Return the available models of the client's mixture, its own first."""
         return self._sent.pack(client, self._requests.mixture(client, self.mixture_size))
 
-    def collaboration(self) -> tuple[list[ClientId], np.ndarray]:
+    def shared_rows(self) -> Collaboration:
         """Return the weights w_ij that the server knows; the row of a client that does not report them is 0."""
-        return self._requests.weights()
+        return self._requests.shared_rows()
 
 
 METHOD = Method(

@@ -45,6 +45,7 @@ from .client.training import channels_last
 from .client.visit import Visit
 from .engine.admission import Refused, Reply
 from .engine.arguments import Shared
+from .engine.collaboration import Collaboration
 from .engine.model_store import Layout
 from .engine.strategy import PersonalizedStrategy
 from .lazy import lazy
@@ -487,16 +488,17 @@ class PerFedCKT(PersonalizedStrategy):
         """Return no models: they stay with the clients."""
         return {}
 
-    def collaboration(self) -> tuple[list[ClientId], np.ndarray]:
-        """Return m clients, in order, and their shares in the centroids of the last round, (m, m).
+    def shared_rows(self) -> Collaboration:
+        """Return, for each client, the clients' shares in the centroid of its cluster in the last round.
 
-        Row i has the clients' shares in the centroid of client i's cluster. A client whose logits are in no cluster
-        of that round has weight 1 on itself.
+        A client whose logits are in no cluster of that round has weight 1 on itself.
         """
         clients = in_order({*(row["client"] for row in self.history.rows), *self.clients()})
-        cluster = np.array([self._cluster_of.get(client, -1 - i) for i, client in enumerate(clients)])  # (m,)
-        together = cluster[:, None] == cluster[None, :]  # (m, m)
-        return clients, together / together.sum(axis=1, keepdims=True)
+        members = {
+            k: dict.fromkeys((client for client, of in self._cluster_of.items() if of == k), 1.0)
+            for k in {*self._cluster_of.values()}
+        }
+        return Collaboration.by_row(clients, members, self._cluster_of)
 
 
 def _stated_set(about: Mapping[str, Any]) -> PublicSet | None:

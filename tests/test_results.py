@@ -29,6 +29,7 @@ from typer.testing import CliRunner
 
 import kindred.data
 from kindred.data import load_federation
+from kindred.engine.collaboration import Collaboration
 from kindred.engine.history import History
 from kindred.server_app import results, run_files
 from kindred.server_app.cli import report as _report, run as cli  # noqa: F401  the first adds commands
@@ -66,7 +67,9 @@ def run_of(rounds, seconds=2.0, weights=None, models=None, clients=(0, 1, 2)):
         history.close_round(number, seconds, "trained")
     weights = np.eye(len(clients)) if weights is None else np.array(weights)
     return SimpleNamespace(
-        history=history, collaboration=lambda: (list(clients), weights), client_models=lambda: models or {}
+        history=history,
+        shared_rows=lambda: Collaboration.of_matrix(clients, weights),
+        client_models=lambda: models or {},
     )
 
 
@@ -365,11 +368,11 @@ def test_the_matrix_of_every_round_is_stored_without_pickle(tmp_path, clients, s
         folder.record_round(run_of(TWO_ROUNDS[:count], weights=weights * count, clients=clients))
     assert files_of(folder.path / "collaboration") == {"round-0001.npz", "round-0002.npz"}
     with np.load(folder.path / "collaboration" / "round-0002.npz", allow_pickle=False) as kept:
-        assert set(kept) == {"clients", "weights"}
+        assert set(kept) == {"clients", "rows", "which", "own"}
         assert kept["clients"].dtype.kind == stored.dtype.kind
         assert kept["clients"].tolist() == stored.tolist()
-        assert kept["weights"].dtype == np.float32
-        np.testing.assert_array_equal(kept["weights"], (2 * weights).astype(np.float32))
+        assert kept["rows"].dtype == np.float32
+        np.testing.assert_array_equal(kept["rows"], (2 * weights).astype(np.float32))
 
 
 # --- The end of a run -----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The collaboration matrix of each round for the page, read from the files in the folder `collaboration`."""
+"""Who learns from whom in each round: the files in the folder `collaboration`, and the matrices for the page."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kindred.client.state import replacing
 from kindred.data import DataError
 from kindred.data.files import open_npz
+from kindred.engine.collaboration import Collaboration
 from kindred.lazy import lazy
 from kindred.messages import ClientId, in_order
-from kindred.server_app.run_files import labels_of
+from kindred.server_app.run_files import client_array, labels_of
 
 if TYPE_CHECKING:
     from scipy.cluster import hierarchy
@@ -39,15 +41,16 @@ def collaboration_content(
     files = matrix_files(folder)
     matrices, damaged = [], []
     if files:
-        last = read_matrix(files[-1]) or ([], np.zeros((0, 0)))
-        fitting = min(MOST_ROUNDS, MATRIX_BYTES // max(1, len(last[0])) ** 2, len(files))
+        last = read_collaboration(files[-1])
+        clients = last.clients if last else []
+        fitting = min(MOST_ROUNDS, MATRIX_BYTES // max(1, len(clients)) ** 2, len(files))
         for at in np.unique(np.linspace(len(files) - 1, 0, fitting).round().astype(int)):
-            if read := read_matrix(files[at]):
-                matrices.append((round_of(files[at]), *read))
+            if read := read_collaboration(files[at]):
+                matrices.append((round_of(files[at]), read.clients, read.matrix()))
             else:
                 damaged.append(files[at].name)
         if not fitting:
-            return {"too-many": len(last[0]), "rounds": []}
+            return {"too-many": len(clients), "rounds": []}
     if not matrices:
         return {"damaged": damaged, "rounds": []} if damaged else None
 
@@ -86,14 +89,35 @@ def round_of(path: Path) -> int:
     return int(re.sub(r"\D", "", path.stem))
 
 
-def read_matrix(path: Path) -> tuple[list[ClientId], np.ndarray] | None:
-    """Return the m clients and the weights (m, m) of a file; None if it is damaged."""
+def write_collaboration(folder: Path, server_round: int, found: Collaboration) -> None:
+    """Write the file of a round. Rows that are mostly zeros are compressed."""
+    folder.mkdir(exist_ok=True)
+    rows = found.rows.astype(np.float32)
+    save = np.savez if 2 * np.count_nonzero(rows) > rows.size else np.savez_compressed
+    with replacing(folder / f"round-{server_round:04d}.npz") as temporary:
+        save(
+            temporary,
+            clients=client_array(found.clients),
+            rows=rows,
+            which=found.which.astype(np.int32),
+            own=found.own.astype(np.float32),
+        )
+
+
+def read_collaboration(path: Path) -> Collaboration | None:
+    """Return what a file holds; None if it is damaged."""
     try:
         with open_npz(path, MATRIX_TIMES) as file:
-            clients, weights = file["clients"].tolist(), file["weights"]
+            clients = file["clients"].tolist()
+            if "weights" in file:  # of an earlier version
+                found = Collaboration.of_matrix(clients, file["weights"])
+            else:
+                found = Collaboration(clients, file["rows"], file["which"], file["own"])
     except DataError:
         return None
-    return (clients, weights) if weights.shape == (len(clients), len(clients)) else None
+    rows, which, m = found.rows, found.which, len(clients)
+    fits = rows.ndim == 2 and rows.shape[1] == m and which.shape == found.own.shape == (m,)
+    return found if fits and ((which >= 0) & (which < max(len(rows), 1))).all() else None
 
 
 def _order_by_similarity(shares: np.ndarray) -> np.ndarray:

@@ -10,6 +10,7 @@ import numpy as np
 
 from kindred import data
 from kindred.client.models import client_network, network_names
+from kindred.engine.collaboration import Collaboration
 from kindred.messages import ClientId
 from kindred.server_app.headline import Headline
 from kindred.server_app.run_files import what_data
@@ -22,6 +23,8 @@ from .weights import run_curves
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+MOST_CLIENTS = 2000  # whose matrix is drawn: more do not show at the picture's resolution
+
 
 def run_figures(
     folder: Path,
@@ -29,7 +32,7 @@ def run_figures(
     metric: str,
     rows: Sequence[Mapping[str, Any]],
     last: int,
-    collaboration: Callable[[], tuple[Sequence[ClientId], np.ndarray]],
+    collaboration: Callable[[], Collaboration],
     tree: Sequence[Mapping[str, Any]] | None,
     federation: data.Federation | None,
 ) -> dict[str, Callable[[], Figure | None]]:
@@ -48,7 +51,7 @@ def run_figures(
     last : int
         The last round of training.
     collaboration : callable
-        Returns the m clients and the weights (m, m) of the last round.
+        Returns who learnt from whom in the last round.
     tree : sequence of mapping, optional
         The clusters, where the method divides its clients.
     federation : Federation, optional
@@ -66,13 +69,13 @@ def run_figures(
         return true_groups(clients, federation) if federation else None
 
     def draw_collaboration() -> Figure | None:
-        clients, weights = collaboration()
-        if not clients:
+        found = collaboration()
+        if not found.clients or len(found.clients) > MOST_CLIENTS:
             return None
         title = f"Who learns from whom: {name}, round {last}, {where}"
-        groups = groups_of(clients)
+        groups = groups_of(found.clients)
         known = None if groups is None else groups.tolist()
-        return figures.collaboration_figure(clients, weights, known, title, names)
+        return figures.collaboration_figure(found.clients, found.matrix(), known, title, names)
 
     def draw_clusters() -> Figure:
         members = [client for cluster in tree or () for client in cluster["clients"]]

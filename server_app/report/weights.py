@@ -11,7 +11,7 @@ import numpy as np
 from kindred.messages import SHARE, ClientId, in_order
 from kindred.server_app.run_files import labels_of
 
-from .collaboration import matrix_files, read_matrix, round_of
+from .collaboration import matrix_files, read_collaboration, round_of
 from .figures import carried_forward
 
 MOST_PANELS = 12  # clients, or components, whose curves a figure shows
@@ -70,7 +70,7 @@ def collaboration_curves(
     """
     files = [path for path in matrix_files(folder) if round_of(path) <= last]
     chosen = [files[at] for at in _spread(len(files), MOST_POINTS)]
-    read = [(round_of(path), *found) for path in chosen if (found := read_matrix(path))]
+    read = [(round_of(path), found.clients, found.matrix()) for path in chosen if (found := read_collaboration(path))]
     clients = in_order({client for _, some, _ in read for client in some})
     if groups:
         clients.sort(key=lambda client: groups.get(client, -1))

@@ -38,6 +38,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Iterable
 from copy import deepcopy
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
@@ -49,6 +50,7 @@ from kindred.client.training import channels_last, check_finite, get_arrays, set
 from kindred.client.visit import Visit
 from kindred.engine.admission import Refused, Reply
 from kindred.engine.arguments import Shared
+from kindred.engine.collaboration import Collaboration
 from kindred.lazy import lazy
 from kindred.messages import (
     ARRAYS,
@@ -244,14 +246,11 @@ class APFL(FedAvg):
         super().take(client, reply)
         self._shares[client] = reply.number(MIXING_WEIGHT.key)
 
-    def collaboration(self) -> tuple[list[ClientId], np.ndarray]:
-        """Return the clients, in order, and the shares of their models in each personal model, (m, m).
-
-        A client's own model has alpha_i; 1 - alpha_i is divided by the shares in the global model that was sent last.
-        """
-        clients, shares = super().collaboration()  # (m, m)
-        own = np.array([self._shares.get(client, self.mixing_weight) for client in clients])  # (m,)
-        return clients, np.diag(own) + (1 - own)[:, None] * shares
+    def shared_rows(self) -> Collaboration:
+        """Return the clients' shares in the global model that was sent last, and alpha_i, that of a client's own."""
+        found = super().shared_rows()
+        own = np.array([self._shares.get(client, self.mixing_weight) for client in found.clients])  # (m,)
+        return replace(found, own=np.where(found.own == 1, 1.0, own))
 
 
 METHOD = Method(

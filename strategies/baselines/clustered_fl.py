@@ -56,6 +56,7 @@ from flwr.supercore import log
 
 from kindred.engine.admission import Reply
 from kindred.engine.arguments import Shared
+from kindred.engine.collaboration import Collaboration
 from kindred.engine.model_store import BLOCK, Layout
 from kindred.engine.strategy import PersonalizedStrategy
 from kindred.fedamp import Blocks, cosines
@@ -449,18 +450,11 @@ class ClusteredFL(PersonalizedStrategy):
         """Return the model of each client's cluster."""
         return {client: self.personal_arrays(client) for client in self.clients()}
 
-    def collaboration(self) -> tuple[list[ClientId], np.ndarray]:
+    def shared_rows(self) -> Collaboration:
         """Return the clients' shares in the model that each was sent last, which is its cluster's."""
         clients = in_order({*self.clients(), *self._cluster_of})
-        shares = {
-            number: np.array([self._tree[number].sent.get(client, 0.0) for client in clients])
-            for number in {0, *self._received.values()}
-        }  # (m,) each
-        weights = np.eye(len(clients))
-        for row, client in enumerate(clients):
-            if (share := shares[self._received.get(client, 0)]).any():
-                weights[row] = share / share.sum()
-        return clients, weights
+        received = {client: self._received.get(client, 0) for client in clients}
+        return Collaboration.by_row(clients, {k: self._tree[k].sent for k in sorted({*received.values()})}, received)
 
     @property
     def tree(self) -> list[dict[str, Any]]:

@@ -36,6 +36,7 @@ from flwr.app import ArrayRecord
 
 from kindred.engine.admission import Reply
 from kindred.engine.arguments import Shared
+from kindred.engine.collaboration import Collaboration
 from kindred.engine.model_store import InTurn, Layout
 from kindred.engine.strategy import PersonalizedStrategy
 from kindred.messages import (
@@ -190,13 +191,9 @@ class FedAvg(PersonalizedStrategy):
         """Return the global model for every client; no models where personal models stay with the clients."""
         return {} if self.model_stays else {client: self.global_model for client in self.clients()}
 
-    def collaboration(self) -> tuple[list[ClientId], np.ndarray]:
-        """Return the clients' shares in the global model that was sent last; every row is the same."""
-        clients = self.clients()
-        shares = np.array([self._sent.get(client, 0.0) for client in clients])
-        if not shares.any():
-            return clients, np.eye(len(clients))
-        return clients, np.tile(shares / shares.sum(), (len(clients), 1))
+    def shared_rows(self) -> Collaboration:
+        """Return the clients' shares in the global model that was sent last; every client has the same row."""
+        return Collaboration.of_all(self.clients(), self._sent)
 
 
 class FedProx(FedAvg):

@@ -54,6 +54,7 @@ from kindred.client.training import (
 )
 from kindred.engine.admission import Refused, Reply
 from kindred.engine.arguments import Shared
+from kindred.engine.collaboration import Collaboration
 from kindred.engine.model_store import InTurn, Layout
 from kindred.engine.strategy import PersonalizedStrategy
 from kindred.lazy import lazy
@@ -370,20 +371,13 @@ class FedDF(PersonalizedStrategy):
         """Return the model of each client's network."""
         return {client: self.personal_arrays(client) for client in self.clients()}
 
-    def collaboration(self) -> tuple[list[ClientId], np.ndarray]:
+    def shared_rows(self) -> Collaboration:
         """Return the clients' shares in the model of each one's network that was sent last.
 
         With distillation, all clients that replied have an equal share, that in the teacher; without, the share in the
         mean.
         """
-        clients = self.clients()
-        weights = np.eye(len(clients))
-        for row, client in enumerate(clients):
-            sent = self._sent[self.networks[client]]
-            shares = np.array([sent.get(other, 0.0) for other in clients])  # (m,)
-            if shares.any():
-                weights[row] = shares / shares.sum()
-        return clients, weights
+        return Collaboration.by_row(self.clients(), self._sent, self.networks)
 
 
 METHOD = Method(

@@ -50,6 +50,7 @@ from kindred.client.training import get_arrays
 from kindred.client.visit import Visit
 from kindred.engine.admission import Reply
 from kindred.engine.arguments import Shared
+from kindred.engine.collaboration import Collaboration
 from kindred.engine.multi_model import SeveralModels
 from kindred.lazy import lazy
 from kindred.messages import (
@@ -283,10 +284,9 @@ class FedEM(SeveralModels):
         """Return no models: a client's model is its mixture, which the server does not know."""
         return {}
 
-    def collaboration(self) -> tuple[list[ClientId], np.ndarray]:
+    def shared_rows(self) -> Collaboration:
         """Return the clients' shares in the components that were sent last; they are the same in each component."""
-        clients, shares = self.shares()  # (M, m)
-        return clients, np.tile(shares[0], (len(clients), 1)) if shares.any() else np.eye(len(clients))
+        return Collaboration.of_all(self.clients(), self._sent[0] if self._sent else {})
 
 
 METHOD = Method(

@@ -49,6 +49,7 @@ from kindred.client.training import get_arrays
 from kindred.client.visit import Visit
 from kindred.engine.admission import Refused, Reply, norm
 from kindred.engine.arguments import StoredShared
+from kindred.engine.collaboration import Collaboration
 from kindred.engine.sent_models import SentModels
 from kindred.engine.stored import StoredModels
 from kindred.messages import (
@@ -287,18 +288,12 @@ class FedFomo(StoredModels):
         """Return the other clients whose models the client received."""
         return {NEIGHBOURS: encode(self._sent.neighbours(client))}
 
-    def collaboration(self) -> tuple[list[ClientId], np.ndarray]:
+    def shared_rows(self) -> Collaboration:
         """Return the weights that each client reported last.
 
         A client has weight 1 on its own model where no model was better, or where it has reported no weights.
         """
-        clients = list(self.models)
-        rows = np.eye(len(clients))
-        for i, client in enumerate(clients):
-            reported = self._weights.get(client, {})
-            if any(reported.values()):
-                rows[i] = [reported.get(other, 0.0) for other in clients]
-        return clients, rows / rows.sum(axis=1, keepdims=True) if clients else rows
+        return Collaboration.by_row(list(self.models), self._weights, {client: client for client in self.models})
 
 
 METHOD = Method(

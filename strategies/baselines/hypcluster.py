@@ -40,6 +40,7 @@ from kindred.client.training import get_arrays
 from kindred.client.visit import Visit
 from kindred.engine.admission import Refused, Reply
 from kindred.engine.arguments import Shared
+from kindred.engine.collaboration import Collaboration
 from kindred.engine.multi_model import SeveralModels
 from kindred.messages import (
     ARRAYS,
@@ -172,19 +173,12 @@ class HypCluster(SeveralModels):
         """Return the model that each client chose last; the first model, if it has reported no choice."""
         return {client: self.models[self._cluster_of.get(client, 0)] for client in self.clients()}
 
-    def collaboration(self) -> tuple[list[ClientId], np.ndarray]:
-        """Return m clients and, for each, the clients' shares in the model that it chose last, (m, m).
+    def shared_rows(self) -> Collaboration:
+        """Return, for each client, the clients' shares in the model that it chose last, as models were sent last.
 
-        The shares are those in the models that were sent last. A client has weight 1 on itself if it has chosen no
-        model, or one that no client has trained yet.
+        A client has weight 1 on itself if it has chosen no model, or one that no client has trained yet.
         """
-        clients, shares = self.shares()  # (c, m)
-        rows = np.eye(len(clients))
-        for i, client in enumerate(clients):
-            cluster = self._cluster_of.get(client)
-            if cluster is not None and shares[cluster].any():
-                rows[i] = shares[cluster]
-        return clients, rows
+        return Collaboration.by_row(self.clients(), dict(enumerate(self._sent)), self._cluster_of)
 
 
 def _cluster_in(reply: Reply, count: int) -> int | None:

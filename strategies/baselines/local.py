@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 from flwr.app import ArrayRecord
 
+from kindred.engine.collaboration import Collaboration
 from kindred.engine.stored import StoredModels
 from kindred.messages import ClientId
 from kindred.registry import Method
@@ -37,10 +37,9 @@ class Local(StoredModels):
         """Return the run's rounds: a newcomer trains as long as the other clients did."""
         return rounds
 
-    def collaboration(self) -> tuple[list[ClientId], np.ndarray]:
-        """Return the identity matrix: each client has weight 1 on its own model."""
-        clients = list(self.models)
-        return clients, np.eye(len(clients))
+    def shared_rows(self) -> Collaboration:
+        """Return that each client has its own model alone."""
+        return Collaboration.alone(list(self.models))
 
 
 METHOD = Method(

@@ -24,6 +24,7 @@ from kindred.settings import UNIFORM
 from kindred.versions import mismatch
 
 from .admission import MAX_EXAMPLES, Reply
+from .collaboration import Collaboration
 from .model_store import Layout
 
 
@@ -72,7 +73,7 @@ class Hooks:
     | `state`, `restore` | for a checkpoint after a round, and to resume from it | the attributes named in `STATE` |
     | `newcomer_visits`, `begin_visits`, `end_visit` | for clients that come after the run, see `serve` | one visit |
     | `general_model` | for clients that do not train, after a round or the run | `global_arrays` |
-    | `global_arrays`, `client_models`, `collaboration` | by the caller, after any round | must be given |
+    | `global_arrays`, `client_models`, `shared_rows` | by the caller, after any round | must be given |
 
     Most methods need few hooks; a method based on `FedAvg` or `CloudModels` needs one to three.
 
@@ -268,6 +269,10 @@ class Hooks:
         """Return each client's personal model, if the server receives models."""
         raise NotImplementedError
 
+    def shared_rows(self) -> Collaboration:
+        """Return the shares of the clients' models in the model that each client last received, or predicts with."""
+        raise NotImplementedError
+
     def collaboration(self) -> tuple[list[ClientId], np.ndarray]:
         """Return the collaboration weights: the share of each client's model in the other clients' models.
 
@@ -278,7 +283,8 @@ class Hooks:
             Row i holds the shares of the clients' models in the model that client i last received, or predicts with.
             Rows sum to 1, or are 0 if the server must not know them.
         """
-        raise NotImplementedError
+        found = self.shared_rows()
+        return found.clients, found.matrix()
 
     def state(self) -> dict[str, Any]:
         """Return the state to save at the end of a round; `checkpoint.pack` lists the types that it may hold."""

@@ -93,14 +93,14 @@ class InlineGrid(Grid):
         """Run the first of these nodes that has not answered yet, and return only its reply."""
         wanted = set(message_ids)
         message_id = next((waiting for waiting in self._waiting if waiting in wanted), None)
-        if message_id is None:
-            return []
-        message = self._waiting.pop(message_id)
-        return [answer(self._client_app, message, self._contexts[message.metadata.dst_node_id])]
+        return [] if message_id is None else [self._answer(self._waiting.pop(message_id))]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         ids = list(self.push_messages(messages))
         return [reply for message_id in ids for reply in self.pull_messages([message_id])]
+
+    def _answer(self, message: Message) -> Message:
+        return answer(self._client_app, message, self._contexts[message.metadata.dst_node_id])
 
 
 def identify(run_id: int) -> None:

@@ -115,14 +115,3 @@ class SeveralModels(PersonalizedStrategy):
     def personal_arrays(self, client: ClientId) -> ArrayRecord:
         """Return all models: a client chooses one of them, or mixes them."""
         return self._all_models()
-
-    def shares(self) -> tuple[list[ClientId], np.ndarray]:
-        """Return the connected clients, and their shares in the models that were sent last, shape (k, m).
-
-        Rows sum to 1; the row of a model that none of these clients trained is 0.
-        """
-        clients = self.clients()
-        examples = np.array([[sent.get(client, 0.0) for client in clients] for sent in self._sent])  # (k, m)
-        examples = examples.reshape(len(self._sent), len(clients))
-        totals = examples.sum(axis=1, keepdims=True)  # (k, 1)
-        return clients, np.divide(examples, totals, out=np.zeros_like(examples), where=totals > 0)

@@ -13,6 +13,7 @@ from kindred.settings import STORE
 
 from .admission import Reply, norm
 from .arguments import Shared
+from .collaboration import Collaboration
 from .model_store import ClientModels, Layout
 from .strategy import PersonalizedStrategy
 
@@ -141,14 +142,14 @@ class CloudModels(StoredModels):
         for client, cloud_model in zip(clients, self.models.combinations(rows, senders), strict=False):
             yield self.models.combined_record(cloud_model, client)
 
-    def collaboration(self) -> tuple[list[ClientId], np.ndarray]:
+    def shared_rows(self) -> Collaboration:
         """Return the weights of the last round; a client that received nothing has weight 1 on its own model."""
         clients = in_order({*self.models, *self.clients()})
         column = {client: i for i, client in enumerate(clients)}
-        weights = np.eye(len(clients))
         receivers, senders, received = self._weights
-        if receivers:
-            rows = [column[client] for client in receivers]
-            weights[rows] = 0
-            weights[np.ix_(rows, [column[client] for client in senders])] = received
-        return clients, weights
+        rows = np.zeros((len(receivers), len(clients)))  # (r, m)
+        rows[:, [column[client] for client in senders]] = received
+        which, own = np.zeros(len(clients), np.int64), np.ones(len(clients))
+        for row, client in enumerate(receivers):
+            which[column[client]], own[column[client]] = row, 0
+        return Collaboration(clients, rows, which, own)

@@ -13,6 +13,7 @@ import numpy as np
 
 from kindred.client.state import MIXTURE
 from kindred.client.visit import Visit
+from kindred.engine.collaboration import Collaboration
 from kindred.engine.model_store import ClientModels
 from kindred.engine.roster import Roster
 from kindred.messages import NEIGHBOURS, WEIGHTS, ClientId, decode, encode, in_order
@@ -201,12 +202,14 @@ class Requests:
         others = (other for other in dict.fromkeys(requested) if other != client)
         return [other for other in others if other in self._models and self._shares(other)]
 
-    def weights(self) -> tuple[list[ClientId], np.ndarray]:
-        """Return m clients, in order, and their weights w_ij, (m, m); the row of a client that reports none is 0."""
+    def shared_rows(self) -> Collaboration:
+        """Return the clients' weights w_ij; the row of a client that reports none is 0."""
         known = {client: request.weights for client, request in self._last.items() if request.weights}
         clients = in_order({*known, *self._models}) if known else []
-        weights = np.array([[known.get(i, {}).get(j, 0.0) for j in clients] for i in clients])
-        return clients, weights.reshape(len(clients), len(clients))
+        rows = np.array([[row.get(client, 0.0) for client in clients] for row in [*known.values(), {}]])  # (k, m)
+        place = {client: k for k, client in enumerate(known)}
+        which = np.array([place.get(client, len(known)) for client in clients], np.int64)
+        return Collaboration(clients, rows.reshape(-1, len(clients)), which, np.zeros(len(clients)))
 
     def state(self) -> dict[str, Any]:
         """Return what `restore` needs."""
