@@ -436,6 +436,9 @@ class FedeRiCo(StoredModels):
     def update_norm(self, client: ClientId, arrays: Mapping[str, np.ndarray]) -> float:
         return self._sent.update_norm(arrays)
 
+    def scaled_update(self, client: ClientId, arrays: Mapping[str, np.ndarray], factor: float) -> dict[str, np.ndarray]:
+        return self._sent.scaled_updates(arrays, factor)
+
     def take(self, client: ClientId, reply: Reply) -> None:
         owners = self._sent.owners[client]
         if self.selection == "server":

@@ -10,7 +10,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from hypothesis import given, strategies as st
 
 from kindred import FedAvg, InlineGrid, Local, TooFewClients
-from kindred.baselines.fedavg import WeightedMean
+from kindred.engine.means import WeightedMean
 from kindred.engine import transport
 from kindred.engine.history import History
 from kindred.engine.model_store import InTurn
