@@ -3,7 +3,7 @@
     config.json                      settings, seed, headline metric, true groups, names of clients, samples,
                                      versions, platform, start (UTC); written first
     history.csv                      a line per round and client; grows every round
-    updates.csv                      a line per update: its norm, also in medians of comparable updates; grows every round
+    updates.csv                      a line per update: its norm, also in medians of others; grows every round
     validators.csv                   a line per round and site that only validates, if there are any
     rounds.csv                       a line per round, also for evaluations before and after them; grows every round
     collaboration/round-0003.npz     clients (m,), weights (m, m) float32: weight of each client's model for each client
@@ -77,7 +77,7 @@ if TYPE_CHECKING:
 
 HISTORY_COLUMNS = ("round", "client", "status", "seconds", "bytes-down", "bytes-up")
 VALIDATORS_COLUMNS = ("round", "client", "status", "bytes-down", "bytes-up", "num-test-examples")
-UPDATES_COLUMNS = ("round", "client", "visit", "norm", "relative-norm", "scaled-by")
+UPDATES_COLUMNS = ("round", "client", "visit", "norm", "relative-norm", "relative-to-largest", "scaled-by")
 ROUNDS_COLUMNS = ("round", "asked", "answered", "seconds", "bytes-down", "bytes-up", "evaluated", "personal")
 
 

@@ -294,6 +294,9 @@ class FedDF(PersonalizedStrategy):
     def update_norm(self, client: ClientId, arrays: Mapping[str, np.ndarray]) -> float:
         return self._layouts[self.networks[client]].distance(arrays, self.update_origin(client))
 
+    def network_of(self, client: ClientId) -> str:
+        return self.networks[client]
+
     def update_origin(self, client: ClientId) -> Mapping[str, np.ndarray]:
         """Return the model of the client's network, which the client was sent."""
         return read_record(self.personal_arrays(client))

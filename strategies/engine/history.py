@@ -103,8 +103,9 @@ class History:
     updates : list of dict
         A row for each update, the change of a model in an admitted training reply: `round`, `client`, `visit` ("first",
         "return" after absence, or "further"), `norm`, the L2 norm over the parameters, `relative-norm`, the norm over
-        the median of comparable updates (`norms`) where there are enough, and `scaled-by`, the factor by which the
-        update was scaled down, if it was.
+        the median of comparable updates, `relative-to-largest`, the norm over the largest such median so far (both
+        where there are enough, see `norms`), and `scaled-by`, the factor by which the update was scaled down, if it
+        was.
     remarks : list of dict
         What is named once for a client: `round`, `client`, `about`, a word for the kind of remark, and `remark`.
     left_out : dict

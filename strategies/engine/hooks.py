@@ -65,6 +65,7 @@ class Hooks:
     | `mismatch` | for each training reply, with its arrays | expects arrays like the initial model's |
     | `inspect` | next | no further check |
     | `update_norm` | next | the distance from `update_origin` |
+    | `network_of` | next: only updates of the same network are compared | one network |
     | `update_origin`, `scaled_update` | for `update_norm`, and where `max_update_norm` "auto" scales an update down | no origin |
     | `take` | next: the reply is admitted | must be given |
     | `end_round` | after all training replies | must be given |
@@ -216,6 +217,10 @@ class Hooks:
         """Return the L2 norm, over the parameters, of the update in a training reply; None if there is no update."""
         origin = self.update_origin(client)
         return None if origin is None else self.layout.distance(arrays, origin)
+
+    def network_of(self, client: ClientId) -> str:
+        """Return the name of the network whose updates a client sends; "" if all clients have the same one."""
+        return ""
 
     def scaled_update(self, client: ClientId, arrays: Mapping[str, np.ndarray], factor: float) -> dict[str, np.ndarray]:
         """Return a training reply's arrays with the update times a factor, more than 0 and less than 1."""

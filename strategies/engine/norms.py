@@ -1,11 +1,13 @@
 """Norms of clients' updates: each beside the median of comparable ones, and the factor that scales a larger one down.
 
-Updates are comparable if they have the same arrays and the same kind of visit: a client's first one, one after absence
-(the client did not reply in the last round that had replies), or a further one. First updates are the longest, and one
-after absence may be measured from an old model.
+Updates are comparable if they are of the same network and of the same kind of visit: a client's first one, one after
+absence (the client did not reply in the last round that had replies), or a further one. First updates are the longest,
+and one after absence may be measured from an old model.
 
 - In the history, the median is that of the comparable updates of the round. If these are fewer than LEAST, those of the
   latest rounds are added.
+- An update is named if it is longer than OUTLIER times the largest median of comparable updates in any round so far.
+  Once clients have converged, the median of a round is so small that an honest update can be 50 times as long.
 - The bound of `max_update_norm` "auto" must be known when a reply arrives. It is BOUND times the median of comparable
   updates of the latest rounds. Where these have none, that kind of visit with the largest median counts. In the first
   round, replies wait for each other, and the median is that of this round.
@@ -18,12 +20,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kindred.messages import ClientId, in_order, seed_for
+from kindred.messages import ClientId, in_order
 
 LATEST = 20  # comparable updates, or more, of the latest rounds are kept, if there are as many
 LEAST = 3  # of fewer updates no median is taken
-BOUND = 5.0  # of the norm with "auto", in medians
-OUTLIER = 20.0  # norm, in medians, above which an update is named
+BOUND = 3.0  # of the norm with "auto", in medians
+OUTLIER = 8.0  # norm, in the largest medians, above which an update is named
 
 FIRST, RETURN, FURTHER = "first", "return", "further"  # kinds of visits
 
@@ -33,7 +35,7 @@ Pools = dict[str, list[list[float]]]  # visit -> rounds -> norms
 class Update(NamedTuple):
     """An update of the round in progress."""
 
-    arrays: str
+    network: str
     visit: str
     norm: float
     factor: float
@@ -50,18 +52,20 @@ class UpdateNorms:
 
     def __init__(self, bounds: bool) -> None:
         self._bounds = bounds
-        self._latest: dict[str, Pools] = {}  # arrays -> norms of the latest rounds
+        self._latest: dict[str, Pools] = {}  # network -> norms of the latest rounds
+        self._largest: dict[str, float] = {}  # network -> the largest median of comparable updates in a round
         self._last: dict[ClientId, int] = {}  # client -> the last round in which it replied
         self._replied = 0  # the last round in which any client did
         self.begin_round()
 
     def state(self) -> dict[str, Any]:
         """Return what `restore` needs, between two rounds."""
-        return {"latest": self._latest, "last": self._last, "replied": self._replied}
+        return {"latest": self._latest, "largest": self._largest, "last": self._last, "replied": self._replied}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Resume from what `state` returned."""
-        self._latest, self._last, self._replied = state["latest"], state["last"], state["replied"]
+        self._latest, self._largest = state["latest"], state["largest"]
+        self._last, self._replied = state["last"], state["replied"]
 
     def begin_round(self) -> None:
         """Forget the updates of a round that was not ended."""
@@ -73,19 +77,19 @@ class UpdateNorms:
         """True if updates are to be bounded and the latest rounds give no median."""
         return self._bounds and not any(_medians(pools) for pools in self._latest.values())
 
-    def preview(self, client: ClientId, arrays: Mapping[str, np.ndarray], norm: float) -> None:
+    def preview(self, client: ClientId, network: str, norm: float) -> None:
         """Let an update that `add` will receive count in the medians of its own round."""
-        pools = self._previewed.setdefault(_signature(arrays), {})
+        pools = self._previewed.setdefault(network, {})
         pools.setdefault(self._visit(client), [[]])[0].append(norm)
 
-    def add(self, client: ClientId, arrays: Mapping[str, np.ndarray], norm: float) -> float:
+    def add(self, client: ClientId, network: str, norm: float) -> float:
         """Record an update, and return the factor, more than 0 and up to 1, by which it is to be scaled."""
-        signature, visit, factor = _signature(arrays), self._visit(client), 1.0
+        visit, factor = self._visit(client), 1.0
         if self._bounds:
-            medians = _medians(self._latest.get(signature, {})) or _medians(self._previewed.get(signature, {}))
+            medians = _medians(self._latest.get(network, {})) or _medians(self._previewed.get(network, {}))
             median = medians.get(visit) or max(medians.values(), default=0.0)
             factor = min(1.0, BOUND * median / norm) if median and norm else 1.0
-        self._round[client] = Update(signature, visit, norm, factor)
+        self._round[client] = Update(network, visit, norm, factor)
         return factor
 
     def _visit(self, client: ClientId) -> str:
@@ -97,11 +101,12 @@ class UpdateNorms:
         of_round: dict[tuple[str, str], list[float]] = {}
         for client in in_order(self._round):
             update = self._round[client]
-            of_round.setdefault((update.arrays, update.visit), []).append(update.norm)
+            of_round.setdefault((update.network, update.visit), []).append(update.norm)
         medians: dict[tuple[str, str], float | None] = {}
-        for (arrays, visit), norms in of_round.items():
-            pool = self._latest.setdefault(arrays, {}).setdefault(visit, [])
-            medians[arrays, visit] = _median(norms) or _median([*_flat(pool), *norms])
+        for (network, visit), norms in of_round.items():
+            pool = self._latest.setdefault(network, {}).setdefault(visit, [])
+            median = medians[network, visit] = _median(norms) or _median([*_flat(pool), *norms])
+            self._largest[network] = max(self._largest.get(network, 0.0), median or 0.0)
             pool.append(norms)
             while len(_flat(pool[1:])) >= LATEST:
                 del pool[0]
@@ -109,8 +114,10 @@ class UpdateNorms:
         for client in in_order(self._round):
             update = self._round[client]
             row = {"round": server_round, "client": client, "visit": update.visit, "norm": update.norm}
-            if median := medians[update.arrays, update.visit]:
+            if median := medians[update.network, update.visit]:
                 row["relative-norm"] = update.norm / median
+            if largest := self._largest[update.network]:
+                row["relative-to-largest"] = update.norm / largest
             if update.factor < 1:
                 row["scaled-by"] = update.factor
             rows.append(row)
@@ -127,12 +134,6 @@ def scaled(arrays: Mapping[str, np.ndarray], origin: Mapping[str, np.ndarray], f
         else array
         for name, array in arrays.items()
     }
-
-
-def _signature(arrays: Mapping[str, np.ndarray]) -> str:
-    """Return a text that is the same for the same names and shapes, whatever the prefixes of the names."""
-    parts = {(name.rpartition("/")[2], array.shape) for name, array in arrays.items()}
-    return f"{seed_for(sorted(parts)):x}"
 
 
 def _flat(rounds: Iterable[Iterable[float]]) -> list[float]:

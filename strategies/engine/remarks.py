@@ -51,9 +51,10 @@ def on_samples(numbers: Mapping[ClientId, float], means: Iterable[Mapping[Client
 def on_updates(rows: Iterable[Mapping[str, Any]]) -> Iterator[Remark]:
     """Yield remarks about updates, given their rows, see `History.updates`."""
     for row in rows:
-        length = row.get("relative-norm", 0.0)
+        length = row.get("relative-to-largest", 0.0)
         if length > OUTLIER:
-            yield Remark(row["client"], NORM, f"sent an update of {length:.3g} times the median norm")
+            text = f"sent an update of norm {row['norm']:.3g}, {length:.3g} times the largest median of a round so far"
+            yield Remark(row["client"], NORM, text)
         if "scaled-by" in row:
             text = f"sent an update of norm {row['norm']:.3g}, which was scaled by {row['scaled-by']:.3g}"
             yield Remark(row["client"], SCALED, text)

@@ -83,11 +83,14 @@ class SentModels:
                     return f"array {name!r} may be changed by the model's owner alone"
         return None
 
-    def update_norm(self, arrays: Mapping[str, np.ndarray]) -> float:
-        """Return the largest norm of the updates; a model that is new to the server does not count as an update."""
+    def update_norm(self, arrays: Mapping[str, np.ndarray]) -> float | None:
+        """Return the largest norm of the updates; a model that is new to the server does not count as an update.
+
+        None if there is no update.
+        """
         parameters = self.models.layout.parameters
         updates = (update for prefix, update in by_prefix(arrays).items() if prefix != NEW_MODEL)
-        return max((norm(update[name] for name in parameters if name in update) for update in updates), default=0.0)
+        return max((norm(update[name] for name in parameters if name in update) for update in updates), default=None)
 
     def scaled_updates(self, arrays: Mapping[str, np.ndarray], factor: float) -> dict[str, np.ndarray]:
         """Return updates times a factor; a model that is new to the server is unchanged."""

@@ -633,7 +633,7 @@ class PersonalizedStrategy(Hooks, Strategy):
             bound = 0.0 if self.max_update_norm == AUTO else float(self.max_update_norm)
             if 0 < bound < norm:
                 raise Refused(f"its update has norm {norm:g}, allowed: up to {bound:g}")
-            if (factor := self.norms.add(client, reply.arrays, norm)) < 1:
+            if (factor := self.norms.add(client, self.network_of(client), norm)) < 1:
                 reply = replace(reply, arrays=self.scaled_update(client, reply.arrays, factor))
                 self.inspect(client, reply)  # a method may keep what it has computed of the arrays
         self.take(client, reply)
@@ -653,7 +653,7 @@ class PersonalizedStrategy(Hooks, Strategy):
         """Let a training reply's update count in the bound of its own round."""
         reply, norm = self._admit_training(sent.client, content)
         if norm is not None:
-            self.norms.preview(sent.client, reply.arrays, norm)
+            self.norms.preview(sent.client, self.network_of(sent.client), norm)
 
     def weighted_mean(self, layout: Layout) -> WeightedMean:
         """Return a new mean of clients' models in the round in progress, with the bound on a client's share."""
