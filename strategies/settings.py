@@ -268,7 +268,7 @@ MAX_UPDATE_NORM = Setting(
     "max_update_norm",
     0.0,
     Range("0 or more, or auto", lambda value: value == AUTO or (not isinstance(value, str) and value >= 0)),
-    "L2 norm, over the parameters, above which a client's update is refused; 0: no bound; auto: updates above 3 times "
+    "L2 norm, over the parameters, above which a client's update is refused; 0: no bound; auto: updates above 5 times "
     "the median of comparable ones are scaled down to it. Without effect in PerFed-CKT, whose clients send "
     "probabilities, and auto also in Local",
     kind="float | str",

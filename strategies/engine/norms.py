@@ -24,7 +24,7 @@ from kindred.messages import ClientId, in_order
 
 LATEST = 20  # comparable updates, or more, of the latest rounds are kept, if there are as many
 LEAST = 3  # of fewer updates no median is taken
-BOUND = 3.0  # of the norm with "auto", in medians
+BOUND = 5.0  # of the norm with "auto", in medians
 OUTLIER = 8.0  # norm, in the largest medians, above which an update is named
 
 FIRST, RETURN, FURTHER = "first", "return", "further"  # kinds of visits
