@@ -278,8 +278,17 @@ def test_scaffold_counts_no_control_variate_with_a_scaled_update() -> None:
 
 
 def test_a_run_writes_the_norms_of_its_updates_and_the_remarks(tmp_path, no_pictures) -> None:
-    config = Config(strategy="fedavg", partition="iid", num_clients=3, num_rounds=2, samples_per_client=20, local_epochs=1,
-                    max_update_norm="auto", max_client_share=0.5, output_dir=str(tmp_path))  # fmt: skip
+    config = Config(
+        strategy="fedavg",
+        partition="iid",
+        num_clients=3,
+        num_rounds=2,
+        samples_per_client=20,
+        local_epochs=1,
+        max_update_norm="auto",
+        max_client_share=0.5,
+        output_dir=str(tmp_path),
+    )
     folder = run_inline(config)
     rows = read_table(folder.path / "updates.csv")
     assert [(row["round"], row["client"], row["visit"]) for row in rows] == [
