@@ -36,6 +36,7 @@ from kindred.settings import (
     LEARNING_RATE,
     LOCAL_EPOCHS,
     LOCAL_STEPS,
+    MAX_CLIENT_SHARE,
     MAX_EMPTY_ROUNDS,
     MAX_LOCAL_EPOCHS,
     MAX_STRIKES,
@@ -309,7 +310,8 @@ class Config:
     quorum: float = of(QUORUM)
     grace: float = of(GRACE)
     max_strikes: int = of(MAX_STRIKES)
-    max_update_norm: float = of(MAX_UPDATE_NORM)
+    max_client_share: float = of(MAX_CLIENT_SHARE)
+    max_update_norm: float | str = of(MAX_UPDATE_NORM)
     max_empty_rounds: int = of(MAX_EMPTY_ROUNDS)
     stop_after: int = of(STOP_AFTER)
 

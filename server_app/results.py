@@ -3,6 +3,7 @@
     config.json                      settings, seed, headline metric, true groups, names of clients, samples,
                                      versions, platform, start (UTC); written first
     history.csv                      a line per round and client; grows every round
+    updates.csv                      a line per update: its norm, also in medians of others; grows every round
     validators.csv                   a line per round and site that only validates, if there are any
     rounds.csv                       a line per round, also for evaluations before and after them; grows every round
     collaboration/round-0003.npz     who learns from whom: clients (m,), rows (k, m), which (m,), own (m,), as in
@@ -22,7 +23,7 @@
 
 Pictures and the report only show the content of other files: if one cannot be made, there is a warning and the run
 continues. A file is written under another name, and renamed only when it is complete. So a reader, or a run that is
-interrupted, finds the old or the new file. In a long run the two CSV files are too large to be rewritten every round:
+interrupted, finds the old or the new file. In a long run the CSV files are too large to be rewritten every round:
 all lines of a round are appended at once, and removed if that fails. If the machine itself stops at that moment, the
 last line may be incomplete, without a line end; `read_table` ignores such a line. Accuracies are in [0, 1]; an empty
 cell or null means that nothing was reported.
@@ -77,6 +78,7 @@ if TYPE_CHECKING:
 
 HISTORY_COLUMNS = ("round", "client", "status", "seconds", "bytes-down", "bytes-up")
 VALIDATORS_COLUMNS = ("round", "client", "status", "bytes-down", "bytes-up", "num-test-examples")
+UPDATES_COLUMNS = ("round", "client", "visit", "norm", "relative-norm", "relative-to-largest", "scaled-by")
 ROUNDS_COLUMNS = ("round", "asked", "answered", "seconds", "bytes-down", "bytes-up", "evaluated", "personal")
 
 
@@ -140,6 +142,7 @@ class RunFolder:
             self._make({"metric": metric, "groups": groups, "names": list(names) or None, "images": samples})
         self._history = GrowingTable(self.path / "history.csv", HISTORY_COLUMNS)
         self._validators = GrowingTable(self.path / "validators.csv", VALIDATORS_COLUMNS)
+        self._updates = GrowingTable(self.path / "updates.csv", UPDATES_COLUMNS)
         self._rounds = GrowingTable(self.path / "rounds.csv", (*ROUNDS_COLUMNS, *HeadlineColumns.of(metric)))
 
     def _make(self, about: Mapping[str, Any]) -> None:
@@ -216,6 +219,8 @@ class RunFolder:
         self._history.extend(history.rows)
         if history.validations:
             self._validators.extend(history.validations)
+        if history.updates:
+            self._updates.extend(history.updates)
         self._rounds.extend(history.rounds)
 
     def finish(

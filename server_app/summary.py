@@ -68,6 +68,7 @@ def summarise(
         - `floats`, `bytes-fedavg`: of PerFed-CKT, numbers sent as its paper counts them, and the bytes that FedAvg
           would have sent with the same models, both ways.
         - `left-out`: a list of `client` and `reason`.
+        - `remarks`: what is named once for a client, a list of `client`, `round` and `remark`; see `History.remarks`.
         - `refused`: a list of `client` and `reasons`: reasons for refused replies, with their counts.
         - `clients`: a list of `client`, its `name` if it has one, of its training targets the number of `classes` or
           the `range` of a number, where the run knows them, its last known `accuracy` (or the other metric), and
@@ -99,6 +100,7 @@ def summarise(
             if any(key in line for line in history.rounds)
         },
         "left-out": [{"client": client, "reason": history.left_out[client]} for client in in_order(history.left_out)],
+        "remarks": [{key: each[key] for key in ("client", "round", "remark")} for each in history.remarks],
         "refused": [{"client": client, "reasons": reasons} for client, reasons in history.refused().items()],
         "clients": [
             {

@@ -434,8 +434,11 @@ class FedeRiCo(StoredModels):
             if not are_numbers(losses, due, -LARGEST_LOSS, LARGEST_LOSS):
                 raise Refused(f"its losses are {reprlib.repr(losses)}, expected {due} numbers up to {LARGEST_LOSS:g}")
 
-    def update_norm(self, client: ClientId, arrays: Mapping[str, np.ndarray]) -> float:
+    def update_norm(self, client: ClientId, arrays: Mapping[str, np.ndarray]) -> float | None:
         return self._sent.update_norm(arrays)
+
+    def scaled_update(self, client: ClientId, arrays: Mapping[str, np.ndarray], factor: float) -> dict[str, np.ndarray]:
+        return self._sent.scaled_updates(arrays, factor)
 
     def take(self, client: ClientId, reply: Reply) -> None:
         owners = self._sent.owners[client]

@@ -42,6 +42,7 @@ from .client.site import Samples
 from .client.visit import Visit
 from .engine.admission import Reply, check_numbers, norm
 from .engine.computed_models import ComputedModels
+from .engine.means import capped
 from .engine.stored import NO_WEIGHTS, CloudModels
 from .lazy import lazy
 from .messages import (
@@ -362,8 +363,9 @@ class Kindred(CloudModels):
         if not senders:
             return senders, np.zeros((3, len(clients), 0))
         samples = bounded(np.array([self._samples[client] for client in senders]))  # (m,)
+        samples = capped(samples, self.max_client_share)  # (m,)
         latest = np.array([self._trained_in[client] == self._ended for client in senders])  # (m,)
-        counted = np.where(latest, samples, 0.0) if latest.any() else samples  # (m,)
+        counted = capped(np.where(latest, samples, 0.0) if latest.any() else samples, self.max_client_share)  # (m,)
         parts = np.tile(counted / counted.sum(), (3, len(clients), 1))  # (3, r, m)
         place = {client: i for i, client in enumerate(senders)}
         if known := [i for i, client in enumerate(clients) if client in place]:
@@ -398,6 +400,7 @@ class Kindred(CloudModels):
         if senders:  # the shares that clients have used are known now
             self._weights = (clients, senders, self._mixed(clients, self._sent))
         self._ended = server_round
+        self.means.append({client: self._samples[client] for client in answered})
         self._prior = prevalence(self._evidence_of(in_order(self._evidence)))
         own, neighbours, everybody = self._prior.tolist()
         self.history.count(own_share=own, neighbours_share=neighbours, everybody_share=everybody)

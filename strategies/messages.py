@@ -2,7 +2,9 @@
 
 TRAIN and EVALUATE, server to client: an ArrayRecord `arrays` (the model that the client starts from or evaluates) and
 a ConfigRecord `config` (`server-round`, `method`, and the settings of local training).
-TRAIN and EVALUATE, client to server: an ArrayRecord `arrays` (the trained model) and a MetricRecord `metrics`.
+TRAIN and EVALUATE, client to server: an ArrayRecord `arrays` (the trained model) and a MetricRecord `metrics`. In
+TRAIN its `num-examples` counts training samples; if the client has introduced itself with a number, that number counts.
+In EVALUATE `num-test-examples` counts test samples, or if it is missing `num-examples`.
 
 QUERY with action `identity`: the server sends only its `kindred-version`. The reply's ConfigRecord holds:
 

@@ -332,6 +332,7 @@ class PerFedCKT(PersonalizedStrategy):
 
     name = "perfed-ckt"
     needs_shared_models = False
+    mixes_updates = False
     clients_keep_state = True
     model_stays = True
     default_sampling = BY_SIZE

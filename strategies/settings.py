@@ -256,12 +256,22 @@ MAX_STRIKES = Setting(
     "rounds in a row in which a client's reply was refused or did not come, after which it is excluded for as many "
     "rounds; 0: never",
 )
+MAX_CLIENT_SHARE = Setting(
+    "max_client_share",
+    1.0,
+    A_SHARE,
+    "largest share of a client in a mean of clients' models that weights them by samples; larger numbers of samples "
+    "are lowered to it, and the clients are equal if they are too few; 1: no bound",
+)
+AUTO = "auto"
 MAX_UPDATE_NORM = Setting(
     "max_update_norm",
     0.0,
-    at_least(0),
-    "L2 norm, over the parameters, above which a client's update is refused; 0: no bound. Without effect in "
-    "PerFed-CKT, whose clients send probabilities",
+    Range("0 or more, or auto", lambda value: value == AUTO or (not isinstance(value, str) and value >= 0)),
+    "L2 norm, over the parameters, above which a client's update is refused; 0: no bound; auto: updates above 5 times "
+    "the median of comparable ones are scaled down to it. Without effect in PerFed-CKT, whose clients send "
+    "probabilities, and auto also in Local",
+    kind="float | str",
 )
 MAX_EMPTY_ROUNDS = Setting(
     "max_empty_rounds", 5, at_least(1), "rounds in a row without a usable answer after which the run ends"
@@ -283,6 +293,7 @@ ROUNDS = (
     QUORUM,
     GRACE,
     MAX_STRIKES,
+    MAX_CLIENT_SHARE,
     MAX_UPDATE_NORM,
     MAX_EMPTY_ROUNDS,
     STOP_AFTER,

@@ -238,7 +238,7 @@ def reporting_app(trained, examples=lambda client: 10, network_of=NETWORK_OF) ->
     @app.query("identity")
     def identity(message, context):
         client = context.node_config["partition-id"]
-        about = {"client-id": client, "num-examples": 10}
+        about = {"client-id": client, "num-examples": examples(client)}
         if network_of[client] is not None:
             about["network"] = network_of[client]
         return Message(RecordDict({"config": ConfigRecord(about)}), reply_to=message)

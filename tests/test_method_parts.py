@@ -55,7 +55,7 @@ def test_a_message_has_the_available_models_by_place() -> None:
 def test_the_norm_of_updates_is_the_largest_over_their_parameters() -> None:
     updates = {**with_prefix(0, model(1, 0, 9)), **with_prefix(1, model(3, 4, 9))}
     assert sent_to_both().update_norm({**updates, **with_prefix(NEW_MODEL, model(9, 9, 9))}) == 5
-    assert sent_to_both().update_norm({}) == 0
+    assert sent_to_both().update_norm({}) is None
 
 
 @pytest.mark.parametrize(("steps", "moved"), [(None, [3, 5, 2]), (OptimizerSteps("sgd", 0.5), [0, -1, 2])])

@@ -163,6 +163,13 @@ def test_the_page_has_the_figures_and_curves_of_a_run(tmp_path):
     assert (content["finished"], content["asked"], content["clusters"], content["partition"]) == (False, 2, None, None)
 
 
+def test_the_page_names_clients_that_stand_out(tmp_path):
+    path = a_run(tmp_path, TWO_ROUNDS).path
+    assert run_content(path)["remarks"] == []
+    summary = {"remarks": [{"client": 1, "round": 2, "remark": "has 97% of the samples"}]}
+    assert run_content(path, summary)["remarks"] == [["1", "has 97% of the samples", 2]]
+
+
 def test_the_page_compares_before_and_after_local_training(tmp_path):
     rounds = [
         [

@@ -418,6 +418,7 @@ def test_a_finished_run_has_all_result_files(tmp_path, federation):
         "bytes-down": 400,
         "bytes-up": 120,
         "left-out": [],
+        "remarks": [],
         "refused": [],
         "clients": [
             {

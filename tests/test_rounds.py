@@ -10,9 +10,9 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from hypothesis import given, strategies as st
 
 from kindred import FedAvg, InlineGrid, Local, TooFewClients
-from kindred.baselines.fedavg import WeightedMean
 from kindred.engine import transport
 from kindred.engine.history import History
+from kindred.engine.means import WeightedMean
 from kindred.engine.model_store import InTurn
 from kindred.messages import in_order, read_array, to_record
 

@@ -202,6 +202,9 @@ def run_content(folder: Path, summary: Mapping[str, Any] | None = None) -> dict[
         "networks": _picture(folder / "networks.png"),
         "validators": validators_content(validations, names),
         "unused": _unused(rows, names),
+        "remarks": [
+            [*labels_of([each["client"]], names), each["remark"], each["round"]] for each in summary.get("remarks", [])
+        ],
         "left-out": [[*labels_of([each["client"]], names), each["reason"]] for each in summary.get("left-out", [])],
         "command": command(settings),
         "settings": _settings(settings, defaults),

@@ -57,6 +57,7 @@ function run(data) {
       alt: "Bar chart: number of clients with each network" }),
       h("figcaption", {}, "The more samples a client has, the more likely it has a larger network."))),
     unused(data),
+    remarks(data.remarks),
     settings(data),
   ];
 }

@@ -80,6 +80,14 @@ function unused(data) {
         { numbers: [2, 3, 4], long: [1], caption: "By client and reason" })]);
 }
 
+// What is named once for a client: samples and updates that stand out.
+function remarks(found) {
+  return found.length > 0 && section("Clients that stand out",
+    h("p", { class: "soft" }, "Each is named once, whether its samples or updates were bounded or not."),
+    table(["client", "what", "round"], found.map(row => row.map(String)),
+      { numbers: [2], long: [1], caption: "Numbers of samples and norms of updates" }));
+}
+
 function settings(data) {
   const text = value => typeof value === "string" ? value : JSON.stringify(value);
   const differing = data.settings.filter(([, , standard]) => !standard), all = data.settings.length;

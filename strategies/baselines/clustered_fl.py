@@ -57,6 +57,7 @@ from flwr.supercore import log
 from kindred.engine.admission import Reply
 from kindred.engine.arguments import Shared
 from kindred.engine.collaboration import Collaboration
+from kindred.engine.means import WeightedMean
 from kindred.engine.model_store import BLOCK, Layout
 from kindred.engine.strategy import PersonalizedStrategy
 from kindred.fedamp import Blocks, cosines
@@ -64,8 +65,6 @@ from kindred.lazy import lazy
 from kindred.messages import RECEIVED, ClientId, in_order, read_record
 from kindred.registry import MODEL_BOTH_WAYS, Method
 from kindred.settings import Setting, at_least, one_of
-
-from .fedavg import WeightedMean
 
 if TYPE_CHECKING:
     from scipy.cluster import hierarchy
@@ -330,9 +329,9 @@ class ClusteredFL(PersonalizedStrategy):
             cluster.sent = cluster.examples
         return ((client, self.personal_arrays(client)) for client in clients)
 
-    def update_norm(self, client: ClientId, arrays: Mapping[str, np.ndarray]) -> float:
-        """Return the norm of the change since the model that the client was sent."""
-        return self.layout.distance(arrays, read_record(self._tree[self._received[client]].model))
+    def update_origin(self, client: ClientId) -> Mapping[str, np.ndarray]:
+        """Return the model that the client was sent."""
+        return read_record(self._tree[self._received[client]].model)
 
     def take(self, client: ClientId, reply: Reply) -> None:
         self.layout.flatten(reply.arrays, self._rows[self._row_of[client]])
@@ -355,7 +354,7 @@ class ClusteredFL(PersonalizedStrategy):
 
     def _average(self, number: int, clients: Sequence[ClientId], server_round: int) -> None:
         """Average the models of a cluster's clients, for the cluster or for both of its new parts."""
-        mean = WeightedMean(self.layout.size, self.layout.dtype)
+        mean = self.weighted_mean(self.layout)
         for client in clients:
             mean.add(client, self._examples[client], self._rows[self._row_of[client]].copy())
         row = mean.result()
@@ -363,7 +362,7 @@ class ClusteredFL(PersonalizedStrategy):
         model = self.layout.record(row, self._counters[clients[0]])
 
         cluster, rows = self._tree[number], self._to_updates(number, clients)
-        examples = np.array([self._examples[client] for client in clients])
+        examples = np.array([mean.weights[client] for client in clients])
         mean_norm, each = update_norms(lambda: self._blocks(rows), examples)
         for client, length in zip(clients, each.tolist(), strict=True):
             self.history.count(client, update_norm=length, mean_update_norm=mean_norm)

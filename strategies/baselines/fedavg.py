@@ -71,30 +71,6 @@ TUNING_EPOCHS = Setting("finetune_epochs", 1, at_least(0), "epochs for which eac
 # --- The mathematics ----------------------------------------------------------------------------------
 
 
-class WeightedMean:
-    """Weighted mean sum_k n_k w_k / sum_k n_k.
-
-    Attributes
-    ----------
-    weights : dict
-        client -> n_k of the terms in the sum, in the order in which they were added.
-    """
-
-    def __init__(self, size: int, dtype: np.dtype) -> None:
-        self._sum = np.zeros(size, dtype)  # (d,)
-        self.weights: dict[ClientId, float] = {}
-
-    def add(self, client: ClientId, weight: float, row: np.ndarray) -> None:
-        """Add a client's term; `row`, of shape (d,), is changed in place."""
-        row *= weight
-        self._sum += row
-        self.weights[client] = weight
-
-    def result(self) -> np.ndarray | None:
-        """Return the mean, shape (d,), of the terms added; None if there are none."""
-        return self._sum / sum(self.weights.values()) if self.weights else None
-
-
 def ahead(mean: np.ndarray, before: np.ndarray, beta: float) -> np.ndarray:
     """Return g + beta (g - g'), Nesterov's point ahead of g, given the mean g and the one before; of any shape."""
     return mean + beta * (mean - before)
@@ -137,7 +113,7 @@ class FedAvg(PersonalizedStrategy):
         self._sent: dict[ClientId, float] = {}  # the same for the global model that was sent last
 
     def outgoing(self, server_round: int, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId, ArrayRecord]]:
-        self._mean = WeightedMean(self.layout.size, self.layout.dtype)
+        self._mean = self.weighted_mean(self.layout)
         self._terms: InTurn[tuple[float, np.ndarray]] = InTurn(
             clients, lambda client, term: self._mean.add(client, *term)
         )
@@ -161,10 +137,9 @@ class FedAvg(PersonalizedStrategy):
     def begin_visits(self) -> None:
         self._before = None  # newcomers receive the global model
 
-    def update_norm(self, client: ClientId, arrays: Mapping[str, np.ndarray]) -> float:
-        """Return the norm of the change since the model from which the client started."""
-        start = self.global_model if self._before is None else self._start
-        return self.layout.distance(arrays, read_record(start))
+    def update_origin(self, client: ClientId) -> Mapping[str, np.ndarray]:
+        """Return the model from which the client started."""
+        return read_record(self.global_model if self._before is None else self._start)
 
     def take(self, client: ClientId, reply: Reply) -> None:
         row = np.empty(self.layout.size, self.layout.dtype)  # (d,)

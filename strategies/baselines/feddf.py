@@ -73,8 +73,6 @@ from kindred.objectives import Objective
 from kindred.registry import MODEL_BOTH_WAYS, Method
 from kindred.settings import DEVICE, Setting, above, at_least
 
-from .fedavg import WeightedMean
-
 if TYPE_CHECKING:
     import torch
 else:
@@ -274,7 +272,7 @@ class FedDF(PersonalizedStrategy):
         return reasons
 
     def outgoing(self, server_round: int, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId, ArrayRecord]]:
-        self._means = {name: WeightedMean(layout.size, layout.dtype) for name, layout in self._layouts.items()}
+        self._means = {name: self.weighted_mean(layout) for name, layout in self._layouts.items()}
         self._counters: dict[ClientId, Mapping[str, np.ndarray]] = {}
         self._logits: dict[ClientId, torch.Tensor] = {}  # (P, N), of replies that are being checked
         self._sum: torch.Tensor | None = None  # (P, N)
@@ -295,8 +293,14 @@ class FedDF(PersonalizedStrategy):
                 raise Refused("its model gives logits that are not finite")
 
     def update_norm(self, client: ClientId, arrays: Mapping[str, np.ndarray]) -> float:
-        """Return the norm of the change since its network's model, which the client was sent."""
-        return self._layouts[self.networks[client]].distance(arrays, read_record(self.personal_arrays(client)))
+        return self._layouts[self.networks[client]].distance(arrays, self.update_origin(client))
+
+    def network_of(self, client: ClientId) -> str:
+        return self.networks[client]
+
+    def update_origin(self, client: ClientId) -> Mapping[str, np.ndarray]:
+        """Return the model of the client's network, which the client was sent."""
+        return read_record(self.personal_arrays(client))
 
     def take(self, client: ClientId, reply: Reply) -> None:
         layout = self._layouts[self.networks[client]]

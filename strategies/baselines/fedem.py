@@ -273,8 +273,12 @@ class FedEM(SeveralModels):
 
     def update_norm(self, client: ClientId, arrays: Mapping[str, np.ndarray]) -> float:
         """Return the norm of the largest among the components' changes."""
-        parts = by_prefix(arrays)
-        return max(self.layout.distance(parts[str(m)], read_record(sent)) for m, sent in enumerate(self.models))
+        parts, sent = by_prefix(arrays), by_prefix(self.update_origin(client))
+        return max(self.layout.distance(parts[place], sent[place]) for place in sent)
+
+    def update_origin(self, client: ClientId) -> Mapping[str, np.ndarray]:
+        """Return all components, as they were sent."""
+        return read_record(self.personal_arrays(client))
 
     def take(self, client: ClientId, reply: Reply) -> None:
         models = {int(place): arrays for place, arrays in by_prefix(reply.arrays).items()}

@@ -153,9 +153,9 @@ class HypCluster(SeveralModels):
             )
         self._reported[client] = cluster
 
-    def update_norm(self, client: ClientId, arrays: Mapping[str, np.ndarray]) -> float:
-        """Return the norm of the change since the model that the client chose."""
-        return self.layout.distance(arrays, read_record(self.models[self._reported[client]]))
+    def update_origin(self, client: ClientId) -> Mapping[str, np.ndarray]:
+        """Return the model that the client chose."""
+        return read_record(self.models[self._reported[client]])
 
     def take(self, client: ClientId, reply: Reply) -> None:
         self._cluster_of[client] = cluster = self._reported.pop(client)

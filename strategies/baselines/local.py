@@ -28,6 +28,7 @@ class Local(StoredModels):
 
     name = "local"
     needs_shared_models = False
+    mixes_updates = False
 
     def outgoing(self, server_round: int, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId, ArrayRecord]]:
         self.welcome(clients)

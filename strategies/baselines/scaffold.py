@@ -24,10 +24,10 @@ The result for every client is the model x. Decisions, and where we depart from 
 - The server keeps sum_i n_i c_i. Thus c is the mean of all c_i even when N grows; c_i is 0 for clients that have not
   replied yet. N is the number of clients that the server knows so far. In the mean, a client that has not replied has
   the mean weight of the others; a client that has replied has the number of samples of its first reply.
-- A client whose reply was not used continues from the control variate that the server has counted, as if it had not
-  been sampled. It keeps its last two, and the message says which one was counted. Otherwise c would no longer be the
-  mean of all c_i. A client that has lost its control variate starts again from 0; the part of c that stems from the
-  lost one remains.
+- A client whose reply was not used, or whose update was scaled down (`max_update_norm` "auto"), continues from the
+  control variate that the server has counted, as if it had not been sampled. It keeps its last two, and the message
+  says which one was counted. Otherwise c would no longer be the mean of all c_i. A client that has lost its control
+  variate starts again from 0; the part of c that stems from the lost one remains.
 - Each client has its own number of steps K: with epochs, K depends on its number of samples.
 - Control variates are of parameters. Buffers have no gradient; they are averaged, and eta_g does not apply to them.
 """
@@ -45,6 +45,7 @@ from kindred.client.training import get_arrays, num_batches
 from kindred.client.visit import Visit
 from kindred.engine.admission import Reply, norm
 from kindred.engine.arguments import Shared
+from kindred.engine.means import largest_weight
 from kindred.engine.model_store import InTurn, Layout
 from kindred.lazy import lazy
 from kindred.messages import (
@@ -231,6 +232,7 @@ class SCAFFOLD(FedAvg):
         self._weights: dict[ClientId, float] = {}  # n_i of the clients in that sum
         self._known: set[ClientId] = set()
         self._counted: dict[ClientId, int] = {}  # client -> the last round whose c_i is in the sum
+        self._uncounted: set[ClientId] = set()  # clients whose c_i of the round in progress is not
 
     def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
         return {
@@ -241,6 +243,8 @@ class SCAFFOLD(FedAvg):
 
     def outgoing(self, server_round: int, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId, ArrayRecord]]:
         self._known.update(self.clients())
+        self._uncounted = set()
+        self._largest = largest_weight(self.roster.sizes(self.clients()), self.max_client_share)  # n_i in c
         self._changes: InTurn[tuple[float, np.ndarray]] = InTurn(clients, self._add_change)
         control = server_control(self._total, list(self._weights.values()), len(self._known))  # (d,)
         self._control = {
@@ -266,6 +270,13 @@ class SCAFFOLD(FedAvg):
             steps = (arrays[f"{CONTROL}/{name}"] + control for name, control in self._control.items())
             return max(super().update_norm(client, arrays), self.sgd_learning_rate * norm(steps))
 
+    def scaled_update(self, client: ClientId, arrays: Mapping[str, np.ndarray], factor: float) -> Arrays:
+        """Return y nearer to x, and c_i+ - c_i = 0: the client will continue from the c_i that is counted."""
+        self._uncounted.add(client)
+        model, changes = _model_and_control(arrays)
+        unchanged = {name: np.zeros_like(change) for name, change in changes.items()}
+        return super().scaled_update(client, model, factor) | with_prefix(CONTROL, unchanged)
+
     def take(self, client: ClientId, reply: Reply) -> None:
         super().take(client, reply)
         _, changes = _model_and_control(reply.arrays)
@@ -276,7 +287,7 @@ class SCAFFOLD(FedAvg):
 
     def _add_change(self, client: ClientId, term: tuple[float, np.ndarray]) -> None:
         weight, row = term
-        row *= self._weights.setdefault(client, weight)
+        row *= self._weights.setdefault(client, min(weight, self._largest))
         self._total += row
 
     def end_round(self, server_round: int, answered: Sequence[ClientId]) -> None:
@@ -284,7 +295,8 @@ class SCAFFOLD(FedAvg):
         super().end_round(server_round, answered)
         self._changes.finish()
         if answered:
-            self._counted |= dict.fromkeys(answered, server_round)
+            counted = (client for client in answered if client not in self._uncounted)
+            self._counted |= dict.fromkeys(counted, server_round)
             means = read_record(self.global_model)
             self.global_model = to_record(
                 means

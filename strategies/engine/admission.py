@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -134,6 +134,28 @@ def admit(content: RecordDict, weighted_by_key: str, mismatch: Mismatch | None =
             if np.issubdtype(values.dtype, np.floating):
                 _check_values(name, values.reshape(-1))
     return Reply(arrays, metrics, config_of(content))
+
+
+def admit_evaluation(content: RecordDict, weighted_by_key: str, mismatch: Mismatch | None = None) -> Reply:
+    """Check an evaluation reply and return its content, with the number of test samples as NUM_TEST_EXAMPLES.
+
+    Parameters
+    ----------
+    content, mismatch
+        As for `admit`.
+    weighted_by_key : str
+        The metric that counts the samples where the reply has no NUM_TEST_EXAMPLES, as that of an ordinary ClientApp.
+
+    Raises
+    ------
+    Refused
+        The reply cannot be used; the message says why in a few words.
+    """
+    has_own_key = any(NUM_TEST_EXAMPLES in metrics for metrics in records_of(content, MetricRecord))
+    key = NUM_TEST_EXAMPLES if has_own_key else weighted_by_key
+    reply = admit(content, key, mismatch)
+    metrics = {name: value for name, value in reply.metrics.items() if name != key}
+    return replace(reply, metrics=MetricRecord({**metrics, NUM_TEST_EXAMPLES: reply.metrics[key]}))
 
 
 def norm(arrays: Iterable[np.ndarray]) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 from flwr.app import MetricRecord, RecordDict
 
@@ -28,7 +28,8 @@ class Shared(TypedDict, total=False):
     quorum: float
     grace: float
     max_strikes: int
-    max_update_norm: float
+    max_client_share: float
+    max_update_norm: float | Literal["auto"]
     max_empty_rounds: int
     buffers: Collection[str] | None
     metric: str

@@ -6,7 +6,7 @@ import math
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from logging import ERROR, WARNING
 from typing import Any
@@ -16,7 +16,7 @@ from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 from flwr.supercore import log
 
-from kindred.messages import LOSS, NUM_TEST_EXAMPLES, PERSONAL, PROBE, ClientId, config_of, first_line, ordinary_names
+from kindred.messages import LOSS, PERSONAL, PROBE, ClientId, config_of, first_line, ordinary_names
 from kindred.metrics import METRICS
 
 from .admission import REFUSED, SERVER_ERRORS, Refused, Reply
@@ -69,8 +69,6 @@ class Exchange:
         See `Hooks.row_fields`.
     personal : str
         The evaluation in a training reply that is the method's result for the client.
-    weighted_by_key : str
-        The metric that counts a client's samples.
     timeout : float
         Seconds after which an exchange ends with the replies received so far.
     quorum, grace : float
@@ -92,7 +90,6 @@ class Exchange:
         row_fields: Callable[[ClientId], dict[str, Any]],
         *,
         personal: str,
-        weighted_by_key: str,
         timeout: float,
         quorum: float,
         grace: float,
@@ -103,7 +100,6 @@ class Exchange:
         self._history = history
         self._row_fields = row_fields
         self._personal = personal
-        self._weighted_by_key = weighted_by_key
         self._timeout = timeout
         self._quorum = quorum
         self._grace = grace
@@ -178,6 +174,16 @@ class Exchange:
             self._until, self._cut_short = until, True
 
     # --- Admission ------------------------------------------------------------------------------------
+
+    def preview(self, replies: Iterable[Message], look: Callable[[Sent, RecordDict], object]) -> list[Message]:
+        """Wait for all replies, and return them for `admitted`; first call `look` with each that has content."""
+        received = list(replies)
+        for message in received:
+            sent = self._sent[message.metadata.reply_to_message_id]
+            if is_from(sent.node_id, message) and not message.has_error():
+                with suppress(Refused), self._as_refusal():
+                    look(sent, content_of(message))
+        return received
 
     def admitted(
         self, server_round: int, replies: Iterable[Message], take: Callable[[Sent, RecordDict], Reply]
@@ -262,8 +268,6 @@ class Exchange:
         if sent.side:
             return {f"{sent.side}-loss": reply.loss(), **{key: numbers[key] for key in COMPUTE if key in numbers}}
         numbers = {key: value for key, value in numbers.items() if not key.startswith((f"{PERSONAL}-", "evaluate-"))}
-        if not sent.trains:
-            numbers[NUM_TEST_EXAMPLES] = numbers.pop(self._weighted_by_key)
         return numbers
 
     def _add_row(

@@ -100,6 +100,14 @@ class History:
     validations : list of dict
         A row for each round and site that only validates: `round`, `client`, `status`, `bytes-down`, `bytes-up`,
         `num-test-examples`, and the metrics of the global model by name. They are part of no other number.
+    updates : list of dict
+        A row for each update, the change of a model in an admitted training reply: `round`, `client`, `visit` ("first",
+        "return" after absence, or "further"), `norm`, the L2 norm over the parameters, `relative-norm`, the norm over
+        the median of comparable updates, `relative-to-largest`, the norm over the largest such median so far (both
+        where there are enough, see `norms`), and `scaled-by`, the factor by which the update was scaled down, if it
+        was.
+    remarks : list of dict
+        What is named once for a client: `round`, `client`, `about`, a word for the kind of remark, and `remark`.
     left_out : dict
         client -> the reason why it takes no part at all, such as having no data.
     """
@@ -109,6 +117,8 @@ class History:
         self.rows: list[dict[str, Any]] = []
         self.rounds: list[dict[str, Any]] = []
         self.validations: list[dict[str, Any]] = []
+        self.updates: list[dict[str, Any]] = []
+        self.remarks: list[dict[str, Any]] = []
         self.left_out: dict[ClientId, str] = {}
         self._open: dict[ClientId, dict[str, Any]] = {}  # rows of the round in progress
         self._reported: dict[ClientId, set[str]] = {}  # names of the metrics in them that the clients chose
@@ -126,6 +136,8 @@ class History:
             "rows": self.rows,
             "rounds": self.rounds,
             "validations": self.validations,
+            "updates": self.updates,
+            "remarks": self.remarks,
             "left_out": self.left_out,
             "headline": self._headline,
             "validation": self._validation,
@@ -138,6 +150,7 @@ class History:
         """Resume from what `state` returned."""
         self.rows, self.rounds, self.left_out = state["rows"], state["rounds"], state["left_out"]
         self.validations = state.get("validations", [])  # the checkpoints of earlier versions have none
+        self.updates, self.remarks = state["updates"], state["remarks"]
         self._headline, self._columns = state["headline"], state["columns"]
         self._validation, self._selected, self._best = state["validation"], state["selected"], state["best"]
 
@@ -168,6 +181,12 @@ class History:
         """
         into = self._counted if client is None else self._counts.setdefault(client, {})
         into.update({name.replace("_", "-"): number for name, number in numbers.items()})
+
+    def remark(self, server_round: int, client: ClientId, about: str, remark: str) -> None:
+        """Log and keep a remark about a client, unless it already has one about this."""
+        if not any((each["client"], each["about"]) == (client, about) for each in self.remarks):
+            log(WARNING, "kindred: round %d: client %s %s", server_round, client, remark)
+            self.remarks.append({"round": server_round, "client": client, "about": about, "remark": remark})
 
     def open_rows(self) -> list[dict[str, Any]]:
         """Return the rows of the round in progress, in order of client."""

@@ -26,6 +26,7 @@ from kindred.versions import mismatch
 from .admission import MAX_EXAMPLES, Reply
 from .collaboration import Collaboration
 from .model_store import Layout
+from .norms import scaled
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,9 @@ class Hooks:
     | `row_fields` | for each message, just before it is sent | no fields |
     | `mismatch` | for each training reply, with its arrays | expects arrays like the initial model's |
     | `inspect` | next | no further check |
-    | `update_norm` | next, if `max_update_norm` sets a bound | 0 |
+    | `update_norm` | next | the distance from `update_origin` |
+    | `network_of` | next: only updates of the same network are compared | one network |
+    | `update_origin`, `scaled_update` | for `update_norm`, and where `max_update_norm` "auto" scales an update down | no origin |
     | `take` | next: the reply is admitted | must be given |
     | `end_round` | after all training replies | must be given |
     | `side_evaluations` | before clients evaluate: yields models to evaluate in addition to the personal ones | none |
@@ -78,8 +81,8 @@ class Hooks:
     Most methods need few hooks; a method based on `FedAvg` or `CloudModels` needs one to three.
 
     An exception in a hook does not end the run. In `introduce` it excludes its client. In `mismatch`, `inspect`,
-    `update_norm` or a `take…` the client's reply is lost; in `end_round` the round is lost.
-    """
+    `update_norm`, `scaled_update` or a `take…` the client's reply is lost; in `end_round` the round is lost.
+    """  # noqa: E501  # lines of a table
 
     name: str
     """The method's name in messages, in the registry and in results."""
@@ -98,6 +101,10 @@ class Hooks:
 
     needs_shared_models: bool = True
     """True if others receive each client's model or part of it; a client that does not share its model is refused."""
+
+    mixes_updates: bool = True
+    """False if no client's update reaches another client's model, as in local training: no update is then bounded by
+    `max_update_norm` "auto", or named for its norm."""
 
     newcomer_result: str = ""
     """Which evaluation in a newcomer's last training reply is the method's result for it; "" for `personal`."""
@@ -200,9 +207,26 @@ class Hooks:
     def inspect(self, client: ClientId, reply: Reply) -> None:
         """Raise `Refused` where the method cannot use a training reply that is well formed."""
 
-    def update_norm(self, client: ClientId, arrays: Mapping[str, np.ndarray]) -> float:
-        """Return the L2 norm, over the parameters, of the update in a training reply; 0 if the method has no bound."""
-        return 0.0
+    def update_origin(self, client: ClientId) -> Mapping[str, np.ndarray] | None:
+        """Return the arrays from which a client's update is measured, such as the model that the client was sent.
+
+        None if training replies hold no models.
+        """
+        return None
+
+    def update_norm(self, client: ClientId, arrays: Mapping[str, np.ndarray]) -> float | None:
+        """Return the L2 norm, over the parameters, of the update in a training reply; None if there is no update."""
+        origin = self.update_origin(client)
+        return None if origin is None else self.layout.distance(arrays, origin)
+
+    def network_of(self, client: ClientId) -> str:
+        """Return the name of the network whose updates a client sends; "" if all clients have the same one."""
+        return ""
+
+    def scaled_update(self, client: ClientId, arrays: Mapping[str, np.ndarray], factor: float) -> dict[str, np.ndarray]:
+        """Return a training reply's arrays with the update times a factor, more than 0 and less than 1."""
+        origin = self.update_origin(client)
+        return dict(arrays) if origin is None else scaled(arrays, origin, factor)
 
     def take(self, client: ClientId, reply: Reply) -> None:
         """Process an admitted training reply. Replies arrive in any order; the result must not depend on it."""

@@ -102,6 +102,10 @@ class Layout:
         for name, place in self.slices.items():
             out[place] = arrays[name].reshape(-1)
 
+    def views(self, row: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the floats of `row`, shape (size,), as arrays by name: views of it, in its type."""
+        return {name: row[place].reshape(self.shapes[name]) for name, place in self.slices.items()}
+
     def integer_arrays(self, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return copies of the integer buffers (a view would keep the whole message alive)."""
         return {name: arrays[name].copy() for name in self.integers}

@@ -8,7 +8,6 @@ from typing import Unpack
 import numpy as np
 from flwr.app import ArrayRecord
 
-from kindred.baselines.fedavg import WeightedMean
 from kindred.messages import ClientId, check, read_record, seed_for, to_record, with_prefix
 
 from .arguments import Shared
@@ -61,7 +60,7 @@ class SeveralModels(PersonalizedStrategy):
         self._sent = self._examples
 
     def outgoing(self, server_round: int, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId, ArrayRecord]]:
-        self._means = [WeightedMean(self.layout.size, self.layout.dtype) for _ in self.models]
+        self._means = [self.weighted_mean(self.layout) for _ in self.models]
         self._terms: InTurn[tuple[float, dict[int, np.ndarray]]] = InTurn(clients, self._add)
         self._integers: dict[ClientId, dict[int, Arrays]] = {}
         self._first: dict[int, Arrays] = {}  # model -> integer buffers of the first client that trained it

@@ -36,6 +36,7 @@ from kindred.versions import VERSION
 
 from .admission import SERVER_ERRORS, Refused, admit_introduction
 from .history import History
+from .remarks import SAMPLES
 from .transport import CLOCKS, content_of, is_from, pull, push
 
 NODES_PAUSE = 0.1  # s between two queries for the connected nodes
@@ -97,6 +98,9 @@ class Roster:
         self._registered: dict[int, str] = {}  # node -> name under which its key is registered
         self._reserved_names: set[str] = set()  # names of registered keys, connected or not
         self._refused: dict[int, str] = {}  # node -> why it cannot have the client id that it reports
+        self._changed: set[int] = set()  # nodes that are to introduce themselves anew
+        self._renewed: set[int] = set()  # nodes that have, and whose new introduction is not yet known to the method
+        self._round = 0  # in progress
         self._nodes_know_identity = True
         self._strikes: dict[ClientId, int] = {}  # rounds in a row without a usable reply
         self._excluded_until: dict[ClientId, int] = {}  # client -> last round of its exclusion for strikes
@@ -127,6 +131,23 @@ class Roster:
     def sizes(self, clients: Sequence[ClientId]) -> list[int]:
         """Return the clients' numbers of training samples by their introductions; 1 if a client does not report it."""
         return [self._about.get(self.nodes[client], {}).get(NUM_EXAMPLES, 1) for client in clients]
+
+    def introduced_samples(self, client: ClientId) -> int | None:
+        """Return the number of training samples that a client introduced itself with; None if it gave none."""
+        about = self._about.get(self.nodes[client], {}) if client in self.nodes else {}
+        return int(about[NUM_EXAMPLES]) if NUM_EXAMPLES in about else None
+
+    def ask_again(self, client: ClientId, claimed: float) -> None:
+        """Ask a client before the next round to introduce itself anew: its data may have changed.
+
+        Until then the number of samples of its last introduction counts, not the one that it now claims.
+        """
+        self._changed.add(self.nodes[client])
+        text = (
+            f"reports {claimed:.0f} training samples and introduced itself with {self.introduced_samples(client)}, "
+            "which count; it is asked to introduce itself anew"
+        )
+        self._history.remark(self._round, client, SAMPLES, text)
 
     def validator(self, client: ClientId) -> Mapping[str, Any]:
         """Return the introduction of a site that only validates."""
@@ -203,7 +224,7 @@ class Roster:
     def _ask_and_admit(self, grid: Grid, nodes: Sequence[int], introduce: Introduce, timeout: float) -> None:
         """Ask new nodes for their client ids, and introduce new clients to the method."""
         self._forget_outdated(nodes)
-        new = [node for node in nodes if node not in self._identities]
+        new = [node for node in nodes if node not in self._identities or node in self._changed]
         if new:
             self._registered |= {node.node_id: node.name for node in grid.get_nodes() if node.name}
             self._reserved_names |= set(self._registered.values())
@@ -238,6 +259,7 @@ class Roster:
         self.validators = {client: node for client, node in self.validators.items() if node in nodes}
         self._refused = {node: reason for node, reason in self._refused.items() if node in nodes}
         self._queries = {message_id: node for message_id, node in self._queries.items() if node in nodes}
+        self._changed &= set(nodes)
 
     def _identify(self, grid: Grid, nodes: Sequence[int], timeout: float) -> None:
         """Ask nodes for their client ids. A client without one is identified by its node.
@@ -279,7 +301,7 @@ class Roster:
             elif "No query function registered" in (reply.error.reason or "") and self._simulated:
                 self._nodes_know_identity = False
             elif reply.error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION:
-                self._identities[node] = node
+                self._identities.setdefault(node, node)
 
     def _asked_before(self, nodes: Collection[int]) -> bool:
         """Return whether all of these nodes have already been asked for their client ids."""
@@ -303,6 +325,11 @@ class Roster:
                 MAX_NAME,
             )
             client = node
+        if node in self._changed:
+            self._changed.discard(node)
+            self._renewed.add(node)
+            if (before := self._about[node].get(NUM_EXAMPLES)) != (now := about.get(NUM_EXAMPLES)):
+                log(INFO, "kindred: client %s now has %r training samples, before %r", client, now, before)
         self._identities[node] = client
         self._about[node] = about
 
@@ -342,8 +369,9 @@ class Roster:
         newcomers = {
             client: self._about.get(self.nodes[client], {})
             for client in self.clients()
-            if self._introduced.get(client) != self.nodes[client]
+            if self._introduced.get(client) != self.nodes[client] or self.nodes[client] in self._renewed
         }
+        self._renewed = set()
         self._introduced |= {client: self.nodes[client] for client in newcomers}
         validate = {client for client, node in self.nodes.items() if only_validates(self._about.get(node, {}))}
         left_out, unfit = self._history.left_out, self.unfit_validators
@@ -394,6 +422,7 @@ class Roster:
 
     def begin_round(self, server_round: int) -> None:
         """Readmit clients whose exclusion for strikes is over."""
+        self._round = server_round
         for client in in_order(client for client, last in self._excluded_until.items() if last < server_round):
             del self._excluded_until[client]
             log(INFO, "kindred: client %s may take part again, from round %d", client, server_round)

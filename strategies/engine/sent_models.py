@@ -11,6 +11,7 @@ from kindred.messages import ClientId, by_prefix, in_order, with_prefix
 
 from .admission import norm
 from .model_store import ClientModels, InTurn
+from .norms import scaled
 from .optimizers import OptimizerSteps
 
 NEW_MODEL = "model"  # prefix of a model that the server does not have yet; an update's prefix is the model's place
@@ -82,11 +83,22 @@ class SentModels:
                     return f"array {name!r} may be changed by the model's owner alone"
         return None
 
-    def update_norm(self, arrays: Mapping[str, np.ndarray]) -> float:
-        """Return the largest norm of the updates; a model that is new to the server does not count as an update."""
+    def update_norm(self, arrays: Mapping[str, np.ndarray]) -> float | None:
+        """Return the largest norm of the updates; a model that is new to the server does not count as an update.
+
+        None if there is no update.
+        """
         parameters = self.models.layout.parameters
         updates = (update for prefix, update in by_prefix(arrays).items() if prefix != NEW_MODEL)
-        return max((norm(update[name] for name in parameters if name in update) for update in updates), default=0.0)
+        return max((norm(update[name] for name in parameters if name in update) for update in updates), default=None)
+
+    def scaled_updates(self, arrays: Mapping[str, np.ndarray], factor: float) -> dict[str, np.ndarray]:
+        """Return updates times a factor; a model that is new to the server is unchanged."""
+        zero = np.zeros(())
+        return {
+            name: array if name.startswith(f"{NEW_MODEL}/") else scaled({name: array}, {name: zero}, factor)[name]
+            for name, array in arrays.items()
+        }
 
     def forget_packed(self) -> None:
         """Drop the packed models; to be called before the models change."""

@@ -11,7 +11,7 @@ from flwr.app import ArrayRecord
 from kindred.messages import ClientId, in_order, read_record
 from kindred.settings import STORE
 
-from .admission import Reply, norm
+from .admission import Reply
 from .arguments import Shared
 from .collaboration import Collaboration
 from .model_store import ClientModels, Layout
@@ -64,13 +64,9 @@ class StoredModels(PersonalizedStrategy):
     def take(self, client: ClientId, reply: Reply) -> None:
         self.models.put(client, reply.arrays)
 
-    def update_norm(self, client: ClientId, arrays: Mapping[str, np.ndarray]) -> float:
-        """Return the norm of the change since the client's last model; the model sent to the client is not stored."""
-        row = np.empty(self.layout.size, self.layout.dtype)  # (d,)
-        self.layout.flatten(arrays, row)
-        trained = self.layout.num_parameters
-        with np.errstate(over="ignore"):
-            return norm([row[:trained] - self.models.row(client)[:trained]])
+    def update_origin(self, client: ClientId) -> Mapping[str, np.ndarray]:
+        """Return the client's last model; the model sent to the client is not stored."""
+        return self.layout.views(self.models.row(client))
 
     def end_round(self, server_round: int, answered: Sequence[ClientId]) -> None:
         if answered:

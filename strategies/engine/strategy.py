@@ -11,9 +11,10 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from logging import ERROR, INFO, WARNING
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
@@ -28,6 +29,8 @@ from kindred.messages import (
     LAST,
     METHOD,
     METRIC,
+    NUM_EXAMPLES,
+    NUM_TEST_EXAMPLES,
     PROBE,
     RUN,
     SERVER_ROUND,
@@ -41,8 +44,10 @@ from kindred.messages import (
 from kindred.metrics import METRICS
 from kindred.registry import REGISTRY
 from kindred.settings import (
+    AUTO,
     GRACE,
     LOCAL_EPOCHS,
+    MAX_CLIENT_SHARE,
     MAX_EMPTY_ROUNDS,
     MAX_LOCAL_EPOCHS,
     MAX_STRIKES,
@@ -57,14 +62,18 @@ from kindred.settings import (
     meant_by,
 )
 
-from .admission import SERVER_ERRORS, Refused, Reply, admit
+from .admission import SERVER_ERRORS, Refused, Reply, admit, admit_evaluation
 from .checkpoint import Checkpoints
 from .empty_rounds import EmptyRounds
 from .evaluation import EvaluationPlan
 from .exchange import Exchange, Sent
 from .history import History, progress
 from .hooks import Hooks
+from .means import WeightedMean
 from .metrics import aggregated, mean_metrics
+from .model_store import Layout
+from .norms import UpdateNorms
+from .remarks import on_samples, on_updates
 from .roster import Roster, only_validates
 from .validation import Validation
 
@@ -120,8 +129,15 @@ class PersonalizedStrategy(Hooks, Strategy):
         A client is excluded after so many rounds in a row in which its training reply was refused or did not come. It
         is excluded for as many rounds, and for one round more each time that its next reply fails too. 0 excludes
         nobody.
-    max_update_norm : float (default: 0.0)
-        The L2 norm, over the parameters, above which an update is refused; see `update_norm`. 0 sets no bound.
+    max_client_share : float (default: 1.0)
+        The largest share of a client, more than 0 and up to 1, in a mean of clients' models that weights them by
+        samples. Larger numbers of samples are lowered (`largest_weight`). Up to 1 / share clients have equal weights.
+        1 sets no bound: the papers' weights.
+    max_update_norm : float or "auto" (default: 0.0)
+        The L2 norm, over the parameters, above which an update is refused; see `update_norm`. 0 sets no bound. With
+        "auto" no update is refused: those above `norms.BOUND` times the median of comparable updates of the latest
+        rounds are scaled down to it. In the first round, all replies are held until the last one has come. "auto" has
+        no effect where no update reaches another client's model (`mixes_updates`).
     max_empty_rounds : int (default: 5)
         Rounds in a row without any usable answer, 1 or more, after which the run ends with `TooFewClients`.
     buffers : collection of str, optional
@@ -141,7 +157,7 @@ class PersonalizedStrategy(Hooks, Strategy):
         An argument out of range, naming it.
     """
 
-    STATE: tuple[str, ...] = ("history", "run_id", "roster")
+    STATE: tuple[str, ...] = ("history", "run_id", "roster", "norms")
 
     def __init__(
         self,
@@ -163,7 +179,8 @@ class PersonalizedStrategy(Hooks, Strategy):
         quorum: float = QUORUM.default,
         grace: float = GRACE.default,
         max_strikes: int = MAX_STRIKES.default,
-        max_update_norm: float = MAX_UPDATE_NORM.default,
+        max_client_share: float = MAX_CLIENT_SHARE.default,
+        max_update_norm: float | Literal["auto"] = MAX_UPDATE_NORM.default,
         max_empty_rounds: int = MAX_EMPTY_ROUNDS.default,
         buffers: Collection[str] | None = None,
         metric: str = "accuracy",
@@ -189,6 +206,7 @@ class PersonalizedStrategy(Hooks, Strategy):
         self.max_local_epochs = MAX_LOCAL_EPOCHS.check(max_local_epochs)
         self.quorum = QUORUM.check(quorum)
         self.grace = GRACE.check(grace)
+        self.max_client_share = MAX_CLIENT_SHARE.check(max_client_share)
         self.max_update_norm = MAX_UPDATE_NORM.check(max_update_norm)
         self.max_empty_rounds = MAX_EMPTY_ROUNDS.check(max_empty_rounds)
         self.buffers = buffers
@@ -201,6 +219,8 @@ class PersonalizedStrategy(Hooks, Strategy):
         self.wait_timeout = WAIT_TIMEOUT.check(wait_timeout)
         self.max_strikes = MAX_STRIKES.check(max_strikes)
         self.roster = Roster(min_available_nodes, wait_timeout, max_strikes)
+        self.norms = UpdateNorms(bounds=False)
+        self.means: list[Mapping[ClientId, float]] = []  # of the round: client -> n_k, for each mean of models
         self.last_round = 0  # of the run in progress
         self.run_id = 0  # the id of the run when it began: Flower gives a resumed run another one
 
@@ -412,6 +432,7 @@ class PersonalizedStrategy(Hooks, Strategy):
         in_simulation = simulated(grid)
         self.history = History(self.metric)
         self.roster.begin(self.history, simulated=in_simulation)
+        self.norms = UpdateNorms(bounds=self.max_update_norm == AUTO and self.mixes_updates)
         self.run_id = grid.run.run_id
         self._attempt = time.time_ns()
         self._checkpoints = None
@@ -423,7 +444,6 @@ class PersonalizedStrategy(Hooks, Strategy):
             self.history,
             self.row_fields,
             personal=self.personal,
-            weighted_by_key=self.weighted_by_key,
             timeout=timeout,
             quorum=self.quorum,
             grace=self.grace,
@@ -578,6 +598,8 @@ class PersonalizedStrategy(Hooks, Strategy):
     ) -> Iterable[Message]:
         """Make the training messages of a round, one at a time."""
         self.roster.begin_round(server_round)
+        self.norms.begin_round()
+        self.means = []
         clients = self.sample(server_round, self.fraction_train, self.min_train_nodes)
         for client, record in self.outgoing(server_round, clients):
             yield self._message(client, record, config, server_round, MessageType.TRAIN)
@@ -587,13 +609,17 @@ class PersonalizedStrategy(Hooks, Strategy):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Process the training replies of a round as they arrive; the models stay here, so no arrays are returned."""
         metrics: dict[ClientId, MetricRecord] = {}
+        numbers: dict[ClientId, float] = {}  # of samples
+        if self.norms.needs_preview:
+            replies = self._exchange.preview(replies, self._preview_training)
         for client, reply in self._exchange.admitted(server_round, replies, self._take_training):
-            metrics[client] = reply.metrics
+            metrics[client], numbers[client] = reply.metrics, reply.number(self.weighted_by_key)
         answered = in_order(metrics)
         self._evaluations.trained(
             answered, [client for client in answered if self._evaluations.has_result(metrics[client])]
         )
         failure = self._end_round(server_round, answered)
+        self._name_outliers(server_round, numbers)
         self._empty_rounds.count(server_round, answered=bool(answered), failure=failure)
         if failure:
             return None, None
@@ -601,12 +627,46 @@ class PersonalizedStrategy(Hooks, Strategy):
 
     def _take_training(self, sent: Sent, content: RecordDict) -> Reply:
         """Check a training reply and pass it to the method; raise `Refused` if it cannot be used."""
-        reply = admit(content, self.weighted_by_key, partial(self.mismatch, sent.client))
-        self.inspect(sent.client, reply)
-        if self.max_update_norm and (size := self.update_norm(sent.client, reply.arrays)) > self.max_update_norm:
-            raise Refused(f"its update has norm {size:g}, allowed: up to {self.max_update_norm:g}")
-        self.take(sent.client, reply)
+        client = sent.client
+        reply, norm = self._admit_training(client, content)
+        if norm is not None:
+            bound = 0.0 if self.max_update_norm == AUTO else float(self.max_update_norm)
+            if 0 < bound < norm:
+                raise Refused(f"its update has norm {norm:g}, allowed: up to {bound:g}")
+            if (factor := self.norms.add(client, self.network_of(client), norm)) < 1:
+                reply = replace(reply, arrays=self.scaled_update(client, reply.arrays, factor))
+                self.inspect(client, reply)  # a method may keep what it has computed of the arrays
+        self.take(client, reply)
         return reply
+
+    def _admit_training(self, client: ClientId, content: RecordDict) -> tuple[Reply, float | None]:
+        """Check a training reply, and return it with the norm of its update; its samples are those introduced."""
+        reply = admit(content, self.weighted_by_key, partial(self.mismatch, client))
+        introduced, claimed = self.roster.introduced_samples(client), reply.metrics.get(NUM_EXAMPLES)
+        if introduced is not None and isinstance(claimed, int | float) and claimed != introduced:
+            reply = replace(reply, metrics=MetricRecord({**reply.metrics, NUM_EXAMPLES: introduced}))
+            self.roster.ask_again(client, claimed)
+        self.inspect(client, reply)
+        return reply, self.update_norm(client, reply.arrays)
+
+    def _preview_training(self, sent: Sent, content: RecordDict) -> None:
+        """Let a training reply's update count in the bound of its own round."""
+        reply, norm = self._admit_training(sent.client, content)
+        if norm is not None:
+            self.norms.preview(sent.client, self.network_of(sent.client), norm)
+
+    def weighted_mean(self, layout: Layout) -> WeightedMean:
+        """Return a new mean of clients' models in the round in progress, with the bound on a client's share."""
+        mean = WeightedMean(layout.size, layout.dtype, self.max_client_share)
+        self.means.append(mean.claimed)
+        return mean
+
+    def _name_outliers(self, server_round: int, numbers: Mapping[ClientId, float]) -> None:
+        """Record the norms of a round's updates, and name clients whose samples or updates stand out."""
+        updates = self.norms.end_round(server_round)
+        self.history.updates += updates
+        for remark in (*on_samples(numbers, self.means), *(on_updates(updates) if self.mixes_updates else ())):
+            self.history.remark(server_round, *remark)
 
     def _end_round(self, server_round: int, answered: Sequence[ClientId]) -> str:
         """Call the method's `end_round`; return the reason if it failed, else an empty text."""
@@ -646,13 +706,16 @@ class PersonalizedStrategy(Hooks, Strategy):
             yield self._message(client, record, config, server_round, MessageType.EVALUATE)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Process the evaluation replies of a round. The method does not receive those before its first round."""
+        """Process the evaluation replies of a round. The method does not receive those before its first round.
+
+        `evaluate_metrics_aggr_fn` is called with NUM_TEST_EXAMPLES as the key of the weights.
+        """
         take = self._take_evaluation if server_round >= self.first_round else self._admit_evaluation
         metrics: dict[ClientId, MetricRecord] = {}
         for client, reply in self._exchange.admitted(server_round, replies, take):
             self._evaluations.evaluated(client)
             metrics[client] = reply.metrics
-        return aggregated(self.evaluate_metrics_aggr_fn, metrics, self.weighted_by_key, server_round)
+        return aggregated(self.evaluate_metrics_aggr_fn, metrics, NUM_TEST_EXAMPLES, server_round)
 
     def _take_evaluation(self, sent: Sent, content: RecordDict) -> Reply:
         """Check an evaluation reply and pass it to the method; raise `Refused` if it cannot be used."""
@@ -666,7 +729,8 @@ class PersonalizedStrategy(Hooks, Strategy):
     def _admit_evaluation(self, sent: Sent, content: RecordDict) -> Reply:
         """Check an evaluation reply; raise `Refused` if it cannot be used."""
         has_arrays = bool(records_of(content, ArrayRecord))
-        return admit(content, self.weighted_by_key, partial(self.mismatch, sent.client) if has_arrays else None)
+        mismatch = partial(self.mismatch, sent.client) if has_arrays else None
+        return admit_evaluation(content, self.weighted_by_key, mismatch)
 
     def _message(
         self,

@@ -25,7 +25,7 @@ from kindred.messages import (
 )
 from kindred.metrics import METRICS
 
-from .admission import REFUSED, SERVER_ERRORS, Refused, admit
+from .admission import REFUSED, SERVER_ERRORS, Refused, admit_evaluation
 from .exchange import payload_bytes
 from .history import History
 from .roster import Roster
@@ -182,9 +182,9 @@ class Validation:
         """Return a reply's number of samples and its metrics, by their names in `METRICS`."""
         if records_of(content, ArrayRecord):
             raise Refused("it has arrays, allowed from a site that only validates: numbers")
-        found = admit(content, self._weighted_by_key).numbers()
+        found = admit_evaluation(content, self._weighted_by_key).numbers()
         values = {name: next((found[key] for key in ordinary_names(name) if key in found), None) for name in METRICS}
-        return {NUM_TEST_EXAMPLES: int(found[self._weighted_by_key])} | {
+        return {NUM_TEST_EXAMPLES: int(found[NUM_TEST_EXAMPLES])} | {
             name: float(value) for name, value in values.items() if METRICS[name].holds(value)
         }
 
