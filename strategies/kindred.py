@@ -15,8 +15,8 @@ mixture is of w_i itself; v_i, the mean of similar clients' models; and g, that 
 | i uses, and trains from, s_i1 w_i + s_i2 v_i + s_i3 g: the next w_i | `parts.combination.combined` |
 
 v_i and g travel to the client, which has w_i, judges the three and reports e_i. Held-out samples are the client's
-validation data; without any, a tenth of its training samples, others in each round, and none in the last.
-A held-out sample makes its own class rarer in training. Where samples are few this alone would decide against w_i, so
+validation data; without any, a tenth of its training samples in the first half of the rounds, which changes when a
+client starts from others' models: what w_i has learnt by heart cannot judge it. A held-out sample makes its own class rarer in training. Where samples are few this alone would decide against w_i, so
 what w_i predicts is corrected by `rarity`.
 
 The prior p is estimated as in Robbins, An empirical Bayes approach to statistics, 1956; weights by held-out samples are
@@ -74,7 +74,7 @@ HUGE = 100.0  # times the median length: a longer model counts for nobody
 LARGEST_WEIGHT = 10.0  # of a client in a mean, in numbers of samples of the median client
 FOLDS = 10  # parts of the training samples, of which a client without validation data holds one out
 VISITS = 4  # training messages for a client that comes after the run
-WORK = 0.1  # of the time of training that judging may take; a prediction takes a third of a step
+WORK = 0.1  # of the time of training that judging may take; predicting for a batch takes a third of a step
 
 SOURCES = 3  # w_i, v_i and g, in this order
 CONCENTRATIONS = np.geomspace(0.02, 200, 41)  # of class proportions; small where most samples are of one class
@@ -83,11 +83,13 @@ LEAST_PROBABILITY = 1e-9  # smaller predicted probabilities are replaced by this
 LARGEST_LOSS = 1e6  # of held-out samples together
 
 NEIGHBOURS, EVERYBODY = "neighbours", "everybody"  # prefixes of v_i and g in messages
+HOLDS_OUT = "holds-out"  # whether a client without validation data holds samples out
 TRAINED_IN = "trained-in"  # round in which the client's model at the server was trained, or 0
 PRIOR = "prior"  # p, down
 EVIDENCE = "evidence"  # e_i, up, less its largest value
 LAST = "last"  # saved at the client: w_i, with TRAINED_IN and
 LOSSES, ROUNDS, CREDIT = "losses", "rounds", "credit"  # the sums for e_i, of losses and of weights; work since judged
+FOLD = "fold"  # number of the tenth of the training samples that is held out
 
 # --- The mathematics ----------------------------------------------------------------------------------
 
@@ -241,37 +243,46 @@ class KindredClient(LocalTraining):
         last = visit.state.load(LAST) or {}
         known = np.array_equal(last.pop(TRAINED_IN, -1), visit.config[TRAINED_IN])  # else the server has another model
         losses, rounds = last.pop(LOSSES, np.zeros(SOURCES)), float(last.pop(ROUNDS, 0.0))  # (3,)
-        credit = float(last.pop(CREDIT, np.inf))
+        credit, fold = float(last.pop(CREDIT, np.inf)), int(last.pop(FOLD, 0))
+        held = bool(last.pop(HOLDS_OUT, False))  # whether that model was trained without the fold
         evidence = np.zeros(SOURCES)  # (3,)
         if known and NEIGHBOURS in received:
             parts = [last, received[NEIGHBOURS], everybody]
-            trained, held_out = divided(visit, int(visit.config[TRAINED_IN]))
-            if len(held_out[1]) and credit >= SOURCES:
+            trained, held_out = divided(visit, fold, held)
+            if len(held_out[1]) and credit >= SOURCES * steps_of(visit, held_out):
                 losses = MEMORY * losses + judged(visit, parts, trained, held_out)
                 rounds, credit = MEMORY * rounds + 1, 0.0
             evidence = (losses.min() - losses) / max(rounds, 1.0)
-            start = combined(parts, shares(np.array(visit.config[PRIOR]), evidence))
+            s = shares(np.array(visit.config[PRIOR]), evidence)  # (3,)
+            start = combined(parts, s)
+            fold += bool(s[0] < 1 / FOLDS)
         else:
             start = everybody
-        train = visit.site.train if visit.is_last else divided(visit, int(visit.config[SERVER_ROUND]))[0]
-        site = replace(visit.site, train=train)
+        held = bool(visit.config[HOLDS_OUT]) and not visit.is_last
+        site = replace(visit.site, train=divided(visit, fold, held)[0])
         arrays, metrics = LocalTraining.trained(replace(visit, arrays=start, site=site))
-        credit += 3 * WORK * (visit.steps + visit.epochs * -(-len(train[1]) // visit.batch_size))
-        saved = {LOSSES: losses, ROUNDS: np.array(rounds), CREDIT: np.array(credit)}
-        visit.state.save(LAST, {**arrays, **saved, TRAINED_IN: np.array(visit.config[SERVER_ROUND])})
+        credit += 3 * WORK * (visit.steps + visit.epochs * steps_of(visit, site.train))
+        sums = {LOSSES: losses, ROUNDS: np.array(rounds), CREDIT: np.array(credit)}
+        state = {FOLD: np.array(fold), HOLDS_OUT: np.array(held), TRAINED_IN: np.array(visit.config[SERVER_ROUND])}
+        visit.state.save(LAST, {**arrays, **sums, **state})
         reply = MetricRecord({**metrics, **visit.counts()}), ConfigRecord({EVIDENCE: evidence.tolist()})
         return RecordDict({ARRAYS: to_record(arrays), METRICS: reply[0], CONFIG: reply[1]})
 
 
-def divided(visit: Visit, server_round: int) -> tuple[Samples, Samples]:
-    """Return the samples that a client trains on in a round, and those that it holds out."""
+def steps_of(visit: Visit, samples: Samples) -> int:
+    """Return the number of batches that samples make."""
+    return -(-len(samples[1]) // visit.batch_size)
+
+
+def divided(visit: Visit, fold: int, held: bool) -> tuple[Samples, Samples]:
+    """Return the samples that a client trains on, and those that it holds out: a fold of FOLDS, if `held`."""
     if visit.site.validation is not None:
         return visit.site.train, visit.site.validation
     n = len(visit.site.train[1])
     order = np.random.default_rng(seed_for(visit.config.get("seed", 0), visit.client, "fold")).permutation(n)
     folds = np.array_split(order, min(FOLDS, n))
-    fold = folds[server_round % len(folds)] if n > 2 else order[:0]  # batch normalisation needs two samples
-    return visit.samples_at(np.setdiff1d(order, fold)), visit.samples_at(np.sort(fold))
+    left_out = folds[fold % len(folds)] if held and n > 2 else order[:0]  # batch normalisation needs two samples
+    return visit.samples_at(np.setdiff1d(order, left_out)), visit.samples_at(np.sort(left_out))
 
 
 def judged(visit: Visit, parts: Sequence[Mapping[str, np.ndarray]], trained: Samples, held_out: Samples) -> np.ndarray:
@@ -324,7 +335,9 @@ class Kindred(CloudModels):
         return super().introduce(newcomers)
 
     def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
-        return {TRAINED_IN: self._trained_in.get(client, 0), PRIOR: self._prior.tolist()}
+        trained_in, prior = self._trained_in.get(client, 0), self._prior.tolist()
+        is_new = not 0 < trained_in <= self._ended  # or comes after the run
+        return {TRAINED_IN: trained_in, PRIOR: prior, HOLDS_OUT: is_new or 2 * server_round <= self.last_round}
 
     def outgoing(self, server_round: int, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId, ArrayRecord]]:
         """Yield g, and v_i for a client that has a model; for an ordinary ClientApp its mixture."""

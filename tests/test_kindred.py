@@ -267,16 +267,26 @@ def test_bytes_are_one_and_a_half_times_those_of_fedavg() -> None:
 
 
 @pytest.mark.parametrize(
-    ("epochs", "steps", "rounds"), [(5, 0, (2, 3, 4, 5, 6)), (1, 0, (2, 5)), (2, 0, (2, 4, 6)), (0, 5, (2, 4, 6))]
+    ("epochs", "steps", "rounds"), [(5, 0, (2, 3, 4, 5, 6, 7)), (1, 0, (2, 5)), (2, 0, (2, 4, 6)), (0, 5, (2, 4, 6))]
 )
 def test_judging_takes_a_tenth_of_training_at_the_most(epochs, steps, rounds) -> None:
-    """36 samples in 4 batches: 20, 4 or 8 steps a round; three predictions take as long as one step."""
+    """36 samples in 4 batches: 20, 4 or 8 steps a round; three predictions of a batch take as long as one step."""
     settings = {"local-epochs": epochs, "local-steps": steps, "batch-size": 10}
-    strategy = trained_by([small_site(3)] * 3, 6, **settings)  # 40 samples, of which 4 are held out
+    strategy = trained_by([small_site(3)] * 3, 12, **settings)  # 40 samples, of which 4 are held out for six rounds
     judging = {row["round"] for row in strategy.history.rows if row.get("samples-predicted")}
     assert judging == {*rounds}
     predicted = {row["samples-predicted"] for row in strategy.history.rows if row["round"] in judging}
     assert predicted == {3 * 4}
+
+
+def test_many_held_out_samples_are_judged_more_rarely() -> None:
+    """8 steps a round, a tenth of which is for judging; judging three models takes 12 batches, thus 4 steps."""
+    site = small_site(3)
+    sites = [replace(site, validation=site.train)] * 3
+    strategy = trained_by(sites, 12, **{"local-epochs": 2, "batch-size": 10})
+    predicted = {row["round"]: row["samples-predicted"] for row in strategy.history.rows if "samples-predicted" in row}
+    judging = [number for number, count in predicted.items() if count]
+    assert judging == [2, 7, 12] and {predicted[number] for number in judging} == {3 * 40}
 
 
 # --- Held-out samples ---------------------------------------------------------------------------------
@@ -289,28 +299,36 @@ def trained_by(sites, rounds: int, grid=InlineGrid, fate=(), strategy: Kindred |
     return strategy
 
 
-def test_without_validation_data_every_sample_is_held_out_once_in_ten_rounds(monkeypatch) -> None:
-    left_out: dict[int, list[int]] = {i: [] for i in range(3)}
+@pytest.mark.parametrize("own", [True, False])
+def test_the_fold_that_is_held_out_changes_when_a_client_starts_from_others_models(monkeypatch, own) -> None:
+    left_out: dict[int, list[list[int]]] = {i: [] for i in range(3)}
     trained = LocalTraining.trained
 
     def recording(visit):
-        x, (server_round, client) = visit.site.train[0], (visit.config["server-round"], visit.client)
+        x, client = visit.site.train[0], visit.client
         missing = set(range(counts[client])) - {int(value) for value in x[:, 0]}
-        left_out[client] += missing
+        left_out[client].append(sorted(missing))
         assert len(x) >= 2 and len(missing) == counts[client] - len(x)  # batch normalisation needs two
-        assert server_round < 11 or not missing  # the last round
         return trained(visit)
 
+    def decided(prior, evidence):
+        return np.broadcast_to([0.9, 0.1, 0.0] if own else [0.09, 0.91, 0.0], evidence.shape)
+
     monkeypatch.setattr(LocalTraining, "trained", recording)
+    monkeypatch.setattr(kindred, "shares", decided)
     counts, sites = (2, 4, 25), []
     for count in counts:
         site = small_site(3)
         x = torch.arange(count, dtype=torch.float32)[:, None].expand(count, 2)
         sites.append(replace(site, train=(x.clone(), site.train[1][:count])))
-    strategy = trained_by(sites, 11)
-    assert left_out[0] == [] and sorted(left_out[2]) == list(range(25))
-    assert set(left_out[1]) == set(range(4)) and len(left_out[1]) == 10  # one in each round
-    rows = [row for row in strategy.history.rows if row["round"] <= 11]
+    strategy = trained_by(sites, 20)
+    assert all(not any(folds[10:]) for folds in left_out.values())  # the second half of the rounds
+    assert not any(left_out[0]) and all(len(fold) == 1 for fold in left_out[1][:10])
+    if own:  # what its model has learnt by heart is not used to judge it
+        assert all(fold == left_out[2][0] != [] for fold in left_out[2][:10])
+    else:
+        assert sorted(sample for fold in left_out[2] for sample in fold) == list(range(25))
+    rows = [row for row in strategy.history.rows if row["round"] <= 20]
     assert all(row["status"] == "ok" and row["num-examples"] == counts[row["client"]] for row in rows)
 
 
