@@ -73,6 +73,8 @@ MEMORY = 0.8  # weight of a round's losses, relative to the next round's, in the
 HUGE = 100.0  # times the median length: a longer model counts for nobody
 LARGEST_WEIGHT = 10.0  # of a client in a mean, in numbers of samples of the median client
 FOLDS = 10  # parts of the training samples, of which a client without validation data holds one out
+HOLDING = 0.5  # of the rounds, the first ones, in which it does
+STAYS = 0.1  # share of its own model from which on the fold stays the same
 VISITS = 4  # training messages for a client that comes after the run
 WORK = 0.1  # of the time of training that judging may take; predicting for a batch takes a third of a step
 
@@ -249,29 +251,24 @@ class KindredClient(LocalTraining):
         if known and NEIGHBOURS in received:
             parts = [last, received[NEIGHBOURS], everybody]
             trained, held_out = divided(visit, fold, held)
-            if len(held_out[1]) and credit >= SOURCES * steps_of(visit, held_out):
+            if len(held_out[1]) and credit >= SOURCES * -(-len(held_out[1]) // visit.batch_size):
                 losses = MEMORY * losses + judged(visit, parts, trained, held_out)
                 rounds, credit = MEMORY * rounds + 1, 0.0
             evidence = (losses.min() - losses) / max(rounds, 1.0)
             s = shares(np.array(visit.config[PRIOR]), evidence)  # (3,)
             start = combined(parts, s)
-            fold += bool(s[0] < 1 / FOLDS)
+            fold += bool(s[0] < STAYS)
         else:
             start = everybody
         held = bool(visit.config[HOLDS_OUT]) and not visit.is_last
         site = replace(visit.site, train=divided(visit, fold, held)[0])
         arrays, metrics = LocalTraining.trained(replace(visit, arrays=start, site=site))
-        credit += 3 * WORK * (visit.steps + visit.epochs * steps_of(visit, site.train))
+        credit += 3 * WORK * (visit.steps + visit.epochs * -(-len(site.train[1]) // visit.batch_size))
         sums = {LOSSES: losses, ROUNDS: np.array(rounds), CREDIT: np.array(credit)}
         state = {FOLD: np.array(fold), HOLDS_OUT: np.array(held), TRAINED_IN: np.array(visit.config[SERVER_ROUND])}
         visit.state.save(LAST, {**arrays, **sums, **state})
         reply = MetricRecord({**metrics, **visit.counts()}), ConfigRecord({EVIDENCE: evidence.tolist()})
         return RecordDict({ARRAYS: to_record(arrays), METRICS: reply[0], CONFIG: reply[1]})
-
-
-def steps_of(visit: Visit, samples: Samples) -> int:
-    """Return the number of batches that samples make."""
-    return -(-len(samples[1]) // visit.batch_size)
 
 
 def divided(visit: Visit, fold: int, held: bool) -> tuple[Samples, Samples]:
@@ -337,7 +334,7 @@ class Kindred(CloudModels):
     def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
         trained_in, prior = self._trained_in.get(client, 0), self._prior.tolist()
         is_new = not 0 < trained_in <= self._ended  # or comes after the run
-        return {TRAINED_IN: trained_in, PRIOR: prior, HOLDS_OUT: is_new or 2 * server_round <= self.last_round}
+        return {TRAINED_IN: trained_in, PRIOR: prior, HOLDS_OUT: is_new or server_round <= HOLDING * self.last_round}
 
     def outgoing(self, server_round: int, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId, ArrayRecord]]:
         """Yield g, and v_i for a client that has a model; for an ordinary ClientApp its mixture."""
