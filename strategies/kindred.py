@@ -16,8 +16,9 @@ mixture is of w_i itself; v_i, the mean of similar clients' models; and g, that 
 
 v_i and g travel to the client, which has w_i, judges the three and reports e_i. Held-out samples are the client's
 validation data; without any, a tenth of its training samples in the first half of the rounds, which changes when a
-client starts from others' models: what w_i has learnt by heart cannot judge it. A held-out sample makes its own class rarer in training. Where samples are few this alone would decide against w_i, so
-what w_i predicts is corrected by `rarity`.
+client starts from others' models: what w_i has learnt by heart cannot judge it. A held-out sample makes its own class
+rarer in training. Where samples are few this alone would decide against w_i, so what w_i predicts is corrected by
+`rarity`.
 
 The prior p is estimated as in Robbins, An empirical Bayes approach to statistics, 1956; weights by held-out samples are
 those of stacking, Wolpert, 1992, and of FedFomo, arXiv:2012.08565. One temperature for each model is fitted as in Guo
@@ -77,7 +78,6 @@ HOLDING = 0.5  # of the rounds, the first ones, in which it does
 STAYS = 0.1  # share of its own model from which on the fold stays the same
 VISITS = 4  # training messages for a client that comes after the run
 WORK = 0.1  # of the time of training that judging may take; predicting for a batch takes a third of a step
-
 SOURCES = 3  # w_i, v_i and g, in this order
 CONCENTRATIONS = np.geomspace(0.02, 200, 41)  # of class proportions; small where most samples are of one class
 TEMPERATURES = np.array([1 / 8, 1 / 4, 1 / 2, 1, 2])
