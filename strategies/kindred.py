@@ -20,9 +20,9 @@ client starts from others' models: what w_i has learnt by heart cannot judge it.
 rarer in training. Where samples are few this alone would decide against w_i, so what w_i predicts is corrected by
 `rarity`.
 
-The prior p is estimated as in Robbins, An empirical Bayes approach to statistics, 1956; weights by held-out samples are
-those of stacking, Wolpert, 1992, and of FedFomo, arXiv:2012.08565. One temperature for each model is fitted as in Guo
-et al., ICML 2017, arXiv:1706.04599: a mean of models is less certain than one model, and as often right.
+Empirical Bayes is of Robbins, 1956; weights by held-out samples are those of stacking, Wolpert, 1992, and of FedFomo,
+arXiv:2012.08565. One temperature for each model is fitted as in Guo et al., ICML 2017, arXiv:1706.04599: a mean of
+models is less certain than one model, and as often right.
 
 Absent clients keep their last model, and it remains in their neighbours' means. As in FedAvg, g is over the clients
 that trained in the last round. Only parameters count in cosines. Floating-point buffers are combined like parameters;
@@ -80,6 +80,7 @@ VISITS = 4  # training messages for a client that comes after the run
 WORK = 0.1  # of the time of training that judging may take; predicting for a batch takes a third of a step
 SOURCES = 3  # w_i, v_i and g, in this order
 CONCENTRATIONS = np.geomspace(0.02, 200, 41)  # of class proportions; small where most samples are of one class
+GRID = (np.array([(i, j, 20 - i - j) for i in range(21) for j in range(21 - i)]) + 0.02) / 20.06  # values of p
 TEMPERATURES = np.array([1 / 8, 1 / 4, 1 / 2, 1, 2])
 LEAST_PROBABILITY = 1e-9  # smaller predicted probabilities are replaced by this
 LARGEST_LOSS = 1e6  # of held-out samples together
@@ -195,24 +196,23 @@ def calibrated_loss(probabilities: np.ndarray, labels: np.ndarray, factors: np.n
 
 
 def prevalence(evidence: np.ndarray) -> np.ndarray:
-    """Return p, the share of clients for which w_i, v_i or g is the best, by expectation and maximisation.
+    """Return p, the expected shares of clients for which w_i, v_i or g is the best.
 
-    p_k = mean_i s_ik with s_ik ~ p_k exp(e_ik), and 1/1000 more, so that none is excluded for ever.
+    This is the mean of p's posterior over the points of GRID: the likelihood is prod_i sum_k p_k exp(e_ik), the prior
+    prod_k p_k^(-1/2), as Jeffreys'.
 
     Parameters
     ----------
     evidence : ndarray, shape (m, 3)
+        0 or less, with a 0 in each row.
 
     Returns
     -------
     ndarray, shape (3,)
         Uniform without clients.
     """
-    prior = np.full(SOURCES, 1 / SOURCES)  # (3,)
-    for _ in range(30 if len(evidence) else 0):
-        prior = shares(prior, evidence).mean(axis=0) + 1e-3
-        prior /= prior.sum()
-    return prior
+    likelihoods = np.log(np.exp(evidence) @ GRID.T).sum(axis=0)  # (g,)
+    return special.softmax(likelihoods - np.log(GRID).sum(axis=1) / 2) @ GRID
 
 
 def shares(prior: np.ndarray, evidence: np.ndarray) -> np.ndarray:

@@ -16,6 +16,7 @@ from kindred import FedAvg, InlineGrid, Kindred, kindred, make_client_app
 from kindred.client.local_training import LocalTraining
 from kindred.client.training import get_arrays
 from kindred.kindred import (
+    GRID,
     SHARPNESS,
     bounded,
     calibrated_loss,
@@ -121,19 +122,37 @@ def test_the_loss_is_finite_for_all_predictions(rows, labels) -> None:
     assert 0 <= calibrated_loss(predictions, np.array(labels), np.ones(4)) <= 3 * 12
 
 
-def test_the_prior_is_the_share_of_clients_for_which_a_model_is_best() -> None:
-    assert prevalence(np.zeros((0, 3))).tolist() == [1 / 3] * 3
+def test_the_prior_is_the_posterior_mean_of_the_shares_of_clients() -> None:
+    assert prevalence(np.zeros((0, 3))) == pytest.approx([1 / 3] * 3)
+    assert prevalence(np.zeros((9, 3))) == pytest.approx([1 / 3] * 3)  # clients without evidence say nothing
     sure = -1000.0 * (1 - np.eye(3))  # one model each
     assert prevalence(sure) == pytest.approx([1 / 3] * 3)
-    assert prevalence(sure[[0, 2, 2, 2]]) == pytest.approx([0.25, 0, 0.75], abs=2e-3)
-    undecided = np.array([sure[2]] * 9 + [np.zeros(3)])  # a client without evidence follows the others
-    assert prevalence(undecided)[2] > 0.99
+    for counts in ((1, 0, 3), (10, 5, 2), (0, 20, 0), (7, 7, 1)):
+        expected = (np.array(counts) + 0.5) / (sum(counts) + 1.5)  # of all p, not those of the grid alone
+        assert prevalence(np.repeat(sure, counts, axis=0)) == pytest.approx(expected, abs=0.06)
+    mean, total = np.zeros(3), 0.0
+    for p in GRID:
+        density = np.prod(p**-0.5) * p[0] * p[1] ** 2 * (p[0] + np.exp(-1) * (p[1] + p[2]))
+        mean, total = mean + density * p, total + density
+    some = np.vstack([sure[[0, 1, 1]], [[0.0, -1.0, -1.0]]])
+    assert prevalence(some) == pytest.approx(mean / total)
+    undecided = np.array([sure[2]] * 9 + [np.zeros(3)])  # a client without evidence does not change it
+    assert prevalence(undecided) == pytest.approx(prevalence(undecided[:9]))
+
+
+def test_weak_evidence_of_many_clients_does_not_exclude_a_model() -> None:
+    """Twenty clients for whom one model is a little better, as after a round in which nobody has learnt much."""
+    weak = np.tile([-0.1, -0.1, 0.0], (20, 1))
+    assert prevalence(weak).min() > 0.1
+    assert prevalence(np.tile([-3.0, -3.0, 0.0], (20, 1)))[2] > 0.9
 
 
 @pytest.mark.parametrize("evidence", [-1e9, -5.0, 0.0])
 def test_one_client_moves_the_prior_by_its_share_of_clients_at_most(evidence) -> None:
-    honest = np.tile([-3.0, -3.0, 0.0], (9, 1))
-    assert prevalence(np.vstack([honest, [[0.0, evidence, evidence]]]))[2] > 0.85
+    honest = np.tile([-5.0, -5.0, 0.0], (9, 1))
+    without = prevalence(honest)
+    assert without[2] > 0.9
+    assert (np.abs(prevalence(np.vstack([honest, [[0.0, evidence, evidence]]])) - without) < 1 / 8).all()
 
 
 def test_shares_follow_prior_and_evidence() -> None:
@@ -378,7 +397,7 @@ def test_a_site_stores_the_personal_model_that_the_server_computed(tmp_path) -> 
 
 def test_an_ordinary_client_gets_one_model_and_the_prior_s_mixture() -> None:
     strategy = run("kindred")
-    assert strategy._prior.tolist() == [1 / 3] * 3 and strategy._evidence == {}
+    assert strategy._prior == pytest.approx([1 / 3] * 3) and strategy._evidence == {}
     assert all(row["status"] == "ok" for row in strategy.history.rows)
     clients, weights = strategy.collaboration()
     assert (np.diagonal(weights) > 1 / 3).all() and weights.sum(axis=1) == pytest.approx(1)
