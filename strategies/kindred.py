@@ -15,13 +15,14 @@ mixture is of w_i itself; v_i, the mean of similar clients' models; and g, that 
 | i uses, and trains from, s_i1 w_i + s_i2 v_i + s_i3 g: the next w_i | `parts.combination.combined` |
 
 v_i and g travel to the client, which has w_i, judges the three and reports e_i. Held-out samples are the client's
-validation data; without any, a tenth of its training samples, others in each round, and none in the last.
-A held-out sample makes its own class rarer in training. Where samples are few this alone would decide against w_i, so
-what w_i predicts is corrected by `rarity`.
+validation data; without any, a tenth of its training samples in the first half of the rounds, which changes when a
+client starts from others' models: what w_i has learnt by heart cannot judge it. A held-out sample makes its own class
+rarer in training. Where samples are few this alone would decide against w_i, so what w_i predicts is corrected by
+`rarity`.
 
-The prior p is estimated as in Robbins, An empirical Bayes approach to statistics, 1956; weights by held-out samples are
-those of stacking, Wolpert, 1992, and of FedFomo, arXiv:2012.08565. One temperature for each model is fitted as in Guo
-et al., ICML 2017, arXiv:1706.04599: a mean of models is less certain than one model, and as often right.
+Empirical Bayes is of Robbins, 1956; weights by held-out samples are those of stacking, Wolpert, 1992, and of FedFomo,
+arXiv:2012.08565. One temperature for each model is fitted as in Guo et al., ICML 2017, arXiv:1706.04599: a mean of
+models is less certain than one model, and as often right.
 
 Absent clients keep their last model, and it remains in their neighbours' means. As in FedAvg, g is over the clients
 that trained in the last round. Only parameters count in cosines. Floating-point buffers are combined like parameters;
@@ -74,21 +75,25 @@ MEMORY = 0.8  # weight of a round's losses, relative to the next round's, in the
 HUGE = 100.0  # times the median length: a longer model counts for nobody
 LARGEST_WEIGHT = 10.0  # of a client in a mean, in numbers of samples of the median client
 FOLDS = 10  # parts of the training samples, of which a client without validation data holds one out
+HOLDING = 0.5  # of the rounds, the first ones, in which it does
+STAYS = 0.1  # share of its own model from which on the fold stays the same
 VISITS = 4  # training messages for a client that comes after the run
-WORK = 0.1  # of the time of training that judging may take; a prediction takes a third of a step
-
+WORK = 0.1  # of the time of training that judging may take; predicting for a batch takes a third of a step
 SOURCES = 3  # w_i, v_i and g, in this order
 CONCENTRATIONS = np.geomspace(0.02, 200, 41)  # of class proportions; small where most samples are of one class
+GRID = (np.array([(i, j, 20 - i - j) for i in range(21) for j in range(21 - i)]) + 0.02) / 20.06  # values of p
 TEMPERATURES = np.array([1 / 8, 1 / 4, 1 / 2, 1, 2])
 LEAST_PROBABILITY = 1e-9  # smaller predicted probabilities are replaced by this
 LARGEST_LOSS = 1e6  # of held-out samples together
 
 NEIGHBOURS, EVERYBODY = "neighbours", "everybody"  # prefixes of v_i and g in messages
+HOLDS_OUT = "holds-out"  # whether a client without validation data holds samples out
 TRAINED_IN = "trained-in"  # round in which the client's model at the server was trained, or 0
 PRIOR = "prior"  # p, down
 EVIDENCE = "evidence"  # e_i, up, less its largest value
 LAST = "last"  # saved at the client: w_i, with TRAINED_IN and
 LOSSES, ROUNDS, CREDIT = "losses", "rounds", "credit"  # the sums for e_i, of losses and of weights; work since judged
+FOLD = "fold"  # number of the tenth of the training samples that is held out
 
 # --- The mathematics ----------------------------------------------------------------------------------
 
@@ -192,24 +197,23 @@ def calibrated_loss(probabilities: np.ndarray, labels: np.ndarray, factors: np.n
 
 
 def prevalence(evidence: np.ndarray) -> np.ndarray:
-    """Return p, the share of clients for which w_i, v_i or g is the best, by expectation and maximisation.
+    """Return p, the expected shares of clients for which w_i, v_i or g is the best.
 
-    p_k = mean_i s_ik with s_ik ~ p_k exp(e_ik), and 1/1000 more, so that none is excluded for ever.
+    This is the mean of p's posterior over the points of GRID: the likelihood is prod_i sum_k p_k exp(e_ik), the prior
+    prod_k p_k^(-1/2), as Jeffreys'.
 
     Parameters
     ----------
     evidence : ndarray, shape (m, 3)
+        0 or less, with a 0 in each row.
 
     Returns
     -------
     ndarray, shape (3,)
         Uniform without clients.
     """
-    prior = np.full(SOURCES, 1 / SOURCES)  # (3,)
-    for _ in range(30 if len(evidence) else 0):
-        prior = shares(prior, evidence).mean(axis=0) + 1e-3
-        prior /= prior.sum()
-    return prior
+    likelihoods = np.log(np.exp(evidence) @ GRID.T).sum(axis=0)  # (g,)
+    return special.softmax(likelihoods - np.log(GRID).sum(axis=1) / 2) @ GRID
 
 
 def shares(prior: np.ndarray, evidence: np.ndarray) -> np.ndarray:
@@ -242,37 +246,41 @@ class KindredClient(LocalTraining):
         last = visit.state.load(LAST) or {}
         known = np.array_equal(last.pop(TRAINED_IN, -1), visit.config[TRAINED_IN])  # else the server has another model
         losses, rounds = last.pop(LOSSES, np.zeros(SOURCES)), float(last.pop(ROUNDS, 0.0))  # (3,)
-        credit = float(last.pop(CREDIT, np.inf))
+        credit, fold = float(last.pop(CREDIT, np.inf)), int(last.pop(FOLD, 0))
+        held = bool(last.pop(HOLDS_OUT, False))  # whether that model was trained without the fold
         evidence = np.zeros(SOURCES)  # (3,)
         if known and NEIGHBOURS in received:
             parts = [last, received[NEIGHBOURS], everybody]
-            trained, held_out = divided(visit, int(visit.config[TRAINED_IN]))
-            if len(held_out[1]) and credit >= SOURCES:
+            trained, held_out = divided(visit, fold, held)
+            if len(held_out[1]) and credit >= SOURCES * -(-len(held_out[1]) // visit.batch_size):
                 losses = MEMORY * losses + judged(visit, parts, trained, held_out)
                 rounds, credit = MEMORY * rounds + 1, 0.0
             evidence = (losses.min() - losses) / max(rounds, 1.0)
-            start = combined(parts, shares(np.array(visit.config[PRIOR]), evidence))
+            s = shares(np.array(visit.config[PRIOR]), evidence)  # (3,)
+            start = combined(parts, s)
+            fold += bool(s[0] < STAYS)
         else:
             start = everybody
-        train = visit.site.train if visit.is_last else divided(visit, int(visit.config[SERVER_ROUND]))[0]
-        site = replace(visit.site, train=train)
+        held = bool(visit.config[HOLDS_OUT]) and not visit.is_last
+        site = replace(visit.site, train=divided(visit, fold, held)[0])
         arrays, metrics = LocalTraining.trained(replace(visit, arrays=start, site=site))
-        credit += 3 * WORK * (visit.steps + visit.epochs * -(-len(train[1]) // visit.batch_size))
-        saved = {LOSSES: losses, ROUNDS: np.array(rounds), CREDIT: np.array(credit)}
-        visit.state.save(LAST, {**arrays, **saved, TRAINED_IN: np.array(visit.config[SERVER_ROUND])})
+        credit += 3 * WORK * (visit.steps + visit.epochs * -(-len(site.train[1]) // visit.batch_size))
+        sums = {LOSSES: losses, ROUNDS: np.array(rounds), CREDIT: np.array(credit)}
+        state = {FOLD: np.array(fold), HOLDS_OUT: np.array(held), TRAINED_IN: np.array(visit.config[SERVER_ROUND])}
+        visit.state.save(LAST, {**arrays, **sums, **state})
         reply = MetricRecord({**metrics, **visit.counts()}), ConfigRecord({EVIDENCE: evidence.tolist()})
         return RecordDict({ARRAYS: to_record(arrays), METRICS: reply[0], CONFIG: reply[1]})
 
 
-def divided(visit: Visit, server_round: int) -> tuple[Samples, Samples]:
-    """Return the samples that a client trains on in a round, and those that it holds out."""
+def divided(visit: Visit, fold: int, held: bool) -> tuple[Samples, Samples]:
+    """Return the samples that a client trains on, and those that it holds out: a fold of FOLDS, if `held`."""
     if visit.site.validation is not None:
         return visit.site.train, visit.site.validation
     n = len(visit.site.train[1])
     order = np.random.default_rng(seed_for(visit.config.get("seed", 0), visit.client, "fold")).permutation(n)
     folds = np.array_split(order, min(FOLDS, n))
-    fold = folds[server_round % len(folds)] if n > 2 else order[:0]  # batch normalisation needs two samples
-    return visit.samples_at(np.setdiff1d(order, fold)), visit.samples_at(np.sort(fold))
+    left_out = folds[fold % len(folds)] if held and n > 2 else order[:0]  # batch normalisation needs two samples
+    return visit.samples_at(np.setdiff1d(order, left_out)), visit.samples_at(np.sort(left_out))
 
 
 def judged(visit: Visit, parts: Sequence[Mapping[str, np.ndarray]], trained: Samples, held_out: Samples) -> np.ndarray:
@@ -325,7 +333,9 @@ class Kindred(CloudModels):
         return super().introduce(newcomers)
 
     def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
-        return {TRAINED_IN: self._trained_in.get(client, 0), PRIOR: self._prior.tolist()}
+        trained_in, prior = self._trained_in.get(client, 0), self._prior.tolist()
+        is_new = not 0 < trained_in <= self._ended  # or comes after the run
+        return {TRAINED_IN: trained_in, PRIOR: prior, HOLDS_OUT: is_new or server_round <= HOLDING * self.last_round}
 
     def outgoing(self, server_round: int, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId, ArrayRecord]]:
         """Yield g, and v_i for a client that has a model; for an ordinary ClientApp its mixture."""

@@ -16,6 +16,7 @@ from kindred import FedAvg, InlineGrid, Kindred, kindred, make_client_app
 from kindred.client.local_training import LocalTraining
 from kindred.client.training import get_arrays
 from kindred.kindred import (
+    GRID,
     SHARPNESS,
     bounded,
     calibrated_loss,
@@ -121,19 +122,37 @@ def test_the_loss_is_finite_for_all_predictions(rows, labels) -> None:
     assert 0 <= calibrated_loss(predictions, np.array(labels), np.ones(4)) <= 3 * 12
 
 
-def test_the_prior_is_the_share_of_clients_for_which_a_model_is_best() -> None:
-    assert prevalence(np.zeros((0, 3))).tolist() == [1 / 3] * 3
+def test_the_prior_is_the_posterior_mean_of_the_shares_of_clients() -> None:
+    assert prevalence(np.zeros((0, 3))) == pytest.approx([1 / 3] * 3)
+    assert prevalence(np.zeros((9, 3))) == pytest.approx([1 / 3] * 3)  # clients without evidence say nothing
     sure = -1000.0 * (1 - np.eye(3))  # one model each
     assert prevalence(sure) == pytest.approx([1 / 3] * 3)
-    assert prevalence(sure[[0, 2, 2, 2]]) == pytest.approx([0.25, 0, 0.75], abs=2e-3)
-    undecided = np.array([sure[2]] * 9 + [np.zeros(3)])  # a client without evidence follows the others
-    assert prevalence(undecided)[2] > 0.99
+    for counts in ((1, 0, 3), (10, 5, 2), (0, 20, 0), (7, 7, 1)):
+        expected = (np.array(counts) + 0.5) / (sum(counts) + 1.5)  # of all p, not those of the grid alone
+        assert prevalence(np.repeat(sure, counts, axis=0)) == pytest.approx(expected, abs=0.06)
+    mean, total = np.zeros(3), 0.0
+    for p in GRID:
+        density = np.prod(p**-0.5) * p[0] * p[1] ** 2 * (p[0] + np.exp(-1) * (p[1] + p[2]))
+        mean, total = mean + density * p, total + density
+    some = np.vstack([sure[[0, 1, 1]], [[0.0, -1.0, -1.0]]])
+    assert prevalence(some) == pytest.approx(mean / total)
+    undecided = np.array([sure[2]] * 9 + [np.zeros(3)])  # a client without evidence does not change it
+    assert prevalence(undecided) == pytest.approx(prevalence(undecided[:9]))
+
+
+def test_weak_evidence_of_many_clients_does_not_exclude_a_model() -> None:
+    """Twenty clients for whom one model is a little better, as after a round in which nobody has learnt much."""
+    weak = np.tile([-0.1, -0.1, 0.0], (20, 1))
+    assert prevalence(weak).min() > 0.1
+    assert prevalence(np.tile([-3.0, -3.0, 0.0], (20, 1)))[2] > 0.9
 
 
 @pytest.mark.parametrize("evidence", [-1e9, -5.0, 0.0])
 def test_one_client_moves_the_prior_by_its_share_of_clients_at_most(evidence) -> None:
-    honest = np.tile([-3.0, -3.0, 0.0], (9, 1))
-    assert prevalence(np.vstack([honest, [[0.0, evidence, evidence]]]))[2] > 0.85
+    honest = np.tile([-5.0, -5.0, 0.0], (9, 1))
+    without = prevalence(honest)
+    assert without[2] > 0.9
+    assert (np.abs(prevalence(np.vstack([honest, [[0.0, evidence, evidence]]])) - without) < 1 / 8).all()
 
 
 def test_shares_follow_prior_and_evidence() -> None:
@@ -267,16 +286,26 @@ def test_bytes_are_one_and_a_half_times_those_of_fedavg() -> None:
 
 
 @pytest.mark.parametrize(
-    ("epochs", "steps", "rounds"), [(5, 0, (2, 3, 4, 5, 6)), (1, 0, (2, 5)), (2, 0, (2, 4, 6)), (0, 5, (2, 4, 6))]
+    ("epochs", "steps", "rounds"), [(5, 0, (2, 3, 4, 5, 6, 7)), (1, 0, (2, 5)), (2, 0, (2, 4, 6)), (0, 5, (2, 4, 6))]
 )
 def test_judging_takes_a_tenth_of_training_at_the_most(epochs, steps, rounds) -> None:
-    """36 samples in 4 batches: 20, 4 or 8 steps a round; three predictions take as long as one step."""
+    """36 samples in 4 batches: 20, 4 or 8 steps a round; three predictions of a batch take as long as one step."""
     settings = {"local-epochs": epochs, "local-steps": steps, "batch-size": 10}
-    strategy = trained_by([small_site(3)] * 3, 6, **settings)  # 40 samples, of which 4 are held out
+    strategy = trained_by([small_site(3)] * 3, 12, **settings)  # 40 samples, of which 4 are held out for six rounds
     judging = {row["round"] for row in strategy.history.rows if row.get("samples-predicted")}
     assert judging == {*rounds}
     predicted = {row["samples-predicted"] for row in strategy.history.rows if row["round"] in judging}
     assert predicted == {3 * 4}
+
+
+def test_many_held_out_samples_are_judged_more_rarely() -> None:
+    """8 steps a round, a tenth of which is for judging; judging three models takes 12 batches, thus 4 steps."""
+    site = small_site(3)
+    sites = [replace(site, validation=site.train)] * 3
+    strategy = trained_by(sites, 12, **{"local-epochs": 2, "batch-size": 10})
+    predicted = {row["round"]: row["samples-predicted"] for row in strategy.history.rows if "samples-predicted" in row}
+    judging = [number for number, count in predicted.items() if count]
+    assert judging == [2, 7, 12] and {predicted[number] for number in judging} == {3 * 40}
 
 
 # --- Held-out samples ---------------------------------------------------------------------------------
@@ -289,28 +318,36 @@ def trained_by(sites, rounds: int, grid=InlineGrid, fate=(), strategy: Kindred |
     return strategy
 
 
-def test_without_validation_data_every_sample_is_held_out_once_in_ten_rounds(monkeypatch) -> None:
-    left_out: dict[int, list[int]] = {i: [] for i in range(3)}
+@pytest.mark.parametrize("own", [True, False])
+def test_the_fold_that_is_held_out_changes_when_a_client_starts_from_others_models(monkeypatch, own) -> None:
+    left_out: dict[int, list[list[int]]] = {i: [] for i in range(3)}
     trained = LocalTraining.trained
 
     def recording(visit):
-        x, (server_round, client) = visit.site.train[0], (visit.config["server-round"], visit.client)
+        x, client = visit.site.train[0], visit.client
         missing = set(range(counts[client])) - {int(value) for value in x[:, 0]}
-        left_out[client] += missing
+        left_out[client].append(sorted(missing))
         assert len(x) >= 2 and len(missing) == counts[client] - len(x)  # batch normalisation needs two
-        assert server_round < 11 or not missing  # the last round
         return trained(visit)
 
+    def decided(prior, evidence):
+        return np.broadcast_to([0.9, 0.1, 0.0] if own else [0.09, 0.91, 0.0], evidence.shape)
+
     monkeypatch.setattr(LocalTraining, "trained", recording)
+    monkeypatch.setattr(kindred, "shares", decided)
     counts, sites = (2, 4, 25), []
     for count in counts:
         site = small_site(3)
         x = torch.arange(count, dtype=torch.float32)[:, None].expand(count, 2)
         sites.append(replace(site, train=(x.clone(), site.train[1][:count])))
-    strategy = trained_by(sites, 11)
-    assert left_out[0] == [] and sorted(left_out[2]) == list(range(25))
-    assert set(left_out[1]) == set(range(4)) and len(left_out[1]) == 10  # one in each round
-    rows = [row for row in strategy.history.rows if row["round"] <= 11]
+    strategy = trained_by(sites, 20)
+    assert all(not any(folds[10:]) for folds in left_out.values())  # the second half of the rounds
+    assert not any(left_out[0]) and all(len(fold) == 1 for fold in left_out[1][:10])
+    if own:  # what its model has learnt by heart is not used to judge it
+        assert all(fold == left_out[2][0] != [] for fold in left_out[2][:10])
+    else:
+        assert sorted(sample for fold in left_out[2] for sample in fold) == list(range(25))
+    rows = [row for row in strategy.history.rows if row["round"] <= 20]
     assert all(row["status"] == "ok" and row["num-examples"] == counts[row["client"]] for row in rows)
 
 
@@ -360,7 +397,7 @@ def test_a_site_stores_the_personal_model_that_the_server_computed(tmp_path) -> 
 
 def test_an_ordinary_client_gets_one_model_and_the_prior_s_mixture() -> None:
     strategy = run("kindred")
-    assert strategy._prior.tolist() == [1 / 3] * 3 and strategy._evidence == {}
+    assert strategy._prior == pytest.approx([1 / 3] * 3) and strategy._evidence == {}
     assert all(row["status"] == "ok" for row in strategy.history.rows)
     clients, weights = strategy.collaboration()
     assert (np.diagonal(weights) > 1 / 3).all() and weights.sum(axis=1) == pytest.approx(1)
