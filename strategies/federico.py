@@ -68,7 +68,7 @@ from .messages import (
     CONFIG,
     METRICS,
     NEIGHBOURS,
-    NUM_EXAMPLES,
+    NUM_TEST_EXAMPLES,
     SHARE_MODEL,
     TRAIN_LOSS,
     ClientId,
@@ -246,7 +246,7 @@ class FedeRiCoClient:
     def evaluate(visit: Visit) -> RecordDict:
         """Evaluate the mixture of the models in the message, and of the copies of those that it lacks; keep it."""
         metrics = evaluate_mixture(visit, Losses.load(visit.state), received_models(visit)[0], {}, "")
-        return RecordDict({METRICS: MetricRecord({**metrics, NUM_EXAMPLES: len(visit.site.test[1])})})
+        return RecordDict({METRICS: MetricRecord({**metrics, NUM_TEST_EXAMPLES: len(visit.site.test[1])})})
 
 
 def evaluate_mixture(

@@ -139,7 +139,10 @@ def test_such_sites_do_not_count_as_available() -> None:
     ("change", "says"),
     [
         (lambda reply: reply.content.update(arrays=to_record({"a": np.zeros(3)})), "refused: it has arrays, allowed"),
-        (lambda reply: reply.content["metrics"].update({"num-examples": 0}), "refused: num-examples is 0, allowed"),
+        (
+            lambda reply: reply.content["metrics"].update({"num-test-examples": 0}),
+            "refused: num-test-examples is 0, allowed",
+        ),
         (lambda reply: reply.content["metrics"].update({"x" * 300: 1.0}), "refused: a metric is called"),
         (lambda reply: reply.content.clear(), "refused: it has 0 metric records"),
     ],
@@ -227,7 +230,7 @@ def test_a_reply_has_numbers_alone_and_nothing_is_saved(name, tmp_path) -> None:
     message = message_to(MessageType.EVALUATE, method=name, **{"last-round": True, "finetune-epochs": 3})
     reply = client_app(message, context_of(**{"state-dir": str(tmp_path)}))
     (record,) = reply.content.values()
-    assert not isinstance(record, ArrayRecord) and record["num-examples"] == 30
+    assert not isinstance(record, ArrayRecord) and record["num-test-examples"] == 30
     assert set(CLASSES.reports) <= set(record) | {"loss"}
     assert list(tmp_path.rglob("*")) == []
 

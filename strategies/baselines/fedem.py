@@ -56,7 +56,7 @@ from kindred.lazy import lazy
 from kindred.messages import (
     ARRAYS,
     METRICS,
-    NUM_EXAMPLES,
+    NUM_TEST_EXAMPLES,
     SHARE,
     TRAIN_LOSS,
     ClientId,
@@ -167,7 +167,7 @@ class FedEMClient:
             else new_shares(responsibilities(_equal(len(components)), _likelihoods(visit, components)))
         )
         keep_mixture(visit, range(len(components)), components, shares)
-        metrics = _scores(visit, components, shares) | {NUM_EXAMPLES: len(visit.site.test[1])}
+        metrics = _scores(visit, components, shares) | {NUM_TEST_EXAMPLES: len(visit.site.test[1])}
         return RecordDict({METRICS: MetricRecord({**metrics})})
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flwr.app import MetricRecord, RecordDict
 
-from kindred.messages import METRICS, NUM_EXAMPLES
+from kindred.messages import METRICS, NUM_TEST_EXAMPLES
 
 from .evaluation import evaluate
 from .visit import Visit
@@ -21,4 +21,4 @@ def validation(visit: Visit) -> RecordDict:
         The model does not fit the site's network.
     """
     found = evaluate(visit.model(), *visit.site.test, visit.objective, names=visit.objective.reports)
-    return RecordDict({METRICS: MetricRecord({**found, NUM_EXAMPLES: len(visit.site.test[1])})})
+    return RecordDict({METRICS: MetricRecord({**found, NUM_TEST_EXAMPLES: len(visit.site.test[1])})})

@@ -396,4 +396,4 @@ class Visit:
     def separate_evaluation(self, model: torch.nn.Module) -> dict[str, float]:
         """Return the metrics of a reply to EVALUATE, of the client's personal model; see `evaluation`."""
         predictions, found = predict_and_evaluate(model, *self.site.test, self.objective, names=self.further())
-        return {**found, **self._judge(model, predictions), NUM_EXAMPLES: len(self.site.test[1])}
+        return {**found, **self._judge(model, predictions), NUM_TEST_EXAMPLES: len(self.site.test[1])}
