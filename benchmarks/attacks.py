@@ -1,0 +1,402 @@
+"""Accuracy that honest clients lose to attackers, by method, attack and defence, on scikit-learn's digits.
+
+    python -m benchmarks.attacks [--methods NAME,...] [--attacks NAME,...] [--defences NAME,...] [--attackers N,...]
+                                 [--seeds N,...] [--output-dir DIR]
+
+10 clients train for 10 rounds, in this process, with the defaults of `kindred run`. There is a table for each number of
+attackers. Its column "nobody attacks" is the mean accuracy of the clients that are honest in that table, in percent;
+"costs" is what the defence costs them while nobody attacks. An attack's column is what it costs them with the same
+defence. All costs are points of accuracy, as means over seeds; less than 0 is a gain. A dash marks a run that failed.
+
+attacks.json in the output folder has the finished runs, which are not repeated; remove it after a change of the code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import ConfigRecord, Context, Message, MessageType
+from flwr.clientapp import ClientApp
+
+from kindred import REGISTRY, InlineGrid, Site, make_client_app
+from kindred.baselines.scaffold import CONTROL
+from kindred.client.site import LoadSite, forget_sites
+from kindred.client_app.app import load_site
+from kindred.data import load_clients
+from kindred.engine.admission import MAX_EXAMPLES, norm
+from kindred.engine.sent_models import NEW_MODEL
+from kindred.messages import (
+    ARRAYS,
+    CONFIG,
+    IDENTITY_QUERY,
+    METHOD,
+    METRICS,
+    NUM_EXAMPLES,
+    PERSONAL,
+    SERVER_ROUND,
+    by_prefix,
+    config_of,
+    read_record,
+    seed_for,
+    to_record,
+)
+from kindred.perfed_ckt import CENTROIDS, LOGITS, nearest_centroid
+from kindred.server_app.app import prepare
+from kindred.server_app.config import SETTINGS, Config, ConfigError, is_used_by
+from kindred.server_app.run_files import write_json
+from kindred.settings import TRAINING
+
+from . import markdown, methods_named
+
+CLIENTS, ROUNDS = 10, 10
+
+Arrays = dict[str, np.ndarray]
+
+# --- Attacks ------------------------------------------------------------------------------------------
+
+
+def honest(change: Arrays, rng: np.random.Generator) -> Arrays:
+    """Return the change unaltered."""
+    return change
+
+
+def flipped(change: Arrays, rng: np.random.Generator) -> Arrays:
+    """Return ten times the change in the opposite direction."""
+    return {name: -10 * array for name, array in change.items()}
+
+
+def noise(change: Arrays, rng: np.random.Generator) -> Arrays:
+    """Return a change in a random direction, as long as the honest one."""
+    drawn = {name: rng.standard_normal(array.shape) for name, array in change.items()}
+    factor = norm(change.values()) / max(norm(drawn.values()), 1e-12)
+    return {name: factor * array for name, array in drawn.items()}
+
+
+def huge(change: Arrays, rng: np.random.Generator) -> Arrays:
+    """Return a change of 1e14 in each coordinate: little below the largest number that is admitted."""
+    return {name: np.full(array.shape, 1e14) for name, array in change.items()}
+
+
+def nothing(change: Arrays, rng: np.random.Generator) -> Arrays:
+    """Return no change: the client sends what it received."""
+    return {name: np.zeros(array.shape) for name, array in change.items()}
+
+
+@dataclass(frozen=True)
+class Attack:
+    """An attack by a client.
+
+    Attributes
+    ----------
+    changed : callable
+        Given the change that the client would report, and a generator, returns the one that it does report.
+    claims : int
+        Number of training samples that it claims, from its introduction on; 0: its true number.
+    shuffles : bool
+        Whether it trains on its labels in a random order.
+    """
+
+    changed: Callable[[Arrays, np.random.Generator], Arrays] = honest
+    claims: int = 0
+    shuffles: bool = False
+
+
+ATTACKS: Mapping[str, Attack] = {
+    "flip x10": Attack(flipped),
+    "noise": Attack(noise),
+    "labels": Attack(shuffles=True),
+    "huge": Attack(huge),
+    "free rider": Attack(nothing, claims=10**6),
+    "claim": Attack(claims=MAX_EXAMPLES),
+    "flip and claim": Attack(flipped, claims=MAX_EXAMPLES),
+}
+"""The attacks by name: the columns of the table."""
+
+
+def start_of(method: str, received: Arrays, sent: Arrays) -> Arrays:
+    """Return the arrays in relation to which the floats of a training reply are a change.
+
+    These are the model in the message; of several models the one nearest to the reply. The reply of PerFed-CKT has
+    class probabilities, which are compared with the nearest centroid. Some arrays of FedeRiCo and SCAFFOLD are changes
+    themselves. A model that the server does not have yet is no change.
+    """
+    floats = {name: array for name, array in sent.items() if np.issubdtype(array.dtype, np.floating)}
+    models = [part for part in by_prefix(received).values() if floats.keys() <= part.keys()]
+    start = min(models, key=lambda model: norm(floats[name] - model[name] for name in floats), default={})
+    start = {name: array for name, array in {**floats, **start, **received}.items() if name in floats}
+    if method == "federico":
+        start |= {name: np.zeros_like(array) for name, array in floats.items() if not name.startswith(f"{NEW_MODEL}/")}
+    if method == "scaffold":
+        start |= {name: np.zeros_like(array) for name, array in floats.items() if name.startswith(f"{CONTROL}/")}
+    if LOGITS in floats:
+        centroids = received.get(CENTROIDS, np.full((1, *floats[LOGITS].shape), 1 / floats[LOGITS].shape[1]))
+        start[LOGITS] = centroids[nearest_centroid(floats[LOGITS], centroids)]
+    return start
+
+
+def attacked(attack: Attack, method: str, received: Arrays, sent: Arrays, rng: np.random.Generator) -> Arrays:
+    """Return the arrays that an attacker sends in place of the honest ones."""
+    start = start_of(method, received, sent)
+    change = attack.changed({name: sent[name] - start[name] for name in start}, rng)
+    found = {name: (start[name] + change[name]).astype(sent[name].dtype) for name in start}
+    if LOGITS in found:  # anything but probabilities is refused
+        positive = found[LOGITS].clip(0, None).astype(np.float64) + 1e-9
+        found[LOGITS] = (positive / positive.sum(axis=1, keepdims=True)).astype(sent[LOGITS].dtype)
+    return {name: found.get(name, array) for name, array in sent.items()}  # in the order of the reply
+
+
+class AttackedApp(ClientApp):
+    """A ClientApp whose attackers alter their replies.
+
+    Parameters
+    ----------
+    app : ClientApp
+        The honest one.
+    attack : Attack
+        `shuffles` is the data's matter, see `with_shuffled_labels`.
+    attackers : collection of int
+        Their partitions (`partition-id` of the node config).
+    """
+
+    def __init__(self, app: ClientApp, attack: Attack, attackers: Collection[int]) -> None:
+        super().__init__()
+        self.app, self.attack, self.attackers = app, attack, attackers
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        kind, asked = message.metadata.message_type, message.content
+        client = context.node_config["partition-id"]
+        received = {name: array for each in asked.array_records.values() for name, array in read_record(each).items()}
+        config = config_of(asked)
+        reply = self.app(message, context)
+        if client not in self.attackers or reply.has_error():
+            return reply
+        if kind == MessageType.TRAIN:
+            rng = np.random.default_rng(seed_for("attack", config.get("seed", 0), client, config[SERVER_ROUND]))
+            sent = read_record(reply.content[ARRAYS])
+            changed = attacked(self.attack, str(config[METHOD]), received, sent, rng)
+            reply.content[ARRAYS] = to_record(changed)
+            if self.attack.claims:
+                reply.content[METRICS][NUM_EXAMPLES] = self.attack.claims
+        elif kind == IDENTITY_QUERY and self.attack.claims and NUM_EXAMPLES in reply.content[CONFIG]:
+            reply.content[CONFIG][NUM_EXAMPLES] = self.attack.claims
+        return reply
+
+
+def with_shuffled_labels(load: LoadSite, attackers: Collection[int]) -> LoadSite:
+    """Return a function that loads sites as `load` does, those of attackers with training labels in a random order."""
+
+    def loaded(context: Context) -> Site:
+        site, client = load(context), context.node_config["partition-id"]
+        if client not in attackers:
+            return site
+        x, y = site.train
+        return replace(site, train=(x, y[torch.randperm(len(y), generator=torch.Generator().manual_seed(client))]))
+
+    return loaded
+
+
+def attacked_app(load: LoadSite, attack: Attack, attackers: Collection[int]) -> ClientApp:
+    """Return the library's ClientApp with attackers among its clients."""
+    return AttackedApp(
+        make_client_app(with_shuffled_labels(load, attackers) if attack.shuffles else load), attack, attackers
+    )
+
+
+# --- Runs ---------------------------------------------------------------------------------------------
+
+DEFENCES: Mapping[str, Mapping[str, Any]] = {
+    "none": {},
+    "median": {"aggregation": "median"},
+    "trimmed-mean": {"aggregation": "trimmed-mean"},
+    "krum": {"aggregation": "krum"},
+    "norms": {"max-update-norm": "auto"},
+    "shares": {"max-client-share": 0.2},
+    "norms and shares": {"max-update-norm": "auto", "max-client-share": 0.2},
+}
+"""The defences by name: settings of a run. Methods that do not have a setting have no row for its defence."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run: of a method with a defence, an attack ("" for none) by so many attackers, and a seed."""
+
+    method: str
+    defence: str
+    attack: str
+    attackers: int
+    seed: int
+
+    @property
+    def key(self) -> str:
+        return f"{self.method}, {self.defence}, {self.attack or 'nobody'} x {self.attackers}, seed {self.seed}"
+
+    def config(self) -> Config:
+        """Return the settings; ConfigError where they are unknown or not allowed."""
+        settings = {"strategy": self.method, "seed": self.seed, "num-clients": CLIENTS, "num-rounds": ROUNDS}
+        return Config.from_run_config({**settings, **DEFENCES[self.defence]})
+
+
+def attackers_of(count: int) -> list[int]:
+    """Return the attackers: evenly spaced, so that they are in different groups of clients."""
+    return [i * CLIENTS // count for i in range(count)]
+
+
+def measure(case: Case) -> dict[str, float] | str:
+    """Run a case; return each client's last accuracy by its name, or the reason why the run failed."""
+    config = case.config()
+    attackers = attackers_of(case.attackers)
+    app = attacked_app(load_site, ATTACKS.get(case.attack, Attack()), attackers)
+    strategy, initial = prepare(config, load_clients(config.run_config()))
+    local = ConfigRecord({each.key: getattr(config, each.name) for each in TRAINING})
+    forget_sites()  # of another case, with other labels
+    try:
+        strategy.start(
+            InlineGrid(app, CLIENTS, config.run_config()), initial, ROUNDS, train_config=local, evaluate_config=local
+        )
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    last: dict[str, float] = {}
+    for row in strategy.history.rows:
+        if f"{PERSONAL}-accuracy" in row:
+            last[str(row["client"])] = row[f"{PERSONAL}-accuracy"]
+    return last
+
+
+class Runs:
+    """Finished runs, in a file."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / "attacks.json"
+        self.found: dict[str, dict[str, float] | str] = json.loads(self.path.read_text()) if self.path.exists() else {}
+
+    def run(self, cases: Sequence[Case]) -> None:
+        """Run those of these cases that are not finished, and print a line for each."""
+        due = [case for case in dict.fromkeys(cases) if case.key not in self.found]
+        for place, case in enumerate(due, start=1):
+            found = self.found[case.key] = measure(case)
+            write_json(self.path, self.found)
+            accuracy = self.accuracy([case], attackers_of(case.attackers))
+            text = found if accuracy is None else f"{accuracy:.1f} %"
+            print(f"{place}/{len(due)} {case.key}: {text}", flush=True)
+
+    def accuracy(self, cases: Sequence[Case], without: Collection[int]) -> float | None:
+        """Return the mean accuracy, in percent, of the clients that are not among these; None if a run failed."""
+        means = []
+        for case in cases:
+            found = self.found.get(case.key, "not run")
+            if isinstance(found, str):
+                return None
+            means.append(np.mean([value for client, value in found.items() if int(client) not in without]))
+        return 100 * float(np.mean(means))
+
+
+# --- The tables ---------------------------------------------------------------------------------------
+
+
+def usable_defences(names: Sequence[str]) -> Iterator[str]:
+    """Yield the defences whose settings this version has; print a line for each of the others."""
+    for name in names:
+        if unknown := DEFENCES[name].keys() - SETTINGS.keys():
+            print(f"defence {name} is left out: this version has no setting {min(unknown)}")
+            continue
+        try:
+            Config.from_run_config({**DEFENCES[name]})
+        except ConfigError as error:
+            print(f"defence {name} is left out: {error}")
+        else:
+            yield name
+
+
+def has(method: str, defence: str) -> bool:
+    """Return whether a method has all settings of a defence."""
+    return all(is_used_by(key, method) for key in DEFENCES[defence])
+
+
+def table(
+    runs: Runs,
+    methods: Sequence[str],
+    attacks: Sequence[str],
+    defences: Sequence[str],
+    attackers: int,
+    seeds: Sequence[int],
+) -> str:
+    """Return a Markdown table for a number of attackers."""
+
+    def accuracy(method: str, defence: str, attack: str) -> float | None:
+        count = attackers if attack else 0
+        return runs.accuracy(
+            [Case(method, defence, attack, count, seed) for seed in seeds], attackers_of(attackers)
+        )
+
+    def cost(before: float | None, after: float | None) -> str:
+        return "-" if before is None or after is None else f"{before - after:.1f}"
+
+    rows = []
+    for method, defence in product(methods, defences):
+        if has(method, defence):
+            clean, without = accuracy(method, defence, ""), accuracy(method, "none", "")
+            costs = [cost(clean, accuracy(method, defence, attack)) for attack in attacks]
+            known = "-" if clean is None else f"{clean:.1f}"
+            rows.append([method, defence, known, "" if defence == "none" else cost(without, clean), *costs])
+    return markdown([f"{attackers} of {CLIENTS} attack", "defence", "nobody attacks", "costs", *attacks], rows)
+
+
+def names_of(known: Collection[str]) -> Callable[[str], list[str]]:
+    """Return a parser of names separated by commas, or `all`."""
+
+    def parse(text: str) -> list[str]:
+        names = list(known) if text == "all" else text.split(",")
+        if unknown := [name for name in names if name not in known]:
+            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is unknown, allowed: all, {', '.join(known)}")
+        return names
+
+    return parse
+
+
+def numbers_from(low: int, high: float) -> Callable[[str], list[int]]:
+    """Return a parser of whole numbers in a range, separated by commas."""
+
+    def parse(text: str) -> list[int]:
+        for word in text.split(","):
+            if not word.isdecimal() or not low <= int(word) <= high:
+                raise argparse.ArgumentTypeError(f"{word!r} is no whole number, allowed: {low} to {high:g}")
+        return [int(word) for word in text.split(",")]
+
+    return parse
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--methods", type=methods_named, default="all", help="separated by commas, or all")
+    parser.add_argument("--attacks", type=names_of(ATTACKS), default="all", help=f"all, {', '.join(ATTACKS)}")
+    parser.add_argument("--defences", type=names_of(DEFENCES), default="all", help=f"all, {', '.join(DEFENCES)}")
+    parser.add_argument("--attackers", type=numbers_from(1, CLIENTS - 1), default="1,3", help="default: %(default)s")
+    parser.add_argument("--seeds", type=numbers_from(0, 2**32 - 1), default="0,1,2", help="default: %(default)s")
+    parser.add_argument("--output-dir", type=Path, default="results", help="folder of attacks.json: %(default)s")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    logging.getLogger("flwr").setLevel(logging.CRITICAL)
+    defences = list(usable_defences(given.defences))
+    runs = Runs(given.output_dir)
+    ways = [("", 0), *product(given.attacks, given.attackers)]
+    runs.run([
+        Case(method, defence, attack, count, seed)
+        for seed, method, defence, (attack, count) in product(given.seeds, given.methods, defences, ways)
+        if has(method, defence)
+    ])  # fmt: skip
+    for count in given.attackers:
+        print(f"\n{table(runs, given.methods, given.attacks, defences, count, given.seeds)}")
+
+
+if __name__ == "__main__":
+    main()
