@@ -24,10 +24,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import ConfigRecord, Context, Message, MessageType
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, MetricRecord
 from flwr.clientapp import ClientApp
 
-from kindred import REGISTRY, InlineGrid, Site, make_client_app
+from kindred import InlineGrid, Site, make_client_app
 from kindred.baselines.scaffold import CONTROL
 from kindred.client.site import LoadSite, forget_sites
 from kindred.client_app.app import load_site
@@ -36,16 +36,15 @@ from kindred.engine.admission import MAX_EXAMPLES, norm
 from kindred.engine.sent_models import NEW_MODEL
 from kindred.messages import (
     ARRAYS,
-    CONFIG,
     IDENTITY_QUERY,
     METHOD,
-    METRICS,
     NUM_EXAMPLES,
     PERSONAL,
     SERVER_ROUND,
     by_prefix,
     config_of,
     read_record,
+    records_of,
     seed_for,
     to_record,
 )
@@ -62,11 +61,6 @@ CLIENTS, ROUNDS = 10, 10
 Arrays = dict[str, np.ndarray]
 
 # --- Attacks ------------------------------------------------------------------------------------------
-
-
-def honest(change: Arrays, rng: np.random.Generator) -> Arrays:
-    """Return the change unaltered."""
-    return change
 
 
 def flipped(change: Arrays, rng: np.random.Generator) -> Arrays:
@@ -97,15 +91,16 @@ class Attack:
 
     Attributes
     ----------
-    changed : callable
-        Given the change that the client would report, and a generator, returns the one that it does report.
+    changed : callable, optional
+        Given the change that the client would report, and a generator, returns the one that it does report; by default
+        the same.
     claims : int
         Number of training samples that it claims, from its introduction on; 0: its true number.
     shuffles : bool
         Whether it trains on its labels in a random order.
     """
 
-    changed: Callable[[Arrays, np.random.Generator], Arrays] = honest
+    changed: Callable[[Arrays, np.random.Generator], Arrays] | None = None
     claims: int = 0
     shuffles: bool = False
 
@@ -145,6 +140,8 @@ def start_of(method: str, received: Arrays, sent: Arrays) -> Arrays:
 
 def attacked(attack: Attack, method: str, received: Arrays, sent: Arrays, rng: np.random.Generator) -> Arrays:
     """Return the arrays that an attacker sends in place of the honest ones."""
+    if attack.changed is None:
+        return sent
     start = start_of(method, received, sent)
     change = attack.changed({name: sent[name] - start[name] for name in start}, rng)
     found = {name: (start[name] + change[name]).astype(sent[name].dtype) for name in start}
@@ -174,20 +171,21 @@ class AttackedApp(ClientApp):
     def __call__(self, message: Message, context: Context) -> Message:
         kind, asked = message.metadata.message_type, message.content
         client = context.node_config["partition-id"]
-        received = {name: array for each in asked.array_records.values() for name, array in read_record(each).items()}
+        received = {name: array for each in records_of(asked, ArrayRecord) for name, array in read_record(each).items()}
         config = config_of(asked)
         reply = self.app(message, context)
         if client not in self.attackers or reply.has_error():
             return reply
         if kind == MessageType.TRAIN:
             rng = np.random.default_rng(seed_for("attack", config.get("seed", 0), client, config[SERVER_ROUND]))
-            sent = read_record(reply.content[ARRAYS])
-            changed = attacked(self.attack, str(config[METHOD]), received, sent, rng)
+            (arrays,), (metrics,) = records_of(reply.content, ArrayRecord), records_of(reply.content, MetricRecord)
+            changed = attacked(self.attack, str(config[METHOD]), received, read_record(arrays), rng)
             reply.content[ARRAYS] = to_record(changed)
             if self.attack.claims:
-                reply.content[METRICS][NUM_EXAMPLES] = self.attack.claims
-        elif kind == IDENTITY_QUERY and self.attack.claims and NUM_EXAMPLES in reply.content[CONFIG]:
-            reply.content[CONFIG][NUM_EXAMPLES] = self.attack.claims
+                metrics[NUM_EXAMPLES] = self.attack.claims
+        elif kind == IDENTITY_QUERY and self.attack.claims:
+            for about in records_of(reply.content, ConfigRecord):
+                about[NUM_EXAMPLES] = self.attack.claims
         return reply
 
 
@@ -195,7 +193,7 @@ def with_shuffled_labels(load: LoadSite, attackers: Collection[int]) -> LoadSite
     """Return a function that loads sites as `load` does, those of attackers with training labels in a random order."""
 
     def loaded(context: Context) -> Site:
-        site, client = load(context), context.node_config["partition-id"]
+        site, client = load(context), int(context.node_config["partition-id"])
         if client not in attackers:
             return site
         x, y = site.train
@@ -334,9 +332,7 @@ def table(
 
     def accuracy(method: str, defence: str, attack: str) -> float | None:
         count = attackers if attack else 0
-        return runs.accuracy(
-            [Case(method, defence, attack, count, seed) for seed in seeds], attackers_of(attackers)
-        )
+        return runs.accuracy([Case(method, defence, attack, count, seed) for seed in seeds], attackers_of(attackers))
 
     def cost(before: float | None, after: float | None) -> str:
         return "-" if before is None or after is None else f"{before - after:.1f}"

@@ -10,11 +10,11 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from hypothesis import given, strategies as st
 
 from kindred import FedAvg, InlineGrid, Local, TooFewClients
-from kindred.baselines.fedavg import WeightedMean
 from kindred.engine import transport
 from kindred.engine.history import History
 from kindred.engine.model_store import InTurn
 from kindred.messages import in_order, read_array, to_record
+from kindred.parts.aggregation import WeightedMean
 
 from .client_apps import initial, plain_app
 from .grids import FaultyGrid

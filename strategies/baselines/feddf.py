@@ -69,10 +69,9 @@ from kindred.messages import (
     with_prefix,
 )
 from kindred.objectives import Objective
+from kindred.parts.aggregation import WeightedMean
 from kindred.registry import MODEL_BOTH_WAYS, Method
 from kindred.settings import DEVICE, Setting, above, at_least
-
-from .fedavg import WeightedMean
 
 if TYPE_CHECKING:
     import torch

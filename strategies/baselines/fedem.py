@@ -49,7 +49,7 @@ from kindred.client.state import MIXTURE
 from kindred.client.training import get_arrays
 from kindred.client.visit import Visit
 from kindred.engine.admission import Reply
-from kindred.engine.arguments import Shared
+from kindred.engine.arguments import AveragedShared
 from kindred.engine.multi_model import SeveralModels
 from kindred.lazy import lazy
 from kindred.messages import (
@@ -66,6 +66,7 @@ from kindred.messages import (
     with_prefix,
 )
 from kindred.objectives import SMALLEST
+from kindred.parts.aggregation import AGGREGATION
 from kindred.parts.mixture import Arrays, evaluation_inputs, keep_mixture, mixture_scores
 from kindred.registry import Method
 from kindred.settings import TRUE_OR_FALSE, Setting, at_least
@@ -229,7 +230,7 @@ class FedEM(SeveralModels):
     other_models : sequence of ArrayRecord, optional
         The models from which the components after the first start.
     **shared
-        Arguments of `PersonalizedStrategy`.
+        `aggregation` of `SeveralModels`, and arguments of `PersonalizedStrategy`.
 
     Raises
     ------
@@ -248,7 +249,7 @@ class FedEM(SeveralModels):
         num_components: int = NUM_COMPONENTS.default,
         keep_optimizer: bool = KEEP_OPTIMIZER.default,
         other_models: Sequence[ArrayRecord] | None = None,
-        **shared: Unpack[Shared],
+        **shared: Unpack[AveragedShared],
     ) -> None:
         self.num_components = NUM_COMPONENTS.check(num_components)
         self.keep_optimizer = KEEP_OPTIMIZER.check(keep_optimizer)
@@ -296,5 +297,5 @@ METHOD = Method(
     stays="its shares of the components",
     strategy=FedEM,
     client=FedEMClient,
-    settings=(NUM_COMPONENTS, KEEP_OPTIMIZER),
+    settings=(NUM_COMPONENTS, KEEP_OPTIMIZER, AGGREGATION),
 )

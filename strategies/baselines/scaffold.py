@@ -44,7 +44,7 @@ from kindred.client.local_training import LocalTraining
 from kindred.client.training import get_arrays, num_batches
 from kindred.client.visit import Visit
 from kindred.engine.admission import Reply, norm
-from kindred.engine.arguments import Shared
+from kindred.engine.arguments import AveragedShared
 from kindred.engine.model_store import InTurn, Layout
 from kindred.lazy import lazy
 from kindred.messages import (
@@ -61,6 +61,7 @@ from kindred.messages import (
     to_record,
     with_prefix,
 )
+from kindred.parts.aggregation import AGGREGATION, aggregate
 from kindred.registry import Method
 from kindred.settings import Setting, above
 
@@ -200,7 +201,7 @@ class SCAFFOLD(FedAvg):
     server_learning_rate : float (default: 1.0)
         eta_g, above 0. The paper's experiments have 1.
     **shared
-        Arguments of `PersonalizedStrategy`.
+        `aggregation` of `FedAvg`, and arguments of `PersonalizedStrategy`.
 
     Raises
     ------
@@ -217,7 +218,7 @@ class SCAFFOLD(FedAvg):
         *,
         sgd_learning_rate: float = SGD_LEARNING_RATE.default,
         server_learning_rate: float = SERVER_LEARNING_RATE.default,
-        **shared: Unpack[Shared],
+        **shared: Unpack[AveragedShared],
     ) -> None:
         super().__init__(**shared)
         self.sgd_learning_rate = SGD_LEARNING_RATE.check(sgd_learning_rate)
@@ -241,6 +242,7 @@ class SCAFFOLD(FedAvg):
 
     def outgoing(self, server_round: int, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId, ArrayRecord]]:
         self._known.update(self.clients())
+        self._sum = aggregate(self.aggregation, len(self._total), self._total.dtype, self._total)
         self._changes: InTurn[tuple[float, np.ndarray]] = InTurn(clients, self._add_change)
         control = server_control(self._total, list(self._weights.values()), len(self._known))  # (d,)
         self._control = {
@@ -275,14 +277,14 @@ class SCAFFOLD(FedAvg):
         self._changes.add(client, (reply.number(self.weighted_by_key), row))
 
     def _add_change(self, client: ClientId, term: tuple[float, np.ndarray]) -> None:
-        weight, row = term
-        row *= self._weights.setdefault(client, weight)
-        self._total += row
+        samples, row = term
+        self._sum.add(client, self._weights.setdefault(client, self._sum.weight_of(samples)), row)
 
     def end_round(self, server_round: int, answered: Sequence[ClientId]) -> None:
         sent = read_record(self.global_model)
         super().end_round(server_round, answered)
         self._changes.finish()
+        self._total = self._sum.total()
         if answered:
             self._counted |= dict.fromkeys(answered, server_round)
             means = read_record(self.global_model)
@@ -302,5 +304,5 @@ METHOD = Method(
     stays="its control variate",
     strategy=SCAFFOLD,
     client=SCAFFOLDClient,
-    settings=(SGD_LEARNING_RATE, SERVER_LEARNING_RATE),
+    settings=(SGD_LEARNING_RATE, SERVER_LEARNING_RATE, AGGREGATION),
 )
