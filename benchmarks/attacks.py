@@ -216,6 +216,7 @@ DEFENCES: Mapping[str, Mapping[str, Any]] = {
     "median": {"aggregation": "median"},
     "trimmed-mean": {"aggregation": "trimmed-mean"},
     "krum": {"aggregation": "krum"},
+    "sender-bound": {"sender-bound": 0.5},
     "norms": {"max-update-norm": "auto"},
     "shares": {"max-client-share": 0.2},
     "norms and shares": {"max-update-norm": "auto", "max-client-share": 0.2},
