@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flwr.server.strategy.aggregate import aggregate_krum, aggregate_median, aggregate_trimmed_avg
 
-from benchmarks.attacks import ATTACKS, AttackedApp
+from benchmarks.attackers import ATTACKS, AttackedApp
 from kindred import REGISTRY, FedAvg, InlineGrid
 from kindred.baselines.scaffold import SCAFFOLD
 from kindred.engine.arguments import AveragedShared, Shared

@@ -11,7 +11,8 @@ import torch
 from flwr.app import ConfigRecord, Context, RecordDict
 
 from benchmarks import attacks
-from benchmarks.attacks import ATTACKS, Attack, Case, Runs, attacked_app, attackers_of, table
+from benchmarks.attackers import ATTACKS, Attack, attacked, attacked_app, with_shuffled_labels
+from benchmarks.attacks import Case, Runs, attackers_of, table
 from kindred import REGISTRY, InlineGrid, PersonalizedStrategy, Site
 from kindred.client.training import get_arrays
 from kindred.engine.admission import REFUSED, norm
@@ -92,7 +93,7 @@ def test_a_run_with_huge_updates_ends_and_names_what_it_refuses(name) -> None:
 
 def altered(attack: str, method: str, received: dict, sent: dict) -> dict:
     """Return what an attacker sends, rounded, as lists."""
-    found = attacks.attacked(ATTACKS[attack], method, received, sent, np.random.default_rng(0))
+    found = attacked(ATTACKS[attack], method, received, sent, np.random.default_rng(0))
     assert {name: array.dtype for name, array in found.items()} == {name: array.dtype for name, array in sent.items()}
     return {name: array.round(3).tolist() for name, array in found.items()}
 
@@ -106,10 +107,10 @@ def test_attacks_by_hand() -> None:
     assert altered("flip x10", "fedavg", received, sent) == {"w": [-9, 11], "count": 7}
     assert altered("free rider", "fedavg", received, sent) == {"w": [1, 1], "count": 7}
     assert altered("huge", "fedavg", received, sent)["w"] == pytest.approx([1e14, 1e14])
-    noise = attacks.attacked(ATTACKS["noise"], "fedavg", received, sent, np.random.default_rng(0))
+    noise = attacked(ATTACKS["noise"], "fedavg", received, sent, np.random.default_rng(0))
     assert norm([noise["w"] - received["w"]]) == pytest.approx(2**0.5) and noise["w"].tolist() != sent["w"].tolist()
     for attack in ("claim", "labels"):
-        assert attacks.attacked(ATTACKS[attack], "fedavg", received, sent, np.random.default_rng(0)) is sent
+        assert attacked(ATTACKS[attack], "fedavg", received, sent, np.random.default_rng(0)) is sent
 
 
 def test_of_several_received_models_the_nearest_is_the_one_that_was_trained() -> None:
@@ -136,7 +137,7 @@ def test_altered_probabilities_remain_probabilities() -> None:
 def test_labels_are_shuffled_at_attackers_alone_and_claims_are_made_from_the_introduction_on() -> None:
     def site(shuffled: bool, client: int) -> Site:
         context = Context(1, 1, {"partition-id": client}, RecordDict(), {})
-        return (attacks.with_shuffled_labels(load, ATTACKERS) if shuffled else load)(context)
+        return (with_shuffled_labels(load, ATTACKERS) if shuffled else load)(context)
 
     (x, y), (x_before, y_before) = site(True, 1).train, site(False, 1).train
     assert torch.equal(x, x_before) and not torch.equal(y, y_before) and torch.equal(y.sort()[0], y_before.sort()[0])
@@ -189,6 +190,8 @@ def test_a_finished_run_is_not_repeated(tmp_path, monkeypatch, capsys) -> None:
     assert len(kept) == 2 and all(list(found) == ["0", "1", "2", "3"] for found in kept.values())
     printed_table = first.partition("\n\n")[2]
     assert printed("--defences=none") == f"\n{printed_table}"
+    other = printed("--defences=none", "--set=partition=iid")
+    assert other.startswith("1/2 fedavg, none, nobody x 0, seed 0, partition iid: ") and printed_table not in other
     both = printed("--defences=none,median")
     assert both.startswith("1/2 fedavg, median, nobody x 0") and printed_table.splitlines()[2] in both
 
@@ -204,6 +207,8 @@ def test_settings_that_this_version_lacks_and_wrong_names_are_named(monkeypatch,
         ("--attacks=kick", "'kick' is unknown, allowed: all, flip x10, noise"),
         ("--methods=odd", "odd is no method"),
         ("--attackers=10", "'10' is no whole number, allowed: 1 to 9"),
+        ("--set=seed=1", "--set has seed, allowed: any setting but strategy, seed, num-clients, num-rounds"),
+        ("--set=partition=odd", "partition is 'odd', allowed"),
     ]:
         monkeypatch.setattr("sys.argv", ["attacks", words])
         with pytest.raises(SystemExit) as ended:
