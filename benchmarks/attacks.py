@@ -178,7 +178,7 @@ def table(
         )
 
     def cost(before: float | None, after: float | None) -> str:
-        return "-" if before is None or after is None else f"{before - after:.1f}"
+        return "-" if before is None or after is None else f"{round(before - after, 1) + 0:.1f}"  # no -0.0
 
     rows = []
     for method, defence in product(methods, defences):
