@@ -25,6 +25,7 @@ from kindred.data.loading import AUTO, NATURAL_SHARE
 from kindred.extensions import Registry
 from kindred.metrics import METRICS
 from kindred.objectives import OBJECTIVES
+from kindred.parts.aggregation import AGGREGATION
 from kindred.registry import Method
 from kindred.settings import (
     A_SHARE,
@@ -377,8 +378,14 @@ class Config:
         Raises
         ------
         ConfigError
-            The method does not accept a text of `method_settings`.
+            The method does not accept a text of `method_settings`, or it has no mean to replace by `aggregation`.
         """
+        if self.aggregation != AGGREGATION.default and AGGREGATION.name not in REGISTRY[self.strategy]:
+            able = ", ".join(name for name in REGISTRY.own if AGGREGATION.name in REGISTRY[name])
+            raise ConfigError(
+                f"aggregation is {self.aggregation!r}, allowed with {self.strategy}: {AGGREGATION.default}; "
+                f"methods with others: {able}"
+            )
         own, texts = {}, assigned(self.method_settings)
         for each in REGISTRY[self.strategy].settings:
             if each.key not in SETTINGS:
@@ -388,6 +395,12 @@ class Config:
                 value = getattr(self, each.name)
                 own[each.name] = each.default if value == OWN_DEFAULT else value
         return own
+
+    def for_method(self, strategy: str) -> Config:
+        """Return the same settings for another method; `aggregation` is the default where that method has no other."""
+        other = replace(self, strategy=strategy, resume="")
+        default: dict[str, Any] = {AGGREGATION.name: AGGREGATION.default}
+        return other if AGGREGATION.name in REGISTRY[strategy] else replace(other, **default)
 
     def absolute(self) -> Config:
         """Return the same settings with paths that do not depend on the working directory."""

@@ -46,7 +46,7 @@ def run_methods(
     KeyboardInterrupt
         SIGINT ended a run.
     """
-    others = [replace(config, strategy=name, resume="") for name in dict.fromkeys(against) if name != config.strategy]
+    others = [config.for_method(name) for name in dict.fromkeys(against) if name != config.strategy]
     check([config, *others], engine)
     on_line(f"{config.strategy} on {config.dataset}, {config.partition}, {config.num_clients} clients")
     _describe(config, on_line)

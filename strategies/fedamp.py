@@ -208,13 +208,15 @@ def squared_distances(blocks: Blocks, m: int) -> np.ndarray:
 
     The first model is subtracted from all: distances stay the same, and cancellation loses little precision.
     It would lose much where two models are far nearer to each other than to the first, an outlier. The product
-    is then computed again in double precision. A model too large for that has infinite distance.
+    is then computed again in double precision, with the model subtracted that is nearest to most others. A model too
+    large for that has infinite distance.
     """
+    reference = 0
     for dtype in (None, np.float64):
         gram = np.zeros((m, m))
         with np.errstate(over="ignore", invalid="ignore"):
             for block in blocks():  # (m, b)
-                shifted = (block - block[0]).astype(dtype or block.dtype, copy=False)  # (m, b)
+                shifted = (block - block[reference]).astype(dtype or block.dtype, copy=False)  # (m, b)
                 gram += shifted @ shifted.T  # (m, m)
             norms = np.diagonal(gram)  # (m,)
             sums = norms[:, None] + norms[None, :]  # (m, m)
@@ -222,6 +224,7 @@ def squared_distances(blocks: Blocks, m: int) -> np.ndarray:
         near = (distances < 1e-4 * sums) & ~np.eye(m, dtype=bool)
         if np.isfinite(gram).all() and not near.any():
             break
+        reference = int(np.median(np.where(np.isfinite(distances), distances, np.inf), axis=1).argmin())
     np.fill_diagonal(distances, 0)
     return np.where(np.isfinite(distances), np.maximum(distances, 0), np.inf)
 

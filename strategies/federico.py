@@ -32,6 +32,8 @@ Decisions where the paper is silent, or where its letter fails:
 - An update is the change by local training, times the weight (`m_step` "epochs" or "steps"), or the weighted gradient
   over all training data ("gradient"). With gradients the server makes a step of SGD, or of Adam with a state for each
   model.
+- A client applies its own weights to its updates, and the paper trusts it. `sender_bound` shortens updates that would
+  move another client's model farther than its owner does.
 - Buffers of normalisation layers follow the owner's data: its updates of them are not weighted, and other clients send
   none.
 - The mixture is of probabilities, over the models received so far with a weight of `mixture_threshold` or more, at most
@@ -146,6 +148,14 @@ SELECTION = Setting(
     "server",
     one_of("server", "relay"),
     "who holds the losses and chooses neighbours: the server, or each client, with the server as a relay",
+)
+SENDER_BOUND = Setting(
+    "sender_bound",
+    0.0,
+    at_least(0),
+    "an update of another client's model is shortened to at most this times the length of the owner's last update of "
+    "it, so that no sender can move a model far; 0: no bound",
+    trial=0.5,
 )
 
 # Settings in every message to a client, and those that it needs with `selection` "relay".
@@ -319,6 +329,9 @@ class FedeRiCo(StoredModels):
         Whether models of clients that are not connected remain available to others.
     selection : {"server", "relay"}
         Who holds the losses and chooses the neighbours: the server, or each client, for which the server is a relay.
+    sender_bound : float (default: 0.0)
+        If not 0, the L2 norm of a client's update of another client's model is at most this times that of the owner's
+        last update of it: longer ones are shortened. The server then keeps the updates until the end of the round.
     **shared
         Arguments of `PersonalizedStrategy`.
 
@@ -332,7 +345,7 @@ class FedeRiCo(StoredModels):
     needs_shared_models = False
     personal = MIXTURE
     clients_keep_state = True
-    STATE = (*StoredModels.STATE, "losses", "steps", "_requests", "_directory", "_round")
+    STATE = (*StoredModels.STATE, "losses", "steps", "_requests", "_directory", "_round", "_lengths")
 
     def __init__(
         self,
@@ -352,6 +365,7 @@ class FedeRiCo(StoredModels):
         accumulate: bool = ACCUMULATE.default,
         share_absent: bool = SHARE_ABSENT.default,
         selection: str = SELECTION.default,
+        sender_bound: float = SENDER_BOUND.default,
         **shared: Unpack[StoredShared],
     ) -> None:
         super().__init__(**shared)
@@ -368,6 +382,7 @@ class FedeRiCo(StoredModels):
         self.accumulate = ACCUMULATE.check(accumulate)
         self.share_absent = SHARE_ABSENT.check(share_absent)
         self.selection = SELECTION.check(selection)
+        self.sender_bound = SENDER_BOUND.check(sender_bound)
         self.optimizer = OPTIMIZER.check(optimizer)
         self.learning_rate = LEARNING_RATE.check(learning_rate)
 
@@ -378,6 +393,7 @@ class FedeRiCo(StoredModels):
         self._requests = Requests(self.models, self.roster, self.share_absent)
         self._directory: list[ClientId] = []  # clients whose models were shared in the last round
         self._round = 0
+        self._lengths: dict[ClientId, float] = {}  # of the clients' last updates of their own models
         self._sent = SentModels(self.models)
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -402,7 +418,8 @@ class FedeRiCo(StoredModels):
         self._directory = self._requests.shared()
         self.models.reserve(len(self.roster.nodes))
         self._sent = SentModels(self.models)
-        self._updates = Updates(self._sent, clients, self.steps if self.m_step == "gradient" else None)
+        steps = self.steps if self.m_step == "gradient" else None
+        self._updates = Updates(self._sent, clients, steps, self.sender_bound, self._lengths)
         for client in clients:
             if client not in self._requests:  # its first round
                 self._requests.put(client, self._request(client))
@@ -456,6 +473,8 @@ class FedeRiCo(StoredModels):
     def end_round(self, server_round: int, answered: Sequence[ClientId]) -> None:
         self._sent.forget_packed()
         self._updates.finish()
+        for client, count in self._updates.shortened.items():
+            self.history.count(client, updates_shortened=count)
         rows = self.history.open_rows()
         self.history.count(
             models_sent=self._sent.count,
@@ -499,6 +518,7 @@ METHOD = Method(
         ACCUMULATE,
         SHARE_ABSENT,
         SELECTION,
+        SENDER_BOUND,
         STORE,
     ),
 )

@@ -72,6 +72,7 @@ def test_help_marks_what_is_required_by_brackets_alone() -> None:
         (["--cpus-per-client=100000"], ["--cpus-per-client", "100000", str(os.cpu_count())]),
         (["--set=model=resnet50"], ["model", "resnet50", "resnet18"]),
         (["--strategy=fedrep", "--set=head-layers=9"], ["head-layers", "9", "1 to 3"]),
+        (["--strategy=kindred", "--set=aggregation=krum"], ["aggregation", "krum", "kindred: mean", "fedavg, fedprox"]),
         pytest.param(["--set=device=cuda"], ["device", "cuda", "GPU"], marks=no_gpu),
         pytest.param(["--gpus-per-client=0.5"], ["--gpus-per-client", "0.5", "GPU"], marks=no_gpu),
     ],

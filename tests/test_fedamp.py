@@ -93,6 +93,17 @@ def test_the_weight_of_a_group_is_1_over_its_size() -> None:
     assert weights == {"a": 1 / 3, "b": 1 / 3, "c": 1 / 3, 4: 1 / 2, 5: 1 / 2, 6: 1}
 
 
+@pytest.mark.parametrize("place", range(4))
+@pytest.mark.parametrize("size", [1e6, 1e14])
+def test_distances_are_exact_beside_an_outlier_in_any_place(place, size) -> None:
+    models = np.array([[0.0, 0.0], [3.0, 4.0], [0.0, 1.0]], np.float32)
+    with_outlier = np.insert(models, place, size, axis=0)
+    found = squared_distances(lambda: iter([with_outlier]), 4)
+    others = [i for i in range(4) if i != place]
+    assert found[np.ix_(others, others)] == pytest.approx(np.array([[0, 25, 1], [25, 0, 18], [1, 18, 0]]))
+    assert (found[place, others] > size**2).all()
+
+
 def test_the_automatic_sigma_is_the_median_squared_distance_of_pairs_online() -> None:
     distances = squared_distances(lambda: iter([THREE]), 3)
     assert median_distance(distances) == pytest.approx(4)  # of 1, 4 and 5

@@ -68,6 +68,27 @@ def test_updates_are_changes_or_gradients_and_are_summed(steps, moved) -> None:
     assert sent.models.row("a").tolist() == moved and sent.models.row("b").tolist() == [7, 7, 7]
 
 
+@pytest.mark.parametrize("order", ["ab", "ba"])
+@pytest.mark.parametrize(("steps", "sign"), [(None, 1), (OptimizerSteps("sgd", 1.0), -1)])
+def test_an_update_by_another_client_is_at_most_the_bound_times_the_owner_s(order, steps, sign) -> None:
+    sent, lengths = sent_to_both(), {}
+    by = {
+        "a": {"0": model(3, 4, 1)},  # of length 5 over the parameters
+        "b": {NEW_MODEL: model(7, 7, 7), "1": {"weight": np.array([0, -40], np.float32)}},
+    }
+    updates = Updates(sent, ["a", "b"], steps, 0.5, lengths)
+    for client in order:
+        updates.add(client, by[client])
+    updates.finish()
+    assert sent.models.row("a").tolist() == [1 + 3 * sign, 1 + (4 - 2.5) * sign, 2]
+    assert lengths == {"a": 5} and updates.shortened == {"b": 1}
+
+    later = Updates(sent, ["a", "b"], steps, 0.5, lengths)  # in a round without a, its last update counts
+    later.add("b", {"1": {"weight": np.array([2, 0], np.float32)}})
+    later.finish()
+    assert sent.models.row("a").tolist() == [1 + 5 * sign, 1 + (4 - 2.5) * sign, 2] and later.shortened == {}
+
+
 def test_a_request_is_read_as_packed_and_a_malformed_one_is_empty() -> None:
     request = Request(["b", 3], ["a", "b"], {"a": 0.75, "b": 0.25})
     assert Request.unpack(request.pack()) == request

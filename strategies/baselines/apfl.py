@@ -49,7 +49,7 @@ from kindred.client.state import MODEL
 from kindred.client.training import channels_last, check_finite, get_arrays, set_arrays, trained_weights
 from kindred.client.visit import Visit
 from kindred.engine.admission import Refused, Reply
-from kindred.engine.arguments import Shared
+from kindred.engine.arguments import AveragedShared
 from kindred.engine.collaboration import Collaboration
 from kindred.lazy import lazy
 from kindred.messages import (
@@ -65,6 +65,7 @@ from kindred.messages import (
     to_record,
     with_prefix,
 )
+from kindred.parts.aggregation import AGGREGATION
 from kindred.registry import MODEL_BOTH_WAYS, Method
 from kindred.settings import TRUE_OR_FALSE, Setting, above, within
 
@@ -198,7 +199,7 @@ class APFL(FedAvg):
     adapt_mixing : bool (default: False)
         Whether clients learn alpha_i, which then starts at `mixing_weight`.
     **shared
-        Arguments of `PersonalizedStrategy`.
+        `aggregation` of `FedAvg`, and arguments of `PersonalizedStrategy`.
 
     Raises
     ------
@@ -218,7 +219,7 @@ class APFL(FedAvg):
         sgd_learning_rate: float = SGD_LEARNING_RATE.default,
         mixing_weight: float = MIXING_WEIGHT.default,
         adapt_mixing: bool = ADAPT_MIXING.default,
-        **shared: Unpack[Shared],
+        **shared: Unpack[AveragedShared],
     ) -> None:
         super().__init__(**shared)
         self.sgd_learning_rate = SGD_LEARNING_RATE.check(sgd_learning_rate)
@@ -260,5 +261,5 @@ METHOD = Method(
     stays="its local model, its share",
     strategy=APFL,
     client=APFLClient,
-    settings=(SGD_LEARNING_RATE, MIXING_WEIGHT, ADAPT_MIXING),
+    settings=(SGD_LEARNING_RATE, MIXING_WEIGHT, ADAPT_MIXING, AGGREGATION),
 )

@@ -63,6 +63,7 @@ from kindred.engine.strategy import PersonalizedStrategy
 from kindred.fedamp import Blocks, cosines
 from kindred.lazy import lazy
 from kindred.messages import RECEIVED, ClientId, in_order, read_record
+from kindred.parts.aggregation import AGGREGATION
 from kindred.registry import MODEL_BOTH_WAYS, Method
 from kindred.settings import Setting, at_least, one_of
 
@@ -285,6 +286,8 @@ class ClusteredFL(PersonalizedStrategy):
         0 or more. A cluster is divided only if the largest norm of its clients' updates is above eps2.
     criterion : {"norm", "coordinate"} (default: "norm")
         With "coordinate" eps2 bounds the largest absolute coordinate of an update in place of its L2 norm.
+    aggregation : {"mean", "median", "trimmed-mean", "krum"}
+        How a cluster's models are aggregated, as in `FedAvg`. The norm of the mean update remains that of the mean.
     **shared
         Arguments of `PersonalizedStrategy`.
 
@@ -304,12 +307,14 @@ class ClusteredFL(PersonalizedStrategy):
         eps1: float = EPS1.default,
         eps2: float = EPS2.default,
         criterion: str = CRITERION.default,
+        aggregation: str = AGGREGATION.default,
         **shared: Unpack[Shared],
     ) -> None:
         super().__init__(**shared)
         self.eps1 = EPS1.check(eps1)
         self.eps2 = EPS2.check(eps2)
         self.criterion = CRITERION.check(criterion)
+        self.aggregation = AGGREGATION.check(aggregation)
 
     def begin(self, initial_arrays: ArrayRecord) -> None:
         self.layout = Layout(initial_arrays, self.buffers)
@@ -354,7 +359,7 @@ class ClusteredFL(PersonalizedStrategy):
 
     def _average(self, number: int, clients: Sequence[ClientId], server_round: int) -> None:
         """Average the models of a cluster's clients, for the cluster or for both of its new parts."""
-        mean = self.weighted_mean(self.layout)
+        mean = self.aggregate_of(self.layout)
         for client in clients:
             mean.add(client, self._examples[client], self._rows[self._row_of[client]].copy())
         row = mean.result()
@@ -492,5 +497,5 @@ METHOD = Method(
     paper="Sattler et al., IEEE TNNLS 2021, arXiv:1910.01991",
     travels=MODEL_BOTH_WAYS,
     strategy=ClusteredFL,
-    settings=(EPS1, EPS2, CRITERION),
+    settings=(EPS1, EPS2, CRITERION, AGGREGATION),
 )

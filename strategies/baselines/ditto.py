@@ -34,8 +34,9 @@ from flwr.app import MetricRecord, RecordDict
 from kindred.client.state import MODEL
 from kindred.client.training import get_arrays, set_arrays, trained_weights
 from kindred.client.visit import Visit
-from kindred.engine.arguments import Shared
+from kindred.engine.arguments import AveragedShared
 from kindred.messages import ARRAYS, METRICS, OWN, RECEIVED, TRAIN_LOSS, TRAINED, ClientId, to_record
+from kindred.parts.aggregation import AGGREGATION
 from kindred.registry import MODEL_BOTH_WAYS, Method
 from kindred.settings import Setting, at_least
 
@@ -92,7 +93,7 @@ class Ditto(FedAvg):
     ditto_lambda : float (default: 1.0)
         lambda, 0 or more, the weight of half the squared distance from the global model; 0 is local training.
     **shared
-        Arguments of `PersonalizedStrategy`.
+        `aggregation` of `FedAvg`, and arguments of `PersonalizedStrategy`.
 
     Raises
     ------
@@ -105,7 +106,7 @@ class Ditto(FedAvg):
     clients_keep_state = True
     model_stays = True
 
-    def __init__(self, *, ditto_lambda: float = DITTO_LAMBDA.default, **shared: Unpack[Shared]) -> None:
+    def __init__(self, *, ditto_lambda: float = DITTO_LAMBDA.default, **shared: Unpack[AveragedShared]) -> None:
         super().__init__(**shared)
         self.ditto_lambda = DITTO_LAMBDA.check(ditto_lambda)
 
@@ -120,5 +121,5 @@ METHOD = Method(
     stays="its personal model",
     strategy=Ditto,
     client=DittoClient,
-    settings=(DITTO_LAMBDA,),
+    settings=(DITTO_LAMBDA, AGGREGATION),
 )

@@ -48,7 +48,7 @@ from flwr.app import ArrayRecord, MetricRecord, RecordDict
 
 from kindred.client.training import batches, check_finite, get_arrays, trained_weights
 from kindred.client.visit import Visit
-from kindred.engine.arguments import Shared
+from kindred.engine.arguments import AveragedShared
 from kindred.engine.model_store import last_layers
 from kindred.lazy import lazy
 from kindred.messages import (
@@ -64,6 +64,7 @@ from kindred.messages import (
     to_record,
     with_prefix,
 )
+from kindred.parts.aggregation import AGGREGATION
 from kindred.registry import MODEL_BOTH_WAYS, Method
 from kindred.settings import A_SHARE, Setting, above, at_least
 
@@ -215,7 +216,7 @@ class FedALA(FedAvg):
     ala_learning_rate : float (default: 1.0)
         eta, the step size of the mixing weights, more than 0.
     **shared
-        Arguments of `PersonalizedStrategy`.
+        `aggregation` of `FedAvg`, and arguments of `PersonalizedStrategy`.
 
     Raises
     ------
@@ -235,7 +236,7 @@ class FedALA(FedAvg):
         head_layers: int = HEAD_LAYERS.default,
         ala_share: float = ALA_SHARE.default,
         ala_learning_rate: float = ALA_LEARNING_RATE.default,
-        **shared: Unpack[Shared],
+        **shared: Unpack[AveragedShared],
     ) -> None:
         super().__init__(**shared)
         self.head_layers = HEAD_LAYERS.check(head_layers)
@@ -262,5 +263,5 @@ METHOD = Method(
     stays="its model, the weights of its last layers",
     strategy=FedALA,
     client=FedALAClient,
-    settings=(HEAD_LAYERS, ALA_SHARE, ALA_LEARNING_RATE),
+    settings=(HEAD_LAYERS, ALA_SHARE, ALA_LEARNING_RATE, AGGREGATION),
 )

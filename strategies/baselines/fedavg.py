@@ -22,6 +22,8 @@ Where we depart from the papers:
 - A mu above 1 / learning rate acts as 1 / learning rate: with a larger one, steps would end beyond the global model.
 - With `server_momentum` clients start ahead of the global model, which is evaluated in a second exchange of each round.
   FedAvgM's clients start from the global model, which the momentum moves.
+- `aggregation` can replace the weighted mean by a rule that bounds the part of a minority of attackers
+  (`parts/aggregation.py`).
 - Momentum and the proximal term are for parameters. Floating-point buffers are averaged like parameters; integer
   buffers are the first client's. Fine-tuning has no proximal term.
 """
@@ -35,7 +37,7 @@ import numpy as np
 from flwr.app import ArrayRecord
 
 from kindred.engine.admission import Reply
-from kindred.engine.arguments import Shared
+from kindred.engine.arguments import AveragedShared, Shared
 from kindred.engine.collaboration import Collaboration
 from kindred.engine.model_store import InTurn, Layout
 from kindred.engine.strategy import PersonalizedStrategy
@@ -49,6 +51,7 @@ from kindred.messages import (
     read_record,
     to_record,
 )
+from kindred.parts.aggregation import AGGREGATION
 from kindred.registry import MODEL_BOTH_WAYS, Method
 from kindred.settings import Range, Setting, at_least
 
@@ -93,6 +96,9 @@ class FedAvg(PersonalizedStrategy):
     server_momentum : float (default: 0.0)
         beta, 0 or more, less than 1. Clients start from g + beta (g - g'), g' being the global model before the last
         change. The global model g is evaluated and returned as without momentum.
+    aggregation : {"mean", "median", "trimmed-mean", "krum"}
+        How the clients' models are aggregated. All but the mean, which is the paper's, bound what a minority of
+        attackers can change; see `parts.aggregation`.
     **shared
         Arguments of `PersonalizedStrategy`.
     """
@@ -101,9 +107,12 @@ class FedAvg(PersonalizedStrategy):
     personal = RECEIVED
     STATE = (*PersonalizedStrategy.STATE, "global_model", "_before", "_examples", "_sent")
 
-    def __init__(self, *, server_momentum: float = BETA.default, **shared: Unpack[Shared]) -> None:
+    def __init__(
+        self, *, server_momentum: float = BETA.default, aggregation: str = AGGREGATION.default, **shared: Unpack[Shared]
+    ) -> None:
         super().__init__(**shared)
         self.server_momentum = BETA.check(server_momentum)
+        self.aggregation = AGGREGATION.check(aggregation)
 
     def begin(self, initial_arrays: ArrayRecord) -> None:
         self.layout = Layout(initial_arrays, self.buffers)
@@ -113,7 +122,7 @@ class FedAvg(PersonalizedStrategy):
         self._sent: dict[ClientId, float] = {}  # the same for the global model that was sent last
 
     def outgoing(self, server_round: int, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId, ArrayRecord]]:
-        self._mean = self.weighted_mean(self.layout)
+        self._mean = self.aggregate_of(self.layout)
         self._terms: InTurn[tuple[float, np.ndarray]] = InTurn(
             clients, lambda client, term: self._mean.add(client, *term)
         )
@@ -181,7 +190,7 @@ class FedProx(FedAvg):
     server_momentum : float (default: 0.0)
         As for `FedAvg`.
     **shared
-        Arguments of `PersonalizedStrategy`.
+        `aggregation` of `FedAvg`, and arguments of `PersonalizedStrategy`.
     """
 
     name = "fedprox"
@@ -191,7 +200,7 @@ class FedProx(FedAvg):
         *,
         proximal_mu: float = MU.default,
         server_momentum: float = BETA.default,
-        **shared: Unpack[Shared],
+        **shared: Unpack[AveragedShared],
     ) -> None:
         super().__init__(server_momentum=server_momentum, **shared)
         self.proximal_mu = MU.check(proximal_mu)
@@ -254,7 +263,7 @@ class FedAvgFT(FineTuned):
         *,
         finetune_epochs: int = TUNING_EPOCHS.default,
         server_momentum: float = BETA.default,
-        **shared: Unpack[Shared],
+        **shared: Unpack[AveragedShared],
     ) -> None:
         super().__init__(finetune_epochs=finetune_epochs, server_momentum=server_momentum, **shared)
 
@@ -270,7 +279,7 @@ class FedProxFT(FineTuned, FedProx):
         finetune_epochs: int = TUNING_EPOCHS.default,
         proximal_mu: float = MU.default,
         server_momentum: float = BETA.default,
-        **shared: Unpack[Shared],
+        **shared: Unpack[AveragedShared],
     ) -> None:
         super().__init__(
             finetune_epochs=finetune_epochs, proximal_mu=proximal_mu, server_momentum=server_momentum, **shared
@@ -282,26 +291,26 @@ FEDAVG = Method(
     paper="McMahan et al., AISTATS 2017, arXiv:1602.05629",
     travels=MODEL_BOTH_WAYS,
     strategy=FedAvg,
-    settings=(BETA,),
+    settings=(BETA, AGGREGATION),
 )
 FEDPROX = Method(
     title="FedProx",
     paper="Li et al., MLSys 2020, arXiv:1812.06127",
     travels=MODEL_BOTH_WAYS,
     strategy=FedProx,
-    settings=(MU, BETA),
+    settings=(MU, BETA, AGGREGATION),
 )
 FEDAVG_FT = Method(
     title="FedAvg-FT",
     paper="Wang et al., 2019, arXiv:1910.10252",
     travels=MODEL_BOTH_WAYS,
     strategy=FedAvgFT,
-    settings=(TUNING_EPOCHS, BETA),
+    settings=(TUNING_EPOCHS, BETA, AGGREGATION),
 )
 FEDPROX_FT = Method(
     title="FedProx-FT",
     paper="Wang et al., 2019, arXiv:1910.10252",
     travels=MODEL_BOTH_WAYS,
     strategy=FedProxFT,
-    settings=(MU, TUNING_EPOCHS, BETA),
+    settings=(MU, TUNING_EPOCHS, BETA, AGGREGATION),
 )

@@ -272,7 +272,7 @@ class FedDF(PersonalizedStrategy):
         return reasons
 
     def outgoing(self, server_round: int, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId, ArrayRecord]]:
-        self._means = {name: self.weighted_mean(layout) for name, layout in self._layouts.items()}
+        self._means = {name: self.aggregate_of(layout) for name, layout in self._layouts.items()}
         self._counters: dict[ClientId, Mapping[str, np.ndarray]] = {}
         self._logits: dict[ClientId, torch.Tensor] = {}  # (P, N), of replies that are being checked
         self._sum: torch.Tensor | None = None  # (P, N)

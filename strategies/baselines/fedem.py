@@ -49,7 +49,7 @@ from kindred.client.state import MIXTURE
 from kindred.client.training import get_arrays
 from kindred.client.visit import Visit
 from kindred.engine.admission import Reply
-from kindred.engine.arguments import Shared
+from kindred.engine.arguments import AveragedShared
 from kindred.engine.collaboration import Collaboration
 from kindred.engine.multi_model import SeveralModels
 from kindred.lazy import lazy
@@ -67,6 +67,7 @@ from kindred.messages import (
     with_prefix,
 )
 from kindred.objectives import SMALLEST
+from kindred.parts.aggregation import AGGREGATION
 from kindred.parts.mixture import Arrays, evaluation_inputs, keep_mixture, mixture_scores
 from kindred.registry import Method
 from kindred.settings import TRUE_OR_FALSE, Setting, at_least
@@ -230,7 +231,7 @@ class FedEM(SeveralModels):
     other_models : sequence of ArrayRecord, optional
         The models from which the components after the first start.
     **shared
-        Arguments of `PersonalizedStrategy`.
+        `aggregation` of `SeveralModels`, and arguments of `PersonalizedStrategy`.
 
     Raises
     ------
@@ -249,7 +250,7 @@ class FedEM(SeveralModels):
         num_components: int = NUM_COMPONENTS.default,
         keep_optimizer: bool = KEEP_OPTIMIZER.default,
         other_models: Sequence[ArrayRecord] | None = None,
-        **shared: Unpack[Shared],
+        **shared: Unpack[AveragedShared],
     ) -> None:
         self.num_components = NUM_COMPONENTS.check(num_components)
         self.keep_optimizer = KEEP_OPTIMIZER.check(keep_optimizer)
@@ -300,5 +301,5 @@ METHOD = Method(
     stays="its shares of the components",
     strategy=FedEM,
     client=FedEMClient,
-    settings=(NUM_COMPONENTS, KEEP_OPTIMIZER),
+    settings=(NUM_COMPONENTS, KEEP_OPTIMIZER, AGGREGATION),
 )

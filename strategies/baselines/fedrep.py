@@ -39,9 +39,10 @@ from kindred.client.state import MODEL
 from kindred.client.training import get_arrays
 from kindred.client.visit import Visit
 from kindred.engine.admission import Reply
-from kindred.engine.arguments import Shared
+from kindred.engine.arguments import AveragedShared
 from kindred.engine.model_store import last_layers
 from kindred.messages import ARRAYS, METRICS, OWN, RECEIVED, TRAIN_LOSS, ClientId, to_record
+from kindred.parts.aggregation import AGGREGATION
 from kindred.registry import Method
 from kindred.settings import Setting, at_least
 
@@ -131,7 +132,7 @@ class FedRep(FedAvg):
     head_epochs : int (default: 5)
         Epochs of training the head per round, 0 or more. With 0 all clients keep the head of the initial model.
     **shared
-        Arguments of `PersonalizedStrategy`.
+        `aggregation` of `FedAvg`, and arguments of `PersonalizedStrategy`.
 
     Raises
     ------
@@ -150,7 +151,7 @@ class FedRep(FedAvg):
         *,
         head_layers: int = HEAD_LAYERS.default,
         head_epochs: int = HEAD_EPOCHS.default,
-        **shared: Unpack[Shared],
+        **shared: Unpack[AveragedShared],
     ) -> None:
         super().__init__(**shared)
         self.head_layers = HEAD_LAYERS.check(head_layers)
@@ -192,5 +193,5 @@ METHOD = Method(
     stays="the head of its model",
     strategy=FedRep,
     client=FedRepClient,
-    settings=(HEAD_LAYERS, HEAD_EPOCHS),
+    settings=(HEAD_LAYERS, HEAD_EPOCHS, AGGREGATION),
 )

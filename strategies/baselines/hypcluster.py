@@ -39,7 +39,7 @@ from flwr.app import ArrayRecord, MetricRecord, RecordDict
 from kindred.client.training import get_arrays
 from kindred.client.visit import Visit
 from kindred.engine.admission import Refused, Reply
-from kindred.engine.arguments import Shared
+from kindred.engine.arguments import AveragedShared
 from kindred.engine.collaboration import Collaboration
 from kindred.engine.multi_model import SeveralModels
 from kindred.messages import (
@@ -53,6 +53,7 @@ from kindred.messages import (
     read_record,
     to_record,
 )
+from kindred.parts.aggregation import AGGREGATION
 from kindred.registry import Method
 from kindred.settings import Setting, at_least
 
@@ -118,7 +119,7 @@ class HypCluster(SeveralModels):
     other_models : sequence of ArrayRecord, optional
         The initial models after the first.
     **shared
-        Arguments of `PersonalizedStrategy`.
+        `aggregation` of `SeveralModels`, and arguments of `PersonalizedStrategy`.
 
     Raises
     ------
@@ -135,7 +136,7 @@ class HypCluster(SeveralModels):
         *,
         num_clusters: int = NUM_CLUSTERS.default,
         other_models: Sequence[ArrayRecord] | None = None,
-        **shared: Unpack[Shared],
+        **shared: Unpack[AveragedShared],
     ) -> None:
         self.num_clusters = NUM_CLUSTERS.check(num_clusters)
         super().__init__(count=self.num_clusters, other_models=other_models, **shared)
@@ -193,5 +194,5 @@ METHOD = Method(
     travels="all clusters' models, down; the trained one, up",
     strategy=HypCluster,
     client=HypClusterClient,
-    settings=(NUM_CLUSTERS,),
+    settings=(NUM_CLUSTERS, AGGREGATION),
 )

@@ -38,9 +38,10 @@ from flwr.app import MetricRecord, RecordDict
 from kindred.client.sgd import MeanLoss, descend
 from kindred.client.training import Gradients, channels_last, get_arrays, set_arrays, trained_weights
 from kindred.client.visit import Visit
-from kindred.engine.arguments import Shared
+from kindred.engine.arguments import AveragedShared
 from kindred.lazy import lazy
 from kindred.messages import ARRAYS, METRICS, RECEIVED, TRAIN_LOSS, TRAINED, TUNED, ClientId, to_record
+from kindred.parts.aggregation import AGGREGATION
 from kindred.registry import MODEL_BOTH_WAYS, Method
 from kindred.settings import Setting, above, at_least
 
@@ -171,7 +172,7 @@ class PerFedAvg(Tuned):
     adapt_epochs : int (default: 1)
         Epochs of adaptation, 0 or more. 0: one step along the gradient over all training data.
     **shared
-        Arguments of `PersonalizedStrategy`.
+        `aggregation` of `FedAvg`, and arguments of `PersonalizedStrategy`.
 
     Raises
     ------
@@ -187,7 +188,7 @@ class PerFedAvg(Tuned):
         sgd_learning_rate: float = SGD_LEARNING_RATE.default,
         adapt_learning_rate: float = ADAPT_LEARNING_RATE.default,
         adapt_epochs: int = ADAPT_EPOCHS.default,
-        **shared: Unpack[Shared],
+        **shared: Unpack[AveragedShared],
     ) -> None:
         super().__init__(**shared)
         self.sgd_learning_rate = SGD_LEARNING_RATE.check(sgd_learning_rate)
@@ -209,5 +210,5 @@ METHOD = Method(
     travels=MODEL_BOTH_WAYS,
     strategy=PerFedAvg,
     client=PerFedAvgClient,
-    settings=(SGD_LEARNING_RATE, ADAPT_LEARNING_RATE, ADAPT_EPOCHS),
+    settings=(SGD_LEARNING_RATE, ADAPT_LEARNING_RATE, ADAPT_EPOCHS, AGGREGATION),
 )

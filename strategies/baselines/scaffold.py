@@ -44,7 +44,7 @@ from kindred.client.local_training import LocalTraining
 from kindred.client.training import get_arrays, num_batches
 from kindred.client.visit import Visit
 from kindred.engine.admission import Reply, norm
-from kindred.engine.arguments import Shared
+from kindred.engine.arguments import AveragedShared
 from kindred.engine.means import largest_weight
 from kindred.engine.model_store import InTurn, Layout
 from kindred.lazy import lazy
@@ -62,6 +62,7 @@ from kindred.messages import (
     to_record,
     with_prefix,
 )
+from kindred.parts.aggregation import AGGREGATION, MEAN, RobustCentre
 from kindred.registry import Method
 from kindred.settings import Setting, above
 
@@ -201,7 +202,7 @@ class SCAFFOLD(FedAvg):
     server_learning_rate : float (default: 1.0)
         eta_g, above 0. The paper's experiments have 1.
     **shared
-        Arguments of `PersonalizedStrategy`.
+        `aggregation` of `FedAvg`, and arguments of `PersonalizedStrategy`.
 
     Raises
     ------
@@ -218,7 +219,7 @@ class SCAFFOLD(FedAvg):
         *,
         sgd_learning_rate: float = SGD_LEARNING_RATE.default,
         server_learning_rate: float = SERVER_LEARNING_RATE.default,
-        **shared: Unpack[Shared],
+        **shared: Unpack[AveragedShared],
     ) -> None:
         super().__init__(**shared)
         self.sgd_learning_rate = SGD_LEARNING_RATE.check(sgd_learning_rate)
@@ -245,6 +246,7 @@ class SCAFFOLD(FedAvg):
         self._known.update(self.clients())
         self._uncounted = set()
         self._largest = largest_weight(self.roster.sizes(self.clients()), self.max_client_share)  # n_i in c
+        self._centre = None if self.aggregation == MEAN else RobustCentre(self.aggregation)
         self._changes: InTurn[tuple[float, np.ndarray]] = InTurn(clients, self._add_change)
         control = server_control(self._total, list(self._weights.values()), len(self._known))  # (d,)
         self._control = {
@@ -287,13 +289,18 @@ class SCAFFOLD(FedAvg):
 
     def _add_change(self, client: ClientId, term: tuple[float, np.ndarray]) -> None:
         weight, row = term
-        row *= self._weights.setdefault(client, min(weight, self._largest))
-        self._total += row
+        if self._centre:
+            self._centre.add(client, self._weights.setdefault(client, 1.0), row)
+        else:
+            row *= self._weights.setdefault(client, min(weight, self._largest))
+            self._total += row
 
     def end_round(self, server_round: int, answered: Sequence[ClientId]) -> None:
         sent = read_record(self.global_model)
         super().end_round(server_round, answered)
         self._changes.finish()
+        if self._centre and (centre := self._centre.result()) is not None:
+            self._total += len(self._centre.claimed) * centre
         if answered:
             counted = (client for client in answered if client not in self._uncounted)
             self._counted |= dict.fromkeys(counted, server_round)
@@ -314,5 +321,5 @@ METHOD = Method(
     stays="its control variate",
     strategy=SCAFFOLD,
     client=SCAFFOLDClient,
-    settings=(SGD_LEARNING_RATE, SERVER_LEARNING_RATE),
+    settings=(SGD_LEARNING_RATE, SERVER_LEARNING_RATE, AGGREGATION),
 )

@@ -37,6 +37,12 @@ class Shared(TypedDict, total=False):
     stop_after: int
 
 
+class AveragedShared(Shared, total=False):
+    """The arguments of `FedAvg` and `SeveralModels` that the methods based on them share."""
+
+    aggregation: str
+
+
 class StoredShared(Shared, total=False):
     """The arguments of `StoredModels`."""
 

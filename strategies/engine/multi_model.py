@@ -9,6 +9,7 @@ import numpy as np
 from flwr.app import ArrayRecord
 
 from kindred.messages import ClientId, check, read_record, seed_for, to_record, with_prefix
+from kindred.parts.aggregation import AGGREGATION
 
 from .arguments import Shared
 from .model_store import InTurn, Layout, drawn_anew
@@ -30,6 +31,8 @@ class SeveralModels(PersonalizedStrategy):
     other_models : sequence of ArrayRecord, optional
         Initial models after the first, which is that of `start`. By default each has the numbers of the first one in
         another random order (`drawn_anew`).
+    aggregation : {"mean", "median", "trimmed-mean", "krum"}
+        How the models that clients trained from one model are aggregated, as in `FedAvg`.
     **shared
         Arguments of `PersonalizedStrategy`.
     """
@@ -37,12 +40,18 @@ class SeveralModels(PersonalizedStrategy):
     STATE = (*PersonalizedStrategy.STATE, "models", "_examples", "_sent")
 
     def __init__(
-        self, *, count: int, other_models: Sequence[ArrayRecord] | None = None, **shared: Unpack[Shared]
+        self,
+        *,
+        count: int,
+        other_models: Sequence[ArrayRecord] | None = None,
+        aggregation: str = AGGREGATION.default,
+        **shared: Unpack[Shared],
     ) -> None:
         super().__init__(**shared)
         given = count - 1 if other_models is None else len(other_models)
         check("other_models", f"{given} models", given == count - 1, f"{count - 1}, all but the first")
         self.count = count
+        self.aggregation = AGGREGATION.check(aggregation)
         self.other_models = other_models
 
     def begin(self, initial_arrays: ArrayRecord) -> None:
@@ -60,7 +69,7 @@ class SeveralModels(PersonalizedStrategy):
         self._sent = self._examples
 
     def outgoing(self, server_round: int, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId, ArrayRecord]]:
-        self._means = [self.weighted_mean(self.layout) for _ in self.models]
+        self._means = [self.aggregate_of(self.layout) for _ in self.models]
         self._terms: InTurn[tuple[float, dict[int, np.ndarray]]] = InTurn(clients, self._add)
         self._integers: dict[ClientId, dict[int, Arrays]] = {}
         self._first: dict[int, Arrays] = {}  # model -> integer buffers of the first client that trained it

@@ -117,11 +117,33 @@ class Updates:
     steps : OptimizerSteps, optional
         If given, updates are gradients: at the end it moves each model by the sum of its gradients. Otherwise updates
         are changes that are added to the model.
+    bound : float
+        If not 0, an update by another client than the model's owner is shortened to at most this times the length of
+        the owner's last update. Lengths are L2 norms over the parameters.
+    lengths : dict, optional
+        owner -> length of the last update of its own model, which this object keeps up to date. An update of a model
+        whose owner has sent none counts as 0.
+
+    Attributes
+    ----------
+    shortened : dict
+        client -> number of its updates that were shortened.
     """
 
-    def __init__(self, sent: SentModels, order: Sequence[ClientId], steps: OptimizerSteps | None = None) -> None:
+    def __init__(
+        self,
+        sent: SentModels,
+        order: Sequence[ClientId],
+        steps: OptimizerSteps | None = None,
+        bound: float = 0.0,
+        lengths: dict[ClientId, float] | None = None,
+    ) -> None:
         self._sent = sent
         self._steps = steps
+        self._bound = bound
+        self._lengths = {} if lengths is None else lengths
+        self._bounded: list[tuple[ClientId, ClientId, Mapping[str, np.ndarray]]] = []  # sender, owner, update
+        self.shortened: dict[ClientId, int] = {}
         self._gradients: dict[ClientId, np.ndarray] = {}  # owner -> sum, (d,)
         self._in_turn: InTurn[Mapping[str, Mapping[str, np.ndarray]]] = InTurn(order, self._add)
 
@@ -137,15 +159,36 @@ class Updates:
             if prefix == NEW_MODEL:
                 continue
             owner = self._sent.owners[client][int(prefix)]
-            row = models.row(owner)  # (d,)
-            if self._steps is not None:
-                row = self._gradients.setdefault(owner, np.zeros_like(row))
-            for name, array in update.items():
-                row[models.layout.slices[name]] += array.reshape(-1)
+            if self._bound and owner != client:
+                self._bounded.append((client, owner, update))  # the owner's own update may still come
+                continue
+            if self._bound:
+                self._lengths[owner] = self._length(update)
+            self._apply(owner, update)
+
+    def _apply(self, owner: ClientId, update: Mapping[str, np.ndarray]) -> None:
+        row, slices = self._sent.models.row(owner), self._sent.models.layout.slices  # (d,)
+        if self._steps is not None:
+            row = self._gradients.setdefault(owner, np.zeros_like(row))
+        for name, array in update.items():
+            row[slices[name]] += array.reshape(-1)
+
+    def _length(self, update: Mapping[str, np.ndarray]) -> float:
+        return norm(update[name] for name in self._sent.models.layout.parameters if name in update)
+
+    def _apply_bounded(self) -> None:
+        for client, owner, update in self._bounded:
+            length, most = self._length(update), self._bound * self._lengths.get(owner, 0.0)
+            if length > most:
+                self.shortened[client] = self.shortened.get(client, 0) + 1
+                update = {name: (most / length) * array for name, array in update.items()}
+            self._apply(owner, update)
+        self._bounded = []
 
     def finish(self) -> None:
-        """Add the updates that still wait for their turn, and move models by their gradients."""
+        """Add the updates that still wait for their turn or for a bound, and move models by their gradients."""
         self._in_turn.finish()
+        self._apply_bounded()
         trained = self._sent.models.layout.num_parameters
         for owner in in_order(self._gradients):
             row, gradient = self._sent.models.row(owner), self._gradients.pop(owner)

@@ -42,6 +42,7 @@ from kindred.messages import (
     seed_for,
 )
 from kindred.metrics import METRICS
+from kindred.parts.aggregation import MEAN, Aggregate, aggregate
 from kindred.registry import REGISTRY
 from kindred.settings import (
     AUTO,
@@ -69,7 +70,6 @@ from .evaluation import EvaluationPlan
 from .exchange import Exchange, Sent
 from .history import History, progress
 from .hooks import Hooks
-from .means import WeightedMean
 from .metrics import aggregated, mean_metrics
 from .model_store import Layout
 from .norms import UpdateNorms
@@ -158,6 +158,7 @@ class PersonalizedStrategy(Hooks, Strategy):
     """
 
     STATE: tuple[str, ...] = ("history", "run_id", "roster", "norms")
+    aggregation: str = MEAN  # the rule of `aggregate_of`, for methods that have the setting
 
     def __init__(
         self,
@@ -655,9 +656,9 @@ class PersonalizedStrategy(Hooks, Strategy):
         if norm is not None:
             self.norms.preview(sent.client, self.network_of(sent.client), norm)
 
-    def weighted_mean(self, layout: Layout) -> WeightedMean:
-        """Return a new mean of clients' models in the round in progress, with the bound on a client's share."""
-        mean = WeightedMean(layout.size, layout.dtype, self.max_client_share)
+    def aggregate_of(self, layout: Layout) -> Aggregate:
+        """Return an empty mean of clients' models in the round in progress, by the settings' rule and bound."""
+        mean = aggregate(self.aggregation, layout.size, layout.dtype, self.max_client_share)
         self.means.append(mean.claimed)
         return mean
 

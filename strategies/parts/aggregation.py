@@ -1,0 +1,149 @@
+"""Aggregation of the clients' models: their mean, weighted by samples, or a rule that a minority cannot move far.
+
+| rule | from | here |
+| --- | --- | --- |
+| median, of each coordinate | D. Yin, Y. Chen, K. Ramchandran, P. Bartlett, ICML 2018, arXiv:1803.01498 | `np.median` |
+| trimmed mean, of each coordinate | the same | Flower's `trim_mean` |
+| Krum | P. Blanchard, E. M. El Mhamdi, R. Guerraoui, J. Stainer, NeurIPS 2017, arXiv:1703.02757 | `krum` |
+
+The three rules give every client the same weight, because a number of samples is a claim. The trimmed mean and Krum
+assume that up to ASSUMED of the clients attack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from flwr.serverapp.strategy.fedtrimmedavg import trim_mean
+
+from kindred.engine.means import WeightedMean
+from kindred.engine.model_store import BLOCK
+from kindred.lazy import lazy
+from kindred.messages import ClientId
+from kindred.settings import Setting, one_of
+
+if TYPE_CHECKING:
+    from scipy.spatial import distance
+else:
+    distance = lazy("scipy.spatial.distance")
+
+ASSUMED = 0.3  # share of the clients that may attack: the trimmed mean cuts it off at both ends, Krum has f from it
+MEAN, MEDIAN, TRIMMED_MEAN, KRUM = "mean", "median", "trimmed-mean", "krum"
+AGGREGATION = Setting(
+    "aggregation",
+    MEAN,
+    one_of(MEAN, MEDIAN, TRIMMED_MEAN, KRUM),
+    "how the server aggregates the clients' models: by their mean, weighted by samples; or, against attackers, by the "
+    "median or trimmed mean of each coordinate or by Krum, which weight all clients equally; the trimmed mean and Krum "
+    f"assume that up to {100 * ASSUMED:.0f} % of the clients attack",
+)
+
+# --- The mathematics ----------------------------------------------------------------------------------
+
+COORDINATES: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
+    MEDIAN: partial(np.median, axis=0),
+    TRIMMED_MEAN: partial(trim_mean, cut_fraction=ASSUMED),
+}
+"""Rules for each coordinate: from models (m, b) to (b,)."""
+
+
+def krum(distances: np.ndarray) -> int:
+    """Return the index of the model with the smallest sum of distances to its m - f - 2 nearest others, of m.
+
+    Parameters
+    ----------
+    distances : ndarray, shape (m (m - 1) / 2,)
+        Squared L2 distances ||w_i - w_j||^2 of the pairs, in the order of `scipy.spatial.distance.pdist`.
+
+    Returns
+    -------
+    int
+        Of equally good models the first. f is the share ASSUMED of m, rounded down; at least one neighbour counts.
+    """
+    each = distance.squareform(distances)  # (m, m)
+    nearest = max(len(each) - int(ASSUMED * len(each)) - 2, 1)
+    return int(np.sort(each, axis=1)[:, 1 : nearest + 1].sum(axis=1).argmin())  # without the model itself, at 0
+
+
+# --- Aggregates ---------------------------------------------------------------------------------------
+
+
+class Aggregate(Protocol):
+    """Aggregation of the models of a round.
+
+    Attributes
+    ----------
+    claimed : dict
+        client -> n_k of all models, in the order in which they were added.
+    weights : dict
+        client -> its weight in the result.
+    """
+
+    claimed: dict[ClientId, float]
+    weights: dict[ClientId, float]
+
+    def add(self, client: ClientId, weight: float, row: np.ndarray) -> None:
+        """Add a client's model; `row`, of shape (d,), is taken over."""
+
+    def result(self) -> np.ndarray | None:
+        """Return the aggregate, shape (d,), of the models added; None if there are none."""
+
+
+class RobustCentre:
+    """Median, trimmed mean or Krum of models, which are kept until the end of the round.
+
+    Parameters
+    ----------
+    rule : {"median", "trimmed-mean", "krum"}
+    """
+
+    def __init__(self, rule: str) -> None:
+        self._rule = rule
+        self._rows: list[np.ndarray] = []  # (d,) each
+        self.claimed: dict[ClientId, float] = {}
+        self.weights: dict[ClientId, float] = {}
+
+    def add(self, client: ClientId, weight: float, row: np.ndarray) -> None:
+        """Add a client's model, shape (d,), in the aggregate's type; `weight` has no effect."""
+        self._rows.append(row)
+        self.claimed[client], self.weights[client] = weight, 1.0
+
+    def result(self) -> np.ndarray | None:
+        """Return the centre, shape (d,), of the models added; None if there are none."""
+        if not self._rows:
+            return None
+        if self._rule == KRUM:
+            pairs = np.zeros(len(self._rows) * (len(self._rows) - 1) // 2)
+            for _, block in self._blocks():
+                pairs += distance.pdist(block, "sqeuclidean")
+            chosen = krum(pairs)
+            self.weights = {client: float(i == chosen) for i, client in enumerate(self.weights)}
+            return self._rows[chosen]
+        centre = np.empty_like(self._rows[0])  # (d,)
+        for columns, block in self._blocks():
+            centre[columns] = COORDINATES[self._rule](block)
+        return centre
+
+    def _blocks(self) -> Iterator[tuple[slice, np.ndarray]]:
+        """Yield columns, and these columns of all models, (m, b)."""
+        step = max(BLOCK // len(self._rows), 1)
+        for start in range(0, len(self._rows[0]), step):
+            columns = slice(start, start + step)
+            yield columns, np.stack([row[columns] for row in self._rows])
+
+
+def aggregate(rule: str, size: int, dtype: np.dtype, share: float = 1.0) -> Aggregate:
+    """Return an empty aggregate for models of `size` floats.
+
+    Parameters
+    ----------
+    rule : {"mean", "median", "trimmed-mean", "krum"}
+    size : int
+    dtype : dtype
+    share : float (default: 1.0)
+        The largest share of a client in the mean. In the other rules all clients have the same.
+    """
+    return WeightedMean(size, dtype, share) if rule == MEAN else RobustCentre(rule)

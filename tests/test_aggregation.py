@@ -1,0 +1,152 @@
+"""Rules of aggregation that a minority cannot move far: by hand, against Flower's, and in every method with a mean."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+from flwr.server.strategy.aggregate import aggregate_krum, aggregate_median, aggregate_trimmed_avg
+
+from benchmarks.attackers import ATTACKS, AttackedApp
+from kindred import REGISTRY, FedAvg, InlineGrid
+from kindred.baselines.scaffold import SCAFFOLD
+from kindred.engine.arguments import AveragedShared, Shared
+from kindred.messages import read_record, to_record
+from kindred.parts import aggregation
+from kindred.parts.aggregation import AGGREGATION, KRUM, MEAN, MEDIAN, TRIMMED_MEAN, aggregate, krum
+from kindred.server_app.config import Config, ConfigError
+
+from .client_apps import plain_app
+from .grids import FaultyGrid, ShuffledGrid
+from .test_conformance import app_of, everything, initial_of, make, run as run_method
+
+RULES = (MEDIAN, TRIMMED_MEAN, KRUM)
+ABLE = [name for name in REGISTRY if AGGREGATION.name in REGISTRY[name]]
+
+
+def filled(rule: str, rows, weights=None):
+    """Return an aggregate of these rows, of clients 0, 1, 2, ..."""
+    rows = [np.array(row, np.float32) for row in rows]
+    found = aggregate(rule, len(rows[0]), np.dtype(np.float32))
+    for client, row in enumerate(rows):
+        found.add(client, 1.0 if weights is None else weights[client], row.copy())
+    return found
+
+
+def test_the_rules_by_hand() -> None:
+    models = [[1, 50], [2, -3], [3, 1], [4, 2], [100, 3]]
+    assert filled(MEDIAN, models).result().tolist() == [3, 2]
+    assert filled(TRIMMED_MEAN, models).result().tolist() == [3, 2]  # without the lowest and highest of five
+    # Of five models one may be an attacker's: 5 - 1 - 2 = 2 neighbours count.
+    chosen = filled(KRUM, [[1], [2], [3], [4], [100]])
+    assert chosen.result().tolist() == [2]  # 1 + 1, as for 3, which comes later
+    assert chosen.weights == {0: 0, 1: 1, 2: 0, 3: 0, 4: 0}
+    assert krum(np.array([9.0, 1.0, 4.0])) == 0  # pairs (0, 1), (0, 2), (1, 2): one neighbour counts
+
+
+@pytest.mark.parametrize("rule", [MEAN, *RULES])
+def test_few_models_and_none(rule) -> None:
+    assert aggregate(rule, 2, np.dtype(np.float32)).result() is None
+    assert filled(rule, [[1, 2]]).result().tolist() == [1, 2]
+    assert filled(rule, [[1, 2], [3, 4]]).result().tolist() == ([1, 2] if rule == KRUM else [2, 3])
+
+
+@pytest.mark.parametrize("count", [3, 5, 10, 11])
+@pytest.mark.parametrize("block", [1 << 16, 5])
+def test_the_rules_are_flowers_in_blocks_of_any_size(count, block, monkeypatch) -> None:
+    monkeypatch.setattr(aggregation, "BLOCK", block)
+    rows = list(np.random.default_rng(count).normal(size=(count, 17)).astype(np.float32))
+    models = [([row], 1) for row in rows]
+    expected = {
+        MEDIAN: aggregate_median(models),
+        TRIMMED_MEAN: aggregate_trimmed_avg(models, 0.3),
+        KRUM: aggregate_krum(models, int(0.3 * count), 0),
+    }
+    for rule, (row,) in expected.items():
+        found = filled(rule, rows, weights=np.arange(1, count + 1)).result()
+        assert found.dtype == np.float32 and found.tobytes() == row.tobytes()
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("bad", [1e14, -1e15, 5.0])
+def test_three_of_ten_clients_cannot_move_the_result_out_of_the_others_range(rule, bad) -> None:
+    honest = np.random.default_rng(0).normal(size=(7, 9)).astype(np.float32)
+    found = filled(rule, [*honest[:4], *np.full((3, 9), bad), *honest[4:]]).result()
+    assert (honest.min(axis=0) <= found).all() and (found <= honest.max(axis=0)).all()
+
+
+@cache  # two tests compare with it
+def usual(name: str, rule: str) -> tuple:
+    return everything(run_method(name, aggregation=rule))
+
+
+@pytest.mark.parametrize("rule", [MEDIAN, KRUM])
+@pytest.mark.parametrize("name", ABLE)
+def test_the_order_of_replies_and_claims_of_samples_change_no_bit(name, rule) -> None:
+    expected = usual(name, rule)
+    assert everything(run_method(name, ShuffledGrid(app_of(name), 6, 1), aggregation=rule)) == expected
+    claiming = AttackedApp(app_of(name), ATTACKS["claim"], [1, 4])
+    models, *_ = everything(run_method(name, InlineGrid(claiming, 6), aggregation=rule))
+    assert models == expected[0]
+
+
+@pytest.mark.parametrize("name", ABLE)
+def test_each_rule_gives_another_model(name) -> None:
+    found = {rule: usual(name, rule)[0]["global"] for rule in (MEAN, *RULES)}
+    assert all(found[rule] != found[MEAN] for rule in RULES) and found[MEDIAN] != found[KRUM]
+
+
+def test_a_missing_client_has_no_part_and_integer_buffers_are_the_first_clients() -> None:
+    def fate(server_round: int, client: int) -> object:
+        if client == 2:
+            return "error"
+
+        def counted(content) -> None:
+            arrays = {name: array.copy() for name, array in read_record(content["arrays"]).items()}
+            arrays["layer.weight"][:] = (5, 1, 0, 3)[client]
+            arrays["norm.num_batches_tracked"][...] = 7 + client
+            content["arrays"] = to_record(arrays)
+
+        return counted
+
+    strategy = FedAvg(aggregation=MEDIAN)
+    strategy.start(FaultyGrid(plain_app(), 4, fate), initial_of("fedavg"), 1)
+    arrays = read_record(strategy.global_arrays())
+    assert (arrays["layer.weight"] == 3).all() and arrays["norm.num_batches_tracked"] == 7
+
+
+@pytest.mark.parametrize("rule", [MEDIAN, TRIMMED_MEAN])
+def test_clients_have_equal_shares_in_the_collaboration_matrix(rule) -> None:
+    _, weights = run_method("fedavg", aggregation=rule).collaboration()
+    assert weights == pytest.approx(np.full((6, 6), 1 / 6))
+
+
+def test_the_collaboration_matrix_names_the_client_that_krum_chose() -> None:
+    _, weights = run_method("fedavg", aggregation=KRUM).collaboration()
+    assert sorted(weights[0].tolist()) == [0, 0, 0, 0, 0, 1] and (weights == weights[0]).all()
+
+
+def test_scaffold_weights_all_control_variates_equally_with_a_robust_rule() -> None:
+    strategy = make("scaffold", aggregation=MEDIAN)
+    strategy.start(InlineGrid(app_of("scaffold"), 6), initial_of("scaffold"), 2)
+    assert isinstance(strategy, SCAFFOLD) and set(strategy._weights.values()) == {1.0}
+
+
+def test_the_setting_is_refused_in_one_line_where_it_has_no_effect() -> None:
+    for name in REGISTRY.own:
+        config = Config(strategy=name, aggregation=KRUM)
+        if name in ABLE:
+            assert config.own_settings()["aggregation"] == KRUM
+            continue
+        with pytest.raises(ConfigError, match=f"aggregation is 'krum', allowed with {name}: mean; methods with others"):
+            config.own_settings()
+    with pytest.raises(ValueError, match=r"aggregation is 'mode', allowed: mean, median, trimmed-mean, krum"):
+        FedAvg(aggregation="mode")
+    assert AveragedShared.__annotations__.keys() - Shared.__annotations__.keys() == {"aggregation"}
+
+
+def test_methods_beside_one_with_a_robust_rule_run_as_they_do() -> None:
+    config = Config(strategy="fedavg", aggregation=MEDIAN)
+    assert config.for_method("ditto").aggregation == MEDIAN
+    assert config.for_method("local") == Config(strategy="local")
