@@ -29,7 +29,7 @@ class Collaboration:
     which : ndarray of int, shape (m,)
         For each client the number of its row; of no meaning where `own` is 1.
     own : ndarray, shape (m,)
-        For each client the share of its own model besides that in its row.
+        For each client the share of its own model that is not in its row.
     """
 
     clients: list[ClientId]
