@@ -73,7 +73,7 @@ else:
 SHARPNESS = 10.0
 MEMORY = 0.8  # weight of a round's losses, relative to the next round's, in their mean
 HUGE = 100.0  # times the median length: a longer model counts for nobody
-LARGEST_WEIGHT = 10.0  # of a client in a mean, in numbers of samples of the median client
+LARGEST_WEIGHT = 3.0  # of a client in a mean, in numbers of samples of the median client
 FOLDS = 10  # parts of the training samples, of which a client without validation data holds one out
 HOLDING = 0.5  # of the rounds, the first ones, in which it does
 STAYS = 0.1  # share of its own model from which on the fold stays the same
