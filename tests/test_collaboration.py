@@ -1,4 +1,4 @@
-"""Who learns from whom, as few rows as there are, and its files."""
+"""Collaboration as few rows as there are, and its files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who learns from whom in each round: the files in the folder `collaboration`, and the matrices for the page."""
+"""Collaboration in each round: the files in the folder `collaboration`, and the matrices for the page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who learns from whom: the shares of the clients' models in what each client receives, kept as few rows as they have.
+"""Collaboration: the shares of the clients' models in what each client receives, kept as few rows as they have.
 
 With FedAvg every client receives the same mean, and one row describes it; with clusters there is a row for each. A
 matrix of m x m numbers exists only where somebody asks for it.
