@@ -35,6 +35,7 @@ from kindred.data import load_federation
 from kindred.messages import SERVER_ROUND, in_order, read_record, records_of
 from kindred.server_app.app import prepare, run, run_inline
 from kindred.server_app.config import Config
+from kindred.server_app.report.collaboration import read_collaboration
 from kindred.server_app.tables import read_table
 
 FOLDER = Path(__file__).parent
@@ -178,12 +179,13 @@ def bits_in_process(key: str, output_dir: Path) -> dict[str, Any]:
 
 def bits_of_folder(folder: Path) -> dict[str, Any]:
     """Return the hashes of the results in a run's folder, and its accuracy."""
-    matrices = [np.load(file) for file in sorted(folder.glob("collaboration/*.npz"))]
+    read = [read_collaboration(file) for file in sorted(folder.glob("collaboration/*.npz"))]
+    matrices = [(each.clients, np.asarray(each.matrix(), np.float32).tobytes()) for each in read if each]
     files = sorted([*folder.glob("models/*.safetensors"), *folder.glob("mixtures/*.safetensors")])
     history = read_table(folder / "history.csv")
     return {
         "models": digest((file.name, *arrays_of(load_file(file))) for file in files),
-        "matrices": digest((each["clients"].tolist(), each["weights"].tobytes()) for each in matrices),
+        "matrices": digest(matrices),
         "history": digest(sorted((name, value) for name, value in row.items() if name != "seconds") for row in history),
         "accuracy": round(json.loads((folder / "summary.json").read_text())["accuracy"], 2),
     }
