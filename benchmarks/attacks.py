@@ -233,7 +233,6 @@ def main() -> None:
         parser.error(str(error))
     others = tuple(settings.items())
     torch.set_num_threads(1)
-    logging.getLogger("flwr").setLevel(logging.CRITICAL)
     defences = list(usable_defences(given.defences))
     runs = Runs(given.output_dir)
     ways = [("", 0), *product(given.attacks, given.attackers)]
@@ -247,4 +246,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    logging.getLogger("flwr").setLevel(logging.CRITICAL)
     main()

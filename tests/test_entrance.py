@@ -154,7 +154,7 @@ def test_without_pandas_tables_name_the_package_to_install(ran, monkeypatch) -> 
         ({"sigma": None}, "sigma is None, allowed: more than 0"),
         ({"clients": 2.5}, r"num-clients is 2.5, allowed: 2 or more \(int\)"),
         ({"method": "local", "strategy": "fedavg"}, "strategy is given twice: 'local' and 'fedavg'"),
-        ({"engine": "car"}, "engine is 'car', allowed: inline, flower"),
+        ({"engine": "car"}, "engine is 'car', allowed: local, inline, flower"),
         ({"cpus_per_client": 0}, "--cpus-per-client is 0, allowed: 1 to "),
         ({"resume": "nowhere"}, "resume is 'nowhere', which has no config.json of a run"),
     ],

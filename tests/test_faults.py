@@ -918,6 +918,7 @@ def test_a_killed_worker_ends_a_simulation_in_the_engine(tmp_path) -> None:
     command = [
         Path(sysconfig.get_path("scripts")) / "kindred",
         "run",
+        "--engine=flower",
         f"--output-dir={tmp_path / 'results'}",
         "--clients=2",
         "--rounds=300",

@@ -11,12 +11,10 @@ it ends.
 
 from __future__ import annotations
 
-import io
 import itertools
 import logging
 import multiprocessing
 import os
-import pickle
 import signal
 import sys
 import time
@@ -29,8 +27,11 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.shared_memory import SharedMemory
 from typing import TYPE_CHECKING, Any
 
-from flwr.app import Array, Context, Error, Message
+from flwr.app import Context, Error, Message, RecordDict
 from flwr.common.constant import ErrorCode
+from flwr.common.serde import message_from_proto, message_to_proto, recorddict_from_proto, recorddict_to_proto
+from flwr.proto.message_pb2 import Message as ProtoMessage
+from flwr.proto.recorddict_pb2 import RecordDict as ProtoRecordDict
 from flwr.supercore import log
 from flwr.supercore.object_ref import load_app
 
@@ -137,7 +138,7 @@ class WorkerGrid(InlineGrid):
             self._start(worker)
         block = None
         with suppress(BrokenPipeError, ConnectionResetError):  # `_receive` finds that it has ended
-            block = _send(worker.connection, (message, self._contexts[node].state))
+            block = _send(worker.connection, message, self._contexts[node].state)
         worker.given.append((message, block))
 
     def _start(self, worker: _Worker) -> None:
@@ -160,8 +161,8 @@ class WorkerGrid(InlineGrid):
         except (EOFError, OSError):
             self._bury(worker)
             return
-        if isinstance(received, tuple) and received[0] == "log":
-            log(received[1], "%s", received[2])
+        if isinstance(received[0], int):
+            log(received[0], "%s", received[1])
             return
         reply, state = received
         message, _ = worker.given.popleft()
@@ -227,7 +228,7 @@ def _work(
             message, state = _received(connection)
             context = contexts[message.metadata.dst_node_id]
             context.state = state
-            _send(connection, (answer(client_app, message, context), context.state))
+            _send(connection, answer(client_app, message, context), context.state)
 
 
 class _ToServer(logging.Handler):
@@ -239,30 +240,31 @@ class _ToServer(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         with suppress(OSError):
-            _send(self._connection, ("log", record.levelno, record.getMessage()))
+            self._connection.send((record.levelno, record.getMessage()))
 
 
 # --- Transport ----------------------------------------------------------------------------------------
 
 
-class _Pickler(pickle.Pickler):
-    """Takes the bytes of arrays out of what it pickles, for processes of this program alone."""
+def _send(connection: Connection, message: Message, state: RecordDict) -> str | None:
+    """Send a message and a client's state; return the name of the block of shared memory that its receiver frees.
 
-    def reducer_override(self, thing: Any) -> Any:
-        if type(thing) is Array:
-            return _array, (thing.dtype, thing.shape, thing.stype, pickle.PickleBuffer(thing.data))
-        return NotImplemented
-
-
-def _array(dtype: str, shape: tuple[int, ...], stype: str, data: memoryview) -> Array:
-    return Array(dtype=dtype, shape=shape, stype=stype, data=bytes(data))
-
-
-def _send(connection: Connection, thing: Any) -> str | None:
-    """Send a thing; return the name of the block of shared memory, if there is one, that its receiver frees."""
-    file, arrays = io.BytesIO(), list[pickle.PickleBuffer]()
-    _Pickler(file, protocol=5, buffer_callback=arrays.append).dump(thing)
-    parts = [file.getbuffer(), *(array.raw() for array in arrays)]
+    None if there is no such block. The bytes of arrays are copied as they are, all else is serialized by Flower.
+    """
+    arrays = (
+        [array for record in message.content.array_records.values() for array in record.values()]
+        if (message.has_content())
+        else []
+    )
+    kept = [array.data for array in arrays]
+    for array in arrays:
+        array.data = b""
+    try:
+        texts = [message_to_proto(message).SerializeToString(), recorddict_to_proto(state).SerializeToString()]
+    finally:
+        for array, data in zip(arrays, kept, strict=True):
+            array.data = data
+    parts = [memoryview(part) for part in (*texts, *kept)]
     sizes = [part.nbytes for part in parts]
     if sum(sizes) < LEAST_SHARED:
         connection.send((sizes, b"".join(parts)))
@@ -276,22 +278,38 @@ def _send(connection: Connection, thing: Any) -> str | None:
     return block.name
 
 
-def _received(connection: Connection) -> Any:
-    """Return the next thing from a connection; raise EOFError or OSError if the other process has ended."""
-    sizes, where = connection.recv()
-    if isinstance(where, bytes):
-        pickled, *arrays = _split(memoryview(where), sizes)
-        return pickle.loads(pickled, buffers=arrays)
-    block = SharedMemory(where)
+def _received(connection: Connection) -> tuple[Any, Any]:
+    """Return the next message and state from a connection, or the level and text of a line of the other's log.
+
+    Raises
+    ------
+    EOFError, OSError
+        The other process has ended.
+    """
+    first, second = connection.recv()
+    if isinstance(first, int):
+        return first, second
+    if isinstance(second, bytes):
+        return _unpacked(_split(memoryview(second), first))
+    block = SharedMemory(second)
+    parts = _split(block.buf, first)
     try:
-        pickled, *arrays = parts = _split(block.buf, sizes)
-        thing = pickle.loads(pickled, buffers=arrays)
+        return _unpacked(parts)
+    finally:
         for part in parts:
             part.release()
-        return thing
-    finally:
         block.close()
         block.unlink()
+
+
+def _unpacked(parts: Sequence[memoryview]) -> tuple[Message, RecordDict]:
+    about, state, *data = (bytes(part) for part in parts)
+    message = message_from_proto(ProtoMessage.FromString(about))
+    if message.has_content():
+        arrays = (array for record in message.content.array_records.values() for array in record.values())
+        for array, values in zip(arrays, data, strict=True):
+            array.data = values
+    return message, recorddict_from_proto(ProtoRecordDict.FromString(state))
 
 
 def _split(view: memoryview | None, sizes: Iterable[int]) -> list[memoryview]:

@@ -206,10 +206,12 @@ class Requests:
         """Return the clients' weights w_ij; the row of a client that reports none is 0."""
         known = {client: request.weights for client, request in self._last.items() if request.weights}
         clients = in_order({*known, *self._models}) if known else []
-        rows = np.array([[row.get(client, 0.0) for client in clients] for row in [*known.values(), {}]])  # (k, m)
+        rows = np.zeros((len(known) + 1, len(clients)))  # (k, m); the last one remains 0
+        for k, weights in enumerate(known.values()):
+            rows[k] = [weights.get(client, 0.0) for client in clients]
         place = {client: k for k, client in enumerate(known)}
         which = np.array([place.get(client, len(known)) for client in clients], np.int64)
-        return Collaboration(clients, rows.reshape(-1, len(clients)), which, np.zeros(len(clients)))
+        return Collaboration(clients, rows, which, np.zeros(len(clients)))
 
     def state(self) -> dict[str, Any]:
         """Return what `restore` needs."""
