@@ -251,11 +251,8 @@ def _send(connection: Connection, message: Message, state: RecordDict) -> str | 
 
     None if there is no such block. The bytes of arrays are copied as they are, all else is serialized by Flower.
     """
-    arrays = (
-        [array for record in message.content.array_records.values() for array in record.values()]
-        if (message.has_content())
-        else []
-    )
+    records = message.content.array_records.values() if message.has_content() else ()
+    arrays = [array for record in records for array in record.values()]
     kept = [array.data for array in arrays]
     for array in arrays:
         array.data = b""
