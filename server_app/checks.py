@@ -8,14 +8,12 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-import torch
-
 from kindred.client.state import default_root
 from kindred.data import load_federation
 
 from .app import check_data_and_models, make_strategy, needed_by
 from .config import Config, ConfigError
-from .engines import Engine
+from .engines import Engine, gpus
 
 
 def check(configs: Iterable[Config], engine: Engine) -> None:
@@ -68,13 +66,13 @@ def _check_gpus(config: Config, engine: Engine) -> None:
     if config.device != "cuda" and engine.gpus_per_client == 0:
         return
     asked = "device is 'cuda'" if config.device == "cuda" else f"--gpus-per-client is {engine.gpus_per_client:g}"
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if gpus == 0:
+    here = gpus()
+    if here == 0:
         raise ConfigError(f"{asked}, but PyTorch finds no GPU here, allowed: device cpu or auto, --gpus-per-client 0")
-    if not (0 <= engine.gpus_per_client <= 1 or engine.gpus_per_client in range(gpus + 1)):
+    if not (0 <= engine.gpus_per_client <= 1 or engine.gpus_per_client in range(here + 1)):
         raise ConfigError(
             f"--gpus-per-client is {engine.gpus_per_client:g}, allowed: 0 to 1, or a whole number up to "
-            f"{gpus}, the GPUs of this machine"
+            f"{here}, the GPUs of this machine"
         )
     if engine.name == "flower" and engine.gpus_per_client == 0:
         raise ConfigError(

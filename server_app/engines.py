@@ -1,4 +1,4 @@
-"""Engines: a run's clients work in processes of ours, in this process, or in Flower's simulation engine."""
+"""Engines: a run's clients work in worker processes, in this process, or in Flower's simulation engine."""
 
 from __future__ import annotations
 
@@ -81,20 +81,25 @@ def workers_of(engine: Engine, config: Config) -> int:
     """
     if engine.name == "inline":
         return 1
-    gpus = torch.cuda.device_count() if config.device != "cpu" and torch.cuda.is_available() else 0
-    if gpus and not engine.gpus_per_client:
+    here = gpus() if config.device != "cpu" else 0
+    if here and not engine.gpus_per_client:
         return 1
     load_clients(config.run_config())
     memory = psutil.virtual_memory().available // psutil.Process().memory_info().rss
     most = [engine.workers or cpus() // engine.cpus_per_client, config.participants, memory]
-    if gpus:
-        most.append(int(gpus / engine.gpus_per_client))
+    if here:
+        most.append(int(here / engine.gpus_per_client))
     return max(min(most), 1)
 
 
 def cpus() -> int:
     """Return the number of CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def gpus() -> int:
+    """Return the number of GPUs that PyTorch finds on this machine."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def _run_here(config: Config, engine: Engine, on_line: Callable[[str], None]) -> Outcome:
@@ -104,8 +109,8 @@ def _run_here(config: Config, engine: Engine, on_line: Callable[[str], None]) ->
     threads_before = torch.get_num_threads()
     with _flower_logs_to(log.add):
         try:
-            gpus = torch.cuda.device_count() if engine.gpus_per_client else 0
-            results = run_in_workers(config, workers_of(engine, config), engine.cpus_per_client, gpus).path
+            shared = gpus() if engine.gpus_per_client else 0
+            results = run_in_workers(config, workers_of(engine, config), engine.cpus_per_client, shared).path
         except (ConfigError, DataError) as error:
             return Outcome(2, str(error), log.results)
         except KeyboardInterrupt:

@@ -6,8 +6,8 @@
     updates.csv                      a line per update: its norm, also in medians of others; grows every round
     validators.csv                   a line per round and site that only validates, if there are any
     rounds.csv                       a line per round, also for evaluations before and after them; grows every round
-    collaboration/round-0003.npz     who learns from whom: clients (m,), rows (k, m), which (m,), own (m,), as in
-                                     `kindred.engine.collaboration.Collaboration`, the numbers in float32
+    collaboration/round-0003.npz     clients (m,), rows (k, m), which (m,), own (m,), the shares of the clients' models
+                                     as in `kindred.engine.collaboration.Collaboration`, in float32
     models/client-ID.safetensors     each client's personal model, after the last round
     selected/client-ID.safetensors   each client's model that is best on its validation data
     predictions/client-ID.safetensors  what that model, or else the last one, predicts for the client's test data
@@ -209,7 +209,7 @@ class RunFolder:
         return Checkpoints(self.path / "checkpoints", every, keep) if every else None
 
     def record_round(self, strategy: PersonalizedStrategy) -> None:
-        """Write the results of the strategy's last round: lines of both tables, and who learns from whom."""
+        """Write the results of the strategy's last round: lines of the tables, and the collaboration."""
         self._extend_tables(strategy.history)
         found = strategy.shared_rows()
         if found.clients and strategy.history.rounds:

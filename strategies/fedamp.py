@@ -54,7 +54,7 @@ from .engine.stored import CloudModels
 from .lazy import lazy
 from .messages import METHODS, PROXIMAL_MU, ClientId, check, in_order, read_record, seed_for, to_record
 from .registry import MODEL_BOTH_WAYS, Method
-from .settings import A_SHARE, STORE, TRUE_OR_FALSE, Range, Setting, above, at_least
+from .settings import A_SHARE, AUTO, STORE, TRUE_OR_FALSE, Range, Setting, above, at_least, or_auto
 
 if TYPE_CHECKING:
     from scipy import special
@@ -62,11 +62,11 @@ else:
     special = lazy("scipy.special")
 
 SelfWeight = float | np.ndarray | Literal["uniform"]
-AUTO, GROUPS = "auto", "groups"
+GROUPS = "groups"
 SIGMA = Setting(
     "sigma",
     AUTO,
-    Range("more than 0, or auto", lambda value: value == AUTO or (not isinstance(value, str) and value > 0)),
+    or_auto(above(0)),
     "scale of the squared distance; auto: in each round its median over pairs of clients online",
     kind="float | str",
     trial=2.0,

@@ -495,10 +495,9 @@ class PerFedCKT(PersonalizedStrategy):
         A client whose logits are in no cluster of that round has weight 1 on itself.
         """
         clients = in_order({*(row["client"] for row in self.history.rows), *self.clients()})
-        members = {
-            k: dict.fromkeys((client for client, of in self._cluster_of.items() if of == k), 1.0)
-            for k in {*self._cluster_of.values()}
-        }
+        members: dict[int, dict[ClientId, float]] = {}
+        for client, k in self._cluster_of.items():
+            members.setdefault(k, {})[client] = 1.0
         return Collaboration.by_row(clients, members, self._cluster_of)
 
 

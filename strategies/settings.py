@@ -13,6 +13,8 @@ from difflib import get_close_matches
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
+AUTO = "auto"
+
 
 class Range(NamedTuple):
     """Allowed values: in words, as a test of a value of the right type, and in the documents' words if these differ."""
@@ -30,6 +32,14 @@ def at_least(low: float) -> Range:
 def above(low: float) -> Range:
     """Range of numbers larger than `low`."""
     return Range(f"more than {low:g}", lambda value: value > low)
+
+
+def or_auto(numbers: Range) -> Range:
+    """Range of these numbers, or AUTO."""
+    return Range(
+        f"{numbers.words}, or {AUTO}",
+        lambda value: value == AUTO or (not isinstance(value, str) and numbers.holds(value)),
+    )
 
 
 def within(low: float, high: float) -> Range:
@@ -263,11 +273,10 @@ MAX_CLIENT_SHARE = Setting(
     "largest share of a client in a mean of clients' models that weights them by samples; larger numbers of samples "
     "are lowered to it, and the clients are equal if they are too few; 1: no bound",
 )
-AUTO = "auto"
 MAX_UPDATE_NORM = Setting(
     "max_update_norm",
     0.0,
-    Range("0 or more, or auto", lambda value: value == AUTO or (not isinstance(value, str) and value >= 0)),
+    or_auto(at_least(0)),
     "L2 norm, over the parameters, above which a client's update is refused; 0: no bound; auto: updates above 5 times "
     "the median of comparable ones are scaled down to it. Without effect in PerFed-CKT, whose clients send "
     "probabilities, and auto also in Local",

@@ -18,6 +18,9 @@ T = TypeVar("T")
 SCRIPTS = sysconfig.get_path("scripts")
 KINDRED = os.path.join(SCRIPTS, "kindred")
 
+# Code of a process that becomes the command in its arguments, which heeds SIGINT even if the tests ignore it.
+HEEDING = "import os, signal as s, sys; s.signal(s.SIGINT, s.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+
 
 def free_port() -> int:
     with socket.socket() as probe:

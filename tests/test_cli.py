@@ -19,6 +19,7 @@ from kindred.data import DATASETS, PARTITIONS
 from kindred.server_app.cli import commands
 from kindred.server_app.cli.run import app
 from kindred.settings import parse
+from tests.background_commands import HEEDING
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMAND = [str(Path(sysconfig.get_path("scripts")) / "kindred")]
@@ -158,8 +159,7 @@ def test_a_run_in_this_process_also_runs_the_method_given_by_against(tmp_path) -
 
 
 def test_ctrl_c_ends_a_run_in_this_process_with_130(tmp_path) -> None:
-    heeding = "import os, signal as s, sys; s.signal(s.SIGINT, s.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
-    command = [sys.executable, "-c", heeding, *COMMAND, "run", "--engine=inline", "--rounds=100000"]
+    command = [sys.executable, "-c", HEEDING, *COMMAND, "run", "--engine=inline", "--rounds=100000"]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         for line in process.stdout:
             if line.startswith("round "):

@@ -141,7 +141,7 @@ def test_the_prior_is_the_posterior_mean_of_the_shares_of_clients() -> None:
 
 
 def test_weak_evidence_of_many_clients_does_not_exclude_a_model() -> None:
-    """Twenty clients for whom one model is a little better, as after a round in which nobody has learnt much."""
+    """Twenty clients for whom one model is a little better, as after the first rounds."""
     weak = np.tile([-0.1, -0.1, 0.0], (20, 1))
     assert prevalence(weak).min() > 0.1
     assert prevalence(np.tile([-3.0, -3.0, 0.0], (20, 1)))[2] > 0.9

@@ -30,6 +30,7 @@ from kindred.server_app.report import clients as single, content as report, watc
 from kindred.server_app.report.content import comparison_content, run_content, write_report
 from kindred.server_app.report.render import STYLE
 from kindred.server_app.results import RunFolder
+from tests.background_commands import HEEDING
 from tests.test_results import TWO_ROUNDS, row, run_of, settings
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -661,9 +662,8 @@ def test_watch_ends_when_the_run_is_finished(run, monkeypatch):
 
 def test_ctrl_c_ends_watch_without_a_traceback(tmp_path):
     folder = a_run(tmp_path, TWO_ROUNDS).path
-    heeding = "import os, signal as s, sys; s.signal(s.SIGINT, s.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
     with subprocess.Popen(
-        [sys.executable, "-c", heeding, *COMMAND, "watch", str(folder)],
+        [sys.executable, "-c", HEEDING, *COMMAND, "watch", str(folder)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

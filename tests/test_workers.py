@@ -24,7 +24,7 @@ from kindred.server_app.config import Config, ConfigError
 from kindred.server_app.engines import Engine, workers_of
 from kindred.server_app.run_files import read_summary
 
-from .background_commands import KINDRED, wait_until
+from .background_commands import HEEDING, KINDRED, wait_until
 
 CLIENTS = 5
 SHARED = Path("/dev/shm")
@@ -130,9 +130,6 @@ def test_with_one_worker_it_is_the_engine_of_this_process(tmp_path, monkeypatch)
     monkeypatch.setattr(workers, "WorkerGrid", None)
     config = Config(strategy="local", output_dir=str(tmp_path), **SMALL)
     assert read_summary(run_in_workers(config, 1).path)["strategy"] == "local"
-
-
-HEEDING = "import os, signal as s, sys; s.signal(s.SIGINT, s.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])

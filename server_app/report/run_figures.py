@@ -51,7 +51,7 @@ def run_figures(
     last : int
         The last round of training.
     collaboration : callable
-        Returns who learnt from whom in the last round.
+        Returns the collaboration of the last round.
     tree : sequence of mapping, optional
         The clusters, where the method divides its clients.
     federation : Federation, optional

@@ -287,7 +287,8 @@ class ClusteredFL(PersonalizedStrategy):
     criterion : {"norm", "coordinate"} (default: "norm")
         With "coordinate" eps2 bounds the largest absolute coordinate of an update in place of its L2 norm.
     aggregation : {"mean", "median", "trimmed-mean", "krum"}
-        How a cluster's models are aggregated, as in `FedAvg`. The norm of the mean update remains that of the mean.
+        How a cluster's models are aggregated, as in `FedAvg`. In the norm of the mean update clients have the
+        weights of this rule: equal ones with the median and the trimmed mean, the chosen model's alone with Krum.
     **shared
         Arguments of `PersonalizedStrategy`.
 

@@ -73,7 +73,7 @@ class Collaboration:
         shares = np.divide(numbers, totals, out=np.zeros_like(numbers), where=totals > 0)
         place = {name: k for k, name in enumerate(rows)}
         which = np.array([place.get(row_of.get(client), -1) for client in clients], np.int64)  # (m,)
-        known = (which >= 0) & np.append(totals[:, 0] > 0, False)[which]  # (m,); -1 is the last, False
+        known = np.append(totals[:, 0] > 0, False)[which]  # (m,); -1 is the last, False
         return cls(list(clients), shares, np.where(known, which, 0), np.where(known, 0.0, 1.0))
 
     @classmethod

@@ -67,7 +67,8 @@ class Hooks:
     | `inspect` | next | no further check |
     | `update_norm` | next | the distance from `update_origin` |
     | `network_of` | next: only updates of the same network are compared | one network |
-    | `update_origin`, `scaled_update` | for `update_norm`, and where `max_update_norm` "auto" scales an update down | no origin |
+    | `update_origin` | for `update_norm` and `scaled_update` | no origin |
+    | `scaled_update` | where `max_update_norm` "auto" scales an update down | moves it to its origin |
     | `take` | next: the reply is admitted | must be given |
     | `end_round` | after all training replies | must be given |
     | `side_evaluations` | before clients evaluate: yields models to evaluate in addition to the personal ones | none |
@@ -82,7 +83,7 @@ class Hooks:
 
     An exception in a hook does not end the run. In `introduce` it excludes its client. In `mismatch`, `inspect`,
     `update_norm`, `scaled_update` or a `take…` the client's reply is lost; in `end_round` the round is lost.
-    """  # noqa: E501  # lines of a table
+    """
 
     name: str
     """The method's name in messages, in the registry and in results."""

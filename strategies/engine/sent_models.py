@@ -88,9 +88,12 @@ class SentModels:
 
         None if there is no update.
         """
-        parameters = self.models.layout.parameters
         updates = (update for prefix, update in by_prefix(arrays).items() if prefix != NEW_MODEL)
-        return max((norm(update[name] for name in parameters if name in update) for update in updates), default=None)
+        return max(map(self.length, updates), default=None)
+
+    def length(self, update: Mapping[str, np.ndarray]) -> float:
+        """Return the L2 norm of an update of one model, over the parameters."""
+        return norm(update[name] for name in self.models.layout.parameters if name in update)
 
     def scaled_updates(self, arrays: Mapping[str, np.ndarray], factor: float) -> dict[str, np.ndarray]:
         """Return updates times a factor; a model that is new to the server is unchanged."""
@@ -152,9 +155,8 @@ class Updates:
         self._in_turn.add(client, parts)
 
     def _add(self, client: ClientId, parts: Mapping[str, Mapping[str, np.ndarray]]) -> None:
-        models = self._sent.models
         if NEW_MODEL in parts:
-            models.put(client, parts[NEW_MODEL])
+            self._sent.models.put(client, parts[NEW_MODEL])
         for prefix, update in parts.items():
             if prefix == NEW_MODEL:
                 continue
@@ -163,7 +165,7 @@ class Updates:
                 self._bounded.append((client, owner, update))  # the owner's own update may still come
                 continue
             if self._bound:
-                self._lengths[owner] = self._length(update)
+                self._lengths[owner] = self._sent.length(update)
             self._apply(owner, update)
 
     def _apply(self, owner: ClientId, update: Mapping[str, np.ndarray]) -> None:
@@ -173,12 +175,9 @@ class Updates:
         for name, array in update.items():
             row[slices[name]] += array.reshape(-1)
 
-    def _length(self, update: Mapping[str, np.ndarray]) -> float:
-        return norm(update[name] for name in self._sent.models.layout.parameters if name in update)
-
     def _apply_bounded(self) -> None:
         for client, owner, update in self._bounded:
-            length, most = self._length(update), self._bound * self._lengths.get(owner, 0.0)
+            length, most = self._sent.length(update), self._bound * self._lengths.get(owner, 0.0)
             if length > most:
                 self.shortened[client] = self.shortened.get(client, 0) + 1
                 update = {name: (most / length) * array for name, array in update.items()}

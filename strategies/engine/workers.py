@@ -98,7 +98,6 @@ class WorkerGrid(InlineGrid):
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
         """Wait for a reply, at most PATIENCE, and return those to these messages that have arrived."""
-        self._hand_out()
         busy = {worker.connection: worker for worker in self._workers if worker.given}
         for ready in wait(list(busy), PATIENCE):
             self._receive(busy[ready])

@@ -107,7 +107,7 @@ class RobustCentre:
         self.weights: dict[ClientId, float] = {}
 
     def add(self, client: ClientId, weight: float, row: np.ndarray) -> None:
-        """Add a client's model, shape (d,), in the aggregate's type; `weight` has no effect."""
+        """Add a client's model, shape (d,); `weight` is recorded and has no effect on the result."""
         self._rows.append(row)
         self.claimed[client], self.weights[client] = weight, 1.0
 
