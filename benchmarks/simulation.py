@@ -1,22 +1,23 @@
-"""A round in Flower's simulation against the same work in a bare PyTorch loop, and each method's cost over FedAvg.
+"""A simulated round against the same work in a tuned loop (`tuned_loop`), and each method's cost over FedAvg.
 
-    python -m benchmarks.simulation [--strategies NAME,...|all] [--data-dir DIR] [--rounds N]
+    python -m benchmarks.simulation [--strategies NAME,...|all] [--workloads NAME,...] [--data-dir DIR]
+        [--engine local|flower] [--rounds N] [--repeats N]
 
-20 clients, Fashion-MNIST practical non-IID with 300 samples a client, McMahan CNN, 2 epochs a round with batches of 100
-and Adam; HeurFedAMP, unless other methods are named. DIR holds Fashion-MNIST as for `kindred run --data-dir`.
+Workloads, each with 20 clients: `cnn`, the McMahan CNN on Fashion-MNIST's practical non-IID partition with 300 samples
+a client, 2 epochs a round with batches of 100 and Adam; `mlp`, the same with a network of two layers; `digits`, the
+defaults of `kindred run`. HeurFedAMP, unless other methods are named. DIR holds Fashion-MNIST as for
+`kindred run --data-dir`.
 
-The simulation runs one-thread clients on all cores. The bare loop is one process with all cores and does, client by
-client, what the method's clients did in the same rounds, and nothing else: as many steps on batches of 100, as many
-predictions, and the same evaluations on test data. These numbers are from the run's history (`samples-trained`,
-`samples-predicted`, which models were evaluated). The bare loop omits a method's own arithmetic on weights, such as a
-proximal term, means and distances at the server, k-means, and all work with messages and files. FedDF's server computes
-with networks itself, and so does the bare loop.
+The loop does what the method's clients did in the same rounds, by the run's history: as many steps, as many
+predictions, and the same evaluations on test data. It runs with a process of one thread for each CPU and with one
+process that has them all, and the better one counts. Run and loop alternate; ratios are medians over the repetitions.
+Only the last third of the rounds counts, so that start-up rounds do not. Two more rounds follow, because a run's last
+rounds may differ (Kindred's do). Memory is the largest proportional set size of all processes of the run and of the
+loop, each without what one process has after its imports.
 
-Only the last third of the rounds counts, so that start-up rounds do not: the last of 3 where several methods run, the
-last three of 10 with one method, unless `--rounds` is given. Two more rounds follow, because a run's last rounds may
-differ (Kindred's do). Settings make batches full and methods comparable: PerFed-CKT makes as many steps as 2 epochs
-have, FedRep trains the last layers for 2 epochs and the others for 2, public batches have 100 images, the public set
-has 500. Everything else is as in `kindred run`.
+Settings make batches full and methods comparable: PerFed-CKT makes as many steps as the epochs have, FedRep trains the
+last layers for as many epochs as the others, public batches are as large as private ones, the public set has 500
+samples. Everything else is as in `kindred run`.
 """
 
 from __future__ import annotations
@@ -24,12 +25,17 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
+import psutil
 
 from kindred import REGISTRY
 from kindred.client.state import MIXTURE
@@ -45,64 +51,50 @@ from kindred.messages import (
     decode,
 )
 from kindred.server_app.config import Config
+from kindred.server_app.engines import Engine, execute
+from kindred.server_app.tables import read_table
 
 from . import markdown, methods_named
+from .tuned_loop import Work, loop
 
-CLIENTS, SAMPLES, EPOCHS, BATCH = 20, 300, 2, 100
+CLIENTS, PUBLIC = 20, 500
 NOT_COUNTED = 2  # rounds at the end that do not count
-AT_ONCE = 500  # images per batch, where no gradient is needed
+INTERVAL = 0.5  # s, between two looks at the memory
+
+FASHION_MNIST = {
+    "dataset": "fashion-mnist",
+    "partition": "practical",
+    "samples_per_client": 300,
+    "local_epochs": 2,
+    "batch_size": 100,
+}
+WORKLOADS: dict[str, dict[str, Any]] = {
+    "cnn": {**FASHION_MNIST, "model": "mcmahan-cnn"},
+    "mlp": {**FASHION_MNIST, "model": "mlp"},
+    "digits": {},
+}
 
 
-def settings(strategy: str, data_dir: str, rounds: int, output_dir: str) -> Config:
-    of_methods: dict[str, Any] = {
-        "head_epochs": EPOCHS,
-        "public_batch_size": BATCH,
-        "validation_share": 1 / 3,
-        "ala_share": 2 / 3,
-    }
+def settings(strategy: str, workload: str, rounds: int, data_dir: str = "", output_dir: str = "") -> Config:
+    plain = Config(strategy=strategy, **WORKLOADS[workload])
+    samples = plain.samples_per_client or 40  # of the digits, 40 by default
     return Config(
         strategy=strategy,
-        dataset="fashion-mnist",
-        data_dir=data_dir,
-        partition="practical",
+        **WORKLOADS[workload],
+        data_dir=data_dir if plain.dataset != "digits" else "",
         num_clients=CLIENTS,
-        samples_per_client=SAMPLES,
-        model="mcmahan-cnn",
         num_rounds=rounds + NOT_COUNTED,
-        local_epochs=EPOCHS,
-        batch_size=BATCH,
-        learning_rate=1e-3,
         output_dir=output_dir,
-        local_steps=EPOCHS * SAMPLES // BATCH,
-        public_size=500,
-        **of_methods,
+        public_size=PUBLIC,
+        local_steps=plain.local_epochs * samples // plain.batch_size,
+        head_epochs=plain.local_epochs,
+        public_batch_size=plain.batch_size,
+        validation_share=1 / 3,
+        ala_share=2 / 3,
     )
 
 
 # --- Work of a round ----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Work:
-    """The work of a client in a round.
-
-    Attributes
-    ----------
-    whole, head : int
-        Samples that go through the network forward and backward, for all weights and for those of the last layers.
-    predicted : int
-        Samples that go through the network forward only.
-    tests : int
-        Models evaluated on the test data.
-    batches_a_step : int
-        Number of batches in the gradient of a step.
-    """
-
-    whole: int
-    head: int
-    predicted: int
-    tests: int
-    batches_a_step: int = 1
 
 
 def work_of(row: Mapping[str, Any], config: Config) -> Work:
@@ -125,12 +117,12 @@ def work_of_server(config: Config, answered: int, num_public: int) -> Work:
     return Work(config.distill_steps * config.public_batch_size, 0, answered * num_public, 0)
 
 
-# --- The two ways to do it ----------------------------------------------------------------------------
+# --- A run, and the loop ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """The counted rounds of a run in Flower's simulation engine.
+    """The counted rounds of a run.
 
     Attributes
     ----------
@@ -147,16 +139,9 @@ class Simulated:
         return float(np.median([line[column] for line in self.rounds]))
 
 
-def simulated(config: Config) -> Simulated:
-    """Run a method in Flower's simulation engine."""
-    from kindred.server_app.simulation import run_simulation
-    from kindred.server_app.tables import read_table
-
-    outcome = run_simulation(
-        config.run_config(),
-        num_clients=config.num_clients,
-        on_line=lambda line: print("   ", line, flush=True),
-    )
+def simulated(config: Config, engine: str) -> Simulated:
+    """Run a method."""
+    outcome = execute(config, Engine(engine), lambda line: None)
     if outcome.code or outcome.results is None:
         raise SystemExit(outcome.reason)
     folder, last = outcome.results, config.num_rounds - NOT_COUNTED
@@ -169,126 +154,139 @@ def simulated(config: Config) -> Simulated:
     return Simulated([lines[number] for number in counted], rows)
 
 
-def bare(config: Config, rounds: Sequence[Sequence[Mapping[str, Any]]]) -> float:
-    """Return the median seconds of these rounds, given by their clients' rows, in a plain loop."""
-    import torch
-
-    from kindred import make_model
-    from kindred.data import load_federation
-    from kindred.engine.model_store import last_layers
-
-    torch.set_num_threads(os.cpu_count() or 1)
-    federation = load_federation(config.run_config())
-    sites = [federation.site_data(client) for client in range(config.num_clients)]
-    model = make_model(config.model, federation.task.inputs.shape, federation.task.objective.num_outputs, 0)
-    head = last_layers(model.state_dict(), config.head_layers)
-    needs_public = REGISTRY[config.strategy].needs_public_set
-    public = federation.public_set() if needs_public else sites[0].train[0][:0]
-    # Public images have no labels: use zeros.
-    public_samples = public, torch.zeros(len(public), dtype=torch.int64)
-    seconds = []
-    for rows in (rounds[0][:1], *rounds):  # the first visit is for one-time costs and does not count
-        started = time.perf_counter()
-        for row in rows:
-            site = sites[row["client"]]
-            do(model, work_of(row, config), config, site.train, site.test, head)
-        do(model, work_of_server(config, len(rows), len(public)), config, public_samples, public_samples, head)
-        seconds.append(time.perf_counter() - started)
-    return float(np.median(seconds[1:]))
+def looped(config: Config, run: Simulated, processes: int) -> float:
+    """Return the median seconds of the rounds of a run in the tuned loop."""
+    rounds = [[(int(row["client"]), work_of(row, config)) for row in rows] for rows in run.rows]
+    server = [work_of_server(config, len(clients), PUBLIC) for clients in rounds]
+    seconds = loop(config, [rounds[0], *rounds], [server[0], *server], processes)
+    return float(np.median(seconds[1:]))  # the first round is for one-time costs
 
 
-def do(model: Any, work: Work, config: Config, train: tuple[Any, Any], test: tuple[Any, Any], head: list[str]) -> None:
-    """Do a client's work in plain PyTorch."""
-    import torch
-    from torch.nn.functional import cross_entropy
+@dataclass
+class Peak:
+    """The largest memory of a process and those that it has started, in bytes above its own at the start."""
 
-    x, y = train
-    for _ in range(work.tests):
-        evaluate(model, *test)
-    for count in _parts(work.predicted, AT_ONCE):
-        predict(model, next(drawn(x, y, count))[0])
-    step_size = config.own_settings().get("sgd_learning_rate")
-    for samples, names in ((work.head, head), (work.whole, None)):
-        if not samples:
-            continue
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(names is None or name in names)
-        weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        optimizer = (
-            torch.optim.SGD(weights, step_size) if step_size else torch.optim.Adam(weights, config.learning_rate)
-        )
-        model.train()
-        batches = drawn(x, y, BATCH)
-        for number, count in enumerate(_parts(samples, BATCH)):
-            images, labels = (part[:count] for part in next(batches))
-            if number % work.batches_a_step == 0:
-                optimizer.zero_grad()
-            cross_entropy(model(images), labels).backward()
-            if (number + 1) % work.batches_a_step == 0:
-                optimizer.step()
+    largest: int = 0
 
 
-def drawn(x: Any, y: Any, size: int) -> Iterator[tuple[Any, Any]]:
-    """Yield full batches of a client's samples, epoch after epoch; samples repeat where it has too few."""
-    import torch
+@contextmanager
+def memory_of(process: psutil.Process) -> Iterator[Peak]:
+    """Look at the memory of a process and of those that it starts, until the context ends."""
+    peak, ended = Peak(), threading.Event()
 
-    while True:
-        order = torch.randperm(len(y))
-        while len(order) < size:
-            order = torch.cat([order, torch.randperm(len(y))])
-        for batch in order.split(size):
-            if len(batch) == size:
-                yield x[batch], y[batch]
+    def size() -> int:
+        total = 0
+        for each in (process, *process.children(recursive=True)):
+            with suppress(psutil.Error):
+                total += each.memory_full_info().pss
+        return total
+
+    before = size()
+
+    def look() -> None:
+        while not ended.wait(INTERVAL):
+            with suppress(psutil.Error):
+                peak.largest = max(peak.largest, size() - before)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        ended.set()
+        thread.join()
 
 
-def predict(model: Any, x: Any) -> Any:
-    import torch
-
-    model.eval()
-    with torch.inference_mode():
-        return model(x)
-
-
-def evaluate(model: Any, x: Any, y: Any) -> float:
-    return float((predict(model, x).argmax(1) == y).float().mean())
+def apart(work: Callable[..., Any], *arguments: Any) -> tuple[Any, int]:
+    """Call a function in a process of its own, which has imported what it needs; return its result and peak memory."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as executor:
+        process = psutil.Process(executor.submit(os.getpid).result())
+        executor.submit(imported).result()
+        with memory_of(process) as peak:
+            return executor.submit(work, *arguments).result(), peak.largest
 
 
-def _parts(total: int, size: int) -> list[int]:
-    full, left = divmod(total, size)
-    return [size] * full + ([left] if left else [])
+def imported() -> None:
+    """Import what a run and the loop import."""
+    import kindred.client_app.app
+    import kindred.server_app.app  # noqa: F401
+
+
+@dataclass
+class Compared:
+    """A method's run and the loop, measured several times.
+
+    Attributes
+    ----------
+    run : Simulated
+        The last one.
+    ours, theirs : list of float
+        Seconds of a round of the run, and of the better loop.
+    memory, loop_memory : list of int
+        Peaks in bytes, of the run and of the loop of processes.
+    """
+
+    run: Simulated
+    ours: list[float] = field(default_factory=list)
+    theirs: list[float] = field(default_factory=list)
+    memory: list[int] = field(default_factory=list)
+    loop_memory: list[int] = field(default_factory=list)
+
+    @property
+    def ratio(self) -> float:
+        return float(np.median(np.divide(self.ours, self.theirs)))
+
+
+def compared(
+    name: str, workload: str, engine: str, rounds: int, repeats: int, data_dir: str
+) -> tuple[Config, Compared]:
+    """Measure a method and the loop in turns."""
+    found: Compared | None = None
+    for _ in range(repeats):
+        with tempfile.TemporaryDirectory() as folder:
+            config = settings(name, workload, rounds, data_dir, folder)
+            run, memory = apart(simulated, config, engine)
+        found = found or Compared(run)
+        loops = [apart(looped, config, run, processes) for processes in (os.cpu_count() or 1, 1)]
+        found.run = run
+        found.ours.append(run.median("seconds"))
+        found.theirs.append(min(seconds for seconds, _ in loops))
+        found.memory.append(memory)
+        found.loop_memory.append(loops[0][1])
+    assert found is not None  # at least one repetition
+    return config, found
 
 
 # --- The table ----------------------------------------------------------------------------------------
 
 
-def table(found: Mapping[str, tuple[Simulated, float]]) -> str:
-    """Return a Markdown table: a row for each method, and ratios to FedAvg where FedAvg is one of them.
-
-    Parameters
-    ----------
-    found : mapping
-        method -> the run, and the seconds of a round in the bare loop.
-    """
-    head = ["method", "simulated, s", "bare, s", "ratio", "trained on", "predicted for", "MB down", "MB up"]
-    reference = found["fedavg"][0] if "fedavg" in found else None
+def table(found: Mapping[str, Compared]) -> str:
+    """Return a Markdown table: a row for each method, and ratios to FedAvg where FedAvg is one of them."""
+    head = ["method", "a round, s", "loop, s", "ratio", "MB", "loop, MB", "trained on", "predicted for"]
+    head += ["MB down", "MB up"]
+    reference = found.get("fedavg")
     if reference:
         head += ["time", "trained on", "predicted for", "down", "up"]
     lines = []
     columns = SAMPLES_TRAINED, SAMPLES_PREDICTED, "bytes-down", "bytes-up"
-    for name, (run, seconds) in found.items():
-        ours, costs = run.median("seconds"), [run.median(column) for column in columns]
+    for name, each in found.items():
+        costs = [each.run.median(column) for column in columns]
+        ours = float(np.median(each.ours))
         line = [
             name,
             f"{ours:.2f}",
-            f"{seconds:.2f}",
-            f"{ours / seconds:.2f}",
+            f"{np.median(each.theirs):.2f}",
+            f"{each.ratio:.2f}",
+            f"{np.median(each.memory) / 1e6:.0f}",
+            f"{np.median(each.loop_memory) / 1e6:.0f}",
             *(f"{cost:,.0f}" for cost in costs[:2]),
             *(f"{cost / 1e6:.1f}" for cost in costs[2:]),
         ]
         if reference:
             # FedAvg predicts nothing: divide by the samples that it trains on.
-            theirs = [reference.median(column) for column in ("seconds", SAMPLES_TRAINED, *columns[:1], *columns[2:])]
-            line += [f"{cost / their:.2f}" for cost, their in zip((ours, *costs), theirs)]
+            theirs = [reference.run.median(column) for column in (SAMPLES_TRAINED, *columns[:1], *columns[2:])]
+            line.append(f"{ours / np.median(reference.ours):.2f}")
+            line += [f"{cost / their:.2f}" for cost, their in zip(costs, theirs)]
         lines.append(line)
     return markdown(head, lines)
 
@@ -299,24 +297,35 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _workloads(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := [name for name in names if name not in WORKLOADS]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]} is no workload, allowed: {', '.join(WORKLOADS)}")
+    return names
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--strategies", type=methods_named, default="heurfedamp", help="names, separated by commas, or all"
     )
+    parser.add_argument("--workloads", type=_workloads, default="cnn", help=f"of {', '.join(WORKLOADS)}")
     parser.add_argument("--data-dir", default="", help="folder of Fashion-MNIST (default: as in kindred run)")
+    parser.add_argument("--engine", choices=("local", "flower"), default="local")
     parser.add_argument("--rounds", type=_positive, help="default: 10, with several methods 3")
+    parser.add_argument("--repeats", type=_positive, default=1)
     arguments = parser.parse_args()
     rounds = arguments.rounds or (10 if len(arguments.strategies) == 1 else 3)
-    found = {}
-    for name in arguments.strategies:
-        print(name, flush=True)
-        with tempfile.TemporaryDirectory() as folder:
-            config = settings(name, arguments.data_dir and os.path.abspath(arguments.data_dir), rounds, folder)
-            run = simulated(config)
-        found[name] = run, bare(config, run.rows)
-    over = "; over FedAvg on the right (predicted for: over the samples that FedAvg trains on)"
-    print(f"\nA round{over if 'fedavg' in found else ''}:\n\n{table(found)}")
+    data_dir = arguments.data_dir and os.path.abspath(arguments.data_dir)
+    for workload in arguments.workloads:
+        found = {}
+        for name in arguments.strategies:
+            print(f"{workload}: {name}", flush=True)
+            started = time.perf_counter()
+            _, found[name] = compared(name, workload, arguments.engine, rounds, arguments.repeats, data_dir)
+            print(f"    {time.perf_counter() - started:.0f} s", flush=True)
+        over = "; over FedAvg on the right (predicted for: over the samples that FedAvg trains on)"
+        print(f"\n{workload}, a round{over if 'fedavg' in found else ''}:\n\n{table(found)}\n")
 
 
 if __name__ == "__main__":

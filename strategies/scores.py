@@ -1,4 +1,7 @@
-"""Scores of predicted probabilities beyond accuracy, by name: scikit-learn's, and the expected calibration error.
+"""Scores of predicted probabilities beyond accuracy, by name.
+
+AUROC and average precision are by ranks, for all classes at once: clients compute them in every round, and calls of
+scikit-learn for each class take longer than a small client's training.
 
 A score is None where the samples do not define it: a client whose samples are all of one class has no AUROC.
 """
@@ -13,9 +16,10 @@ import numpy as np
 from .lazy import lazy
 
 if TYPE_CHECKING:
+    from scipy import stats
     from sklearn import metrics
 else:
-    metrics = lazy("sklearn.metrics")
+    stats, metrics = lazy("scipy.stats"), lazy("sklearn.metrics")
 
 BINS = 15
 """Bins of equal width into which probabilities are sorted for the expected calibration error."""
@@ -42,28 +46,41 @@ def balanced_accuracy(predictions: np.ndarray, targets: np.ndarray) -> float:
     )
 
 
-def mean_of_classes(score: Score) -> Score:
-    """Return the score of one class against the others: of the second of two, else the mean over the classes.
+def auroc(probabilities: np.ndarray, true: np.ndarray) -> float | None:
+    """Return the mean over columns, (n, N) each, of the area under the ROC curve.
 
-    Classes of which there are only, or no, samples do not count.
+    The area is the share of the pairs of a true and a false sample in which the true one has the larger probability,
+    equal ones counting half (Mann and Whitney, 1947). Columns that are true, or false, everywhere do not count.
     """
+    positive = true.sum(axis=0)  # (N,)
+    negative = len(true) - positive
+    ranks = (stats.rankdata(probabilities, axis=0) * true).sum(axis=0)  # (N,)
+    pairs = positive * negative
+    areas = (ranks - positive * (positive + 1) / 2)[pairs > 0] / pairs[pairs > 0]
+    return float(areas.mean()) if len(areas) else None
+
+
+def average_precision(probabilities: np.ndarray, true: np.ndarray) -> float | None:
+    """Return the mean over columns, (n, N) each, of the average precision.
+
+    It is the mean, over a column's true samples, of the share of true ones among all that have the probability of this
+    one or a larger one. Columns that are true, or false, everywhere do not count.
+    """
+    found = []
+    for p, y in zip(probabilities.T, true.T, strict=True):
+        if 0 < y.sum() < len(y):
+            found.append((stats.rankdata(-p[y], "max") / stats.rankdata(-p, "max")[y]).mean())
+    return float(np.mean(found)) if found else None
+
+
+def by_class(score: Score) -> Score:
+    """Return the score of each class against the others: of the second of two, else the mean over the classes."""
 
     def of_classes(predictions: np.ndarray, targets: np.ndarray) -> float | None:
-        classes = [1] if predictions.shape[1] == 2 else range(predictions.shape[1])
-        values = [score(predictions[:, c], targets == c) for c in classes if 0 < (targets == c).sum() < len(targets)]
-        return float(np.mean([value for value in values if value is not None])) if values else None
+        classes = np.arange(predictions.shape[1])[1 if predictions.shape[1] == 2 else 0 :]  # (N,)
+        return score(predictions[:, classes], targets[:, None] == classes)
 
     return of_classes
-
-
-def auroc(probabilities: np.ndarray, true: np.ndarray) -> float:
-    """Return the area under the ROC curve, of (n,) each."""
-    return metrics.roc_auc_score(true, probabilities)
-
-
-def average_precision(probabilities: np.ndarray, true: np.ndarray) -> float:
-    """Return the average precision, of (n,) each."""
-    return metrics.average_precision_score(true, probabilities)
 
 
 def f1(predictions: np.ndarray, targets: np.ndarray) -> float:
@@ -113,8 +130,8 @@ OF_TWO_CLASSES = ("sensitivity", "specificity")
 
 OF_CLASSES: Mapping[str, Score] = {
     "balanced-accuracy": balanced_accuracy,
-    "auroc": mean_of_classes(auroc),
-    "average-precision": mean_of_classes(average_precision),
+    "auroc": by_class(auroc),
+    "average-precision": by_class(average_precision),
     "f1": f1,
     "sensitivity": recall_of(1),
     "specificity": recall_of(0),
@@ -126,20 +143,9 @@ OF_CLASSES: Mapping[str, Score] = {
 # --- Of several labels --------------------------------------------------------------------------------
 
 
-def mean_of_labels(score: Score) -> Score:
-    """Return the mean over the labels of which there are both true and false ones."""
-
-    def of_labels(predictions: np.ndarray, targets: np.ndarray) -> float | None:
-        both = [i for i in range(targets.shape[1]) if 0 < targets[:, i].sum() < len(targets)]
-        values = [score(predictions[:, i], targets[:, i] > 0.5) for i in both]
-        return float(np.mean([value for value in values if value is not None])) if values else None
-
-    return of_labels
-
-
 OF_LABELS: Mapping[str, Score] = {
-    "auroc": mean_of_labels(auroc),
-    "average-precision": mean_of_labels(average_precision),
+    "auroc": lambda p, y: auroc(p, y > 0.5),
+    "average-precision": lambda p, y: average_precision(p, y > 0.5),
     "f1": lambda p, y: metrics.f1_score(y > 0.5, p > 0.5, average="macro", zero_division=0),
     "brier": lambda p, y: float(np.square(p - y).mean()),
     "calibration-error": lambda p, y: calibration(p.ravel(), y.ravel()),

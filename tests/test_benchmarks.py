@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from flwr.app import ConfigRecord
 
 import kindred
 from benchmarks import ablation, scale, simulation, steps
-from benchmarks.simulation import Work, do, work_of, work_of_server
+from benchmarks.simulation import work_of, work_of_server
+from benchmarks.tuned_loop import Trainer, Work
 from kindred import REGISTRY, InlineGrid, kindred as method, make_client_app
 from kindred.client.training import get_arrays
 from kindred.messages import to_record
@@ -20,6 +25,8 @@ from kindred.server_app.config import Config
 
 from .client_apps import Small, small, small_site
 from .test_conformance import make, trial_settings
+
+ROOT = Path(__file__).parent.parent
 
 # --- Growth of cost -----------------------------------------------------------------------------------
 
@@ -174,8 +181,8 @@ def test_the_work_of_a_round_is_the_samples_through_the_network(name) -> None:
 
 
 @pytest.mark.parametrize("name", ["heurfedamp", "perfed-ckt", "fedrep"])
-def test_the_bare_loop_does_the_work_of_a_round(name) -> None:
-    model, config = counted(), Config(strategy=name)
+def test_the_loop_does_the_work_of_a_round(name) -> None:
+    model, config = counted(), Config(strategy=name, batch_size=100, head_layers=1)
     x, y = torch.rand(300, 2), torch.zeros(300, dtype=torch.int64)
     row = {
         "samples-trained": 600,
@@ -188,15 +195,35 @@ def test_the_bare_loop_does_the_work_of_a_round(name) -> None:
     work = work_of(row, replace(config, local_epochs=1))
     before = [weight.detach().clone() for weight in model.parameters()]
     Counted.seen.clear()
-    do(model, work, config, (x, y), (x[:7], y[:7]), ["head.weight", "head.bias"])
+    Trainer(model, config).do(work, (x, y), (x[:7], y[:7]))
     assert Counted.seen == [(7, False)] * 2 + [(500, False), (200, False)] + [(100, True)] * 6
     assert (work.whole, work.head) == ((300, 300) if name == "fedrep" else (600, 0))
     assert not any(torch.equal(*each) for each in zip(before, model.parameters()))
 
 
+def test_the_loop_trains_all_clients_in_processes_and_averages_their_models(capfd) -> None:
+    """In a process of its own, because a process with other threads cannot be forked."""
+    program = """if True:
+        from benchmarks.simulation import settings
+        from benchmarks.tuned_loop import Work, loop
+        config = settings("fedavg", "digits", 1)
+        rounds = [[(client, Work(40, 0, 0, 1)) for client in range(3)]] * 2
+        print(len(loop(config, rounds, [Work(0, 0, 0, 0)] * 2, 2)))
+    """
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=120).returncode == 0
+    assert capfd.readouterr().out.strip() == "2"
+
+
+def test_the_weights_of_the_loop_are_loaded_as_they_were() -> None:
+    trainer = Trainer(counted(), Config())
+    weights = trainer.weights()
+    trainer.start_from(weights + 1)
+    assert torch.equal(trainer.weights(), weights + 1)
+
+
 def test_a_heurfedamp_round_is_two_epochs_and_two_evaluations() -> None:
     """The settings of the benchmark: 300 samples a client, batches of 100."""
-    config = simulation.settings("heurfedamp", "", 10, "")
+    config = simulation.settings("heurfedamp", "cnn", 10)
     row = {
         "samples-trained": 600,
         "samples-predicted": 0,
@@ -210,7 +237,7 @@ def test_a_heurfedamp_round_is_two_epochs_and_two_evaluations() -> None:
 
 
 def test_the_server_of_feddf_predicts_with_all_models_and_distils() -> None:
-    config = simulation.settings("feddf", "", 3, "")
+    config = simulation.settings("feddf", "cnn", 3)
     assert work_of_server(config, 20, 500) == Work(whole=200 * 100, head=0, predicted=20 * 500, tests=0)
 
 
@@ -223,17 +250,27 @@ def test_the_table_has_costs_relative_to_fedavg() -> None:
             "bytes-down": down,
             "bytes-up": up,
         }
-        return simulation.Simulated([line], [])
+        times = [seconds, 2 * seconds, seconds / 2]
+        return simulation.Compared(simulation.Simulated([line], []), times, [4.0, 4.0, 1.0], [2 * 10**8], [10**8])
 
-    found = {"fedavg": (run(2.0, 12000, 0, 100e6, 100e6), 4.0), "fedem": (run(5.0, 36000, 3000, 300e6, 250e6), 5.0)}
+    found = {"fedavg": run(2.0, 12000, 0, 100e6, 100e6), "fedem": run(5.0, 36000, 3000, 300e6, 250e6)}
     lines = simulation.table(found).splitlines()
     assert lines[2] == (
-        "| fedavg | 2.00 | 4.00 | 0.50 | 12,000 | 0 | 100.0 | 100.0 | 1.00 | 1.00 | 0.00 | 1.00 | 1.00 |"
+        "| fedavg | 2.00 | 4.00 | 1.00 | 200 | 100 | 12,000 | 0 | 100.0 | 100.0 | 1.00 | 1.00 | 0.00 | 1.00 | 1.00 |"
     )
     assert lines[3] == (
-        "| fedem | 5.00 | 5.00 | 1.00 | 36,000 | 3,000 | 300.0 | 250.0 | 2.50 | 3.00 | 0.25 | 3.00 | 2.50 |"
+        "| fedem | 5.00 | 4.00 | 2.50 | 200 | 100 | 36,000 | 3,000 | 300.0 | 250.0 | 2.50 | 3.00 | 0.25 | 3.00 | 2.50 |"
     )
-    assert "over" not in simulation.table({"fedem": found["fedem"]}) and len(lines[0].split("|")) == 15
+    assert len(simulation.table({"fedem": found["fedem"]}).splitlines()[0].split("|")) == 12
+
+
+def test_memory_of_a_process_includes_what_it_starts_and_not_what_it_had(tmp_path) -> None:
+    child = "import time; held = bytearray(50_000_000); time.sleep(3)"
+    program = f"import subprocess, sys, time; time.sleep(1); subprocess.run([sys.executable, '-c', {child!r}])"
+    with subprocess.Popen([sys.executable, "-c", program]) as process:
+        with simulation.memory_of(psutil.Process(process.pid)) as peak:
+            process.wait()
+    assert 50e6 < peak.largest < 80e6
 
 
 # --- Kindred without one of its steps -----------------------------------------------------------------

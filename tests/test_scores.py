@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
-from sklearn.metrics import balanced_accuracy_score, brier_score_loss, roc_auc_score
+from sklearn.metrics import average_precision_score, balanced_accuracy_score, brier_score_loss, roc_auc_score
 
 from kindred.metrics import METRICS
 from kindred.objectives import OBJECTIVES, Classes, Labels, NextToken, Number
@@ -80,3 +80,17 @@ def test_metrics_of_any_two_classes_are_possible_and_scikit_learns(samples) -> N
     assert found["brier"] == pytest.approx(brier_score_loss(y, p))
     if 0 < y.sum() < len(y):
         assert found["auroc"] == pytest.approx(roc_auc_score(y, p))
+        assert found["average-precision"] == pytest.approx(average_precision_score(y, p))
+
+
+@given(st.lists(st.tuples(st.sampled_from([0.1, 0.25, 0.5]), st.integers(0, 3)), min_size=2, max_size=30))
+def test_ranks_of_several_classes_with_ties_and_absent_classes_are_scikit_learns(samples) -> None:
+    y = np.array([label for _, label in samples])
+    p = np.array([[share * (c + 1) % 0.4 for c in range(5)] for share, _ in samples])  # class 4 does not occur
+    some = [c for c in range(5) if 0 < (y == c).sum() < len(y)]
+    found = Classes(5).further_metrics(p, y, ("auroc", "average-precision"))
+    assert found.keys() == ({"auroc", "average-precision"} if some else set())
+    if some:
+        assert found["auroc"] == pytest.approx(np.mean([roc_auc_score(y == c, p[:, c]) for c in some]))
+        precisions = [average_precision_score(y == c, p[:, c]) for c in some]
+        assert found["average-precision"] == pytest.approx(np.mean(precisions))
