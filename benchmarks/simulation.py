@@ -89,7 +89,6 @@ def settings(strategy: str, workload: str, rounds: int, data_dir: str = "", outp
         local_steps=plain.local_epochs * samples // plain.batch_size,
         head_epochs=plain.local_epochs,
         public_batch_size=plain.batch_size,
-        validation_share=1 / 3,
         ala_share=2 / 3,
     )
 
