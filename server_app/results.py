@@ -35,6 +35,7 @@ import fcntl
 import platform
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from logging import WARNING
@@ -76,6 +77,7 @@ if TYPE_CHECKING:
     from kindred.engine.history import History
     from kindred.engine.strategy import PersonalizedStrategy
 
+WRITERS = 8  # files that are written at a time
 HISTORY_COLUMNS = ("round", "client", "status", "seconds", "bytes-down", "bytes-up")
 VALIDATORS_COLUMNS = ("round", "client", "status", "bytes-down", "bytes-up", "num-test-examples")
 UPDATES_COLUMNS = ("round", "client", "visit", "norm", "relative-norm", "relative-to-largest", "scaled-by")
@@ -303,7 +305,8 @@ class RunFolder:
         about: Callable[[ClientId], Mapping[str, str]] | None,
     ) -> None:
         """Write each client's model to its place inside the run's folder."""
-        for client in in_order(records):
+
+        def save(client: ClientId, temporary: Path) -> None:
             texts = {
                 "strategy": str(self.settings["strategy"]),
                 "round": str(last),
@@ -312,17 +315,27 @@ class RunFolder:
             }
             # save_file writes an array's memory without regard to strides.
             arrays = {key: np.asarray(array, order="C") for key, array in read_record(records[client]).items()}
-            with self._new_file(places[client]) as temporary:
-                try:
-                    save_file(arrays, temporary, texts)
-                except SafetensorError as error:  # for example the disk is full
-                    raise OSError(str(error)) from None
+            try:
+                save_file(arrays, temporary, texts)
+            except SafetensorError as error:  # for example the disk is full
+                raise OSError(str(error)) from None
+
+        self._write_files(save, {client: places[client] for client in in_order(records)})
 
     def _copy_files(self, files: Mapping[ClientId, Path], places: Mapping[ClientId, str]) -> None:
         """Copy a file of each client to its place inside the run's folder."""
-        for client, place in places.items():
-            with self._new_file(place) as temporary:
-                shutil.copyfile(files[client], temporary)
+        self._write_files(lambda client, temporary: shutil.copyfile(files[client], temporary), places)
+
+    def _write_files(self, write: Callable[[ClientId, Path], object], places: Mapping[ClientId, str]) -> None:
+        """Call `write` for each client; several at a time, as each waits for the disk."""
+
+        def each(client: ClientId) -> None:
+            with self._new_file(places[client]) as temporary:
+                write(client, temporary)
+
+        with ThreadPoolExecutor(WRITERS) as writers:
+            for _ in writers.map(each, places):
+                pass
 
     @contextmanager
     def _new_file(self, place: str) -> Iterator[Path]:

@@ -70,20 +70,24 @@ def collaboration_curves(
     """
     files = [path for path in matrix_files(folder) if round_of(path) <= last]
     chosen = [files[at] for at in _spread(len(files), MOST_POINTS)]
-    read = [(round_of(path), found.clients, found.matrix()) for path in chosen if (found := read_collaboration(path))]
-    clients = in_order({client for _, some, _ in read for client in some})
+    read = [(round_of(path), found) for path in chosen if (found := read_collaboration(path))]
+    clients = in_order({client for _, found in read for client in found.clients})
     if groups:
         clients.sort(key=lambda client: groups.get(client, -1))
     place = {client: i for i, client in enumerate(clients)}
     learners = _spread(len(clients), most)
     weights = np.zeros((len(learners), len(read), len(clients)))  # (k, r, m)
-    for number, (_, some, matrix) in enumerate(read):
-        whole = np.zeros((len(clients), len(clients)))
-        at = [place[client] for client in some]
-        whole[np.ix_(at, at)] = np.nan_to_num(matrix, posinf=0).clip(0)
-        weights[:, number] = whole[learners]
+    for number, (_, found) in enumerate(read):
+        to = [place[client] for client in found.clients]
+        among = {client: at for at, client in enumerate(found.clients)}
+        known = [(k, among[clients[i]]) for k, i in enumerate(learners) if clients[i] in among]
+        if known:
+            rows, places = (list(each) for each in zip(*known, strict=True))
+            weights[np.ix_(rows, [number], to)] = np.nan_to_num(found.rows_of(np.array(places)), posinf=0).clip(0)[
+                :, None
+            ]
     weights[weights.sum(axis=2) == 0] = np.nan
-    rounds = np.array([number for number, _, _ in read], dtype=np.int64)
+    rounds = np.array([number for number, _ in read], dtype=np.int64)
     labels = labels_of(clients, names)
     return [Curves(f"client {labels[i]}", rounds, clients, rows, i) for i, rows in zip(learners, weights, strict=True)]
 

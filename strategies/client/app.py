@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from hashlib import sha256
 from logging import ERROR
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.supercore import log
 
+from kindred.lazy import lazy
 from kindred.messages import (
     ATTEMPT,
     CLIENT_ID,
@@ -46,14 +48,31 @@ from kindred.registry import REGISTRY
 from kindred.settings import DEVICE, SHADOW_LOCAL
 from kindred.versions import VERSION, mismatch
 
-from .evaluation import predict
+from .evaluation import evaluation_mode
 from .local_training import LocalTraining
+from .models import MODELS
 from .shadow import comparison, train_alone
-from .site import STATE_DIR, LoadSite, Samples, Site, client_id, module_of, only_validates, site_of, true_or_false
+from .site import (
+    STATE_DIR,
+    LoadSite,
+    ModelFactory,
+    Samples,
+    Site,
+    client_id,
+    module_of,
+    only_validates,
+    site_of,
+    true_or_false,
+)
 from .state import ClientState
 from .training import pick_device
 from .validation import NEVER_TRAINS, validation
 from .visit import Visit
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy("torch")
 
 
 def make_client_app(load_site: LoadSite) -> ClientApp:
@@ -176,6 +195,14 @@ def _num_outputs(site: Site, samples: Samples) -> int:
     x, y = samples
     if not len(y):
         return 0
-    num_outputs = predict(module_of(site.model, x.device), x[:1], site.objective).shape[1]
+    outputs = _outputs_of(site.model, x.device, x.dtype, x.shape[1:])
+    num_outputs = site.objective.predictions(outputs).shape[1]
     site.objective.check(y.cpu().numpy(), num_outputs)
     return num_outputs
+
+
+@functools.lru_cache(maxsize=len(MODELS))  # clients of a simulation share one network
+def _outputs_of(model: ModelFactory, device: torch.device, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    network = module_of(model, device)
+    with evaluation_mode(network), torch.inference_mode():
+        return network(torch.zeros(1, *shape, dtype=dtype, device=device)).float()

@@ -83,7 +83,13 @@ class Collaboration:
 
     def matrix(self) -> np.ndarray:
         """Return the shares as a matrix, shape (m, m)."""
-        m = len(self.clients)
-        if not len(self.rows):
-            return np.eye(m)
-        return np.diag(self.own) + (1 - self.own)[:, None] * self.rows[self.which]
+        return self.rows_of(np.arange(len(self.clients)))
+
+    def rows_of(self, places: np.ndarray) -> np.ndarray:
+        """Return the rows of the matrix for the clients at these places (k,) of `clients`, shape (k, m)."""
+        own = self.own[places]
+        shares = np.zeros((len(places), len(self.clients)))
+        if len(self.rows):
+            shares += (1 - own)[:, None] * self.rows[self.which[places]]
+        shares[np.arange(len(places)), places] += own
+        return shares

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import secrets
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from logging import DEBUG, ERROR
 from typing import Any
 
@@ -91,7 +91,7 @@ class InlineGrid(Grid):
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Run the first of these nodes that has not answered yet, and return only its reply."""
-        wanted = set(message_ids)
+        wanted = message_ids if isinstance(message_ids, Set) else set(message_ids)
         message_id = next((waiting for waiting in self._waiting if waiting in wanted), None)
         return [] if message_id is None else [self._answer(self._waiting.pop(message_id))]
 

@@ -6,7 +6,7 @@ import json
 import os
 import reprlib
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from logging import INFO, WARNING
 from typing import Any
 
@@ -223,7 +223,7 @@ class Roster:
 
     def _ask_and_admit(self, grid: Grid, nodes: Sequence[int], introduce: Introduce, timeout: float) -> None:
         """Ask new nodes for their client ids, and introduce new clients to the method."""
-        self._forget_outdated(nodes)
+        self._forget_outdated(set(nodes))
         new = [node for node in nodes if node not in self._identities or node in self._changed]
         if new:
             self._registered |= {node.node_id: node.name for node in grid.get_nodes() if node.name}
@@ -239,7 +239,7 @@ class Roster:
         self._assign_nodes(grid)
         self._introduce_newcomers(grid, introduce)
 
-    def _forget_outdated(self, nodes: Collection[int]) -> None:
+    def _forget_outdated(self, nodes: Set[int]) -> None:
         """Forget nodes that are no longer connected, and nodes that cannot take part: their fault may be fixed by now.
 
         In a simulation nobody fixes a fault, so only those nodes of the second kind are forgotten that failed to
@@ -251,7 +251,7 @@ class Roster:
             for node in self._identities
             if node not in taking_part and (not self._simulated or PROBLEM in self._about.get(node, {}))
         }
-        for node in outside | (self._identities.keys() - set(nodes)):
+        for node in outside | (self._identities.keys() - nodes):
             client = self._identities.pop(node)
             if self._introduced.get(client) == node:
                 del self._introduced[client]
@@ -259,7 +259,7 @@ class Roster:
         self.validators = {client: node for client, node in self.validators.items() if node in nodes}
         self._refused = {node: reason for node, reason in self._refused.items() if node in nodes}
         self._queries = {message_id: node for message_id, node in self._queries.items() if node in nodes}
-        self._changed &= set(nodes)
+        self._changed &= nodes
 
     def _identify(self, grid: Grid, nodes: Sequence[int], timeout: float) -> None:
         """Ask nodes for their client ids. A client without one is identified by its node.
@@ -277,7 +277,8 @@ class Roster:
             message = Message(content, node, IDENTITY_QUERY, ttl=timeout + CLOCKS)
             if (message_id := push(grid, message)) is not None:
                 self._queries[message_id] = node
-        asked = {message_id: node for message_id, node in self._queries.items() if node in nodes}
+        among = set(nodes)
+        asked = {message_id: node for message_id, node in self._queries.items() if node in among}
         deadline = time.monotonic() + patience
         for message_id, reply in pull(grid, asked, lambda: deadline, simulated=self._simulated):
             node = self._queries.pop(message_id)

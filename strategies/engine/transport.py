@@ -8,7 +8,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, KeysView
 from typing import Any
 
 from flwr.app import Message, RecordDict
@@ -70,7 +70,7 @@ def pull(
         while waiting:
             arrived = False
             started = time.monotonic()
-            for message_id, reply in source.replies(list(waiting)):
+            for message_id, reply in source.replies(waiting.keys()):
                 if message_id in waiting:
                     del waiting[message_id]
                     arrived = True
@@ -92,7 +92,7 @@ class _Simulation:
         self._grid = grid
         self.over = threading.Event()
 
-    def replies(self, message_ids: Sequence[str]) -> Iterator[tuple[str, Message | Refused]]:
+    def replies(self, message_ids: KeysView[str]) -> Iterator[tuple[str, Message | Refused]]:
         """Yield those of these replies that have arrived."""
         for reply in self._grid.pull_messages(message_ids):
             _check_worker(reply)
@@ -120,9 +120,9 @@ class _Network:
         self._answers: queue.SimpleQueue[tuple[str, list[Message] | Exception]] = queue.SimpleQueue()
         self._asked: dict[str, float] = {}  # messages whose reply a thread waits for -> start of the wait
 
-    def replies(self, message_ids: Sequence[str]) -> Iterator[tuple[str, Message | Refused]]:
+    def replies(self, message_ids: KeysView[str]) -> Iterator[tuple[str, Message | Refused]]:
         """Yield those of these replies that have arrived."""
-        for message_id in message_ids:
+        for message_id in list(message_ids):
             if message_id in self._asked:
                 continue
             # Each blocking reply halves the wait for the next one: all of them together cost about twice PATIENCE.

@@ -19,7 +19,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
@@ -102,7 +102,8 @@ class WorkerGrid(InlineGrid):
         for ready in wait(list(busy), PATIENCE):
             self._receive(busy[ready])
         self._hand_out()
-        return [self._answers.pop(message_id) for message_id in message_ids if message_id in self._answers]
+        wanted = message_ids if isinstance(message_ids, Set) else set(message_ids)
+        return [self._answers.pop(message_id) for message_id in list(self._answers) if message_id in wanted]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         waiting = set(self.push_messages(messages))
