@@ -41,12 +41,9 @@ from logging import WARNING
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from flwr.supercore import log
-from safetensors import SafetensorError
-from safetensors.numpy import save_file
 
-from kindred.client.state import partial_files, replacing
+from kindred.client.state import partial_files, replacing, write_arrays
 from kindred.engine.checkpoint import Checkpoints
 from kindred.engine.history import HeadlineColumns
 from kindred.messages import ClientId, in_order, read_record
@@ -310,13 +307,8 @@ class RunFolder:
                 "client": str(client),
                 **(about(client) if about else {}),
             }
-            # save_file writes an array's memory without regard to strides.
-            arrays = {key: np.asarray(array, order="C") for key, array in read_record(records[client]).items()}
             with self._new_file(places[client]) as temporary:
-                try:
-                    save_file(arrays, temporary, texts)
-                except SafetensorError as error:  # for example the disk is full
-                    raise OSError(str(error)) from None
+                write_arrays(temporary, read_record(records[client]), texts)
 
     def _copy_files(self, files: Mapping[ClientId, Path], places: Mapping[ClientId, str]) -> None:
         """Copy a file of each client to its place inside the run's folder."""

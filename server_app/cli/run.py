@@ -274,6 +274,12 @@ def given_settings(named: Mapping[str, str | None], assignments: Sequence[str]) 
         key, equals, text = assignment.partition("=")
         if not equals:
             raise config.ConfigError(f"--set is {assignment!r}, allowed: key=value")
+        name, colon, own = key.partition(":")
+        if colon:  # `compare` has taken these out
+            raise config.ConfigError(
+                f"--set is {assignment!r}, allowed: {own}={text}; NAME:KEY=VALUE, a setting of one method of several, "
+                f"is for `kindred compare`"
+            )
         if key in texts:
             raise config.ConfigError(f"{key} is given twice: {texts[key]!r} and {text!r}")
         texts[key] = text

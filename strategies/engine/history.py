@@ -227,7 +227,10 @@ class History:
             line[columns.weighted] = float(np.average(known[:, 0], weights=known[:, 1]))
             line[columns.worst_decile] = float(np.quantile(known[:, 0], metric.worst_decile))
             before = self.rounds[-1] if self.rounds else {}
-            line[columns.best] = metric.better(before.get(columns.best, mean), mean)
+            if line["answered"]:
+                line[columns.best] = metric.better(before.get(columns.best, mean), mean)
+            elif columns.best in before:
+                line[columns.best] = before[columns.best]
         if self._selected and self._validation:
             on_validation = [self._validation[client] for client in in_order(self._validation)]
             line[columns.validation] = float(np.mean(on_validation))
@@ -326,7 +329,7 @@ def progress(line: dict[str, Any], metric: str, first_round: int, num_rounds: in
         parts = [CLOSING]
     else:
         parts = [f"round {line['round']:{len(str(num_rounds))}}/{num_rounds}"]
-    if columns.mean in line:
+    if columns.best in line:
         parts += [
             f"{about.title} {about.text(line[columns.mean])}",
             f"{about.decile} {about.text(line[columns.worst_decile])}",
