@@ -302,7 +302,11 @@ def test_mean_deviation_and_share_better_than_local_by_hand(tmp_path):
     assert mean["runs"] == "2/2"
     assert mean["last %"] == "70.0 ± 7.1" and mean["best %"] == "80.0 ± 7.1"
     assert mean["bottom decile %"] == "65.0 ± 7.1" and mean["above local %"] == "75.0 ± 35.4"
-    assert mean["MB"] == "3.0 ± 0.0" and mean["seconds"] == "1.5 ± 0.7" and mean["trained, 1000s"] == "4.0 ± 0.0"
+    assert (
+        mean["MB both ways"] == "3.0 ± 0.0"
+        and mean["seconds"] == "1.5 ± 0.7"
+        and mean["thousand samples trained"] == "4.0 ± 0.0"
+    )
     # Differences .1, 0, .3, .2: the three that are not 0 are all positive, which happens in 2 of 8 cases.
     assert mean["p against local"] == "0.250" and mean["better : worse : equal"] == "3 : 0 : 1"
     assert columns["strategy"] == ["local", "fedavg"] and columns["above local %"][0] == "-"
