@@ -63,7 +63,7 @@ def print_table(
     columns : sequence of n Column
         The cells of the first one are the titles of records.
     lines : iterable of sequences of n str or Text
-        A str is printed as it is, without markup.
+        A str is printed unchanged, without markup.
     file : text stream, optional
         By default standard output.
     ruled : bool (default: True)

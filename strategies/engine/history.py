@@ -28,6 +28,7 @@ from .admission import MAX_EXAMPLES, REFUSED, is_count
 
 COMPUTE = (SAMPLES_TRAINED, SAMPLES_PREDICTED)
 MAX_COLUMNS = 500  # names of metrics that a run keeps, in addition to KNOWN_METRICS
+MOST_SENT = 5  # names of metrics in the line that says which ones a run has in place of its headline metric
 
 
 def is_status(key: str) -> bool:
@@ -304,6 +305,15 @@ class History:
     def last_values(self) -> dict[ClientId, float]:
         """Return each client's last known value of the headline metric, in order of client."""
         return {client: self._headline[client][0] for client in in_order(self._headline)}
+
+    def unreported(self) -> str:
+        """Return a line that no client reported the headline metric, and what they sent; empty if one did."""
+        if self._headline or not any(line["answered"] for line in self.rounds):
+            return ""
+        others = sorted(self._columns)
+        more = f" and {len(others) - MOST_SENT} more" if len(others) > MOST_SENT else ""
+        sent = ", ".join(others[:MOST_SENT]) + more if others else "no metric that tables show"
+        return f"no client reported {self.metric}: it sent {sent}"
 
     def refused(self) -> dict[ClientId, dict[str, int]]:
         """Return client -> reason -> number of replies refused for it, for clients with any, in order."""
