@@ -138,6 +138,11 @@ class _Arrays(Mapping[str, np.ndarray]):
         _check_size(name, entry.file_size, min(entry.compress_size, self._size), ARRAY_BYTES, self._most_times)
         with self._archive.open(entry) as file:
             shape, fortran_order, dtype = _npy_header(file)
+            if dtype.kind == "O":
+                raise ValueError(
+                    f"{name} holds Python objects, such as texts of a table, which are not read, as they could execute "
+                    f"code; allowed: numbers and texts; save texts as NumPy's, {name}.astype(str)"
+                )
             if dtype.kind not in "biufcSU":
                 raise ValueError(f"{name} holds {dtype}, allowed: numbers and texts")
             size, carried = math.prod(shape) * dtype.itemsize, entry.file_size - file.tell()

@@ -172,8 +172,8 @@ def _train(
         except OSError as error:
             log(
                 WARNING,
-                "kindred: the results of round %d cannot be written to %s (%s): the run continues, and "
-                "writes the missing lines after the next round",
+                "kindred: the results of round %d cannot be written to %s (%s): make room there; the run "
+                "continues, and writes the missing lines after the next round",
                 server_round,
                 folder.path,
                 error.strerror or error,

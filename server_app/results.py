@@ -42,12 +42,9 @@ from logging import WARNING
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from flwr.supercore import log
-from safetensors import SafetensorError
-from safetensors.numpy import save_file
 
-from kindred.client.state import partial_files, replacing
+from kindred.client.state import partial_files, replacing, write_arrays
 from kindred.engine.checkpoint import Checkpoints
 from kindred.engine.history import HeadlineColumns
 from kindred.messages import ClientId, in_order, read_record
@@ -313,12 +310,7 @@ class RunFolder:
                 "client": str(client),
                 **(about(client) if about else {}),
             }
-            # save_file writes an array's memory without regard to strides.
-            arrays = {key: np.asarray(array, order="C") for key, array in read_record(records[client]).items()}
-            try:
-                save_file(arrays, temporary, texts)
-            except SafetensorError as error:  # for example the disk is full
-                raise OSError(str(error)) from None
+            write_arrays(temporary, read_record(records[client]), texts)
 
         self._write_files(save, {client: places[client] for client in in_order(records)})
 

@@ -20,8 +20,9 @@ BAD_INPUT = ("ConfigError", "DataError", "ExtensionError")
 WRAPPERS = ("Simulation Runtime crashed.", "An error was encountered. Ending simulation.")
 # Warnings and errors of every run, or of every failed run, without information about it.
 NOISE = re.compile(
-    r"Since flwr 1\.32|Manually terminating|Traceback |An exception occur|Stopping Simulation Runtime"
-    r"|Simulation raised an exception|Exit Code: |An exception was raised when processing|ray::|\s*$"
+    r"Since flwr 1\.32|result\.arrays is |Manually terminating|Traceback |An exception occur"
+    r"|Stopping Simulation Runtime|Simulation raised an exception|Exit Code: "
+    r"|An exception was raised when processing|ray::|\s*$"
 )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kindred.data import DataError, load_federation
+from kindred.data import DataError, Federation, load_federation
 
 from .app import metric_remarks
 from .checks import check, check_machine, check_method
@@ -73,11 +73,18 @@ def _judge(results: Sequence[RunResult], on_line: Callable[[str], None]) -> None
 
 
 def _describe(config: Config, on_line: Callable[[str], None]) -> None:
-    """Print the schema of data that are no images, what of the data is not used, and who has no headline metric."""
+    """Print the schema of data that are no images, and remarks: on the data, on the batch size, on the metric."""
     federation = load_federation(config.run_config())
     lines = [] if federation.task.inputs.kind == "image" else schema_lines(federation.task)
-    for line in (*lines, *federation.remarks, *metric_remarks(config, federation)):
+    for line in (*lines, *federation.remarks, *_batch_remarks(config, federation), *metric_remarks(config, federation)):
         on_line(line)
+
+
+def _batch_remarks(config: Config, federation: Federation) -> list[str]:
+    largest = int(federation.train_sizes.max())
+    if config.batch_size <= largest:
+        return []
+    return [f"batch-size is {config.batch_size}, and no client has more than {largest} training samples"]
 
 
 def _result(outcome: Outcome) -> RunResult:

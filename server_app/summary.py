@@ -9,9 +9,7 @@ from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
 from kindred.engine.history import COMPUTE, HeadlineColumns
 from kindred.messages import NUM_TEST_EXAMPLES, PERSONAL, SELECTED, ClientId, in_order
@@ -22,6 +20,7 @@ from .intervals import mean_intervals, means
 from .report.comparison_figures import comparison_figure
 from .run_files import failing_is_a_warning, name_of, read_summary, save_figure, what_data
 from .tables import read_table
+from .terminal import Column, number, print_table
 from .verdict import reported_gains, verdict_of
 
 if TYPE_CHECKING:
@@ -153,15 +152,15 @@ def training_rounds(settings: Mapping[str, Any], history: History) -> list[dict[
     return [line for line in history.rounds if 1 <= line["round"] <= settings["num-rounds"]]
 
 
-def comparison_table(summaries: Sequence[Mapping[str, Any]], terminal: bool = True) -> Table:
-    """Return a table of runs side by side: their headline metric, seconds, megabytes (10^6 bytes).
+def comparison_table(summaries: Sequence[Mapping[str, Any]]) -> tuple[list[Column], list[list[str | Text]]]:
+    """Return a table of runs side by side for `print_table`: headline metric, seconds, megabytes (10^6 bytes).
+
+    Of several runs the best of each column of the metric is bold.
 
     Parameters
     ----------
     summaries : sequence of mapping
         From `RunFolder.finish` or `read_summary`, in the order of the lines.
-    terminal : bool
-        If false, there are no rules, and the best of each column of the metric is not emphasised.
 
     Raises
     ------
@@ -169,26 +168,24 @@ def comparison_table(summaries: Sequence[Mapping[str, Any]], terminal: bool = Tr
         The runs have different headline metrics.
     """
     headline = Headline.of(summaries)
-    table = Table(box=box.SIMPLE_HEAD if terminal else None, show_edge=terminal, pad_edge=False)
-    table.add_column("strategy", no_wrap=True)
     columns = headline.columns
     titles = {"mean": columns.mean, "best": columns.best, headline.decile: columns.worst_decile}
     if any(summary.get(columns.selected) is not None for summary in summaries):
         titles = {"mean": columns.mean, "selected": columns.selected, headline.decile: columns.worst_decile}
-    for name in (*(f"{title} {headline.unit}" for title in titles), "seconds", "MB down", "MB up"):
-        table.add_column(name, justify="right", no_wrap=True)
+    heads = (*(f"{title} {headline.unit}" for title in titles), "seconds", "MB down", "MB up")
     known = {key: [each[key] for each in summaries if each.get(key) is not None] for key in titles.values()}
     top = {key: reduce(headline.metric.better, values) for key, values in known.items() if values}
+    lines: list[list[str | Text]] = []
     for summary in summaries:
-        cells = []
+        cells: list[str | Text] = [summary["strategy"]]
         for key in titles.values():
             value = summary.get(key)
             text = "-" if value is None else headline.number(value)
-            cells.append(f"[bold]{text}[/bold]" if terminal and value == top.get(key, math.nan) else text)
+            cells.append(Text(text, style="bold" if value == top.get(key, math.nan) else ""))
         cells.append(f"{summary['seconds']:.1f}")
         cells += [f"{1e-6 * summary[key]:.1f}" for key in ("bytes-down", "bytes-up")]
-        table.add_row(summary["strategy"], *cells)
-    return table
+        lines.append(cells)
+    return [Column("strategy"), *map(number, heads)], lines
 
 
 def compare_runs(folders: Sequence[Path], picture: Path, file: TextIO | None = None) -> None:
@@ -209,10 +206,8 @@ def compare_runs(folders: Sequence[Path], picture: Path, file: TextIO | None = N
         One of the runs is not finished, or they have different headline metrics.
     """
     summaries = [read_summary(folder) for folder in folders]
-    console = Console(file=file or sys.stdout, highlight=False)
-    if not console.is_terminal:
-        console.width = 200  # files and pipes have no width: lines are never cut
-    console.print(comparison_table(summaries, console.is_terminal))
+    file = file or sys.stdout
+    print_table(*comparison_table(summaries), file=file, ruled=file.isatty())
     runs = [
         (summary["strategy"], [read_table(folder / "rounds.csv")])
         for summary, folder in zip(summaries, folders, strict=True)

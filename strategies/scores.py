@@ -31,8 +31,17 @@ Score = Callable[[np.ndarray, np.ndarray], float | None]
 def computed(
     known: Mapping[str, Score], names: Collection[str], predictions: np.ndarray, targets: np.ndarray
 ) -> dict[str, float]:
-    """Return the scores of `known` that are among `names` and that the samples define."""
-    found = {name: known[name](predictions, targets) for name in known if name in names}
+    """Return the scores of `known` that are among `names` and that the samples define.
+
+    Raises
+    ------
+    ValueError
+        There are such scores, and a prediction is not finite.
+    """
+    asked = [name for name in known if name in names]
+    if asked and not np.isfinite(predictions).all():
+        raise ValueError("predictions are not finite: did training diverge? a smaller learning-rate may help")
+    found = {name: known[name](predictions, targets) for name in asked}
     return {name: float(value) for name, value in found.items() if value is not None}
 
 

@@ -46,6 +46,7 @@ def test_help_marks_what_is_required_by_brackets_alone() -> None:
         (["--partition=unfair"], ["partition", "unfair", "rotated", "practical"]),
         (["--set=learnin-rate=0.1"], ["learnin-rate", "learning-rate"]),
         (["--set=learning-rate"], ["learning-rate", "key=value"]),
+        (["--set=heurfedamp:sigma=2"], ["heurfedamp:sigma=2", "allowed: sigma=2", "kindred compare"]),
         (["--rounds=3", "--set=num-rounds=4"], ["num-rounds", "twice", "3", "4"]),
         (["--rounds=2.5"], ["num-rounds", "2.5", "1 or more", "int"]),
         (["--clients=many"], ["num-clients", "many", "2 or more", "int"]),
@@ -156,6 +157,22 @@ def test_a_run_in_this_process_also_runs_the_method_given_by_against(tmp_path) -
     table = done.stdout.splitlines()[-3:]
     assert "bottom decile" in table[0]
     assert [line.split()[0] for line in table[1:]] == ["heurfedamp", "local"]
+
+
+@pytest.mark.parametrize(("size", "named"), [(10, False), (11, True)])
+def test_a_batch_size_beyond_all_data_is_named(tmp_path, size, named) -> None:
+    arguments = ["--engine=inline", "--strategy=local", f"--set=batch-size={size}", f"--output-dir={tmp_path}"]
+    said = CliRunner().invoke(app, ["run", *SMALL, *arguments]).stdout
+    line = f"batch-size is {size}, and no client has more than 10 training samples"
+    assert (line in said.splitlines()) == named
+
+
+def test_diverged_training_is_said_in_a_line_for_all_clients(tmp_path) -> None:
+    arguments = ["--engine=inline", "--strategy=local", "--set=learning-rate=1e30", f"--output-dir={tmp_path}"]
+    ended = CliRunner().invoke(app, ["run", *SMALL, *arguments])
+    lines = ended.stdout.splitlines()
+    assert ended.exit_code == 1 and "a smaller learning-rate may help" in ended.stderr
+    assert sum("goes on without" in line for line in lines) == 4 and not any("best" in line for line in lines)
 
 
 def test_ctrl_c_ends_a_run_in_this_process_with_130(tmp_path) -> None:

@@ -235,6 +235,8 @@ def test_a_method_that_fails_is_reported_in_one_line_and_the_others_run(compared
         (["--strategies=local", "--vary=beta=0.5,1"], ["--vary beta", "none of local"]),
         (["--strategies=federico", "--vary=beta=0.5,1", "--vary=epsilon=0,1"], ["--vary", "beta, epsilon", "one"]),
         (["--strategies=federico", "--vary=beta=0.5,1", "--vary=beta=1,0.2"], ["--vary", "beta=1,0.2", "once"]),
+        (["--strategies=local,fedavg,local"], ["local 2 times", "allowed: once", "--set NAME:strategy=local"]),
+        (["--strategies=local", "--seeds=0,1,0"], ["--seeds has 0 2 times", "allowed: once"]),
         (["--strategies=federico", "--vary=beta=0.5,1", "--set=beta=1"], ["beta", "twice"]),
         (["--strategies=federico", "--vary=beta=0.5,1", "--set=federico:beta=1"], ["beta", "twice"]),
         (["--strategies=local", "--vary=num-clients=4,8"], ["--vary num-clients", "same data"]),
@@ -300,7 +302,11 @@ def test_mean_deviation_and_share_better_than_local_by_hand(tmp_path):
     assert mean["runs"] == "2/2"
     assert mean["last %"] == "70.0 ± 7.1" and mean["best %"] == "80.0 ± 7.1"
     assert mean["bottom decile %"] == "65.0 ± 7.1" and mean["above local %"] == "75.0 ± 35.4"
-    assert mean["MB"] == "3.0 ± 0.0" and mean["seconds"] == "1.5 ± 0.7" and mean["trained, 1000s"] == "4.0 ± 0.0"
+    assert (
+        mean["MB both ways"] == "3.0 ± 0.0"
+        and mean["seconds"] == "1.5 ± 0.7"
+        and mean["thousand samples trained"] == "4.0 ± 0.0"
+    )
     # Differences .1, 0, .3, .2: the three that are not 0 are all positive, which happens in 2 of 8 cases.
     assert mean["p against local"] == "0.250" and mean["better : worse : equal"] == "3 : 0 : 1"
     assert columns["strategy"] == ["local", "fedavg"] and columns["above local %"][0] == "-"
@@ -454,6 +460,16 @@ def test_a_scale_reduces_rounds_and_images_and_every_output_states_it(tmp_path):
     with open(plan.folder / "comparison.csv", newline="") as file:
         assert {row["scale"] for row in csv.DictReader(file)} == {"0.1"}
     assert make_plan(["local"], {}, {}).scaled == {} and "scale" not in make_plan(["local"], {}, {}).title
+
+
+def test_remarks_on_a_scale_name_only_what_it_changed() -> None:
+    def said(scale: float) -> str:
+        plan = make_plan(["local"], {"num-rounds": 2}, {}, scale=scale)
+        content, _ = carry_out(plan, prepared_runs({("local", 0): [0.5, 0.6]}), lambda line: None, {}, ["kindred"])
+        return remarks(content)[0]
+
+    assert "num-rounds" not in said(0.9) and "samples-per-client 36 instead of 40" in said(0.9)
+    assert said(0.99) == "Scale 0.99 changes neither the rounds nor the samples, which are few already."
 
 
 def test_images_a_client_are_counted_as_the_setting_counts_them():

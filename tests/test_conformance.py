@@ -400,7 +400,7 @@ def _again_a_model(content) -> None:
     ("damage", "reason"),
     [
         (_nothing, "refused: it has 0 metric records, expected 1"),
-        (_nan, "refused: array 'layer.weight' has values that are not finite"),
+        (_nan, "refused: array 'layer.weight' has values that are not finite: did training diverge?"),
         (_shape, "refused: array 'layer.weight' is float32 (2, 3), expected float32 (2, 2)"),
         (_double, "refused: array 'layer.weight' is float64 (2, 2), expected float32 (2, 2)"),
         (_missing, "refused: array 'layer.weight' is missing"),
@@ -417,7 +417,7 @@ def test_a_bad_model_counts_as_a_missing_reply_with_a_reason(name, damage, reaso
     ("damage", "reason"),
     [
         (_nothing, "refused: it has 0 metric records, expected 1"),
-        (_nan, "refused: array '0/layer.weight' has values that are not finite"),
+        (_nan, "refused: array '0/layer.weight' has values that are not finite: did training diverge?"),
         (_shape, "refused: array 'layer.weight' is float32 (2, 3), expected float32 (2, 2)"),
         (_double, "refused: array 'layer.weight' is float64 (2, 2), expected float32 (2, 2)"),
         (_extra, "refused: arrays 'backdoor' belong to no model that was sent"),
@@ -436,7 +436,7 @@ def test_bad_updates_count_as_a_missing_reply_with_a_reason(damage, reason) -> N
     ("damage", "reason"),
     [
         (_nothing, "refused: it has 0 metric records, expected 1"),
-        (_nan, "refused: array 'logits' has values that are not finite"),
+        (_nan, "refused: array 'logits' has values that are not finite: did training diverge?"),
         (_shape, "refused: array 'logits' is float32 (2, 3), expected float32 (3, 2)"),
         (_double, "refused: array 'logits' is float64 (3, 2), expected float32 (3, 2)"),
         (_missing, "refused: array 'logits' is missing"),

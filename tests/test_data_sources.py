@@ -117,7 +117,8 @@ X, Y = arrays()["x_train"], arrays()["y_train"]
         ({"y_train": np.full(12, 2**64 - 1, np.uint64)}, ["y_train", str(2**64 - 1)]),
         ({"y_test": np.array([0, 1, 2, 3, 0, 1])}, ["no sample of class 3"]),
         ({"y_train": 0 * Y, "y_test": np.zeros(6, int)}, ["one class"]),
-        ({"y_train": np.array([{}] * 12)}, ["plain arrays"]),
+        ({"y_train": np.array([{}] * 12)}, ["plain arrays", "Python objects"]),
+        ({"y_train": np.array(["yes", "no"] * 6, object)}, ["texts of a table", "y_train.astype(str)"]),
     ],
 )
 def test_npz_without_a_dataset_are_refused(tmp_path, changes, words):

@@ -183,6 +183,17 @@ def test_the_best_mean_does_not_restart_with_the_number_of_clients() -> None:
     assert [line["accuracy-best"] for line in history.rounds] == pytest.approx([0.8, 0.8, 0.8, 0.825])
 
 
+def test_a_round_that_no_client_finished_has_no_best_mean_of_its_own() -> None:
+    history = History()
+    row = {"client": 1, "seconds": 1.0, "bytes-down": 1, "bytes-up": 1}
+    for number, (status, accuracy) in enumerate((("refused: x", 0.9), ("ok", 0.6), ("refused: x", 0.9)), start=1):
+        history.add({**row, "round": number, "status": status, "personal-accuracy": accuracy})
+        history.close_round(number, 1.0, TRAINED)
+    assert [line.get("accuracy-best") for line in history.rounds] == [None, 0.6, 0.6]
+    said = [progress(line, "accuracy", 1, 3) for line in history.rounds]
+    assert "accuracy" not in said[0] and "best 60.0%" in said[1] and "best 60.0%" in said[2]
+
+
 class Asking(Local):
     """Has every client evaluate the initial model in round 2, including one that is not connected."""
 

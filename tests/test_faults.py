@@ -881,6 +881,16 @@ def test_empty_rounds_in_a_row_end_the_run() -> None:
     assert len(strategy.client_models()) == 2
 
 
+def test_clients_lost_for_the_same_reason_are_named_in_one_line(caplog) -> None:
+    strategy = Local()
+    strategy.start(FaultyGrid(plain_app(), 5, lambda r, c: "error" if r == 2 and c != 2 else "ok"), initial(), 3)
+    lost = [line for line in caplog.messages if "goes on without" in line]
+    assert lost == [
+        "kindred: round 2 goes on without client 1001: error 0: the worker",
+        "kindred: round 2 goes on without 3 more clients, for the reason of client 1001: 1002, 1004, 1005",
+    ]
+
+
 @every_method
 def test_a_run_in_which_all_are_refused_and_excluded_ends_with_a_reason(name) -> None:
     strategy = make(name, max_strikes=1, max_empty_rounds=4)

@@ -420,7 +420,7 @@ def _no_examples(content) -> None:
     ("damage", "reason"),
     [
         (lambda content: content.clear(), "refused: it has 0 metric records, expected 1"),
-        (_nan, "refused: array '0/layer.weight' has values that are not finite"),
+        (_nan, "refused: array '0/layer.weight' has values that are not finite: did training diverge?"),
         (_shape, "refused: array 'layer.weight' is float32 (2, 3), expected float32 (2, 2)"),
         (_double, "refused: array 'layer.weight' is float64 (2, 2), expected float32 (2, 2)"),
         (_missing, "refused: array 'layer.weight' is missing"),

@@ -985,7 +985,7 @@ WEIGHT, BIAS = np.ones((2, 4), np.float32), np.ones(2, np.float32)
         (arrays(at0_weight=WEIGHT.T.copy()), "array 'weight' is float32 (4, 2), expected float32 (2, 4)", 2),
         (arrays(at1_bias=BIAS.astype(np.float64)), "array 'bias' is float64 (2,), expected float32 (2,)", 2),
         (arrays(at0_backdoor=BIAS), "array 'backdoor' is not part of the model", 2),
-        (arrays(at2_bias=BIAS * np.nan), "array '2/bias' has values that are not finite", 2),
+        (arrays(at2_bias=BIAS * np.nan), "array '2/bias' has values that are not finite: did training diverge?", 2),
         (arrays(at2_bias=np.full_like(BIAS, 1e20)), "array '2/bias' holds 1e+20, allowed: up to 1e+15", 2),
         (arrays(at2_bias=np.full_like(BIAS, -2e15)), "array '2/bias' holds 2e+15, allowed: up to 1e+15", 2),
         (arrays(model_weight=WEIGHT, model_bias=BIAS), "it holds a model where an update is expected", 2),

@@ -322,10 +322,10 @@ def test_the_table_of_runs_emphasises_the_lowest_errors() -> None:
             "seconds": 1.0, "bytes-down": 2e6, "bytes-up": 1e6,
         }  # fmt: skip
 
-    table = comparison_table([summary("local", 2.5, 4.0), summary("fedavg", 3.0, 3.5)])
-    assert [column.header for column in table.columns][:4] == ["strategy", "mean RMSE", "best RMSE", "top decile RMSE"]
-    cells = [list(column.cells) for column in table.columns]
-    assert cells[1:4] == [["[bold]2.5[/bold]", "3"], ["[bold]2.5[/bold]", "3"], ["4", "[bold]3.5[/bold]"]]
+    columns, lines = comparison_table([summary("local", 2.5, 4.0), summary("fedavg", 3.0, 3.5)])
+    assert [column.title for column in columns][:4] == ["strategy", "mean RMSE", "best RMSE", "top decile RMSE"]
+    cells = [[(cell.plain, str(cell.style)) for cell in line[1:4]] for line in lines]
+    assert cells == [[("2.5", "bold"), ("2.5", "bold"), ("4", "")], [("3", ""), ("3", ""), ("3.5", "bold")]]
 
 
 def test_a_lower_error_is_better_in_the_tests() -> None:

@@ -22,7 +22,6 @@ import torch
 from flwr.app import Array, ArrayRecord
 from hypothesis import example, given, strategies as st
 from matplotlib.image import imread
-from rich.console import Console
 from safetensors import safe_open
 from safetensors.numpy import load_file
 from typer.testing import CliRunner
@@ -44,6 +43,7 @@ from kindred.server_app.report.weights import is_share
 from kindred.server_app.results import RunFolder
 from kindred.server_app.summary import compare_runs, comparison_table, summarise
 from kindred.server_app.tables import GrowingTable, read_table
+from kindred.server_app.terminal import print_table
 
 SETTINGS = Config(num_rounds=2, num_clients=4, num_groups=2).run_config()
 
@@ -865,7 +865,7 @@ def summary_of(strategy, accuracy, best, decile):
 def test_the_comparison_table_of_runs():
     rows = [summary_of("heurfedamp", 0.831, 0.84, 0.6), summary_of("local", None, None, None)]
     text = io.StringIO()
-    Console(file=text, width=100).print(comparison_table(rows, terminal=False))
+    print_table(*comparison_table(rows), file=text, ruled=False)
     assert [line.split() for line in text.getvalue().splitlines()] == [
         ["strategy", "mean", "%", "best", "%", "bottom", "decile", "%", "seconds", "MB", "down", "MB", "up"],
         ["heurfedamp", "83.1", "84.0", "60.0", "12.3", "1.5", "1.0"],

@@ -347,7 +347,7 @@ def _of_a_buffer(record: ArrayRecord) -> None:
     [
         (_without, f"array '{CHANGE}' is missing"),
         (_turned, f"array '{CHANGE}' is float32 (3, 8), expected float32 (8, 3)"),
-        (_nan, f"array '{CHANGE}' has values that are not finite"),
+        (_nan, f"array '{CHANGE}' has values that are not finite: did training diverge?"),
         (_of_a_buffer, "array 'control/1.running_mean' is not part of the model"),
     ],
 )

@@ -739,3 +739,13 @@ def test_the_node_config_sets_a_client_s_folder(tmp_path, root) -> None:
     models = {content for path, content in both.items() if path.stem == "model"}
     assert both | kept == both and len(models) == 2 * CLIENTS  # no client replaced another's file
     assert not list(root.rglob("*.safetensors")) and first[1] == {}
+
+
+def test_a_full_disk_is_named_with_its_folder_and_what_to_do(root, monkeypatch) -> None:
+    def full(*_: object) -> None:
+        raise safetensors.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(state_module, "save_file", full)
+    with pytest.raises(OSError, match=r"written to .*/run-1 \(No space left on device\); make room there$") as refused:
+        ClientState(1, 0).save("model", {"w": np.zeros(2)})
+    assert str(root) in str(refused.value)

@@ -2,7 +2,7 @@
 
 from kindred.server_app.deployment import keys, server, site
 
-from . import predict, report, schema
+from . import check_app, predict, report, schema
 from .common import app
 
-__all__ = ["app", "keys", "predict", "report", "schema", "server", "site"]
+__all__ = ["app", "check_app", "keys", "predict", "report", "schema", "server", "site"]

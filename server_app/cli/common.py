@@ -1,15 +1,12 @@
-"""The command line's application, and what its commands share: options, one-line errors, tables."""
+"""The command line's application, and what its commands share: options, one-line errors."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Column, Table
 
 from kindred.extensions import ExtensionError
 
@@ -57,24 +54,6 @@ app = App(
 def option(name: str, metavar: str, meaning: str) -> Any:
     """Return a command's option with its help text."""
     return typer.Option(f"--{name}", metavar=metavar, help=meaning, show_default=False)
-
-
-def print_table(columns: Iterable[str | Column], lines: Iterable[Iterable[str]]) -> None:
-    """Print a table: lines of cells below the titles of their columns."""
-    first, *others = (column if isinstance(column, Column) else Column(column, overflow="fold") for column in columns)
-    first.no_wrap = True  # the first column is what the user types
-    table = Table(first, *others, box=box.SIMPLE_HEAD, pad_edge=False)
-    for line in lines:
-        table.add_row(*line)
-    print_rich_table(table)
-
-
-def print_rich_table(table: Table) -> None:
-    """Print a table of the library rich."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 1000  # files and pipes have no width: the table is as wide as its longest lines
-    console.print(table)
 
 
 def show(line: str) -> None:

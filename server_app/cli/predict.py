@@ -8,14 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from rich.markup import escape
-from rich.table import Column
-
 from kindred.lazy import lazy
 from kindred.metrics import METRICS
 from kindred.server_app.prediction import INPUTS
+from kindred.server_app.terminal import Column, number, print_table
 
-from .common import app, end, option, print_table, warn
+from .common import app, end, option, warn
 
 if TYPE_CHECKING:  # imported on first use, so that `kindred --help` is quick
     from kindred import data
@@ -82,13 +80,10 @@ def _show_evaluation(found: Mapping[str, Any]) -> None:
     for kind, lines in (("class", found.get("classes")), ("label", found.get("labels"))):
         if lines:
             shares = [name for name in ("accuracy", "precision") if name in lines[0]]
-            numbers = (Column(name, justify="right") for name in ("samples", *(f"{name} %" for name in shares)))
+            numbers = (number(name) for name in ("samples", *(f"{name} %" for name in shares)))
             print_table(
-                (kind, *numbers),
-                (
-                    (escape(line[kind]), str(line["samples"]), *(percent(line[name]) for name in shares))
-                    for line in lines
-                ),
+                (Column(kind), *numbers),
+                ((line[kind], str(line["samples"]), *(percent(line[name]) for name in shares)) for line in lines),
             )
 
 

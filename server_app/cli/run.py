@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Column
 
 from kindred import REGISTRY
 from kindred.lazy import lazy
+from kindred.server_app.terminal import Column, number, print_table, texts as text_columns
 from kindred.versions import check_flower
 
-from .common import app, end, option, print_rich_table, print_table, show
+from .common import app, end, option, show
 
 if TYPE_CHECKING:  # imported on first use, so that `kindred --help` is quick
     from kindred import data
@@ -181,7 +181,7 @@ def compare(
 
     print(f"\n{result.content['title']}")
     for (first, *titles), *lines in texts.tables(result.content):
-        print_table((Column(first, no_wrap=True), *titles), lines)
+        print_table([Column(title) for title in (first, *titles)], lines)
     for line in texts.remarks(result.content):
         print(line)
     try:
@@ -199,7 +199,13 @@ def presets() -> None:
     """List the presets, papers' settings for `kindred compare --preset`."""
     every = [papers.load_preset(name) for name in papers.preset_names()]
     print_table(
-        ("preset", "methods", "rounds", "seeds", "from"),
+        (
+            Column("preset"),
+            number("methods"),
+            number("rounds"),
+            number("seeds"),
+            Column("from", whole=False),
+        ),
         (
             (
                 preset.name,
@@ -226,7 +232,7 @@ def strategies() -> None:
         "public samples",
     )
     print_table(
-        columns,
+        text_columns(*columns),
         (
             (
                 name,
@@ -245,12 +251,14 @@ def strategies() -> None:
 @app.command()
 def datasets() -> None:
     """List the datasets, the ways to divide them, and the networks."""
-    print_table(("dataset", "samples"), ((name, source.description) for name, source in data.DATASETS.items()))
     print_table(
-        ("partition", "who has what", "settings that count"),
+        text_columns("dataset", "samples"), ((name, source.description) for name, source in data.DATASETS.items())
+    )
+    print_table(
+        text_columns("partition", "who has what", "settings that count"),
         ((name, scheme.description, ", ".join(scheme.settings)) for name, scheme in data.PARTITIONS.items()),
     )
-    print_table(("model", "network"), ((name, _beginning(model)) for name, model in models.MODELS.items()))
+    print_table(text_columns("model", "network"), ((name, _beginning(model)) for name, model in models.MODELS.items()))
 
 
 def _beginning(thing: Any) -> str:
@@ -274,6 +282,12 @@ def given_settings(named: Mapping[str, str | None], assignments: Sequence[str]) 
         key, equals, text = assignment.partition("=")
         if not equals:
             raise config.ConfigError(f"--set is {assignment!r}, allowed: key=value")
+        name, colon, own = key.partition(":")
+        if colon:  # `compare` has taken these out
+            raise config.ConfigError(
+                f"--set is {assignment!r}, allowed: {own}={text}; NAME:KEY=VALUE, a setting of one method of several, "
+                f"is for `kindred compare`"
+            )
         if key in texts:
             raise config.ConfigError(f"{key} is given twice: {texts[key]!r} and {text!r}")
         texts[key] = text
@@ -304,7 +318,7 @@ def _print_results(folders: Sequence[Path]) -> None:
     if len(folders) > 1:
         summary.compare_runs(folders, folders[0] / "comparison.png")
     elif folders:
-        print_rich_table(summary.comparison_table([run_files.read_summary(folders[0])]))
+        print_table(*summary.comparison_table([run_files.read_summary(folders[0])]))
 
 
 def _yes_or_no(value: bool) -> str:

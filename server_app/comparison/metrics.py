@@ -26,13 +26,18 @@ class Metric(NamedTuple):
 
 
 COSTS = {
-    "bytes": Metric("MB", "payload of all messages, in both directions, 10^6 bytes", 1e-6, 1),
-    "floats": Metric("numbers sent", "sent in both directions, in millions, counted as in PerFed-CKT's paper", 1e-6, 1),
+    "bytes": Metric("MB both ways", "payload of all messages, in both directions, 10^6 bytes", 1e-6, 1),
+    "floats": Metric(
+        "million numbers sent", "sent in both directions, in millions, counted as in PerFed-CKT's paper", 1e-6, 1
+    ),
     "samples-trained": Metric(
-        "trained, 1000s", "samples that clients trained on, counted each time, in thousands", 1e-3, 1
+        "thousand samples trained", "samples that clients trained on, counted each time, in thousands", 1e-3, 1
     ),
     "samples-predicted": Metric(
-        "predicted, 1000s", "samples that clients predicted for, except to evaluate or train, in thousands", 1e-3, 1
+        "thousand samples predicted",
+        "samples that clients predicted for, except to evaluate or train, in thousands",
+        1e-3,
+        1,
     ),
     "seconds": Metric("seconds", "duration of the rounds, without start and end of the run", 1, 1),
 }

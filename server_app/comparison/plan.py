@@ -133,7 +133,14 @@ def make_plan(
         These methods and settings cannot be compared; the text says why.
     """
     from_preset = preset.strategies if preset else {}
-    names = list(dict.fromkeys(names or from_preset))
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(
+            f"--strategies has {twice[0]} {names.count(twice[0])} times, allowed: once; for a variant with settings of "
+            f"its own give a name of your own, with --set NAME:strategy={twice[0]}"
+        )
+    if repeated := [seed for seed in seeds if seeds.count(seed) > 1]:
+        raise ConfigError(f"--seeds has {repeated[0]} {seeds.count(repeated[0])} times, allowed: once")
+    names = list(names or from_preset)
     if not names:
         raise ConfigError(
             "--strategies is not given, allowed: names of `kindred strategies`, separated by commas; or give a --preset"
@@ -153,7 +160,7 @@ def make_plan(
     for alone in (given, *own.values()):
         if variation and variation.setting in alone:
             raise ConfigError(f"{variation.setting} is given twice: by --vary and by --set")
-    seeds = list(dict.fromkeys(seeds)) or (preset.seeds if preset else [0])
+    seeds = list(seeds) or (preset.seeds if preset else [0])
 
     base = dict(preset.settings) if preset else {}
     common = Config.from_run_config({**base, **given, "seed": seeds[0]}).absolute()

@@ -126,10 +126,13 @@ def remarks(content: Mapping[str, Any]) -> list[str]:
     strategies, preset, lines = content["strategies"], content["preset"], []
     plural = Headline.of([content]).plural
     if content["scaled"]:
-        parts = [f"{key} {after:g} instead of {before:g}" for key, (before, after) in content["scaled"].items()]
+        scaled = content["scaled"].items()
+        parts = [f"{key} {after:g} instead of {before:g}" for key, (before, after) in scaled if after != before]
         lines.append(
             f"At scale {content['scale']:g}, not the full runs: {', '.join(parts)}; settings of single methods "
             "that count rounds are scaled too."
+            if parts
+            else f"Scale {content['scale']:g} changes neither the rounds nor the samples, which are few already."
         )
     if preset:
         has_numbers = any(each["paper"] for each in strategies.values())

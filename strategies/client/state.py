@@ -178,18 +178,13 @@ class ClientState:
         for partial, process in partial_files(self.folder):
             if not _is_running(process):  # the process was killed during a save
                 partial.unlink(missing_ok=True)
-        whole = {key: np.asarray(array, order="C") for key, array in arrays.items()}  # save_file ignores strides
-        with replacing(self._path(name)) as temporary:
-            save_file(
-                whole,
-                temporary,
-                {
-                    "client": json.dumps(self.client),
-                    "round": str(self._round),
-                    "attempt": str(self._attempt),
-                    **(about or {}),
-                },
-            )
+        texts = {"client": json.dumps(self.client), "round": str(self._round), "attempt": str(self._attempt)}
+        try:
+            with replacing(self._path(name)) as temporary:
+                write_arrays(temporary, arrays, {**texts, **(about or {})})
+        except OSError as error:
+            place, reason = self.folder.parent, error.strerror or error
+            raise OSError(f"clients' state cannot be written to {place} ({reason}); make room there") from None
         versions = self._versions(name)
         for version in versions[1:]:
             if version.round >= self._round:  # of an interrupted attempt
@@ -351,6 +346,17 @@ def _remove(folder: Path) -> None:
     for path in folder.glob("client-*"):
         shutil.rmtree(path, ignore_errors=True)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], texts: Mapping[str, str]) -> None:
+    """Write arrays and texts as a safetensors file; OSError if that fails, for example because the disk is full."""
+    whole = {key: np.asarray(array, order="C") for key, array in arrays.items()}  # save_file ignores strides
+    try:
+        save_file(whole, path, dict(texts))
+    except SafetensorError as error:
+        if code := re.search(r"\(os error (\d+)\)", str(error)):
+            raise OSError(int(code[1]), os.strerror(int(code[1]))) from None
+        raise OSError(str(error)) from None
 
 
 @contextmanager

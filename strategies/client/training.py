@@ -343,7 +343,10 @@ def check_finite(model: nn.Module) -> None:
     ValueError
     """
     if not all(tensor.isfinite().all() for tensor in model.state_dict().values()):
-        raise ValueError("the trained model is no longer finite; the one kept before stays")
+        raise ValueError(
+            "the trained model is no longer finite, so training diverged: a smaller learning-rate may help; the model "
+            "kept before stays"
+        )
 
 
 def get_arrays(model: nn.Module) -> dict[str, np.ndarray]:

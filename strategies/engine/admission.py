@@ -259,6 +259,6 @@ def _check_values(name: str, values: np.ndarray) -> None:
         if float(np.dot(values, values)) <= LARGEST**2:  # as fast as memory allows, without a mask
             return  # else check precisely: in half precision the product may overflow
     if not np.isfinite(values).all():
-        raise Refused(f"array {name!r} has values that are not finite")
+        raise Refused(f"array {name!r} has values that are not finite: did training diverge?")
     if (largest := float(max(values.max(), -values.min()))) > LARGEST:
         raise Refused(f"array {name!r} holds {largest:g}, allowed: up to {LARGEST:g}")

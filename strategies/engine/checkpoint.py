@@ -87,8 +87,8 @@ class Checkpoints:
             last = next(iter(self._files()), None)
             log(
                 WARNING,
-                "kindred: round %d could not be saved in %s (%s): the run continues, and tries again after the "
-                "next round; if interrupted before that, it %s",
+                "kindred: round %d could not be saved in %s (%s): make room there; the run continues, and tries "
+                "again after the next round; if interrupted before that, it %s",
                 server_round,
                 self.folder,
                 error.strerror or error,

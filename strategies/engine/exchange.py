@@ -16,7 +16,7 @@ from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 from flwr.supercore import log
 
-from kindred.messages import LOSS, PERSONAL, PROBE, ClientId, config_of, first_line, ordinary_names
+from kindred.messages import LOSS, PERSONAL, PROBE, ClientId, config_of, first_line, in_order, ordinary_names
 from kindred.metrics import METRICS
 
 from .admission import REFUSED, SERVER_ERRORS, Refused, Reply
@@ -25,6 +25,7 @@ from .roster import Roster
 from .transport import CLOCKS, content_of, is_from, pull, push
 
 ENGINE_COLUMNS = ("round", "client", "status", "seconds", "bytes-down", "bytes-up")  # columns of every row
+MOST_NAMED = 20  # clients that a line about lost ones names
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,7 @@ class Exchange:
         self._until = 0.0  # end of the exchange in progress, on time.monotonic's clock
         self._cut_short = False  # whether the quorum has moved that end
         self._traces: set[str] = set()  # where unexpected exceptions were raised
+        self._lost: dict[str, list[ClientId]] = {}  # reason -> clients without a usable reply in this exchange
 
     def begin_round(self) -> None:
         """Forget which clients replied in the last round."""
@@ -209,6 +211,7 @@ class Exchange:
             reply = self._admit(sent, server_round, message, take)
             if reply is not None and not sent.side:
                 yield sent.client, reply
+        self._name_further_lost(server_round)
 
     def _admit(
         self, sent: Sent, server_round: int, message: Message, take: Callable[[Sent, RecordDict], Reply]
@@ -260,6 +263,21 @@ class Exchange:
         if sent.trains:
             self._roster.failed(sent.client)
 
+    def _name_further_lost(self, server_round: int) -> None:
+        """Name the clients that are lost for the same reason as another one in the exchange that ends now."""
+        for first, *others in self._lost.values():
+            if others:
+                names = ", ".join(map(str, in_order(others)[:MOST_NAMED])) + (", ..." if others[MOST_NAMED:] else "")
+                log(
+                    WARNING,
+                    "kindred: round %d goes on without %d more clients, for the reason of client %s: %s",
+                    server_round,
+                    len(others),
+                    first,
+                    names,
+                )
+        self._lost = {}
+
     # --- Rows of the history --------------------------------------------------------------------------
 
     def _reported(self, sent: Sent, reply: Reply) -> dict[str, int | float]:
@@ -277,7 +295,10 @@ class Exchange:
         reported = set() if sent.side else numbers.keys() - sent.fields.keys() - set(ENGINE_COLUMNS)
         if status != "ok":
             status = first_line(status)
-            log(WARNING, "kindred: round %d goes on without client %s: %s", server_round, sent.client, status)
+            lost = self._lost.setdefault(status, [])
+            lost.append(sent.client)
+            if len(lost) == 1:  # others with the same reason follow in one line
+                log(WARNING, "kindred: round %d goes on without client %s: %s", server_round, sent.client, status)
             if sent.side:  # replies of an exchange arrive in any order, so each has its own column
                 numbers, status = {f"{sent.side}-status": status}, "ok"
         own = (server_round, sent.client, status, time.monotonic() - sent.at, sent.num_bytes, bytes_up)

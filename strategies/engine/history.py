@@ -28,6 +28,7 @@ from .admission import MAX_EXAMPLES, REFUSED, is_count
 
 COMPUTE = (SAMPLES_TRAINED, SAMPLES_PREDICTED)
 MAX_COLUMNS = 500  # names of metrics that a run keeps, in addition to KNOWN_METRICS
+MOST_SENT = 5  # names of metrics in the line that says which ones a run has in place of its headline metric
 
 
 def is_status(key: str) -> bool:
@@ -227,7 +228,10 @@ class History:
             line[columns.weighted] = float(np.average(known[:, 0], weights=known[:, 1]))
             line[columns.worst_decile] = float(np.quantile(known[:, 0], metric.worst_decile))
             before = self.rounds[-1] if self.rounds else {}
-            line[columns.best] = metric.better(before.get(columns.best, mean), mean)
+            if line["answered"]:
+                line[columns.best] = metric.better(before.get(columns.best, mean), mean)
+            elif columns.best in before:
+                line[columns.best] = before[columns.best]
         if self._selected and self._validation:
             on_validation = [self._validation[client] for client in in_order(self._validation)]
             line[columns.validation] = float(np.mean(on_validation))
@@ -302,6 +306,15 @@ class History:
         """Return each client's last known value of the headline metric, in order of client."""
         return {client: self._headline[client][0] for client in in_order(self._headline)}
 
+    def unreported(self) -> str:
+        """Return a line that no client reported the headline metric, and what they sent; empty if one did."""
+        if self._headline or not any(line["answered"] for line in self.rounds):
+            return ""
+        others = sorted(self._columns)
+        more = f" and {len(others) - MOST_SENT} more" if len(others) > MOST_SENT else ""
+        sent = ", ".join(others[:MOST_SENT]) + more if others else "no metric that tables show"
+        return f"no client reported {self.metric}: it sent {sent}"
+
     def refused(self) -> dict[ClientId, dict[str, int]]:
         """Return client -> reason -> number of replies refused for it, for clients with any, in order."""
         counts: dict[ClientId, dict[str, int]] = {}
@@ -326,7 +339,7 @@ def progress(line: dict[str, Any], metric: str, first_round: int, num_rounds: in
         parts = [CLOSING]
     else:
         parts = [f"round {line['round']:{len(str(num_rounds))}}/{num_rounds}"]
-    if columns.mean in line:
+    if columns.best in line:
         parts += [
             f"{about.title} {about.text(line[columns.mean])}",
             f"{about.decile} {about.text(line[columns.worst_decile])}",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import reprlib
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from logging import INFO, WARNING
 from typing import Any
 
@@ -48,6 +50,7 @@ ASK_AGAIN = 10.0  # s between two queries to nodes that cannot take part, while 
 REGISTERED = "KINDRED_REGISTERED"
 
 NOT_ADMITTED = "not-admitted"  # entry in a node's recorded introduction: why that was refused
+UNKNOWN_QUERY = "No query function registered with name 'identity'"  # in Flower's error about a ClientApp that has none
 
 Introduce = Callable[[Mapping[ClientId, Mapping[str, Any]]], dict[ClientId, str]]
 
@@ -229,11 +232,13 @@ class Roster:
             self._registered |= {node.node_id: node.name for node in grid.get_nodes() if node.name}
             self._reserved_names |= set(self._registered.values())
         if self._nodes_know_identity and not self._asked_before(new):
-            log(INFO, "Asking clients for their ids; a ClientApp that cannot answer logs an error, which is harmless")
+            harmless = "" if self._simulated else "; a ClientApp that cannot answer logs an error, which is harmless"
+            log(INFO, "Asking clients for their ids%s", harmless)
         # One node first: if a simulation's ClientApp does not know this query, no other node is asked.
         for group in (new[:1], new[1:]) if self._simulated else (new,):
             if group and self._nodes_know_identity:
-                self._identify(grid, group, timeout)
+                with _no_traceback_of_the_query():
+                    self._identify(grid, group, timeout)
             if not self._nodes_know_identity:
                 self._identities |= {node: node for node in group}
         self._assign_nodes(grid)
@@ -299,7 +304,7 @@ class Roster:
             elif not reply.has_error():
                 self._record_introduction(node, content_of(reply))
             # In a simulation all nodes run the same app; a remote node's answer says nothing about the others.
-            elif "No query function registered" in (reply.error.reason or "") and self._simulated:
+            elif UNKNOWN_QUERY in (reply.error.reason or "") and self._simulated:
                 self._nodes_know_identity = False
             elif reply.error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION:
                 self._identities.setdefault(node, node)
@@ -441,6 +446,25 @@ class Roster:
                 if client in self.nodes:
                     self.inform(grid, self.nodes[client], reason)
         self._failed, self._answered = set(), set()
+
+
+@contextmanager
+def _no_traceback_of_the_query() -> Iterator[None]:
+    """Drop Flower's log lines, in this process, that a ClientApp does not know the query for its id.
+
+    In a simulation these are the ClientApp's error and traceback, and a line before them, which any exception has.
+    """
+
+    def other(record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        return UNKNOWN_QUERY not in text and not text.startswith("An exception was raised when processing a message by")
+
+    logger = logging.getLogger("flwr")
+    logger.addFilter(other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(other)
 
 
 def only_validates(about: Mapping[str, Any]) -> bool:

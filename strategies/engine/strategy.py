@@ -32,6 +32,7 @@ from kindred.messages import (
     NUM_EXAMPLES,
     NUM_TEST_EXAMPLES,
     PROBE,
+    RECEIVED,
     RUN,
     SERVER_ROUND,
     ClientId,
@@ -342,8 +343,17 @@ class PersonalizedStrategy(Hooks, Strategy):
             self._close_round(grid, num_rounds + 1, time.monotonic() - round_started, on_round)
         self._validation.finish(num_rounds, self._to_validate(num_rounds, evaluate_config))
         result.arrays = self.global_arrays()
+        self._warn_of_results()
         log(INFO, "%s finished %d rounds in %.1f s", self.name, num_rounds, time.monotonic() - started)
         return result
+
+    def _warn_of_results(self) -> None:
+        """Warn that the Result has no personal models, and that no client reported the headline metric."""
+        shared = self.shared_rows()
+        if self.personal != RECEIVED or len(shared.rows) > 1 or 0 < shared.own.mean() < 1:
+            log(WARNING, "result.arrays is one model for all; each client's own is in strategy.client_models()")
+        if self.fraction_evaluate and (line := self.history.unreported()):
+            log(WARNING, "kindred: %s; the strategy's argument metric chooses another one", line)
 
     def serve(
         self,

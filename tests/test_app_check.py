@@ -1,0 +1,176 @@
+"""`kindred check-app`, and what a strategy says of results that its user may misread."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+
+import pytest
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from typer.testing import CliRunner
+
+from kindred import REGISTRY, FedAvg, HeurFedAMP, InlineGrid, Local
+from kindred.engine import roster
+from kindred.server_app.app_check import OURS, check_app
+from kindred.server_app.cli import commands
+from kindred.server_app.config import ConfigError
+
+from .client_apps import initial, plain_app
+
+ROOT = Path(__file__).parent.parent
+PYPROJECT = """
+[tool.flwr.app.components]
+serverapp = "{name}.server:app"
+clientapp = "{name}.client:app"
+
+[tool.flwr.app.config]
+num-rounds = 2
+"""
+SERVER = """
+import numpy as np
+from flwr.app import ArrayRecord
+from flwr.serverapp import ServerApp
+from flwr.serverapp.strategy import FedAvg
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid, context):
+    FedAvg(min_available_nodes=7).start(grid, ArrayRecord([np.zeros(3)]), num_rounds=context.run_config["num-rounds"])
+"""
+CLIENT = """
+from flwr.app import Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+app = ClientApp()
+
+
+@app.train()
+def train(message, context):
+    {training}
+    metrics = MetricRecord({{"num-examples": 3, "train_loss": 1.0}})
+    return Message(RecordDict({{"arrays": message.content["arrays"], "metrics": metrics}}), reply_to=message)
+
+
+@app.evaluate()
+def evaluate(message, context):
+    metrics = MetricRecord({{"num-examples": 3, "eval_mse": 1.0}})
+    return Message(RecordDict({{"metrics": metrics}}), reply_to=message)
+"""
+
+
+def write_app(folder: Path, name: str, server: str = SERVER, training: str = "pass") -> Path:
+    (folder / name).mkdir()
+    for file, text in (("__init__", ""), ("server", server), ("client", CLIENT.format(training=training))):
+        (folder / name / f"{file}.py").write_text(text)
+    (folder / "pyproject.toml").write_text(PYPROJECT.format(name=name))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def path(monkeypatch) -> None:
+    monkeypatch.setattr("sys.path", [*__import__("sys").path])  # check_app adds the app's folder
+
+
+def test_an_app_for_fedprox_can_take_part_in_the_methods_whose_clients_only_train() -> None:
+    found = {each.method: each for each in check_app(ROOT / "examples" / "plug-in")}
+    assert list(found) == list(REGISTRY)
+    for name, method in REGISTRY.items():
+        ours = method.needs_our_client or not method.models_travel
+        assert found[name].takes_part != ours and (found[name].text == OURS) == ours
+    assert {found[name].text for name in ("heurfedamp", "local", "fedavg", "clustered-fl", "kindred")} == {""}
+
+
+def test_a_client_app_of_ours_takes_part_in_all_but_those_that_need_public_samples(tmp_path) -> None:
+    example = ROOT / "examples" / "plug-in"
+    text = (ROOT / "docs" / "plugging-in.md").read_text()
+    (client,) = [
+        block
+        for block in re.findall(r"```python\n(.*?)```", text, re.S)
+        if "make_client_app(load_site)\n" in block and "torch" not in block
+    ]
+    app = write_app(tmp_path, "ours")
+    (app / "ours" / "client.py").write_text(client)
+    (app / "ours" / "server.py").write_text((example / "plug_in" / "server_app.py").read_text())
+    __import__("sys").path.insert(0, str(example))
+    with open(app / "pyproject.toml", "a") as file:
+        file.write("lr = 0.002\nmodels-dir = 'models'\nlocal-epochs = 1\n")
+    found = {each.method: each for each in check_app(app)}
+    assert {name for name, each in found.items() if not each.takes_part} == {"perfed-ckt"}
+    assert "public" in found["perfed-ckt"].text
+
+
+def test_the_reasons_are_those_of_the_client(tmp_path) -> None:
+    (tmp_path / "sends").mkdir(), (tmp_path / "fails").mkdir()
+    sends = {each.method: each for each in check_app(write_app(tmp_path / "sends", "app_sends"))}
+    assert sends["local"].takes_part and sends["local"].text == "no client reported accuracy: it sent eval_mse"
+    fails = check_app(write_app(tmp_path / "fails", "app_fails", training='raise ValueError("no such file: x.csv")'))
+    (local,) = (each for each in fails if each.method == "local")
+    assert not local.takes_part and "no such file: x.csv" in local.text
+
+
+@pytest.mark.parametrize(
+    ("server", "says"),
+    [
+        ("raise RuntimeError('its import')", "cannot be loaded (RuntimeError: its import)"),
+        (SERVER.replace("FedAvg(", "NoSuch("), "fails before it asks a client to train (NameError"),
+        (SERVER.replace("    FedAvg(min_available_nodes=7)", "    return\n    FedAvg()"), "without asking a client"),
+    ],
+)
+def test_an_app_that_cannot_be_checked_is_refused_with_the_reason(tmp_path, server, says) -> None:
+    name = f"app_{abs(hash(says))}"
+    with pytest.raises(ConfigError) as refused:
+        check_app(write_app(tmp_path, name, server))
+    assert says in str(refused.value)
+
+
+def test_the_command_prints_the_table_or_one_line(tmp_path) -> None:
+    refused = CliRunner().invoke(commands.app, ["check-app", str(tmp_path)])
+    assert refused.exit_code == 2 and refused.stderr.count("\n") == 1 and "pyproject.toml" in refused.stderr
+    said = CliRunner().invoke(commands.app, ["check-app", str(ROOT / "examples" / "plug-in")])
+    assert said.exit_code == 0
+    assert re.search(r"^ heurfedamp +yes *$", said.stdout, re.M) and re.search(
+        f"^ ditto +no +{OURS} *$", said.stdout, re.M
+    )
+
+
+# --- What a strategy says at the end --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("strategy", "personal"), [(HeurFedAMP(), True), (Local(), True), (FedAvg(), False)])
+def test_a_warning_says_where_the_personal_models_are(strategy, personal, caplog) -> None:
+    strategy.start(InlineGrid(plain_app(), 3), initial(), 1)
+    named = [record for record in caplog.records if "client_models()" in record.getMessage()]
+    assert [record.levelno for record in named] == [logging.WARNING] * personal
+
+
+def test_a_metric_that_nobody_reported_is_named_with_what_was_sent(caplog) -> None:
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context) -> Message:
+        content = {"arrays": ArrayRecord(dict(message.content["arrays"])), "m": MetricRecord({"num-examples": 3})}
+        return Message(RecordDict(content), reply_to=message)
+
+    @app.evaluate()
+    def evaluate(message: Message, context) -> Message:
+        return Message(RecordDict({"m": MetricRecord({"num-examples": 3, "eval_mse": 2.0})}), reply_to=message)
+
+    Local().start(InlineGrid(app, 2), initial(), 1)
+    assert "kindred: no client reported accuracy: it sent eval_mse; the strategy's argument metric" in caplog.text
+    caplog.clear()
+    Local().start(InlineGrid(plain_app(), 2), initial(), 1)
+    assert "no client reported" not in caplog.text
+
+
+def test_flowers_traceback_of_the_unknown_query_is_not_logged(caplog) -> None:
+    logger = logging.getLogger("flwr")
+    with roster._no_traceback_of_the_query():
+        logger.error("Traceback ...\nValueError: No query function registered with name 'identity'")
+        logger.error("An exception was raised when processing a message by %s", "RayBackend")
+        logger.error("another error")
+    logger.error("No query function registered with name 'identity'")
+    assert caplog.messages == ["another error", "No query function registered with name 'identity'"]
