@@ -23,6 +23,7 @@ run: $(INSTALLED)
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check $(SOURCES)
 	$(VENV)/bin/ruff format --check $(SOURCES)
+	$(VENV)/bin/hadolint examples/services/Dockerfile
 	$(MAKE) types
 
 types: tree
