@@ -14,7 +14,7 @@ install: $(INSTALLED)
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[test,lint,docs]'
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[test,lint,docs,export,mlflow,tensorboard]'
 	touch $@
 
 run: $(INSTALLED)

@@ -14,8 +14,12 @@ if TYPE_CHECKING:
     from matplotlib import colors, figure as mpl_figure, ticker
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from scipy import stats
 else:
+    stats = lazy("scipy.stats")
     colors, mpl_figure, ticker = lazy("matplotlib.colors"), lazy("matplotlib.figure"), lazy("matplotlib.ticker")
+
+LEVEL = 0.01  # p value of the chi-square test below which a division is not called uniform
 
 
 def partition_figure(federation: Federation) -> Figure:
@@ -45,10 +49,19 @@ def partition_figure(federation: Federation) -> Figure:
         axes.set_xticks([])
     labels = "label that is true" if num_classes > 1 else "all"
     labels = "class, as the client labels it" if federation.task.objective.has_classes else labels
-    axes.set(title=federation.title, xlabel=labels, ylabel="client")
+    title = f"{federation.title}\n{even}" if (even := _evenness(counts)) else federation.title
+    axes.set(title=title, xlabel=labels, ylabel="client")
     _mark_groups(axes, federation)
     figure.colorbar(image, ax=axes, label="training samples", pad=0.02, ticks=ticker.MaxNLocator(integer=True))
     return figure
+
+
+def _evenness(counts: np.ndarray) -> str:
+    """Return a line that clients' mixtures (m, C) of classes differ no more than by chance; empty where they do."""
+    there = counts[counts.sum(axis=1) > 0][:, counts.sum(axis=0) > 0]
+    if min(there.shape) < 2 or (p := float(stats.chi2_contingency(there).pvalue)) < LEVEL:
+        return ""
+    return f"uniform: the clients' shares of the classes differ no more than by chance (p = {p:.2f})"
 
 
 def _short(name: str, most: int = 20) -> str:

@@ -38,6 +38,7 @@ def run(
     workers: int = 0,
     cpus_per_client: int = 1,
     gpus_per_client: float = 0.0,
+    track: str = "",
     progress: bool = True,
     **settings: Any,
 ) -> RunResult:
@@ -70,6 +71,8 @@ def run(
         CPUs for each client while it works.
     gpus_per_client : float
         Fraction of a GPU for each client while it works.
+    track : {"", "mlflow", "tensorboard"}
+        The tool into which the finished run is copied.
     progress : bool
         Whether to print lines of progress; if not, only problems are shown, as warnings.
     **settings
@@ -94,7 +97,7 @@ def run(
         settings,
     )  # fmt: skip
     where = Engine(engine, cpus_per_client, gpus_per_client, workers)
-    (result,) = run_methods(run_settings(given, resume), (), where, _printed if progress else _warned)
+    (result,) = run_methods(run_settings(given, resume), (), where, _printed if progress else _warned, track)
     return result
 
 

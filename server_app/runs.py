@@ -8,6 +8,7 @@ from typing import Any
 
 from kindred.data import DataError, Federation, load_federation
 
+from . import tracking
 from .app import metric_remarks
 from .checks import check, check_machine, check_method
 from .comparison.plan import make_plan
@@ -24,7 +25,7 @@ from .verdict import paired_gains, verdict_of
 
 
 def run_methods(
-    config: Config, against: Iterable[str], engine: Engine, on_line: Callable[[str], None]
+    config: Config, against: Iterable[str], engine: Engine, on_line: Callable[[str], None], track: str = ""
 ) -> list[RunResult]:
     """Run a method, then others with the same settings.
 
@@ -36,6 +37,8 @@ def run_methods(
     engine : Engine
     on_line : callable
         Called with each line of progress.
+    track : str
+        A tool of `tracking.TOOLS` into which the runs are copied; "" for none.
 
     Raises
     ------
@@ -48,6 +51,8 @@ def run_methods(
     """
     others = [config.for_method(name) for name in dict.fromkeys(against) if name != config.strategy]
     check([config, *others], engine)
+    if track:
+        tracking.check_tool(track)
     on_line(f"{config.strategy} on {config.dataset}, {config.partition}, {config.num_clients} clients")
     _describe(config, on_line)
     results = [_result(execute(config, engine, on_line))]
@@ -56,6 +61,8 @@ def run_methods(
         on_line(f"\n{other.strategy}")
         results.append(_result(execute(other, here, on_line)))
     _judge(results, on_line)
+    for result in results if track else ():
+        on_line(tracking.track(result, track))
     return results
 
 

@@ -249,6 +249,20 @@ def test_a_picture_has_a_line_between_groups(changes, lines, tmp_path):
     assert np.count_nonzero(np.diff(rows.astype(int)) == 1) == lines
 
 
+@pytest.mark.parametrize(
+    ("changes", "uniform"),
+    [
+        ({"partition": "iid"}, True),
+        ({"partition": "rotated"}, True),
+        ({"partition": "practical"}, False),
+        ({"partition": "dirichlet", "dirichlet-alpha": 0.5}, False),
+    ],
+)
+def test_a_picture_of_a_uniform_division_says_so(changes, uniform):
+    title = partition_figure(load_federation(DIGITS | changes)).axes[0].get_title()
+    assert ("\nuniform: the clients' shares" in title) == uniform
+
+
 def test_targets_are_the_number_of_classes_or_the_range_of_each_client():
     x = np.zeros((4, 1, 1, 2), np.uint8)
     assert small(x).targets() == [{"classes": 2}, {"classes": 2}]  # images 0 and 1, then 3 and 2

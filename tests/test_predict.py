@@ -121,6 +121,18 @@ def test_probabilities_by_hand(known, tmp_path, label) -> None:
     assert np.allclose(np.array([row[2:] for row in rows], float), due, atol=1e-7)
 
 
+def test_a_json_file_has_the_numbers_of_the_csv(known, tmp_path) -> None:
+    (tmp_path / "in.csv").write_text("width,height\n0.5,0.5\n1,0.5\n")
+    said = kindred("predict", "--model", known, "--input", tmp_path / "in.csv").stdout
+    kindred("predict", "--model", known, "--input", tmp_path / "in.csv", "--output", tmp_path / "out.json")
+    found = json.loads((tmp_path / "out.json").read_text())
+    header, rows = table_of(said)
+    names = [title.removeprefix("probability-") for title in header[2:]]
+    assert found == [
+        {"input": row[0], "label": row[1], "probability": dict(zip(names, map(float, row[2:])))} for row in rows
+    ]
+
+
 def test_missing_cells_are_counted_and_take_the_mean(known, tmp_path) -> None:
     (tmp_path / "in.csv").write_text("height,width\n0.5,1\n?,1\n0.5,NA\n")
     done = kindred("predict", "--model", known, "--input", tmp_path / "in.csv")

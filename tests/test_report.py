@@ -806,6 +806,48 @@ def test_without_a_verdict_a_table_has_the_last_value_of_each_client(browser, tm
         assert tab.locator("section:has(h2:text-is('Clients')) details").count() == folded
 
 
+def test_a_head_sorts_the_rows_of_its_table(browser, tmp_path):
+    accuracies = [0.9, 0.1, 0.5, None]
+    rounds = [[row(1, i, num_examples=9 + i, **({} if a is None else {"personal_accuracy": a}))
+               for i, a in enumerate(accuracies)]]  # fmt: skip
+    folder = a_run(tmp_path, rounds, clients=range(4)).path
+    write_report(folder)
+    with opened(browser, (folder / "report.html").as_uri()) as tab:
+
+        def order(head: str) -> list[str]:
+            tab.locator(f"th button:text-is('{head}')").first.click()
+            return [line[0] for line in cells(tab, "Clients")[1:]]
+
+        assert order("last accuracy") == ["0", "2", "1", "3"] and order("last accuracy") == ["1", "2", "0", "3"]
+        assert order("client") == ["3", "2", "1", "0"] and order("training samples") == ["3", "2", "1", "0"]
+        tab.locator("th button:text-is('client')").first.focus()
+        tab.keyboard.press("Enter")
+        assert [line[0] for line in cells(tab, "Clients")[1:]] == ["3", "2", "1", "0"]
+        assert tab.locator("th[aria-sort]").all_text_contents() == ["client"]
+
+
+@pytest.mark.parametrize("verdict", [True, False])
+def test_the_page_begins_with_the_clients(browser, judged, tmp_path, verdict):
+    folder = judged if verdict else a_run(tmp_path, TWO_ROUNDS).path
+    if not verdict:
+        write_report(folder)
+    with opened(browser, (folder / "report.html").as_uri()) as tab:
+        first = "Better than training alone?" if verdict else "Clients"
+        assert tab.locator("h2").all_text_contents()[:2] == [first, "Accuracy"]
+
+
+def test_points_that_coincide_are_all_visible(browser, tmp_path):
+    same = {"received_accuracy": 0.5, "trained_accuracy": 0.75, "personal_accuracy": 0.75}
+    folder = a_run(tmp_path, [[row(1, client, **same) for client in range(6)]], clients=range(6)).path
+    write_report(folder)
+    with opened(browser, (folder / "report.html").as_uri()) as tab:
+        places = tab.evaluate("""() => [...document.querySelectorAll("section svg title")]
+            .filter(title => title.textContent.includes(", then "))
+            .map(title => { const box = title.parentNode.getBoundingClientRect(); return [box.x, box.y]; })""")
+        assert len(places) == 6
+        assert min(np.hypot(*np.subtract(a, b)) for i, a in enumerate(places) for b in places[:i]) > 3
+
+
 def test_one_client_has_no_table(browser, tmp_path):
     folder = a_run(tmp_path, [[row(1, 0, personal_accuracy=0.5)]], clients=[0]).path
     write_report(folder)
@@ -917,6 +959,11 @@ def test_a_closing_evaluation_is_distinguished_from_a_training_round(browser, re
     for path, has in ((run / "report.html", True), (local, False), (comparison / "report.html", False)):
         with opened(browser, path.as_uri()) as tab:
             assert tab.locator("figcaption", has_text="closing evaluation").count() == has
+    asked = json.loads((run / "config.json").read_text())["settings"]["num-rounds"]
+    with opened(browser, (run / "report.html").as_uri()) as tab:
+        assert f"round {asked + 1}" not in tab.content().split("<script")[0]
+        names = tab.locator("#more-numbers-of-every-round tbody th").all_text_contents()
+        assert names[-2:] == [str(asked), "closing evaluation"]
 
 
 def test_on_paper_the_tables_are_open_and_fit(browser, comparison):

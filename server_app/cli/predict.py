@@ -1,4 +1,4 @@
-"""The commands `kindred predict` and `kindred evaluate`."""
+"""The commands `kindred predict`, `kindred export` and `kindred evaluate`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from .common import app, end, option, warn
 if TYPE_CHECKING:  # imported on first use, so that `kindred --help` is quick
     from kindred import data
     from kindred.server_app import config
-    from kindred.server_app.prediction import evaluation, output as prediction
+    from kindred.server_app.prediction import evaluation, export as exporting, output as prediction
 else:
     data, config = lazy("kindred.data"), lazy("kindred.server_app.config")
     evaluation = lazy("kindred.server_app.prediction.evaluation")
+    exporting = lazy("kindred.server_app.prediction.export")
     prediction = lazy("kindred.server_app.prediction.output")
 
 ModelFile = Annotated[
@@ -33,14 +34,17 @@ ModelFile = Annotated[
 def predict(
     model: ModelFile,
     given: Annotated[Path, option("input", "PATH", f"Inputs to predict for: {INPUTS}.")],
-    output: Annotated[Path | None, option("output", "FILE", "CSV file to write (default: print it).")] = None,
+    output: Annotated[
+        Path | None, option("output", "FILE", "File to write, CSV or NAME.json (default: print CSV).")
+    ] = None,
 ) -> None:
-    """Print what a model predicts for each input, as CSV: class and probabilities, labels' probabilities, or a number.
+    """Print what a model predicts for each input, as CSV or JSON.
 
-    The column `input` is the file's name, or the sample's number, from 0.
+    That is the class and all probabilities, the labels' probabilities, or a number. The column `input` is the file's
+    name, or the sample's number, from 0.
     """
     with _refusals():
-        table, remarks = prediction.predictions(model, given)
+        table, remarks = prediction.predictions(model, given, as_json=output is not None and output.suffix == ".json")
         if output is not None:
             prediction.save_predictions(table, output)
         else:
@@ -49,6 +53,22 @@ def predict(
                 sys.stdout.buffer.flush()
         for remark in remarks:
             warn(remark)
+
+
+@app.command()
+def export(
+    model: ModelFile,
+    output: Annotated[
+        Path, option("output", "FILE", "File to write: NAME.onnx, or NAME.pt2 for torch.export; NAME.md is its card.")
+    ],
+) -> None:
+    """Write a model as an ONNX or torch.export program, with the preparation of its inputs, and a model card.
+
+    The program is checked against `kindred predict` on random inputs.
+    """
+    with _refusals():
+        card, difference = exporting.export(model, output)
+    print(f"{output}: at most {difference:.1e} from `kindred predict`; its card is {card}")
 
 
 @app.command()

@@ -80,6 +80,7 @@ def run(
     against: Annotated[
         str, option("against", "NAMES", "Methods to run afterwards, for comparison: local,fedavg.")
     ] = "",
+    track: Annotated[str, option("track", "NAME", "Copy the finished run into mlflow or tensorboard.")] = "",
 ) -> None:
     """Run a federation on this machine."""
     named = {
@@ -91,7 +92,8 @@ def run(
         checked = run_files.run_settings(given_settings(named, settings or []), resume)
         # PyTorch is imported only here, so that a bad setting is reported at once.
         where = engines.Engine(engine, cpus_per_client, gpus_per_client, workers)
-        results = runs.run_methods(checked, [name.strip() for name in against.split(",") if name.strip()], where, show)
+        others = [name.strip() for name in against.split(",") if name.strip()]
+        results = runs.run_methods(checked, others, where, show, track)
     except (config.ConfigError, data.DataError) as error:
         end(2, str(error))
     except run_log.RunFailed as error:

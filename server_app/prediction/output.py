@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,11 +20,12 @@ from .inputs import read_inputs
 from .predictor import Predictor
 
 
-def predictions(model: Path, given: Path) -> tuple[bytes, list[str]]:
-    """Return a CSV file of what a model predicts for each input, and lines about the inputs.
+def predictions(model: Path, given: Path, as_json: bool = False) -> tuple[bytes, list[str]]:
+    """Return a CSV or JSON file of what a model predicts for each input, and lines about the inputs.
 
-    The file has a column for each probability, and the class of the highest where the objective has classes; without
-    probabilities it has a column for each value, in the data's unit.
+    A CSV file has a column for each probability, and the class of the highest where the objective has classes; without
+    probabilities it has a column for each value, in the data's unit. A JSON file has an object for each input, with
+    `input`, `label` where there are classes, and `probability` or `prediction`, an object of these numbers by name.
 
     Parameters
     ----------
@@ -31,6 +33,7 @@ def predictions(model: Path, given: Path) -> tuple[bytes, list[str]]:
         A file of `Predictor.load`.
     given : Path
         See `INPUTS`.
+    as_json : bool (default: False)
 
     Raises
     ------
@@ -42,15 +45,17 @@ def predictions(model: Path, given: Path) -> tuple[bytes, list[str]]:
     inputs, x, remarks = read_inputs(given, predictor.task)
     found = predictor.predictions(x)
     what = "probability" if objective.probabilities else "prediction"
-    header = ["input", *(f"{what}-{name}" for name in names)]
     # Probabilities in as few digits as identify the number.
     values = found.astype(np.float32) if objective.probabilities else objective.readable(found)
-    rows = [[name, *row] for name, row in zip(inputs, values, strict=True)]
+    about = [{"input": name} for name in inputs]
     if objective.has_classes:
-        header.insert(1, "label")
-        for row, label in zip(rows, found.argmax(axis=1), strict=True):
-            row.insert(1, names[label])
-    return csv_lines([header, *rows]), remarks
+        about = [each | {"label": names[i]} for each, i in zip(about, found.argmax(axis=1).tolist(), strict=True)]
+    if as_json:
+        numbers = ([float(str(value)) for value in row] for row in values)
+        lines = [each | {what: dict(zip(names, row, strict=True))} for each, row in zip(about, numbers, strict=True)]
+        return json.dumps(lines, ensure_ascii=False, indent=1).encode("utf-8", "backslashreplace"), remarks
+    header = ["input", *(["label"] if objective.has_classes else []), *(f"{what}-{name}" for name in names)]
+    return csv_lines([header, *([*each.values(), *row] for each, row in zip(about, values, strict=True))]), remarks
 
 
 def save_predictions(content: bytes, path: Path) -> None:

@@ -64,16 +64,19 @@ class Predictor:
                 "network and task"
             )
         with _unusable(path, "cannot be used"):
-            name, task = Task.from_metadata(about)
+            network, task = Task.from_metadata(about)
             for each in task.objective.names:
                 if re.search(r"[\x00-\x1f\x7f\ud800-\udfff]", each):
                     raise ValueError(f"it has a class {each!r}, allowed: names without control characters")
-            check_kind(name, task.inputs.kind)
-            _check_carried(name, task, shapes, mixed="kind" in about)
+            check_kind(network, task.inputs.kind)
+            _check_carried(network, task, shapes, mixed="kind" in about)
         with _unusable(path, "cannot be read as a model"):
             mixture = _read_models(path, about)
+            for name, array in ((name, array) for model in mixture.models for name, array in model.items()):
+                if array.dtype.kind not in "biuf":  # such as bfloat16, where a package adds it to NumPy's
+                    raise ValueError(f"its array {name!r} is of type {array.dtype}, allowed: numbers of NumPy's")
         with _unusable(path, "cannot be used"):
-            module = make_model(name, task.inputs.shape, task.objective.num_outputs)
+            module = make_model(network, task.inputs.shape, task.objective.num_outputs)
             for model in mixture.models:
                 set_arrays(module, model)  # checks the arrays, too
                 if spoilt := [key for key, array in model.items() if not np.isfinite(array).all()]:

@@ -23,10 +23,10 @@ function together(found, asked) {
   const edges = h("input", { type: "range", id: "edges", class: "short", min: 1,
     max: Math.max(1, Math.min(5, count - 1)), value: kept.edges });
   const edgesOutput = h("output", { for: "edges" });
-  const matrixBox = plot(width => matrix(width, found, round(), strongest, found.rounds[at]));
-  const graphBox = plot(width => graph(width, found, round(), strongest, found.rounds[at]));
+  const matrixBox = plot(width => matrix(width, found, round(), strongest, found.rounds[at], name()));
+  const graphBox = plot(width => graph(width, found, round(), strongest, name()));
   const helpers = h("div");
-  const name = () => found.rounds[at] > asked ? "closing evaluation" : `round ${found.rounds[at]}`;
+  const name = () => roundName(found.rounds[at], asked);
   function update(draw) {
     output.textContent = name();
     slider.setAttribute("aria-valuetext", name());
@@ -76,7 +76,7 @@ function groupRuns(groups) {  // [group, first, end] of each run of clients of o
   return runs.length > 1 ? runs : [];
 }
 
-function matrix(width, found, { weight, own, bytes }, strongest, number) {
+function matrix(width, found, { weight, own, bytes }, strongest, number, name) {
   const count = found.names.length, cell = Math.max(1, Math.floor(640 / count));
   const longest = Math.max(...found.names.map(name => Math.min(name.length, 10)));
   const runs = groupRuns(found.groups);
@@ -100,7 +100,7 @@ function matrix(width, found, { weight, own, bytes }, strongest, number) {
   const size = Math.min(11, side / count);
   const strongestPair = best(count, weight);
   return drawing(left + side + 4, top + side + bottom,
-    `Collaboration matrix of ${plural(count, "client")} in round ${number}. ` + (strongestPair
+    `Collaboration matrix of ${plural(count, "client")} at ${name}. ` + (strongestPair
       ? `The largest share of another client is ${percent(weight(...strongestPair))}: ` +
         `client ${found.names[strongestPair[0]]} learns from client ${found.names[strongestPair[1]]}.`
           : "No client learns from another."),
@@ -160,7 +160,7 @@ function strongestOf(count, weight, i, most) {
   return found;
 }
 
-function graph(width, found, { weight, own, bytes }, strongest, number) {
+function graph(width, found, { weight, own, bytes }, strongest, name) {
   const count = found.names.length, named = count <= 40;
   const side = Math.min(width, 540), middle = side / 2, longest = Math.min(10, Math.max(...found.names.map(name => name.length)));
   const radius = middle - (named ? Math.max(48, 24 + 7 * longest) : 26);
@@ -177,7 +177,7 @@ function graph(width, found, { weight, own, bytes }, strongest, number) {
   edges.sort((a, b) => a[2] - b[2]);
   const alone = same && others[0] === 0;
   const summary = alone ? "no client learns from another" : "every other client has the same share";
-  const label = `Graph of round ${number}: ` + (same ? `${summary}.`
+  const label = `Graph at ${name}: ` + (same ? `${summary}.`
     : `${plural(edges.length, "arrow")}, from the ${kept.edges} largest shares of each client.`);
   return drawing(side, side, label,
     s("defs", {}, Array.from({ length: COLOURS }, (_, i) => s("marker", { id: `arrow${i}`, viewBox: "0 0 8 8",

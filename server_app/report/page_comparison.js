@@ -11,7 +11,7 @@ function comparison(data) {
   const lines = (key, size) => curves.filter(([method]) => method.curve[key]).map(([method, i]) => ({ name: method.name,
     method, x: method.curve[key].map(value => value / size), y: method.curve.mean,
     low: method.curve.low, high: method.curve.high, i, dash: i,
-    titles: method.curve.rounds.map(number => `round ${number}`) }));
+    titles: method.curve.rounds.map(number => roundName(number, method.asked)) }));
   const text = value => typeof value === "string" ? value : JSON.stringify(value);
   return [
     header(data, null),

@@ -182,25 +182,54 @@ function legend(lines, bandName) {
       s("rect", { width: 20, height: 12, fill: lines.length === 1 ? colour(lines[0].i) : "var(--soft)",
         "fill-opacity": 0.2 })), bandName));
 }
+// A round's name; the evaluations before the first and after the last training round are no rounds.
+const roundName = (number, asked, before = "round ") => number === 0 ? "before training"
+  : number > asked ? "closing evaluation" : `${before}${number}`;
 // Explanation of rounds without training; pairs: the rounds of a curve, and the number of training rounds.
 function specialRounds(pairs) {
   const sentences = [
     pairs.some(([rounds]) => rounds.includes(0)) && "Round 0 is the evaluation before training.",
     pairs.some(([rounds, asked]) => rounds.some(number => number > asked))
-      && "The round after the last training round is a closing evaluation of the final models."];
+      && "The last point is a closing evaluation of the final models, after the last training round."];
   return sentences.filter(Boolean).join(" ") || null;
 }
 const figure = (title, ...children) => h("figure", {}, title && h("h3", {}, title), ...children);
 const section = (title, ...children) => h("section", {}, h("h2", {}, title), ...children);
 
-// `numbers` and `long`: the columns that hold numbers, and those that hold texts of any length.
+// `numbers` and `long`: the columns that hold numbers, and those that hold texts of any length. A head sorts the rows.
 function table(columns, rows, { caption, numbers = [], long = [] }) {
   const kind = i => numbers.includes(i) ? "number" : long.includes(i) ? "long" : null;
+  const head = (name, i) => {
+    const button = h("button", { type: "button" }, name);
+    button.addEventListener("click", () => sortBy(button.closest("th"), i));
+    return h("th", { scope: "col", class: kind(i) }, rows.length > 1 ? button : name);
+  };
   return h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": caption },
     h("table", {}, h("caption", {}, caption),
-      h("thead", {}, h("tr", {}, columns.map((name, i) => h("th", { scope: "col", class: kind(i) }, name)))),
+      h("thead", {}, h("tr", {}, columns.map(head))),
       h("tbody", {}, rows.map(row => h("tr", {}, row.map((cell, i) =>
         i === 0 ? h("th", { scope: "row", class: kind(i) }, cell) : h("td", { class: kind(i) }, cell)))))));
+}
+// The number at the beginning of a cell, with its unit; NaN where there is none.
+const UNITS = { kB: 1e3, MB: 1e6, GB: 1e9 };
+function cellNumber(text) {
+  const [first, unit] = text.replace(/,(?=\d{3})/g, "").split(" ");
+  return parseFloat(first) * (UNITS[unit] || 1);
+}
+// Sort the rows of a head's table by its column: numbers from the largest, texts from A; a second time the other way.
+function sortBy(head, column) {
+  const body = head.closest("table").tBodies[0];
+  const rows = [...body.rows].map(row => [row.cells[column].textContent, row]);
+  const numeric = head.classList.contains("number") || rows.every(([text]) => !Number.isNaN(cellNumber(text)));
+  const [first, second] = numeric ? ["descending", "ascending"] : ["ascending", "descending"];
+  const order = head.getAttribute("aria-sort") === first ? second : first;
+  for (const other of head.parentNode.cells) other.removeAttribute("aria-sort");
+  head.setAttribute("aria-sort", order);
+  const sign = order === "ascending" ? 1 : -1;
+  const unknown = text => numeric && Number.isNaN(cellNumber(text));  // always last
+  rows.sort(([a], [b]) => unknown(a) || unknown(b) ? unknown(a) - unknown(b)
+    : sign * (numeric ? cellNumber(a) - cellNumber(b) : a.localeCompare(b)));
+  body.append(...rows.map(([, row]) => row));
 }
 const more = (title, ...children) => h("details", { id: "more-" + title.toLowerCase().replace(/[^a-z]+/g, "-") },
   h("summary", {}, title), ...children);

@@ -5,7 +5,7 @@ function run(data) {
   const rounds = curve.rounds.filter(number => number >= 1 && number <= data.asked).length;
   const bytes = unit(Math.max(0, ...curve.bytes), "B");
   const samples = curve.samples && unit(Math.max(0, ...curve.samples), "");
-  const inRounds = curve.rounds.map(number => `round ${number}`);
+  const inRounds = curve.rounds.map(number => roundName(number, data.asked));
   const against = (title, x, xName) => lineFigure({ title, xName, lines: [
     { name: "mean over clients", x, y: curve.mean, low: curve.p10, high: curve.p90, i: 0, titles: inRounds }],
     bandName: "bottom to top decile of clients" });
@@ -21,7 +21,7 @@ function run(data) {
       known(sum["samples-trained"]) && ["samples trained", amount(sum["samples-trained"], "")],
       ["time of all rounds", time(sum.seconds)],
     ]),
-    data.verdict && everyClient(data),
+    everyClient(data),
     section(capital(metric.title),
       h("p", { class: "soft" },
         `${capital(metric.title)} of each client on its own test samples. `,
@@ -38,11 +38,10 @@ function run(data) {
         distribution(clients)),
       more("Numbers of every round", table(
         ["round", "mean", "bottom decile", "top decile", "sent", ...(samples ? ["samples"] : [])],
-        curve.rounds.map((number, i) => [String(number), inUnits(curve.mean[i]), inUnits(curve.p10[i]),
+        curve.rounds.map((number, i) => [roundName(number, data.asked, ""), inUnits(curve.mean[i]), inUnits(curve.p10[i]),
           inUnits(curve.p90[i]),
           amount(curve.bytes[i], "B"), ...(samples ? [amount(curve.samples[i], "")] : [])]),
         { caption: "After each round", numbers: [0, 1, 2, 3, 4, 5] }))),
-    !data.verdict && everyClient(data),
     metrics(data.metrics),
     newcomers(data.newcomers),
     validators(data.validators),
@@ -148,10 +147,21 @@ function beforeAfter({ curve, stages, clients }) {
         inside: (x, y) => [
           s("line", { x1: x(range[0]), y1: y(range[0]), x2: x(range[1]), y2: y(range[1]), stroke: "var(--soft)",
             "stroke-dasharray": "4 4" }),
-          at.map(i => mark(index(i), x(scaled(clients.before[i])), y(scaled(clients.after[i])), 4.5, colour(index(i)),
+          apart(at.map(i => [x(scaled(clients.before[i])), y(scaled(clients.after[i])), i])).map(([px, py, i]) => mark(
+            index(i), px, py, 4.5, colour(index(i)),
             `client ${clients.names[i]}: ${inUnits(clients.before[i])}, then ${inUnits(clients.after[i])}`))] })),
         groupLegend(clients.groups),
         h("figcaption", {},
           `Last reported ${metric.plural}. Clients ${metric.higher ? "above" : "below"} the line gained: ` +
-          `${gained} of ${at.length}; ${lost} lost.`))));
+          `${gained} of ${at.length}; ${lost} lost. Points that coincide are drawn side by side.`))));
+}
+// Points [x, y, ...], those that coincide moved to places around the first one.
+function apart(points) {
+  const seen = new Map();
+  return points.map(([x, y, ...more]) => {
+    const key = `${Math.round(x)} ${Math.round(y)}`, n = seen.get(key) || 0;
+    seen.set(key, n + 1);
+    const far = n && 4 * Math.sqrt(n), turn = 2.4 * n;  // a spiral whose places do not overlap
+    return [x + far * Math.cos(turn), y + far * Math.sin(turn), ...more];
+  });
 }
