@@ -34,7 +34,7 @@ COSTS = {
     "samples-predicted": Metric(
         "predicted, 1000s", "samples that clients predicted for, except to evaluate or train, in thousands", 1e-3, 1
     ),
-    "seconds": Metric("seconds", "duration of the rounds, without start and end of the run", 1, 1),
+    "seconds": Metric("seconds", "duration of the rounds, with their files, without start and end of the run", 1, 1),
 }
 
 
