@@ -1,4 +1,4 @@
-"""What commands show while they work: a bar in a terminal, plain lines in a pipe."""
+"""Display of commands at work: a bar in a terminal, plain lines in a pipe."""
 
 from __future__ import annotations
 

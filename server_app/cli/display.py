@@ -1,4 +1,4 @@
-"""What a command shows while it works: its lines, and in a terminal below them a bar of what it is doing."""
+"""The display of a command at work: its lines, and in a terminal a bar below them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,18 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from kindred.engine.arrivals import INTERVAL, LINE
+from kindred.lazy import lazy
+
+if TYPE_CHECKING:  # imported on first use, so that `kindred --help` is quick
+    from kindred.engine import arrivals
+else:
+    arrivals = lazy("kindred.engine.arrivals")
 
 ROUND = re.compile(r"round +(\d+)/(\d+)")
 RUN = re.compile(r"run \d+/\d+  [^:]*")
@@ -45,11 +50,23 @@ class Display:
         self._run = ""  # of a comparison
         self._began: tuple[float, float] | None = None  # time of the run's first report, and its share of the rounds
 
+    @property
+    def has_bar(self) -> bool:
+        """Return whether there is a bar."""
+        return not self._bar.disable
+
+    def __enter__(self) -> Display:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
     def show(self, line: str) -> None:
         """Print a line, or show it as the bar if it reports how many clients have answered."""
-        if self._bar.disable:
+        if not self.has_bar:
             print(line, file=self._console.file, flush=True)
-        elif found := LINE.fullmatch(line):
+        elif found := arrivals.LINE.fullmatch(line):
             done, total = int(found["done"]), int(found["total"])
             about = f"{done}/{total} clients{self._left(found['what'], done / max(total, 1))}"
             self._bar.update(
@@ -89,13 +106,13 @@ def displayed(doing: str, file: TextIO | None = None) -> Iterator[Display]:
     With a bar, the server reports arrived replies often, in whichever process it is.
     """
     display = Display(file or sys.stdout, doing)
-    before = os.environ.get(INTERVAL)
-    if not display._bar.disable:
-        os.environ.setdefault(INTERVAL, OFTEN)
+    before = os.environ.get(arrivals.INTERVAL)
+    if display.has_bar:
+        os.environ.setdefault(arrivals.INTERVAL, OFTEN)
     try:
-        with display._bar:
+        with display:
             yield display
     finally:
-        os.environ.pop(INTERVAL, None)
+        os.environ.pop(arrivals.INTERVAL, None)
         if before is not None:
-            os.environ[INTERVAL] = before
+            os.environ[arrivals.INTERVAL] = before

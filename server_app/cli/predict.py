@@ -16,6 +16,7 @@ from kindred.metrics import METRICS
 from kindred.server_app.prediction import INPUTS
 
 from .common import app, end, option, print_table, warn
+from .display import displayed
 
 if TYPE_CHECKING:  # imported on first use, so that `kindred --help` is quick
     from kindred import data
@@ -42,7 +43,8 @@ def predict(
     The column `input` is the file's name, or the sample's number, from 0.
     """
     with _refusals():
-        table, remarks = prediction.predictions(model, given)
+        with displayed("predicting", sys.stderr):
+            table, remarks = prediction.predictions(model, given)
         if output is not None:
             prediction.save_predictions(table, output)
         else:
@@ -65,7 +67,8 @@ def evaluate(
 ) -> None:
     """Print the metrics of a model on a site's test data, or on all data if they have no test part."""
     with _refusals():
-        found, remarks = evaluation.evaluate_model(model, data_dir)
+        with displayed("evaluating", sys.stderr):
+            found, remarks = evaluation.evaluate_model(model, data_dir)
         _show_evaluation(found)
         if output_dir is not None:
             prediction.save_evaluation(found, output_dir)
