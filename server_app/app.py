@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from functools import partial
 from logging import INFO, WARNING
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from kindred.client.site import fingerprint_of
 from kindred.client.state import BEST, MIXTURE, MODEL, PREDICTIONS, NotResumable, end_simulation, saved_files, simulated
 from kindred.data import DATASETS, Federation, Sites, load_clients
 from kindred.engine.model_store import last_layers
+from kindred.engine.times import START_UP
 from kindred.engine.workers import WorkerGrid
 from kindred.fedamp import GROUPS
 from kindred.lazy import lazy
@@ -103,6 +105,7 @@ def run(grid: Grid, config: Config) -> RunFolder:
         The settings cannot be used: nothing has been sent or written. Or the results cannot be written: the run can
         be resumed.
     """
+    started = time.monotonic()
     federation = load_clients(config.run_config())
     strategy, initial_arrays = prepare(config, federation)
     divided = federation if isinstance(federation, Federation) else None
@@ -114,7 +117,7 @@ def run(grid: Grid, config: Config) -> RunFolder:
         divided.names if divided else (),
     )
     with folder.locked():
-        _train(grid, config, federation, strategy, initial_arrays, folder)
+        _train(grid, config, federation, strategy, initial_arrays, folder, time.monotonic() - started)
     return folder
 
 
@@ -157,6 +160,7 @@ def _train(
     strategy: PersonalizedStrategy,
     initial_arrays: ArrayRecord,
     folder: RunFolder,
+    seconds_before: float,
 ) -> None:
     checkpoints = folder.checkpoints(at_the_end=config.held_out_clients > 0)
     if config.resume and (checkpoints is None or checkpoints.oldest is None):
@@ -196,6 +200,7 @@ def _train(
         if not strategy.history.rounds and not config.resume:  # nothing happened that needs a folder
             shutil.rmtree(folder.path, ignore_errors=True)
         raise
+    strategy.history.times.seconds[START_UP] += seconds_before
     newcomers = None
     if config.held_out_clients and isinstance(federation, Federation) and checkpoints:
         newcomers = _newcomers(config, federation, strategy, checkpoints)

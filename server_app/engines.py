@@ -9,16 +9,22 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import psutil
-import torch
 
 from kindred.data import DataError, load_clients
+from kindred.lazy import lazy
 
 from .app import run_in_workers
 from .config import Config, ConfigError
 from .run_log import Log, Outcome, keep_log
 from .simulation import run_simulation
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy("torch")
 
 NAMES = ("local", "inline", "flower")
 

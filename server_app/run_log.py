@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple, TextIO
 
 from kindred.client.state import default_root, make_private
+from kindred.engine.arrivals import LINE
 from kindred.engine.history import CLOSING, OPENING
 
 LOGS_KEPT = 20  # of failed runs
@@ -109,9 +110,11 @@ class Log:
     def add(self, line: str) -> None:
         """Process a line."""
         line = re.sub(r"\x1b\[[0-9;]*m", "", line).rstrip()
-        self.file.write(f"{line}\n")
-        self._last = line.strip() or self._last
         level, text = _level_and_text(line)
+        show = shown(level, text)
+        if not (show and LINE.fullmatch(show)):
+            self.file.write(f"{line}\n")
+        self._last = line.strip() or self._last
         if text.startswith("Traceback (most recent call last)"):
             self._in_traceback = True
         elif self._in_traceback and text and not text.startswith(" "):
@@ -121,7 +124,7 @@ class Log:
                 self._errors.append((name.rpartition(".")[2], message))
         if text.startswith("kindred: results in "):
             self.results = Path(text.removeprefix("kindred: results in "))
-        if (show := shown(level, text)) and not (level != "INFO" and show in self._problems):
+        if show and not (level != "INFO" and show in self._problems):
             self._problems.add(show)
             self.on_line(show)
 

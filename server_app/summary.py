@@ -61,8 +61,11 @@ def summarise(
           `accuracy-weighted`, `accuracy-p10`, `accuracy-best` (BMTA), `accuracy-validation` and `accuracy-selected`, as
           in the last line of rounds.csv. `HeadlineColumns` names those of other metrics.
         - `personal`: the evaluation that these are of.
-        - `seconds`, `bytes-down`, `bytes-up`: of the whole run, with evaluations before and after the rounds.
-        - `seconds-per-round`: of training.
+        - `seconds`, `bytes-down`, `bytes-up`: of all rounds, with evaluations before and after them. The seconds
+          include those for files and checkpoints, up to this summary, and not those of the start-up.
+        - `seconds-per-round`: of training rounds.
+        - `seconds-by-part`: the seconds by `clients`, `server` and `results`, and those before the first round as
+          `start-up`; see `kindred.engine.times.Times`.
         - `samples-trained`, `samples-predicted`: by all clients.
         - `floats`, `bytes-fedavg`: of PerFed-CKT, numbers sent as its paper counts them, and the bytes that FedAvg
           would have sent with the same models, both ways.
@@ -89,8 +92,9 @@ def summarise(
         "rounds": len(training),
         "metric": history.metric,
         **{key: last.get(key) for key in ("personal", *columns)},
-        "seconds": float(sum(line["seconds"] for line in history.rounds)),
+        "seconds": float(sum(line["seconds"] for line in history.rounds)) + history.times.since_last_round(),
         "seconds-per-round": float(sum(line["seconds"] for line in training)) / len(training) if training else None,
+        "seconds-by-part": dict(history.times.seconds),
         "bytes-down": int(sum(line["bytes-down"] for line in history.rounds)),
         "bytes-up": int(sum(line["bytes-up"] for line in history.rounds)),
         **{

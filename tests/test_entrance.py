@@ -25,7 +25,7 @@ from kindred.server_app.tables import read_table
 
 SMALL = {"clients": 3, "rounds": 2, "num_groups": 1, "samples_per_client": 10, "local_epochs": 1}
 SAME = ["--clients=3", "--rounds=2", "--set=num-groups=1", "--set=samples-per-client=10", "--set=local-epochs=1"]
-TIMES = {"seconds", "seconds-per-round"}
+TIMES = {"seconds", "seconds-per-round", "seconds-by-part"}
 
 
 @dataclass

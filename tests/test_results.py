@@ -415,6 +415,7 @@ def test_a_finished_run_has_all_result_files(tmp_path, federation):
         "accuracy-selected": None,
         "seconds": 4.0,
         "seconds-per-round": 2.0,
+        "seconds-by-part": pytest.approx(dict.fromkeys(("start-up", "clients", "server", "results"), 0.0), abs=60),
         "bytes-down": 400,
         "bytes-up": 120,
         "left-out": [],

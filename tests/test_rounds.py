@@ -355,3 +355,25 @@ def test_records_have_the_form_of_flowers_arrays(dtype, shape) -> None:
     assert read.dtype == values.dtype and np.array_equal(read, values)
     transposed = values.T  # in Fortran's order
     assert np.array_equal(read_array(Array(transposed)), transposed)
+
+
+def test_all_seconds_between_two_lines_belong_to_a_round_and_to_one_part() -> None:
+    """Files of a round and checkpoints count, in the round after; meeting the clients is no part of the first one."""
+    pause = 0.2
+
+    class Slow(InlineGrid):
+        def get_node_ids(self):
+            if not self.met:
+                time.sleep(3 * pause)
+                self.met = True
+            return super().get_node_ids()
+
+        met = False
+
+    strategy = Local()
+    strategy.start(Slow(plain_app(), 2), initial(), 3, on_round=lambda _: time.sleep(pause))
+    seconds, parts = [line["seconds"] for line in strategy.history.rounds], strategy.history.times.seconds
+    assert seconds[0] < pause <= min(seconds[1:])
+    assert parts["results"] >= 3 * pause and parts["start-up"] >= 3 * pause
+    rest = strategy.history.times.since_last_round()
+    assert sum(seconds) + rest == pytest.approx(parts["clients"] + parts["server"] + parts["results"])

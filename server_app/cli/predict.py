@@ -14,6 +14,7 @@ from kindred.server_app.prediction import INPUTS
 from kindred.server_app.terminal import Column, number, print_table
 
 from .common import app, end, option, warn
+from .display import displayed
 
 if TYPE_CHECKING:  # imported on first use, so that `kindred --help` is quick
     from kindred import data
@@ -44,7 +45,9 @@ def predict(
     name, or the sample's number, from 0.
     """
     with _refusals():
-        table, remarks = prediction.predictions(model, given, as_json=output is not None and output.suffix == ".json")
+        as_json = output is not None and output.suffix == ".json"
+        with displayed("predicting", sys.stderr):
+            table, remarks = prediction.predictions(model, given, as_json)
         if output is not None:
             prediction.save_predictions(table, output)
         else:
@@ -83,7 +86,8 @@ def evaluate(
 ) -> None:
     """Print the metrics of a model on a site's test data, or on all data if they have no test part."""
     with _refusals():
-        found, remarks = evaluation.evaluate_model(model, data_dir)
+        with displayed("evaluating", sys.stderr):
+            found, remarks = evaluation.evaluate_model(model, data_dir)
         _show_evaluation(found)
         if output_dir is not None:
             prediction.save_evaluation(found, output_dir)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,6 +12,7 @@ import typer
 from kindred.lazy import lazy
 
 from .common import app, end, option, show
+from .display import displayed
 
 if TYPE_CHECKING:  # imported on first use, so that `kindred --help` is quick
     from kindred.server_app import config
@@ -28,7 +30,8 @@ Folder = typer.Argument(metavar="DIR", show_default=False)
 def report(folder: Annotated[Path, Folder]) -> None:
     """Write report.html into the folder of a run, or of a comparison."""
     try:
-        path = content.write_report(_existing(folder))
+        with displayed("writing the report", sys.stderr):
+            path = content.write_report(_existing(folder))
     except (config.ConfigError, OSError) as error:
         end(2, str(error))
     print(path)

@@ -14,7 +14,8 @@ from kindred.lazy import lazy
 from kindred.server_app.terminal import Column, number, print_table, texts as text_columns
 from kindred.versions import check_flower
 
-from .common import app, end, option, show
+from . import display
+from .common import app, end, option
 
 if TYPE_CHECKING:  # imported on first use, so that `kindred --help` is quick
     from kindred import data
@@ -89,11 +90,12 @@ def run(
         "output-dir": output_dir,
     }  # fmt: skip
     try:
-        checked = run_files.run_settings(given_settings(named, settings or []), resume)
-        # PyTorch is imported only here, so that a bad setting is reported at once.
-        where = engines.Engine(engine, cpus_per_client, gpus_per_client, workers)
-        others = [name.strip() for name in against.split(",") if name.strip()]
-        results = runs.run_methods(checked, others, where, show, track)
+        with display.displayed("starting") as shown:
+            checked = run_files.run_settings(given_settings(named, settings or []), resume)
+            # PyTorch is imported only here, so that a bad setting is reported at once.
+            where = engines.Engine(engine, cpus_per_client, gpus_per_client, workers)
+            others = [name.strip() for name in against.split(",") if name.strip()]
+            results = runs.run_methods(checked, others, where, shown.show, track)
     except (config.ConfigError, data.DataError) as error:
         end(2, str(error))
     except run_log.RunFailed as error:
@@ -169,15 +171,16 @@ def compare(
                 own.setdefault(name, []).append(rest)
             else:
                 for_all.append(assignment)
-        result, code = runs.compare_methods(
-            [name.strip() for name in strategies.split(",") if name.strip()],
-            given_settings(named, for_all),
-            {name: given_settings({}, assignments) for name, assignments in own.items()},
-            seeds=_whole_numbers("--seeds", seeds), reference=reference, scale=scale, preset=preset,
-            vary=_varied(vary or []),
-            engine=engines.Engine(engine, cpus_per_client, gpus_per_client, workers),
-            on_line=show, command=["kindred", *sys.argv[1:]],
-        )  # fmt: skip
+        with display.displayed("starting") as shown:
+            result, code = runs.compare_methods(
+                [name.strip() for name in strategies.split(",") if name.strip()],
+                given_settings(named, for_all),
+                {name: given_settings({}, assignments) for name, assignments in own.items()},
+                seeds=_whole_numbers("--seeds", seeds), reference=reference, scale=scale, preset=preset,
+                vary=_varied(vary or []),
+                engine=engines.Engine(engine, cpus_per_client, gpus_per_client, workers),
+                on_line=shown.show, command=["kindred", *sys.argv[1:]],
+            )  # fmt: skip
     except (config.ConfigError, data.DataError) as error:
         end(2, str(error))
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from kindred.lazy import lazy
 
 from .common import app, end, option, show
+from .display import displayed
 
 if TYPE_CHECKING:  # imported on first use, so that `kindred --help` is quick
     from kindred import data
@@ -44,12 +46,13 @@ def schema(
         end(2, "--data-dir and --codebook: allowed: one of them")
     try:
         remarks: tuple[str, ...] = ()
-        if codebook is not None:
-            made = codebooks.read_codebook(codebook, target, client, time, task)
-        elif data_dir is not None and (data_dir.suffix == ".npz" or any(data_dir.glob("*.txt"))):
-            made = sites.task_of_sample(data_dir, task)
-        else:
-            made, remarks = csv_files.schema_of_sample(str(data_dir), target, client, time, task)
+        with displayed("reading the data", sys.stderr):
+            if codebook is not None:
+                made = codebooks.read_codebook(codebook, target, client, time, task)
+            elif data_dir is not None and (data_dir.suffix == ".npz" or any(data_dir.glob("*.txt"))):
+                made = sites.task_of_sample(data_dir, task)
+            else:
+                made, remarks = csv_files.schema_of_sample(str(data_dir), target, client, time, task)
         for line in (*schema_text.schema_lines(made), *remarks):
             show(line)
         if out is not None:

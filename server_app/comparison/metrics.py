@@ -39,7 +39,7 @@ COSTS = {
         1e-3,
         1,
     ),
-    "seconds": Metric("seconds", "duration of the rounds, without start and end of the run", 1, 1),
+    "seconds": Metric("seconds", "duration of the rounds, with their files, without start and end of the run", 1, 1),
 }
 
 

@@ -195,6 +195,7 @@ def _num_outputs(site: Site, samples: Samples) -> int:
     x, y = samples
     if not len(y):
         return 0
+    module_of(site.model, x.device)  # made now, as its first weights are drawn, and no message may depend on when
     outputs = _outputs_of(site.model, x.device, x.dtype, x.shape[1:])
     num_outputs = site.objective.predictions(outputs).shape[1]
     site.objective.check(y.cpu().numpy(), num_outputs)

@@ -102,10 +102,10 @@ class Checkpoints:
         temporary = self.folder / f".{os.getpid()}.partial"
         try:
             with open(temporary, "wb") as file:
-                _write_arrays(file, arrays)
+                checksum = _write_arrays(file, arrays)
                 file.flush()
                 os.fsync(file.fileno())
-            path = self.folder / f"round-{server_round:04d}-{_checksum(temporary)}.npz"
+            path = self.folder / f"round-{server_round:04d}-{checksum}.npz"
             os.replace(temporary, path)
         except BaseException:
             with suppress(OSError):
@@ -226,6 +226,21 @@ def unpack(packed: Any, arrays: Mapping[str, np.ndarray] | _Arrays) -> Any:
             return {"set": set, "list": list, "tuple": tuple}[kind](unpack(each, arrays) for each in content)
 
 
+class _HashedFile:
+    """A file that is only appended to, and the hash of what has been written: nothing is read again for it."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.hash = hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        self.hash.update(data)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
 class _ReleasingFile:
     """A file to write an array to; only the part that is being written stays in memory."""
 
@@ -238,12 +253,14 @@ class _ReleasingFile:
         release_pages(self._array)
 
 
-def _write_arrays(file: IO[bytes], arrays: Mapping[str, np.ndarray]) -> None:
-    """Write an .npz file, as `np.savez` does."""
-    with zipfile.ZipFile(file, "w") as archive:
+def _write_arrays(file: IO[bytes], arrays: Mapping[str, np.ndarray]) -> str:
+    """Write an .npz file, as `np.savez` does, and return its checksum."""
+    hashed: Any = _HashedFile(file)
+    with zipfile.ZipFile(hashed, "w") as archive:
         for name, array in arrays.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
                 np.lib.format.write_array(_ReleasingFile(entry, array), array, allow_pickle=False)
+    return hashed.hash.hexdigest()
 
 
 class _Arrays:

@@ -20,7 +20,8 @@ from kindred.messages import LOSS, PERSONAL, PROBE, ClientId, config_of, first_l
 from kindred.metrics import METRICS
 
 from .admission import REFUSED, SERVER_ERRORS, Refused, Reply
-from .history import COMPUTE, History
+from .arrivals import counted
+from .history import CLOSING, COMPUTE, OPENING, History
 from .roster import Roster
 from .transport import CLOCKS, content_of, is_from, pull, push
 
@@ -68,6 +69,8 @@ class Exchange:
         Receives the rows.
     row_fields : callable
         See `Hooks.row_fields`.
+    title : callable
+        Returns the name of a round.
     personal : str
         The evaluation in a training reply that is the method's result for the client.
     timeout : float
@@ -89,6 +92,7 @@ class Exchange:
         roster: Roster,
         history: History,
         row_fields: Callable[[ClientId], dict[str, Any]],
+        title: Callable[[int], str],
         *,
         personal: str,
         timeout: float,
@@ -100,6 +104,7 @@ class Exchange:
         self._roster = roster
         self._history = history
         self._row_fields = row_fields
+        self._title = title
         self._personal = personal
         self._timeout = timeout
         self._quorum = quorum
@@ -134,7 +139,11 @@ class Exchange:
         self.replied -= clients
         quorum = math.ceil(self._quorum * count) if self._quorum <= 1 else min(int(self._quorum), count)
         self._look_for_quorum(quorum)
-        for message_id, reply in pull(self._grid, self._sent, lambda: self._until, simulated=self._simulated):
+        what = self._title(server_round)
+        if waiting and not any(sent.trains for sent in waiting.values()) and what not in (OPENING, CLOSING):
+            what += ", evaluation"
+        arriving = pull(self._grid, self._sent, lambda: self._until, simulated=self._simulated)
+        for message_id, reply in counted(what, self._history.times.waiting(arriving), len(waiting)):
             sent = waiting.pop(message_id)
             self.replied.add(sent.client)
             self._look_for_quorum(quorum)

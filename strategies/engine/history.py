@@ -25,6 +25,7 @@ from kindred.messages import (
 from kindred.metrics import METRICS
 
 from .admission import MAX_EXAMPLES, REFUSED, is_count
+from .times import Times
 
 COMPUTE = (SAMPLES_TRAINED, SAMPLES_PREDICTED)
 MAX_COLUMNS = 500  # names of metrics that a run keeps, in addition to KNOWN_METRICS
@@ -85,7 +86,9 @@ class History:
 
     rounds : list of dict
         One summary line for each round. Round 0 is an evaluation before the first one, the round after the last one a
-        closing evaluation. A line has `round`, `asked`, `answered`, `seconds`, `bytes-down`, `bytes-up`, and:
+        closing evaluation. A line has `round`, `asked`, `answered`, `seconds`, `bytes-down`, `bytes-up`, and those
+        below. `seconds` are those from the end of the round before to the end of this one, so that those for the files
+        and the checkpoint of the round before are among them.
 
         - `evaluated`, the number of clients with a value of the headline metric (one that was not asked keeps its last
           value), and statistics over these clients: `accuracy` (plain mean), `accuracy-weighted` (by test size),
@@ -111,6 +114,8 @@ class History:
         What is named once for a client: `round`, `client`, `about`, a word for the kind of remark, and `remark`.
     left_out : dict
         client -> the reason why it takes no part at all, such as having no data.
+    times : Times
+        What the run's seconds are spent on.
     """
 
     def __init__(self, metric: str = "accuracy") -> None:
@@ -121,6 +126,7 @@ class History:
         self.updates: list[dict[str, Any]] = []
         self.remarks: list[dict[str, Any]] = []
         self.left_out: dict[ClientId, str] = {}
+        self.times = Times()
         self._open: dict[ClientId, dict[str, Any]] = {}  # rows of the round in progress
         self._reported: dict[ClientId, set[str]] = {}  # names of the metrics in them that the clients chose
         self._columns: set[str] = set()  # such names that the run keeps
@@ -145,6 +151,7 @@ class History:
             "selected": self._selected,
             "best": self._best,
             "columns": self._columns,
+            "times": self.times.seconds,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -154,6 +161,7 @@ class History:
         self.updates, self.remarks = state["updates"], state["remarks"]
         self._headline, self._columns = state["headline"], state["columns"]
         self._validation, self._selected, self._best = state["validation"], state["selected"], state["best"]
+        self.times.restore(state.get("times", {}))
 
     def add(self, row: dict[str, Any], reported: Collection[str] = ()) -> None:
         """Add a client's row to the round in progress; a second exchange's row is merged into the first.
@@ -330,15 +338,19 @@ class History:
 OPENING, CLOSING = "opening evaluation", "closing evaluation"  # titles of the lines before and after the rounds
 
 
+def title(server_round: int, first_round: int, num_rounds: int) -> str:
+    """Return the name of a round, or of an evaluation before or after the rounds."""
+    if server_round < first_round:
+        return OPENING
+    if server_round > num_rounds:
+        return CLOSING
+    return f"round {server_round:{len(str(num_rounds))}}/{num_rounds}"
+
+
 def progress(line: dict[str, Any], metric: str, first_round: int, num_rounds: int) -> str:
     """Return the summary line of a round, or of an evaluation before or after the rounds, as one line of text."""
     about, columns = METRICS[metric], HeadlineColumns.of(metric)
-    if line["round"] < first_round:
-        parts = [OPENING]
-    elif line["round"] > num_rounds:
-        parts = [CLOSING]
-    else:
-        parts = [f"round {line['round']:{len(str(num_rounds))}}/{num_rounds}"]
+    parts = [title(line["round"], first_round, num_rounds)]
     if columns.best in line:
         parts += [
             f"{about.title} {about.text(line[columns.mean])}",

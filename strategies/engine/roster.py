@@ -37,6 +37,7 @@ from kindred.messages import (
 from kindred.versions import VERSION
 
 from .admission import SERVER_ERRORS, Refused, admit_introduction
+from .arrivals import counted
 from .history import History
 from .remarks import SAMPLES
 from .transport import CLOCKS, content_of, is_from, pull, push
@@ -285,7 +286,8 @@ class Roster:
         among = set(nodes)
         asked = {message_id: node for message_id, node in self._queries.items() if node in among}
         deadline = time.monotonic() + patience
-        for message_id, reply in pull(grid, asked, lambda: deadline, simulated=self._simulated):
+        arriving = pull(grid, asked, lambda: deadline, simulated=self._simulated)
+        for message_id, reply in counted("meeting the clients", arriving, len(asked)):
             node = self._queries.pop(message_id)
             if isinstance(reply, Refused):
                 log(

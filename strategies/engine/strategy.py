@@ -69,16 +69,21 @@ from .checkpoint import Checkpoints
 from .empty_rounds import EmptyRounds
 from .evaluation import EvaluationPlan
 from .exchange import Exchange, Sent
-from .history import History, progress
+from .history import History, progress, title
 from .hooks import Hooks
 from .metrics import aggregated, mean_metrics
 from .model_store import Layout
 from .norms import UpdateNorms
 from .remarks import on_samples, on_updates
 from .roster import Roster, only_validates
+from .times import RESULTS, SERVER
 from .validation import Validation
 
-RESULTS = ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp")  # in Flower's Result
+FLOWER_METRICS = (
+    "train_metrics_clientapp",
+    "evaluate_metrics_clientapp",
+    "evaluate_metrics_serverapp",
+)  # in Flower's Result
 
 
 class PersonalizedStrategy(Hooks, Strategy):
@@ -306,14 +311,13 @@ class PersonalizedStrategy(Hooks, Strategy):
                 self.last_round = num_rounds
                 self._save(num_rounds, result)
                 break
-            round_started = time.monotonic()
             self._exchange.begin_round()
             self.roster.meet(grid, self.introduce_all, timeout)
+            self.history.times.spend_on(SERVER)  # the start-up, if this is the first round, is over
             if begins and server_round == first and self._evaluates_before():
                 self._evaluate(0, self.configure_evaluate(0, result.arrays, evaluate_config, grid), result)
-                self._close_round(grid, 0, time.monotonic() - round_started, None)
+                self._close_round(grid, 0, None)
                 self._save(0, result)
-                round_started = time.monotonic()
                 self._exchange.begin_round()
             # Sampled clients get the models to train from; the method processes their replies and ends the round.
             messages = self.configure_train(server_round, result.arrays, train_config, grid)
@@ -324,10 +328,9 @@ class PersonalizedStrategy(Hooks, Strategy):
             if self.fraction_evaluate:
                 messages = self.configure_evaluate(server_round, result.arrays, evaluate_config, grid)
                 self._evaluate(server_round, messages, result)
-            seconds = time.monotonic() - round_started
             if server_round >= 1:
                 self._validation.after_round(server_round, self._to_validate(server_round, evaluate_config))
-            self._close_round(grid, server_round, seconds, on_round)
+            self._close_round(grid, server_round, on_round)
             if evaluate_fn and (metrics := evaluate_fn(server_round, self.global_arrays())) is not None:
                 result.evaluate_metrics_serverapp[server_round] = metrics
             self._save(server_round, result)
@@ -336,11 +339,11 @@ class PersonalizedStrategy(Hooks, Strategy):
         self._empty_rounds.check_all(num_rounds)
         if first > num_rounds:  # resumed after its last round: no client has been asked for its id yet
             self.roster.meet(grid, self.introduce_all, timeout)
+            self.history.times.spend_on(SERVER)
         clients = self._evaluations.after_last_round(self.roster.active(), self.history)
         if self.fraction_evaluate and clients:
-            round_started = time.monotonic()
             self._evaluate(num_rounds + 1, self._to_evaluate(num_rounds + 1, clients, evaluate_config), result)
-            self._close_round(grid, num_rounds + 1, time.monotonic() - round_started, on_round)
+            self._close_round(grid, num_rounds + 1, on_round)
         self._validation.finish(num_rounds, self._to_validate(num_rounds, evaluate_config))
         result.arrays = self.global_arrays()
         self._warn_of_results()
@@ -454,6 +457,7 @@ class PersonalizedStrategy(Hooks, Strategy):
             self.roster,
             self.history,
             self.row_fields,
+            lambda server_round: title(server_round, self.first_round, self.last_round),
             personal=self.personal,
             timeout=timeout,
             quorum=self.quorum,
@@ -502,30 +506,32 @@ class PersonalizedStrategy(Hooks, Strategy):
         """Write a checkpoint if one is due; it always is after the run's last round."""
         last = server_round == self.last_round or self._empty_rounds.too_many
         if self._checkpoints and (last or self._checkpoints.due(server_round)):
+            before = self.history.times.spend_on(RESULTS)
             self._checkpoints.save(
                 server_round,
                 {
                     "strategy": self,
                     "evaluations": self._evaluations,
                     "empty-rounds": self._empty_rounds,
-                    "result": {kind: dict(getattr(result, kind)) for kind in RESULTS},
+                    "result": {kind: dict(getattr(result, kind)) for kind in FLOWER_METRICS},
                     "attempt": self._attempt,
                 },
             )
+            self.history.times.spend_on(before)
 
     def _evaluate(self, server_round: int, messages: Iterable[Message], result: Result) -> None:
         metrics = self.aggregate_evaluate(server_round, self._exchange.replies(server_round, messages))
         if metrics is not None:
             result.evaluate_metrics_clientapp[server_round] = metrics
 
-    def _close_round(
-        self, grid: Grid, server_round: int, seconds: float, on_round: Callable[[int], None] | None
-    ) -> None:
+    def _close_round(self, grid: Grid, server_round: int, on_round: Callable[[int], None] | None) -> None:
         self.roster.end_round(grid, server_round)
-        line = self.history.close_round(server_round, seconds, self.personal)
+        line = self.history.close_round(server_round, self.history.times.count_round(), self.personal)
         log(INFO, "%s", progress(line, self.metric, self.first_round, self.last_round))
         if on_round:
+            before = self.history.times.spend_on(RESULTS)
             on_round(server_round)
+            self.history.times.spend_on(before)
 
     def introduce_all(self, newcomers: Mapping[ClientId, Mapping[str, Any]]) -> dict[ClientId, str]:
         """Check the introductions of new clients, and of new sites that only validate; see `introduce`."""

@@ -1,0 +1,118 @@
+"""The display of a command at work: its lines, and in a terminal a bar below them."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from kindred.lazy import lazy
+
+if TYPE_CHECKING:  # imported on first use, so that `kindred --help` is quick
+    from kindred.engine import arrivals
+else:
+    arrivals = lazy("kindred.engine.arrivals")
+
+ROUND = re.compile(r"round +(\d+)/(\d+)")
+RUN = re.compile(r"run \d+/\d+  [^:]*")
+OFTEN = "0.25"  # s between two reports of arrived replies
+
+
+class Display:
+    """The lines of a command, and the bar.
+
+    Parameters
+    ----------
+    file : text stream
+        There is a bar if it is a terminal. Nothing else may be written to it meanwhile.
+    doing : str
+        What the command does first.
+    """
+
+    def __init__(self, file: TextIO, doing: str) -> None:
+        self._console = Console(file=file, highlight=False)
+        # Not redirected: a forked process must not wait for the bar of this one.
+        self._bar = Progress(
+            TextColumn("{task.description}", markup=False), BarColumn(24),
+            TextColumn("{task.fields[about]}", markup=False), TimeElapsedColumn(),
+            console=self._console, transient=True, refresh_per_second=4, redirect_stdout=False, redirect_stderr=False,
+            disable=not self._console.is_terminal,
+        )  # fmt: skip
+        self._task = self._bar.add_task(doing, total=None, about="")
+        self._run = ""  # of a comparison
+        self._began: tuple[float, float] | None = None  # time of the run's first report, and its share of the rounds
+
+    @property
+    def has_bar(self) -> bool:
+        """Return whether there is a bar."""
+        return not self._bar.disable
+
+    def __enter__(self) -> Display:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def show(self, line: str) -> None:
+        """Print a line, or show it as the bar if it reports how many clients have answered."""
+        if not self.has_bar:
+            print(line, file=self._console.file, flush=True)
+        elif found := arrivals.LINE.fullmatch(line):
+            done, total = int(found["done"]), int(found["total"])
+            about = f"{done}/{total} clients{self._left(found['what'], done / max(total, 1))}"
+            self._bar.update(
+                self._task, description=f"{self._run}{found['what']}", completed=done, total=total, about=about
+            )
+        else:
+            if found := RUN.match(line):
+                self._run, self._began = f"{found[0]}  ", None
+            self._bar.console.print(Text(line), soft_wrap=True)
+            after = "results" if not ROUND.match(line) or _is_last(line) else line.partition("  ")[0]
+            self._bar.update(self._task, description=f"{self._run}{after}", completed=0, total=None, about="")
+
+    def _left(self, what: str, share: float) -> str:
+        """Return the time that the rounds of the run still take, if it is known, as a text."""
+        if not (found := ROUND.match(what)):
+            return ""
+        number, count = int(found[1]), int(found[2])
+        done, now = (number - 1 + (share if what == found[0] else 1)) / count, time.monotonic()
+        if self._began is None or done < self._began[1]:
+            self._began = now, done
+        began, before = self._began
+        if done <= before:
+            return ""
+        left = int((now - began) * (1 - done) / (done - before))
+        return f", {left // 60}:{left % 60:02} left"
+
+
+def _is_last(line: str) -> bool:
+    found = ROUND.match(line)
+    return bool(found and found[1] == found[2])
+
+
+@contextmanager
+def displayed(doing: str, file: TextIO | None = None) -> Iterator[Display]:
+    """Show a `Display` until the block ends, by default on standard output.
+
+    With a bar, the server reports arrived replies often, in whichever process it is.
+    """
+    display = Display(file or sys.stdout, doing)
+    before = os.environ.get(arrivals.INTERVAL)
+    if display.has_bar:
+        os.environ.setdefault(arrivals.INTERVAL, OFTEN)
+    try:
+        with display:
+            yield display
+    finally:
+        os.environ.pop(arrivals.INTERVAL, None)
+        if before is not None:
+            os.environ[arrivals.INTERVAL] = before
