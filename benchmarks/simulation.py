@@ -78,6 +78,11 @@ WORKLOADS: dict[str, dict[str, Any]] = {
 def settings(strategy: str, workload: str, rounds: int, data_dir: str = "", output_dir: str = "") -> Config:
     plain = Config(strategy=strategy, **WORKLOADS[workload])
     samples = plain.samples_per_client or 40  # of the digits, 40 by default
+    of_methods: dict[str, Any] = {
+        "head_epochs": plain.local_epochs,
+        "public_batch_size": plain.batch_size,
+        "ala_share": 2 / 3,
+    }
     return Config(
         strategy=strategy,
         **WORKLOADS[workload],
@@ -87,9 +92,7 @@ def settings(strategy: str, workload: str, rounds: int, data_dir: str = "", outp
         output_dir=output_dir,
         public_size=PUBLIC,
         local_steps=plain.local_epochs * samples // plain.batch_size,
-        head_epochs=plain.local_epochs,
-        public_batch_size=plain.batch_size,
-        ala_share=2 / 3,
+        **of_methods,
     )
 
 

@@ -73,7 +73,7 @@ def loop(
     sites = [federation.site_data(client) for client in range(config.num_clients)]
     public = federation.public_set() if REGISTRY[config.strategy].needs_public_set else sites[0].train[0][:0]
     model = make_model(config.model, federation.task.inputs.shape, federation.task.objective.num_outputs, 0)
-    model.to(memory_format=torch.channels_last)
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     trainer = Trainer(model, config)
     weights = trainer.weights().share_memory_()  # (d,)
     sums = torch.zeros(processes, len(weights)).share_memory_()  # (processes, d)

@@ -14,7 +14,7 @@ from types import FrameType
 import psutil
 
 MARK = "KINDRED_RUN"  # an environment variable that every process of a run inherits
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 # First part of the code of a process that we start. If our process, whose id is its first argument, is killed, it kills
 # all that it started, and ends itself.

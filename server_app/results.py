@@ -31,7 +31,6 @@ cell or null means that nothing was reported.
 
 from __future__ import annotations
 
-import fcntl
 import platform
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,6 +43,7 @@ from typing import TYPE_CHECKING, Any
 
 from flwr.supercore import log
 
+from kindred.client.locks import lock
 from kindred.client.state import partial_files, replacing, write_arrays
 from kindred.engine.checkpoint import Checkpoints
 from kindred.engine.history import HeadlineColumns
@@ -186,7 +186,7 @@ class RunFolder:
             raise ConfigError(f"{what}, where nothing can be written ({error.strerror})") from None
         with file:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock(file, wait=False)
             except BlockingIOError:
                 raise ConfigError(f"{what}, a run that another process is at work on") from None
             except OSError:  # the file system has no locks

@@ -5,7 +5,6 @@ A folder is removed when its run is over; the next run removes a folder that a k
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import stat
@@ -18,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+from kindred.client.locks import is_ours, lock
 from kindred.client.state import make_private
 
 from .flower_app import toml
@@ -111,7 +111,7 @@ class OwnFolder:
         self._marker = open(unlocked, "w", encoding="utf-8")
         print(f"{MARKER_TEXT}\nprocess {os.getpid()}", file=self._marker, flush=True)
         with suppress(OSError):  # a file system without locks: then no process can lock it to remove the folder either
-            fcntl.flock(self._marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(self._marker, wait=False)
         unlocked.rename(self.path / MARKER)
 
     def remove(self) -> None:
@@ -122,14 +122,14 @@ class OwnFolder:
 def _remove_abandoned(folder: Path) -> None:
     """Remove a folder that a process of this user made here and did not remove before it ended."""
     about = folder.lstat()
-    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid():
+    if not stat.S_ISDIR(about.st_mode) or not is_ours(about):
         return
     with _opened_marker(folder / MARKER) as marker:
         about = os.fstat(marker.fileno())
-        if not stat.S_ISREG(about.st_mode) or about.st_uid != os.getuid():
+        if not stat.S_ISREG(about.st_mode) or not is_ours(about):
             return
         if marker.readline(200).rstrip("\n") == MARKER_TEXT:
-            fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)  # OSError: its process still runs
+            lock(marker, wait=False)  # OSError: its process still runs
             _remove_marked(folder)
 
 

@@ -24,7 +24,7 @@ FOLDERS = {
     "kindred.server_app": "server_app",
 }
 THIRD_PARTY = {
-    "kindred": {"flwr", "torch", "torchvision", "numpy", "scipy", "sklearn", "threadpoolctl", "safetensors"},
+    "kindred": {"flwr", "torch", "torchvision", "numpy", "scipy", "sklearn", "threadpoolctl", "safetensors", "psutil"},
 }
 # Modules of ours that a package may import, in addition to its own.
 ALLOWED = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import shlex
@@ -11,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from kindred.client.locks import lock
 from kindred.client.state import make_private, partial_files, replacing
 from kindred.server_app.cli.common import end
 
@@ -34,15 +34,15 @@ def own_folder(folder: Path, alone: bool = True) -> Iterator[None]:
                 f"{folder} is open to other users of this machine, allowed: a folder that only you can enter; "
                 f"chmod 700 {shlex.quote(str(folder))}",
             )
-        lock = open(folder / ".lock", "w") if alone else None
+        file = open(folder / ".lock", "w") if alone else None
     except OSError as error:
         end(2, f"{folder} cannot be used as a folder: {error.strerror}")
-    if lock is None:
+    if file is None:
         yield
         return
-    with lock:
+    with file:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(file, wait=False)
         except OSError:
             end(2, f"{folder} is in use by another running `kindred`")
         for partial, _ in partial_files(folder):  # of a process that was killed while it wrote

@@ -18,7 +18,6 @@ the folders of simulations that have ended, unless `end_simulation` already did.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
@@ -33,6 +32,7 @@ from typing import IO, TYPE_CHECKING, NamedTuple
 from urllib.parse import quote
 
 import numpy as np
+import psutil
 from flwr.serverapp import Grid
 from flwr.supercore import log
 from safetensors import SafetensorError, safe_open
@@ -41,6 +41,8 @@ from safetensors.numpy import save_file
 from kindred.engine.inline import InlineGrid
 from kindred.lazy import lazy
 from kindred.messages import ClientId
+
+from .locks import is_ours, lock
 
 if TYPE_CHECKING:
     from flwr.superlink import grid as superlink_grid
@@ -176,7 +178,7 @@ class ClientState:
         if last and last.path == self._path(name) and last.round < self._round and loaded:
             _link(last.path, self.folder / f".{name}.round-{last.round:04d}.safetensors")
         for partial, process in partial_files(self.folder):
-            if not _is_running(process):  # the process was killed during a save
+            if not psutil.pid_exists(process):  # the process was killed during a save
                 partial.unlink(missing_ok=True)
         texts = {"client": json.dumps(self.client), "round": str(self._round), "attempt": str(self._attempt)}
         try:
@@ -226,7 +228,7 @@ class ClientState:
         """Lock the folder against other processes; first wait until a process that uses it has finished."""
         make_private(self.folder)
         with open(self.folder / ".lock", "w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            lock(file, wait=True)
             yield
 
     def _path(self, name: str) -> Path:
@@ -306,19 +308,19 @@ def begin_simulation(run_id: int, checkpoints: Path | None = None, *, goes_on: b
         )
     make_private(root)
     with open(root / ".lock", "w") as one_at_a_time:
-        fcntl.flock(one_at_a_time, fcntl.LOCK_EX)
+        lock(one_at_a_time, wait=True)
         for mark in root.glob(f"run-*/{_SIMULATED}"):
             if not (_is_own(mark.parent) and _is_own(mark)):
                 continue
             with suppress(OSError), open(mark, encoding="utf-8") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock(file, wait=False)
                 is_this_run = mark.parent == folder
                 if not _holds_checkpoints(str(checkpoints or "") if is_this_run else file.read()):
                     _remove(mark.parent)
         folder.mkdir(mode=0o700, exist_ok=True)
         held = open(folder / _SIMULATED, "a+", encoding="utf-8")  # it stays open, and therefore locked
         try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(held, wait=False)
         except BlockingIOError:
             held.close()
             raise NotResumable("another process is running it") from None
@@ -389,17 +391,7 @@ def _is_own(path: Path) -> bool:
         about = path.lstat()
     except OSError:
         return False
-    return about.st_uid == os.getuid() and not stat.S_ISLNK(about.st_mode)
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # another user's process
-        pass
-    return True
+    return is_ours(about) and not stat.S_ISLNK(about.st_mode)
 
 
 @contextmanager
