@@ -346,14 +346,17 @@ class PersonalizedStrategy(Hooks, Strategy):
             self._close_round(grid, num_rounds + 1, on_round)
         self._validation.finish(num_rounds, self._to_validate(num_rounds, evaluate_config))
         result.arrays = self.global_arrays()
-        self._warn_of_results()
+        self._warn_of_results(followed=on_round is not None)
         log(INFO, "%s finished %d rounds in %.1f s", self.name, num_rounds, time.monotonic() - started)
         return result
 
-    def _warn_of_results(self) -> None:
-        """Warn that the Result has no personal models, and that no client reported the headline metric."""
+    def _warn_of_results(self, *, followed: bool) -> None:
+        """Warn that the Result has no personal models, and that no client reported the headline metric.
+
+        A caller that has followed the rounds, as this library's own app does, knows where the models are.
+        """
         shared = self.shared_rows()
-        if self.personal != RECEIVED or len(shared.rows) > 1 or 0 < shared.own.mean() < 1:
+        if not followed and (self.personal != RECEIVED or len(shared.rows) > 1 or 0 < shared.own.mean() < 1):
             log(WARNING, "result.arrays is one model for all; each client's own is in strategy.client_models()")
         if self.fraction_evaluate and (line := self.history.unreported()):
             log(WARNING, "kindred: %s; the strategy's argument metric chooses another one", line)
