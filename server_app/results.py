@@ -31,6 +31,7 @@ cell or null means that nothing was reported.
 
 from __future__ import annotations
 
+import itertools
 import platform
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,7 +40,7 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from logging import WARNING
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from flwr.supercore import log
 
@@ -68,11 +69,14 @@ from .summary import summarise, training_rounds
 from .tables import GrowingTable
 
 if TYPE_CHECKING:
+    import numpy as np
     from flwr.app import ArrayRecord
 
     from kindred.data import Federation
     from kindred.engine.history import History
     from kindred.engine.strategy import PersonalizedStrategy
+
+Content = TypeVar("Content")
 
 WRITERS = 8  # files that are written at a time
 HISTORY_COLUMNS = ("round", "client", "status", "seconds", "bytes-down", "bytes-up")
@@ -303,31 +307,44 @@ class RunFolder:
     ) -> None:
         """Write each client's model to its place inside the run's folder."""
 
-        def save(client: ClientId, temporary: Path) -> None:
+        def content(client: ClientId) -> tuple[dict[str, np.ndarray], dict[str, str]]:
             texts = {
                 "strategy": str(self.settings["strategy"]),
                 "round": str(last),
                 "client": str(client),
                 **(about(client) if about else {}),
             }
-            write_arrays(temporary, read_record(records[client]), texts)
+            return read_record(records[client]), texts
 
-        self._write_files(save, {client: places[client] for client in in_order(records)})
+        def write(model: tuple[dict[str, np.ndarray], dict[str, str]], temporary: Path) -> None:
+            write_arrays(temporary, *model)
+
+        self._write_files(content, write, {client: places[client] for client in in_order(records)})
 
     def _copy_files(self, files: Mapping[ClientId, Path], places: Mapping[ClientId, str]) -> None:
         """Copy a file of each client to its place inside the run's folder."""
-        self._write_files(lambda client, temporary: shutil.copyfile(files[client], temporary), places)
+        self._write_files(files.__getitem__, shutil.copyfile, places)
 
-    def _write_files(self, write: Callable[[ClientId, Path], object], places: Mapping[ClientId, str]) -> None:
-        """Call `write` for each client; several at a time, as each waits for the disk."""
+    def _write_files(
+        self,
+        content: Callable[[ClientId], Content],
+        write: Callable[[Content, Path], object],
+        places: Mapping[ClientId, str],
+    ) -> None:
+        """Write a file for each client, WRITERS at a time, as each waits for the disk.
 
-        def each(client: ClientId) -> None:
-            with self._new_file(places[client]) as temporary:
-                write(client, temporary)
+        `content` is called in this thread, because it may compute a model from the state of the strategy.
+        """
 
+        def each(given: Content, place: str) -> None:
+            with self._new_file(place) as temporary:
+                write(given, temporary)
+
+        waiting = iter(places.items())
         with ThreadPoolExecutor(WRITERS) as writers:
-            for _ in writers.map(each, places):
-                pass
+            while some := list(itertools.islice(waiting, WRITERS)):
+                found = [content(client) for client, _ in some]
+                list(writers.map(each, found, [place for _, place in some]))
 
     @contextmanager
     def _new_file(self, place: str) -> Iterator[Path]:

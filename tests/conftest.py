@@ -16,6 +16,7 @@ settings.register_profile("without deadlines", deadline=None)  # deadlines would
 settings.load_profile("without deadlines")
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.pop("COLUMNS", None)  # of the terminal in which the tests are run: tables have their whole width
 roster.NODES_PAUSE = 0.005  # s; hundreds of runs each wait this long for nodes, which are all connected
 
 

@@ -330,8 +330,8 @@ def test_a_checkpoint_that_cannot_be_written_is_tried_again_after_the_next_round
     reason = "File too large" if moment == "in the middle" else "No space left on device"
     before = "cannot be resumed" if moment == "mkdir" else "can be resumed from round 4"
     assert said == (
-        f"kindred: round 6 could not be saved in {checkpoints.folder} ({reason}): the run continues, and "
-        f"tries again after the next round; if interrupted before that, it {before}"
+        f"kindred: round 6 could not be saved in {checkpoints.folder} ({reason}): make room there; the run "
+        f"continues, and tries again after the next round; if interrupted before that, it {before}"
     )
     if moment != "mkdir":
         assert rounds_in(checkpoints) == [3]  # and no other file
@@ -364,14 +364,8 @@ def test_a_run_that_cannot_write_files_for_a_while_gives_the_same_bits(whole, tm
     ]
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("perfed-ckt", "File too large"),
-        ("heurfedamp", "Error while serializing: I/O error: File too large (os error 27)"),
-    ],
-)
-def test_a_resume_writes_results_that_could_not_be_written(name, reason, whole, tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("name", ["perfed-ckt", "heurfedamp"])
+def test_a_resume_writes_results_that_could_not_be_written(name, whole, tmp_path, monkeypatch) -> None:
     config = config_of(tmp_path, name)
     finish = RunFolder.finish
 
@@ -385,7 +379,8 @@ def test_a_resume_writes_results_that_could_not_be_written(name, reason, whole, 
             run(InlineGrid(client_app, CLIENTS, config.run_config()), config)
     (folder,) = tmp_path.iterdir()
     assert str(refused.value) == (
-        f"the results cannot be written to {folder} ({reason}); make room there, then continue with --resume {folder}"
+        f"the results cannot be written to {folder} (File too large); make room there, then continue with "
+        f"--resume {folder}"
     )
     assert not list((folder / "models").rglob("*"))
     assert (folder / "summary.json").exists() and not is_finished(folder)

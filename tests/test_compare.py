@@ -310,7 +310,7 @@ def test_mean_deviation_and_share_better_than_local_by_hand(tmp_path):
     # Differences .1, 0, .3, .2: the three that are not 0 are all positive, which happens in 2 of 8 cases.
     assert mean["p against local"] == "0.250" and mean["better : worse : equal"] == "3 : 0 : 1"
     assert columns["strategy"] == ["local", "fedavg"] and columns["above local %"][0] == "-"
-    assert "numbers sent" not in columns and not any("paper" in column for column in columns)
+    assert "million numbers sent" not in columns and not any("paper" in column for column in columns)
 
 
 def test_a_failed_run_is_excluded_from_the_means(tmp_path):
@@ -640,7 +640,8 @@ def test_the_papers_results_are_shown_beside_the_measured_ones(tmp_path, without
     content["strategies"]["perfed-ckt-3"]["mean"]["floats"] = 13e6
     columns = columns_of(content)
     assert columns["paper, best %"] == ["64.02 ± 0.48", "74.31 ± 0.40"]
-    assert columns["numbers sent"] == ["-", "13.0"] and columns["paper, numbers sent"] == ["-", "52.0"]
+    assert columns["million numbers sent"] == ["-", "13.0"]
+    assert columns["paper, million numbers sent"] == ["-", "52.0"]
     assert content["strategies"]["perfed-ckt-3"]["strategy"] == "perfed-ckt"
 
 

@@ -10,7 +10,7 @@ import torch
 from flwr.app import ConfigRecord
 
 from kindred import Ditto, FedAvg, InlineGrid, Local, Site, make_client_app
-from kindred.client.training import get_arrays, set_arrays
+from kindred.client.training import NOT_FINITE, get_arrays, set_arrays
 from kindred.messages import read_record, to_record
 
 from .client_apps import saved_models
@@ -153,7 +153,7 @@ def test_a_personal_model_that_becomes_infinite_does_not_replace_the_last_finite
     assert status == {
         1: {"ok"},
         3: {"ok"},
-        2: {"error 2: ValueError: the trained model is no longer finite; the one kept before stays"},
+        2: {f"error 2: ValueError: {NOT_FINITE}"},
     }
     assert kept[1] == kept[2] != kept[3]
 

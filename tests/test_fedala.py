@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from kindred import FedALA, FedAvg, InlineGrid, Site, make_client_app
 from kindred.baselines.fedala import aggregated, has_converged, improved_weights
 from kindred.client.state import saved_files
-from kindred.client.training import get_arrays, set_arrays
+from kindred.client.training import NOT_FINITE, get_arrays, set_arrays
 from kindred.messages import by_prefix, read_record, to_record
 
 from .client_apps import saved_models
@@ -292,7 +292,7 @@ def test_a_model_that_becomes_infinite_does_not_replace_the_last_finite_one(chan
     assert status == {
         1: {"ok"},
         3: {"ok"},
-        2: {"error 2: ValueError: the trained model is no longer finite; the one kept before stays"},
+        2: {f"error 2: ValueError: {NOT_FINITE}"},
     }
     assert kept[1] == kept[2] != kept[3]
 

@@ -13,7 +13,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from kindred import FedAvg, FedRep, InlineGrid, Site, make_client_app
 from kindred.baselines.fedrep import training_only
 from kindred.client.state import saved_files
-from kindred.client.training import get_arrays, set_arrays
+from kindred.client.training import NOT_FINITE, get_arrays, set_arrays
 from kindred.messages import read_record, to_record
 
 from .client_apps import saved_models
@@ -280,7 +280,7 @@ def test_a_model_that_becomes_infinite_does_not_replace_the_last_finite_one() ->
     assert status == {
         1: {"ok"},
         3: {"ok"},
-        2: {"error 2: ValueError: the trained model is no longer finite; the one kept before stays"},
+        2: {f"error 2: ValueError: {NOT_FINITE}"},
     }
     assert kept[1] == kept[2] != kept[3]
 

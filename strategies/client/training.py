@@ -39,6 +39,11 @@ if TYPE_CHECKING:
 else:
     torch = lazy("torch")
 
+NOT_FINITE = (
+    "the trained model is no longer finite, so training diverged: a smaller learning-rate may help; the model kept "
+    "before stays"
+)
+
 CLASSES = Classes()
 """The objective where none is given: a logit for each class."""
 
@@ -343,10 +348,7 @@ def check_finite(model: nn.Module) -> None:
     ValueError
     """
     if not all(tensor.isfinite().all() for tensor in model.state_dict().values()):
-        raise ValueError(
-            "the trained model is no longer finite, so training diverged: a smaller learning-rate may help; the model "
-            "kept before stays"
-        )
+        raise ValueError(NOT_FINITE)
 
 
 def get_arrays(model: nn.Module) -> dict[str, np.ndarray]:
