@@ -451,6 +451,16 @@ def test_the_grids_name_settings_of_their_method_and_no_combination_twice() -> N
         assert {name: each.default for name, each in own.items()} in rows
 
 
+def test_the_defaults_have_the_highest_mean_of_the_written_tables() -> None:
+    text = (ROOT / "docs" / "reproducing.md").read_text()
+    for name in steps.GRIDS:
+        own = {each.key: each for each in REGISTRY[name].settings}
+        rows = [line.strip("| ").split(" | ") for line in text.split(f"| {name}: ")[1].split("\n\n")[0].splitlines()]
+        keys, measured = rows[0][: -len(steps.COLUMNS) - 1], rows[2:]
+        best = max(measured, key=lambda row: float(row[-1]))
+        assert best[: len(keys)] == [str(own[key].default).lower() for key in keys]
+
+
 def test_a_table_of_steps_has_the_accuracy_of_each_run_and_a_dash_for_one_that_failed(monkeypatch) -> None:
     monkeypatch.setattr(steps, "GRIDS", {"apfl": [{"sgd_learning_rate": [0.1, 0.2], "adapt_mixing": [False]}]})
     monkeypatch.setattr(steps, "COLUMNS", (("digits", "iid"), ("digits", "rotated")))

@@ -565,6 +565,16 @@ def test_the_presets_have_the_papers_numbers_and_settings():
     assert load_preset("perfed-ckt-table2-15").paper["perfed-ckt-2"]["mean"] == 76.14
 
 
+@pytest.mark.parametrize("name", [name for name in preset_names() if name.startswith("federico-")])
+def test_the_presets_of_federico_have_the_bounds_and_the_adam_of_fedems_code(name):
+    strategies = load_preset(name).strategies
+    if "clustered-fl" in strategies:
+        bounds = strategies["clustered-fl"]
+        assert (bounds["criterion"], bounds["eps1"], bounds["eps2"]) == ("coordinate", 0.4, 1.6)
+    if "fedem" in strategies:
+        assert strategies["fedem"]["keep-optimizer"] is True and strategies["fedem"]["weight-decay"] == 5e-4
+
+
 @pytest.mark.parametrize("m", [10, 15])
 @pytest.mark.parametrize("table", [1, 2])
 def test_perfed_ckts_presets_sample_the_same_m_clients_and_step_alike_for_all_methods(table, m):
