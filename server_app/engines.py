@@ -22,9 +22,10 @@ from .run_log import Log, Outcome, keep_log
 from .simulation import run_simulation
 
 if TYPE_CHECKING:
+    import threadpoolctl
     import torch
 else:
-    torch = lazy("torch")
+    threadpoolctl, torch = lazy("threadpoolctl"), lazy("torch")
 
 NAMES = ("local", "inline", "flower")
 
@@ -113,7 +114,9 @@ def _run_here(config: Config, engine: Engine, on_line: Callable[[str], None]) ->
     file = io.StringIO()
     log = Log(file, on_line)
     threads_before = torch.get_num_threads()
-    with _flower_logs_to(log.add):
+    # The server's matrix products compete with the clients for the CPUs: a second thread would mostly wait for one.
+    one_client_s = threadpoolctl.threadpool_limits(engine.cpus_per_client, user_api="blas")
+    with _flower_logs_to(log.add), one_client_s:
         try:
             shared = gpus() if engine.gpus_per_client else 0
             results = run_in_workers(config, workers_of(engine, config), engine.cpus_per_client, shared).path
