@@ -1,12 +1,12 @@
 """Growth of the cost of a round: with the number of clients, and with the size of the model.
 
-    python -m benchmarks.scale [--methods NAME,...|all] [--clients 10,100,1000]
+    python -m benchmarks.scale [--methods NAME,...|all] [--clients 100,1000]
 
 Prints Markdown tables, for every registered method with its default settings and all clients in every round. Measured
 are bytes per round, the server's seconds per round and its peak memory:
 
-- with 10, 100 and 1,000 clients and a model of 3,700 numbers,
-- with 8 clients and models of 1, 10 and 45 MB,
+- with 100 and 1,000 clients and a model of 3,700 numbers,
+- with 8 clients and models of 10 and 45 MB,
 - with 30 and 300 clients and a model of 1 MB.
 
 The tables also show how each cost grows, and its extrapolation to 100,000 clients.
@@ -65,8 +65,8 @@ from kindred.versions import VERSION
 
 from . import markdown, methods_named
 
-CLIENTS = (10, 100, 1000)
-MEGABYTES, FEW_CLIENTS = (1, 10, 45), 8
+CLIENTS = (100, 1000)
+MEGABYTES, FEW_CLIENTS = (10, 45), 8
 MANY, MANY_MEGABYTES = (30, 300), 1
 FAR = 100_000
 ROUNDS = 3
@@ -384,17 +384,28 @@ def _figures(number: float) -> str:
 
 
 COSTS: dict[str, tuple[Callable[[Measured], float], Callable[[float], str]]] = {
-    "down": (lambda found: found.down, size_text),
-    "up": (lambda found: found.up, size_text),
     "server's time": (lambda found: found.seconds, time_text),
     "memory": (lambda found: found.memory, size_text),
 }
 
 
-def cost_tables(
+def traffic_table(found: dict[str, Measured], clients: int) -> str:
+    """Return a table of a client's messages and bytes in a round, from measurements with so many clients."""
+    rows = [
+        [
+            name,
+            f"{each.messages / clients:g}",
+            *(size_text(count / clients) for count in (each.down, each.up)),
+        ]
+        for name, each in found.items()
+    ]
+    return markdown(["method", "messages", "down", "up"], rows)
+
+
+def cost_table(
     found: dict[str, list[Measured]], on_disk: dict[str, Measured], sizes: Sequence[float], symbol: str, unit: str
 ) -> str:
-    """Return two tables, traffic and server: a row for each method, a column for each size, and the growth.
+    """Return a table of the server's costs: a row for each method, a column for each size, and the growth.
 
     Parameters
     ----------
@@ -405,27 +416,21 @@ def cost_tables(
     symbol, unit : str
         Symbol of the size, as in m^2, and the unit after its numbers.
     """
-    texts = []
-    for costs, more in ((("down", "up"), False), (("server's time", "memory"), True)):
-        head = ["method", *([] if more else ["messages"])]
-        for cost in costs:
-            head += [f"{cost}, {size:,g} {unit}" for size in sizes] + [f"~ {symbol}^"]
-        head += ["memory, store=disk"] if more else []
-        rows = []
-        for name, line in found.items():
-            row = [name, *([] if more else [" / ".join(f"{each.messages:,}" for each in line)])]
-            for cost in costs:
-                of, text = COSTS[cost]
-                values = [of(each) for each in line]
-                row += [*map(text, values), f"{growth(sizes, values) + 0:.1f}"]
-            row += [size_text(on_disk[name].memory) if name in on_disk else ""] if more else []
-            rows.append(row)
-        texts.append(markdown(head, rows))
-    return "\n\n".join(texts)
+    head = ["method"]
+    for cost in COSTS:
+        head += [f"{cost}, {size:,g} {unit}" for size in sizes] + [f"~ {symbol}^"]
+    rows = []
+    for name, line in found.items():
+        row = [name]
+        for of, text in COSTS.values():
+            values = [of(each) for each in line]
+            row += [*map(text, values), f"{growth(sizes, values) + 0:.1f}"]
+        rows.append([*row, size_text(on_disk[name].memory) if name in on_disk else ""])
+    return markdown([*head, "memory, store=disk"], rows)
 
 
 def far_table(columns: Sequence[tuple[str, Sequence[float], dict[str, list[Measured]]]]) -> str:
-    """Return a table of a round's costs extrapolated to `FAR` clients, for each series of measurements."""
+    """Return a table of the server's costs extrapolated to `FAR` clients, for each series of measurements."""
     head = ["method"] + [f"{cost}, {what}" for what, _, _ in columns for cost in COSTS]
     rows = [
         [name]
@@ -450,16 +455,19 @@ def report(methods: Sequence[str], clients: Sequence[int], megabytes: Sequence[f
     size_disk = {name: in_a_process(name, FEW_CLIENTS, wide[megabytes[-1]], "disk") for name in with_store}
     many_disk = {name: in_a_process(name, many[-1], wide[MANY_MEGABYTES], "disk") for name in with_store}
     numbers = HIDDEN * (INPUTS + CLASSES)
+    small, large = size_text(4 * numbers), f"{MANY_MEGABYTES:g} MB"
     return "\n\n".join(
         [
-            f"A round with a model of {numbers:,} numbers ({size_text(4 * numbers)}), m clients, all of them in it:",
-            cost_tables(by_clients, clients_disk, clients, "m", "clients"),
+            f"For a client in a round, with a model of {large}:",
+            traffic_table({name: line[-1] for name, line in by_many.items()}, many[-1]),
+            f"A round with a model of {numbers:,} numbers ({small}), m clients, all of them in it:",
+            cost_table(by_clients, clients_disk, clients, "m", "clients"),
             f"A round with {FEW_CLIENTS} clients, models of d bytes:",
-            cost_tables(by_size, size_disk, megabytes, "d", "MB"),
-            f"A round with a model of {MANY_MEGABYTES:g} MB, m clients, all of them in it:",
-            cost_tables(by_many, many_disk, many, "m", "clients"),
+            cost_table(by_size, size_disk, megabytes, "d", "MB"),
+            f"A round with a model of {large}, m clients, all of them in it:",
+            cost_table(by_many, many_disk, many, "m", "clients"),
             f"A round with {FAR:,} clients, all of them in it, extrapolated:",
-            far_table([(size_text(4 * numbers), clients, by_clients), (f"{MANY_MEGABYTES:g} MB", many, by_many)]),
+            far_table([(small, clients, by_clients), (large, many, by_many)]),
         ]
     )
 
@@ -479,7 +487,7 @@ def main() -> None:
         "--methods", type=methods_named, default="all", help="names, separated by commas (default: all)"
     )
     parser.add_argument(
-        "--clients", type=_counts, default=list(CLIENTS), help="separated by commas (default: 10,100,1000)"
+        "--clients", type=_counts, default=list(CLIENTS), help="separated by commas (default: 100,1000)"
     )
     arguments = parser.parse_args()
     os.environ["FLWR_LOG_LEVEL"] = "ERROR"

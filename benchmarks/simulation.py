@@ -263,14 +263,12 @@ def compared(
 
 
 def table(found: Mapping[str, Compared]) -> str:
-    """Return a Markdown table: a row for each method, and ratios to FedAvg where FedAvg is one of them."""
-    head = ["method", "a round, s", "loop, s", "ratio", "MB", "loop, MB", "trained on", "predicted for"]
-    head += ["MB down", "MB up"]
-    reference = found.get("fedavg")
-    if reference:
-        head += ["time", "trained on", "predicted for", "down", "up"]
-    lines = []
+    """Return a Markdown table: a row for each method; its work relative to FedAvg's, where FedAvg is one of them."""
+    head = ["method", "a round, s", "loop, s", "ratio", "MB", "loop, MB"]
     columns = SAMPLES_TRAINED, SAMPLES_PREDICTED, "bytes-down", "bytes-up"
+    reference = found.get("fedavg")
+    head += ["time", "trained on", "predicted for", "down", "up"] if reference else [*columns]
+    lines = []
     for name, each in found.items():
         costs = [each.run.median(column) for column in columns]
         ours = float(np.median(each.ours))
@@ -281,14 +279,14 @@ def table(found: Mapping[str, Compared]) -> str:
             f"{each.ratio:.2f}",
             f"{np.median(each.memory) / 1e6:.0f}",
             f"{np.median(each.loop_memory) / 1e6:.0f}",
-            *(f"{cost:,.0f}" for cost in costs[:2]),
-            *(f"{cost / 1e6:.1f}" for cost in costs[2:]),
         ]
         if reference:
             # FedAvg predicts nothing: divide by the samples that it trains on.
             theirs = [reference.run.median(column) for column in (SAMPLES_TRAINED, *columns[:1], *columns[2:])]
             line.append(f"{ours / np.median(reference.ours):.2f}")
             line += [f"{cost / their:.2f}" for cost, their in zip(costs, theirs)]
+        else:
+            line += [f"{cost:,.0f}" for cost in costs]
         lines.append(line)
     return markdown(head, lines)
 
