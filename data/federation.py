@@ -116,7 +116,7 @@ class Federation:
         )
         self.title = title
         self.has_validation = any(map(len, partition.validation))
-        self.remarks = dataset.remarks
+        self.remarks = dataset.remarks + _without_validation(partition)
         self._turns, self._label_maps = partition.quarter_turns, partition.label_maps
         known = (dataset.x_train, dataset.y_train)
         if not len(dataset.x_test):  # then clients' test samples are among these
@@ -280,3 +280,17 @@ def _identity(task: Task) -> str:
             f"deviation={inputs.deviation}, full={inputs.full}, class_names={objective.names})"
         )
     return repr(task)
+
+
+def _without_validation(partition: Partition) -> tuple[str, ...]:
+    """Return a remark on the clients of which no sample could be held out, if others have validation samples."""
+    clients = [
+        client for client, own in enumerate(partition.validation) if not len(own) and len(partition.train[client])
+    ]
+    if not clients or len(clients) == len(partition.validation):
+        return ()
+    first = ", ".join(str(partition.names[client] if partition.names else client) for client in clients[:5])
+    return (
+        f"{len(clients)} of {len(partition.validation)} clients have too few training samples to hold one out, and no "
+        f"validation data: {first}{', ...' if len(clients) > 5 else ''}",
+    )

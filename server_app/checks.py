@@ -45,6 +45,12 @@ def check_machine(config: Config, engine: Engine) -> None:
         raise ConfigError(
             f"--cpus-per-client is {engine.cpus_per_client}, allowed: 1 to {cpus}, the CPUs of this machine"
         )
+    most = cpus // engine.cpus_per_client
+    if type(engine.jobs) is not int or not 1 <= engine.jobs <= most:
+        raise ConfigError(
+            f"--jobs is {engine.jobs}, allowed: 1 to {most}, with {cpus} CPUs and --cpus-per-client "
+            f"{engine.cpus_per_client}"
+        )
     _check_gpus(config, engine)
     if config.resume:
         _check_folder(f"resume is {config.resume!r}", config.resume, "name a folder that can be written to")

@@ -45,17 +45,20 @@ class Engine:
         Fraction of a GPU for each client while it works; 0 with "inline", where the setting `device` decides.
     workers : int
         Worker processes of "local"; 0: as many as CPUs and memory allow.
+    jobs : int
+        Runs of a comparison that work at once; they share the workers. 1 with "flower".
 
     Raises
     ------
     ConfigError
-        There is no engine of this name, or it has no workers.
+        There is no engine of this name, or it has no workers, or it cannot have several runs at once.
     """
 
     name: str
     cpus_per_client: int = 1
     gpus_per_client: float = 0.0
     workers: int = 0
+    jobs: int = 1
 
     def __post_init__(self) -> None:
         if self.name not in NAMES:
@@ -64,6 +67,8 @@ class Engine:
             raise ConfigError(f"--workers is {self.workers}, allowed with engine {self.name}: 0")
         if type(self.workers) is not int or self.workers < 0:
             raise ConfigError(f"--workers is {self.workers!r}, allowed: 0 or more")
+        if self.jobs > 1 and self.name == "flower":
+            raise ConfigError(f"--jobs is {self.jobs}, allowed with engine flower: 1")
 
 
 def execute(config: Config, engine: Engine, on_line: Callable[[str], None]) -> Outcome:
@@ -83,8 +88,8 @@ def workers_of(engine: Engine, config: Config) -> int:
     """Return the number of processes in which the clients of a run work; 1: this one.
 
     With "local" there are as many as the CPUs allow, or as asked for, but not more than clients, nor than fit into the
-    free memory if each becomes as large as this one, with the data loaded, is now. A GPU of which clients get no share
-    is used by one process.
+    free memory if each becomes as large as this one, with the data loaded, is now. Runs that work at once share them. A
+    GPU of which clients get no share is used by one process.
     """
     if engine.name == "inline":
         return 1
@@ -92,11 +97,15 @@ def workers_of(engine: Engine, config: Config) -> int:
     if here and not engine.gpus_per_client:
         return 1
     load_clients(config.run_config())
-    memory = psutil.virtual_memory().available // psutil.Process().memory_info().rss
-    most = [engine.workers or cpus() // engine.cpus_per_client, config.participants, memory]
+    together = [engine.workers or cpus() // engine.cpus_per_client, processes_that_fit()]
     if here:
-        most.append(int(here / engine.gpus_per_client))
-    return max(min(most), 1)
+        together.append(int(here / engine.gpus_per_client))
+    return max(min(min(together) // engine.jobs, config.participants), 1)
+
+
+def processes_that_fit() -> int:
+    """Return the number of processes that fit into the free memory if each becomes as large as this one is now."""
+    return int(psutil.virtual_memory().available // psutil.Process().memory_info().rss)
 
 
 def cpus() -> int:

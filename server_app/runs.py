@@ -17,6 +17,7 @@ from .comparison.runs import carry_out
 from .comparison.statistics import LOCAL
 from .config import Config, ConfigError
 from .engines import Engine, execute
+from .jobs import execute_runs
 from .presets import load_preset
 from .run_log import Outcome, RunFailed
 from .run_result import RunResult
@@ -161,5 +162,6 @@ def compare_methods(
     on_line(f"{plan.title}: {', '.join(plan.configs)}")
     _describe(next(config for name, config in plan.configs.items() if name not in unusable), on_line)
     reasons = {name: str(error) for name, error in unusable.items()}
-    content, code = carry_out(plan, lambda config: execute(config, engine, on_line), on_line, reasons, command)
+    engine = replace(engine, jobs=min(engine.jobs, len(plan.runs)))
+    content, code = carry_out(plan, lambda runs: execute_runs(runs, engine, on_line), on_line, reasons, command)
     return ComparisonResult(content, plan.folder), code

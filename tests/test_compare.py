@@ -32,7 +32,7 @@ from kindred.server_app.comparison import (
 from kindred.server_app.comparison.files import as_csv, write
 from kindred.server_app.comparison.metrics import numbers_of
 from kindred.server_app.comparison.plan import make_plan, run_hash, samples_a_client
-from kindred.server_app.comparison.runs import carry_out, known_runs
+from kindred.server_app.comparison.runs import known_runs
 from kindred.server_app.comparison.statistics import signed_rank
 from kindred.server_app.comparison.texts import remarks, tables
 from kindred.server_app.config import Config, ConfigError
@@ -226,6 +226,9 @@ def test_a_method_that_fails_is_reported_in_one_line_and_the_others_run(compared
         (["--strategies=local", "--clients=5000"], ["num-clients", "5000", "samples"]),
         (["--strategies=local", "--dataset=npz"], ["data-dir is not set", "npz"]),
         (["--strategies=local", "--cpus-per-client=0"], ["--cpus-per-client", "0"]),
+        (["--strategies=local", "--jobs=0"], ["--jobs is 0", "allowed: 1 to"]),
+        (["--strategies=local", "--jobs=999"], ["--jobs is 999", "allowed: 1 to"]),
+        (["--strategies=local", "--jobs=2", "--engine=flower"], ["--jobs is 2", "engine flower: 1"]),
         (["--strategies=federico", "--vary=beta"], ["--vary", "'beta'", "key=value,value"]),
         (["--strategies=federico", "--vary=beta=0.5"], ["--vary beta", "0.5", "two or more"]),
         (["--strategies=federico", "--vary=beta=0.5,0.50"], ["--vary beta", "two or more different values"]),
@@ -255,6 +258,11 @@ def test_bad_input_gets_one_line_and_code_2_and_creates_no_file(arguments, says,
 
 
 # --- By hand ------------------------------------------------------------------------------------------------
+
+
+def carry_out(plan, execute, *more):
+    """Carry out a comparison whose runs a stand-in executes, one after another."""
+    return comparison_runs.carry_out(plan, lambda runs: ((number, execute(config)) for number, config in runs), *more)
 
 
 def prepared_runs(accuracies: dict[tuple[str, int], list[float]], failing: tuple[tuple[str, int], ...] = ()):
@@ -311,6 +319,17 @@ def test_mean_deviation_and_share_better_than_local_by_hand(tmp_path):
     assert mean["p against local"] == "0.250" and mean["better : worse : equal"] == "3 : 0 : 1"
     assert columns["strategy"] == ["local", "fedavg"] and columns["above local %"][0] == "-"
     assert "million numbers sent" not in columns and not any("paper" in column for column in columns)
+
+
+def test_after_each_run_but_the_last_a_line_has_the_means_so_far(tmp_path):
+    plan = make_plan(["local", "fedavg"], {"output-dir": str(tmp_path)}, {}, seeds=[0, 1])
+    found = {("local", 0): [0.5, 0.7], ("local", 1): [0.5, 0.5], ("fedavg", 0): [0.6, 0.7], ("fedavg", 1): [0.8, 0.7]}
+    said = []
+    carry_out(plan, prepared_runs(found, failing=(("local", 1),)), said.append, {}, ["kindred"])
+    assert [line for line in said if line.startswith("so far")] == [
+        "so far, last %: local 60.0 (1/2)",
+        "so far, last %: local 60.0 (1/2), fedavg 65.0 (1/2)",
+    ]
 
 
 def test_a_failed_run_is_excluded_from_the_means(tmp_path):

@@ -162,15 +162,13 @@ def test_a_class_that_comes_last_keeps_its_first_sample_for_training():
     assert (train, validation) == ([0, 0, 1], [0, 0])  # of 5: by time the last two, 0 and 1, were for validation
 
 
-def test_a_client_of_which_no_sample_can_be_held_out_is_refused():
-    test = {"y_test": [0, 1], "clients_test": np.array(["a", "b"]), "validation_share": 0.2}
-    clients = np.array(["a", "b", "b"])
-    assert refusal(y_train=[0, 1, 1], clients_train=clients, **test) == (
-        "validation-share is 0.2, and client 'a' has 1 training sample, so that none can be held out, allowed: 0, or "
-        "more samples"
-    )
-    clients = np.array(["a", "b", "b", "a", "a"])
-    assert refusal(y_train=[0, 1, 0, 0, 0], clients_train=clients, **test) == (
-        "validation-share is 0.2, and client 'b' has 1 training sample of each of its classes, so that none can be "
-        "held out, allowed: 0, or more samples"
+def test_a_client_of_which_no_sample_can_be_held_out_keeps_all_for_training():
+    y_train, clients = np.array([0, 0, 0, 1, 1]), np.array(["a", "b", "b", "b", "c"])
+    given = {"y_test": [0, 1, 1], "clients_test": np.array(["a", "b", "c"]), "validation_share": 0.2}
+    given |= {"num_clients": 3, "min_samples": 1}
+    found = by_client(y_train=y_train, clients_train=clients, **given)
+    assert [len(own) for own in found.train] == [1, 2, 1] and [len(own) for own in found.validation] == [0, 1, 0]
+    assert refusal(y_train=[0, 1, 1], clients_train=np.array(["a", "b", "c"]), **given) == (
+        "validation-share is 0.2, and no client has more than 1 training sample of any class, so that none can be held "
+        "out, allowed: 0, or more samples"
     )

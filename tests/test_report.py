@@ -325,30 +325,34 @@ def test_incomplete_rows_are_omitted(tmp_path):
     assert run_content(folder)["curve"]["rounds"] == []
 
 
-def test_the_command_repeats_the_run(tmp_path, monkeypatch):
-    config = Config(
-        strategy="fedamp",
-        num_clients=7,
-        num_rounds=3,
-        seed=5,
-        data_dir=str(tmp_path / "it's here"),
-        self_weight="uniform",
-        with_replacement=True,
-        sigma=12.5,
-        learning_rate=1e-4,
-        alpha=3.0,
-    )
-    words = shlex.split(report.command(config.run_config()))
-    assert words[:2] == ["kindred", "run"]
-    found = []
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--strategy fedamp --clients 7 --rounds 3 --seed 5 --set self-weight=uniform --set with-replacement=true "
+        "--set sigma=12.5 --set learning-rate=1e-4 --set alpha=3",
+        "--dataset csv --data-dir data/patients --set 'target=num>0' --set client=dataset --set schema=~/codes.json "
+        "--partition by-client --clients 4 --metric auroc --set validation-share=0.3",
+        "--strategy perfed-ckt --set 'model=digits-cnn, cnn2' --set public-data=pixels --set held-out-clients=2",
+        "--strategy local --set held-out-clients=3 --set shadow-local=true --set stop-after=2 --set checkpoint-every=0",
+        "--strategy federico --set num-neighbours=7 --set beta=0.5 --set validation-share=0 --engine local --workers 2",
+        '--dataset office-home --data-dir "it\'s here" --set max-update-norm=auto',
+    ],
+)
+def test_the_command_of_the_page_repeats_the_run(options, monkeypatch):
+    resolved = []
 
     def stop(configs, *_):
-        found.extend(configs)
+        resolved.extend(configs)
         raise ConfigError("no further")
 
     monkeypatch.setattr(runs, "check", stop)
-    assert CliRunner().invoke(cli.app, words[1:]).exit_code == 2
-    assert replace(found[0], output_dir=config.output_dir) == config
+    runner = CliRunner()
+    first = runner.invoke(cli.app, ["run", *shlex.split(options), "--output-dir=elsewhere"])
+    assert first.exit_code == 2 and "no further" in first.output
+    words = shlex.split(report.command(resolved[0].run_config()))
+    assert words[:2] == ["kindred", "run"]
+    assert "no further" in runner.invoke(cli.app, words[1:]).output
+    assert replace(resolved[1], output_dir=resolved[0].output_dir) == resolved[0]
 
 
 def test_the_page_of_sites_has_flowers_command():

@@ -104,11 +104,15 @@ def divide(partition: str, y_train: np.ndarray, y_test: np.ndarray, num_classes:
 
 def _with_validation(ask: Request, found: Partition) -> Partition:
     """Hold out validation samples of the clients that have training samples and no validation samples."""
-    names = found.names or ("",) * len(found.train)
     parts = [
-        (train, validation) if len(validation) or not len(train) else ask.hold_out(train, client, name)
-        for client, (train, validation, name) in enumerate(zip(found.train, found.validation, names, strict=True))
+        (train, validation) if len(validation) or not len(train) else ask.hold_out(train, client)
+        for client, (train, validation) in enumerate(zip(found.train, found.validation, strict=True))
     ]
+    if not any(len(validation) for _, validation in parts):
+        raise DataError(
+            f"validation-share is {ask.validation_share}, and no client has more than 1 training sample of any class, "
+            "so that none can be held out, allowed: 0, or more samples"
+        )
     return replace(found, train=[train for train, _ in parts], validation=[validation for _, validation in parts])
 
 

@@ -139,25 +139,14 @@ class Request:
         places = split(len(samples), self.test_share, rng, self.classes_of(samples), times)
         return samples[places[0]], samples[places[1]]
 
-    def hold_out(self, samples: np.ndarray, client: int, name: str = "") -> tuple[np.ndarray, np.ndarray]:
+    def hold_out(self, samples: np.ndarray, client: int) -> tuple[np.ndarray, np.ndarray]:
         """Divide a client's training samples likewise into those that stay, and validation_share of them.
 
-        Each class keeps a training sample: see `kindred.data.splits.hold_out`.
-
-        Raises
-        ------
-        DataError
-            No sample can be held out.
+        Each class keeps a training sample, so that none may be left to hold out: see `kindred.data.splits.hold_out`.
         """
         classes = np.concatenate([self.y_train, self.y_test])[samples] if self.num_classes else None
         times = None if self.times is None else self.times[samples]
         train, validation = hold_out(len(samples), self.validation_share, self.rng(7, client), classes, times)
-        if not len(validation):
-            have = "1 training sample" if len(samples) == 1 else "1 training sample of each of its classes"
-            raise DataError(
-                f"validation-share is {self.validation_share}, and client {repr(name) if name else client} has {have}, "
-                "so that none can be held out, allowed: 0, or more samples"
-            )
         return samples[train], samples[validation]
 
 

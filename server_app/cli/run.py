@@ -153,6 +153,9 @@ def compare(
     workers: Workers = 0,
     cpus_per_client: CpusPerClient = 1,
     gpus_per_client: GpusPerClient = 0.0,
+    jobs: Annotated[
+        int, option("jobs", "N", "Runs at once, each with its share of the workers and of the memory (default 1).")
+    ] = 1,
 ) -> None:
     """Run methods with the same data and seeds, and print their results side by side.
 
@@ -171,14 +174,14 @@ def compare(
                 own.setdefault(name, []).append(rest)
             else:
                 for_all.append(assignment)
-        with display.displayed("starting") as shown:
+        with display.displayed("starting", at_once=jobs > 1) as shown:
             result, code = runs.compare_methods(
                 [name.strip() for name in strategies.split(",") if name.strip()],
                 given_settings(named, for_all),
                 {name: given_settings({}, assignments) for name, assignments in own.items()},
                 seeds=_whole_numbers("--seeds", seeds), reference=reference, scale=scale, preset=preset,
                 vary=_varied(vary or []),
-                engine=engines.Engine(engine, cpus_per_client, gpus_per_client, workers),
+                engine=engines.Engine(engine, cpus_per_client, gpus_per_client, workers, jobs),
                 on_line=shown.show, command=["kindred", *sys.argv[1:]],
             )  # fmt: skip
     except (config.ConfigError, data.DataError) as error:

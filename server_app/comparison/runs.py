@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from kindred.data import DataError, load_federation
 from kindred.server_app.app import samples_of
 from kindred.server_app.config import Config, ConfigError
+from kindred.server_app.headline import Headline
 from kindred.server_app.run_files import is_finished, read_config, read_summary, versions
 from kindred.server_app.run_log import Outcome
 
+from .metrics import numbers_of
 from .plan import Plan, run_hash
 from .statistics import content_of
 
 INTERRUPTED = 128  # exit codes from here on are signals
+
+Outcomes = Generator[tuple[int, Outcome], None, None]
 
 
 def known_runs(output_dir: Path) -> dict[str, Path]:
@@ -35,9 +41,36 @@ def known_runs(output_dir: Path) -> dict[str, Path]:
     return found
 
 
+@dataclass
+class _Run:
+    """A run of a comparison.
+
+    Attributes
+    ----------
+    name : str
+        The method's, among the compared ones.
+    config : Config
+    head : str
+        Beginning of the lines about it.
+    key : str
+        Its `run_hash`.
+    folder : Path or None
+        Of its results, finished or not.
+    entry : dict
+        What comparison.json says of it; empty until it has ended.
+    """
+
+    name: str
+    config: Config
+    head: str
+    key: str = ""
+    folder: Path | None = None
+    entry: dict[str, Any] = field(default_factory=dict)
+
+
 def carry_out(
     plan: Plan,
-    execute: Callable[[Config], Outcome],
+    execute: Callable[[Iterator[tuple[int, Config]]], Outcomes],
     say: Callable[[str], None],
     unusable: Mapping[str, str],
     command: Sequence[str],
@@ -48,7 +81,8 @@ def carry_out(
     ----------
     plan : Plan
     execute : callable
-        Starts or resumes the run of the given settings, and returns its outcome.
+        Starts or resumes the runs of these numbers and settings, and yields the number and the outcome of each that
+        ends, as `jobs.execute_runs`.
     say : callable
         Called with each line of progress.
     unusable : mapping
@@ -64,47 +98,81 @@ def carry_out(
         0: every run is finished. 1: some failed. 128 + n: ended by signal n; the content has the runs up to then.
     """
     known = known_runs(Path(plan.common.output_dir))
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in plan.configs}
-    code = 0
     todo = plan.runs
-    for number, (name, config) in enumerate(todo, 1):
-        head = f"run {number}/{len(todo)}  {name}, seed {config.seed}"
-        key = run_hash(config.run_config(), samples_of_run(config))
-        folder = known.get(key) or known.get(run_hash(config.run_config()))  # the latter: without samples
-        if folder and is_finished(folder):
-            how, outcome = "reused", Outcome(0, "", folder)
-            say(f"{head}: reused, {folder}{_unlike(folder)}")
-        elif name in unusable:
-            how, outcome = "failed", Outcome(2, unusable[name])
-        elif folder:
-            how = "resumed"
-            say(f"{head}: resumed, {folder}")
-            outcome = execute(replace(config, resume=str(folder)))
-        else:
-            how = "run"
-            say(head)
-            outcome = execute(config)
-        if outcome.code >= INTERRUPTED:
-            code = outcome.code
-            say(f"{head}: {outcome.reason}; the same command continues")
-            break
-        run: dict[str, Any] = {"seed": config.seed, "how": how, "hash": key}
+    runs = [
+        _Run(name, config, f"run {number}/{len(todo)}  {name}, seed {config.seed}")
+        for number, (name, config) in enumerate(todo, 1)
+    ]
+    working: dict[str, list[_Run]] = {}  # by key: a run that works, and those that are equal to it
+    signalled = 0
+
+    def enter(run: _Run, how: str, outcome: Outcome) -> None:
+        run.entry = {"seed": run.config.seed, "how": how, "hash": run.key}
         if outcome.code == 0 and outcome.results:
-            folder = known[key] = outcome.results
-            run |= {
+            folder = known[run.key] = outcome.results
+            if how == "reused":
+                say(f"{run.head}: reused, {folder}{_unlike(folder)}")
+            run.entry |= {
                 "folder": os.path.relpath(folder, plan.folder),
                 "versions": read_config(folder).get("versions"),
                 "summary": read_summary(folder),
             }
         else:
-            code = 1
             reason = " ".join(outcome.reason.split())
             if how == "resumed":
-                reason += f"; to start it again, remove {folder}"
-            say(f"{head}: failed, {reason}")
-            run |= {"how": "failed", "reason": reason}
-        runs[name].append(run)
-    return content_of(plan, runs, command), code
+                reason += f"; to start it again, remove {run.folder}"
+            say(f"{run.head}: failed, {reason}")
+            run.entry |= {"how": "failed", "reason": reason}
+
+    def to_execute() -> Iterator[tuple[int, Config]]:
+        for number, run in enumerate(runs, 1):
+            if signalled:
+                return
+            run.key = run_hash(run.config.run_config(), samples_of_run(run.config))
+            run.folder = known.get(run.key) or known.get(run_hash(run.config.run_config()))  # the latter: no samples
+            if run.key in working:
+                working[run.key].append(run)
+            elif run.folder and is_finished(run.folder):
+                enter(run, "reused", Outcome(0, "", run.folder))
+            elif run.name in unusable:
+                enter(run, "failed", Outcome(2, unusable[run.name]))
+            else:
+                working[run.key] = [run]
+                say(f"{run.head}: resumed, {run.folder}" if run.folder else run.head)
+                yield number, replace(run.config, resume=str(run.folder)) if run.folder else run.config
+
+    with closing(execute(to_execute())) as outcomes:
+        for number, outcome in outcomes:
+            run, *equal = working.pop(runs[number - 1].key)
+            if outcome.code >= INTERRUPTED:
+                signalled = outcome.code
+                say(f"{run.head}: {outcome.reason}; the same command continues")
+                continue
+            enter(run, "resumed" if run.folder else "run", outcome)
+            for each in equal:
+                enter(each, "reused", outcome)
+            if outcome.code == 0 and not all(each.entry for each in runs):
+                say(_so_far(runs))
+    entries: dict[str, list[dict[str, Any]]] = {name: [] for name in plan.configs}
+    for run in runs:
+        if run.entry:
+            entries[run.name].append(run.entry)
+    failed = any(run.entry.get("how") == "failed" for run in runs)
+    return content_of(plan, entries, command), signalled or int(failed)
+
+
+def _so_far(runs: Sequence[_Run]) -> str:
+    """Return a line with each method's mean over its finished runs, and how many of its runs these are."""
+    summaries = [(run.name, run.entry["summary"]) for run in runs if "summary" in run.entry]
+    headline = Headline.of(summary for _, summary in summaries)
+    column, seeds = headline.columns.mean, {run.config.seed for run in runs}
+    number = numbers_of(headline)[column]
+    found: dict[str, list[float]] = {}
+    for name, summary in summaries:
+        if summary.get(column) is not None:
+            found.setdefault(name, []).append(summary[column])
+    means = ", ".join(f"{name} {number.text(fmean(each))} ({len(each)}/{len(seeds)})" for name, each in found.items())
+    return f"so far, {number.title}: {means}"
 
 
 def samples_of_run(config: Config) -> str | None:

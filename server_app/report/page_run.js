@@ -42,9 +42,6 @@ function run(data) {
           inUnits(curve.p90[i]),
           amount(curve.bytes[i], "B"), ...(samples ? [amount(curve.samples[i], "")] : [])]),
         { caption: "After each round", numbers: [0, 1, 2, 3, 4, 5] }))),
-    metrics(data.metrics),
-    newcomers(data.newcomers),
-    validators(data.validators),
     beforeAfter(data),
     data.collaboration && together(data.collaboration, data.asked),
     components(data.components),
@@ -55,9 +52,12 @@ function run(data) {
     data.networks && section("Networks of the clients", h("figure", {}, h("img", { src: data.networks,
       alt: "Bar chart: number of clients with each network" }),
       h("figcaption", {}, "The more samples a client has, the more likely it has a larger network."))),
+    metrics(data.metrics),
+    newcomers(data.newcomers),
+    validators(data.validators),
+    settings(data),
     unused(data),
     remarks(data.remarks),
-    settings(data),
   ];
 }
 
