@@ -102,6 +102,7 @@ def test_extensions_are_listed_with_built_in_ones(installed) -> None:
     assert re.search(r"^ *linear +Softmax regression", others.stdout, re.M)
 
 
+@pytest.mark.deployment
 def test_the_example_passes_the_conformance_suite(installed) -> None:
     (command,) = re.findall(r"^    python (-m pytest tests/test_conformance.py -k blend)$", DOCUMENT, re.M)
     done = subprocess.run(

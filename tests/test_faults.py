@@ -923,6 +923,7 @@ def test_a_dead_worker_ends_a_simulation_with_that_reason(when) -> None:
     assert [line["round"] for line in strategy.history.rounds] == ([] if when.startswith("query") else [1])
 
 
+@pytest.mark.deployment
 @pytest.mark.engine
 def test_a_killed_worker_ends_a_simulation_in_the_engine(tmp_path) -> None:
     command = [

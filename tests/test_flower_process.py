@@ -192,6 +192,7 @@ def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return running(psutil.Process(process.pid).children(recursive=True))
 
 
+@pytest.mark.deployment
 @pytest.mark.engine
 def test_interrupted_runs_leave_no_process(app_dir) -> None:
     """One run ends by Ctrl-C, one by SIGKILL, which it cannot handle."""

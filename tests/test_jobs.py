@@ -70,6 +70,7 @@ def test_runs_at_once_give_the_same_bits_and_files_as_one_after_another(engine, 
     assert content == content_at_once and files == files_at_once and len(files) == 4
 
 
+@pytest.mark.deployment
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_no_run_outlives_the_command_which_then_continues(number, tmp_path) -> None:
     arguments = command("--jobs=2", "--clients=4", "--rounds=60", "--set=samples-per-client=20", "--output-dir=out")
