@@ -16,8 +16,8 @@ rounds may differ (Kindred's do). Memory is the largest proportional set size of
 loop, each without what one process has after its imports.
 
 Settings make batches full and methods comparable: PerFed-CKT makes as many steps as the epochs have, FedRep trains the
-last layers for as many epochs as the others, public batches are as large as private ones, the public set has 500
-samples. Everything else is as in `kindred run`.
+last layers for as many epochs as the others, public batches are as large as private ones, the public set has 500 samples
+of Fashion-MNIST and 150 of the digits. Everything else is as in `kindred run`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from kindred.server_app.tables import read_table
 from . import markdown, methods_named
 from .tuned_loop import Work, loop
 
-CLIENTS, PUBLIC = 20, 500
+CLIENTS = 20
 NOT_COUNTED = 2  # rounds at the end that do not count
 INTERVAL = 0.5  # s, between two looks at the memory
 
@@ -67,11 +67,12 @@ FASHION_MNIST = {
     "samples_per_client": 300,
     "local_epochs": 2,
     "batch_size": 100,
+    "public_size": 500,
 }
 WORKLOADS: dict[str, dict[str, Any]] = {
     "cnn": {**FASHION_MNIST, "model": "mcmahan-cnn"},
     "mlp": {**FASHION_MNIST, "model": "mlp"},
-    "digits": {},
+    "digits": {"public_size": 150},
 }
 
 
@@ -90,7 +91,6 @@ def settings(strategy: str, workload: str, rounds: int, data_dir: str = "", outp
         num_clients=CLIENTS,
         num_rounds=rounds + NOT_COUNTED,
         output_dir=output_dir,
-        public_size=PUBLIC,
         local_steps=plain.local_epochs * samples // plain.batch_size,
         **of_methods,
     )
@@ -159,7 +159,7 @@ def simulated(config: Config, engine: str) -> Simulated:
 def looped(config: Config, run: Simulated, processes: int) -> float:
     """Return the median seconds of the rounds of a run in the tuned loop."""
     rounds = [[(int(row["client"]), work_of(row, config)) for row in rows] for rows in run.rows]
-    server = [work_of_server(config, len(clients), PUBLIC) for clients in rounds]
+    server = [work_of_server(config, len(clients), config.public_size) for clients in rounds]
     seconds = loop(config, [rounds[0], *rounds], [server[0], *server], processes)
     return float(np.median(seconds[1:]))  # the first round is for one-time costs
 
