@@ -16,8 +16,8 @@ rounds may differ (Kindred's do). Memory is the largest proportional set size of
 loop, each without what one process has after its imports.
 
 Settings make batches full and methods comparable: PerFed-CKT makes as many steps as the epochs have, FedRep trains the
-last layers for as many epochs as the others, public batches are as large as private ones, the public set has 500 samples
-of Fashion-MNIST and 150 of the digits. Everything else is as in `kindred run`.
+last layers for as many epochs as the others, public batches are as large as private ones, the public set has 500
+samples of Fashion-MNIST and 150 of the digits. Everything else is as in `kindred run`.
 """
 
 from __future__ import annotations
