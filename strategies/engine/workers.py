@@ -22,7 +22,6 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib import import_module
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.shared_memory import SharedMemory
@@ -47,7 +46,7 @@ else:
 
 AHEAD = 2  # messages that a process has while many wait, so that it need not wait for this process
 LEAST_SHARED = 1 << 14  # bytes; less travels through the pipe, which holds AHEAD such messages without a reader
-INHERITED = ("sklearn.metrics",)  # imported once and not in every process: they take long, and all clients need them
+INHERITED = (lazy("sklearn.metrics"),)  # imported once and not in every process: they take long, and all clients need them
 PATIENCE = 0.5  # seconds to wait for a reply before the caller looks at its deadline
 
 
@@ -147,7 +146,7 @@ class WorkerGrid(InlineGrid):
         resource_tracker.ensure_running()  # one for all processes, whichever of them frees a block of shared memory
         if self._method == "fork":
             for module in INHERITED:
-                import_module(module)
+                vars(module)  # imports it
         processes: Any = multiprocessing.get_context(self._method)
         worker.connection, theirs = processes.Pipe()
         # A forked process inherits all connections; copies of them would keep them open when this process has ended.
