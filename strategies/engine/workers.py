@@ -46,7 +46,7 @@ else:
 
 AHEAD = 2  # messages that a process has while many wait, so that it need not wait for this process
 LEAST_SHARED = 1 << 14  # bytes; less travels through the pipe, which holds AHEAD such messages without a reader
-INHERITED = (lazy("sklearn.metrics"),)  # imported once and not in every process: they take long, and all clients need them
+INHERITED = (lazy("sklearn.metrics"),)  # imported once, not in each process: slow to import, and all clients need it
 PATIENCE = 0.5  # seconds to wait for a reply before the caller looks at its deadline
 
 
