@@ -52,6 +52,7 @@ DEFENCES: Mapping[str, Mapping[str, Any]] = {
     "median": {"aggregation": "median"},
     "trimmed-mean": {"aggregation": "trimmed-mean"},
     "krum": {"aggregation": "krum"},
+    "multi-krum": {"aggregation": "multi-krum"},
     "sender-bound": {"sender-bound": 0.5},
     "norms": {"max-update-norm": "auto"},
     "shares": {"max-client-share": 0.2},

@@ -14,14 +14,14 @@ from kindred.baselines.scaffold import SCAFFOLD
 from kindred.engine.arguments import AveragedShared, Shared
 from kindred.messages import read_record, to_record
 from kindred.parts import aggregation
-from kindred.parts.aggregation import AGGREGATION, KRUM, MEAN, MEDIAN, TRIMMED_MEAN, aggregate, krum
+from kindred.parts.aggregation import AGGREGATION, KRUM, MEAN, MEDIAN, MULTI_KRUM, TRIMMED_MEAN, aggregate, krum_scores
 from kindred.server_app.config import Config, ConfigError
 
 from .client_apps import plain_app
 from .grids import FaultyGrid, ShuffledGrid
 from .test_conformance import app_of, everything, initial_of, make, run as run_method
 
-RULES = (MEDIAN, TRIMMED_MEAN, KRUM)
+RULES = (MEDIAN, TRIMMED_MEAN, KRUM, MULTI_KRUM)
 ABLE = [name for name in REGISTRY if AGGREGATION.name in REGISTRY[name]]
 
 
@@ -42,7 +42,11 @@ def test_the_rules_by_hand() -> None:
     chosen = filled(KRUM, [[1], [2], [3], [4], [100]])
     assert chosen.result().tolist() == [2]  # 1 + 1, as for 3, which comes later
     assert chosen.weights == {0: 0, 1: 1, 2: 0, 3: 0, 4: 0}
-    assert krum(np.array([9.0, 1.0, 4.0])) == 0  # pairs (0, 1), (0, 2), (1, 2): one neighbour counts
+    assert krum_scores(np.array([9.0, 1.0, 4.0])).tolist() == [1, 4, 1]  # pairs (0, 1), (0, 2), (1, 2): one counts
+    # Multi-Krum keeps all but the one that may be an attacker's.
+    kept = filled(MULTI_KRUM, [[1], [2], [100], [4], [5]])
+    assert kept.result().tolist() == [3]
+    assert kept.weights == {0: 1, 1: 1, 2: 0, 3: 1, 4: 1}
 
 
 @pytest.mark.parametrize("rule", [MEAN, *RULES])
@@ -62,10 +66,15 @@ def test_the_rules_are_flowers_in_blocks_of_any_size(count, block, monkeypatch) 
         MEDIAN: aggregate_median(models),
         TRIMMED_MEAN: aggregate_trimmed_avg(models, 0.3),
         KRUM: aggregate_krum(models, int(0.3 * count), 0),
+        MULTI_KRUM: aggregate_krum(models, int(0.3 * count), count - int(0.3 * count)),
     }
     for rule, (row,) in expected.items():
         found = filled(rule, rows, weights=np.arange(1, count + 1)).result()
-        assert found.dtype == np.float32 and found.tobytes() == row.tobytes()
+        assert found.dtype == np.float32
+        if rule == MULTI_KRUM:  # Flower adds the models up in the order of their scores
+            np.testing.assert_allclose(found, row, rtol=1e-5, atol=1e-6)
+        else:
+            assert found.tobytes() == row.tobytes()
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -81,7 +90,7 @@ def usual(name: str, rule: str) -> tuple:
     return everything(run_method(name, aggregation=rule))
 
 
-@pytest.mark.parametrize("rule", [MEDIAN, KRUM])
+@pytest.mark.parametrize("rule", [MEDIAN, KRUM, MULTI_KRUM])
 @pytest.mark.parametrize("name", ABLE)
 def test_the_order_of_replies_and_claims_of_samples_change_no_bit(name, rule) -> None:
     expected = usual(name, rule)
@@ -122,9 +131,11 @@ def test_clients_have_equal_shares_in_the_collaboration_matrix(rule) -> None:
     assert weights == pytest.approx(np.full((6, 6), 1 / 6))
 
 
-def test_the_collaboration_matrix_names_the_client_that_krum_chose() -> None:
+def test_the_collaboration_matrix_names_the_clients_that_krum_chose() -> None:
     _, weights = run_method("fedavg", aggregation=KRUM).collaboration()
     assert sorted(weights[0].tolist()) == [0, 0, 0, 0, 0, 1] and (weights == weights[0]).all()
+    _, weights = run_method("fedavg", aggregation=MULTI_KRUM).collaboration()
+    assert sorted(weights[0].tolist()) == pytest.approx([0, *5 * [1 / 5]]) and (weights == weights[0]).all()
 
 
 def test_scaffold_weights_all_control_variates_equally_with_a_robust_rule() -> None:
@@ -141,7 +152,9 @@ def test_the_setting_is_refused_in_one_line_where_it_has_no_effect() -> None:
             continue
         with pytest.raises(ConfigError, match=f"aggregation is 'krum', allowed with {name}: mean; methods with others"):
             config.own_settings()
-    with pytest.raises(ValueError, match=r"aggregation is 'mode', allowed: mean, median, trimmed-mean, krum"):
+    with pytest.raises(
+        ValueError, match=r"aggregation is 'mode', allowed: mean, median, trimmed-mean, krum, multi-krum"
+    ):
         FedAvg(aggregation="mode")
     assert AveragedShared.__annotations__.keys() - Shared.__annotations__.keys() == {"aggregation"}
 

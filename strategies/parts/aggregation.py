@@ -4,10 +4,10 @@
 | --- | --- | --- |
 | median, of each coordinate | D. Yin, Y. Chen, K. Ramchandran, P. Bartlett, ICML 2018, arXiv:1803.01498 | `np.median` |
 | trimmed mean, of each coordinate | the same | Flower's `trim_mean` |
-| Krum | P. Blanchard, E. M. El Mhamdi, R. Guerraoui, J. Stainer, NeurIPS 2017, arXiv:1703.02757 | `krum` |
+| Krum, Multi-Krum | P. Blanchard, E. M. El Mhamdi, R. Guerraoui, J. Stainer, arXiv:1703.02757 | `krum_scores` |
 
-The three rules give every client the same weight, because a number of samples is a claim. The trimmed mean and Krum
-assume that up to ASSUMED of the clients attack.
+These rules give every client the same weight, because a number of samples is a claim. All but the median assume that
+up to ASSUMED of the clients attack.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 else:
     distance = lazy("scipy.spatial.distance")
 
-ASSUMED = 0.3  # share of the clients that may attack: the trimmed mean cuts it off at both ends, Krum has f from it
-MEAN, MEDIAN, TRIMMED_MEAN, KRUM = "mean", "median", "trimmed-mean", "krum"
+ASSUMED = 0.3  # share of the clients that may attack: the trimmed mean cuts it off at both ends, Krum's f is from it
+MEAN, MEDIAN, TRIMMED_MEAN, KRUM, MULTI_KRUM = "mean", "median", "trimmed-mean", "krum", "multi-krum"
 AGGREGATION = Setting(
     "aggregation",
     MEAN,
-    one_of(MEAN, MEDIAN, TRIMMED_MEAN, KRUM),
+    one_of(MEAN, MEDIAN, TRIMMED_MEAN, KRUM, MULTI_KRUM),
     "how the server aggregates the clients' models: by their mean, weighted by samples; or, against attackers, by the "
-    "median or trimmed mean of each coordinate or by Krum, which weight all clients equally; the trimmed mean and Krum "
-    f"assume that up to {100 * ASSUMED:.0f} % of the clients attack",
+    "median or trimmed mean of each coordinate, by Krum or Multi-Krum, which weight all clients equally; all but the "
+    f"median assume that up to {100 * ASSUMED:.0f} % of the clients attack",
 )
 
 # --- The mathematics ----------------------------------------------------------------------------------
@@ -50,22 +50,26 @@ COORDINATES: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
 """Rules for each coordinate: from models (m, b) to (b,)."""
 
 
-def krum(distances: np.ndarray) -> int:
-    """Return the index of the model with the smallest sum of distances to its m - f - 2 nearest others, of m.
+def assumed(count: int) -> int:
+    """Return f, the number of attackers assumed among so many clients."""
+    return int(ASSUMED * count)
+
+
+def krum_scores(distances: np.ndarray) -> np.ndarray:
+    """Return each model's sum of distances to its m - f - 2 nearest others, shape (m,).
 
     Parameters
     ----------
     distances : ndarray, shape (m (m - 1) / 2,)
         Squared L2 distances ||w_i - w_j||^2 of the pairs, in the order of `scipy.spatial.distance.pdist`.
 
-    Returns
-    -------
-    int
-        Of equally good models the first. f is the share ASSUMED of m, rounded down; at least one neighbour counts.
+    Notes
+    -----
+    f is `assumed` of m; at least one neighbour counts.
     """
     each = distance.squareform(distances)  # (m, m)
-    nearest = max(len(each) - int(ASSUMED * len(each)) - 2, 1)
-    return int(np.sort(each, axis=1)[:, 1 : nearest + 1].sum(axis=1).argmin())  # without the model itself, at 0
+    nearest = max(len(each) - assumed(len(each)) - 2, 1)
+    return np.sort(each, axis=1)[:, 1 : nearest + 1].sum(axis=1)  # without the model itself, at 0
 
 
 # --- Aggregates ---------------------------------------------------------------------------------------
@@ -93,11 +97,11 @@ class Aggregate(Protocol):
 
 
 class RobustCentre:
-    """Median, trimmed mean or Krum of models, which are kept until the end of the round.
+    """A robust aggregate of models, which are kept until the end of the round.
 
     Parameters
     ----------
-    rule : {"median", "trimmed-mean", "krum"}
+    rule : {"median", "trimmed-mean", "krum", "multi-krum"}
     """
 
     def __init__(self, rule: str) -> None:
@@ -115,17 +119,21 @@ class RobustCentre:
         """Return the centre, shape (d,), of the models added; None if there are none."""
         if not self._rows:
             return None
-        if self._rule == KRUM:
-            pairs = np.zeros(len(self._rows) * (len(self._rows) - 1) // 2)
-            for _, block in self._blocks():
-                pairs += distance.pdist(block, "sqeuclidean")
-            chosen = krum(pairs)
-            self.weights = {client: float(i == chosen) for i, client in enumerate(self.weights)}
-            return self._rows[chosen]
+        if self._rule in (KRUM, MULTI_KRUM):
+            kept = self._nearest_to_others(1 if self._rule == KRUM else len(self._rows) - assumed(len(self._rows)))
+            self.weights = {client: float(i in kept) for i, client in enumerate(self.weights)}
+            return np.mean([self._rows[i] for i in kept], axis=0, dtype=self._rows[0].dtype)
         centre = np.empty_like(self._rows[0])  # (d,)
         for columns, block in self._blocks():
             centre[columns] = COORDINATES[self._rule](block)
         return centre
+
+    def _nearest_to_others(self, count: int) -> list[int]:
+        """Return the places of so many models with the smallest Krum scores, in order; of equals the first."""
+        pairs = np.zeros(len(self._rows) * (len(self._rows) - 1) // 2)
+        for _, block in self._blocks():
+            pairs += distance.pdist(block, "sqeuclidean")
+        return sorted(np.argsort(krum_scores(pairs), kind="stable")[:count].tolist())
 
     def _blocks(self) -> Iterator[tuple[slice, np.ndarray]]:
         """Yield columns, and these columns of all models, (m, b)."""
@@ -140,7 +148,7 @@ def aggregate(rule: str, size: int, dtype: np.dtype, share: float = 1.0) -> Aggr
 
     Parameters
     ----------
-    rule : {"mean", "median", "trimmed-mean", "krum"}
+    rule : {"mean", "median", "trimmed-mean", "krum", "multi-krum"}
     size : int
     dtype : dtype
     share : float (default: 1.0)
