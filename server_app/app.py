@@ -19,6 +19,7 @@ from kindred.client.site import fingerprint_of
 from kindred.client.state import BEST, MIXTURE, MODEL, PREDICTIONS, NotResumable, end_simulation, saved_files, simulated
 from kindred.data import DATASETS, Federation, Sites, load_clients
 from kindred.engine.model_store import last_layers
+from kindred.engine.status import Status
 from kindred.engine.times import START_UP
 from kindred.engine.workers import WorkerGrid
 from kindred.fedamp import GROUPS
@@ -52,7 +53,9 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Run with the settings of the run config."""
-    run(grid, Config.from_run_config(context.run_config))
+    status = Status.of_run(context.run_id)
+    with status.followed():
+        run(grid, Config.from_run_config(context.run_config), status)
 
 
 def run_inline(config: Config, threads: int = 1) -> RunFolder:
@@ -96,8 +99,15 @@ def run_in_workers(config: Config, workers: int, threads: int = 1, gpus: int = 0
         grid.close()
 
 
-def run(grid: Grid, config: Config) -> RunFolder:
+def run(grid: Grid, config: Config, status: Status | None = None) -> RunFolder:
     """Train, and write the results.
+
+    Parameters
+    ----------
+    grid : Grid
+    config : Config
+    status : Status, optional
+        Where to record what the run does, for those who look at it.
 
     Raises
     ------
@@ -116,6 +126,9 @@ def run(grid: Grid, config: Config) -> RunFolder:
         strategy.metric,
         divided.names if divided else (),
     )
+    if status:
+        strategy.status = status
+        status.update(folder=str(folder.path))
     with folder.locked():
         _train(grid, config, federation, strategy, initial_arrays, folder, time.monotonic() - started)
     return folder

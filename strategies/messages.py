@@ -289,3 +289,15 @@ def in_a_row(arrays: Mapping[str, Any]) -> list[dict[str, Any]]:
 def read_record(record: ArrayRecord) -> dict[str, np.ndarray]:
     """View all arrays of a record by name; see `read_array`."""
     return {name: read_array(array) for name, array in record.items()}
+
+
+def payload_bytes(content: RecordDict) -> int:
+    """Return the number of bytes in a message's records: arrays with their headers, metrics and settings."""
+    return sum(_count_bytes(record) for record in content.values())
+
+
+def _count_bytes(record: ArrayRecord | MetricRecord | ConfigRecord) -> int:
+    try:
+        return record.count_bytes()
+    except (IndexError, ValueError):  # Flower accepts an empty list or text in a record but cannot count it
+        return 0

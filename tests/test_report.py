@@ -861,7 +861,7 @@ def test_one_client_has_no_table(browser, tmp_path):
 
 def test_the_reader_chooses_whose_curve_is_drawn(browser, judged):
     with opened(browser, (judged / "report.html").as_uri()) as tab:
-        figure = "section:has(#curve-of) figure svg[role=img]"
+        figure = ".choice:has(#curve-of) + div figure svg[role=img]"
         assert tab.locator(figure).count() == 0
         tab.select_option("#curve-of", label="0 lyon")
         label = tab.get_attribute(figure, "aria-label")

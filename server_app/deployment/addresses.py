@@ -28,12 +28,12 @@ def parse_host(text: str, option: str) -> str | Address:
     return address_of(text) or text.lower()
 
 
-def parse_server(text: str) -> tuple[str | Address, int]:
-    """Return host and port of the text HOST:PORT; end the command if it is something else."""
+def parse_server(text: str, option: str = "--server", least: int = 1) -> tuple[str | Address, int]:
+    """Return host and port, `least` or more, of the text HOST:PORT; end the command if it is something else."""
     found = re.fullmatch(r"(\[[^][]+\]|[^:]+):(\d{1,5})", text, re.ASCII)
-    if not found or not 1 <= int(found[2]) <= 65535:
-        end(2, f"--server is {text!r}, allowed: HOST:PORT, with a port from 1 to 65535")
-    return parse_host(found[1].strip("[]"), "--server"), int(found[2])
+    if not found or not least <= int(found[2]) <= 65535:
+        end(2, f"{option} is {text!r}, allowed: HOST:PORT, with a port from {least} to 65535")
+    return parse_host(found[1].strip("[]"), option), int(found[2])
 
 
 def with_port(host: str | Address, port: int) -> str:

@@ -14,6 +14,9 @@ from kindred.client.locks import lock
 from kindred.client.state import make_private, partial_files, replacing
 from kindred.server_app.cli.common import end
 
+# In the state folder of `kindred server`: the SuperLink's database, the names of registered keys, the runs' statuses.
+DATABASE, REGISTERED_FILE, RUNS_FOLDER = "superlink.db", "registered.json", "runs"
+
 
 def absolute_path(path: Path, option: str) -> Path:
     """Return an absolute path; end the command if it has characters that are not allowed."""

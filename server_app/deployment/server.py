@@ -20,6 +20,8 @@ import typer
 
 from kindred.client.state import default_root
 from kindred.engine.roster import REGISTERED
+from kindred.engine.status import RUNS
+from kindred.lazy import lazy
 from kindred.server_app.cli.common import app, end, option, warn
 from kindred.server_app.flower_app import CONNECTION, toml, write_flower_app
 from kindred.server_app.simulation import STARTUP_TIMEOUT
@@ -36,12 +38,16 @@ from .addresses import (
     with_port,
 )
 from .certificates import CA, SERVER, check_certificate_names, ending, load_certificates, out_of_date
-from .files import absolute_path, open_to_others, own_folder, write_file
+from .files import DATABASE, REGISTERED_FILE, RUNS_FOLDER, absolute_path, open_to_others, own_folder, write_file
 from .processes import FIRST_PAUSE, LONGEST_PAUSE, QUIET, processes_that_end, show_command, start_process
 from .registration import Registration, check_public_keys, public_keys_in
 
 if TYPE_CHECKING:
     from cryptography import x509
+
+    from . import watch
+else:
+    watch = lazy("kindred.server_app.deployment.watch")  # imports the report
 
 PORT = 8000  # Flower's
 DAY = 86400.0  # s
@@ -58,6 +64,15 @@ def serve(
     port: Annotated[int, option("port", "PORT", f"Port to listen on (default {PORT}).")] = PORT,
     state: Annotated[Path | None, option("state", "DIR", "Folder of the database and all else that is kept.")] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="Use neither TLS nor authentication.")] = False,
+    watch_address: Annotated[
+        str,
+        option(
+            "watch-address",
+            "HOST:PORT",
+            "Where to serve the runs' page (default 127.0.0.1:0, this machine and any free port). Beyond this machine "
+            "it needs --keys, and is protected by TLS and a token.",
+        ),
+    ] = f"{LOOPBACK[1]}:0",
 ) -> None:
     """Start the server: a SuperLink, which then accepts runs from this machine."""
     name = parse_host(host, "--host")
@@ -69,10 +84,11 @@ def serve(
     if keys:
         keys = absolute_path(keys, "--keys")
         certificates = check_server_keys(keys, name)
+    watch_host, watch_port = watch.read_watch_address(watch_address, keys)
     state = absolute_path(state or default_root() / "server", "--state")
     reached = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(str(name), str(name))
     address = with_port(reached, port)
-    command = ["flower-superlink", "--host", str(name), "--port", str(port), "--database", str(state / "superlink.db")]
+    command = ["flower-superlink", "--host", str(name), "--port", str(port), "--database", str(state / DATABASE)]
     connection: dict[str, Any] = {"address": address}
     if keys:
         command += [
@@ -99,11 +115,11 @@ def serve(
             "FLWR_HOME": str(state), "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1", **QUIET,
             # Closes ways around the guard: an address that a client claims, and separate ports.
             "FORWARDED_ALLOW_IPS": LOOPBACK[1], "FLWR_INTERNAL_GRPC_CONTROL_API": "0",
-            "FLWR_INTERNAL_GRPC_FLEET_API": "0",
+            "FLWR_INTERNAL_GRPC_FLEET_API": "0", RUNS: str(state / RUNS_FOLDER),
         }  # fmt: skip
         registration = None
         if keys:
-            settings[REGISTERED] = str(state / "registered.json")
+            settings[REGISTERED] = str(state / REGISTERED_FILE)
             registration = Registration(keys, settings, state, mark)
         superlink = start_process(command, settings, state, mark, hooks.guard_superlink)
         wait_until_it_answers(superlink, reached, port, keys)
@@ -116,15 +132,16 @@ def serve(
         show_command(
             ["flwr", "run", str(write_flower_app(state / "app")), CONNECTION, "--stream"], {"FLWR_HOME": str(state)}
         )
-        pause, next_warning, renew = FIRST_PAUSE, 0.0, f"run `kindred keys renew {keys}`, then restart this"
-        while superlink.poll() is None:
-            if keys and time.monotonic() >= next_warning:
-                next_warning = time.monotonic() + DAY
-                for line in ending(certificates, renew):
-                    warn(line)
-            time.sleep(pause)
-            if registration:
-                pause = FIRST_PAUSE if registration.look() else LONGEST_PAUSE
+        with watch.serve_runs(state, watch_host, watch_port, keys).serving():
+            pause, next_warning, renew = FIRST_PAUSE, 0.0, f"run `kindred keys renew {keys}`, then restart this"
+            while superlink.poll() is None:
+                if keys and time.monotonic() >= next_warning:
+                    next_warning = time.monotonic() + DAY
+                    for line in ending(certificates, renew):
+                        warn(line)
+                time.sleep(pause)
+                if registration:
+                    pause = FIRST_PAUSE if registration.look() else LONGEST_PAUSE
         end(1, f"flower-superlink ended with code {superlink.returncode}")
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import typer
 
+from kindred.client.journal import JOURNAL
 from kindred.client.state import default_root
 from kindred.lazy import lazy
 from kindred.server_app.cli.common import app, end, option
@@ -33,10 +34,11 @@ if TYPE_CHECKING:
     from kindred.data.dataset import Dataset
     from kindred.server_app import config
 
-    from . import site_check
+    from . import site_check, site_page
 else:
     data, sites, public_images = lazy("kindred.data"), lazy("kindred.data.sites"), lazy("kindred.data.public")
     config, site_check = lazy("kindred.server_app.config"), lazy("kindred.server_app.deployment.site_check")
+    site_page = lazy("kindred.server_app.deployment.site_page")
 
 
 @app.command()
@@ -125,7 +127,8 @@ def site(
     names = run.class_names if run else class_names
     if check and schema:
         _check_cells(node)
-    _print_data_summary(name, node, [part.strip() for part in names.split(",") if part.strip()])
+    about = _data_summary(name, node, [part.strip() for part in names.split(",") if part.strip()])
+    print(*about["lines"], sep="\n", flush=True)
     if run:
         _check_fit(name, node, run)
 
@@ -155,7 +158,12 @@ def site(
         show_command(command(port or 9094), settings)
         return
     with own_folder(state, alone=False), own_folder(home):
-        keep_running(lambda: command(port_for_supernode(port)), settings, home, Link(host, superlink_port, ca, key))
+        page = site_page.SitePage(name, state, about)
+        print(f"what happens here is shown by {page.path}: open it in a browser", flush=True)
+        link = Link(host, superlink_port, ca, key)
+        with page.kept():
+            environment = settings | {JOURNAL: str(page.journal)}
+            keep_running(lambda: command(port_for_supernode(port)), environment, home, link, page.fault)
 
 
 def client_id(name: str) -> str | int:
@@ -187,8 +195,8 @@ def _check_cells(node: Mapping[str, Any]) -> None:
         end(2, f"--data-dir is {node['data-dir']!r}, where the cells above do not fit the schema; allowed: none")
 
 
-def _print_data_summary(name: str, node: Mapping[str, Any], class_names: Sequence[str]) -> None:
-    """Check a site's data, and print what the server learns about them."""
+def _data_summary(name: str, node: Mapping[str, Any], class_names: Sequence[str]) -> dict[str, Any]:
+    """Check a site's data; return lines about them and what the server learns, and the samples of each class."""
     try:
         task = data.Task.load(Path(node["schema"])) if "schema" in node else None
         validates = bool(node.get("validate-only"))
@@ -204,29 +212,39 @@ def _print_data_summary(name: str, node: Mapping[str, Any], class_names: Sequenc
         reported = f", with PerFed-CKT that it has {len(public)} public samples and their fingerprint"
     held_out = f" ({len(site.x_train)}, less those held out for validation)" if len(site.x_test) else ""
     share = "other sites may" if node.get("share-model", True) else "no other site may"
-    for remark in (*site.remarks, *_lacks(site, validates)):
-        print(remark)
+    found: dict[str, Any] = {"lines": [*site.remarks, *_lacks(site, validates)], "classes": _classes(site)}
     if validates:
-        print(
+        found["lines"] += (
             f"{name}: {_described(site, validates)}\n"
             f"reported to the server at first: the name {name}, that it only validates, its number of samples "
             f"({len(site)}), the name and the number of outputs of the run's network, a fingerprint of its task, which "
             "methods the run's program knows; later, after each round: the number of samples, and the metrics and the "
             "loss of the global model on them\n"
             "not reported: any model or update; the site trains none, and refuses a message to train\n"
-            f"stays here: the data in {node['data-dir']}; the site keeps no model",
-            flush=True,
-        )
-        return
-    print(
+            f"stays here: the data in {node['data-dir']}; the site keeps no model"
+        ).splitlines()
+        return found
+    found["lines"] += (
         f"{name}: {_described(site)}\n"
         f"reported to the server at first: the name {name}, the number of training samples{held_out}, the name and "
         f"the number of outputs of the run's network, a fingerprint of its task, that {share} receive its model, "
         f"which methods the run's program knows{reported}"
         "; later: what the method sends, see `kindred strategies`\n"
-        f"stays here: the data in {node['data-dir']}, and what the site keeps in {node['state-dir']}",
-        flush=True,
-    )
+        f"stays here: the data in {node['data-dir']}, and what the site keeps in {node['state-dir']}"
+    ).splitlines()
+    return found
+
+
+def _classes(site: Dataset) -> list[list[str]]:
+    """Return each class of a site's samples, with its numbers of training and test samples; none without classes."""
+    if not site.objective.has_classes or site.y_train.ndim > 1:
+        return []
+    names = site.objective.names
+    counts = [np.bincount(y, minlength=1) for y in (site.y_train, site.y_test)]
+    most = max(map(len, counts))
+    train, test = (np.pad(each, (0, most - len(each))).tolist() for each in counts)
+    rows = [[names[i] if i < len(names) else str(i), str(train[i]), str(test[i])] for i in range(most)]
+    return [row for row in rows if row[1:] != ["0", "0"]]
 
 
 def _lacks(site: Dataset, validates: bool) -> list[str]:

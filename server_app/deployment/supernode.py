@@ -39,11 +39,25 @@ def port_for_supernode(port: int | None) -> int:
         return probe.getsockname()[1]
 
 
-def keep_running(command: Callable[[], list[str]], settings: Mapping[str, str], home: Path, link: Link) -> None:
-    """Run a SuperNode, and start it again each time it ends, until this process is asked to end."""
+def keep_running(
+    command: Callable[[], list[str]],
+    settings: Mapping[str, str],
+    home: Path,
+    link: Link,
+    on_fault: Callable[[str], None],
+) -> None:
+    """Run a SuperNode, and start it again each time it ends, until this process is asked to end.
+
+    `on_fault` is called with each line that says why the SuperNode cannot take part, or has ended.
+    """
+
+    def report(line: str) -> None:
+        warn(line)
+        on_fault(line)
+
     with processes_that_end() as mark:
         pause = FIRST_PAUSE
-        _warn_of_faults(link)
+        _report_faults(link, report)
         while True:
             began = time.monotonic()
             supernode = start_process(command(), settings, home, mark, hooks.quicken_supernode, stderr=subprocess.PIPE)
@@ -53,8 +67,8 @@ def keep_running(command: Callable[[], list[str]], settings: Mapping[str, str], 
             output.join(GRACE)
             if time.monotonic() - began > STEADY:
                 pause = FIRST_PAUSE
-            warn(f"flower-supernode ended with code {code}, and is started again in {pause:g} s")
-            _warn_of_faults(link, output.end if code >= 0 else None)  # below 0: a signal killed it
+            report(f"flower-supernode ended with code {code}, and is started again in {pause:g} s")
+            _report_faults(link, report, output.end if code >= 0 else None)  # below 0: a signal killed it
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 
@@ -78,7 +92,7 @@ class Output(threading.Thread):
                     sys.stderr.buffer.flush()
 
 
-def _warn_of_faults(link: Link, output: bytes | None = None) -> None:
+def _report_faults(link: Link, report: Callable[[str], None], output: bytes | None = None) -> None:
     with contextlib.suppress(typer.Exit, OSError):  # a line has said which file cannot be used; it may be just copied
         for fault in faults(link, output):
-            warn(fault)
+            report(fault)

@@ -13,7 +13,15 @@ function everyClient(data) {
         + "of McNemar's exact test, for numbers of Wilcoxon's, corrected for the number of clients by Holm's method. "
         + "Intervals are of 95 %.")],
     found || data.table.length <= MOST_SHOWN ? listed : more("Every client", listed),
-    clientCurve(data));
+    everyCurve(data), clientCurve(data));
+}
+
+// The curves of all clients in one figure, where they are few.
+function everyCurve({ table: clients, curves, curve, asked }) {
+  if (!curves || clients.length > COLOURS || curve.rounds.length < 2) return null;
+  const titles = curve.rounds.map(number => roundName(number, asked));
+  return lineFigure({ title: "Every client", whole: true, xName: "round", lines: clients.map((each, i) =>
+    ({ name: `client ${each.name || each.client}`, x: curve.rounds, y: curves[i], i, dash: i, titles })) });
 }
 
 const count = value => known(value) ? String(value) : "–";

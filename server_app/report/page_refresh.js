@@ -1,12 +1,13 @@
 // --- Showing, and staying up to date ---
 
 const main = document.getElementById("main"), source = document.getElementById("data");
+const PAGES = { run, comparison, server, site };
 function show(data) {
   const open = new Set([...main.querySelectorAll("details[open]")].map(each => each.id));
   const focused = document.activeElement && document.activeElement.id;
   plots.length = 0;
   metric = data.metric;
-  main.replaceChildren(...(data.kind === "comparison" ? comparison(data) : run(data)).filter(Boolean));
+  main.replaceChildren(...PAGES[data.kind](data).filter(Boolean));
   for (const each of main.querySelectorAll("details")) each.open = open.has(each.id);
   drawPlots();
   if (focused && document.getElementById(focused)) document.getElementById(focused).focus({ preventScroll: true });
@@ -30,6 +31,7 @@ addEventListener("afterprint", () => {
   drawPlots();
 });
 
+const isOver = data => data.finished && !data.now;  // a server may have another run
 let tag = "";
 async function refresh() {
   let data = null, problem = "";
@@ -38,11 +40,11 @@ async function refresh() {
     if (reply.ok) { data = await reply.json(); tag = reply.headers.get("ETag") || ""; }
     else if (reply.status !== 304) problem = `Not up to date: ${await reply.text()}`;
   } catch {
-    problem = "Not up to date: `kindred watch` does not answer; it may have ended.";
+    problem = "Not up to date: the program that serves this page does not answer; it may have ended.";
   }
   if (data) show({ ...data, live: true });
   const note = document.getElementById("link");
   if (note) { note.textContent = problem; note.hidden = !problem; }
-  if (!(data && data.finished)) setTimeout(refresh, poll);
+  if (!(data && isOver(data))) setTimeout(refresh, poll);
 }
-if (poll && !content.finished) setTimeout(refresh, poll);
+if (poll && !isOver(content)) setTimeout(refresh, poll);

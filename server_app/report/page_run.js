@@ -11,8 +11,9 @@ function run(data) {
     bandName: "bottom to top decile of clients" });
   return [
     header(data, data.finished ? `Finished: ${plural(rounds, "round")}`
-      : data.live ? `In progress: ${rounds} of ${plural(data.asked, "round")}`
+      : data.live && !(data.now && data.now.ended) ? `In progress: ${rounds} of ${plural(data.asked, "round")}`
       : `Not finished: ${rounds} of ${plural(data.asked, "round")}`),
+    live(data.now),
     figures([
       [`mean ${metric.title}`, inUnits(sum.mean)], ["best mean, by test data", inUnits(sum.best)],
       known(sum.selected) && ["mean of selected models", inUnits(sum.selected)],

@@ -21,6 +21,8 @@ from kindred.server_app.run_files import finite
 SCRIPT_FILES = (
     "page_elements.js",  # elements, numbers as text, plots, tables
     "page_run.js",  # the page of a run, and the metric of its clients
+    "page_live.js",  # what a run at real sites does now
+    "page_site.js",  # the page of a site
     "page_clients.js",  # each client's verdict, value and curve; sites that only validate
     "page_collaboration.js",  # which client learns from which: matrix and graph
     "page_weights.js",  # weights over rounds

@@ -49,6 +49,7 @@ from kindred.settings import DEVICE, SHADOW_LOCAL
 from kindred.versions import VERSION, mismatch
 
 from .evaluation import evaluation_mode
+from .journal import EVALUATION, INTRODUCTION, NOTICE, TRAINING, recorded
 from .local_training import LocalTraining
 from .models import MODELS
 from .shadow import comparison, train_alone
@@ -101,6 +102,7 @@ def make_client_app(load_site: LoadSite) -> ClientApp:
         return Message(content, reply_to=message)
 
     @app.query(IDENTITY_QUERY.partition(".")[2])
+    @recorded(INTRODUCTION)
     def identity(message: Message, context: Context) -> Message:
         asked = dict(records_of(message.content, ConfigRecord)[0]) if message.content.config_records else {}
         about = introduction_of(load_site, context, asked.get(VERSION_KEY))
@@ -109,12 +111,14 @@ def make_client_app(load_site: LoadSite) -> ClientApp:
         return Message(RecordDict({CONFIG: ConfigRecord(about)}), reply_to=message)
 
     @app.query(REFUSAL_QUERY.partition(".")[2])
+    @recorded(NOTICE)
     def refusal(message: Message, context: Context) -> Message:
         (config,) = records_of(message.content, ConfigRecord)
         log(ERROR, "kindred: the server says of this site: %s", first_line(str(config[PROBLEM])))
         return Message(RecordDict(), reply_to=message)
 
     @app.train()
+    @recorded(TRAINING)
     def train(message: Message, context: Context) -> Message:
         if only_validates(context.node_config):
             log(ERROR, "kindred: the server asks this site to train: %s", NEVER_TRAINS)
@@ -122,6 +126,7 @@ def make_client_app(load_site: LoadSite) -> ClientApp:
         return work(message, context, "train")
 
     @app.evaluate()
+    @recorded(EVALUATION)
     def evaluate(message: Message, context: Context) -> Message:
         if only_validates(context.node_config):
             return Message(validation(_visit(load_site, message, context)), reply_to=message)

@@ -11,18 +11,29 @@ from dataclasses import dataclass, replace
 from logging import ERROR, WARNING
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import Message, MessageType, RecordDict
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 from flwr.supercore import log
 
-from kindred.messages import LOSS, PERSONAL, PROBE, ClientId, config_of, first_line, in_order, ordinary_names
+from kindred.messages import (
+    LOSS,
+    PERSONAL,
+    PROBE,
+    ClientId,
+    config_of,
+    first_line,
+    in_order,
+    ordinary_names,
+    payload_bytes,
+)
 from kindred.metrics import METRICS
 
 from .admission import REFUSED, SERVER_ERRORS, Refused, Reply
 from .arrivals import counted
 from .history import CLOSING, COMPUTE, OPENING, History
 from .roster import Roster
+from .status import EVALUATES, TRAINS, Status
 from .transport import CLOCKS, content_of, is_from, pull, push
 
 ENGINE_COLUMNS = ("round", "client", "status", "seconds", "bytes-down", "bytes-up")  # columns of every row
@@ -79,6 +90,8 @@ class Exchange:
         See `PersonalizedStrategy`.
     simulated : bool
         Whether the clients are on this machine; the quorum is then not used.
+    status : Status
+        Is informed of the clients that are asked, and of their replies.
 
     Attributes
     ----------
@@ -99,6 +112,7 @@ class Exchange:
         quorum: float,
         grace: float,
         simulated: bool,
+        status: Status,
     ) -> None:
         self._grid = grid
         self._roster = roster
@@ -110,6 +124,7 @@ class Exchange:
         self._quorum = quorum
         self._grace = grace
         self._simulated = simulated
+        self._status = status
         self.begin_round()
         self._sent: dict[str, Sent] = {}  # messages of the exchange in progress, by their ids
         self._until = 0.0  # end of the exchange in progress, on time.monotonic's clock
@@ -142,10 +157,15 @@ class Exchange:
         what = self._title(server_round)
         if waiting and not any(sent.trains for sent in waiting.values()) and what not in (OPENING, CLOSING):
             what += ", evaluation"
+        if self._status.is_kept and waiting:
+            kinds = {each.client: TRAINS if each.trains else EVALUATES for each in waiting.values() if not each.side}
+            self._status.sent(what, kinds)
         arriving = pull(self._grid, self._sent, lambda: self._until, simulated=self._simulated)
         for message_id, reply in counted(what, self._history.times.waiting(arriving), len(waiting)):
             sent = waiting.pop(message_id)
             self.replied.add(sent.client)
+            if not sent.side:
+                self._status.answered(sent.client)
             self._look_for_quorum(quorum)
             if isinstance(reply, Refused):
                 self._refuse(sent, server_round, reply, 0)
@@ -304,6 +324,9 @@ class Exchange:
         reported = set() if sent.side else numbers.keys() - sent.fields.keys() - set(ENGINE_COLUMNS)
         if status != "ok":
             status = first_line(status)
+        if not sent.side:
+            self._status.answered(sent.client, status)
+        if status != "ok":
             lost = self._lost.setdefault(status, [])
             lost.append(sent.client)
             if len(lost) == 1:  # others with the same reason follow in one line
@@ -322,15 +345,3 @@ class Exchange:
                         row[f"{PERSONAL}-{name}"] = float(row[key])
                     break
         self._history.add(row, reported)
-
-
-def payload_bytes(content: RecordDict) -> int:
-    """Return the number of bytes in a message's records: arrays with their headers, metrics and settings."""
-    return sum(_count_bytes(record) for record in content.values())
-
-
-def _count_bytes(record: ArrayRecord | MetricRecord | ConfigRecord) -> int:
-    try:
-        return record.count_bytes()
-    except (IndexError, ValueError):  # Flower accepts an empty list or text in a record but cannot count it
-        return 0

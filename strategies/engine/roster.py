@@ -40,6 +40,7 @@ from .admission import SERVER_ERRORS, Refused, admit_introduction
 from .arrivals import counted
 from .history import History
 from .remarks import SAMPLES
+from .status import MEETS, PREPARES, WAITS, Status
 from .transport import CLOCKS, content_of, is_from, pull, push
 
 NODES_PAUSE = 0.1  # s between two queries for the connected nodes
@@ -88,8 +89,9 @@ class Roster:
         self.max_strikes = max_strikes
         self.begin(History(), simulated=True)
 
-    def begin(self, history: History, *, simulated: bool) -> None:
+    def begin(self, history: History, *, simulated: bool, status: Status | None = None) -> None:
         """Reset everything for a new run; clients that take no part will be listed in `history.left_out`."""
+        self._status = status or Status()
         self.nodes: dict[ClientId, int] = {}
         self.validators: dict[ClientId, int] = {}
         self.unfit_validators: dict[ClientId, str] = {}
@@ -179,7 +181,7 @@ class Roster:
         deadline = time.monotonic() + self.wait_timeout
         seen: list[int] | None = None  # nodes connected at the last query
         met: list[int] | None = None  # nodes connected when they were last asked for their ids
-        asked_at, logged, waits = 0.0, "", ""
+        asked_at, logged, shown, waits = 0.0, "", "", ""
         self._reserved_names |= set(_registered_names())
         while True:
             nodes, now = sorted(grid.get_node_ids()), time.monotonic()
@@ -189,8 +191,9 @@ class Roster:
                 self._ask_and_admit(grid, nodes, introduce, timeout)
                 asked_at = time.monotonic()
                 deadline = asked_at + self.wait_timeout if met is None else deadline  # asking them took time too
-                met, seen = nodes, None  # the log line must be updated
+                met, seen, shown = nodes, None, ""  # the log line must be updated
             if settled and len(self.nodes) >= self.min_available:
+                self.show(PREPARES)
                 return
             count, what = (
                 (len(nodes), "are connected") if len(nodes) < self.min_available else (len(self.nodes), "can take part")
@@ -202,9 +205,13 @@ class Roster:
                 raise TooFewClients(f"too few clients after {self.wait_timeout:g} s: {waits}")
             if self._simulated and settled and self._identities.keys() >= set(nodes):
                 raise TooFewClients(f"too few clients: {waits}")
-            if waits != logged and (settled or len(nodes) < self.min_available):
-                log(INFO, "kindred: waiting for clients: %s", waits)
-                logged = waits
+            if settled or len(nodes) < self.min_available:
+                if waits != logged:
+                    log(INFO, "kindred: waiting for clients: %s", waits)
+                    logged = waits
+                if waits != shown:
+                    self.show(WAITS, waits)
+                    shown = waits
             seen = nodes
             time.sleep(NODES_PAUSE)
 
@@ -276,6 +283,7 @@ class Roster:
         timeout = min(timeout, self.wait_timeout)
         hurries = len(self.nodes) >= self.min_available or (self._identities and self._asked_before(nodes))
         patience = min(timeout, SECOND_WAIT) if hurries else timeout
+        self._show_silent(nodes)
         last = {node: message_id for message_id, node in self._queries.items()}  # a node's previous query still counts
         self._queries = {message_id: node for message_id, node in self._queries.items() if last[node] == message_id}
         for node in nodes:
@@ -305,11 +313,37 @@ class Roster:
                 )
             elif not reply.has_error():
                 self._record_introduction(node, content_of(reply))
+                self._show_silent(nodes)
             # In a simulation all nodes run the same app; a remote node's answer says nothing about the others.
             elif UNKNOWN_QUERY in (reply.error.reason or "") and self._simulated:
                 self._nodes_know_identity = False
             elif reply.error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION:
                 self._identities.setdefault(node, node)
+
+    def _show_silent(self, nodes: Collection[int]) -> None:
+        """Add to the run's status how many of these nodes have not introduced themselves."""
+        if not self._status.is_kept:
+            return
+        silent = len([node for node in nodes if node not in self._identities])
+        if silent:  # otherwise they are asked again
+            self.show(MEETS, f"{silent} of {len(nodes)} sites to introduce themselves")
+
+    def show(self, state: str, text: str = "") -> None:
+        """Record in the run's status what the run does, which clients take part, and why others do not."""
+        if self._status.is_kept:
+            self._status.update(state=state, text=text, **self._overview())
+
+    def _overview(self) -> dict[str, Any]:
+        nodes = {**self._introduced, **self.nodes, **self.validators}
+        left_out = {**self._history.left_out, **self.unfit_validators}
+        return {
+            "nodes": {str(client): str(node) for client, node in nodes.items()},
+            "taking-part": [str(client) for client in self.clients()],
+            "validators": [str(client) for client in in_order(self.validators)],
+            "left-out": {str(client): reason for client, reason in left_out.items()},
+            "excluded": {str(client): last for client, last in self._excluded_until.items()},
+            "refused": {str(node): reason for node, reason in self._refused.items()},
+        }
 
     def _asked_before(self, nodes: Collection[int]) -> bool:
         """Return whether all of these nodes have already been asked for their client ids."""

@@ -76,6 +76,7 @@ from .model_store import Layout
 from .norms import UpdateNorms
 from .remarks import on_samples, on_updates
 from .roster import Roster, only_validates
+from .status import BETWEEN_ROUNDS, Status
 from .times import RESULTS, SERVER
 from .validation import Validation
 
@@ -226,6 +227,7 @@ class PersonalizedStrategy(Hooks, Strategy):
         self.wait_timeout = WAIT_TIMEOUT.check(wait_timeout)
         self.max_strikes = MAX_STRIKES.check(max_strikes)
         self.roster = Roster(min_available_nodes, wait_timeout, max_strikes)
+        self.status = Status()  # of the run, for those who look at it
         self.norms = UpdateNorms(bounds=False)
         self.means: list[Mapping[ClientId, float]] = []  # of the round: client -> n_k, for each mean of models
         self.last_round = 0  # of the run in progress
@@ -448,7 +450,7 @@ class PersonalizedStrategy(Hooks, Strategy):
         """Begin with nothing known of earlier rounds."""
         in_simulation = simulated(grid)
         self.history = History(self.metric)
-        self.roster.begin(self.history, simulated=in_simulation)
+        self.roster.begin(self.history, simulated=in_simulation, status=self.status)
         self.norms = UpdateNorms(bounds=self.max_update_norm == AUTO and self.mixes_updates)
         self.run_id = grid.run.run_id
         self._attempt = time.time_ns()
@@ -466,6 +468,7 @@ class PersonalizedStrategy(Hooks, Strategy):
             quorum=self.quorum,
             grace=self.grace,
             simulated=in_simulation,
+            status=self.status,
         )
         self._validation = Validation(
             grid,
@@ -531,6 +534,7 @@ class PersonalizedStrategy(Hooks, Strategy):
         self.roster.end_round(grid, server_round)
         line = self.history.close_round(server_round, self.history.times.count_round(), self.personal)
         log(INFO, "%s", progress(line, self.metric, self.first_round, self.last_round))
+        self.roster.show(BETWEEN_ROUNDS, title(server_round, self.first_round, self.last_round))
         if on_round:
             before = self.history.times.spend_on(RESULTS)
             on_round(server_round)

@@ -21,12 +21,12 @@ from kindred.messages import (
     first_line,
     in_order,
     ordinary_names,
+    payload_bytes,
     records_of,
 )
 from kindred.metrics import METRICS
 
 from .admission import REFUSED, SERVER_ERRORS, Refused, admit_evaluation
-from .exchange import payload_bytes
 from .history import History
 from .roster import Roster
 from .transport import CLOCKS, content_of, is_from, pull, push

@@ -1,0 +1,85 @@
+"""The page of a site: a file in its state folder, written again after each message."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+from kindred.client.journal import CONNECTION, append
+from kindred.server_app.report.render import page
+from kindred.server_app.report.site import site_content
+
+from .files import write_file
+
+LOOK_SECONDS = 1.0  # between two looks at the journal
+MOST_ENTRIES = 20_000  # that a journal keeps when `kindred site` starts
+
+
+class SitePage:
+    """The page of a site, and the journal that it is made from.
+
+    Parameters
+    ----------
+    name : str
+        Of the site.
+    state : Path
+        The site's state folder.
+    about : mapping
+        The site's data: see `site_content`.
+
+    Attributes
+    ----------
+    path, journal : Path
+        The page, and the journal.
+    """
+
+    def __init__(self, name: str, state: Path, about: Mapping[str, Any]) -> None:
+        self._name, self._about = name, about
+        self.path, self.journal = state / f"site-{name}.html", state / f"site-{name}.jsonl"
+        self._written: Any = None
+
+    def fault(self, line: str) -> None:
+        """Record why the SuperNode cannot take part."""
+        append(self.journal, {"kind": CONNECTION, "problem": line})
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Keep the page up to date until the block ends."""
+        with suppress(OSError):
+            if len(lines := self.journal.read_bytes().splitlines(keepends=True)) > MOST_ENTRIES:
+                write_file(self.journal, b"".join(lines[-MOST_ENTRIES:]))
+        self.write()
+        ended = Event()
+
+        def follow() -> None:
+            while not ended.wait(LOOK_SECONDS):
+                self.write()
+
+        thread = Thread(target=follow, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+            self.write()
+
+    def write(self) -> None:
+        """Write the page if the journal has changed; a page that cannot be written does not concern the site."""
+        with suppress(OSError):
+            state = self.journal.stat().st_size if self.journal.exists() else 0
+            if state != self._written:
+                write_file(self.path, page(site_content(self._name, self._about, self._entries())).encode())
+                self._written = state
+
+    def _entries(self) -> list[dict[str, Any]]:
+        """Return the journal's complete entries."""
+        found = []
+        for line in self.journal.read_bytes().splitlines() if self.journal.exists() else ():
+            with suppress(ValueError):  # incomplete, if the machine itself stopped
+                found.append(json.loads(line))
+        return found

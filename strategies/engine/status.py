@@ -1,0 +1,95 @@
+"""The status of a run at `kindred server`: a small file that says what the run does now, and with which clients.
+
+Whoever looks at the run reads this file and those in the run's folder. It is replaced atomically whenever something
+changes; elsewhere, as in a simulation, nothing is written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from kindred.client.state import make_private, replacing
+from kindred.messages import ClientId, first_line
+
+# In the environment of a run at `kindred server`: the folder with a status file for each run.
+RUNS = "KINDRED_RUNS"
+
+STARTS, MEETS, WAITS, PREPARES = "starts", "meets", "waits", "prepares"
+EXCHANGES, BETWEEN_ROUNDS = "exchanges", "between rounds"
+TRAINS, EVALUATES = "trains", "evaluates"  # kinds of messages
+FINISHED, FAILED = "finished", "failed"
+
+
+class Status:
+    """The status of a run.
+
+    Parameters
+    ----------
+    path : Path, optional
+        The file; None where nobody looks at the run.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path = path
+        self._content: dict[str, Any] = {}
+
+    @property
+    def is_kept(self) -> bool:
+        """True where somebody may look at the run."""
+        return self._path is not None
+
+    @classmethod
+    def of_run(cls, run_id: int) -> Status:
+        """Return the status of a run at `kindred server`; elsewhere one that is written nowhere."""
+        folder = os.environ.get(RUNS)
+        return cls(Path(folder) / f"{run_id}.json" if folder else None)
+
+    def update(self, **content: Any) -> None:
+        """Replace parts of the content, and the file.
+
+        `state` is one of this module's constants, and `text` says more. A file that cannot be written does not concern
+        the run.
+        """
+        if self._path is None:
+            return
+        self._content |= content
+        with suppress(OSError), replacing(self._path) as temporary:
+            temporary.write_text(json.dumps(self._content))
+
+    def sent(self, what: str, kinds: dict[ClientId, str]) -> None:
+        """Record that an exchange begins: its name, and the kind of message to each client, TRAINS or EVALUATES."""
+        at = time.time()
+        asked = {str(client): {"kind": kind, "at": at} for client, kind in kinds.items()}
+        self.update(state=EXCHANGES, text=what, asked=asked)
+
+    def answered(self, client: ClientId, status: str = "") -> None:
+        """Record that a client's reply has arrived, or that it will not be used: `status` is "ok" or the reason."""
+        if asked := self._content.get("asked", {}).get(str(client)):
+            asked.setdefault("seconds", time.time() - asked["at"])
+            asked["status"] = status
+            self.update()
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """Record the run's beginning, its end, and the reason if it fails."""
+        if self._path is None:
+            yield
+            return
+        with suppress(OSError):
+            make_private(self._path.parent)
+        process = psutil.Process()
+        self.update(state=STARTS, text="", began=time.time(), process=[process.pid, process.create_time()])
+        try:
+            yield
+        except BaseException as error:
+            self.update(state=FAILED, text=first_line(str(error) or type(error).__name__), ended=time.time())
+            raise
+        self.update(state=FINISHED, text="", ended=time.time())
