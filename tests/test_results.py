@@ -38,6 +38,7 @@ from kindred.server_app.report import content as report, figures as pictures
 from kindred.server_app.report.comparison_figures import comparison_figure
 from kindred.server_app.report.content import run_content
 from kindred.server_app.report.run_figures import networks_of
+from kindred.server_app.report.render import embedded
 from kindred.server_app.report.watch import Watcher
 from kindred.server_app.report.weights import is_share
 from kindred.server_app.results import RunFolder
@@ -505,7 +506,7 @@ def test_results_are_written_whatever_number_clients_report(tmp_path, caplog, va
     done = CliRunner().invoke(cli.app, ["report", str(folder.path)])
     assert done.exit_code == 0 and (folder.path / "report.html").exists(), done.output
     with Watcher(folder.path, 0) as watcher:
-        shown = strictly(watcher.content()[1])
+        shown = strictly(embedded(watcher.content("/")))
     assert shown["finished"] and shown["clients"]["last"] == [None, 0.5, None]
     compare_runs([folder.path, folder.path], tmp_path / "comparison.png", io.StringIO())
     assert "cannot be written" not in caplog.text and is_picture(tmp_path / "comparison.png")

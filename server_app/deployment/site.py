@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,6 +21,7 @@ from kindred.client.journal import JOURNAL
 from kindred.client.state import default_root
 from kindred.lazy import lazy
 from kindred.server_app.cli.common import app, end, option
+from kindred.server_app.cli.display import displayed
 
 from .addresses import LOOPBACK, check_port, is_loopback, parse_server, warn_of_no_tls, with_port
 from .certificates import check_site_name, load_certificate, load_site_key, out_of_date
@@ -200,8 +202,9 @@ def _data_summary(name: str, node: Mapping[str, Any], class_names: Sequence[str]
     try:
         task = data.Task.load(Path(node["schema"])) if "schema" in node else None
         validates = bool(node.get("validate-only"))
-        site = sites.read_site(node["data-dir"], class_names, task, validates=validates)
-        public = public_images.read_public(node["public-data"], site.kind) if "public-data" in node else None
+        with displayed("reading the data", sys.stderr):
+            site = sites.read_site(node["data-dir"], class_names, task, validates=validates)
+            public = public_images.read_public(node["public-data"], site.kind) if "public-data" in node else None
     except data.DataError as error:
         end(2, str(error))
     reported = ""
@@ -292,7 +295,9 @@ def _run_config(given: Sequence[str], class_names: str) -> config.Config:
 def _check_fit(name: str, node: Mapping[str, Any], run: config.Config) -> None:
     """Print that a site fits a run, or end the command with the reason why it does not."""
     try:
-        print(f"fits the run: {site_check.fit(run, node)}", flush=True)
+        with displayed("checking that the site fits the run", sys.stderr):
+            fit = site_check.fit(run, node)
+        print(f"fits the run: {fit}", flush=True)
     except config.ConfigError as error:
         end(2, str(error))
     except data.DataError as error:
