@@ -37,8 +37,8 @@ from kindred.server_app.headline import Headline
 from kindred.server_app.report import content as report, figures as pictures
 from kindred.server_app.report.comparison_figures import comparison_figure
 from kindred.server_app.report.content import run_content
-from kindred.server_app.report.run_figures import networks_of
 from kindred.server_app.report.render import embedded
+from kindred.server_app.report.run_figures import networks_of
 from kindred.server_app.report.watch import Watcher
 from kindred.server_app.report.weights import is_share
 from kindred.server_app.results import RunFolder
