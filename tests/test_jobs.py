@@ -57,7 +57,7 @@ def results_in(place: Path) -> tuple[dict, dict[str, dict[str, bytes]]]:
     return without_times(content), files
 
 
-@pytest.mark.parametrize("engine", ["inline", "local"])
+@pytest.mark.parametrize("engine", [pytest.param("inline", marks=pytest.mark.deployment), "local"])
 def test_runs_at_once_give_the_same_bits_and_files_as_one_after_another(engine, tmp_path) -> None:
     found = []
     for number in (1, 2):
