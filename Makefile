@@ -45,7 +45,7 @@ test-faults: $(INSTALLED)
 	$(VENV)/bin/python -m pytest --durations=10 -m faults
 
 test-deployment: $(INSTALLED)
-	$(VENV)/bin/python -m pytest --durations=10 --numprocesses 2 --dist loadfile -m deployment
+	$(VENV)/bin/python -m pytest --durations=10 --numprocesses 3 --dist loadfile --no-loadscope-reorder -m deployment
 
 benchmarks: $(INSTALLED)
 	$(VENV)/bin/python -m benchmarks.cloud_models
