@@ -72,6 +72,11 @@ def krum_scores(distances: np.ndarray) -> np.ndarray:
     return np.sort(each, axis=1)[:, 1 : nearest + 1].sum(axis=1)  # without the model itself, at 0
 
 
+def _mean_of(kept: list[int], models: np.ndarray) -> np.ndarray:
+    """Return the mean, (b,), of these rows of models, (m, b)."""
+    return models[kept].mean(axis=0)
+
+
 # --- Aggregates ---------------------------------------------------------------------------------------
 
 
@@ -119,13 +124,14 @@ class RobustCentre:
         """Return the centre, shape (d,), of the models added; None if there are none."""
         if not self._rows:
             return None
-        if self._rule in (KRUM, MULTI_KRUM):
+        of_block = COORDINATES.get(self._rule)
+        if of_block is None:
             kept = self._nearest_to_others(1 if self._rule == KRUM else len(self._rows) - assumed(len(self._rows)))
             self.weights = {client: float(i in kept) for i, client in enumerate(self.weights)}
-            return np.mean([self._rows[i] for i in kept], axis=0, dtype=self._rows[0].dtype)
+            of_block = partial(_mean_of, kept)
         centre = np.empty_like(self._rows[0])  # (d,)
-        for columns, block in self._blocks():
-            centre[columns] = COORDINATES[self._rule](block)
+        for columns, block in self._blocks():  # (m, b)
+            centre[columns] = of_block(block)
         return centre
 
     def _nearest_to_others(self, count: int) -> list[int]:
