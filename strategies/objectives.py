@@ -28,10 +28,9 @@ from .scores import OF_CLASSES, OF_LABELS, computed
 if TYPE_CHECKING:
     import torch
     import torch.nn.functional as F
-    from sklearn import metrics as scores
     from torch import Tensor
 else:
-    F, scores, torch = lazy("torch.nn.functional"), lazy("sklearn.metrics"), lazy("torch")
+    F, torch = lazy("torch.nn.functional"), lazy("torch")
 
 SMALLEST = float(np.finfo(np.float32).tiny)
 """Replaces a probability of 0 before its logarithm is taken."""
@@ -402,12 +401,10 @@ class Number(Objective):
     def metrics(self, predictions: np.ndarray, targets: np.ndarray) -> dict[str, float]:
         """Return root mean squared and mean absolute error, in the target's unit, and R2 if the targets differ."""
         given, true = self.readable(predictions)[:, 0], self.readable(targets)
-        found = {
-            "rmse": float(scores.root_mean_squared_error(true, given)),
-            "mae": float(scores.mean_absolute_error(true, given)),
-        }
+        squared = np.square(true - given)
+        found = {"rmse": float(np.sqrt(squared.mean())), "mae": float(np.abs(true - given).mean())}
         if len(np.unique(true)) > 1:
-            found["r2"] = float(scores.r2_score(true, given))
+            found["r2"] = float(1 - squared.sum() / np.square(true - true.mean()).sum())
         return found
 
     def scaled(self, targets: np.ndarray) -> np.ndarray:

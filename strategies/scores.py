@@ -1,7 +1,7 @@
 """Scores of predicted probabilities beyond accuracy, by name.
 
-AUROC and average precision are by ranks, for all classes at once: clients compute them in every round, and calls of
-scikit-learn for each class take longer than a small client's training.
+Clients compute them in every round. So each is a few operations on whole arrays: calls of scikit-learn, with which the
+tests compare them, take longer than a small client's training.
 
 A score is None where the samples do not define it: a client whose samples are all of one class has no AUROC.
 """
@@ -9,17 +9,8 @@ A score is None where the samples do not define it: a client whose samples are a
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING
 
 import numpy as np
-
-from .lazy import lazy
-
-if TYPE_CHECKING:
-    from scipy import stats
-    from sklearn import metrics
-else:
-    stats, metrics = lazy("scipy.stats"), lazy("sklearn.metrics")
 
 BINS = 15
 """Bins of equal width into which probabilities are sorted for the expected calibration error."""
@@ -48,11 +39,19 @@ def computed(
 # --- Of classes ---------------------------------------------------------------------------------------
 
 
+def counts(predictions: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the numbers of samples of each class, (N,) each: that are of it, are predicted as it, and are both."""
+    given = predictions.argmax(axis=1)
+    of, as_it, both = (
+        np.bincount(classes, minlength=predictions.shape[1]) for classes in (targets, given, targets[given == targets])
+    )
+    return of, as_it, both
+
+
 def balanced_accuracy(predictions: np.ndarray, targets: np.ndarray) -> float:
     """Return the mean, over the classes that occur, of the share of a class's samples that are predicted as it."""
-    return metrics.recall_score(
-        targets, predictions.argmax(axis=1), labels=np.unique(targets), average="macro", zero_division=0
-    )
+    of, _, both = counts(predictions, targets)
+    return float((both[of > 0] / of[of > 0]).mean())
 
 
 def auroc(probabilities: np.ndarray, true: np.ndarray) -> float | None:
@@ -61,12 +60,13 @@ def auroc(probabilities: np.ndarray, true: np.ndarray) -> float | None:
     The area is the share of the pairs of a true and a false sample in which the true one has the larger probability,
     equal ones counting half (Mann and Whitney, 1947). Columns that are true, or false, everywhere do not count.
     """
-    positive = true.sum(axis=0)  # (N,)
-    negative = len(true) - positive
-    ranks = (stats.rankdata(probabilities, axis=0) * true).sum(axis=0)  # (N,)
-    pairs = positive * negative
-    areas = (ranks - positive * (positive + 1) / 2)[pairs > 0] / pairs[pairs > 0]
-    return float(areas.mean()) if len(areas) else None
+    found = []
+    for p, y in zip(probabilities.T, true.T, strict=True):
+        if 0 < y.sum() < len(y):
+            false = np.sort(p[~y])
+            below, up_to = (np.searchsorted(false, p[y], side).sum() for side in ("left", "right"))
+            found.append((below + up_to) / (2 * y.sum() * len(false)))
+    return float(np.mean(found)) if found else None
 
 
 def average_precision(probabilities: np.ndarray, true: np.ndarray) -> float | None:
@@ -76,9 +76,10 @@ def average_precision(probabilities: np.ndarray, true: np.ndarray) -> float | No
     one or a larger one. Columns that are true, or false, everywhere do not count.
     """
     found = []
-    for p, y in zip(probabilities.T, true.T, strict=True):
+    for p, y in zip(-probabilities.T, true.T, strict=True):
         if 0 < y.sum() < len(y):
-            found.append((stats.rankdata(-p[y], "max") / stats.rankdata(-p, "max")[y]).mean())
+            among_true, among_all = (np.searchsorted(np.sort(each), p[y], "right") for each in (p[y], p))
+            found.append((among_true / among_all).mean())
     return float(np.mean(found)) if found else None
 
 
@@ -92,10 +93,16 @@ def by_class(score: Score) -> Score:
     return of_classes
 
 
+def f1_of(of: np.ndarray, as_it: np.ndarray, both: np.ndarray) -> float:
+    """Return the mean F1 score of classes with these `counts`; it is 0 for a class without any samples."""
+    return float((2 * both / np.maximum(of + as_it, 1)).mean())
+
+
 def f1(predictions: np.ndarray, targets: np.ndarray) -> float:
     """Return the F1 score of the second of two classes, else the mean over the classes that occur."""
-    average, labels = ("binary", None) if predictions.shape[1] == 2 else ("macro", np.unique(targets))
-    return metrics.f1_score(targets, predictions.argmax(axis=1), labels=labels, average=average, zero_division=0)
+    of, as_it, both = counts(predictions, targets)
+    which = [1] if predictions.shape[1] == 2 else np.flatnonzero(of)
+    return f1_of(of[which], as_it[which], both[which])
 
 
 def recall_of(which: int) -> Score:
@@ -117,9 +124,10 @@ def brier(predictions: np.ndarray, targets: np.ndarray) -> float:
 
 
 def log_loss(predictions: np.ndarray, targets: np.ndarray) -> float:
-    """Return the mean cross-entropy."""
+    """Return the mean cross-entropy, of probabilities clipped to keep it finite."""
     rows = predictions / predictions.sum(axis=1, keepdims=True, dtype=np.float64)  # float32 sums are near 1
-    return metrics.log_loss(targets, rows, labels=np.arange(predictions.shape[1]))
+    least = np.finfo(np.float64).eps
+    return float(-np.log(rows[np.arange(len(rows)), targets].clip(least, 1 - least)).mean())
 
 
 def calibration_error(predictions: np.ndarray, targets: np.ndarray) -> float:
@@ -155,7 +163,7 @@ OF_CLASSES: Mapping[str, Score] = {
 OF_LABELS: Mapping[str, Score] = {
     "auroc": lambda p, y: auroc(p, y > 0.5),
     "average-precision": lambda p, y: average_precision(p, y > 0.5),
-    "f1": lambda p, y: metrics.f1_score(y > 0.5, p > 0.5, average="macro", zero_division=0),
+    "f1": lambda p, y: f1_of(*(each.sum(axis=0) for each in (y > 0.5, p > 0.5, (y > 0.5) & (p > 0.5)))),
     "brier": lambda p, y: float(np.square(p - y).mean()),
     "calibration-error": lambda p, y: calibration(p.ravel(), y.ravel()),
 }

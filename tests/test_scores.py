@@ -5,7 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
-from sklearn.metrics import average_precision_score, balanced_accuracy_score, brier_score_loss, roc_auc_score
+from sklearn.metrics import (
+    average_precision_score,
+    balanced_accuracy_score,
+    brier_score_loss,
+    f1_score,
+    log_loss,
+    mean_absolute_error,
+    r2_score,
+    recall_score,
+    roc_auc_score,
+    root_mean_squared_error,
+)
 
 from kindred.metrics import METRICS
 from kindred.objectives import OBJECTIVES, Classes, Labels, NextToken, Number
@@ -78,19 +89,45 @@ def test_metrics_of_any_two_classes_are_possible_and_scikit_learns(samples) -> N
     found = of_classes(np.stack([1 - p, p], axis=1), y)
     assert all(METRICS[name].holds(value) for name, value in found.items())
     assert found["brier"] == pytest.approx(brier_score_loss(y, p))
+    assert found["log-loss"] == pytest.approx(log_loss(y, np.stack([1 - p, p], axis=1), labels=[0, 1]))
+    assert found["f1"] == f1_score(y, p > 0.5, zero_division=0)
     if 0 < y.sum() < len(y):
         assert found["auroc"] == pytest.approx(roc_auc_score(y, p))
         assert found["average-precision"] == pytest.approx(average_precision_score(y, p))
 
 
 @given(st.lists(st.tuples(st.sampled_from([0.1, 0.25, 0.5]), st.integers(0, 3)), min_size=2, max_size=30))
-def test_ranks_of_several_classes_with_ties_and_absent_classes_are_scikit_learns(samples) -> None:
+def test_scores_of_several_classes_with_ties_and_absent_classes_are_scikit_learns(samples) -> None:
     y = np.array([label for _, label in samples])
     p = np.array([[share * (c + 1) % 0.4 for c in range(5)] for share, _ in samples])  # class 4 does not occur
     some = [c for c in range(5) if 0 < (y == c).sum() < len(y)]
-    found = Classes(5).further_metrics(p, y, ("auroc", "average-precision"))
-    assert found.keys() == ({"auroc", "average-precision"} if some else set())
-    if some:
-        assert found["auroc"] == pytest.approx(np.mean([roc_auc_score(y == c, p[:, c]) for c in some]))
-        precisions = [average_precision_score(y == c, p[:, c]) for c in some]
-        assert found["average-precision"] == pytest.approx(np.mean(precisions))
+    of_all = {
+        "balanced-accuracy": recall_score(y, p.argmax(axis=1), labels=np.unique(y), average="macro", zero_division=0),
+        "f1": f1_score(y, p.argmax(axis=1), labels=np.unique(y), average="macro", zero_division=0),
+        "log-loss": log_loss(y, p / p.sum(axis=1, keepdims=True), labels=np.arange(5)),
+    }
+    ranks = {
+        "auroc": [roc_auc_score(y == c, p[:, c]) for c in some],
+        "average-precision": [average_precision_score(y == c, p[:, c]) for c in some],
+    }
+    expected = of_all | ({name: np.mean(values) for name, values in ranks.items()} if some else {})
+    assert Classes(5).further_metrics(p, y, (*of_all, *ranks)) == pytest.approx(expected)
+
+
+@given(st.lists(st.tuples(st.floats(0, 1), st.booleans(), st.floats(0, 1), st.booleans()), min_size=1, max_size=20))
+def test_f1_of_labels_is_scikit_learns_also_where_a_label_never_occurs(samples) -> None:
+    p, y = np.array([[one[0], one[2], 0.2] for one in samples]), np.array([[one[1], one[3], False] for one in samples])
+    found = Labels(3).further_metrics(p, y.astype(float), ("f1",))
+    assert found["f1"] == pytest.approx(f1_score(y, p > 0.5, average="macro", zero_division=0))
+
+
+@given(st.lists(st.tuples(st.floats(-5, 5), st.floats(-5, 5)), min_size=2, max_size=20))
+def test_scores_of_numbers_are_scikit_learns(samples) -> None:
+    given_, true = np.array(samples).T
+    found = Number(1, mean=3, deviation=2).evaluated(given_[:, None], true, Number.reports)
+    true, given_ = 2 * true + 3, 2 * given_ + 3
+    assert found["rmse"] == pytest.approx(root_mean_squared_error(true, given_))
+    assert found["mae"] == pytest.approx(mean_absolute_error(true, given_))
+    assert ("r2" in found) == (len(np.unique(true)) > 1)
+    if "r2" in found and np.ptp(true) > 1e-3:
+        assert found["r2"] == pytest.approx(r2_score(true, given_))

@@ -26,9 +26,9 @@ from .figures import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from sklearn import isotonic
+    from scipy import optimize
 else:
-    isotonic = lazy("sklearn.isotonic")
+    optimize = lazy("scipy.optimize")
 
 Method = tuple[str, Sequence[Sequence[Mapping[str, Any]]]]
 """A method's name, and the rounds of the history of each of its runs."""
@@ -220,5 +220,5 @@ def _apart(values: np.ndarray, gap: float, low: float, high: float) -> np.ndarra
     # With i gaps subtracted from value i, "at least a gap apart" becomes "not decreasing": isotonic regression.
     least, most = low + gap / 2, high - gap / 2 - steps[-1]
     result = np.empty(len(values))
-    result[order] = steps + isotonic.isotonic_regression(values[order] - steps, y_min=least, y_max=max(least, most))
+    result[order] = steps + optimize.isotonic_regression(values[order] - steps).x.clip(least, max(least, most))
     return result

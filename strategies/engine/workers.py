@@ -46,7 +46,6 @@ else:
 
 AHEAD = 2  # messages that a process has while many wait, so that it need not wait for this process
 LEAST_SHARED = 1 << 14  # bytes; less travels through the pipe, which holds AHEAD such messages without a reader
-INHERITED = (lazy("sklearn.metrics"),)  # imported once, not in each process: slow to import, and all clients need it
 PATIENCE = 0.5  # seconds to wait for a reply before the caller looks at its deadline
 
 
@@ -144,9 +143,6 @@ class WorkerGrid(InlineGrid):
 
     def _start(self, worker: _Worker) -> None:
         resource_tracker.ensure_running()  # one for all processes, whichever of them frees a block of shared memory
-        if self._method == "fork":
-            for module in INHERITED:
-                vars(module)  # imports it
         processes: Any = multiprocessing.get_context(self._method)
         worker.connection, theirs = processes.Pipe()
         # A forked process inherits all connections; copies of them would keep them open when this process has ended.
