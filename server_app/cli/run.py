@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -280,6 +282,7 @@ def main() -> None:
         check_flower()
     except ImportError as error:
         end(2, str(error))
+    atexit.register(gc.freeze)  # the interpreter's last search for garbage would take most of a second
     commands.app(prog_name="kindred")
 
 

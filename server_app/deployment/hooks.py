@@ -55,10 +55,11 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 # Starts a process for each line of arguments that it reads, until its input ends.
 FORKS = """
-import json, os, signal, sys
-import torch
+import gc, json, os, signal, sys
+import sklearn.model_selection, torch  # what clients use, and is slow to import
 import kindred  # the installed package, before a run's files come first on the path
 from flwr.supernode.cli import flwr_clientapp
+gc.freeze()  # no process looks for garbage in what it shares with this one
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the processes
 for line in sys.stdin:
     if os.fork() == 0:
