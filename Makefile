@@ -7,6 +7,9 @@ TYPED := $(VENV)/types/kindred
 
 SOURCES := strategies data server_app client_app tests benchmarks examples docs/hooks.py
 
+# Many processes import the package: let the first one keep what it has compiled.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: install run lint types tree docs test test-faults test-deployment benchmarks clean
 
 install: $(INSTALLED)

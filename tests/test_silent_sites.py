@@ -184,12 +184,12 @@ def test_a_round_ends_the_grace_period_after_its_quorum(sites) -> None:
 def test_a_run_waits_for_usable_sites_and_server_and_site_name_the_reason(sites) -> None:
     sites.start_site("nice", "bad.npz")
     sites.wait_for("nice", "SuperNode ID: ", 120)
-    sites.run(120, num_rounds=1, min_available_clients=4, wait_timeout=20.0)
+    sites.run(180, num_rounds=1, min_available_clients=4, wait_timeout=float(TIMEOUT))
     assert sites.status() == "finished:failed"
     reason = (
         "client graz: its share-model is false, and heurfedamp mixes all models; client nice: it cannot "
         "introduce itself: "
     )
     assert f"kindred: waiting for clients: 3 of 4 can take part (min_available_nodes); {reason}" in sites.said("run")
-    assert re.search("TooFewClients: too few clients after 20 s: 3 of 4 can take part", sites.said("run"))
+    assert re.search(f"TooFewClients: too few clients after {TIMEOUT} s: 3 of 4 can take part", sites.said("run"))
     assert "label" in re.search("kindred: this site takes no part: (.*)", sites.said("nice"))[1]
