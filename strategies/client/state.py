@@ -170,13 +170,16 @@ class ClientState:
             A later round or attempt has already saved: the message of this round came late.
         """
         make_private(self.folder)
-        last = next(iter(self._versions(name)), None)
+        versions = self._versions(name)
+        last = versions[0] if versions else None
         if last and (last.attempt, last.round) > (self._attempt, self._round):
             resumed = " of the resumed run" if last.attempt > self._attempt else ""
             raise ValueError(f"round {self._round} is over: {last.path} is of round {last.round}{resumed}")
         loaded = rounds_load_it or name in self._loaded
         if last and last.path == self._path(name) and last.round < self._round and loaded:
-            _link(last.path, self.folder / f".{name}.round-{last.round:04d}.safetensors")
+            kept = self.folder / f".{name}.round-{last.round:04d}.safetensors"
+            _link(last.path, kept)
+            versions = [last._replace(path=kept), *(each for each in versions[1:] if each.path != kept)]
         for partial, process in partial_files(self.folder):
             if not psutil.pid_exists(process):  # the process was killed during a save
                 partial.unlink(missing_ok=True)
@@ -187,11 +190,11 @@ class ClientState:
         except OSError as error:
             place, reason = self.folder.parent, error.strerror or error
             raise OSError(f"clients' state cannot be written to {place} ({reason}); make room there") from None
-        versions = self._versions(name)
-        for version in versions[1:]:
+        earlier = [version for version in versions if version.path != self._path(name)]
+        for version in earlier:
             if version.round >= self._round:  # of an interrupted attempt
                 version.path.unlink(missing_ok=True)
-        self._remove_earlier(versions)
+        self._remove_earlier([_Version(self._path(name), self._round, self._attempt), *earlier])
 
     def about(self, name: str) -> dict[str, str]:
         """Return the texts last saved with a name's arrays, before the round `before`; empty without such a file."""
