@@ -23,7 +23,7 @@ import numpy as np
 
 from .extensions import Registry
 from .lazy import lazy
-from .scores import OF_CLASSES, OF_LABELS, computed
+from .scores import OF_CLASSES, OF_LABELS, check_finite, computed
 
 if TYPE_CHECKING:
     import torch
@@ -400,6 +400,7 @@ class Number(Objective):
 
     def metrics(self, predictions: np.ndarray, targets: np.ndarray) -> dict[str, float]:
         """Return root mean squared and mean absolute error, in the target's unit, and R2 if the targets differ."""
+        check_finite(predictions)
         given, true = self.readable(predictions)[:, 0], self.readable(targets)
         squared = np.square(true - given)
         found = {"rmse": float(np.sqrt(squared.mean())), "mae": float(np.abs(true - given).mean())}

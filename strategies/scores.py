@@ -30,10 +30,16 @@ def computed(
         There are such scores, and a prediction is not finite.
     """
     asked = [name for name in known if name in names]
-    if asked and not np.isfinite(predictions).all():
-        raise ValueError("predictions are not finite: did training diverge? a smaller learning-rate may help")
+    if asked:
+        check_finite(predictions)
     found = {name: known[name](predictions, targets) for name in asked}
     return {name: float(value) for name, value in found.items() if value is not None}
+
+
+def check_finite(predictions: np.ndarray) -> None:
+    """Raise ValueError if a prediction is not finite."""
+    if not np.isfinite(predictions).all():
+        raise ValueError("predictions are not finite: did training diverge? a smaller learning-rate may help")
 
 
 # --- Of classes ---------------------------------------------------------------------------------------

@@ -69,6 +69,12 @@ def test_scores_of_samples_by_hand() -> None:
     assert Number(1, mean=5, deviation=2).sample_scores(np.array([[1.0]]), np.array([-0.5])).tolist() == [-3.0]
 
 
+@pytest.mark.parametrize(("objective", "targets"), [(Classes(2), [0]), (Labels(2), [[1.0, 0.0]]), (Number(1), [1.0])])
+def test_predictions_that_are_not_finite_are_refused(objective, targets) -> None:
+    with pytest.raises(ValueError, match="predictions are not finite: did training diverge"):
+        objective.evaluated(np.full((1, objective.num_outputs), np.inf), np.array(targets), objective.reports)
+
+
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_every_reported_metric_is_described(name) -> None:
     assert set(OBJECTIVES[name].reports) <= METRICS.keys() and OBJECTIVES[name].metric in OBJECTIVES[name].reports
