@@ -310,6 +310,27 @@ def test_the_page_of_the_runs_follows_the_status_and_fits(browser, tmp_path, wid
         tab.wait_for_selector("text=The run has failed: bad.")
 
 
+def test_the_page_of_a_site_is_loaded_again_while_the_site_runs_and_stays_open_where_it_was(
+    browser, tmp_path, monkeypatch  # noqa: F811
+) -> None:  # fmt: skip
+    monkeypatch.setattr("kindred.server_app.report.site.RELOAD_SECONDS", 0.5)
+    page = SitePage("lyon", tmp_path, {"lines": ["lyon: 60 images"], "classes": [["0", "3", "4"]]})
+    entry = {"kind": "training", "method": "fedavg", "metric": "accuracy", "seconds": 1.0, "bytes-out": 10, "run": "1"}
+    journal.append(page.journal, {**entry, "round": 1, "value": 0.5})
+    page.write()
+    with opened(browser, page.path.as_uri(), 1100) as tab:
+        tab.click("summary >> nth=0")
+        is_open = "document.querySelector('details').open"
+        before = tab.evaluate(is_open)
+        page.fault("the certificate has ended")
+        page.write()
+        tab.wait_for_selector("text=The certificate has ended")
+        assert tab.evaluate(is_open) == before
+        page.write(running=False)
+        tab.wait_for_selector("text=`kindred site` has ended")
+        assert tab.evaluate("JSON.parse(document.getElementById('data').textContent).reload") == 0
+
+
 @pytest.mark.parametrize("width", [1100, 390])
 def test_the_page_of_a_site_compares_with_a_model_trained_alone_or_says_that_it_does_not(
     browser, tmp_path, width  # noqa: F811

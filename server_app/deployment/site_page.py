@@ -66,14 +66,15 @@ class SitePage:
         finally:
             ended.set()
             thread.join()
-            self.write()
+            self.write(running=False)
 
-    def write(self) -> None:
-        """Write the page if the journal has changed; a page that cannot be written does not concern the site."""
+    def write(self, *, running: bool = True) -> None:
+        """Write the page if something has changed; a page that cannot be written does not concern the site."""
         with suppress(OSError):
-            state = self.journal.stat().st_size if self.journal.exists() else 0
+            state = self.journal.stat().st_size if self.journal.exists() else 0, running
             if state != self._written:
-                write_file(self.path, page(site_content(self._name, self._about, self._entries())).encode())
+                content = site_content(self._name, self._about, self._entries(), running=running)
+                write_file(self.path, page(content).encode())
                 self._written = state
 
     def _entries(self) -> list[dict[str, Any]]:

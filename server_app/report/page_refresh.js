@@ -48,3 +48,15 @@ async function refresh() {
   if (!(data && isOver(data))) setTimeout(refresh, poll);
 }
 if (poll && !isOver(content)) setTimeout(refresh, poll);
+
+// A file cannot be fetched: such a page is loaded again as a whole, and the same parts are open again.
+const details = () => [...main.querySelectorAll("details")];
+if (content.reload) {
+  const opened = (sessionStorage.getItem(location.pathname) || "").split(" ");
+  for (const each of details()) each.open ||= opened.includes(each.id);
+  setInterval(() => {
+    if (document.hidden) return;
+    sessionStorage.setItem(location.pathname, details().filter(each => each.open).map(each => each.id).join(" "));
+    location.reload();
+  }, 1000 * content.reload);
+}

@@ -12,6 +12,7 @@ from kindred.metrics import METRICS
 from kindred.server_app.headline import Headline
 
 MOST_MESSAGES, MOST_FAULTS, MOST_RUNS = 200, 50, 5  # on the page: the latest ones
+RELOAD_SECONDS = 5.0  # after which a browser loads the page again
 ADVICE = {
     INTRODUCTION: "The site takes no part until this is fixed; it is then asked again, without a restart.",
     NOTICE: "Fix what it names. An excluded site is asked again, without a restart.",
@@ -21,7 +22,9 @@ ADVICE = {
 }
 
 
-def site_content(name: str, about: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def site_content(
+    name: str, about: Mapping[str, Any], entries: Sequence[Mapping[str, Any]], *, running: bool = True
+) -> dict[str, Any]:
     """Return the content of a site's page.
 
     Parameters
@@ -33,6 +36,8 @@ def site_content(name: str, about: Mapping[str, Any], entries: Sequence[Mapping[
         samples.
     entries : sequence of mapping
         The site's journal, see `kindred.client.journal`.
+    running : bool (default: True)
+        Whether `kindred site` is at work; the browser then loads the page again and again.
     """
     messages = [entry for entry in entries if entry["kind"] != CONNECTION]
     measured = [entry for entry in messages if entry.get("metric") in METRICS]
@@ -40,10 +45,14 @@ def site_content(name: str, about: Mapping[str, Any], entries: Sequence[Mapping[
     return {
         "kind": "site",
         "title": f"Site {name}",
-        "about": [f"as of {_time(entries[-1])}; reload the page to see more"] if entries else [],
+        "about": [
+            *([f"as of {_time(entries[-1])}"] if entries else []),
+            *([f"loaded again every {RELOAD_SECONDS:g} s"] if running else []),
+        ],
+        "reload": RELOAD_SECONDS if running else 0,
         "finished": False,
         "metric": headline.to_dict(),
-        "doing": _doing(entries),
+        "doing": _doing(entries) if running else "`kindred site` has ended.",
         "messages-in-all": len(messages),
         **{key: sum(entry.get(key, 0) for entry in messages) for key in ("bytes-in", "bytes-out")},
         "lines": about["lines"],
