@@ -92,6 +92,7 @@ def run_simulation(
             Workspace(default_root() / "simulations") as workspace,
             open(workspace.log, "w", encoding="utf-8") as file,
         ):
+            on_line("starting Flower's simulation engine, which takes some seconds")
             log = Log(file, on_line)
             outcome = _run(
                 workspace,

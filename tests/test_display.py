@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pty
 import re
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kindred.engine.arrivals import INTERVAL, LINE, counted
-from kindred.server_app.cli.display import displayed
+from kindred.server_app.cli.display import Display, displayed
 
 KINDRED = [sys.executable, "-P", "-m", "kindred"]
 SMALL = [
@@ -65,6 +66,22 @@ def test_a_comparison_in_a_terminal_shows_which_of_its_runs_it_is_at(tmp_path) -
     for run in ("run 1/2  local, seed 0", "run 2/2  fedavg, seed 0"):
         assert re.search(rf"{run}  round 1/2 \S+ [0-4]/4 clients", shown)
     assert silence < 10
+
+
+def test_the_bar_names_what_is_done_now() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    shown, named = Display(Terminal(), "starting"), []
+    lines = [
+        "local on digits", "round 1/2: 3 of 4 clients", "warning: full", "round 1/2  accuracy 50.0%",
+        "round 2/2  accuracy 50.0%", "closing evaluation  accuracy 50.0%", "results in out", "", "fedavg",
+    ]  # fmt: skip
+    for line in lines:
+        shown.show(line)
+        named.append(shown._bar.tasks[0].description)
+    assert named == ["starting", *["round 1/2"] * 3, "results", "results", *["starting"] * 3]
 
 
 def test_in_a_pipe_there_are_plain_lines_and_no_bar(capsys) -> None:

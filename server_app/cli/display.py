@@ -85,8 +85,8 @@ class Display:
             if found := RUN.match(line):
                 self._run, self._began = f"{found['head']}  ", None
             self._bar.console.print(Text(line), soft_wrap=True)
-            after = "results" if not ROUND.match(line) or _is_last(line) else line.partition("  ")[0]
-            self._bar.update(self._task, description=f"{self._run}{after}", completed=0, total=None, about="")
+            if after := _after(line):
+                self._bar.update(self._task, description=f"{self._run}{after}", completed=0, total=None, about="")
 
     def _show_at_once(self, line: str) -> None:
         """Print a line of several runs, and show how many are over; their clients' answers are not shown."""
@@ -124,9 +124,14 @@ def _minutes(seconds: float) -> str:
     return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
 
 
-def _is_last(line: str) -> bool:
+def _after(line: str) -> str:
+    """Return what is done after a line; empty if what was done before it goes on."""
+    if RUN.match(line) or line.startswith("results in "):
+        return "starting"
     found = ROUND.match(line)
-    return bool(found and found[1] == found[2])
+    if line.startswith("closing ") or (found and found[1] == found[2]):
+        return "results"
+    return line.partition("  ")[0] if found else ""
 
 
 @contextmanager
