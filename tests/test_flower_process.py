@@ -159,6 +159,7 @@ def test_a_run_succeeds_with_the_settings_given(two_runs) -> None:
     results, ((lines, errors), _), _ = two_runs
     assert errors == ""
     assert lines[:-1] == [
+        "starting Flower's simulation engine, which takes some seconds",
         f"settings {str(results)!r} 1e-05 False -7",
         "round  1/2",
         "warning: a client was slow",
@@ -173,7 +174,7 @@ def test_a_run_succeeds_with_the_settings_given(two_runs) -> None:
 def test_a_failed_run_states_its_reason_in_one_line(two_runs, app_dir) -> None:
     _, (_, (lines, errors)), _ = two_runs
     assert errors == ""
-    assert lines[1:-1] == ["round  1/2", "warning: a client was slow"]
+    assert lines[2:-1] == ["round  1/2", "warning: a client was slow"]
     code, reason, _ = json.loads(lines[-1])
     (kept,) = (app_dir / "kindred" / "logs").iterdir()
     assert (code, reason) == (1, f"KeyError: 'the server fell over' (log: {kept})")

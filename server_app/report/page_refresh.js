@@ -49,12 +49,12 @@ async function refresh() {
 }
 if (poll && !isOver(content)) setTimeout(refresh, poll);
 
-// A file cannot be fetched: such a page is loaded again as a whole, and the same parts are open again.
-const details = () => [...main.querySelectorAll("details")];
-if (content.reload) {
-  const opened = (sessionStorage.getItem(location.pathname) || "").split(" ");
-  for (const each of details()) each.open ||= opened.includes(each.id);
-  setInterval(() => {
+// A file cannot be fetched: the page of a site is loaded again as a whole, and the same parts are open again.
+if (content.kind === "site") {
+  const details = () => [...main.querySelectorAll("details")];
+  const open = (sessionStorage.getItem(location.pathname) || "").split(" ");
+  for (const each of details()) each.open = open.includes(each.id);
+  if (content.reload) setInterval(() => {
     if (document.hidden) return;
     sessionStorage.setItem(location.pathname, details().filter(each => each.open).map(each => each.id).join(" "));
     location.reload();
