@@ -45,19 +45,20 @@ def check_finite(predictions: np.ndarray) -> None:
 # --- Of classes ---------------------------------------------------------------------------------------
 
 
-def counts(predictions: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the numbers of samples of each class, (N,) each: that are of it, are predicted as it, and are both."""
-    given = predictions.argmax(axis=1)
-    of, as_it, both = (
-        np.bincount(classes, minlength=predictions.shape[1]) for classes in (targets, given, targets[given == targets])
+def class_counts(predictions: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return each class's support, number of predictions, and number of true positives, (N,) each."""
+    predicted = predictions.argmax(axis=1)
+    support, predictions_of, true_positives = (
+        np.bincount(classes, minlength=predictions.shape[1])
+        for classes in (targets, predicted, targets[predicted == targets])
     )
-    return of, as_it, both
+    return support, predictions_of, true_positives
 
 
 def balanced_accuracy(predictions: np.ndarray, targets: np.ndarray) -> float:
     """Return the mean, over the classes that occur, of the share of a class's samples that are predicted as it."""
-    of, _, both = counts(predictions, targets)
-    return float((both[of > 0] / of[of > 0]).mean())
+    support, _, true_positives = class_counts(predictions, targets)
+    return float((true_positives[support > 0] / support[support > 0]).mean())
 
 
 def auroc(probabilities: np.ndarray, true: np.ndarray) -> float | None:
@@ -99,16 +100,16 @@ def by_class(score: Score) -> Score:
     return of_classes
 
 
-def f1_of(of: np.ndarray, as_it: np.ndarray, both: np.ndarray) -> float:
-    """Return the mean F1 score of classes with these `counts`; it is 0 for a class without any samples."""
-    return float((2 * both / np.maximum(of + as_it, 1)).mean())
+def macro_f1(support: np.ndarray, predictions_of: np.ndarray, true_positives: np.ndarray) -> float:
+    """Return the mean F1 score of classes with these counts; it is 0 for a class without samples and predictions."""
+    return float((2 * true_positives / np.maximum(support + predictions_of, 1)).mean())
 
 
 def f1(predictions: np.ndarray, targets: np.ndarray) -> float:
     """Return the F1 score of the second of two classes, else the mean over the classes that occur."""
-    of, as_it, both = counts(predictions, targets)
-    which = [1] if predictions.shape[1] == 2 else np.flatnonzero(of)
-    return f1_of(of[which], as_it[which], both[which])
+    support, predictions_of, true_positives = class_counts(predictions, targets)
+    which = [1] if predictions.shape[1] == 2 else np.flatnonzero(support)
+    return macro_f1(support[which], predictions_of[which], true_positives[which])
 
 
 def recall_of(which: int) -> Score:
@@ -169,7 +170,7 @@ OF_CLASSES: Mapping[str, Score] = {
 OF_LABELS: Mapping[str, Score] = {
     "auroc": lambda p, y: auroc(p, y > 0.5),
     "average-precision": lambda p, y: average_precision(p, y > 0.5),
-    "f1": lambda p, y: f1_of(*(each.sum(axis=0) for each in (y > 0.5, p > 0.5, (y > 0.5) & (p > 0.5)))),
+    "f1": lambda p, y: macro_f1(*(each.sum(axis=0) for each in (y > 0.5, p > 0.5, (y > 0.5) & (p > 0.5)))),
     "brier": lambda p, y: float(np.square(p - y).mean()),
     "calibration-error": lambda p, y: calibration(p.ravel(), y.ravel()),
 }

@@ -17,10 +17,11 @@ from rich.text import Text
 from kindred.lazy import lazy
 
 if TYPE_CHECKING:  # imported on first use, so that `kindred --help` is quick
-    from kindred.engine import arrivals
+    from kindred.engine import arrivals, history
     from kindred.server_app import jobs
 else:
-    arrivals, jobs = lazy("kindred.engine.arrivals"), lazy("kindred.server_app.jobs")
+    arrivals, history = lazy("kindred.engine.arrivals"), lazy("kindred.engine.history")
+    jobs = lazy("kindred.server_app.jobs")
 
 ROUND = re.compile(r"round +(\d+)/(\d+)")
 RUN = re.compile(r"(?P<head>run \d+/(?P<total>\d+)  [^:]*)(?P<over>: reused|: failed)?")
@@ -129,7 +130,7 @@ def _after(line: str) -> str:
     if RUN.match(line) or line.startswith("results in "):
         return "starting"
     found = ROUND.match(line)
-    if line.startswith("closing ") or (found and found[1] == found[2]):
+    if line.startswith(history.CLOSING) or (found and found[1] == found[2]):
         return "results"
     return line.partition("  ")[0] if found else ""
 

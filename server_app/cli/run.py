@@ -282,7 +282,7 @@ def main() -> None:
         check_flower()
     except ImportError as error:
         end(2, str(error))
-    atexit.register(gc.freeze)  # the interpreter's last search for garbage would take most of a second
+    atexit.register(gc.freeze)  # the garbage collection at the interpreter's end would take most of a second
     commands.app(prog_name="kindred")
 
 

@@ -59,7 +59,7 @@ import gc, json, os, signal, sys
 import sklearn.model_selection, torch  # what clients use, and is slow to import
 import kindred  # the installed package, before a run's files come first on the path
 from flwr.supernode.cli import flwr_clientapp
-gc.freeze()  # no process looks for garbage in what it shares with this one
+gc.freeze()  # garbage collections of the processes skip the objects that they share
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the processes
 for line in sys.stdin:
     if os.fork() == 0:

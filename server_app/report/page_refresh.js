@@ -2,13 +2,17 @@
 
 const main = document.getElementById("main"), source = document.getElementById("data");
 const PAGES = { run, comparison, server, site };
+const openDetails = () => [...main.querySelectorAll("details[open]")].map(each => each.id);
+function openOnly(ids) {
+  for (const each of main.querySelectorAll("details")) each.open = ids.includes(each.id);
+}
 function show(data) {
-  const open = new Set([...main.querySelectorAll("details[open]")].map(each => each.id));
+  const open = openDetails();
   const focused = document.activeElement && document.activeElement.id;
   plots.length = 0;
   metric = data.metric;
   main.replaceChildren(...PAGES[data.kind](data).filter(Boolean));
-  for (const each of main.querySelectorAll("details")) each.open = open.has(each.id);
+  openOnly(open);
   drawPlots();
   if (focused && document.getElementById(focused)) document.getElementById(focused).focus({ preventScroll: true });
 }
@@ -49,14 +53,12 @@ async function refresh() {
 }
 if (poll && !isOver(content)) setTimeout(refresh, poll);
 
-// A file cannot be fetched: the page of a site is loaded again as a whole, and the same parts are open again.
+// A file cannot be fetched: the page of a site is reloaded as a whole, and the same details are open again.
 if (content.kind === "site") {
-  const details = () => [...main.querySelectorAll("details")];
-  const open = (sessionStorage.getItem(location.pathname) || "").split(" ");
-  for (const each of details()) each.open = open.includes(each.id);
+  openOnly((sessionStorage.getItem(location.pathname) || "").split(" "));
   if (content.reload) setInterval(() => {
     if (document.hidden) return;
-    sessionStorage.setItem(location.pathname, details().filter(each => each.open).map(each => each.id).join(" "));
+    sessionStorage.setItem(location.pathname, openDetails().join(" "));
     location.reload();
   }, 1000 * content.reload);
 }

@@ -12,7 +12,7 @@ from kindred.metrics import METRICS
 from kindred.server_app.headline import Headline
 
 MOST_MESSAGES, MOST_FAULTS, MOST_RUNS = 200, 50, 5  # on the page: the latest ones
-RELOAD_SECONDS = 5.0  # after which a browser loads the page again
+RELOAD_SECONDS = 5.0  # after which a browser reloads the page
 ADVICE = {
     INTRODUCTION: "The site takes no part until this is fixed; it is then asked again, without a restart.",
     NOTICE: "Fix what it names. An excluded site is asked again, without a restart.",
@@ -37,7 +37,7 @@ def site_content(
     entries : sequence of mapping
         The site's journal, see `kindred.client.journal`.
     running : bool (default: True)
-        Whether `kindred site` is at work; the browser then loads the page again and again.
+        Whether `kindred site` runs; the browser then reloads the page regularly.
     """
     messages = [entry for entry in entries if entry["kind"] != CONNECTION]
     measured = [entry for entry in messages if entry.get("metric") in METRICS]
@@ -47,7 +47,7 @@ def site_content(
         "title": f"Site {name}",
         "about": [
             *([f"as of {_time(entries[-1])}"] if entries else []),
-            *([f"loaded again every {RELOAD_SECONDS:g} s"] if running else []),
+            *([f"reloaded every {RELOAD_SECONDS:g} s"] if running else []),
         ],
         "reload": RELOAD_SECONDS if running else 0,
         "finished": False,
