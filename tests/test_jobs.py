@@ -90,7 +90,7 @@ def test_no_run_outlives_the_command_which_then_continues(number, tmp_path) -> N
         said, errors = process.communicate(timeout=60)
     assert process.returncode == (130 if number == signal.SIGINT else -number)
     assert lines[1:3] == ["run 1/2  local, seed 0\n", "run 2/2  heurfedamp, seed 0\n"]
-    wait_until(lambda: not any(child.is_running() for child in children), 15)
+    wait_until(lambda: not any(child.is_running() for child in children), 60)
     if number == signal.SIGINT:
         assert said.count("ended by SIGINT; the same command continues") == 2 and errors == ""
     folders = {path.name for path in (tmp_path / "out").glob("*/checkpoints")}

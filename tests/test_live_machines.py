@@ -17,7 +17,7 @@ from .test_report import browser, data_of, opened  # noqa: F401
 
 MAKE_DATA = Path(__file__).parent.parent / "examples" / "three-sites" / "make_data.py"
 SETTINGS = {
-    "dataset": "sites", "image-shape": "1x8x8", "num-classes": 10, "num-rounds": 6, "min-available-clients": 2,
+    "dataset": "sites", "image-shape": "1x8x8", "num-classes": 10, "num-rounds": 6, "min-available-clients": 3,
     "local-epochs": 40, "shadow-local": True, "strategy": "heurfedamp", "device": "cpu",
 }  # fmt: skip
 
@@ -77,6 +77,7 @@ def test_the_pages_follow_a_run_in_which_a_site_is_refused_and_another_is_killed
         machines.running.pop("porto").wait()
         shows("porto", "offline", seconds=120)
         tab.wait_for_selector("td:has-text('error')", timeout=120_000)  # among the replies that were not used
+        tab.wait_for_selector("text=2 of 3 can take part", timeout=120_000)  # so it has rounds left for the site
         start("porto")
         shows("porto", "online", "takes part", seconds=150)
         tab.wait_for_selector("text=The run is finished.", timeout=300_000)
