@@ -54,7 +54,7 @@ from .config import ConfigError
 from .intervals import pooled_metrics
 from .report.collaboration import write_collaboration
 from .report.content import REPORT, write_report
-from .report.run_figures import run_figures
+from .report.run_figures import partition_picture, run_figures
 from .run_files import (
     check_resumable,
     client_files,
@@ -63,6 +63,7 @@ from .run_files import (
     save_figure,
     versions,
     what_data,
+    write_bytes,
     write_json,
 )
 from .summary import summarise, training_rounds
@@ -292,6 +293,9 @@ class RunFolder:
             with failing_is_a_warning(self.path / f"{name}.png"):
                 if figure := draw():
                     save_figure(figure, self.path / f"{name}.png")
+        if federation:
+            with failing_is_a_warning(self.path / "partition.png"):
+                write_bytes(self.path / "partition.png", partition_picture(federation))
         with failing_is_a_warning(self.path / REPORT):
             write_report(self.path, summary)
         if checkpoints := self.checkpoints(at_the_end=newcomers is not None):

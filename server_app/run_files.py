@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -169,9 +170,8 @@ def client_files(folder: str, clients: Iterable[ClientId]) -> dict[ClientId, str
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write standard JSON, with null for NaN and the infinities, which JSON does not have."""
-    with replacing(path) as temporary:
-        text = json.dumps(finite(content), indent=2, ensure_ascii=False, allow_nan=False)
-        temporary.write_bytes(text.encode("utf-8", "backslashreplace") + b"\n")  # backslashreplace yields JSON escapes
+    text = json.dumps(finite(content), indent=2, ensure_ascii=False, allow_nan=False)
+    write_bytes(path, text.encode("utf-8", "backslashreplace") + b"\n")  # backslashreplace yields JSON escapes
 
 
 def finite(content: Any) -> Any:
@@ -185,8 +185,20 @@ def finite(content: Any) -> Any:
 
 def save_figure(figure: Figure, path: Path) -> None:
     """Write a picture atomically: whole or not at all."""
+    write_bytes(path, png_of(figure))
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file atomically: whole or not at all."""
     with replacing(path) as temporary:
-        figure.savefig(temporary)
+        temporary.write_bytes(content)
+
+
+def png_of(figure: Figure) -> bytes:
+    """Return the content of a PNG file of a figure."""
+    content = io.BytesIO()
+    figure.savefig(content, format="png")
+    return content.getvalue()
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors.torch import load_file
 
-from kindred.data import load_federation
+from kindred.data import load_federation, partition_figure
 from kindred.engine.collaboration import Collaboration
 from kindred.lazy import lazy
 from kindred.messages import ClientId
@@ -111,6 +111,7 @@ class RunResult:
     @cached_property
     def figures(self) -> dict[str, Figure]:
         clusters = self.folder / "clusters.json"
+        federation = None if self.settings["dataset"] == "sites" else load_federation(self.settings)
         pictures = run_figures(
             self.folder,
             self.settings,
@@ -119,9 +120,10 @@ class RunResult:
             self.summary["rounds"],
             self._last_collaboration,
             json.loads(clusters.read_text(encoding="utf-8")) if clusters.exists() else None,
-            None if self.settings["dataset"] == "sites" else load_federation(self.settings),
+            federation,
         )
         drawn = {name: draw() for name, draw in pictures.items()}
+        drawn["partition"] = partition_figure(federation) if federation else None
         return {name: figure for name, figure in drawn.items() if figure}
 
     def _last_collaboration(self) -> Collaboration:

@@ -38,7 +38,7 @@ from kindred.server_app.report import content as report, figures as pictures
 from kindred.server_app.report.comparison_figures import comparison_figure
 from kindred.server_app.report.content import run_content
 from kindred.server_app.report.render import embedded
-from kindred.server_app.report.run_figures import networks_of
+from kindred.server_app.report.run_figures import networks_of, partition_picture
 from kindred.server_app.report.watch import Watcher
 from kindred.server_app.report.weights import is_share
 from kindred.server_app.results import RunFolder
@@ -528,6 +528,7 @@ def test_a_picture_or_report_that_fails_is_a_warning_and_all_else_is_written(
         raise ValueError("Axis limits cannot be NaN\nor Inf")
 
     monkeypatch.setattr(where, what, fail)
+    partition_picture.cache_clear()
     strategy = run_of(TWO_ROUNDS, models={0: record(w=np.ones(3))})
     folder = RunFolder(settings(tmp_path))
     folder.finish(strategy, federation)

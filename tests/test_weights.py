@@ -80,6 +80,9 @@ def test_weights_that_do_not_change_have_no_figure(tmp_path) -> None:
     assert run_curves(tmp_path, [], 2, None) == []
     write(folder, 3, SECOND)
     assert len(run_curves(tmp_path, [], 3, None)) == 3
+    write(folder, 1, np.eye(len(FIRST)))  # before any client has sent a model
+    write(folder, 3, FIRST)
+    assert run_curves(tmp_path, [], 3, None) == []
     assert [each.about for each in run_curves(tmp_path, ROWS, 2, None)] == ["component 0", "component 1"]
 
 

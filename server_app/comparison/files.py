@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kindred.client.state import replacing
 from kindred.server_app.config import Config
 from kindred.server_app.headline import Headline
 from kindred.server_app.report.content import REPORT, write_report
-from kindred.server_app.run_files import failing_is_a_warning, save_figure, write_json
+from kindred.server_app.run_files import failing_is_a_warning, save_figure, write_bytes, write_json
 from kindred.server_app.tables import table_lines
 
 from .metrics import numbers_of
@@ -23,8 +22,7 @@ def write(content: Mapping[str, Any], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "comparison.json", content)
     for name, data in (("comparison.csv", as_csv(content)), ("comparison.md", as_markdown(content).encode())):
-        with replacing(folder / name) as temporary:
-            temporary.write_bytes(data)
+        write_bytes(folder / name, data)
     for name, draw in pictures(content, folder).items():
         with failing_is_a_warning(folder / f"{name}.png"):
             if figure := draw():

@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from kindred.client.state import replacing
 from kindred.server_app.config import ConfigError
-from kindred.server_app.run_files import save_figure, write_json
+from kindred.server_app.run_files import save_figure, write_bytes, write_json
 from kindred.server_app.tables import csv_lines
 
 from .evaluation import confusion_figure
@@ -64,8 +63,7 @@ def save_predictions(content: bytes, path: Path) -> None:
         path = path.expanduser()
         if path.exists() and not path.is_file():  # such as a folder or a pipe, which a file must not replace
             raise ValueError("it exists and is not a file")
-        with replacing(path) as temporary:
-            temporary.write_bytes(content)
+        write_bytes(path, content)
 
 
 def save_evaluation(found: Mapping[str, Any], folder: Path) -> None:

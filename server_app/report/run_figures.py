@@ -1,8 +1,9 @@
-"""The figures of a run, by the names of their files, and the data that each is drawn from."""
+"""The figures of a run but that of its partition, by the names of their files, and the data that each is drawn from."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from kindred.client.models import client_network, network_names
 from kindred.engine.collaboration import Collaboration
 from kindred.messages import ClientId
 from kindred.server_app.headline import Headline
-from kindred.server_app.run_files import what_data
+from kindred.server_app.run_files import png_of, what_data
 
 from . import figures
 from .tree_figure import tree_figure
@@ -37,6 +38,8 @@ def run_figures(
     federation: data.Federation | None,
 ) -> dict[str, Callable[[], Figure | None]]:
     """Return a function for each figure of a run, by the figure's name: that of the metric, "collaboration" and others.
+
+    The figure of the partition is not among them: runs with the same data have the same, `data.partition_figure`.
 
     Parameters
     ----------
@@ -101,9 +104,14 @@ def run_figures(
     if tree:
         pictures["clusters"] = draw_clusters
     if federation:
-        pictures["partition"] = lambda: data.partition_figure(federation)
         pictures["networks"] = draw_networks
     return pictures
+
+
+@lru_cache(maxsize=1)
+def partition_picture(federation: data.Federation) -> bytes:
+    """Return the content of partition.png; it is kept, because all runs of a comparison have the same."""
+    return png_of(data.partition_figure(federation))
 
 
 def networks_of(settings: Mapping[str, Any], federation: data.Federation) -> dict[str, list[int]]:

@@ -134,8 +134,13 @@ def run_curves(
 
 
 def changes(curves: Curves) -> bool:
-    """Return whether a weight changes over rounds."""
+    """Return whether a weight changes over rounds.
+
+    The first round does not count where the client learnt from itself alone: no other client had sent a model yet.
+    """
     known = curves.weights[~np.isnan(curves.weights).any(axis=1)]  # (k, m)
+    if curves.own is not None and len(known) and known[0, curves.own] == 1:
+        known = known[1:]
     return len(known) > 1 and bool((np.ptp(known, axis=0) > STEADY).any())
 
 
