@@ -118,6 +118,7 @@ def compare(
     workers: int = 0,
     cpus_per_client: int = 1,
     gpus_per_client: float = 0.0,
+    jobs: int = 1,
     progress: bool = True,
     **settings: Any,
 ) -> ComparisonResult:
@@ -139,6 +140,9 @@ def compare(
         The method that the others are tested against; by default the first.
     scale : float
         Fraction of the rounds and of each client's samples that is used, for a small machine: above 0, at most 1.
+    jobs : int
+        Runs at once, each with its share of the workers and of the memory. More than one start processes: a script then
+        needs ``if __name__ == "__main__":`` around the call, which is made in the main thread.
     data, clients, rounds, partition, output, engine, workers, cpus_per_client, gpus_per_client, progress, **settings
         As in `run`.
 
@@ -168,7 +172,8 @@ def compare(
     names, plain_seeds = list(methods), [_plain(seed) for seed in seeds]
     result, code = compare_methods(
         names, given, own, seeds=plain_seeds, reference=reference, scale=scale, preset=preset, vary=varied,
-        engine=Engine(engine, cpus_per_client, gpus_per_client, workers), on_line=_printed if progress else _warned,
+        engine=Engine(engine, cpus_per_client, gpus_per_client, workers, jobs),
+        on_line=_printed if progress else _warned,
         command=_command(names, given, own, plain_seeds, preset, reference, scale, varied),
     )  # fmt: skip
     result.save()

@@ -14,6 +14,7 @@ import psutil
 import pytest
 from safetensors.numpy import load_file
 
+import kindred
 from kindred.server_app import checks, engines, jobs
 from kindred.server_app.comparison import runs as comparison_runs
 from kindred.server_app.comparison.plan import make_plan
@@ -68,6 +69,16 @@ def test_runs_at_once_give_the_same_bits_and_files_as_one_after_another(engine, 
     (content, files), (content_at_once, files_at_once) = found
     content["settings"].pop("output-dir"), content_at_once["settings"].pop("output-dir")
     assert content == content_at_once and files == files_at_once and len(files) == 4
+
+
+def test_python_runs_at_once_too(tmp_path, capsys) -> None:
+    small = {"clients": 4, "rounds": 1, "samples_per_client": 20, "local_epochs": 1}
+    done = kindred.compare(["local", "heurfedamp"], output=tmp_path, jobs=2, **small)
+    assert not done.failed and len(done.runs) == 2
+    said = capsys.readouterr().out
+    assert "run 1: finished\n" in said and "run 2: finished\n" in said
+    with pytest.raises(ConfigError, match="jobs is 0, allowed"):
+        kindred.compare(["local"], output=tmp_path, jobs=0, **small)
 
 
 @pytest.mark.deployment
