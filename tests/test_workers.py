@@ -71,11 +71,24 @@ def test_clients_work_in_several_processes_and_keep_their_context(grid, size) ->
     assert len(processes) == 2  # both have started by now
 
 
+def test_blocks_of_shared_memory_are_kept_for_later_messages_of_any_size(grid) -> None:
+    kept = []
+    for size in (100_000, 60_000, 200_000, 5):
+        found = ask(grid, size, {client: 10.0 * client + size for client in range(CLIENTS)})
+        for client, content in found.items():
+            assert content["arrays"]["w"].numpy().tolist() == [11 * client + size] * size
+        channels = [worker.channel for worker in grid._workers if worker.channel]
+        blocks = [(*channel._written.values(), *channel._read.values()) for channel in channels]
+        assert all(len(each) <= 2 * workers.AHEAD for each in blocks)
+        kept.append({block.name for each in blocks for block in each})
+    assert kept[0] <= kept[1] and kept[2] == kept[3]
+
+
 def test_one_process_has_no_more_than_two_messages(monkeypatch) -> None:
     grid = WorkerGrid("tests.worker_apps:app", 8, workers=2)
     given: list[int] = []
     monkeypatch.setattr(
-        grid, "_give", lambda worker, message: (given.append(worker.number), worker.given.append((message, None)))
+        grid, "_give", lambda worker, message: (given.append(worker.number), worker.given.append(message))
     )
     content = RecordDict({"arrays": ArrayRecord({"w": Array(np.ones(2, np.float32))})})
     grid.push_messages([grid.create_message(content, MessageType.TRAIN, node, "1") for node in grid.get_node_ids()])

@@ -2,7 +2,7 @@
 
 Each process has one connection to this one and answers the messages that come through it. A client's messages go to the
 process that answered its last one, which has its data; a process that has nothing else to do takes over another's
-client. Models travel in shared memory: they are copied into it, and out of it.
+client. Models are copied into blocks of shared memory, and out of them; the blocks are kept for the next ones.
 
 On Linux the processes are forked, so that they share the data that this process has loaded; elsewhere, and with a GPU,
 which a forked process cannot use, they are started anew. They end with the grid, and with this process, in whatever way
@@ -98,7 +98,7 @@ class WorkerGrid(InlineGrid):
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
         """Wait for a reply, at most PATIENCE, and return those to these messages that have arrived."""
-        busy = {worker.connection: worker for worker in self._workers if worker.given}
+        busy = {worker.channel.connection: worker for worker in self._workers if worker.given}
         for ready in wait(list(busy), PATIENCE):
             self._receive(busy[ready])
         self._hand_out()
@@ -136,17 +136,17 @@ class WorkerGrid(InlineGrid):
         if worker.process is None or not worker.process.is_alive():
             worker.end()
             self._start(worker)
-        block = None
         with suppress(BrokenPipeError, ConnectionResetError):  # `_receive` finds that it has ended
-            block = _send(worker.connection, message, self._contexts[node].state)
-        worker.given.append((message, block))
+            worker.channel.send(message, self._contexts[node].state)
+        worker.given.append(message)
 
     def _start(self, worker: _Worker) -> None:
         resource_tracker.ensure_running()  # one for all processes, whichever of them frees a block of shared memory
         processes: Any = multiprocessing.get_context(self._method)
-        worker.connection, theirs = processes.Pipe()
+        ours, theirs = processes.Pipe()
+        worker.channel = _Channel(ours)
         # A forked process inherits all connections; copies of them would keep them open when this process has ended.
-        inherited = [each.connection for each in self._workers if each.connection and self._method == "fork"]
+        inherited = [each.channel.connection for each in self._workers if each.channel and self._method == "fork"]
         gpu = worker.number % self._gpus if self._gpus else None
         worker.process = processes.Process(
             target=_work, args=(theirs, inherited, self._reference, self._contexts, self._threads, gpu), daemon=True
@@ -157,7 +157,7 @@ class WorkerGrid(InlineGrid):
     def _receive(self, worker: _Worker) -> None:
         """Take what a process has sent: lines of its log, and an answer. If it has ended, that is the answer."""
         try:
-            received = _received(worker.connection)
+            received = worker.channel.receive()
         except (EOFError, OSError):
             self._bury(worker)
             return
@@ -165,41 +165,40 @@ class WorkerGrid(InlineGrid):
             log(received[0], "%s", received[1])
             return
         reply, state = received
-        message, _ = worker.given.popleft()
+        message = worker.given.popleft()
         self._contexts[message.metadata.dst_node_id].state = state
         self._answers[message.metadata.message_id] = reply
 
     def _bury(self, worker: _Worker) -> None:
         """Answer the message at which a process ended with an error, and let its next ones be given out again."""
         code = worker.end()
-        (failed, _), *others = worker.given
-        for _, block in worker.given:
-            _free(block)
+        failed, *others = worker.given
         worker.given.clear()
         how = f"was killed by signal {-code}, most often for lack of memory" if code < 0 else f"ended with code {code}"
         error = Error(ErrorCode.CLIENT_APP_CRASHED, f"the process that worked for it {how}")
         self._answers[failed.metadata.message_id] = Message(error, reply_to=failed)
-        worker.waiting.extendleft(message for message, _ in reversed(others))
+        worker.waiting.extendleft(reversed(others))
 
 
 @dataclass(eq=False)
 class _Worker:
-    """A process, the messages that wait for it, and those that it has, with the names of their shared memory."""
+    """A process, the messages that wait for it, and those that it has: at most AHEAD."""
 
     number: int
     process: Any = None
-    connection: Any = None
+    channel: Any = None
     waiting: deque[Message] = field(default_factory=deque)
-    given: deque[tuple[Message, str | None]] = field(default_factory=deque)
+    given: deque[Message] = field(default_factory=deque)
 
     def end(self) -> int:
         """End the process, if there is one, and return its exit code."""
         if self.process is None:
             return 0
-        self.connection.close()
+        self.channel.connection.close()
         self.process.terminate()
         self.process.join()
-        code, self.process, self.connection = self.process.exitcode, None, None
+        self.channel.free()
+        code, self.process, self.channel = self.process.exitcode, None, None
         return code
 
 
@@ -223,12 +222,13 @@ def _work(
     for run_id in {context.run_id for context in contexts.values()}:
         identify(run_id)
     client_app = load_app(reference, RuntimeError)
+    channel = _Channel(connection)
     with suppress(EOFError, OSError):
         while True:
-            message, state = _received(connection)
+            message, state = channel.receive()
             context = contexts[message.metadata.dst_node_id]
             context.state = state
-            _send(connection, answer(client_app, message, context), context.state)
+            channel.send(answer(client_app, message, context), context.state)
 
 
 class _ToServer(logging.Handler):
@@ -246,57 +246,80 @@ class _ToServer(logging.Handler):
 # --- Transport ----------------------------------------------------------------------------------------
 
 
-def _send(connection: Connection, message: Message, state: RecordDict) -> str | None:
-    """Send a message and a client's state; return the name of the block of shared memory that its receiver frees.
+class _Channel:
+    """One end of the connection between this process and another.
 
-    None if there is no such block. The bytes of arrays are copied as they are, all else is serialized by Flower.
+    Large messages are copied into blocks of shared memory. Each end writes into AHEAD blocks in turn, which are kept. A
+    worker process never has more than AHEAD messages, so that the other end has read a block before its next turn.
     """
-    records = message.content.array_records.values() if message.has_content() else ()
-    arrays = [array for record in records for array in record.values()]
-    kept = [array.data for array in arrays]
-    for array in arrays:
-        array.data = b""
-    try:
-        texts = [message_to_proto(message).SerializeToString(), recorddict_to_proto(state).SerializeToString()]
-    finally:
-        for array, data in zip(arrays, kept, strict=True):
-            array.data = data
-    parts = [memoryview(part) for part in (*texts, *kept)]
-    sizes = [part.nbytes for part in parts]
-    if sum(sizes) < LEAST_SHARED:
-        connection.send((sizes, b"".join(parts)))
-        return None
-    block = SharedMemory(create=True, size=sum(sizes))
-    for part, target in zip(parts, _split(block.buf, sizes), strict=True):
-        target[:] = part
-        target.release()
-    connection.send((sizes, block.name))
-    block.close()
-    return block.name
 
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self._turns = itertools.cycle(range(AHEAD))
+        self._written: dict[int, SharedMemory] = {}  # turn -> block
+        self._read: dict[int, SharedMemory] = {}  # turn of the other end -> its block
 
-def _received(connection: Connection) -> tuple[Any, Any]:
-    """Return the next message and state from a connection, or the level and text of a line of the other's log.
+    def send(self, message: Message, state: RecordDict) -> None:
+        """Send a message and a client's state.
 
-    Raises
-    ------
-    EOFError, OSError
-        The other process has ended.
-    """
-    first, second = connection.recv()
-    if isinstance(first, int):
-        return first, second
-    if isinstance(second, bytes):
-        return _unpacked(_split(memoryview(second), first))
-    block = SharedMemory(second)
-    parts = _split(block.buf, first)
-    try:
-        return _unpacked(parts)
-    finally:
-        for part in parts:
-            part.release()
-        block.close()
-        block.unlink()
+        The bytes of arrays are copied as they are, all else is serialized by Flower.
+        """
+        records = message.content.array_records.values() if message.has_content() else ()
+        arrays = [array for record in records for array in record.values()]
+        kept = [array.data for array in arrays]
+        for array in arrays:
+            array.data = b""
+        try:
+            texts = [message_to_proto(message).SerializeToString(), recorddict_to_proto(state).SerializeToString()]
+        finally:
+            for array, data in zip(arrays, kept, strict=True):
+                array.data = data
+        parts = [memoryview(part) for part in (*texts, *kept)]
+        sizes = [part.nbytes for part in parts]
+        if sum(sizes) < LEAST_SHARED:
+            self.connection.send((sizes, b"".join(parts)))
+            return
+        turn = next(self._turns)
+        block = self._written.get(turn)
+        if block is None or block.size < sum(sizes):
+            if block:
+                _free(block)
+            block = self._written[turn] = SharedMemory(create=True, size=sum(sizes))
+        for part, target in zip(parts, _split(block.buf, sizes), strict=True):
+            target[:] = part
+            target.release()
+        self.connection.send((sizes, (turn, block.name)))
+
+    def receive(self) -> tuple[Any, Any]:
+        """Return the next message and state, or the level and text of a line of the other's log.
+
+        Raises
+        ------
+        EOFError, OSError
+            The other process has ended.
+        """
+        first, second = self.connection.recv()
+        if isinstance(first, int):
+            return first, second
+        if isinstance(second, bytes):
+            return _unpacked(_split(memoryview(second), first))
+        turn, name = second
+        block = self._read.get(turn)
+        if block is None or block.name != name:
+            if block:
+                block.close()
+            block = self._read[turn] = SharedMemory(name)
+        parts = _split(block.buf, first)
+        try:
+            return _unpacked(parts)
+        finally:
+            for part in parts:
+                part.release()
+
+    def free(self) -> None:
+        """Free the blocks of both ends, after the other process has ended."""
+        for block in (*self._written.values(), *self._read.values()):
+            _free(block)
 
 
 def _unpacked(parts: Sequence[memoryview]) -> tuple[Message, RecordDict]:
@@ -315,10 +338,8 @@ def _split(view: memoryview | None, sizes: Iterable[int]) -> list[memoryview]:
     return [view[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
 
-def _free(name: str | None) -> None:
-    """Free a block of shared memory, unless its receiver has."""
-    if name:
-        with suppress(FileNotFoundError):
-            block = SharedMemory(name)
-            block.close()
-            block.unlink()
+def _free(block: SharedMemory) -> None:
+    """Free a block of shared memory, unless the process that made it has."""
+    block.close()
+    with suppress(FileNotFoundError):
+        block.unlink()
