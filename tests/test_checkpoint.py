@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import zipfile
 from collections import namedtuple
@@ -237,8 +238,36 @@ def test_an_interrupted_write_leaves_the_earlier_checkpoints(tmp_path, monkeypat
     assert checkpoints.oldest == 2
 
 
+@pytest.mark.parametrize(("keep", "waits"), [(1, False), (2, True)])
+def test_a_checkpoint_is_written_while_the_run_goes_on_unless_it_is_the_only_one(
+    keep, waits, tmp_path, monkeypatch
+) -> None:
+    checkpoints, may_go_on = Checkpoints(tmp_path, keep=keep), threading.Event()
+    for r in (1, 2):
+        checkpoints.save(r, {"round": r})
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: (may_go_on.wait(60), fsync(file)))
+    if not waits:
+        may_go_on.set()
+    with checkpoints:
+        checkpoints.begin(3, {"round": 3})
+        assert rounds_in(checkpoints) == ([1, 2] if waits else [3])
+        assert checkpoints.oldest == (2 if waits else 3)  # as it will be
+        may_go_on.set()
+    assert rounds_in(checkpoints) == ([2, 3] if waits else [3]) and checkpoints.load() == (3, {"round": 3})
+
+
+def test_an_error_while_a_checkpoint_is_written_ends_the_run_at_the_latest_with_it(tmp_path, monkeypatch) -> None:
+    def fail(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(Checkpoints, "_write", fail)
+    with pytest.raises(MemoryError):
+        Local().start(InlineGrid(plain_app(), 3), initial(), 1, checkpoints=Checkpoints(tmp_path))
+
+
 def rounds_in(checkpoints: Checkpoints) -> list[int]:
-    return sorted(int(path.name[6:10]) for path in checkpoints.folder.iterdir())
+    return sorted(int(path.name[6:10]) for path in checkpoints.folder.glob("round-*"))
 
 
 @pytest.mark.parametrize("bad", [{"every": 0}, {"keep": 0}, {"keep": -1}])

@@ -205,6 +205,35 @@ def test_a_newcomer_is_served_from_the_last_checkpoint_and_changes_nothing(name,
     assert [path.name[:10] for path in sorted(tmp_path.iterdir())] == [f"round-{ROUNDS + k:04d}" for k in (-1, 0)]
 
 
+class WatchedCheckpoints(Checkpoints):
+    """Checkpoints that hold the arrays which are being written against copies of them."""
+
+    copied: tuple[tuple[np.ndarray, np.ndarray], ...] = ()
+    begun = 0
+
+    def begin(self, server_round, state) -> None:
+        super().begin(server_round, state)
+        self.begun += 1
+        arrays: dict[str, np.ndarray] = {}
+        pack(state, arrays)
+        self.copied = tuple((array, array.copy()) for array in arrays.values())
+
+    def finish(self) -> None:
+        for array, copy in self.copied:
+            np.testing.assert_array_equal(array, copy)
+        self.copied = ()
+        super().finish()
+
+
+@every_method
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_no_array_changes_while_its_checkpoint_is_written(name, share, tmp_path) -> None:
+    checkpoints = WatchedCheckpoints(tmp_path)
+    strategy = make(name, fraction_train=share)
+    strategy.start(InlineGrid(app_of(name), CLIENTS), initial_of(name), ROUNDS, checkpoints=checkpoints)
+    assert checkpoints.begun >= ROUNDS and checkpoints.copied == ()
+
+
 @every_method
 def test_the_order_of_replies_changes_no_bit(name) -> None:
     for seed in range(3):

@@ -5,7 +5,8 @@
 The name holds the round and the checksum of the content; the content holds the round too. A truncated or changed file
 has another checksum, and a renamed one another round; the checkpoint before it is then used. An .npz file holds plain
 arrays and no code that could run; the rest of the state is JSON in its entry `state`. Arrays in a mapped file are
-written and read in pieces, so that they are never in memory as a whole.
+written and read in pieces, so that they are never in memory as a whole. A run writes a checkpoint in a thread, while
+its clients train.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import re
 import struct
 import zipfile
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from logging import WARNING
 from pathlib import Path
@@ -50,7 +52,7 @@ class Stateful(Protocol):
 
 
 class Checkpoints:
-    """The checkpoints of one run.
+    """The checkpoints of one run. As a context manager, it ends with all of them written.
 
     Parameters
     ----------
@@ -69,6 +71,14 @@ class Checkpoints:
         self.every = every
         self.keep = keep
         self._overdue = False  # the last one could not be written
+        self._thread = ThreadPoolExecutor(1)  # it is started by the first checkpoint
+        self._writing: tuple[int, Future[None]] | None = None  # the round whose checkpoint is being written
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.finish()
 
     def due(self, server_round: int) -> bool:
         """Return whether a checkpoint is due at the end of a round."""
@@ -76,9 +86,26 @@ class Checkpoints:
 
     def save(self, server_round: int, state: Any) -> None:
         """Write the state at the end of a round. If that fails, a checkpoint is due again after the next round."""
+        self.begin(server_round, state)
+        self.finish()
+
+    def begin(self, server_round: int, state: Any) -> None:
+        """Begin to write the state at the end of a round. Its arrays must not change before `finish`."""
+        self.finish()
         arrays: dict[str, np.ndarray] = {}
         text = json.dumps({"format": FORMAT, "round": server_round, "state": pack(state, arrays)})
         arrays[STATE] = np.frombuffer(text.encode(), np.uint8)
+        self._writing = server_round, self._thread.submit(self._write_or_warn, server_round, arrays)
+        if self.keep == 1:  # until it is written, the run may have to resume from the one that it replaces
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait until the checkpoint that was begun is written, if there is one."""
+        if self._writing:
+            (_, written), self._writing = self._writing, None
+            written.result()
+
+    def _write_or_warn(self, server_round: int, arrays: Mapping[str, np.ndarray]) -> None:
         try:
             self._write(server_round, arrays)
             self._overdue = False
@@ -113,11 +140,15 @@ class Checkpoints:
             raise
         _sync(self.folder)
         # Other files of this round or of later ones are damaged: the run resumed from an earlier round.
-        earlier = [old for number, old in self._files() if number < server_round]
-        for _, old in self._files():
-            if old != path and old not in earlier[: self.keep - 1]:
+        earlier = self._earlier_to_keep(server_round)
+        for number, old in self._files():
+            if old != path and (number, old) not in earlier:
                 with suppress(OSError):
                     old.unlink()
+
+    def _earlier_to_keep(self, server_round: int) -> list[tuple[int, Path]]:
+        """Return the checkpoints to keep beside that of a round, the last round first."""
+        return [each for each in self._files() if each[0] < server_round][: self.keep - 1]
 
     def remove(self) -> None:
         """Remove all checkpoints, and the folder if it is then empty."""
@@ -129,7 +160,12 @@ class Checkpoints:
 
     @property
     def oldest(self) -> int | None:
-        """Round of the oldest checkpoint, the earliest from which a run may have to resume; None if there is none."""
+        """Round of the oldest checkpoint, the earliest from which a run may have to resume; None if there is none.
+
+        The one that is being written counts as written.
+        """
+        if self._writing:
+            return min([self._writing[0], *(number for number, _ in self._earlier_to_keep(self._writing[0]))])
         files = self._files()
         return files[-1][0] if files else None
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from logging import ERROR, INFO, WARNING
@@ -296,61 +297,62 @@ class PersonalizedStrategy(Hooks, Strategy):
         self._warn_of_unread_settings(train_config)
         result = Result(arrays=initial_arrays)
         first = self._begin(grid, result, num_rounds, timeout, checkpoints)
-        started = time.monotonic()
-        begins = not self.history.rounds and self.first_round > 0  # otherwise round 0 is over, or the method's own
-        if evaluate_fn and begins and (metrics := evaluate_fn(0, initial_arrays)) is not None:
-            result.evaluate_metrics_serverapp[0] = metrics
+        with checkpoints or nullcontext():
+            started = time.monotonic()
+            begins = not self.history.rounds and self.first_round > 0  # otherwise round 0 is over, or the method's own
+            if evaluate_fn and begins and (metrics := evaluate_fn(0, initial_arrays)) is not None:
+                result.evaluate_metrics_serverapp[0] = metrics
 
-        for server_round in range(first, num_rounds + 1):
-            if self.stop_after and self.history.rounds_since_best() >= self.stop_after:
-                num_rounds = server_round - 1
-                log(
-                    INFO,
-                    "kindred: the run ends after round %d: no better mean on validation data since round %d",
-                    num_rounds,
-                    num_rounds - self.stop_after,
-                )
-                self.last_round = num_rounds
-                self._save(num_rounds, result)
-                break
-            self._exchange.begin_round()
-            self.roster.meet(grid, self.introduce_all, timeout)
-            self.history.times.spend_on(SERVER)  # the start-up, if this is the first round, is over
-            if begins and server_round == first and self._evaluates_before():
-                self._evaluate(0, self.configure_evaluate(0, result.arrays, evaluate_config, grid), result)
-                self._close_round(grid, 0, None)
-                self._save(0, result)
+            for server_round in range(first, num_rounds + 1):
+                if self.stop_after and self.history.rounds_since_best() >= self.stop_after:
+                    num_rounds = server_round - 1
+                    log(
+                        INFO,
+                        "kindred: the run ends after round %d: no better mean on validation data since round %d",
+                        num_rounds,
+                        num_rounds - self.stop_after,
+                    )
+                    self.last_round = num_rounds
+                    self._save(num_rounds, result)
+                    break
                 self._exchange.begin_round()
-            # Sampled clients get the models to train from; the method processes their replies and ends the round.
-            messages = self.configure_train(server_round, result.arrays, train_config, grid)
-            replies = self._exchange.replies(server_round, messages)
-            _, metrics = self.aggregate_train(server_round, replies)
-            if metrics is not None:
-                result.train_metrics_clientapp[server_round] = metrics
-            if self.fraction_evaluate:
-                messages = self.configure_evaluate(server_round, result.arrays, evaluate_config, grid)
-                self._evaluate(server_round, messages, result)
-            if server_round >= 1:
-                self._validation.after_round(server_round, self._to_validate(server_round, evaluate_config))
-            self._close_round(grid, server_round, on_round)
-            if evaluate_fn and (metrics := evaluate_fn(server_round, self.global_arrays())) is not None:
-                result.evaluate_metrics_serverapp[server_round] = metrics
-            self._save(server_round, result)
-            self._empty_rounds.check()
+                self.roster.meet(grid, self.introduce_all, timeout)
+                self.history.times.spend_on(SERVER)  # the start-up, if this is the first round, is over
+                if begins and server_round == first and self._evaluates_before():
+                    self._evaluate(0, self.configure_evaluate(0, result.arrays, evaluate_config, grid), result)
+                    self._close_round(grid, 0, None)
+                    self._save(0, result)
+                    self._exchange.begin_round()
+                # Sampled clients get the models to train from; the method processes their replies and ends the round.
+                messages = self.configure_train(server_round, result.arrays, train_config, grid)
+                replies = self._after_checkpoint(self._exchange.replies(server_round, messages))
+                _, metrics = self.aggregate_train(server_round, replies)
+                if metrics is not None:
+                    result.train_metrics_clientapp[server_round] = metrics
+                if self.fraction_evaluate:
+                    messages = self.configure_evaluate(server_round, result.arrays, evaluate_config, grid)
+                    self._evaluate(server_round, messages, result)
+                if server_round >= 1:
+                    self._validation.after_round(server_round, self._to_validate(server_round, evaluate_config))
+                self._close_round(grid, server_round, on_round)
+                if evaluate_fn and (metrics := evaluate_fn(server_round, self.global_arrays())) is not None:
+                    result.evaluate_metrics_serverapp[server_round] = metrics
+                self._save(server_round, result)
+                self._empty_rounds.check()
 
-        self._empty_rounds.check_all(num_rounds)
-        if first > num_rounds:  # resumed after its last round: no client has been asked for its id yet
-            self.roster.meet(grid, self.introduce_all, timeout)
-            self.history.times.spend_on(SERVER)
-        clients = self._evaluations.after_last_round(self.roster.active(), self.history)
-        if self.fraction_evaluate and clients:
-            self._evaluate(num_rounds + 1, self._to_evaluate(num_rounds + 1, clients, evaluate_config), result)
-            self._close_round(grid, num_rounds + 1, on_round)
-        self._validation.finish(num_rounds, self._to_validate(num_rounds, evaluate_config))
-        result.arrays = self.global_arrays()
-        self._warn_of_results(followed=on_round is not None)
-        log(INFO, "%s finished %d rounds in %.1f s", self.name, num_rounds, time.monotonic() - started)
-        return result
+            self._empty_rounds.check_all(num_rounds)
+            if first > num_rounds:  # resumed after its last round: no client has been asked for its id yet
+                self.roster.meet(grid, self.introduce_all, timeout)
+                self.history.times.spend_on(SERVER)
+            clients = self._evaluations.after_last_round(self.roster.active(), self.history)
+            if self.fraction_evaluate and clients:
+                self._evaluate(num_rounds + 1, self._to_evaluate(num_rounds + 1, clients, evaluate_config), result)
+                self._close_round(grid, num_rounds + 1, on_round)
+            self._validation.finish(num_rounds, self._to_validate(num_rounds, evaluate_config))
+            result.arrays = self.global_arrays()
+            self._warn_of_results(followed=on_round is not None)
+            log(INFO, "%s finished %d rounds in %.1f s", self.name, num_rounds, time.monotonic() - started)
+            return result
 
     def _warn_of_results(self, *, followed: bool) -> None:
         """Warn that the Result has no personal models, and that no client reported the headline metric.
@@ -509,11 +511,11 @@ class PersonalizedStrategy(Hooks, Strategy):
         return last, state
 
     def _save(self, server_round: int, result: Result) -> None:
-        """Write a checkpoint if one is due; it always is after the run's last round."""
+        """Begin to write a checkpoint if one is due; it always is after the run's last round."""
         last = server_round == self.last_round or self._empty_rounds.too_many
         if self._checkpoints and (last or self._checkpoints.due(server_round)):
             before = self.history.times.spend_on(RESULTS)
-            self._checkpoints.save(
+            self._checkpoints.begin(
                 server_round,
                 {
                     "strategy": self,
@@ -525,8 +527,22 @@ class PersonalizedStrategy(Hooks, Strategy):
             )
             self.history.times.spend_on(before)
 
+    def _after_checkpoint(self, replies: Iterable[Message]) -> Iterable[Message]:
+        """Yield replies, which change the method's state, once the checkpoint that was begun is written."""
+        for reply in replies:
+            self._finish_checkpoint()
+            yield reply
+        self._finish_checkpoint()
+
+    def _finish_checkpoint(self) -> None:
+        if self._checkpoints:
+            before = self.history.times.spend_on(RESULTS)
+            self._checkpoints.finish()
+            self.history.times.spend_on(before)
+
     def _evaluate(self, server_round: int, messages: Iterable[Message], result: Result) -> None:
-        metrics = self.aggregate_evaluate(server_round, self._exchange.replies(server_round, messages))
+        replies = self._after_checkpoint(self._exchange.replies(server_round, messages))
+        metrics = self.aggregate_evaluate(server_round, replies)
         if metrics is not None:
             result.evaluate_metrics_clientapp[server_round] = metrics
 
@@ -542,6 +558,7 @@ class PersonalizedStrategy(Hooks, Strategy):
 
     def introduce_all(self, newcomers: Mapping[ClientId, Mapping[str, Any]]) -> dict[ClientId, str]:
         """Check the introductions of new clients, and of new sites that only validate; see `introduce`."""
+        self._finish_checkpoint()
         validators = {client: about for client, about in newcomers.items() if only_validates(about)}
         others = {client: about for client, about in newcomers.items() if client not in validators}
         return self.introduce(others) | self.introduce_validators(validators)
