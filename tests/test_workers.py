@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from flwr.app import Array, ArrayRecord, MessageType, RecordDict
+from flwr.app import Array, ArrayRecord, Message, MessageType, RecordDict
 from safetensors.numpy import load_file
 
 from kindred.engine import workers
@@ -111,6 +111,31 @@ def test_a_process_that_dies_costs_one_answer_and_is_replaced(grid) -> None:
     assert sorted(found) == list(range(CLIENTS))
     again = ask(grid, 100_000)
     assert all((again[client]["arrays"]["w"].numpy() == 1 + client).all() for client in range(CLIENTS))
+
+
+def test_a_message_given_to_a_process_that_has_ended_is_given_again() -> None:
+    """The process ends with a message that it has not answered, and gets another before this is noticed."""
+    grid = WorkerGrid("tests.worker_apps:app", 1, workers=1)
+    ask(grid, 3)
+    (worker,), (node,) = grid._workers, grid.get_node_ids()
+    content = RecordDict({"arrays": ArrayRecord({"w": Array(np.ones(3, np.float32))})})
+    first, *others = (grid.create_message(content, MessageType.TRAIN, node, str(number)) for number in range(3))
+    os.kill(worker.process.pid, signal.SIGSTOP)
+    ids = list(grid.push_messages([first]))
+    os.kill(worker.process.pid, signal.SIGKILL)
+    worker.process.join()
+    ids += grid.push_messages(others)
+    assert [message.metadata.group_id for message in worker.given] == ["0", "1"]
+    replies: dict[str, Message] = {}
+
+    def all_arrived() -> bool:
+        replies.update({reply.metadata.reply_to_message_id: reply for reply in grid.pull_messages(ids)})
+        return len(replies) == 3
+
+    wait_until(all_arrived, 60)
+    grid.close()
+    assert "was killed by signal 9" in replies[ids[0]].error.reason
+    assert [replies[each].content["metrics"]["asked"] for each in ids[1:]] == [1, 2]
 
 
 def test_lines_of_a_process_s_log_reach_the_server_s(grid, caplog) -> None:

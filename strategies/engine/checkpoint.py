@@ -6,7 +6,7 @@ The name holds the round and the checksum of the content; the content holds the 
 has another checksum, and a renamed one another round; the checkpoint before it is then used. An .npz file holds plain
 arrays and no code that could run; the rest of the state is JSON in its entry `state`. Arrays in a mapped file are
 written and read in pieces, so that they are never in memory as a whole. A run writes a checkpoint in a thread, while
-its clients train.
+the clients of its next round train.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Checkpoints:
         self.every = every
         self.keep = keep
         self._overdue = False  # the last one could not be written
-        self._thread = ThreadPoolExecutor(1)  # it is started by the first checkpoint
+        self._writer = ThreadPoolExecutor(1)  # its thread is started by the first checkpoint
         self._writing: tuple[int, Future[None]] | None = None  # the round whose checkpoint is being written
 
     def __enter__(self) -> Checkpoints:
@@ -95,15 +95,18 @@ class Checkpoints:
         arrays: dict[str, np.ndarray] = {}
         text = json.dumps({"format": FORMAT, "round": server_round, "state": pack(state, arrays)})
         arrays[STATE] = np.frombuffer(text.encode(), np.uint8)
-        self._writing = server_round, self._thread.submit(self._write_or_warn, server_round, arrays)
+        self._writing = server_round, self._writer.submit(self._write_or_warn, server_round, arrays)
         if self.keep == 1:  # until it is written, the run may have to resume from the one that it replaces
             self.finish()
 
     def finish(self) -> None:
         """Wait until the checkpoint that was begun is written, if there is one."""
         if self._writing:
-            (_, written), self._writing = self._writing, None
-            written.result()
+            _, written = self._writing
+            failure = written.exception()
+            self._writing = None
+            if failure:
+                raise failure
 
     def _write_or_warn(self, server_round: int, arrays: Mapping[str, np.ndarray]) -> None:
         try:

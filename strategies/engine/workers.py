@@ -133,10 +133,10 @@ class WorkerGrid(InlineGrid):
     def _give(self, worker: _Worker, message: Message) -> None:
         node = message.metadata.dst_node_id
         self._last[node] = worker
-        if worker.process is None or not worker.process.is_alive():
+        if worker.process is None or not (worker.given or worker.process.is_alive()):  # else `_receive` finds its end
             worker.end()
             self._start(worker)
-        with suppress(BrokenPipeError, ConnectionResetError):  # `_receive` finds that it has ended
+        with suppress(BrokenPipeError, ConnectionResetError):
             worker.channel.send(message, self._contexts[node].state)
         worker.given.append(message)
 
