@@ -117,7 +117,7 @@ def test_a_setting_can_be_varied_and_the_recorded_command_does_the_same(ran) -> 
     )
     assert [run.settings["self-weight"] for run in comparison.runs.values()] == [0.25, 0.75]
     assert list(comparison.runs) == [("heurfedamp-0.25", 0), ("heurfedamp-0.75", 0)]
-    assert {"comparison", "varied", "weights"} == set(comparison.figures)
+    assert {"comparison", "varied"} == set(comparison.figures)
     assert {f"{name}.png" for name in comparison.figures} == {path.name for path in comparison.folder.glob("*.png")}
     words = shlex.split(comparison.content["command"])
     done = CliRunner().invoke(command_line, [*words[1:], "--engine=inline"])

@@ -238,7 +238,7 @@ class PersonalizedStrategy(Hooks, Strategy):
     _validation: Validation
     _evaluations: EvaluationPlan
     _empty_rounds: EmptyRounds
-    _checkpoints: Checkpoints | None
+    _checkpoints: Checkpoints | None = None
     _attempt: int
     """When the run began, or was last resumed, in ns since 1970."""
 
