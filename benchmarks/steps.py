@@ -2,11 +2,11 @@
 
     python -m benchmarks.steps --data-dir DIR [--output-dir DIR]
 
-The methods' defaults were chosen by these tables, without the Dirichlet column, which is newer; no other table uses the
-two data sets. 10 clients with 60 images each train for 15 rounds of 5 epochs, with the network ckt-cnn, seed 100 and
-one thread. There is a table for each method: a row for each combination of settings, and the final mean accuracy over
-clients, in percent. A dash marks a run that failed, because models were no longer finite. Runs that the folder of
---output-dir holds already are not repeated.
+The methods' defaults were chosen by these tables, except their Dirichlet column, which was added later; no other table
+uses the two data sets. 10 clients with 60 images each train for 15 rounds of 5 epochs, with the network ckt-cnn, seed
+100 and one thread. There is a table for each method: a row for each combination of settings, and the final mean
+accuracy over clients, in percent. A dash marks a run that failed, because models were no longer finite. Runs that the
+folder of --output-dir holds already are not repeated.
 """
 
 from __future__ import annotations

@@ -206,7 +206,7 @@ def test_a_newcomer_is_served_from_the_last_checkpoint_and_changes_nothing(name,
 
 
 class WatchedCheckpoints(Checkpoints):
-    """Checkpoints that hold the arrays which are being written against copies of them."""
+    """Checkpoints that compare the arrays being written with copies of them."""
 
     copied: tuple[tuple[np.ndarray, np.ndarray], ...] = ()
     begun = 0

@@ -1,4 +1,4 @@
-"""The figures of a run but that of its partition, by the names of their files, and the data that each is drawn from."""
+"""The figures of a run except its partition, by the names of their files, and the data that each is drawn from."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def run_figures(
 ) -> dict[str, Callable[[], Figure | None]]:
     """Return a function for each figure of a run, by the figure's name: that of the metric, "collaboration" and others.
 
-    The figure of the partition is not among them: runs with the same data have the same, `data.partition_figure`.
+    The figure of the partition is not among them: runs with the same data share it, see `partition_picture`.
 
     Parameters
     ----------
