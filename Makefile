@@ -10,7 +10,7 @@ SOURCES := strategies data server_app client_app tests benchmarks examples docs/
 # Many processes import the package: let the first one keep what it has compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install run lint types tree docs test test-faults test-deployment benchmarks clean
+.PHONY: install run lint types tree docs test test-gpu test-faults test-deployment benchmarks clean
 
 install: $(INSTALLED)
 
@@ -43,6 +43,10 @@ tree: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(VENV)/bin/python -m pytest --durations=10 --numprocesses 3 --dist loadfile --no-loadscope-reorder
+
+# On a machine with a GPU; the other tests do not use it.
+test-gpu: $(INSTALLED)
+	$(VENV)/bin/python -m pytest --durations=10 -m gpu
 
 test-faults: $(INSTALLED)
 	$(VENV)/bin/python -m pytest --durations=10 -m faults

@@ -36,6 +36,12 @@ def no_pictures():
         yield
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide a GPU from all tests but those of it: results with the same bits are results of the CPU."""
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put files with runs in Flower's engine first, which take longest, so that no worker gets one at the end."""
     longest = {item.path for item in items if item.get_closest_marker("engine")}

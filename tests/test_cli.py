@@ -10,7 +10,6 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given, strategies as st
 from typer.testing import CliRunner
 
@@ -24,8 +23,6 @@ from tests.background_commands import HEEDING
 ROOT = Path(__file__).resolve().parent.parent
 COMMAND = [str(Path(sysconfig.get_path("scripts")) / "kindred")]
 SMALL = ["--clients=4", "--rounds=2", "--set=num-groups=2", "--set=samples-per-client=10", "--set=local-epochs=1"]
-
-no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 
 
 def kindred(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -75,8 +72,8 @@ def test_help_marks_what_is_required_by_brackets_alone() -> None:
         (["--set=model=resnet50"], ["model", "resnet50", "resnet18"]),
         (["--strategy=fedrep", "--set=head-layers=9"], ["head-layers", "9", "1 to 3"]),
         (["--strategy=kindred", "--set=aggregation=krum"], ["aggregation", "krum", "kindred: mean", "fedavg, fedprox"]),
-        pytest.param(["--set=device=cuda"], ["device", "cuda", "GPU"], marks=no_gpu),
-        pytest.param(["--gpus-per-client=0.5"], ["--gpus-per-client", "0.5", "GPU"], marks=no_gpu),
+        (["--set=device=cuda"], ["device", "cuda", "GPU"]),
+        (["--gpus-per-client=0.5"], ["--gpus-per-client", "0.5", "GPU"]),
     ],
     ids=" ".join,
 )

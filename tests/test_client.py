@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from flwr.app import ConfigRecord
 
 from kindred import REGISTRY, InlineGrid, Site, make_client_app
+from kindred.client import cuda_graphs
 from kindred.client.training import get_arrays
 from kindred.messages import BETWEEN, RECEIVED, to_record
 
@@ -46,9 +48,10 @@ app = make_client_app(load_site)
 
 
 def run(name: str, rounds: int = 3, **settings):
-    strategy = make(name, network, PUBLIC)
-    initial = to_record(get_arrays(network()))
     config = ConfigRecord(SETTINGS | settings)
+    server = {"device": config["device"]} if REGISTRY[name].distils else {}
+    strategy = make(name, network, PUBLIC, **server)
+    initial = to_record(get_arrays(network()))
     strategy.start(InlineGrid(app, CLIENTS, {"run": name}), initial, rounds, 60, config, config)
     return strategy
 
@@ -72,6 +75,28 @@ def test_every_method_trains_with_the_same_client_app(name) -> None:
 def test_one_seed_gives_the_same_bits_twice_and_another_seed_differs(name) -> None:
     assert everything(run(name)) == everything(run(name))
     assert everything(run(name)) != everything(run(name, seed=8))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("pays", [1, float("inf")], ids=["with graphs", "without graphs"])
+@pytest.mark.parametrize("name", REGISTRY)
+def test_every_method_computes_nearly_the_same_on_a_gpu(name, pays, monkeypatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "PAYS", pays)
+    models, clients, weights, rows = everything(run(name))
+    models_there, clients_there, weights_there, rows_there = everything(run(name, device="cuda"))
+    assert models_there.keys() == models.keys() and clients_there == clients
+    for client, arrays in models.items():
+        for key, data in arrays.items():
+            near(*(np.load(io.BytesIO(each)) for each in (models_there[client][key], data)), f"{client} {key}")
+    near(*(np.frombuffer(each) for each in (weights_there, weights)), "collaboration")
+    assert [row["status"] for row in rows_there] == [row["status"] for row in rows]
+    for key in ("train-loss", "personal-loss"):
+        near(*([row.get(key) for row in each] for each in (rows_there, rows)), key)
+
+
+def near(found, expected, what: str) -> None:
+    np.testing.assert_allclose(np.asarray(found, float), np.asarray(expected, float), 1e-2, 2e-2, err_msg=what)
 
 
 # Before a client has trained it predicts with the initial model, except with these methods: the client tunes

@@ -665,7 +665,6 @@ def test_device_names_are_resolved_or_refused():
         pick_device("tpu")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
 def test_a_missing_gpu_is_an_error():
     with pytest.raises(ValueError, match="device is cuda and torch finds no CUDA GPU.*cpu or auto"):
         pick_device("cuda")
@@ -677,7 +676,11 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
-@pytest.mark.parametrize(("name", "shape"), [("digits-cnn", (1, 8, 8)), ("cnn2", (3, 8, 8)), ("resnet18", (3, 8, 8))])
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    # For images of 8x8 ResNet-18 ends in 1x1, and normalising a batch of two there enlarges rounding errors too much.
+    [("digits-cnn", (1, 8, 8)), ("cnn2", (3, 8, 8)), ("resnet18", (3, 16, 16))],
+)
 def test_a_gpu_matches_the_cpu(name, shape, optimizer):
     x, y = images(22, shape)
     results = []

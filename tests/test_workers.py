@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import torch
 from flwr.app import Array, ArrayRecord, Message, MessageType, RecordDict
 from safetensors.numpy import load_file
 
@@ -162,6 +163,20 @@ def test_a_run_gives_the_same_bits_as_in_one_process(strategy, tmp_path) -> None
     assert models[0].keys() == models[1].keys() and len(models[0]) == 5
     for name, arrays in models[0].items():
         assert all(values.tobytes() == models[1][name][key].tobytes() for key, values in arrays.items())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("strategy", ["heurfedamp", "feddf"])
+def test_processes_share_a_gpu(strategy, tmp_path) -> None:
+    config = Config(strategy=strategy, partition="rotated", output_dir=str(tmp_path), device="cuda", **SMALL)
+    share = Engine("local", gpus_per_client=0.5)
+    assert workers_of(share, config) == min(2 * engines.gpus(), CLIENTS, engines.cpus())
+    together, alone = (
+        read_summary(engines.execute(config, engine, print).results)["metrics"]["last"]["accuracy"]
+        for engine in (share, Engine("inline"))
+    )
+    assert together == pytest.approx(alone, abs=0.05)
 
 
 def test_with_one_worker_it_is_the_engine_of_this_process(tmp_path, monkeypatch) -> None:

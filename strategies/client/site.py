@@ -107,30 +107,29 @@ def fingerprint_of(public: torch.Tensor) -> str:
 
 # The names below belong to the process: Flower copies a ClientApp to its workers, but no modules.
 
-_sites: dict[Any, Site] = {}
+_sites: dict[Any, tuple[Site, torch.device]] = {}
 _sites_of_run: dict[str, Any] = {}
 
 
 def site_of(load_site: LoadSite, context: Context, device: torch.device) -> Site:
-    """Return a client's site, with its data on a device; it is loaded at the first call and kept for the run."""
+    """Return a client's site, with its data on a device.
+
+    It is loaded at the first call and kept for the run. Messages may name different devices: the introduction precedes
+    the settings of training.
+    """
     if _sites_of_run != dict(context.run_config):  # another run: its sites may differ, the old ones are not needed
         _sites.clear()
         _sites_of_run.clear()
         _sites_of_run.update(context.run_config)
-    key = (load_site, device, *sorted(context.node_config.items()))
-    site = _sites.pop(key, None)
+    key = (load_site, *sorted(context.node_config.items()))
+    site, where = _sites.pop(key, (None, None))
     if site is None:
         site = load_site(context)
-        site = replace(
-            site,
-            train=_to(device, site.train),
-            test=_to(device, site.test),
-            public=None if site.public is None else _public_on(device, site.public),
-            validation=None if site.validation is None else _to(device, site.validation),
-        )
         while len(_sites) >= SITES_KEPT:
             del _sites[next(iter(_sites))]
-    _sites[key] = site
+    if where != device:
+        site = _on(device, site)
+    _sites[key] = site, device
     return site
 
 
@@ -139,6 +138,16 @@ def forget_sites() -> None:
     _sites.clear()
     _sites_of_run.clear()
     module_of.cache_clear()
+
+
+def _on(device: torch.device, site: Site) -> Site:
+    return replace(
+        site,
+        train=_to(device, site.train),
+        test=_to(device, site.test),
+        public=None if site.public is None else _public_on(device, site.public),
+        validation=None if site.validation is None else _to(device, site.validation),
+    )
 
 
 def _to(device: torch.device, samples: Samples) -> Samples:
