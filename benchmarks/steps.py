@@ -2,11 +2,11 @@
 
     python -m benchmarks.steps --data-dir DIR [--output-dir DIR]
 
-The methods' defaults were chosen by these tables, except their Dirichlet column, which was added later; no other table
-uses the two data sets. 10 clients with 60 images each train for 15 rounds of 5 epochs, with the network ckt-cnn, seed
-100 and one thread. There is a table for each method: a row for each combination of settings, and the final mean
-accuracy over clients, in percent. A dash marks a run that failed, because models were no longer finite. Runs that the
-folder of --output-dir holds already are not repeated.
+The methods' defaults have the highest mean of these tables; no other table uses the two data sets. 10 clients with 60
+images each train for 15 rounds of 5 epochs, with the network ckt-cnn, seed 100 and one thread. There is a table for
+each method: a row for each combination of settings, and the final mean accuracy over clients, in percent. A dash marks
+a run that failed, because models were no longer finite. Runs that the folder of --output-dir holds already are not
+repeated.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SAME: Mapping[str, Any] = {
 STEP_SIZES = (0.05, 0.1, 0.2, 0.4)
 
 GRIDS: Mapping[str, Sequence[Mapping[str, Sequence[Any]]]] = {
-    "scaffold": [{"sgd_learning_rate": STEP_SIZES, "server_learning_rate": [1.0]}],
+    "scaffold": [{"sgd_learning_rate": (0.02, *STEP_SIZES), "server_learning_rate": [1.0]}],
     "apfl": [
         {"sgd_learning_rate": STEP_SIZES, "mixing_weight": [0.5], "adapt_mixing": [False]},
         {"sgd_learning_rate": [0.2], "mixing_weight": [0.25, 0.75], "adapt_mixing": [False]},

@@ -51,9 +51,9 @@ def test_logits_match_prediction_and_the_model_keeps_its_mode() -> None:
 
 def test_the_teacher_is_the_softmax_of_the_mean_logits() -> None:
     """One model has logits [6, 0], four have [0, 1]; the mean of their probabilities would differ."""
-    total = torch.tensor([[6.0, 0.0]]) + 4 * torch.tensor([[0.0, 1.0]])
+    mean = np.mean([[[6, 0]], *4 * [[[0, 1]]]], axis=0, dtype=np.float32)
     expected = np.exp([1.2, 0.8]) / np.exp([1.2, 0.8]).sum()
-    assert teacher(total, 5)[0].numpy() == pytest.approx(expected)
+    assert teacher(mean)[0].numpy() == pytest.approx(expected)
     assert expected[0] > 0.5 > (np.exp(6) / (np.exp(6) + 1) + 4 / (1 + np.e)) / 5
 
 
@@ -148,6 +148,16 @@ def test_a_round_by_hand() -> None:
     # Weighted mean (0.5, 3); teacher softmax(1, 2) = (0.27, 0.73); student softmax(0.5, 3) = (0.08, 0.92).
     weights = read_record(strategy.global_arrays())["weight"].flatten()
     assert weights == pytest.approx([0.5 + 0.01, 3 - 0.01], rel=1e-5)
+
+
+def test_the_median_keeps_an_attacker_out_of_the_student_and_of_the_teacher() -> None:
+    """Logits (2, 0), (0, 4), (2, 4) and an attacker's: medians 2 and 2, for the student's weights and the teacher."""
+    models = np.array([[2, 0], [0, 4], [2, 4], [1e6, -1e6]], np.float32)
+    app = reporting_app(lambda client, network: {"weight": models[client][:, None]}, examples=lambda client: 10)
+    line = {"line": lambda: torch.nn.Linear(1, 2, bias=False)}
+    strategy = FedDF(models=line, public=torch.ones(1, 1), device="cpu", distill_steps=5, aggregation="median")
+    strategy.start(InlineGrid(app, 4), ArrayRecord({"weight": Array(np.zeros((2, 1), np.float32))}), 1)
+    assert read_record(strategy.global_arrays())["weight"].flatten().tolist() == [2, 2]
 
 
 def test_every_setting_changes_the_result() -> None:

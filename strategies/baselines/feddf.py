@@ -30,10 +30,13 @@ What the paper leaves open, and where we or others depart from it:
 - A network none of whose clients replied in a round is distilled from its last model.
 - A client's model whose logits overflow is refused, because a single one would spoil the teacher. If a student's
   weights overflow, for example because the step size is too large, the round's mean is used instead.
+- `aggregation` can replace both means, that of a network's models and that of all models' logits, by a rule that bounds
+  the part of a minority of attackers (`parts/aggregation.py`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from logging import WARNING
 from typing import TYPE_CHECKING, Any, Unpack
@@ -70,6 +73,7 @@ from kindred.messages import (
     with_prefix,
 )
 from kindred.objectives import Objective
+from kindred.parts.aggregation import AGGREGATION, aggregate
 from kindred.registry import MODEL_BOTH_WAYS, Method
 from kindred.settings import DEVICE, Setting, above, at_least
 
@@ -100,9 +104,9 @@ def logits_of(model: torch.nn.Module, images: torch.Tensor, batch_size: int = 12
         return torch.cat([model(batch).float() for batch in images.split(batch_size)])  # (P, N)
 
 
-def teacher(sum_of_logits: torch.Tensor, count: int, objective: Objective = CLASSES) -> torch.Tensor:
-    """Return the ensemble's predictions s(1/|S| sum_k f(x_k, d)), (P, N), from the sum of |S| models' logits."""
-    return objective.predictions(sum_of_logits / count)
+def teacher(mean_logits: np.ndarray, objective: Objective = CLASSES) -> torch.Tensor:
+    """Return the ensemble's predictions s(1/|S| sum_k f(x_k, d)), (P, N), from its mean logits, (P, N)."""
+    return objective.predictions(torch.from_numpy(mean_logits))
 
 
 def distil(
@@ -189,6 +193,8 @@ class FedDF(PersonalizedStrategy):
         Public images per step, 1 or more.
     device : {"auto", "cpu", "cuda"}
         Where the server computes logits and distils.
+    aggregation : {"mean", "median", "trimmed-mean", "krum", "multi-krum"}
+        Rule for the models of a network and for the logits of all models; see `parts.aggregation`.
     objective : Objective
         What the networks' outputs mean; by default a logit for each class.
     **shared
@@ -218,6 +224,7 @@ class FedDF(PersonalizedStrategy):
         distill_learning_rate: float = DISTILL_LEARNING_RATE.default,
         public_batch_size: int = PUBLIC_BATCH_SIZE.default,
         device: str = DEVICE.default,
+        aggregation: str = AGGREGATION.default,
         objective: Objective = CLASSES,
         **shared: Unpack[Shared],
     ) -> None:
@@ -232,6 +239,7 @@ class FedDF(PersonalizedStrategy):
         self.distill_learning_rate = DISTILL_LEARNING_RATE.check(distill_learning_rate)
         self.public_batch_size = PUBLIC_BATCH_SIZE.check(public_batch_size)
         self.device = DEVICE.check(device)
+        self.aggregation = AGGREGATION.check(aggregation)
         self.objective = objective.unweighted
 
     def begin(self, initial_arrays: ArrayRecord) -> None:
@@ -253,6 +261,7 @@ class FedDF(PersonalizedStrategy):
             self._layouts[name] = Layout(self._globals[name], buffers)
             classes[name] = logits_of(module, self._images[:1]).shape[1]
         check("models", classes, len(set(classes.values())) == 1, "networks for one number of classes")
+        self._logits_shape = (len(self._images), next(iter(classes.values())))  # (P, N)
         self.networks: dict[ClientId, str] = {}
         # network -> client -> the client's weight in the network's model; the same for the model that was sent last.
         self._shares: dict[str, dict[ClientId, float]] = {name: {} for name in self.models}
@@ -275,7 +284,7 @@ class FedDF(PersonalizedStrategy):
         self._means = {name: self.aggregate_of(layout) for name, layout in self._layouts.items()}
         self._counters: dict[ClientId, Mapping[str, np.ndarray]] = {}
         self._logits: dict[ClientId, torch.Tensor] = {}  # (P, N), of replies that are being checked
-        self._sum: torch.Tensor | None = None  # (P, N)
+        self._ensemble = aggregate(self.aggregation, math.prod(self._logits_shape), np.dtype(np.float32))
         self._terms: InTurn[tuple[float, np.ndarray, torch.Tensor | None]] = InTurn(clients, self._add)
         self._sent = dict(self._shares)
         return ((client, self.personal_arrays(client)) for client in clients)
@@ -313,23 +322,22 @@ class FedDF(PersonalizedStrategy):
     def _add(self, client: ClientId, term: tuple[float, np.ndarray, torch.Tensor | None]) -> None:
         examples, row, logits = term
         self._means[self.networks[client]].add(client, examples, row)
-        if logits is not None:
-            self._sum = logits if self._sum is None else self._sum + logits
+        if logits is not None:  # only where there are steps of distillation
+            self._ensemble.add(client, 1.0, logits.cpu().numpy().ravel())
 
     def end_round(self, server_round: int, answered: Sequence[ClientId]) -> None:
         self._terms.finish()
-        if not answered:
-            return
+        mean_logits = self._ensemble.result()  # (P N,)
+        wanted = None if mean_logits is None else teacher(mean_logits.reshape(self._logits_shape), self.objective)
         for name, layout in self._layouts.items():
             mean = self._means[name].result()
             if mean is not None:
                 first = next(iter(self._means[name].weights))
                 self._globals[name] = layout.record(mean, self._counters[first])
                 self._shares[name] = self._means[name].weights
-            if self._sum is not None:  # only where there are steps of distillation
-                self._distil(name, teacher(self._sum, len(answered), self.objective), server_round)
-                self._shares[name] = dict.fromkeys(answered, 1.0)
-        self._sum = None
+            if wanted is not None:
+                self._distil(name, wanted.to(self._images.device), server_round)
+                self._shares[name] = self._ensemble.weights
 
     def _distil(self, name: str, predictions: torch.Tensor, server_round: int) -> None:
         student = self._modules[name]
@@ -378,8 +386,8 @@ class FedDF(PersonalizedStrategy):
     def shared_rows(self) -> Collaboration:
         """Return the clients' shares in the model of each one's network that was sent last.
 
-        With distillation, all clients that replied have an equal share, that in the teacher; without, the share in the
-        mean.
+        With distillation it is the share in the teacher, equal for all clients that replied, or for those that
+        `aggregation` keeps; without, the share in the mean.
         """
         return Collaboration.by_row(self.clients(), self._sent, self.networks)
 
@@ -389,7 +397,7 @@ METHOD = Method(
     paper="Lin et al., NeurIPS 2020, arXiv:2006.07242",
     travels=MODEL_BOTH_WAYS,
     strategy=FedDF,
-    settings=(DISTILL_STEPS, DISTILL_LEARNING_RATE, PUBLIC_BATCH_SIZE),
+    settings=(DISTILL_STEPS, DISTILL_LEARNING_RATE, PUBLIC_BATCH_SIZE, AGGREGATION),
     mixed_networks=True,
     needs_public_set=True,
     distils=True,

@@ -75,7 +75,7 @@ else:
 
 SGD_LEARNING_RATE = Setting(
     "sgd_learning_rate",
-    0.1,
+    0.05,
     above(0),
     "step size of clients' plain SGD (eta_l), which ignores optimizer and learning-rate",
     trial=0.1,
@@ -197,7 +197,7 @@ class SCAFFOLD(FedAvg):
 
     Parameters
     ----------
-    sgd_learning_rate : float (default: 0.1)
+    sgd_learning_rate : float (default: 0.05)
         eta_l, above 0.
     server_learning_rate : float (default: 1.0)
         eta_g, above 0. The paper's experiments have 1.
