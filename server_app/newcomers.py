@@ -5,7 +5,7 @@ by one, in three ways:
 
 | way | model |
 | --- | --- |
-| method | that of the method's first messages (`PersonalizedStrategy.serve`); without samples its global model |
+| method | that of the method's messages (`serve`); without samples its `ensemble` or, if None, its global model |
 | alone | trained by the client alone, from the initial model, for as many rounds as the run had |
 | tuned | the global model, or the plain mean of all models, trained by the client for one round |
 
@@ -100,7 +100,7 @@ class Service:
         self._strategy = strategy
         self._initial_arrays = initial_arrays
         self._first_model = first_model
-        self._global_model = finished.general_model()
+        self._global_model, self._ensemble = finished.general_model(), finished.ensemble()
         self._checkpoints = checkpoints
         self._rounds = rounds
         self._metric = strategy.metric
@@ -135,7 +135,10 @@ class Service:
 
         if not count:
             untrained = self._global_model and self._value(grid(), self._global_model, rounds=0)
-            return {"labelled": labelled, "method": untrained, "alone": None, "tuned": untrained}
+            by_method = untrained
+            if self._ensemble:
+                by_method = self._value(grid(), self._ensemble, rounds=0, method=self._strategy.name)
+            return {"labelled": labelled, "method": by_method, "alone": None, "tuned": untrained}
         replies = self._strategy.serve(grid(), self._initial_arrays, self._checkpoints, ConfigRecord(self._settings))
         which = self._strategy.newcomer_result or self._strategy.personal
         return {
@@ -145,9 +148,9 @@ class Service:
             "tuned": self._global_model and self._value(grid(), self._global_model, rounds=1),
         }
 
-    def _value(self, grid: InlineGrid, arrays: ArrayRecord, *, rounds: int) -> float | None:
+    def _value(self, grid: InlineGrid, arrays: ArrayRecord, *, rounds: int, method: str = LOCAL) -> float | None:
         """Return the metric of a model that a client trains for so many rounds without the server; None if it fails."""
-        settings = self._settings | {METRIC: self._metric, METHOD: LOCAL, SERVER_ROUND: 1}
+        settings = self._settings | {METRIC: self._metric, METHOD: method, SERVER_ROUND: 1}
         for each in (LOCAL_EPOCHS, LOCAL_STEPS):
             settings[each.key] = rounds * int(self._settings[each.key])
         content = RecordDict({ARRAYS: arrays, CONFIG: ConfigRecord(settings)})

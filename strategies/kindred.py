@@ -24,6 +24,10 @@ Empirical Bayes is of Robbins, 1956; weights by held-out samples are those of st
 arXiv:2012.08565. One temperature for each model is fitted as in Guo et al., ICML 2017, arXiv:1706.04599: a mean of
 models is less certain than one model, and as often right.
 
+A client that comes after the run mixes predictions: those of up to MOST clients' models and of its own, which it trains
+for VISITS messages, with the weights exp(-TRUST L) of their losses on its labelled samples (`mixing_weights`,
+`together`). Without labelled samples all models have the same weight.
+
 Absent clients keep their last model, and it remains in their neighbours' means. As in FedAvg, g is over the clients
 that trained in the last round. Only parameters count in cosines. Floating-point buffers are combined like parameters;
 integer buffers are the client's own.
@@ -40,6 +44,7 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from .client.local_training import LocalTraining
 from .client.site import Samples
+from .client.state import MIXTURE
 from .client.visit import Visit
 from .engine.admission import Reply, check_numbers, norm
 from .engine.computed_models import ComputedModels
@@ -53,7 +58,6 @@ from .messages import (
     METRICS,
     RECEIVED,
     SERVER_ROUND,
-    TRAINED,
     ClientId,
     by_prefix,
     in_order,
@@ -62,6 +66,7 @@ from .messages import (
     with_prefix,
 )
 from .parts.combination import combined
+from .parts.mixture import mixture_of
 from .registry import Method
 from .settings import STORE
 
@@ -78,6 +83,8 @@ FOLDS = 10  # parts of the training samples, of which a client without validatio
 HOLDING = 0.5  # of the rounds, the first ones, in which it does
 STAYS = 0.1  # share of its own model from which on the fold stays the same
 VISITS = 4  # training messages for a client that comes after the run
+MOST = 20  # models of other clients that it mixes with its own
+TRUST = 0.1  # of a nat of loss on its samples, in the weights of these models
 WORK = 0.1  # of the time of training that judging may take; predicting for a batch takes a third of a step
 SOURCES = 3  # w_i, v_i and g, in this order
 CONCENTRATIONS = np.geomspace(0.02, 200, 41)  # of class proportions; small where most samples are of one class
@@ -87,6 +94,7 @@ LEAST_PROBABILITY = 1e-9  # smaller predicted probabilities are replaced by this
 LARGEST_LOSS = 1e6  # of held-out samples together
 
 NEIGHBOURS, EVERYBODY = "neighbours", "everybody"  # prefixes of v_i and g in messages
+OTHERS = "others"  # prefix of clients' models in messages to a client that comes after the run
 HOLDS_OUT = "holds-out"  # whether a client without validation data holds samples out
 TRAINED_IN = "trained-in"  # round in which the client's model at the server was trained, or 0
 PRIOR = "prior"  # p, down
@@ -232,6 +240,11 @@ def shares(prior: np.ndarray, evidence: np.ndarray) -> np.ndarray:
     return special.softmax(np.log(prior) + evidence, axis=-1)
 
 
+def mixing_weights(losses: np.ndarray) -> np.ndarray:
+    """Return softmax(-TRUST L_k), (k,): models' weights in a mixture of predictions, from their losses L, (k,)."""
+    return special.softmax(-TRUST * losses)
+
+
 # --- The client ---------------------------------------------------------------------------------------
 
 
@@ -248,14 +261,16 @@ class KindredClient(LocalTraining):
         losses, rounds = last.pop(LOSSES, np.zeros(SOURCES)), float(last.pop(ROUNDS, 0.0))  # (3,)
         credit, fold = float(last.pop(CREDIT, np.inf)), int(last.pop(FOLD, 0))
         held = bool(last.pop(HOLDS_OUT, False))  # whether that model was trained without the fold
-        evidence = np.zeros(SOURCES)  # (3,)
+        evidence, own_loss = np.zeros(SOURCES), np.inf  # (3,)
         if known and NEIGHBOURS in received:
             parts = [last, received[NEIGHBOURS], everybody]
             trained, held_out = divided(visit, fold, held)
             if len(held_out[1]) and credit >= SOURCES * -(-len(held_out[1]) // visit.batch_size):
-                losses = MEMORY * losses + judged(visit, parts, trained, held_out)
+                losses = MEMORY * losses + judged(visit, parts, held_out, trained)
                 rounds, credit = MEMORY * rounds + 1, 0.0
             evidence = (losses.min() - losses) / max(rounds, 1.0)
+            if len(held_out[1]) and rounds:
+                own_loss = losses[0] / rounds * len(visit.site.train[1]) / len(held_out[1])
             s = shares(np.array(visit.config[PRIOR]), evidence)  # (3,)
             start = combined(parts, s)
             fold += bool(s[0] < STAYS)
@@ -264,12 +279,22 @@ class KindredClient(LocalTraining):
         held = bool(visit.config[HOLDS_OUT]) and not visit.is_last
         site = replace(visit.site, train=divided(visit, fold, held)[0])
         arrays, metrics = LocalTraining.trained(replace(visit, arrays=start, site=site))
+        if OTHERS in received:
+            mixed = together(visit, received[OTHERS], [(arrays, own_loss)])
+            metrics |= {f"{MIXTURE}-{name}": value for name, value in mixed.items()}
         credit += 3 * WORK * (visit.steps + visit.epochs * -(-len(site.train[1]) // visit.batch_size))
         sums = {LOSSES: losses, ROUNDS: np.array(rounds), CREDIT: np.array(credit)}
         state = {FOLD: np.array(fold), HOLDS_OUT: np.array(held), TRAINED_IN: np.array(visit.config[SERVER_ROUND])}
         visit.state.save(LAST, {**arrays, **sums, **state})
         reply = MetricRecord({**metrics, **visit.counts()}), ConfigRecord({EVIDENCE: evidence.tolist()})
         return RecordDict({ARRAYS: to_record(arrays), METRICS: reply[0], CONFIG: reply[1]})
+
+    @staticmethod
+    def evaluate(visit: Visit) -> RecordDict:
+        """Evaluate the received model, or the mixture of the received models."""
+        if not next(iter(visit.arrays)).startswith(f"{OTHERS}/"):
+            return LocalTraining.evaluate(visit)
+        return RecordDict({METRICS: MetricRecord({**together(visit, by_prefix(visit.arrays)[OTHERS])})})
 
 
 def divided(visit: Visit, fold: int, held: bool) -> tuple[Samples, Samples]:
@@ -283,19 +308,46 @@ def divided(visit: Visit, fold: int, held: bool) -> tuple[Samples, Samples]:
     return visit.samples_at(np.setdiff1d(order, left_out)), visit.samples_at(np.sort(left_out))
 
 
-def judged(visit: Visit, parts: Sequence[Mapping[str, np.ndarray]], trained: Samples, held_out: Samples) -> np.ndarray:
-    """Return the losses l_i of w_i, v_i and g on held-out samples, shape (3,), that of w_i corrected by `rarity`."""
-    labels, true = (targets.cpu().numpy() for _, targets in (trained, held_out))
+def judged(
+    visit: Visit, models: Iterable[Mapping[str, np.ndarray]], held_out: Samples, trained: Samples | None = None
+) -> np.ndarray:
+    """Return the losses of k models on held-out samples, (k,); the first one was `trained` on others: see `rarity`."""
+    true = held_out[1].cpu().numpy()
     losses = []
-    for k, arrays in enumerate(parts):
+    for k, arrays in enumerate(models):
         predictions = visit.predict(visit.model(arrays), held_out[0])
         if visit.objective.has_classes:
-            counts = (np.bincount(of, minlength=predictions.shape[1]) for of in (labels, true))
-            loss = calibrated_loss(predictions, true, rarity(*counts) if k == 0 else np.ones(predictions.shape[1]))
+            factors = np.ones(predictions.shape[1])
+            if trained is not None and k == 0:
+                counts = (np.bincount(of, minlength=len(factors)) for of in (trained[1].cpu().numpy(), true))
+                factors = rarity(*counts)
+            loss = calibrated_loss(predictions, true, factors)
         else:
             loss = float(visit.objective.losses(predictions, true).sum())
         losses.append(loss if np.isfinite(loss) and loss < LARGEST_LOSS else LARGEST_LOSS)
     return np.array(losses)
+
+
+def together(
+    visit: Visit, others: Mapping[str, np.ndarray], own: Sequence[tuple[Mapping[str, np.ndarray], float]] = ()
+) -> dict[str, float]:
+    """Return the metrics, on test data, of the mixture of others' predictions and a newcomer's own.
+
+    Parameters
+    ----------
+    visit : Visit
+    others : mapping of str to ndarray
+        Models of clients of the run, under their numbers; the newcomer's samples judge them.
+    own : sequence of (mapping of str to ndarray, float)
+        The newcomer's model and its loss, if it has one.
+    """
+    models, labelled = [*by_prefix(others).values()], visit.site.train
+    losses = judged(visit, models, labelled) if len(labelled[1]) else np.zeros(len(models))
+    weights = mixing_weights(np.array([*losses, *(loss for _, loss in own)]))  # (k,)
+    x, targets = visit.site.test
+    predictions = np.stack([visit.predict(visit.model(arrays), x) for arrays in (*models, *(each for each, _ in own))])
+    mixed = mixture_of(predictions, weights, objective=visit.objective)  # (n, K)
+    return visit.objective.evaluated(mixed, targets.cpu().numpy(), visit.further())
 
 
 # --- The server ---------------------------------------------------------------------------------------
@@ -312,7 +364,7 @@ class Kindred(CloudModels):
 
     name = "kindred"
     personal = RECEIVED
-    newcomer_result = TRAINED
+    newcomer_result = MIXTURE
     clients_keep_state = True
     STATE = (*CloudModels.STATE, "_samples", "_trained_in", "_ended", "_lengths", "_evidence", "_prior", "_ordinary")
 
@@ -325,6 +377,7 @@ class Kindred(CloudModels):
         self._evidence: dict[ClientId, np.ndarray] = {}  # e_i, (3,), as reported last
         self._prior = prevalence(self._evidence_of([]))  # p, (3,)
         self._round = 0
+        self._serves = False  # clients that come after the run
         self._ordinary: list[ClientId] = []  # clients whose ClientApp does not know this method
 
     def introduce(self, newcomers: Mapping[ClientId, Mapping[str, Any]]) -> dict[ClientId, str]:
@@ -350,7 +403,8 @@ class Kindred(CloudModels):
         models = self.clouds(clients, senders, np.where(ordinary[:, None], rows, parts[1]))
         for client, is_ordinary, model in zip(clients, ordinary, models, strict=False):
             similar = with_prefix(NEIGHBOURS, model) if client in self._samples else {}
-            yield client, model if is_ordinary else ArrayRecord({**everybody, **similar})
+            others = self.ensemble() if self._serves and server_round == self.last_round else {}
+            yield client, model if is_ordinary else ArrayRecord({**everybody, **similar, **others})
 
     def _mixed(self, clients: Sequence[ClientId], parts: np.ndarray) -> np.ndarray:
         """Return the weights of these clients' mixtures by the evidence that they reported last, (r, m)."""
@@ -418,6 +472,19 @@ class Kindred(CloudModels):
     def newcomer_visits(self, rounds: int) -> int:
         """Return 4: neighbours are those of the model in a client's first reply, and then improve with it."""
         return VISITS
+
+    def begin_visits(self) -> None:
+        self._serves = True
+
+    def ensemble(self) -> ArrayRecord:
+        """Return the models of at most MOST clients, drawn at random, under their numbers."""
+        senders, _ = self._parts([])
+        rng = np.random.default_rng(seed_for(self.seed, "ensemble"))
+        drawn = in_order(senders[i] for i in rng.permutation(len(senders))[:MOST])
+        models = enumerate(self.personal_models(drawn))
+        return ArrayRecord(
+            {key: array for i, model in models for key, array in with_prefix(f"{OTHERS}/{i}", model).items()}
+        )
 
     def global_arrays(self) -> ArrayRecord:
         """Return g, the mean of the models of the clients that trained in the last round, weighted by samples."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,12 +22,15 @@ from kindred.kindred import (
     bounded,
     calibrated_loss,
     centred_cosines,
+    mixing_weights,
     neighbour_weights,
     prevalence,
     rarity,
     shares,
+    together,
 )
-from kindred.messages import read_record, to_record
+from kindred.messages import by_prefix, read_record, to_record
+from kindred.objectives import Classes
 from kindred.parts.combination import combined
 
 from . import two_weights
@@ -239,6 +243,54 @@ def test_evidence_is_the_mean_of_the_losses_with_less_weight_for_earlier_rounds(
     mean = (0.8 * reported[0] + reported[1]) / 1.8
     for evidence in strategy._evidence.values():
         assert evidence == pytest.approx(mean.min() - mean)
+
+
+def test_a_newcomer_weighs_models_by_their_losses_by_hand() -> None:
+    assert mixing_weights(np.array([0.0, 10 * np.log(3), np.inf])) == pytest.approx([3 / 4, 1 / 4, 0])
+
+
+class Constant:
+    """A newcomer whose models predict the same for every sample: a model is the probability of class 1."""
+
+    objective = Classes()
+
+    def __init__(self, labels: list[int]) -> None:
+        labelled = torch.zeros(len(labels), 1), torch.tensor(labels, dtype=torch.int64)
+        self.site = SimpleNamespace(train=labelled, test=(torch.zeros(1, 1), torch.tensor([1])))
+
+    def model(self, arrays):
+        return float(arrays["p"])
+
+    def predict(self, model, x):
+        return np.tile([1 - model, model], (len(x), 1))
+
+    def further(self):
+        return ("log-loss",)
+
+
+def test_a_newcomer_mixes_the_predictions_of_the_clients_models_and_of_its_own_by_hand() -> None:
+    """At the best temperature 0.9 is 1 for two samples of class 1, and 0.2 is 1/3: losses 0 and 2 ln 3."""
+    others = {"0/p": np.array(0.9), "1/p": np.array(0.2)}
+    found = together(Constant([1, 1]), others)["log-loss"]
+    weight = 1 / (1 + 9**-0.1)
+    assert found == pytest.approx(-np.log(0.9 * weight + 0.2 * (1 - weight)))
+    without = together(Constant([]), others)["log-loss"]
+    assert without == pytest.approx(-np.log(0.55))
+    own = {"p": np.array(0.5)}
+    weights = np.array([1, 9**-0.1, 3**-0.1]) / (1 + 9**-0.1 + 3**-0.1)
+    found = together(Constant([1, 1]), others, [(own, np.log(3))])["log-loss"]
+    assert found == pytest.approx(-np.log(weights @ [0.9, 0.2, 0.5]))
+    unjudged = together(Constant([1, 1]), others, [(own, np.inf)])["log-loss"]
+    assert unjudged == pytest.approx(-np.log(0.9 * weight + 0.2 * (1 - weight)))
+
+
+def test_the_ensemble_has_models_of_a_few_clients(monkeypatch) -> None:
+    monkeypatch.setattr(kindred, "MOST", 3)
+    strategy = by_four(1)
+    parts = by_prefix(by_prefix(read_record(strategy.ensemble()))["others"])
+    all_models = [weights_of(model).tolist() for model in strategy.client_models().values()]
+    assert list(parts) == ["0", "1", "2"]
+    assert all(part["weight"].tolist() in all_models for part in parts.values())
 
 
 def test_mixtures_follow_who_is_alike() -> None:

@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from typer.testing import CliRunner
@@ -219,6 +220,18 @@ def test_a_run_serves_its_newcomers_and_a_comparison_has_their_table(tmp_path) -
     text = (found.folder / "comparison.md").read_text()
     assert "| newcomers, accuracy (%) | 0 labelled | 5 labelled | 20 labelled | all labelled |" in text
     assert "| fedavg, tuned | " in text and "| alone | " not in text
+
+
+def test_kindred_s_newcomers_use_the_clients_models_together(tmp_path) -> None:
+    run = kindred.run("kindred", output=tmp_path, **RUN)
+    data = federation(partition="rotated", held_out_clients=2)
+    modules = [run.models.module(client) for client in run.models]
+    for each in run.summary["newcomers"]["clients"]:
+        x, y = data.newcomer_data(each["client"], 0).test
+        predictions = torch.stack([module(x).softmax(dim=1) for module in modules])  # (m, n, N)
+        values = {one["labelled"]: one["method"] for one in each["served"]}
+        assert values[0] == (predictions.mean(dim=0).argmax(dim=1) == y).double().mean()
+        assert all(0 <= value <= 1 for value in values.values()) and list(values) == list(AMOUNTS)
 
 
 def test_no_checkpoint_of_the_run_is_needed_and_bad_input_is_one_line(tmp_path) -> None:

@@ -276,6 +276,13 @@ class Hooks:
     def end_visit(self, client: ClientId) -> None:
         """Use a newcomer's training reply, which `take` has received; the models of other clients must not change."""
 
+    def ensemble(self) -> ArrayRecord | None:
+        """Return models with which a newcomer without labelled samples predicts together; None: by `general_model`.
+
+        The method's client evaluates them.
+        """
+        return None
+
     # --- Results --------------------------------------------------------------------------------------
 
     def global_arrays(self) -> ArrayRecord:
