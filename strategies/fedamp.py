@@ -14,7 +14,7 @@ Round k, with the clients' models w_i of the round before:
 
 Where we depart from the paper or it is silent:
 - `sigma` "auto", FedAMP's default, is ours: in each round the median squared distance of two clients' models, over
-  the clients online (`median_distance`). The paper chooses a number from 1 to 1e6 for each data set.
+  the clients online whose models are not far from all others (`median_distance`). The paper chooses a number from 1 to 1e6 for each data set.
 - Clients start from one model, in Algorithm 1 each from random numbers of its own. With `common_start` false each
   starts from the numbers of that model in another order, and the first cloud models are combined from these.
 - Eq. 5 gives a convex combination for a small alpha_k only. Where the weights of the other clients sum to more
@@ -63,6 +63,7 @@ else:
 
 SelfWeight = float | np.ndarray | Literal["uniform"]
 GROUPS = "groups"
+FAR = 1e4  # in squared distances: a model 100 times as far from the others as the nearest one has no part in sigma
 SIGMA = Setting(
     "sigma",
     AUTO,
@@ -161,7 +162,8 @@ def cosine_weights(
 def median_distance(distances: np.ndarray, online: np.ndarray | None = None) -> float:
     """Return the median of ||w_i - w_j||^2 over pairs of clients: sigma where it is "auto".
 
-    Pairs of equal models, and those with a model that has diverged, do not count.
+    Pairs of equal models do not count, nor those with a model that has diverged or is far from all others: its median
+    distance is above FAR times the smallest one of a client.
 
     Parameters
     ----------
@@ -176,9 +178,13 @@ def median_distance(distances: np.ndarray, online: np.ndarray | None = None) -> 
         Above 0; 1 if no pair counts, because all weights are then equal for every sigma.
     """
     known = distances if online is None else distances[np.ix_(online, online)]
-    pairs = known[np.triu_indices(len(known), 1)]  # i < j
-    counted = pairs[(pairs > 0) & np.isfinite(pairs)]
-    return float(np.median(counted)) if len(counted) else 1.0
+    counts = (known > 0) & np.isfinite(known)  # (m, m)
+    usual = np.array(
+        [np.median(row[of]) if of.any() else np.inf for row, of in zip(known, counts, strict=True)]
+    )  # (m,)
+    near = usual <= FAR * usual.min(initial=np.inf)
+    pairs = np.triu(counts & near[:, None] & near[None, :])  # i < j
+    return float(np.median(known[pairs])) if pairs.any() else 1.0
 
 
 def group_weights(groups: Mapping[ClientId, int]) -> dict[ClientId, float]:

@@ -113,6 +113,15 @@ def test_the_automatic_sigma_is_the_median_squared_distance_of_pairs_online() ->
     assert median_distance(squared_distances(lambda: iter([100 * four]), 4)) == pytest.approx(1e4 * (4 + 5) / 2)
 
 
+@pytest.mark.parametrize("huge", [1e4, 1e14])
+def test_three_huge_models_of_ten_do_not_change_the_automatic_sigma(huge) -> None:
+    honest = np.random.default_rng(0).normal(size=(7, 5))
+    models = np.vstack([honest, np.full((3, 5), huge)])
+    sigma = median_distance(squared_distances(lambda: iter([models]), 10))
+    assert sigma == pytest.approx(median_distance(squared_distances(lambda: iter([honest]), 7)), rel=1e-6)
+    assert (attention_weights(models, 1e4, sigma, 0.2)[:7, 7:] == 0).all()
+
+
 @pytest.mark.parametrize(
     ("models", "sigma"),
     [
