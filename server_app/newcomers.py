@@ -140,10 +140,12 @@ class Service:
                 by_method = self._value(grid(), self._ensemble, rounds=0, method=self._strategy.name)
             return {"labelled": labelled, "method": by_method, "alone": None, "tuned": untrained}
         replies = self._strategy.serve(grid(), self._initial_arrays, self._checkpoints, ConfigRecord(self._settings))
-        which = self._strategy.newcomer_result or self._strategy.personal
+        numbers = replies.get(client, {})
+        kinds = (self._strategy.newcomer_result, self._strategy.personal)
+        found = [numbers[f"{kind}-{self._metric}"] for kind in kinds if f"{kind}-{self._metric}" in numbers]
         return {
             "labelled": labelled,
-            "method": replies.get(client, {}).get(f"{which}-{self._metric}"),
+            "method": found[0] if found else None,
             "alone": self._value(grid(), self._first_model, rounds=self._rounds),
             "tuned": self._global_model and self._value(grid(), self._global_model, rounds=1),
         }

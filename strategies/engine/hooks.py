@@ -108,7 +108,8 @@ class Hooks:
     `max_update_norm` "auto", or named for its norm."""
 
     newcomer_result: str = ""
-    """Which evaluation in a newcomer's last training reply is the method's result for it; "" for `personal`."""
+    """Which evaluation in a newcomer's last training reply is the method's result for it; for "", or if the reply has
+    none of that kind, `personal`."""
 
     default_sampling: str = UNIFORM
     """How a round's clients are drawn, UNIFORM or BY_SIZE (settings.py), unless the run's `sampling` says it."""
