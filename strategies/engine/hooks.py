@@ -77,6 +77,7 @@ class Hooks:
     | `state`, `restore` | for a checkpoint after a round, and to resume from it | the attributes named in `STATE` |
     | `newcomer_visits`, `begin_visits`, `end_visit` | for clients that come after the run, see `serve` | one visit |
     | `general_model` | for clients that do not train, after a round or the run | `global_arrays` |
+    | `ensemble` | for a newcomer without labelled samples, after the run | none |
     | `global_arrays`, `client_models`, `shared_rows` | by the caller, after any round | must be given |
 
     Most methods need few hooks; a method based on `FedAvg` or `CloudModels` needs one to three.
