@@ -140,12 +140,11 @@ class Service:
                 by_method = self._value(grid(), self._ensemble, rounds=0, method=self._strategy.name)
             return {"labelled": labelled, "method": by_method, "alone": None, "tuned": untrained}
         replies = self._strategy.serve(grid(), self._initial_arrays, self._checkpoints, ConfigRecord(self._settings))
-        numbers = replies.get(client, {})
-        kinds = (self._strategy.newcomer_result, self._strategy.personal)
-        found = [numbers[f"{kind}-{self._metric}"] for kind in kinds if f"{kind}-{self._metric}" in numbers]
+        numbers, metric = replies.get(client, {}), self._metric
+        personal = numbers.get(f"{self._strategy.personal}-{metric}")
         return {
             "labelled": labelled,
-            "method": found[0] if found else None,
+            "method": numbers.get(f"{self._strategy.newcomer_result}-{metric}", personal),
             "alone": self._value(grid(), self._first_model, rounds=self._rounds),
             "tuned": self._global_model and self._value(grid(), self._global_model, rounds=1),
         }

@@ -26,7 +26,7 @@ models is less certain than one model, and as often right.
 
 A client that comes after the run mixes predictions: those of up to MOST clients' models and of its own, which it trains
 for VISITS messages, with the weights exp(-TRUST L) of their losses on its labelled samples (`mixing_weights`,
-`together`). Without labelled samples all models have the same weight.
+`together`), as in FedeRiCo, arXiv:2210.06597. Without labelled samples all models have the same weight.
 
 Absent clients keep their last model, and it remains in their neighbours' means. As in FedAvg, g is over the clients
 that trained in the last round. Only parameters count in cosines. Floating-point buffers are combined like parameters;
@@ -280,7 +280,8 @@ class KindredClient(LocalTraining):
         site = replace(visit.site, train=divided(visit, fold, held)[0])
         arrays, metrics = LocalTraining.trained(replace(visit, arrays=start, site=site))
         if OTHERS in received:
-            mixed = together(visit, received[OTHERS], [(arrays, own_loss)])
+            others = [*by_prefix(received[OTHERS]).values()]
+            mixed = together(visit, [*others, arrays], [*judged(visit, others, visit.site.train), own_loss])
             metrics |= {f"{MIXTURE}-{name}": value for name, value in mixed.items()}
         credit += 3 * WORK * (visit.steps + visit.epochs * -(-len(site.train[1]) // visit.batch_size))
         sums = {LOSSES: losses, ROUNDS: np.array(rounds), CREDIT: np.array(credit)}
@@ -291,10 +292,11 @@ class KindredClient(LocalTraining):
 
     @staticmethod
     def evaluate(visit: Visit) -> RecordDict:
-        """Evaluate the received model, or the mixture of the received models."""
+        """Evaluate the received model, or the mixture of several, for a client without labelled samples."""
         if not next(iter(visit.arrays)).startswith(f"{OTHERS}/"):
             return LocalTraining.evaluate(visit)
-        return RecordDict({METRICS: MetricRecord({**together(visit, by_prefix(visit.arrays)[OTHERS])})})
+        models = [*by_prefix(by_prefix(visit.arrays)[OTHERS]).values()]
+        return RecordDict({METRICS: MetricRecord({**together(visit, models, [0.0] * len(models))})})
 
 
 def divided(visit: Visit, fold: int, held: bool) -> tuple[Samples, Samples]:
@@ -328,25 +330,11 @@ def judged(
     return np.array(losses)
 
 
-def together(
-    visit: Visit, others: Mapping[str, np.ndarray], own: Sequence[tuple[Mapping[str, np.ndarray], float]] = ()
-) -> dict[str, float]:
-    """Return the metrics, on test data, of the mixture of others' predictions and a newcomer's own.
-
-    Parameters
-    ----------
-    visit : Visit
-    others : mapping of str to ndarray
-        Models of clients of the run, under their numbers; the newcomer's samples judge them.
-    own : sequence of (mapping of str to ndarray, float)
-        The newcomer's model and its loss, if it has one.
-    """
-    models, labelled = [*by_prefix(others).values()], visit.site.train
-    losses = judged(visit, models, labelled) if len(labelled[1]) else np.zeros(len(models))
-    weights = mixing_weights(np.array([*losses, *(loss for _, loss in own)]))  # (k,)
+def together(visit: Visit, models: Sequence[Mapping[str, np.ndarray]], losses: Sequence[float]) -> dict[str, float]:
+    """Return the metrics, on test data, of the mixture of k models' predictions, with the weights of these losses."""
     x, targets = visit.site.test
-    predictions = np.stack([visit.predict(visit.model(arrays), x) for arrays in (*models, *(each for each, _ in own))])
-    mixed = mixture_of(predictions, weights, objective=visit.objective)  # (n, K)
+    predictions = np.stack([visit.predict(visit.model(arrays), x) for arrays in models])  # (k, n, K)
+    mixed = mixture_of(predictions, mixing_weights(np.array(losses)), objective=visit.objective)  # (n, K)
     return visit.objective.evaluated(mixed, targets.cpu().numpy(), visit.further())
 
 

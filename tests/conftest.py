@@ -42,6 +42,11 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put files with runs in Flower's engine first, which take longest, so that no worker gets one at the end."""
     longest = {item.path for item in items if item.get_closest_marker("engine")}

@@ -78,7 +78,6 @@ def test_one_seed_gives_the_same_bits_twice_and_another_seed_differs(name) -> No
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("pays", [1, float("inf")], ids=["with graphs", "without graphs"])
 @pytest.mark.parametrize("name", REGISTRY)
 def test_every_method_computes_nearly_the_same_on_a_gpu(name, pays, monkeypatch) -> None:

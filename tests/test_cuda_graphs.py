@@ -313,8 +313,6 @@ def test_a_module_keeps_only_the_most_recently_used_graphs(capture):
 
 # On a GPU
 
-gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-
 
 def on_gpu(monkeypatch, pays: float, seeds=(1, 2), n: int = 11, model: nn.Module | None = None, **settings):
     """Train one module for several messages; return the results and the final random state."""
@@ -336,7 +334,7 @@ def assert_near(made, expected, tolerance: float = 1e-4) -> None:
 
 
 class TestOnAGpu:
-    pytestmark = gpu
+    pytestmark = pytest.mark.gpu
 
     @pytest.mark.parametrize("n", SIZES)
     @pytest.mark.parametrize("case", CASES)

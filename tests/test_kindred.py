@@ -22,6 +22,7 @@ from kindred.kindred import (
     bounded,
     calibrated_loss,
     centred_cosines,
+    judged,
     mixing_weights,
     neighbour_weights,
     prevalence,
@@ -270,17 +271,18 @@ class Constant:
 
 def test_a_newcomer_mixes_the_predictions_of_the_clients_models_and_of_its_own_by_hand() -> None:
     """At the best temperature 0.9 is 1 for two samples of class 1, and 0.2 is 1/3: losses 0 and 2 ln 3."""
-    others = {"0/p": np.array(0.9), "1/p": np.array(0.2)}
-    found = together(Constant([1, 1]), others)["log-loss"]
+    others, own = [{"p": np.array(0.9)}, {"p": np.array(0.2)}], {"p": np.array(0.5)}
+    newcomer = Constant([1, 1])
+    losses = judged(newcomer, others, newcomer.site.train)
+    found = together(newcomer, others, losses)["log-loss"]
     weight = 1 / (1 + 9**-0.1)
     assert found == pytest.approx(-np.log(0.9 * weight + 0.2 * (1 - weight)))
-    without = together(Constant([]), others)["log-loss"]
+    without = together(Constant([]), others, [0, 0])["log-loss"]
     assert without == pytest.approx(-np.log(0.55))
-    own = {"p": np.array(0.5)}
     weights = np.array([1, 9**-0.1, 3**-0.1]) / (1 + 9**-0.1 + 3**-0.1)
-    found = together(Constant([1, 1]), others, [(own, np.log(3))])["log-loss"]
+    found = together(newcomer, [*others, own], [*losses, np.log(3)])["log-loss"]
     assert found == pytest.approx(-np.log(weights @ [0.9, 0.2, 0.5]))
-    unjudged = together(Constant([1, 1]), others, [(own, np.inf)])["log-loss"]
+    unjudged = together(newcomer, [*others, own], [*losses, np.inf])["log-loss"]
     assert unjudged == pytest.approx(-np.log(0.9 * weight + 0.2 * (1 - weight)))
 
 

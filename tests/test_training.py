@@ -670,11 +670,7 @@ def test_a_missing_gpu_is_an_error():
         pick_device("cuda")
 
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 @pytest.mark.parametrize(
     ("name", "shape"),
@@ -708,7 +704,6 @@ def test_a_gpu_matches_the_cpu(name, shape, optimizer):
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_it_learns_on_a_gpu(precision):
     device = pick_device("cuda")
@@ -729,7 +724,6 @@ def test_it_learns_on_a_gpu(precision):
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_arrays_move_between_gpu_and_host():
     model = make_model("resnet18", (3, 8, 8), 10, seed=0).to(pick_device("cuda"))
     arrays = get_arrays(make_model("resnet18", (3, 8, 8), 10, seed=1))

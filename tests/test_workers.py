@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-import torch
 from flwr.app import Array, ArrayRecord, Message, MessageType, RecordDict
 from safetensors.numpy import load_file
 
@@ -166,7 +165,6 @@ def test_a_run_gives_the_same_bits_as_in_one_process(strategy, tmp_path) -> None
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("strategy", ["heurfedamp", "feddf"])
 def test_processes_share_a_gpu(strategy, tmp_path) -> None:
     config = Config(strategy=strategy, partition="rotated", output_dir=str(tmp_path), device="cuda", **SMALL)
