@@ -53,6 +53,7 @@ DEFENCES: Mapping[str, Mapping[str, Any]] = {
     "trimmed-mean": {"aggregation": "trimmed-mean"},
     "krum": {"aggregation": "krum"},
     "multi-krum": {"aggregation": "multi-krum"},
+    "biweight": {"aggregation": "biweight"},
     "sender-bound": {"sender-bound": 0.5},
     "norms": {"max-update-norm": "auto"},
     "shares": {"max-client-share": 0.2},

@@ -14,21 +14,32 @@ from kindred.baselines.scaffold import SCAFFOLD
 from kindred.engine.arguments import AveragedShared, Shared
 from kindred.messages import read_record, to_record
 from kindred.parts import aggregation
-from kindred.parts.aggregation import AGGREGATION, KRUM, MEAN, MEDIAN, MULTI_KRUM, TRIMMED_MEAN, aggregate, krum_scores
+from kindred.parts.aggregation import (
+    AGGREGATION,
+    BIWEIGHT,
+    KRUM,
+    MEAN,
+    MEDIAN,
+    MULTI_KRUM,
+    TRIMMED_MEAN,
+    aggregate,
+    biweights,
+    krum_scores,
+)
 from kindred.server_app.config import Config, ConfigError
 
 from .client_apps import plain_app
 from .grids import FaultyGrid, ShuffledGrid
-from .test_conformance import app_of, everything, initial_of, make, run as run_method
+from .test_conformance import app_of, everything, initial_of, make, run as run_method, values
 
-RULES = (MEDIAN, TRIMMED_MEAN, KRUM, MULTI_KRUM)
+RULES = (MEDIAN, TRIMMED_MEAN, KRUM, MULTI_KRUM, BIWEIGHT)
 ABLE = [name for name in REGISTRY if AGGREGATION.name in REGISTRY[name]]
 
 
-def filled(rule: str, rows, weights=None):
+def filled(rule: str, rows, weights=None, lengths=()):
     """Return an aggregate of these rows, of clients 0, 1, 2, ..."""
     rows = [np.array(row, np.float32) for row in rows]
-    found = aggregate(rule, len(rows[0]), np.dtype(np.float32))
+    found = aggregate(rule, len(rows[0]), np.dtype(np.float32), lambda: dict(enumerate(lengths)))
     for client, row in enumerate(rows):
         found.add(client, 1.0 if weights is None else weights[client], row.copy())
     return found
@@ -49,9 +60,18 @@ def test_the_rules_by_hand() -> None:
     assert kept.weights == {0: 1, 1: 1, 2: 0, 3: 1, 4: 1}
 
 
+def test_the_biweight_by_hand() -> None:
+    assert biweights(np.array([0, 1, 2, 4, np.inf])).tolist() == [1, (15 / 16) ** 2, (3 / 4) ** 2, 0, 0]
+    mean = filled(BIWEIGHT, [[10], [26], [1e14]], lengths=[0, 2, 4])
+    assert mean.result() == pytest.approx([(10 + 9 / 16 * 26) / (25 / 16)])
+    assert mean.weights == {0: 1, 1: 9 / 16, 2: 0}
+    assert filled(BIWEIGHT, [[1e14], [5]], lengths=[9, 4]).result() is None
+    assert filled(BIWEIGHT, [[1], [2]]).result().tolist() == [1.5]  # no median is known
+
+
 @pytest.mark.parametrize("rule", [MEAN, *RULES])
 def test_few_models_and_none(rule) -> None:
-    assert aggregate(rule, 2, np.dtype(np.float32)).result() is None
+    assert aggregate(rule, 2, np.dtype(np.float32), dict).result() is None
     assert filled(rule, [[1, 2]]).result().tolist() == [1, 2]
     assert filled(rule, [[1, 2], [3, 4]]).result().tolist() == ([1, 2] if rule == KRUM else [2, 3])
 
@@ -81,7 +101,9 @@ def test_the_rules_are_flowers_in_blocks_of_any_size(count, block, monkeypatch) 
 @pytest.mark.parametrize("bad", [1e14, -1e15, 5.0])
 def test_three_of_ten_clients_cannot_move_the_result_out_of_the_others_range(rule, bad) -> None:
     honest = np.random.default_rng(0).normal(size=(7, 9)).astype(np.float32)
-    found = filled(rule, [*honest[:4], *np.full((3, 9), bad), *honest[4:]]).result()
+    rows = np.array([*honest[:4], *np.full((3, 9), bad), *honest[4:]])
+    lengths = np.linalg.norm(rows, axis=1)
+    found = filled(rule, rows, lengths=lengths / np.median(lengths)).result()
     assert (honest.min(axis=0) <= found).all() and (found <= honest.max(axis=0)).all()
 
 
@@ -90,7 +112,7 @@ def usual(name: str, rule: str) -> tuple:
     return everything(run_method(name, aggregation=rule))
 
 
-@pytest.mark.parametrize("rule", [MEDIAN, KRUM, MULTI_KRUM])
+@pytest.mark.parametrize("rule", [MEDIAN, KRUM, MULTI_KRUM, BIWEIGHT])
 @pytest.mark.parametrize("name", ABLE)
 def test_the_order_of_replies_and_claims_of_samples_change_no_bit(name, rule) -> None:
     expected = usual(name, rule)
@@ -138,6 +160,23 @@ def test_the_collaboration_matrix_names_the_clients_that_krum_chose() -> None:
     assert sorted(weights[0].tolist()) == pytest.approx([0, *5 * [1 / 5]]) and (weights == weights[0]).all()
 
 
+@pytest.mark.parametrize("name", ABLE)
+def test_an_update_of_ten_times_the_length_has_no_weight_by_the_biweight(name) -> None:
+    flipping = AttackedApp(app_of(name), ATTACKS["flip x10"], [1])
+    _, weights = run_method(name, InlineGrid(flipping, 6), aggregation=BIWEIGHT).collaboration()
+    assert (weights[[0, 2, 3, 4, 5], 1] == 0).all() and (weights[0] > 0).any()
+
+
+@pytest.mark.parametrize("name", ABLE)
+def test_models_stay_where_no_update_has_a_weight(name, monkeypatch) -> None:
+    monkeypatch.setattr(aggregation, "biweights", np.zeros_like)
+    strategy = run_method(name, aggregation=BIWEIGHT)
+    assert not any(row.get("failure") for row in strategy.history.rounds)
+    unused = make(name, aggregation=BIWEIGHT)
+    unused.begin(initial_of(name))
+    assert values(strategy.global_arrays()) == values(unused.global_arrays())
+
+
 def test_scaffold_weights_all_control_variates_equally_with_a_robust_rule() -> None:
     strategy = make("scaffold", aggregation=MEDIAN)
     strategy.start(InlineGrid(app_of("scaffold"), 6), initial_of("scaffold"), 2)
@@ -153,7 +192,7 @@ def test_the_setting_is_refused_in_one_line_where_it_has_no_effect() -> None:
         with pytest.raises(ConfigError, match=f"aggregation is 'krum', allowed with {name}: mean; methods with others"):
             config.own_settings()
     with pytest.raises(
-        ValueError, match=r"aggregation is 'mode', allowed: mean, median, trimmed-mean, krum, multi-krum"
+        ValueError, match=r"aggregation is 'mode', allowed: mean, median, trimmed-mean, krum, multi-krum, biweight"
     ):
         FedAvg(aggregation="mode")
     assert AveragedShared.__annotations__.keys() - Shared.__annotations__.keys() == {"aggregation"}

@@ -37,7 +37,9 @@ def rounds_of(*rounds: Norms, bounds: bool = True) -> tuple[list[dict[ClientId, 
             for client, norm in of_round.items():
                 norms.preview(client, "", norm)
         factors.append({client: norms.add(client, "", norm) for client, norm in of_round.items()})
+        relative = norms.relative()  # the same as in the history, before the round ends
         rows.append(norms.end_round(number))
+        assert relative == {row["client"]: row["relative-norm"] for row in rows[-1] if "relative-norm" in row}
     return factors, rows
 
 

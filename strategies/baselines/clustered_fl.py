@@ -286,7 +286,7 @@ class ClusteredFL(PersonalizedStrategy):
         0 or more. A cluster is divided only if the largest norm of its clients' updates is above eps2.
     criterion : {"norm", "coordinate"} (default: "norm")
         With "coordinate" eps2 bounds the largest absolute coordinate of an update in place of its L2 norm.
-    aggregation : {"mean", "median", "trimmed-mean", "krum", "multi-krum"}
+    aggregation : {"mean", "median", "trimmed-mean", "krum", "multi-krum", "biweight"}
         How a cluster's models are aggregated, as in `FedAvg`. In the norm of the mean update clients have the
         weights of this rule: equal ones with the median and the trimmed mean, the chosen model's alone with Krum.
     **shared
@@ -364,7 +364,8 @@ class ClusteredFL(PersonalizedStrategy):
         for client in clients:
             mean.add(client, self._examples[client], self._rows[self._row_of[client]].copy())
         row = mean.result()
-        assert row is not None  # a cluster has one client or more
+        if row is None:  # no client has a weight
+            return
         model = self.layout.record(row, self._counters[clients[0]])
 
         cluster, rows = self._tree[number], self._to_updates(number, clients)

@@ -96,7 +96,7 @@ class FedAvg(PersonalizedStrategy):
     server_momentum : float (default: 0.0)
         beta, 0 or more, less than 1. Clients start from g + beta (g - g'), g' being the global model before the last
         change. The global model g is evaluated and returned as without momentum.
-    aggregation : {"mean", "median", "trimmed-mean", "krum", "multi-krum"}
+    aggregation : {"mean", "median", "trimmed-mean", "krum", "multi-krum", "biweight"}
         How the clients' models are aggregated. All but the mean, which is the paper's, bound what a minority of
         attackers can change; see `parts.aggregation`.
     **shared

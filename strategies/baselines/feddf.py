@@ -193,7 +193,7 @@ class FedDF(PersonalizedStrategy):
         Public images per step, 1 or more.
     device : {"auto", "cpu", "cuda"}
         Where the server computes logits and distils.
-    aggregation : {"mean", "median", "trimmed-mean", "krum", "multi-krum"}
+    aggregation : {"mean", "median", "trimmed-mean", "krum", "multi-krum", "biweight"}
         Rule for the models of a network and for the logits of all models; see `parts.aggregation`.
     objective : Objective
         What the networks' outputs mean; by default a logit for each class.
@@ -284,7 +284,9 @@ class FedDF(PersonalizedStrategy):
         self._means = {name: self.aggregate_of(layout) for name, layout in self._layouts.items()}
         self._counters: dict[ClientId, Mapping[str, np.ndarray]] = {}
         self._logits: dict[ClientId, torch.Tensor] = {}  # (P, N), of replies that are being checked
-        self._ensemble = aggregate(self.aggregation, math.prod(self._logits_shape), np.dtype(np.float32))
+        self._ensemble = aggregate(
+            self.aggregation, math.prod(self._logits_shape), np.dtype(np.float32), self.norms.relative
+        )
         self._terms: InTurn[tuple[float, np.ndarray, torch.Tensor | None]] = InTurn(clients, self._add)
         self._sent = dict(self._shares)
         return ((client, self.personal_arrays(client)) for client in clients)

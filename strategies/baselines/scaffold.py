@@ -246,7 +246,7 @@ class SCAFFOLD(FedAvg):
         self._known.update(self.clients())
         self._uncounted = set()
         self._largest = largest_weight(self.roster.sizes(self.clients()), self.max_client_share)  # n_i in c
-        self._centre = None if self.aggregation == MEAN else RobustCentre(self.aggregation)
+        self._centre = None if self.aggregation == MEAN else RobustCentre(self.aggregation, self.norms.relative)
         self._changes: InTurn[tuple[float, np.ndarray]] = InTurn(clients, self._add_change)
         control = server_control(self._total, list(self._weights.values()), len(self._known))  # (d,)
         self._control = {

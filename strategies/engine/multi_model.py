@@ -31,7 +31,7 @@ class SeveralModels(PersonalizedStrategy):
     other_models : sequence of ArrayRecord, optional
         Initial models after the first, which is that of `start`. By default each has the numbers of the first one in
         another random order (`drawn_anew`).
-    aggregation : {"mean", "median", "trimmed-mean", "krum", "multi-krum"}
+    aggregation : {"mean", "median", "trimmed-mean", "krum", "multi-krum", "biweight"}
         How the models that clients trained from one model are aggregated, as in `FedAvg`.
     **shared
         Arguments of `PersonalizedStrategy`.

@@ -96,17 +96,32 @@ class UpdateNorms:
         last = self._last.get(client)
         return FIRST if last is None else FURTHER if last == self._replied else RETURN
 
-    def end_round(self, server_round: int) -> list[dict[str, Any]]:
-        """End a round, and return a row for each of its updates, in order of client; see `History.updates`."""
-        of_round: dict[tuple[str, str], list[float]] = {}
+    def _of_round(self) -> dict[tuple[str, str], list[float]]:
+        """Return the norms of the round's updates by network and kind of visit, each in order of client."""
+        found: dict[tuple[str, str], list[float]] = {}
         for client in in_order(self._round):
             update = self._round[client]
-            of_round.setdefault((update.network, update.visit), []).append(update.norm)
-        medians: dict[tuple[str, str], float | None] = {}
+            found.setdefault((update.network, update.visit), []).append(update.norm)
+        return found
+
+    def relative(self) -> dict[ClientId, float]:
+        """Return the round's norms over the median of comparable updates, without those that have no median."""
+        medians = {
+            (network, visit): _median_of(norms, self._latest.get(network, {}).get(visit, []))
+            for (network, visit), norms in self._of_round().items()
+        }
+        return {
+            client: update.norm / median
+            for client, update in self._round.items()
+            if (median := medians[update.network, update.visit])
+        }
+
+    def end_round(self, server_round: int) -> list[dict[str, Any]]:
+        """End a round, and return a row for each of its updates, in order of client; see `History.updates`."""
+        of_round, relative = self._of_round(), self.relative()
         for (network, visit), norms in of_round.items():
             pool = self._latest.setdefault(network, {}).setdefault(visit, [])
-            median = medians[network, visit] = _median(norms) or _median([*_flat(pool), *norms])
-            self._largest[network] = max(self._largest.get(network, 0.0), median or 0.0)
+            self._largest[network] = max(self._largest.get(network, 0.0), _median_of(norms, pool) or 0.0)
             pool.append(norms)
             while len(_flat(pool[1:])) >= LATEST:
                 del pool[0]
@@ -114,8 +129,8 @@ class UpdateNorms:
         for client in in_order(self._round):
             update = self._round[client]
             row = {"round": server_round, "client": client, "visit": update.visit, "norm": update.norm}
-            if median := medians[update.network, update.visit]:
-                row["relative-norm"] = update.norm / median
+            if client in relative:
+                row["relative-norm"] = relative[client]
             if largest := self._largest[update.network]:
                 row["relative-to-largest"] = update.norm / largest
             if update.factor < 1:
@@ -143,6 +158,11 @@ def _flat(rounds: Iterable[Iterable[float]]) -> list[float]:
 def _median(norms: list[float]) -> float | None:
     """Return the median of LEAST norms or more, else None; also None where it is 0."""
     return (float(np.median(norms)) or None) if len(norms) >= LEAST else None
+
+
+def _median_of(norms: list[float], latest: list[list[float]]) -> float | None:
+    """Return the median of a round's norms; if these are too few, with those of the latest rounds."""
+    return _median(norms) or _median([*_flat(latest), *norms])
 
 
 def _medians(pools: Pools) -> dict[str, float]:

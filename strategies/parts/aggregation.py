@@ -5,9 +5,11 @@
 | median, of each coordinate | D. Yin, Y. Chen, K. Ramchandran, P. Bartlett, ICML 2018, arXiv:1803.01498 | `np.median` |
 | trimmed mean, of each coordinate | the same | Flower's `trim_mean` |
 | Krum, Multi-Krum | P. Blanchard, E. M. El Mhamdi, R. Guerraoui, J. Stainer, arXiv:1703.02757 | `krum_scores` |
+| biweight, of the updates' lengths | A. E. Beaton, J. W. Tukey, Technometrics 16(2), 1974 | `biweights` |
 
-These rules give every client the same weight, because a number of samples is a claim. All but the median assume that
-up to ASSUMED of the clients attack.
+In these rules a client's weight does not depend on its number of samples, which is a claim. The trimmed mean and Krum
+assume that up to ASSUMED of the clients attack. The biweight compares each update with all comparable ones of the round
+(`engine.norms`), and so also works for a mean of two or three models, of which nobody can be outvoted.
 """
 
 from __future__ import annotations
@@ -31,14 +33,17 @@ else:
     distance = lazy("scipy.spatial.distance")
 
 ASSUMED = 0.3  # share of the clients that may attack: the trimmed mean cuts it off at both ends, Krum's f is from it
+REACH = 4.0  # times the median length: a longer update has no weight by the biweight
 MEAN, MEDIAN, TRIMMED_MEAN, KRUM, MULTI_KRUM = "mean", "median", "trimmed-mean", "krum", "multi-krum"
+BIWEIGHT = "biweight"
 AGGREGATION = Setting(
     "aggregation",
     MEAN,
-    one_of(MEAN, MEDIAN, TRIMMED_MEAN, KRUM, MULTI_KRUM),
-    "how the server aggregates the clients' models: by their mean, weighted by samples; or, against attackers, by the "
-    "median or trimmed mean of each coordinate, by Krum or Multi-Krum, which weight all clients equally; all but the "
-    f"median assume that up to {100 * ASSUMED:.0f} % of the clients attack",
+    one_of(MEAN, MEDIAN, TRIMMED_MEAN, KRUM, MULTI_KRUM, BIWEIGHT),
+    "how the server aggregates the clients' models: by their mean, weighted by samples; or, against attackers and with "
+    "no regard to samples, by the median or trimmed mean of each coordinate, by Krum or Multi-Krum, or by the biweight "
+    f"mean, in which an update has less weight the longer it is, and none above {REACH:g} times the median length; "
+    f"trimmed mean and Krum assume that up to {100 * ASSUMED:.0f} % of the clients attack",
 )
 
 # --- The mathematics ----------------------------------------------------------------------------------
@@ -72,12 +77,25 @@ def krum_scores(distances: np.ndarray) -> np.ndarray:
     return np.sort(each, axis=1)[:, 1 : nearest + 1].sum(axis=1)  # without the model itself, at 0
 
 
+def biweights(lengths: np.ndarray) -> np.ndarray:
+    """Return Tukey's weights (1 - (l / REACH)^2)^2, 0 from REACH on, (m,).
+
+    Parameters
+    ----------
+    lengths : ndarray, shape (m,)
+        Lengths l of updates, over the median of comparable ones.
+    """
+    return (1 - np.minimum(lengths / REACH, 1) ** 2) ** 2
+
+
 def _mean_of(kept: list[int], models: np.ndarray) -> np.ndarray:
     """Return the mean, (b,), of these rows of models, (m, b)."""
     return models[kept].mean(axis=0)
 
 
 # --- Aggregates ---------------------------------------------------------------------------------------
+
+Lengths = Callable[[], Mapping[ClientId, float]]
 
 
 class Aggregate(Protocol):
@@ -98,7 +116,7 @@ class Aggregate(Protocol):
         """Add a client's model; `row`, of shape (d,), is taken over."""
 
     def result(self) -> np.ndarray | None:
-        """Return the aggregate, shape (d,), of the models added; None if there are none."""
+        """Return the aggregate, shape (d,), of the models added; None if there are none, or none has a weight."""
 
 
 class RobustCentre:
@@ -106,11 +124,13 @@ class RobustCentre:
 
     Parameters
     ----------
-    rule : {"median", "trimmed-mean", "krum", "multi-krum"}
+    rule : {"median", "trimmed-mean", "krum", "multi-krum", "biweight"}
+    lengths : callable
+        Returns, at the end of the round, client -> length of its update over the median, if there is a median.
     """
 
-    def __init__(self, rule: str) -> None:
-        self._rule = rule
+    def __init__(self, rule: str, lengths: Lengths) -> None:
+        self._rule, self._lengths = rule, lengths
         self._rows: list[np.ndarray] = []  # (d,) each
         self.claimed: dict[ClientId, float] = {}
         self.weights: dict[ClientId, float] = {}
@@ -121,11 +141,18 @@ class RobustCentre:
         self.claimed[client], self.weights[client] = weight, 1.0
 
     def result(self) -> np.ndarray | None:
-        """Return the centre, shape (d,), of the models added; None if there are none."""
+        """Return the centre, shape (d,), of the models added; None if there are none, or none has a weight."""
         if not self._rows:
             return None
         of_block = COORDINATES.get(self._rule)
-        if of_block is None:
+        if self._rule == BIWEIGHT:
+            lengths = self._lengths()
+            weights = biweights(np.array([lengths.get(client, 1.0) for client in self.weights]))  # (m,)
+            if not weights.any():
+                return None
+            self.weights = dict(zip(self.weights, weights.tolist(), strict=True))
+            of_block = partial(np.average, axis=0, weights=weights)
+        elif of_block is None:
             kept = self._nearest_to_others(1 if self._rule == KRUM else len(self._rows) - assumed(len(self._rows)))
             self.weights = {client: float(i in kept) for i, client in enumerate(self.weights)}
             of_block = partial(_mean_of, kept)
@@ -149,15 +176,17 @@ class RobustCentre:
             yield columns, np.stack([row[columns] for row in self._rows])
 
 
-def aggregate(rule: str, size: int, dtype: np.dtype, share: float = 1.0) -> Aggregate:
+def aggregate(rule: str, size: int, dtype: np.dtype, lengths: Lengths, share: float = 1.0) -> Aggregate:
     """Return an empty aggregate for models of `size` floats.
 
     Parameters
     ----------
-    rule : {"mean", "median", "trimmed-mean", "krum", "multi-krum"}
+    rule : {"mean", "median", "trimmed-mean", "krum", "multi-krum", "biweight"}
     size : int
     dtype : dtype
+    lengths : callable
+        As for `RobustCentre`.
     share : float (default: 1.0)
         The largest share of a client in the mean. In the other rules all clients have the same.
     """
-    return WeightedMean(size, dtype, share) if rule == MEAN else RobustCentre(rule)
+    return WeightedMean(size, dtype, share) if rule == MEAN else RobustCentre(rule, lengths)
