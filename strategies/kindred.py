@@ -24,9 +24,8 @@ Empirical Bayes is of Robbins, 1956; weights by held-out samples are those of st
 arXiv:2012.08565. One temperature for each model is fitted as in Guo et al., ICML 2017, arXiv:1706.04599: a mean of
 models is less certain than one model, and as often right.
 
-A client that comes after the run mixes predictions: those of up to MOST clients' models and of its own, which it trains
-for VISITS messages, with the weights exp(-TRUST L) of their losses on its labelled samples (`mixing_weights`,
-`together`), as in FedeRiCo, arXiv:2210.06597. Without labelled samples all models have the same weight.
+A client that comes after the run mixes predictions (`parts.newcomers`): of up to MOST clients' models, of g and, if it
+has labelled samples, of its own model, which it trains for VISITS messages.
 
 Absent clients keep their last model, and it remains in their neighbours' means. As in FedAvg, g is over the clients
 that trained in the last round. Only parameters count in cosines. Floating-point buffers are combined like parameters;
@@ -66,7 +65,7 @@ from .messages import (
     with_prefix,
 )
 from .parts.combination import combined
-from .parts.mixture import mixture_of
+from .parts.newcomers import together
 from .registry import Method
 from .settings import STORE
 
@@ -84,7 +83,6 @@ HOLDING = 0.5  # of the rounds, the first ones, in which it does
 STAYS = 0.1  # share of its own model from which on the fold stays the same
 VISITS = 4  # training messages for a client that comes after the run
 MOST = 20  # models of other clients that it mixes with its own
-TRUST = 0.1  # of a nat of loss on its samples, in the weights of these models
 WORK = 0.1  # of the time of training that judging may take; predicting for a batch takes a third of a step
 SOURCES = 3  # w_i, v_i and g, in this order
 CONCENTRATIONS = np.geomspace(0.02, 200, 41)  # of class proportions; small where most samples are of one class
@@ -240,11 +238,6 @@ def shares(prior: np.ndarray, evidence: np.ndarray) -> np.ndarray:
     return special.softmax(np.log(prior) + evidence, axis=-1)
 
 
-def mixing_weights(losses: np.ndarray) -> np.ndarray:
-    """Return softmax(-TRUST L_k), (k,): models' weights in a mixture of predictions, from their losses L, (k,)."""
-    return special.softmax(-TRUST * losses)
-
-
 # --- The client ---------------------------------------------------------------------------------------
 
 
@@ -280,7 +273,7 @@ class KindredClient(LocalTraining):
         site = replace(visit.site, train=divided(visit, fold, held)[0])
         arrays, metrics = LocalTraining.trained(replace(visit, arrays=start, site=site))
         if OTHERS in received:
-            others = [*by_prefix(received[OTHERS]).values()]
+            others = [*by_prefix(received[OTHERS]).values(), everybody]
             mixed = together(visit, [*others, arrays], [*judged(visit, others, visit.site.train), own_loss])
             metrics |= {f"{MIXTURE}-{name}": value for name, value in mixed.items()}
         credit += 3 * WORK * (visit.steps + visit.epochs * -(-len(site.train[1]) // visit.batch_size))
@@ -293,9 +286,10 @@ class KindredClient(LocalTraining):
     @staticmethod
     def evaluate(visit: Visit) -> RecordDict:
         """Evaluate the received model, or the mixture of several, for a client without labelled samples."""
-        if not next(iter(visit.arrays)).startswith(f"{OTHERS}/"):
+        received = by_prefix(visit.arrays)
+        if EVERYBODY not in received:
             return LocalTraining.evaluate(visit)
-        models = [*by_prefix(by_prefix(visit.arrays)[OTHERS]).values()]
+        models = [*by_prefix(received.get(OTHERS, {})).values(), received[EVERYBODY]]
         return RecordDict({METRICS: MetricRecord({**together(visit, models, [0.0] * len(models))})})
 
 
@@ -328,14 +322,6 @@ def judged(
             loss = float(visit.objective.losses(predictions, true).sum())
         losses.append(loss if np.isfinite(loss) and loss < LARGEST_LOSS else LARGEST_LOSS)
     return np.array(losses)
-
-
-def together(visit: Visit, models: Sequence[Mapping[str, np.ndarray]], losses: Sequence[float]) -> dict[str, float]:
-    """Return the metrics, on test data, of the mixture of k models' predictions, with the weights of these losses."""
-    x, targets = visit.site.test
-    predictions = np.stack([visit.predict(visit.model(arrays), x) for arrays in models])  # (k, n, K)
-    mixed = mixture_of(predictions, mixing_weights(np.array(losses)), objective=visit.objective)  # (n, K)
-    return visit.objective.evaluated(mixed, targets.cpu().numpy(), visit.further())
 
 
 # --- The server ---------------------------------------------------------------------------------------
@@ -465,14 +451,14 @@ class Kindred(CloudModels):
         self._serves = True
 
     def ensemble(self) -> ArrayRecord:
-        """Return the models of at most MOST clients, drawn at random, under their numbers."""
+        """Return g, and the models of at most MOST clients, drawn at random, under their numbers."""
         senders, _ = self._parts([])
         rng = np.random.default_rng(seed_for(self.seed, "ensemble"))
         drawn = in_order(senders[i] for i in rng.permutation(len(senders))[:MOST])
-        models = enumerate(self.personal_models(drawn))
-        return ArrayRecord(
-            {key: array for i, model in models for key, array in with_prefix(f"{OTHERS}/{i}", model).items()}
-        )
+        models = with_prefix(EVERYBODY, self.global_arrays())
+        for i, model in enumerate(self.personal_models(drawn)):
+            models |= with_prefix(f"{OTHERS}/{i}", model)
+        return ArrayRecord({**models})
 
     def global_arrays(self) -> ArrayRecord:
         """Return g, the mean of the models of the clients that trained in the last round, weighted by samples."""

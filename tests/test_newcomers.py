@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import numpy as np
@@ -12,11 +13,12 @@ from flwr.clientapp import ClientApp
 from typer.testing import CliRunner
 
 import kindred
-from kindred import REGISTRY, InlineGrid
+from kindred import REGISTRY, InlineGrid, kindred as method
 from kindred.baselines.clustered_fl import Cluster, Tree
 from kindred.data import load_federation
 from kindred.engine.checkpoint import Checkpoints
 from kindred.messages import to_record
+from kindred.parts.newcomers import clarity, together
 from kindred.server_app.cli.run import app
 from kindred.server_app.config import Config
 from kindred.server_app.headline import Headline
@@ -222,15 +224,28 @@ def test_a_run_serves_its_newcomers_and_a_comparison_has_their_table(tmp_path) -
     assert "| fedavg, tuned | " in text and "| alone | " not in text
 
 
-def test_kindred_s_newcomers_use_the_clients_models_together(tmp_path) -> None:
+def test_kindred_s_newcomers_use_the_clients_models_together(tmp_path, monkeypatch) -> None:
+    used = []
+
+    def seen(visit, models, losses):
+        used.append([{name: array.copy() for name, array in model.items()} for model in models])
+        return together(visit, models, losses)
+
+    monkeypatch.setattr(method, "together", seen)
     run = kindred.run("kindred", output=tmp_path, **RUN)
     data = federation(partition="rotated", held_out_clients=2)
     modules = [run.models.module(client) for client in run.models]
+    assert {len(models) for models in used} == {5, 6}  # with labelled samples also its own
+    everybody = copy.deepcopy(modules[0])
+    everybody.load_state_dict({name: torch.tensor(array) for name, array in used[0][-1].items()})
+    modules.append(everybody)
     for each in run.summary["newcomers"]["clients"]:
         x, y = data.newcomer_data(each["client"], 0).test
-        predictions = torch.stack([module(x).softmax(dim=1) for module in modules])  # (m, n, N)
+        predictions = torch.stack([module(x).softmax(dim=1) for module in modules]).detach()  # (m + 1, n, N)
+        shares = torch.tensor(clarity(predictions.numpy())).softmax(dim=0)
         values = {one["labelled"]: one["method"] for one in each["served"]}
-        assert values[0] == (predictions.mean(dim=0).argmax(dim=1) == y).double().mean()
+        right = (torch.einsum("m,mnk->nk", shares, predictions).argmax(dim=1) == y).double().mean()
+        assert values[0] == right
         assert all(0 <= value <= 1 for value in values.values()) and list(values) == list(AMOUNTS)
 
 
