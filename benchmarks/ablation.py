@@ -15,12 +15,14 @@ import contextlib
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 
 from kindred import kindred
+from kindred.parts import held_out
 from kindred.server_app.app import run_inline
 from kindred.server_app.cli.run import given_settings
 from kindred.server_app.config import Config, ConfigError
@@ -69,17 +71,22 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "no largest weight": {"LARGEST_WEIGHT": float("inf")},
     "huge models count": {"HUGE": float("inf")},
 }
-"""Replacements of names in strategies/kindred.py, by row of the table."""
+"""Replacements of names in strategies/kindred.py or strategies/parts/held_out.py, by row of the table."""
 
 TAKEN = ("strategy", "partition", "seed", "output-dir")
 """Settings that --set does not allow: the benchmark sets them itself."""
 
 
+def module_of(name: str) -> ModuleType:
+    """Return the module that has a name of VARIANTS."""
+    return kindred if hasattr(kindred, name) else held_out
+
+
 def measure(config: Config, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the summary of a run in which these names of strategies/kindred.py are replaced."""
+    """Return the summary of a run in which these names are replaced."""
     with contextlib.ExitStack() as changed, tempfile.TemporaryDirectory() as folder:
         for name, other in changes.items():
-            changed.enter_context(patch.object(kindred, name, other))
+            changed.enter_context(patch.object(module_of(name), name, other))
         return read_summary(run_inline(replace(config, output_dir=folder)).path)
 
 

@@ -8,7 +8,7 @@ mixture is of w_i itself; v_i, the mean of similar clients' models; and g, that 
 |---|---|
 | S_ij = cos(w_i - wbar, w_j - wbar), wbar the mean model | `centred_cosines` |
 | P_ij = softmax_{j != i}(SHARPNESS S_ij + log n_j), the weights of v_i | `neighbour_weights` |
-| l_ik: the losses of w_i, v_i and g on i's held-out samples | `calibrated_loss`, `judged` |
+| l_ik: the losses of w_i, v_i and g on i's held-out samples | `parts.held_out.judged` |
 | e_ik: minus the mean of l_ik, in which a round has MEMORY times the weight of the next, the evidence | `train` |
 | p: for how many of all clients each of the three is best, by their evidence (empirical Bayes) | `prevalence` |
 | s_ik ~ p_k exp(e_ik): the shares of the three in i's mixture | `shares` |
@@ -17,12 +17,11 @@ mixture is of w_i itself; v_i, the mean of similar clients' models; and g, that 
 v_i and g travel to the client, which has w_i, judges the three and reports e_i. Held-out samples are the client's
 validation data; without any, a tenth of its training samples in the first half of the rounds, which changes when a
 client starts from others' models: what w_i has learnt by heart cannot judge it. A held-out sample makes its own class
-rarer in training. Where samples are few this alone would decide against w_i, so what w_i predicts is corrected by
-`rarity`.
+rarer in training. Where samples are few this alone would decide against w_i, so what w_i predicts is corrected
+(`rarity`). A mean of models is less certain than one model, and as often right, so each has a temperature of its own.
 
 Empirical Bayes is of Robbins, 1956; weights by held-out samples are those of stacking, Wolpert, 1992, and of FedFomo,
-arXiv:2012.08565. One temperature for each model is fitted as in Guo et al., ICML 2017, arXiv:1706.04599: a mean of
-models is less certain than one model, and as often right.
+arXiv:2012.08565.
 
 A client that comes after the run mixes predictions (`parts.newcomers`): of up to MOST clients' models, of g and, if it
 has labelled samples, of its own model, which it trains for VISITS messages.
@@ -65,6 +64,7 @@ from .messages import (
     with_prefix,
 )
 from .parts.combination import combined
+from .parts.held_out import LARGEST_LOSS, judged
 from .parts.newcomers import together
 from .registry import Method
 from .settings import STORE
@@ -85,11 +85,7 @@ VISITS = 4  # training messages for a client that comes after the run
 MOST = 20  # models of other clients that it mixes with its own
 WORK = 0.1  # of the time of training that judging may take; predicting for a batch takes a third of a step
 SOURCES = 3  # w_i, v_i and g, in this order
-CONCENTRATIONS = np.geomspace(0.02, 200, 41)  # of class proportions; small where most samples are of one class
 GRID = (np.array([(i, j, 20 - i - j) for i in range(21) for j in range(21 - i)]) + 0.02) / 20.06  # values of p
-TEMPERATURES = np.array([1 / 8, 1 / 4, 1 / 2, 1, 2])
-LEAST_PROBABILITY = 1e-9  # smaller predicted probabilities are replaced by this
-LARGEST_LOSS = 1e6  # of held-out samples together
 
 NEIGHBOURS, EVERYBODY = "neighbours", "everybody"  # prefixes of v_i and g in messages
 OTHERS = "others"  # prefix of clients' models in messages to a client that comes after the run
@@ -153,53 +149,6 @@ def neighbour_weights(cosines: np.ndarray, samples: np.ndarray, own: np.ndarray)
     alone = own.all(axis=1, keepdims=True)  # (r, 1)
     scores = np.where(own & ~alone, -np.inf, SHARPNESS * cosines + np.log(samples))  # (r, m)
     return special.softmax(scores, axis=1)
-
-
-def rarity(trained: np.ndarray, held_out: np.ndarray) -> np.ndarray:
-    """Return, for each class, its expected share of new samples over its share of the training samples, (K,).
-
-    The expectation is the posterior mean from the training samples, under a Dirichlet prior whose one concentration is
-    as likely as all samples make it: nearly 1 / K where classes are equally frequent, else their share in training.
-
-    Parameters
-    ----------
-    trained, held_out : ndarray of int, shape (K,)
-        A client's number of samples of each class, for training and held out.
-
-    Returns
-    -------
-    ndarray, shape (K,)
-        1 for a class without a training sample, whose probability no factor restores.
-    """
-    alpha, classes, counts = CONCENTRATIONS[:, None], len(trained), trained + held_out  # (a, 1), K, (K,)
-    evidence = (special.gammaln(counts + alpha) - special.gammaln(alpha)).sum(axis=1) + (
-        special.gammaln(classes * alpha) - special.gammaln(counts.sum() + classes * alpha)
-    )[:, 0]  # (a,)
-    n = trained.sum()
-    expected = special.softmax(evidence) @ ((trained + alpha) / (n + classes * alpha))  # (K,)
-    return np.where(trained > 0, expected * n / np.maximum(trained, 1), 1.0)
-
-
-def calibrated_loss(probabilities: np.ndarray, labels: np.ndarray, factors: np.ndarray) -> float:
-    """Return the summed cross-entropy of predictions, in nats, at the best of TEMPERATURES.
-
-    Parameters
-    ----------
-    probabilities : ndarray, shape (n, K)
-        Values below LEAST_PROBABILITY are replaced by it.
-    labels : ndarray of int, shape (n,)
-    factors : ndarray, shape (K,)
-        Factors on the probabilities, which are then scaled to sum to 1.
-
-    Returns
-    -------
-    float
-        0 or more; 0 without samples.
-    """
-    logs = np.log(np.maximum(probabilities.astype(float), LEAST_PROBABILITY)) + np.log(factors)  # (n, K)
-    scaled = logs / TEMPERATURES[:, None, None]  # (t, n, K)
-    true = np.take_along_axis(scaled, labels[None, :, None], axis=2)[..., 0]  # (t, n)
-    return max(float((special.logsumexp(scaled, axis=2) - true).sum(axis=1).min()), 0.0)
 
 
 def prevalence(evidence: np.ndarray) -> np.ndarray:
@@ -302,26 +251,6 @@ def divided(visit: Visit, fold: int, held: bool) -> tuple[Samples, Samples]:
     folds = np.array_split(order, min(FOLDS, n))
     left_out = folds[fold % len(folds)] if held and n > 2 else order[:0]  # batch normalisation needs two samples
     return visit.samples_at(np.setdiff1d(order, left_out)), visit.samples_at(np.sort(left_out))
-
-
-def judged(
-    visit: Visit, models: Iterable[Mapping[str, np.ndarray]], held_out: Samples, trained: Samples | None = None
-) -> np.ndarray:
-    """Return the losses of k models on held-out samples, (k,); the first one was `trained` on others: see `rarity`."""
-    true = held_out[1].cpu().numpy()
-    losses = []
-    for k, arrays in enumerate(models):
-        predictions = visit.predict(visit.model(arrays), held_out[0])
-        if visit.objective.has_classes:
-            factors = np.ones(predictions.shape[1])
-            if trained is not None and k == 0:
-                counts = (np.bincount(of, minlength=len(factors)) for of in (trained[1].cpu().numpy(), true))
-                factors = rarity(*counts)
-            loss = calibrated_loss(predictions, true, factors)
-        else:
-            loss = float(visit.objective.losses(predictions, true).sum())
-        losses.append(loss if np.isfinite(loss) and loss < LARGEST_LOSS else LARGEST_LOSS)
-    return np.array(losses)
 
 
 # --- The server ---------------------------------------------------------------------------------------

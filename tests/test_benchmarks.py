@@ -20,6 +20,7 @@ from benchmarks.tuned_loop import Trainer, Work
 from kindred import REGISTRY, InlineGrid, kindred as method, make_client_app
 from kindred.client.training import get_arrays
 from kindred.messages import to_record
+from kindred.parts import held_out
 from kindred.parts.aggregation import AGGREGATION
 from kindred.server_app.config import Config
 
@@ -275,19 +276,19 @@ def test_memory_of_a_process_includes_what_it_starts_and_not_what_it_had(tmp_pat
 
 @pytest.fixture
 def replaced(monkeypatch):
-    """Replace the names of a variant in strategies/kindred.py for the rest of a test."""
+    """Replace the names of a variant for the rest of a test."""
 
     def replace_names(variant: str) -> None:
         monkeypatch.undo()
         for name, other in ablation.VARIANTS[variant].items():
-            monkeypatch.setattr(method, name, other)
+            monkeypatch.setattr(ablation.module_of(name), name, other)
 
     return replace_names
 
 
 def test_each_variant_replaces_names_of_the_method_by_others() -> None:
     for changes in ablation.VARIANTS.values():
-        assert changes and all(getattr(method, name) is not other for name, other in changes.items())
+        assert changes and all(getattr(ablation.module_of(name), name) is not other for name, other in changes.items())
 
 
 def test_variants_of_shares_and_of_the_prior_give_values_by_hand(replaced) -> None:
@@ -304,14 +305,14 @@ def test_variants_of_shares_and_of_the_prior_give_values_by_hand(replaced) -> No
 
 def test_variants_of_losses_and_weights_give_values_by_hand(replaced) -> None:
     probabilities, labels = np.array([[0.9, 0.1], [0.9, 0.1]]), np.array([0, 1])  # too certain: right in one of two
-    assert method.calibrated_loss(probabilities, labels, np.ones(2)) < -np.log(0.9 * 0.1)
+    assert held_out.calibrated_loss(probabilities, labels, np.ones(2)) < -np.log(0.9 * 0.1)
     replaced("no temperatures")
-    assert method.calibrated_loss(probabilities, labels, np.ones(2)) == pytest.approx(-np.log(0.9 * 0.1))
+    assert held_out.calibrated_loss(probabilities, labels, np.ones(2)) == pytest.approx(-np.log(0.9 * 0.1))
 
     counts = np.array([30, 1]), np.array([0, 9])
-    assert (method.rarity(*counts) != 1).all()
+    assert (held_out.rarity(*counts) != 1).all()
     replaced("classes not corrected by rarity")
-    assert method.rarity(*counts).tolist() == [1, 1]
+    assert held_out.rarity(*counts).tolist() == [1, 1]
 
     samples = np.array([1.0, 1.0, 100.0])
     assert method.bounded(samples).tolist() == [1, 1, 3]

@@ -20,17 +20,16 @@ from kindred.kindred import (
     GRID,
     SHARPNESS,
     bounded,
-    calibrated_loss,
     centred_cosines,
-    judged,
     neighbour_weights,
     prevalence,
-    rarity,
     shares,
 )
 from kindred.messages import by_prefix, read_record, to_record
 from kindred.objectives import Classes
+from kindred.parts import held_out
 from kindred.parts.combination import combined
+from kindred.parts.held_out import calibrated_loss, judged, rarity
 from kindred.parts.newcomers import clarity, mixing_weights, together
 
 from . import two_weights
@@ -92,7 +91,7 @@ def test_no_client_counts_more_than_three_times_the_median_one() -> None:
 
 
 def test_rarity_by_hand(monkeypatch) -> None:
-    monkeypatch.setattr(kindred, "CONCENTRATIONS", np.array([1.0]))  # Laplace's rule: one more of each class
+    monkeypatch.setattr(held_out, "CONCENTRATIONS", np.array([1.0]))  # Laplace's rule: one more of each class
     assert rarity(np.array([3, 1]), np.zeros(2, int)) == pytest.approx([(4 / 6) / (3 / 4), (2 / 6) / (1 / 4)])
     assert rarity(np.array([3, 0, 1]), np.zeros(3, int)) == pytest.approx([(4 / 7) / (3 / 4), 1, (2 / 7) / (1 / 4)])
 
