@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -35,9 +36,9 @@ Arrays = dict[str, np.ndarray]
 # --- Attacks ------------------------------------------------------------------------------------------
 
 
-def flipped(change: Arrays, rng: np.random.Generator) -> Arrays:
-    """Return ten times the change in the opposite direction."""
-    return {name: -10 * array for name, array in change.items()}
+def flipped(times: float, change: Arrays, rng: np.random.Generator) -> Arrays:
+    """Return so many times the change in the opposite direction."""
+    return {name: -times * array for name, array in change.items()}
 
 
 def noise(change: Arrays, rng: np.random.Generator) -> Arrays:
@@ -78,13 +79,14 @@ class Attack:
 
 
 ATTACKS: Mapping[str, Attack] = {
-    "flip x10": Attack(flipped),
+    "flip x10": Attack(partial(flipped, 10)),
+    "flip x2": Attack(partial(flipped, 2)),  # near the length at which the biweight lets most through
     "noise": Attack(noise),
     "labels": Attack(shuffles=True),
     "huge": Attack(huge),
     "free rider": Attack(nothing, claims=10**6),
     "claim": Attack(claims=MAX_EXAMPLES),
-    "flip and claim": Attack(flipped, claims=MAX_EXAMPLES),
+    "flip and claim": Attack(partial(flipped, 10), claims=MAX_EXAMPLES),
 }
 """The attacks by name: the columns of the table."""
 
