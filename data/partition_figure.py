@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from matplotlib import colors, figure as mpl_figure, ticker
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from scipy import stats
+    from scipy import special
 else:
-    stats = lazy("scipy.stats")
+    special = lazy("scipy.special")
     colors, mpl_figure, ticker = lazy("matplotlib.colors"), lazy("matplotlib.figure"), lazy("matplotlib.ticker")
 
 LEVEL = 0.01  # p value of the chi-square test below which a division is not called uniform
@@ -59,7 +59,9 @@ def partition_figure(federation: Federation) -> Figure:
 def _evenness(counts: np.ndarray) -> str:
     """Return a line that clients' mixtures (m, C) of classes differ no more than by chance; empty where they do."""
     there = counts[counts.sum(axis=1) > 0][:, counts.sum(axis=0) > 0]
-    if min(there.shape) < 2 or (p := float(stats.chi2_contingency(there).pvalue)) < LEVEL:
+    expected = there.sum(axis=1, keepdims=True) * there.sum(axis=0) / there.sum()  # (m, C), if all mixtures were equal
+    freedom = (there.shape[0] - 1) * (there.shape[1] - 1)
+    if not freedom or (p := float(special.chdtrc(freedom, ((there - expected) ** 2 / expected).sum()))) < LEVEL:
         return ""
     return f"uniform: the clients' shares of the classes differ no more than by chance (p = {p:.2f})"
 

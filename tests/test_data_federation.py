@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from scipy.stats import chi2_contingency
 
 from kindred.data import (
     DATASETS,
@@ -259,8 +260,10 @@ def test_a_picture_has_a_line_between_groups(changes, lines, tmp_path):
     ],
 )
 def test_a_picture_of_a_uniform_division_says_so(changes, uniform):
-    title = partition_figure(load_federation(DIGITS | changes)).axes[0].get_title()
+    federation = load_federation(DIGITS | changes)
+    title = partition_figure(federation).axes[0].get_title()
     assert ("\nuniform: the clients' shares" in title) == uniform
+    assert title.endswith(f"(p = {chi2_contingency(federation.class_counts()).pvalue:.2f})") == uniform
 
 
 def test_targets_are_the_number_of_classes_or_the_range_of_each_client():

@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
+from scipy import stats
 
 import kindred
 from kindred.client.gain import gain_of, p_value
@@ -36,6 +37,10 @@ def test_mcnemars_test_by_hand() -> None:
     assert p_value(*right(30, 8, 1, 5)) == pytest.approx(20 / 512)
     assert p_value(*right(30, 1, 8, 5)) == pytest.approx(20 / 512)
     assert p_value(*right(30, 0, 0, 5)) == 1.0
+    for ours in range(12):  # also halves, where the tails overlap
+        assert p_value(*right(3, ours, 11 - ours // 2, 2)) == pytest.approx(
+            stats.binomtest(ours, ours + 11 - ours // 2).pvalue
+        )
 
 
 def test_wilcoxons_test_by_hand() -> None:
