@@ -59,9 +59,11 @@ def partition_figure(federation: Federation) -> Figure:
 def _evenness(counts: np.ndarray) -> str:
     """Return a line that clients' mixtures (m, C) of classes differ no more than by chance; empty where they do."""
     there = counts[counts.sum(axis=1) > 0][:, counts.sum(axis=0) > 0]
+    if min(there.shape) < 2:
+        return ""
     expected = there.sum(axis=1, keepdims=True) * there.sum(axis=0) / there.sum()  # (m, C), if all mixtures were equal
     freedom = (there.shape[0] - 1) * (there.shape[1] - 1)
-    if not freedom or (p := float(special.chdtrc(freedom, ((there - expected) ** 2 / expected).sum()))) < LEVEL:
+    if (p := float(special.chdtrc(freedom, ((there - expected) ** 2 / expected).sum()))) < LEVEL:
         return ""
     return f"uniform: the clients' shares of the classes differ no more than by chance (p = {p:.2f})"
 

@@ -18,7 +18,8 @@ v_i and g travel to the client, which has w_i, judges the three and reports e_i.
 validation data; without any, a tenth of its training samples in the first half of the rounds, which changes when a
 client starts from others' models: what w_i has learnt by heart cannot judge it. A held-out sample makes its own class
 rarer in training. Where samples are few this alone would decide against w_i, so what w_i predicts is corrected
-(`rarity`). A mean of models is less certain than one model, and as often right, so each has a temperature of its own.
+(`parts.held_out.rarity`). A mean of models is less certain than one model, and as often right, so each model has its
+temperature.
 
 Empirical Bayes is of Robbins, 1956; weights by held-out samples are those of stacking, Wolpert, 1992, and of FedFomo,
 arXiv:2012.08565.
@@ -65,7 +66,7 @@ from .messages import (
 )
 from .parts.combination import combined
 from .parts.held_out import LARGEST_LOSS, judged
-from .parts.newcomers import together
+from .parts.newcomers import mixture_metrics
 from .registry import Method
 from .settings import STORE
 
@@ -223,7 +224,7 @@ class KindredClient(LocalTraining):
         arrays, metrics = LocalTraining.trained(replace(visit, arrays=start, site=site))
         if OTHERS in received:
             others = [*by_prefix(received[OTHERS]).values(), everybody]
-            mixed = together(visit, [*others, arrays], [*judged(visit, others, visit.site.train), own_loss])
+            mixed = mixture_metrics(visit, [*others, arrays], [*judged(visit, others, visit.site.train), own_loss])
             metrics |= {f"{MIXTURE}-{name}": value for name, value in mixed.items()}
         credit += 3 * WORK * (visit.steps + visit.epochs * -(-len(site.train[1]) // visit.batch_size))
         sums = {LOSSES: losses, ROUNDS: np.array(rounds), CREDIT: np.array(credit)}
@@ -239,7 +240,7 @@ class KindredClient(LocalTraining):
         if EVERYBODY not in received:
             return LocalTraining.evaluate(visit)
         models = [*by_prefix(received.get(OTHERS, {})).values(), received[EVERYBODY]]
-        return RecordDict({METRICS: MetricRecord({**together(visit, models, [0.0] * len(models))})})
+        return RecordDict({METRICS: MetricRecord({**mixture_metrics(visit, models, [0.0] * len(models))})})
 
 
 def divided(visit: Visit, fold: int, held: bool) -> tuple[Samples, Samples]:
@@ -302,11 +303,11 @@ class Kindred(CloudModels):
         if senders:
             self._weights, self._sent = (list(clients), senders, rows), parts
         everybody = with_prefix(EVERYBODY, self.global_arrays())
+        others = self.ensemble() if self._serves and server_round == self.last_round else {}
         ordinary = np.array([client in self._ordinary for client in clients], bool)  # (r,)
         models = self.clouds(clients, senders, np.where(ordinary[:, None], rows, parts[1]))
         for client, is_ordinary, model in zip(clients, ordinary, models, strict=False):
             similar = with_prefix(NEIGHBOURS, model) if client in self._samples else {}
-            others = self.ensemble() if self._serves and server_round == self.last_round else {}
             yield client, model if is_ordinary else ArrayRecord({**everybody, **similar, **others})
 
     def _mixed(self, clients: Sequence[ClientId], parts: np.ndarray) -> np.ndarray:

@@ -12,6 +12,7 @@ from benchmarks.attackers import ATTACKS, AttackedApp
 from kindred import REGISTRY, FedAvg, InlineGrid
 from kindred.baselines.scaffold import SCAFFOLD
 from kindred.engine.arguments import AveragedShared, Shared
+from kindred.engine.strategy import PersonalizedStrategy
 from kindred.messages import read_record, to_record
 from kindred.parts import aggregation
 from kindred.parts.aggregation import (
@@ -170,17 +171,62 @@ def test_an_update_of_ten_times_the_length_has_no_weight_by_the_biweight(name) -
 @pytest.mark.parametrize("name", ABLE)
 def test_models_stay_where_no_update_has_a_weight(name, monkeypatch) -> None:
     monkeypatch.setattr(aggregation, "biweights", np.zeros_like)
+    failures, end_round = [], PersonalizedStrategy._end_round
+
+    def ended(*of_round) -> str:
+        failures.append(end_round(*of_round))
+        return failures[-1]
+
+    monkeypatch.setattr(PersonalizedStrategy, "_end_round", ended)
     strategy = run_method(name, aggregation=BIWEIGHT)
-    assert not any(row.get("failure") for row in strategy.history.rounds)
+    assert failures and not any(failures)
     unused = make(name, aggregation=BIWEIGHT)
     unused.begin(initial_of(name))
     assert values(strategy.global_arrays()) == values(unused.global_arrays())
+
+
+def altered(client: int, server_round: int, **changes):
+    """Return the fate of a client that, in one round, sends other values in these arrays."""
+
+    def alter(content) -> None:
+        arrays = {name: array.copy() for name, array in read_record(content["arrays"]).items()}
+        for name, value in changes.items():
+            arrays[name.replace("__", ".")][...] = value
+        content["arrays"] = to_record(arrays)
+
+    return lambda now, asked: alter if (asked, now) == (client, server_round) else None
+
+
+def test_a_client_gains_no_weight_by_absence_with_the_biweight() -> None:
+    """Its update after it, the only one of its kind, is measured by the largest median so far."""
+    huge = altered(3, 3, layer__weight=1e14)
+    strategy = FedAvg(aggregation=BIWEIGHT)
+    strategy.start(
+        FaultyGrid(plain_app(), 5, lambda now, asked: "error" if (asked, now) == (3, 2) else huge(now, asked)),
+        initial_of("fedavg"),
+        3,
+    )
+    assert [row["visit"] for row in strategy.history.updates if row["client"] == 3] == ["first", "return"]
+    assert np.abs(read_record(strategy.global_arrays())["layer.weight"]).max() < 100
+
+
+def test_floating_point_buffers_are_the_median_with_the_biweight() -> None:
+    strategy = FedAvg(aggregation=BIWEIGHT)
+    strategy.start(FaultyGrid(plain_app(), 5, altered(2, 1, norm__running_mean=1e14)), initial_of("fedavg"), 1)
+    assert np.abs(read_record(strategy.global_arrays())["norm.running_mean"]).max() < 100
 
 
 def test_scaffold_weights_all_control_variates_equally_with_a_robust_rule() -> None:
     strategy = make("scaffold", aggregation=MEDIAN)
     strategy.start(InlineGrid(app_of("scaffold"), 6), initial_of("scaffold"), 2)
     assert isinstance(strategy, SCAFFOLD) and set(strategy._weights.values()) == {1.0}
+
+
+def test_a_client_of_scaffold_without_a_weight_continues_from_the_control_variate_that_is_counted() -> None:
+    strategy = make("scaffold", aggregation=MULTI_KRUM)
+    strategy.start(InlineGrid(app_of("scaffold"), 6), initial_of("scaffold"), 1)
+    (without,) = {*strategy.clients()} - {*strategy._counted}  # Multi-Krum leaves out one of six
+    assert strategy.round_config(2, without)["counted-round"] == 0
 
 
 def test_the_setting_is_refused_in_one_line_where_it_has_no_effect() -> None:

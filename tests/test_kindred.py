@@ -30,7 +30,7 @@ from kindred.objectives import Classes
 from kindred.parts import held_out
 from kindred.parts.combination import combined
 from kindred.parts.held_out import calibrated_loss, judged, rarity
-from kindred.parts.newcomers import clarity, mixing_weights, together
+from kindred.parts.newcomers import mixing_weights, mixture_metrics, unlabelled_scores
 
 from . import two_weights
 from .client_apps import initial, plain_app, small, small_app, small_site
@@ -244,17 +244,17 @@ def test_evidence_is_the_mean_of_the_losses_with_less_weight_for_earlier_rounds(
         assert evidence == pytest.approx(mean.min() - mean)
 
 
-def test_a_newcomer_weighs_models_by_their_losses_and_their_clarity_by_hand() -> None:
+def test_a_newcomer_weighs_models_by_their_losses_and_their_predictions_by_hand() -> None:
     assert mixing_weights(np.array([0.0, 10 * np.log(3), np.inf]), np.zeros(3)) == pytest.approx([3 / 4, 1 / 4, 0])
     certain, uncertain, always_one = [[1, 0], [0, 1]], [[0.5, 0.5], [0.5, 0.5]], [[0, 1], [0, 1]]
-    clear = clarity(np.array([certain, uncertain, always_one]))  # ln 2 - 2 * 0, ln 2 - 2 ln 2, 0
-    assert clear == pytest.approx([np.log(2), -np.log(2), 0])
-    assert mixing_weights(np.zeros(3), clear) == pytest.approx([4 / 7, 1 / 7, 2 / 7])
+    scores = unlabelled_scores(np.array([certain, uncertain, always_one]))  # ln 2 - 2 * 0, ln 2 - 2 ln 2, 0
+    assert scores == pytest.approx([np.log(2), -np.log(2), 0])
+    assert mixing_weights(np.zeros(3), scores) == pytest.approx([4 / 7, 1 / 7, 2 / 7])
 
 
 def test_a_model_whose_predictions_are_not_finite_has_no_part_for_a_newcomer() -> None:
     newcomer, lost = Constant([]), {"p": np.array(np.nan)}
-    assert together(newcomer, [lost, {"p": np.array(0.9)}], [0, 0])["log-loss"] == pytest.approx(-np.log(0.9))
+    assert mixture_metrics(newcomer, [lost, {"p": np.array(0.9)}], [0, 0])["log-loss"] == pytest.approx(-np.log(0.9))
 
 
 class Constant:
@@ -279,21 +279,21 @@ class Constant:
 def test_a_newcomer_mixes_the_predictions_of_the_clients_models_and_of_its_own_by_hand() -> None:
     """At the best temperature 0.9 is 1 for two samples of class 1, and 0.2 is 1/3: losses 0 and 2 ln 3.
 
-    exp(-H) of predictions p and 1 - p is p^p (1 - p)^(1 - p); a model that always predicts the same has clarity -H.
+    exp(-H) of predictions p and 1 - p is p^p (1 - p)^(1 - p); the score of a model that always predicts the same is -H.
     """
     others, own = [{"p": np.array(0.9)}, {"p": np.array(0.2)}], {"p": np.array(0.5)}
     newcomer = Constant([1, 1])
     losses = judged(newcomer, others, newcomer.site.train)
-    found = together(newcomer, others, losses)["log-loss"]
-    clear = np.array([0.9**0.9 * 0.1**0.1, 0.2**0.2 * 0.8**0.8, 0.5])
-    weights = np.array([1, 9**-0.1, 3**-0.1]) * clear
+    found = mixture_metrics(newcomer, others, losses)["log-loss"]
+    scores = np.array([0.9**0.9 * 0.1**0.1, 0.2**0.2 * 0.8**0.8, 0.5])
+    weights = np.array([1, 9**-0.1, 3**-0.1]) * scores
     first, second = weights[:2] / weights[:2].sum()
     assert found == pytest.approx(-np.log(0.9 * first + 0.2 * second))
-    without = together(Constant([]), others, [0, 0])["log-loss"]
-    assert without == pytest.approx(-np.log(clear[:2] @ [0.9, 0.2] / clear[:2].sum()))
-    found = together(newcomer, [*others, own], [*losses, np.log(3)])["log-loss"]
+    without = mixture_metrics(Constant([]), others, [0, 0])["log-loss"]
+    assert without == pytest.approx(-np.log(scores[:2] @ [0.9, 0.2] / scores[:2].sum()))
+    found = mixture_metrics(newcomer, [*others, own], [*losses, np.log(3)])["log-loss"]
     assert found == pytest.approx(-np.log(weights @ [0.9, 0.2, 0.5] / weights.sum()))
-    unjudged = together(newcomer, [*others, own], [*losses, np.inf])["log-loss"]
+    unjudged = mixture_metrics(newcomer, [*others, own], [*losses, np.inf])["log-loss"]
     assert unjudged == pytest.approx(-np.log(0.9 * first + 0.2 * second))
 
 

@@ -18,7 +18,7 @@ from kindred.baselines.clustered_fl import Cluster, Tree
 from kindred.data import load_federation
 from kindred.engine.checkpoint import Checkpoints
 from kindred.messages import to_record
-from kindred.parts.newcomers import clarity, together
+from kindred.parts.newcomers import mixture_metrics, unlabelled_scores
 from kindred.server_app.cli.run import app
 from kindred.server_app.config import Config
 from kindred.server_app.headline import Headline
@@ -229,9 +229,9 @@ def test_kindred_s_newcomers_use_the_clients_models_together(tmp_path, monkeypat
 
     def seen(visit, models, losses):
         used.append([{name: array.copy() for name, array in model.items()} for model in models])
-        return together(visit, models, losses)
+        return mixture_metrics(visit, models, losses)
 
-    monkeypatch.setattr(method, "together", seen)
+    monkeypatch.setattr(method, "mixture_metrics", seen)
     run = kindred.run("kindred", output=tmp_path, **RUN)
     data = federation(partition="rotated", held_out_clients=2)
     modules = [run.models.module(client) for client in run.models]
@@ -242,7 +242,7 @@ def test_kindred_s_newcomers_use_the_clients_models_together(tmp_path, monkeypat
     for each in run.summary["newcomers"]["clients"]:
         x, y = data.newcomer_data(each["client"], 0).test
         predictions = torch.stack([module(x).softmax(dim=1) for module in modules]).detach()  # (m + 1, n, N)
-        shares = torch.tensor(clarity(predictions.numpy())).softmax(dim=0)
+        shares = torch.tensor(unlabelled_scores(predictions.numpy())).softmax(dim=0)
         values = {one["labelled"]: one["method"] for one in each["served"]}
         right = (torch.einsum("m,mnk->nk", shares, predictions).argmax(dim=1) == y).double().mean()
         assert values[0] == right

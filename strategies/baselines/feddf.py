@@ -285,7 +285,7 @@ class FedDF(PersonalizedStrategy):
         self._counters: dict[ClientId, Mapping[str, np.ndarray]] = {}
         self._logits: dict[ClientId, torch.Tensor] = {}  # (P, N), of replies that are being checked
         self._ensemble = aggregate(
-            self.aggregation, math.prod(self._logits_shape), np.dtype(np.float32), self.norms.relative
+            self.aggregation, math.prod(self._logits_shape), np.dtype(np.float32), self.norms.lengths
         )
         self._terms: InTurn[tuple[float, np.ndarray, torch.Tensor | None]] = InTurn(clients, self._add)
         self._sent = dict(self._shares)

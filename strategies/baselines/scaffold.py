@@ -24,10 +24,11 @@ The result for every client is the model x. Decisions, and where we depart from 
 - The server keeps sum_i n_i c_i. Thus c is the mean of all c_i even when N grows; c_i is 0 for clients that have not
   replied yet. N is the number of clients that the server knows so far. In the mean, a client that has not replied has
   the mean weight of the others; a client that has replied has the number of samples of its first reply.
-- A client whose reply was not used, or whose update was scaled down (`max_update_norm` "auto"), continues from the
-  control variate that the server has counted, as if it had not been sampled. It keeps its last two, and the message
-  says which one was counted. Otherwise c would no longer be the mean of all c_i. A client that has lost its control
-  variate starts again from 0; the part of c that stems from the lost one remains.
+- A client whose reply was not used, has no weight by `aggregation`, or whose update was scaled down
+  (`max_update_norm` "auto"), continues from the control variate that the server has counted, as if it had not been
+  sampled. It keeps its last two, and the message says which one was counted. Otherwise c would no longer be the mean
+  of all c_i. A client that has lost its control variate starts again from 0; the part of c that stems from the lost
+  one remains.
 - Each client has its own number of steps K: with epochs, K depends on its number of samples.
 - Control variates are of parameters. Buffers have no gradient; they are averaged, and eta_g does not apply to them.
 """
@@ -246,7 +247,7 @@ class SCAFFOLD(FedAvg):
         self._known.update(self.clients())
         self._uncounted = set()
         self._largest = largest_weight(self.roster.sizes(self.clients()), self.max_client_share)  # n_i in c
-        self._centre = None if self.aggregation == MEAN else RobustCentre(self.aggregation, self.norms.relative)
+        self._centre = None if self.aggregation == MEAN else RobustCentre(self.aggregation, self.norms.lengths)
         self._changes: InTurn[tuple[float, np.ndarray]] = InTurn(clients, self._add_change)
         control = server_control(self._total, list(self._weights.values()), len(self._known))  # (d,)
         self._control = {
@@ -299,8 +300,11 @@ class SCAFFOLD(FedAvg):
         sent = read_record(self.global_model)
         super().end_round(server_round, answered)
         self._changes.finish()
-        if self._centre and (centre := self._centre.result()) is not None:
-            self._total += len(self._centre.claimed) * centre
+        if self._centre:
+            if (centre := self._centre.result()) is not None:
+                self._total += len(self._centre.claimed) * centre
+            weights = self._centre.weights.items()
+            self._uncounted |= {client for client, weight in weights if centre is None or weight == 0}
         if answered:
             counted = (client for client in answered if client not in self._uncounted)
             self._counted |= dict.fromkeys(counted, server_round)

@@ -11,6 +11,7 @@ and one after absence may be measured from an old model.
 - The bound of `max_update_norm` "auto" must be known when a reply arrives. It is BOUND times the median of comparable
   updates of the latest rounds. Where these have none, that kind of visit with the largest median counts. In the first
   round, replies wait for each other, and the median is that of this round.
+- `aggregation` "biweight" weighs an update by its length over the median of the history, see `lengths`.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class UpdateNorms:
         last = self._last.get(client)
         return FIRST if last is None else FURTHER if last == self._replied else RETURN
 
-    def _of_round(self) -> dict[tuple[str, str], list[float]]:
+    def _norms_by_kind(self) -> dict[tuple[str, str], list[float]]:
         """Return the norms of the round's updates by network and kind of visit, each in order of client."""
         found: dict[tuple[str, str], list[float]] = {}
         for client in in_order(self._round):
@@ -104,24 +105,32 @@ class UpdateNorms:
             found.setdefault((update.network, update.visit), []).append(update.norm)
         return found
 
-    def relative(self) -> dict[ClientId, float]:
-        """Return the round's norms over the median of comparable updates, without those that have no median."""
-        medians = {
-            (network, visit): _median_of(norms, self._latest.get(network, {}).get(visit, []))
-            for (network, visit), norms in self._of_round().items()
+    def _medians_of_round(self) -> dict[tuple[str, str], float | None]:
+        """Return the median of each kind's norms; if these are too few, with those of the latest rounds."""
+        return {
+            (network, visit): _median(norms) or _median([*_flat(self._latest.get(network, {}).get(visit, [])), *norms])
+            for (network, visit), norms in self._norms_by_kind().items()
         }
+
+    def lengths(self) -> dict[ClientId, float]:
+        """Return the round's norms over the median of comparable updates.
+
+        Where these have none, the largest median so far counts, so that a client gains nothing by being absent. Before
+        there is any, a client is missing.
+        """
+        medians = self._medians_of_round()
         return {
             client: update.norm / median
             for client, update in self._round.items()
-            if (median := medians[update.network, update.visit])
+            if (median := medians[update.network, update.visit] or self._largest.get(update.network))
         }
 
     def end_round(self, server_round: int) -> list[dict[str, Any]]:
         """End a round, and return a row for each of its updates, in order of client; see `History.updates`."""
-        of_round, relative = self._of_round(), self.relative()
-        for (network, visit), norms in of_round.items():
+        medians = self._medians_of_round()
+        for (network, visit), norms in self._norms_by_kind().items():
+            self._largest[network] = max(self._largest.get(network, 0.0), medians[network, visit] or 0.0)
             pool = self._latest.setdefault(network, {}).setdefault(visit, [])
-            self._largest[network] = max(self._largest.get(network, 0.0), _median_of(norms, pool) or 0.0)
             pool.append(norms)
             while len(_flat(pool[1:])) >= LATEST:
                 del pool[0]
@@ -129,8 +138,8 @@ class UpdateNorms:
         for client in in_order(self._round):
             update = self._round[client]
             row = {"round": server_round, "client": client, "visit": update.visit, "norm": update.norm}
-            if client in relative:
-                row["relative-norm"] = relative[client]
+            if median := medians[update.network, update.visit]:
+                row["relative-norm"] = update.norm / median
             if largest := self._largest[update.network]:
                 row["relative-to-largest"] = update.norm / largest
             if update.factor < 1:
@@ -158,11 +167,6 @@ def _flat(rounds: Iterable[Iterable[float]]) -> list[float]:
 def _median(norms: list[float]) -> float | None:
     """Return the median of LEAST norms or more, else None; also None where it is 0."""
     return (float(np.median(norms)) or None) if len(norms) >= LEAST else None
-
-
-def _median_of(norms: list[float], latest: list[list[float]]) -> float | None:
-    """Return the median of a round's norms; if these are too few, with those of the latest rounds."""
-    return _median(norms) or _median([*_flat(latest), *norms])
 
 
 def _medians(pools: Pools) -> dict[str, float]:

@@ -698,7 +698,14 @@ class PersonalizedStrategy(Hooks, Strategy):
 
     def aggregate_of(self, layout: Layout) -> Aggregate:
         """Return an empty mean of clients' models in the round in progress, by the settings' rule and bound."""
-        mean = aggregate(self.aggregation, layout.size, layout.dtype, self.norms.relative, self.max_client_share)
+        mean = aggregate(
+            self.aggregation,
+            layout.size,
+            layout.dtype,
+            self.norms.lengths,
+            layout.num_parameters,
+            self.max_client_share,
+        )
         self.means.append(mean.claimed)
         return mean
 

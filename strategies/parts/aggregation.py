@@ -8,8 +8,9 @@
 | biweight, of the updates' lengths | A. E. Beaton, J. W. Tukey, Technometrics 16(2), 1974 | `biweights` |
 
 In these rules a client's weight does not depend on its number of samples, which is a claim. The trimmed mean and Krum
-assume that up to ASSUMED of the clients attack. The biweight compares each update with all comparable ones of the round
-(`engine.norms`), and so also works for a mean of two or three models, of which nobody can be outvoted.
+assume that up to ASSUMED of the clients attack. The biweight compares a client's update with updates outside this mean
+too (`engine.norms`), so it also works where a mean has only two or three models. Floating-point buffers are no part of
+an update's length; of them it takes the median.
 """
 
 from __future__ import annotations
@@ -96,6 +97,7 @@ def _mean_of(kept: list[int], models: np.ndarray) -> np.ndarray:
 # --- Aggregates ---------------------------------------------------------------------------------------
 
 Lengths = Callable[[], Mapping[ClientId, float]]
+"""Returns, at the end of a round, client -> length of its update over the median; see `engine.norms`."""
 
 
 class Aggregate(Protocol):
@@ -125,12 +127,13 @@ class RobustCentre:
     Parameters
     ----------
     rule : {"median", "trimmed-mean", "krum", "multi-krum", "biweight"}
-    lengths : callable
-        Returns, at the end of the round, client -> length of its update over the median, if there is a median.
+    lengths : Lengths
+    parameters : int, optional
+        Number of the first values of a model that are parameters, not buffers; by default all.
     """
 
-    def __init__(self, rule: str, lengths: Lengths) -> None:
-        self._rule, self._lengths = rule, lengths
+    def __init__(self, rule: str, lengths: Lengths, parameters: int | None = None) -> None:
+        self._rule, self._lengths, self._parameters = rule, lengths, parameters
         self._rows: list[np.ndarray] = []  # (d,) each
         self.claimed: dict[ClientId, float] = {}
         self.weights: dict[ClientId, float] = {}
@@ -159,6 +162,8 @@ class RobustCentre:
         centre = np.empty_like(self._rows[0])  # (d,)
         for columns, block in self._blocks():  # (m, b)
             centre[columns] = of_block(block)
+        if self._rule == BIWEIGHT and self._parameters is not None:
+            centre[self._parameters :] = np.median([row[self._parameters :] for row in self._rows], axis=0)
         return centre
 
     def _nearest_to_others(self, count: int) -> list[int]:
@@ -176,7 +181,9 @@ class RobustCentre:
             yield columns, np.stack([row[columns] for row in self._rows])
 
 
-def aggregate(rule: str, size: int, dtype: np.dtype, lengths: Lengths, share: float = 1.0) -> Aggregate:
+def aggregate(
+    rule: str, size: int, dtype: np.dtype, lengths: Lengths, parameters: int | None = None, share: float = 1.0
+) -> Aggregate:
     """Return an empty aggregate for models of `size` floats.
 
     Parameters
@@ -184,9 +191,9 @@ def aggregate(rule: str, size: int, dtype: np.dtype, lengths: Lengths, share: fl
     rule : {"mean", "median", "trimmed-mean", "krum", "multi-krum", "biweight"}
     size : int
     dtype : dtype
-    lengths : callable
+    lengths, parameters
         As for `RobustCentre`.
     share : float (default: 1.0)
-        The largest share of a client in the mean. In the other rules all clients have the same.
+        The largest share of a client in the mean. The other rules ignore it.
     """
-    return WeightedMean(size, dtype, share) if rule == MEAN else RobustCentre(rule, lengths)
+    return WeightedMean(size, dtype, share) if rule == MEAN else RobustCentre(rule, lengths, parameters)

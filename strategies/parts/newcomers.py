@@ -1,6 +1,6 @@
-"""Prediction of a client that comes after the run: a mixture of several models, with weights of its own.
+"""Prediction of a client that comes after the run: a mixture of several models, weighted for this client.
 
-w_k ~ exp(D_k - SURE H_k - TRUST L_k), where for model k
+w_k ~ exp(D_k - ENTROPY_WEIGHT H_k - LOSS_WEIGHT L_k), where for model k
 
 - L_k is its loss on the newcomer's labelled samples together, in nats, 0 without any;
 - H_k is the mean entropy of its predictions for the samples that are to be predicted, in nats, which is high where the
@@ -30,36 +30,41 @@ if TYPE_CHECKING:
 else:
     special = lazy("scipy.special")
 
-SURE = 2.0  # weight of the uncertainty of single predictions
-TRUST = 0.1  # of a nat of loss on labelled samples
-LOWEST = -1e9  # clarity of a model whose predictions are not finite
+ENTROPY_WEIGHT = 2.0
+LOSS_WEIGHT = 0.1
+LOWEST_SCORE = -1e9  # of a model whose predictions are not finite
 
 
-def clarity(predictions: np.ndarray) -> np.ndarray:
-    """Return D_k - SURE H_k, how certain and how different a model's predictions are, (k,).
+def unlabelled_scores(predictions: np.ndarray) -> np.ndarray:
+    """Return D_k - ENTROPY_WEIGHT H_k, (k,): high for a model that is certain and predicts different classes.
 
     Parameters
     ----------
     predictions : ndarray, shape (k, n, K)
-        Probabilities.
+        Probabilities, finite, for n samples, 1 or more.
     """
-    uncertainty = special.entr(predictions).sum(axis=2).mean(axis=1)  # (k,)
-    diversity = special.entr(predictions.mean(axis=1)).sum(axis=1)  # (k,)
-    return np.nan_to_num(diversity - SURE * uncertainty, nan=LOWEST, neginf=LOWEST)
+    entropies = special.entr(predictions).sum(axis=2).mean(axis=1)  # H, (k,)
+    of_means = special.entr(predictions.mean(axis=1)).sum(axis=1)  # D, (k,)
+    return of_means - ENTROPY_WEIGHT * entropies
 
 
-def mixing_weights(losses: np.ndarray, clear: np.ndarray) -> np.ndarray:
-    """Return w_k, (k,), from the models' losses L_k and their `clarity`, each (k,)."""
-    return special.softmax(clear - TRUST * losses)
+def mixing_weights(losses: np.ndarray, scores: np.ndarray) -> np.ndarray:
+    """Return w_k, (k,), from the models' losses L_k and their `unlabelled_scores`, each (k,)."""
+    return special.softmax(scores - LOSS_WEIGHT * losses)
 
 
-def together(visit: Visit, models: Sequence[Mapping[str, np.ndarray]], losses: Sequence[float]) -> dict[str, float]:
+def mixture_metrics(
+    visit: Visit, models: Sequence[Mapping[str, np.ndarray]], losses: Sequence[float]
+) -> dict[str, float]:
     """Return the metrics, on test data, of the mixture of k models, whose losses on labelled samples are given.
 
-    Only where predictions are probabilities of classes do they have a `clarity`.
+    Models have a score without labels only where they predict probabilities of classes.
     """
     x, targets = visit.site.test
     predictions = np.stack([visit.predict(visit.model(arrays), x) for arrays in models])  # (k, n, K)
-    clear = clarity(predictions) if visit.objective.has_classes else np.zeros(len(models))  # (k,)
-    mixed = mixture_of(predictions, mixing_weights(np.array(losses), clear), objective=visit.objective)  # (n, K)
+    finite = np.isfinite(predictions).all(axis=(1, 2))  # (k,)
+    scores = np.where(finite, 0.0, LOWEST_SCORE)  # (k,)
+    if visit.objective.has_classes and len(targets):
+        scores[finite] = unlabelled_scores(predictions[finite])
+    mixed = mixture_of(predictions, mixing_weights(np.array(losses), scores), objective=visit.objective)  # (n, K)
     return visit.objective.evaluated(mixed, targets.cpu().numpy(), visit.further())
