@@ -9,7 +9,7 @@ by one, in three ways:
 | alone | trained by the client alone, from the initial model, for as many rounds as the run had |
 | tuned | the global model, or the plain mean of all models, trained by the client for one round |
 
-Each model is evaluated on the client's test data, which choose nothing.
+Each model is evaluated on the client's test data, whose labels choose nothing.
 """
 
 from __future__ import annotations
