@@ -13,7 +13,7 @@ from kindred.data import load_federation
 
 from .app import check_data_and_models, make_strategy, needed_by
 from .config import Config, ConfigError
-from .engines import Engine, gpus
+from .engines import Engine, cpus, gpus
 
 
 def check(configs: Iterable[Config], engine: Engine) -> None:
@@ -40,15 +40,15 @@ def check_machine(config: Config, engine: Engine) -> None:
         if (least := config.run_config()[key]) > config.participants >= 2:  # fewer are refused with the data
             others = f" less held-out-clients, {config.held_out_clients}" if config.held_out_clients else ""
             raise ConfigError(f"{key} is {least}, allowed: at most num-clients{others}, which is {config.participants}")
-    cpus = os.cpu_count() or 1
-    if type(engine.cpus_per_client) is not int or not 1 <= engine.cpus_per_client <= cpus:
+    usable = cpus()
+    if type(engine.cpus_per_client) is not int or not 1 <= engine.cpus_per_client <= usable:
         raise ConfigError(
-            f"--cpus-per-client is {engine.cpus_per_client}, allowed: 1 to {cpus}, the CPUs of this machine"
+            f"--cpus-per-client is {engine.cpus_per_client}, allowed: 1 to {usable}, the CPUs of this machine"
         )
-    most = cpus // engine.cpus_per_client
+    most = usable // engine.cpus_per_client
     if type(engine.jobs) is not int or not 1 <= engine.jobs <= most:
         raise ConfigError(
-            f"--jobs is {engine.jobs}, allowed: 1 to {most}, with {cpus} CPUs and --cpus-per-client "
+            f"--jobs is {engine.jobs}, allowed: 1 to {most}, with {usable} CPUs and --cpus-per-client "
             f"{engine.cpus_per_client}"
         )
     _check_gpus(config, engine)

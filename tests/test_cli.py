@@ -17,6 +17,7 @@ from kindred import MODELS, REGISTRY
 from kindred.data import DATASETS, PARTITIONS
 from kindred.server_app.cli import commands
 from kindred.server_app.cli.run import app
+from kindred.server_app.engines import cpus
 from kindred.settings import parse
 from tests.background_commands import HEEDING
 
@@ -68,7 +69,7 @@ def test_help_marks_what_is_required_by_brackets_alone() -> None:
         (["--data-dir=two\nlines"], ["data-dir", "control characters"]),
         (["--output-dir=broken.npz/results"], ["output-dir", "broken.npz"]),
         (["--cpus-per-client=0"], ["--cpus-per-client", "0"]),
-        (["--cpus-per-client=100000"], ["--cpus-per-client", "100000", str(os.cpu_count())]),
+        (["--cpus-per-client=100000"], ["--cpus-per-client", "100000", str(cpus())]),
         (["--set=model=resnet50"], ["model", "resnet50", "resnet18"]),
         (["--strategy=fedrep", "--set=head-layers=9"], ["head-layers", "9", "1 to 3"]),
         (["--strategy=kindred", "--set=aggregation=krum"], ["aggregation", "krum", "kindred: mean", "fedavg, fedprox"]),

@@ -170,7 +170,7 @@ def test_there_are_not_more_runs_at_once_than_fit_into_memory(monkeypatch) -> No
 
 @pytest.mark.parametrize(("cpus_each", "most"), [(1, 8), (2, 4)])
 def test_runs_at_once_are_bounded_by_the_cpus(cpus_each, most, monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr(checks.os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(checks, "cpus", lambda: 8)
     config = Config(output_dir=str(tmp_path))
     checks.check_machine(config, Engine("local", cpus_each, jobs=most))
     for number in (0, -1, most + 1):
