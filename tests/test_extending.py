@@ -76,7 +76,13 @@ def test_each_extension_is_one_file_and_one_line() -> None:
     assert len({stated[entry] for entry in NAMES.items()} | {"extending.task"}) == len(NAMES) + 1
 
 
-@pytest.mark.parametrize(("command", "printed"), COMMANDS, ids=[f"command-{n}" for n in range(len(COMMANDS))])
+@pytest.mark.parametrize(
+    ("command", "printed"),
+    [
+        *(pytest.param(*each, marks=pytest.mark.deployment, id=f"command-{n}") for n, each in enumerate(COMMANDS[:-1])),
+        pytest.param(*COMMANDS[-1], id="together"),
+    ],
+)
 def test_each_extension_alone_and_all_together_run_as_documented(installed, tmp_path, command, printed) -> None:
     arguments = command.replace("\\\n", " ").split()[1:]
     done = kindred(*arguments, f"--output-dir={tmp_path}", path=installed)
