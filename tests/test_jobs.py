@@ -181,6 +181,7 @@ def test_runs_at_once_are_bounded_by_the_cpus(cpus_each, most, monkeypatch, tmp_
         )
 
 
+@pytest.mark.deployment
 def test_in_a_terminal_the_bar_is_of_runs(tmp_path) -> None:
     small = ["--clients=4", "--rounds=2", "--set=samples-per-client=20", "--set=local-epochs=1", "--output-dir=out"]
     names = "--strategies=local,fedavg,heurfedamp"  # the third runs alone, or beside one that began before it

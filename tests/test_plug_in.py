@@ -128,6 +128,7 @@ def run_the_document(tmp_path, library, server_section: str, client_section: str
     return accuracies, sorted((tmp_path / "state" / "kindred").glob("run-*/client-*/[!.]*.safetensors"))
 
 
+@pytest.mark.deployment
 def test_the_documented_perfed_ckt_works_as_written(library, tmp_path) -> None:
     accuracies, kept = run_the_document(tmp_path, library, "## PerFed-CKT", "## PerFed-CKT")
     assert np.mean(list(accuracies.values())) > 0.6
