@@ -18,7 +18,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[test,lint,docs,export,mlflow,tensorboard]'
-	# Else the first run compiles the package, and makes matplotlib's list of fonts.
+# Otherwise the first run compiles the package, and makes matplotlib's list of fonts.
 	$(VENV)/bin/python -m compileall -q strategies data server_app client_app
 	$(VENV)/bin/python -c 'import matplotlib.font_manager'
 	touch $@

@@ -62,8 +62,9 @@ def _evenness(counts: np.ndarray) -> str:
     if min(there.shape) < 2:
         return ""
     expected = there.sum(axis=1, keepdims=True) * there.sum(axis=0) / there.sum()  # (m, C), if all mixtures were equal
-    freedom = (there.shape[0] - 1) * (there.shape[1] - 1)
-    if (p := float(special.chdtrc(freedom, ((there - expected) ** 2 / expected).sum()))) < LEVEL:
+    degrees_of_freedom = (there.shape[0] - 1) * (there.shape[1] - 1)
+    statistic = ((there - expected) ** 2 / expected).sum()
+    if (p := float(special.chdtrc(degrees_of_freedom, statistic))) < LEVEL:
         return ""
     return f"uniform: the clients' shares of the classes differ no more than by chance (p = {p:.2f})"
 

@@ -18,8 +18,8 @@ v_i and g travel to the client, which has w_i, judges the three and reports e_i.
 validation data; without any, a tenth of its training samples in the first half of the rounds, which changes when a
 client starts from others' models: what w_i has learnt by heart cannot judge it. A held-out sample makes its own class
 rarer in training. Where samples are few this alone would decide against w_i, so what w_i predicts is corrected
-(`parts.held_out.rarity`). A mean of models is less certain than one model, and as often right, so each model has its
-temperature.
+(`parts.held_out.rarity`). A mean of models is less certain than one model, and as often right, so a temperature is
+fitted for each model.
 
 Empirical Bayes is of Robbins, 1956; weights by held-out samples are those of stacking, Wolpert, 1992, and of FedFomo,
 arXiv:2012.08565.
@@ -388,7 +388,7 @@ class Kindred(CloudModels):
         models = with_prefix(EVERYBODY, self.global_arrays())
         for i, model in enumerate(self.personal_models(drawn)):
             models |= with_prefix(f"{OTHERS}/{i}", model)
-        return ArrayRecord({**models})
+        return ArrayRecord(models)
 
     def global_arrays(self) -> ArrayRecord:
         """Return g, the mean of the models of the clients that trained in the last round, weighted by samples."""

@@ -113,7 +113,7 @@ def usual(name: str, rule: str) -> tuple:
     return everything(run_method(name, aggregation=rule))
 
 
-@pytest.mark.parametrize("rule", [MEDIAN, MULTI_KRUM, BIWEIGHT])
+@pytest.mark.parametrize("rule", [MEDIAN, KRUM, MULTI_KRUM, BIWEIGHT])
 @pytest.mark.parametrize("name", ABLE)
 def test_the_order_of_replies_and_claims_of_samples_change_no_bit(name, rule) -> None:
     expected = usual(name, rule)
@@ -129,18 +129,23 @@ def test_each_rule_gives_another_model(name) -> None:
     assert all(found[rule] != found[MEAN] for rule in RULES) and found[MEDIAN] != found[KRUM]
 
 
+def sending(**values):
+    """Return a change of a reply: `sending(layer_weight=5)` fills its array layer.weight with 5."""
+
+    def change(content) -> None:
+        arrays = {name: array.copy() for name, array in read_record(content["arrays"]).items()}
+        for name, value in values.items():
+            arrays[name.replace("_", ".", 1)][...] = value
+        content["arrays"] = to_record(arrays)
+
+    return change
+
+
 def test_a_missing_client_has_no_part_and_integer_buffers_are_the_first_clients() -> None:
     def fate(server_round: int, client: int) -> object:
         if client == 2:
             return "error"
-
-        def counted(content) -> None:
-            arrays = {name: array.copy() for name, array in read_record(content["arrays"]).items()}
-            arrays["layer.weight"][:] = (5, 1, 0, 3)[client]
-            arrays["norm.num_batches_tracked"][...] = 7 + client
-            content["arrays"] = to_record(arrays)
-
-        return counted
+        return sending(layer_weight=(5, 1, 0, 3)[client], norm_num_batches_tracked=7 + client)
 
     strategy = FedAvg(aggregation=MEDIAN)
     strategy.start(FaultyGrid(plain_app(), 4, fate), initial_of("fedavg"), 1)
@@ -185,27 +190,12 @@ def test_models_stay_where_no_update_has_a_weight(name, monkeypatch) -> None:
     assert values(strategy.global_arrays()) == values(unused.global_arrays())
 
 
-def altered(client: int, server_round: int, **changes):
-    """Return the fate of a client that, in one round, sends other values in these arrays."""
-
-    def alter(content) -> None:
-        arrays = {name: array.copy() for name, array in read_record(content["arrays"]).items()}
-        for name, value in changes.items():
-            arrays[name.replace("__", ".")][...] = value
-        content["arrays"] = to_record(arrays)
-
-    return lambda now, asked: alter if (asked, now) == (client, server_round) else None
-
-
 def test_a_client_gains_no_weight_by_absence_with_the_biweight() -> None:
-    """Its update after it, the only one of its kind, is measured by the largest median so far."""
-    huge = altered(3, 3, layer__weight=1e14)
+    """The only update after an absence has no comparable ones: its length is over the largest median so far."""
+    fates = {(2, 3): "error", (3, 3): sending(layer_weight=1e14)}  # by round and client
     strategy = FedAvg(aggregation=BIWEIGHT)
-    strategy.start(
-        FaultyGrid(plain_app(), 5, lambda now, asked: "error" if (asked, now) == (3, 2) else huge(now, asked)),
-        initial_of("fedavg"),
-        3,
-    )
+    grid = FaultyGrid(plain_app(), 5, lambda server_round, client: fates.get((server_round, client)))
+    strategy.start(grid, initial_of("fedavg"), 3)
     absent = strategy.clients()[3]
     assert [row["visit"] for row in strategy.history.updates if row["client"] == absent] == ["first", "return"]
     assert np.abs(read_record(strategy.global_arrays())["layer.weight"]).max() < 100
@@ -213,7 +203,9 @@ def test_a_client_gains_no_weight_by_absence_with_the_biweight() -> None:
 
 def test_floating_point_buffers_are_the_median_with_the_biweight() -> None:
     strategy = FedAvg(aggregation=BIWEIGHT)
-    strategy.start(FaultyGrid(plain_app(), 5, altered(2, 1, norm__running_mean=1e14)), initial_of("fedavg"), 1)
+    lying = sending(norm_running_mean=1e14)
+    grid = FaultyGrid(plain_app(), 5, lambda server_round, client: lying if client == 2 else None)
+    strategy.start(grid, initial_of("fedavg"), 1)
     assert np.abs(read_record(strategy.global_arrays())["norm.running_mean"]).max() < 100
 
 

@@ -288,7 +288,7 @@ class ClusteredFL(PersonalizedStrategy):
         With "coordinate" eps2 bounds the largest absolute coordinate of an update in place of its L2 norm.
     aggregation : {"mean", "median", "trimmed-mean", "krum", "multi-krum", "biweight"}
         How a cluster's models are aggregated, as in `FedAvg`. In the norm of the mean update clients have the
-        weights of this rule: equal ones with the median and the trimmed mean, 0 for models that the others leave out.
+        weights of this rule: equal ones with the median and the trimmed mean, 0 for models that the others exclude.
     **shared
         Arguments of `PersonalizedStrategy`.
 

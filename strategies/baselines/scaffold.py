@@ -303,8 +303,7 @@ class SCAFFOLD(FedAvg):
         if self._centre:
             if (centre := self._centre.result()) is not None:
                 self._total += len(self._centre.claimed) * centre
-            weights = self._centre.weights.items()
-            self._uncounted |= {client for client, weight in weights if centre is None or weight == 0}
+            self._uncounted |= {client for client, weight in self._centre.weights.items() if weight == 0}
         if answered:
             counted = (client for client in answered if client not in self._uncounted)
             self._counted |= dict.fromkeys(counted, server_round)

@@ -97,19 +97,21 @@ class UpdateNorms:
         last = self._last.get(client)
         return FIRST if last is None else FURTHER if last == self._replied else RETURN
 
-    def _norms_by_kind(self) -> dict[tuple[str, str], list[float]]:
-        """Return the norms of the round's updates by network and kind of visit, each in order of client."""
+    def _by_kind(self) -> dict[tuple[str, str], tuple[list[float], float | None]]:
+        """Return the round's norms, in order of client, and their median, by network and kind of visit.
+
+        If the norms are too few for a median, those of the latest rounds are added.
+        """
         found: dict[tuple[str, str], list[float]] = {}
         for client in in_order(self._round):
             update = self._round[client]
             found.setdefault((update.network, update.visit), []).append(update.norm)
-        return found
-
-    def _medians_of_round(self) -> dict[tuple[str, str], float | None]:
-        """Return the median of each kind's norms; if these are too few, with those of the latest rounds."""
         return {
-            (network, visit): _median(norms) or _median([*_flat(self._latest.get(network, {}).get(visit, [])), *norms])
-            for (network, visit), norms in self._norms_by_kind().items()
+            (network, visit): (
+                norms,
+                _median(norms) or _median([*_flat(self._latest.get(network, {}).get(visit, [])), *norms]),
+            )
+            for (network, visit), norms in found.items()
         }
 
     def lengths(self) -> dict[ClientId, float]:
@@ -118,18 +120,18 @@ class UpdateNorms:
         Where these have none, the largest median so far counts, so that a client gains nothing by being absent. Before
         there is any, a client is missing.
         """
-        medians = self._medians_of_round()
+        by_kind = self._by_kind()
         return {
             client: update.norm / median
             for client, update in self._round.items()
-            if (median := medians[update.network, update.visit] or self._largest.get(update.network))
+            if (median := by_kind[update.network, update.visit][1] or self._largest.get(update.network))
         }
 
     def end_round(self, server_round: int) -> list[dict[str, Any]]:
         """End a round, and return a row for each of its updates, in order of client; see `History.updates`."""
-        medians = self._medians_of_round()
-        for (network, visit), norms in self._norms_by_kind().items():
-            self._largest[network] = max(self._largest.get(network, 0.0), medians[network, visit] or 0.0)
+        by_kind = self._by_kind()
+        for (network, visit), (norms, median) in by_kind.items():
+            self._largest[network] = max(self._largest.get(network, 0.0), median or 0.0)
             pool = self._latest.setdefault(network, {}).setdefault(visit, [])
             pool.append(norms)
             while len(_flat(pool[1:])) >= LATEST:
@@ -138,7 +140,7 @@ class UpdateNorms:
         for client in in_order(self._round):
             update = self._round[client]
             row = {"round": server_round, "client": client, "visit": update.visit, "norm": update.norm}
-            if median := medians[update.network, update.visit]:
+            if median := by_kind[update.network, update.visit][1]:
                 row["relative-norm"] = update.norm / median
             if largest := self._largest[update.network]:
                 row["relative-to-largest"] = update.norm / largest

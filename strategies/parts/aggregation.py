@@ -9,8 +9,8 @@
 
 In these rules a client's weight does not depend on its number of samples, which is a claim. The trimmed mean and Krum
 assume that up to ASSUMED of the clients attack. The biweight compares a client's update with updates outside this mean
-too (`engine.norms`), so it also works where a mean has only two or three models. Floating-point buffers are no part of
-an update's length; of them it takes the median.
+too (`engine.norms`), so it also works where a mean has only two or three models. An update's length does not include
+floating-point buffers; their aggregate is the median.
 """
 
 from __future__ import annotations
@@ -151,9 +151,9 @@ class RobustCentre:
         if self._rule == BIWEIGHT:
             lengths = self._lengths()
             weights = biweights(np.array([lengths.get(client, 1.0) for client in self.weights]))  # (m,)
+            self.weights = dict(zip(self.weights, weights.tolist(), strict=True))
             if not weights.any():
                 return None
-            self.weights = dict(zip(self.weights, weights.tolist(), strict=True))
             of_block = partial(np.average, axis=0, weights=weights)
         elif of_block is None:
             kept = self._nearest_to_others(1 if self._rule == KRUM else len(self._rows) - assumed(len(self._rows)))

@@ -1,8 +1,8 @@
 """Losses of models on samples that a client holds out, for Kindred, where few samples decide.
 
-Two things would mislead: a mean of models is less certain than one model, and as often right; and a sample that is held
-out makes its own class rarer in training. So each model is judged at its best temperature, which Guo et al., ICML 2017,
-arXiv:1706.04599, fit, and the predictions of a model that was trained on the other samples are corrected by `rarity`.
+A mean of models is less certain than one model, and as often right, so each model is judged at its best temperature, as
+in Guo et al., ICML 2017, arXiv:1706.04599. A sample that is held out makes its own class rarer in training, so the
+predictions of a model that was trained on the other samples are corrected by `rarity`.
 """
 
 from __future__ import annotations
