@@ -248,10 +248,13 @@ def divided(visit: Visit, fold: int, held: bool) -> tuple[Samples, Samples]:
     if visit.site.validation is not None:
         return visit.site.train, visit.site.validation
     n = len(visit.site.train[1])
+    kept = np.ones(n, bool)
+    if not held or n <= 2:  # batch normalisation needs two samples
+        return visit.site.train, visit.samples_at(np.flatnonzero(~kept))
     order = np.random.default_rng(seed_for(visit.config.get("seed", 0), visit.client, "fold")).permutation(n)
     folds = np.array_split(order, min(FOLDS, n))
-    left_out = folds[fold % len(folds)] if held and n > 2 else order[:0]  # batch normalisation needs two samples
-    return visit.samples_at(np.setdiff1d(order, left_out)), visit.samples_at(np.sort(left_out))
+    kept[folds[fold % len(folds)]] = False
+    return visit.samples_at(np.flatnonzero(kept)), visit.samples_at(np.flatnonzero(~kept))
 
 
 # --- The server ---------------------------------------------------------------------------------------

@@ -32,7 +32,9 @@ from safetensors import safe_open
 from kindred import REGISTRY, FedAvg, InlineGrid, Local, NotResumable, TooFewClients
 from kindred.client.state import default_root
 from kindred.client_app.app import app as client_app
-from kindred.engine.checkpoint import Checkpoints, pack, unpack
+from kindred.engine import checkpoint
+from kindred.engine.checkpoint import Checkpoints, Rows, pack, unpack
+from kindred.engine.history import History
 from kindred.engine.model_store import ClientModels, Layout
 from kindred.messages import to_record
 from kindred.server_app.app import run
@@ -255,6 +257,20 @@ def test_a_checkpoint_is_written_while_the_run_goes_on_unless_it_is_the_only_one
         assert checkpoints.oldest == (2 if waits else 3)  # as it will be
         may_go_on.set()
     assert rounds_in(checkpoints) == ([2, 3] if waits else [3]) and checkpoints.load() == (3, {"round": 3})
+
+
+def test_files_of_a_checkpoint_are_on_the_disk_before_it_counts(tmp_path) -> None:
+    def fail() -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with Checkpoints(tmp_path) as checkpoints:
+        found: list[list[int]] = []
+        checkpoints.begin(1, {}, lambda: found.append(rounds_in(checkpoints)))
+        checkpoints.finish()
+        assert found == [[]] and rounds_in(checkpoints) == [1]
+        checkpoints.begin(2, {}, fail)
+        checkpoints.finish()
+        assert rounds_in(checkpoints) == [1] and checkpoints.due(3)
 
 
 def test_an_error_while_a_checkpoint_is_written_ends_the_run_at_the_latest_with_it(tmp_path, monkeypatch) -> None:
@@ -509,7 +525,7 @@ def test_a_checkpoint_of_another_version_is_refused_by_name(tmp_path) -> None:
     with pytest.raises(
         NotResumable,
         match=r"round-0003-\w+.npz was saved by another version of kindred, in format 1; "
-        "this one reads format 3",
+        "this one reads formats 3 and 4",
     ):
         Checkpoints(tmp_path).load()
 
@@ -620,7 +636,8 @@ def test_a_state_is_read_back(value) -> None:
     assert same(unpack(packed, put_aside), value)
 
 
-def test_a_history_with_numpy_numbers_is_read_back_to_the_same_bits(tmp_path) -> None:
+@pytest.mark.parametrize("kind", [list, Rows])
+def test_a_history_with_numpy_numbers_is_read_back_to_the_same_bits(tmp_path, kind) -> None:
     row = {
         "f8": np.float64(0.1),
         "f4": np.float32(0.1),
@@ -631,13 +648,37 @@ def test_a_history_with_numpy_numbers_is_read_back_to_the_same_bits(tmp_path) ->
         "large": 2**64 - 1,
         "ü\n": "é\ud800",
     }
-    Checkpoints(tmp_path).save(1, {"rows": [row], "by client": {7: 1, "7": 2, 2**64 - 1: 3}})
+    Checkpoints(tmp_path).save(1, {"rows": kind([row]), "by client": {7: 1, "7": 2, 2**64 - 1: 3}})
     _, state = Checkpoints(tmp_path).load()
+    assert type(state["rows"]) is kind
     (again,) = state["rows"]
     assert state["by client"] == {7: 1, "7": 2, 2**64 - 1: 3}
     assert list(again) == list(row)
     for key, value in row.items():
         assert repr(again[key]) == repr(value.item() if isinstance(value, np.generic) else value), key
+
+
+def test_rows_are_encoded_once_however_many_checkpoints_they_are_in(tmp_path, monkeypatch) -> None:
+    encoded = []
+    monkeypatch.setattr(checkpoint, "pack", lambda value, arrays: encoded.append(value) or pack(value, arrays))
+    rows, checkpoints = Rows(), Checkpoints(tmp_path)
+    for server_round in range(1, 5):
+        rows += [{"round": server_round, "client": client} for client in ("a", "b")]
+        checkpoints.save(server_round, {"rows": rows})
+    assert [row for row in encoded if "round" in row] == rows
+    _, state = Checkpoints(tmp_path).load()
+    assert state["rows"] == rows
+    state["rows"].append({"round": 5, "client": "a"})
+    Checkpoints(tmp_path).save(5, state)
+    assert Checkpoints(tmp_path).load()[1]["rows"] == state["rows"]
+
+
+def test_a_history_of_format_3_whose_rows_are_a_list_is_still_read() -> None:
+    history = History()
+    history.restore({**History().state(), "rows": [{"round": 1}], "updates": [{"round": 1, "norm": 2.0}]})
+    history.rows.append({"round": 2})
+    again = unpack(pack(history, found := {}), found)
+    assert again["rows"] == [{"round": 1}, {"round": 2}] and again["updates"] == [{"round": 1, "norm": 2.0}]
 
 
 def test_a_record_is_read_back_and_an_unknown_type_refused() -> None:

@@ -13,7 +13,8 @@ repeated round starts from the state before it.
 
 At a site the folders stay, because the personal model in them is the result for the site. In a simulation the
 clients share a disk with the server. The server marks the run's folder as simulated (`begin_simulation`) and removes
-the folders of simulations that have ended, unless `end_simulation` already did.
+the folders of simulations that have ended, unless `end_simulation` already did. It also waits for the disk in place of
+the clients: files reach it before the checkpoint of their round does (`SimulatedFiles`).
 """
 
 from __future__ import annotations
@@ -117,6 +118,7 @@ class ClientState:
         self._keep_from = server_round if keep_from is None else keep_from
         self._attempt = attempt
         self._loaded: set[str] = set()  # names that rounds start from; for all others the last state is enough
+        self._known: dict[str, list[_Version]] = {}  # name -> its versions after earlier rounds, newest first
         self._run = _run_folder(run_id, Path(root).expanduser() if root else default_root())
         self.folder = self._run / file_name(client)
 
@@ -135,12 +137,9 @@ class ClientState:
             The file is damaged.
         """
         self._loaded.add(name)
-        path = self._path(name)
-        with _reading(path):
-            _texts(path)
-        versions = self._versions(name)
-        self._remove_earlier(versions)
-        for version in versions:
+        with _reading(self._path(name)):
+            last = _version(self._path(name))
+        for version in self._needed(name, last, self._earlier(name)):
             if self._counts(version):
                 with _reading(version.path), safe_open(version.path, "numpy") as file:
                     return {key: file.get_tensor(key) for key in file.keys() if key.startswith(prefix)}
@@ -170,35 +169,34 @@ class ClientState:
             A later round or attempt has already saved: the message of this round came late.
         """
         make_private(self.folder)
-        versions = self._versions(name)
-        last = versions[0] if versions else None
+        path, last = self._path(name), self._last(name)
         if last and (last.attempt, last.round) > (self._attempt, self._round):
             resumed = " of the resumed run" if last.attempt > self._attempt else ""
-            raise ValueError(f"round {self._round} is over: {last.path} is of round {last.round}{resumed}")
-        loaded = rounds_load_it or name in self._loaded
-        if last and last.path == self._path(name) and last.round < self._round and loaded:
+            raise ValueError(f"round {self._round} is over: {path} is of round {last.round}{resumed}")
+        # Versions of this round or of later ones are of an interrupted attempt.
+        earlier = [version for version in self._earlier(name) if version.round < self._round]
+        interrupted = [version for version in self._earlier(name) if version.round >= self._round]
+        if last and last.round < self._round and (rounds_load_it or name in self._loaded):
             kept = self.folder / f".{name}.round-{last.round:04d}.safetensors"
-            _link(last.path, kept)
-            versions = [last._replace(path=kept), *(each for each in versions[1:] if each.path != kept)]
+            _link(path, kept)
+            earlier = [last._replace(path=kept), *(version for version in earlier if version.path != kept)]
         for partial, process in partial_files(self.folder):
             if not psutil.pid_exists(process):  # the process was killed during a save
                 partial.unlink(missing_ok=True)
         texts = {"client": json.dumps(self.client), "round": str(self._round), "attempt": str(self._attempt)}
         try:
-            with replacing(self._path(name)) as temporary:
+            with replacing(path, flush=not (self._run / _SIMULATED).exists()) as temporary:
                 write_arrays(temporary, arrays, {**texts, **(about or {})})
         except OSError as error:
             place, reason = self.folder.parent, error.strerror or error
             raise OSError(f"clients' state cannot be written to {place} ({reason}); make room there") from None
-        earlier = [version for version in versions if version.path != self._path(name)]
-        for version in earlier:
-            if version.round >= self._round:  # of an interrupted attempt
-                version.path.unlink(missing_ok=True)
-        self._remove_earlier([_Version(self._path(name), self._round, self._attempt), *earlier])
+        for version in interrupted:
+            version.path.unlink(missing_ok=True)
+        self._needed(name, _Version(path, self._round, self._attempt), earlier)
 
     def about(self, name: str) -> dict[str, str]:
         """Return the texts last saved with a name's arrays, before the round `before`; empty without such a file."""
-        for version in self._versions(name):
+        for version in filter(None, (self._last(name), *self._earlier(name))):
             if self._counts(version):
                 with suppress(ValueError), _reading(version.path):
                     return _texts(version.path) or {}
@@ -210,21 +208,31 @@ class ClientState:
             return True
         return version.round < self._before and (version.round < self._round or version.attempt == self._attempt)
 
-    def _remove_earlier(self, versions: Sequence[_Version]) -> None:
-        """Remove versions of a name from which no round can start any more."""
-        needed = next((version.round for version in versions if version.round <= self._keep_from), 0)
-        for version in versions[1:]:
-            if version.round < needed:
-                version.path.unlink(missing_ok=True)
+    def _needed(self, name: str, last: _Version | None, earlier: Sequence[_Version]) -> list[_Version]:
+        """Return the versions of a name from which a round can start, and remove the others."""
+        versions = [version for version in (last, *earlier) if version]
+        oldest = next((version.round for version in versions if version.round <= self._keep_from), 0)
+        self._known[name] = [version for version in earlier if version.round >= oldest]
+        for version in {*earlier} - {*self._known[name]}:
+            version.path.unlink(missing_ok=True)
+        return [version for version in versions if version is last or version in self._known[name]]
 
-    def _versions(self, name: str) -> list[_Version]:
-        """Return the undamaged versions of a name: the last first, then those of earlier rounds, newest first."""
-        found = []
-        for path in (self._path(name), *self.folder.glob(f".{name}.round-*.safetensors")):
-            with suppress(ValueError), _reading(path):
-                if (about := _texts(path)) is not None:
-                    found.append(_Version(path, int(about.get("round", 0)), int(about.get("attempt", 0))))
-        return found[:1] + sorted(found[1:], key=lambda version: -version.round)
+    def _last(self, name: str) -> _Version | None:
+        """Return the last version of a name, unless it is damaged."""
+        with suppress(ValueError), _reading(self._path(name)):
+            return _version(self._path(name))
+        return None
+
+    def _earlier(self, name: str) -> list[_Version]:
+        """Return the undamaged versions after earlier rounds, newest first; they are looked for once a message."""
+        if name not in self._known:
+            found, prefix = [], f".{name}.round-"
+            for file in os.listdir(self.folder) if self.folder.is_dir() else ():
+                if file.startswith(prefix) and file.endswith(".safetensors"):
+                    with suppress(ValueError), _reading(self.folder / file):
+                        found.append(_version(self.folder / file))
+            self._known[name] = sorted(filter(None, found), key=lambda version: -version.round)
+        return self._known[name]
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -251,6 +259,12 @@ def _texts(path: Path) -> dict[str, str] | None:
             return file.metadata() or {}
     except FileNotFoundError:
         return None
+
+
+def _version(path: Path) -> _Version | None:
+    """Return the version in a file; None if there is no file."""
+    about = _texts(path)
+    return None if about is None else _Version(path, int(about.get("round", 0)), int(about.get("attempt", 0)))
 
 
 def _link(path: Path, other: Path) -> None:
@@ -342,6 +356,35 @@ def end_simulation(run_id: int) -> None:
 _marks: list[IO[str]] = []
 
 
+class SimulatedFiles:
+    """The files that a simulated run's clients save: they leave it to the server to wait for the disk."""
+
+    def __init__(self, run_id: int) -> None:
+        self._folder = _run_folder(run_id, default_root())
+        self._flushed: set[tuple[int, int]] = set()  # inode and time of change of a file
+
+    def flush(self) -> None:
+        """Wait until all files are on the disk, also if clients replace them meanwhile; OSError if that fails."""
+        while waiting := {file: path for file, path in self._files().items() if file not in self._flushed}:
+            for path in waiting.values():
+                with suppress(FileNotFoundError), open(path, "rb+") as file:
+                    os.fsync(file.fileno())
+                    self._flushed.add(_identity(os.fstat(file.fileno())))
+
+    def _files(self) -> dict[tuple[int, int], Path]:
+        """Return all files, and forget those that were flushed and exist no more."""
+        found = {}
+        for path in self._folder.glob("client-*/*.safetensors"):  # those after earlier rounds too
+            with suppress(FileNotFoundError):
+                found[_identity(path.stat())] = path
+        self._flushed &= found.keys()
+        return found
+
+
+def _identity(about: os.stat_result) -> tuple[int, int]:
+    return about.st_ino, about.st_mtime_ns
+
+
 def _holds_checkpoints(folder: str) -> bool:
     return bool(folder) and any(Path(folder).glob("round-*.npz"))
 
@@ -365,17 +408,19 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], texts: Mapping[st
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, *, flush: bool = True) -> Iterator[Path]:
     """Yield a temporary path beside `path`, with its suffix, which replaces `path` if the block ends without error.
 
-    After an error `path` is unchanged and the temporary file is removed.
+    After an error `path` is unchanged and the temporary file is removed. Without `flush` the file may not be on the
+    disk yet.
     """
     # The name holds the process id: a client that answers late may be at work in another process at the same time.
     temporary = path.with_name(f".{path.stem}.{os.getpid()}.partial{path.suffix}")
     try:
         yield temporary
-        with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())
+        if flush:
+            with open(temporary, "rb+") as file:
+                os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -384,8 +429,10 @@ def replacing(path: Path) -> Iterator[Path]:
 
 def partial_files(folder: Path) -> list[tuple[Path, int]]:
     """Return this user's files that `replacing` left behind in a folder, each with the id of its process."""
-    names = [(re.fullmatch(r"\.(?:.+\.)?(\d{1,9})\.partial(?:\.\w+)?", path.name), path) for path in folder.glob(".*")]
-    return [(path, int(name[1])) for name, path in names if name and path.is_file() and _is_own(path)]
+    files = os.listdir(folder) if folder.is_dir() else []
+    names = [re.fullmatch(r"\.(?:.+\.)?(\d{1,9})\.partial(?:\.\w+)?", file) for file in files]
+    found = [(folder / name[0], int(name[1])) for name in names if name]
+    return [(path, process) for path, process in found if path.is_file() and _is_own(path)]
 
 
 def _is_own(path: Path) -> bool:

@@ -17,7 +17,7 @@ import os
 import re
 import struct
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from logging import WARNING
@@ -34,7 +34,8 @@ from kindred.messages import check, in_order, read_record, to_record
 from .model_store import mapping_of, release_pages
 
 STATE = "state"
-FORMAT = 3  # version of the format that `save` writes
+FORMAT = 4  # version of the format that `save` writes
+READ = (3, FORMAT)  # those that `load` reads
 MAPPED = "mapped"  # prefix of entries for arrays that lie in a mapped file
 
 # Types that JSON represents unchanged.
@@ -49,6 +50,19 @@ class Stateful(Protocol):
 
     def restore(self, state: Any) -> None:
         """Resume from what `state` returned."""
+
+
+class Rows(list[dict[str, Any]]):
+    """Rows of a table that only grows, and never change: however many checkpoints there are, each is encoded once."""
+
+    def __init__(self, rows: Iterable[dict[str, Any]] = ()) -> None:
+        super().__init__(rows)
+        self._lines: list[bytes] = []  # JSON of the rows that are in a checkpoint, separated by commas
+
+    def encoded(self) -> np.ndarray:
+        """Return all rows as a JSON array, in the bytes of UTF-8."""
+        self._lines += [json.dumps(pack(row, {})).encode() for row in self[len(self._lines) :]]
+        return np.frombuffer(b"[%s]" % b",".join(self._lines), np.uint8)
 
 
 class Checkpoints:
@@ -89,13 +103,16 @@ class Checkpoints:
         self.begin(server_round, state)
         self.finish()
 
-    def begin(self, server_round: int, state: Any) -> None:
-        """Begin to write the state at the end of a round. Its arrays must not change before `finish`."""
+    def begin(self, server_round: int, state: Any, flush: Callable[[], object] | None = None) -> None:
+        """Begin to write the state at the end of a round. Its arrays must not change before `finish`.
+
+        `flush` is called before the checkpoint counts: it waits until files that belong to it are on the disk.
+        """
         self.finish()
         arrays: dict[str, np.ndarray] = {}
         text = json.dumps({"format": FORMAT, "round": server_round, "state": pack(state, arrays)})
         arrays[STATE] = np.frombuffer(text.encode(), np.uint8)
-        self._writing = server_round, self._writer.submit(self._write_or_warn, server_round, arrays)
+        self._writing = server_round, self._writer.submit(self._write_or_warn, server_round, arrays, flush)
         if self.keep == 1:  # until it is written, the run may have to resume from the one that it replaces
             self.finish()
 
@@ -108,9 +125,11 @@ class Checkpoints:
             if failure:
                 raise failure
 
-    def _write_or_warn(self, server_round: int, arrays: Mapping[str, np.ndarray]) -> None:
+    def _write_or_warn(
+        self, server_round: int, arrays: Mapping[str, np.ndarray], flush: Callable[[], object] | None
+    ) -> None:
         try:
-            self._write(server_round, arrays)
+            self._write(server_round, arrays, flush)
             self._overdue = False
         except OSError as error:
             self._overdue = True
@@ -125,7 +144,7 @@ class Checkpoints:
                 f"can be resumed from round {last[0] + 1}" if last else "cannot be resumed",
             )
 
-    def _write(self, server_round: int, arrays: Mapping[str, np.ndarray]) -> None:
+    def _write(self, server_round: int, arrays: Mapping[str, np.ndarray], flush: Callable[[], object] | None) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         for partial, _ in partial_files(self.folder):  # left by a process that was killed during a write
             partial.unlink()
@@ -135,6 +154,8 @@ class Checkpoints:
                 checksum = _write_arrays(file, arrays)
                 file.flush()
                 os.fsync(file.fileno())
+            if flush:
+                flush()
             path = self.folder / f"round-{server_round:04d}-{checksum}.npz"
             os.replace(temporary, path)
         except BaseException:
@@ -213,6 +234,7 @@ def pack(value: Any, arrays: dict[str, np.ndarray]) -> Any:
     ----------
     value
         None, bool, int, float, str, ndarray, ArrayRecord, `Stateful`, and lists, tuples, sets and mappings of these.
+        Rows of a table, without arrays.
     arrays : dict
         Receives the arrays.
 
@@ -225,7 +247,11 @@ def pack(value: Any, arrays: dict[str, np.ndarray]) -> Any:
         case None | bool() | int() | float() | str():
             return value
         case dict() if all(type(key) is str and type(each) in PLAIN for key, each in value.items()):
-            return value  # a short cut for the many rows of a history
+            return value  # a short cut for rows of a history
+        case Rows():
+            name = f"rows-{len(arrays)}"
+            arrays[name] = value.encoded()
+            return ["rows", name]
         case np.ndarray():
             name = f"{MAPPED if value.size and mapping_of(value) else 'array'}-{len(arrays)}"
             arrays[name] = value
@@ -257,6 +283,8 @@ def unpack(packed: Any, arrays: Mapping[str, np.ndarray] | _Arrays) -> Any:
     match kind:
         case "array":
             return arrays[content]
+        case "rows":
+            return Rows(unpack(row, {}) for row in json.loads(arrays[content].tobytes()))
         case "record":
             return to_record(unpack(content, arrays))
         case "mapping":
@@ -327,10 +355,10 @@ def _read(path: Path) -> tuple[int, Any]:
     with zipfile.ZipFile(path) as archive:
         arrays = _Arrays(path, archive)
         content = json.loads(arrays[STATE].tobytes())
-        if content.get("format") != FORMAT:
+        if content.get("format") not in READ:
             raise NotResumable(
                 f"{path} was saved by another version of kindred, in format {content.get('format', 1)}; "
-                f"this one reads format {FORMAT}"
+                f"this one reads formats {' and '.join(map(str, READ))}"
             )
         return content["round"], unpack(content["state"], arrays)
 

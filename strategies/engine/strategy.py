@@ -23,7 +23,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from flwr.supercore import log
 
-from kindred.client.state import NotResumable, begin_simulation, end_simulation, simulated
+from kindred.client.state import NotResumable, SimulatedFiles, begin_simulation, end_simulation, simulated
 from kindred.messages import (
     ATTEMPT,
     KEEP_FROM,
@@ -239,6 +239,7 @@ class PersonalizedStrategy(Hooks, Strategy):
     _evaluations: EvaluationPlan
     _empty_rounds: EmptyRounds
     _checkpoints: Checkpoints | None = None
+    _client_files: SimulatedFiles | None = None
     _attempt: int
     """When the run began, or was last resumed, in ns since 1970."""
 
@@ -446,6 +447,7 @@ class PersonalizedStrategy(Hooks, Strategy):
         if simulated(grid):
             folder = checkpoints.folder if checkpoints else None
             begin_simulation(self.run_id, folder, goes_on=first > self.first_round and self.clients_keep_state)
+            self._client_files = SimulatedFiles(self.run_id)
         return first
 
     def _prepare(self, grid: Grid, initial_arrays: ArrayRecord, timeout: float) -> None:
@@ -456,7 +458,7 @@ class PersonalizedStrategy(Hooks, Strategy):
         self.norms = UpdateNorms(bounds=self.max_update_norm == AUTO and self.mixes_updates)
         self.run_id = grid.run.run_id
         self._attempt = time.time_ns()
-        self._checkpoints = None
+        self._checkpoints = self._client_files = None
         self._empty_rounds = EmptyRounds(self.max_empty_rounds, self.history)
         self._evaluations = EvaluationPlan(self.personal, self.metric)
         self._exchange = Exchange(
@@ -524,6 +526,7 @@ class PersonalizedStrategy(Hooks, Strategy):
                     "result": {kind: dict(getattr(result, kind)) for kind in FLOWER_METRICS},
                     "attempt": self._attempt,
                 },
+                self._client_files.flush if self._client_files else None,
             )
             self.history.times.spend_on(before)
 
