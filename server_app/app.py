@@ -16,9 +16,11 @@ from flwr.supercore.object_ref import load_app
 from kindred import REGISTRY, InlineGrid, Method, make_model
 from kindred.client.models import network_names, parse_models
 from kindred.client.site import fingerprint_of
-from kindred.client.state import BEST, MIXTURE, MODEL, PREDICTIONS, NotResumable, end_simulation, saved_files, simulated
+from kindred.client.state import BEST, MIXTURE, MODEL, PREDICTIONS
 from kindred.data import DATASETS, Federation, Sites, load_clients
+from kindred.engine.checkpoint import NotResumable
 from kindred.engine.model_store import last_layers
+from kindred.engine.simulated_state import end_simulation, saved_files, simulated
 from kindred.engine.status import Status
 from kindred.engine.times import START_UP
 from kindred.engine.workers import WorkerGrid

@@ -13,7 +13,8 @@ from kindred.data import load_federation
 
 from .app import check_data_and_models, make_strategy, needed_by
 from .config import Config, ConfigError
-from .engines import Engine, cpus, gpus
+from .engines import Engine, gpus
+from .processes import cpus
 
 
 def check(configs: Iterable[Config], engine: Engine) -> None:
@@ -43,7 +44,7 @@ def check_machine(config: Config, engine: Engine) -> None:
     usable = cpus()
     if type(engine.cpus_per_client) is not int or not 1 <= engine.cpus_per_client <= usable:
         raise ConfigError(
-            f"--cpus-per-client is {engine.cpus_per_client}, allowed: 1 to {usable}, the CPUs of this machine"
+            f"--cpus-per-client is {engine.cpus_per_client}, allowed: 1 to {usable}, the CPUs that this process may use"
         )
     most = usable // engine.cpus_per_client
     if type(engine.jobs) is not int or not 1 <= engine.jobs <= most:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import logging
-import os
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -18,6 +17,7 @@ from kindred.lazy import lazy
 
 from .app import run_in_workers
 from .config import Config, ConfigError
+from .processes import cpus
 from .run_log import Log, Outcome, keep_log
 from .simulation import run_simulation
 
@@ -106,11 +106,6 @@ def workers_of(engine: Engine, config: Config) -> int:
 def processes_that_fit() -> int:
     """Return the number of processes that fit into the free memory if each becomes as large as this one is now."""
     return int(psutil.virtual_memory().available // psutil.Process().memory_info().rss)
-
-
-def cpus() -> int:
-    """Return the number of CPUs that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def gpus() -> int:

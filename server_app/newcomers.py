@@ -25,7 +25,7 @@ from flwr.supercore import log
 
 from kindred import InlineGrid
 from kindred.client.site import LABELLED
-from kindred.client.state import begin_simulation, end_simulation
+from kindred.engine.simulated_state import begin_simulation, end_simulation
 from kindred.messages import (
     ARRAYS,
     CONFIG,

@@ -45,9 +45,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from flwr.supercore import log
 
 from kindred.client.locks import lock
-from kindred.client.state import partial_files, replacing, write_arrays
 from kindred.engine.checkpoint import Checkpoints
 from kindred.engine.history import HeadlineColumns
+from kindred.files import partial_files, replacing, write_arrays, write_bytes
 from kindred.messages import ClientId, in_order, read_record
 
 from .config import ConfigError
@@ -63,7 +63,6 @@ from .run_files import (
     save_figure,
     versions,
     what_data,
-    write_bytes,
     write_json,
 )
 from .summary import summarise, training_rounds

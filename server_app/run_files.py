@@ -22,8 +22,8 @@ from urllib.parse import quote
 import numpy as np
 from flwr.supercore import log
 
-from kindred.client.state import replacing
 from kindred.engine.checkpoint import Checkpoints
+from kindred.files import write_bytes
 from kindred.messages import ClientId, in_order
 from kindred.versions import VERSION
 
@@ -186,12 +186,6 @@ def finite(content: Any) -> Any:
 def save_figure(figure: Figure, path: Path) -> None:
     """Write a picture atomically: whole or not at all."""
     write_bytes(path, png_of(figure))
-
-
-def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file atomically: whole or not at all."""
-    with replacing(path) as temporary:
-        temporary.write_bytes(content)
 
 
 def png_of(figure: Figure) -> bytes:

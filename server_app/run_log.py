@@ -9,9 +9,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
-from kindred.client.state import default_root, make_private
+from kindred.client.state import default_root
 from kindred.engine.arrivals import LINE
 from kindred.engine.history import CLOSING, OPENING
+from kindred.files import make_private
 
 LOGS_KEPT = 20  # of failed runs
 # Exceptions of the app that ask the user to change a setting.

@@ -18,7 +18,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from kindred.client.state import replacing
+from kindred.files import write_bytes
 
 MARK = "'"
 # The wide forms begin a formula too where an East Asian language is set.
@@ -98,8 +98,7 @@ class GrowingTable:
         for row in added:
             columns.update(dict.fromkeys(row))
         if not self.written or len(columns) > len(self.columns):
-            with replacing(self.path) as temporary:
-                temporary.write_bytes(table_lines(columns, rows, header=True))
+            write_bytes(self.path, table_lines(columns, rows, header=True))
         elif added:
             size = self.path.stat().st_size
             try:

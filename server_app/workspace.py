@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from kindred.client.locks import is_ours, lock
-from kindred.client.state import make_private
+from kindred.files import make_private
 
 from .flower_app import toml
 from .processes import MARK

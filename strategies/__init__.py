@@ -43,8 +43,7 @@ if TYPE_CHECKING:  # the names in `_HOMES`, for type checkers
     from .client.app import make_client_app as make_client_app
     from .client.models import MODELS as MODELS, make_model as make_model
     from .client.site import Site as Site
-    from .client.state import NotResumable as NotResumable
-    from .engine.checkpoint import Checkpoints as Checkpoints
+    from .engine.checkpoint import Checkpoints as Checkpoints, NotResumable as NotResumable
     from .engine.history import History as History
     from .engine.inline import InlineGrid as InlineGrid
     from .engine.roster import TooFewClients as TooFewClients
@@ -99,7 +98,7 @@ _HOMES = {
     "TooFewClients": "engine.roster",
     "WorkerDied": "engine.transport",
     "Checkpoints": "engine.checkpoint",
-    "NotResumable": "client.state",
+    "NotResumable": "engine.checkpoint",
     "History": "engine.history",
     "Site": "client.site",
     "make_client_app": "client.app",

@@ -12,7 +12,7 @@ from flwr.clientapp import ClientApp
 from safetensors.numpy import load_file
 
 from kindred import Site, make_client_app
-from kindred.client.state import saved_files
+from kindred.engine.simulated_state import saved_files
 from kindred.messages import CLIENT_ID, IDENTITY_QUERY, VERSION_KEY, by_prefix, in_order, to_record
 from kindred.versions import VERSION
 

@@ -12,8 +12,8 @@ from safetensors.numpy import load_file
 
 from kindred import FedALA, FedAvg, InlineGrid, Site, make_client_app
 from kindred.baselines.fedala import aggregated, has_converged, improved_weights
-from kindred.client.state import saved_files
 from kindred.client.training import NOT_FINITE, get_arrays, set_arrays
+from kindred.engine.simulated_state import saved_files
 from kindred.messages import by_prefix, read_record, to_record
 
 from .client_apps import saved_models

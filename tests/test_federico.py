@@ -23,10 +23,11 @@ from torch.nn.functional import cross_entropy
 from kindred import FedeRiCo, InlineGrid, Local, Mixture, Site, make_client_app, make_model
 from kindred.client.evaluation import predict
 from kindred.client.site import forget_sites
-from kindred.client.state import MIXTURE, MODEL, saved_files
+from kindred.client.state import MIXTURE, MODEL
 from kindred.client.training import get_arrays, mean_gradient, set_arrays, train
 from kindred.engine import roster
 from kindred.engine.optimizers import AdamStep, SGDStep
+from kindred.engine.simulated_state import saved_files
 from kindred.federico import collaborator_weights, known_weights, log_rest_of
 from kindred.messages import METHODS, VERSION_KEY, decode, encode, read_record, seed_for, to_record
 from kindred.objectives import Classes

@@ -12,8 +12,8 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
 from kindred import FedAvg, FedRep, InlineGrid, Site, make_client_app
 from kindred.baselines.fedrep import training_only
-from kindred.client.state import saved_files
 from kindred.client.training import NOT_FINITE, get_arrays, set_arrays
+from kindred.engine.simulated_state import saved_files
 from kindred.messages import read_record, to_record
 
 from .client_apps import saved_models

@@ -30,7 +30,7 @@ from safetensors.torch import load_file
 
 import kindred
 from kindred import REGISTRY, HeurFedAMP, InlineGrid, Local, Site, TooFewClients, make_client_app
-from kindred.client.state import saved_files
+from kindred.engine.simulated_state import saved_files
 
 from .packages import build, pip
 

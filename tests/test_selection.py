@@ -12,9 +12,10 @@ from safetensors import safe_open
 
 from kindred import REGISTRY, History, InlineGrid, Mixture, Site, make_client_app
 from kindred.client.evaluation import evaluate
-from kindred.client.state import BEST, saved_files
+from kindred.client.state import BEST
 from kindred.client.training import CLASSES, get_arrays, set_arrays
 from kindred.engine.history import HeadlineColumns
+from kindred.engine.simulated_state import saved_files
 from kindred.messages import to_record
 from kindred.metrics import METRICS
 

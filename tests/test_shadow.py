@@ -10,8 +10,9 @@ from safetensors.numpy import load_file
 from kindred import REGISTRY, InlineGrid
 from kindred.client.gain import gain_of
 from kindred.client.shadow import SELECTED_ALONE
-from kindred.client.state import PREDICTIONS, saved_files
+from kindred.client.state import PREDICTIONS
 from kindred.client.training import CLASSES, get_arrays
+from kindred.engine.simulated_state import saved_files
 from kindred.messages import seed_for, to_record
 
 from . import test_client, test_selection

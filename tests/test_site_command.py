@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import socket
@@ -31,6 +30,7 @@ from kindred.server_app.deployment import (
 )
 from kindred.server_app.deployment.site import client_id, node_config
 from kindred.server_app.deployment.site_check import fit, read_run_config
+from kindred.server_app.processes import cpus
 
 from .deployment_commands import data_fixture, kindred, made_keys_fixture  # noqa: F401
 
@@ -76,7 +76,7 @@ IN_ANY_TIME = settings(suppress_health_check=[HealthCheck.too_slow], deadline=No
         ("site lyon --server localhost:1 --data-dir nowhere", ["data-dir", "nowhere"]),
         ("site lyon --server localhost:1 --data-dir digits.npz --public-data nowhere", ["public-data", "nowhere"]),
         ("site lyon --server localhost:1 --data-dir digits.npz --public-data large.npz", ["1x9x9", "1x8x8"]),
-        ("site lyon --server localhost:1 --data-dir digits.npz --threads 0", ["--threads", "0", str(os.cpu_count())]),
+        ("site lyon --server localhost:1 --data-dir digits.npz --threads 0", ["--threads", "0", str(cpus())]),
         ("site lyon --server localhost:1 --data-dir digits.npz --port 0", ["--port", "0", "1 to 65535"]),
         ("site lyon --server localhost:1 --data-dir digits.npz --state-dir digits.npz", ["digits.npz", "folder"]),
     ],

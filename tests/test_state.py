@@ -20,21 +20,13 @@ from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 from hypothesis import given, settings, strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
-from kindred import InlineGrid, PerFedCKT, Site, make_client_app
-from kindred.client import state as state_module
+from kindred import InlineGrid, PerFedCKT, Site, files, make_client_app
 from kindred.client.site import forget_sites
-from kindred.client.state import (
-    ClientState,
-    NotResumable,
-    SimulatedFiles,
-    begin_simulation,
-    default_root,
-    end_simulation,
-    file_name,
-    saved_files,
-)
+from kindred.client.state import ClientState, default_root, file_name
 from kindred.client.training import get_arrays
 from kindred.client.visit import Visit
+from kindred.engine.checkpoint import NotResumable
+from kindred.engine.simulated_state import SimulatedFiles, begin_simulation, end_simulation, saved_files
 from kindred.messages import in_order, read_record
 from kindred.server_app.deployment.files import own_folder
 from kindred.server_app.run_log import keep_log
@@ -132,7 +124,7 @@ def test_a_failed_save_leaves_the_last_file_and_no_other(monkeypatch, moment, fa
     state = ClientState(1, 0)
     state.save("model", {"w": np.zeros(3)})
     before = files_in(state.folder)
-    monkeypatch.setattr(*(state_module, "save_file", write_half) if moment == "write" else (os, moment, fail))
+    monkeypatch.setattr(*(files, "save_file", write_half) if moment == "write" else (os, moment, fail))
     with pytest.raises(type(failure)):
         state.save("model", {"w": np.ones(3)})
     assert same(state.load("model"), {"w": np.zeros(3)})
@@ -391,7 +383,7 @@ def test_two_processes_that_save_at_once_leave_a_complete_file(monkeypatch) -> N
             assert same(state.load("model"), {"w": np.zeros(3)})
             file.write(whole[20:])
 
-    monkeypatch.setattr(state_module, "save_file", overtaken)
+    monkeypatch.setattr(files, "save_file", overtaken)
     state.save("model", {"w": np.ones(5)})
     assert same(state.load("model"), {"w": np.ones(5)})
     assert files_in(state.folder) == {"model.safetensors"}
@@ -495,7 +487,8 @@ class Simulation:
     """A process that begins simulations on request; client 0 stores a model in each."""
 
     CODE = (
-        "import sys, numpy as np; from kindred.client.state import ClientState, begin_simulation\n"
+        "import sys, numpy as np; from kindred.client.state import ClientState\n"
+        "from kindred.engine.simulated_state import begin_simulation\n"
         "for line in sys.stdin:\n"
         "    begin_simulation(int(line)); ClientState(int(line), 0).save('model', {'w': np.ones(2)})\n"
         "    print('begun', flush=True)"
@@ -791,7 +784,7 @@ def test_a_full_disk_is_named_with_its_folder_and_what_to_do(root, monkeypatch) 
     def full(*_: object) -> None:
         raise safetensors.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr(state_module, "save_file", full)
+    monkeypatch.setattr(files, "save_file", full)
     with pytest.raises(OSError, match=r"written to .*/run-1 \(No space left on device\); make room there$") as refused:
         ClientState(1, 0).save("model", {"w": np.zeros(2)})
     assert str(root) in str(refused.value)

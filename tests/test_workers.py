@@ -22,6 +22,7 @@ from kindred.server_app import engines
 from kindred.server_app.app import run_in_workers, run_inline
 from kindred.server_app.config import Config, ConfigError
 from kindred.server_app.engines import Engine, workers_of
+from kindred.server_app.processes import cpus
 from kindred.server_app.run_files import read_summary
 
 from .background_commands import HEEDING, KINDRED, wait_until
@@ -169,7 +170,7 @@ def test_a_run_gives_the_same_bits_as_in_one_process(strategy, tmp_path) -> None
 def test_processes_share_a_gpu(strategy, tmp_path) -> None:
     config = Config(strategy=strategy, partition="rotated", output_dir=str(tmp_path), device="cuda", **SMALL)
     share = Engine("local", gpus_per_client=0.5)
-    assert workers_of(share, config) == min(2 * engines.gpus(), CLIENTS, engines.cpus())
+    assert workers_of(share, config) == min(2 * engines.gpus(), CLIENTS, cpus())
     together, alone = (
         read_summary(engines.execute(config, engine, print).results)["metrics"]["last"]["accuracy"]
         for engine in (share, Engine("inline"))

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kindred.client.locks import lock
-from kindred.client.state import make_private, partial_files, replacing
+from kindred.files import make_private, partial_files, replacing
 from kindred.server_app.cli.common import end
 
 # In the state folder of `kindred server`: the SuperLink's database, the names of registered keys, the runs' statuses.

@@ -7,7 +7,6 @@ no process.
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,6 +21,7 @@ from kindred.client.state import default_root
 from kindred.lazy import lazy
 from kindred.server_app.cli.common import app, end, option
 from kindred.server_app.cli.display import displayed
+from kindred.server_app.processes import cpus
 
 from .addresses import LOOPBACK, check_port, is_loopback, parse_server, warn_of_no_tls, with_port
 from .certificates import check_site_name, load_certificate, load_site_key, out_of_date
@@ -58,7 +58,7 @@ def site(
     key: Annotated[Path | None, option("key", "FILE", "The site's private key.")] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="Use neither TLS nor authentication.")] = False,
     state_dir: Annotated[Path | None, option("state-dir", "DIR", "Folder for what the site keeps.")] = None,
-    threads: Annotated[int | None, option("threads", "N", "CPU threads to compute with (default: all CPUs).")] = None,
+    threads: Annotated[int | None, option("threads", "N", "CPU threads to compute with (default: all).")] = None,
     port: Annotated[int | None, option("port", "PORT", "Port that the SuperNode uses on this machine only.")] = None,
     no_share_model: Annotated[
         bool, typer.Option("--no-share-model", help="Do not let other sites receive this site's model; FedeRiCo.")
@@ -93,10 +93,10 @@ def site(
         end(2, f"--{'key' if ca else 'ca'} is not given, allowed: --ca and --key together")
     if not (ca and key) and not insecure and not is_loopback(host):
         end(2, f"--server is {server!r}, another machine: give --ca FILE and --key FILE (or --insecure)")
-    cpus = os.cpu_count() or 1
-    threads = cpus if threads is None else threads
-    if not 1 <= threads <= cpus:
-        end(2, f"--threads is {threads}, allowed: 1 to {cpus}, the CPUs of this machine")
+    most = cpus()
+    threads = most if threads is None else threads
+    if not 1 <= threads <= most:
+        end(2, f"--threads is {threads}, allowed: 1 to {most}, the CPUs that this process may use")
     if port is not None:
         check_port("--port", port)
     needless = {"--public-data": public_data, "--no-share-model": no_share_model, "--report-weights": report_weights}

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from kindred.client.state import replacing
 from kindred.data.inputs import TableInputs, TokenInputs
+from kindred.files import replacing
 from kindred.lazy import lazy
 from kindred.server_app.config import ConfigError
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from kindred.files import write_bytes
 from kindred.server_app.config import ConfigError
-from kindred.server_app.run_files import save_figure, write_bytes, write_json
+from kindred.server_app.run_files import save_figure, write_json
 from kindred.server_app.tables import csv_lines
 
 from .evaluation import confusion_figure

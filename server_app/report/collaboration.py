@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kindred.client.state import replacing
 from kindred.data import DataError
 from kindred.data.files import open_npz
 from kindred.engine.collaboration import Collaboration
+from kindred.files import replacing
 from kindred.lazy import lazy
 from kindred.messages import ClientId, in_order
 from kindred.server_app.run_files import client_array, labels_of

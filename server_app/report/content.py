@@ -22,8 +22,9 @@ from urllib.parse import quote
 import numpy as np
 
 from kindred import REGISTRY
-from kindred.client.state import MIXTURE, replacing
+from kindred.client.state import MIXTURE
 from kindred.engine.history import is_status, statuses
+from kindred.files import write_bytes
 from kindred.messages import BETWEEN, MOST, PERSONAL, RECEIVED, SAMPLES_TRAINED, TRAINED, TUNED, ClientId, in_order
 from kindred.server_app.comparison.metrics import numbers_of
 from kindred.server_app.comparison.texts import remarks, tables
@@ -90,8 +91,7 @@ def write_report(folder: Path, summary: Mapping[str, Any] | None = None) -> Path
     is_comparison = (folder / COMPARISON).exists()
     content = comparison_content(folder) if is_comparison else run_content(folder, summary)
     path = folder / REPORT
-    with replacing(path) as temporary:
-        temporary.write_text(page(content), encoding="utf-8")
+    write_bytes(path, page(content).encode())
     return path
 
 

@@ -28,7 +28,7 @@ import numpy as np
 from flwr.app import ArrayRecord
 from flwr.supercore import log
 
-from kindred.client.state import NotResumable, partial_files
+from kindred.files import partial_files
 from kindred.messages import check, in_order, read_record, to_record
 
 from .model_store import mapping_of, release_pages
@@ -40,6 +40,10 @@ MAPPED = "mapped"  # prefix of entries for arrays that lie in a mapped file
 
 # Types that JSON represents unchanged.
 PLAIN = frozenset({type(None), bool, int, float, str})
+
+
+class NotResumable(RuntimeError):
+    """A run cannot be resumed from its saved state. No message has been sent, and the saved state is unchanged."""
 
 
 class Stateful(Protocol):

@@ -17,7 +17,8 @@ from typing import IO, Any, Generic, TypeVar
 import numpy as np
 from flwr.app import ArrayRecord
 
-from kindred.client.state import default_root, make_private
+from kindred.client.state import default_root
+from kindred.files import make_private
 from kindred.messages import ClientId, check, in_order, read_record, to_record
 
 from .admission import norm

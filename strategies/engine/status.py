@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from kindred.client.state import make_private, replacing
+from kindred.files import make_private, write_bytes
 from kindred.messages import ClientId, first_line
 
 # In the environment of a run at `kindred server`: the folder with a status file for each run.
@@ -61,8 +61,8 @@ class Status:
         if self._path is None:
             return
         self._content |= content
-        with suppress(OSError), replacing(self._path) as temporary:
-            temporary.write_text(json.dumps(self._content))
+        with suppress(OSError):
+            write_bytes(self._path, json.dumps(self._content).encode())
 
     def sent(self, what: str, kinds: dict[ClientId, str]) -> None:
         """Record that an exchange begins: its name, and the kind of message to each client, TRAINS or EVALUATES."""

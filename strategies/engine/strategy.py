@@ -23,7 +23,8 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from flwr.supercore import log
 
-from kindred.client.state import NotResumable, SimulatedFiles, begin_simulation, end_simulation, simulated
+from kindred.engine.checkpoint import NotResumable
+from kindred.engine.simulated_state import SimulatedFiles, begin_simulation, end_simulation, simulated
 from kindred.messages import (
     ATTEMPT,
     KEEP_FROM,

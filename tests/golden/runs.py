@@ -29,9 +29,9 @@ from flwr.app import ArrayRecord, ConfigRecord, Message
 from safetensors.numpy import load_file
 
 from kindred import REGISTRY, Checkpoints, InlineGrid, PersonalizedStrategy
-from kindred.client.state import saved_files
 from kindred.client_app.app import app as client_app
 from kindred.data import load_federation
+from kindred.engine.simulated_state import saved_files
 from kindred.messages import SERVER_ROUND, in_order, read_record, records_of
 from kindred.server_app.app import prepare, run, run_inline
 from kindred.server_app.config import Config

@@ -1,0 +1,153 @@
+"""The clients' saved state in a simulation, where the server has access to it, on the disk of this machine.
+
+The server marks the run's folder as simulated, and removes the folders of simulations that have ended. It also waits
+for the disk in place of the clients: their files reach it before the checkpoint of the round does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from contextlib import suppress
+from logging import WARNING
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from flwr.serverapp import Grid
+from flwr.supercore import log
+from safetensors import safe_open
+
+from kindred.client.locks import lock
+from kindred.client.state import SIMULATED, default_root, reading, run_folder
+from kindred.files import is_own, make_private
+from kindred.lazy import lazy
+from kindred.messages import ClientId
+
+from .checkpoint import NotResumable
+from .inline import InlineGrid
+
+if TYPE_CHECKING:
+    from flwr.superlink import grid as superlink_grid
+else:
+    superlink_grid = lazy("flwr.superlink.grid")  # its import takes a second; in-process runs skip it
+
+
+def saved_files(run_id: int, name: str) -> dict[ClientId, Path]:
+    """Return the files that a run's clients saved under a name on this machine; skip damaged ones with a warning.
+
+    Returns
+    -------
+    dict
+        client -> path
+    """
+    files: dict[ClientId, Path] = {}
+    for path in run_folder(run_id, default_root()).glob(f"client-*/{name}.safetensors"):
+        try:
+            with reading(path), safe_open(path, "numpy") as file:
+                files[json.loads(file.metadata()["client"])] = path
+        except ValueError as error:
+            log(WARNING, "kindred: %s", error)
+        except (KeyError, TypeError):
+            log(WARNING, "kindred: %s does not name its client and is skipped", path)
+    return files
+
+
+def simulated(grid: Grid) -> bool:
+    """Return whether a grid's clients are on this machine, as in Flower's simulation engine and `InlineGrid`."""
+    return isinstance(grid, InlineGrid) or isinstance(grid, superlink_grid.InMemoryGrid)  # noqa: SIM101
+
+
+def begin_simulation(run_id: int, checkpoints: Path | None = None, *, goes_on: bool = False) -> None:
+    """Mark a run as simulated, and remove the folders of simulated runs that have ended.
+
+    An unfinished run with checkpoints, in the folder given here, can be resumed: the state of its clients stays as long
+    as its checkpoints exist.
+
+    The mark is a lock. This process holds it until the process ends, in whatever way, or begins another simulation: a
+    process runs one simulation at a time.
+
+    Raises
+    ------
+    NotResumable
+        The run is to be resumed (`goes_on`), and the state of its clients is missing; or another process uses it.
+    """
+    while _marks:
+        _marks.pop().close()
+    root = default_root()
+    folder = run_folder(run_id, root)
+    if goes_on and not folder.is_dir():
+        raise NotResumable(
+            f"the saved state of its clients is not in {folder} (any more), and the run cannot be resumed without it"
+        )
+    make_private(root)
+    with open(root / ".lock", "w") as one_at_a_time:
+        lock(one_at_a_time, wait=True)
+        for mark in root.glob(f"run-*/{SIMULATED}"):
+            if not (is_own(mark.parent) and is_own(mark)):
+                continue
+            with suppress(OSError), open(mark, encoding="utf-8") as file:
+                lock(file, wait=False)
+                is_this_run = mark.parent == folder
+                if not _holds_checkpoints(str(checkpoints or "") if is_this_run else file.read()):
+                    _remove(mark.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        held = open(folder / SIMULATED, "a+", encoding="utf-8")  # it stays open, and therefore locked
+        try:
+            lock(held, wait=False)
+        except BlockingIOError:
+            held.close()
+            raise NotResumable("another process is running it") from None
+        held.seek(0)
+        if held.read() != (content := str(checkpoints or "")):  # a correct mark is never removed, not even for a moment
+            held.truncate(0)
+            print(content, file=held, end="", flush=True)
+        _marks.append(held)
+
+
+def end_simulation(run_id: int) -> None:
+    """Remove the saved state of a simulated run's clients."""
+    _remove(run_folder(run_id, default_root()))
+
+
+_marks: list[IO[str]] = []
+
+
+class SimulatedFiles:
+    """The files that a simulated run's clients save: they leave it to the server to wait for the disk."""
+
+    def __init__(self, run_id: int) -> None:
+        self._folder = run_folder(run_id, default_root())
+        self._flushed: set[tuple[int, int]] = set()  # inode and time of change of a file
+
+    def flush(self) -> None:
+        """Wait until all files are on the disk, also if clients replace them meanwhile; OSError if that fails."""
+        while waiting := {file: path for file, path in self._files().items() if file not in self._flushed}:
+            for path in waiting.values():
+                with suppress(FileNotFoundError), open(path, "rb+") as file:
+                    os.fsync(file.fileno())
+                    self._flushed.add(_identity(os.fstat(file.fileno())))
+
+    def _files(self) -> dict[tuple[int, int], Path]:
+        """Return all files, and forget those that were flushed and exist no more."""
+        found = {}
+        for path in self._folder.glob("client-*/*.safetensors"):  # those after earlier rounds too
+            with suppress(FileNotFoundError):
+                found[_identity(path.stat())] = path
+        self._flushed &= found.keys()
+        return found
+
+
+def _identity(about: os.stat_result) -> tuple[int, int]:
+    return about.st_ino, about.st_mtime_ns
+
+
+def _holds_checkpoints(folder: str) -> bool:
+    return bool(folder) and any(Path(folder).glob("round-*.npz"))
+
+
+def _remove(folder: Path) -> None:
+    """Remove a simulated run's folder, the mark last: an interrupted removal is then completed the next time."""
+    for path in folder.glob("client-*"):
+        shutil.rmtree(path, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)

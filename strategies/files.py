@@ -1,0 +1,77 @@
+"""Files that are written whole or not at all, and folders that only their user can enter."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
+
+from .client.locks import is_ours
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder that only this user can enter, and its missing parents alike; existing ones stay unchanged."""
+    if not folder.is_dir():
+        make_private(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], texts: Mapping[str, str]) -> None:
+    """Write arrays and texts as a safetensors file; OSError if that fails, for example because the disk is full."""
+    whole = {key: np.asarray(array, order="C") for key, array in arrays.items()}  # save_file ignores strides
+    try:
+        save_file(whole, path, dict(texts))
+    except SafetensorError as error:
+        if code := re.search(r"\(os error (\d+)\)", str(error)):
+            raise OSError(int(code[1]), os.strerror(int(code[1]))) from None
+        raise OSError(str(error)) from None
+
+
+@contextmanager
+def replacing(path: Path, *, flush: bool = True) -> Iterator[Path]:
+    """Yield a temporary path beside `path`, with its suffix, which replaces `path` if the block ends without error.
+
+    After an error `path` is unchanged and the temporary file is removed. Without `flush` the file may not be on the
+    disk yet.
+    """
+    # The name holds the process id: a client that answers late may be at work in another process at the same time.
+    temporary = path.with_name(f".{path.stem}.{os.getpid()}.partial{path.suffix}")
+    try:
+        yield temporary
+        if flush:
+            with open(temporary, "rb+") as file:
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file atomically: whole or not at all."""
+    with replacing(path) as temporary:
+        temporary.write_bytes(content)
+
+
+def partial_files(folder: Path) -> list[tuple[Path, int]]:
+    """Return this user's files that `replacing` left behind in a folder, each with the id of its process."""
+    files = os.listdir(folder) if folder.is_dir() else []
+    names = [re.fullmatch(r"\.(?:.+\.)?(\d{1,9})\.partial(?:\.\w+)?", file) for file in files]
+    found = [(folder / name[0], int(name[1])) for name in names if name]
+    return [(path, process) for path, process in found if path.is_file() and is_own(path)]
+
+
+def is_own(path: Path) -> bool:
+    """Return whether a path belongs to this user and is no symbolic link, which could lead elsewhere."""
+    try:
+        about = path.lstat()
+    except OSError:
+        return False
+    return is_ours(about) and not stat.S_ISLNK(about.st_mode)
