@@ -35,19 +35,17 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], texts: Mapping[st
 
 
 @contextmanager
-def replacing(path: Path, *, flush: bool = True) -> Iterator[Path]:
+def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`, with its suffix, which replaces `path` if the block ends without error.
 
-    After an error `path` is unchanged and the temporary file is removed. Without `flush` the file may not be on the
-    disk yet.
+    After an error `path` is unchanged and the temporary file is removed.
     """
     # The name holds the process id: a client that answers late may be at work in another process at the same time.
     temporary = path.with_name(f".{path.stem}.{os.getpid()}.partial{path.suffix}")
     try:
         yield temporary
-        if flush:
-            with open(temporary, "rb+") as file:
-                os.fsync(file.fileno())
+        with open(temporary, "rb+") as file:
+            os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)

@@ -248,11 +248,11 @@ def divided(visit: Visit, fold: int, held: bool) -> tuple[Samples, Samples]:
     if visit.site.validation is not None:
         return visit.site.train, visit.site.validation
     n = len(visit.site.train[1])
-    kept = np.ones(n, bool)
     if not held or n <= 2:  # batch normalisation needs two samples
-        return visit.site.train, visit.samples_at(np.flatnonzero(~kept))
+        return visit.site.train, visit.samples_at(np.arange(0))
     order = np.random.default_rng(seed_for(visit.config.get("seed", 0), visit.client, "fold")).permutation(n)
     folds = np.array_split(order, min(FOLDS, n))
+    kept = np.ones(n, bool)
     kept[folds[fold % len(folds)]] = False
     return visit.samples_at(np.flatnonzero(kept)), visit.samples_at(np.flatnonzero(~kept))
 

@@ -26,7 +26,7 @@ from kindred.client.state import ClientState, default_root, file_name
 from kindred.client.training import get_arrays
 from kindred.client.visit import Visit
 from kindred.engine.checkpoint import NotResumable
-from kindred.engine.simulated_state import SimulatedFiles, begin_simulation, end_simulation, saved_files
+from kindred.engine.simulated_state import begin_simulation, end_simulation, saved_files
 from kindred.messages import in_order, read_record
 from kindred.server_app.deployment.files import own_folder
 from kindred.server_app.run_log import keep_log
@@ -129,51 +129,6 @@ def test_a_failed_save_leaves_the_last_file_and_no_other(monkeypatch, moment, fa
         state.save("model", {"w": np.ones(3)})
     assert same(state.load("model"), {"w": np.zeros(3)})
     assert files_in(state.folder) == before == {"model.safetensors"}
-
-
-def flushed_in(monkeypatch) -> list[int]:
-    """Return a list to which the inode of each file is added that is flushed to disk."""
-    inodes, fsync = [], os.fsync
-    monkeypatch.setattr(os, "fsync", lambda number: (fsync(number), inodes.append(os.fstat(number).st_ino)))
-    return inodes
-
-
-def test_a_client_waits_for_the_disk_except_in_a_simulation_where_the_server_does(monkeypatch) -> None:
-    begin_simulation(1)
-    flushed = flushed_in(monkeypatch)
-    states = {run: [ClientState(run, client) for client in range(2)] for run in (1, 2)}
-    for state in (*states[1], *states[2]):
-        state.save("model", {"w": np.ones(3)})
-    inodes = {run: [(state.folder / "model.safetensors").stat().st_ino for state in states[run]] for run in states}
-    assert flushed == inodes[2]
-    files = SimulatedFiles(1)
-    files.flush()
-    assert sorted(flushed[2:]) == sorted(inodes[1])
-    files.flush()
-    assert len(flushed) == 4  # none again
-    states[1][0].save("model", {"w": np.zeros(3)})
-    files.flush()
-    assert flushed[4:] == [(states[1][0].folder / "model.safetensors").stat().st_ino]
-
-
-def test_a_file_that_a_client_replaces_meanwhile_is_flushed_under_the_name_that_it_gets(monkeypatch) -> None:
-    begin_simulation(1)
-    ClientState(1, 0, server_round=1).save("model", {"w": np.ones(3)}, rounds_load_it=True)
-    path = ClientState(1, 0).folder / "model.safetensors"
-    first, flushed, list_files = path.stat().st_ino, flushed_in(monkeypatch), SimulatedFiles._files
-
-    def replaced_after_listing(self) -> dict[tuple[int, int], Path]:
-        files = list_files(self)
-        monkeypatch.setattr(SimulatedFiles, "_files", list_files)
-        later = ClientState(1, 0, server_round=2, before=2, keep_from=1)
-        later.load("model")
-        later.save("model", {"w": np.zeros(3)})
-        return files
-
-    monkeypatch.setattr(SimulatedFiles, "_files", replaced_after_listing)
-    SimulatedFiles(1).flush()
-    assert files_in(path.parent) == {"model.safetensors", ".model.round-0001.safetensors"}
-    assert sorted(flushed) == sorted([first, path.stat().st_ino])
 
 
 class Touch:

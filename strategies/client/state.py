@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 from urllib.parse import quote
 
 import numpy as np
@@ -32,22 +32,15 @@ import psutil
 from safetensors import SafetensorError, safe_open
 
 from kindred.files import make_private, partial_files, replacing, write_arrays
-from kindred.lazy import lazy
 from kindred.messages import ClientId
 
 from .locks import lock
-
-if TYPE_CHECKING:
-    from flwr.superlink import grid as superlink_grid
-else:
-    superlink_grid = lazy("flwr.superlink.grid")  # its import takes a second; in-process runs skip it
 
 # Names under which a client saves
 MODEL = "model"  # its personal model
 BEST = "best"  # its best personal model so far, or mixture, by its validation data
 MIXTURE = "mixture"  # the models that it combines for its predictions
 PREDICTIONS = "predictions"  # what its selected model predicts for its test data, or its last one
-SIMULATED = ".simulated"  # marks the folder of a simulated run
 
 
 def default_root() -> Path:
@@ -59,7 +52,7 @@ def default_root() -> Path:
 
 
 class ClientState:
-    """The saved state of one client in one run. The folder is created at the first save.
+    """The saved state of one client in one run, for one message. The folder is created at the first save.
 
     Parameters
     ----------
@@ -99,7 +92,7 @@ class ClientState:
         self._keep_from = server_round if keep_from is None else keep_from
         self._attempt = attempt
         self._loaded: set[str] = set()  # names that rounds start from; for all others the last state is enough
-        self._known: dict[str, list[_Version]] = {}  # name -> its versions after earlier rounds, newest first
+        self._found: dict[str, list[_Version]] = {}  # name -> versions after earlier rounds, newest first
         self._run = run_folder(run_id, Path(root).expanduser() if root else default_root())
         self.folder = self._run / file_name(client)
 
@@ -120,7 +113,7 @@ class ClientState:
         self._loaded.add(name)
         with reading(self._path(name)):
             last = _version(self._path(name))
-        for version in self._needed(name, last, self._earlier(name)):
+        for version in self._remove_unneeded(name, last, self._earlier(name)):
             if self._counts(version):
                 with reading(version.path), safe_open(version.path, "numpy") as file:
                     return {key: file.get_tensor(key) for key in file.keys() if key.startswith(prefix)}
@@ -151,9 +144,10 @@ class ClientState:
         """
         make_private(self.folder)
         path, last = self._path(name), self._last(name)
-        if last and (last.attempt, last.round) > (self._attempt, self._round):
-            resumed = " of the resumed run" if last.attempt > self._attempt else ""
-            raise ValueError(f"round {self._round} is over: {path} is of round {last.round}{resumed}")
+        latest = last or next(iter(self._earlier(name)), None)
+        if latest and (latest.attempt, latest.round) > (self._attempt, self._round):
+            resumed = " of the resumed run" if latest.attempt > self._attempt else ""
+            raise ValueError(f"round {self._round} is over: {latest.path} is of round {latest.round}{resumed}")
         # Versions of this round or of later ones are of an interrupted attempt.
         earlier = [version for version in self._earlier(name) if version.round < self._round]
         interrupted = [version for version in self._earlier(name) if version.round >= self._round]
@@ -166,14 +160,14 @@ class ClientState:
                 partial.unlink(missing_ok=True)
         texts = {"client": json.dumps(self.client), "round": str(self._round), "attempt": str(self._attempt)}
         try:
-            with replacing(path, flush=not (self._run / SIMULATED).exists()) as temporary:
+            with replacing(path) as temporary:
                 write_arrays(temporary, arrays, {**texts, **(about or {})})
         except OSError as error:
             place, reason = self.folder.parent, error.strerror or error
             raise OSError(f"clients' state cannot be written to {place} ({reason}); make room there") from None
         for version in interrupted:
             version.path.unlink(missing_ok=True)
-        self._needed(name, _Version(path, self._round, self._attempt), earlier)
+        self._remove_unneeded(name, _Version(path, self._round, self._attempt), earlier)
 
     def about(self, name: str) -> dict[str, str]:
         """Return the texts last saved with a name's arrays, before the round `before`; empty without such a file."""
@@ -189,14 +183,15 @@ class ClientState:
             return True
         return version.round < self._before and (version.round < self._round or version.attempt == self._attempt)
 
-    def _needed(self, name: str, last: _Version | None, earlier: Sequence[_Version]) -> list[_Version]:
-        """Return the versions of a name from which a round can start, and remove the others."""
-        versions = [version for version in (last, *earlier) if version]
-        oldest = next((version.round for version in versions if version.round <= self._keep_from), 0)
-        self._known[name] = [version for version in earlier if version.round >= oldest]
-        for version in {*earlier} - {*self._known[name]}:
-            version.path.unlink(missing_ok=True)
-        return [version for version in versions if version is last or version in self._known[name]]
+    def _remove_unneeded(self, name: str, last: _Version | None, earlier: Sequence[_Version]) -> list[_Version]:
+        """Remove the versions of a name from which no round can start any more, and return the others."""
+        rounds = [version.round for version in (last, *earlier) if version]
+        oldest = next((number for number in rounds if number <= self._keep_from), 0)
+        for version in earlier:
+            if version.round < oldest:
+                version.path.unlink(missing_ok=True)
+        self._found[name] = [version for version in earlier if version.round >= oldest]
+        return [*([last] if last else []), *self._found[name]]
 
     def _last(self, name: str) -> _Version | None:
         """Return the last version of a name, unless it is damaged."""
@@ -206,14 +201,14 @@ class ClientState:
 
     def _earlier(self, name: str) -> list[_Version]:
         """Return the undamaged versions after earlier rounds, newest first; they are looked for once a message."""
-        if name not in self._known:
+        if name not in self._found:
             found, prefix = [], f".{name}.round-"
             for file in os.listdir(self.folder) if self.folder.is_dir() else ():
                 if file.startswith(prefix) and file.endswith(".safetensors"):
                     with suppress(ValueError), reading(self.folder / file):
                         found.append(_version(self.folder / file))
-            self._known[name] = sorted(filter(None, found), key=lambda version: -version.round)
-        return self._known[name]
+            self._found[name] = sorted(filter(None, found), key=lambda version: -version.round)
+        return self._found[name]
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -254,7 +249,8 @@ def _link(path: Path, other: Path) -> None:
     try:
         os.link(path, other)
     except OSError:
-        shutil.copyfile(path, other)
+        with replacing(other) as temporary:
+            shutil.copyfile(path, temporary)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import os
 import re
 import struct
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from logging import WARNING
@@ -35,7 +35,7 @@ from .model_store import mapping_of, release_pages
 
 STATE = "state"
 FORMAT = 4  # version of the format that `save` writes
-READ = (3, FORMAT)  # those that `load` reads
+READABLE_FORMATS = (3, FORMAT)  # formats that `load` reads
 MAPPED = "mapped"  # prefix of entries for arrays that lie in a mapped file
 
 # Types that JSON represents unchanged.
@@ -56,16 +56,23 @@ class Stateful(Protocol):
         """Resume from what `state` returned."""
 
 
-class Rows(list[dict[str, Any]]):
-    """Rows of a table that only grows, and never change: however many checkpoints there are, each is encoded once."""
+class HistoryRows(list[dict[str, Any]]):
+    """A list to which rows are only appended, and which are encoded once, not once for each checkpoint.
+
+    Rows hold no arrays, and must not change after the first checkpoint that they are in.
+    """
 
     def __init__(self, rows: Iterable[dict[str, Any]] = ()) -> None:
         super().__init__(rows)
-        self._lines: list[bytes] = []  # JSON of the rows that are in a checkpoint, separated by commas
+        self._lines: list[bytes] = []  # JSON of each row that is in a checkpoint
 
     def encoded(self) -> np.ndarray:
         """Return all rows as a JSON array, in the bytes of UTF-8."""
-        self._lines += [json.dumps(pack(row, {})).encode() for row in self[len(self._lines) :]]
+        arrays: dict[str, np.ndarray] = {}
+        lines = [json.dumps(pack(row, arrays)).encode() for row in self[len(self._lines) :]]
+        if arrays:
+            raise TypeError("a row of the history has an array, which cannot be part of a checkpoint")
+        self._lines += lines
         return np.frombuffer(b"[%s]" % b",".join(self._lines), np.uint8)
 
 
@@ -107,16 +114,13 @@ class Checkpoints:
         self.begin(server_round, state)
         self.finish()
 
-    def begin(self, server_round: int, state: Any, flush: Callable[[], object] | None = None) -> None:
-        """Begin to write the state at the end of a round. Its arrays must not change before `finish`.
-
-        `flush` is called before the checkpoint counts: it waits until files that belong to it are on the disk.
-        """
+    def begin(self, server_round: int, state: Any) -> None:
+        """Begin to write the state at the end of a round. Its arrays must not change before `finish`."""
         self.finish()
         arrays: dict[str, np.ndarray] = {}
         text = json.dumps({"format": FORMAT, "round": server_round, "state": pack(state, arrays)})
         arrays[STATE] = np.frombuffer(text.encode(), np.uint8)
-        self._writing = server_round, self._writer.submit(self._write_or_warn, server_round, arrays, flush)
+        self._writing = server_round, self._writer.submit(self._write_or_warn, server_round, arrays)
         if self.keep == 1:  # until it is written, the run may have to resume from the one that it replaces
             self.finish()
 
@@ -129,11 +133,9 @@ class Checkpoints:
             if failure:
                 raise failure
 
-    def _write_or_warn(
-        self, server_round: int, arrays: Mapping[str, np.ndarray], flush: Callable[[], object] | None
-    ) -> None:
+    def _write_or_warn(self, server_round: int, arrays: Mapping[str, np.ndarray]) -> None:
         try:
-            self._write(server_round, arrays, flush)
+            self._write(server_round, arrays)
             self._overdue = False
         except OSError as error:
             self._overdue = True
@@ -148,7 +150,7 @@ class Checkpoints:
                 f"can be resumed from round {last[0] + 1}" if last else "cannot be resumed",
             )
 
-    def _write(self, server_round: int, arrays: Mapping[str, np.ndarray], flush: Callable[[], object] | None) -> None:
+    def _write(self, server_round: int, arrays: Mapping[str, np.ndarray]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         for partial, _ in partial_files(self.folder):  # left by a process that was killed during a write
             partial.unlink()
@@ -158,8 +160,6 @@ class Checkpoints:
                 checksum = _write_arrays(file, arrays)
                 file.flush()
                 os.fsync(file.fileno())
-            if flush:
-                flush()
             path = self.folder / f"round-{server_round:04d}-{checksum}.npz"
             os.replace(temporary, path)
         except BaseException:
@@ -237,8 +237,8 @@ def pack(value: Any, arrays: dict[str, np.ndarray]) -> Any:
     Parameters
     ----------
     value
-        None, bool, int, float, str, ndarray, ArrayRecord, `Stateful`, and lists, tuples, sets and mappings of these.
-        Rows of a table, without arrays.
+        None, bool, int, float, str, ndarray, ArrayRecord, `Stateful`, `HistoryRows`, and lists, tuples, sets and
+        mappings of these.
     arrays : dict
         Receives the arrays.
 
@@ -252,7 +252,7 @@ def pack(value: Any, arrays: dict[str, np.ndarray]) -> Any:
             return value
         case dict() if all(type(key) is str and type(each) in PLAIN for key, each in value.items()):
             return value  # a short cut for rows of a history
-        case Rows():
+        case HistoryRows():
             name = f"rows-{len(arrays)}"
             arrays[name] = value.encoded()
             return ["rows", name]
@@ -288,7 +288,7 @@ def unpack(packed: Any, arrays: Mapping[str, np.ndarray] | _Arrays) -> Any:
         case "array":
             return arrays[content]
         case "rows":
-            return Rows(unpack(row, {}) for row in json.loads(arrays[content].tobytes()))
+            return HistoryRows(unpack(row, {}) for row in json.loads(arrays[content].tobytes()))
         case "record":
             return to_record(unpack(content, arrays))
         case "mapping":
@@ -359,10 +359,10 @@ def _read(path: Path) -> tuple[int, Any]:
     with zipfile.ZipFile(path) as archive:
         arrays = _Arrays(path, archive)
         content = json.loads(arrays[STATE].tobytes())
-        if content.get("format") not in READ:
+        if content.get("format") not in READABLE_FORMATS:
             raise NotResumable(
                 f"{path} was saved by another version of kindred, in format {content.get('format', 1)}; "
-                f"this one reads formats {' and '.join(map(str, READ))}"
+                f"this one reads formats {' and '.join(map(str, READABLE_FORMATS))}"
             )
         return content["round"], unpack(content["state"], arrays)
 

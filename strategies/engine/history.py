@@ -25,7 +25,7 @@ from kindred.messages import (
 from kindred.metrics import METRICS
 
 from .admission import MAX_EXAMPLES, REFUSED, is_count
-from .checkpoint import Rows
+from .checkpoint import HistoryRows
 from .times import Times
 
 COMPUTE = (SAMPLES_TRAINED, SAMPLES_PREDICTED)
@@ -121,10 +121,10 @@ class History:
 
     def __init__(self, metric: str = "accuracy") -> None:
         self.metric = metric
-        self.rows = Rows()
+        self.rows = HistoryRows()
         self.rounds: list[dict[str, Any]] = []
         self.validations: list[dict[str, Any]] = []
-        self.updates = Rows()
+        self.updates = HistoryRows()
         self.remarks: list[dict[str, Any]] = []
         self.left_out: dict[ClientId, str] = {}
         self.times = Times()
@@ -157,9 +157,9 @@ class History:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Resume from what `state` returned."""
-        self.rows, self.rounds, self.left_out = Rows(state["rows"]), state["rounds"], state["left_out"]
+        self.rows, self.rounds, self.left_out = HistoryRows(state["rows"]), state["rounds"], state["left_out"]
         self.validations = state.get("validations", [])  # the checkpoints of earlier versions have none
-        self.updates, self.remarks = Rows(state["updates"]), state["remarks"]
+        self.updates, self.remarks = HistoryRows(state["updates"]), state["remarks"]
         self._headline, self._columns = state["headline"], state["columns"]
         self._validation, self._selected, self._best = state["validation"], state["selected"], state["best"]
         self.times.restore(state.get("times", {}))

@@ -1,13 +1,11 @@
 """The clients' saved state in a simulation, where the server has access to it, on the disk of this machine.
 
-The server marks the run's folder as simulated, and removes the folders of simulations that have ended. It also waits
-for the disk in place of the clients: their files reach it before the checkpoint of the round does.
+The server marks the run's folder as simulated, and removes the folders of simulations that have ended.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from contextlib import suppress
 from logging import WARNING
@@ -19,7 +17,7 @@ from flwr.supercore import log
 from safetensors import safe_open
 
 from kindred.client.locks import lock
-from kindred.client.state import SIMULATED, default_root, reading, run_folder
+from kindred.client.state import default_root, reading, run_folder
 from kindred.files import is_own, make_private
 from kindred.lazy import lazy
 from kindred.messages import ClientId
@@ -31,6 +29,8 @@ if TYPE_CHECKING:
     from flwr.superlink import grid as superlink_grid
 else:
     superlink_grid = lazy("flwr.superlink.grid")  # its import takes a second; in-process runs skip it
+
+MARK = ".simulated"  # the file that marks the folder of a simulated run
 
 
 def saved_files(run_id: int, name: str) -> dict[ClientId, Path]:
@@ -83,7 +83,7 @@ def begin_simulation(run_id: int, checkpoints: Path | None = None, *, goes_on: b
     make_private(root)
     with open(root / ".lock", "w") as one_at_a_time:
         lock(one_at_a_time, wait=True)
-        for mark in root.glob(f"run-*/{SIMULATED}"):
+        for mark in root.glob(f"run-*/{MARK}"):
             if not (is_own(mark.parent) and is_own(mark)):
                 continue
             with suppress(OSError), open(mark, encoding="utf-8") as file:
@@ -92,7 +92,7 @@ def begin_simulation(run_id: int, checkpoints: Path | None = None, *, goes_on: b
                 if not _holds_checkpoints(str(checkpoints or "") if is_this_run else file.read()):
                     _remove(mark.parent)
         folder.mkdir(mode=0o700, exist_ok=True)
-        held = open(folder / SIMULATED, "a+", encoding="utf-8")  # it stays open, and therefore locked
+        held = open(folder / MARK, "a+", encoding="utf-8")  # it stays open, and therefore locked
         try:
             lock(held, wait=False)
         except BlockingIOError:
@@ -111,35 +111,6 @@ def end_simulation(run_id: int) -> None:
 
 
 _marks: list[IO[str]] = []
-
-
-class SimulatedFiles:
-    """The files that a simulated run's clients save: they leave it to the server to wait for the disk."""
-
-    def __init__(self, run_id: int) -> None:
-        self._folder = run_folder(run_id, default_root())
-        self._flushed: set[tuple[int, int]] = set()  # inode and time of change of a file
-
-    def flush(self) -> None:
-        """Wait until all files are on the disk, also if clients replace them meanwhile; OSError if that fails."""
-        while waiting := {file: path for file, path in self._files().items() if file not in self._flushed}:
-            for path in waiting.values():
-                with suppress(FileNotFoundError), open(path, "rb+") as file:
-                    os.fsync(file.fileno())
-                    self._flushed.add(_identity(os.fstat(file.fileno())))
-
-    def _files(self) -> dict[tuple[int, int], Path]:
-        """Return all files, and forget those that were flushed and exist no more."""
-        found = {}
-        for path in self._folder.glob("client-*/*.safetensors"):  # those after earlier rounds too
-            with suppress(FileNotFoundError):
-                found[_identity(path.stat())] = path
-        self._flushed &= found.keys()
-        return found
-
-
-def _identity(about: os.stat_result) -> tuple[int, int]:
-    return about.st_ino, about.st_mtime_ns
 
 
 def _holds_checkpoints(folder: str) -> bool:

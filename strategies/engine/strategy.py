@@ -24,7 +24,7 @@ from flwr.serverapp.strategy import Result, Strategy
 from flwr.supercore import log
 
 from kindred.engine.checkpoint import NotResumable
-from kindred.engine.simulated_state import SimulatedFiles, begin_simulation, end_simulation, simulated
+from kindred.engine.simulated_state import begin_simulation, end_simulation, simulated
 from kindred.messages import (
     ATTEMPT,
     KEEP_FROM,
@@ -240,7 +240,6 @@ class PersonalizedStrategy(Hooks, Strategy):
     _evaluations: EvaluationPlan
     _empty_rounds: EmptyRounds
     _checkpoints: Checkpoints | None = None
-    _client_files: SimulatedFiles | None = None
     _attempt: int
     """When the run began, or was last resumed, in ns since 1970."""
 
@@ -448,7 +447,6 @@ class PersonalizedStrategy(Hooks, Strategy):
         if simulated(grid):
             folder = checkpoints.folder if checkpoints else None
             begin_simulation(self.run_id, folder, goes_on=first > self.first_round and self.clients_keep_state)
-            self._client_files = SimulatedFiles(self.run_id)
         return first
 
     def _prepare(self, grid: Grid, initial_arrays: ArrayRecord, timeout: float) -> None:
@@ -459,7 +457,7 @@ class PersonalizedStrategy(Hooks, Strategy):
         self.norms = UpdateNorms(bounds=self.max_update_norm == AUTO and self.mixes_updates)
         self.run_id = grid.run.run_id
         self._attempt = time.time_ns()
-        self._checkpoints = self._client_files = None
+        self._checkpoints = None
         self._empty_rounds = EmptyRounds(self.max_empty_rounds, self.history)
         self._evaluations = EvaluationPlan(self.personal, self.metric)
         self._exchange = Exchange(
@@ -527,7 +525,6 @@ class PersonalizedStrategy(Hooks, Strategy):
                     "result": {kind: dict(getattr(result, kind)) for kind in FLOWER_METRICS},
                     "attempt": self._attempt,
                 },
-                self._client_files.flush if self._client_files else None,
             )
             self.history.times.spend_on(before)
 
