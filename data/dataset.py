@@ -35,7 +35,8 @@ class Dataset:
     clients_train, clients_test : ndarray of str (n,), optional
         Whose the samples are, where the data say so.
     times : ndarray (n,), optional
-        Of the training samples, where x_test has none: a client's later samples are for test.
+        When the samples were, the training samples first: a client's later ones are for test, where x_test has none,
+        and for validation.
     schema : Schema, optional
         Of tables: columns, types and categories.
     vocabulary : int
@@ -76,7 +77,7 @@ class Dataset:
             y_test=self.y_train[test],
             clients_train=None if self.clients_train is None else self.clients_train[train],
             clients_test=None if self.clients_train is None else self.clients_train[test],
-            times=None if self.times is None else self.times[train],
+            times=None if self.times is None else self.times[np.r_[train, test]],
         )
 
     def pick(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

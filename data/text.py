@@ -36,7 +36,7 @@ def read_texts(data_dir: str, test_share: float = 0.3) -> Dataset:
     """Read a folder of texts.
 
     The tokens are the most frequent characters of the texts' parts for training, up to `MOST_CHARACTERS`, and one for
-    all others.
+    all others. Times are places in the texts, so that validation samples are from the end of the part for training.
 
     Parameters
     ----------
@@ -76,6 +76,7 @@ def read_texts(data_dir: str, test_share: float = 0.3) -> Dataset:
         "tokens",
         np.repeat(names, [len(y) for _, y in train]),
         np.repeat(names, [len(y) for _, y in test]),
+        np.concatenate([np.arange(len(y)) for _, y in train + test]).astype(float),
         vocabulary=len(characters),
         characters=characters,
     )
@@ -101,7 +102,10 @@ def read_text_site(path: Path, inputs: TokenInputs, objective: Objective, test_s
         raise DataError(
             f"{path} has {len(text)} characters, too few: its parts for training and for test need {length + 1} each"
         )
-    return Dataset(x_train, y_train, x_test, y_test, objective, "tokens", vocabulary=len(inputs.characters))
+    places = np.concatenate([np.arange(len(y)) for y in (y_train, y_test)]).astype(float)
+    return Dataset(
+        x_train, y_train, x_test, y_test, objective, "tokens", times=places, vocabulary=len(inputs.characters)
+    )
 
 
 def read_text(path: Path) -> str:

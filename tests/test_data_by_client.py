@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from kindred.data import DataError
+from kindred.data.dataset import Dataset
 from kindred.data.partitions import divide
 from kindred.data.splits import split
+from kindred.objectives import Classes
 
 SETTINGS = {
     "dataset": "npz", "num_clients": 2, "num_groups": 1, "samples_per_client": 0, "with_replacement": False,
@@ -142,6 +144,14 @@ def held_out(y, classes=2, **changes):
     test = {"y_test": [0, 1], "clients_test": np.array(["a", "b"])}
     found = by_client(both, clients_train=clients, num_classes=classes, **(test | changes))
     return [both[part[0]].tolist() for part in (found.train, found.validation)]
+
+
+def test_samples_keep_their_times_when_a_dataset_is_divided():
+    """Of six samples those at the times 4 and 5 are for test; a partition may use both parts together."""
+    x = np.array([[3.0], [5.0], [0.0], [4.0], [2.0], [1.0]])
+    data = Dataset(x, np.array([0, 1] * 3), x[:0], np.zeros(0, int), Classes(2), "table", times=x[:, 0])
+    found = data.divided(1 / 3, np.random.default_rng(0))
+    assert found.times.tolist() == [*found.x_train[:, 0], *found.x_test[:, 0]] == [3, 0, 2, 1, 5, 4]
 
 
 @pytest.mark.parametrize("seed", range(8))

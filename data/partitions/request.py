@@ -79,7 +79,7 @@ class Request:
     clients_train, clients_test : ndarray of str, (n,), optional
         Whose the samples are, where the data say so.
     times : ndarray, (n,), optional
-        When the training samples were, where the data say so.
+        When the samples were, where the data say so, the training samples first.
     min_samples : int
         Least number of samples of a client, where the data say whose samples are.
     test_share : float
