@@ -146,8 +146,8 @@ def held_out(y, classes=2, **changes):
     return [both[part[0]].tolist() for part in (found.train, found.validation)]
 
 
+def test_samples_keep_their_times_when_a_dataset_is_divided():
     """Samples at the times 4 and 5 of six are for test; a partition may use both parts together."""
-    """Of six samples those at the times 4 and 5 are for test; a partition may use both parts together."""
     x = np.array([[3.0], [5.0], [0.0], [4.0], [2.0], [1.0]])
     data = Dataset(x, np.array([0, 1] * 3), x[:0], np.zeros(0, int), Classes(2), "table", times=x[:, 0])
     found = data.divided(1 / 3, np.random.default_rng(0))
