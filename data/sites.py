@@ -142,7 +142,8 @@ class Sites:
         if self._validation_share:
             classes = site.y_train if self.task.objective.has_classes else None
             rng = np.random.default_rng([self._seed, 7])
-            train, validation = hold_out(len(train), self._validation_share, rng, classes, site.times)
+            times = None if site.times is None else site.times[: len(train)]
+            train, validation = hold_out(len(train), self._validation_share, rng, classes, times)
         return SiteData(
             self.task.samples(site.x_train[train], site.y_train[train]),
             self.task.samples(site.x_train[validation], site.y_train[validation]),

@@ -91,6 +91,10 @@ def test_a_table_without_a_test_part_is_divided_by_its_time(tmp_path) -> None:
     assert sites.task == TABLE and len(data.train[1]) == 7 and len(data.test[1]) == 3
     late = [(k - 2) / 38 for k in range(10) if (7 * k) % 10 > 6]
     assert np.allclose(sorted(data.test[0][:, 0].tolist()), late) and data.train[0].shape == (7, 2)
+    files = {"data-dir": str(tmp_path / "a.csv"), "schema": str(tmp_path / "schema.json")}
+    data = Sites.of(run_config, files, validation_share=0.3).site_data("lyon")
+    before = [(k - 2) / 38 for k in range(10) if 4 < (7 * k) % 10 <= 6]  # the last two of the seven
+    assert np.allclose(sorted(data.validation[0][:, 0].tolist()), before) and data.train[0].shape == (5, 2)
     assert "schema is not in the node config" in refusal(lambda: Sites.of(run_config, {"data-dir": "a.csv"}))
 
 

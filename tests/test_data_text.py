@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
 from kindred.data import DataError, load_federation
+from kindred.data.sites import Sites
 from kindred.data.sources import load_dataset
-from kindred.data.text import LENGTH, STRIDE, frequent_characters, read_text_site, samples_of, tokens_of
+from kindred.data.text import LENGTH, STRIDE, frequent_characters, samples_of, tokens_of
 from kindred.objectives import NextToken
 from kindred.server_app.config import Config
 
@@ -52,7 +55,7 @@ def test_no_sample_has_characters_of_both_parts(tmp_path):
 
 def test_the_end_of_a_texts_training_part_is_for_validation(tmp_path):
     """Two texts of 1,000 characters: 62 samples each for training, of which the last 16 are for validation."""
-    folder = write(tmp_path, one="abcde" * 200, two="edcba" * 200)
+    folder = write(tmp_path / "texts", one="abcde" * 200, two="edcba" * 200)
     run_config = Config(dataset="text", data_dir=folder, partition="by-client", num_clients=2, validation_share=0.25)
     federation = load_federation(run_config.run_config())
     everything = load_dataset("text", folder)
@@ -61,8 +64,13 @@ def test_the_end_of_a_texts_training_part_is_for_validation(tmp_path):
         own = everything.x_train[everything.clients_train == name]
         assert len(own) == 62
         assert np.array_equal(site.train[0], own[:46]) and np.array_equal(site.validation[0], own[46:])
-    site = read_text_site(tmp_path / "one.txt", federation.task.inputs, federation.task.objective, 0.3)
-    assert site.times.tolist() == [*range(62), *range(len(site.y_test))]
+    (tmp_path / "schema.json").write_text(json.dumps(federation.task.to_dict()))
+    files = {"data-dir": f"{folder}/one.txt", "schema": str(tmp_path / "schema.json")}
+    of_sites = Config(dataset="sites", schema="/of/the/server.json").run_config()
+    site, simulated = Sites.of(of_sites, files, validation_share=0.25).site_data("one"), federation.site_data(0)
+    assert np.array_equal(site.validation[0], simulated.validation[0]) and np.array_equal(
+        site.train[0], simulated.train[0]
+    )
 
 
 def test_a_bad_folder_is_refused_in_one_line(tmp_path):
