@@ -7,7 +7,7 @@ the next one. LEAF has a sample for each character of a text; here there is one 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +28,8 @@ MOST_CHARACTERS = 99
 """Largest number of characters that are tokens of their own; all others are one more token."""
 
 UNKNOWN = "\ufffd"
+
+Samples = Sequence[tuple[np.ndarray, np.ndarray]]
 
 NEEDS = "text needs a folder with a .txt file for each client, in UTF-8"
 
@@ -76,7 +78,7 @@ def read_texts(data_dir: str, test_share: float = 0.3) -> Dataset:
         "tokens",
         np.repeat(names, [len(y) for _, y in train]),
         np.repeat(names, [len(y) for _, y in test]),
-        np.concatenate([np.arange(len(y)) for _, y in train + test]).astype(float),
+        places_of(train, test),
         vocabulary=len(characters),
         characters=characters,
     )
@@ -102,9 +104,15 @@ def read_text_site(path: Path, inputs: TokenInputs, objective: Objective, test_s
         raise DataError(
             f"{path} has {len(text)} characters, too few: its parts for training and for test need {length + 1} each"
         )
-    places = np.concatenate([np.arange(len(y)) for y in (y_train, y_test)]).astype(float)
     return Dataset(
-        x_train, y_train, x_test, y_test, objective, "tokens", times=places, vocabulary=len(inputs.characters)
+        x_train,
+        y_train,
+        x_test,
+        y_test,
+        objective,
+        "tokens",
+        times=places_of([(x_train, y_train)], [(x_test, y_test)]),
+        vocabulary=len(inputs.characters),
     )
 
 
@@ -153,6 +161,19 @@ def samples_of(text: str, characters: str, length: int = LENGTH) -> tuple[np.nda
     """Return the samples of a text: tokens (n, length), int16, and the next token (n,), int64."""
     windows = windows_of(text, characters, length + 1)
     return windows[:, :-1], windows[:, -1].astype(np.int64)
+
+
+def places_of(train: Samples, test: Samples) -> np.ndarray:
+    """Return the place of each sample among those of its text, (n,): of the parts for training, then for test.
+
+    Parameters
+    ----------
+    train, test : sequence of pairs of ndarray
+        The samples of each text's two parts.
+    """
+    first = [np.arange(len(y)) for _, y in train]
+    then = [len(own) + np.arange(len(y)) for own, (_, y) in zip(first, test, strict=True)]
+    return np.concatenate(first + then).astype(float)
 
 
 def _codes(text: str) -> np.ndarray:

@@ -13,8 +13,8 @@ from kindred.data import load_federation
 
 from .app import check_data_and_models, make_strategy, needed_by
 from .config import Config, ConfigError
-from .engines import Engine, gpus
-from .processes import cpus
+from .engines import Engine
+from .machine import cpus, gpus
 
 
 def check(configs: Iterable[Config], engine: Engine) -> None:

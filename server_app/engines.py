@@ -10,14 +10,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import psutil
-
 from kindred.data import DataError, load_clients
 from kindred.lazy import lazy
 
 from .app import run_in_workers
 from .config import Config, ConfigError
-from .processes import cpus
+from .machine import cpus, gpus, processes_that_fit
 from .run_log import Log, Outcome, keep_log
 from .simulation import run_simulation
 
@@ -101,16 +99,6 @@ def workers_of(engine: Engine, config: Config) -> int:
     if here:
         together.append(int(here / engine.gpus_per_client))
     return max(min(min(together) // engine.jobs, config.participants), 1)
-
-
-def processes_that_fit() -> int:
-    """Return the number of processes that fit into the free memory if each becomes as large as this one is now."""
-    return int(psutil.virtual_memory().available // psutil.Process().memory_info().rss)
-
-
-def gpus() -> int:
-    """Return the number of GPUs that PyTorch finds on this machine."""
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def _run_here(config: Config, engine: Engine, on_line: Callable[[str], None]) -> Outcome:

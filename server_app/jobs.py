@@ -13,7 +13,8 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from .config import Config
-from .engines import Engine, execute, processes_that_fit
+from .engines import Engine, execute
+from .machine import processes_that_fit
 from .run_log import Outcome
 
 FINISHED = "finished"  # the last line of one of several runs at once

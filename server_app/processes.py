@@ -1,11 +1,10 @@
-"""Mark the processes that a command starts, and find and kill them with all that they started; count the CPUs.
+"""Mark the processes that a command starts, and find and kill them with all that they started.
 
 A signal becomes an exception, so that the command ends its processes before it ends itself.
 """
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Collection, Iterator
@@ -32,11 +31,6 @@ def end_with(parent):
 
 threading.Thread(target=end_with, args=(int(sys.argv.pop(1)),), daemon=True).start()
 """
-
-
-def cpus() -> int:
-    """Return the number of CPUs that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Signalled(BaseException):

@@ -17,7 +17,7 @@ from kindred import MODELS, REGISTRY
 from kindred.data import DATASETS, PARTITIONS
 from kindred.server_app.cli import commands
 from kindred.server_app.cli.run import app
-from kindred.server_app.processes import cpus
+from kindred.server_app.machine import cpus
 from kindred.settings import parse
 from tests.background_commands import HEEDING
 

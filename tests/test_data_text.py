@@ -68,9 +68,14 @@ def test_the_end_of_a_texts_training_part_is_for_validation(tmp_path):
     files = {"data-dir": f"{folder}/one.txt", "schema": str(tmp_path / "schema.json")}
     of_sites = Config(dataset="sites", schema="/of/the/server.json").run_config()
     site, simulated = Sites.of(of_sites, files, validation_share=0.25).site_data("one"), federation.site_data(0)
-    assert np.array_equal(site.validation[0], simulated.validation[0]) and np.array_equal(
-        site.train[0], simulated.train[0]
-    )
+    assert np.array_equal(site.train[0], simulated.train[0])
+    assert np.array_equal(site.validation[0], simulated.validation[0])
+
+
+def test_the_place_of_a_sample_is_that_in_its_text(tmp_path):
+    """Two texts of 200 and 300 characters, of which 100 and 150 are for training: 2 and 7 samples, and as many."""
+    data = load_dataset("text", write(tmp_path, one="ab" * 100, two="ba" * 150), test_share=0.5)
+    assert data.times.tolist() == [0, 1, *range(7), 2, 3, *range(7, 14)]
 
 
 def test_a_bad_folder_is_refused_in_one_line(tmp_path):

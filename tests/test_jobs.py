@@ -147,7 +147,7 @@ def test_there_are_not_more_runs_at_once_than_fit_into_memory(monkeypatch) -> No
     class Memory:
         available = 0
 
-    monkeypatch.setattr(engines.psutil, "virtual_memory", lambda: Memory)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: Memory)
     monkeypatch.setattr(jobs, "_start", lambda *_: pytest.fail("a process has been started"))
     started = []
 

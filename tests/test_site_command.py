@@ -30,7 +30,7 @@ from kindred.server_app.deployment import (
 )
 from kindred.server_app.deployment.site import client_id, node_config
 from kindred.server_app.deployment.site_check import fit, read_run_config
-from kindred.server_app.processes import cpus
+from kindred.server_app.machine import cpus
 
 from .deployment_commands import data_fixture, kindred, made_keys_fixture  # noqa: F401
 

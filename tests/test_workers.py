@@ -22,7 +22,7 @@ from kindred.server_app import engines
 from kindred.server_app.app import run_in_workers, run_inline
 from kindred.server_app.config import Config, ConfigError
 from kindred.server_app.engines import Engine, workers_of
-from kindred.server_app.processes import cpus
+from kindred.server_app.machine import cpus
 from kindred.server_app.run_files import read_summary
 
 from .background_commands import HEEDING, KINDRED, wait_until
@@ -209,7 +209,7 @@ def test_workers_are_bounded_by_cpus_clients_memory_and_request(monkeypatch) -> 
     class Memory:
         available = 100 * size
 
-    monkeypatch.setattr(engines.psutil, "virtual_memory", lambda: Memory)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: Memory)
     assert workers_of(Engine("local"), config) == 5  # clients
     assert workers_of(Engine("local", cpus_per_client=4), config) == 2
     assert workers_of(Engine("local", workers=3), config) == 3

@@ -21,7 +21,7 @@ from kindred.client.state import default_root
 from kindred.lazy import lazy
 from kindred.server_app.cli.common import app, end, option
 from kindred.server_app.cli.display import displayed
-from kindred.server_app.processes import cpus
+from kindred.server_app.machine import cpus
 
 from .addresses import LOOPBACK, check_port, is_loopback, parse_server, warn_of_no_tls, with_port
 from .certificates import check_site_name, load_certificate, load_site_key, out_of_date

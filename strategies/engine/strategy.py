@@ -23,8 +23,6 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from flwr.supercore import log
 
-from kindred.engine.checkpoint import NotResumable
-from kindred.engine.simulated_state import begin_simulation, end_simulation, simulated
 from kindred.messages import (
     ATTEMPT,
     KEEP_FROM,
@@ -67,7 +65,7 @@ from kindred.settings import (
 )
 
 from .admission import SERVER_ERRORS, Refused, Reply, admit, admit_evaluation
-from .checkpoint import Checkpoints
+from .checkpoint import Checkpoints, NotResumable
 from .empty_rounds import EmptyRounds
 from .evaluation import EvaluationPlan
 from .exchange import Exchange, Sent
@@ -78,6 +76,7 @@ from .model_store import Layout
 from .norms import UpdateNorms
 from .remarks import on_samples, on_updates
 from .roster import Roster, only_validates
+from .simulated_state import begin_simulation, end_simulation, simulated
 from .status import BETWEEN_ROUNDS, Status
 from .times import RESULTS, SERVER
 from .validation import Validation

@@ -1,0 +1,30 @@
+"""The CPUs, the GPUs and the memory of this machine that a run can use."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import psutil
+
+from kindred.lazy import lazy
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy("torch")
+
+
+def cpus() -> int:
+    """Return the number of CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def processes_that_fit() -> int:
+    """Return the number of processes that fit into the free memory if each becomes as large as this one is now."""
+    return int(psutil.virtual_memory().available // psutil.Process().memory_info().rss)
+
+
+def gpus() -> int:
+    """Return the number of GPUs that PyTorch finds on this machine."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
