@@ -742,6 +742,6 @@ def test_a_killed_run_resumes_to_the_same_bits(name, tmp_path) -> None:
 def test_a_run_killed_twenty_times_resumes_to_the_same_bits(name, tmp_path) -> None:
     pauses = np.random.default_rng(len(name)).uniform(2, 5, 20)  # s; the first two or so are for the start
     found, expected = (
-        kept(kill_at(each, tmp_path / str(len(each)), name, rounds=400)) for each in (pauses, pauses[:0])
+        kept(kill_at(each, tmp_path / str(len(each)), name, rounds=1500)) for each in (pauses, pauses[:0])
     )
     assert found == expected
