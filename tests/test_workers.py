@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import multiprocessing.shared_memory
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 
 import numpy as np
 import psutil
@@ -40,7 +43,7 @@ def grid(request) -> Iterator[WorkerGrid]:
     processes = [worker.process for worker in grid._workers if worker.process]
     grid.close()
     assert not any(process.is_alive() for process in processes)
-    left = {path for path in SHARED.glob("psm_*") if path not in before}  # or another test's, which are short-lived
+    left = {path for path in SHARED.glob("kindred-*") if path not in before}  # or another test's, which are short-lived
     wait_until(lambda: not any(path.exists() for path in left), 5)
 
 
@@ -79,10 +82,20 @@ def test_blocks_of_shared_memory_are_kept_for_later_messages_of_any_size(grid) -
         for client, content in found.items():
             assert content["arrays"]["w"].numpy().tolist() == [11 * client + size] * size
         channels = [worker.channel for worker in grid._workers if worker.channel]
-        blocks = [(*channel._written.values(), *channel._read.values()) for channel in channels]
-        assert all(len(each) <= 2 * workers.AHEAD for each in blocks)
-        kept.append({block.name for each in blocks for block in each})
+        kept.append({id(block) for channel in channels for block in channel._blocks.values()})
+        assert len(kept[-1]) <= 2 * 2 * workers.AHEAD
     assert kept[0] <= kept[1] and kept[2] == kept[3]
+
+
+def test_no_block_is_left_of_an_answer_that_nobody_reads(grid) -> None:
+    ask(grid, 100_000)
+    nodes = list(grid.get_node_ids())
+    content = RecordDict({"arrays": ArrayRecord({"w": Array(np.ones(200_000, np.float32))})})  # larger blocks
+    grid.push_messages([grid.create_message(content, MessageType.TRAIN, node, "1") for node in nodes[:2]])
+    channels = [worker.channel for worker in grid._workers]
+    wait_until(lambda: all(channel.connection.poll() for channel in channels), 60)
+    grid.close()
+    assert not [name for channel in channels for name in channel._names if (SHARED / name).exists()]
 
 
 def test_one_process_has_no_more_than_two_messages(monkeypatch) -> None:
@@ -147,6 +160,54 @@ def test_lines_of_a_process_s_log_reach_the_server_s(grid, caplog) -> None:
     assert {f"client {client} trains" for client in range(CLIENTS)} <= {
         record.getMessage() for record in caplog.records
     }
+
+
+def test_ctrl_c_at_any_line_of_a_transfer_leaves_no_block_of_shared_memory(monkeypatch) -> None:
+    (node,) = WorkerGrid("tests.worker_apps:app", 1, workers=1).get_node_ids()
+    ignored: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", ignored.append)
+    traced = {workers.__file__, multiprocessing.shared_memory.__file__}
+
+    def transfer(ours: workers._Channel, theirs: workers._Channel) -> None:
+        for size in (20_000, 40_000):
+            content = RecordDict({"arrays": ArrayRecord({"w": Array(np.full(size, 7.0, np.float32))})})
+            for _ in range(workers.AHEAD):  # the blocks of the second size replace those of the first
+                ours.send(Message(content, node, MessageType.TRAIN), RecordDict())
+                message, _ = theirs.receive()
+                assert message.content["arrays"]["w"].numpy().tolist() == [7.0] * size
+
+    def interrupted(at: int) -> bool:
+        """Transfer, with Ctrl-C at this line; False if there are fewer lines."""
+        left = at
+
+        def lines(frame: FrameType, event: str, _: object) -> Callable | None:
+            nonlocal left
+            callers = {each.f_code.co_name for each in (frame, frame.f_back) if each}
+            if frame.f_code.co_filename not in traced or callers & {"__init__", "__del__"}:
+                return None  # in __init__ a block may be empty yet, and in __del__ Python ignores all exceptions
+            left -= event == "line"
+            if left == 0:
+                raise KeyboardInterrupt
+            return lines
+
+        first, second = multiprocessing.Pipe()
+        ours, theirs = workers._Channel(first, f"{name}a", f"{name}b"), workers._Channel(second, f"{name}b", f"{name}a")
+        before = sys.gettrace()
+        sys.settrace(lines)
+        try:
+            transfer(ours, theirs)
+        except KeyboardInterrupt:
+            return True
+        else:
+            return False
+        finally:
+            sys.settrace(before)
+            ours.free()
+
+    name = f"kindred-test-{os.getpid()}"
+    at = next(at for at in itertools.count(1) if not interrupted(at))
+    assert at > 100 and not ignored
+    assert not list(SHARED.glob(f"{name}*"))
 
 
 # --- Runs ---------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import itertools
 import logging
 import multiprocessing
 import os
+import secrets
 import signal
 import sys
 import time
@@ -144,12 +145,15 @@ class WorkerGrid(InlineGrid):
         resource_tracker.ensure_running()  # one for all processes, whichever of them frees a block of shared memory
         processes: Any = multiprocessing.get_context(self._method)
         ours, theirs = processes.Pipe()
-        worker.channel = _Channel(ours)
+        name = f"kindred-{secrets.token_hex(4)}"
+        worker.channel = _Channel(ours, f"{name}-server", f"{name}-client")
         # A forked process inherits all connections; copies of them would keep them open when this process has ended.
         inherited = [each.channel.connection for each in self._workers if each.channel and self._method == "fork"]
         gpu = worker.number % self._gpus if self._gpus else None
         worker.process = processes.Process(
-            target=_work, args=(theirs, inherited, self._reference, self._contexts, self._threads, gpu), daemon=True
+            target=_work,
+            args=(theirs, name, inherited, self._reference, self._contexts, self._threads, gpu),
+            daemon=True,
         )
         worker.process.start()
         theirs.close()
@@ -204,6 +208,7 @@ class _Worker:
 
 def _work(
     connection: Connection,
+    name: str,
     inherited: Iterable[Connection],
     reference: str,
     contexts: Mapping[int, Context],
@@ -222,7 +227,7 @@ def _work(
     for run_id in {context.run_id for context in contexts.values()}:
         identify(run_id)
     client_app = load_app(reference, RuntimeError)
-    channel = _Channel(connection)
+    channel = _Channel(connection, f"{name}-client", f"{name}-server")
     with suppress(EOFError, OSError):
         while True:
             message, state = channel.receive()
@@ -251,13 +256,19 @@ class _Channel:
 
     Large messages are copied into blocks of shared memory. Each end writes into AHEAD blocks in turn, which are kept. A
     worker process never has more than AHEAD messages, so that the other end has read a block before its next turn.
+
+    Parameters
+    ----------
+    connection : Connection
+    writes, reads : str
+        Beginnings of the names of this end's blocks, and of the other's: after them comes the turn.
     """
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, writes: str, reads: str) -> None:
         self.connection = connection
-        self._turns = itertools.cycle(range(AHEAD))
-        self._written: dict[int, SharedMemory] = {}  # turn -> block
-        self._read: dict[int, SharedMemory] = {}  # turn of the other end -> its block
+        self._turns = itertools.cycle([f"{writes}{turn}" for turn in range(AHEAD)])
+        self._names = [f"{end}{turn}" for end in (writes, reads) for turn in range(AHEAD)]
+        self._blocks: dict[str, SharedMemory] = {}
 
     def send(self, message: Message, state: RecordDict) -> None:
         """Send a message and a client's state.
@@ -279,16 +290,18 @@ class _Channel:
         if sum(sizes) < LEAST_SHARED:
             self.connection.send((sizes, b"".join(parts)))
             return
-        turn = next(self._turns)
-        block = self._written.get(turn)
+        name = next(self._turns)
+        block = self._blocks.get(name)
         if block is None or block.size < sum(sizes):
             if block:
                 _free(block)
-            block = self._written[turn] = SharedMemory(create=True, size=sum(sizes))
-        for part, target in zip(parts, _split(block.buf, sizes), strict=True):
-            target[:] = part
-            target.release()
-        self.connection.send((sizes, (turn, block.name)))
+            block = self._blocks[name] = SharedMemory(name, create=True, size=sum(sizes))
+        assert block.buf is not None  # it has one until it is closed
+        start = 0
+        for part, size in zip(parts, sizes, strict=True):
+            block.buf[start : start + size] = part
+            start += size
+        self.connection.send((sizes, name))
 
     def receive(self) -> tuple[Any, Any]:
         """Return the next message and state, or the level and text of a line of the other's log.
@@ -302,28 +315,26 @@ class _Channel:
         if isinstance(first, int):
             return first, second
         if isinstance(second, bytes):
-            return _unpacked(_split(memoryview(second), first))
-        turn, name = second
-        block = self._read.get(turn)
-        if block is None or block.name != name:
+            return _unpacked(second, first)
+        block = self._blocks.get(second)
+        if block is None or block.size < sum(first):  # it is new
             if block:
                 block.close()
-            block = self._read[turn] = SharedMemory(name)
-        parts = _split(block.buf, first)
-        try:
-            return _unpacked(parts)
-        finally:
-            for part in parts:
-                part.release()
+            block = self._blocks[second] = SharedMemory(second)
+        assert block.buf is not None
+        return _unpacked(block.buf, first)
 
     def free(self) -> None:
-        """Free the blocks of both ends, after the other process has ended."""
-        for block in (*self._written.values(), *self._read.values()):
-            _free(block)
+        """Free the blocks of both ends after the other process has ended, also that of an answer still on its way."""
+        for name in self._names:
+            with suppress(FileNotFoundError):
+                _free(self._blocks.get(name) or SharedMemory(name))
 
 
-def _unpacked(parts: Sequence[memoryview]) -> tuple[Message, RecordDict]:
-    about, state, *data = (bytes(part) for part in parts)
+def _unpacked(buffer: bytes | memoryview, sizes: Sequence[int]) -> tuple[Message, RecordDict]:
+    starts = itertools.accumulate(sizes, initial=0)
+    # No part of a block is kept as a view: if Ctrl-C arrives here, the block could not be closed.
+    about, state, *data = (bytes(buffer[start : start + size]) for start, size in zip(starts, sizes, strict=False))
     message = message_from_proto(ProtoMessage.FromString(about))
     if message.has_content():
         arrays = (array for record in message.content.array_records.values() for array in record.values())
@@ -332,14 +343,9 @@ def _unpacked(parts: Sequence[memoryview]) -> tuple[Message, RecordDict]:
     return message, recorddict_from_proto(ProtoRecordDict.FromString(state))
 
 
-def _split(view: memoryview | None, sizes: Iterable[int]) -> list[memoryview]:
-    assert view is not None  # a block of shared memory has one until it is closed
-    ends = list(itertools.accumulate(sizes))
-    return [view[end - size : end] for size, end in zip(sizes, ends, strict=True)]
-
-
 def _free(block: SharedMemory) -> None:
-    """Free a block of shared memory, unless the process that made it has."""
-    block.close()
-    with suppress(FileNotFoundError):
+    """Free a block of shared memory, unless the process that made it has, or Ctrl-C came while it was being closed."""
+    with suppress(OSError):
+        block.close()
+    with suppress(OSError):
         block.unlink()
