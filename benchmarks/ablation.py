@@ -58,6 +58,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "a uniform prior": {"prevalence": uniform},
     "evidence of the last round alone: memory 0": {"MEMORY": 0.0},
     "all rounds count the same: memory 1": {"MEMORY": 1.0},
+    "all held-out samples count, not 8": {"COUNTED": float("inf")},
     "judged in every round": {"WORK": float("inf")},
     "always the same tenth held out": {"STAYS": 0.0},
     "another tenth held out in each round": {"STAYS": float("inf")},

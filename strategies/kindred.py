@@ -19,7 +19,8 @@ validation data; without any, a tenth of its training samples in the first half 
 client starts from others' models: what w_i has learnt by heart cannot judge it. A held-out sample makes its own class
 rarer in training. Where samples are few this alone would decide against w_i, so what w_i predicts is corrected
 (`parts.held_out.rarity`). A mean of models is less certain than one model, and as often right, so a temperature is
-fitted for each model.
+fitted for each model. More than COUNTED samples count as COUNTED: they say which model is best now, but the mean of all
+improves from round to round only if clients start from it together.
 
 Empirical Bayes is of Robbins, 1956; weights by held-out samples are those of stacking, Wolpert, 1992, and of FedFomo,
 arXiv:2012.08565.
@@ -76,6 +77,7 @@ else:
     special = lazy("scipy.special")
 
 SHARPNESS = 10.0
+COUNTED = 8  # held-out samples; more of them count as so many
 MEMORY = 0.8  # weight of a round's losses, relative to the next round's, in their mean
 HUGE = 100.0  # times the median length: a longer model counts for nobody
 LARGEST_WEIGHT = 3.0  # of a client in a mean, in numbers of samples of the median client
@@ -208,12 +210,13 @@ class KindredClient(LocalTraining):
         if known and NEIGHBOURS in received:
             parts = [last, received[NEIGHBOURS], everybody]
             trained, held_out = divided(visit, fold, held)
-            if len(held_out[1]) and credit >= SOURCES * -(-len(held_out[1]) // visit.batch_size):
-                losses = MEMORY * losses + judged(visit, parts, held_out, trained)
+            counted = min(len(held_out[1]), COUNTED)
+            if counted and credit >= SOURCES * -(-len(held_out[1]) // visit.batch_size):
+                losses = MEMORY * losses + judged(visit, parts, held_out, trained) * (counted / len(held_out[1]))
                 rounds, credit = MEMORY * rounds + 1, 0.0
             evidence = (losses.min() - losses) / max(rounds, 1.0)
-            if len(held_out[1]) and rounds:
-                own_loss = losses[0] / rounds * len(visit.site.train[1]) / len(held_out[1])
+            if counted and rounds:
+                own_loss = losses[0] / rounds * len(visit.site.train[1]) / counted
             s = shares(np.array(visit.config[PRIOR]), evidence)  # (3,)
             start = combined(parts, s)
             fold += bool(s[0] < STAYS)
