@@ -31,6 +31,8 @@ from kindred.parts import held_out
 from kindred.parts.combination import combined
 from kindred.parts.held_out import calibrated_loss, judged, rarity
 from kindred.parts.newcomers import mixing_weights, mixture_metrics, unlabelled_scores
+from kindred.server_app.app import run_inline
+from kindred.server_app.config import Config
 
 from . import two_weights
 from .client_apps import initial, plain_app, small, small_app, small_site
@@ -242,6 +244,28 @@ def test_evidence_is_the_mean_of_the_losses_with_less_weight_for_earlier_rounds(
     mean = (0.8 * reported[0] + reported[1]) / 1.8
     for evidence in strategy._evidence.values():
         assert evidence == pytest.approx(mean.min() - mean)
+
+
+def test_more_held_out_samples_than_count_weigh_as_those_that_count(monkeypatch) -> None:
+    monkeypatch.setattr(kindred, "COUNTED", 0.25)  # of the one that each client holds out
+    monkeypatch.setattr(kindred, "judged", lambda visit, *data: np.array([2.0, 0.0, 3.0]))
+    for evidence in by_four(2)._evidence.values():
+        assert evidence == pytest.approx([-0.5, 0, -0.75])
+
+
+def test_a_newcomer_s_own_loss_is_of_all_its_samples_however_many_count(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(kindred, "shares", lambda prior, evidence: np.broadcast_to(np.full(3, 1 / 3), evidence.shape))
+    few = {"num_clients": 4, "num_rounds": 1, "samples_per_client": 100, "local_epochs": 1}
+
+    def own_losses(counted: int) -> list[float]:
+        losses: list[float] = []
+        monkeypatch.setattr(kindred, "COUNTED", counted)
+        monkeypatch.setattr(kindred, "mixture_metrics", lambda visit, models, each: losses.append(each[-1]) or {})
+        run_inline(Config(strategy="kindred", held_out_clients=1, output_dir=str(tmp_path), **few))
+        return [loss for loss in losses if loss > 0]  # without labelled samples there is none
+
+    some, every = own_losses(8), own_losses(1000)
+    assert some and np.isfinite(some).all() and some == pytest.approx(every)
 
 
 def test_a_newcomer_weighs_models_by_their_losses_and_their_predictions_by_hand() -> None:
