@@ -44,10 +44,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from flwr.supercore import log
 
-from kindred.client.locks import lock
 from kindred.engine.checkpoint import Checkpoints
 from kindred.engine.history import HeadlineColumns
 from kindred.files import partial_files, replacing, write_arrays, write_bytes
+from kindred.locks import lock
 from kindred.messages import ClientId, in_order, read_record
 
 from .config import ConfigError

@@ -17,8 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from kindred.client.locks import is_ours, lock
 from kindred.files import make_private
+from kindred.locks import is_ours, lock
 
 from .flower_app import toml
 from .processes import MARK

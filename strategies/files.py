@@ -13,7 +13,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from .client.locks import is_ours
+from .locks import is_ours
 
 
 def make_private(folder: Path) -> None:

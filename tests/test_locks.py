@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kindred.client import locks
+from kindred import locks
 
 # What a run uses is imported first; then the modules, functions and signals that Windows has not are gone, and
 # msvcrt, of which locks need one function, notes its calls.

@@ -35,16 +35,16 @@ SHARED = Path("/dev/shm")
 
 
 @pytest.fixture(params=["fork", "spawn"])
-def grid(request) -> Iterator[WorkerGrid]:
-    before = set(SHARED.iterdir())
+def grid(request, monkeypatch) -> Iterator[WorkerGrid]:
+    numbers = itertools.count()
+    monkeypatch.setattr(workers.secrets, "token_hex", lambda size: f"{os.getpid()}x{next(numbers)}")
     grid = WorkerGrid("tests.worker_apps:app", CLIENTS, workers=2)
     grid._method = request.param
     yield grid
     processes = [worker.process for worker in grid._workers if worker.process]
     grid.close()
     assert not any(process.is_alive() for process in processes)
-    left = {path for path in SHARED.glob("kindred-*") if path not in before}  # or another test's, which are short-lived
-    wait_until(lambda: not any(path.exists() for path in left), 5)
+    assert not list(SHARED.glob(f"kindred-{os.getpid()}x*"))
 
 
 def ask(grid: WorkerGrid, size: int, values: dict[int, float] | None = None) -> dict[int, object]:
@@ -82,20 +82,32 @@ def test_blocks_of_shared_memory_are_kept_for_later_messages_of_any_size(grid) -
         for client, content in found.items():
             assert content["arrays"]["w"].numpy().tolist() == [11 * client + size] * size
         channels = [worker.channel for worker in grid._workers if worker.channel]
-        kept.append({id(block) for channel in channels for block in channel._blocks.values()})
+        kept.append({block for channel in channels for block in channel._blocks.values()})
         assert len(kept[-1]) <= 2 * 2 * workers.AHEAD
     assert kept[0] <= kept[1] and kept[2] == kept[3]
 
 
-def test_no_block_is_left_of_an_answer_that_nobody_reads(grid) -> None:
-    ask(grid, 100_000)
+@pytest.mark.parametrize("kept", [False, True])
+def test_no_block_is_left_of_an_answer_that_nobody_reads(grid, kept) -> None:
     nodes = list(grid.get_node_ids())
+    if kept:
+        ask(grid, 100_000)
     content = RecordDict({"arrays": ArrayRecord({"w": Array(np.ones(200_000, np.float32))})})  # larger blocks
     grid.push_messages([grid.create_message(content, MessageType.TRAIN, node, "1") for node in nodes[:2]])
     channels = [worker.channel for worker in grid._workers]
+    for channel in channels:
+        assert channel.connection.recv()[0] == logging.INFO  # a line of the log, before the answer
     wait_until(lambda: all(channel.connection.poll() for channel in channels), 60)
     grid.close()
     assert not [name for channel in channels for name in channel._names if (SHARED / name).exists()]
+
+
+def test_a_block_whose_making_was_interrupted_is_no_error() -> None:
+    channel = workers._Channel(multiprocessing.Pipe()[0], f"begun-{os.getpid()}-a", f"begun-{os.getpid()}-b")
+    empty = SHARED / channel._names[-1]
+    empty.touch()
+    channel.free()
+    empty.unlink()
 
 
 def test_one_process_has_no_more_than_two_messages(monkeypatch) -> None:
@@ -162,18 +174,20 @@ def test_lines_of_a_process_s_log_reach_the_server_s(grid, caplog) -> None:
     }
 
 
-def test_ctrl_c_at_any_line_of_a_transfer_leaves_no_block_of_shared_memory(monkeypatch) -> None:
+@pytest.mark.parametrize("end", ["sender", "receiver"])
+def test_ctrl_c_at_any_line_of_a_transfer_lets_this_end_free_all_blocks(monkeypatch, end) -> None:
     (node,) = WorkerGrid("tests.worker_apps:app", 1, workers=1).get_node_ids()
     ignored: list[object] = []
     monkeypatch.setattr(sys, "unraisablehook", ignored.append)
     traced = {workers.__file__, multiprocessing.shared_memory.__file__}
+    name = f"transfer-{os.getpid()}-"
 
-    def transfer(ours: workers._Channel, theirs: workers._Channel) -> None:
+    def transfer(sender: workers._Channel, receiver: workers._Channel) -> None:
         for size in (20_000, 40_000):
             content = RecordDict({"arrays": ArrayRecord({"w": Array(np.full(size, 7.0, np.float32))})})
             for _ in range(workers.AHEAD):  # the blocks of the second size replace those of the first
-                ours.send(Message(content, node, MessageType.TRAIN), RecordDict())
-                message, _ = theirs.receive()
+                sender.send(Message(content, node, MessageType.TRAIN), RecordDict())
+                message, _ = receiver.receive()
                 assert message.content["arrays"]["w"].numpy().tolist() == [7.0] * size
 
     def interrupted(at: int) -> bool:
@@ -184,27 +198,29 @@ def test_ctrl_c_at_any_line_of_a_transfer_leaves_no_block_of_shared_memory(monke
             nonlocal left
             callers = {each.f_code.co_name for each in (frame, frame.f_back) if each}
             if frame.f_code.co_filename not in traced or callers & {"__init__", "__del__"}:
-                return None  # in __init__ a block may be empty yet, and in __del__ Python ignores all exceptions
+                return None  # of __init__ there is a test above, and in __del__ Python ignores all exceptions
             left -= event == "line"
             if left == 0:
                 raise KeyboardInterrupt
             return lines
 
         first, second = multiprocessing.Pipe()
-        ours, theirs = workers._Channel(first, f"{name}a", f"{name}b"), workers._Channel(second, f"{name}b", f"{name}a")
+        sender = workers._Channel(first, f"{name}a", f"{name}b")
+        receiver = workers._Channel(second, f"{name}b", f"{name}a")
+        ours = sender if end == "sender" else receiver
         before = sys.gettrace()
         sys.settrace(lines)
         try:
-            transfer(ours, theirs)
+            transfer(sender, receiver)
         except KeyboardInterrupt:
+            sys.settrace(before)
+            ours.free()  # while the traceback keeps all local variables
             return True
-        else:
-            return False
         finally:
             sys.settrace(before)
-            ours.free()
+        ours.free()
+        return False
 
-    name = f"kindred-test-{os.getpid()}"
     at = next(at for at in itertools.count(1) if not interrupted(at))
     assert at > 100 and not ignored
     assert not list(SHARED.glob(f"{name}*"))

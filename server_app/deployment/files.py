@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kindred.client.locks import lock
 from kindred.files import make_private, partial_files, replacing
+from kindred.locks import lock
 from kindred.server_app.cli.common import end
 
 # In the state folder of `kindred server`: the SuperLink's database, the names of registered keys, the runs' statuses.

@@ -32,9 +32,8 @@ import psutil
 from safetensors import SafetensorError, safe_open
 
 from kindred.files import make_private, partial_files, replacing, write_arrays
+from kindred.locks import lock
 from kindred.messages import ClientId
-
-from .locks import lock
 
 # Names under which a client saves
 MODEL = "model"  # its personal model

@@ -16,10 +16,10 @@ from flwr.serverapp import Grid
 from flwr.supercore import log
 from safetensors import safe_open
 
-from kindred.client.locks import lock
 from kindred.client.state import default_root, reading, run_folder
 from kindred.files import is_own, make_private
 from kindred.lazy import lazy
+from kindred.locks import lock
 from kindred.messages import ClientId
 
 from .checkpoint import NotResumable

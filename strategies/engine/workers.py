@@ -150,12 +150,13 @@ class WorkerGrid(InlineGrid):
         # A forked process inherits all connections; copies of them would keep them open when this process has ended.
         inherited = [each.channel.connection for each in self._workers if each.channel and self._method == "fork"]
         gpu = worker.number % self._gpus if self._gpus else None
-        worker.process = processes.Process(
+        process = processes.Process(
             target=_work,
             args=(theirs, name, inherited, self._reference, self._contexts, self._threads, gpu),
             daemon=True,
         )
-        worker.process.start()
+        process.start()
+        worker.process = process  # only now can it be ended
         theirs.close()
 
     def _receive(self, worker: _Worker) -> None:
@@ -255,13 +256,14 @@ class _Channel:
     """One end of the connection between this process and another.
 
     Large messages are copied into blocks of shared memory. Each end writes into AHEAD blocks in turn, which are kept. A
-    worker process never has more than AHEAD messages, so that the other end has read a block before its next turn.
+    worker process never has more than AHEAD messages, so that the other end has read a block before its next turn. A
+    block is replaced only by a larger one of the same name, when a message does not fit: so the reader notices it.
 
     Parameters
     ----------
     connection : Connection
     writes, reads : str
-        Beginnings of the names of this end's blocks, and of the other's: after them comes the turn.
+        Prefixes of the names of the blocks that this end writes, and of those that it reads; the turn follows.
     """
 
     def __init__(self, connection: Connection, writes: str, reads: str) -> None:
@@ -327,7 +329,7 @@ class _Channel:
     def free(self) -> None:
         """Free the blocks of both ends after the other process has ended, also that of an answer still on its way."""
         for name in self._names:
-            with suppress(FileNotFoundError):
+            with suppress(FileNotFoundError, ValueError):  # ValueError: it was interrupted before the block had a size
                 _free(self._blocks.get(name) or SharedMemory(name))
 
 
