@@ -8,7 +8,7 @@ mixture is of w_i itself; v_i, the mean of similar clients' models; and g, that 
 |---|---|
 | S_ij = cos(w_i - wbar, w_j - wbar), wbar the mean model | `centred_cosines` |
 | P_ij = softmax_{j != i}(SHARPNESS S_ij + log n_j), the weights of v_i | `neighbour_weights` |
-| l_ik: losses of w_i, v_i and g on i's held-out samples, if more as of COUNTED | `parts.held_out.judged` |
+| l_ik: losses of w_i, v_i and g on i's held-out samples, as of COUNTED at most | `parts.held_out.judged`, `train` |
 | e_ik: minus the mean of l_ik, in which a round has MEMORY times the weight of the next, the evidence | `train` |
 | p: for how many of all clients each of the three is best, by their evidence (empirical Bayes) | `prevalence` |
 | s_ik ~ p_k exp(e_ik): the shares of the three in i's mixture | `shares` |
@@ -19,8 +19,8 @@ validation data; without any, a tenth of its training samples in the first half 
 client starts from others' models: what w_i has learnt by heart cannot judge it. A held-out sample makes its own class
 rarer in training. Where samples are few this alone would decide against w_i, so what w_i predicts is corrected
 (`parts.held_out.rarity`). A mean of models is less certain than one model, and as often right, so a temperature is
-fitted for each model. Many samples show which model is best now. But the mean of all improves from round to round only
-if clients start from it together.
+fitted for each model. More than COUNTED samples count as COUNTED: many show which model is best now, but the mean of
+all improves from round to round only if clients start from it together.
 
 Empirical Bayes is of Robbins, 1956; weights by held-out samples are those of stacking, Wolpert, 1992, and of FedFomo,
 arXiv:2012.08565.
@@ -210,12 +210,13 @@ class KindredClient(LocalTraining):
         if known and NEIGHBOURS in received:
             parts = [last, received[NEIGHBOURS], everybody]
             trained, held_out = divided(visit, fold, held)
-            counted = min(len(held_out[1]), COUNTED)
-            if counted and credit >= SOURCES * -(-len(held_out[1]) // visit.batch_size):
-                losses = MEMORY * losses + judged(visit, parts, held_out, trained) * (counted / len(held_out[1]))
+            size = len(held_out[1])
+            counted = min(size, COUNTED)
+            if size and credit >= SOURCES * -(-size // visit.batch_size):
+                losses = MEMORY * losses + judged(visit, parts, held_out, trained) * (counted / size)
                 rounds, credit = MEMORY * rounds + 1, 0.0
             evidence = (losses.min() - losses) / max(rounds, 1.0)
-            if counted and rounds:
+            if size and rounds:
                 own_loss = losses[0] / rounds * len(visit.site.train[1]) / counted
             s = shares(np.array(visit.config[PRIOR]), evidence)  # (3,)
             start = combined(parts, s)

@@ -20,7 +20,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
@@ -299,10 +299,8 @@ class _Channel:
                 _free(block)
             block = self._blocks[name] = SharedMemory(name, create=True, size=sum(sizes))
         assert block.buf is not None  # it has one until it is closed
-        start = 0
-        for part, size in zip(parts, sizes, strict=True):
-            block.buf[start : start + size] = part
-            start += size
+        for part, place in zip(parts, _places(sizes), strict=True):
+            block.buf[place] = part
         self.connection.send((sizes, name))
 
     def receive(self) -> tuple[Any, Any]:
@@ -334,15 +332,20 @@ class _Channel:
 
 
 def _unpacked(buffer: bytes | memoryview, sizes: Sequence[int]) -> tuple[Message, RecordDict]:
-    starts = itertools.accumulate(sizes, initial=0)
     # No part of a block is kept as a view: if Ctrl-C arrives here, the block could not be closed.
-    about, state, *data = (bytes(buffer[start : start + size]) for start, size in zip(starts, sizes, strict=False))
+    about, state, *data = (bytes(buffer[place]) for place in _places(sizes))
     message = message_from_proto(ProtoMessage.FromString(about))
     if message.has_content():
         arrays = (array for record in message.content.array_records.values() for array in record.values())
         for array, values in zip(arrays, data, strict=True):
             array.data = values
     return message, recorddict_from_proto(ProtoRecordDict.FromString(state))
+
+
+def _places(sizes: Sequence[int]) -> Iterator[slice]:
+    """Yield where in a block each part of a message lies."""
+    for end, size in zip(itertools.accumulate(sizes), sizes, strict=True):
+        yield slice(end - size, end)
 
 
 def _free(block: SharedMemory) -> None:
