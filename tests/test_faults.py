@@ -103,10 +103,12 @@ def count(draw) -> Damage:
     examples = draw(st.none() | not_counts)
 
     def change(content: RecordDict) -> None:
-        if examples is None:
-            del content["metrics"]["num-examples"]
-        else:
-            content["metrics"]["num-examples"] = examples
+        metrics = content["metrics"]
+        for key in {"num-examples", "num-test-examples"} & set(metrics):
+            if examples is None:
+                del metrics[key]
+            else:
+                metrics[key] = examples
 
     return with_content(change)
 

@@ -19,6 +19,7 @@ from kindred.messages import (
     MAX_NAME,
     MODEL_BYTES,
     MOST,
+    NUM_EXAMPLES,
     NUM_TEST_EXAMPLES,
     SAMPLES_PREDICTED,
     SAMPLES_TRAINED,
@@ -35,7 +36,7 @@ LARGEST = 1e15  # largest float: its square, and sums weighted by numbers of sam
 MAX_METRICS = 1000
 MAX_NUMBERS = 10_000  # in all lists of a reply's metrics together
 # Metrics that are counts: whole numbers from 0 to MAX_EXAMPLES, if a reply has them.
-COUNTS = (NUM_TEST_EXAMPLES, SAMPLES_TRAINED, SAMPLES_PREDICTED, MODEL_BYTES)
+COUNTS = (NUM_EXAMPLES, NUM_TEST_EXAMPLES, SAMPLES_TRAINED, SAMPLES_PREDICTED, MODEL_BYTES)
 # Bounds of an introduction: entries, items of a list, characters of a text.
 MAX_ENTRIES, MAX_ITEMS, MAX_TEXT = 100, 1000, 10_000
 
