@@ -259,6 +259,27 @@ def test_a_checkpoint_is_written_while_the_run_goes_on_unless_it_is_the_only_one
     assert rounds_in(checkpoints) == ([2, 3] if waits else [3]) and checkpoints.load() == (3, {"round": 3})
 
 
+def test_the_next_round_is_sent_before_a_checkpoint_is_written(tmp_path) -> None:
+    sent, in_time = threading.Event(), []
+
+    class Noting(InlineGrid):
+        def push_messages(self, messages):
+            sent.set()
+            return super().push_messages(messages)
+
+    class Slow(Checkpoints):
+        def begin(self, server_round, state) -> None:
+            sent.clear()
+            super().begin(server_round, state)
+
+        def _write(self, server_round, arrays) -> None:
+            in_time.append(server_round == ROUNDS or sent.wait(30))
+            super()._write(server_round, arrays)
+
+    FedAvg().start(Noting(plain_app(), CLIENTS), initial(), ROUNDS, checkpoints=Slow(tmp_path))
+    assert in_time == [True] * ROUNDS
+
+
 def test_an_error_while_a_checkpoint_is_written_ends_the_run_at_the_latest_with_it(tmp_path, monkeypatch) -> None:
     def fail(*_):
         raise MemoryError

@@ -511,7 +511,7 @@ def only_validates(about: Mapping[str, Any]) -> bool:
 def _reasons(introduce: Introduce, newcomers: Mapping[ClientId, Mapping[str, Any]]) -> dict[ClientId, str]:
     """Return why newcomers cannot take part; a newcomer whose introduction raises an exception cannot."""
     try:
-        return introduce(newcomers)
+        return introduce(newcomers) if newcomers else {}
     except SERVER_ERRORS:
         raise
     except Exception as error:
