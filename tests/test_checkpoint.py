@@ -393,7 +393,7 @@ def test_a_checkpoint_that_cannot_be_written_is_tried_again_after_the_next_round
 
 
 def test_a_run_that_cannot_write_files_for_a_while_gives_the_same_bits(whole, tmp_path, monkeypatch, caplog) -> None:
-    fsync, config = os.fsync, config_of(tmp_path, "heurfedamp")
+    fsync, config = os.fsync, config_of(tmp_path, "heurfedamp", keep_checkpoints=1)  # a round waits for its checkpoint
 
     class Full(InlineGrid):
         def push_messages(self, messages):
