@@ -24,13 +24,17 @@ from flwr.supercore import log
 
 from kindred.engine.checkpoint import Checkpoints
 from kindred.files import write_bytes
+from kindred.lazy import lazy
 from kindred.messages import ClientId, in_order
 from kindred.versions import VERSION
 
 from .config import Config, ConfigError
 
 if TYPE_CHECKING:
+    from matplotlib.backends import backend_agg as agg
     from matplotlib.figure import Figure
+else:
+    agg = lazy("matplotlib.backends.backend_agg")
 
 PACKAGES = ("flwr", "torch", "numpy", "scikit-learn")  # in addition to our own
 
@@ -191,7 +195,7 @@ def save_figure(figure: Figure, path: Path) -> None:
 def png_of(figure: Figure) -> bytes:
     """Return the content of a PNG file of a figure."""
     content = io.BytesIO()
-    figure.savefig(content, format="png")
+    agg.FigureCanvasAgg(figure).print_png(content)  # `savefig` draws twice
     return content.getvalue()
 
 
