@@ -195,7 +195,8 @@ def save_figure(figure: Figure, path: Path) -> None:
 def png_of(figure: Figure) -> bytes:
     """Return the content of a PNG file of a figure."""
     content = io.BytesIO()
-    agg.FigureCanvasAgg(figure).print_png(content)  # `savefig` draws twice
+    canvas: Any = agg.FigureCanvasAgg(figure)  # matplotlib has no types for it
+    canvas.print_png(content)  # `savefig` draws twice
     return content.getvalue()
 
 

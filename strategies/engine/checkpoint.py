@@ -18,10 +18,10 @@ import re
 import struct
 import zipfile
 from collections.abc import Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from logging import WARNING
 from pathlib import Path
+from threading import Thread
 from typing import IO, Any, Protocol
 
 import numpy as np
@@ -96,8 +96,8 @@ class Checkpoints:
         self.every = every
         self.keep = keep
         self._overdue = False  # the last one could not be written
-        self._writer = ThreadPoolExecutor(1)  # its thread is started by the first checkpoint
-        self._writing: tuple[int, Future[None]] | None = None  # the round whose checkpoint is being written
+        self._writing: tuple[int, Thread] | None = None  # the round whose checkpoint is being written, and by whom
+        self._failure: BaseException | None = None  # of a checkpoint, other than the disk's
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -120,18 +120,21 @@ class Checkpoints:
         arrays: dict[str, np.ndarray] = {}
         text = json.dumps({"format": FORMAT, "round": server_round, "state": pack(state, arrays)})
         arrays[STATE] = np.frombuffer(text.encode(), np.uint8)
-        self._writing = server_round, self._writer.submit(self._write_or_warn, server_round, arrays)
+        # One for each checkpoint: a thread that waits for the next would outlive a Ctrl-C that arrives while it starts.
+        thread = Thread(target=self._write_or_warn, args=(server_round, arrays))
+        thread.start()
+        self._writing = server_round, thread
         if self.keep == 1:  # until it is written, the run may have to resume from the one that it replaces
             self.finish()
 
     def finish(self) -> None:
         """Wait until the checkpoint that was begun is written, if there is one."""
         if self._writing:
-            _, written = self._writing
-            failure = written.exception()
+            self._writing[1].join()
             self._writing = None
-            if failure:
-                raise failure
+        if self._failure:
+            failure, self._failure = self._failure, None
+            raise failure
 
     def _write_or_warn(self, server_round: int, arrays: Mapping[str, np.ndarray]) -> None:
         try:
@@ -149,6 +152,8 @@ class Checkpoints:
                 error.strerror or error,
                 f"can be resumed from round {last[0] + 1}" if last else "cannot be resumed",
             )
+        except BaseException as error:
+            self._failure = error
 
     def _write(self, server_round: int, arrays: Mapping[str, np.ndarray]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
