@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 import psutil
@@ -10,14 +9,15 @@ import psutil
 from kindred.lazy import lazy
 
 if TYPE_CHECKING:
+    import joblib
     import torch
 else:
-    torch = lazy("torch")
+    joblib, torch = lazy("joblib"), lazy("torch")
 
 
 def cpus() -> int:
-    """Return the number of CPUs that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return the number of CPUs that this process may use, by its affinity and its container's quota."""
+    return int(joblib.cpu_count())
 
 
 def processes_that_fit() -> int:

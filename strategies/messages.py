@@ -176,11 +176,18 @@ def to_record(arrays: Mapping[str, np.ndarray]) -> ArrayRecord:
     record = ArrayRecord()
     for name, array in arrays.items():
         array = np.asarray(array, order="C")
-        header = io.BytesIO()
-        np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(array))
-        data = b"".join((header.getvalue(), array.data if array.ndim else array.tobytes()))
-        record[name] = Array(str(array.dtype), tuple(array.shape), "numpy.ndarray", data)
+        header, dtype = _header(array.dtype, array.shape)
+        data = b"".join((header, array.data if array.ndim else array.tobytes()))
+        record[name] = Array(dtype, array.shape, "numpy.ndarray", data)
     return record
+
+
+@lru_cache(maxsize=1024)  # every message has the same few shapes
+def _header(dtype: np.dtype, shape: tuple[int, ...]) -> tuple[bytes, str]:
+    """Return what comes before an array's values in a .npy file, and the name of its type."""
+    stream, descr = io.BytesIO(), np.lib.format.dtype_to_descr(dtype)
+    np.lib.format.write_array_header_1_0(stream, {"descr": descr, "fortran_order": False, "shape": shape})
+    return stream.getvalue(), str(dtype)
 
 
 def _header_length(data: bytes) -> int:
@@ -193,7 +200,7 @@ def _header_length(data: bytes) -> int:
     return length
 
 
-@lru_cache(maxsize=1024)  # every message has the same few shapes
+@lru_cache(maxsize=1024)
 def _parse_header(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype]:
     stream = io.BytesIO(header)
     if np.lib.format.read_magic(stream) == (1, 0):

@@ -278,6 +278,17 @@ def test_no_process_outlives_the_command(number, tmp_path) -> None:
 # --- How many -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system cannot bind a process to CPUs")
+def test_the_cpus_are_those_that_this_process_may_use() -> None:
+    usable = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(usable)})
+    try:
+        assert cpus() == 1
+    finally:
+        os.sched_setaffinity(0, usable)
+    assert 1 <= cpus() <= len(usable)  # fewer in a container with a quota
+
+
 def test_workers_are_bounded_by_cpus_clients_memory_and_request(monkeypatch) -> None:
     config = Config(**SMALL)
     monkeypatch.setattr(engines, "cpus", lambda: 8)

@@ -100,6 +100,8 @@ class InlineGrid(Grid):
         return [reply for message_id in ids for reply in self.pull_messages([message_id])]
 
     def _answer(self, message: Message) -> Message:
+        # Messages may share records: a client's changes to its records must not affect the others.
+        message.content = RecordDict({name: _copy(record) for name, record in message.content.items()})
         return answer(self._client_app, message, self._contexts[message.metadata.dst_node_id])
 
 
@@ -112,8 +114,6 @@ def identify(run_id: int) -> None:
 
 def answer(client_app: ClientApp, message: Message, context: Context) -> Message:
     """Return a ClientApp's reply to a message, or the error that it raised."""
-    # Messages may share records: a client's changes to its records must not affect the others.
-    message.content = RecordDict({name: _copy(record) for name, record in message.content.items()})
     try:
         return client_app(message, context)
     except Exception as error:  # a client's failure must not end the round

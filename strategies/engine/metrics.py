@@ -26,8 +26,9 @@ def mean_metrics(contents: list[RecordDict], weighted_by_key: str) -> MetricReco
 
     records = [next(iter(content.metric_records.values())) for content in contents]
     shared = [key for key in records[0] if all(form(r.get(key)) == form(records[0][key]) for r in records)]
-    alike = [RecordDict({"metrics": MetricRecord({key: record[key] for key in shared})}) for record in records]
-    return aggregate_metricrecords(alike, weighted_by_key)
+    if any(len(record) > len(shared) for record in records):
+        contents = [RecordDict({"metrics": MetricRecord({key: record[key] for key in shared})}) for record in records]
+    return aggregate_metricrecords(contents, weighted_by_key)
 
 
 def aggregated(
