@@ -110,6 +110,25 @@ def test_a_block_whose_making_was_interrupted_is_no_error() -> None:
     empty.unlink()
 
 
+def test_a_block_replaced_by_one_that_was_not_registered_is_freed_in_silence() -> None:
+    code = (
+        "from multiprocessing import Pipe, resource_tracker\n"
+        "from multiprocessing.shared_memory import SharedMemory\n"
+        "from kindred.engine import workers\n"
+        f"channel = workers._Channel(Pipe()[0], 'again-{os.getpid()}-a', 'again-{os.getpid()}-b')\n"
+        "name = channel._names[0]\n"
+        "for size in (10, 20):\n"
+        "    block = SharedMemory(name, create=True, size=size)\n"
+        "    channel._blocks.setdefault(name, block)\n"
+        "    if size == 10: block.unlink()\n"
+        "resource_tracker.unregister(block._name, 'shared_memory')\n"  # as if ended before it registered it
+        "channel.free()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not list(SHARED.glob(f"again-{os.getpid()}-*"))
+
+
 def test_one_process_has_no_more_than_two_messages(monkeypatch) -> None:
     grid = WorkerGrid("tests.worker_apps:app", 8, workers=2)
     given: list[int] = []

@@ -297,7 +297,8 @@ class _Channel:
         if block is None or block.size < sum(sizes):
             if block:
                 _free(block)
-            block = self._blocks[name] = SharedMemory(name, create=True, size=sum(sizes))
+            # A little larger, for messages of which only the numbers differ.
+            block = self._blocks[name] = SharedMemory(name, create=True, size=sum(sizes) + LEAST_SHARED)
         assert block.buf is not None  # it has one until it is closed
         for part, place in zip(parts, _places(sizes), strict=True):
             block.buf[place] = part
@@ -327,8 +328,12 @@ class _Channel:
     def free(self) -> None:
         """Free the blocks of both ends after the other process has ended, also that of an answer still on its way."""
         for name in self._names:
+            if block := self._blocks.get(name):
+                with suppress(OSError):  # Ctrl-C came while it was being closed
+                    block.close()
+            # Opened anew, it is known to Python's resource tracker, even if its maker was ended before it said so.
             with suppress(FileNotFoundError, ValueError):  # ValueError: it was interrupted before the block had a size
-                _free(self._blocks.get(name) or SharedMemory(name))
+                _free(SharedMemory(name))
 
 
 def _unpacked(buffer: bytes | memoryview, sizes: Sequence[int]) -> tuple[Message, RecordDict]:
