@@ -122,8 +122,8 @@ class History:
     def __init__(self, metric: str = "accuracy") -> None:
         self.metric = metric
         self.rows = HistoryRows()
-        self.rounds: list[dict[str, Any]] = []
-        self.validations: list[dict[str, Any]] = []
+        self.rounds = HistoryRows()
+        self.validations = HistoryRows()
         self.updates = HistoryRows()
         self.remarks: list[dict[str, Any]] = []
         self.left_out: dict[ClientId, str] = {}
@@ -157,9 +157,9 @@ class History:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Resume from what `state` returned."""
-        self.rows, self.rounds, self.left_out = HistoryRows(state["rows"]), state["rounds"], state["left_out"]
-        self.validations = state.get("validations", [])  # the checkpoints of earlier versions have none
-        self.updates, self.remarks = HistoryRows(state["updates"]), state["remarks"]
+        self.rows, self.rounds = HistoryRows(state["rows"]), HistoryRows(state["rounds"])
+        self.validations = HistoryRows(state.get("validations", []))  # the checkpoints of earlier versions have none
+        self.updates, self.remarks, self.left_out = HistoryRows(state["updates"]), state["remarks"], state["left_out"]
         self._headline, self._columns = state["headline"], state["columns"]
         self._validation, self._selected, self._best = state["validation"], state["selected"], state["best"]
         self.times.restore(state.get("times", {}))

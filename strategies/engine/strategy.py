@@ -521,7 +521,10 @@ class PersonalizedStrategy(Hooks, Strategy):
                     "strategy": self,
                     "evaluations": self._evaluations,
                     "empty-rounds": self._empty_rounds,
-                    "result": {kind: dict(getattr(result, kind)) for kind in FLOWER_METRICS},
+                    "result": {
+                        kind: {number: dict(metrics) for number, metrics in getattr(result, kind).items()}
+                        for kind in FLOWER_METRICS
+                    },
                     "attempt": self._attempt,
                 },
             )
