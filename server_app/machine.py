@@ -16,7 +16,10 @@ else:
 
 
 def cpus() -> int:
-    """Return the number of CPUs that this process may use, by its affinity and its container's quota."""
+    """Return the number of CPUs that this process may use.
+
+    Its affinity, its container's quota and the environment variable `LOKY_MAX_CPU_COUNT` bound it.
+    """
     return int(joblib.cpu_count())
 
 

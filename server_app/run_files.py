@@ -196,7 +196,7 @@ def png_of(figure: Figure) -> bytes:
     """Return the content of a PNG file of a figure."""
     content = io.BytesIO()
     canvas: Any = agg.FigureCanvasAgg(figure)  # matplotlib has no types for it
-    canvas.print_png(content)  # `savefig` draws twice
+    canvas.print_png(content)  # `savefig` would draw it once more, for the layout
     return content.getvalue()
 
 

@@ -184,7 +184,7 @@ def to_record(arrays: Mapping[str, np.ndarray]) -> ArrayRecord:
 
 @lru_cache(maxsize=1024)  # every message has the same few shapes
 def _header(dtype: np.dtype, shape: tuple[int, ...]) -> tuple[bytes, str]:
-    """Return what comes before an array's values in a .npy file, and the name of its type."""
+    """Return the header of an array's .npy file, and the name of the array's type."""
     stream, descr = io.BytesIO(), np.lib.format.dtype_to_descr(dtype)
     np.lib.format.write_array_header_1_0(stream, {"descr": descr, "fortran_order": False, "shape": shape})
     return stream.getvalue(), str(dtype)

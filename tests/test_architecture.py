@@ -121,7 +121,9 @@ def test_nothing_is_pickled() -> None:
             for statement, module in imports("", path):
                 top = module.split(".")[0]
                 assert top not in {"pickle", "cloudpickle", "dill", "shelve", "marshal"}, path
-                assert top != "joblib" or isinstance(statement, ast.Import), path  # its functions are called by name
+                # joblib is imported as a module, under its name, so that the check of calls below finds its functions.
+                assert top != "joblib" or isinstance(statement, ast.Import), path
+                assert top != "joblib" or not any(alias.asname for alias in statement.names), path
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Call):
                     called = ast.unparse(node.func)

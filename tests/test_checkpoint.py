@@ -231,6 +231,7 @@ def test_an_interrupted_write_leaves_the_earlier_checkpoints(tmp_path, monkeypat
             patch.setattr(os, moment, fail)
             with pytest.raises(Killed):
                 checkpoints.save(2, {"model": np.arange(4)})
+        checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)  # of the next process
         assert checkpoints.load()[0] == 1
     checkpoints.save(2, {"model": np.arange(4)})
     checkpoints.save(3, {"model": np.arange(5)})
@@ -280,13 +281,71 @@ def test_the_next_round_is_sent_before_a_checkpoint_is_written(tmp_path) -> None
     assert in_time == [True] * ROUNDS
 
 
-def test_an_error_while_a_checkpoint_is_written_ends_the_run_at_the_latest_with_it(tmp_path, monkeypatch) -> None:
-    def fail(*_):
-        raise MemoryError
+@pytest.mark.parametrize("error", [MemoryError, ValueError("it cannot be written")])
+def test_an_error_while_a_checkpoint_is_written_ends_the_run_at_the_latest_with_it(error, tmp_path) -> None:
+    class Failing(Checkpoints):
+        def _write(self, server_round, arrays) -> None:
+            raise error
 
-    monkeypatch.setattr(Checkpoints, "_write", fail)
-    with pytest.raises(MemoryError):
-        Local().start(InlineGrid(plain_app(), 3), initial(), 1, checkpoints=Checkpoints(tmp_path))
+    with pytest.raises(error if isinstance(error, type) else ValueError):
+        Local().start(InlineGrid(plain_app(), 3), initial(), 1, checkpoints=Failing(tmp_path))
+
+
+def test_such_an_error_ends_the_run_too_where_a_client_joins_before_anybody_answers(tmp_path) -> None:
+    class Joined(InlineGrid):
+        most = CLIENTS
+
+        def get_node_ids(self):
+            return list(super().get_node_ids())[: self.most]
+
+        def push_messages(self, messages):
+            messages = list(messages)
+            if messages[0].metadata.group_id == "1" and messages[0].metadata.message_type == "train":
+                self.most = CLIENTS + 1
+            return super().push_messages(messages)
+
+    class Failing(Checkpoints):
+        def _write(self, server_round, arrays) -> None:
+            if server_round == 1:
+                raise ValueError("it cannot be written")
+
+    grid = Joined(plain_app(), CLIENTS + 1)
+    with pytest.raises(ValueError, match="it cannot be written"):
+        FedAvg().start(grid, initial(), ROUNDS, checkpoints=Failing(tmp_path))
+    assert grid.most == CLIENTS + 1
+
+
+def test_an_error_that_follows_the_disk_s_ends_the_run(tmp_path) -> None:
+    class Gone(Checkpoints):
+        def _write(self, server_round, arrays) -> None:
+            raise OSError(errno.EIO, "Input/output error")
+
+        def _files(self):
+            if threading.current_thread() is not threading.main_thread():
+                raise OSError(errno.ESTALE, "Stale file handle")
+            return []
+
+    with pytest.raises(OSError, match="Stale file handle"):
+        FedAvg().start(InlineGrid(plain_app(), CLIENTS), initial(), ROUNDS, checkpoints=Gone(tmp_path))
+
+
+def test_a_run_goes_on_while_checkpoints_fail_beside_its_rounds(tmp_path, caplog) -> None:
+    class Full(Checkpoints):
+        def _write(self, server_round, arrays) -> None:
+            if server_round in (2, 3):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            super()._write(server_round, arrays)
+
+    checkpoints = Full(tmp_path)
+    whole, run = FedAvg(), FedAvg()
+    whole.start(InlineGrid(plain_app(), CLIENTS), initial(), ROUNDS)
+    run.start(InlineGrid(plain_app(), CLIENTS), initial(), ROUNDS, checkpoints=checkpoints)
+    assert rounds_in(checkpoints) == [1, 4]
+    said = [record.message for record in caplog.records if "could not be saved" in record.message]
+    assert [line.split(" in ")[0] for line in said] == [f"kindred: round {r} could not be saved" for r in (2, 3)]
+    assert all("can be resumed from round 2" in line for line in said)
+    models = [{name: array.data for name, array in strategy.global_arrays().items()} for strategy in (whole, run)]
+    assert models[0] == models[1]
 
 
 def rounds_in(checkpoints: Checkpoints) -> list[int]:
@@ -682,6 +741,7 @@ def test_rows_are_encoded_once_however_many_checkpoints_they_are_in(tmp_path, mo
 
 def test_a_checkpoint_of_format_3_in_which_the_history_is_a_list_is_still_read(tmp_path, monkeypatch) -> None:
     before = {**History().state(), "rows": [{"round": 1}], "updates": [{"round": 1, "norm": 2.0}]}
+    before |= {"rounds": [{"round": 1, "asked": 3}], "validations": []}
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "FORMAT", 3)
         Checkpoints(tmp_path).save(1, {"history": before})
@@ -691,6 +751,8 @@ def test_a_checkpoint_of_format_3_in_which_the_history_is_a_list_is_still_read(t
     Checkpoints(tmp_path).save(2, {"history": history})
     again = Checkpoints(tmp_path).load()[1]["history"]
     assert again["rows"] == [{"round": 1}, {"round": 2}] and again["updates"] == before["updates"]
+    assert again["rounds"] == before["rounds"]
+    assert all(type(again[name]) is HistoryRows for name in ("rows", "updates", "rounds", "validations"))
 
 
 def test_an_array_in_a_row_of_the_history_is_refused(tmp_path) -> None:

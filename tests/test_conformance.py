@@ -229,10 +229,11 @@ class WatchedCheckpoints(Checkpoints):
 @every_method
 @pytest.mark.parametrize("share", [0.5, 1.0])
 def test_no_array_changes_while_its_checkpoint_is_written(name, share, tmp_path) -> None:
-    checkpoints = WatchedCheckpoints(tmp_path)
-    strategy = make(name, fraction_train=share)
-    strategy.start(InlineGrid(app_of(name), CLIENTS), initial_of(name), ROUNDS, checkpoints=checkpoints)
-    assert checkpoints.begun >= ROUNDS and checkpoints.copied == ()
+    for kept in ({}, {"store": "disk"}) if "store" in REGISTRY[name] else ({},):
+        checkpoints = WatchedCheckpoints(tmp_path / f"{len(kept)}")
+        strategy = make(name, fraction_train=share, **kept)
+        strategy.start(InlineGrid(app_of(name), CLIENTS), initial_of(name), ROUNDS, checkpoints=checkpoints)
+        assert checkpoints.begun >= ROUNDS and checkpoints.copied == ()
 
 
 @every_method

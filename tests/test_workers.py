@@ -77,14 +77,14 @@ def test_clients_work_in_several_processes_and_keep_their_context(grid, size) ->
 
 def test_blocks_of_shared_memory_are_kept_for_later_messages_of_any_size(grid) -> None:
     kept = []
-    for size in (100_000, 60_000, 200_000, 5):
+    for size in (100_000, 60_000, 200_000, 200_100, 5):
         found = ask(grid, size, {client: 10.0 * client + size for client in range(CLIENTS)})
         for client, content in found.items():
             assert content["arrays"]["w"].numpy().tolist() == [11 * client + size] * size
         channels = [worker.channel for worker in grid._workers if worker.channel]
         kept.append({block for channel in channels for block in channel._blocks.values()})
         assert len(kept[-1]) <= 2 * 2 * workers.AHEAD
-    assert kept[0] <= kept[1] and kept[2] == kept[3]
+    assert kept[0] <= kept[1] and kept[2] == kept[3] == kept[4]
 
 
 @pytest.mark.parametrize("kept", [False, True])
@@ -297,8 +297,14 @@ def test_no_process_outlives_the_command(number, tmp_path) -> None:
 # --- How many -----------------------------------------------------------------------------------------
 
 
+def test_the_cpus_are_those_that_this_process_may_use(monkeypatch) -> None:
+    assert 1 <= cpus() <= (os.cpu_count() or 1)
+    monkeypatch.setenv("LOKY_MAX_CPU_COUNT", "1")
+    assert cpus() == 1
+
+
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system cannot bind a process to CPUs")
-def test_the_cpus_are_those_that_this_process_may_use() -> None:
+def test_the_cpus_are_those_to_which_this_process_is_bound() -> None:
     usable = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(usable)})
     try:

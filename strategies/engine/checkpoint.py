@@ -96,8 +96,8 @@ class Checkpoints:
         self.every = every
         self.keep = keep
         self._overdue = False  # the last one could not be written
-        self._writing: tuple[int, Thread] | None = None  # the round whose checkpoint is being written, and by whom
-        self._failure: BaseException | None = None  # of a checkpoint, other than the disk's
+        self._writing: tuple[int, Thread] | None = None  # the round whose checkpoint is being written, and the thread
+        self._failure: BaseException | None = None  # an error of such a thread that is not the disk's
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -120,21 +120,31 @@ class Checkpoints:
         arrays: dict[str, np.ndarray] = {}
         text = json.dumps({"format": FORMAT, "round": server_round, "state": pack(state, arrays)})
         arrays[STATE] = np.frombuffer(text.encode(), np.uint8)
-        # One for each checkpoint: a thread that waits for the next would outlive a Ctrl-C that arrives while it starts.
-        thread = Thread(target=self._write_or_warn, args=(server_round, arrays))
+        # A new thread for each checkpoint. One that stayed for the next would keep the process from ending if Ctrl-C
+        # came while it was started, before anybody knew of it.
+        thread = Thread(target=self._write_in_thread, args=(server_round, arrays))
         thread.start()
         self._writing = server_round, thread
         if self.keep == 1:  # until it is written, the run may have to resume from the one that it replaces
             self.finish()
 
     def finish(self) -> None:
-        """Wait until the checkpoint that was begun is written, if there is one."""
+        """Wait until the checkpoint that was begun is written, if there is one.
+
+        An error that is not the disk's is raised, and again by each later call: the caller may have handled it as
+        another's.
+        """
         if self._writing:
             self._writing[1].join()
             self._writing = None
         if self._failure:
-            failure, self._failure = self._failure, None
-            raise failure
+            raise self._failure
+
+    def _write_in_thread(self, server_round: int, arrays: Mapping[str, np.ndarray]) -> None:
+        try:
+            self._write_or_warn(server_round, arrays)
+        except BaseException as error:
+            self._failure = error
 
     def _write_or_warn(self, server_round: int, arrays: Mapping[str, np.ndarray]) -> None:
         try:
@@ -152,8 +162,6 @@ class Checkpoints:
                 error.strerror or error,
                 f"can be resumed from round {last[0] + 1}" if last else "cannot be resumed",
             )
-        except BaseException as error:
-            self._failure = error
 
     def _write(self, server_round: int, arrays: Mapping[str, np.ndarray]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -84,6 +84,9 @@ class Hooks:
 
     An exception in a hook does not end the run. In `introduce` it excludes its client. In `mismatch`, `inspect`,
     `update_norm`, `scaled_update` or a `take…` the client's reply is lost; in `end_round` the round is lost.
+
+    An array of the state may be changed in place in `introduce`, `take…` and `end_round` alone. Other hooks replace it
+    by a new one, because its checkpoint may be being written.
     """
 
     name: str

@@ -297,7 +297,7 @@ class _Channel:
         if block is None or block.size < sum(sizes):
             if block:
                 _free(block)
-            # A little larger, for messages of which only the numbers differ.
+            # A little larger, so that a message that is some bytes longer still fits.
             block = self._blocks[name] = SharedMemory(name, create=True, size=sum(sizes) + LEAST_SHARED)
         assert block.buf is not None  # it has one until it is closed
         for part, place in zip(parts, _places(sizes), strict=True):
@@ -331,7 +331,7 @@ class _Channel:
             if block := self._blocks.get(name):
                 with suppress(OSError):  # Ctrl-C came while it was being closed
                     block.close()
-            # Opened anew, it is known to Python's resource tracker, even if its maker was ended before it said so.
+            # Opened anew: this registers it with Python's resource tracker, also if its maker was ended before it did.
             with suppress(FileNotFoundError, ValueError):  # ValueError: it was interrupted before the block had a size
                 _free(SharedMemory(name))
 
