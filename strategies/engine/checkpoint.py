@@ -96,7 +96,7 @@ class Checkpoints:
         self.every = every
         self.keep = keep
         self._overdue = False  # the last one could not be written
-        self._writing: tuple[int, Thread] | None = None  # the round whose checkpoint is being written, and the thread
+        self._writing: tuple[int, Thread] | None = None  # `oldest` until a checkpoint is written, and who writes it
         self._failure: BaseException | None = None  # an error of such a thread that is not the disk's
 
     def __enter__(self) -> Checkpoints:
@@ -120,11 +120,12 @@ class Checkpoints:
         arrays: dict[str, np.ndarray] = {}
         text = json.dumps({"format": FORMAT, "round": server_round, "state": pack(state, arrays)})
         arrays[STATE] = np.frombuffer(text.encode(), np.uint8)
+        oldest = min([server_round, *(number for number, _ in self._files())])
         # A new thread for each checkpoint. One that stayed for the next would keep the process from ending if Ctrl-C
         # came while it was started, before anybody knew of it.
         thread = Thread(target=self._write_in_thread, args=(server_round, arrays))
         thread.start()
-        self._writing = server_round, thread
+        self._writing = oldest, thread
         if self.keep == 1:  # until it is written, the run may have to resume from the one that it replaces
             self.finish()
 
@@ -181,15 +182,11 @@ class Checkpoints:
             raise
         _sync(self.folder)
         # Other files of this round or of later ones are damaged: the run resumed from an earlier round.
-        earlier = self._earlier_to_keep(server_round)
+        earlier = [each for each in self._files() if each[0] < server_round][: self.keep - 1]
         for number, old in self._files():
             if old != path and (number, old) not in earlier:
                 with suppress(OSError):
                     old.unlink()
-
-    def _earlier_to_keep(self, server_round: int) -> list[tuple[int, Path]]:
-        """Return the checkpoints to keep beside that of a round, the last round first."""
-        return [each for each in self._files() if each[0] < server_round][: self.keep - 1]
 
     def remove(self) -> None:
         """Remove all checkpoints, and the folder if it is then empty."""
@@ -203,10 +200,10 @@ class Checkpoints:
     def oldest(self) -> int | None:
         """Round of the oldest checkpoint, the earliest from which a run may have to resume; None if there is none.
 
-        The one that is being written counts as written.
+        While one is being written, those that it will replace count: it may never be complete.
         """
         if self._writing:
-            return min([self._writing[0], *(number for number, _ in self._earlier_to_keep(self._writing[0]))])
+            return self._writing[0]
         files = self._files()
         return files[-1][0] if files else None
 
