@@ -46,7 +46,7 @@ from flwr.supercore import log
 
 from kindred.engine.checkpoint import Checkpoints
 from kindred.engine.history import HeadlineColumns
-from kindred.files import partial_files, replacing, write_arrays, write_bytes
+from kindred.files import flush_files, partial_files, replacing, write_arrays, write_bytes
 from kindred.locks import lock
 from kindred.messages import ClientId, in_order, read_record
 
@@ -143,6 +143,7 @@ class RunFolder:
                 )
         else:
             self._make({"metric": metric, "groups": groups, "names": list(names) or None, "images": samples})
+        self._unflushed: list[Path] = []  # files of rounds that may not be on the disk yet
         self._history = GrowingTable(self.path / "history.csv", HISTORY_COLUMNS)
         self._validators = GrowingTable(self.path / "validators.csv", VALIDATORS_COLUMNS)
         self._updates = GrowingTable(self.path / "updates.csv", UPDATES_COLUMNS)
@@ -209,14 +210,26 @@ class RunFolder:
         every, keep = self.settings["checkpoint-every"], self.settings["keep-checkpoints"]
         if at_the_end:
             every = every or self.settings["num-rounds"]
-        return Checkpoints(self.path / "checkpoints", every, keep) if every else None
+        if not every:
+            return None
+        checkpoints = Checkpoints(self.path / "checkpoints", every, keep)
+        checkpoints.flushes.append(self._flush)
+        return checkpoints
 
     def record_round(self, strategy: PersonalizedStrategy) -> None:
         """Write the results of the strategy's last round: lines of the tables, and the collaboration."""
         self._extend_tables(strategy.history)
         found = strategy.shared_rows()
         if found.clients and strategy.history.rounds:
-            write_collaboration(self.path / "collaboration", strategy.history.rounds[-1]["round"], found)
+            number = strategy.history.rounds[-1]["round"]
+            self._unflushed.append(write_collaboration(self.path / "collaboration", number, found))
+
+    def _flush(self) -> None:
+        """Wait until the results of all rounds so far are on the disk: before a checkpoint, and at the end."""
+        tables = [each.path for each in (self._history, self._validators, self._updates, self._rounds)]
+        written = [*self._unflushed]  # another round may add its file meanwhile
+        flush_files([*tables, *written])
+        del self._unflushed[: len(written)]
 
     def _extend_tables(self, history: History) -> None:
         self._history.extend(history.rows)
@@ -264,6 +277,7 @@ class RunFolder:
         """
         history = strategy.history
         self._extend_tables(history)  # again, in case it failed after the last round
+        self._flush()
         last = len(training_rounds(self.settings, history))
         kept = {name: files for name, files in (kept or {}).items() if files}
         records = {} if "models" in kept else strategy.client_models()

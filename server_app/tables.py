@@ -77,7 +77,7 @@ def _value(key: str, cell: str) -> int | float | str:
 
 
 class GrowingTable:
-    """A CSV file for a list of rows that only grows.
+    """A CSV file for a list of rows that only grows. Its user flushes it to the disk.
 
     Parameters
     ----------
@@ -98,14 +98,12 @@ class GrowingTable:
         for row in added:
             columns.update(dict.fromkeys(row))
         if not self.written or len(columns) > len(self.columns):
-            write_bytes(self.path, table_lines(columns, rows, header=True))
+            write_bytes(self.path, table_lines(columns, rows, header=True), flush=False)
         elif added:
             size = self.path.stat().st_size
             try:
                 with open(self.path, "ab") as file:
                     file.write(table_lines(columns, added))
-                    file.flush()
-                    os.fsync(file.fileno())
             except BaseException:
                 os.truncate(self.path, size)
                 raise

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -35,27 +35,35 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], texts: Mapping[st
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, *, flush: bool = True) -> Iterator[Path]:
     """Yield a temporary path beside `path`, with its suffix, which replaces `path` if the block ends without error.
 
-    After an error `path` is unchanged and the temporary file is removed.
+    After an error `path` is unchanged and the temporary file is removed. Without `flush` it is so too if this process
+    is killed, but not if the machine loses its power: the caller calls `flush_files` in time, or can do without.
     """
     # The name holds the process id: a client that answers late may be at work in another process at the same time.
     temporary = path.with_name(f".{path.stem}.{os.getpid()}.partial{path.suffix}")
     try:
         yield temporary
-        with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())
+        if flush:
+            flush_files([temporary])
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
 
 
-def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file atomically: whole or not at all."""
-    with replacing(path) as temporary:
+def write_bytes(path: Path, content: bytes, *, flush: bool = True) -> None:
+    """Write a file atomically: whole or not at all. See `replacing`."""
+    with replacing(path, flush=flush) as temporary:
         temporary.write_bytes(content)
+
+
+def flush_files(paths: Iterable[Path]) -> None:
+    """Wait until the content of these files is on the disk, which takes some milliseconds; skip missing files."""
+    for path in paths:
+        with suppress(FileNotFoundError), open(path, "rb+") as file:
+            os.fsync(file.fileno())
 
 
 def partial_files(folder: Path) -> list[tuple[Path, int]]:

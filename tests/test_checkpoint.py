@@ -29,14 +29,16 @@ from hypothesis import given, strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 from safetensors import safe_open
 
-from kindred import REGISTRY, FedAvg, InlineGrid, Local, NotResumable, TooFewClients
-from kindred.client.state import default_root
+from kindred import REGISTRY, FedAvg, InlineGrid, Local, NotResumable, TooFewClients, files
+from kindred.client.state import ClientState, default_root
 from kindred.client_app.app import app as client_app
 from kindred.engine import checkpoint
 from kindred.engine.checkpoint import Checkpoints, HistoryRows, pack, unpack
 from kindred.engine.history import History
 from kindred.engine.model_store import ClientModels, Layout
+from kindred.engine.simulated_state import StateFlusher, begin_simulation, end_simulation
 from kindred.messages import records_of, to_record
+from kindred.server_app import results
 from kindred.server_app.app import run
 from kindred.server_app.checks import check
 from kindred.server_app.config import Config, ConfigError
@@ -282,6 +284,65 @@ def test_the_next_round_is_sent_before_a_checkpoint_is_written(tmp_path) -> None
     assert in_time == [True] * ROUNDS
 
 
+def version_of(file) -> tuple[int, int]:
+    """Identify the content of a file; numbers of files are used again."""
+    found = os.stat(file)
+    return found.st_ino, found.st_mtime_ns
+
+
+def test_what_a_checkpoint_needs_is_on_the_disk_before_it_and_only_the_server_waits_for_that(
+    tmp_path, monkeypatch
+) -> None:
+    saved, flushed, counting, replace, fsync = {}, set(), [], os.replace, os.fsync
+
+    def noting_replace(source, target) -> None:
+        replace(source, target)
+        of_client = default_root() in Path(target).parents
+        if of_client or Path(target).parent.name == "collaboration":
+            saved[target] = version_of(target)
+            assert not of_client or saved[target] not in flushed
+        elif Path(target).name.startswith("round-"):
+            assert saved and flushed.issuperset(saved.values())
+            counting.append(len(saved))
+
+    def noting_fsync(file) -> None:
+        fsync(file)
+        flushed.add(version_of(file))
+
+    class Waiting(Checkpoints):
+        def begin(self, server_round, state) -> None:
+            super().begin(server_round, state)
+            self.finish()
+
+    monkeypatch.setattr(os, "replace", noting_replace)
+    monkeypatch.setattr(os, "fsync", noting_fsync)
+    monkeypatch.setattr(results, "Checkpoints", Waiting)
+    config = config_of(tmp_path, "ditto")
+    run(InlineGrid(client_app, CLIENTS, config.run_config()), config)
+    # A file for each round, a model of each client, and in the end its predictions.
+    assert counting == [CLIENTS + 1, CLIENTS + 2, CLIENTS + 3, 2 * CLIENTS + 4]
+
+
+def test_a_state_that_a_client_replaces_while_it_is_flushed_is_flushed_under_its_other_name(monkeypatch) -> None:
+    begin_simulation(1)
+    states = [ClientState(1, 0, server_round=r, before=r, keep_from=1) for r in (1, 2)]
+    states[0].save("model", {"w": np.zeros(2)})
+    before, flushed, fsync = version_of(states[0].folder / "model.safetensors"), set(), os.fsync
+
+    def saving(path, *args, **named):
+        if not states[1]._loaded:  # the client's next round comes after the file was found
+            states[1].load("model")
+            states[1].save("model", {"w": np.ones(2)})
+        return open(path, *args, **named)
+
+    monkeypatch.setattr(files, "open", saving, raising=False)
+    monkeypatch.setattr(os, "fsync", lambda file: (fsync(file), flushed.add(version_of(file))))
+    flusher = StateFlusher(1)
+    flusher.flush()
+    assert before in flushed
+    end_simulation(1)
+
+
 @pytest.mark.parametrize("error", [MemoryError, ValueError("it cannot be written")])
 def test_an_error_while_a_checkpoint_is_written_ends_the_run_at_the_latest_with_it(error, tmp_path) -> None:
     class Failing(Checkpoints):
@@ -462,12 +523,14 @@ def test_a_checkpoint_that_cannot_be_written_is_tried_again_after_the_next_round
 
 
 def test_a_run_that_cannot_write_files_for_a_while_gives_the_same_bits(whole, tmp_path, monkeypatch, caplog) -> None:
-    fsync, config = os.fsync, config_of(tmp_path, "heurfedamp", keep_checkpoints=1)  # a round waits for its checkpoint
+    replace = os.replace
+    config = config_of(tmp_path, "heurfedamp", keep_checkpoints=1)  # a round waits for its checkpoint
 
     class Full(InlineGrid):
         def push_messages(self, messages):
             messages = list(messages)
-            monkeypatch.setattr(os, "fsync", raise_no_space if messages[0].metadata.group_id in ("2", "3") else fsync)
+            full = messages[0].metadata.group_id in ("2", "3")
+            monkeypatch.setattr(os, "replace", raise_no_space if full else replace)
             return super().push_messages(messages)
 
     folder = run(Full(client_app, CLIENTS, config.run_config()), config).path

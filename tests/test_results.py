@@ -30,7 +30,7 @@ import kindred.data
 from kindred.data import load_federation
 from kindred.engine.collaboration import Collaboration
 from kindred.engine.history import History
-from kindred.server_app import results, run_files
+from kindred.server_app import results, run_files, tables
 from kindred.server_app.cli import report as _report, run as cli  # noqa: F401  the first adds commands
 from kindred.server_app.config import Config, ConfigError
 from kindred.server_app.headline import Headline
@@ -109,11 +109,21 @@ def full_disk():
     """Make every write fail as on a full disk."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", no_space)
+        patch.setattr(os, "replace", no_space)
+        patch.setattr(tables, "open", FullFile, raising=False)
         yield
 
 
 def no_space(*_):
     raise OSError(errno.ENOSPC, "No space left on device")
+
+
+class FullFile(io.FileIO):
+    """A file on a disk that has room for half of what is appended."""
+
+    def write(self, data):
+        super().write(data[: len(data) // 2])
+        no_space()
 
 
 # --- The folder and its configuration -------------------------------------------------------------------

@@ -89,12 +89,13 @@ def round_of(path: Path) -> int:
     return int(re.sub(r"\D", "", path.stem))
 
 
-def write_collaboration(folder: Path, server_round: int, found: Collaboration) -> None:
-    """Write the file of a round. Rows that are mostly zeros are compressed."""
+def write_collaboration(folder: Path, server_round: int, found: Collaboration) -> Path:
+    """Write the file of a round, which the caller flushes; return its path. Mostly empty rows are compressed."""
     folder.mkdir(exist_ok=True)
     rows = found.rows.astype(np.float32)
     save = np.savez if 2 * np.count_nonzero(rows) > rows.size else np.savez_compressed
-    with replacing(folder / f"round-{server_round:04d}.npz") as temporary:
+    path = folder / f"round-{server_round:04d}.npz"
+    with replacing(path, flush=False) as temporary:
         save(
             temporary,
             clients=client_array(found.clients),
@@ -102,6 +103,7 @@ def write_collaboration(folder: Path, server_round: int, found: Collaboration) -
             which=found.which.astype(np.int32),
             own=found.own.astype(np.float32),
         )
+    return path
 
 
 def read_collaboration(path: Path) -> Collaboration | None:

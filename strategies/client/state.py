@@ -12,7 +12,8 @@ possible, the states after earlier rounds are kept too, under names with a dot, 
 repeated round starts from the state before it.
 
 At a site the folders stay, because the personal model in them is the result for the site. In a simulation the
-clients share a disk with the server, which removes them: engine/simulated_state.py.
+clients share a disk with the server, which removes them, and waits for the disk in their place:
+engine/simulated_state.py.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ MODEL = "model"  # its personal model
 BEST = "best"  # its best personal model so far, or mixture, by its validation data
 MIXTURE = "mixture"  # the models that it combines for its predictions
 PREDICTIONS = "predictions"  # what its selected model predicts for its test data, or its last one
+
+SIMULATED = ".simulated"  # file in the folder of a simulated run, whose server flushes the clients' files
 
 
 def default_root() -> Path:
@@ -159,7 +162,7 @@ class ClientState:
                 partial.unlink(missing_ok=True)
         texts = {"client": json.dumps(self.client), "round": str(self._round), "attempt": str(self._attempt)}
         try:
-            with replacing(path) as temporary:
+            with replacing(path, flush=not (self._run / SIMULATED).exists()) as temporary:
                 write_arrays(temporary, arrays, {**texts, **(about or {})})
         except OSError as error:
             place, reason = self.folder.parent, error.strerror or error

@@ -17,7 +17,7 @@ import os
 import re
 import struct
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from logging import WARNING
 from pathlib import Path
@@ -87,6 +87,12 @@ class Checkpoints:
         Number of rounds, 1 or more, from one checkpoint to the next.
     keep : int (default: 2)
         Number of last checkpoints, 1 or more, to keep.
+
+    Attributes
+    ----------
+    flushes : list of callable
+        Called, in the thread that writes, before a checkpoint counts: to wait until other files that a resumed run
+        needs are on the disk. With an OSError the checkpoint is not written.
     """
 
     def __init__(self, folder: str | os.PathLike[str], every: int = 1, keep: int = 2) -> None:
@@ -95,6 +101,7 @@ class Checkpoints:
         self.folder = Path(folder).absolute()
         self.every = every
         self.keep = keep
+        self.flushes: list[Callable[[], None]] = []
         self._overdue = False  # the last one could not be written
         self._writing: tuple[int, Thread] | None = None  # `oldest` until a checkpoint is written, and who writes it
         self._failure: BaseException | None = None  # an error of such a thread that is not the disk's
@@ -165,6 +172,8 @@ class Checkpoints:
             )
 
     def _write(self, server_round: int, arrays: Mapping[str, np.ndarray]) -> None:
+        for flush in self.flushes:
+            flush()
         self.folder.mkdir(parents=True, exist_ok=True)
         for partial, _ in partial_files(self.folder):  # left by a process that was killed during a write
             partial.unlink()

@@ -1,12 +1,14 @@
 """The clients' saved state in a simulation, where the server has access to it, on the disk of this machine.
 
-The server marks the run's folder as simulated, and removes the folders of simulations that have ended.
+The server marks the run's folder as simulated, and removes the folders of simulations that have ended. The clients of
+such a run do not wait until their state is on the disk: the server does, before a checkpoint that needs it.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+import time
 from contextlib import suppress
 from logging import WARNING
 from pathlib import Path
@@ -16,8 +18,8 @@ from flwr.serverapp import Grid
 from flwr.supercore import log
 from safetensors import safe_open
 
-from kindred.client.state import default_root, reading, run_folder
-from kindred.files import is_own, make_private
+from kindred.client.state import SIMULATED, default_root, reading, run_folder
+from kindred.files import flush_files, is_own, make_private
 from kindred.lazy import lazy
 from kindred.locks import lock
 from kindred.messages import ClientId
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 else:
     superlink_grid = lazy("flwr.superlink.grid")  # its import takes a second; in-process runs skip it
 
-MARK = ".simulated"  # the file that marks the folder of a simulated run
+COARSE = 10**9  # ns by which the clock of a file system may be behind
 
 
 def saved_files(run_id: int, name: str) -> dict[ClientId, Path]:
@@ -83,7 +85,7 @@ def begin_simulation(run_id: int, checkpoints: Path | None = None, *, goes_on: b
     make_private(root)
     with open(root / ".lock", "w") as one_at_a_time:
         lock(one_at_a_time, wait=True)
-        for mark in root.glob(f"run-*/{MARK}"):
+        for mark in root.glob(f"run-*/{SIMULATED}"):
             if not (is_own(mark.parent) and is_own(mark)):
                 continue
             with suppress(OSError), open(mark, encoding="utf-8") as file:
@@ -92,7 +94,7 @@ def begin_simulation(run_id: int, checkpoints: Path | None = None, *, goes_on: b
                 if not _holds_checkpoints(str(checkpoints or "") if is_this_run else file.read()):
                     _remove(mark.parent)
         folder.mkdir(mode=0o700, exist_ok=True)
-        held = open(folder / MARK, "a+", encoding="utf-8")  # it stays open, and therefore locked
+        held = open(folder / SIMULATED, "a+", encoding="utf-8")  # it stays open, and therefore locked
         try:
             lock(held, wait=False)
         except BlockingIOError:
@@ -103,6 +105,29 @@ def begin_simulation(run_id: int, checkpoints: Path | None = None, *, goes_on: b
             held.truncate(0)
             print(content, file=held, end="", flush=True)
         _marks.append(held)
+
+
+class StateFlusher:
+    """Waits until the state that a simulated run's clients have saved is on the disk.
+
+    Parameters
+    ----------
+    run_id : int
+    """
+
+    def __init__(self, run_id: int) -> None:
+        self._folder = run_folder(run_id, default_root())
+        self._since = 0  # ns since 1970; what was saved before is on the disk
+
+    def flush(self) -> None:
+        """Wait for all that has been saved since the last call."""
+        begin = time.time_ns()
+        # Clients may save their next state meanwhile. The one before it then has another name: look twice.
+        for _ in range(2):
+            for client in self._folder.glob("client-*"):
+                if client.stat().st_mtime_ns >= self._since:  # a file was added or replaced
+                    flush_files(client.glob("*.safetensors"))
+        self._since = begin - COARSE
 
 
 def end_simulation(run_id: int) -> None:

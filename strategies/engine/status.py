@@ -62,7 +62,7 @@ class Status:
             return
         self._content |= content
         with suppress(OSError):
-            write_bytes(self._path, json.dumps(self._content).encode())
+            write_bytes(self._path, json.dumps(self._content).encode(), flush=False)
 
     def sent(self, what: str, kinds: dict[ClientId, str]) -> None:
         """Record that an exchange begins: its name, and the kind of message to each client, TRAINS or EVALUATES."""

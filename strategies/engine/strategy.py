@@ -76,7 +76,7 @@ from .model_store import Layout
 from .norms import UpdateNorms
 from .remarks import on_samples, on_updates
 from .roster import Roster, only_validates
-from .simulated_state import begin_simulation, end_simulation, simulated
+from .simulated_state import StateFlusher, begin_simulation, end_simulation, simulated
 from .status import BETWEEN_ROUNDS, Status
 from .times import RESULTS, SERVER
 from .validation import Validation
@@ -446,6 +446,8 @@ class PersonalizedStrategy(Hooks, Strategy):
         if simulated(grid):
             folder = checkpoints.folder if checkpoints else None
             begin_simulation(self.run_id, folder, goes_on=first > self.first_round and self.clients_keep_state)
+            if checkpoints:
+                checkpoints.flushes.append(StateFlusher(self.run_id).flush)
         return first
 
     def _prepare(self, grid: Grid, initial_arrays: ArrayRecord, timeout: float) -> None:
