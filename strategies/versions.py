@@ -6,8 +6,9 @@ first to fail when Flower changes it:
 | what | where | test |
 | --- | --- | --- |
 | `TaskIdentity`, `Metadata._message_id`, `Run.create_empty` | engine/inline.py | test_conformance.py |
-| `ErrorCode`, `SUPERLINK_NODE_ID`, `ApiErrorCode` | engine/exchange.py, engine/strategy.py | test_silence.py |
-| `aggregate_metricrecords` | engine/strategy.py | test_rounds.py |
+| `ErrorCode`, `SUPERLINK_NODE_ID` | engine/exchange.py, engine/transport.py | test_silence.py |
+| `aggregate_metricrecords` | engine/metrics.py | test_rounds.py |
+| `ApiErrorCode` | server_app/deployment/connection.py | test_site_connection.py |
 | `InMemoryGrid` (whether a run is simulated) | engine/simulated_state.py | test_state.py |
 | `load_app`, `parse_config_args` | server_app/app.py, server_app/deployment/site_check.py | test_site_command.py |
 | `flower_superlink`, `flwr run`, `flwr list`, texts of the log | server_app/simulation.py | test_flower_process.py |

@@ -177,7 +177,7 @@ class Exchange:
                 reason = f"no answer within {self._grace:g} s after {quorum} of {count} clients (quorum, grace)"
             self._add_row(sent, server_round, reason, 0)
             self.not_replied.add(sent.client)
-            self._roster.failed(sent.client)
+            self._roster.strikes.failed(sent.client)
 
     def _send(self, server_round: int, messages: Iterable[Message]) -> None:
         client_of = {node_id: client for client, node_id in self._roster.nodes.items()}
@@ -252,7 +252,7 @@ class Exchange:
         if message.has_error():
             # The code is Flower's for a reply that was announced and never uploaded. After the quorum any error counts.
             if message.error.code == ErrorCode.MESSAGE_UNAVAILABLE or self._cut_short:
-                self._roster.failed(sent.client)
+                self._roster.strikes.failed(sent.client)
             reason = f"error {message.error.code}: {first_line(message.error.reason or '')}"
             self._add_row(sent, server_round, reason, 0)
             return None
@@ -264,7 +264,7 @@ class Exchange:
         except Refused as refusal:
             self._refuse(sent, server_round, refusal, bytes_up)
             return None
-        self._roster.succeeded(sent.client)
+        self._roster.strikes.succeeded(sent.client)
         self._add_row(sent, server_round, "ok", bytes_up, self._reported(sent, reply))
         return reply
 
@@ -290,7 +290,7 @@ class Exchange:
         self._add_row(sent, server_round, f"{REFUSED}{refusal}", bytes_up)
         self._roster.inform(self._grid, sent.node_id, f"its reply in round {server_round} is not used: {refusal}")
         if sent.trains:
-            self._roster.failed(sent.client)
+            self._roster.strikes.failed(sent.client)
 
     def _name_further_lost(self, server_round: int) -> None:
         """Name the clients that are lost for the same reason as another one in the exchange that ends now."""

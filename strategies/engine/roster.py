@@ -41,6 +41,7 @@ from .arrivals import counted
 from .history import History
 from .remarks import SAMPLES
 from .status import MEETS, PREPARES, WAITS, Status
+from .strikes import Strikes
 from .transport import CLOCKS, content_of, is_from, pull, push
 
 NODES_PAUSE = 0.1  # s between two queries for the connected nodes
@@ -81,6 +82,8 @@ class Roster:
         client -> its node, for connected sites that only validate. They count in nothing else here.
     unfit_validators : dict
         client -> the reason why such a site cannot evaluate.
+    strikes : Strikes
+        Which clients gave no usable reply, and are excluded for it.
     """
 
     def __init__(self, min_available: int, wait_timeout: float, max_strikes: int) -> None:
@@ -108,18 +111,15 @@ class Roster:
         self._renewed: set[int] = set()  # nodes that have, and whose new introduction is not yet known to the method
         self._round = 0  # in progress
         self._nodes_know_identity = True
-        self._strikes: dict[ClientId, int] = {}  # rounds in a row without a usable reply
-        self._excluded_until: dict[ClientId, int] = {}  # client -> last round of its exclusion for strikes
-        self._failed: set[ClientId] = set()  # clients without a usable reply in the round in progress
-        self._answered: set[ClientId] = set()  # clients with a usable reply in it
+        self.strikes = Strikes(self.max_strikes)
 
     def state(self) -> dict[str, Any]:
         """Return all that `restore` needs, between two rounds."""
-        return {"strikes": self._strikes, "resting": self._excluded_until, "kept-names": self._reserved_names}
+        return {**self.strikes.state(), "kept-names": self._reserved_names}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Resume from what `state` returned."""
-        self._strikes, self._excluded_until = state["strikes"], state["resting"]
+        self.strikes.restore(state)
         self._reserved_names = state["kept-names"]
 
     def clients(self) -> list[ClientId]:
@@ -128,7 +128,7 @@ class Roster:
 
     def active(self) -> list[ClientId]:
         """Return the clients that a round can ask, in order: not those excluded for strikes, unless all of them are."""
-        return [client for client in self.clients() if client not in self._excluded_until] or self.clients()
+        return [client for client in self.clients() if client not in self.strikes.excluded] or self.clients()
 
     def num_known(self) -> int:
         """Return the number of clients that the run knows: those of `clients`, and those that cannot take part."""
@@ -341,7 +341,7 @@ class Roster:
             "taking-part": [str(client) for client in self.clients()],
             "validators": [str(client) for client in in_order(self.validators)],
             "left-out": {str(client): reason for client, reason in left_out.items()},
-            "excluded": {str(client): last for client, last in self._excluded_until.items()},
+            "excluded": {str(client): last for client, last in self.strikes.excluded.items()},
             "refused": {str(node): reason for node, reason in self._refused.items()},
         }
 
@@ -452,36 +452,16 @@ class Roster:
         content = RecordDict({CONFIG: ConfigRecord({PROBLEM: first_line(reason)})})
         push(grid, Message(content, node, REFUSAL_QUERY, ttl=CLOCKS))
 
-    # --- Clients that give no usable reply --------------------------------------------------------------
-
-    def succeeded(self, client: ClientId) -> None:
-        """Record that a client gave a usable reply in the round in progress."""
-        self._answered.add(client)
-
-    def failed(self, client: ClientId) -> None:
-        """Record that a client's reply was refused, or did not come, in the round in progress."""
-        self._failed.add(client)
-
     def begin_round(self, server_round: int) -> None:
         """Readmit clients whose exclusion for strikes is over."""
         self._round = server_round
-        for client in in_order(client for client, last in self._excluded_until.items() if last < server_round):
-            del self._excluded_until[client]
-            log(INFO, "kindred: client %s may take part again, from round %d", client, server_round)
+        self.strikes.begin_round(server_round)
 
     def end_round(self, grid: Grid, server_round: int) -> None:
-        """Count the strikes of a round, and exclude clients with too many of them for a while."""
-        for client in self._answered - self._failed:
-            self._strikes.pop(client, None)
-        for client in in_order(self._failed):
-            strikes = self._strikes[client] = self._strikes.get(client, 0) + 1
-            if 0 < self.max_strikes <= strikes:
-                self._excluded_until[client] = server_round + strikes
-                reason = f"excluded from the next {strikes} rounds: no usable reply in {strikes} rounds in a row"
-                log(WARNING, "kindred: client %s is %s", client, reason)
-                if client in self.nodes:
-                    self.inform(grid, self.nodes[client], reason)
-        self._failed, self._answered = set(), set()
+        """Exclude clients with too many strikes for a while, and inform them."""
+        for client, reason in self.strikes.end_round(server_round).items():
+            if client in self.nodes:
+                self.inform(grid, self.nodes[client], reason)
 
 
 @contextmanager
