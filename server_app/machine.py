@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
@@ -14,6 +16,8 @@ if TYPE_CHECKING:
 else:
     joblib, torch = lazy("joblib"), lazy("torch")
 
+CONTAINER = Path("/sys/fs/cgroup")  # where Linux shows a container its limits
+
 
 def cpus() -> int:
     """Return the number of CPUs that this process may use.
@@ -24,8 +28,21 @@ def cpus() -> int:
 
 
 def processes_that_fit() -> int:
-    """Return the number of processes that fit into the free memory if each becomes as large as this one is now."""
-    return int(psutil.virtual_memory().available // psutil.Process().memory_info().rss)
+    """Return the number of processes that fit into the free memory if each becomes as large as this one is now.
+
+    The limit of a container bounds it too.
+    """
+    return int(min(psutil.virtual_memory().available, _free_in_container()) // psutil.Process().memory_info().rss)
+
+
+def _free_in_container() -> float:
+    """Return the bytes that this process's container (control group, version 2) can still use; infinite elsewhere."""
+    try:
+        limit, used = (int((CONTAINER / name).read_text()) for name in ("memory.max", "memory.current"))
+        parts = dict(line.split() for line in (CONTAINER / "memory.stat").read_text().splitlines())
+        return limit - used + int(parts["inactive_file"])  # files in memory make room for processes
+    except (OSError, ValueError, KeyError):  # no container, or one without a limit: "max"
+        return math.inf
 
 
 def gpus() -> int:

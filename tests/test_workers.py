@@ -21,7 +21,7 @@ from safetensors.numpy import load_file
 
 from kindred.engine import workers
 from kindred.engine.workers import WorkerGrid
-from kindred.server_app import engines
+from kindred.server_app import engines, machine
 from kindred.server_app.app import run_in_workers, run_inline
 from kindred.server_app.config import Config, ConfigError
 from kindred.server_app.engines import Engine, workers_of
@@ -329,6 +329,24 @@ def test_workers_are_bounded_by_cpus_clients_memory_and_request(monkeypatch) -> 
     assert workers_of(Engine("inline"), config) == 1
     Memory.available = int(1.5 * size)
     assert workers_of(Engine("local"), config) == 1
+
+
+@pytest.mark.parametrize(
+    ("limit", "workers"), [(str(5 * 10**9), 3), ("max", 5), (None, 5)], ids=["a limit", "no limit", "no container"]
+)
+def test_workers_are_bounded_by_the_memory_of_a_container(limit, workers, monkeypatch, tmp_path) -> None:
+    class Memory:
+        available, rss = 100 * 10**9, 10**9
+
+    monkeypatch.setattr(engines, "cpus", lambda: 8)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: Memory)
+    monkeypatch.setattr(psutil.Process, "memory_info", lambda _: Memory)
+    monkeypatch.setattr(machine, "CONTAINER", tmp_path)
+    if limit:
+        (tmp_path / "memory.max").write_text(f"{limit}\n")
+        (tmp_path / "memory.current").write_text(f"{4 * 10**9}\n")  # 2.5e9 of which are files that can be dropped
+        (tmp_path / "memory.stat").write_text(f"anon 1\ninactive_file {5 * 10**9 // 2}\n")
+    assert workers_of(Engine("local"), Config(**SMALL)) == workers
 
 
 @pytest.mark.parametrize(
