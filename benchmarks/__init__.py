@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 
 def methods_named(text: str) -> list[str]:
     """Return the methods in the text of an option: names separated by commas, or `all`."""
     from kindred import REGISTRY
 
-    names = list(REGISTRY) if text == "all" else text.split(",")
-    if unknown := [name for name in names if name not in REGISTRY]:
-        raise argparse.ArgumentTypeError(f"{unknown[0]} is no method, allowed: all, {', '.join(REGISTRY)}")
-    return names
+    return names_of(REGISTRY)(text)
+
+
+def names_of(known: Collection[str]) -> Callable[[str], list[str]]:
+    """Return a parser of names separated by commas, or `all`."""
+
+    def parse(text: str) -> list[str]:
+        names = list(known) if text == "all" else text.split(",")
+        if unknown := [name for name in names if name not in known]:
+            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is unknown, allowed: all, {', '.join(known)}")
+        return names
+
+    return parse
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -38,7 +38,7 @@ from kindred.server_app.config import SETTINGS, Config, ConfigError, is_used_by
 from kindred.server_app.run_files import write_json
 from kindred.settings import TRAINING
 
-from . import markdown, methods_named
+from . import markdown, methods_named, names_of
 from .attackers import ATTACKS, Attack, attacked_app
 
 CLIENTS, ROUNDS = 10, 10
@@ -190,18 +190,6 @@ def table(
             known = "-" if clean is None else f"{clean:.1f}"
             rows.append([method, defence, known, "" if defence == "none" else cost(without, clean), *costs])
     return markdown([f"{attackers} of {CLIENTS} attack", "defence", "nobody attacks", "costs", *attacks], rows)
-
-
-def names_of(known: Collection[str]) -> Callable[[str], list[str]]:
-    """Return a parser of names separated by commas, or `all`."""
-
-    def parse(text: str) -> list[str]:
-        names = list(known) if text == "all" else text.split(",")
-        if unknown := [name for name in names if name not in known]:
-            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is unknown, allowed: all, {', '.join(known)}")
-        return names
-
-    return parse
 
 
 def numbers_from(low: int, high: float) -> Callable[[str], list[int]]:

@@ -205,7 +205,7 @@ def test_settings_that_this_version_lacks_and_wrong_names_are_named(monkeypatch,
     ]
     for words, named in [
         ("--attacks=kick", "'kick' is unknown, allowed: all, flip x10, flip x2, noise"),
-        ("--methods=odd", "odd is no method"),
+        ("--methods=odd", "'odd' is unknown, allowed: all, fedamp"),
         ("--attackers=10", "'10' is no whole number, allowed: 1 to 9"),
         ("--set=seed=1", "--set has seed, allowed: any setting but strategy, seed, num-clients, num-rounds"),
         ("--set=partition=odd", "partition is 'odd', allowed"),

@@ -116,7 +116,7 @@ def test_the_command_prints_its_measurements(monkeypatch, capsys) -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--methods", "fedavg,nosuch"], "nosuch is no method, allowed: all, fedamp"),
+        (["--methods", "fedavg,nosuch"], "'nosuch' is unknown, allowed: all, fedamp"),
         (["--clients", "10,1"], "'10,1' is not allowed; allowed: different numbers of 2 or more"),
         (["--clients", "ten"], "'ten' is not allowed"),
     ],
