@@ -24,9 +24,9 @@
 Pictures and the report only show the content of other files: if one cannot be made, there is a warning and the run
 continues. A file is written under another name, and renamed only when it is complete. So a reader, or a run that is
 interrupted, finds the old or the new file. In a long run the CSV files are too large to be rewritten every round:
-all lines of a round are appended at once, and removed if that fails. If the machine itself stops at that moment, the
-last line may be incomplete, without a line end; `read_table` ignores such a line. Accuracies are in [0, 1]; an empty
-cell or null means that nothing was reported.
+all lines of a round are appended at once, and removed if that fails. They are flushed to the disk at the end. If the
+machine loses its power before, lines may be missing, which a resumed run writes again; `read_table` ignores a last line
+without a line end. Accuracies are in [0, 1]; an empty cell or null means that nothing was reported.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class RunFolder:
                 )
         else:
             self._make({"metric": metric, "groups": groups, "names": list(names) or None, "images": samples})
-        self._unflushed: list[Path] = []  # files of rounds that may not be on the disk yet
+        self._unflushed: list[Path] = []  # files of collaborations that may not be on the disk yet
         self._history = GrowingTable(self.path / "history.csv", HISTORY_COLUMNS)
         self._validators = GrowingTable(self.path / "validators.csv", VALIDATORS_COLUMNS)
         self._updates = GrowingTable(self.path / "updates.csv", UPDATES_COLUMNS)
@@ -213,7 +213,7 @@ class RunFolder:
         if not every:
             return None
         checkpoints = Checkpoints(self.path / "checkpoints", every, keep)
-        checkpoints.flushes.append(self._flush)
+        checkpoints.flushes["results"] = self._flush
         return checkpoints
 
     def record_round(self, strategy: PersonalizedStrategy) -> None:
@@ -225,10 +225,9 @@ class RunFolder:
             self._unflushed.append(write_collaboration(self.path / "collaboration", number, found))
 
     def _flush(self) -> None:
-        """Wait until the results of all rounds so far are on the disk: before a checkpoint, and at the end."""
-        tables = [each.path for each in (self._history, self._validators, self._updates, self._rounds)]
-        written = [*self._unflushed]  # another round may add its file meanwhile
-        flush_files([*tables, *written])
+        """Wait until the collaboration of each round so far is on the disk. A resumed run rewrites only the tables."""
+        written = [*self._unflushed]
+        flush_files(written)
         del self._unflushed[: len(written)]
 
     def _extend_tables(self, history: History) -> None:
@@ -277,6 +276,7 @@ class RunFolder:
         """
         history = strategy.history
         self._extend_tables(history)  # again, in case it failed after the last round
+        flush_files(each.path for each in (self._history, self._validators, self._updates, self._rounds))
         self._flush()
         last = len(training_rounds(self.settings, history))
         kept = {name: files for name, files in (kept or {}).items() if files}

@@ -77,7 +77,7 @@ def _value(key: str, cell: str) -> int | float | str:
 
 
 class GrowingTable:
-    """A CSV file for a list of rows that only grows. Its user flushes it to the disk.
+    """A CSV file for a list of rows that only grows. The caller flushes it with `flush_files`.
 
     Parameters
     ----------

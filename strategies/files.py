@@ -38,8 +38,8 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], texts: Mapping[st
 def replacing(path: Path, *, flush: bool = True) -> Iterator[Path]:
     """Yield a temporary path beside `path`, with its suffix, which replaces `path` if the block ends without error.
 
-    After an error `path` is unchanged and the temporary file is removed. Without `flush` it is so too if this process
-    is killed, but not if the machine loses its power: the caller calls `flush_files` in time, or can do without.
+    After an error `path` is unchanged and the temporary file is removed. Without `flush` this holds if the process is
+    killed, but not after a power failure; a caller that needs more calls `flush_files`.
     """
     # The name holds the process id: a client that answers late may be at work in another process at the same time.
     temporary = path.with_name(f".{path.stem}.{os.getpid()}.partial{path.suffix}")
@@ -60,7 +60,7 @@ def write_bytes(path: Path, content: bytes, *, flush: bool = True) -> None:
 
 
 def flush_files(paths: Iterable[Path]) -> None:
-    """Wait until the content of these files is on the disk, which takes some milliseconds; skip missing files."""
+    """Wait until the content of these files is on the disk, some milliseconds for each; skip missing files."""
     for path in paths:
         with suppress(FileNotFoundError), open(path, "rb+") as file:
             os.fsync(file.fileno())

@@ -29,10 +29,10 @@ from hypothesis import given, strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 from safetensors import safe_open
 
-from kindred import REGISTRY, FedAvg, InlineGrid, Local, NotResumable, TooFewClients, files
+from kindred import REGISTRY, FedAvg, InlineGrid, Local, NotResumable, TooFewClients
 from kindred.client.state import ClientState, default_root
 from kindred.client_app.app import app as client_app
-from kindred.engine import checkpoint
+from kindred.engine import checkpoint, simulated_state
 from kindred.engine.checkpoint import Checkpoints, HistoryRows, pack, unpack
 from kindred.engine.history import History
 from kindred.engine.model_store import ClientModels, Layout
@@ -323,9 +323,19 @@ def test_what_a_checkpoint_needs_is_on_the_disk_before_it_and_only_the_server_wa
     assert counting == [CLIENTS + 1, CLIENTS + 2, CLIENTS + 3, 2 * CLIENTS + 4]
 
 
-def test_a_state_that_a_client_replaces_while_it_is_flushed_is_flushed_under_its_other_name(monkeypatch) -> None:
+@pytest.fixture
+def simulated_run(monkeypatch, tmp_path):
+    """A simulated run, by its id, with a state folder of its own."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     begin_simulation(1)
-    states = [ClientState(1, 0, server_round=r, before=r, keep_from=1) for r in (1, 2)]
+    yield 1
+    end_simulation(1)
+
+
+def test_a_state_that_a_client_replaces_while_it_is_flushed_is_flushed_under_its_other_name(
+    simulated_run, monkeypatch
+) -> None:
+    states = [ClientState(simulated_run, 0, server_round=r, before=r, keep_from=1) for r in (1, 2)]
     states[0].save("model", {"w": np.zeros(2)})
     before, flushed, fsync = version_of(states[0].folder / "model.safetensors"), set(), os.fsync
 
@@ -335,12 +345,49 @@ def test_a_state_that_a_client_replaces_while_it_is_flushed_is_flushed_under_its
             states[1].save("model", {"w": np.ones(2)})
         return open(path, *args, **named)
 
-    monkeypatch.setattr(files, "open", saving, raising=False)
+    monkeypatch.setattr(simulated_state, "open", saving, raising=False)
     monkeypatch.setattr(os, "fsync", lambda file: (fsync(file), flushed.add(version_of(file))))
-    flusher = StateFlusher(1)
-    flusher.flush()
+    StateFlusher(simulated_run).flush()
     assert before in flushed
-    end_simulation(1)
+
+
+def test_a_state_is_flushed_once(simulated_run, monkeypatch) -> None:
+    flusher, flushed = StateFlusher(simulated_run), []
+    monkeypatch.setattr(os, "fsync", lambda file: flushed.append(file))
+    for client in range(5):
+        ClientState(simulated_run, client).save("model", {"w": np.zeros(2)})
+    flusher.flush()
+    flusher.flush()
+    assert len(flushed) == 5
+    ClientState(simulated_run, 3).save("model", {"w": np.ones(2)})
+    flusher.flush()
+    assert len(flushed) == 6
+
+
+@pytest.mark.parametrize("left", [0, 1000], ids=["empty", "cut"])
+def test_a_state_that_a_power_failure_damaged_after_the_checkpoint_is_not_needed(left, whole, tmp_path, caplog) -> None:
+    folder = interrupted(config_of(tmp_path, "ditto"), answers=3 * CLIENTS - 1)  # two of the third round have saved
+    (state,) = default_root().glob("run-*/client-0")
+    whole_file = (state / "model.safetensors").read_bytes()
+    (state / "model.safetensors").write_bytes(whole_file[:left])
+    config = config_of(tmp_path, "ditto", resume=str(folder))
+    run(InlineGrid(client_app, CLIENTS, config.run_config()), config)
+    assert "model.safetensors is damaged" in caplog.text
+    assert kept(folder) == whole("ditto", {})
+
+
+def test_no_checkpoint_is_written_without_what_a_resumed_run_needs(tmp_path, caplog) -> None:
+    checkpoints, full = Checkpoints(tmp_path / "checkpoints"), [False]
+    checkpoints.flushes["clients' state"] = lambda: raise_no_space() if full[0] else None
+    for r in (1, 2):
+        checkpoints.save(r, {"round": r})
+        full[0] = True
+    assert rounds_in(checkpoints) == [1] and checkpoints.due(3)
+    assert "round 2 could not be saved in" in caplog.text
+    assert "(clients' state: No space left on device): make room there" in caplog.text
+    full[0] = False
+    checkpoints.save(3, {"round": 3})
+    assert rounds_in(checkpoints) == [1, 3]
 
 
 @pytest.mark.parametrize("error", [MemoryError, ValueError("it cannot be written")])

@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import kindred
-from kindred.server_app import checks, engines, jobs
+from kindred.server_app import checks, engines, jobs, machine
 from kindred.server_app.comparison import runs as comparison_runs
 from kindred.server_app.comparison.plan import make_plan
 from kindred.server_app.config import Config, ConfigError
@@ -143,7 +143,9 @@ def test_equal_runs_are_run_once(tmp_path) -> None:
     assert list(content["strategies"]) == ["one", "two", "local"]
 
 
-def test_there_are_not_more_runs_at_once_than_fit_into_memory(monkeypatch) -> None:
+def test_there_are_not_more_runs_at_once_than_fit_into_memory(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(machine, "CONTAINER", tmp_path)  # none
+
     class Memory:
         available = 0
 

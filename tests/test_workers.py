@@ -314,8 +314,9 @@ def test_the_cpus_are_those_to_which_this_process_is_bound() -> None:
     assert 1 <= cpus() <= len(usable)  # fewer in a container with a quota
 
 
-def test_workers_are_bounded_by_cpus_clients_memory_and_request(monkeypatch) -> None:
+def test_workers_are_bounded_by_cpus_clients_memory_and_request(monkeypatch, tmp_path) -> None:
     config = Config(**SMALL)
+    monkeypatch.setattr(machine, "CONTAINER", tmp_path)  # none
     monkeypatch.setattr(engines, "cpus", lambda: 8)
     size = psutil.Process().memory_info().rss
 

@@ -90,7 +90,7 @@ def round_of(path: Path) -> int:
 
 
 def write_collaboration(folder: Path, server_round: int, found: Collaboration) -> Path:
-    """Write the file of a round, which the caller flushes; return its path. Mostly empty rows are compressed."""
+    """Write the file of a round and return its path, for `flush_files`. Rows that are mostly zeros are compressed."""
     folder.mkdir(exist_ok=True)
     rows = found.rows.astype(np.float32)
     save = np.savez if 2 * np.count_nonzero(rows) > rows.size else np.savez_compressed

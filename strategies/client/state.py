@@ -12,8 +12,8 @@ possible, the states after earlier rounds are kept too, under names with a dot, 
 repeated round starts from the state before it.
 
 At a site the folders stay, because the personal model in them is the result for the site. In a simulation the
-clients share a disk with the server, which removes them, and waits for the disk in their place:
-engine/simulated_state.py.
+clients share a disk with the server. It flushes their files before each checkpoint, and removes the folders at the end:
+engine/simulated_state.py. After a power failure only files newer than the last checkpoint can be damaged there.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import sha256
+from logging import WARNING
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
 
 import numpy as np
 import psutil
+from flwr.supercore import log
 from safetensors import SafetensorError, safe_open
 
 from kindred.files import make_private, partial_files, replacing, write_arrays
@@ -42,7 +44,7 @@ BEST = "best"  # its best personal model so far, or mixture, by its validation d
 MIXTURE = "mixture"  # the models that it combines for its predictions
 PREDICTIONS = "predictions"  # what its selected model predicts for its test data, or its last one
 
-SIMULATED = ".simulated"  # file in the folder of a simulated run, whose server flushes the clients' files
+SIMULATED = ".simulated"  # file that marks the folder of a simulated run
 
 
 def default_root() -> Path:
@@ -69,8 +71,8 @@ class ClientState:
     keep_from : int, optional
         The round after which the server may have to resume; by default it never has to.
     attempt : int (default: 0)
-        Increases each time that the server resumes the run. A save of an earlier round than the saved one, or of an
-        earlier attempt, comes from a late message.
+        When the server began or resumed the run, in ns since 1970; each resume increases it. A save of an earlier round
+        than the saved one, or of an earlier attempt, comes from a late message.
 
     Attributes
     ----------
@@ -95,8 +97,9 @@ class ClientState:
         self._attempt = attempt
         self._loaded: set[str] = set()  # names that rounds start from; for all others the last state is enough
         self._found: dict[str, list[_Version]] = {}  # name -> versions after earlier rounds, newest first
-        self._run = run_folder(run_id, Path(root).expanduser() if root else default_root())
-        self.folder = self._run / file_name(client)
+        run = run_folder(run_id, Path(root).expanduser() if root else default_root())
+        self.folder = run / file_name(client)
+        self._is_simulated = (run / SIMULATED).exists()
 
     def load(self, name: str, prefix: str = "") -> dict[str, np.ndarray] | None:
         """Return the arrays last saved under a name, before the round `before`; None if there are none.
@@ -110,11 +113,18 @@ class ClientState:
         Raises
         ------
         ValueError
-            The file is damaged.
+            The file is damaged. It is a warning in a simulation that was resumed since: it goes back behind that save.
         """
         self._loaded.add(name)
-        with reading(self._path(name)):
-            last = _version(self._path(name))
+        try:
+            with reading(self._path(name)):
+                last = _version(self._path(name))
+        except ValueError as error:
+            # Without `flush` a power failure can damage a file, but none that is older than a checkpoint.
+            if not (self._is_simulated and self._path(name).stat().st_mtime_ns < self._attempt):
+                raise
+            last = None
+            log(WARNING, "kindred: %s; what client %s saved before it is used, if anything", error, self.client)
         for version in self._remove_unneeded(name, last, self._earlier(name)):
             if self._counts(version):
                 with reading(version.path), safe_open(version.path, "numpy") as file:
@@ -162,7 +172,7 @@ class ClientState:
                 partial.unlink(missing_ok=True)
         texts = {"client": json.dumps(self.client), "round": str(self._round), "attempt": str(self._attempt)}
         try:
-            with replacing(path, flush=not (self._run / SIMULATED).exists()) as temporary:
+            with replacing(path, flush=not self._is_simulated) as temporary:
                 write_arrays(temporary, arrays, {**texts, **(about or {})})
         except OSError as error:
             place, reason = self.folder.parent, error.strerror or error

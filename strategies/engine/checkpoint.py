@@ -90,9 +90,9 @@ class Checkpoints:
 
     Attributes
     ----------
-    flushes : list of callable
-        Called, in the thread that writes, before a checkpoint counts: to wait until other files that a resumed run
-        needs are on the disk. With an OSError the checkpoint is not written.
+    flushes : dict of str to callable
+        What else a resumed run needs -> a function that waits until that is on the disk. Each is called before a
+        checkpoint is written, in the same thread. After an OSError the checkpoint is not written.
     """
 
     def __init__(self, folder: str | os.PathLike[str], every: int = 1, keep: int = 2) -> None:
@@ -101,7 +101,7 @@ class Checkpoints:
         self.folder = Path(folder).absolute()
         self.every = every
         self.keep = keep
-        self.flushes: list[Callable[[], None]] = []
+        self.flushes: dict[str, Callable[[], None]] = {}
         self._overdue = False  # the last one could not be written
         self._writing: tuple[int, Thread] | None = None  # `oldest` until a checkpoint is written, and who writes it
         self._failure: BaseException | None = None  # an error of such a thread that is not the disk's
@@ -133,7 +133,9 @@ class Checkpoints:
         thread = Thread(target=self._write_in_thread, args=(server_round, arrays))
         thread.start()
         self._writing = oldest, thread
-        if self.keep == 1:  # until it is written, the run may have to resume from the one that it replaces
+        # With one checkpoint, the run may have to resume from the one that this replaces until it is written. On
+        # Windows, a client cannot replace a file that this thread flushes.
+        if self.keep == 1 or os.name == "nt":
             self.finish()
 
     def finish(self) -> None:
@@ -172,8 +174,11 @@ class Checkpoints:
             )
 
     def _write(self, server_round: int, arrays: Mapping[str, np.ndarray]) -> None:
-        for flush in self.flushes:
-            flush()
+        for what, flush in self.flushes.items():
+            try:
+                flush()
+            except OSError as error:
+                raise OSError(error.errno, f"{what}: {error.strerror or error}") from None
         self.folder.mkdir(parents=True, exist_ok=True)
         for partial, _ in partial_files(self.folder):  # left by a process that was killed during a write
             partial.unlink()

@@ -83,7 +83,7 @@ class Roster:
     unfit_validators : dict
         client -> the reason why such a site cannot evaluate.
     strikes : Strikes
-        Which clients gave no usable reply, and are excluded for it.
+        Strikes of each client, and excluded clients.
     """
 
     def __init__(self, min_available: int, wait_timeout: float, max_strikes: int) -> None:
@@ -451,6 +451,8 @@ class Roster:
             return
         content = RecordDict({CONFIG: ConfigRecord({PROBLEM: first_line(reason)})})
         push(grid, Message(content, node, REFUSAL_QUERY, ttl=CLOCKS))
+
+    # --- Rounds -----------------------------------------------------------------------------------------
 
     def begin_round(self, server_round: int) -> None:
         """Readmit clients whose exclusion for strikes is over."""

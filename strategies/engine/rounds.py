@@ -77,11 +77,11 @@ class Rounds(Hooks, Strategy):
     roster: Roster
     norms: UpdateNorms
     means: list[Mapping[ClientId, float]]
-    """Of the round: client -> n_k, for each mean of models."""
+    """Claimed samples n_k of each client, for each mean of models of the round."""
     last_round: int
-    """Of the run in progress."""
+    """Last round of the run in progress."""
     run_id: int
-    """The id of the run when it began: Flower gives a resumed run another one."""
+    """Id of the run when it began: Flower gives a resumed run another one."""
     _exchange: Exchange
     _evaluations: EvaluationPlan
     _empty_rounds: EmptyRounds

@@ -1,14 +1,14 @@
 """The clients' saved state in a simulation, where the server has access to it, on the disk of this machine.
 
 The server marks the run's folder as simulated, and removes the folders of simulations that have ended. The clients of
-such a run do not wait until their state is on the disk: the server does, before a checkpoint that needs it.
+such a run do not flush what they save: the server does, before it writes a checkpoint that needs it.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
-import time
 from contextlib import suppress
 from logging import WARNING
 from pathlib import Path
@@ -19,7 +19,7 @@ from flwr.supercore import log
 from safetensors import safe_open
 
 from kindred.client.state import SIMULATED, default_root, reading, run_folder
-from kindred.files import flush_files, is_own, make_private
+from kindred.files import is_own, make_private
 from kindred.lazy import lazy
 from kindred.locks import lock
 from kindred.messages import ClientId
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from flwr.superlink import grid as superlink_grid
 else:
     superlink_grid = lazy("flwr.superlink.grid")  # its import takes a second; in-process runs skip it
-
-COARSE = 10**9  # ns by which the clock of a file system may be behind
 
 
 def saved_files(run_id: int, name: str) -> dict[ClientId, Path]:
@@ -108,7 +106,7 @@ def begin_simulation(run_id: int, checkpoints: Path | None = None, *, goes_on: b
 
 
 class StateFlusher:
-    """Waits until the state that a simulated run's clients have saved is on the disk.
+    """Flushes the state that the clients of a simulated run have saved.
 
     Parameters
     ----------
@@ -117,17 +115,26 @@ class StateFlusher:
 
     def __init__(self, run_id: int) -> None:
         self._folder = run_folder(run_id, default_root())
-        self._since = 0  # ns since 1970; what was saved before is on the disk
+        self._flushed: set[tuple[int, int]] = set()  # files on the disk, by `_identity`
 
     def flush(self) -> None:
-        """Wait for all that has been saved since the last call."""
-        begin = time.time_ns()
-        # Clients may save their next state meanwhile. The one before it then has another name: look twice.
+        """Wait until everything that the clients have saved so far is on the disk."""
+        # Clients may save their next state meanwhile. The one before it then has another name: list the files twice.
         for _ in range(2):
-            for client in self._folder.glob("client-*"):
-                if client.stat().st_mtime_ns >= self._since:  # a file was added or replaced
-                    flush_files(client.glob("*.safetensors"))
-        self._since = begin - COARSE
+            there: set[tuple[int, int]] = set()
+            for path in self._folder.glob("client-*/*.safetensors"):
+                with suppress(FileNotFoundError):
+                    if (found := _identity(path.stat())) not in self._flushed:
+                        with open(path, "rb+") as file:  # by now it may be another file
+                            os.fsync(file.fileno())
+                            found = _identity(os.fstat(file.fileno()))
+                    there.add(found)
+            self._flushed = there
+
+
+def _identity(about: os.stat_result) -> tuple[int, int]:
+    """Identify a file, whatever its name. Its number alone can be that of an earlier file, which was removed."""
+    return about.st_ino, about.st_mtime_ns
 
 
 def end_simulation(run_id: int) -> None:

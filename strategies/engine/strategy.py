@@ -412,7 +412,7 @@ class PersonalizedStrategy(Rounds):
             folder = checkpoints.folder if checkpoints else None
             begin_simulation(self.run_id, folder, goes_on=first > self.first_round and self.clients_keep_state)
             if checkpoints:
-                checkpoints.flushes.append(StateFlusher(self.run_id).flush)
+                checkpoints.flushes["clients' state"] = StateFlusher(self.run_id).flush
         return first
 
     def _prepare(self, grid: Grid, initial_arrays: ArrayRecord, timeout: float) -> None:

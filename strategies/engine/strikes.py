@@ -17,7 +17,8 @@ class Strikes:
     Parameters
     ----------
     most : int
-        Strikes with which a client is excluded, for as many rounds; 0: never.
+        Strikes after which a client is excluded; 0: no client is. The exclusion lasts as many rounds as the client has
+        strikes.
 
     Attributes
     ----------
