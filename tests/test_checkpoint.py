@@ -284,6 +284,25 @@ def test_the_next_round_is_sent_before_a_checkpoint_is_written(tmp_path) -> None
     assert in_time == [True] * ROUNDS
 
 
+def test_replies_are_processed_while_a_checkpoint_waits_for_the_disk(tmp_path) -> None:
+    taken, in_time = threading.Event(), []
+
+    class Noting(FedAvg):
+        def take(self, client, reply) -> None:
+            taken.set()
+            super().take(client, reply)
+
+    class Slow(Checkpoints):
+        def begin(self, server_round, state) -> None:
+            self.finish()
+            taken.clear()
+            self.flushes["it"] = lambda: in_time.append(server_round == ROUNDS or taken.wait(30))
+            super().begin(server_round, state)
+
+    Noting().start(InlineGrid(plain_app(), CLIENTS), initial(), ROUNDS, checkpoints=Slow(tmp_path))
+    assert in_time == [True] * ROUNDS
+
+
 def version_of(file) -> tuple[int, int]:
     """Identify the content of a file; numbers of files are used again."""
     found = os.stat(file)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from logging import WARNING
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import IO, Any, Protocol
 
 import numpy as np
@@ -92,7 +92,7 @@ class Checkpoints:
     ----------
     flushes : dict of str to callable
         What else a resumed run needs -> a function that waits until that is on the disk. Each is called before a
-        checkpoint is written, in the same thread. After an OSError the checkpoint is not written.
+        checkpoint has its name, in the same thread. After an OSError there is no new checkpoint.
     """
 
     def __init__(self, folder: str | os.PathLike[str], every: int = 1, keep: int = 2) -> None:
@@ -104,6 +104,7 @@ class Checkpoints:
         self.flushes: dict[str, Callable[[], None]] = {}
         self._overdue = False  # the last one could not be written
         self._writing: tuple[int, Thread] | None = None  # `oldest` until a checkpoint is written, and who writes it
+        self._copied = Event()  # the state of that checkpoint is in its file, which may not be on the disk yet
         self._failure: BaseException | None = None  # an error of such a thread that is not the disk's
 
     def __enter__(self) -> Checkpoints:
@@ -122,8 +123,9 @@ class Checkpoints:
         self.finish()
 
     def begin(self, server_round: int, state: Any) -> None:
-        """Begin to write the state at the end of a round. Its arrays must not change before `finish`."""
+        """Begin to write the state at the end of a round. Its arrays must not change before `release`."""
         self.finish()
+        self._copied.clear()
         arrays: dict[str, np.ndarray] = {}
         text = json.dumps({"format": FORMAT, "round": server_round, "state": pack(state, arrays)})
         arrays[STATE] = np.frombuffer(text.encode(), np.uint8)
@@ -137,6 +139,11 @@ class Checkpoints:
         # Windows, a client cannot replace a file that this thread flushes.
         if self.keep == 1 or os.name == "nt":
             self.finish()
+
+    def release(self) -> None:
+        """Wait until the state that was given to `begin` may change."""
+        if self._writing:
+            self._copied.wait()
 
     def finish(self) -> None:
         """Wait until the checkpoint that was begun is written, if there is one.
@@ -155,6 +162,8 @@ class Checkpoints:
             self._write_or_warn(server_round, arrays)
         except BaseException as error:
             self._failure = error
+        finally:
+            self._copied.set()
 
     def _write_or_warn(self, server_round: int, arrays: Mapping[str, np.ndarray]) -> None:
         try:
@@ -174,11 +183,6 @@ class Checkpoints:
             )
 
     def _write(self, server_round: int, arrays: Mapping[str, np.ndarray]) -> None:
-        for what, flush in self.flushes.items():
-            try:
-                flush()
-            except OSError as error:
-                raise OSError(error.errno, f"{what}: {error.strerror or error}") from None
         self.folder.mkdir(parents=True, exist_ok=True)
         for partial, _ in partial_files(self.folder):  # left by a process that was killed during a write
             partial.unlink()
@@ -187,7 +191,13 @@ class Checkpoints:
             with open(temporary, "wb") as file:
                 checksum = _write_arrays(file, arrays)
                 file.flush()
+                self._copied.set()
                 os.fsync(file.fileno())
+            for what, flush in self.flushes.items():
+                try:
+                    flush()
+                except OSError as error:
+                    raise OSError(error.errno, f"{what}: {error.strerror or error}") from None
             path = self.folder / f"round-{server_round:04d}-{checksum}.npz"
             os.replace(temporary, path)
         except BaseException:

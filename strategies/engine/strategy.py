@@ -498,16 +498,16 @@ class PersonalizedStrategy(Rounds):
             self.history.times.spend_on(before)
 
     def _after_checkpoint(self, replies: Iterable[Message]) -> Iterable[Message]:
-        """Yield replies, which change the method's state, once the checkpoint that was begun is written."""
+        """Yield replies, which change the method's state, once that is in the checkpoint that was begun."""
         for reply in replies:
-            self._finish_checkpoint()
+            self._release_state()
             yield reply
-        self._finish_checkpoint()
+        self._release_state()
 
-    def _finish_checkpoint(self) -> None:
+    def _release_state(self) -> None:
         if self._checkpoints:
             before = self.history.times.spend_on(RESULTS)
-            self._checkpoints.finish()
+            self._checkpoints.release()
             self.history.times.spend_on(before)
 
     def _evaluate(self, server_round: int, messages: Iterable[Message], result: Result) -> None:
@@ -528,7 +528,7 @@ class PersonalizedStrategy(Rounds):
 
     def introduce_all(self, newcomers: Mapping[ClientId, Mapping[str, Any]]) -> dict[ClientId, str]:
         """Check the introductions of new clients, and of new sites that only validate; see `introduce`."""
-        self._finish_checkpoint()
+        self._release_state()
         validators = {client: about for client, about in newcomers.items() if only_validates(about)}
         others = {client: about for client, about in newcomers.items() if client not in validators}
         return self.introduce(others) | self.introduce_validators(validators)
