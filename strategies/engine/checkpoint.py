@@ -226,7 +226,7 @@ class Checkpoints:
 
         While one is being written, those that it will replace count: it may never be complete.
         """
-        if self._writing:
+        if self._writing and self._writing[1].is_alive():
             return self._writing[0]
         files = self._files()
         return files[-1][0] if files else None
