@@ -384,15 +384,20 @@ def test_a_state_is_flushed_once(simulated_run, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("left", [0, 1000], ids=["empty", "cut"])
-def test_a_state_that_a_power_failure_damaged_after_the_checkpoint_is_not_needed(left, whole, tmp_path, caplog) -> None:
-    folder = interrupted(config_of(tmp_path, "ditto"), answers=3 * CLIENTS - 1)  # two of the third round have saved
+def test_a_state_that_a_power_failure_damaged_after_the_checkpoint_is_not_needed(
+    left, whole, tmp_path, monkeypatch, caplog
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    expected = whole("ditto", {})
+    results_dir = tmp_path / "results"
+    folder = interrupted(config_of(results_dir, "ditto"), answers=3 * CLIENTS - 1)  # two of the third round have saved
     (state,) = default_root().glob("run-*/client-0")
     whole_file = (state / "model.safetensors").read_bytes()
     (state / "model.safetensors").write_bytes(whole_file[:left])
-    config = config_of(tmp_path, "ditto", resume=str(folder))
+    config = config_of(results_dir, "ditto", resume=str(folder))
     run(InlineGrid(client_app, CLIENTS, config.run_config()), config)
     assert "model.safetensors is damaged" in caplog.text
-    assert kept(folder) == whole("ditto", {})
+    assert kept(folder) == expected
 
 
 def test_no_checkpoint_is_written_without_what_a_resumed_run_needs(tmp_path, caplog) -> None:

@@ -220,11 +220,18 @@ class WatchedCheckpoints(Checkpoints):
         pack(state, arrays)
         self.copied = tuple((array, array.copy()) for array in arrays.values())
 
+    def release(self) -> None:
+        self.compare()
+        super().release()
+
     def finish(self) -> None:
+        self.compare()
+        super().finish()
+
+    def compare(self) -> None:
         for array, copy in self.copied:
             np.testing.assert_array_equal(array, copy)
         self.copied = ()
-        super().finish()
 
 
 @every_method
