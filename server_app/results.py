@@ -226,7 +226,7 @@ class RunFolder:
 
     def _flush(self) -> None:
         """Wait until the collaboration of each round so far is on the disk. A resumed run rewrites only the tables."""
-        written = [*self._unflushed]
+        written = [*self._unflushed]  # the next round may add its file meanwhile
         flush_files(written)
         del self._unflushed[: len(written)]
 

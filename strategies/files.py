@@ -39,7 +39,7 @@ def replacing(path: Path, *, flush: bool = True) -> Iterator[Path]:
     """Yield a temporary path beside `path`, with its suffix, which replaces `path` if the block ends without error.
 
     After an error `path` is unchanged and the temporary file is removed. Without `flush` this holds if the process is
-    killed, but not after a power failure; a caller that needs more calls `flush_files`.
+    killed, but not after a power failure; where that matters, the caller calls `flush_files`.
     """
     # The name holds the process id: a client that answers late may be at work in another process at the same time.
     temporary = path.with_name(f".{path.stem}.{os.getpid()}.partial{path.suffix}")

@@ -97,9 +97,7 @@ class ClientState:
         self._attempt = attempt
         self._loaded: set[str] = set()  # names that rounds start from; for all others the last state is enough
         self._found: dict[str, list[_Version]] = {}  # name -> versions after earlier rounds, newest first
-        run = run_folder(run_id, Path(root).expanduser() if root else default_root())
-        self.folder = run / file_name(client)
-        self._is_simulated = (run / SIMULATED).exists()
+        self.folder = run_folder(run_id, Path(root).expanduser() if root else default_root()) / file_name(client)
 
     def load(self, name: str, prefix: str = "") -> dict[str, np.ndarray] | None:
         """Return the arrays last saved under a name, before the round `before`; None if there are none.
@@ -113,18 +111,19 @@ class ClientState:
         Raises
         ------
         ValueError
-            The file is damaged. It is a warning in a simulation that was resumed since: it goes back behind that save.
+            The file is damaged. In a simulation that was resumed since, this is a warning, and earlier arrays count.
         """
         self._loaded.add(name)
         try:
             with reading(self._path(name)):
                 last = _version(self._path(name))
-        except ValueError as error:
+        except ValueError:
             # Without `flush` a power failure can damage a file, but none that is older than a checkpoint.
             if not (self._is_simulated and self._path(name).stat().st_mtime_ns < self._attempt):
                 raise
             last = None
-            log(WARNING, "kindred: %s; what client %s saved before it is used, if anything", error, self.client)
+            text = "kindred: %s is damaged, and not used: client %s goes back to its state before, if there is one"
+            log(WARNING, text, self._path(name), self.client)
         for version in self._remove_unneeded(name, last, self._earlier(name)):
             if self._counts(version):
                 with reading(version.path), safe_open(version.path, "numpy") as file:
@@ -188,6 +187,10 @@ class ClientState:
                 with suppress(ValueError), reading(version.path):
                     return _texts(version.path) or {}
         return {}
+
+    @property
+    def _is_simulated(self) -> bool:
+        return (self.folder.parent / SIMULATED).exists()
 
     def _counts(self, version: _Version) -> bool:
         """Return whether a version may be loaded: not of a later round, or of an interrupted attempt at this."""

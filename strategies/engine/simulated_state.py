@@ -123,11 +123,9 @@ class StateFlusher:
         for _ in range(2):
             there: set[tuple[int, int]] = set()
             for path in self._folder.glob("client-*/*.safetensors"):
-                with suppress(FileNotFoundError):
-                    if (found := _identity(path.stat())) not in self._flushed:
-                        with open(path, "rb+") as file:  # by now it may be another file
-                            os.fsync(file.fileno())
-                            found = _identity(os.fstat(file.fileno()))
+                with suppress(FileNotFoundError), open(path, "rb+") as file:
+                    if (found := _identity(os.fstat(file.fileno()))) not in self._flushed:
+                        os.fsync(file.fileno())
                     there.add(found)
             self._flushed = there
 
