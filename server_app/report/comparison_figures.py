@@ -14,6 +14,7 @@ from .figures import (
     COLOURS,
     DASHES,
     MARKERS,
+    PANELS_LEGEND,
     empty_axes,
     metric_axes,
     metric_range,
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from scipy import optimize
 else:
     optimize = lazy("scipy.optimize")
+
+COLUMNS = 4  # of a legend
 
 Method = tuple[str, Sequence[Sequence[Mapping[str, Any]]]]
 """A method's name, and the rounds of the history of each of its runs."""
@@ -101,7 +104,8 @@ def comparison_panels(panels: Sequence[tuple[str, Sequence[Method]]], headline: 
     title : str
     """
     names = list(dict.fromkeys(name for _, methods in panels for name, _ in methods))
-    figure, places = panels_figure(title, len(panels), (3.4, 3.4), 3, "round", f"test {headline.axis}")
+    lines = -(-len(names) // COLUMNS)
+    figure, places = panels_figure(title, len(panels), (3.4, 3.4), 3, "round", f"test {headline.axis}", lines)
     drawn = [_over_rounds(methods, headline, names) for _, methods in panels]
     known = [line for lines in drawn for line in lines]
     handles: dict[str, Any] = {}
@@ -113,9 +117,7 @@ def comparison_panels(panels: Sequence[tuple[str, Sequence[Method]]], headline: 
         round_axis(places[-1], np.array([first, last]))  # the others share its axes
         metric_range(places[-1], headline)
     shown = [name for name in map(_shown, names) if name in handles]
-    figure.legend(
-        [handles[name] for name in shown], shown, loc="outside lower center", ncols=4, frameon=False, fontsize=9
-    )
+    figure.legend([handles[name] for name in shown], shown, ncols=COLUMNS, **PANELS_LEGEND)
     return figure
 
 
@@ -159,7 +161,7 @@ def sweep_figure(
     axes.set_xlabel(setting)
     axes.set_xticks(range(len(values)), [short_name(value) for value in values])
     if handles := axes.get_legend_handles_labels()[0]:
-        figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+        figure.legend(handles=handles, loc="outside lower center", ncols=COLUMNS, frameon=False, fontsize=9)
     return figure
 
 

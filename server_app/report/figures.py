@@ -8,7 +8,7 @@ differ in dash and marker.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -33,6 +33,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 MIXED = "mixture of models"
 MOST_NAMED = 40  # largest number of clients whose names fit along an axis of the heatmap
 LONGEST_NAME = 14  # characters of a client's name in a figure
+PANELS_LEGEND: dict[str, Any] = {"loc": "lower center", "frameon": False, "fontsize": 9}  # below several panels
 
 
 def carried_forward(
@@ -264,7 +265,13 @@ def new_figure(title: str, size: tuple[float, float]) -> tuple[Figure, Axes]:
 
 
 def panels_figure(
-    title: str, count: int, size: tuple[float, float], columns: int, across: str, upward: str
+    title: str,
+    count: int,
+    size: tuple[float, float],
+    columns: int,
+    across: str,
+    upward: str,
+    legend_lines: int,
 ) -> tuple[Figure, list[Axes]]:
     """Return a figure of `count` panels with the same axes, and the panels' axes, by rows.
 
@@ -274,16 +281,23 @@ def panels_figure(
     count : int
         Number of panels, 1 or more.
     size : (width, height)
-        Size of a panel in inches.
+        Size of a panel in inches, with its title and what is left of it.
     columns : int
         Largest number of panels in a row.
     across, upward : str
         Names of the axes.
+    legend_lines : int
+        Lines for which there is room below, in `PANELS_LEGEND`.
     """
     wide = min(columns, count)
     high = -(-count // wide)
-    figure = _titled_figure(title, (max(wide * size[0], 5.0) + 0.4, high * size[1] + 1.1))
-    axes = figure.subplots(high, wide, sharex=True, sharey=True, squeeze=False).ravel().tolist()
+    above, below = 0.4, 0.55 + 0.22 * legend_lines  # inches
+    width, height = max(wide * size[0], 5.0) + 0.7, high * size[1] + above + below
+    # To look for these margins would take matplotlib as long as drawing 20 panels.
+    figure = _titled_figure(title, (width, height), layout="none")
+    places = {"left": 0.9 / width, "right": 1 - 0.15 / width, "bottom": below / height}
+    places |= {"top": 1 - (above + 0.25) / height, "wspace": 0.12, "hspace": 0.35 / (size[1] - 0.35)}
+    axes = figure.subplots(high, wide, sharex=True, sharey=True, squeeze=False, gridspec_kw=places).ravel().tolist()
     for unused in axes[count:]:
         unused.remove()
     for place, each in enumerate(axes[:count]):
@@ -296,8 +310,10 @@ def panels_figure(
     return figure, axes[:count]
 
 
-def _titled_figure(title: str, size: tuple[float, float]) -> Figure:
-    figure = mpl_figure.Figure(figsize=size, dpi=150, layout="constrained", facecolor="white")
+def _titled_figure(
+    title: str, size: tuple[float, float], layout: Literal["constrained", "none"] = "constrained"
+) -> Figure:
+    figure = mpl_figure.Figure(figsize=size, dpi=150, layout=layout, facecolor="white")
     figure.suptitle(short_name(title, 90), fontsize=11, fontweight="bold")
     return figure
 
