@@ -142,7 +142,7 @@ def _introduction(grid: InlineGrid) -> dict[str, Any]:
 
 
 def _finding(method: Method, ours: bool, grid: InlineGrid, arrays: ArrayRecord, config: ConfigRecord) -> Finding:
-    if not ours and (method.needs_our_client or not method.models_travel):
+    if method.needs_our_client and not ours:
         return Finding(method.name, False, OURS)
     if method.distils:
         return Finding(method.name, True, "its server also needs public samples and the networks")

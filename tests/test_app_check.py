@@ -79,8 +79,9 @@ def test_an_app_for_fedprox_can_take_part_in_the_methods_whose_clients_only_trai
     found = {each.method: each for each in check_app(ROOT / "examples" / "plug-in")}
     assert list(found) == list(REGISTRY)
     for name, method in REGISTRY.items():
-        ours = method.needs_our_client or not method.models_travel
-        assert found[name].takes_part != ours and (found[name].text == OURS) == ours
+        ours = method.needs_our_client
+        assert found[name].takes_part == (not ours and method.models_travel) and (found[name].text == OURS) == ours
+    assert found["perfed-ckt"].text == "it has no public set"
     assert {found[name].text for name in ("heurfedamp", "local", "fedavg", "clustered-fl", "kindred")} == {""}
 
 
@@ -101,6 +102,13 @@ def test_a_client_app_of_ours_takes_part_in_all_but_those_that_need_public_sampl
     found = {each.method: each for each in check_app(app)}
     assert {name for name, each in found.items() if not each.takes_part} == {"perfed-ckt"}
     assert "public" in found["perfed-ckt"].text
+
+
+def test_a_client_app_of_another_kind_that_reports_a_public_set_takes_part_in_perfed_ckt(tmp_path) -> None:
+    app = write_app(tmp_path, "logits")
+    (app / "logits" / "client.py").write_text("from tests.client_apps import logits_app\n\napp = logits_app()\n")
+    found = {each.method: each for each in check_app(app)}
+    assert found["perfed-ckt"].takes_part and found["perfed-ckt"].text == ""
 
 
 def test_the_reasons_are_those_of_the_client(tmp_path) -> None:

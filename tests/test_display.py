@@ -21,7 +21,7 @@ SMALL = [
     "--clients=4",
     "--rounds=2",
     "--set=samples-per-client=40",
-    "--set=local-epochs=200",
+    "--set=local-epochs=60",
     "--workers=2",
     "--output-dir=out",
 ]

@@ -40,7 +40,7 @@ DataDir = Annotated[str | None, option("data-dir", "PATH", "Folder or .npz file 
 Partition = Annotated[str | None, option("partition", "NAME", "How clients' data differ; see `kindred datasets`.")]
 Clients = Annotated[str | None, option("clients", "N", "Number of clients among which the data are divided.")]
 MetricName = Annotated[
-    str | None, option("metric", "NAME", "Headline metric: auroc, f1, brier, ...; see docs/comparing.md.")
+    str | None, option("metric", "NAME", "Headline metric: auroc, f1, brier, ...; a wrong name prints all.")
 ]
 Rounds = Annotated[str | None, option("rounds", "N", "Number of training rounds.")]
 EngineChoice = Annotated[

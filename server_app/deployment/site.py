@@ -220,9 +220,9 @@ def _data_summary(name: str, node: Mapping[str, Any], class_names: Sequence[str]
         found["lines"] += (
             f"{name}: {_described(site, validates)}\n"
             f"reported to the server at first: the name {name}, that it only validates, its number of samples "
-            f"({len(site)}), the name and the number of outputs of the run's network, a fingerprint of its task, which "
-            "methods the run's program knows; later, after each round: the number of samples, and the metrics and the "
-            "loss of the global model on them\n"
+            f"({len(site)}), the name and the number of outputs of the run's network, the kind of its target, a "
+            "fingerprint of its task, the version of its kindred and which methods that supports; later, after each "
+            "round: the number of samples, and the metrics and the loss of the global model on them\n"
             "not reported: any model or update; the site trains none, and refuses a message to train\n"
             f"stays here: the data in {node['data-dir']}; the site keeps no model"
         ).splitlines()
@@ -230,8 +230,8 @@ def _data_summary(name: str, node: Mapping[str, Any], class_names: Sequence[str]
     found["lines"] += (
         f"{name}: {_described(site)}\n"
         f"reported to the server at first: the name {name}, the number of training samples{held_out}, the name and "
-        f"the number of outputs of the run's network, a fingerprint of its task, that {share} receive its model, "
-        f"which methods the run's program knows{reported}"
+        f"the number of outputs of the run's network, the kind of its target, a fingerprint of its task, that {share} "
+        f"receive its model, the version of its kindred and which methods that supports{reported}"
         "; later: what the method sends, see `kindred strategies`\n"
         f"stays here: the data in {node['data-dir']}, and what the site keeps in {node['state-dir']}"
     ).splitlines()
