@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import signal
 import threading
 from collections.abc import Callable, Generator, Iterator
@@ -11,6 +10,8 @@ from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+from kindred.engine.workers import end_with_parent
 
 from .config import Config
 from .engines import Engine, execute
@@ -93,18 +94,11 @@ def _run(connection: Connection, config: Config, engine: Engine) -> None:
     """Carry out a run, and send its lines and its outcome."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the run then ends as by Ctrl-C
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     outcome = INTERRUPTED
     with suppress(KeyboardInterrupt):
         outcome = execute(config, engine, connection.send)
     connection.send(outcome._replace(error=None))
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None  # this process is a child
-    parent.join()
-    os._exit(1)
 
 
 def _received(connection: Any, process: Any) -> str | Outcome:

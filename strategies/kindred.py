@@ -46,7 +46,7 @@ from .client.local_training import LocalTraining
 from .client.site import Samples
 from .client.state import MIXTURE
 from .client.visit import Visit
-from .engine.admission import Reply, check_numbers, norm
+from .engine.admission import Refused, Reply, check_numbers, norm
 from .engine.computed_models import ComputedModels
 from .engine.means import capped
 from .engine.stored import NO_WEIGHTS, CloudModels
@@ -358,6 +358,8 @@ class Kindred(CloudModels):
     def inspect(self, client: ClientId, reply: Reply) -> None:
         if EVIDENCE in reply.config:
             check_numbers(EVIDENCE, reply.config[EVIDENCE], SOURCES, -LARGEST_LOSS, 0)
+            if max(evidence := list(reply.config[EVIDENCE])) < 0:
+                raise Refused(f"its {EVIDENCE} are {evidence}, expected a 0 for the best of the models")
 
     def take(self, client: ClientId, reply: Reply) -> None:
         super().take(client, reply)

@@ -457,7 +457,7 @@ def test_validation_data_are_held_out_where_there_are_any(monkeypatch) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [[0.0] * 5, [float("nan")] * 3, [1.0] * 3, ["0"] * 3, [-1e10] * 3, "none"],
+    [[0.0] * 5, [float("nan")] * 3, [1.0] * 3, ["0"] * 3, [-1e10] * 3, [-1e6] * 3, "none"],
 )
 def test_malformed_evidence_is_refused(value) -> None:
     def fate(server_round: int, client: int):

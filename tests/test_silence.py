@@ -241,6 +241,16 @@ def test_a_round_ends_the_grace_period_after_its_quorum(quorum, reason, monkeypa
     assert [row["status"] for row in strategy.history.rows] == ["ok", "ok", "ok", reason]
 
 
+@pytest.mark.parametrize("failing", range(4))
+def test_a_client_s_own_error_is_a_strike_only_after_the_quorum(failing, monkeypatch) -> None:
+    """Clients answer in their order: with four the second one completes the quorum."""
+    monkeypatch.setattr(FAR_AWAY, lambda grid: False)
+    strategy = Local(max_strikes=1, fraction_evaluate=0)
+    grid = FaultyGrid(plain_app(True), 4, lambda r, c: "error" if (r, c) == (1, failing) else "ok")
+    strategy.start(grid, initial(), 2)
+    assert [line["asked"] for line in strategy.history.rounds] == [4, 4 if failing < 2 else 3]
+
+
 def test_a_client_evaluated_alone_is_awaited_no_longer_than_the_grace_period(monkeypatch) -> None:
     """The last client trains without evaluating, unlike the others, and is silent when asked to evaluate."""
     monkeypatch.setattr(FAR_AWAY, lambda grid: False)

@@ -117,7 +117,8 @@ def test_check_prints_what_the_server_learns_and_starts_nothing(tmp_path, data, 
     )  # fmt: skip
     assert "40 images of 1x8x8 to train on, 20 to test on, labels up to 9" in said
     assert "reported to the server at first: the name lyon, the number of training samples (40, less " in said
-    assert "that no other site may receive its model, the version of its kindred and which methods that supports, with PerFed-CKT " in said
+    assert "that no other site may receive its model, the version of its kindred and which methods that sup" in said
+    assert "supports, with PerFed-CKT " in said
     assert "that it has 30 public samples and their " in said
     command = said.splitlines()[-1]
     assert "OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 " in command

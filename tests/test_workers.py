@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import logging
 import multiprocessing.shared_memory
@@ -9,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -19,7 +21,9 @@ import pytest
 from flwr.app import Array, ArrayRecord, Message, MessageType, RecordDict
 from safetensors.numpy import load_file
 
-from kindred.engine import workers
+from kindred.engine import channel as channel_module, workers
+from kindred.engine.channel import AHEAD, Channel, NoSharedMemory
+from kindred.engine.transport import pull, push
 from kindred.engine.workers import WorkerGrid
 from kindred.server_app import engines, machine
 from kindred.server_app.app import run_in_workers, run_inline
@@ -83,7 +87,7 @@ def test_blocks_of_shared_memory_are_kept_for_later_messages_of_any_size(grid) -
             assert content["arrays"]["w"].numpy().tolist() == [11 * client + size] * size
         channels = [worker.channel for worker in grid._workers if worker.channel]
         blocks = {name: block for channel in channels for name, block in channel._blocks.items()}
-        assert 0 < len(blocks) <= 2 * 2 * workers.AHEAD
+        assert 0 < len(blocks) <= 2 * 2 * AHEAD
         for name, block in kept.items():
             assert blocks[name] is block or block.size < 4 * size <= blocks[name].size
         kept = blocks
@@ -105,7 +109,7 @@ def test_no_block_is_left_of_an_answer_that_nobody_reads(grid, kept) -> None:
 
 
 def test_a_block_whose_making_was_interrupted_is_no_error() -> None:
-    channel = workers._Channel(multiprocessing.Pipe()[0], f"begun-{os.getpid()}-a", f"begun-{os.getpid()}-b")
+    channel = Channel(multiprocessing.Pipe()[0], f"begun-{os.getpid()}-a", f"begun-{os.getpid()}-b")
     empty = SHARED / channel._names[-1]
     empty.touch()
     channel.free()
@@ -116,8 +120,8 @@ def test_a_block_replaced_by_one_that_was_not_registered_is_freed_in_silence() -
     code = (
         "from multiprocessing import Pipe, resource_tracker\n"
         "from multiprocessing.shared_memory import SharedMemory\n"
-        "from kindred.engine import workers\n"
-        f"channel = workers._Channel(Pipe()[0], 'again-{os.getpid()}-a', 'again-{os.getpid()}-b')\n"
+        "from kindred.engine.channel import Channel\n"
+        f"channel = Channel(Pipe()[0], 'again-{os.getpid()}-a', 'again-{os.getpid()}-b')\n"
         "name = channel._names[0]\n"
         "for size in (10, 20):\n"
         "    block = SharedMemory(name, create=True, size=size)\n"
@@ -185,6 +189,104 @@ def test_a_message_given_to_a_process_that_has_ended_is_given_again() -> None:
     assert [replies[each].content["metrics"]["asked"] for each in ids[1:]] == [1, 2]
 
 
+def test_messages_of_an_exchange_that_has_ended_are_forgotten() -> None:
+    """A process that hangs until the deadline works on what it was given, and then on the next exchange."""
+    grid = WorkerGrid("tests.worker_apps:app", CLIENTS, workers=1)
+    ask(grid, 3)
+    (worker,) = grid._workers
+    os.kill(worker.process.pid, signal.SIGSTOP)
+    content = RecordDict({"arrays": ArrayRecord({"w": Array(np.ones(3, np.float32))})})
+    ids = [push(grid, grid.create_message(content, MessageType.TRAIN, node, "2")) for node in grid.get_node_ids()]
+    now = time.monotonic()
+    assert not list(pull(grid, ids, lambda: now, simulated=True))
+    assert len(worker.given) == AHEAD and not worker.waiting and not grid._new
+    os.kill(worker.process.pid, signal.SIGCONT)
+    found = ask(grid, 3)
+    assert [found[client]["metrics"]["asked"] for client in range(CLIENTS)] == [2, 2, 1, 1, 1]
+    assert not grid._answers
+    grid.close()
+
+
+def test_a_client_is_not_at_work_in_two_processes(monkeypatch) -> None:
+    grid = WorkerGrid("tests.worker_apps:app", 1, workers=2)
+    monkeypatch.setattr(grid, "_give", lambda worker, message: worker.given.append(message))
+    (node,) = grid.get_node_ids()
+    first, second = (grid.create_message(RecordDict(), MessageType.TRAIN, node, number) for number in "12")
+    busy, idle = grid._workers
+    busy.given += [first, first]  # at most as many
+    busy.waiting.append(second)
+    grid._hand_out()
+    assert not idle.given and list(busy.waiting) == [second]
+    busy.given.clear()
+    grid._hand_out()
+    assert list(busy.given) == [second]
+
+
+def test_a_grid_that_has_waited_itself_is_asked_again_at_once(monkeypatch) -> None:
+    pauses: list[float] = []
+    sleep = time.sleep
+    monkeypatch.setattr(time, "sleep", pauses.append)
+
+    class Waiting:
+        def pull_messages(self, message_ids):
+            sleep(0.1)
+            return []
+
+    end = time.monotonic() + 0.45
+    assert not list(pull(Waiting(), ["1"], lambda: end, simulated=True))
+    assert len(pauses) >= 3 and not any(pauses)
+
+
+@pytest.mark.parametrize("whose", ["server", "client"])
+def test_without_room_in_shared_memory_a_line_says_so(whose, monkeypatch) -> None:
+    """A container often has 64 MB. To write to memory that is not there would kill the process."""
+    ours, allocate = os.getpid(), os.posix_fallocate
+
+    def full(descriptor: int, offset: int, size: int) -> None:
+        if (os.getpid() == ours) == (whose == "server"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        allocate(descriptor, offset, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    grid = WorkerGrid("tests.worker_apps:app", 1, workers=1)
+    before = set(SHARED.iterdir())
+    if whose == "server":
+        with pytest.raises(NoSharedMemory, match=r"a message of 0.4\d* MB does not fit .*: use fewer --workers"):
+            ask(grid, 100_000)
+    else:
+        assert "does not fit into the machine's shared memory" in ask(grid, 100_000)[0].reason
+        assert (ask(grid, 3)[0]["arrays"]["w"].numpy() == 1).all()
+    grid.close()
+    assert set(SHARED.iterdir()) <= before
+
+
+def test_processes_of_several_threads_are_not_forked() -> None:
+    """A forked process hangs in PyTorch's threads if this one has used them."""
+    methods = {
+        threads: WorkerGrid("tests.worker_apps:app", 2, workers=2, threads=threads)._method for threads in (1, 2)
+    }
+    assert methods == {1: "fork" if sys.platform == "linux" else "spawn", 2: "spawn"}
+
+
+def test_a_process_at_work_ends_at_once_with_that_of_the_server() -> None:
+    code = (
+        "import sys, time\n"
+        "from flwr.app import RecordDict\n"
+        "from kindred.engine.workers import WorkerGrid\n"
+        "grid = WorkerGrid('tests.worker_apps:sleeping', 1, workers=1)\n"
+        "(node,) = grid.get_node_ids()\n"
+        "grid.push_messages([grid.create_message(RecordDict(), 'train', node, '1')])\n"
+        "print(grid._workers[0].process.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        worker = psutil.Process(int(process.stdout.readline()))
+        process.kill()
+        gone, _ = psutil.wait_procs([worker], 20)
+        assert gone or worker.status() == psutil.STATUS_ZOMBIE
+
+
 def test_lines_of_a_process_s_log_reach_the_server_s(grid, caplog) -> None:
     with caplog.at_level(logging.INFO, logger="flwr"):
         logging.getLogger("flwr").addHandler(caplog.handler)
@@ -200,13 +302,13 @@ def test_ctrl_c_at_any_line_of_a_transfer_lets_this_end_free_all_blocks(monkeypa
     (node,) = WorkerGrid("tests.worker_apps:app", 1, workers=1).get_node_ids()
     ignored: list[object] = []
     monkeypatch.setattr(sys, "unraisablehook", ignored.append)
-    traced = {workers.__file__, multiprocessing.shared_memory.__file__}
+    traced = {channel_module.__file__, multiprocessing.shared_memory.__file__}
     name = f"transfer-{os.getpid()}-"
 
-    def transfer(sender: workers._Channel, receiver: workers._Channel) -> None:
+    def transfer(sender: Channel, receiver: Channel) -> None:
         for size in (20_000, 40_000):
             content = RecordDict({"arrays": ArrayRecord({"w": Array(np.full(size, 7.0, np.float32))})})
-            for _ in range(workers.AHEAD):  # the blocks of the second size replace those of the first
+            for _ in range(AHEAD):  # the blocks of the second size replace those of the first
                 sender.send(Message(content, node, MessageType.TRAIN), RecordDict())
                 message, _ = receiver.receive()
                 assert message.content["arrays"]["w"].numpy().tolist() == [7.0] * size
@@ -226,8 +328,8 @@ def test_ctrl_c_at_any_line_of_a_transfer_lets_this_end_free_all_blocks(monkeypa
             return lines
 
         first, second = multiprocessing.Pipe()
-        sender = workers._Channel(first, f"{name}a", f"{name}b")
-        receiver = workers._Channel(second, f"{name}b", f"{name}a")
+        sender = Channel(first, f"{name}a", f"{name}b")
+        receiver = Channel(second, f"{name}b", f"{name}a")
         ours = sender if end == "sender" else receiver
         before = sys.gettrace()
         sys.settrace(lines)

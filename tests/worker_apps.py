@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import time
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 app = ClientApp()
+sleeping = ClientApp()
 LOGGER = logging.getLogger("flwr")
 
 
@@ -31,3 +33,9 @@ def train(message: Message, context: Context) -> Message:
         RecordDict({"arrays": arrays, "metrics": MetricRecord({"process": os.getpid(), "asked": asked})}),
         reply_to=message,
     )
+
+
+@sleeping.train()
+def sleep(message: Message, context: Context) -> Message:
+    time.sleep(600)
+    return Message(RecordDict(), reply_to=message)

@@ -129,6 +129,7 @@ class Exchange:
         self._sent: dict[str, Sent] = {}  # messages of the exchange in progress, by their ids
         self._until = 0.0  # end of the exchange in progress, on time.monotonic's clock
         self._cut_short = False  # whether the quorum has moved that end
+        self._late: set[str] = set()  # messages of this exchange that were answered after that
         self._traces: set[str] = set()  # where unexpected exceptions were raised
         self._lost: dict[str, list[ClientId]] = {}  # reason -> clients without a usable reply in this exchange
 
@@ -146,7 +147,7 @@ class Exchange:
         exchange are therefore never asked for. An error that the SuperLink reports for a dead node counts as that
         node's reply.
         """
-        self._until, self._cut_short = time.monotonic() + self._timeout, False
+        self._until, self._cut_short, self._late = time.monotonic() + self._timeout, False, set()
         self._send(server_round, messages)
         waiting = dict(self._sent)
         clients = {sent.client for sent in waiting.values()}
@@ -163,6 +164,8 @@ class Exchange:
         arriving = pull(self._grid, self._sent, lambda: self._until, simulated=self._simulated)
         for message_id, reply in counted(what, self._history.times.waiting(arriving), len(waiting)):
             sent = waiting.pop(message_id)
+            if self._cut_short:
+                self._late.add(message_id)
             self.replied.add(sent.client)
             if not sent.side:
                 self._status.answered(sent.client)
@@ -251,7 +254,8 @@ class Exchange:
             return None
         if message.has_error():
             # The code is Flower's for a reply that was announced and never uploaded. After the quorum any error counts.
-            if message.error.code == ErrorCode.MESSAGE_UNAVAILABLE or self._cut_short:
+            is_late = message.metadata.reply_to_message_id in self._late
+            if message.error.code == ErrorCode.MESSAGE_UNAVAILABLE or is_late:
                 self._roster.strikes.failed(sent.client)
             reason = f"error {message.error.code}: {first_line(message.error.reason or '')}"
             self._add_row(sent, server_round, reason, 0)

@@ -95,6 +95,11 @@ class InlineGrid(Grid):
         message_id = next((waiting for waiting in self._waiting if waiting in wanted), None)
         return [] if message_id is None else [self._answer(self._waiting.pop(message_id))]
 
+    def forget(self, message_ids: Iterable[str]) -> None:
+        """Drop messages that have not been answered: nobody waits for their replies any more."""
+        for message_id in message_ids:
+            self._waiting.pop(message_id, None)
+
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         ids = list(self.push_messages(messages))
         return [reply for message_id in ids for reply in self.pull_messages([message_id])]

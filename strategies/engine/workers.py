@@ -2,7 +2,7 @@
 
 Each process has one connection to this one and answers the messages that come through it. A client's messages go to the
 process that answered its last one, which has its data; a process that has nothing else to do takes over another's
-client. Models are copied into blocks of shared memory, and out of them; the blocks are kept for the next ones.
+client. channel.py copies the models.
 
 On Linux the processes are forked, so that they share the data that this process has loaded; elsewhere, and with a GPU,
 which a forked process cannot use, they are started anew. They end with the grid, and with this process, in whatever way
@@ -11,33 +11,30 @@ it ends.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import multiprocessing
 import os
 import secrets
 import signal
 import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
-from multiprocessing.shared_memory import SharedMemory
 from typing import TYPE_CHECKING, Any
 
-from flwr.app import Context, Error, Message, RecordDict
+from flwr.app import Context, Error, Message
 from flwr.common.constant import ErrorCode
-from flwr.common.serde import message_from_proto, message_to_proto, recorddict_from_proto, recorddict_to_proto
-from flwr.proto.message_pb2 import Message as ProtoMessage
-from flwr.proto.recorddict_pb2 import RecordDict as ProtoRecordDict
 from flwr.supercore import log
 from flwr.supercore.object_ref import load_app
 
 from kindred.lazy import lazy
 
+from .channel import AHEAD, Channel, NoSharedMemory
 from .inline import InlineGrid, answer, identify
 
 if TYPE_CHECKING:
@@ -45,8 +42,6 @@ if TYPE_CHECKING:
 else:
     torch = lazy("torch")
 
-AHEAD = 2  # messages that a process has while many wait, so that it need not wait for this process
-LEAST_SHARED = 1 << 14  # bytes; less travels through the pipe, which holds AHEAD such messages without a reader
 PATIENCE = 0.5  # seconds to wait for a reply before the caller looks at its deadline
 
 
@@ -82,11 +77,13 @@ class WorkerGrid(InlineGrid):
         super().__init__(load_app(client_app, RuntimeError), num_clients, run_config, node_configs)
         self._reference = client_app
         self._threads, self._gpus = threads, gpus
-        self._method = "fork" if sys.platform == "linux" and not gpus else "spawn"
+        # A forked process could use no GPU, nor several threads of PyTorch.
+        self._method = "fork" if sys.platform == "linux" and not gpus and threads == 1 else "spawn"
         self._workers = [_Worker(i) for i in range(workers)]
         self._last: dict[int, _Worker] = {}  # node id -> the process that had its last message
         self._new: deque[Message] = deque()  # messages that wait, to nodes that have had none
         self._answers: dict[str, Message] = {}  # by the id of the message that they answer
+        self._forgotten: set[str] = set()  # messages at work whose answers nobody waits for any more
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         ids = super().push_messages(messages)
@@ -113,7 +110,19 @@ class WorkerGrid(InlineGrid):
         while waiting and time.monotonic() < end:
             replies += (arrived := self.pull_messages(waiting))
             waiting -= {reply.metadata.reply_to_message_id for reply in arrived}
+        self.forget(waiting)
         return replies
+
+    def forget(self, message_ids: Iterable[str]) -> None:
+        ids = set(message_ids)
+        for messages in (self._new, *(worker.waiting for worker in self._workers)):
+            kept = [message for message in messages if message.metadata.message_id not in ids]
+            messages.clear()
+            messages.extend(kept)
+        given = {message.metadata.message_id for worker in self._workers for message in worker.given}
+        self._forgotten |= ids & given
+        for message_id in ids:
+            self._answers.pop(message_id, None)
 
     def close(self) -> None:
         """End the processes."""
@@ -127,8 +136,12 @@ class WorkerGrid(InlineGrid):
             for worker in self._workers:
                 least = 1 if ahead == 1 else len(self._workers) + 1
                 if len(worker.given) < ahead and waiting >= least:
-                    fullest = max(self._workers, key=lambda each: len(each.waiting)).waiting
-                    self._give(worker, (worker.waiting or self._new or fullest).popleft())
+                    fullest = max(self._workers, key=lambda each: len(each.waiting))
+                    messages = worker.waiting or self._new or fullest.waiting
+                    # A client whose forgotten message is still at work must not be at work in two processes.
+                    if messages is fullest.waiting and worker is not fullest and fullest.has(messages[0]):
+                        continue
+                    self._give(worker, messages.popleft())
                     waiting -= 1
 
     def _give(self, worker: _Worker, message: Message) -> None:
@@ -146,7 +159,7 @@ class WorkerGrid(InlineGrid):
         processes: Any = multiprocessing.get_context(self._method)
         ours, theirs = processes.Pipe()
         name = f"kindred-{secrets.token_hex(4)}"
-        worker.channel = _Channel(ours, f"{name}-server", f"{name}-client")
+        worker.channel = Channel(ours, f"{name}-server", f"{name}-client")
         # A forked process inherits all connections; copies of them would keep them open when this process has ended.
         inherited = [each.channel.connection for each in self._workers if each.channel and self._method == "fork"]
         gpu = worker.number % self._gpus if self._gpus else None
@@ -172,7 +185,7 @@ class WorkerGrid(InlineGrid):
         reply, state = received
         message = worker.given.popleft()
         self._contexts[message.metadata.dst_node_id].state = state
-        self._answers[message.metadata.message_id] = reply
+        self._keep(message, reply)
 
     def _bury(self, worker: _Worker) -> None:
         """Answer the message at which a process ended with an error, and let its next ones be given out again."""
@@ -181,8 +194,13 @@ class WorkerGrid(InlineGrid):
         worker.given.clear()
         how = f"was killed by signal {-code}, most often for lack of memory" if code < 0 else f"ended with code {code}"
         error = Error(ErrorCode.CLIENT_APP_CRASHED, f"the process that worked for it {how}")
-        self._answers[failed.metadata.message_id] = Message(error, reply_to=failed)
-        worker.waiting.extendleft(reversed(others))
+        self._keep(failed, Message(error, reply_to=failed))
+        worker.waiting.extendleft(each for each in reversed(others) if each.metadata.message_id not in self._forgotten)
+
+    def _keep(self, message: Message, reply: Message) -> None:
+        """Keep a reply until it is pulled, unless nobody waits for it any more."""
+        if message.metadata.message_id not in self._forgotten:
+            self._answers[message.metadata.message_id] = reply
 
 
 @dataclass(eq=False)
@@ -194,6 +212,10 @@ class _Worker:
     channel: Any = None
     waiting: deque[Message] = field(default_factory=deque)
     given: deque[Message] = field(default_factory=deque)
+
+    def has(self, message: Message) -> bool:
+        """Return whether the process has a message to the same node."""
+        return any(message.metadata.dst_node_id == each.metadata.dst_node_id for each in self.given)
 
     def end(self) -> int:
         """End the process, if there is one, and return its exit code."""
@@ -221,6 +243,7 @@ def _work(
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for other in inherited:
         other.close()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
     torch.set_num_threads(threads)
@@ -228,13 +251,25 @@ def _work(
     for run_id in {context.run_id for context in contexts.values()}:
         identify(run_id)
     client_app = load_app(reference, RuntimeError)
-    channel = _Channel(connection, f"{name}-client", f"{name}-server")
+    channel = Channel(connection, f"{name}-client", f"{name}-server")
     with suppress(EOFError, OSError):
         while True:
             message, state = channel.receive()
             context = contexts[message.metadata.dst_node_id]
             context.state = state
-            channel.send(answer(client_app, message, context), context.state)
+            reply = answer(client_app, message, context)
+            try:
+                channel.send(reply, context.state)
+            except NoSharedMemory as error:
+                channel.send(Message(Error(ErrorCode.UNKNOWN, str(error)), reply_to=message), context.state)
+
+
+def end_with_parent() -> None:
+    """Wait until the process that started this one has ended, and end this one. It may have locks and memory."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None  # this process is a child
+    parent.join()
+    os._exit(1)
 
 
 class _ToServer(logging.Handler):
@@ -247,115 +282,3 @@ class _ToServer(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         with suppress(OSError):
             self._connection.send((record.levelno, record.getMessage()))
-
-
-# --- Transport ----------------------------------------------------------------------------------------
-
-
-class _Channel:
-    """One end of the connection between this process and another.
-
-    Large messages are copied into blocks of shared memory. Each end writes into AHEAD blocks in turn, which are kept. A
-    worker process never has more than AHEAD messages, so that the other end has read a block before its next turn. A
-    block is replaced only by a larger one of the same name, when a message does not fit: so the reader notices it.
-
-    Parameters
-    ----------
-    connection : Connection
-    writes, reads : str
-        Prefixes of the names of the blocks that this end writes, and of those that it reads; the turn follows.
-    """
-
-    def __init__(self, connection: Connection, writes: str, reads: str) -> None:
-        self.connection = connection
-        self._turns = itertools.cycle([f"{writes}{turn}" for turn in range(AHEAD)])
-        self._names = [f"{end}{turn}" for end in (writes, reads) for turn in range(AHEAD)]
-        self._blocks: dict[str, SharedMemory] = {}
-
-    def send(self, message: Message, state: RecordDict) -> None:
-        """Send a message and a client's state.
-
-        The bytes of arrays are copied as they are, all else is serialized by Flower.
-        """
-        records = message.content.array_records.values() if message.has_content() else ()
-        arrays = [array for record in records for array in record.values()]
-        kept = [array.data for array in arrays]
-        for array in arrays:
-            array.data = b""
-        try:
-            texts = [message_to_proto(message).SerializeToString(), recorddict_to_proto(state).SerializeToString()]
-        finally:
-            for array, data in zip(arrays, kept, strict=True):
-                array.data = data
-        parts = [memoryview(part) for part in (*texts, *kept)]
-        sizes = [part.nbytes for part in parts]
-        if sum(sizes) < LEAST_SHARED:
-            self.connection.send((sizes, b"".join(parts)))
-            return
-        name = next(self._turns)
-        block = self._blocks.get(name)
-        if block is None or block.size < sum(sizes):
-            if block:
-                _free(block)
-            # A little larger, so that a message that is some bytes longer still fits.
-            block = self._blocks[name] = SharedMemory(name, create=True, size=sum(sizes) + LEAST_SHARED)
-        assert block.buf is not None  # it has one until it is closed
-        for part, place in zip(parts, _places(sizes), strict=True):
-            block.buf[place] = part
-        self.connection.send((sizes, name))
-
-    def receive(self) -> tuple[Any, Any]:
-        """Return the next message and state, or the level and text of a line of the other's log.
-
-        Raises
-        ------
-        EOFError, OSError
-            The other process has ended.
-        """
-        first, second = self.connection.recv()
-        if isinstance(first, int):
-            return first, second
-        if isinstance(second, bytes):
-            return _unpacked(second, first)
-        block = self._blocks.get(second)
-        if block is None or block.size < sum(first):  # it is new
-            if block:
-                block.close()
-            block = self._blocks[second] = SharedMemory(second)
-        assert block.buf is not None
-        return _unpacked(block.buf, first)
-
-    def free(self) -> None:
-        """Free the blocks of both ends after the other process has ended, also that of an answer still on its way."""
-        for name in self._names:
-            if block := self._blocks.get(name):
-                with suppress(OSError):  # Ctrl-C came while it was being closed
-                    block.close()
-            # Opened anew: this registers it with Python's resource tracker, also if its maker was ended before it did.
-            with suppress(FileNotFoundError, ValueError):  # ValueError: it was interrupted before the block had a size
-                _free(SharedMemory(name))
-
-
-def _unpacked(buffer: bytes | memoryview, sizes: Sequence[int]) -> tuple[Message, RecordDict]:
-    # No part of a block is kept as a view: if Ctrl-C arrives here, the block could not be closed.
-    about, state, *data = (bytes(buffer[place]) for place in _places(sizes))
-    message = message_from_proto(ProtoMessage.FromString(about))
-    if message.has_content():
-        arrays = (array for record in message.content.array_records.values() for array in record.values())
-        for array, values in zip(arrays, data, strict=True):
-            array.data = values
-    return message, recorddict_from_proto(ProtoRecordDict.FromString(state))
-
-
-def _places(sizes: Sequence[int]) -> Iterator[slice]:
-    """Yield where in a block each part of a message lies."""
-    for end, size in zip(itertools.accumulate(sizes), sizes, strict=True):
-        yield slice(end - size, end)
-
-
-def _free(block: SharedMemory) -> None:
-    """Free a block of shared memory, unless the process that made it has, or Ctrl-C came while it was being closed."""
-    with suppress(OSError):
-        block.close()
-    with suppress(OSError):
-        block.unlink()

@@ -1,0 +1,151 @@
+"""The connection between the process of the server and a worker process: models travel in blocks of shared memory."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from multiprocessing.shared_memory import SharedMemory
+from typing import Any
+
+from flwr.app import Message, RecordDict
+from flwr.common.serde import message_from_proto, message_to_proto, recorddict_from_proto, recorddict_to_proto
+from flwr.proto.message_pb2 import Message as ProtoMessage
+from flwr.proto.recorddict_pb2 import RecordDict as ProtoRecordDict
+
+AHEAD = 2  # messages that a process has while many wait, so that it need not wait for the other one
+LEAST_SHARED = 1 << 14  # bytes; less travels through the pipe, which holds AHEAD such messages without a reader
+
+
+class NoSharedMemory(RuntimeError):
+    """There is no room for a message in the machine's shared memory."""
+
+
+class Channel:
+    """One end of the connection between this process and another.
+
+    Large messages are copied into blocks of shared memory. Each end writes into AHEAD blocks in turn, which are kept. A
+    worker process never has more than AHEAD messages, so that the other end has read a block before its next turn. A
+    block is replaced only by a larger one of the same name, when a message does not fit: so the reader notices it.
+
+    Parameters
+    ----------
+    connection : Connection
+    writes, reads : str
+        Prefixes of the names of the blocks that this end writes, and of those that it reads; the turn follows.
+    """
+
+    def __init__(self, connection: Connection, writes: str, reads: str) -> None:
+        self.connection = connection
+        self._turns = itertools.cycle([f"{writes}{turn}" for turn in range(AHEAD)])
+        self._names = [f"{end}{turn}" for end in (writes, reads) for turn in range(AHEAD)]
+        self._blocks: dict[str, SharedMemory] = {}
+
+    def send(self, message: Message, state: RecordDict) -> None:
+        """Send a message and a client's state.
+
+        The bytes of arrays are copied as they are, all else is serialized by Flower.
+
+        Raises
+        ------
+        NoSharedMemory
+        """
+        records = message.content.array_records.values() if message.has_content() else ()
+        arrays = [array for record in records for array in record.values()]
+        kept = [array.data for array in arrays]
+        for array in arrays:
+            array.data = b""
+        try:
+            texts = [message_to_proto(message).SerializeToString(), recorddict_to_proto(state).SerializeToString()]
+        finally:
+            for array, data in zip(arrays, kept, strict=True):
+                array.data = data
+        parts = [memoryview(part) for part in (*texts, *kept)]
+        sizes = [part.nbytes for part in parts]
+        if sum(sizes) < LEAST_SHARED:
+            self.connection.send((sizes, b"".join(parts)))
+            return
+        name = next(self._turns)
+        block = self._blocks.get(name)
+        if block is None or block.size < sum(sizes):
+            if block:
+                _free(self._blocks.pop(name))
+            # A little larger, so that a message that is some bytes longer still fits.
+            block = self._blocks[name] = _new_block(name, sum(sizes) + LEAST_SHARED)
+        assert block.buf is not None  # it has one until it is closed
+        for part, place in zip(parts, _places(sizes), strict=True):
+            block.buf[place] = part
+        self.connection.send((sizes, name))
+
+    def receive(self) -> tuple[Any, Any]:
+        """Return the next message and state, or the level and text of a line of the other's log.
+
+        Raises
+        ------
+        EOFError, OSError
+            The other process has ended.
+        """
+        first, second = self.connection.recv()
+        if isinstance(first, int):
+            return first, second
+        if isinstance(second, bytes):
+            return _unpacked(second, first)
+        block = self._blocks.get(second)
+        if block is None or block.size < sum(first):  # it is new
+            if block:
+                block.close()
+            block = self._blocks[second] = SharedMemory(second)
+        assert block.buf is not None
+        return _unpacked(block.buf, first)
+
+    def free(self) -> None:
+        """Free the blocks of both ends after the other process has ended, also that of an answer still on its way."""
+        for name in self._names:
+            if block := self._blocks.get(name):
+                with suppress(OSError):  # Ctrl-C came while it was being closed
+                    block.close()
+            # Opened anew: this registers it with Python's resource tracker, also if its maker was ended before it did.
+            with suppress(FileNotFoundError, ValueError):  # ValueError: it was interrupted before the block had a size
+                _free(SharedMemory(name))
+
+
+def _unpacked(buffer: bytes | memoryview, sizes: Sequence[int]) -> tuple[Message, RecordDict]:
+    # No part of a block is kept as a view: if Ctrl-C arrives here, the block could not be closed.
+    about, state, *data = (bytes(buffer[place]) for place in _places(sizes))
+    message = message_from_proto(ProtoMessage.FromString(about))
+    if message.has_content():
+        arrays = (array for record in message.content.array_records.values() for array in record.values())
+        for array, values in zip(arrays, data, strict=True):
+            array.data = values
+    return message, recorddict_from_proto(ProtoRecordDict.FromString(state))
+
+
+def _places(sizes: Sequence[int]) -> Iterator[slice]:
+    """Yield where in a block each part of a message lies."""
+    for end, size in zip(itertools.accumulate(sizes), sizes, strict=True):
+        yield slice(end - size, end)
+
+
+def _new_block(name: str, size: int) -> SharedMemory:
+    """Make a block of shared memory that has its memory: otherwise to write to it could kill the process."""
+    block = SharedMemory(name, create=True, size=size)
+    if hasattr(os, "posix_fallocate"):
+        try:
+            os.posix_fallocate(vars(block)["_fd"], 0, size)
+        except OSError as error:
+            _free(block)
+            raise NoSharedMemory(
+                f"a message of {size / 1e6:.3g} MB does not fit into the machine's shared memory ({error.strerror}): "
+                "use fewer --workers, or enlarge /dev/shm (docker run --shm-size)"
+            ) from None
+    return block
+
+
+def _free(block: SharedMemory) -> None:
+    """Free a block of shared memory, unless the process that made it has, or Ctrl-C came while it was being closed."""
+    with suppress(OSError):
+        block.close()
+    with suppress(OSError):
+        block.unlink()
