@@ -218,7 +218,10 @@ def _train(
     strategy.history.times.seconds[START_UP] += seconds_before
     newcomers = None
     if config.held_out_clients and isinstance(federation, Federation) and checkpoints:
-        newcomers = _newcomers(config, federation, strategy, checkpoints)
+        try:
+            newcomers = _newcomers(config, federation, strategy, checkpoints)
+        except NotResumable as error:  # the run's own results do not depend on it
+            log(WARNING, "kindred: the clients that came later are not served: %s", error)
     # Models that were never sent are still on this disk, if the clients are simulated here.
     local = simulated(grid)
     kept = {name: saved_files(strategy.run_id, file) for name, file in KEPT.items()} if local else {}

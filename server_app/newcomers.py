@@ -115,6 +115,11 @@ class Service:
               list of `labelled`, a number of these samples or "all", and the value of each of `WAYS`; None without.
               A client with fewer samples than a number has no entry for it.
             - `means`: a list of `labelled`, the number of `clients` that have it, and each way's mean over these.
+
+        Raises
+        ------
+        NotResumable
+            The run's last round has no checkpoint.
         """
         clients: list[dict[str, Any]] = []
         names = self._federation.newcomer_names
@@ -139,7 +144,9 @@ class Service:
             if self._ensemble:
                 by_method = self._value(grid(), self._ensemble, rounds=0, method=self._strategy.name)
             return {"labelled": labelled, "method": by_method, "alone": None, "tuned": untrained}
-        replies = self._strategy.serve(grid(), self._initial_arrays, self._checkpoints, ConfigRecord(self._settings))
+        replies = self._strategy.serve(
+            grid(), self._initial_arrays, self._checkpoints, ConfigRecord(self._settings), after=self._rounds
+        )
         numbers, metric = replies.get(client, {}), self._metric
         personal = numbers.get(f"{self._strategy.personal}-{metric}")
         return {

@@ -653,10 +653,15 @@ def test_only_one_process_at_a_time_works_on_a_run(tmp_path) -> None:
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
-def test_a_run_whose_clients_lost_their_models_does_not_resume(tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("perfed-ckt", {}), ("fedavg", {"validation_share": 0.2}), ("fedavg", {"shadow_local": True})],
+    ids=["perfed-ckt", "selected models", "models trained alone"],
+)
+def test_a_run_whose_clients_lost_their_models_does_not_resume(name, settings, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    folder = interrupted(config_of(tmp_path / "results", "perfed-ckt"), answers=4 * CLIENTS)
-    config = config_of(tmp_path, "perfed-ckt", resume=str(folder))
+    folder = interrupted(config_of(tmp_path / "results", name, **settings), answers=4 * CLIENTS)
+    config = config_of(tmp_path, name, resume=str(folder), **settings)
     moved = default_root().rename(tmp_path / "moved")
     with pytest.raises(
         ConfigError, match=f"^resume is '{folder}': the saved state of its clients is not in {default_root()}"

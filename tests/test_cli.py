@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -88,6 +89,19 @@ def test_bad_input_gets_one_line_and_code_2_and_creates_no_file(arguments, says,
     for word in says:
         assert word in result.stderr
     assert os.listdir(tmp_path) == ["broken.npz"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["predict", "--input=x.csv", "--model={}"], ["watch", "{}"], ["compare", "--strategies=local", "--output-dir={}"]],
+    ids=" ".join,
+)
+def test_a_path_that_cannot_be_looked_at_is_one_line(arguments) -> None:
+    """Such as one in a folder of another user."""
+    path = "a" * 300
+    done = CliRunner().invoke(app, [argument.format(path) for argument in arguments])
+    assert done.exit_code == 2 and done.stdout == ""
+    assert re.fullmatch(rf"kindred: .*{path} cannot be used \(File name too long\)\n", done.stderr)
 
 
 def test_images_too_small_for_the_model_are_bad_input(tmp_path, monkeypatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
 
 import numpy as np
@@ -138,6 +139,26 @@ def served(tmp_path, name: str, own: list[float], rounds: int, **settings) -> li
     found = REGISTRY[name].strategy(**quiet).serve(Last(clients.app, len(own)), start, checkpoints, ConfigRecord())
     assert [list(each.values()) for each in found.values()] == [[1, 1, 0.5]] or len(found) == 1
     return [weight for _, weight in clients.received[-1]]
+
+
+def test_without_a_checkpoint_of_the_last_round_newcomers_are_not_served_and_the_results_are_whole(
+    tmp_path, monkeypatch
+) -> None:
+    """The one before is intact: its models are those of another round."""
+    write = Checkpoints._write
+
+    def full(self, server_round, arrays) -> None:
+        if server_round == RUN["rounds"]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(self, server_round, arrays)
+
+    monkeypatch.setattr(Checkpoints, "_write", full)
+    with pytest.warns(
+        UserWarning, match="clients that came later are not served: the last checkpoint .* of round 1, not"
+    ):
+        found = kindred.run(method="fedavg", local_epochs=1, output=tmp_path, progress=False, **RUN)
+    summary = json.loads((found.folder / "summary.json").read_text())
+    assert summary["newcomers"] is None and list((found.folder / "models").iterdir())
 
 
 def test_fedavg_sends_a_newcomer_its_global_model_once(tmp_path) -> None:

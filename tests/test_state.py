@@ -558,6 +558,24 @@ def test_a_simulation_resumes_with_its_clients_states_or_not_at_all(root, tmp_pa
             begin_simulation(1, moved, goes_on=True)
 
 
+def test_the_state_of_a_run_whose_results_were_moved_stays_for_a_week(root, tmp_path) -> None:
+    results = tmp_path / "results"
+    for run, folder in ((1, results), (2, tmp_path / "begun")):
+        (folder / "checkpoints").mkdir(parents=True)
+        begin_simulation(run, folder / "checkpoints")
+        ClientState(run, 0).save("model", {"w": np.ones(1)})
+        if run == 1:
+            (folder / "checkpoints" / "round-0001-abc.npz").touch()
+    results.rename(tmp_path / "moved")
+    begin_simulation(3)  # run 2 has its folder, and no checkpoint: it cannot be resumed
+    assert {path.name for path in root.glob("run-*")} == {"run-1", "run-3"}
+    week_ago = time.time() - 8 * 24 * 3600
+    for path in (root / "run-1" / ".simulated", *root.glob("run-1/client-*")):
+        os.utime(path, (week_ago, week_ago))
+    begin_simulation(4)
+    assert {path.name for path in root.glob("run-*")} == {"run-4"}
+
+
 def test_saved_models_are_those_of_one_run_by_client_id() -> None:
     rng = np.random.default_rng(0)
     clients = [7, -1, 2**64 - 1, "7", "a/b", "A/B", "a b", "", "..", "Köln", "日本", "x" * 300, 'quote"\\']

@@ -34,6 +34,10 @@ class Commands(typer.core.TyperGroup):
         except UsageError as error:
             command, message = (error.ctx or ctx).command_path, error.format_message().rstrip(".")
             end(error.exit_code, f"{message[:1].lower()}{message[1:]}; see `{command} --help`")
+        except OSError as error:
+            if error.filename is None:
+                raise
+            end(2, f"{error.filename} cannot be used ({error.strerror})")  # such as a folder of another user
 
 
 class App(typer.Typer):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from contextlib import suppress
 from logging import WARNING
 from pathlib import Path
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from flwr.superlink import grid as superlink_grid
 else:
     superlink_grid = lazy("flwr.superlink.grid")  # its import takes a second; in-process runs skip it
+
+
+KEPT = 7 * 24 * 3600.0  # s; how long the state of an interrupted run stays whose results are not where they were
 
 
 def saved_files(run_id: int, name: str) -> dict[ClientId, Path]:
@@ -62,7 +66,8 @@ def begin_simulation(run_id: int, checkpoints: Path | None = None, *, goes_on: b
     """Mark a run as simulated, and remove the folders of simulated runs that have ended.
 
     An unfinished run with checkpoints, in the folder given here, can be resumed: the state of its clients stays as long
-    as its checkpoints exist.
+    as its checkpoints exist. If its whole folder of results is gone, it may have been moved, and the state stays for
+    `KEPT`.
 
     The mark is a lock. This process holds it until the process ends, in whatever way, or begins another simulation: a
     process runs one simulation at a time.
@@ -89,7 +94,7 @@ def begin_simulation(run_id: int, checkpoints: Path | None = None, *, goes_on: b
             with suppress(OSError), open(mark, encoding="utf-8") as file:
                 lock(file, wait=False)
                 is_this_run = mark.parent == folder
-                if not _holds_checkpoints(str(checkpoints or "") if is_this_run else file.read()):
+                if not _may_resume(str(checkpoints or "") if is_this_run else file.read(), mark):
                     _remove(mark.parent)
         folder.mkdir(mode=0o700, exist_ok=True)
         held = open(folder / SIMULATED, "a+", encoding="utf-8")  # it stays open, and therefore locked
@@ -143,8 +148,14 @@ def end_simulation(run_id: int) -> None:
 _marks: list[IO[str]] = []
 
 
-def _holds_checkpoints(folder: str) -> bool:
-    return bool(folder) and any(Path(folder).glob("round-*.npz"))
+def _may_resume(checkpoints: str, mark: Path) -> bool:
+    """Return whether the run of a mark may be resumed, from checkpoints in this folder; "" if it has none."""
+    if not checkpoints:
+        return False
+    if Path(checkpoints).parent.is_dir():
+        return any(Path(checkpoints).glob("round-*.npz"))
+    changed = max(path.stat().st_mtime for path in (mark, *mark.parent.glob("client-*")))
+    return time.time() - changed < KEPT
 
 
 def _remove(folder: Path) -> None:

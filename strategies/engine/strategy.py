@@ -33,6 +33,7 @@ from kindred.settings import (
     QUORUM,
     SAMPLING,
     SEED,
+    SHADOW_LOCAL,
     STOP_AFTER,
     TRAINING,
     WAIT_TIMEOUT,
@@ -261,7 +262,8 @@ class PersonalizedStrategy(Rounds):
         evaluate_config = ConfigRecord() if evaluate_config is None else evaluate_config
         self._warn_of_unread_settings(train_config)
         result = Result(arrays=initial_arrays)
-        first = self._begin(grid, result, num_rounds, timeout, checkpoints)
+        trains_alone = bool(SHADOW_LOCAL.read(train_config))
+        first = self._begin(grid, result, num_rounds, timeout, checkpoints, trains_alone)
         with checkpoints or nullcontext():
             started = time.monotonic()
             begins = not self.history.rounds and self.first_round > 0  # otherwise round 0 is over, or the method's own
@@ -337,6 +339,8 @@ class PersonalizedStrategy(Rounds):
         checkpoints: Checkpoints,
         train_config: ConfigRecord,
         timeout: float = 3600,
+        *,
+        after: int | None = None,
     ) -> dict[ClientId, dict[str, float]]:
         """Serve newcomers: clients that took no part in a finished run, whose results do not change.
 
@@ -351,6 +355,8 @@ class PersonalizedStrategy(Rounds):
             As in `start`.
         checkpoints : Checkpoints
             Those of the run, of which the last one is used.
+        after : int, optional
+            The round of which that must be.
 
         Returns
         -------
@@ -360,11 +366,13 @@ class PersonalizedStrategy(Rounds):
         Raises
         ------
         NotResumable
-            There is no intact checkpoint of this method and version.
+            There is no intact checkpoint of this method and version, or the last one is of another round.
         """
         self._prepare(grid, initial_arrays, timeout)
         self.roster.min_available = 1
         last, _ = self._restore(checkpoints)
+        if after not in (None, last):
+            raise NotResumable(f"the last checkpoint in {checkpoints.folder} is of round {last}, not of round {after}")
         begin_simulation(grid.run.run_id)
         self.run_id = grid.run.run_id  # newcomers have no state of the run's clients
         self.last_round = last + self.newcomer_visits(last)
@@ -399,7 +407,13 @@ class PersonalizedStrategy(Rounds):
                 )
 
     def _begin(
-        self, grid: Grid, result: Result, num_rounds: int, timeout: float, checkpoints: Checkpoints | None
+        self,
+        grid: Grid,
+        result: Result,
+        num_rounds: int,
+        timeout: float,
+        checkpoints: Checkpoints | None,
+        trains_alone: bool,
     ) -> int:
         """Begin a run, or resume the one that has checkpoints; return its first round."""
         self._prepare(grid, result.arrays, timeout)
@@ -410,7 +424,9 @@ class PersonalizedStrategy(Rounds):
             first = last + 1
         if simulated(grid):
             folder = checkpoints.folder if checkpoints else None
-            begin_simulation(self.run_id, folder, goes_on=first > self.first_round and self.clients_keep_state)
+            # With every method a client keeps its selected model, and one that it trains alone.
+            keep_state = self.clients_keep_state or trains_alone or bool(self.history.selected_values())
+            begin_simulation(self.run_id, folder, goes_on=first > self.first_round and keep_state)
             if checkpoints:
                 checkpoints.flushes["clients' state"] = StateFlusher(self.run_id).flush
         return first
