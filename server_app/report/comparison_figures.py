@@ -104,8 +104,8 @@ def comparison_panels(panels: Sequence[tuple[str, Sequence[Method]]], headline: 
     title : str
     """
     names = list(dict.fromkeys(name for _, methods in panels for name, _ in methods))
-    lines = -(-len(names) // COLUMNS)
-    figure, places = panels_figure(title, len(panels), (3.4, 3.4), 3, "round", f"test {headline.axis}", lines)
+    rows = -(-len(names) // COLUMNS)
+    figure, places = panels_figure(title, len(panels), (3.4, 3.4), 3, "round", f"test {headline.axis}", rows)
     drawn = [_over_rounds(methods, headline, names) for _, methods in panels]
     known = [line for lines in drawn for line in lines]
     handles: dict[str, Any] = {}
