@@ -25,6 +25,7 @@ from flwr.supercore import log
 
 from kindred import InlineGrid
 from kindred.client.site import LABELLED
+from kindred.engine.checkpoint import NotResumable
 from kindred.engine.simulated_state import begin_simulation, end_simulation
 from kindred.messages import (
     ARRAYS,
@@ -121,6 +122,9 @@ class Service:
         NotResumable
             The run's last round has no checkpoint.
         """
+        if (newest := self._checkpoints.newest) != self._rounds:
+            last = "no round" if newest is None else f"round {newest}"
+            raise NotResumable(f"the last checkpoint is of {last}, not of round {self._rounds}")
         clients: list[dict[str, Any]] = []
         names = self._federation.newcomer_names
         for place, client in enumerate(self._federation.newcomers):

@@ -358,8 +358,8 @@ class Kindred(CloudModels):
     def inspect(self, client: ClientId, reply: Reply) -> None:
         if EVIDENCE in reply.config:
             check_numbers(EVIDENCE, reply.config[EVIDENCE], SOURCES, -LARGEST_LOSS, 0)
-            if max(evidence := list(reply.config[EVIDENCE])) < 0:
-                raise Refused(f"its {EVIDENCE} are {evidence}, expected a 0 for the best of the models")
+            if (largest := max(reply.config[EVIDENCE])) < 0:
+                raise Refused(f"its {EVIDENCE} are at most {largest:g}, expected 0 for the best of the models")
 
     def take(self, client: ClientId, reply: Reply) -> None:
         super().take(client, reply)

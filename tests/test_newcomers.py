@@ -141,24 +141,27 @@ def served(tmp_path, name: str, own: list[float], rounds: int, **settings) -> li
     return [weight for _, weight in clients.received[-1]]
 
 
+@pytest.mark.parametrize(
+    ("failing", "says"), [([2], "the last checkpoint is of round 1, not of round 2"), ([1, 2], "is of no round, not")]
+)
 def test_without_a_checkpoint_of_the_last_round_newcomers_are_not_served_and_the_results_are_whole(
-    tmp_path, monkeypatch
+    failing, says, tmp_path, monkeypatch
 ) -> None:
-    """The one before is intact: its models are those of another round."""
+    """An intact one before it has the models of another round."""
     write = Checkpoints._write
 
     def full(self, server_round, arrays) -> None:
-        if server_round == RUN["rounds"]:
+        if server_round in failing:
             raise OSError(errno.ENOSPC, "No space left on device")
         write(self, server_round, arrays)
 
     monkeypatch.setattr(Checkpoints, "_write", full)
-    with pytest.warns(
-        UserWarning, match="clients that came later are not served: the last checkpoint .* of round 1, not"
-    ):
-        found = kindred.run(method="fedavg", local_epochs=1, output=tmp_path, progress=False, **RUN)
-    summary = json.loads((found.folder / "summary.json").read_text())
-    assert summary["newcomers"] is None and list((found.folder / "models").iterdir())
+    settings = RUN | {"validation_share": 0.2, "local_epochs": 1}
+    with pytest.warns(UserWarning, match=f"clients that came later are not served: .*{says}"):
+        found = kindred.run(method="fedavg", output=tmp_path, progress=False, **settings)
+    assert json.loads((found.folder / "summary.json").read_text())["newcomers"] is None
+    for kept in ("models", "selected"):
+        assert len(list((found.folder / kept).iterdir())) == RUN["clients"] - RUN["held_out_clients"]
 
 
 def test_fedavg_sends_a_newcomer_its_global_model_once(tmp_path) -> None:

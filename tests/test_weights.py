@@ -136,3 +136,16 @@ def test_a_run_of_changing_matrices_has_the_figure_and_the_page_no_components(tm
     folder.finish(run_of(rounds, weights=SECOND), None)
     assert is_picture(folder.path / "weights.png", (500, 300))
     assert run_content(folder.path)["components"] is None
+
+
+@pytest.mark.parametrize("count", [1, 5, 30])
+def test_the_title_and_the_legend_of_a_figure_of_panels_lie_over_no_panel(count) -> None:
+    rounds, weights = np.arange(1, 4), np.full((3, 2), 0.5)
+    curves = [Curves(f"client {i}", rounds, [0, 1], weights, 0) for i in range(count)]
+    figure = weights_figure(curves, {0: 0, 1: 1}, "Weights over rounds: a method on data, seed 0")
+    figure.draw_without_rendering()
+    panels = [axes.get_tightbbox() for axes in figure.axes]
+    (title, *_), (legend,) = figure.texts, figure.legends
+    assert title.get_window_extent().y0 > max(panel.y1 for panel in panels)
+    assert legend.get_window_extent().y1 < min(panel.y0 for panel in panels)
+    assert min(panel.x0 for panel in panels) > 0 and max(panel.x1 for panel in panels) < figure.bbox.x1

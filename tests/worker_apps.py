@@ -13,6 +13,7 @@ from flwr.clientapp import ClientApp
 
 app = ClientApp()
 sleeping = ClientApp()
+grows = ClientApp()
 LOGGER = logging.getLogger("flwr")
 
 
@@ -39,3 +40,14 @@ def train(message: Message, context: Context) -> Message:
 def sleep(message: Message, context: Context) -> Message:
     time.sleep(600)
     return Message(RecordDict(), reply_to=message)
+
+
+@grows.train()
+def grow(message: Message, context: Context) -> Message:
+    """Return as many values as received, one more than at the last time; the Context is large, too."""
+    size = message.content["arrays"]["w"].numpy().size
+    asked = int(context.state["asked"]["times"]) if "asked" in context.state else 0
+    context.state["asked"] = MetricRecord({"times": asked + 1})
+    context.state["kept"] = ArrayRecord({"w": Array(np.zeros(10_000, np.float32))})
+    arrays = ArrayRecord({"w": Array(np.full(size, asked + 1, np.float32))})
+    return Message(RecordDict({"arrays": arrays}), reply_to=message)

@@ -281,7 +281,7 @@ def panels_figure(
     count : int
         Number of panels, 1 or more.
     size : (width, height)
-        Size of a panel in inches, with its title and what is left of it.
+        Size of a panel in inches, with its title and the space at its left.
     columns : int
         Largest number of panels in a row.
     across, upward : str
@@ -294,10 +294,10 @@ def panels_figure(
     above, below = 0.4, 0.55 + 0.22 * legend_lines  # inches
     width, height = max(wide * size[0], 5.0) + 0.7, high * size[1] + above + below
     # To look for these margins would take matplotlib as long as drawing 20 panels.
-    figure = _titled_figure(title, (width, height), layout=None)
-    places = {"left": 0.9 / width, "right": 1 - 0.15 / width, "bottom": below / height}
-    places |= {"top": 1 - (above + 0.25) / height, "wspace": 0.12, "hspace": 0.35 / (size[1] - 0.35)}
-    axes = figure.subplots(high, wide, sharex=True, sharey=True, squeeze=False, gridspec_kw=places).ravel().tolist()
+    figure = _titled_figure(title, (width, height), layout=None, y=1 - 0.12 / height)
+    margins = {"left": 0.9 / width, "right": 1 - 0.15 / width, "bottom": below / height}
+    margins |= {"top": 1 - (above + 0.25) / height, "wspace": 0.12, "hspace": 0.35 / (size[1] - 0.35)}
+    axes = figure.subplots(high, wide, sharex=True, sharey=True, squeeze=False, gridspec_kw=margins).ravel().tolist()
     for unused in axes[count:]:
         unused.remove()
     for place, each in enumerate(axes[:count]):
@@ -311,10 +311,10 @@ def panels_figure(
 
 
 def _titled_figure(
-    title: str, size: tuple[float, float], layout: Literal["constrained"] | None = "constrained"
+    title: str, size: tuple[float, float], layout: Literal["constrained"] | None = "constrained", **place: float
 ) -> Figure:
     figure = mpl_figure.Figure(figsize=size, dpi=150, layout=layout, facecolor="white")
-    figure.suptitle(short_name(title, 90), fontsize=11, fontweight="bold")
+    figure.suptitle(short_name(title, 90), fontsize=11, fontweight="bold", **place)
     return figure
 
 

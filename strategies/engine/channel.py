@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -27,8 +28,8 @@ class Channel:
     """One end of the connection between this process and another.
 
     Large messages are copied into blocks of shared memory. Each end writes into AHEAD blocks in turn, which are kept. A
-    worker process never has more than AHEAD messages, so that the other end has read a block before its next turn. A
-    block is replaced only by a larger one of the same name, when a message does not fit: so the reader notices it.
+    worker process never has more than AHEAD messages, so that the other end has read a block before its next turn. When
+    a message does not fit, its block is replaced by a larger one of the same name and the next number.
 
     Parameters
     ----------
@@ -39,18 +40,20 @@ class Channel:
 
     def __init__(self, connection: Connection, writes: str, reads: str) -> None:
         self.connection = connection
-        self._turns = itertools.cycle([f"{writes}{turn}" for turn in range(AHEAD)])
+        self._turns = deque([f"{writes}{turn}" for turn in range(AHEAD)])  # the next one first
         self._names = [f"{end}{turn}" for end in (writes, reads) for turn in range(AHEAD)]
         self._blocks: dict[str, SharedMemory] = {}
+        self._numbers = dict.fromkeys(self._names, 0)  # how many blocks of each name there have been
 
-    def send(self, message: Message, state: RecordDict) -> None:
-        """Send a message and a client's state.
+    def send(self, message: Message, state: RecordDict | None) -> None:
+        """Send a message and a client's state; without a state the other end keeps the one that it has.
 
         The bytes of arrays are copied as they are, all else is serialized by Flower.
 
         Raises
         ------
         NoSharedMemory
+            Nothing was sent.
         """
         records = message.content.array_records.values() if message.has_content() else ()
         arrays = [array for record in records for array in record.values()]
@@ -58,7 +61,9 @@ class Channel:
         for array in arrays:
             array.data = b""
         try:
-            texts = [message_to_proto(message).SerializeToString(), recorddict_to_proto(state).SerializeToString()]
+            texts = [message_to_proto(message).SerializeToString()]
+            if state is not None:
+                texts.append(recorddict_to_proto(state).SerializeToString())
         finally:
             for array, data in zip(arrays, kept, strict=True):
                 array.data = data
@@ -67,20 +72,22 @@ class Channel:
         if sum(sizes) < LEAST_SHARED:
             self.connection.send((sizes, b"".join(parts)))
             return
-        name = next(self._turns)
+        name = self._turns[0]
         block = self._blocks.get(name)
         if block is None or block.size < sum(sizes):
             if block:
                 _free(self._blocks.pop(name))
             # A little larger, so that a message that is some bytes longer still fits.
             block = self._blocks[name] = _new_block(name, sum(sizes) + LEAST_SHARED)
+            self._numbers[name] += 1
         assert block.buf is not None  # it has one until it is closed
         for part, place in zip(parts, _places(sizes), strict=True):
             block.buf[place] = part
-        self.connection.send((sizes, name))
+        self._turns.rotate(-1)
+        self.connection.send((sizes, (name, self._numbers[name])))
 
     def receive(self) -> tuple[Any, Any]:
-        """Return the next message and state, or the level and text of a line of the other's log.
+        """Return the next message and state (None: as before), or the level and text of a line of the other's log.
 
         Raises
         ------
@@ -92,11 +99,13 @@ class Channel:
             return first, second
         if isinstance(second, bytes):
             return _unpacked(second, first)
-        block = self._blocks.get(second)
-        if block is None or block.size < sum(first):  # it is new
+        name, number = second
+        block = self._blocks.get(name)
+        if block is None or self._numbers[name] != number:
             if block:
                 block.close()
-            block = self._blocks[second] = SharedMemory(second)
+            block = self._blocks[name] = SharedMemory(name)
+            self._numbers[name] = number
         assert block.buf is not None
         return _unpacked(block.buf, first)
 
@@ -111,15 +120,16 @@ class Channel:
                 _free(SharedMemory(name))
 
 
-def _unpacked(buffer: bytes | memoryview, sizes: Sequence[int]) -> tuple[Message, RecordDict]:
+def _unpacked(buffer: bytes | memoryview, sizes: Sequence[int]) -> tuple[Message, RecordDict | None]:
     # No part of a block is kept as a view: if Ctrl-C arrives here, the block could not be closed.
-    about, state, *data = (bytes(buffer[place]) for place in _places(sizes))
+    about, *rest = (bytes(buffer[place]) for place in _places(sizes))
+    state, data = (recorddict_from_proto(ProtoRecordDict.FromString(rest[0])), rest[1:]) if rest else (None, [])
     message = message_from_proto(ProtoMessage.FromString(about))
     if message.has_content():
         arrays = (array for record in message.content.array_records.values() for array in record.values())
         for array, values in zip(arrays, data, strict=True):
             array.data = values
-    return message, recorddict_from_proto(ProtoRecordDict.FromString(state))
+    return message, state
 
 
 def _places(sizes: Sequence[int]) -> Iterator[slice]:

@@ -231,6 +231,11 @@ class Checkpoints:
         files = self._files()
         return files[-1][0] if files else None
 
+    @property
+    def newest(self) -> int | None:
+        """Round of the newest checkpoint; None if there is none."""
+        return next((number for number, _ in self._files()), None)
+
     def load(self) -> tuple[int, Any] | None:
         """Return the round and the state of the last intact checkpoint; None if there is no checkpoint at all.
 

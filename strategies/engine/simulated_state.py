@@ -34,7 +34,7 @@ else:
     superlink_grid = lazy("flwr.superlink.grid")  # its import takes a second; in-process runs skip it
 
 
-KEPT = 7 * 24 * 3600.0  # s; how long the state of an interrupted run stays whose results are not where they were
+STATE_KEPT = 7 * 24 * 3600.0  # s; for so long the state of an interrupted run stays whose results were moved
 
 
 def saved_files(run_id: int, name: str) -> dict[ClientId, Path]:
@@ -67,7 +67,7 @@ def begin_simulation(run_id: int, checkpoints: Path | None = None, *, goes_on: b
 
     An unfinished run with checkpoints, in the folder given here, can be resumed: the state of its clients stays as long
     as its checkpoints exist. If its whole folder of results is gone, it may have been moved, and the state stays for
-    `KEPT`.
+    `STATE_KEPT`.
 
     The mark is a lock. This process holds it until the process ends, in whatever way, or begins another simulation: a
     process runs one simulation at a time.
@@ -155,7 +155,7 @@ def _may_resume(checkpoints: str, mark: Path) -> bool:
     if Path(checkpoints).parent.is_dir():
         return any(Path(checkpoints).glob("round-*.npz"))
     changed = max(path.stat().st_mtime for path in (mark, *mark.parent.glob("client-*")))
-    return time.time() - changed < KEPT
+    return time.time() - changed < STATE_KEPT
 
 
 def _remove(folder: Path) -> None:

@@ -356,7 +356,7 @@ class PersonalizedStrategy(Rounds):
         checkpoints : Checkpoints
             Those of the run, of which the last one is used.
         after : int, optional
-            The round of which that must be.
+            The round that the last one must have.
 
         Returns
         -------

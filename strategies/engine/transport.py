@@ -101,7 +101,7 @@ class _Simulation:
             yield reply.metadata.reply_to_message_id, reply
 
     def end(self, unanswered: Iterable[str]) -> None:
-        """Let the grid forget messages, so that no client works on them in later rounds. Flower's look at their ttl."""
+        """Let the grid drop messages, which no client is to work on any more; Flower drops them by their ttl."""
         if isinstance(self._grid, InlineGrid):
             self._grid.forget(unanswered)
 

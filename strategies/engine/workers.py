@@ -83,7 +83,6 @@ class WorkerGrid(InlineGrid):
         self._last: dict[int, _Worker] = {}  # node id -> the process that had its last message
         self._new: deque[Message] = deque()  # messages that wait, to nodes that have had none
         self._answers: dict[str, Message] = {}  # by the id of the message that they answer
-        self._forgotten: set[str] = set()  # messages at work whose answers nobody waits for any more
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         ids = super().push_messages(messages)
@@ -114,13 +113,17 @@ class WorkerGrid(InlineGrid):
         return replies
 
     def forget(self, message_ids: Iterable[str]) -> None:
+        """Drop messages that have not been answered, and end the processes that are at work on them."""
         ids = set(message_ids)
+        for worker in self._workers:
+            if any(message.metadata.message_id in ids for message in worker.given):
+                worker.end()
+                worker.waiting.extendleft(reversed(worker.given))
+                worker.given.clear()
         for messages in (self._new, *(worker.waiting for worker in self._workers)):
             kept = [message for message in messages if message.metadata.message_id not in ids]
             messages.clear()
             messages.extend(kept)
-        given = {message.metadata.message_id for worker in self._workers for message in worker.given}
-        self._forgotten |= ids & given
         for message_id in ids:
             self._answers.pop(message_id, None)
 
@@ -135,14 +138,20 @@ class WorkerGrid(InlineGrid):
         for ahead in range(1, AHEAD + 1):
             for worker in self._workers:
                 least = 1 if ahead == 1 else len(self._workers) + 1
-                if len(worker.given) < ahead and waiting >= least:
-                    fullest = max(self._workers, key=lambda each: len(each.waiting))
-                    messages = worker.waiting or self._new or fullest.waiting
-                    # A client whose forgotten message is still at work must not be at work in two processes.
-                    if messages is fullest.waiting and worker is not fullest and fullest.has(messages[0]):
-                        continue
-                    self._give(worker, messages.popleft())
+                if len(worker.given) < ahead and waiting >= least and (message := self._next(worker)):
+                    self._give(worker, message)
                     waiting -= 1
+
+    def _next(self, worker: _Worker) -> Message | None:
+        """Take the next message for a process, to a client of which none has a message: it changes the Context."""
+        at_work = {message.metadata.dst_node_id for each in self._workers for message in each.given}
+        fullest = max(self._workers, key=lambda each: len(each.waiting))
+        for messages in (worker.waiting, self._new, fullest.waiting):
+            for place, message in enumerate(messages):
+                if message.metadata.dst_node_id not in at_work:
+                    del messages[place]
+                    return message
+        return None
 
     def _give(self, worker: _Worker, message: Message) -> None:
         node = message.metadata.dst_node_id
@@ -184,8 +193,9 @@ class WorkerGrid(InlineGrid):
             return
         reply, state = received
         message = worker.given.popleft()
-        self._contexts[message.metadata.dst_node_id].state = state
-        self._keep(message, reply)
+        if state is not None:
+            self._contexts[message.metadata.dst_node_id].state = state
+        self._answers[message.metadata.message_id] = reply
 
     def _bury(self, worker: _Worker) -> None:
         """Answer the message at which a process ended with an error, and let its next ones be given out again."""
@@ -194,13 +204,8 @@ class WorkerGrid(InlineGrid):
         worker.given.clear()
         how = f"was killed by signal {-code}, most often for lack of memory" if code < 0 else f"ended with code {code}"
         error = Error(ErrorCode.CLIENT_APP_CRASHED, f"the process that worked for it {how}")
-        self._keep(failed, Message(error, reply_to=failed))
-        worker.waiting.extendleft(each for each in reversed(others) if each.metadata.message_id not in self._forgotten)
-
-    def _keep(self, message: Message, reply: Message) -> None:
-        """Keep a reply until it is pulled, unless nobody waits for it any more."""
-        if message.metadata.message_id not in self._forgotten:
-            self._answers[message.metadata.message_id] = reply
+        self._answers[failed.metadata.message_id] = Message(error, reply_to=failed)
+        worker.waiting.extendleft(reversed(others))
 
 
 @dataclass(eq=False)
@@ -213,16 +218,12 @@ class _Worker:
     waiting: deque[Message] = field(default_factory=deque)
     given: deque[Message] = field(default_factory=deque)
 
-    def has(self, message: Message) -> bool:
-        """Return whether the process has a message to the same node."""
-        return any(message.metadata.dst_node_id == each.metadata.dst_node_id for each in self.given)
-
     def end(self) -> int:
         """End the process, if there is one, and return its exit code."""
         if self.process is None:
             return 0
         self.channel.connection.close()
-        self.process.terminate()
+        self.process.kill()
         self.process.join()
         self.channel.free()
         code, self.process, self.channel = self.process.exitcode, None, None
@@ -261,11 +262,11 @@ def _work(
             try:
                 channel.send(reply, context.state)
             except NoSharedMemory as error:
-                channel.send(Message(Error(ErrorCode.UNKNOWN, str(error)), reply_to=message), context.state)
+                channel.send(Message(Error(ErrorCode.UNKNOWN, str(error)), reply_to=message), None)
 
 
 def end_with_parent() -> None:
-    """Wait until the process that started this one has ended, and end this one. It may have locks and memory."""
+    """Wait until the process that started this one has ended, and end this one, which may hold its locks."""
     parent = multiprocessing.parent_process()
     assert parent is not None  # this process is a child
     parent.join()
