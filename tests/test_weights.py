@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from matplotlib.colors import to_rgb
 
 from kindred.server_app.report.content import run_content
 from kindred.server_app.report.weight_figure import weights_figure
@@ -90,17 +91,20 @@ def test_a_line_has_the_colour_of_its_clients_group_and_the_own_one_is_thick() -
     rounds, weights = np.array([1, 2]), np.array([[0.6, 0.3, 0.1], [0.2, 0.3, 0.5]])
     figure = weights_figure([Curves("client 0", rounds, [0, 1, 2], weights, 0)], {0: 7, 1: 4, 2: 7}, "t")
     (axes,) = figure.axes
-    lines = {tuple(line.get_ydata()): line for line in axes.lines}
-    own, first, second = (lines[tuple(column)] for column in weights.T)
-    assert own.get_color() == second.get_color() != first.get_color()
-    assert own.get_linewidth() > 2 * second.get_linewidth() and first.get_linestyle() != second.get_linestyle()
+    (own,), (others,) = axes.lines, axes.collections
+    assert own.get_ydata().tolist() == weights[:, 0].tolist()
+    drawn = dict(zip((tuple(segment[:, 1]) for segment in others.get_segments()), range(2), strict=True))
+    first, second = (drawn[tuple(column)] for column in weights.T[1:])
+    colours, dashes = others.get_colors()[:, :3], others.get_linestyles()
+    assert to_rgb(own.get_color()) == tuple(colours[second]) != tuple(colours[first])
+    assert own.get_linewidth() > 2 * others.get_linewidths()[0] and dashes[first] != dashes[second]
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == [
         "true group 4",
         "true group 7",
         "thick: the client itself",
     ]
-    assert legend.get_lines()[0].get_color() == first.get_color()
+    assert to_rgb(legend.get_lines()[0].get_color()) == tuple(colours[first])
 
 
 @pytest.mark.parametrize(("count", "panels", "groups"), [(1, 1, None), (3, 2, None), (60, 5, None), (60, 12, 20)])
