@@ -198,15 +198,61 @@ def test_messages_of_an_exchange_that_has_ended_are_forgotten() -> None:
     grid = WorkerGrid("tests.worker_apps:app", CLIENTS, workers=1)
     ask(grid, 3)
     (worker,) = grid._workers
-    os.kill(worker.process.pid, signal.SIGSTOP)
+    process = worker.process
+    os.kill(process.pid, signal.SIGSTOP)
     content = RecordDict({"arrays": ArrayRecord({"w": Array(np.ones(3, np.float32))})})
     ids = [push(grid, grid.create_message(content, MessageType.TRAIN, node, "2")) for node in grid.get_node_ids()]
     now = time.monotonic()
     assert not list(pull(grid, ids, lambda: now, simulated=True))
-    assert not worker.given and not worker.waiting and not grid._new
+    grid.forget(ids)
+    assert not worker.given and not worker.waiting and not grid._new and not process.is_alive()
     found = ask(grid, 3)
     assert [found[client]["metrics"]["asked"] for client in range(CLIENTS)] == [1] * CLIENTS
     assert not grid._answers
+    grid.close()
+
+
+def test_a_process_that_is_being_started_is_not_ended() -> None:
+    grid = WorkerGrid("tests.worker_apps:app", 2, workers=1)
+    content = RecordDict({"arrays": ArrayRecord({"w": Array(np.ones(3, np.float32))})})
+    ids = [push(grid, grid.create_message(content, MessageType.TRAIN, node, "1")) for node in grid.get_node_ids()]
+    (worker,) = grid._workers
+    process = worker.process
+    grid.forget(ids)
+    found = ask(grid, 3)
+    assert worker.process is process
+    assert [found[client]["metrics"]["asked"] for client in range(2)] == [1, 0]  # the other message had not been given
+    grid.close()
+
+
+def test_all_replies_that_have_arrived_at_the_deadline_are_used() -> None:
+    grid = WorkerGrid("tests.worker_apps:app", 2, workers=1)
+    ours, theirs = (Channel(end, *names) for end, names in zip(multiprocessing.Pipe(), (("a", "b"), ("b", "a"))))
+    (worker,) = grid._workers
+    worker.channel = ours
+    worker.given += (grid.create_message(RecordDict(), MessageType.TRAIN, node, "1") for node in grid.get_node_ids())
+    for number, message in enumerate(worker.given):
+        message.metadata.__dict__["_message_id"] = str(number)
+        theirs.connection.send((logging.INFO, "a line of the log"))
+        theirs.send(Message(RecordDict(), reply_to=message), RecordDict())
+    now = time.monotonic()
+    assert sorted(dict(pull(grid, ["0", "1"], lambda: now, simulated=True))) == ["0", "1"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads what a process has mapped")
+def test_a_forked_process_keeps_no_memory_of_others(monkeypatch) -> None:
+    numbers = itertools.count()
+    monkeypatch.setattr(workers.secrets, "token_hex", lambda size: f"map{next(numbers)}")
+    grid = WorkerGrid("tests.worker_apps:app", 4, workers=2)
+    ask(grid, 100_000)
+    ended, other = grid._workers
+    os.kill(ended.process.pid, signal.SIGKILL)
+    ended.process.join()
+    ask(grid, 100_000)
+    ask(grid, 100_000)
+    name = other.channel._names[0].rpartition("-")[0]
+    mapped = Path(f"/proc/{ended.process.pid}/maps").read_text()
+    assert "kindred-map" in mapped and name not in mapped
     grid.close()
 
 

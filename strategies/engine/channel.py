@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -17,7 +18,8 @@ from flwr.proto.message_pb2 import Message as ProtoMessage
 from flwr.proto.recorddict_pb2 import RecordDict as ProtoRecordDict
 
 AHEAD = 2  # messages that a process has while many wait, so that it need not wait for the other one
-LEAST_SHARED = 1 << 14  # bytes; less travels through the pipe, which holds AHEAD such messages without a reader
+# Bytes; less travels through the pipe, which holds AHEAD such messages each way without a reader. macOS's holds 8 kB.
+LEAST_SHARED = 1 << 14 if sys.platform == "linux" else 1 << 11
 
 
 class NoSharedMemory(RuntimeError):
@@ -108,6 +110,12 @@ class Channel:
             self._numbers[name] = number
         assert block.buf is not None
         return _unpacked(block.buf, first)
+
+    def leave(self) -> None:
+        """Close this end in a process that has inherited it and has no part in it."""
+        self.connection.close()
+        for block in self._blocks.values():
+            block.close()
 
     def free(self) -> None:
         """Free the blocks of both ends after the other process has ended, also that of an answer still on its way."""

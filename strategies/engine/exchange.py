@@ -32,6 +32,7 @@ from kindred.metrics import METRICS
 from .admission import REFUSED, SERVER_ERRORS, Refused, Reply
 from .arrivals import counted
 from .history import CLOSING, COMPUTE, OPENING, History
+from .inline import InlineGrid
 from .roster import Roster
 from .status import EVALUATES, TRAINS, Status
 from .transport import CLOCKS, content_of, is_from, pull, push
@@ -181,6 +182,8 @@ class Exchange:
             self._add_row(sent, server_round, reason, 0)
             self.not_replied.add(sent.client)
             self._roster.strikes.failed(sent.client)
+        if isinstance(self._grid, InlineGrid):  # no client is to work on them any more; Flower drops them by their ttl
+            self._grid.forget(waiting)
 
     def _send(self, server_round: int, messages: Iterable[Message]) -> None:
         client_of = {node_id: client for client, node_id in self._roster.nodes.items()}

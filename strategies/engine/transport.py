@@ -8,7 +8,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, KeysView
+from collections.abc import Callable, Collection, Iterator, KeysView
 from typing import Any
 
 from flwr.app import Message, RecordDict
@@ -19,7 +19,6 @@ from flwr.serverapp import Grid
 from kindred.messages import first_line
 
 from .admission import Refused
-from .inline import InlineGrid
 
 # Replies are asked for at once, then after growing pauses, so that a simulation is not slowed down and a remote
 # SuperLink is not queried all the time.
@@ -85,7 +84,7 @@ def pull(
                 rest = pause - (now - started) if simulated else max(pause, now - started)
                 time.sleep(max(min(rest, deadline() - now), 0))
     finally:
-        source.end(waiting)
+        source.over.set()
 
 
 class _Simulation:
@@ -93,17 +92,13 @@ class _Simulation:
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
+        self.over = threading.Event()
 
     def replies(self, message_ids: KeysView[str]) -> Iterator[tuple[str, Message | Refused]]:
         """Yield those of these replies that have arrived."""
         for reply in self._grid.pull_messages(message_ids):
             _check_worker(reply)
             yield reply.metadata.reply_to_message_id, reply
-
-    def end(self, unanswered: Iterable[str]) -> None:
-        """Let the grid drop messages, which no client is to work on any more; Flower drops them by their ttl."""
-        if isinstance(self._grid, InlineGrid):
-            self._grid.forget(unanswered)
 
 
 class _Network:
@@ -114,11 +109,16 @@ class _Network:
     Second, Flower blocks for minutes if a client has announced a reply and does not upload it. After a while such a
     thread is no longer waited for, and the other replies are asked for in parallel. Its reply still counts if it comes
     in time. An answer takes some 20 ms.
+
+    Attributes
+    ----------
+    over : Event
+        Once set, it ends the waiting of such threads within seconds.
     """
 
     def __init__(self, grid: Grid) -> None:
-        self._over = threading.Event()
-        self._grid = _ending_with(grid, self._over)
+        self.over = threading.Event()
+        self._grid = _ending_with(grid, self.over)
         self._answers: queue.SimpleQueue[tuple[str, list[Message] | Exception]] = queue.SimpleQueue()
         self._asked: dict[str, float] = {}  # messages whose reply a thread waits for -> start of the wait
 
@@ -135,10 +135,6 @@ class _Network:
                 yield from self._read(*answer)
         while self._asked and (answer := self._next(max(self._asked.values()) + SETTLING)) is not None:
             yield from self._read(*answer)
-
-    def end(self, unanswered: Iterable[str]) -> None:
-        """End the waiting of such threads, within seconds."""
-        self._over.set()
 
     def _ask(self, message_id: str) -> None:
         try:

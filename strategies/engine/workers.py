@@ -97,7 +97,10 @@ class WorkerGrid(InlineGrid):
         """Wait for a reply, at most PATIENCE, and return those to these messages that have arrived."""
         busy = {worker.channel.connection: worker for worker in self._workers if worker.given}
         for ready in wait(list(busy), PATIENCE):
-            self._receive(busy[ready])
+            worker = busy[ready]
+            self._receive(worker)
+            while worker.given and worker.channel and worker.channel.connection.poll():
+                self._receive(worker)
         self._hand_out()
         wanted = message_ids if isinstance(message_ids, Set) else set(message_ids)
         return [self._answers.pop(message_id) for message_id in list(self._answers) if message_id in wanted]
@@ -109,14 +112,16 @@ class WorkerGrid(InlineGrid):
         while waiting and time.monotonic() < end:
             replies += (arrived := self.pull_messages(waiting))
             waiting -= {reply.metadata.reply_to_message_id for reply in arrived}
-        self.forget(waiting)
         return replies
 
     def forget(self, message_ids: Iterable[str]) -> None:
-        """Drop messages that have not been answered, and end the processes that are at work on them."""
+        """Drop messages that have not been answered, and end the processes that are at work on them.
+
+        A process that is still being started is not ended: otherwise it could never finish that.
+        """
         ids = set(message_ids)
         for worker in self._workers:
-            if any(message.metadata.message_id in ids for message in worker.given):
+            if worker.has_started and any(message.metadata.message_id in ids for message in worker.given):
                 worker.end()
                 worker.waiting.extendleft(reversed(worker.given))
                 worker.given.clear()
@@ -169,14 +174,16 @@ class WorkerGrid(InlineGrid):
         ours, theirs = processes.Pipe()
         name = f"kindred-{secrets.token_hex(4)}"
         worker.channel = Channel(ours, f"{name}-server", f"{name}-client")
-        # A forked process inherits all connections; copies of them would keep them open when this process has ended.
-        inherited = [each.channel.connection for each in self._workers if each.channel and self._method == "fork"]
+        # A forked process inherits all channels: it would keep connections open when this process has ended, and memory
+        # that others have freed.
+        inherited = [each.channel for each in self._workers if each.channel and self._method == "fork"]
         gpu = worker.number % self._gpus if self._gpus else None
         process = processes.Process(
             target=_work,
             args=(theirs, name, inherited, self._reference, self._contexts, self._threads, gpu),
             daemon=True,
         )
+        worker.has_started = False
         process.start()
         worker.process = process  # only now can it be ended
         theirs.close()
@@ -188,6 +195,7 @@ class WorkerGrid(InlineGrid):
         except (EOFError, OSError):
             self._bury(worker)
             return
+        worker.has_started = True
         if isinstance(received[0], int):
             log(received[0], "%s", received[1])
             return
@@ -215,6 +223,7 @@ class _Worker:
     number: int
     process: Any = None
     channel: Any = None
+    has_started: bool = False  # something has come from the process
     waiting: deque[Message] = field(default_factory=deque)
     given: deque[Message] = field(default_factory=deque)
 
@@ -233,7 +242,7 @@ class _Worker:
 def _work(
     connection: Connection,
     name: str,
-    inherited: Iterable[Connection],
+    inherited: Iterable[Channel],
     reference: str,
     contexts: Mapping[int, Context],
     threads: int,
@@ -243,7 +252,7 @@ def _work(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes, and the first one decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for other in inherited:
-        other.close()
+        other.leave()
     threading.Thread(target=end_with_parent, daemon=True).start()
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
