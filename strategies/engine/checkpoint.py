@@ -171,7 +171,7 @@ class Checkpoints:
             self._overdue = False
         except OSError as error:
             self._overdue = True
-            last = next(iter(self._files()), None)
+            last = self.newest
             log(
                 WARNING,
                 "kindred: round %d could not be saved in %s (%s): make room there; the run continues, and tries "
@@ -179,7 +179,7 @@ class Checkpoints:
                 server_round,
                 self.folder,
                 error.strerror or error,
-                f"can be resumed from round {last[0] + 1}" if last else "cannot be resumed",
+                "cannot be resumed" if last is None else f"can be resumed from round {last + 1}",
             )
 
     def _write(self, server_round: int, arrays: Mapping[str, np.ndarray]) -> None:

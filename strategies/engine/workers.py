@@ -129,8 +129,6 @@ class WorkerGrid(InlineGrid):
             kept = [message for message in messages if message.metadata.message_id not in ids]
             messages.clear()
             messages.extend(kept)
-        for message_id in ids:
-            self._answers.pop(message_id, None)
 
     def close(self) -> None:
         """End the processes."""
