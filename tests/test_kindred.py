@@ -271,9 +271,9 @@ def test_a_newcomer_s_own_loss_is_of_all_its_samples_however_many_count(monkeypa
 def test_a_newcomer_weighs_models_by_their_losses_and_their_predictions_by_hand() -> None:
     assert mixing_weights(np.array([0.0, 10 * np.log(3), np.inf]), np.zeros(3)) == pytest.approx([3 / 4, 1 / 4, 0])
     certain, uncertain, always_one = [[1, 0], [0, 1]], [[0.5, 0.5], [0.5, 0.5]], [[0, 1], [0, 1]]
-    scores = unlabelled_scores(np.array([certain, uncertain, always_one]))  # ln 2 - 2 * 0, ln 2 - 2 ln 2, 0
-    assert scores == pytest.approx([np.log(2), -np.log(2), 0])
-    assert mixing_weights(np.zeros(3), scores) == pytest.approx([4 / 7, 1 / 7, 2 / 7])
+    scores = unlabelled_scores(np.array([certain, uncertain, always_one]))  # ln 2 - 4 * 0, ln 2 - 4 ln 2, 0
+    assert scores == pytest.approx([np.log(2), -3 * np.log(2), 0])
+    assert mixing_weights(np.zeros(3), scores) == pytest.approx([16 / 25, 1 / 25, 8 / 25])
 
 
 def test_a_model_whose_predictions_are_not_finite_has_no_part_for_a_newcomer() -> None:
@@ -303,13 +303,13 @@ class Constant:
 def test_a_newcomer_mixes_the_predictions_of_the_clients_models_and_of_its_own_by_hand() -> None:
     """At the best temperature 0.9 is 1 for two samples of class 1, and 0.2 is 1/3: losses 0 and 2 ln 3.
 
-    exp(-H) of predictions p and 1 - p is p^p (1 - p)^(1 - p); the score of a model that always predicts the same is -H.
+    exp(-H) of predictions p and 1 - p is p^p (1 - p)^(1 - p); the score of a model that always predicts the same is -3 H.
     """
     others, own = [{"p": np.array(0.9)}, {"p": np.array(0.2)}], {"p": np.array(0.5)}
     newcomer = Constant([1, 1])
     losses = judged(newcomer, others, newcomer.site.train)
     found = mixture_metrics(newcomer, others, losses)["log-loss"]
-    scores = np.array([0.9**0.9 * 0.1**0.1, 0.2**0.2 * 0.8**0.8, 0.5])
+    scores = np.array([0.9**0.9 * 0.1**0.1, 0.2**0.2 * 0.8**0.8, 0.5]) ** 3
     weights = np.array([1, 9**-0.1, 3**-0.1]) * scores
     first, second = weights[:2] / weights[:2].sum()
     assert found == pytest.approx(-np.log(0.9 * first + 0.2 * second))
