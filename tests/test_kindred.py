@@ -303,7 +303,8 @@ class Constant:
 def test_a_newcomer_mixes_the_predictions_of_the_clients_models_and_of_its_own_by_hand() -> None:
     """At the best temperature 0.9 is 1 for two samples of class 1, and 0.2 is 1/3: losses 0 and 2 ln 3.
 
-    exp(-H) of predictions p and 1 - p is p^p (1 - p)^(1 - p); the score of a model that always predicts the same is -3 H.
+    exp(-H) of predictions p and 1 - p is p^p (1 - p)^(1 - p). A model that always predicts the same has D = H, and so
+    the score -3 H.
     """
     others, own = [{"p": np.array(0.9)}, {"p": np.array(0.2)}], {"p": np.array(0.5)}
     newcomer = Constant([1, 1])
