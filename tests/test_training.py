@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+from collections import OrderedDict
 
 import numpy as np
 import pytest
@@ -201,15 +202,10 @@ def test_steps_match_plain_pytorch(name, optimizer, mu):
     assert (model.conv1.weight - start.conv1.weight).abs().max() > 1e-4  # far more than the tolerance
 
 
-class WithBuffers(nn.Module):
-    """A small network with batch normalisation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1, self.norm, self.last = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(8 * 36, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(F.relu(self.norm(self.conv1(x))).flatten(1))
+def with_buffers() -> nn.Module:
+    """Return a small network with batch normalisation."""
+    layers = {"conv1": nn.Conv2d(3, 8, 3), "norm": nn.BatchNorm2d(8), "relu": nn.ReLU(), "flatten": nn.Flatten()}
+    return nn.Sequential(OrderedDict(layers, last=nn.Linear(8 * 36, 10)))
 
 
 @pytest.mark.parametrize("mu", [0.0, 0.5])
@@ -218,7 +214,7 @@ class WithBuffers(nn.Module):
 def test_weight_decay_is_that_of_torch(has_buffers, optimizer, mu):
     x, y = images(12, (3, 8, 8))
     torch.manual_seed(1)
-    model = (WithBuffers() if has_buffers else make_model("digits-cnn", (3, 8, 8), 10, seed=1)).double()
+    model = (with_buffers() if has_buffers else make_model("digits-cnn", (3, 8, 8), 10, seed=1)).double()
     expected, without = copy.deepcopy(model), copy.deepcopy(model)
     plain(expected, x.double(), y, 4, OPTIMIZERS[optimizer](expected, 0.3), mu)
     settings = {"batch_size": 12, "optimizer": optimizer, "learning_rate": 0.01, "momentum": 0.9, "proximal_mu": mu}

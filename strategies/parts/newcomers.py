@@ -10,7 +10,7 @@ w_k ~ exp(D_k - ENTROPY_WEIGHT H_k - LOSS_WEIGHT L_k), where for model k
 Weights by losses are FedeRiCo's, arXiv:2210.06597. A model that suits samples without labels is certain of each and
 predicts different classes: D_k - H_k is the mutual information of samples and predictions. By it Bridle, Heading and
 MacKay (NIPS 1991) train classifiers without labels, and Ahmed et al. (CVPR 2021, arXiv:2104.01845) weigh the models of
-several sources. Not every client has all classes in equal numbers, so D_k counts for a quarter here.
+several sources. Not every client has all classes in equal numbers, so D_k has a quarter of H_k's weight.
 """
 
 from __future__ import annotations
