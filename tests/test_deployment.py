@@ -11,11 +11,13 @@ import json
 import os
 import re
 import shlex
+import sqlite3
 import ssl
 import stat
 import subprocess
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -313,9 +315,14 @@ def test_perfed_ckt_matches_a_simulation_and_no_model_leaves_a_site(real, tmp_pa
     assert list(results.rglob("*.safetensors")) == []
 
 
-def test_federico_matches_a_simulation(real, tmp_path) -> None:
+def test_federico_matches_a_simulation_although_the_database_is_busy(real, tmp_path) -> None:
     settings = {**SETTINGS, "strategy": "federico", "selection": "relay", "num_rounds": 3, "local_epochs": 1}
+    others = real.results()
     real.start_run(**settings)
+    wait_until(lambda: real.results() - others, 100, lambda: real.said("run"))
+    with closing(sqlite3.connect(real.state / "superlink.db", timeout=60)) as database:
+        database.execute("BEGIN IMMEDIATE")
+        time.sleep(8)  # without the server's hook a request fails after 5 s
     simulated = simulate(tmp_path, **settings)
     run_id, results = real.finish_run()
     assert different(files_in(results / "models"), files_in(simulated / "models")) == []

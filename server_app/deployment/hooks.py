@@ -2,7 +2,8 @@
 
 A hook is a function of this module. Such a process calls it before Flower's command begins:
 
-- `guard_superlink`: the SuperLink takes orders only from its own machine, and strangers cannot exhaust its memory;
+- `guard_superlink`: the SuperLink takes orders only from its own machine, strangers cannot exhaust its memory, and a
+  busy disk does not end its runs;
 - `quicken_supernode`: after a message the SuperNode asks for the next one sooner than after Flower's 3 s; it also has
   `warm_up` called in the flower-superexec that it starts;
 - `warm_up`: the process that works on a message is a fork of one that has imported PyTorch and Flower. A new process
@@ -30,16 +31,20 @@ from kindred.server_app.processes import END_WITH_PARENT
 # Each of Flower's processes imports only the modules that its own hook changes.
 if TYPE_CHECKING:
     import uvicorn
+    from flwr.supercore import sql_mixin
     from flwr.supercore.superexec.executor import subprocess_executor
     from flwr.superlink import main as superlink
     from flwr.supernode import start_client_internal
 
     from . import guard
 else:
-    uvicorn, superlink = lazy("uvicorn"), lazy("flwr.superlink.main")
+    uvicorn, superlink, sql_mixin = lazy("uvicorn"), lazy("flwr.superlink.main"), lazy("flwr.supercore.sql_mixin")
     start_client_internal = lazy("flwr.supernode.start_client_internal")
     subprocess_executor = lazy("flwr.supercore.superexec.executor.subprocess_executor")
     guard = lazy("kindred.server_app.deployment.guard")
+
+# How long in ms a request waits for the SuperLink's database; Flower's clients wait 30 s for the answer.
+DATABASE_PATIENCE = "25000"
 
 # Runs a command of Flower's. It ends, with all that it started, when the process whose id is its first argument ends,
 # even by SIGKILL.
@@ -157,8 +162,13 @@ def warm_up() -> None:
 
 
 def guard_superlink() -> None:
-    """Let the SuperLink that this process will start take orders only from this machine, and limit its memory."""
+    """Let the SuperLink that this process will start take orders only from this machine, and limit its memory.
+
+    It also waits longer for its database. After Flower's 5 s a request fails, for example on a slow disk. Then the run
+    ends, and `flwr run` ends without a word.
+    """
     create_app, serve = superlink.create_app, uvicorn.run
+    sql_mixin.SQLITE_PRAGMAS += (("busy_timeout", DATABASE_PATIENCE),)  # the last value counts
     guard.bound_open_files()
 
     def create_guarded_app(config: Any, *args: Any) -> Any:
