@@ -33,6 +33,8 @@ In PerFed-CKT logits travel in place of models. `arrays` then holds `centroids` 
 on the way back, and the reply's ConfigRecord `config` repeats the fingerprint. Anything else that a method's clients
 report, apart from numbers for the history, is also in that record, under names that the method's file defines.
 
+Between machines the arrays of all records travel as one to and from a client that reported its `methods`: `packing`.
+
 The names are those of Flower's own FedAvg and FedProx, so that a ClientApp written for these can take part.
 """
 

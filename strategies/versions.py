@@ -14,6 +14,7 @@ first to fail when Flower changes it:
 | `flower_superlink`, `flwr run`, `flwr list`, texts of the log | server_app/simulation.py | test_flower_process.py |
 | the SuperLink's routes, headers, `authenticate_node` | server_app/deployment/guard.py | test_guard.py |
 | the table `node` of the SuperLink's database | server_app/deployment/watch.py | test_live_machines.py |
+| `sql_mixin` (how long a request waits for the database) | server_app/deployment/hooks.py | test_deployment.py |
 | `subprocess_executor`, `start_client_internal`, `flwr_clientapp` | server_app/deployment/hooks.py | test_hooks.py |
 """
 

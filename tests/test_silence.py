@@ -15,6 +15,7 @@ from kindred.engine.admission import Refused
 from kindred.engine.roster import Roster
 from kindred.engine.transport import PATIENCE, pull
 from kindred.messages import REFUSAL_QUERY
+from kindred.packing import packed, unpacked, unpacking
 from kindred.versions import VERSION
 
 from .client_apps import initial, plain_app
@@ -315,8 +316,10 @@ def test_a_node_that_reconnects_under_new_ids_without_a_name_delays_one_round_on
 
 
 def introduced_app(about: dict[int, dict[str, object]]):
-    """Clients 0, 1, ... introduce themselves with `about`, which may change during the run."""
+    """Clients 0, 1, ... introduce themselves with `about`, which may change during the run, as clients of ours."""
     app = plain_app(True)
+    for kind in ("train.default", "evaluate.default"):
+        app._registered_funcs[kind] = unpacking(app._registered_funcs[kind])
 
     @app.query("identity")
     def identity(message, context):
@@ -414,7 +417,9 @@ def test_a_client_receives_the_reason_why_its_reply_is_unused(monkeypatch) -> No
             replies = list(super().pull_messages(message_ids))
             for reply in replies:
                 if reply.metadata.message_type == "train" and reply.metadata.src_node_id == 1002:
-                    reply.content["arrays"].pop("layer.weight")
+                    content = unpacked(reply.content)
+                    content["arrays"].pop("layer.weight")
+                    reply.content = packed(content)
             return replies
 
     grid = Damaged(introduced_app({}), 3)

@@ -168,7 +168,8 @@ def guard_superlink() -> None:
     ends, and `flwr run` ends without a word.
     """
     create_app, serve = superlink.create_app, uvicorn.run
-    sql_mixin.SQLITE_PRAGMAS += (("busy_timeout", DATABASE_PATIENCE),)  # the last value counts
+    pragmas = {**dict(vars(sql_mixin)["SQLITE_PRAGMAS"]), "busy_timeout": DATABASE_PATIENCE}
+    vars(sql_mixin).update(SQLITE_PRAGMAS=tuple(pragmas.items()))
     guard.bound_open_files()
 
     def create_guarded_app(config: Any, *args: Any) -> Any:

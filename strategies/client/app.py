@@ -44,6 +44,7 @@ from kindred.messages import (
     read_record,
     records_of,
 )
+from kindred.packing import unpacking
 from kindred.registry import REGISTRY
 from kindred.settings import DEVICE, SHADOW_LOCAL
 from kindred.versions import VERSION, mismatch
@@ -118,6 +119,7 @@ def make_client_app(load_site: LoadSite) -> ClientApp:
         return Message(RecordDict(), reply_to=message)
 
     @app.train()
+    @unpacking
     @recorded(TRAINING)
     def train(message: Message, context: Context) -> Message:
         if only_validates(context.node_config):
@@ -126,6 +128,7 @@ def make_client_app(load_site: LoadSite) -> ClientApp:
         return work(message, context, "train")
 
     @app.evaluate()
+    @unpacking
     @recorded(EVALUATION)
     def evaluate(message: Message, context: Context) -> Message:
         if only_validates(context.node_config):

@@ -441,13 +441,17 @@ class Roster:
         nodes = {client: self.nodes.pop(client) for client in validate}
         self.validators = {client: node for client, node in nodes.items() if client not in unfit}
 
+    def unpacks(self, node: int) -> bool:
+        """Return whether a node is on another machine and its ClientApp is one that `make_client_app` made."""
+        return not self._simulated and isinstance(self._about.get(node, {}).get(METHODS), list)
+
     def inform(self, grid: Grid, node: int, reason: str) -> None:
         """Make a site print why it takes no part, or why its reply is not used, so that its operator can act on it.
 
         The server does not wait for the answer. Nothing is sent in a simulation, where server and clients share a log.
         Nothing is sent to a foreign ClientApp either, because it does not know this message.
         """
-        if self._simulated or not isinstance(self._about.get(node, {}).get(METHODS), list):
+        if not self.unpacks(node):
             return
         content = RecordDict({CONFIG: ConfigRecord({PROBLEM: first_line(reason)})})
         push(grid, Message(content, node, REFUSAL_QUERY, ttl=CLOCKS))

@@ -17,6 +17,7 @@ from flwr.proto.message_pb2 import PullObjectRequest, PullObjectResponse
 from flwr.serverapp import Grid
 
 from kindred.messages import first_line
+from kindred.packing import packed, unpacked
 
 from .admission import Refused
 
@@ -36,8 +37,10 @@ class WorkerDied(RuntimeError):
     """A worker process of the simulation has died, and Flower keeps sending it messages, which then fail."""
 
 
-def push(grid: Grid, message: Message) -> str | None:
-    """Send one message and return its id; None if the grid did not accept it."""
+def push(grid: Grid, message: Message, *, packs: bool = False) -> str | None:
+    """Send one message, packed if `packs`, and return its id; None if the grid did not accept it."""
+    if packs:
+        message.content = packed(message.content)
     ids = list(grid.push_messages([message]))
     return (ids[0] or None) if ids else None
 
@@ -138,7 +141,11 @@ class _Network:
 
     def _ask(self, message_id: str) -> None:
         try:
-            self._answers.put((message_id, list(self._grid.pull_messages([message_id]))))
+            replies = list(self._grid.pull_messages([message_id]))
+            for reply in replies:
+                if reply.has_content():
+                    reply.content = unpacked(reply.content)
+            self._answers.put((message_id, replies))
         except Exception as error:
             self._answers.put((message_id, error))
 
