@@ -523,7 +523,8 @@ class HeurFedAMP(FedAMP):
         self_weight: float | Literal["uniform", "groups"] = COSINE_SELF_WEIGHT.default,
         **shared: Unpack[FedAMPShared],
     ) -> None:
-        super().__init__(sigma=COSINE_SIGMA.check(sigma), self_weight=COSINE_SELF_WEIGHT.check(self_weight), **shared)
+        sigma, self_weight = COSINE_SIGMA.check(sigma), COSINE_SELF_WEIGHT.check(self_weight)
+        super().__init__(sigma=sigma, self_weight=self_weight, objective=False, **shared)
 
     def _xi(self, senders: Sequence[ClientId], online: np.ndarray, server_round: int) -> np.ndarray:
         own = self._self_weights(senders)

@@ -172,6 +172,15 @@ def test_nothing_of_a_client_that_does_not_share_its_model_reaches_others(name) 
 
 
 @every_method
+def test_settings_of_other_methods_are_refused(name) -> None:
+    others = {setting.name: setting.trial for method in REGISTRY.values() for setting in method.settings}
+    own = {*trial_settings(name), *(["objective"] if REGISTRY[name].distils else [])}  # there the clients' loss
+    for setting in others.keys() - own:
+        with pytest.raises(TypeError, match=f"argument '{setting}'"):
+            make(name, **{setting: others[setting]})
+
+
+@every_method
 def test_the_same_seed_gives_the_same_bits_and_another_seed_samples_other_clients(name) -> None:
     half = {"fraction_train": 0.5}
     assert everything(run(name, seed=3, **half)) == everything(run(name, seed=3, **half))

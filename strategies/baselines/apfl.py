@@ -221,7 +221,7 @@ class APFL(FedAvg):
         adapt_mixing: bool = ADAPT_MIXING.default,
         **shared: Unpack[AveragedShared],
     ) -> None:
-        super().__init__(**shared)
+        super().__init__(server_momentum=0.0, **shared)
         self.sgd_learning_rate = SGD_LEARNING_RATE.check(sgd_learning_rate)
         self.mixing_weight = MIXING_WEIGHT.check(mixing_weight)
         self.adapt_mixing = ADAPT_MIXING.check(adapt_mixing)

@@ -107,7 +107,7 @@ class Ditto(FedAvg):
     model_stays = True
 
     def __init__(self, *, ditto_lambda: float = DITTO_LAMBDA.default, **shared: Unpack[AveragedShared]) -> None:
-        super().__init__(**shared)
+        super().__init__(server_momentum=0.0, **shared)
         self.ditto_lambda = DITTO_LAMBDA.check(ditto_lambda)
 
     def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:

@@ -238,7 +238,7 @@ class FedALA(FedAvg):
         ala_learning_rate: float = ALA_LEARNING_RATE.default,
         **shared: Unpack[AveragedShared],
     ) -> None:
-        super().__init__(**shared)
+        super().__init__(server_momentum=0.0, **shared)
         self.head_layers = HEAD_LAYERS.check(head_layers)
         self.ala_share = ALA_SHARE.check(ala_share)
         self.ala_learning_rate = ALA_LEARNING_RATE.check(ala_learning_rate)

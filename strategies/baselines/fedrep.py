@@ -153,7 +153,7 @@ class FedRep(FedAvg):
         head_epochs: int = HEAD_EPOCHS.default,
         **shared: Unpack[AveragedShared],
     ) -> None:
-        super().__init__(**shared)
+        super().__init__(server_momentum=0.0, **shared)
         self.head_layers = HEAD_LAYERS.check(head_layers)
         self.head_epochs = HEAD_EPOCHS.check(head_epochs)
 

@@ -190,7 +190,7 @@ class PerFedAvg(Tuned):
         adapt_epochs: int = ADAPT_EPOCHS.default,
         **shared: Unpack[AveragedShared],
     ) -> None:
-        super().__init__(**shared)
+        super().__init__(server_momentum=0.0, **shared)
         self.sgd_learning_rate = SGD_LEARNING_RATE.check(sgd_learning_rate)
         self.adapt_learning_rate = ADAPT_LEARNING_RATE.check(adapt_learning_rate)
         self.adapt_epochs = ADAPT_EPOCHS.check(adapt_epochs)

@@ -222,7 +222,7 @@ class SCAFFOLD(FedAvg):
         server_learning_rate: float = SERVER_LEARNING_RATE.default,
         **shared: Unpack[AveragedShared],
     ) -> None:
-        super().__init__(**shared)
+        super().__init__(server_momentum=0.0, **shared)
         self.sgd_learning_rate = SGD_LEARNING_RATE.check(sgd_learning_rate)
         self.server_learning_rate = SERVER_LEARNING_RATE.check(server_learning_rate)
 
