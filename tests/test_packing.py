@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 
 from kindred import REGISTRY, InlineGrid
 from kindred.client.training import get_arrays
-from kindred.messages import payload_bytes, read_record, to_record
+from kindred.messages import payload_bytes, read_record, records_of, to_record
 from kindred.packing import LONGEST_INDEX, PACKED, WIDTH, packed, unpacked
 
 from .client_apps import initial, plain_app, small, small_app, small_site
@@ -22,12 +22,8 @@ from .test_conformance import APPS, everything, make
 OBJECTS = 8  # at most: message, its records, each of three kinds and PACKED, its array and the array's bytes
 
 
-def way(message):
-    """Return the message as it arrives on another machine, and the number of objects that travel."""
-    contents = {key: each.deflate() for key, each in get_all_nested_objects(message).items()}
-    arrived = inflate_object_from_contents(message.object_id, dict(contents))
-    arrived.metadata.__dict__["_message_id"] = message.metadata.message_id
-    return arrived, len(contents)
+def count_arrays(content: RecordDict) -> int:
+    return sum(len(record) for record in records_of(content, ArrayRecord))
 
 
 class Machines(InlineGrid):
@@ -37,17 +33,21 @@ class Machines(InlineGrid):
         super().__init__(*args)
         self.objects: list[tuple[int, int]] = []
 
-    def _count(self, message):
-        arrays = sum(len(record) for record in message.content.values() if isinstance(record, ArrayRecord))
-        arrived, objects = way(message)
-        self.objects.append((arrays, objects))
+    def _transported(self, message):
+        """Return the message as it arrives on another machine."""
+        contents = {key: each.deflate() for key, each in get_all_nested_objects(message).items()}
+        self.objects.append((count_arrays(message.content), len(contents)))
+        arrived = inflate_object_from_contents(message.object_id, contents)
+        arrived.metadata.__dict__["_message_id"] = message.metadata.message_id
         return arrived
 
     def push_messages(self, messages):
-        return super().push_messages([self._count(message) for message in messages])
+        return super().push_messages([self._transported(message) for message in messages])
 
     def pull_messages(self, message_ids):
-        return [reply if reply.has_error() else self._count(reply) for reply in super().pull_messages(message_ids)]
+        return [
+            reply if reply.has_error() else self._transported(reply) for reply in super().pull_messages(message_ids)
+        ]
 
 
 @pytest.mark.parametrize("name", [name for name in REGISTRY if name not in APPS])
@@ -65,7 +65,7 @@ def test_a_run_on_machines_has_the_bits_of_a_simulation_and_few_objects_a_messag
     assert max(objects for _, objects in machines.objects) <= OBJECTS
 
 
-def test_a_client_app_of_another_author_receives_and_sends_arrays_as_they_are(monkeypatch) -> None:
+def test_a_client_app_of_another_author_receives_and_sends_arrays_unpacked(monkeypatch) -> None:
     monkeypatch.setattr("kindred.engine.strategy.simulated", lambda grid: False)
     machines = Machines(plain_app(), 3)
     make("fedavg").start(machines, initial(), 1)
@@ -85,7 +85,7 @@ contents = st.dictionaries(st.text(max_size=9).filter(lambda key: key != PACKED)
 @given(contents.map(RecordDict))
 def test_records_come_back_in_their_order_with_every_bit(content) -> None:
     there = packed(content)
-    assert sum(len(record) for record in there.values() if isinstance(record, ArrayRecord)) == 1
+    assert count_arrays(there) == 1
     back = unpacked(there)
     assert list(back.items()) == list(content.items())
     assert [list(record) for record in back.values()] == [list(record) for record in content.values()]
@@ -134,11 +134,8 @@ def test_altered_bytes_are_an_exception_or_records(data) -> None:
     whole = bytearray(packed(RecordDict({"arrays": MODEL}))[PACKED][PACKED].data)
     for _ in range(data.draw(st.integers(1, 3))):
         whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
-    content = RecordDict(
-        {"arrays": ArrayRecord(), PACKED: ArrayRecord({PACKED: Array("uint8", (1,), PACKED, bytes(whole))})}
-    )
     try:
-        for record in unpacked(content).values():
+        for record in records_of(unpacked(carrying(bytes(whole))), ArrayRecord):
             read_record(record)
     except Exception as error:
         assert not isinstance(error, MemoryError)

@@ -165,10 +165,10 @@ def guard_superlink() -> None:
     """Let the SuperLink that this process will start take orders only from this machine, and limit its memory.
 
     It also waits longer for its database. After Flower's 5 s a request fails, for example on a slow disk. Then the run
-    ends, and `flwr run` ends without a word.
+    ends, and `flwr run` ends without a message.
     """
     create_app, serve = superlink.create_app, uvicorn.run
-    pragmas = {**dict(vars(sql_mixin)["SQLITE_PRAGMAS"]), "busy_timeout": DATABASE_PATIENCE}
+    pragmas = dict(vars(sql_mixin)["SQLITE_PRAGMAS"], busy_timeout=DATABASE_PATIENCE)
     vars(sql_mixin).update(SQLITE_PRAGMAS=tuple(pragmas.items()))
     guard.bound_open_files()
 

@@ -198,7 +198,7 @@ class Exchange:
             side = str(config_of(message.content).get(PROBE, ""))
             sent = Sent(client, message.metadata.dst_node_id, time.monotonic(), size, fields, trains, side)
             message.metadata.ttl = self._timeout + CLOCKS
-            message_id = push(self._grid, message, packs=self._roster.unpacks(sent.node_id))
+            message_id = push(self._grid, message, packs=self._roster.is_our_site(sent.node_id))
             if message_id is None:
                 self._add_row(replace(sent, fields={}), server_round, "its message could not be sent", 0)
             else:

@@ -441,8 +441,11 @@ class Roster:
         nodes = {client: self.nodes.pop(client) for client in validate}
         self.validators = {client: node for client, node in nodes.items() if client not in unfit}
 
-    def unpacks(self, node: int) -> bool:
-        """Return whether a node is on another machine and its ClientApp is one that `make_client_app` made."""
+    def is_our_site(self, node: int) -> bool:
+        """Return whether a node is on another machine and `make_client_app` made its ClientApp.
+
+        Such a ClientApp unpacks messages, and prints the reasons that `inform` sends.
+        """
         return not self._simulated and isinstance(self._about.get(node, {}).get(METHODS), list)
 
     def inform(self, grid: Grid, node: int, reason: str) -> None:
@@ -451,7 +454,7 @@ class Roster:
         The server does not wait for the answer. Nothing is sent in a simulation, where server and clients share a log.
         Nothing is sent to a foreign ClientApp either, because it does not know this message.
         """
-        if not self.unpacks(node):
+        if not self.is_our_site(node):
             return
         content = RecordDict({CONFIG: ConfigRecord({PROBLEM: first_line(reason)})})
         push(grid, Message(content, node, REFUSAL_QUERY, ttl=CLOCKS))

@@ -137,7 +137,7 @@ class Validation:
         node = self._roster.validators[client]
         message = Message(content, node, MessageType.EVALUATE, group_id=str(server_round), ttl=self._timeout + CLOCKS)
         size = payload_bytes(content)
-        if (message_id := push(self._grid, message, packs=self._roster.unpacks(node))) is None:
+        if (message_id := push(self._grid, message, packs=self._roster.is_our_site(node))) is None:
             self._add(client, server_round, "its message could not be sent", size)
         else:
             self._waiting[message_id] = _Asked(client, node, server_round, time.monotonic(), size)
