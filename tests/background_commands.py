@@ -15,6 +15,8 @@ import psutil
 
 T = TypeVar("T")
 
+PATIENCE = 900.0  # s to wait for what must happen; far more than it takes on a slow machine
+
 SCRIPTS = sysconfig.get_path("scripts")
 KINDRED = os.path.join(SCRIPTS, "kindred")
 
@@ -28,7 +30,9 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def wait_until(condition: Callable[[], T], seconds: float, otherwise: Callable[[], str] = lambda: "in vain") -> T:
+def wait_until(
+    condition: Callable[[], T], otherwise: Callable[[], str] = lambda: "in vain", seconds: float = PATIENCE
+) -> T:
     """Return the condition's value once it is true; after `seconds`, fail with the text of `otherwise`."""
     deadline = time.monotonic() + seconds
     while not (found := condition()):
@@ -56,11 +60,11 @@ class Machines:
     def said(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text(errors="replace")
 
-    def wait_for(self, name: str, text: str, seconds: float = 60) -> None:
+    def wait_for(self, name: str, text: str) -> None:
         def says_or_has_ended() -> bool:
             return text in self.said(name) or self.running[name].poll() is not None
 
-        wait_until(says_or_has_ended, seconds, lambda: f"{name} does not say {text!r}:\n{self.said(name)}")
+        wait_until(says_or_has_ended, lambda: f"{name} does not say {text!r}:\n{self.said(name)}")
         assert text in self.said(name), f"{name} ended:\n{self.said(name)}"
 
     def supernode(self, name: str) -> psutil.Process | None:
@@ -80,7 +84,7 @@ class Machines:
         ended = {name: self.running.pop(name) for name in names or list(self.running)}
         for process in ended.values():
             process.terminate()
-        return {name: process.wait(30) for name, process in ended.items()}
+        return {name: process.wait(PATIENCE) for name, process in ended.items()}
 
     def kill(self) -> None:
         for process in self.running.values():

@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from .background_commands import PATIENCE
+
 
 def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, *arguments], cwd=folder, capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, *arguments], cwd=folder, capture_output=True, text=True, timeout=PATIENCE)
 
 
 def calculated(folder: Path, code: str) -> Any:

@@ -24,6 +24,7 @@ from kindred.parts import held_out
 from kindred.parts.aggregation import AGGREGATION
 from kindred.server_app.config import Config
 
+from .background_commands import PATIENCE
 from .client_apps import Small, small, small_site
 from .test_conformance import make, trial_settings
 
@@ -211,7 +212,7 @@ def test_the_loop_trains_all_clients_in_processes_and_averages_their_models(capf
         rounds = [[(client, Work(40, 0, 0, 1)) for client in range(3)]] * 2
         print(len(loop(config, rounds, [Work(0, 0, 0, 0)] * 2, 2)))
     """
-    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=120).returncode == 0
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=PATIENCE).returncode == 0
     assert capfd.readouterr().out.strip() == "2"
 
 

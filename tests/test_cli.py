@@ -20,7 +20,7 @@ from kindred.server_app.cli import commands
 from kindred.server_app.cli.run import app
 from kindred.server_app.machine import cpus
 from kindred.settings import parse
-from tests.background_commands import HEEDING
+from tests.background_commands import HEEDING, PATIENCE
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMAND = [str(Path(sysconfig.get_path("scripts")) / "kindred")]
@@ -28,7 +28,7 @@ SMALL = ["--clients=4", "--rounds=2", "--set=num-groups=2", "--set=samples-per-c
 
 
 def kindred(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*COMMAND, *arguments], cwd=cwd, capture_output=True, text=True, timeout=120)
+    return subprocess.run([*COMMAND, *arguments], cwd=cwd, capture_output=True, text=True, timeout=PATIENCE)
 
 
 def test_help_marks_what_is_required_by_brackets_alone() -> None:
@@ -194,7 +194,7 @@ def test_ctrl_c_ends_a_run_in_this_process_with_130(tmp_path) -> None:
             if line.startswith("round "):
                 process.send_signal(signal.SIGINT)
                 break
-        _, complaints = process.communicate(timeout=60)
+        _, complaints = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130
     assert complaints.count("\n") == 1
 
@@ -209,7 +209,7 @@ def test_reading_settings_imports_no_heavy_package() -> None:
         ("kindred.server_app.config", packages),  # it reads the settings of methods, which import flwr
     ):
         done = subprocess.run(
-            [sys.executable, "-P", "-c", script.format(modules)], capture_output=True, text=True, timeout=60
+            [sys.executable, "-P", "-c", script.format(modules)], capture_output=True, text=True, timeout=PATIENCE
         )
         assert done.returncode == 0, done.stderr
         assert not heavy & set(done.stdout.split())

@@ -40,7 +40,7 @@ from kindred.server_app.config import Config, kebab
 from kindred.server_app.deployment import connection
 from kindred.server_app.tables import read_table
 
-from .background_commands import KINDRED, SCRIPTS, Machines, free_port, wait_until
+from .background_commands import KINDRED, PATIENCE, SCRIPTS, Machines, free_port, wait_until
 
 pytestmark = pytest.mark.deployment
 
@@ -131,7 +131,7 @@ class Deployment(Machines):
 
     def finish_run(self) -> tuple[int, Path]:
         """Wait for the end of a run; return its id and the folder of its results."""
-        self.running.pop("run").wait(400)
+        self.running.pop("run").wait(PATIENCE)
         last = max(self.flwr("list")["runs"], key=lambda each: each["pending-at"])
         assert last["status"] == "finished:completed", self.said("run")
         return int(last["run-id"]), max(self.results())  # their names begin with the time
@@ -319,8 +319,8 @@ def test_federico_matches_a_simulation_although_the_database_is_busy(real, tmp_p
     settings = {**SETTINGS, "strategy": "federico", "selection": "relay", "num_rounds": 3, "local_epochs": 1}
     others = real.results()
     real.start_run(**settings)
-    wait_until(lambda: real.results() - others, 100, lambda: real.said("run"))
-    with closing(sqlite3.connect(real.state / "superlink.db", timeout=60)) as database:
+    wait_until(lambda: real.results() - others, lambda: real.said("run"))
+    with closing(sqlite3.connect(real.state / "superlink.db", timeout=PATIENCE)) as database:
         database.execute("BEGIN IMMEDIATE")
         time.sleep(8)  # without the server's hook a request fails after 5 s
     simulated = simulate(tmp_path, **settings)
@@ -362,17 +362,17 @@ def test_a_round_ends_without_a_killed_site_and_the_site_returns_with_its_model(
     site, pattern = f"site-{client}", f"state-{client}/run-*/client-{client}/{MODEL}.safetensors"
     others, earlier = real.results(), set(real.folder.glob(pattern))
     real.start_run(**settings)
-    (kept,) = wait_until(lambda: set(real.folder.glob(pattern)) - earlier, 200, lambda: real.said("run"))
+    (kept,) = wait_until(lambda: set(real.folder.glob(pattern)) - earlier, lambda: real.said("run"))
     (results,) = real.results() - others
-    wait_until((results / "collaboration" / f"round-{fatal_round - 1:04d}.npz").exists, 120, lambda: real.said("run"))
+    wait_until((results / "collaboration" / f"round-{fatal_round - 1:04d}.npz").exists, lambda: real.said("run"))
     lock = kept.with_name(".lock")
-    wait_until(lambda: is_locked(lock), 60, lambda: real.said(site))
+    wait_until(lambda: is_locked(lock), lambda: real.said(site))
     before, supernode = kept.read_bytes(), real.supernode(site)
     supernode.kill()
     real.wait_for(site, "flower-supernode ended with code -9, and is started again in 1 s")
-    wait_until(lambda: not is_locked(lock), 60)  # the working client process has been killed too
+    wait_until(lambda: not is_locked(lock), seconds=60)  # the working client process has been killed too
     assert kept.read_bytes() == before  # otherwise the kill was too late
-    assert wait_until(lambda: real.supernode(site), 30).pid != supernode.pid
+    assert wait_until(lambda: real.supernode(site)).pid != supernode.pid
 
     config = Config(**settings, **DIGITS, output_dir=str(tmp_path))
     simulated = run(WithoutAnswer(config, client, fatal_round), config).path
@@ -401,8 +401,7 @@ def test_a_registered_key_has_only_its_own_name_and_runs_know_all_registered_nam
             for process in psutil.process_iter(["cmdline", "environ"])
             if (process.info["environ"] or {}).get("FLWR_HOME") == str(real.state)
             and any("flwr-serverapp" in word for word in process.info["cmdline"] or [])
-        ],
-        60,
+        ]
     )
     names = Path(run.info["environ"]["KINDRED_REGISTERED"])
     assert json.loads(names.read_text()) == ["0", "1", "2", "eve", "zurich"]
@@ -427,4 +426,4 @@ def test_every_process_ends_and_a_restarted_server_knows_its_sites(real) -> None
         real.wait_for("again", f"{client} is already known to the server: registered, or withdrawn\n")
     assert len(real.flwr("supernode", "list")["nodes"]) == len(CLIENTS) + 2  # eve's and zurich's keys
     real.kill()
-    wait_until(lambda: not real.processes(), 60, lambda: "\n".join(real.processes()))
+    wait_until(lambda: not real.processes(), lambda: "\n".join(real.processes()))

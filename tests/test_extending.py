@@ -17,6 +17,7 @@ from kindred import extensions
 from kindred.data.partitions import PARTITIONS, Scheme
 from kindred.extensions import ExtensionError, Registry
 
+from .background_commands import PATIENCE
 from .packages import install
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,7 +38,7 @@ def kindred(*arguments: str, path: Path, root: Path = ROOT) -> subprocess.Comple
     """Run the command of the application in `root`, in an environment with the packages in `path`."""
     return subprocess.run(
         [sys.executable, "-m", "kindred", *arguments], capture_output=True, text=True,
-        cwd=root, env=os.environ | {"PYTHONPATH": str(path)}, timeout=300,
+        cwd=root, env=os.environ | {"PYTHONPATH": str(path)}, timeout=PATIENCE,
     )  # fmt: skip
 
 
@@ -117,7 +118,7 @@ def test_the_example_passes_the_conformance_suite(installed) -> None:
         text=True,
         capture_output=True,
         env=os.environ | {"PYTHONPATH": str(installed)},
-        timeout=600,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stdout
     assert re.search(r"^(1[5-9]|2\d) passed, \d+ deselected", done.stdout, re.M), done.stdout

@@ -21,6 +21,8 @@ from kindred.server_app import processes, simulation as flower, workspace
 from kindred.server_app.flower_app import toml
 from kindred.server_app.run_log import Log
 
+from .background_commands import PATIENCE
+
 ROOT = Path(__file__).resolve().parent.parent
 
 PYPROJECT = """
@@ -145,7 +147,7 @@ def two_runs(app_dir):
     well = start(app_dir, results=str(results), rate=1e-05, flag=False, number=-7)
     badly = start(app_dir, ending="badly")
     try:
-        ends = [process.communicate(timeout=240) for process in (well, badly)]
+        ends = [process.communicate(timeout=PATIENCE) for process in (well, badly)]
     finally:
         for process in (well, badly):
             process.kill()
@@ -204,13 +206,13 @@ def test_interrupted_runs_leave_no_process(app_dir) -> None:
         families = [family(process) for process in runs]
         assert all(len(processes) > 5 for processes in families)
         interrupted.send_signal(signal.SIGINT)
-        out, errors = interrupted.communicate(timeout=60)
+        out, errors = interrupted.communicate(timeout=PATIENCE)
         assert json.loads(out.splitlines()[-1]) == [130, "ended by SIGINT", "None"]
         assert errors == ""
         assert running(families[0]) == []
         assert len(running(families[1])) > 5
         killed.kill()
-        killed.communicate(timeout=60)
+        killed.communicate(timeout=PATIENCE)
         deadline = time.monotonic() + 60
         while running(families[1]) and time.monotonic() < deadline:
             time.sleep(0.1)

@@ -354,7 +354,7 @@ def served(server, reached, monkeypatch) -> Iterator[Served]:
         thread = threading.Thread(target=uvicorn_server.run, kwargs={"sockets": [listening]})
         thread.start()
         try:
-            wait_until(lambda: uvicorn_server.started, 10)
+            wait_until(lambda: uvicorn_server.started)
             yield Served(listening.getsockname()[1], reached)
         finally:
             reached.answers, uvicorn_server.should_exit = math.inf, True
@@ -422,7 +422,7 @@ def test_the_next_request_may_arrive_before_the_last_reply_is_complete(served, m
     served.reached.answers = 0
     with closing(served.connect(2 * (HEAD + b"Content-Length: 2\r\n\r\nab"))) as connection:
         for _ in range(2):
-            wait_until(lambda: served.reached.at_work == 1, 10)
+            wait_until(lambda: served.reached.at_work == 1)
             time.sleep(0.3)  # longer than a head may take
             served.reached.answers = 1
             assert connection.recv(100).startswith(b"HTTP/1.1 200 ")
@@ -457,11 +457,11 @@ def test_a_complete_request_is_served_whatever_connections_follow(served) -> Non
                 )
             )
         )
-        wait_until(lambda: served.reached.at_work == 1, 10)
+        wait_until(lambda: served.reached.at_work == 1)
         held = [stack.enter_context(closing(served.connect())) for _ in range(20)]
         assert answer(held[0]) == b""
         large.sendall(bytes(2 * SMALL))
-        wait_until(lambda: served.reached.at_work == 2, 10)
+        wait_until(lambda: served.reached.at_work == 2)
         served.reached.answers = math.inf
         for connection in (small, large):
             assert connection.recv(100).startswith(b"HTTP/1.1 200 ")

@@ -17,13 +17,13 @@ from flwr.supernode import start_client_internal
 
 from kindred.server_app.deployment import hooks
 
-from .background_commands import wait_until
+from .background_commands import PATIENCE, wait_until
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere clients start as Flower starts them")
 
 
 def lines_of(path: Path, count: int) -> list[str]:
-    wait_until(lambda: path.exists() and len(path.read_text().splitlines()) >= count, 20)
+    wait_until(lambda: path.exists() and len(path.read_text().splitlines()) >= count)
     return path.read_text().splitlines()
 
 
@@ -51,7 +51,7 @@ def flwr_clientapp():
         forks.stdin.flush()
     first, second = sorted(lines_of(tmp_path / "said", 2), key=len, reverse=True)
     forks.stdin.close()
-    assert forks.wait(20) == 0
+    assert forks.wait(PATIENCE) == 0
     assert first.startswith("['flwr-clientapp', '--token', 'a b'] ")
     assert second.startswith("['flwr-clientapp'] ")
     assert first.endswith(" True")
@@ -108,7 +108,7 @@ for line in sys.stdin:
 
     launch("first")
     launch("last")
-    assert forks[0].wait(20) == 0
+    assert forks[0].wait(PATIENCE) == 0
     launch("again")
     lines = [line.split(maxsplit=1) for line in lines_of(said, 3)]
     assert [json.loads(arguments) for _, arguments in lines] == [expected(t) for t in ("first", "last", "again")]
@@ -116,7 +116,7 @@ for line in sys.stdin:
     launch("server", TaskType.SERVER_APP)
     assert [arguments[0] for arguments in started] == ["flwr-serverapp"]
     forks[1].stdin.close()
-    assert forks[1].wait(20) == 0
+    assert forks[1].wait(PATIENCE) == 0
 
 
 def test_a_supernode_waits_longer_the_longer_no_message_has_arrived(monkeypatch) -> None:
@@ -152,7 +152,7 @@ def test_a_supernode_ends_when_its_client_starter_has_ended(monkeypatch) -> None
     pauses.superexec = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     pauses.sleep(3)
     pauses.superexec.stdin.close()
-    pauses.superexec.wait(20)
+    pauses.superexec.wait(PATIENCE)
     with pytest.raises(Ended, match="1"):
         pauses.sleep(3)
 

@@ -23,7 +23,7 @@ from kindred.server_app.engines import Engine
 from kindred.server_app.jobs import execute_runs
 from kindred.server_app.run_log import Outcome
 
-from .background_commands import HEEDING, KINDRED, wait_until
+from .background_commands import HEEDING, KINDRED, PATIENCE, wait_until
 from .test_display import in_a_terminal
 
 SMALL = ["--clients=4", "--rounds=2", "--set=samples-per-client=20", "--set=local-epochs=1"]
@@ -98,10 +98,10 @@ def test_no_run_outlives_the_command_which_then_continues(number, tmp_path) -> N
                 break
         children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(number)
-        said, errors = process.communicate(timeout=60)
+        said, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == (130 if number == signal.SIGINT else -number)
     assert lines[1:3] == ["run 1/2  local, seed 0\n", "run 2/2  heurfedamp, seed 0\n"]
-    wait_until(lambda: not any(child.is_running() for child in children), 60)
+    wait_until(lambda: not any(child.is_running() for child in children), seconds=60)
     if number == signal.SIGINT:
         assert said.count("ended by SIGINT; the same command continues") == 2 and errors == ""
     folders = {path.name for path in (tmp_path / "out").glob("*/checkpoints")}

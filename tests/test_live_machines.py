@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from .background_commands import KINDRED, Machines, free_port, wait_until
+from .background_commands import KINDRED, PATIENCE, Machines, free_port, wait_until
 from .test_report import browser, data_of, opened  # noqa: F401
 
 MAKE_DATA = Path(__file__).parent.parent / "examples" / "three-sites" / "make_data.py"
@@ -57,8 +57,8 @@ def test_the_pages_follow_a_run_in_which_a_site_is_refused_and_another_is_killed
     def row(site: str) -> list[str]:
         return tab.locator(f"tr:has(th:text-is('{site}'))").first.locator("td").all_text_contents()
 
-    def shows(site: str, *texts: str, seconds: float = 90) -> None:
-        wait_until(lambda: all(text in " ".join(row(site)) for text in texts), seconds, lambda: tab.inner_text("main"))
+    def shows(site: str, *texts: str) -> None:
+        wait_until(lambda: all(text in " ".join(row(site)) for text in texts), lambda: tab.inner_text("main"))
 
     for site in ("lyon", "oslo", "porto", "bergen"):
         start(site)
@@ -71,19 +71,19 @@ def test_the_pages_follow_a_run_in_which_a_site_is_refused_and_another_is_killed
         machines.start("run", "env", *shlex.split(command), "--run-config", config)
         shows("bergen", "excluded", "1x10x10, expected 1x8x8")
         shows("porto", "trains since")
-        tab.wait_for_selector("text=In progress: 1 of 6 rounds", timeout=90_000)
+        tab.wait_for_selector("text=In progress: 1 of 6 rounds", timeout=PATIENCE * 1000)
         machines.supernode("porto").kill()
         machines.running["porto"].kill()
         machines.running.pop("porto").wait()
-        shows("porto", "offline", seconds=120)
-        tab.wait_for_selector("td:has-text('error')", timeout=120_000)  # among the replies that were not used
-        tab.wait_for_selector("text=2 of 3 can take part", timeout=120_000)  # so it has rounds left for the site
+        shows("porto", "offline")
+        tab.wait_for_selector("td:has-text('error')", timeout=PATIENCE * 1000)  # among the replies that were not used
+        tab.wait_for_selector("text=2 of 3 can take part", timeout=PATIENCE * 1000)  # it has rounds left for the site
         start("porto")
-        shows("porto", "online", "takes part", seconds=150)
-        tab.wait_for_selector("text=The run is finished.", timeout=300_000)
+        shows("porto", "online", "takes part")
+        tab.wait_for_selector("text=The run is finished.", timeout=PATIENCE * 1000)
         assert tab.text_content("#state") == "Finished: 6 rounds"
         tab.set_viewport_size({"width": 390, "height": 800})
-        wait_until(lambda: tab.evaluate("document.documentElement.scrollWidth") <= 390, 10)
+        wait_until(lambda: tab.evaluate("document.documentElement.scrollWidth") <= 390)
     pages = {
         site: data_of((folder / site / "state" / f"site-{site}.html").read_text())
         for site in ("oslo", "porto", "bergen")

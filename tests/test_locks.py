@@ -13,6 +13,8 @@ import pytest
 
 from kindred import locks
 
+from .background_commands import PATIENCE
+
 # What a run uses is imported first; then the modules, functions and signals that Windows has not are gone, and
 # msvcrt, of which locks need one function, notes its calls.
 WITHOUT_POSIX = """
@@ -45,7 +47,7 @@ def test_runs_comparisons_and_predictions_need_nothing_that_windows_has_not(tmp_
     variables = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", WITHOUT_POSIX], cwd=tmp_path, env=variables, capture_output=True,
-        text=True, timeout=240,
+        text=True, timeout=PATIENCE,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["5", "True"]  # a head and four samples

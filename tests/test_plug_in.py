@@ -32,6 +32,7 @@ import kindred
 from kindred import REGISTRY, HeurFedAMP, InlineGrid, Local, Site, TooFewClients, make_client_app
 from kindred.engine.simulated_state import saved_files
 
+from .background_commands import PATIENCE
 from .packages import build, pip
 
 ROOT = Path(__file__).parent.parent
@@ -272,7 +273,7 @@ def test_the_example_runs_with_the_wheel_alone(tmp_path, environment, task) -> N
             command,
             cwd=app,
             env=environment,
-            timeout=180,
+            timeout=PATIENCE,
             text=True,
             errors="replace",
             stdin=subprocess.DEVNULL,

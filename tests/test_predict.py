@@ -35,6 +35,8 @@ from kindred.server_app.config import Config
 from kindred.server_app.prediction.evaluation import confusion_figure, evaluation
 from kindred.server_app.tables import read_table
 
+from .background_commands import PATIENCE
+
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -666,14 +668,14 @@ def test_a_client_s_model_file_has_the_accuracy_that_its_run_reports(tmp_path, s
 def test_the_installed_command_predicts(known, tmp_path) -> None:
     table = written(tmp_path / "in.csv", b"width,height\n1,0.5\n")
     command = [sys.executable, "-m", "kindred", "predict", f"--model={known}", f"--input={table}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[1].startswith("0,dog,0.25,0.5,0.25")
 
 
 def test_the_commands_import_heavy_packages_only_when_they_start() -> None:
     script = "import sys, kindred.server_app.cli.predict; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert not {"torch", "ray", "flwr", "sklearn", "matplotlib"} & set(done.stdout.split())
     assert callable(predict.predict)

@@ -30,7 +30,7 @@ from kindred.server_app.report import clients as single, content as report, watc
 from kindred.server_app.report.content import comparison_content, run_content, write_report
 from kindred.server_app.report.render import STYLE
 from kindred.server_app.results import RunFolder
-from tests.background_commands import HEEDING
+from tests.background_commands import HEEDING, PATIENCE
 from tests.test_results import TWO_ROUNDS, row, run_of, settings
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -674,7 +674,7 @@ def test_ctrl_c_ends_watch_without_a_traceback(tmp_path):
     ) as process:
         first = process.stdout.readline()
         process.send_signal(signal.SIGINT)
-        rest, complaints = process.communicate(timeout=30)
+        rest, complaints = process.communicate(timeout=PATIENCE)
     assert re.fullmatch(rf"http://127\.0\.0\.1:\d+/ shows {re.escape(str(folder))}; Ctrl-C ends it\n", first)
     assert (process.returncode, rest, complaints) == (0, "ended; the run itself continues\n", "")
 

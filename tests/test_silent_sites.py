@@ -18,7 +18,7 @@ from sklearn.datasets import load_digits
 from kindred.server_app.config import kebab
 from kindred.server_app.tables import read_table
 
-from .background_commands import KINDRED, SCRIPTS, Machines, free_port, wait_until
+from .background_commands import KINDRED, PATIENCE, SCRIPTS, Machines, free_port, wait_until
 
 pytestmark = pytest.mark.deployment
 
@@ -105,12 +105,12 @@ class Sites(Machines):
             config,
         )
 
-    def run(self, seconds: float, **settings: Any) -> Path:
+    def run(self, **settings: Any) -> Path:
         """Start a run with the command that the server prints, wait for its end, and return its folder of results."""
         printed = re.search(r"^\$ (FLWR_HOME=\S+ flwr run .*)$", self.said("server"), re.MULTILINE)[1]
         config = " ".join(f"{kebab(name)}={json.dumps(value)}" for name, value in {**SETTINGS, **settings}.items())
         before = set(self.state.glob("results/*"))
-        self.start("run", "env", *shlex.split(printed), "--run-config", config).wait(seconds)
+        self.start("run", "env", *shlex.split(printed), "--run-config", config).wait(PATIENCE)
         del self.running["run"]
         (results,) = set(self.state.glob("results/*")) - before or {None}
         return results
@@ -137,7 +137,7 @@ def sites(tmp_path_factory):
         sites.start_site("ada", "good.npz", "--validate-only")
         sites.start_cut_off("eve")
         for name in ("lyon", "oslo", "graz", "ada", "eve"):
-            sites.wait_for(name, "SuperNode ID: ", 120)
+            sites.wait_for(name, "SuperNode ID: ")
         yield sites
     finally:
         sites.kill()
@@ -149,21 +149,19 @@ def statuses(results: Path) -> dict[tuple[int, str], str]:
 
 def test_an_announced_reply_that_is_not_uploaded_delays_nobody_beyond_the_timeout(sites) -> None:
     """Such a site is then excluded for a round. A site that only validates evaluates the model of each round."""
-    results = sites.run(
-        300, num_rounds=2, round_timeout=float(TIMEOUT), max_strikes=1, quorum=1.0, min_available_clients=3
-    )
+    results = sites.run(num_rounds=2, round_timeout=float(TIMEOUT), max_strikes=1, quorum=1.0, min_available_clients=3)
     assert sites.status() == "finished:completed", sites.said("run")
     assert statuses(results) == {(1, "eve"): f"no answer within {TIMEOUT} s", (1, "lyon"): "ok", (1, "oslo"): "ok",
                                  (2, "lyon"): "ok", (2, "oslo"): "ok"}  # fmt: skip
     (silent,) = [row for row in read_table(results / "history.csv") if row["status"] != "ok"]
     first, second = read_table(results / "rounds.csv")
     assert silent["client"] == "eve" and (first["answered"], second["asked"]) == (2, 2)
-    assert TIMEOUT - 1 < silent["seconds"] < TIMEOUT + 5  # from sending on; the round's include name queries
+    assert TIMEOUT - 1 < silent["seconds"] < TIMEOUT + 20  # from sending on; the round's include name queries
     validations = read_table(results / "validators.csv")
     assert [(row["round"], row["client"], row["status"]) for row in validations] == [(1, "ada", "ok"), (2, "ada", "ok")]
     assert all(row["num-test-examples"] == 60 and row["bytes-up"] < 1000 for row in validations)
     # Flower waits minutes for the upload; this does not delay the end of the run's process.
-    wait_until(lambda: not any("flwr-serverapp" in command for command in sites.processes()), 30)
+    wait_until(lambda: not any("flwr-serverapp" in command for command in sites.processes()), seconds=60)
 
 
 def test_a_site_excluded_by_the_server_reports_this(sites) -> None:
@@ -172,7 +170,7 @@ def test_a_site_excluded_by_the_server_reports_this(sites) -> None:
 
 
 def test_a_round_ends_the_grace_period_after_its_quorum(sites) -> None:
-    results = sites.run(120, num_rounds=1, round_timeout=600.0, quorum=2.0, grace=2.0, min_available_clients=3)
+    results = sites.run(num_rounds=1, round_timeout=600.0, quorum=2.0, grace=2.0, min_available_clients=3)
     assert sites.status() == "finished:completed", sites.said("run")
     assert statuses(results) == {
         (1, "lyon"): "ok",
@@ -183,8 +181,8 @@ def test_a_round_ends_the_grace_period_after_its_quorum(sites) -> None:
 
 def test_a_run_waits_for_usable_sites_and_server_and_site_name_the_reason(sites) -> None:
     sites.start_site("nice", "bad.npz")
-    sites.wait_for("nice", "SuperNode ID: ", 120)
-    sites.run(180, num_rounds=1, min_available_clients=4, wait_timeout=float(TIMEOUT))
+    sites.wait_for("nice", "SuperNode ID: ")
+    sites.run(num_rounds=1, min_available_clients=4, wait_timeout=float(TIMEOUT))
     assert sites.status() == "finished:failed"
     reason = (
         "client graz: its share-model is false, and heurfedamp mixes all models; client nice: it cannot "

@@ -16,6 +16,8 @@ from kindred.server_app.app import run_inline
 from kindred.server_app.config import Config
 from kindred.server_app.tables import read_table
 
+from .background_commands import PATIENCE
+
 ROOT = Path(__file__).parent.parent
 KINDRED = Path(sysconfig.get_path("scripts")) / "kindred"
 SETTINGS = {"num_clients": 6, "num_groups": 2, "num_rounds": 3, "samples_per_client": 20, "local_epochs": 2}
@@ -87,7 +89,7 @@ def test_flwr_run_works_alone_and_prints_how_to_get_all_clients(tmp_path) -> Non
             env=environment,
             capture_output=True,
             text=True,
-            timeout=180,
+            timeout=PATIENCE,
         )
         listed = subprocess.run(
             [*flwr, "list", "--format", "json"],
@@ -95,7 +97,7 @@ def test_flwr_run_works_alone_and_prints_how_to_get_all_clients(tmp_path) -> Non
             env=environment,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=PATIENCE,
         )
         assert json.loads(listed.stdout)["runs"][0]["status"] == "finished:completed", done.stdout
         assert "2 of the federation's 20 clients are connected" in done.stdout

@@ -182,7 +182,7 @@ def test_the_output_of_a_supernode_is_passed_on_immediately_and_its_end_kept(cap
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stderr=subprocess.PIPE)
     output = supernode.Output(process.stderr)
     passed_on = []
-    wait_until(lambda: passed_on.append(capfdbinary.readouterr().err) or b"".join(passed_on) == b"first, no", 20)
+    wait_until(lambda: passed_on.append(capfdbinary.readouterr().err) or b"".join(passed_on) == b"first, no")
     process.stdin.close()
     output.join()
     process.wait()

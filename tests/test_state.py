@@ -32,6 +32,7 @@ from kindred.server_app.deployment.files import own_folder
 from kindred.server_app.run_log import keep_log
 from kindred.server_app.workspace import Workspace
 
+from .background_commands import PATIENCE
 from .client_apps import saved_models
 from .test_conformance import everything, values
 
@@ -333,7 +334,7 @@ def test_two_processes_that_save_at_once_leave_a_complete_file(monkeypatch) -> N
                 ],
                 cwd=ROOT,
                 check=True,
-                timeout=60,
+                timeout=PATIENCE,
             )
             assert same(state.load("model"), {"w": np.zeros(3)})
             file.write(whole[20:])

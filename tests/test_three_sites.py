@@ -15,6 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from .background_commands import PATIENCE
+
 RUN = Path(__file__).parent.parent / "examples" / "three-sites" / "run"
 SITES = ("lyon", "oslo", "porto")
 
@@ -50,7 +52,7 @@ def processes(folder: Path) -> list[psutil.Process]:
 
 def test_the_example_ends_with_a_model_and_labels_at_each_site_and_no_process(folder) -> None:
     process = start(folder, "federico", "num-rounds=2", "local-epochs=1", 'optimizer="sgd"')
-    said, _ = process.communicate(timeout=400)
+    said, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, said
     assert processes(folder) == []
     assert "round 2/2" in said
@@ -77,7 +79,7 @@ def test_the_example_ends_with_a_model_and_labels_at_each_site_and_no_process(fo
 
 def test_a_failed_run_is_reported_and_leaves_no_process(folder) -> None:
     process = start(folder, "nonsense")
-    said, _ = process.communicate(timeout=200)
+    said, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1, said
     assert processes(folder) == []
     assert "strategy is 'nonsense'" in said
@@ -86,13 +88,13 @@ def test_a_failed_run_is_reported_and_leaves_no_process(folder) -> None:
 
 def test_a_signal_ends_every_started_process(folder) -> None:
     process = start(folder)
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + PATIENCE
     while not list(folder.glob("*/state/run-*")):  # a site is working
         assert time.monotonic() < deadline
         assert process.poll() is None
         time.sleep(0.2)
     assert len(processes(folder)) > 4
     process.send_signal(signal.SIGTERM)
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 143, said
     assert processes(folder) == []

@@ -15,11 +15,13 @@ import kindred
 from kindred.client.gain import gain_of, p_value
 from kindred.server_app.verdict import HELPED, HURT, UNDECIDED, Verdict, holm, verdict_of
 
+from .background_commands import PATIENCE
+
 
 def kindred_command(*arguments: str) -> str:
     """Return what a command of the application prints."""
     return subprocess.run(
-        [sys.executable, "-m", "kindred", *arguments], capture_output=True, text=True, check=True, timeout=300
+        [sys.executable, "-m", "kindred", *arguments], capture_output=True, text=True, check=True, timeout=PATIENCE
     ).stdout
 
 

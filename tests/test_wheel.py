@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from .background_commands import PATIENCE
 from .packages import build, pip
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -50,7 +51,7 @@ def kindred(environment, tmp_path):
     def run(*arguments: str | Path) -> str:
         done = subprocess.run(
             [environment / "bin" / "kindred", *arguments], cwd=tmp_path / "empty", env=variables, capture_output=True,
-            text=True, timeout=240,
+            text=True, timeout=PATIENCE,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout

@@ -33,7 +33,7 @@ from kindred.server_app.engines import Engine, workers_of
 from kindred.server_app.machine import cpus
 from kindred.server_app.run_files import read_summary
 
-from .background_commands import HEEDING, KINDRED, wait_until
+from .background_commands import HEEDING, KINDRED, PATIENCE, wait_until
 
 CLIENTS = 5
 SHARED = Path("/dev/shm")
@@ -62,7 +62,7 @@ def ask(grid: WorkerGrid, size: int, values: dict[int, float] | None = None) -> 
         messages.append(grid.create_message(content, MessageType.TRAIN, node, "1"))
     client_of = {message.metadata.dst_node_id: client for client, message in enumerate(messages)}
     found = {}
-    for reply in grid.send_and_receive(messages, timeout=60):
+    for reply in grid.send_and_receive(messages, timeout=PATIENCE):
         found[client_of[reply.metadata.src_node_id]] = reply.error if reply.has_error() else reply.content
     return found
 
@@ -104,7 +104,7 @@ def test_no_block_is_left_of_an_answer_that_nobody_reads(grid, kept) -> None:
     channels = [worker.channel for worker in grid._workers]
     for channel in channels:
         assert channel.connection.recv()[0] == logging.INFO  # a line of the log, before the answer
-    wait_until(lambda: all(channel.connection.poll() for channel in channels), 60)
+    wait_until(lambda: all(channel.connection.poll() for channel in channels))
     grid.close()
     assert not [name for channel in channels for name in channel._names if (SHARED / name).exists()]
 
@@ -131,7 +131,7 @@ def test_a_block_replaced_by_one_that_was_not_registered_is_freed_in_silence() -
         "resource_tracker.unregister(block._name, 'shared_memory')\n"  # as if ended before it registered it
         "channel.free()\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE)
     assert (done.returncode, done.stderr) == (0, "")
     assert not list(SHARED.glob(f"again-{os.getpid()}-*"))
 
@@ -187,7 +187,7 @@ def test_a_message_given_to_a_process_that_has_ended_is_given_again() -> None:
         replies.update({reply.metadata.reply_to_message_id: reply for reply in grid.pull_messages(ids)})
         return len(replies) == 3
 
-    wait_until(all_arrived, 60)
+    wait_until(all_arrived)
     grid.close()
     assert "was killed by signal 9" in replies[ids[0]].error.reason
     assert [replies[each].content["metrics"]["asked"] for each in ids[1:]] == [1, 1]
@@ -472,10 +472,10 @@ def test_no_process_outlives_the_command(number, tmp_path) -> None:
         next(line for line in process.stdout if line.startswith("round "))
         children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(number)
-        process.communicate(timeout=60)
+        process.communicate(timeout=PATIENCE)
     assert process.returncode == (130 if number == signal.SIGINT else -number)
     assert len(children) >= 2
-    wait_until(lambda: not any(child.is_running() for child in children), 10)
+    wait_until(lambda: not any(child.is_running() for child in children), seconds=60)
 
 
 # --- How many -----------------------------------------------------------------------------------------
