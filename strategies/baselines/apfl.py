@@ -69,7 +69,7 @@ from kindred.parts.aggregation import AGGREGATION
 from kindred.registry import MODEL_BOTH_WAYS, Method
 from kindred.settings import TRUE_OR_FALSE, Setting, above, within
 
-from .fedavg import FedAvg
+from .fedavg import Averaging
 
 if TYPE_CHECKING:
     import torch
@@ -187,7 +187,7 @@ class APFLClient:
 # --- The server ---------------------------------------------------------------------------------------
 
 
-class APFL(FedAvg):
+class APFL(Averaging):
     """APFL as a Flower strategy.
 
     Parameters
@@ -199,7 +199,7 @@ class APFL(FedAvg):
     adapt_mixing : bool (default: False)
         Whether clients learn alpha_i, which then starts at `mixing_weight`.
     **shared
-        `aggregation` of `FedAvg`, and arguments of `PersonalizedStrategy`.
+        `aggregation` of `Averaging`, and arguments of `PersonalizedStrategy`.
 
     Raises
     ------
@@ -211,7 +211,7 @@ class APFL(FedAvg):
     personal = OWN
     model_stays = True
     clients_keep_state = True
-    STATE = (*FedAvg.STATE, "_shares")
+    STATE = (*Averaging.STATE, "_shares")
 
     def __init__(
         self,
@@ -221,7 +221,7 @@ class APFL(FedAvg):
         adapt_mixing: bool = ADAPT_MIXING.default,
         **shared: Unpack[AveragedShared],
     ) -> None:
-        super().__init__(server_momentum=0.0, **shared)
+        super().__init__(**shared)
         self.sgd_learning_rate = SGD_LEARNING_RATE.check(sgd_learning_rate)
         self.mixing_weight = MIXING_WEIGHT.check(mixing_weight)
         self.adapt_mixing = ADAPT_MIXING.check(adapt_mixing)

@@ -40,7 +40,7 @@ from kindred.parts.aggregation import AGGREGATION
 from kindred.registry import MODEL_BOTH_WAYS, Method
 from kindred.settings import Setting, at_least
 
-from .fedavg import FedAvg
+from .fedavg import Averaging
 
 DITTO_LAMBDA = Setting(
     "ditto_lambda",
@@ -85,7 +85,7 @@ class DittoClient:
 # --- The server ---------------------------------------------------------------------------------------
 
 
-class Ditto(FedAvg):
+class Ditto(Averaging):
     """Ditto as a Flower strategy.
 
     Parameters
@@ -93,7 +93,7 @@ class Ditto(FedAvg):
     ditto_lambda : float (default: 1.0)
         lambda, 0 or more, the weight of half the squared distance from the global model; 0 is local training.
     **shared
-        `aggregation` of `FedAvg`, and arguments of `PersonalizedStrategy`.
+        `aggregation` of `Averaging`, and arguments of `PersonalizedStrategy`.
 
     Raises
     ------
@@ -107,7 +107,7 @@ class Ditto(FedAvg):
     model_stays = True
 
     def __init__(self, *, ditto_lambda: float = DITTO_LAMBDA.default, **shared: Unpack[AveragedShared]) -> None:
-        super().__init__(server_momentum=0.0, **shared)
+        super().__init__(**shared)
         self.ditto_lambda = DITTO_LAMBDA.check(ditto_lambda)
 
     def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:

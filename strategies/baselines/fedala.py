@@ -68,7 +68,7 @@ from kindred.parts.aggregation import AGGREGATION
 from kindred.registry import MODEL_BOTH_WAYS, Method
 from kindred.settings import A_SHARE, Setting, above, at_least
 
-from .fedavg import FedAvg
+from .fedavg import Averaging
 from .fedrep import HEAD, training_only
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ def _write(mixed: list[Tensor], local: list[Tensor], received: list[Tensor], wei
 # --- The server ---------------------------------------------------------------------------------------
 
 
-class FedALA(FedAvg):
+class FedALA(Averaging):
     """FedALA as a Flower strategy.
 
     Parameters
@@ -216,7 +216,7 @@ class FedALA(FedAvg):
     ala_learning_rate : float (default: 1.0)
         eta, the step size of the mixing weights, more than 0.
     **shared
-        `aggregation` of `FedAvg`, and arguments of `PersonalizedStrategy`.
+        `aggregation` of `Averaging`, and arguments of `PersonalizedStrategy`.
 
     Raises
     ------
@@ -238,7 +238,7 @@ class FedALA(FedAvg):
         ala_learning_rate: float = ALA_LEARNING_RATE.default,
         **shared: Unpack[AveragedShared],
     ) -> None:
-        super().__init__(server_momentum=0.0, **shared)
+        super().__init__(**shared)
         self.head_layers = HEAD_LAYERS.check(head_layers)
         self.ala_share = ALA_SHARE.check(ala_share)
         self.ala_learning_rate = ALA_LEARNING_RATE.check(ala_learning_rate)

@@ -88,14 +88,11 @@ def ahead(mean: np.ndarray, before: np.ndarray, beta: float) -> np.ndarray:
 # --- The server ---------------------------------------------------------------------------------------
 
 
-class FedAvg(PersonalizedStrategy):
-    """FedAvg as a strategy of this library: Algorithm 1 of McMahan et al.
+class Averaging(PersonalizedStrategy):
+    """Base class of the methods with one global model, the mean of the clients' models.
 
     Parameters
     ----------
-    server_momentum : float (default: 0.0)
-        beta, 0 or more, less than 1. Clients start from g + beta (g - g'), g' being the global model before the last
-        change. The global model g is evaluated and returned as without momentum.
     aggregation : {"mean", "median", "trimmed-mean", "krum", "multi-krum", "biweight"}
         How the clients' models are aggregated. All but the mean, which is the paper's, bound what a minority of
         attackers can change; see `parts.aggregation`.
@@ -103,21 +100,16 @@ class FedAvg(PersonalizedStrategy):
         Arguments of `PersonalizedStrategy`.
     """
 
-    name = "fedavg"
     personal = RECEIVED
-    STATE = (*PersonalizedStrategy.STATE, "global_model", "_before", "_examples", "_sent")
+    STATE = (*PersonalizedStrategy.STATE, "global_model", "_examples", "_sent")
 
-    def __init__(
-        self, *, server_momentum: float = BETA.default, aggregation: str = AGGREGATION.default, **shared: Unpack[Shared]
-    ) -> None:
+    def __init__(self, *, aggregation: str = AGGREGATION.default, **shared: Unpack[Shared]) -> None:
         super().__init__(**shared)
-        self.server_momentum = BETA.check(server_momentum)
         self.aggregation = AGGREGATION.check(aggregation)
 
     def begin(self, initial_arrays: ArrayRecord) -> None:
         self.layout = Layout(initial_arrays, self.buffers)
         self.global_model = initial_arrays
-        self._before = initial_arrays if self.server_momentum else None  # g'
         self._examples: dict[ClientId, float] = {}  # n_k of the clients whose models are in the global one
         self._sent: dict[ClientId, float] = {}  # the same for the global model that was sent last
 
@@ -128,27 +120,16 @@ class FedAvg(PersonalizedStrategy):
         )
         self._sent = self._examples
         self._counters: dict[ClientId, Mapping[str, np.ndarray]] = {}
-        self._start = self._start_model()
+        self._start = self.start_model()
         return ((client, self._start) for client in clients)
 
-    def _start_model(self) -> ArrayRecord:
-        """Return the model from which clients start: the global one, or with momentum one ahead of it."""
-        if self._before is None:
-            return self.global_model
-        mean, before = read_record(self.global_model), read_record(self._before)
-        moved = {name: ahead(mean[name], before[name], self.server_momentum) for name in self.layout.parameters}
-        return to_record({**mean, **moved})
-
-    def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
-        momentum = {} if self._before is None else {SERVER_MOMENTUM: self.server_momentum}
-        return {**super().round_config(server_round, client), **momentum}
-
-    def begin_visits(self) -> None:
-        self._before = None  # newcomers receive the global model
+    def start_model(self) -> ArrayRecord:
+        """Return the model from which clients start: the global one."""
+        return self.global_model
 
     def update_origin(self, client: ClientId) -> Mapping[str, np.ndarray]:
         """Return the model from which the client started."""
-        return read_record(self.global_model if self._before is None else self._start)
+        return read_record(self._start)
 
     def take(self, client: ClientId, reply: Reply) -> None:
         row = np.empty(self.layout.size, self.layout.dtype)  # (d,)
@@ -161,8 +142,6 @@ class FedAvg(PersonalizedStrategy):
         mean = self._mean.result()
         if mean is not None:
             self._examples = self._mean.weights
-            if self._before is not None:
-                self._before = self.global_model
             self.global_model = self.layout.record(mean, self._counters[answered[0]])
 
     def global_arrays(self) -> ArrayRecord:
@@ -180,6 +159,51 @@ class FedAvg(PersonalizedStrategy):
         return Collaboration.of_all(self.clients(), self._sent)
 
 
+class FedAvg(Averaging):
+    """FedAvg as a strategy of this library: Algorithm 1 of McMahan et al.
+
+    Parameters
+    ----------
+    server_momentum : float (default: 0.0)
+        beta, 0 or more, less than 1. Clients start from g + beta (g - g'), g' being the global model before the last
+        change. The global model g is evaluated and returned as without momentum.
+    **shared
+        `aggregation` of `Averaging`, and arguments of `PersonalizedStrategy`.
+    """
+
+    name = "fedavg"
+    STATE = (*Averaging.STATE, "_before")
+
+    def __init__(self, *, server_momentum: float = BETA.default, **shared: Unpack[AveragedShared]) -> None:
+        super().__init__(**shared)
+        self.server_momentum = BETA.check(server_momentum)
+
+    def begin(self, initial_arrays: ArrayRecord) -> None:
+        super().begin(initial_arrays)
+        self._before = initial_arrays if self.server_momentum else None  # g'
+
+    def start_model(self) -> ArrayRecord:
+        """Return the model from which clients start: the global one, or with momentum one ahead of it."""
+        if self._before is None:
+            return self.global_model
+        mean, before = read_record(self.global_model), read_record(self._before)
+        moved = {name: ahead(mean[name], before[name], self.server_momentum) for name in self.layout.parameters}
+        return to_record({**mean, **moved})
+
+    def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
+        momentum = {} if self._before is None else {SERVER_MOMENTUM: self.server_momentum}
+        return {**super().round_config(server_round, client), **momentum}
+
+    def end_round(self, server_round: int, answered: Sequence[ClientId]) -> None:
+        before = self.global_model
+        super().end_round(server_round, answered)
+        if self._before is not None and self.global_model is not before:
+            self._before = before
+
+    def begin_visits(self) -> None:
+        self._before = None  # newcomers receive the global model
+
+
 class FedProx(FedAvg):
     """FedProx as a strategy of this library: FedAvg with a proximal term at the clients.
 
@@ -190,7 +214,7 @@ class FedProx(FedAvg):
     server_momentum : float (default: 0.0)
         As for `FedAvg`.
     **shared
-        `aggregation` of `FedAvg`, and arguments of `PersonalizedStrategy`.
+        `aggregation` of `Averaging`, and arguments of `PersonalizedStrategy`.
     """
 
     name = "fedprox"
@@ -209,17 +233,17 @@ class FedProx(FedAvg):
         return {**super().round_config(server_round, client), PROXIMAL_MU: self.proximal_mu}
 
 
-class Tuned(FedAvg):
-    """FedAvg whose clients fine-tune the global model, and send the tuned model when they evaluate it.
+class Tuned(Averaging):
+    """Base class of methods whose clients fine-tune the global model, and send the tuned model with its evaluation.
 
     Parameters
     ----------
     **shared
-        Arguments of `FedAvg`.
+        Arguments of `Averaging`.
     """
 
     personal = TUNED
-    STATE = (*FedAvg.STATE, "_tuned")
+    STATE = (*Averaging.STATE, "_tuned")
 
     def begin(self, initial_arrays: ArrayRecord) -> None:
         super().begin(initial_arrays)
@@ -234,7 +258,7 @@ class Tuned(FedAvg):
         return super().client_models() | self._tuned
 
 
-class FineTuned(Tuned):
+class FineTuned(Tuned, FedAvg):
     """Base class of the fine-tuned methods; it stands before the class that is fine-tuned in the list of bases.
 
     Parameters
@@ -244,6 +268,8 @@ class FineTuned(Tuned):
     **arguments
         Arguments of the class that is fine-tuned.
     """
+
+    STATE = (*FedAvg.STATE, "_tuned")
 
     def __init__(self, *, finetune_epochs: int = TUNING_EPOCHS.default, **arguments: Any) -> None:
         super().__init__(**arguments)

@@ -46,7 +46,7 @@ from kindred.parts.aggregation import AGGREGATION
 from kindred.registry import Method
 from kindred.settings import Setting, at_least
 
-from .fedavg import FedAvg
+from .fedavg import Averaging
 
 if TYPE_CHECKING:
     import numpy as np
@@ -122,7 +122,7 @@ def _composed(visit: Visit, own: Mapping[str, np.ndarray] | None) -> torch.nn.Mo
 # --- The server ---------------------------------------------------------------------------------------
 
 
-class FedRep(FedAvg):
+class FedRep(Averaging):
     """FedRep as a Flower strategy. Its global model is the body alone.
 
     Parameters
@@ -132,7 +132,7 @@ class FedRep(FedAvg):
     head_epochs : int (default: 5)
         Epochs of training the head per round, 0 or more. With 0 all clients keep the head of the initial model.
     **shared
-        `aggregation` of `FedAvg`, and arguments of `PersonalizedStrategy`.
+        `aggregation` of `Averaging`, and arguments of `PersonalizedStrategy`.
 
     Raises
     ------
@@ -144,7 +144,7 @@ class FedRep(FedAvg):
     personal = OWN
     clients_keep_state = True
     model_stays = True
-    STATE = (*FedAvg.STATE, "_have_heads")
+    STATE = (*Averaging.STATE, "_have_heads")
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class FedRep(FedAvg):
         head_epochs: int = HEAD_EPOCHS.default,
         **shared: Unpack[AveragedShared],
     ) -> None:
-        super().__init__(server_momentum=0.0, **shared)
+        super().__init__(**shared)
         self.head_layers = HEAD_LAYERS.check(head_layers)
         self.head_epochs = HEAD_EPOCHS.check(head_epochs)
 

@@ -172,7 +172,7 @@ class PerFedAvg(Tuned):
     adapt_epochs : int (default: 1)
         Epochs of adaptation, 0 or more. 0: one step along the gradient over all training data.
     **shared
-        `aggregation` of `FedAvg`, and arguments of `PersonalizedStrategy`.
+        `aggregation` of `Averaging`, and arguments of `PersonalizedStrategy`.
 
     Raises
     ------
@@ -190,7 +190,7 @@ class PerFedAvg(Tuned):
         adapt_epochs: int = ADAPT_EPOCHS.default,
         **shared: Unpack[AveragedShared],
     ) -> None:
-        super().__init__(server_momentum=0.0, **shared)
+        super().__init__(**shared)
         self.sgd_learning_rate = SGD_LEARNING_RATE.check(sgd_learning_rate)
         self.adapt_learning_rate = ADAPT_LEARNING_RATE.check(adapt_learning_rate)
         self.adapt_epochs = ADAPT_EPOCHS.check(adapt_epochs)

@@ -67,7 +67,7 @@ from kindred.parts.aggregation import AGGREGATION, MEAN, RobustCentre
 from kindred.registry import Method
 from kindred.settings import Setting, above
 
-from .fedavg import FedAvg
+from .fedavg import Averaging
 
 if TYPE_CHECKING:
     import torch
@@ -193,7 +193,7 @@ def _own_control(visit: Visit, control: Arrays) -> Arrays:
 # --- The server ---------------------------------------------------------------------------------------
 
 
-class SCAFFOLD(FedAvg):
+class SCAFFOLD(Averaging):
     """SCAFFOLD as a Flower strategy.
 
     Parameters
@@ -203,7 +203,7 @@ class SCAFFOLD(FedAvg):
     server_learning_rate : float (default: 1.0)
         eta_g, above 0. The paper's experiments have 1.
     **shared
-        `aggregation` of `FedAvg`, and arguments of `PersonalizedStrategy`.
+        `aggregation` of `Averaging`, and arguments of `PersonalizedStrategy`.
 
     Raises
     ------
@@ -213,7 +213,7 @@ class SCAFFOLD(FedAvg):
 
     name = "scaffold"
     clients_keep_state = True
-    STATE = (*FedAvg.STATE, "_total", "_weights", "_known", "_counted")
+    STATE = (*Averaging.STATE, "_total", "_weights", "_known", "_counted")
 
     def __init__(
         self,
@@ -222,7 +222,7 @@ class SCAFFOLD(FedAvg):
         server_learning_rate: float = SERVER_LEARNING_RATE.default,
         **shared: Unpack[AveragedShared],
     ) -> None:
-        super().__init__(server_momentum=0.0, **shared)
+        super().__init__(**shared)
         self.sgd_learning_rate = SGD_LEARNING_RATE.check(sgd_learning_rate)
         self.server_learning_rate = SERVER_LEARNING_RATE.check(server_learning_rate)
 

@@ -38,7 +38,7 @@ class Shared(TypedDict, total=False):
 
 
 class AveragedShared(Shared, total=False):
-    """The arguments of `FedAvg` and `SeveralModels` that the methods based on them share."""
+    """The arguments of `Averaging` and `SeveralModels` that the methods based on them share."""
 
     aggregation: str
 

@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 from flwr.app import MetricRecord, RecordDict
 
-from kindred.baselines.fedavg import FedAvg
+from kindred.baselines.fedavg import Averaging
 from kindred.client.state import MODEL
 from kindred.client.training import get_arrays
 from kindred.client.visit import Visit
 from kindred.messages import ARRAYS, METRICS, OWN, TRAIN_LOSS, ClientId, to_record
+from kindred.parts.aggregation import AGGREGATION
 from kindred.registry import Method
 from kindred.settings import Setting, within
 
@@ -49,15 +50,15 @@ class BlendClient:
         return RecordDict({METRICS: MetricRecord({**visit.separate_evaluation(model)})})
 
 
-class Blend(FedAvg):
-    """The server half: FedAvg that sends s to the clients.
+class Blend(Averaging):
+    """The server half: the mean of the clients' models, and s for the clients.
 
     Parameters
     ----------
     own_share : float (default: 0.5)
         s, 0 to 1.
     **settings
-        Those of `PersonalizedStrategy`.
+        Those of `Averaging`.
     """
 
     name = "blend"
@@ -75,5 +76,5 @@ class Blend(FedAvg):
 
 BLEND = Method(
     title="Blend", paper="docs/extending.md", travels="the model, both ways", stays="its own model",
-    strategy=Blend, client=BlendClient, settings=(OWN_SHARE,),
+    strategy=Blend, client=BlendClient, settings=(OWN_SHARE, AGGREGATION),
 )  # fmt: skip
