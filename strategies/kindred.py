@@ -43,7 +43,6 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from .client.local_training import LocalTraining
-from .client.site import Samples
 from .client.state import MIXTURE
 from .client.visit import Visit
 from .engine.admission import Refused, Reply, check_numbers, norm
@@ -209,10 +208,12 @@ class KindredClient(LocalTraining):
         evidence, own_loss = np.zeros(SOURCES), np.inf  # (3,)
         if known and NEIGHBOURS in received:
             parts = [last, received[NEIGHBOURS], everybody]
-            trained, held_out = divided(visit, fold, held)
+            out = fold_at(visit, fold, held)
+            held_out = visit.site.validation or visit.samples_at(out)
             size = len(held_out[1])
             counted = min(size, COUNTED)
             if size and credit >= SOURCES * -(-size // visit.batch_size):
+                trained = visit.site.train[1][others_at(visit, out)]
                 losses = MEMORY * losses + judged(visit, parts, held_out, trained) * (counted / size)
                 rounds, credit = MEMORY * rounds + 1, 0.0
             evidence = (losses.min() - losses) / max(rounds, 1.0)
@@ -224,7 +225,8 @@ class KindredClient(LocalTraining):
         else:
             start = everybody
         held = bool(visit.config[HOLDS_OUT]) and not visit.is_last
-        site = replace(visit.site, train=divided(visit, fold, held)[0])
+        out = fold_at(visit, fold, held)
+        site = replace(visit.site, train=visit.samples_at(others_at(visit, out))) if len(out) else visit.site
         arrays, metrics = LocalTraining.trained(replace(visit, arrays=start, site=site))
         if OTHERS in received:
             others = [*by_prefix(received[OTHERS]).values(), everybody]
@@ -247,18 +249,18 @@ class KindredClient(LocalTraining):
         return RecordDict({METRICS: MetricRecord({**mixture_metrics(visit, models, [0.0] * len(models))})})
 
 
-def divided(visit: Visit, fold: int, held: bool) -> tuple[Samples, Samples]:
-    """Return the samples that a client trains on, and those that it holds out: a fold of FOLDS, if `held`."""
-    if visit.site.validation is not None:
-        return visit.site.train, visit.site.validation
+def fold_at(visit: Visit, fold: int, held: bool) -> np.ndarray:
+    """Return the indices of the training samples that are held out: a fold of FOLDS, if `held`; else none."""
     n = len(visit.site.train[1])
-    if not held or n <= 2:  # batch normalisation needs two samples
-        return visit.site.train, visit.samples_at(np.arange(0))
+    if visit.site.validation is not None or not held or n <= 2:  # batch normalisation needs two samples
+        return np.arange(0)
     order = np.random.default_rng(seed_for(visit.config.get("seed", 0), visit.client, "fold")).permutation(n)
-    folds = np.array_split(order, min(FOLDS, n))
-    kept = np.ones(n, bool)
-    kept[folds[fold % len(folds)]] = False
-    return visit.samples_at(np.flatnonzero(kept)), visit.samples_at(np.flatnonzero(~kept))
+    return np.sort(np.array_split(order, (count := min(FOLDS, n)))[fold % count])
+
+
+def others_at(visit: Visit, places: np.ndarray) -> np.ndarray:
+    """Return the indices of the other training samples."""
+    return np.delete(np.arange(len(visit.site.train[1])), places)
 
 
 # --- The server ---------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from kindred.client.visit import Visit
 from kindred.lazy import lazy
 
 if TYPE_CHECKING:
+    import torch
     from scipy import special
 else:
     special = lazy("scipy.special")
@@ -75,9 +76,12 @@ def calibrated_loss(probabilities: np.ndarray, labels: np.ndarray, factors: np.n
 
 
 def judged(
-    visit: Visit, models: Iterable[Mapping[str, np.ndarray]], held_out: Samples, trained: Samples | None = None
+    visit: Visit, models: Iterable[Mapping[str, np.ndarray]], held_out: Samples, trained: torch.Tensor | None = None
 ) -> np.ndarray:
-    """Return the losses of k models on held-out samples, (k,); the first one was `trained` on others: see `rarity`."""
+    """Return the losses of k models on held-out samples, (k,).
+
+    `trained` are the labels of the samples on which the first one was trained, if on others: see `rarity`.
+    """
     true = held_out[1].cpu().numpy()
     losses = []
     for k, arrays in enumerate(models):
@@ -85,7 +89,7 @@ def judged(
         if visit.objective.has_classes:
             factors = np.ones(predictions.shape[1])
             if trained is not None and k == 0:
-                counts = (np.bincount(of, minlength=len(factors)) for of in (trained[1].cpu().numpy(), true))
+                counts = (np.bincount(of, minlength=len(factors)) for of in (trained.cpu().numpy(), true))
                 factors = rarity(*counts)
             loss = calibrated_loss(predictions, true, factors)
         else:
