@@ -120,8 +120,9 @@ class Averaging(PersonalizedStrategy):
         )
         self._sent = self._examples
         self._counters: dict[ClientId, Mapping[str, np.ndarray]] = {}
-        self._start = self.start_model()
-        return ((client, self._start) for client in clients)
+        start = self.start_model()
+        self._start = read_record(start)
+        return ((client, start) for client in clients)
 
     def start_model(self) -> ArrayRecord:
         """Return the model from which clients start: the global one."""
@@ -129,7 +130,7 @@ class Averaging(PersonalizedStrategy):
 
     def update_origin(self, client: ClientId) -> Mapping[str, np.ndarray]:
         """Return the model from which the client started."""
-        return read_record(self._start)
+        return self._start
 
     def take(self, client: ClientId, reply: Reply) -> None:
         row = np.empty(self.layout.size, self.layout.dtype)  # (d,)
