@@ -255,7 +255,8 @@ def fold_at(visit: Visit, fold: int, held: bool) -> np.ndarray:
     if visit.site.validation is not None or not held or n <= 2:  # batch normalisation needs two samples
         return np.arange(0)
     order = np.random.default_rng(seed_for(visit.config.get("seed", 0), visit.client, "fold")).permutation(n)
-    return np.sort(np.array_split(order, (count := min(FOLDS, n)))[fold % count])
+    folds = np.array_split(order, min(FOLDS, n))
+    return np.sort(folds[fold % len(folds)])
 
 
 def others_at(visit: Visit, places: np.ndarray) -> np.ndarray:
