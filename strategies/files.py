@@ -10,7 +10,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
-from safetensors.numpy import save
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
 
 from .locks import is_ours
 
@@ -23,16 +24,14 @@ def make_private(folder: Path) -> None:
 
 
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], texts: Mapping[str, str]) -> None:
-    """Write arrays and texts as a safetensors file."""
-    whole = {key: np.asarray(array, order="C") for key, array in arrays.items()}  # safetensors ignores strides
-    write_over(path, save(whole, dict(texts)))
-
-
-def write_over(path: Path, content: bytes) -> None:
-    """Write a file over its content, if it exists: that is faster than to free the content's blocks first."""
-    with open(path, "r+b" if path.exists() else "wb") as file:
-        file.write(content)
-        file.truncate()
+    """Write arrays and texts as a safetensors file; OSError if that fails, for example because the disk is full."""
+    whole = {key: np.asarray(array, order="C") for key, array in arrays.items()}  # save_file ignores strides
+    try:
+        save_file(whole, path, dict(texts))
+    except SafetensorError as error:
+        if code := re.search(r"\(os error (\d+)\)", str(error)):
+            raise OSError(int(code[1]), os.strerror(int(code[1]))) from None
+        raise OSError(str(error)) from None
 
 
 @contextmanager

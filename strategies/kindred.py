@@ -260,7 +260,7 @@ def fold_at(visit: Visit, fold: int, held: bool) -> np.ndarray:
 
 
 def others_at(visit: Visit, places: np.ndarray) -> np.ndarray:
-    """Return the indices of the other training samples."""
+    """Return the indices of the training samples that are not at these places."""
     return np.delete(np.arange(len(visit.site.train[1])), places)
 
 

@@ -305,10 +305,10 @@ def test_a_site_processes_one_message_at_a_time(tmp_path) -> None:
     order = []
 
     def second() -> None:
-        with state.opened(locks=True):
+        with state.locked():
             order.append("second")
 
-    with state.opened(locks=True):
+    with state.locked():
         thread = threading.Thread(target=second)
         thread.start()
         thread.join(0.2)

@@ -199,7 +199,7 @@ def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
 @pytest.mark.engine
 def test_interrupted_runs_leave_no_process(app_dir) -> None:
     """One run ends by Ctrl-C, one by SIGKILL, which it cannot handle."""
-    interrupted, killed = runs = [start(app_dir, seconds=600.0) for _ in range(2)]
+    interrupted, killed = runs = [start(app_dir, seconds=4 * PATIENCE) for _ in range(2)]
     try:
         for process in runs:
             assert "at work\n" in process.stdout

@@ -177,6 +177,8 @@ def test_a_round_ends_the_grace_period_after_its_quorum(sites) -> None:
         (1, "oslo"): "ok",
         (1, "eve"): "no answer within 2 s after 2 of 3 clients (quorum, grace)",
     }
+    (silent,) = [row for row in read_table(results / "history.csv") if row["status"] != "ok"]
+    assert silent["seconds"] < 300  # not the round's timeout
 
 
 def test_a_run_waits_for_usable_sites_and_server_and_site_name_the_reason(sites) -> None:

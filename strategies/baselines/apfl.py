@@ -12,7 +12,7 @@ result is the personal model vbar_i = alpha_i v_i + (1 - alpha_i) w_i. The table
 | w_i = w_i - eta grad f_i(w_i; xi) | `descend` |
 | v_i = v_i - eta grad_v f_i(vbar_i; xi), grad_v f_i(vbar_i) = alpha_i grad f_i(vbar_i) | `descend_local` |
 | if it is learnt: alpha_i = alpha_i - eta < v_i - w_i, grad f_i(vbar_i; xi) > | `adapted_share` |
-| w = mean of the w_i, from which the next round's clients start | `FedAvg` |
+| w = mean of the w_i, from which the next round's clients start | `Averaging` |
 
 With alpha_i = 0 the personal model is FedAvg's after local training; with alpha_i = 1 it is that of Local. The global
 model is FedAvg's for every alpha_i.

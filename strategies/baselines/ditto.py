@@ -11,7 +11,7 @@ With lambda 0 this is local training; the larger lambda is, the nearer v_k is to
 
 | Algorithm 1 | here |
 |---|---|
-| sampled clients receive w^t, train it and send it back; the server averages | `FedAvg`, unchanged |
+| sampled clients receive w^t, train it and send it back; the server averages | `Averaging` |
 | s steps v_k = v_k - eta (grad F_k(v_k) + lambda (v_k - w^t)) | `DittoClient.train`: training towards w^t |
 
 The result for a client is v_k, which never leaves it. The global model is FedAvg's, bit for bit: it does not depend on

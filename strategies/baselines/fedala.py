@@ -16,7 +16,7 @@ in the last `head_layers` layers. In the layers before them it starts from Theta
 | Eq. 5: W_i = W_i - eta grad_W L(Theta_hat_i), then clipped to 0 to 1 | `improved_weights` |
 | Eq. 5 on s% of the local data, drawn anew: the first time until W_i has converged, later for one epoch | `adapt` |
 | training from Theta_hat_i; the client sends the result | `FedALAClient.train` |
-| the mean, weighted by the clients' numbers of samples | `FedAvg`, unchanged |
+| the mean, weighted by the clients' numbers of samples | `Averaging` |
 
 By the chain rule the gradient of Eq. 5 is the gradient of the loss in Theta_hat_i, times Theta - Theta_i.
 

@@ -94,8 +94,8 @@ class Averaging(PersonalizedStrategy):
     Parameters
     ----------
     aggregation : {"mean", "median", "trimmed-mean", "krum", "multi-krum", "biweight"}
-        How the clients' models are aggregated. All but the mean, which is the paper's, bound what a minority of
-        attackers can change; see `parts.aggregation`.
+        How the clients' models are aggregated. All but the mean, which is FedAvg's, bound what a minority of attackers
+        can change; see `parts.aggregation`.
     **shared
         Arguments of `PersonalizedStrategy`.
     """

@@ -10,7 +10,7 @@ adaptation. A local step of Algorithm 1, on batches D and D' that are drawn inde
 |---|---|
 | w~ = w - alpha grad f_i(w; D) | `descend` by alpha |
 | w = w - beta (I - alpha Hessian) grad f_i(w~; D') | `meta_step`, without the Hessian |
-| w = mean of the clients' w | `FedAvg` |
+| w = mean of the clients' w | `Averaging` |
 | each client evaluates an adapted model, w - alpha grad f_i(w) | `adapt` |
 
 The Hessian is omitted: this is the paper's Per-FedAvg (FO). As alpha goes to 0 it becomes FedAvg, with plain SGD of

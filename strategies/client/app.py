@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from hashlib import sha256
 from logging import ERROR
@@ -92,7 +93,7 @@ def make_client_app(load_site: LoadSite) -> ClientApp:
 
     def work(message: Message, context: Context, task: str) -> Message:
         visit = _visit(load_site, message, context)
-        with visit.state.opened(locks=visit.is_site):
+        with visit.state.locked() if visit.is_site else contextlib.nullcontext():
             content = getattr(_client_half(visit), task)(visit)
             if SHADOW_LOCAL.read(visit.config) and PROBE not in visit.config:
                 if task == "train":

@@ -22,7 +22,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from logging import WARNING
 from pathlib import Path
@@ -97,7 +97,6 @@ class ClientState:
         self._attempt = attempt
         self._loaded: set[str] = set()  # names that rounds start from; for all others the last state is enough
         self._found: dict[str, list[_Version]] = {}  # name -> versions after earlier rounds, newest first
-        self._unneeded: list[Path] = []  # versions from which no round can start any more
         self.folder = run_folder(run_id, Path(root).expanduser() if root else default_root()) / file_name(client)
 
     def load(self, name: str, prefix: str = "") -> dict[str, np.ndarray] | None:
@@ -125,7 +124,7 @@ class ClientState:
             last = None
             text = "kindred: %s is damaged, and not used: client %s goes back to its state before, if there is one"
             log(WARNING, text, self._path(name), self.client)
-        for version in self._needed(name, last, self._earlier(name)):
+        for version in self._remove_unneeded(name, last, self._earlier(name)):
             if self._counts(version):
                 with reading(version.path), safe_open(version.path, "numpy") as file:
                     return {key: file.get_tensor(key) for key in file.keys() if key.startswith(prefix)}
@@ -173,14 +172,13 @@ class ClientState:
         texts = {"client": json.dumps(self.client), "round": str(self._round), "attempt": str(self._attempt)}
         try:
             with replacing(path, flush=not self._is_simulated) as temporary:
-                self._reuse_unneeded(temporary)
                 write_arrays(temporary, arrays, {**texts, **(about or {})})
         except OSError as error:
             place, reason = self.folder.parent, error.strerror or error
             raise OSError(f"clients' state cannot be written to {place} ({reason}); make room there") from None
         for version in interrupted:
             version.path.unlink(missing_ok=True)
-        self._needed(name, _Version(path, self._round, self._attempt), earlier)
+        self._remove_unneeded(name, _Version(path, self._round, self._attempt), earlier)
 
     def about(self, name: str) -> dict[str, str]:
         """Return the texts last saved with a name's arrays, before the round `before`; empty without such a file."""
@@ -200,22 +198,15 @@ class ClientState:
             return True
         return version.round < self._before and (version.round < self._round or version.attempt == self._attempt)
 
-    def _needed(self, name: str, last: _Version | None, earlier: Sequence[_Version]) -> list[_Version]:
-        """Return the versions of a name from which a round can still start."""
+    def _remove_unneeded(self, name: str, last: _Version | None, earlier: Sequence[_Version]) -> list[_Version]:
+        """Remove the versions of a name from which no round can start any more, and return the others."""
         rounds = [version.round for version in (last, *earlier) if version]
         oldest = next((number for number in rounds if number <= self._keep_from), 0)
-        self._unneeded += [version.path for version in earlier if version.round < oldest]
+        for version in earlier:
+            if version.round < oldest:
+                version.path.unlink(missing_ok=True)
         self._found[name] = [version for version in earlier if version.round >= oldest]
         return [*([last] if last else []), *self._found[name]]
-
-    def _reuse_unneeded(self, path: Path) -> None:
-        """Give an unneeded file this name. Writing over it takes a third of the time of removing it and making another.
-
-        A file that also has a name elsewhere, for example in a backup made of hard links, is not written over.
-        """
-        with suppress(FileNotFoundError):
-            if self._unneeded and self._unneeded[-1].stat().st_nlink == 1:
-                os.replace(self._unneeded.pop(), path)
 
     def _last(self, name: str) -> _Version | None:
         """Return the last version of a name, unless it is damaged."""
@@ -235,18 +226,12 @@ class ClientState:
         return self._found[name]
 
     @contextmanager
-    def opened(self, *, locks: bool = False) -> Iterator[None]:
-        """Remove unneeded files at the end, and lock the folder against other processes, if `locks`.
-
-        The lock waits until a process that uses the folder has finished.
-        """
-        with ExitStack() as stack:
-            if locks:
-                make_private(self.folder)
-                lock(stack.enter_context(open(self.folder / ".lock", "w")), wait=True)
+    def locked(self) -> Iterator[None]:
+        """Lock the folder against other processes; first wait until a process that uses it has finished."""
+        make_private(self.folder)
+        with open(self.folder / ".lock", "w") as file:
+            lock(file, wait=True)
             yield
-            for path in self._unneeded:
-                path.unlink(missing_ok=True)
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.safetensors"

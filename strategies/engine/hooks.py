@@ -80,7 +80,7 @@ class Hooks:
     | `ensemble` | for a newcomer without labelled samples, after the run | none |
     | `global_arrays`, `client_models`, `shared_rows` | by the caller, after any round | must be given |
 
-    Most methods need few hooks; a method based on `FedAvg` or `CloudModels` needs one to three.
+    Most methods need few hooks; a method based on `Averaging` or `CloudModels` needs one to three.
 
     An exception in a hook does not end the run. In `introduce` it excludes its client. In `mismatch`, `inspect`,
     `update_norm`, `scaled_update` or a `take…` the client's reply is lost; in `end_round` the round is lost.

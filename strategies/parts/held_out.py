@@ -80,7 +80,8 @@ def judged(
 ) -> np.ndarray:
     """Return the losses of k models on held-out samples, (k,).
 
-    `trained` are the labels of the samples on which the first one was trained, if on others: see `rarity`.
+    With `trained`, the labels of the samples on which the first model was trained, its predictions are corrected: see
+    `rarity`.
     """
     true = held_out[1].cpu().numpy()
     losses = []
