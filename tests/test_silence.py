@@ -13,7 +13,7 @@ from flwr.common.constant import ErrorCode
 from kindred import InlineGrid, Local, TooFewClients
 from kindred.engine.admission import Refused
 from kindred.engine.roster import Roster
-from kindred.engine.transport import PATIENCE, pull
+from kindred.engine.transport import PATIENCE, pull, source_of
 from kindred.messages import REFUSAL_QUERY
 from kindred.packing import packed, unpacked, unpacking
 from kindred.versions import VERSION
@@ -108,6 +108,27 @@ def test_a_slow_upload_within_the_timeout_counts() -> None:
         "slow",
     ]
     assert time.monotonic() < deadline - 10
+
+
+def test_a_reply_that_is_on_its_way_at_a_deadline_counts_in_the_next_call(monkeypatch) -> None:
+    """As for sites that only validate: the SuperLink delivers a reply once, and then says that there is none."""
+    monkeypatch.setattr("kindred.engine.transport.PATIENCE", 0.05)
+    monkeypatch.setattr("kindred.engine.transport.SETTLING", 0.05)
+
+    class Grid:
+        asked = 0
+
+        def pull_messages(self, message_ids):
+            self.asked += 1
+            time.sleep(0.5)
+            return [reply_to(*message_ids)] if self.asked == 1 else []
+
+    grid = Grid()
+    source = source_of(grid, simulated=False)
+    start = time.monotonic()
+    assert list(pull(grid, ["1"], lambda: start, simulated=False, source=source)) == []
+    (found,) = pull(grid, ["1"], lambda: start + 10, simulated=False, source=source)
+    assert (found[0], grid.asked, source.over.is_set()) == ("1", 1, False)
 
 
 def test_replies_that_have_arrived_at_the_deadline_count_however_many_they_are() -> None:

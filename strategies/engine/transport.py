@@ -46,7 +46,12 @@ def push(grid: Grid, message: Message, *, packs: bool = False) -> str | None:
 
 
 def pull(
-    grid: Grid, message_ids: Collection[str], deadline: Callable[[], float], *, simulated: bool
+    grid: Grid,
+    message_ids: Collection[str],
+    deadline: Callable[[], float],
+    *,
+    simulated: bool,
+    source: Source | None = None,
 ) -> Iterator[tuple[str, Message | Refused]]:
     """Yield the first reply to each of these messages as the replies arrive, until the deadline.
 
@@ -60,6 +65,9 @@ def pull(
         Returns the deadline on `time.monotonic`'s clock; it may become earlier while replies arrive.
     simulated : bool
         Whether the clients are on this machine. Otherwise replies are asked for one by one, see `_Network`.
+    source : Source, optional
+        That of earlier calls, for messages that are asked for again after the deadline: the SuperLink delivers a reply
+        once, and one that was on its way at an earlier deadline still counts. Its `over` is the caller's to set.
 
     Yields
     ------
@@ -67,13 +75,13 @@ def pull(
         The message's id, and the reply or the reason why it cannot be read.
     """
     waiting = dict.fromkeys(message_ids)
-    source = _Simulation(grid) if simulated else _Network(grid)
+    asks = source or source_of(grid, simulated=simulated)
     pause = FIRST_PAUSE
     try:
         while waiting:
             arrived = False
             started = time.monotonic()
-            for message_id, reply in source.replies(waiting.keys()):
+            for message_id, reply in asks.replies(waiting.keys()):
                 if message_id in waiting:
                     del waiting[message_id]
                     arrived = True
@@ -87,7 +95,13 @@ def pull(
                 rest = pause - (now - started) if simulated else max(pause, now - started)
                 time.sleep(max(min(rest, deadline() - now), 0))
     finally:
-        source.over.set()
+        if source is None:
+            asks.over.set()
+
+
+def source_of(grid: Grid, *, simulated: bool) -> Source:
+    """Return what asks a grid for replies."""
+    return _Simulation(grid) if simulated else _Network(grid)
 
 
 class _Simulation:
@@ -166,6 +180,9 @@ class _Network:
         for reply in found:
             if reply.metadata.reply_to_message_id == message_id:
                 yield message_id, reply
+
+
+Source = _Simulation | _Network
 
 
 def _is_of_transport(error: Exception) -> bool:

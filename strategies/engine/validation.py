@@ -29,7 +29,7 @@ from kindred.metrics import METRICS
 from .admission import REFUSED, SERVER_ERRORS, Refused, admit_evaluation
 from .history import History
 from .roster import Roster
-from .transport import CLOCKS, content_of, is_from, pull, push
+from .transport import CLOCKS, content_of, is_from, pull, push, source_of
 
 NO_MODEL = "no global model"  # status of a site in a run whose method has none
 
@@ -87,6 +87,7 @@ class Validation:
         self._patience = min(patience, timeout)
         self._simulated = simulated
         self._waiting: dict[str, _Asked] = {}
+        self._source = source_of(grid, simulated=simulated)
 
     def after_round(self, server_round: int, config: ConfigRecord) -> None:
         """Record the replies that have arrived, and send the model of this round to the sites.
@@ -123,6 +124,7 @@ class Validation:
         for asked in self._waiting.values():
             self._add(asked.client, asked.server_round, "no answer by the end of the run", asked.num_bytes)
         self._waiting = {}
+        self._source.over.set()
 
     def _model(self, network: str) -> ArrayRecord | None:
         try:
@@ -144,7 +146,8 @@ class Validation:
 
     def _collect(self, until: float) -> None:
         """Record the replies that have arrived or arrive by this time, and those no longer expected."""
-        for message_id, reply in pull(self._grid, list(self._waiting), lambda: until, simulated=self._simulated):
+        replies = pull(self._grid, list(self._waiting), lambda: until, simulated=self._simulated, source=self._source)
+        for message_id, reply in replies:
             self._record(self._waiting.pop(message_id), reply)
         connected = set(self._roster.validators.values())
         for message_id, asked in list(self._waiting.items()):
