@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from logging import INFO, WARNING
 from typing import Any, Literal
 
@@ -264,7 +264,7 @@ class PersonalizedStrategy(Rounds):
         result = Result(arrays=initial_arrays)
         trains_alone = bool(SHADOW_LOCAL.read(train_config))
         first = self._begin(grid, result, num_rounds, timeout, checkpoints, trains_alone)
-        with checkpoints or nullcontext():
+        with checkpoints or nullcontext(), closing(self._validation):
             started = time.monotonic()
             begins = not self.history.rounds and self.first_round > 0  # otherwise round 0 is over, or the method's own
             if evaluate_fn and begins and (metrics := evaluate_fn(0, initial_arrays)) is not None:

@@ -124,6 +124,9 @@ class Validation:
         for asked in self._waiting.values():
             self._add(asked.client, asked.server_round, "no answer by the end of the run", asked.num_bytes)
         self._waiting = {}
+
+    def close(self) -> None:
+        """End requests for replies that sites have announced and not uploaded."""
         self._source.over.set()
 
     def _model(self, network: str) -> ArrayRecord | None:
