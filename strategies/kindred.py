@@ -208,12 +208,12 @@ class KindredClient(LocalTraining):
         evidence, own_loss = np.zeros(SOURCES), np.inf  # (3,)
         if known and NEIGHBOURS in received:
             parts = [last, received[NEIGHBOURS], everybody]
-            out = fold_at(visit, fold, held)
-            held_out = visit.site.validation or visit.samples_at(out)
+            held_out_at = fold_at(visit, fold, held)
+            held_out = visit.site.validation or visit.samples_at(held_out_at)
             size = len(held_out[1])
             counted = min(size, COUNTED)
             if size and credit >= SOURCES * -(-size // visit.batch_size):
-                trained = visit.site.train[1][others_at(visit, out)]
+                trained = visit.site.train[1][others_at(visit, held_out_at)]
                 losses = MEMORY * losses + judged(visit, parts, held_out, trained) * (counted / size)
                 rounds, credit = MEMORY * rounds + 1, 0.0
             evidence = (losses.min() - losses) / max(rounds, 1.0)
@@ -225,8 +225,9 @@ class KindredClient(LocalTraining):
         else:
             start = everybody
         held = bool(visit.config[HOLDS_OUT]) and not visit.is_last
-        out = fold_at(visit, fold, held)
-        site = replace(visit.site, train=visit.samples_at(others_at(visit, out))) if len(out) else visit.site
+        held_out_at, site = fold_at(visit, fold, held), visit.site
+        if len(held_out_at):
+            site = replace(site, train=visit.samples_at(others_at(visit, held_out_at)))
         arrays, metrics = LocalTraining.trained(replace(visit, arrays=start, site=site))
         if OTHERS in received:
             others = [*by_prefix(received[OTHERS]).values(), everybody]

@@ -84,7 +84,7 @@ class Machines:
         ended = {name: self.running.pop(name) for name in names or list(self.running)}
         for process in ended.values():
             process.terminate()
-        return {name: process.wait(PATIENCE) for name, process in ended.items()}
+        return {name: process.wait(30) for name, process in ended.items()}
 
     def kill(self) -> None:
         for process in self.running.values():

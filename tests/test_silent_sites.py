@@ -156,12 +156,12 @@ def test_an_announced_reply_that_is_not_uploaded_delays_nobody_beyond_the_timeou
     (silent,) = [row for row in read_table(results / "history.csv") if row["status"] != "ok"]
     first, second = read_table(results / "rounds.csv")
     assert silent["client"] == "eve" and (first["answered"], second["asked"]) == (2, 2)
-    assert TIMEOUT - 1 < silent["seconds"] < TIMEOUT + 20  # from sending on; the round's include name queries
+    assert TIMEOUT - 1 < silent["seconds"] < TIMEOUT + 5  # from sending on; the round's include name queries
     validations = read_table(results / "validators.csv")
     assert [(row["round"], row["client"], row["status"]) for row in validations] == [(1, "ada", "ok"), (2, "ada", "ok")]
     assert all(row["num-test-examples"] == 60 and row["bytes-up"] < 1000 for row in validations)
     # Flower waits minutes for the upload; this does not delay the end of the run's process.
-    wait_until(lambda: not any("flwr-serverapp" in command for command in sites.processes()), seconds=60)
+    wait_until(lambda: not any("flwr-serverapp" in command for command in sites.processes()), seconds=30)
 
 
 def test_a_site_excluded_by_the_server_reports_this(sites) -> None:

@@ -475,7 +475,7 @@ def test_no_process_outlives_the_command(number, tmp_path) -> None:
         process.communicate(timeout=PATIENCE)
     assert process.returncode == (130 if number == signal.SIGINT else -number)
     assert len(children) >= 2
-    wait_until(lambda: not any(child.is_running() for child in children), seconds=60)
+    wait_until(lambda: not any(child.is_running() for child in children), seconds=10)
 
 
 # --- How many -----------------------------------------------------------------------------------------

@@ -75,13 +75,14 @@ def pull(
         The message's id, and the reply or the reason why it cannot be read.
     """
     waiting = dict.fromkeys(message_ids)
-    asks = source or source_of(grid, simulated=simulated)
+    ends = source is None  # with this call
+    source = source or source_of(grid, simulated=simulated)
     pause = FIRST_PAUSE
     try:
         while waiting:
             arrived = False
             started = time.monotonic()
-            for message_id, reply in asks.replies(waiting.keys()):
+            for message_id, reply in source.replies(waiting.keys()):
                 if message_id in waiting:
                     del waiting[message_id]
                     arrived = True
@@ -95,12 +96,12 @@ def pull(
                 rest = pause - (now - started) if simulated else max(pause, now - started)
                 time.sleep(max(min(rest, deadline() - now), 0))
     finally:
-        if source is None:
-            asks.over.set()
+        if ends:
+            source.over.set()
 
 
 def source_of(grid: Grid, *, simulated: bool) -> Source:
-    """Return what asks a grid for replies."""
+    """Return the object that requests replies from a grid."""
     return _Simulation(grid) if simulated else _Network(grid)
 
 
