@@ -58,7 +58,7 @@ class Registry(Mapping[str, Entry]):
         points = self._added().get(name)
         if not points:
             own = self.own[name]
-            return EntryPoint(name, own, self.group).load() if isinstance(own, str) else own
+            return _imported(own) if isinstance(own, str) else own
         whose = ["kindred"] * (name in self.own) + [f"{_package(point)} ({point.value})" for point in points]
         what = f"{name!r} of {self.group}"
         if len(whose) > 1:
@@ -74,6 +74,12 @@ class Registry(Mapping[str, Entry]):
         if not isinstance(entry, self.kind):
             raise ExtensionError(f"{what}, from {whose[0]}, is {entry!r}, allowed: a {self.kind.__name__}")
         return cast(Entry, entry)
+
+
+@functools.cache  # every message looks some up
+def _imported(entry: str) -> Any:
+    """Return what "package.module:NAME" names."""
+    return EntryPoint("", entry, "").load()
 
 
 @functools.cache  # looking up the installed packages takes some hundredths of a second

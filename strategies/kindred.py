@@ -37,6 +37,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -209,10 +210,10 @@ class KindredClient(LocalTraining):
         if known and NEIGHBOURS in received:
             parts = [last, received[NEIGHBOURS], everybody]
             held_out_at = fold_at(visit, fold, held)
-            held_out = visit.site.validation or visit.samples_at(held_out_at)
-            size = len(held_out[1])
+            size = len(visit.site.validation[1] if visit.site.validation else held_out_at)
             counted = min(size, COUNTED)
             if size and credit >= SOURCES * -(-size // visit.batch_size):
+                held_out = visit.site.validation or visit.samples_at(held_out_at)
                 trained = visit.site.train[1][others_at(visit, held_out_at)]
                 losses = MEMORY * losses + judged(visit, parts, held_out, trained) * (counted / size)
                 rounds, credit = MEMORY * rounds + 1, 0.0
@@ -255,9 +256,13 @@ def fold_at(visit: Visit, fold: int, held: bool) -> np.ndarray:
     n = len(visit.site.train[1])
     if visit.site.validation is not None or not held or n <= 2:  # batch normalisation needs two samples
         return np.arange(0)
-    order = np.random.default_rng(seed_for(visit.config.get("seed", 0), visit.client, "fold")).permutation(n)
-    folds = np.array_split(order, min(FOLDS, n))
-    return np.sort(folds[fold % len(folds)])
+    return fold_of(seed_for(visit.config.get("seed", 0), visit.client, "fold"), n, fold % min(FOLDS, n))
+
+
+@lru_cache(maxsize=1024)  # it is asked for twice a visit, and mostly stays the same
+def fold_of(seed: int, n: int, fold: int) -> np.ndarray:
+    """Return the indices of n samples in one of FOLDS folds, drawn at random."""
+    return np.sort(np.array_split(np.random.default_rng(seed).permutation(n), min(FOLDS, n))[fold])
 
 
 def others_at(visit: Visit, places: np.ndarray) -> np.ndarray:
@@ -313,13 +318,15 @@ class Kindred(CloudModels):
         rows = self._mixed(clients, parts)
         if senders:
             self._weights, self._sent = (list(clients), senders, rows), parts
-        everybody = with_prefix(EVERYBODY, self.global_arrays())
-        others = self.ensemble() if self._serves and server_round == self.last_round else {}
+        everybody = ArrayRecord(with_prefix(EVERYBODY, self.global_arrays()))
+        if self._serves and server_round == self.last_round:
+            everybody.update(self.ensemble())
         ordinary = np.array([client in self._ordinary for client in clients], bool)  # (r,)
         models = self.clouds(clients, senders, np.where(ordinary[:, None], rows, parts[1]))
         for client, is_ordinary, model in zip(clients, ordinary, models, strict=False):
-            similar = with_prefix(NEIGHBOURS, model) if client in self._samples else {}
-            yield client, model if is_ordinary else ArrayRecord({**everybody, **similar, **others})
+            record = everybody.copy()
+            record.update(with_prefix(NEIGHBOURS, model) if client in self._samples else {})
+            yield client, model if is_ordinary else record
 
     def _mixed(self, clients: Sequence[ClientId], parts: np.ndarray) -> np.ndarray:
         """Return the weights of these clients' mixtures by the evidence that they reported last, (r, m)."""

@@ -203,11 +203,14 @@ def _header_length(data: bytes) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _parse_header(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype]:
+def _parse_header(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype, str]:
+    """Return what the header of a .npy file says, and the name of the array's type."""
     stream = io.BytesIO(header)
     if np.lib.format.read_magic(stream) == (1, 0):
-        return np.lib.format.read_array_header_1_0(stream)
-    return np.lib.format.read_array_header_2_0(stream)
+        shape, fortran_order, dtype = np.lib.format.read_array_header_1_0(stream)
+    else:
+        shape, fortran_order, dtype = np.lib.format.read_array_header_2_0(stream)
+    return shape, fortran_order, dtype, str(dtype)
 
 
 def read_array(array: Array) -> np.ndarray:
@@ -225,10 +228,10 @@ def read_array(array: Array) -> np.ndarray:
         raise ValueError(f"serialised as {array.stype!r}, allowed: 'numpy.ndarray'")
     try:
         begin = _header_length(array.data)
-        shape, fortran_order, dtype = _parse_header(array.data[:begin])
+        shape, fortran_order, dtype, name = _parse_header(array.data[:begin])
     except Exception as error:  # the bytes can be anything
         raise ValueError("carries no readable NumPy array") from error
-    if dtype.hasobject or str(dtype) != array.dtype or shape != tuple(array.shape):
+    if dtype.hasobject or name != array.dtype or shape != tuple(array.shape):
         raise ValueError(f"declares {array.dtype} {tuple(array.shape)} but carries {dtype} {shape}")
     carried = len(array.data) - begin
     count = 1

@@ -9,13 +9,13 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from multiprocessing.shared_memory import SharedMemory
 from typing import Any
 
-from flwr.app import Message, RecordDict
-from flwr.common.serde import message_from_proto, message_to_proto, recorddict_from_proto, recorddict_to_proto
-from flwr.proto.message_pb2 import Message as ProtoMessage
-from flwr.proto.recorddict_pb2 import RecordDict as ProtoRecordDict
+from flwr.app import Array, ArrayRecord, Message, RecordDict
+
+from kindred.messages import records_of
 
 AHEAD = 2  # messages that a process has while many wait, so that it need not wait for the other one
 # Bytes; less travels through the pipe, which holds AHEAD such messages each way without a reader. macOS's holds 8 kB.
@@ -50,26 +50,24 @@ class Channel:
     def send(self, message: Message, state: RecordDict | None) -> None:
         """Send a message and a client's state; without a state the other end keeps the one that it has.
 
-        The bytes of arrays are copied as they are, all else is serialized by Flower.
+        The bytes of arrays are copied as they are. All else is serialized as `Connection.send` does it: both ends are
+        processes of this program, and Flower's own messages take five times as long.
 
         Raises
         ------
         NoSharedMemory
             Nothing was sent.
         """
-        records = message.content.array_records.values() if message.has_content() else ()
-        arrays = [array for record in records for array in record.values()]
+        arrays = [*_arrays_of(message)]
         kept = [array.data for array in arrays]
         for array in arrays:
             array.data = b""
         try:
-            texts = [message_to_proto(message).SerializeToString()]
-            if state is not None:
-                texts.append(recorddict_to_proto(state).SerializeToString())
+            about = ForkingPickler.dumps((message, state))
         finally:
             for array, data in zip(arrays, kept, strict=True):
                 array.data = data
-        parts = [memoryview(part) for part in (*texts, *kept)]
+        parts = [about, *(memoryview(data) for data in kept)]
         sizes = [part.nbytes for part in parts]
         if sum(sizes) < LEAST_SHARED:
             self.connection.send((sizes, b"".join(parts)))
@@ -130,14 +128,17 @@ class Channel:
 
 def _unpacked(buffer: bytes | memoryview, sizes: Sequence[int]) -> tuple[Message, RecordDict | None]:
     # No part of a block is kept as a view: if Ctrl-C arrives here, the block could not be closed.
-    about, *rest = (bytes(buffer[place]) for place in _places(sizes))
-    state, data = (recorddict_from_proto(ProtoRecordDict.FromString(rest[0])), rest[1:]) if rest else (None, [])
-    message = message_from_proto(ProtoMessage.FromString(about))
-    if message.has_content():
-        arrays = (array for record in message.content.array_records.values() for array in record.values())
-        for array, values in zip(arrays, data, strict=True):
-            array.data = values
+    about, *data = (bytes(buffer[place]) for place in _places(sizes))
+    message, state = ForkingPickler.loads(about)
+    for array, values in zip(_arrays_of(message), data, strict=True):
+        array.data = values
     return message, state
+
+
+def _arrays_of(message: Message) -> Iterator[Array]:
+    """Yield the arrays in a message."""
+    for record in records_of(message.content, ArrayRecord) if message.has_content() else ():
+        yield from record.values()
 
 
 def _places(sizes: Sequence[int]) -> Iterator[slice]:

@@ -11,7 +11,7 @@ from flwr.app import MetricRecord, RecordDict
 from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 from flwr.supercore import log
 
-from kindred.messages import ClientId, first_line, in_order
+from kindred.messages import ClientId, first_line, in_order, records_of
 
 from .admission import SERVER_ERRORS
 
@@ -24,7 +24,7 @@ def mean_metrics(contents: list[RecordDict], weighted_by_key: str) -> MetricReco
     def form(value: Any) -> int | None:
         return None if value is None else len(value) if isinstance(value, list) else 0
 
-    records = [next(iter(content.metric_records.values())) for content in contents]
+    records = [records_of(content, MetricRecord)[0] for content in contents]
     shared = [key for key in records[0] if all(form(r.get(key)) == form(records[0][key]) for r in records)]
     if any(len(record) > len(shared) for record in records):
         contents = [RecordDict({"metrics": MetricRecord({key: record[key] for key in shared})}) for record in records]

@@ -290,9 +290,8 @@ class Rounds(Hooks, Strategy):
         message_type: str,
         side: str = "",
     ) -> Message:
-        settings = ConfigRecord(
-            {**config, **self._drawn_epochs(server_round, client), **self.round_config(server_round, client)}
-        )
+        settings = config.copy()
+        settings.update({**self._drawn_epochs(server_round, client), **self.round_config(server_round, client)})
         settings.pop(PROBE, None)  # the caller may not set it
         if side:
             settings[PROBE] = side
@@ -305,7 +304,7 @@ class Rounds(Hooks, Strategy):
 
     def _to_validate(self, server_round: int, config: ConfigRecord) -> ConfigRecord:
         """Return the settings of the message to a site that only validates."""
-        settings = ConfigRecord({**config})
+        settings = config.copy()
         settings.pop(PROBE, None)
         self._add_run(settings, server_round)
         return settings
