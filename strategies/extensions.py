@@ -76,7 +76,7 @@ class Registry(Mapping[str, Entry]):
         return cast(Entry, entry)
 
 
-@functools.cache  # every message looks some up
+@functools.cache  # every message looks up entries
 def _imported(entry: str) -> Any:
     """Return what "package.module:NAME" names."""
     return EntryPoint("", entry, "").load()

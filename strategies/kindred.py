@@ -256,13 +256,13 @@ def fold_at(visit: Visit, fold: int, held: bool) -> np.ndarray:
     n = len(visit.site.train[1])
     if visit.site.validation is not None or not held or n <= 2:  # batch normalisation needs two samples
         return np.arange(0)
-    return fold_of(seed_for(visit.config.get("seed", 0), visit.client, "fold"), n, fold % min(FOLDS, n))
+    return fold_of(seed_for(visit.config.get("seed", 0), visit.client, "fold"), n, fold, min(FOLDS, n))
 
 
 @lru_cache(maxsize=1024)  # it is asked for twice a visit, and mostly stays the same
-def fold_of(seed: int, n: int, fold: int) -> np.ndarray:
-    """Return the indices of n samples in one of FOLDS folds, drawn at random."""
-    return np.sort(np.array_split(np.random.default_rng(seed).permutation(n), min(FOLDS, n))[fold])
+def fold_of(seed: int, n: int, fold: int, folds: int) -> np.ndarray:
+    """Return the indices of n samples in one of several folds, drawn at random."""
+    return np.sort(np.array_split(np.random.default_rng(seed).permutation(n), folds)[fold % folds])
 
 
 def others_at(visit: Visit, places: np.ndarray) -> np.ndarray:

@@ -21,6 +21,7 @@ from kindred.kindred import (
     SHARPNESS,
     bounded,
     centred_cosines,
+    fold_of,
     neighbour_weights,
     prevalence,
     shares,
@@ -571,3 +572,11 @@ def test_a_metric_named_like_a_status_is_kept_as_a_metric() -> None:
     strategy = Kindred()
     strategy.start(InlineGrid(app, MANY), initial(), 2, 60)
     assert strategy.history.refused() == {} and strategy.history.rows[0]["odd-status"] == 0.5
+
+
+@pytest.mark.parametrize("folds", [10, 5])  # one after the other, with the same seed and samples
+def test_folds_divide_the_samples(folds) -> None:
+    parts = [fold_of(7, 23, fold, folds) for fold in range(folds)]
+    assert sorted(np.concatenate(parts).tolist()) == list(range(23))
+    assert {len(part) for part in parts} == {23 // folds, 23 // folds + 1}
+    assert fold_of(7, 23, folds + 2, folds).tolist() == parts[2].tolist()

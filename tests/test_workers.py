@@ -19,11 +19,12 @@ from types import FrameType
 import numpy as np
 import psutil
 import pytest
-from flwr.app import Array, ArrayRecord, Message, MessageType, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MessageType, MetricRecord, RecordDict
 from safetensors.numpy import load_file
 
 from kindred.engine import channel as channel_module, workers
 from kindred.engine.channel import AHEAD, Channel, NoSharedMemory
+from kindred.engine.inline import identify
 from kindred.engine.transport import pull, push
 from kindred.engine.workers import WorkerGrid
 from kindred.server_app import engines, machine
@@ -65,6 +66,43 @@ def ask(grid: WorkerGrid, size: int, values: dict[int, float] | None = None) -> 
     for reply in grid.send_and_receive(messages, timeout=PATIENCE):
         found[client_of[reply.metadata.src_node_id]] = reply.error if reply.has_error() else reply.content
     return found
+
+
+def values() -> dict[str, object]:
+    """Return a value of each type that Flower's settings have."""
+    numbers = [0.1, -0.0, math.inf, np.float64(0.3)]
+    return {"bytes": b"\x00\xff", "several": [b"", b"a"], "text": "\u00fc\ud800", "whole": 2**63 - 1, "numbers": numbers,
+            "true": True, "empty": []}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [3, 100_000])
+def test_a_message_and_a_state_arrive_as_they_were_sent(size) -> None:
+    ours, theirs = (
+        Channel(end, f"sent-{os.getpid()}-{writes}", f"sent-{os.getpid()}-{reads}")
+        for end, (writes, reads) in zip(multiprocessing.Pipe(), ("ab", "ba"))
+    )
+    vector, fortran = np.arange(size, dtype=np.float32), np.asfortranarray(np.ones((2, 3), np.int64))
+    arrays = ArrayRecord({"w": Array(vector), "buffers/n": Array(fortran), "scalar": Array(np.array(2.0))})
+    metrics = MetricRecord({"loss": math.inf, "counts": [1, 2], "n": 7})
+    content = RecordDict({"arrays": arrays, "config": ConfigRecord(values()), "metrics": metrics, "last": ArrayRecord()})
+    state = RecordDict({"kept": ArrayRecord({"v": Array(vector[:2])}), "settings": ConfigRecord({"b": b"1"})})
+    identify(1)
+    asked = Message(content, 5, MessageType.TRAIN, group_id="3")
+    replies = Message(content, reply_to=asked), Message(Error(7, "why"), reply_to=asked)
+    try:
+        for message, with_state in zip((asked, *replies), (state, None, RecordDict())):
+            ours.send(message, with_state)
+            found, found_state = theirs.receive()
+            assert found_state == with_state and (found_state is None) == (with_state is None)
+            assert {**vars(found.metadata), "_delivered_at": ""} == {**vars(message.metadata), "_delivered_at": ""}
+            assert found.has_error() == message.has_error() and found.has_content() == message.has_content()
+            if message.has_error():
+                assert (found.error.code, found.error.reason) == (7, "why")
+            else:
+                assert found.content == content and list(found.content) == list(content)
+                assert repr(dict(found.content["config"])) == repr(values() | {"numbers": [0.1, -0.0, math.inf, 0.3]})
+    finally:
+        ours.free(), theirs.free()
 
 
 @pytest.mark.parametrize("size", [3, 100_000])

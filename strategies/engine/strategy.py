@@ -258,8 +258,7 @@ class PersonalizedStrategy(Rounds):
         check("num_rounds", num_rounds, num_rounds >= 1, "1 or more")
         log(INFO, "Starting %s strategy:", type(self).__name__)
         self.summary()
-        train_config = ConfigRecord() if train_config is None else train_config
-        evaluate_config = ConfigRecord() if evaluate_config is None else evaluate_config
+        train_config, evaluate_config = ConfigRecord({**(train_config or {})}), ConfigRecord({**(evaluate_config or {})})
         self._warn_of_unread_settings(train_config)
         result = Result(arrays=initial_arrays)
         trains_alone = bool(SHADOW_LOCAL.read(train_config))
