@@ -359,7 +359,7 @@ def test_records_have_the_form_of_flowers_arrays(dtype, shape) -> None:
 
 def test_all_seconds_between_two_lines_belong_to_a_round_and_to_one_part() -> None:
     """Files of a round and checkpoints count, in the round after; meeting the clients is no part of the first one."""
-    pause = 0.2
+    pause = 1.0
 
     class Slow(InlineGrid):
         def get_node_ids(self):

@@ -518,6 +518,18 @@ def test_no_process_outlives_the_command(number, tmp_path) -> None:
 # --- How many -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("interrupt", "code"), [(KeyboardInterrupt, 130), (ZeroDivisionError, 1)])
+def test_ctrl_c_ends_a_run_with_130_also_if_a_clean_up_fails_after_it(interrupt, code, monkeypatch) -> None:
+    def write_a_file(*arguments: object) -> None:
+        try:
+            raise interrupt
+        finally:
+            raise ValueError("a file is open")  # as np.savez
+
+    monkeypatch.setattr(engines, "run_in_workers", write_a_file)
+    assert engines.execute(Config(num_clients=2), Engine("inline"), lambda line: None).code == code
+
+
 def test_the_cpus_are_those_that_this_process_may_use(monkeypatch) -> None:
     assert 1 <= cpus() <= (os.cpu_count() or 1)
     monkeypatch.setenv("LOKY_MAX_CPU_COUNT", "1")
