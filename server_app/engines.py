@@ -117,7 +117,7 @@ def _run_here(config: Config, engine: Engine, on_line: Callable[[str], None]) ->
         except KeyboardInterrupt:
             return Outcome(130, "ended by SIGINT", log.results)
         except Exception as error:  # as in Flower's engine: a line as the reason, the rest in the log
-            if isinstance(error.__context__, KeyboardInterrupt):  # such as NumPy's, of a file that stays open after it
+            if isinstance(error.__context__, KeyboardInterrupt):  # the interrupted code could not close its file
                 return Outcome(130, "ended by SIGINT", log.results)
             reason = f"{type(error).__name__}: {error}"
             with suppress(OSError):  # the reason is more important than the log

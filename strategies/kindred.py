@@ -318,9 +318,10 @@ class Kindred(CloudModels):
         rows = self._mixed(clients, parts)
         if senders:
             self._weights, self._sent = (list(clients), senders, rows), parts
-        everybody = ArrayRecord(with_prefix(EVERYBODY, self.global_arrays()))
         if self._serves and server_round == self.last_round:
-            everybody.update(self.ensemble())
+            everybody = self.ensemble()
+        else:
+            everybody = ArrayRecord(with_prefix(EVERYBODY, self.global_arrays()))
         ordinary = np.array([client in self._ordinary for client in clients], bool)  # (r,)
         models = self.clouds(clients, senders, np.where(ordinary[:, None], rows, parts[1]))
         for client, is_ordinary, model in zip(clients, ordinary, models, strict=False):
