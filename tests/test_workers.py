@@ -173,6 +173,22 @@ def test_a_block_replaced_by_one_that_was_not_registered_is_freed_in_silence() -
     assert not list(SHARED.glob(f"again-{os.getpid()}-*"))
 
 
+@pytest.mark.parametrize("owner", ["sends", "receives"])
+def test_a_block_freed_but_still_registered_leaves_no_warning(owner) -> None:
+    code = (
+        "from multiprocessing import Pipe, resource_tracker\n"
+        "from multiprocessing.shared_memory import SharedMemory\n"
+        "from kindred.engine.channel import Channel\n"
+        f"channel = Channel(Pipe()[0], 'freed-{os.getpid()}-sends', 'freed-{os.getpid()}-receives')\n"
+        f"block = SharedMemory('freed-{os.getpid()}-{owner}1', create=True, size=10)\n"
+        "block.unlink()\n"
+        "resource_tracker.register(block._name, 'shared_memory')\n"  # as if Ctrl-C had come before it was unregistered
+        "channel.free()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_one_process_has_no_more_than_two_messages(monkeypatch) -> None:
     grid = WorkerGrid("tests.worker_apps:app", 8, workers=2)
     given: list[int] = []

@@ -9,6 +9,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.shared_memory import SharedMemory
 from typing import Any
@@ -123,6 +124,9 @@ class Channel:
             # Opened anew: this registers it with Python's resource tracker, also if its maker was ended before it did.
             with suppress(FileNotFoundError, ValueError):  # ValueError: it was interrupted before the block had a size
                 _free(SharedMemory(name))
+            # It may have been freed and still be registered: Ctrl-C, or the other process's end, came between the two.
+            resource_tracker.register(f"/{name}", "shared_memory")
+            resource_tracker.unregister(f"/{name}", "shared_memory")
 
 
 def _unpacked(buffer: bytes | memoryview, sizes: Sequence[int]) -> tuple[Message, RecordDict | None]:
