@@ -73,8 +73,8 @@ def test_every_method_trains_with_the_same_client_app(name) -> None:
 
 @pytest.mark.parametrize("name", REGISTRY)
 def test_one_seed_gives_the_same_bits_twice_and_another_seed_differs(name) -> None:
-    assert everything(run(name)) == everything(run(name))
-    assert everything(run(name)) != everything(run(name, seed=8))
+    first, again, other = (everything(run(name, seed=seed)) for seed in (7, 7, 8))
+    assert first == again != other
 
 
 @pytest.mark.gpu
