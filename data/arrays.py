@@ -13,6 +13,7 @@ from kindred.objectives import OBJECTIVES, NextToken, Objective
 from .dataset import Dataset
 from .files import DataError, existing_path, open_npz
 from .inputs import MOST
+from .schema import MOST_NUMBER, printable
 
 PARTS = ("x_train", "y_train", "x_test", "y_test")
 NEEDS = f"an .npz file with {', '.join(PARTS)}, or with x and y"
@@ -209,8 +210,10 @@ def _signals(x: np.ndarray, name: str) -> np.ndarray:
 def _table(x: np.ndarray, name: str) -> np.ndarray:
     _check_shape(x, 2, "(n, features)", name)
     x = _checked_numbers(x, name).astype(np.float64)
-    if np.isinf(x).any():
-        raise DataError(f"{name} has infinite values, allowed: numbers, or NaN where one is missing")
+    if (np.abs(x) > MOST_NUMBER).any():
+        raise DataError(
+            f"{name} has numbers beyond {MOST_NUMBER:g}, allowed: smaller ones, or NaN where one is missing"
+        )
     return x
 
 
@@ -270,6 +273,8 @@ def checked_targets(y: np.ndarray, objective: Objective, name: str) -> np.ndarra
         if y.dtype.kind not in "buif":
             raise DataError(f"{name} holds {y.dtype}, allowed for {objective.name}: numbers")
         y = y.astype(np.float64)
+        if (np.abs(y) > MOST_NUMBER).any():
+            raise DataError(f"{name} has numbers beyond {MOST_NUMBER:g}, allowed: smaller ones")
     elif y.dtype.kind in "US":
         y = _numbered(y, objective.names, name)
     else:
@@ -299,7 +304,7 @@ def _objective_of(y: list[np.ndarray], names: list[str], task: str, vocabulary: 
 
 
 def _classes_by_name(y: np.ndarray, name: str) -> tuple[int, tuple[str, ...]]:
-    found = tuple(np.unique(y.astype(str)).tolist())
+    found = tuple(np.unique(_names(y, name)).tolist())
     if len(found) < 2:
         raise DataError(f"{name} has one class only, {found[0]!r}, 2 or more are needed")
     return len(found), found
@@ -336,7 +341,7 @@ def _whole(y: np.ndarray, name: str) -> np.ndarray:
 def _numbered(y: np.ndarray, names: tuple[str, ...], name: str) -> np.ndarray:
     """Return classes, given by name, as numbers (n,), int64."""
     numbers = {each: number for number, each in enumerate(names)}
-    texts = y.astype(str)
+    texts = _names(y, name)
     if y.ndim != 1:
         raise DataError(f"{name} has the shape {y.shape}, allowed for classes: (n,)")
     for place, text in enumerate(texts.tolist()):
@@ -345,6 +350,26 @@ def _numbered(y: np.ndarray, names: tuple[str, ...], name: str) -> np.ndarray:
                 f"{name} has the class {text!r} in sample {place}, allowed: {', '.join(names) or 'numbers'}"
             )
     return np.array([numbers[text] for text in texts.tolist()], np.int64)
+
+
+def _names(texts: np.ndarray, name: str) -> np.ndarray:
+    """Return names (n,) of classes or clients without control characters and superfluous blanks.
+
+    Raises
+    ------
+    DataError
+        A name is empty, or holds bytes that are not UTF-8.
+    """
+    if texts.dtype.kind == "S":
+        try:
+            texts = np.char.decode(texts, "utf-8")
+        except UnicodeDecodeError as error:
+            raise DataError(f"{name} has the name {error.object!r}, allowed: texts, or bytes in UTF-8") from None
+    found, places = np.unique(texts.astype(str), return_inverse=True)
+    names = np.array([printable(each) for each in found.tolist()], dtype=str)[places].reshape(texts.shape)
+    if (names == "").any():
+        raise DataError(f"{name} is empty in sample {np.flatnonzero(names == '')[0]}, allowed: a name")
+    return names
 
 
 # --- Clients and times ----------------------------------------------------------------------------------------
@@ -356,10 +381,7 @@ def _texts(clients: np.ndarray, name: str) -> np.ndarray:
         raise DataError(
             f"{name} has the shape {clients.shape} and holds {clients.dtype}, allowed: texts or integers (n,)"
         )
-    texts = np.char.strip(clients.astype(str))
-    if len(empty := np.flatnonzero(texts == "")):
-        raise DataError(f"{name} is empty in sample {empty[0]}, allowed: the name of a client")
-    return texts
+    return _names(clients, name)
 
 
 def _times(times: np.ndarray, name: str) -> np.ndarray:

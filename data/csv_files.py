@@ -57,6 +57,7 @@ def read_csv(
     remarks: list[str] = []
     if schema:
         known, objective = table_task(Path(schema))
+        _check_schema(known, objective, target, client, time, task)
         known = replace(known, target=target or known.target, client=client or known.client, time=time or known.time)
     else:
         known, objective, remarks = infer_schema([*parts[0], *parts[1]], target, client, time, task)
@@ -64,6 +65,17 @@ def read_csv(
     if objective.has_classes:
         _check_classes(dataset.y_train, objective.names, known, path)
     return replace(dataset, remarks=(*remarks, *dataset.remarks))
+
+
+def _check_schema(known: Schema, objective: Objective, target: str, client: str, time: str, task: str) -> None:
+    """Check that settings beside a schema fit it; DataError where one does not."""
+    if target and target != known.target:
+        raise DataError(f"target is {target!r}, allowed with this schema: {known.target!r}")
+    if task not in ("auto", objective.name):
+        raise DataError(f"task is {task!r}, allowed with this schema: 'auto' or {objective.name!r}")
+    for key, name in (("client", client), ("time", time)):
+        if name in [column.name for column in known.columns]:
+            raise DataError(f"{key} is {name!r}, which is an input in this schema, allowed: another column")
 
 
 def schema_of_sample(data_dir: str, target: str, client: str, time: str, task: str) -> tuple[Task, tuple[str, ...]]:

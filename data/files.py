@@ -199,6 +199,11 @@ def _opened_image(path: Path) -> Iterator[Image.Image]:
             warnings.simplefilter("ignore")  # about other contents of the file, and about sizes, which are checked here
             with Image.open(path, formats=FORMATS) as image:
                 _check_pixels(image)
+                if image.mode[0] in "IF":  # Pillow would cut what is above 255
+                    raise ValueError(
+                        f"its pixels are of 16 bits or more (mode {image.mode}), allowed: 8 bits a channel; scale it, "
+                        "or give an .npz file"
+                    )
                 yield image
     except Image.DecompressionBombError as error:
         raise DataError(

@@ -29,7 +29,7 @@ NUMBERS_SHARE = 0.95
 _DATE = re.compile(
     r"\d{4}[-/.]\d{1,2}[-/.]\d{1,2}([T ].*)?|\d{1,2}([-/.])\d{1,2}\2\d{2,4}( .*)?|\d{1,2}:\d{2}(:\d{2}.*)?"
 )
-_IDENTIFIER = re.compile(r"|(.*[\W_])?(id|ID|Id)|.*[a-z](ID|Id)")
+_IDENTIFIER = re.compile(r"(.*[\W_])?(id|ID|Id)|.*[a-z](ID|Id)")
 
 
 @dataclass
@@ -96,6 +96,8 @@ class Cells:
 
     def unusable(self) -> str:
         """Return why the column is no input, as a phrase; "" where it is one."""
+        if not self.name:
+            return "it has no name"
         if not self.present:
             return "all its cells are empty"
         if len(self.texts) == 1 and not self.missing:
@@ -157,7 +159,7 @@ def infer_schema(
     objective = _objective(aim, target, [cells[name] for name in aim.columns], task)
     columns, remarks = [], []
     for each in cells.values():
-        if each.name in (*aim.columns, client, time):
+        if each.name and each.name in (*aim.columns, client, time):
             continue
         if reason := each.unusable():
             remarks.append(f"column {each.name!r} is not used: {reason}")

@@ -29,6 +29,9 @@ else:
     compose, impute = lazy("sklearn.compose"), lazy("sklearn.impute")
     pipeline, preprocessing = lazy("sklearn.pipeline"), lazy("sklearn.preprocessing")
 
+MOST_NUMBER = 1e30
+"""Largest number in a table: sums of squares, and features in float32, remain finite."""
+
 MISSING = frozenset(("", "NA", "N/A", "NaN", "nan", "?", "null", "NULL"))
 """Cells without a value."""
 
@@ -56,12 +59,12 @@ def cell_text(cell: str) -> str:
 
 
 def cell_number(cell: str) -> float | None:
-    """Return the finite number in a cell; None where there is none."""
+    """Return the number in a cell; None where there is none, or one beyond `MOST_NUMBER`."""
     try:
         value = float(cell)
     except ValueError:
         return None
-    return value if math.isfinite(value) and "_" not in cell else None
+    return value if abs(value) <= MOST_NUMBER and "_" not in cell else None
 
 
 @dataclass(frozen=True)
@@ -203,15 +206,19 @@ class Schema:
         Raises
         ------
         DataError
-            The rows have another number of columns, or infinite numbers.
+            The rows have another number of columns, or too large numbers.
         """
         if x.shape[1:] != (len(self.columns),):
             raise DataError(f"rows have the shape {x.shape[1:]}, expected {len(self.columns)} columns")
-        if np.isinf(x).any():
-            raise DataError("a row has an infinite number")
+        if (np.abs(x) > MOST_NUMBER).any():
+            raise DataError(f"a row has a number beyond {MOST_NUMBER:g}")
         if not len(x):
             return np.empty((0, self.num_features), np.float32)
-        return np.ascontiguousarray(self.transformer.transform(x.astype(np.float64, copy=False)), np.float32)
+        with np.errstate(over="ignore"):  # such features are refused next
+            features = np.ascontiguousarray(self.transformer.transform(x.astype(np.float64, copy=False)), np.float32)
+        if len(wrong := np.argwhere(~np.isfinite(features))):
+            raise DataError(f"row {wrong[0, 0]} has a number that is too many deviations from its column's mean")
+        return features
 
     @cached_property
     def transformer(self) -> compose.ColumnTransformer:

@@ -35,7 +35,7 @@ else:
 
 FORMS = (
     "an .npz file with x_train, y_train, x_test and y_test, or x and y; a folder with train/ and test/, each with a "
-    "folder of images for each class; or with a schema a .csv file, or a folder with train.csv and test.csv"
+    "folder of images for each class; or with a schema a .csv or .txt file, or a folder with train.csv and test.csv"
 )
 
 
@@ -232,16 +232,17 @@ def read_site(
     kind = task.inputs.kind if task else "image"
     objective = task.objective if task else Classes(len(class_names) or MOST_OUTPUTS, tuple(class_names))
     path = Path(os.path.abspath(os.path.expanduser(data_dir)))
-    if path.is_file() and path.suffix == ".npz":
+    suffix = path.suffix.lower()
+    if path.is_file() and suffix == ".npz":
         site = dataset_of((labelled_arrays if validates else stored_arrays)(path), path, kind, objective)
     elif task is not None and isinstance(task.inputs, TableInputs) and path.exists():
         site = read_tables(path, task.inputs.schema, objective)
-    elif any(each.suffix.lower() == ".csv" for each in ([path] if path.is_file() else path.glob("*"))):
-        raise DataError(f"data-dir is {str(path)!r}, a table, which needs a schema: `kindred schema` makes one")
     elif kind == "image" and any((path / part).is_dir() for part in (("train", "test") if validates else ("train",))):
         site = dataset_of(_image_folders(path, objective.names, validates), path, kind, objective)
-    elif task is not None and isinstance(task.inputs, TokenInputs) and path.is_file() and path.suffix == ".txt":
+    elif task is not None and isinstance(task.inputs, TokenInputs) and path.is_file() and suffix == ".txt":
         site = read_text_site(path, task.inputs, objective, test_share)
+    elif any(each.suffix.lower() == ".csv" for each in ([path] if path.is_file() else path.glob("*"))):
+        raise DataError(f"data-dir is {str(path)!r}, a table, which needs a schema: `kindred schema` makes one")
     else:
         raise DataError(f"data-dir is {str(path)!r}, allowed: {FORMS}")
     if test_share and not len(site.x_test):
@@ -261,7 +262,7 @@ def misfits_of(data_dir: str | os.PathLike[str], task: Task) -> list[Misfit]:
         The tables cannot be read, or lack a column.
     """
     path = Path(os.path.abspath(os.path.expanduser(data_dir)))
-    if not isinstance(task.inputs, TableInputs) or path.suffix == ".npz":
+    if not isinstance(task.inputs, TableInputs) or path.suffix.lower() == ".npz":
         return []
     return misfits(existing_path(str(path), FORMS), task.inputs.schema, task.objective)
 
@@ -282,7 +283,7 @@ def task_of_sample(path: Path, task: str = "auto") -> Task:
         The sample cannot be read.
     """
     whole = os.path.abspath(os.path.expanduser(path))
-    sample = read_arrays(whole, task=task) if path.suffix == ".npz" else read_texts(whole)
+    sample = read_arrays(whole, task=task) if path.suffix.lower() == ".npz" else read_texts(whole)
     return Task.fitted(sample, sample.x_train, sample.y_train)
 
 
@@ -308,7 +309,7 @@ def _image_folders(folder: Path, class_names: Sequence[str], either: bool) -> di
     labels: dict[str, list[int]] = {}
     for part in ("train", "test"):
         try:
-            paths = sorted(path for path in (folder / part).glob("*/*") if path.suffix.lower() in SUFFIXES)
+            paths = sorted(path for path in (folder / part).glob("[!.]*/[!.]*") if path.suffix.lower() in SUFFIXES)
         except OSError as error:
             raise DataError(f"{folder / part} cannot be read: {one_line(error)}") from error
         if not paths and either and (files or part == "train"):

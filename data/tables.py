@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from .files import DataError, one_line
 from .schema import cell_number, printable
 
 DELIMITERS = ",;\t"
-"""The delimiters that are recognised: the one that the first line has most often."""
+"""The delimiters that are recognised: the one that the first line has most often, outside quotes."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Table:
         with _reading(path):
             with open(path, encoding="utf-8-sig", newline="") as file:  # spreadsheets write a byte order mark first
                 first = file.readline(1_000_000)
-            delimiter = max(DELIMITERS, key=first.count)
+            delimiter = max(DELIMITERS, key=re.sub('"[^"]*"', "", first).count)
             header = tuple(printable(name) for name in next(_lines(path, delimiter), (1, []))[1])
         # Whole numbers are allowed as names. A row of measurements, taken for a header, would be lost silently.
         wrong = [name for name in header if cell_number(name) is not None and not name.isdecimal()]

@@ -53,7 +53,7 @@ def read_texts(data_dir: str, test_share: float = 0.3) -> Dataset:
         There are no such files, one cannot be read, or the texts are too short for any sample.
     """
     folder = existing_path(data_dir, NEEDS)
-    paths = sorted(folder.glob("[!.]*.txt")) if folder.is_dir() else []
+    paths = sorted(folder.glob("[!.]*.[tT][xX][tT]")) if folder.is_dir() else []
     if not paths:
         raise DataError(f"data-dir {folder} has no .txt files: {NEEDS}")
     if (size := sum(path.stat().st_size for path in paths)) > FOLDER_BYTES:

@@ -115,6 +115,13 @@ def test_clients_may_be_texts_or_numbers(tmp_path):
     assert found.times.tolist() == list(range(8)) and len(found.x_test) == len(found.y_test) == 0
 
 
+def test_names_lose_control_characters_and_bytes_are_utf_8(tmp_path):
+    names = np.array(["rest\n", "walk \x1b ing"] * 4)
+    found = read(tmp_path, {"x": TABLE, "y": names, "client": np.array(["m\u00e4rz".encode(), b"b"] * 4)})
+    assert found.objective.names == ("rest", "walk ing") and found.y_train.tolist() == [0, 1] * 4
+    assert found.clients_train.tolist() == ["m\u00e4rz", "b"] * 4
+
+
 BEHIND = SIGNALS.copy()
 BEHIND[7] = SIGNALS[1]
 
@@ -140,7 +147,11 @@ BEHIND[7] = SIGNALS[1]
         (parts(SIGNALS, CLASSES) | {"x_test": SIGNALS[6:, :1]}, {}, ["(2, 5)", "(1, 5)"]),
         (parts(SIGNALS[..., None, None], CLASSES), {}, ["(6, 2, 5, 1, 1)", "(n, channels, time)"]),
         (parts(np.where(SIGNALS > 1, np.nan, SIGNALS), CLASSES), {}, ["not finite"]),
-        (parts(np.where(TABLE > 1, np.inf, TABLE), CLASSES), {}, ["infinite", "NaN"]),
+        (parts(np.where(TABLE > 1, np.inf, TABLE), CLASSES), {}, ["beyond 1e+30", "NaN"]),
+        (parts(np.where(TABLE > 1, 1e200, TABLE), CLASSES), {}, ["beyond 1e+30", "NaN"]),
+        (parts(TABLE, TABLE[:, 0] + 1e299), {}, ["y_train has numbers beyond 1e+30"]),
+        (parts(TABLE, np.array(["a", ""] * 4)), {}, ["y_train is empty in sample 1", "a name"]),
+        (parts(TABLE, np.array([b"a", b"\xff"] * 4)), {}, ["y_train", "UTF-8"]),
         (parts(TABLE.astype(str), CLASSES), {}, ["<U", "numbers"]),
         (parts(TOKENS - 1, CLASSES), {}, ["tokens from -1", "0 to 999,999"]),
         (parts(TABLE, CLASSES), {"inputs": "tokens"}, ["float64", "integers"]),

@@ -112,6 +112,20 @@ def damaged(path: Path) -> Path:
     return path
 
 
+def of_16_bits(path: Path) -> Path:
+    Image.fromarray(np.full((4, 6), 40000, np.uint16)).save(folders(path) / "test" / "2" / "0.png")
+    return path
+
+
+def test_hidden_files_and_a_table_beside_images_are_no_matter(tmp_path) -> None:
+    expected = read_site(folders(tmp_path))
+    (tmp_path / "labels.csv").touch()
+    (tmp_path / "train" / "0" / "._0.png").write_bytes(b"of another program")
+    (tmp_path / "test" / ".checkpoints").mkdir()
+    (tmp_path / "test" / ".checkpoints" / "0.png").write_bytes(b"no image")
+    assert np.array_equal(read_site(tmp_path).x_train, expected.x_train)
+
+
 def of_two_sizes(path: Path) -> Path:
     Image.new("L", (6, 5)).save(folders(path) / "test" / "2" / "0.png")
     return path
@@ -130,6 +144,7 @@ def edited(path: Path, old: str, new: str) -> Path:
         (lambda path: npz(path / "a.npz", y_train=np.arange(5)), ["a.npz", "6 samples", "y_train 5"]),
         (damaged, ["1.png", "image"]),
         (of_two_sizes, ["0.png", "6x5", "6x4"]),
+        (of_16_bits, ["0.png", "16 bits or more", "8 bits a channel"]),
         (tables, ["data-dir", "a table", "needs a schema", "kindred schema"]),
         (lambda path: tables(path) / "train.csv", ["data-dir", "a table", "needs a schema"]),
     ],

@@ -488,9 +488,9 @@ def test_a_model_of_features_refuses_images(known, tmp_path) -> None:
     assert "--input" in line and "table" in line
 
 
-def test_numbers_too_large_for_the_model_are_refused(known, tmp_path) -> None:
+def test_numbers_too_large_for_a_table_are_refused(known, tmp_path) -> None:
     line = refused("predict", "--model", known, "--input", written(tmp_path / "in.csv", b"width,height\n3e38,3e38\n"))
-    assert "not finite" in line
+    assert "in.csv: row 2, column width: '3e38', allowed: a number" in line
 
 
 def test_a_missing_argument_is_code_2() -> None:

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from kindred.data import DataError, Task
 from kindred.data.csv_files import read_csv
 from kindred.data.inputs import TableInputs
+from kindred.data.schema import Column, Schema
 from kindred.objectives import Classes, Labels, Number
 
 from .refusals import refusal
@@ -238,6 +239,47 @@ def test_a_given_schema_decides_columns_categories_and_target(tmp_path) -> None:
     bad = written(tmp_path / "bad.csv", HEART.replace("250", "much"))
     text = refusal(lambda: read_csv(bad, schema=str(tmp_path / "schema.json")))
     assert "bad.csv: row 4, column chol: 'much', allowed: a number" in text
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"target": "age>50"}, "target is 'age>50', allowed with this schema: 'num>0'"),
+        ({"task": "number"}, "task is 'number', allowed with this schema: 'auto' or 'classes'"),
+        ({"client": "sex"}, "client is 'sex', which is an input in this schema"),
+        ({"time": "age"}, "time is 'age', which is an input in this schema"),
+    ],
+)
+def test_settings_that_differ_from_a_given_schema_are_refused(tmp_path, given, words) -> None:
+    heart, schema = written(tmp_path / "heart.csv", HEART), tmp_path / "schema.json"
+    found = read_csv(heart, "num>0", "dataset")
+    written(schema, json.dumps(Task(TableInputs(found.schema), found.objective).to_dict()))
+    assert len(read_csv(heart, "num>0", "dataset", task="classes", schema=str(schema)).x_train) == 4
+    assert words in refusal(lambda: read_csv(heart, **given, schema=str(schema)))
+
+
+def test_a_column_without_a_name_is_not_used_and_a_line_says_so(tmp_path) -> None:
+    found = read_csv(written(tmp_path / "a.csv", ",x,t\n5,1,a\n4,2,b\n"), "t")
+    assert [each.name for each in found.schema.columns] == ["x"]
+    assert found.remarks == ("column '' is not used: it has no name",)
+
+
+def test_delimiters_inside_quotes_do_not_count(tmp_path) -> None:
+    found = read_csv(written(tmp_path / "a.csv", '"height, cm";"weight, kg, at a visit";t\n1;2;a\n3;4;b\n'), "t")
+    assert [each.name for each in found.schema.columns] == ["height, cm", "weight, kg, at a visit"]
+
+
+def test_numbers_whose_squares_overflow_are_refused_or_standardised(tmp_path) -> None:
+    cells = [k * 1.5 for k in range(100)]
+    text = columns(chol=[*cells[:-1], 1e31], t=[k % 2 for k in range(100)])
+    assert "column chol: '1e+31', allowed: a number" in refusal(
+        lambda: read_csv(written(tmp_path / "a.csv", text), "t")
+    )
+    large = Schema((Column("x"),)).fit(np.array([[1e30], [-1e30], [0.0]]))
+    assert np.isfinite(large.features(np.array([[1e30], [2e29]]))).all()
+    small = Schema((Column("x"),)).fit(np.array([[1e-20], [-1e-20]]))
+    with pytest.raises(DataError, match="row 1 has a number that is too many deviations from its column's mean"):
+        small.features(np.array([[0.0], [1e25]]))
 
 
 CELL = st.one_of(
