@@ -57,7 +57,8 @@ class _Probe(InlineGrid):
 def check_app(folder: Path) -> list[Finding]:
     """Run a client of the app in a folder for a round of each method that it may take part in.
 
-    The model and the settings of training are those of the first training message of the app's ServerApp.
+    The model, the settings of training and the names of both are those of the first training message of the app's
+    ServerApp.
 
     Parameters
     ----------
@@ -78,10 +79,10 @@ def check_app(folder: Path) -> list[Finding]:
     with _quiet():
         server_app, client_app = (_loaded(components, name, folder) for name in ("serverapp", "clientapp"))
         message = _first_message(server_app, client_app, run_config, folder)
-        arrays, config = _parts(message, folder)
+        arrays, config, names = _parts(message, folder)
         grid = InlineGrid(client_app, 1, run_config, [{"partition-id": 0, "num-partitions": NODES}])
         ours = METHODS in _introduction(grid)
-        return [_finding(method, ours, grid, arrays, config) for method in REGISTRY.values()]
+        return [_finding(method, ours, grid, arrays, config, names) for method in REGISTRY.values()]
 
 
 def _described(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -122,14 +123,17 @@ def _first_message(server_app: Any, client_app: Any, run_config: dict[str, Any],
     raise ConfigError(f"the ServerApp of {folder} ends without asking a client to train")
 
 
-def _parts(content: RecordDict, folder: Path) -> tuple[ArrayRecord, ConfigRecord]:
+def _parts(content: RecordDict, folder: Path) -> tuple[ArrayRecord, ConfigRecord, dict[str, str]]:
+    """Return the model and the settings in a training message, and a strategy's arguments for their names."""
     arrays, configs = records_of(content, ArrayRecord), records_of(content, ConfigRecord)
     if len(arrays) != 1 or len(configs) > 1:
         raise ConfigError(
             f"a training message of {folder} has {len(arrays)} ArrayRecords and {len(configs)} ConfigRecords, allowed: "
             "1, and up to 1"
         )
-    return arrays[0], configs[0] if configs else ConfigRecord()
+    keys = {ArrayRecord: "arrayrecord_key", ConfigRecord: "configrecord_key"}
+    names = {keys[type(record)]: name for name, record in content.items() if type(record) in keys}
+    return arrays[0], configs[0] if configs else ConfigRecord(), names
 
 
 def _introduction(grid: InlineGrid) -> dict[str, Any]:
@@ -141,13 +145,15 @@ def _introduction(grid: InlineGrid) -> dict[str, Any]:
     return {} if reply.has_error() else config_of(reply.content)
 
 
-def _finding(method: Method, ours: bool, grid: InlineGrid, arrays: ArrayRecord, config: ConfigRecord) -> Finding:
+def _finding(
+    method: Method, ours: bool, grid: InlineGrid, arrays: ArrayRecord, config: ConfigRecord, names: dict[str, str]
+) -> Finding:
     if method.needs_our_client and not ours:
         return Finding(method.name, False, OURS)
     if method.distils:
         return Finding(method.name, True, "its server also needs public samples and the networks")
     try:
-        strategy = method.strategy(min_train_nodes=1, min_evaluate_nodes=1, min_available_nodes=1)
+        strategy = method.strategy(min_train_nodes=1, min_evaluate_nodes=1, min_available_nodes=1, **names)
         strategy.start(grid, arrays, 1, train_config=config, evaluate_config=config)
     except TooFewClients as error:
         return Finding(method.name, False, _reason(str(error), strategy.history))

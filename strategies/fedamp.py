@@ -413,7 +413,8 @@ class FedAMP(CloudModels):
     def first_model(self, client: ClientId) -> ArrayRecord:
         if self.common_start:
             return self.initial
-        return to_record(drawn_anew(read_record(self.initial), seed_for(self.seed, "start", client)))
+        seed, parameters = seed_for(self.seed, "start", client), self.layout.parameters
+        return to_record(drawn_anew(read_record(self.initial), seed, parameters))
 
     def alpha_at(self, server_round: int) -> float:
         """Return alpha_k, decayed once every `alpha_decay_every` rounds, until lam / alpha_k is `LARGEST_MU`."""

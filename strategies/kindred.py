@@ -97,8 +97,9 @@ TRAINED_IN = "trained-in"  # round in which the client's model at the server was
 PRIOR = "prior"  # p, down
 EVIDENCE = "evidence"  # e_i, up, less its largest value
 LAST = "last"  # saved at the client: w_i, with TRAINED_IN and
-LOSSES, ROUNDS, CREDIT = "losses", "rounds", "credit"  # the sums for e_i, of losses and of weights; work since judged
-FOLD = "fold"  # number of the tenth of the training samples that is held out
+LOSSES, ROUNDS = "kindred/losses", "kindred/rounds"  # the sums for e_i, of losses and of weights
+CREDIT = "kindred/credit"  # work since it judged
+FOLD = "kindred/fold"  # number of the tenth of the training samples that is held out
 
 # --- The mathematics ----------------------------------------------------------------------------------
 

@@ -111,6 +111,13 @@ def test_a_client_app_of_another_kind_that_reports_a_public_set_takes_part_in_pe
     assert found["perfed-ckt"].takes_part and found["perfed-ckt"].text == ""
 
 
+def test_the_records_of_a_message_may_have_other_names(tmp_path) -> None:
+    server = SERVER.replace("FedAvg(min", 'FedAvg(arrayrecord_key="model", configrecord_key="settings", min')
+    training = 'message.content["arrays"] = message.content["model"]; assert message.content["settings"]'
+    found = {each.method: each for each in check_app(write_app(tmp_path, "renamed", server, training))}
+    assert found["heurfedamp"].takes_part and found["fedavg"].takes_part
+
+
 def test_the_reasons_are_those_of_the_client(tmp_path) -> None:
     (tmp_path / "sends").mkdir(), (tmp_path / "fails").mkdir()
     sends = {each.method: each for each in check_app(write_app(tmp_path / "sends", "app_sends"))}

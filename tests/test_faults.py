@@ -369,15 +369,46 @@ def test_an_array_that_declares_more_than_it_carries_uses_no_memory() -> None:
 
 @pytest.mark.parametrize("examples", [1, 10.0, MAX_EXAMPLES])
 def test_a_whole_number_of_examples_is_accepted(examples) -> None:
-    assert admit(RecordDict({"m": MetricRecord({"n": examples})}), "n").metrics["n"] == examples
+    metrics = {"num-examples": examples}
+    assert admit(RecordDict({"m": MetricRecord(metrics)}), "num-examples").metrics["num-examples"] == examples
 
 
 @pytest.mark.parametrize("examples", [0, -1, 0.5, 1.5, float("nan"), float("inf"), MAX_EXAMPLES + 1, [1], [], True])
 def test_any_other_number_of_examples_is_refused(examples) -> None:
     metrics = MetricRecord()
-    vars(metrics)["_data"]["n"] = examples  # Flower itself takes no bool
-    with pytest.raises(Refused, match="n is .*, allowed: 1 to 1000000000000"):
-        admit(RecordDict({"m": metrics}), "n")
+    vars(metrics)["_data"]["num-examples"] = examples  # Flower itself takes no bool
+    with pytest.raises(Refused, match="num-examples is .*, allowed: 1 to 1000000000000"):
+        admit(RecordDict({"m": metrics}), "num-examples")
+
+
+@pytest.mark.parametrize("weight", [1, 0.5, 1e-9, MAX_EXAMPLES])
+def test_a_weight_of_another_name_is_any_number_above_0(weight) -> None:
+    assert admit(RecordDict({"m": MetricRecord({"w": weight})}), "w").metrics["w"] == weight
+
+
+@pytest.mark.parametrize("weight", [0, -0.5, float("nan"), float("inf"), 2 * MAX_EXAMPLES, [1.0]])
+def test_any_other_weight_is_refused(weight) -> None:
+    with pytest.raises(Refused, match="w is .*, allowed: more than 0, at most 1000000000000"):
+        admit(RecordDict({"m": MetricRecord({"w": weight})}), "w")
+
+
+def test_an_evaluation_may_have_no_test_samples_and_an_array_of_another_kind() -> None:
+    app = plain_app()
+    evaluate = app._registered_funcs["evaluate.default"]
+
+    def evaluating(message, context):
+        reply = evaluate(message, context)
+        if context.node_config["partition-id"] == 0:
+            reply.content["metrics"].update({"num-examples": 0, "eval_loss": float("nan"), "eval_acc": 0.0})
+        reply.content["confusion"] = to_record({"matrix": np.ones((2, 2), np.float32)})
+        return reply
+
+    app._registered_funcs["evaluate.default"] = evaluating
+    strategy = FedAvg()
+    result = strategy.start(InlineGrid(app, CLIENTS), initial(), 1)
+    assert not any("evaluate-status" in row for row in strategy.history.rows)
+    assert list(strategy.history.last_values()) == [1001 + i for i in range(1, CLIENTS)]
+    assert np.isfinite(result.evaluate_metrics_clientapp[1]["eval_loss"])
 
 
 def test_a_client_s_reason_is_logged_as_one_short_printable_line(caplog) -> None:

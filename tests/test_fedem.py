@@ -294,7 +294,8 @@ def test_the_number_and_initial_values_of_components_change_the_result() -> None
     def result(count: int, other_models=None, **settings) -> dict[str, bytes]:
         return values(run(FedEM(num_components=count, other_models=other_models, **settings)).global_arrays())
 
-    given = [to_record(drawn_anew(get_arrays(test_client.network()), 99))]
+    first = get_arrays(test_client.network())
+    given = [to_record(drawn_anew(first, 99, first))]
     results = [result(1), result(2), result(3), result(2, given), result(2, seed=1)]
     assert all(one != other for i, one in enumerate(results) for other in results[:i])
 

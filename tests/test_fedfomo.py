@@ -68,12 +68,12 @@ def test_a_model_with_weight_one_keeps_its_bits() -> None:
 @given(st.integers(1, 60), st.floats(0.01, 0.99), st.integers(0, 9))
 def test_a_sample_is_for_training_or_for_validation(size, share, seed) -> None:
     training, validation = split(size, share, seed)
-    if size == 1:
-        assert training.tolist() == validation.tolist() == [0]
+    if size < 3:
+        assert sorted(training.tolist()) == sorted(validation.tolist()) == list(range(size))
         return
     assert sorted([*training, *validation]) == list(range(size))
-    assert len(training) >= 1 and len(validation) >= 1
-    assert len(validation) == min(max(round(share * size), 1), size - 1)
+    assert len(training) >= 2 and len(validation) >= 1
+    assert len(validation) == min(max(round(share * size), 1), size - 2)
 
 
 def test_the_split_depends_on_the_seed_alone() -> None:

@@ -136,7 +136,8 @@ def test_the_number_and_initial_values_of_models_change_the_result() -> None:
         strategy = run(HypCluster(num_clusters=count, other_models=other_models))
         return [values(record) for record in strategy.client_models().values()]
 
-    given = [to_record(drawn_anew(get_arrays(test_client.network()), 99))]
+    first = get_arrays(test_client.network())
+    given = [to_record(drawn_anew(first, 99, first))]
     results = [result(1), result(2), result(3), result(2, given)]
     assert all(one != other for i, one in enumerate(results) for other in results[:i])
 

@@ -115,3 +115,9 @@ def test_perfed_ckts_numbers_sent_are_those_of_m_of_all_clients() -> None:
     strategy = PerFedCKT(num_clusters=2, local_steps=10, distill_weight=0.5, fraction_train=0.5, sampling="uniform")
     strategy.start(InlineGrid(sized(logits_app(), lambda i: 0 if i in (1, 4, 8) else 9), 10), initial(), 3)
     assert [line["floats"] for line in strategy.history.rounds] == [30, 42, 42, 42]
+
+
+@pytest.mark.parametrize("fraction", [0, -0.1, 1.1])
+def test_a_share_that_trains_nobody_or_more_than_all_is_refused(fraction) -> None:
+    with pytest.raises(ValueError, match=f"fraction_train is {fraction}, allowed: more than 0, at most 1"):
+        FedAvg(fraction_train=fraction)

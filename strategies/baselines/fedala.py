@@ -169,6 +169,8 @@ def adapt(visit: Visit, model: torch.nn.Module, kept: Mapping[str, Mapping[str, 
     losses: list[float] = []
     with training_only(model, config[HEAD]), visit.differentiating(model, ALA) as gradients_of:
         names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        if not names:  # the last layers are frozen, or have no parameters
+            return {}
         mixed = trained_weights(model)  # Theta_hat_i; writing to these tensors changes the model
         received = [weight.clone() for weight in mixed]
         local = [torch.from_numpy(kept[LOCAL][name]).to(visit.device) for name in names]

@@ -31,10 +31,12 @@ Where we depart from the papers:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from logging import WARNING
 from typing import Any, Unpack
 
 import numpy as np
 from flwr.app import ArrayRecord
+from flwr.supercore import log
 
 from kindred.engine.admission import Reply
 from kindred.engine.arguments import AveragedShared, Shared
@@ -244,10 +246,13 @@ class Tuned(Averaging):
     """
 
     personal = TUNED
+    evaluations_have_models = True
     STATE = (*Averaging.STATE, "_tuned")
 
     def begin(self, initial_arrays: ArrayRecord) -> None:
         super().begin(initial_arrays)
+        if not self.fraction_evaluate:
+            log(WARNING, "kindred: fraction_evaluate is 0, so that no client is asked for its tuned model")
         self._tuned: dict[ClientId, ArrayRecord] = {}
 
     def take_evaluation(self, client: ClientId, reply: Reply) -> None:

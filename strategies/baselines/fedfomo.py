@@ -122,17 +122,18 @@ def model_weights(loss_before: float, losses: Sequence[float], distances: Sequen
 
 
 def split(size: int, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Divide a client's samples into training and validation, with at least one sample in each.
+    """Divide a client's samples into training and validation, with at least two and one.
 
     Returns
     -------
     training, validation : ndarray of int
-        Indices, in order; together 0 to size - 1. A single sample is in both.
+        Indices, in order; together 0 to size - 1. One sample or two, of which none can be held out because batch
+        normalisation needs two, are in both.
     """
     order = np.random.default_rng(seed).permutation(size)
-    if size < 2:
+    if size < 3:
         return order, order
-    held_out = min(max(round(share * size), 1), size - 1)
+    held_out = min(max(round(share * size), 1), size - 2)
     return np.sort(order[held_out:]), np.sort(order[:held_out])
 
 

@@ -110,13 +110,20 @@ def _composed(visit: Visit, own: Mapping[str, np.ndarray] | None) -> torch.nn.Mo
     Raises
     ------
     ValueError
-        The client has no head, and the message has none; the next message will have one.
+        The client has no head, and the message has none; the next message will have one. Or head and body share a
+        parameter.
     """
     heads = own or visit.arrays
     for name in visit.config[HEAD]:
         if name not in heads:
             raise ValueError(f"client {visit.client} has lost its head: {name!r} is missing; the server sends it again")
-    return visit.model({**visit.arrays, **{name: heads[name] for name in visit.config[HEAD]}})
+    model = visit.model({**visit.arrays, **{name: heads[name] for name in visit.config[HEAD]}})
+    parameters: dict[torch.nn.Parameter, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        other = parameters.setdefault(parameter, name)
+        if (name in visit.config[HEAD]) != (other in visit.config[HEAD]):
+            raise ValueError(f"{other} of the network is {name} too: FedRep cannot train a parameter in body and head")
+    return model
 
 
 # --- The server ---------------------------------------------------------------------------------------

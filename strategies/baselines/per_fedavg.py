@@ -146,7 +146,8 @@ def adapt(visit: Visit, model: torch.nn.Module) -> None:
     """Update w = w - alpha grad f_i(w), in place: on the batches of some epochs, or once over all training data."""
     alpha, epochs = float(visit.config[ADAPT_LEARNING_RATE.key]), int(visit.config[ADAPT_EPOCHS.key])
     if epochs:
-        visit.train(model, epochs=epochs, purpose="tune", optimizer="sgd", learning_rate=alpha, momentum=0.0)
+        plain: dict[str, Any] = {"optimizer": "sgd", "learning_rate": alpha, "momentum": 0.0, "weight_decay": 0.0}
+        visit.train(model, epochs=epochs, purpose="tune", **plain)
         return
     gradient = visit.gradient(model)
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]

@@ -155,7 +155,7 @@ def train(
     float
         The mean of F_i over all samples of all batches, each with the weights at its step. It uses smoothed labels if
         `label_smoothing` is set, and excludes the proximal term, the weight decay and `term`. NaN if there was no
-        step: no epochs or no samples.
+        step: no epochs, no samples or no trainable parameters.
 
     Raises
     ------
@@ -172,7 +172,7 @@ def train(
     LABEL_SMOOTHING.check(label_smoothing)
     PRECISION.check(precision)
     check("proximal_mu", proximal_mu, 0 <= proximal_mu < math.inf, "0 or more")
-    if epochs + steps == 0 or len(y) == 0:
+    if epochs + steps == 0 or len(y) == 0 or not trained_weights(model):
         return math.nan
 
     proximal_mu = min(proximal_mu, 1 / learning_rate)

@@ -89,7 +89,7 @@ class Reply:
 Mismatch = Callable[[dict[str, np.ndarray]], str | None]
 
 
-def admit(content: RecordDict, weighted_by_key: str, mismatch: Mismatch | None = None) -> Reply:
+def admit(content: RecordDict, weighted_by_key: str, mismatch: Mismatch | None = None, least: int = 1) -> Reply:
     """Check a reply and return its content.
 
     Parameters
@@ -98,10 +98,13 @@ def admit(content: RecordDict, weighted_by_key: str, mismatch: Mismatch | None =
         One MetricRecord and, if arrays are expected, one ArrayRecord, under any names (as in Flower's FedAvg); also at
         most one ConfigRecord.
     weighted_by_key : str
-        The metric that counts the client's samples: a whole number from 1 to `MAX_EXAMPLES`, also as a float (10.0).
+        The metric that counts the client's samples: a whole number from `least` to `MAX_EXAMPLES`, also as a float
+        (10.0). If it is neither NUM_EXAMPLES nor NUM_TEST_EXAMPLES it is a weight, any number above 0 up to that.
     mismatch : callable, optional
         Given the arrays by name, says how their names, shapes and types differ from those expected; None if they do
-        not. In addition, floats must be finite and at most `LARGEST`. Omitted if no arrays are expected.
+        not. In addition, floats must be finite and at most `LARGEST`. Omitted if no arrays are expected: those that
+        come are ignored.
+    least : int
 
     Raises
     ------
@@ -115,8 +118,12 @@ def admit(content: RecordDict, weighted_by_key: str, mismatch: Mismatch | None =
         raise Refused(f"it has {len(configs)} config records, expected 1 at the most")
     (metrics,) = all_metrics
     examples = metrics.get(weighted_by_key)
-    if not is_count(examples):
-        raise Refused(f"{weighted_by_key} is {reprlib.repr(examples)}, allowed: 1 to {MAX_EXAMPLES}")
+    if weighted_by_key in COUNTS:
+        if not is_count(examples, least):
+            raise Refused(f"{weighted_by_key} is {reprlib.repr(examples)}, allowed: {least} to {MAX_EXAMPLES}")
+    elif not isinstance(examples, int | float) or not 0 < examples <= MAX_EXAMPLES:
+        allowed = f"more than 0, at most {MAX_EXAMPLES}"
+        raise Refused(f"{weighted_by_key} is {reprlib.repr(examples)}, allowed: {allowed}")
     _check_metrics(metrics)
     arrays: dict[str, np.ndarray] = {}
     if mismatch is not None:
@@ -140,6 +147,8 @@ def admit(content: RecordDict, weighted_by_key: str, mismatch: Mismatch | None =
 def admit_evaluation(content: RecordDict, weighted_by_key: str, mismatch: Mismatch | None = None) -> Reply:
     """Check an evaluation reply and return its content, with the number of test samples as NUM_TEST_EXAMPLES.
 
+    That may be 0: the reply then has no metrics, but perhaps a model, or the losses of several.
+
     Parameters
     ----------
     content, mismatch
@@ -154,7 +163,7 @@ def admit_evaluation(content: RecordDict, weighted_by_key: str, mismatch: Mismat
     """
     has_own_key = any(NUM_TEST_EXAMPLES in metrics for metrics in records_of(content, MetricRecord))
     key = NUM_TEST_EXAMPLES if has_own_key else weighted_by_key
-    reply = admit(content, key, mismatch)
+    reply = admit(content, key, mismatch, least=0)
     metrics = {name: value for name, value in reply.metrics.items() if name != key}
     return replace(reply, metrics=MetricRecord({**metrics, NUM_TEST_EXAMPLES: reply.metrics[key]}))
 

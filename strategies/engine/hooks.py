@@ -104,6 +104,9 @@ class Hooks:
     model_stays: bool = False
     """True if a client keeps its personal model to itself: the server never receives it."""
 
+    evaluations_have_models: bool = False
+    """True if a client's reply to an evaluation holds its model; else arrays in it are ignored."""
+
     needs_shared_models: bool = True
     """True if others receive each client's model or part of it; a client that does not share its model is refused."""
 

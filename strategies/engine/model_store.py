@@ -61,6 +61,9 @@ class Layout:
             raise ValueError("initial_arrays is empty: it must hold a model, e.g. ArrayRecord(module.state_dict())")
         if buffers is None:
             buffers = [name for name in arrays if name.rsplit(".", 1)[-1] in NORMALISATION_BUFFERS]
+        for name, array in arrays.items():
+            if np.iscomplexobj(array):
+                raise ValueError(f"array {name!r} of the model is of type {array.dtype}, allowed: real numbers")
         self.shapes = {name: array.shape for name, array in arrays.items()}
         self.dtypes = {name: array.dtype for name, array in arrays.items()}
         floats = [name for name, array in arrays.items() if np.issubdtype(array.dtype, np.floating)]
@@ -150,10 +153,17 @@ def last_layers(names: Iterable[str], count: int) -> list[str]:
     return [name for name in names if name.rpartition(".")[0] in layers[-count:]]
 
 
-def drawn_anew(arrays: Mapping[str, np.ndarray], seed: int) -> dict[str, np.ndarray]:
-    """Return a model with each array's numbers in a random order, as another random initialisation would give."""
+def drawn_anew(arrays: Mapping[str, np.ndarray], seed: int, parameters: Collection[str]) -> dict[str, np.ndarray]:
+    """Return a model with each parameter's numbers in a random order, as another random initialisation would give.
+
+    The other arrays, buffers, stay.
+    """
     rng = np.random.default_rng(seed)
-    return {name: rng.permutation(array.reshape(-1)).reshape(array.shape) for name, array in arrays.items()}
+    orders = {name: rng.permutation(array.size) for name, array in arrays.items()}
+    return {
+        name: array.reshape(-1)[orders[name]].reshape(array.shape) if name in parameters else array
+        for name, array in arrays.items()
+    }
 
 
 Item = TypeVar("Item")

@@ -59,7 +59,8 @@ class SeveralModels(PersonalizedStrategy):
         others = self.other_models
         if others is None:
             first = read_record(initial_arrays)
-            others = [to_record(drawn_anew(first, seed_for(self.seed, "model", i))) for i in range(1, self.count)]
+            seeds = [seed_for(self.seed, "model", i) for i in range(1, self.count)]
+            others = [to_record(drawn_anew(first, seed, self.layout.parameters)) for seed in seeds]
         for i, record in enumerate(others, start=1):
             difference = self.layout.mismatch(read_record(record))
             check("other_models", f"model {i}: {difference}", difference is None, "models like the initial one")

@@ -263,7 +263,8 @@ class Rounds(Hooks, Strategy):
         metrics: dict[ClientId, MetricRecord] = {}
         for client, reply in self._exchange.admitted(server_round, replies, take):
             self._evaluations.evaluated(client)
-            metrics[client] = reply.metrics
+            if reply.metrics[NUM_TEST_EXAMPLES]:
+                metrics[client] = reply.metrics
         return aggregated(self.evaluate_metrics_aggr_fn, metrics, NUM_TEST_EXAMPLES, server_round)
 
     def _take_evaluation(self, sent: Sent, content: RecordDict) -> Reply:
@@ -277,8 +278,8 @@ class Rounds(Hooks, Strategy):
 
     def _admit_evaluation(self, sent: Sent, content: RecordDict) -> Reply:
         """Check an evaluation reply; raise `Refused` if it cannot be used."""
-        has_arrays = bool(records_of(content, ArrayRecord))
-        mismatch = partial(self.mismatch, sent.client) if has_arrays else None
+        has_model = self.evaluations_have_models and records_of(content, ArrayRecord)
+        mismatch = partial(self.mismatch, sent.client) if has_model else None
         return admit_evaluation(content, self.weighted_by_key, mismatch)
 
     def _message(

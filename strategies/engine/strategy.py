@@ -70,10 +70,10 @@ class PersonalizedStrategy(Rounds):
     Parameters
     ----------
     fraction_train : float (default: 1.0)
-        Share of the clients, 0 to 1, that train in a round. Clients that cannot take part, such as those without data,
-        count but are not sampled: with 100 clients, a share of 0.1 is 10 clients, or all that can take part if these
-        are fewer. If a round trains some of them, all are evaluated once before the first round, so that every
-        round's mean accuracy is over the same clients.
+        Share of the clients, more than 0, at most 1, that train in a round. Clients that cannot take part, such as
+        those without data, count but are not sampled: with 100 clients, a share of 0.1 is 10 clients, or all that can
+        take part if these are fewer. If a round trains some of them, all are evaluated once before the first round, so
+        that every round's mean accuracy is over the same clients.
     fraction_evaluate : float (default: 1.0)
         Share of the clients, 0 to 1, asked to evaluate after a round, if training replies hold no evaluation.
     min_train_nodes, min_evaluate_nodes : int (default: 2)
@@ -82,7 +82,8 @@ class PersonalizedStrategy(Rounds):
         Clients that must be connected and able to take part before a round starts. Clients that are excluded for a
         while (`max_strikes`) count too.
     weighted_by_key : str (default: "num-examples")
-        The metric by which averages over clients are weighted.
+        The metric by which averages over clients are weighted. Under another name than the default any number above 0
+        is a weight.
     arrayrecord_key, configrecord_key : str (default: "arrays", "config")
         Names of the records in messages to clients.
     train_metrics_aggr_fn, evaluate_metrics_aggr_fn : callable, optional
@@ -168,14 +169,14 @@ class PersonalizedStrategy(Rounds):
         task: str = "",
         stop_after: int = STOP_AFTER.default,
     ) -> None:
-        check("fraction_train", fraction_train, 0 <= fraction_train <= 1, "0 to 1")
+        check("fraction_train", fraction_train, 0 < fraction_train <= 1, "more than 0, at most 1")
         check("fraction_evaluate", fraction_evaluate, 0 <= fraction_evaluate <= 1, "0 to 1")
         check("min_train_nodes", min_train_nodes, min_train_nodes >= 0, "0 or more")
         check("min_evaluate_nodes", min_evaluate_nodes, min_evaluate_nodes >= 0, "0 or more")
         check("min_available_nodes", min_available_nodes, min_available_nodes >= 1, "1 or more")
         self.fraction_train = fraction_train
         self.fraction_evaluate = fraction_evaluate
-        self.min_train_nodes = min_train_nodes if fraction_train else 0
+        self.min_train_nodes = min_train_nodes
         self.min_evaluate_nodes = min_evaluate_nodes if fraction_evaluate else 0
         self.weighted_by_key = weighted_by_key
         self.arrayrecord_key = arrayrecord_key

@@ -189,6 +189,8 @@ class Validation:
         if records_of(content, ArrayRecord):
             raise Refused("it has arrays, allowed from a site that only validates: numbers")
         found = admit_evaluation(content, self._weighted_by_key).numbers()
+        if not found[NUM_TEST_EXAMPLES]:
+            raise Refused(f"{NUM_TEST_EXAMPLES} is 0, allowed: 1 or more")
         values = {name: next((found[key] for key in ordinary_names(name) if key in found), None) for name in METRICS}
         return {NUM_TEST_EXAMPLES: int(found[NUM_TEST_EXAMPLES])} | {
             name: float(value) for name, value in values.items() if METRICS[name].holds(value)
