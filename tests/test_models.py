@@ -7,8 +7,10 @@ import subprocess
 import sys
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from kindred.client.models import (
     KINDS,
@@ -21,6 +23,7 @@ from kindred.client.models import (
     parse_models,
 )
 from kindred.messages import seed_for
+from kindred.server_app.cli.run import app
 
 # name, shape of the inputs, outputs, parameters by hand: kernel area * in * out + out of each convolution, in * out +
 # out of each FC.
@@ -364,3 +367,21 @@ def test_a_client_s_network_is_the_only_one_or_drawn_by_its_size() -> None:
         assert client_network(several, "image", (3, 32, 32), 30, 0, 3, client) == model_for_size(
             several.split(","), 1, 1, draw
         )
+
+
+@pytest.mark.parametrize("model", ["auto", "cnn1d"])
+def test_signals_that_are_too_short_are_refused_before_a_run(model, tmp_path):
+    x, y = np.zeros((40, 2, 3)), np.arange(40) % 2
+    np.savez(tmp_path / "short.npz", x=x, y=y)
+    arguments = [
+        "run",
+        "--dataset",
+        "npz",
+        "--data-dir",
+        str(tmp_path / "short.npz"),
+        "--clients",
+        "2",
+        "--partition=iid",
+    ]
+    done = CliRunner().invoke(app, [*arguments, "--set", f"model={model}"])
+    assert done.exit_code == 2 and "signals, (channels, time), of 4 times or more" in done.output

@@ -208,8 +208,7 @@ def cnn1d(shape: Shape, num_outputs: int) -> torch.nn.Module:
     Two convolutions over 5 times (16, 32 channels), each with max pooling of 2 times and ReLU; the mean over time; FC
     32 with ReLU; FC. The convolutions keep the signals' length, 4 times or more.
     """
-    if len(shape) != 2 or shape[1] < 4:
-        raise ValueError(f"model cnn1d takes signals, (channels, time), of 4 times or more, these inputs are {shape}")
+    _check_signal(shape)
     return nn.Sequential(
         OrderedDict(
             conv1=nn.Conv1d(shape[0], 16, 5, padding=2),
@@ -319,6 +318,8 @@ def choose_model(kind: str, shape: Shape) -> str:
     ValueError
         There is no model for this kind or size.
     """
+    if kind == "signal":
+        _check_signal(shape)
     if kind in FOR_KIND:
         return FOR_KIND[kind]
     if len(shape) != 3:
@@ -491,6 +492,11 @@ def _at_least(side: int, name: str, shape: Shape) -> tuple[int, int, int]:
         raise ValueError(f"model {name} needs images of at least {side}x{side}, these are {_described(shape)}")
     channels, height, width = shape
     return channels, height, width
+
+
+def _check_signal(shape: Shape) -> None:
+    if len(shape) != 2 or shape[1] < 4:
+        raise ValueError(f"model cnn1d takes signals, (channels, time), of 4 times or more, these inputs are {shape}")
 
 
 def _described(shape: Shape) -> str:
