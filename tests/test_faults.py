@@ -502,6 +502,18 @@ def test_a_registered_name_is_reserved_for_its_node(registered, owner_in_round_3
     assert warnings == ({f"kindred: node 1003 takes no part: its client id is lyon, {said}"} if said else set())
 
 
+def test_a_node_with_another_s_name_that_is_asked_again_is_listed_once() -> None:
+    grid = Registered(["lyon", "oslo", "lyon"], ["lyon", "oslo", "eve"], lambda r, i: True)
+    strategy = Local()
+    strategy.start(grid, initial(), 1)
+    nodes = [1001, 1002, 1003]
+    expected = "; node 1003: its client id is lyon, but its key is registered as eve"
+    assert strategy.roster._missing_clients(grid, nodes) == expected
+    strategy.roster._identities.pop(1003)
+    strategy.roster._queries["a message"] = 1003
+    assert strategy.roster._missing_clients(grid, nodes) == expected
+
+
 def test_a_registered_key_has_only_its_own_name(caplog) -> None:
     """Eve connects first and claims the name lyon; in round 3 lyon has a new key and is another node."""
     grid = Registered(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -110,7 +111,7 @@ def test_a_lost_ca_certificate_is_renewed_with_the_same_key(tmp_path) -> None:
 
 @pytest.mark.parametrize("writes", range(6))
 def test_an_interrupted_call_is_completed_by_the_next(writes, tmp_path, monkeypatch) -> None:
-    folder, write, left = tmp_path / "keys", keys_command.write_file, [None] * writes
+    folder, write, left = tmp_path / "keys", keys_command.write_or_end, [None] * writes
     arguments = ("keys", folder, "--server", "fl.example.org", "--sites", "lyon")
 
     def cut_short(path, content, mode=0o600):
@@ -121,7 +122,7 @@ def test_an_interrupted_call_is_completed_by_the_next(writes, tmp_path, monkeypa
         write(path, content, mode)
 
     with monkeypatch.context() as patch:
-        patch.setattr(keys_command, "write_file", cut_short)
+        patch.setattr(keys_command, "write_or_end", cut_short)
         CliRunner().invoke(app, list(map(str, arguments)))
     before = contents(folder)
     assert len([name for name in before if "partial" not in name]) == writes
@@ -181,7 +182,7 @@ def test_the_ca_certificate_is_renewed_if_it_would_end_before_the_server_s(tmp_p
 
 @pytest.mark.parametrize("writes", range(2))
 def test_an_interrupted_renewal_leaves_matching_files(writes, tmp_path, monkeypatch) -> None:
-    folder, write, left = tmp_path / "keys", keys_command.write_file, [None] * writes
+    folder, write, left = tmp_path / "keys", keys_command.write_or_end, [None] * writes
     with monkeypatch.context() as patch:
         patch.setattr(keys_command, "CA_DAYS", 30)
         kindred("keys", folder, "--server", "fl.example.org")
@@ -194,7 +195,7 @@ def test_an_interrupted_renewal_leaves_matching_files(writes, tmp_path, monkeypa
         write(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(keys_command, "write_file", cut_short)
+        patch.setattr(keys_command, "write_or_end", cut_short)
         CliRunner().invoke(app, ["keys", "renew", str(folder)])
     assert [name for name, content in contents(folder).items() if content != before[name]] == ["server.crt"][:writes]
     check_server_keys(folder, "fl.example.org")
@@ -337,6 +338,43 @@ def test_keys_that_others_can_add_or_change_are_not_registered(registration, key
     os.chown(keys / "mallory.pub", os.geteuid(), -1)
     registration.look()
     assert registration.registered == [("mallory", ["lyon", "mallory"])]
+
+
+def full_disk(path, *_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_key_is_registered_once_the_disk_has_room(registration, keys, capsys, monkeypatch) -> None:
+    registration.look()
+    kindred("keys", keys, "--sites", "oslo")
+    with monkeypatch.context() as patch:
+        patch.setattr(site_registration, "write_file", full_disk)
+        assert [registration.look(), registration.look()] == [False, False]
+    said = capsys.readouterr().err
+    assert said == (
+        f"kindred: {registration.file} cannot be written (No space left on device); "
+        "until that is fixed no key in it is registered\n"
+    )
+    assert registration.look()
+    assert registration.registered == [("lyon", ["lyon"]), ("oslo", ["lyon", "oslo"])]
+
+
+def test_a_second_name_of_a_key_is_not_registered(registration, keys, capsys) -> None:
+    registration.look()
+    shutil.copy(keys / "lyon.pub", keys / "abba.pub")
+    assert [registration.look(), registration.look()] == [True, True]
+    assert capsys.readouterr().err.count(f"{keys}/abba.pub holds the key of lyon, allowed: one name for each key") == 1
+    assert json.loads(registration.file.read_text()) == ["lyon"]
+    assert f"{keys}/lyon.pub holds the key of abba" in kindred("server", "--keys", keys, code=2)
+
+
+def test_a_full_disk_ends_a_command_with_one_line(keys, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("kindred.server_app.deployment.files.write_file", full_disk)
+    assert kindred("keys", tmp_path / "new", "--server", "localhost", code=2) == (
+        f"kindred: {tmp_path}/new/ca.key cannot be written (No space left on device)\n"
+    )
+    said = kindred("server", "--keys", keys, "--port", free_port(), "--state", tmp_path / "state", code=2)
+    assert said == f"kindred: {tmp_path}/state/config.toml cannot be written (No space left on device)\n"
 
 
 def run_server(monkeypatch, days: float, *arguments: object) -> tuple[dict[str, str], list[str]]:

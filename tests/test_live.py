@@ -9,6 +9,8 @@ import socket
 import sqlite3
 import ssl
 import stat
+import subprocess
+import sys
 import time
 from contextlib import contextmanager
 
@@ -26,10 +28,11 @@ from kindred.server_app.app import run as run_app
 from kindred.server_app.config import Config
 from kindred.server_app.deployment.site_page import SitePage
 from kindred.server_app.deployment.watch import TOKEN_FILE, serve_runs
-from kindred.server_app.report.live import NEVER, OFFLINE, ONLINE, WITHDRAWN, Node, doing, live_content
+from kindred.server_app.report.live import NEVER, OFFLINE, ONLINE, WITHDRAWN, Node, doing, has_ended, live_content
 from kindred.server_app.report.site import site_content
 from kindred.versions import VERSION
 
+from .background_commands import wait_until
 from .deployment_commands import keys_fixture, kindred, made_keys_fixture  # noqa: F401
 from .test_report import a_run, browser, data_of, opened  # noqa: F401
 from .test_results import TWO_ROUNDS
@@ -68,6 +71,7 @@ def test_the_page_says_what_a_run_waits_for_and_where_each_site_stands() -> None
          "waits for 2 of 3 sites to introduce themselves"),
         ({"state": "failed", "text": "too few clients"}, "the run has failed: too few clients"),
         ({"state": "finished"}, "the run is finished"),
+        ({"state": "stopped"}, "the run was stopped"),
         ({"process": [os.getpid(), 1.0]},
          "the run has ended before its last round: it was stopped, or its process was killed"),
         ({"asked": {str(i): {"kind": "evaluates", "at": 0.0} for i in range(9)}},
@@ -104,6 +108,19 @@ def test_a_run_replaces_its_status_when_something_changes(tmp_path, monkeypatch)
     with pytest.raises(ValueError), status.followed():
         raise ValueError("strategy is 'nonsense'\nallowed: ...")
     assert doing(seen[-1]) == "the run has failed: strategy is 'nonsense'"
+    for end in (SystemExit(0), KeyboardInterrupt()):  # `flwr stop` ends the process by the first one
+        with pytest.raises(type(end)), status.followed():
+            raise end
+        assert doing(seen[-1]) == "the run was stopped"
+
+
+def test_a_run_whose_process_is_dead_and_not_yet_waited_for_has_ended() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        about = RUNNING | {"process": [process.pid, psutil.Process(process.pid).create_time()]}
+        assert not has_ended(about)
+        process.kill()
+        wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE)
+        assert has_ended(about)
 
 
 # --- Who may read the page -------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from kindred.server_app.deployment.site import client_id, node_config
 from kindred.server_app.deployment.site_check import fit, read_run_config
 from kindred.server_app.machine import cpus
 
+from .background_commands import free_port
 from .deployment_commands import data_fixture, kindred, made_keys_fixture  # noqa: F401
 
 IN_ANY_TIME = settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
@@ -62,6 +63,7 @@ IN_ANY_TIME = settings(suppress_health_check=[HealthCheck.too_slow], deadline=No
         ("server --keys nowhere", ["nowhere/ca.crt", "No such file"]),
         ("server --keys KEYS --host 192.0.2.9", ["server.crt", "192.0.2.9", "fl.example.org"]),
         ("server --port TAKEN --state state", ["--port", "TAKEN", "127.0.0.1"]),
+        ("server --port FREE --state state --watch-address 127.0.0.1:TAKEN", ["--watch-address", "TAKEN"]),
         ("server --insecure --host 192.0.2.9 --state state", ["--port", "192.0.2.9"]),
         ("site ly/on --server localhost:1 --data-dir digits.npz", ["NAME", "ly/on", "letters"]),
         ("site lyon --server localhost --data-dir digits.npz", ["--server", "localhost", "HOST:PORT"]),
@@ -96,8 +98,8 @@ def test_bad_input_gets_one_line_and_code_2_and_starts_nothing(
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        put = {"KEYS": str(made_keys), "TAKEN": port}
-        result = CliRunner().invoke(app, re.sub("KEYS|TAKEN", lambda found: put[found[0]], arguments).split())
+        put = {"KEYS": str(made_keys), "TAKEN": port, "FREE": str(free_port())}
+        result = CliRunner().invoke(app, re.sub("KEYS|TAKEN|FREE", lambda found: put[found[0]], arguments).split())
     assert result.exit_code == 2, result.output
     *warning, error = result.stderr.splitlines()
     assert all("without TLS" in line for line in warning)

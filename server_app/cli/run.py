@@ -283,7 +283,11 @@ def main() -> None:
     except ImportError as error:
         end(2, str(error))
     atexit.register(gc.freeze)  # the garbage collection at the interpreter's end would take most of a second
-    commands.app(prog_name="kindred")
+    try:
+        all_commands = commands.app  # imports them
+    except KeyboardInterrupt:
+        sys.exit(130)
+    all_commands(prog_name="kindred")
 
 
 def given_settings(named: Mapping[str, str | None], assignments: Sequence[str]) -> dict[str, Any]:

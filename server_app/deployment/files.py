@@ -77,6 +77,14 @@ def open_to_others(path: Path) -> str | None:
     return None
 
 
+def write_or_end(path: Path, content: bytes, mode: int = 0o600) -> None:
+    """Write a file as `write_file` does; end the command if it cannot be written."""
+    try:
+        write_file(path, content, mode)
+    except OSError as error:
+        end(2, f"{path} cannot be written ({error.strerror})")
+
+
 def write_file(path: Path, content: bytes, mode: int = 0o600) -> None:
     """Write a file atomically: whole or not at all."""
     with replacing(path) as temporary:

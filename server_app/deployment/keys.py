@@ -36,7 +36,7 @@ from .certificates import (
     signed_certificate,
     subject_name,
 )
-from .files import absolute_path, own_folder, write_file
+from .files import absolute_path, own_folder, write_or_end
 
 if TYPE_CHECKING:
     from cryptography import x509
@@ -139,13 +139,13 @@ def make_keys(folder: Path, names: Sequence[str | Address], sites: Iterable[str]
         if not ca_key.exists():
             if server.exists():
                 end(2, f"{ca} is missing, and so is {ca_key.name}, which could make it again: put one of them back")
-            write_file(ca_key, private_pem(new_key()))
+            write_or_end(ca_key, private_pem(new_key()))
         extensions = [
             (x509.BasicConstraints(ca=True, path_length=0), True),
             (key_usage(key_cert_sign=True, crl_sign=True), True),
         ]
         key, name = load_pem_key(ca_key), subject_name("kindred CA")
-        write_file(ca, signed_certificate(name, key.public_key(), extensions, CA_DAYS, name, key), 0o644)
+        write_or_end(ca, signed_certificate(name, key.public_key(), extensions, CA_DAYS, name, key), 0o644)
         yield (
             ca,
             (
@@ -158,7 +158,7 @@ def make_keys(folder: Path, names: Sequence[str | Address], sites: Iterable[str]
     else:
         signing_key = load_ca_key(folder)
         if not server_key.exists():
-            write_file(server_key, private_pem(new_key()))
+            write_or_end(server_key, private_pem(new_key()))
         all_names = list(dict.fromkeys([*(address_of(name) or name for name in LOOPBACK), *names]))
         extensions = [
             (x509.BasicConstraints(ca=False, path_length=None), True),
@@ -179,7 +179,7 @@ def make_keys(folder: Path, names: Sequence[str | Address], sites: Iterable[str]
             load_certificate(ca).subject,
             signing_key,
         )
-        write_file(server, certificate, 0o644)
+        write_or_end(server, certificate, 0o644)
         kinds = ",".join(f"{'DNS' if isinstance(name, str) else 'IP'}:{name}" for name in all_names)
         yield (
             server,
@@ -195,9 +195,9 @@ def make_keys(folder: Path, names: Sequence[str | Address], sites: Iterable[str]
         if public.exists():  # the private key may have gone to the site
             continue
         if not private.exists():
-            write_file(private, private_openssh(new_key()))
+            write_or_end(private, private_openssh(new_key()))
         key = load_site_key(private)
-        write_file(
+        write_or_end(
             public, key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + f" {site}\n".encode(), 0o644
         )
         yield (
@@ -251,5 +251,5 @@ def renewed_certificates(folder: Path) -> Iterator[Path]:
     for name, old, days in renewals:
         path = folder / f"{name}.crt"
         extensions = [(each.value, each.critical) for each in old.extensions if not isinstance(each.value, made_anew)]
-        write_file(path, signed_certificate(old.subject, old.public_key(), extensions, days, ca.subject, key), 0o644)
+        write_or_end(path, signed_certificate(old.subject, old.public_key(), extensions, days, ca.subject, key), 0o644)
         yield path

@@ -13,11 +13,11 @@ from pathlib import Path
 import typer
 
 from kindred.engine.roster import REGISTERED
-from kindred.server_app.cli.common import warn
+from kindred.server_app.cli.common import end, warn
 from kindred.server_app.flower_app import CONNECTION
 
 from .certificates import check_public_key, check_site_name
-from .files import open_to_others, write_file
+from .files import open_to_others, write_file, write_or_end
 from .processes import environment, show_command
 
 # One process registers all sites: importing flwr takes longer than the rest. It prints a line of JSON for each site:
@@ -43,10 +43,13 @@ def public_keys_in(folder: Path) -> list[Path]:
 
 
 def check_public_keys(paths: Iterable[Path]) -> None:
-    """End the command if a file is not a public key, or its name is not allowed for a site."""
+    """End the command if a file is not a public key, its name is not allowed for a site, or two hold the same key."""
+    names: dict[bytes, str] = {}
     for path in paths:
         check_public_key(path)
         check_site_name(f"the name of {path}", path.stem)
+        if (name := names.setdefault(path.read_bytes(), path.stem)) != path.stem:
+            end(2, f"{path} holds the key of {name}, allowed: one name for each key")
 
 
 class Registration:
@@ -66,40 +69,49 @@ class Registration:
 
     def __init__(self, folder: Path, settings: Mapping[str, str], state: Path, mark: str) -> None:
         self._folder, self._settings, self._state, self._mark = folder, settings, state, mark
-        self._known: set[bytes] = set()  # contents of files that are registered, or that are not keys
+        self._known: dict[bytes, str] = {}  # name by content, of files that are registered or that are not keys
         self._doubts: set[str] = set()
         self._names: set[str] = set()
         self._file = Path(settings[REGISTERED])
         with contextlib.suppress(OSError, ValueError):  # names of past runs, whose files may be gone
             self._names.update(json.loads(self._file.read_bytes()))
-        self._write_names(path.stem for path in public_keys_in(folder))
+        self._names.update(path.stem for path in public_keys_in(folder))
+        write_or_end(self._file, self._content())
 
     def look(self) -> bool:
         """Register the new keys; return False if one could not be registered."""
         new: dict[Path, bytes] = {}
+        known = {*self._known}
         doubts = {doubt for doubt in [open_to_others(self._folder)] if doubt}
         for path in [] if doubts else public_keys_in(self._folder):
             if doubt := open_to_others(path):
                 doubts.add(doubt)
                 continue
             with contextlib.suppress(OSError, typer.Exit):  # the file is gone, or a line has said what is wrong with it
-                if (content := path.read_bytes()) not in self._known:
-                    self._known.add(content)
+                name = self._known.setdefault(content := path.read_bytes(), path.stem)
+                if name != path.stem:
+                    doubts.add(f"{path} holds the key of {name}, allowed: one name for each key")
+                elif content not in known:
                     check_public_keys([path])
                     new[path] = content
+        self._names.update(path.stem for path in new)
+        try:
+            if new:
+                write_file(self._file, self._content())
+        except OSError as error:
+            doubts.add(f"{self._file} cannot be written ({error.strerror})")
+            failed = list(new)
+        else:
+            failed = register_sites(list(new), self._settings, self._state, self._mark) if new else []
         for doubt in doubts - self._doubts:  # once while it lasts
             warn(f"{doubt}; until that is fixed no key in it is registered")
         self._doubts = doubts
-        if not new:
-            return True
-        self._write_names(path.stem for path in new)
-        failed = register_sites(list(new), self._settings, self._state, self._mark)
-        self._known.difference_update(new[path] for path in failed)
+        for path in failed:  # they are tried again
+            del self._known[new[path]]
         return not failed
 
-    def _write_names(self, names: Iterable[str]) -> None:
-        self._names.update(names)
-        write_file(self._file, json.dumps(sorted(self._names)).encode())
+    def _content(self) -> bytes:
+        return json.dumps(sorted(self._names)).encode()
 
 
 def register_sites(public_keys: Sequence[Path], settings: Mapping[str, str], state: Path, mark: str) -> list[Path]:

@@ -38,7 +38,7 @@ from .addresses import (
     with_port,
 )
 from .certificates import CA, SERVER, check_certificate_names, ending, load_certificates, out_of_date
-from .files import DATABASE, REGISTERED_FILE, RUNS_FOLDER, absolute_path, open_to_others, own_folder, write_file
+from .files import DATABASE, REGISTERED_FILE, RUNS_FOLDER, absolute_path, open_to_others, own_folder, write_or_end
 from .processes import FIRST_PAUSE, LONGEST_PAUSE, QUIET, processes_that_end, show_command, start_process
 from .registration import Registration, check_public_keys, public_keys_in
 
@@ -108,7 +108,9 @@ def serve(
 
     with own_folder(state), processes_that_end() as mark:
         check_port_is_free("--port", str(name), port)
-        write_file(state / "config.toml", (
+        if watch_port:
+            check_port_is_free(watch.OPTION, str(watch_host), watch_port)
+        write_or_end(state / "config.toml", (
             f"[superlink]\n{toml({'default': CONNECTION})}[superlink.{CONNECTION}]\n{toml(connection)}"
         ).encode())  # fmt: skip
         settings = {

@@ -21,6 +21,7 @@ from kindred.engine.status import (
     MEETS,
     PREPARES,
     STARTS,
+    STOPPED,
     TRAINS,
     WAITS,
 )
@@ -63,11 +64,12 @@ def live_content(
 
 def has_ended(status: Mapping[str, Any]) -> bool:
     """Return whether a run has ended, also by the end of its process; True where there is no run."""
-    if not status or status["state"] in (FINISHED, FAILED):
+    if not status or status["state"] in (FINISHED, FAILED, STOPPED):
         return True
     try:
         number, began = status["process"]
-        return bool(psutil.Process(number).create_time() != began)
+        process = psutil.Process(number)
+        return process.create_time() != began or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
 
@@ -81,6 +83,8 @@ def doing(status: Mapping[str, Any]) -> str:
         return "the run is finished"
     if state == FAILED:
         return f"the run has failed: {text}"
+    if state == STOPPED:
+        return "the run was stopped"
     if has_ended(status):
         return "the run has ended before its last round: it was stopped, or its process was killed"
     sentences = {

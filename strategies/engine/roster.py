@@ -225,7 +225,7 @@ class Roster:
         missing += [
             f"node {node} has not reported its client id"
             for node in nodes
-            if node in self._queries.values() and node not in self._identities
+            if node in self._queries.values() and node not in self._identities and node not in self._refused
         ]
         missing += [f"client {client} only validates" for client in in_order(self.validators)]
         missing += [f"client {client} is not connected" for client in sorted(known - here)]
@@ -324,7 +324,7 @@ class Roster:
         """Add to the run's status how many of these nodes have not introduced themselves."""
         if not self._status.is_kept:
             return
-        silent = len([node for node in nodes if node not in self._identities])
+        silent = len([node for node in nodes if node not in self._identities and node not in self._refused])
         if silent:  # otherwise they are asked again
             self.show(MEETS, f"{silent} of {len(nodes)} sites to introduce themselves")
 

@@ -25,7 +25,7 @@ RUNS = "KINDRED_RUNS"
 STARTS, MEETS, WAITS, PREPARES = "starts", "meets", "waits", "prepares"
 EXCHANGES, BETWEEN_ROUNDS = "exchanges", "between rounds"
 TRAINS, EVALUATES = "trains", "evaluates"  # kinds of messages
-FINISHED, FAILED = "finished", "failed"
+FINISHED, FAILED, STOPPED = "finished", "failed", "stopped"
 
 
 class Status:
@@ -89,6 +89,9 @@ class Status:
         self.update(state=STARTS, text="", began=time.time(), process=[process.pid, process.create_time()])
         try:
             yield
+        except (KeyboardInterrupt, SystemExit):  # the latter by `flwr stop`
+            self.update(state=STOPPED, text="", ended=time.time())
+            raise
         except BaseException as error:
             self.update(state=FAILED, text=first_line(str(error) or type(error).__name__), ended=time.time())
             raise
