@@ -340,7 +340,7 @@ def _whole(y: np.ndarray, name: str) -> np.ndarray:
 
 def _numbered(y: np.ndarray, names: tuple[str, ...], name: str) -> np.ndarray:
     """Return classes, given by name, as numbers (n,), int64."""
-    numbers = {each: number for number, each in enumerate(names)}
+    numbers = {printable(each): number for number, each in enumerate(names)}
     texts = _names(y, name)
     if y.ndim != 1:
         raise DataError(f"{name} has the shape {y.shape}, allowed for classes: (n,)")

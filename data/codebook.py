@@ -19,7 +19,7 @@ from kindred.objectives import OBJECTIVES, Classes, Labels, Number, Objective
 
 from .files import DataError
 from .inputs import TableInputs
-from .schema import Column, Schema, cell_number, cell_text, printable
+from .schema import A_NUMBER, Column, Schema, cell_number, cell_text, printable
 from .tables import Misfit, Table
 from .targets import Target
 from .task import Task
@@ -57,7 +57,7 @@ class Entry:
             raise self._misfit("type", "number or category")
         mean, deviation = (cell_number(self.cells.get(key, "")) for key in ("mean", "deviation"))
         if mean is None:
-            raise self._misfit("mean", "a number")
+            raise self._misfit("mean", A_NUMBER)
         if deviation is None or deviation <= 0:
             raise self._misfit("deviation", "a number above 0")
         return Column(name, (), missing in YES, mean, deviation)

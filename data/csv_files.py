@@ -69,8 +69,8 @@ def read_csv(
 
 def _check_schema(known: Schema, objective: Objective, target: str, client: str, time: str, task: str) -> None:
     """Check that settings beside a schema fit it; DataError where one does not."""
-    if target and target != known.target:
-        raise DataError(f"target is {target!r}, allowed with this schema: {known.target!r}")
+    if target and "".join(target.split()) != "".join(known.target.split()):
+        raise DataError(f"target is {target!r}, allowed with this schema: {known.target or 'none'}")
     if task not in ("auto", objective.name):
         raise DataError(f"task is {task!r}, allowed with this schema: 'auto' or {objective.name!r}")
     for key, name in (("client", client), ("time", time)):

@@ -10,7 +10,7 @@ from pathlib import Path
 from kindred.objectives import OBJECTIVES, Classes, Labels, Number, Objective
 
 from .files import DataError
-from .schema import Column, Schema, cell_number, cell_text
+from .schema import A_NUMBER, Column, Schema, cell_number, cell_text, is_too_large
 from .tables import Misfit, Table
 from .targets import Target
 
@@ -70,7 +70,10 @@ class Cells:
         elif not (text := cell_text(cell)):
             self.missing += 1
         else:
-            self.no_number = self.no_number or Misfit(path, row, self.name, cell, "a number")
+            misfit = Misfit(path, row, self.name, cell, A_NUMBER)
+            if is_too_large(cell):
+                raise DataError(str(misfit))
+            self.no_number = self.no_number or misfit
             self.dates += bool(_DATE.fullmatch(text))
         if len(self.texts) <= MOST_CATEGORIES and (text := cell_text(cell)):
             self.texts.add(text)

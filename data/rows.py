@@ -13,7 +13,7 @@ import numpy as np
 from kindred.objectives import Objective
 
 from .files import DataError
-from .schema import Schema, cell_number, cell_text
+from .schema import A_NUMBER, Schema, cell_number, cell_text
 from .tables import Misfit, Table
 from .targets import Target
 
@@ -88,7 +88,7 @@ def read_samples(table: Table, schema: Schema, objective: Objective, most_misfit
     if schema.client:
         readers.append((table.place(schema.client, "the client"), partial(_client, names), "the name of a client"))
     if schema.time:
-        readers.append((table.place(schema.time, "the time"), _time, "a number"))
+        readers.append((table.place(schema.time, "the time"), _time, A_NUMBER))
     values, misfits = _values(table, readers, most_misfits)
     there = ~np.isnan(values[:, slice(*ends)]).any(axis=1)
     x, y, others = np.split(values[there], ends, axis=1)

@@ -30,7 +30,9 @@ else:
     pipeline, preprocessing = lazy("sklearn.pipeline"), lazy("sklearn.preprocessing")
 
 MOST_NUMBER = 1e30
-"""Largest number in a table: sums of squares, and features in float32, remain finite."""
+"""Largest number in a table: sums of squares remain finite."""
+
+A_NUMBER = f"a number from -{MOST_NUMBER:g} to {MOST_NUMBER:g}"
 
 MISSING = frozenset(("", "NA", "N/A", "NaN", "nan", "?", "null", "NULL"))
 """Cells without a value."""
@@ -65,6 +67,14 @@ def cell_number(cell: str) -> float | None:
     except ValueError:
         return None
     return value if abs(value) <= MOST_NUMBER and "_" not in cell else None
+
+
+def is_too_large(cell: str) -> bool:
+    """Return whether a cell holds a finite number beyond `MOST_NUMBER`."""
+    try:
+        return MOST_NUMBER < abs(float(cell)) < math.inf
+    except ValueError:
+        return False
 
 
 @dataclass(frozen=True)
@@ -107,7 +117,7 @@ class Column:
     @property
     def allowed(self) -> str:
         """The cells that the column may have, as a phrase."""
-        return f"one of {', '.join(self.categories)}" if self.categories else "a number"
+        return f"one of {', '.join(self.categories)}" if self.categories else A_NUMBER
 
     @cached_property
     def _codes(self) -> dict[str, float]:
@@ -217,7 +227,12 @@ class Schema:
         with np.errstate(over="ignore"):  # such features are refused next
             features = np.ascontiguousarray(self.transformer.transform(x.astype(np.float64, copy=False)), np.float32)
         if len(wrong := np.argwhere(~np.isfinite(features))):
-            raise DataError(f"row {wrong[0, 0]} has a number that is too many deviations from its column's mean")
+            row, feature = wrong[0]
+            place = self._places(lambda column: not column.categories)[feature]  # the features of numbers come first
+            raise DataError(
+                f"column {self.columns[place].name!r} has {x[row, place]:g}, too many deviations "
+                f"({self.columns[place].deviation:g}) from its mean"
+            )
         return features
 
     @cached_property

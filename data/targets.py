@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kindred.objectives import Labels, Objective
 
 from .files import DataError
-from .schema import cell_number, cell_text
+from .schema import A_NUMBER, cell_number, cell_text
 
 if TYPE_CHECKING:
     from .tables import Table
@@ -82,7 +82,7 @@ class Target:
             return "a text"
         if objective.has_classes and not self.comparison:
             return f"one of {', '.join(objective.names)}"
-        return "0 or 1, FALSE or TRUE" if self.of_labels(objective) else "a number"
+        return "0 or 1, FALSE or TRUE" if self.of_labels(objective) else A_NUMBER
 
     def of_labels(self, objective: Objective) -> bool:
         """Return whether each column is a label, true or not."""

@@ -18,6 +18,8 @@ from .dataset import Dataset
 from .files import FOLDER_BYTES, DataError, existing_path, one_line
 from .inputs import TokenInputs
 
+TEXTS = "[!.]*.[tT][xX][tT]"  # names of files
+
 LENGTH = 80
 """Characters that a model sees."""
 
@@ -53,7 +55,7 @@ def read_texts(data_dir: str, test_share: float = 0.3) -> Dataset:
         There are no such files, one cannot be read, or the texts are too short for any sample.
     """
     folder = existing_path(data_dir, NEEDS)
-    paths = sorted(folder.glob("[!.]*.[tT][xX][tT]")) if folder.is_dir() else []
+    paths = sorted(folder.glob(TEXTS)) if folder.is_dir() else []
     if not paths:
         raise DataError(f"data-dir {folder} has no .txt files: {NEEDS}")
     if (size := sum(path.stat().st_size for path in paths)) > FOLDER_BYTES:

@@ -186,7 +186,7 @@ def compare(
 
 def _data(data: Any) -> dict[str, Any]:
     """Return the settings that select the data."""
-    if data is None or isinstance(data, str) and (data in DATASETS or not data.endswith(".npz")):
+    if data is None or isinstance(data, str) and (data in DATASETS or not data.lower().endswith(".npz")):
         return {"dataset": data}
     if isinstance(data, str | os.PathLike):
         return {"dataset": "npz", "data_dir": data}

@@ -408,6 +408,7 @@ def test_an_evaluation_may_have_no_test_samples_and_an_array_of_another_kind() -
     result = strategy.start(InlineGrid(app, CLIENTS), initial(), 1)
     assert not any("evaluate-status" in row for row in strategy.history.rows)
     assert list(strategy.history.last_values()) == [1001 + i for i in range(1, CLIENTS)]
+    assert not any("personal-accuracy" in row for row in strategy.history.rows if row["client"] == 1001)
     assert np.isfinite(result.evaluate_metrics_clientapp[1]["eval_loss"])
 
 

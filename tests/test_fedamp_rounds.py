@@ -143,7 +143,9 @@ def test_the_history_has_the_automatic_sigma_of_each_round_with_weights() -> Non
 def own_starts(seed: int) -> tuple[ArrayRecord, np.ndarray]:
     """A model of different numbers, and the weights (m, 4) from which clients start if each has its own order."""
     numbers = read_record(initial()) | {"layer.weight": np.array([[1, -2], [3, 0.5]], np.float32)}
-    drawn = [drawn_anew(numbers, seed_for(seed, "start", 1001 + i))["layer.weight"].ravel() for i in range(CLIENTS)]
+    drawn = [
+        drawn_anew(numbers, seed_for(seed, "start", 1001 + i), numbers)["layer.weight"].ravel() for i in range(CLIENTS)
+    ]
     return to_record(numbers), np.stack(drawn)
 
 

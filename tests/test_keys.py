@@ -313,12 +313,15 @@ def test_runs_know_the_names_of_keys_before_registration(registration, keys) -> 
     assert json.loads(registration.file.read_text()) == ["bergen", "lyon", "oslo"]  # while the database has it
 
 
-def test_keys_that_others_can_add_or_change_are_not_registered(registration, keys, capsys, monkeypatch) -> None:
+def test_keys_that_others_can_add_or_change_are_not_registered(
+    registration, keys, tmp_path, capsys, monkeypatch
+) -> None:
+    kindred("keys", tmp_path / "others", "--server", "localhost", "--sites", "mallory")
+    capsys.readouterr()
     registration.look()
     registration.registered.clear()
     keys.chmod(0o777)
-    shutil.copy(keys / "lyon.pub", keys / "mallory.pub")
-    (keys / "mallory.pub").write_text((keys / "lyon.pub").read_text() + "again\n")
+    shutil.copy(tmp_path / "others" / "mallory.pub", keys)
     (keys / "mallory.pub").chmod(0o666)
     assert [registration.look(), registration.look()] == [True, True]
     assert re.fullmatch(
@@ -353,7 +356,7 @@ def test_a_key_is_registered_once_the_disk_has_room(registration, keys, capsys, 
     said = capsys.readouterr().err
     assert said == (
         f"kindred: {registration.file} cannot be written (No space left on device); "
-        "until that is fixed no key in it is registered\n"
+        "until it is no new key is registered\n"
     )
     assert registration.look()
     assert registration.registered == [("lyon", ["lyon"]), ("oslo", ["lyon", "oslo"])]
@@ -361,7 +364,7 @@ def test_a_key_is_registered_once_the_disk_has_room(registration, keys, capsys, 
 
 def test_a_second_name_of_a_key_is_not_registered(registration, keys, capsys) -> None:
     registration.look()
-    shutil.copy(keys / "lyon.pub", keys / "abba.pub")
+    (keys / "abba.pub").write_bytes((keys / "lyon.pub").read_bytes().strip() + b" a comment\n")
     assert [registration.look(), registration.look()] == [True, True]
     assert capsys.readouterr().err.count(f"{keys}/abba.pub holds the key of lyon, allowed: one name for each key") == 1
     assert json.loads(registration.file.read_text()) == ["lyon"]

@@ -137,6 +137,14 @@ def test_fedrep_refuses_a_parameter_in_body_and_head() -> None:
         run(FedRep(), Tied)
 
 
+def test_a_network_without_a_parameter_to_train_is_named() -> None:
+    def frozen() -> torch.nn.Module:
+        return FrozenBody().requires_grad_(False)
+
+    with pytest.raises(Exception, match="the network has no parameter to train: all are frozen"):
+        run(make("fedavg"), frozen)
+
+
 def test_a_network_of_complex_numbers_is_refused() -> None:
     complex_numbers = ArrayRecord({"w": to_record({"w": np.zeros(2, np.complex64)})["w"]})
     with pytest.raises(ValueError, match="array 'w' of the model is of type complex64, allowed: real numbers"):

@@ -13,11 +13,11 @@ from .display import displayed
 
 if TYPE_CHECKING:  # imported on first use, so that `kindred --help` is quick
     from kindred import data
-    from kindred.data import codebook as codebooks, csv_files, sites
+    from kindred.data import codebook as codebooks, csv_files, sites, text as texts
     from kindred.server_app import config, run_files, schema_text
 else:
     data, csv_files = lazy("kindred.data"), lazy("kindred.data.csv_files")
-    sites = lazy("kindred.data.sites")
+    sites, texts = lazy("kindred.data.sites"), lazy("kindred.data.text")
     codebooks, config = lazy("kindred.data.codebook"), lazy("kindred.server_app.config")
     run_files, schema_text = lazy("kindred.server_app.run_files"), lazy("kindred.server_app.schema_text")
 
@@ -49,7 +49,7 @@ def schema(
         with displayed("reading the data", sys.stderr):
             if codebook is not None:
                 made = codebooks.read_codebook(codebook, target, client, time, task)
-            elif data_dir is not None and (data_dir.suffix == ".npz" or any(data_dir.glob("*.txt"))):
+            elif data_dir is not None and (data_dir.suffix.lower() == ".npz" or any(data_dir.glob(texts.TEXTS))):
                 made = sites.task_of_sample(data_dir, task)
             else:
                 made, remarks = csv_files.schema_of_sample(str(data_dir), target, client, time, task)

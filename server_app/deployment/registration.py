@@ -42,13 +42,18 @@ def public_keys_in(folder: Path) -> list[Path]:
     return [path for path in sorted(folder.glob("*.pub")) if not path.name.startswith(".")]  # not a partial one
 
 
+def key_in(path: Path) -> bytes:
+    """Return the content of a file of a public key without its last part, a comment."""
+    return b" ".join(path.read_bytes().split()[:2])
+
+
 def check_public_keys(paths: Iterable[Path]) -> None:
     """End the command if a file is not a public key, its name is not allowed for a site, or two hold the same key."""
     names: dict[bytes, str] = {}
     for path in paths:
         check_public_key(path)
         check_site_name(f"the name of {path}", path.stem)
-        if (name := names.setdefault(path.read_bytes(), path.stem)) != path.stem:
+        if (name := names.setdefault(key_in(path), path.stem)) != path.stem:
             end(2, f"{path} holds the key of {name}, allowed: one name for each key")
 
 
@@ -69,7 +74,7 @@ class Registration:
 
     def __init__(self, folder: Path, settings: Mapping[str, str], state: Path, mark: str) -> None:
         self._folder, self._settings, self._state, self._mark = folder, settings, state, mark
-        self._known: dict[bytes, str] = {}  # name by content, of files that are registered or that are not keys
+        self._known: dict[bytes, str] = {}  # name by key, of files that are registered or that are not keys
         self._doubts: set[str] = set()
         self._names: set[str] = set()
         self._file = Path(settings[REGISTERED])
@@ -82,29 +87,30 @@ class Registration:
         """Register the new keys; return False if one could not be registered."""
         new: dict[Path, bytes] = {}
         known = {*self._known}
-        doubts = {doubt for doubt in [open_to_others(self._folder)] if doubt}
+        until = "until that is fixed no key in it is registered"
+        doubts = {f"{doubt}; {until}" for doubt in [open_to_others(self._folder)] if doubt}
         for path in [] if doubts else public_keys_in(self._folder):
             if doubt := open_to_others(path):
-                doubts.add(doubt)
+                doubts.add(f"{doubt}; {until}")
                 continue
             with contextlib.suppress(OSError, typer.Exit):  # the file is gone, or a line has said what is wrong with it
-                name = self._known.setdefault(content := path.read_bytes(), path.stem)
+                name = self._known.setdefault(key := key_in(path), path.stem)
                 if name != path.stem:
                     doubts.add(f"{path} holds the key of {name}, allowed: one name for each key")
-                elif content not in known:
+                elif key not in known:
                     check_public_keys([path])
-                    new[path] = content
+                    new[path] = key
         self._names.update(path.stem for path in new)
         try:
             if new:
                 write_file(self._file, self._content())
         except OSError as error:
-            doubts.add(f"{self._file} cannot be written ({error.strerror})")
+            doubts.add(f"{self._file} cannot be written ({error.strerror}); until it is no new key is registered")
             failed = list(new)
         else:
             failed = register_sites(list(new), self._settings, self._state, self._mark) if new else []
         for doubt in doubts - self._doubts:  # once while it lasts
-            warn(f"{doubt}; until that is fixed no key in it is registered")
+            warn(doubt)
         self._doubts = doubts
         for path in failed:  # they are tried again
             del self._known[new[path]]

@@ -28,7 +28,7 @@ from kindred.server_app.report.watch import PageServer, Request, RunPage
 
 from .addresses import Address, is_loopback, parse_server, with_port
 from .certificates import check_certificate_names
-from .files import DATABASE, REGISTERED_FILE, RUNS_FOLDER, write_file
+from .files import DATABASE, REGISTERED_FILE, RUNS_FOLDER, write_or_end
 
 OPTION = "--watch-address"
 COOKIE, BEARER = "kindred-token", {"WWW-Authenticate": "Bearer"}
@@ -198,7 +198,7 @@ def serve_runs(state: Path, host: str | Address, port: int, keys: Path | None) -
         return server
     path, new = state / TOKEN_FILE, not (state / TOKEN_FILE).exists()
     if new:
-        write_file(path, secrets.token_urlsafe(32).encode())
+        write_or_end(path, secrets.token_urlsafe(32).encode())
     server.token = path.read_text().strip()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(keys / "server.crt", keys / "server.key")

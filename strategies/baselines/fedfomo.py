@@ -26,7 +26,7 @@ Where the paper is silent or we depart from it:
   of their sum, which may be close to 0. Ties, such as models not received yet, are broken at random. The authors' code
   also reduces epsilon over time.
 - Validation data are a share of the training data, drawn once for each client, on which it does not train. Where a site
-  has its own validation data, these are used and it trains on all training data. A single sample is used for both.
+  has its own validation data, these are used and it trains on all training data. One sample or two are used for both.
 - A client whose reply was lost uses as b the model from which it then trained, whatever model the server has for it.
 - Any model that the server has received can be drawn, in its last version. All clients start from the initial model.
 - Distances are of parameters. Floating-point buffers are combined like parameters; integer buffers are the client's

@@ -29,6 +29,7 @@ Where we depart from the paper or it is silent:
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Unpack
@@ -36,7 +37,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
 
 from kindred.client.state import MODEL
-from kindred.client.training import get_arrays
+from kindred.client.training import get_arrays, trained_weights
 from kindred.client.visit import Visit
 from kindred.engine.admission import Reply
 from kindred.engine.arguments import AveragedShared
@@ -89,9 +90,10 @@ class FedRepClient:
         body = [name for name, _ in model.named_parameters() if name not in head]
         metrics = visit.evaluation(RECEIVED, model)
         with training_only(model, head):
-            visit.train(model, epochs=int(visit.config[HEAD_EPOCHS.key]), purpose=HEAD)
+            if trained_weights(model):  # neither frozen nor without parameters
+                visit.train(model, epochs=int(visit.config[HEAD_EPOCHS.key]), purpose=HEAD)
         with training_only(model, body):
-            metrics[TRAIN_LOSS] = visit.train(model)
+            metrics[TRAIN_LOSS] = visit.train(model) if trained_weights(model) else math.nan
         metrics |= visit.evaluation(OWN, model) | visit.counts()
         arrays = {name: array for name, array in get_arrays(model).items() if name not in head}
         return RecordDict({ARRAYS: to_record(arrays), METRICS: MetricRecord({**metrics})})

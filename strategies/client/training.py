@@ -155,12 +155,12 @@ def train(
     float
         The mean of F_i over all samples of all batches, each with the weights at its step. It uses smoothed labels if
         `label_smoothing` is set, and excludes the proximal term, the weight decay and `term`. NaN if there was no
-        step: no epochs, no samples or no trainable parameters.
+        step: no epochs or no samples.
 
     Raises
     ------
     ValueError
-        An argument out of range.
+        An argument out of range, or all parameters are frozen.
     """
     check("epochs", epochs, epochs >= 0, "0 or more")
     check("steps", steps, steps == 0 or (steps > 0 and epochs == 0), "0 or more, with epochs 0")
@@ -172,8 +172,10 @@ def train(
     LABEL_SMOOTHING.check(label_smoothing)
     PRECISION.check(precision)
     check("proximal_mu", proximal_mu, 0 <= proximal_mu < math.inf, "0 or more")
-    if epochs + steps == 0 or len(y) == 0 or not trained_weights(model):
+    if epochs + steps == 0 or len(y) == 0:
         return math.nan
+    if not trained_weights(model):
+        raise ValueError("the network has no parameter to train: all are frozen")
 
     proximal_mu = min(proximal_mu, 1 / learning_rate)
     x = channels_last(model, x)

@@ -99,12 +99,13 @@ def admit(content: RecordDict, weighted_by_key: str, mismatch: Mismatch | None =
         most one ConfigRecord.
     weighted_by_key : str
         The metric that counts the client's samples: a whole number from `least` to `MAX_EXAMPLES`, also as a float
-        (10.0). If it is neither NUM_EXAMPLES nor NUM_TEST_EXAMPLES it is a weight, any number above 0 up to that.
+        (10.0). If it is none of COUNTS it is a weight: any number above 0 up to that, or 0 if that is the least.
     mismatch : callable, optional
         Given the arrays by name, says how their names, shapes and types differ from those expected; None if they do
         not. In addition, floats must be finite and at most `LARGEST`. Omitted if no arrays are expected: those that
         come are ignored.
     least : int
+        0 or 1.
 
     Raises
     ------
@@ -121,7 +122,7 @@ def admit(content: RecordDict, weighted_by_key: str, mismatch: Mismatch | None =
     if weighted_by_key in COUNTS:
         if not is_count(examples, least):
             raise Refused(f"{weighted_by_key} is {reprlib.repr(examples)}, allowed: {least} to {MAX_EXAMPLES}")
-    elif not isinstance(examples, int | float) or not 0 < examples <= MAX_EXAMPLES:
+    elif not isinstance(examples, int | float) or not (0 < examples <= MAX_EXAMPLES or examples == least):
         allowed = f"more than 0, at most {MAX_EXAMPLES}"
         raise Refused(f"{weighted_by_key} is {reprlib.repr(examples)}, allowed: {allowed}")
     _check_metrics(metrics)

@@ -18,6 +18,7 @@ from flwr.supercore import log
 
 from kindred.messages import (
     LOSS,
+    NUM_TEST_EXAMPLES,
     PERSONAL,
     PROBE,
     ClientId,
@@ -345,7 +346,7 @@ class Exchange:
         row = {**numbers, **sent.fields, **dict(zip(ENGINE_COLUMNS, own, strict=True))}
         # A separate evaluation is that of the personal model, under the names that ordinary evaluate functions use.
         evaluated = status == "ok" and bool(numbers) and not sent.trains and not sent.side
-        for name, metric in METRICS.items():
+        for name, metric in METRICS.items() if numbers.get(NUM_TEST_EXAMPLES) != 0 else ():
             for key in ordinary_names(name) if evaluated else (f"{self._personal}-{name}",):
                 if key in row:
                     if name == LOSS or metric.holds(row[key]):

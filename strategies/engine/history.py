@@ -223,8 +223,8 @@ class History:
         }
         metric, columns = METRICS[self.metric], HeadlineColumns.of(self.metric)
         for row in rows:
-            size = row.get(NUM_TEST_EXAMPLES)
-            if size != 0 and metric.holds(value := row.get(f"{PERSONAL}-{self.metric}")):
+            if metric.holds(value := row.get(f"{PERSONAL}-{self.metric}")):
+                size = row.get(NUM_TEST_EXAMPLES)
                 if not isinstance(size, int | float) or not 0 < size <= MAX_EXAMPLES:
                     size = 1
                 self._headline[row["client"]] = (value, size)

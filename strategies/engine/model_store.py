@@ -156,7 +156,7 @@ def last_layers(names: Iterable[str], count: int) -> list[str]:
 def drawn_anew(arrays: Mapping[str, np.ndarray], seed: int, parameters: Collection[str]) -> dict[str, np.ndarray]:
     """Return a model with each parameter's numbers in a random order, as another random initialisation would give.
 
-    The other arrays, buffers, stay.
+    Other arrays stay. Random draws are made for them too, so that each parameter's order depends on its place alone.
     """
     rng = np.random.default_rng(seed)
     orders = {name: rng.permutation(array.size) for name, array in arrays.items()}
