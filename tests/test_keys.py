@@ -378,6 +378,10 @@ def test_a_full_disk_ends_a_command_with_one_line(keys, tmp_path, monkeypatch) -
     )
     said = kindred("server", "--keys", keys, "--port", free_port(), "--state", tmp_path / "state", code=2)
     assert said == f"kindred: {tmp_path}/state/config.toml cannot be written (No space left on device)\n"
+    monkeypatch.undo()
+    monkeypatch.setattr("kindred.server_app.deployment.server.write_flower_app", full_disk)
+    said = kindred("server", "--keys", keys, "--port", free_port(), "--state", tmp_path / "state", code=2)
+    assert said == f"kindred: {tmp_path}/state/app cannot be written (No space left on device)\n"
 
 
 def run_server(monkeypatch, days: float, *arguments: object) -> tuple[dict[str, str], list[str]]:

@@ -81,6 +81,10 @@ IN_ANY_TIME = settings(suppress_health_check=[HealthCheck.too_slow], deadline=No
         ("site lyon --server localhost:1 --data-dir digits.npz --threads 0", ["--threads", "0", str(cpus())]),
         ("site lyon --server localhost:1 --data-dir digits.npz --port 0", ["--port", "0", "1 to 65535"]),
         ("site lyon --server localhost:1 --data-dir digits.npz --state-dir digits.npz", ["digits.npz", "folder"]),
+        (
+            "site lyon --server localhost:1 --data-dir digits.npz --state-dir digits.npz --check",
+            ["--state-dir", "folder"],
+        ),
     ],
 )
 def test_bad_input_gets_one_line_and_code_2_and_starts_nothing(

@@ -113,6 +113,10 @@ def serve(
         write_or_end(state / "config.toml", (
             f"[superlink]\n{toml({'default': CONNECTION})}[superlink.{CONNECTION}]\n{toml(connection)}"
         ).encode())  # fmt: skip
+        try:
+            flower_app = write_flower_app(state / "app")
+        except OSError as error:
+            end(2, f"{state / 'app'} cannot be written ({error.strerror})")
         settings = {
             "FLWR_HOME": str(state), "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1", **QUIET,
             # Closes ways around the guard: an address that a client claims, and separate ports.
@@ -131,9 +135,7 @@ def serve(
             f"the server is ready, and listens on {with_port(name, port)}; it accepts runs and registrations "
             "only from this machine. To run:"
         )
-        show_command(
-            ["flwr", "run", str(write_flower_app(state / "app")), CONNECTION, "--stream"], {"FLWR_HOME": str(state)}
-        )
+        show_command(["flwr", "run", str(flower_app), CONNECTION, "--stream"], {"FLWR_HOME": str(state)})
         with watch.serve_runs(state, watch_host, watch_port, keys).serving():
             pause, next_warning, renew = FIRST_PAUSE, 0.0, f"run `kindred keys renew {keys}`, then restart this"
             while superlink.poll() is None:

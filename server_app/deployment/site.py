@@ -7,6 +7,7 @@ no process.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -109,6 +110,8 @@ def site(
     if public_data:
         node["public-data"] = str(absolute_path(public_data, "--public-data"))
     state = absolute_path(state_dir or default_root(), "--state-dir")
+    if os.path.isfile(state):
+        end(2, f"--state-dir is {str(state)!r}, a file, allowed: a folder")
     node["state-dir"] = str(state)
     if no_share_model:
         node["share-model"] = False

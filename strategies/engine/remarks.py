@@ -38,7 +38,7 @@ def on_samples(numbers: Mapping[ClientId, float], means: Iterable[Mapping[Client
         median = statistics.median(numbers.values())
         for client in in_order(numbers):
             if numbers[client] > LARGE_NUMBER * median:
-                text = f"has {numbers[client]:.0f} samples, the median of {len(numbers)} clients is {median:.0f}"
+                text = f"has {numbers[client]:.15g} samples, the median of {len(numbers)} clients is {median:.15g}"
                 yield Remark(client, NUMBER, text)
     for mean in means:
         total = sum(mean.values())
