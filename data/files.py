@@ -199,11 +199,6 @@ def _opened_image(path: Path) -> Iterator[Image.Image]:
             warnings.simplefilter("ignore")  # about other contents of the file, and about sizes, which are checked here
             with Image.open(path, formats=FORMATS) as image:
                 _check_pixels(image)
-                if image.mode[0] in "IF":  # Pillow would cut what is above 255
-                    raise ValueError(
-                        f"its pixels are of 16 bits or more (mode {image.mode}), allowed: 8 bits a channel; scale it, "
-                        "or give an .npz file"
-                    )
                 yield image
     except Image.DecompressionBombError as error:
         raise DataError(
@@ -216,6 +211,11 @@ def _opened_image(path: Path) -> Iterator[Image.Image]:
 def _check_pixels(image: Image.Image) -> None:
     if (pixels := image.width * image.height) > MOST_PIXELS:
         raise ValueError(f"it declares {image.width}x{image.height} = {pixels:,} pixels, allowed: {MOST_PIXELS:,}")
+    if image.mode[0] in "IF":  # Pillow would cut what is above 255
+        raise ValueError(
+            f"its pixels are of 16 bits or more (mode {image.mode}), allowed: 8 bits a channel; scale it, or "
+            "give an .npz file"
+        )
     if image.format == "TIFF":  # whole tiles are unpacked, and a tile may be larger than the image
         width, height = (image.tag_v2.get(tag, 0) for tag in (322, 323))  # type: ignore[attr-defined]  # of a TIFF
         if not (isinstance(width, int) and isinstance(height, int)) or width * height > max(pixels, _TILE_PIXELS):

@@ -70,10 +70,9 @@ class Cells:
         elif not (text := cell_text(cell)):
             self.missing += 1
         else:
-            misfit = Misfit(path, row, self.name, cell, A_NUMBER)
             if is_too_large(cell):
-                raise DataError(str(misfit))
-            self.no_number = self.no_number or misfit
+                raise DataError(str(Misfit(path, row, self.name, cell, A_NUMBER)))
+            self.no_number = self.no_number or Misfit(path, row, self.name, cell, A_NUMBER)
             self.dates += bool(_DATE.fullmatch(text))
         if len(self.texts) <= MOST_CATEGORIES and (text := cell_text(cell)):
             self.texts.add(text)

@@ -62,19 +62,21 @@ def cell_text(cell: str) -> str:
 
 def cell_number(cell: str) -> float | None:
     """Return the number in a cell; None where there is none, or one beyond `MOST_NUMBER`."""
-    try:
-        value = float(cell)
-    except ValueError:
-        return None
+    value = _float(cell)
     return value if abs(value) <= MOST_NUMBER and "_" not in cell else None
 
 
+@lru_cache(maxsize=10_000)  # as for `cell_text`
 def is_too_large(cell: str) -> bool:
     """Return whether a cell holds a finite number beyond `MOST_NUMBER`."""
+    return MOST_NUMBER < abs(_float(cell)) < math.inf
+
+
+def _float(cell: str) -> float:
     try:
-        return MOST_NUMBER < abs(float(cell)) < math.inf
+        return float(cell)
     except ValueError:
-        return False
+        return math.nan
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,7 @@ def of_16_bits(path: Path) -> Path:
     return path
 
 
-def test_hidden_files_and_a_table_beside_images_are_no_matter(tmp_path) -> None:
+def test_hidden_files_and_a_table_beside_images_are_ignored(tmp_path) -> None:
     expected = read_site(folders(tmp_path))
     (tmp_path / "labels.csv").touch()
     (tmp_path / "train" / "0" / "._0.png").write_bytes(b"of another program")

@@ -79,8 +79,15 @@ def open_to_others(path: Path) -> str | None:
 
 def write_or_end(path: Path, content: bytes, mode: int = 0o600) -> None:
     """Write a file as `write_file` does; end the command if it cannot be written."""
-    try:
+    with written_or_end(path):
         write_file(path, content, mode)
+
+
+@contextmanager
+def written_or_end(path: Path) -> Iterator[None]:
+    """End the command if this file or folder cannot be written in the block."""
+    try:
+        yield
     except OSError as error:
         end(2, f"{path} cannot be written ({error.strerror})")
 

@@ -54,7 +54,12 @@ def check_public_keys(paths: Iterable[Path]) -> None:
         check_public_key(path)
         check_site_name(f"the name of {path}", path.stem)
         if (name := names.setdefault(key_in(path), path.stem)) != path.stem:
-            end(2, f"{path} holds the key of {name}, allowed: one name for each key")
+            end(2, second_name(path, name))
+
+
+def second_name(path: Path, name: str) -> str:
+    """Return the line for a file with the key that another site's file, of this name, holds too."""
+    return f"{path} holds the key of {name}, allowed: one name for each key"
 
 
 class Registration:
@@ -86,7 +91,6 @@ class Registration:
     def look(self) -> bool:
         """Register the new keys; return False if one could not be registered."""
         new: dict[Path, bytes] = {}
-        known = {*self._known}
         until = "until that is fixed no key in it is registered"
         doubts = {f"{doubt}; {until}" for doubt in [open_to_others(self._folder)] if doubt}
         for path in [] if doubts else public_keys_in(self._folder):
@@ -94,21 +98,22 @@ class Registration:
                 doubts.add(f"{doubt}; {until}")
                 continue
             with contextlib.suppress(OSError, typer.Exit):  # the file is gone, or a line has said what is wrong with it
-                name = self._known.setdefault(key := key_in(path), path.stem)
-                if name != path.stem:
-                    doubts.add(f"{path} holds the key of {name}, allowed: one name for each key")
-                elif key not in known:
+                if (key := key_in(path)) not in self._known:
+                    self._known[key] = path.stem
                     check_public_keys([path])
                     new[path] = key
-        self._names.update(path.stem for path in new)
-        try:
-            if new:
+                elif self._known[key] != path.stem:
+                    doubts.add(second_name(path, self._known[key]))
+        failed: list[Path] = []
+        if new:
+            self._names.update(path.stem for path in new)
+            try:
                 write_file(self._file, self._content())
-        except OSError as error:
-            doubts.add(f"{self._file} cannot be written ({error.strerror}); until it is no new key is registered")
-            failed = list(new)
-        else:
-            failed = register_sites(list(new), self._settings, self._state, self._mark) if new else []
+            except OSError as error:
+                doubts.add(f"{self._file} cannot be written ({error.strerror}); until it is no new key is registered")
+                failed = list(new)
+            else:
+                failed = register_sites(list(new), self._settings, self._state, self._mark)
         for doubt in doubts - self._doubts:  # once while it lasts
             warn(doubt)
         self._doubts = doubts

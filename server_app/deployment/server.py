@@ -38,7 +38,16 @@ from .addresses import (
     with_port,
 )
 from .certificates import CA, SERVER, check_certificate_names, ending, load_certificates, out_of_date
-from .files import DATABASE, REGISTERED_FILE, RUNS_FOLDER, absolute_path, open_to_others, own_folder, write_or_end
+from .files import (
+    DATABASE,
+    REGISTERED_FILE,
+    RUNS_FOLDER,
+    absolute_path,
+    open_to_others,
+    own_folder,
+    write_or_end,
+    written_or_end,
+)
 from .processes import FIRST_PAUSE, LONGEST_PAUSE, QUIET, processes_that_end, show_command, start_process
 from .registration import Registration, check_public_keys, public_keys_in
 
@@ -113,10 +122,8 @@ def serve(
         write_or_end(state / "config.toml", (
             f"[superlink]\n{toml({'default': CONNECTION})}[superlink.{CONNECTION}]\n{toml(connection)}"
         ).encode())  # fmt: skip
-        try:
+        with written_or_end(state / "app"):
             flower_app = write_flower_app(state / "app")
-        except OSError as error:
-            end(2, f"{state / 'app'} cannot be written ({error.strerror})")
         settings = {
             "FLWR_HOME": str(state), "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1", **QUIET,
             # Closes ways around the guard: an address that a client claims, and separate ports.

@@ -346,7 +346,8 @@ class Exchange:
         row = {**numbers, **sent.fields, **dict(zip(ENGINE_COLUMNS, own, strict=True))}
         # A separate evaluation is that of the personal model, under the names that ordinary evaluate functions use.
         evaluated = status == "ok" and bool(numbers) and not sent.trains and not sent.side
-        for name, metric in METRICS.items() if numbers.get(NUM_TEST_EXAMPLES) != 0 else ():
+        results = METRICS if numbers.get(NUM_TEST_EXAMPLES) != 0 else {}  # without test samples there is none
+        for name, metric in results.items():
             for key in ordinary_names(name) if evaluated else (f"{self._personal}-{name}",):
                 if key in row:
                     if name == LOSS or metric.holds(row[key]):

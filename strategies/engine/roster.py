@@ -224,8 +224,8 @@ class Roster:
         missing += [f"node {node}: {self._refused[node]}" for node in nodes if node in self._refused]
         missing += [
             f"node {node} has not reported its client id"
-            for node in nodes
-            if node in self._queries.values() and node not in self._identities and node not in self._refused
+            for node in self._silent(nodes)
+            if node in self._queries.values()
         ]
         missing += [f"client {client} only validates" for client in in_order(self.validators)]
         missing += [f"client {client} is not connected" for client in sorted(known - here)]
@@ -320,11 +320,15 @@ class Roster:
             elif reply.error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION:
                 self._identities.setdefault(node, node)
 
+    def _silent(self, nodes: Collection[int]) -> list[int]:
+        """Return those of these nodes that have reported no client id, not even one that was refused."""
+        return [node for node in nodes if node not in self._identities and node not in self._refused]
+
     def _show_silent(self, nodes: Collection[int]) -> None:
         """Add to the run's status how many of these nodes have not introduced themselves."""
         if not self._status.is_kept:
             return
-        silent = len([node for node in nodes if node not in self._identities and node not in self._refused])
+        silent = len(self._silent(nodes))
         if silent:  # otherwise they are asked again
             self.show(MEETS, f"{silent} of {len(nodes)} sites to introduce themselves")
 
