@@ -79,9 +79,9 @@ class Display:
         elif found := arrivals.LINE.fullmatch(line):
             done, total = int(found["done"]), int(found["total"])
             about = f"{done}/{total} clients{self._left(found['what'], done / max(total, 1))}"
-            self._bar.update(
-                self._task, description=f"{self._run}{found['what']}", completed=done, total=total, about=about
-            )
+            doing = f"{self._run}{found['what']}"
+            is_new = doing != self._bar.tasks[0].description  # shown at once, however soon it is over
+            self._bar.update(self._task, description=doing, completed=done, total=total, about=about, refresh=is_new)
         else:
             if found := RUN.match(line):
                 self._run, self._began = f"{found['head']}  ", None

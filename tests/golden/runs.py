@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message
 from safetensors.numpy import load_file
+from threadpoolctl import threadpool_info
 
 from kindred import REGISTRY, Checkpoints, InlineGrid, PersonalizedStrategy
 from kindred.client_app.app import app as client_app
@@ -207,7 +208,10 @@ def digest(parts: Iterable[Any]) -> str:
 
 
 def machine() -> dict[str, str]:
-    """Return what the bits depend on apart from the code: the kind of processor, and the version of torch."""
+    """Return what the bits depend on apart from the code: the kind of processor, and the libraries for it.
+
+    Processors of one name and with the same instructions can differ in the kind for which NumPy's BLAS takes them.
+    """
     try:
         name = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:
@@ -215,6 +219,7 @@ def machine() -> dict[str, str]:
     return {
         "processor": name[1] if name else platform.processor() or platform.machine(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
+        "blas": "/".join(sorted({each["architecture"] for each in threadpool_info() if each["user_api"] == "blas"})),
         "torch": torch.__version__,
     }
 
