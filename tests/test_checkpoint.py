@@ -316,7 +316,7 @@ def test_what_a_checkpoint_needs_is_on_the_disk_before_it_and_only_the_server_wa
 
     def noting_replace(source, target) -> None:
         replace(source, target)
-        of_client = default_root() in Path(target).parents
+        of_client = default_root() in Path(target).parents and Path(target).suffix == ".safetensors"
         if of_client or Path(target).parent.name == "collaboration":
             saved[target] = version_of(target)
             assert not of_client or saved[target] not in flushed
@@ -381,6 +381,17 @@ def test_a_state_is_flushed_once(simulated_run, monkeypatch) -> None:
     ClientState(simulated_run, 3).save("model", {"w": np.ones(2)})
     flusher.flush()
     assert len(flushed) == 6
+
+
+def test_what_no_round_needs_is_removed_by_the_server(simulated_run) -> None:
+    for r in range(1, 6):
+        state = ClientState(simulated_run, 0, server_round=r, before=r, keep_from=r - 1)
+        state.load("model")
+        state.save("model", {"w": np.zeros(2)})
+    kept = {"model.safetensors", ".model.round-0004.safetensors"}
+    assert set(os.listdir(state.folder)) == {*kept, ".model.unneeded"}  # one, whenever the server removes it
+    StateFlusher(simulated_run).flush()
+    assert set(os.listdir(state.folder)) == kept
 
 
 @pytest.mark.parametrize("left", [0, 1000], ids=["empty", "cut"])

@@ -12,8 +12,9 @@ possible, the states after earlier rounds are kept too, under names with a dot, 
 repeated round starts from the state before it.
 
 At a site the folders stay, because the personal model in them is the result for the site. In a simulation the
-clients share a disk with the server. It flushes their files before each checkpoint, and removes the folders at the end:
-engine/simulated_state.py. After a power failure only files newer than the last checkpoint can be damaged there.
+clients share a disk with the server. It flushes their files before each checkpoint, removes files that no round needs
+any more, which the clients only rename, and removes the folders at the end: engine/simulated_state.py. After a power
+failure only files newer than the last checkpoint can be damaged there.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from hashlib import sha256
 from logging import WARNING
 from pathlib import Path
@@ -45,6 +47,7 @@ MIXTURE = "mixture"  # the models that it combines for its predictions
 PREDICTIONS = "predictions"  # what its selected model predicts for its test data, or its last one
 
 SIMULATED = ".simulated"  # file that marks the folder of a simulated run
+UNNEEDED = ".unneeded"  # suffix of a file of such a run that the server removes
 
 
 def default_root() -> Path:
@@ -96,6 +99,7 @@ class ClientState:
         self._keep_from = server_round if keep_from is None else keep_from
         self._attempt = attempt
         self._loaded: set[str] = set()  # names that rounds start from; for all others the last state is enough
+        self._read: dict[str, tuple[_Identity, _Version | None]] = {}  # name -> its file when it was last read
         self._found: dict[str, list[_Version]] = {}  # name -> versions after earlier rounds, newest first
         self.folder = run_folder(run_id, Path(root).expanduser() if root else default_root()) / file_name(client)
 
@@ -115,8 +119,7 @@ class ClientState:
         """
         self._loaded.add(name)
         try:
-            with reading(self._path(name)):
-                last = _version(self._path(name))
+            last = self._read_last(name)
         except ValueError:
             # Without `flush` a power failure can damage a file, but none that is older than a checkpoint.
             if not (self._is_simulated and self._path(name).stat().st_mtime_ns < self._attempt):
@@ -177,7 +180,7 @@ class ClientState:
             place, reason = self.folder.parent, error.strerror or error
             raise OSError(f"clients' state cannot be written to {place} ({reason}); make room there") from None
         for version in interrupted:
-            version.path.unlink(missing_ok=True)
+            self._discard(name, version)
         self._remove_unneeded(name, _Version(path, self._round, self._attempt), earlier)
 
     def about(self, name: str) -> dict[str, str]:
@@ -188,7 +191,7 @@ class ClientState:
                     return _texts(version.path) or {}
         return {}
 
-    @property
+    @cached_property
     def _is_simulated(self) -> bool:
         return (self.folder.parent / SIMULATED).exists()
 
@@ -204,15 +207,35 @@ class ClientState:
         oldest = next((number for number in rounds if number <= self._keep_from), 0)
         for version in earlier:
             if version.round < oldest:
-                version.path.unlink(missing_ok=True)
+                self._discard(name, version)
         self._found[name] = [version for version in earlier if version.round >= oldest]
         return [*([last] if last else []), *self._found[name]]
 
+    def _discard(self, name: str, version: _Version) -> None:
+        """Remove a version. In a simulation only its name changes, since a file system may take milliseconds."""
+        if not self._is_simulated:
+            version.path.unlink(missing_ok=True)
+            return
+        with suppress(FileNotFoundError):
+            os.replace(version.path, self.folder / f".{name}{UNNEEDED}")
+
     def _last(self, name: str) -> _Version | None:
         """Return the last version of a name, unless it is damaged."""
-        with suppress(ValueError), reading(self._path(name)):
-            return _version(self._path(name))
+        with suppress(ValueError):
+            return self._read_last(name)
         return None
+
+    def _read_last(self, name: str) -> _Version | None:
+        """Return the last version of a name; ValueError if it is damaged. It is read again if the file is another."""
+        path = self._path(name)
+        try:
+            found = identity(path.stat())
+        except FileNotFoundError:
+            return None
+        if name not in self._read or self._read[name][0] != found:
+            with reading(path):
+                self._read[name] = found, _version(path)
+        return self._read[name][1]
 
     def _earlier(self, name: str) -> list[_Version]:
         """Return the undamaged versions after earlier rounds, newest first; they are looked for once a message."""
@@ -235,6 +258,14 @@ class ClientState:
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.safetensors"
+
+
+_Identity = tuple[int, int]
+
+
+def identity(about: os.stat_result) -> _Identity:
+    """Identify a file, whatever its name. Its number alone can be that of an earlier file, which was removed."""
+    return about.st_ino, about.st_mtime_ns
 
 
 class _Version(NamedTuple):

@@ -1,15 +1,18 @@
 """The clients' saved state in a simulation, where the server has access to it, on the disk of this machine.
 
 The server marks the run's folder as simulated, and removes the folders of simulations that have ended. The clients of
-such a run do not flush what they save: the server does, before it writes a checkpoint that needs it.
+such a run do not flush what they save: the server does, before it writes a checkpoint that needs it. They rename files
+that no round needs any more, and the server removes these.
 """
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import shutil
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from logging import WARNING
 from pathlib import Path
@@ -19,7 +22,7 @@ from flwr.serverapp import Grid
 from flwr.supercore import log
 from safetensors import safe_open
 
-from kindred.client.state import SIMULATED, default_root, reading, run_folder
+from kindred.client.state import SIMULATED, UNNEEDED, default_root, identity, reading, run_folder
 from kindred.files import is_own, make_private
 from kindred.lazy import lazy
 from kindred.locks import lock
@@ -111,7 +114,7 @@ def begin_simulation(run_id: int, checkpoints: Path | None = None, *, goes_on: b
 
 
 class StateFlusher:
-    """Flushes the state that the clients of a simulated run have saved.
+    """Flushes the state that the clients of a simulated run have saved, and removes what no round needs any more.
 
     Parameters
     ----------
@@ -120,24 +123,32 @@ class StateFlusher:
 
     def __init__(self, run_id: int) -> None:
         self._folder = run_folder(run_id, default_root())
-        self._flushed: set[tuple[int, int]] = set()  # files on the disk, by `_identity`
+        self._flushed: set[tuple[int, int]] = set()  # files on the disk, by `identity`
 
     def flush(self) -> None:
         """Wait until everything that the clients have saved so far is on the disk."""
+        for path in self._files(UNNEEDED):
+            with suppress(FileNotFoundError):
+                os.unlink(path)
         # Clients may save their next state meanwhile. The one before it then has another name: list the files twice.
         for _ in range(2):
             there: set[tuple[int, int]] = set()
-            for path in self._folder.glob("client-*/*.safetensors"):
-                with suppress(FileNotFoundError), open(path, "rb+") as file:
-                    if (found := _identity(os.fstat(file.fileno()))) not in self._flushed:
-                        os.fsync(file.fileno())
-                    there.add(found)
+            for path in self._files(".safetensors"):
+                with suppress(FileNotFoundError):
+                    there.add(self._flush_file(path))
             self._flushed = there
 
+    def _files(self, suffix: str) -> Iterator[Path]:
+        names = glob.iglob(f"client-*/*{suffix}", root_dir=self._folder, include_hidden=True)
+        return (self._folder / name for name in names)
 
-def _identity(about: os.stat_result) -> tuple[int, int]:
-    """Identify a file, whatever its name. Its number alone can be that of an earlier file, which was removed."""
-    return about.st_ino, about.st_mtime_ns
+    def _flush_file(self, path: Path) -> tuple[int, int]:
+        """Wait until a file is on the disk, unless it has been flushed before; return its identity."""
+        if (found := identity(path.stat())) in self._flushed:
+            return found
+        with open(path, "rb+") as file:
+            os.fsync(file.fileno())
+            return identity(os.fstat(file.fileno()))
 
 
 def end_simulation(run_id: int) -> None:
