@@ -12,7 +12,6 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from logging import WARNING
 from pathlib import Path
@@ -127,20 +126,16 @@ class StateFlusher:
 
     def flush(self) -> None:
         """Wait until everything that the clients have saved so far is on the disk."""
-        for path in self._files(UNNEEDED):
-            with suppress(FileNotFoundError):
-                os.unlink(path)
         # Clients may save their next state meanwhile. The one before it then has another name: list the files twice.
         for _ in range(2):
             there: set[tuple[int, int]] = set()
-            for path in self._files(".safetensors"):
+            for name in glob.iglob("client-*/*", root_dir=self._folder, include_hidden=True):
                 with suppress(FileNotFoundError):
-                    there.add(self._flush_file(path))
+                    if name.endswith(UNNEEDED):
+                        os.unlink(self._folder / name)
+                    elif name.endswith(".safetensors"):
+                        there.add(self._flush_file(self._folder / name))
             self._flushed = there
-
-    def _files(self, suffix: str) -> Iterator[Path]:
-        names = glob.iglob(f"client-*/*{suffix}", root_dir=self._folder, include_hidden=True)
-        return (self._folder / name for name in names)
 
     def _flush_file(self, path: Path) -> tuple[int, int]:
         """Wait until a file is on the disk, unless it has been flushed before; return its identity."""
