@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from logging import WARNING
 from pathlib import Path
@@ -36,6 +37,7 @@ else:
     superlink_grid = lazy("flwr.superlink.grid")  # its import takes a second; in-process runs skip it
 
 
+AT_ONCE = 8  # files that are flushed or removed at the same time: file systems do several in the time of one
 STATE_KEPT = 7 * 24 * 3600.0  # s; for so long the state of an interrupted run stays whose results were moved
 
 
@@ -126,24 +128,35 @@ class StateFlusher:
 
     def flush(self) -> None:
         """Wait until everything that the clients have saved so far is on the disk."""
-        # Clients may save their next state meanwhile. The one before it then has another name: list the files twice.
-        for _ in range(2):
-            there: set[tuple[int, int]] = set()
-            for name in glob.iglob("client-*/*", root_dir=self._folder, include_hidden=True):
-                with suppress(FileNotFoundError):
-                    if name.endswith(UNNEEDED):
-                        os.unlink(self._folder / name)
-                    elif name.endswith(".safetensors"):
-                        there.add(self._flush_file(self._folder / name))
-            self._flushed = there
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            # Clients may save their next state meanwhile. The one before it then has another name: list files twice.
+            for _ in range(2):
+                there: set[tuple[int, int]] = set()
+                to_do: list[Path] = []
+                for name in glob.iglob("client-*/*", root_dir=self._folder, include_hidden=True):
+                    path = self._folder / name
+                    with suppress(FileNotFoundError):
+                        if name.endswith(UNNEEDED):
+                            to_do.append(path)
+                        elif name.endswith(".safetensors"):
+                            found = identity(path.stat())
+                            if found in self._flushed:
+                                there.add(found)
+                            else:
+                                to_do.append(path)
+                self._flushed = there.union(filter(None, pool.map(_removed_or_flushed, to_do)))
 
-    def _flush_file(self, path: Path) -> tuple[int, int]:
-        """Wait until a file is on the disk, unless it has been flushed before; return its identity."""
-        if (found := identity(path.stat())) in self._flushed:
-            return found
-        with open(path, "rb+") as file:
-            os.fsync(file.fileno())
-            return identity(os.fstat(file.fileno()))
+
+def _removed_or_flushed(path: Path) -> tuple[int, int] | None:
+    """Remove a file that no round needs, or wait until it is on the disk; return the identity of one that is."""
+    with suppress(FileNotFoundError):
+        if path.suffix == UNNEEDED:
+            path.unlink()
+        else:
+            with open(path, "rb+") as file:
+                os.fsync(file.fileno())
+                return identity(os.fstat(file.fileno()))
+    return None
 
 
 def end_simulation(run_id: int) -> None:
