@@ -18,7 +18,7 @@ from .background_commands import PATIENCE
 # What a run uses is imported first; then the modules, functions and signals that Windows has not are gone, and
 # msvcrt, of which locks need one function, notes its calls.
 WITHOUT_POSIX = """
-import os, signal, sys, types
+import os, shutil, signal, sys, types
 import flwr.app, flwr.clientapp, flwr.serverapp, matplotlib.pyplot, psutil, sklearn.metrics, torch
 import multiprocessing.resource_tracker, multiprocessing.shared_memory, typer.testing
 for name in ("fcntl", "resource", "pwd", "grp", "termios", "tty", "pty"):
@@ -26,6 +26,7 @@ for name in ("fcntl", "resource", "pwd", "grp", "termios", "tty", "pty"):
 for name in ("getuid", "geteuid", "fork", "killpg", "statvfs", "sched_getaffinity", "O_NOFOLLOW", "O_NONBLOCK"):
     delattr(os, name)
 del signal.SIGHUP
+shutil._use_fd_functions = False  # chosen at its import; it opens folders with a flag that is gone now
 locked = []
 sys.modules["msvcrt"] = types.SimpleNamespace(LK_LOCK=1, LK_NBLCK=2, locking=lambda *call: locked.append(call))
 
