@@ -99,7 +99,7 @@ class ClientState:
         self._keep_from = server_round if keep_from is None else keep_from
         self._attempt = attempt
         self._loaded: set[str] = set()  # names that rounds start from; for all others the last state is enough
-        self._read: dict[str, tuple[_Identity, _Version | None]] = {}  # name -> its file when it was last read
+        self._read: dict[str, tuple[Identity, _Version | None]] = {}  # name -> its file when it was last read
         self._found: dict[str, list[_Version]] = {}  # name -> versions after earlier rounds, newest first
         self.folder = run_folder(run_id, Path(root).expanduser() if root else default_root()) / file_name(client)
 
@@ -260,10 +260,10 @@ class ClientState:
         return self.folder / f"{name}.safetensors"
 
 
-_Identity = tuple[int, int]
+Identity = tuple[int, int]
 
 
-def identity(about: os.stat_result) -> _Identity:
+def identity(about: os.stat_result) -> Identity:
     """Identify a file, whatever its name. Its number alone can be that of an earlier file, which was removed."""
     return about.st_ino, about.st_mtime_ns
 

@@ -22,7 +22,7 @@ from flwr.serverapp import Grid
 from flwr.supercore import log
 from safetensors import safe_open
 
-from kindred.client.state import SIMULATED, UNNEEDED, default_root, identity, reading, run_folder
+from kindred.client.state import SIMULATED, UNNEEDED, Identity, default_root, identity, reading, run_folder
 from kindred.files import is_own, make_private
 from kindred.lazy import lazy
 from kindred.locks import lock
@@ -124,30 +124,32 @@ class StateFlusher:
 
     def __init__(self, run_id: int) -> None:
         self._folder = run_folder(run_id, default_root())
-        self._flushed: set[tuple[int, int]] = set()  # files on the disk, by `identity`
+        self._flushed: set[Identity] = set()  # files on the disk
 
     def flush(self) -> None:
         """Wait until everything that the clients have saved so far is on the disk."""
         with ThreadPoolExecutor(AT_ONCE) as pool:
             # Clients may save their next state meanwhile. The one before it then has another name: list files twice.
             for _ in range(2):
-                there: set[tuple[int, int]] = set()
-                to_do: list[Path] = []
-                for name in glob.iglob("client-*/*", root_dir=self._folder, include_hidden=True):
-                    path = self._folder / name
-                    with suppress(FileNotFoundError):
-                        if name.endswith(UNNEEDED):
-                            to_do.append(path)
-                        elif name.endswith(".safetensors"):
-                            found = identity(path.stat())
-                            if found in self._flushed:
-                                there.add(found)
-                            else:
-                                to_do.append(path)
-                self._flushed = there.union(filter(None, pool.map(_removed_or_flushed, to_do)))
+                files = self._files()
+                to_do = [path for path, file in files.items() if file not in self._flushed]
+                done = pool.map(_remove_or_flush, to_do)
+                self._flushed = self._flushed.intersection(files.values()).union(filter(None, done))
+
+    def _files(self) -> dict[Path, Identity | None]:
+        """Return the files that clients have saved, and with None those that no round needs any more."""
+        files: dict[Path, Identity | None] = {}
+        for name in glob.iglob("client-*/*", root_dir=self._folder, include_hidden=True):
+            path = self._folder / name
+            if path.suffix == UNNEEDED:
+                files[path] = None
+            elif path.suffix == ".safetensors":
+                with suppress(FileNotFoundError):
+                    files[path] = identity(path.stat())
+        return files
 
 
-def _removed_or_flushed(path: Path) -> tuple[int, int] | None:
+def _remove_or_flush(path: Path) -> Identity | None:
     """Remove a file that no round needs, or wait until it is on the disk; return the identity of one that is."""
     with suppress(FileNotFoundError):
         if path.suffix == UNNEEDED:
