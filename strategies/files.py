@@ -10,8 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from .locks import is_ours
 
@@ -24,14 +23,11 @@ def make_private(folder: Path) -> None:
 
 
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], texts: Mapping[str, str]) -> None:
-    """Write arrays and texts as a safetensors file; OSError if that fails, for example because the disk is full."""
-    whole = {key: np.asarray(array, order="C") for key, array in arrays.items()}  # save_file ignores strides
-    try:
-        save_file(whole, path, dict(texts))
-    except SafetensorError as error:
-        if code := re.search(r"\(os error (\d+)\)", str(error)):
-            raise OSError(int(code[1]), os.strerror(int(code[1]))) from None
-        raise OSError(str(error)) from None
+    """Write arrays and texts as a safetensors file that only this user can read, over the file that is there."""
+    content = save({key: np.asarray(array, order="C") for key, array in arrays.items()}, dict(texts))
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:  # the blocks that it has are used again
+        file.write(content)
+        file.truncate()
 
 
 @contextmanager
@@ -66,10 +62,18 @@ def flush_files(paths: Iterable[Path]) -> None:
             os.fsync(file.fileno())
 
 
+PARTIAL = re.compile(r"\.(?:.+\.)?(\d{1,9})\.partial(?:\.\w+)?")  # names of temporary files, with the process's id
+
+
+def is_partial(path: Path) -> bool:
+    """Return whether a file has the name of one that `replacing` writes."""
+    return PARTIAL.fullmatch(path.name) is not None
+
+
 def partial_files(folder: Path) -> list[tuple[Path, int]]:
     """Return this user's files that `replacing` left behind in a folder, each with the id of its process."""
     files = os.listdir(folder) if folder.is_dir() else []
-    names = [re.fullmatch(r"\.(?:.+\.)?(\d{1,9})\.partial(?:\.\w+)?", file) for file in files]
+    names = [PARTIAL.fullmatch(file) for file in files]
     found = [(folder / name[0], int(name[1])) for name in names if name]
     return [(path, process) for path, process in found if path.is_file() and is_own(path)]
 

@@ -316,7 +316,8 @@ def test_what_a_checkpoint_needs_is_on_the_disk_before_it_and_only_the_server_wa
 
     def noting_replace(source, target) -> None:
         replace(source, target)
-        of_client = default_root() in Path(target).parents and Path(target).suffix == ".safetensors"
+        is_new = Path(target).name in ("model.safetensors", "predictions.safetensors")
+        of_client = is_new and default_root() in Path(target).parents
         if of_client or Path(target).parent.name == "collaboration":
             saved[target] = version_of(target)
             assert not of_client or saved[target] not in flushed
@@ -383,15 +384,48 @@ def test_a_state_is_flushed_once(simulated_run, monkeypatch) -> None:
     assert len(flushed) == 6
 
 
-def test_what_no_round_needs_is_removed_by_the_server(simulated_run) -> None:
-    for r in range(1, 6):
-        state = ClientState(simulated_run, 0, server_round=r, before=r, keep_from=r - 1)
+def test_a_file_that_a_client_writes_over_is_flushed_again_and_not_before_it_is_whole(
+    simulated_run, monkeypatch
+) -> None:
+    flusher, flushed, fsync = StateFlusher(simulated_run), [], os.fsync
+
+    def save(server_round: int) -> Path:
+        of_round = {"server_round": server_round, "before": server_round, "keep_from": server_round - 1}
+        state = ClientState(simulated_run, 0, **of_round)
         state.load("model")
         state.save("model", {"w": np.zeros(2)})
-    kept = {"model.safetensors", ".model.round-0004.safetensors"}
-    assert set(os.listdir(state.folder)) == {*kept, ".model.unneeded"}  # one, whenever the server removes it
+        return state.folder
+
+    monkeypatch.setattr(os, "fsync", lambda file: (fsync(file), flushed.append(os.fstat(file).st_ino)))
+    for r in (1, 2):
+        folder = save(r)
+        flusher.flush()
+    file = (folder / ".model.round-0001.safetensors").stat().st_ino
+    assert flushed.count(file) == 1
+    save(3)
+    assert (folder / "model.safetensors").stat().st_ino == file
+    (folder / "model.safetensors").rename(written := folder / f".model.{os.getpid()}.partial.safetensors")
+    flusher.flush()
+    assert flushed.count(file) == 1  # a process may be at work on it
+    written.rename(folder / "model.safetensors")
+    flusher.flush()
+    assert flushed.count(file) == 2
+
+
+def test_a_file_that_was_written_over_since_it_was_found_is_not_taken_for_flushed(simulated_run, monkeypatch) -> None:
+    state, flushed, fsync, written = ClientState(simulated_run, 0), [], os.fsync, []
+    state.save("model", {"w": np.zeros(2)})
+
+    def opened(path, *args, **named):
+        file = open(path, *args, **named)
+        if not written:  # at once after it was found
+            written.append(os.utime(path, ns=(1, 1)))
+        return file
+
+    monkeypatch.setattr(simulated_state, "open", opened, raising=False)
+    monkeypatch.setattr(os, "fsync", lambda file: (fsync(file), flushed.append(version_of(file))))
     StateFlusher(simulated_run).flush()
-    assert set(os.listdir(state.folder)) == kept
+    assert flushed == [version_of(state.folder / "model.safetensors")]  # once, when it was found again
 
 
 @pytest.mark.parametrize("left", [0, 1000], ids=["empty", "cut"])

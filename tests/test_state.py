@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import io
 import os
 import pickle
 import stat
@@ -10,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -112,20 +115,33 @@ def test_a_later_save_replaces_the_state_of_that_name_only() -> None:
     assert same(loaded, {"w": np.zeros(5), "b": np.ones(2)})  # a loaded state does not change
 
 
+def replace_write(monkeypatch, write: Callable[[Callable[[bytes], int], bytes], object]) -> None:
+    """Let arrays be written by a function of the true one and the bytes."""
+
+    class Replaced(io.FileIO):
+        def write(self, content):
+            write(super().write, content)
+
+    monkeypatch.setattr(files, "open", Replaced, raising=False)
+
+
 @pytest.mark.parametrize("failure", [OSError("full"), KeyboardInterrupt()])
 @pytest.mark.parametrize("moment", ["write", "fsync", "replace"])
 def test_a_failed_save_leaves_the_last_file_and_no_other(monkeypatch, moment, failure) -> None:
     def fail(*args):
         raise failure
 
-    def write_half(tensors, path, metadata):
-        Path(path).write_bytes(safetensors.numpy.save(tensors, metadata)[:-4])
+    def write_half(write, content):
+        write(content[:-4])
         fail()
 
     state = ClientState(1, 0)
     state.save("model", {"w": np.zeros(3)})
     before = files_in(state.folder)
-    monkeypatch.setattr(*(files, "save_file", write_half) if moment == "write" else (os, moment, fail))
+    if moment == "write":
+        replace_write(monkeypatch, write_half)
+    else:
+        monkeypatch.setattr(os, moment, fail)
     with pytest.raises(type(failure)):
         state.save("model", {"w": np.ones(3)})
     assert same(state.load("model"), {"w": np.zeros(3)})
@@ -246,6 +262,55 @@ def test_a_state_is_kept_for_every_round_that_the_server_may_resume_from() -> No
     assert number(state_in(6, 3).load("model")) == 4
 
 
+@pytest.fixture
+def simulated(root):
+    """A simulated run, number 1."""
+    begin_simulation(1)
+    yield root / "run-1" / "client-0"
+    end_simulation(1)
+
+
+@pytest.mark.parametrize("kept", [1, 2], ids=["one state before", "two states before"])
+def test_in_a_simulation_a_state_takes_the_file_of_one_that_no_round_needs(simulated, kept) -> None:
+    used = []
+    for r in range(1, 10):
+        assert train(r, keep_from=max(r - kept, 0)) == (r - 1 or None)
+        used.append((simulated / "model.safetensors").stat().st_ino)
+    assert len(set(used)) == 1 + kept and used[1 + kept :] == used[: -1 - kept]  # they take turns
+    before = {f".model.round-{r:04d}.safetensors" for r in range(9 - kept, 9)}
+    assert files_in(simulated) == {"model.safetensors", *before}
+
+
+def test_in_a_simulation_a_state_that_is_smaller_than_the_one_before_it_is_whole(simulated) -> None:
+    for r, size in enumerate([9, 8, 7, 6, 5], 1):
+        state = state_in(r, r - 1)
+        state.load("model")
+        state.save("model", {"w": np.full(size, r)})
+        assert same(state_in(r + 1, r).load("model"), {"w": np.full(size, r)})
+
+
+def test_in_a_simulation_a_process_may_be_killed_between_a_save_s_renames(simulated) -> None:
+    assert [train(r, keep_from=r - 1) for r in (1, 2, 3)] == [None, 1, 2]
+    (simulated / "model.safetensors").rename(simulated / ".model.round-0003.safetensors")
+    assert [train(r, keep_from=r - 1) for r in (4, 5)] == [3, 4]
+
+
+def test_a_state_from_before_the_checkpoint_that_a_power_failure_leaves_does_not_count(simulated) -> None:
+    assert [train(r, keep_from=r - 1) for r in (1, 2, 3)] == [None, 1, 2]
+    old = (simulated / ".model.round-0002.safetensors").read_bytes()
+    train(4, keep_from=3)  # writes over that file, which is not flushed
+    (simulated / "model.safetensors").write_bytes(old)
+    assert train(4, keep_from=3, attempt=2) == 3
+    assert [train(r, keep_from=r - 1, attempt=2) for r in (5, 6)] == [4, 5]
+
+
+def test_in_a_simulation_a_file_whose_state_is_needed_is_never_written_over(simulated) -> None:
+    for r in range(1, 9):
+        train(r, keep_from=1)  # the server may go back to round 1 all the time
+    for r in range(1, 9):
+        assert number(ClientState(1, 0, server_round=r + 1, before=r + 1, keep_from=1, attempt=1).load("model")) == r
+
+
 def test_a_name_that_other_rounds_load_keeps_its_states_though_this_round_does_not() -> None:
     for r in (1, 4):
         state_in(r, keep_from=r - 1).save("copy", {"w": np.array([r])}, rounds_load_it=True)
@@ -320,26 +385,23 @@ def test_object_arrays_are_not_saved() -> None:
 def test_two_processes_that_save_at_once_leave_a_complete_file(monkeypatch) -> None:
     state = ClientState(1, 0)
 
-    def overtaken(tensors, path, metadata):
-        whole = safetensors.numpy.save(tensors, metadata)
-        with open(path, "wb") as file:
-            file.write(whole[:20])
-            file.flush()
-            subprocess.run(
-                [
-                    sys.executable,
-                    "-c",
-                    "import numpy as np; from kindred.client.state import ClientState\n"
-                    "ClientState(1, 0).save('model', {'w': np.zeros(3)})",
-                ],
-                cwd=ROOT,
-                check=True,
-                timeout=PATIENCE,
-            )
-            assert same(state.load("model"), {"w": np.zeros(3)})
-            file.write(whole[20:])
+    def overtaken(write, content):
+        write(content[:20])
+        subprocess.run(
+            [
+                sys.executable,
+                "-c",
+                "import numpy as np; from kindred.client.state import ClientState\n"
+                "ClientState(1, 0).save('model', {'w': np.zeros(3)})",
+            ],
+            cwd=ROOT,
+            check=True,
+            timeout=PATIENCE,
+        )
+        assert same(state.load("model"), {"w": np.zeros(3)})
+        write(content[20:])
 
-    monkeypatch.setattr(files, "save_file", overtaken)
+    replace_write(monkeypatch, overtaken)
     state.save("model", {"w": np.ones(5)})
     assert same(state.load("model"), {"w": np.ones(5)})
     assert files_in(state.folder) == {"model.safetensors"}
@@ -756,9 +818,9 @@ def test_the_node_config_sets_a_client_s_folder(tmp_path, root) -> None:
 
 def test_a_full_disk_is_named_with_its_folder_and_what_to_do(root, monkeypatch) -> None:
     def full(*_: object) -> None:
-        raise safetensors.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(files, "save_file", full)
+    replace_write(monkeypatch, full)
     with pytest.raises(OSError, match=r"written to .*/run-1 \(No space left on device\); make room there$") as refused:
         ClientState(1, 0).save("model", {"w": np.zeros(2)})
     assert str(root) in str(refused.value)

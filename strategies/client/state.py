@@ -12,9 +12,10 @@ possible, the states after earlier rounds are kept too, under names with a dot, 
 repeated round starts from the state before it.
 
 At a site the folders stay, because the personal model in them is the result for the site. In a simulation the
-clients share a disk with the server. It flushes their files before each checkpoint, removes files that no round needs
-any more, which the clients only rename, and removes the folders at the end: engine/simulated_state.py. After a power
-failure only files newer than the last checkpoint can be damaged there.
+clients share a disk with the server. It flushes their files before each checkpoint, and removes the folders at the end:
+engine/simulated_state.py. A file that no round needs any more is there the place of the next state, since to make,
+replace and remove files takes a file system longer than to write them. After a power failure files newer than the last
+checkpoint can be damaged, or hold the state of a round before it, which does not count beside that of the checkpoint.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from hashlib import sha256
@@ -47,7 +48,7 @@ MIXTURE = "mixture"  # the models that it combines for its predictions
 PREDICTIONS = "predictions"  # what its selected model predicts for its test data, or its last one
 
 SIMULATED = ".simulated"  # file that marks the folder of a simulated run
-UNNEEDED = ".unneeded"  # suffix of a file of such a run that the server removes
+SPARE = ".spare"  # suffix of a file of such a run that no round needs any more
 
 
 def default_root() -> Path:
@@ -165,9 +166,9 @@ class ClientState:
         # Versions of this round or of later ones are of an interrupted attempt.
         earlier = [version for version in self._earlier(name) if version.round < self._round]
         interrupted = [version for version in self._earlier(name) if version.round >= self._round]
+        kept = None
         if last and last.round < self._round and (rounds_load_it or name in self._loaded):
             kept = self.folder / f".{name}.round-{last.round:04d}.safetensors"
-            _link(path, kept)
             earlier = [last._replace(path=kept), *(version for version in earlier if version.path != kept)]
         for partial, process in partial_files(self.folder):
             if not psutil.pid_exists(process):  # the process was killed during a save
@@ -175,7 +176,13 @@ class ClientState:
         texts = {"client": json.dumps(self.client), "round": str(self._round), "attempt": str(self._attempt)}
         try:
             with replacing(path, flush=not self._is_simulated) as temporary:
+                if self._is_simulated:
+                    _rename(self._spare(name), temporary)
                 write_arrays(temporary, arrays, {**texts, **(about or {})})
+                if kept and self._is_simulated:  # if the process is killed now, it is found there
+                    _rename(path, kept)
+                elif kept:
+                    _link(path, kept)
         except OSError as error:
             place, reason = self.folder.parent, error.strerror or error
             raise OSError(f"clients' state cannot be written to {place} ({reason}); make room there") from None
@@ -185,7 +192,7 @@ class ClientState:
 
     def about(self, name: str) -> dict[str, str]:
         """Return the texts last saved with a name's arrays, before the round `before`; empty without such a file."""
-        for version in filter(None, (self._last(name), *self._earlier(name))):
+        for version in _newest_first(self._last(name), self._earlier(name)):
             if self._counts(version):
                 with suppress(ValueError), reading(version.path):
                     return _texts(version.path) or {}
@@ -202,22 +209,21 @@ class ClientState:
         return version.round < self._before and (version.round < self._round or version.attempt == self._attempt)
 
     def _remove_unneeded(self, name: str, last: _Version | None, earlier: Sequence[_Version]) -> list[_Version]:
-        """Remove the versions of a name from which no round can start any more, and return the others."""
-        rounds = [version.round for version in (last, *earlier) if version]
-        oldest = next((number for number in rounds if number <= self._keep_from), 0)
+        """Remove the versions of a name from which no round can start any more; return the others, newest first."""
+        versions = _newest_first(last, earlier)
+        oldest = next((version.round for version in versions if version.round <= self._keep_from), 0)
         for version in earlier:
             if version.round < oldest:
                 self._discard(name, version)
-        self._found[name] = [version for version in earlier if version.round >= oldest]
-        return [*([last] if last else []), *self._found[name]]
+        self._found[name] = [version for version in versions if version is not last and version.round >= oldest]
+        return _newest_first(last, self._found[name])
 
     def _discard(self, name: str, version: _Version) -> None:
-        """Remove a version. In a simulation only its name changes, since a file system may take milliseconds."""
-        if not self._is_simulated:
+        """Remove a version, or in a simulation let the next one take its file."""
+        if self._is_simulated and not self._spare(name).exists():
+            _rename(version.path, self._spare(name))
+        else:
             version.path.unlink(missing_ok=True)
-            return
-        with suppress(FileNotFoundError):
-            os.replace(version.path, self.folder / f".{name}{UNNEEDED}")
 
     def _last(self, name: str) -> _Version | None:
         """Return the last version of a name, unless it is damaged."""
@@ -259,6 +265,9 @@ class ClientState:
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.safetensors"
 
+    def _spare(self, name: str) -> Path:
+        return self.folder / f".{name}{SPARE}"
+
 
 Identity = tuple[int, int]
 
@@ -287,6 +296,16 @@ def _version(path: Path) -> _Version | None:
     """Return the version in a file; None if there is no file."""
     about = _texts(path)
     return None if about is None else _Version(path, int(about.get("round", 0)), int(about.get("attempt", 0)))
+
+
+def _newest_first(last: _Version | None, earlier: Iterable[_Version]) -> list[_Version]:
+    return sorted(filter(None, (last, *earlier)), key=lambda version: -version.round)
+
+
+def _rename(path: Path, other: Path) -> None:
+    """Rename a file, if there is one."""
+    with suppress(FileNotFoundError):
+        os.replace(path, other)
 
 
 def _link(path: Path, other: Path) -> None:

@@ -1,8 +1,7 @@
 """The clients' saved state in a simulation, where the server has access to it, on the disk of this machine.
 
 The server marks the run's folder as simulated, and removes the folders of simulations that have ended. The clients of
-such a run do not flush what they save: the server does, before it writes a checkpoint that needs it. They rename files
-that no round needs any more, and the server removes these.
+such a run do not flush what they save: the server does, before it writes a checkpoint that needs it.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from flwr.serverapp import Grid
 from flwr.supercore import log
 from safetensors import safe_open
 
-from kindred.client.state import SIMULATED, UNNEEDED, Identity, default_root, identity, reading, run_folder
-from kindred.files import is_own, make_private
+from kindred.client.state import SIMULATED, Identity, default_root, identity, reading, run_folder
+from kindred.files import is_own, is_partial, make_private
 from kindred.lazy import lazy
 from kindred.locks import lock
 from kindred.messages import ClientId
@@ -37,7 +36,7 @@ else:
     superlink_grid = lazy("flwr.superlink.grid")  # its import takes a second; in-process runs skip it
 
 
-AT_ONCE = 8  # files that are flushed or removed at the same time: file systems do several in the time of one
+AT_ONCE = 8  # files that are flushed at the same time: file systems do several in the time of one
 STATE_KEPT = 7 * 24 * 3600.0  # s; for so long the state of an interrupted run stays whose results were moved
 
 
@@ -115,7 +114,7 @@ def begin_simulation(run_id: int, checkpoints: Path | None = None, *, goes_on: b
 
 
 class StateFlusher:
-    """Flushes the state that the clients of a simulated run have saved, and removes what no round needs any more.
+    """Flushes the state that the clients of a simulated run have saved.
 
     Parameters
     ----------
@@ -132,32 +131,26 @@ class StateFlusher:
             # Clients may save their next state meanwhile. The one before it then has another name: list files twice.
             for _ in range(2):
                 files = self._files()
-                to_do = [path for path, file in files.items() if file not in self._flushed]
-                done = pool.map(_remove_or_flush, to_do)
+                to_do = [item for item in files.items() if item[1] not in self._flushed]
+                done = pool.map(lambda item: _flush(*item), to_do)
                 self._flushed = self._flushed.intersection(files.values()).union(filter(None, done))
 
-    def _files(self) -> dict[Path, Identity | None]:
-        """Return the files that clients have saved, and with None those that no round needs any more."""
-        files: dict[Path, Identity | None] = {}
-        for name in glob.iglob("client-*/*", root_dir=self._folder, include_hidden=True):
-            path = self._folder / name
-            if path.suffix == UNNEEDED:
-                files[path] = None
-            elif path.suffix == ".safetensors":
-                with suppress(FileNotFoundError):
+    def _files(self) -> dict[Path, Identity]:
+        """Return the files that clients have saved, without those that they are writing."""
+        files: dict[Path, Identity] = {}
+        for name in glob.iglob("client-*/*.safetensors", root_dir=self._folder, include_hidden=True):
+            with suppress(FileNotFoundError):
+                if not is_partial(path := self._folder / name):
                     files[path] = identity(path.stat())
         return files
 
 
-def _remove_or_flush(path: Path) -> Identity | None:
-    """Remove a file that no round needs, or wait until it is on the disk; return the identity of one that is."""
-    with suppress(FileNotFoundError):
-        if path.suffix == UNNEEDED:
-            path.unlink()
-        else:
-            with open(path, "rb+") as file:
-                os.fsync(file.fileno())
-                return identity(os.fstat(file.fileno()))
+def _flush(path: Path, found: Identity) -> Identity | None:
+    """Wait until a file is on the disk, and return its identity; None if another file has this name now."""
+    with suppress(FileNotFoundError), open(path, "rb+") as file:
+        if identity(os.fstat(file.fileno())) == found:  # its client has not begun to write over it
+            os.fsync(file.fileno())
+            return found
     return None
 
 
