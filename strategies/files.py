@@ -65,9 +65,9 @@ def flush_files(paths: Iterable[Path]) -> None:
 PARTIAL = re.compile(r"\.(?:.+\.)?(\d{1,9})\.partial(?:\.\w+)?")  # names of temporary files, with the process's id
 
 
-def is_partial(path: Path) -> bool:
-    """Return whether a file has the name of one that `replacing` writes."""
-    return PARTIAL.fullmatch(path.name) is not None
+def is_partial(name: str) -> bool:
+    """Return whether this is the name of a file that `replacing` writes."""
+    return PARTIAL.fullmatch(name) is not None
 
 
 def partial_files(folder: Path) -> list[tuple[Path, int]]:

@@ -6,11 +6,11 @@ such a run do not flush what they save: the server does, before it writes a chec
 
 from __future__ import annotations
 
-import glob
 import json
 import os
 import shutil
 import time
+from collections.abc import Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from logging import WARNING
@@ -36,7 +36,7 @@ else:
     superlink_grid = lazy("flwr.superlink.grid")  # its import takes a second; in-process runs skip it
 
 
-AT_ONCE = 8  # files that are flushed at the same time: file systems do several in the time of one
+AT_ONCE = 8  # clients whose files are flushed at the same time: file systems do several in the time of one
 STATE_KEPT = 7 * 24 * 3600.0  # s; for so long the state of an interrupted run stays whose results were moved
 
 
@@ -123,35 +123,36 @@ class StateFlusher:
 
     def __init__(self, run_id: int) -> None:
         self._folder = run_folder(run_id, default_root())
-        self._flushed: set[Identity] = set()  # files on the disk
+        self._flushed: dict[str, set[Identity]] = {}  # client's folder -> its files that are on the disk
 
     def flush(self) -> None:
         """Wait until everything that the clients have saved so far is on the disk."""
+        folders = [entry.path for entry in os.scandir(self._folder) if entry.name.startswith("client-")]
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            # Clients may save their next state meanwhile. The one before it then has another name: list files twice.
-            for _ in range(2):
-                files = self._files()
-                to_do = [item for item in files.items() if item[1] not in self._flushed]
-                done = pool.map(lambda item: _flush(*item), to_do)
-                self._flushed = self._flushed.intersection(files.values()).union(filter(None, done))
+            flushed = pool.map(_flush, folders, [self._flushed.get(folder, set()) for folder in folders])
+            self._flushed = dict(zip(folders, flushed, strict=True))
 
-    def _files(self) -> dict[Path, Identity]:
-        """Return the files that clients have saved, without those that they are writing."""
-        files: dict[Path, Identity] = {}
-        for name in glob.iglob("client-*/*.safetensors", root_dir=self._folder, include_hidden=True):
+
+def _flush(folder: str, flushed: Set[Identity]) -> set[Identity]:
+    """Wait until what a client has saved is on the disk; given the files that already are, return those that are now.
+
+    The client may save its next state meanwhile. The one before it then has another name, so files are listed twice.
+    """
+    on_disk, found = {*flushed}, {}
+    for _ in range(2):
+        for entry in os.scandir(folder):
+            place = entry.name, entry.inode()
+            if place in found or not entry.name.endswith(".safetensors") or is_partial(entry.name):
+                continue
             with suppress(FileNotFoundError):
-                if not is_partial(path := self._folder / name):
-                    files[path] = identity(path.stat())
-        return files
-
-
-def _flush(path: Path, found: Identity) -> Identity | None:
-    """Wait until a file is on the disk, and return its identity; None if another file has this name now."""
-    with suppress(FileNotFoundError), open(path, "rb+") as file:
-        if identity(os.fstat(file.fileno())) == found:  # its client has not begun to write over it
-            os.fsync(file.fileno())
-            return found
-    return None
+                if (file := identity(os.stat(entry.path))) not in on_disk:
+                    with open(entry.path, "rb+", buffering=0) as opened:
+                        if identity(os.fstat(opened.fileno())) != file:  # its client has begun to write over it
+                            continue
+                        os.fsync(opened.fileno())
+                    on_disk.add(file)
+                found[place] = file
+    return on_disk.intersection(found.values())
 
 
 def end_simulation(run_id: int) -> None:
