@@ -24,8 +24,12 @@ def make_private(folder: Path) -> None:
 
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], texts: Mapping[str, str]) -> None:
     """Write arrays and texts as a safetensors file that only this user can read, over the file that is there."""
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags & ~os.O_TRUNC, 0o600)  # the blocks that the file has are used again
+
     content = save({key: np.asarray(array, order="C") for key, array in arrays.items()}, dict(texts))
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:  # the blocks that it has are used again
+    with open(path, "wb", opener=opener) as file:
         file.write(content)
         file.truncate()
 
