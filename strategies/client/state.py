@@ -15,7 +15,8 @@ At a site the folders stay, because the personal model in them is the result for
 clients share a disk with the server. It flushes their files before each checkpoint, and removes the folders at the end:
 engine/simulated_state.py. A file that no round needs any more is there the place of the next state, since to make,
 replace and remove files takes a file system longer than to write them. After a power failure files newer than the last
-checkpoint can be damaged, or hold the state of a round before it, which does not count beside that of the checkpoint.
+checkpoint can be damaged, or hold the state of a round before all checkpoints: the newest state counts that a round may
+start from.
 """
 
 from __future__ import annotations
