@@ -13,10 +13,10 @@ repeated round starts from the state before it.
 
 At a site the folders stay, because the personal model in them is the result for the site. In a simulation the
 clients share a disk with the server. It flushes their files before each checkpoint, and removes the folders at the end:
-engine/simulated_state.py. A file that no round needs any more is there the place of the next state, since to make,
-replace and remove files takes a file system longer than to write them. After a power failure files newer than the last
-checkpoint can be damaged, or hold the state of a round before all checkpoints: the newest state counts that a round may
-start from.
+engine/simulated_state.py. A client there writes its next state over a file that no round needs any more, because a file
+system takes longer to make, replace and remove files than to write them. After a power failure, files newer than the
+last checkpoint can be damaged, or hold the state of a round before all checkpoints. So `load` takes the newest state
+that the round may start from, whichever file holds it.
 """
 
 from __future__ import annotations
@@ -180,10 +180,8 @@ class ClientState:
                 if self._is_simulated:
                     _rename(self._spare(name), temporary)
                 write_arrays(temporary, arrays, {**texts, **(about or {})})
-                if kept and self._is_simulated:  # if the process is killed now, it is found there
-                    _rename(path, kept)
-                elif kept:
-                    _link(path, kept)
+                if kept:  # in a simulation `load` finds the last state there if the process is killed now
+                    (_rename if self._is_simulated else _link)(path, kept)
         except OSError as error:
             place, reason = self.folder.parent, error.strerror or error
             raise OSError(f"clients' state cannot be written to {place} ({reason}); make room there") from None
@@ -193,7 +191,7 @@ class ClientState:
 
     def about(self, name: str) -> dict[str, str]:
         """Return the texts last saved with a name's arrays, before the round `before`; empty without such a file."""
-        for version in _newest_first(self._last(name), self._earlier(name)):
+        for version in _newest_first([self._last(name), *self._earlier(name)]):
             if self._counts(version):
                 with suppress(ValueError), reading(version.path):
                     return _texts(version.path) or {}
@@ -211,13 +209,14 @@ class ClientState:
 
     def _remove_unneeded(self, name: str, last: _Version | None, earlier: Sequence[_Version]) -> list[_Version]:
         """Remove the versions of a name from which no round can start any more; return the others, newest first."""
-        versions = _newest_first(last, earlier)
+        versions = _newest_first([last, *earlier])
         oldest = next((version.round for version in versions if version.round <= self._keep_from), 0)
         for version in earlier:
             if version.round < oldest:
                 self._discard(name, version)
-        self._found[name] = [version for version in versions if version is not last and version.round >= oldest]
-        return _newest_first(last, self._found[name])
+        needed = [version for version in versions if version is last or version.round >= oldest]
+        self._found[name] = [version for version in needed if version is not last]
+        return needed
 
     def _discard(self, name: str, version: _Version) -> None:
         """Remove a version, or in a simulation let the next one take its file."""
@@ -247,12 +246,13 @@ class ClientState:
     def _earlier(self, name: str) -> list[_Version]:
         """Return the undamaged versions after earlier rounds, newest first; they are looked for once a message."""
         if name not in self._found:
-            found, prefix = [], f".{name}.round-"
+            found: list[_Version | None] = []
+            prefix = f".{name}.round-"
             for file in os.listdir(self.folder) if self.folder.is_dir() else ():
                 if file.startswith(prefix) and file.endswith(".safetensors"):
                     with suppress(ValueError), reading(self.folder / file):
                         found.append(_version(self.folder / file))
-            self._found[name] = sorted(filter(None, found), key=lambda version: -version.round)
+            self._found[name] = _newest_first(found)
         return self._found[name]
 
     @contextmanager
@@ -274,7 +274,7 @@ Identity = tuple[int, int]
 
 
 def identity(about: os.stat_result) -> Identity:
-    """Identify a file, whatever its name. Its number alone can be that of an earlier file, which was removed."""
+    """Identify a file's content, whatever its name. The file's number stays the same if it is written over."""
     return about.st_ino, about.st_mtime_ns
 
 
@@ -299,8 +299,9 @@ def _version(path: Path) -> _Version | None:
     return None if about is None else _Version(path, int(about.get("round", 0)), int(about.get("attempt", 0)))
 
 
-def _newest_first(last: _Version | None, earlier: Iterable[_Version]) -> list[_Version]:
-    return sorted(filter(None, (last, *earlier)), key=lambda version: -version.round)
+def _newest_first(versions: Iterable[_Version | None]) -> list[_Version]:
+    """Sort versions by round, without None; those of one round stay in their order."""
+    return sorted(filter(None, versions), key=lambda version: -version.round)
 
 
 def _rename(path: Path, other: Path) -> None:
