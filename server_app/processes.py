@@ -68,24 +68,31 @@ def signals_as_exceptions() -> Iterator[_Signals]:
 def kill_processes(mark: str) -> None:
     """Kill every process of the run and wait until there is none.
 
-    All are stopped first, so that none can start another one unseen. Killed processes are remembered: one that is slow
-    to end has lost the parent by which it was found.
+    Older ones end first, so that none is started again by its parent. All are remembered: one that is slow to end, or
+    whose parent has ended, is not found in any other way.
     """
     deadline = time.monotonic() + 15
-    killed: set[psutil.Process] = set()
-    while (processes := marked_processes(mark, killed)) and time.monotonic() < deadline:
-        stopped: set[psutil.Process] = set()
-        while more := processes - stopped:
-            for process in more:
-                with suppress(psutil.Error):
-                    process.suspend()
-            stopped |= more
-            processes = marked_processes(mark, killed)
-        for process in stopped:
-            with suppress(psutil.Error):
-                process.kill()
-        killed |= stopped
+    known: set[psutil.Process] = set()
+    while (processes := marked_processes(mark, known)) and time.monotonic() < deadline:
+        for process in sorted(processes, key=psutil.Process.create_time):
+            known |= {process, *kill(process)}
         time.sleep(0.05)
+
+
+def kill(process: psutil.Process) -> list[psutil.Process]:
+    """Kill a process and return its children.
+
+    It is stopped while they are listed, so that it cannot start another one unseen. No more than one is stopped at a
+    time, because it stays so for ever if this process is killed in between.
+    """
+    try:
+        with suppress(psutil.Error):
+            process.suspend()
+            return process.children()
+        return []
+    finally:
+        with suppress(psutil.Error):
+            process.kill()
 
 
 def marked_processes(mark: str, known: Collection[psutil.Process] = ()) -> set[psutil.Process]:

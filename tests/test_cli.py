@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,32 @@ def kindred(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 def test_help_marks_what_is_required_by_brackets_alone() -> None:
     said = CliRunner().invoke(commands.app, ["site", "--help"]).stdout
     assert said.count("[required]") == 3 and "\\" not in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--nonsense"], "kindred: no such option '--nonsense'; see `kindred --help`"),
+        (["nonsense"], "kindred: no such command 'nonsense'; see `kindred --help`"),
+        (["site"], "kindred: missing argument 'NAME'; see `kindred site --help`"),
+    ],
+)
+def test_wrong_arguments_give_one_line(arguments, line) -> None:
+    said = CliRunner().invoke(commands.app, arguments, prog_name="kindred")
+    assert (said.exit_code, said.stdout, said.stderr) == (2, "", line + "\n")
+
+
+def test_without_arguments_the_commands_are_listed() -> None:
+    said = CliRunner().invoke(commands.app, [])
+    assert said.exit_code == 2 and "compare" in said.output and "kindred:" not in said.output
+
+
+def test_versions_are_of_what_is_installed() -> None:
+    said = CliRunner().invoke(commands.app, ["--version"])
+    packages = {"kindred": "kindred-fl", "flwr": "flwr", "torch": "torch", "scikit-learn": "scikit-learn"}
+    shown = dict(each.split(" ") for each in said.stdout.strip().split(", "))
+    assert said.exit_code == 0
+    assert {name: shown[name] for name in packages} == {name: version(of) for name, of in packages.items()}
 
 
 @pytest.mark.parametrize(

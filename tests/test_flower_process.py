@@ -252,6 +252,24 @@ def test_a_process_that_ends_slowly_is_awaited(monkeypatch) -> None:
         parent.communicate()
 
 
+def test_only_one_process_is_stopped_at_a_time(monkeypatch) -> None:
+    """One that is stopped when its killer is killed would stay so for ever."""
+    sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+    marked = os.environ | {processes.MARK: "a-run"}
+    started = [subprocess.Popen(sleep, env=marked) for _ in range(3)]
+    kill, asked = psutil.Process.kill, []
+    try:
+        monkeypatch.setattr(psutil.Process, "suspend", lambda each: asked.append(("stop", each.pid)))
+        monkeypatch.setattr(psutil.Process, "kill", lambda each: asked.append(("kill", each.pid)) or kill(each))
+        processes.kill_processes("a-run")
+        assert asked == [(what, pid) for _, pid in asked[::2] for what in ("stop", "kill")]
+        assert {pid for _, pid in asked} == {process.pid for process in started}
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+
+
 @pytest.mark.engine
 def test_ports_in_use_give_one_line_and_code_2_and_leave_no_process(app_dir, monkeypatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(app_dir))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn, TypeVar
 
 import typer
@@ -23,21 +24,33 @@ class Command(typer.core.TyperCommand):
 
 
 class Commands(typer.core.TyperGroup):
-    """The group of commands; an error in a command's arguments ends it with one line."""
+    """The group of commands; an error in the arguments ends it with one line."""
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        """Read the group's own options; without any argument this shows the help text."""
+        with errors_in_one_line("kindred") if args else nullcontext():
+            return super().make_context(info_name, args, parent, **extra)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command that the context names."""
-        try:
+        with errors_in_one_line(ctx.command_path):
             return super().invoke(ctx)
-        except ExtensionError as error:
-            end(2, str(error))
-        except UsageError as error:
-            command, message = (error.ctx or ctx).command_path, error.format_message().rstrip(".")
-            end(error.exit_code, f"{message[:1].lower()}{message[1:]}; see `{command} --help`")
-        except OSError as error:
-            if error.filename is None:
-                raise
-            end(2, f"{error.filename} cannot be used ({error.strerror})")  # such as a folder of another user
+
+
+@contextmanager
+def errors_in_one_line(command: str) -> Iterator[None]:
+    """End with one line at an error in a command's arguments or an extension, or at a file that cannot be used."""
+    try:
+        yield
+    except ExtensionError as error:
+        end(2, str(error))
+    except UsageError as error:
+        message, command = error.format_message().rstrip("."), error.ctx.command_path if error.ctx else command
+        end(error.exit_code, f"{message[:1].lower()}{message[1:]}; see `{command} --help`")
+    except OSError as error:
+        if error.filename is None:
+            raise
+        end(2, f"{error.filename} cannot be used ({error.strerror})")  # such as a folder of another user
 
 
 class App(typer.Typer):

@@ -17,7 +17,7 @@ from kindred.server_app.terminal import Column, number, print_table, texts as te
 from kindred.versions import check_flower
 
 from . import display
-from .common import app, end, option
+from .common import app, end, option, show
 
 if TYPE_CHECKING:  # imported on first use, so that `kindred --help` is quick
     from kindred import data
@@ -57,6 +57,23 @@ CpusPerClient = Annotated[int, option("cpus-per-client", "N", "CPUs for each cli
 GpusPerClient = Annotated[
     float, option("gpus-per-client", "SHARE", "Share of a GPU for each client while it works (default 0).")
 ]
+
+
+def show_versions(asked: bool) -> None:
+    """Print the versions of this package and of those that results depend on, if asked, and end."""
+    if asked:
+        show(", ".join(f"{package} {version}" for package, version in run_files.versions().items()))
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=show_versions, is_eager=True, help="Show versions of packages and exit."),
+    ] = False,
+) -> None:
+    """Take the options of `kindred` itself."""
 
 
 @app.command()
