@@ -119,7 +119,7 @@ class Federation:
         self.remarks = dataset.remarks + _without_validation(partition)
         self._turns, self._label_maps = partition.quarter_turns, partition.label_maps
         known = (dataset.x_train, dataset.y_train)
-        if not len(dataset.x_test):  # then clients' test samples are among these
+        if not len(dataset.x_test) or self.newcomers:  # then clients' test samples, or newcomers' ones, are among these
             known = dataset.pick(np.unique(np.concatenate(partition.train[:m])))
         self.task = Task.fitted(dataset, *known)
         # Each sample that some client has is kept, once; of a large dataset that is often a small part.
@@ -274,7 +274,8 @@ def _identity(task: Task) -> str:
     For images with plain classes it is the text of earlier versions, so that their runs can be continued and compared.
     """
     inputs, objective = task.inputs, task.objective
-    if isinstance(inputs, ImageInputs) and objective == Classes(objective.num_outputs, objective.names):
+    plain = isinstance(objective, Classes) and objective == Classes(objective.num_outputs, objective.names)
+    if isinstance(inputs, ImageInputs) and plain:
         return (
             f"Task(image_shape={inputs.shape}, num_classes={objective.num_outputs}, mean={inputs.mean}, "
             f"deviation={inputs.deviation}, full={inputs.full}, class_names={objective.names})"
@@ -283,14 +284,18 @@ def _identity(task: Task) -> str:
 
 
 def _without_validation(partition: Partition) -> tuple[str, ...]:
-    """Return a remark on the clients of which no sample could be held out, if others have validation samples."""
+    """Return a remark on the clients of which no sample could be held out, if others have validation samples.
+
+    Newcomers have none, as all their samples are for training.
+    """
+    m = len(partition.validation) - partition.newcomers
     clients = [
-        client for client, own in enumerate(partition.validation) if not len(own) and len(partition.train[client])
+        client for client, own in enumerate(partition.validation[:m]) if not len(own) and len(partition.train[client])
     ]
-    if not clients or len(clients) == len(partition.validation):
+    if not clients or len(clients) == m:
         return ()
     first = ", ".join(str(partition.names[client] if partition.names else client) for client in clients[:5])
     return (
-        f"{len(clients)} of {len(partition.validation)} clients have too few training samples to hold one out, and no "
+        f"{len(clients)} of {m} clients have too few training samples to hold one out, and no "
         f"validation data: {first}{', ...' if len(clients) > 5 else ''}",
     )

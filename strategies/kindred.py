@@ -26,7 +26,7 @@ Empirical Bayes is of Robbins, 1956; weights by held-out samples are those of st
 arXiv:2012.08565.
 
 A client that comes after the run mixes predictions (`parts.newcomers`): of up to MOST clients' models, of g and, if it
-has labelled samples, of its own model, which it trains for VISITS messages.
+has labelled samples, of its own model.
 
 Absent clients keep their last model, and it remains in their neighbours' means. As in FedAvg, g is over the clients
 that trained in the last round. Only parameters count in cosines. Floating-point buffers are combined like parameters;
@@ -67,7 +67,7 @@ from .messages import (
 )
 from .parts.combination import combined
 from .parts.held_out import LARGEST_LOSS, judged
-from .parts.newcomers import mixture_metrics
+from .parts.newcomers import mixture_metrics, newcomer_reply
 from .registry import Method
 from .settings import STORE
 
@@ -84,7 +84,6 @@ LARGEST_WEIGHT = 3.0  # of a client in a mean, in numbers of samples of the medi
 FOLDS = 10  # parts of the training samples, of which a client without validation data holds one out
 HOLDING = 0.5  # of the rounds, the first ones, in which it does
 STAYS = 0.1  # share of its own model from which on the fold stays the same
-VISITS = 4  # training messages for a client that comes after the run
 MOST = 20  # models of other clients that it mixes with its own
 WORK = 0.1  # of the time of training that judging may take; predicting for a batch takes a third of a step
 SOURCES = 3  # w_i, v_i and g, in this order
@@ -93,6 +92,7 @@ GRID = (np.array([(i, j, 20 - i - j) for i in range(21) for j in range(21 - i)])
 NEIGHBOURS, EVERYBODY = "neighbours", "everybody"  # prefixes of v_i and g in messages
 OTHERS = "others"  # prefix of clients' models in messages to a client that comes after the run
 HOLDS_OUT = "holds-out"  # whether a client without validation data holds samples out
+RUN_ROUNDS = "run-rounds"  # number of the run's rounds, for such a client
 TRAINED_IN = "trained-in"  # round in which the client's model at the server was trained, or 0
 PRIOR = "prior"  # p, down
 EVIDENCE = "evidence"  # e_i, up, less its largest value
@@ -201,13 +201,16 @@ class KindredClient(LocalTraining):
     def train(visit: Visit) -> RecordDict:
         """Train from the mixture; evaluate it, as the client's personal model, and the trained model."""
         received = by_prefix(visit.arrays)
+        if OTHERS in received:
+            models = [*by_prefix(received[OTHERS]).values(), received[EVERYBODY]]
+            return newcomer_reply(visit, models, rounds=int(visit.config[RUN_ROUNDS]))
         everybody = received[EVERYBODY]
         last = visit.state.load(LAST) or {}
         known = np.array_equal(last.pop(TRAINED_IN, -1), visit.config[TRAINED_IN])  # else the server has another model
         losses, rounds = last.pop(LOSSES, np.zeros(SOURCES)), float(last.pop(ROUNDS, 0.0))  # (3,)
         credit, fold = float(last.pop(CREDIT, np.inf)), int(last.pop(FOLD, 0))
         held = bool(last.pop(HOLDS_OUT, False))  # whether that model was trained without the fold
-        evidence, own_loss = np.zeros(SOURCES), np.inf  # (3,)
+        evidence = np.zeros(SOURCES)  # (3,)
         if known and NEIGHBOURS in received:
             parts = [last, received[NEIGHBOURS], everybody]
             held_out_at = fold_at(visit, fold, held)
@@ -219,8 +222,6 @@ class KindredClient(LocalTraining):
                 losses = MEMORY * losses + judged(visit, parts, held_out, trained) * (counted / size)
                 rounds, credit = MEMORY * rounds + 1, 0.0
             evidence = (losses.min() - losses) / max(rounds, 1.0)
-            if size and rounds:
-                own_loss = losses[0] / rounds * len(visit.site.train[1]) / counted
             s = shares(np.array(visit.config[PRIOR]), evidence)  # (3,)
             start = combined(parts, s)
             fold += bool(s[0] < STAYS)
@@ -231,10 +232,6 @@ class KindredClient(LocalTraining):
         if len(held_out_at):
             site = replace(site, train=visit.samples_at(others_at(visit, held_out_at)))
         arrays, metrics = LocalTraining.trained(replace(visit, arrays=start, site=site))
-        if OTHERS in received:
-            others = [*by_prefix(received[OTHERS]).values(), everybody]
-            mixed = mixture_metrics(visit, [*others, arrays], [*judged(visit, others, visit.site.train), own_loss])
-            metrics |= {f"{MIXTURE}-{name}": value for name, value in mixed.items()}
         credit += 3 * WORK * (visit.steps + visit.epochs * -(-len(site.train[1]) // visit.batch_size))
         sums = {LOSSES: losses, ROUNDS: np.array(rounds), CREDIT: np.array(credit)}
         state = {FOLD: np.array(fold), HOLDS_OUT: np.array(held), TRAINED_IN: np.array(visit.config[SERVER_ROUND])}
@@ -308,8 +305,9 @@ class Kindred(CloudModels):
 
     def round_config(self, server_round: int, client: ClientId) -> dict[str, Any]:
         trained_in, prior = self._trained_in.get(client, 0), self._prior.tolist()
-        is_new = not 0 < trained_in <= self._ended  # or comes after the run
-        return {TRAINED_IN: trained_in, PRIOR: prior, HOLDS_OUT: is_new or server_round <= HOLDING * self.last_round}
+        holds_out = not trained_in or server_round <= HOLDING * self.last_round
+        of_the_run = {RUN_ROUNDS: server_round - 1} if self._serves else {}
+        return {TRAINED_IN: trained_in, PRIOR: prior, HOLDS_OUT: holds_out, **of_the_run}
 
     def outgoing(self, server_round: int, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId, ArrayRecord]]:
         """Yield g, and v_i for a client that has a model; for an ordinary ClientApp its mixture."""
@@ -319,10 +317,7 @@ class Kindred(CloudModels):
         rows = self._mixed(clients, parts)
         if senders:
             self._weights, self._sent = (list(clients), senders, rows), parts
-        if self._serves and server_round == self.last_round:
-            everybody = self.ensemble()
-        else:
-            everybody = ArrayRecord(with_prefix(EVERYBODY, self.global_arrays()))
+        everybody = self.ensemble() if self._serves else ArrayRecord(with_prefix(EVERYBODY, self.global_arrays()))
         ordinary = np.array([client in self._ordinary for client in clients], bool)  # (r,)
         models = self.clouds(clients, senders, np.where(ordinary[:, None], rows, parts[1]))
         for client, is_ordinary, model in zip(clients, ordinary, models, strict=False):
@@ -343,11 +338,11 @@ class Kindred(CloudModels):
     def _parts(self, clients: Sequence[ClientId]) -> tuple[list[ClientId], np.ndarray]:
         """Return the m clients whose models count, in order, and the weights of w_i, v_i and g, (3, r, m).
 
-        For a client that has no model all three are those of g. One that came after the run counts for itself alone.
+        For a client that has no model all three are those of g.
         """
         longest = HUGE * float(np.median([*self._lengths.values()] or [0.0]))
         huge = {client for client, length in self._lengths.items() if length > longest > 0}
-        senders = in_order(({*self._of_the_run()} | {*clients} & {*self._samples}) - {*self.history.left_out} - huge)
+        senders = in_order({*self._of_the_run()} - {*self.history.left_out} - huge)
         if not senders:
             return senders, np.zeros((3, len(clients), 0))
         samples = bounded(np.array([self._samples[client] for client in senders]))  # (m,)
@@ -395,10 +390,6 @@ class Kindred(CloudModels):
         own, neighbours, everybody = self._prior.tolist()
         self.history.count(own_share=own, neighbours_share=neighbours, everybody_share=everybody)
 
-    def newcomer_visits(self, rounds: int) -> int:
-        """Return 4: neighbours are those of the model in a client's first reply, and then improve with it."""
-        return VISITS
-
     def begin_visits(self) -> None:
         self._serves = True
 
@@ -431,7 +422,7 @@ class Kindred(CloudModels):
             yield self.models[client] if client in self._samples and client not in senders else record
 
     def client_models(self) -> Mapping[ClientId, ArrayRecord]:
-        return ComputedModels(self._of_the_run(), self.personal_models)
+        return ComputedModels(in_order({*self.clients(), *self._of_the_run()}), self.personal_models)
 
 
 METHOD = Method(

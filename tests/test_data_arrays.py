@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kindred.data import DataError
+from kindred.data import DataError, load_federation
 from kindred.data.arrays import dataset_of, kind_of
 from kindred.data.sources import load_dataset
 from kindred.objectives import Classes, Labels, NextToken, Number
+from kindred.server_app.config import Config
 
 RNG = np.random.default_rng(0)
 SIGNALS = RNG.normal(size=(8, 2, 5)).astype(np.float32)
@@ -102,6 +103,14 @@ def test_the_objective_follows_from_the_targets_or_is_set(tmp_path, y, task, obj
         assert np.array_equal(np.array(objective.names)[found.y_train], y[:6])
     else:
         assert np.array_equal(found.y_train, y[:6])
+
+
+@pytest.mark.parametrize("y", [np.linspace(0, 1, 9), (np.arange(9) % 2)[:, None] == 1])
+def test_images_may_have_numbers_or_one_label_as_targets(tmp_path, y):
+    np.savez(tmp_path / "a.npz", **parts(np.arange(9 * 64).reshape(9, 8, 8).astype(np.uint8), y))
+    settings = {"dataset": "npz", "data_dir": str(tmp_path / "a.npz"), "partition": "iid", "num_clients": 2}
+    found = load_federation(Config(**settings).run_config())
+    assert found.task.objective.num_outputs == 1 and len(found.fingerprint) == 16
 
 
 def test_clients_may_be_texts_or_numbers(tmp_path):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from flwr.app import ConfigRecord
+from flwr.app import ArrayRecord, ConfigRecord
 from hypothesis import given, strategies as st
 from hypothesis.extra.numpy import arrays
 from safetensors.numpy import load_file
@@ -28,12 +28,10 @@ from kindred.kindred import (
 )
 from kindred.messages import by_prefix, read_record, to_record
 from kindred.objectives import Classes
-from kindred.parts import held_out
+from kindred.parts import held_out, newcomers
 from kindred.parts.combination import combined
 from kindred.parts.held_out import calibrated_loss, judged, rarity
 from kindred.parts.newcomers import mixing_weights, mixture_metrics, unlabelled_scores
-from kindred.server_app.app import run_inline
-from kindred.server_app.config import Config
 
 from . import two_weights
 from .client_apps import initial, plain_app, small, small_app, small_site
@@ -254,21 +252,6 @@ def test_more_held_out_samples_than_count_weigh_as_those_that_count(monkeypatch)
         assert evidence == pytest.approx([-0.5, 0, -0.75])
 
 
-def test_a_newcomer_s_own_loss_is_of_all_its_samples_however_many_count(monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr(kindred, "shares", lambda prior, evidence: np.broadcast_to(np.full(3, 1 / 3), evidence.shape))
-    few = {"num_clients": 4, "num_rounds": 1, "samples_per_client": 100, "local_epochs": 1}
-
-    def own_losses(counted: int) -> list[float]:
-        losses: list[float] = []
-        monkeypatch.setattr(kindred, "COUNTED", counted)
-        monkeypatch.setattr(kindred, "mixture_metrics", lambda visit, models, each: losses.append(each[-1]) or {})
-        run_inline(Config(strategy="kindred", held_out_clients=1, output_dir=str(tmp_path), **few))
-        return [loss for loss in losses if loss > 0]  # without labelled samples there is none
-
-    some, every = own_losses(8), own_losses(1000)
-    assert some and np.isfinite(some).all() and some == pytest.approx(every)
-
-
 def test_a_newcomer_weighs_models_by_their_losses_and_their_predictions_by_hand() -> None:
     assert mixing_weights(np.array([0.0, 10 * np.log(3), np.inf]), np.zeros(3)) == pytest.approx([3 / 4, 1 / 4, 0])
     certain, uncertain, always_one = [[1, 0], [0, 1]], [[0.5, 0.5], [0.5, 0.5]], [[0, 1], [0, 1]]
@@ -323,6 +306,67 @@ def test_a_newcomer_mixes_the_predictions_of_the_clients_models_and_of_its_own_b
     assert unjudged == pytest.approx(-np.log(0.9 * first + 0.2 * second))
 
 
+class Learner(Constant):
+    """A newcomer whose model moves half of the way to the share of class 1 among its training samples in each epoch."""
+
+    epochs, steps = 1, 0
+
+    def seed(self, purpose):
+        return 0
+
+    def samples_at(self, places):
+        return tuple(part[places] for part in self.site.train)
+
+    def model(self, arrays):
+        module = torch.nn.Module()
+        module.register_buffer("p", torch.tensor(float(arrays["p"]), dtype=torch.float64))
+        return module
+
+    def train(self, module, *, epochs, steps, samples):
+        for _ in range(epochs):
+            module.p += (samples[1].double().mean() - module.p) / 2
+        return 0.25
+
+    def predict(self, module, x):
+        return super().predict(float(module.p), x)
+
+    def evaluation(self, which, module):
+        return {f"{which}-p": float(module.p)}
+
+    def counts(self):
+        return {"num-examples": len(self.site.train[1])}
+
+
+def test_a_newcomer_s_own_loss_is_on_samples_that_were_not_trained_on_by_hand() -> None:
+    """Each of five samples is left out. Without one of class 1 a model predicts 2/4, without one of class 0 it is 3/4.
+
+    The logits of the latter are at most halved, so that class 0 has the probability 1 / (1 + 3^(1/2)).
+    """
+    unseen = newcomers.cross_validated(Learner([1, 0, 1, 0, 1]), {"p": np.array(0.1)}, rounds=60)
+    assert unseen == pytest.approx(3 * np.log(2) + 2 * np.log(1 + 3**0.5))
+    assert newcomers.cross_validated(Learner([1, 0]), {"p": np.array(0.1)}, rounds=60) == np.inf
+
+
+def test_a_newcomer_trains_from_the_start_that_cross_validation_prefers(monkeypatch) -> None:
+    models = [{"p": np.array(0.4)}, {"p": np.array(0.8)}, {"p": np.array(0.2)}]  # the last one is the mean of all
+    newcomer = Learner([1, 1, 1])
+
+    def reply(rounds: int) -> tuple[float, dict]:
+        content = newcomers.newcomer_reply(newcomer, models, rounds)
+        return float(read_record(content["arrays"])["p"]), dict(content["metrics"])
+
+    own, metrics = reply(rounds=1)
+    assert own == pytest.approx(0.9) and reply(rounds=2)[0] == pytest.approx(0.95)
+    assert metrics["trained-p"] == own and metrics["train-loss"] == 0.25 and metrics["num-examples"] == 3
+    losses = judged(newcomer, [*models, {"p": np.array(0.9)}], newcomer.site.train)  # as left out: all have class 1
+    mixed = mixture_metrics(newcomer, [*models, {"p": np.array(0.9)}], losses)
+    assert metrics["mixture-loss"] == pytest.approx(mixed["loss"])
+    monkeypatch.setattr(newcomers, "cross_validated", lambda visit, start, rounds: float(start["p"]))
+    assert reply(rounds=1)[0] == pytest.approx(0.6)
+    monkeypatch.setattr(newcomers, "cross_validated", lambda visit, start, rounds: np.inf)
+    assert reply(rounds=1)[0] == pytest.approx(0.6)
+
+
 def test_the_ensemble_has_models_of_a_few_clients(monkeypatch) -> None:
     monkeypatch.setattr(kindred, "MOST", 3)
     strategy = by_four(1)
@@ -332,6 +376,18 @@ def test_the_ensemble_has_models_of_a_few_clients(monkeypatch) -> None:
     all_models = [pytest.approx(weights_of(model).tolist()) for model in strategy.client_models().values()]
     assert list(parts) == ["0", "1", "2"]
     assert all(part["weight"].tolist() in all_models for part in parts.values())
+
+
+def test_a_client_that_has_never_trained_has_the_mean_of_all() -> None:
+    strategy = Kindred(fraction_train=0.5, min_train_nodes=2, seed=1)
+    strategy.start(InlineGrid(small_app(), 5), ArrayRecord(small().state_dict()), 1)
+    trained = {*strategy._samples}
+    models = strategy.client_models()
+    assert len(trained) == 2 and list(models) == strategy.clients() and len(models) == 5
+    (never, *_) = [client for client in models if client not in trained]
+    for name, array in read_record(strategy.global_arrays()).items():
+        if array.dtype.kind == "f":  # integer buffers are a client's own
+            assert read_record(models[never])[name].tolist() == array.tolist()
 
 
 def test_mixtures_follow_who_is_alike() -> None:

@@ -19,7 +19,8 @@ from kindred.baselines.clustered_fl import Cluster, Tree
 from kindred.data import load_federation
 from kindred.engine.checkpoint import Checkpoints
 from kindred.messages import to_record
-from kindred.parts.newcomers import mixture_metrics, unlabelled_scores
+from kindred.parts import newcomers
+from kindred.parts.newcomers import mixture_metrics, newcomer_reply, unlabelled_scores
 from kindred.server_app.cli.run import app
 from kindred.server_app.config import Config
 from kindred.server_app.headline import Headline
@@ -72,9 +73,17 @@ def test_a_newcomers_samples_are_all_for_training_and_few_are_among_many() -> No
     assert len(found.site_data(3).train[1]) == 24 and len(found.site_data(3).validation[1]) == 6
 
 
-def test_inputs_are_prepared_by_the_clients_that_take_part(tmp_path) -> None:
+@pytest.mark.parametrize("with_test_part", [False, True])
+def test_inputs_are_prepared_by_the_clients_that_take_part(tmp_path, with_test_part) -> None:
     x = np.array([1.0, 3.0, 1.0, 3.0, 100.0, 300.0] * 2)[:, None, None]  # signals of one channel and one reading
-    np.savez(tmp_path / "data.npz", x=x, y=np.arange(12) % 2, client=np.array(list("aabbcc") * 2), time=np.arange(12))
+    x[6:] += with_test_part  # then no test sample is a training sample
+    arrays = {"x": x, "y": np.arange(12) % 2, "client": np.array(list("aabbcc") * 2)}
+    if with_test_part:
+        ends = {"train": slice(6), "test": slice(6, 12)}
+        arrays = {f"{name}_{end}": array[part] for end, part in ends.items() for name, array in arrays.items()}
+    else:
+        arrays["time"] = np.arange(12)
+    np.savez(tmp_path / "data.npz", **arrays)
     given = {
         "dataset": "npz",
         "data_dir": str(tmp_path / "data.npz"),
@@ -91,6 +100,10 @@ def test_inputs_are_prepared_by_the_clients_that_take_part(tmp_path) -> None:
             break
     else:
         pytest.fail("client c is never held out")
+
+
+def test_newcomers_are_not_named_for_having_no_validation_data() -> None:
+    assert federation(validation_share=0.2, held_out_clients=2).remarks == ()
 
 
 @pytest.mark.parametrize("count", [-1, 5, 6])
@@ -249,17 +262,24 @@ def test_a_run_serves_its_newcomers_and_a_comparison_has_their_table(tmp_path) -
 
 
 def test_kindred_s_newcomers_use_the_clients_models_together(tmp_path, monkeypatch) -> None:
-    used = []
+    used, lengths = [], set()
 
     def seen(visit, models, losses):
         used.append([{name: array.copy() for name, array in model.items()} for model in models])
         return mixture_metrics(visit, models, losses)
 
+    def joined(visit, models, rounds):
+        lengths.add(rounds)
+        return newcomer_reply(visit, models, rounds)
+
     monkeypatch.setattr(method, "mixture_metrics", seen)
+    monkeypatch.setattr(newcomers, "mixture_metrics", seen)
+    monkeypatch.setattr(method, "newcomer_reply", joined)
     run = kindred.run("kindred", output=tmp_path, **RUN)
     data = federation(partition="rotated", held_out_clients=2)
     modules = [run.models.module(client) for client in run.models]
     assert {len(models) for models in used} == {5, 6}  # with labelled samples also its own
+    assert lengths == {RUN["rounds"]}
     everybody = copy.deepcopy(modules[0])
     everybody.load_state_dict({name: torch.tensor(array) for name, array in used[0][-1].items()})
     modules.append(everybody)

@@ -15,6 +15,7 @@ import numpy as np
 from kindred.client.site import Samples
 from kindred.client.visit import Visit
 from kindred.lazy import lazy
+from kindred.objectives import Objective
 
 if TYPE_CHECKING:
     import torch
@@ -87,13 +88,20 @@ def judged(
     losses = []
     for k, arrays in enumerate(models):
         predictions = visit.predict(visit.model(arrays), held_out[0])
-        if visit.objective.has_classes:
-            factors = np.ones(predictions.shape[1])
-            if trained is not None and k == 0:
-                counts = (np.bincount(of, minlength=len(factors)) for of in (trained.cpu().numpy(), true))
-                factors = rarity(*counts)
-            loss = calibrated_loss(predictions, true, factors)
-        else:
-            loss = float(visit.objective.losses(predictions, true).sum())
-        losses.append(loss if np.isfinite(loss) and loss < LARGEST_LOSS else LARGEST_LOSS)
+        factors = None
+        if trained is not None and k == 0 and visit.objective.has_classes:
+            counts = (np.bincount(of, minlength=predictions.shape[1]) for of in (trained.cpu().numpy(), true))
+            factors = rarity(*counts)
+        losses.append(loss_of(visit.objective, predictions, true, factors))
     return np.array(losses)
+
+
+def loss_of(
+    objective: Objective, predictions: np.ndarray, true: np.ndarray, factors: np.ndarray | None = None
+) -> float:
+    """Return the loss of predictions for samples, n, together: for classes `calibrated_loss`; LARGEST_LOSS at most."""
+    if objective.has_classes:
+        loss = calibrated_loss(predictions, true, np.ones(predictions.shape[1]) if factors is None else factors)
+    else:
+        loss = float(objective.losses(predictions, true).sum())
+    return loss if np.isfinite(loss) and loss < LARGEST_LOSS else LARGEST_LOSS
