@@ -119,7 +119,7 @@ def dataset_of(
         x, y = [x[0], x[0][:0]], [y[0], y[0][:0]]
         clients = [clients[0], clients[0][:0]] if clients else []
     elif clients and kind in ("image", "signal"):  # equal rows of a table, and equal texts, may be of different samples
-        _check_overlap(x, clients, where)
+        check_overlap(x, clients, where)
     return Dataset(
         x[0],
         y[0],
@@ -390,20 +390,25 @@ def _times(times: np.ndarray, name: str) -> np.ndarray:
     return times.astype(np.float64)
 
 
-def _check_overlap(x: list[np.ndarray], clients: list[np.ndarray], where: Path) -> None:
-    """Check that no client has a sample both for training and for test; DataError where one has."""
+def check_overlap(x: list[np.ndarray], clients: list[np.ndarray], where: Path) -> None:
+    """Check that no client has a sample both for training and for test; DataError where one has.
+
+    Without `clients` all samples are of one.
+    """
 
     def keys(part: int) -> list[tuple[str, bytes]]:
         samples = np.ascontiguousarray(x[part])
+        names = clients[part].tolist() if clients else [""] * len(samples)
         return [
-            (client, blake2b(sample.tobytes(), digest_size=16).digest())
-            for client, sample in zip(clients[part].tolist(), samples, strict=True)
+            (name, blake2b(sample.tobytes(), digest_size=16).digest())
+            for name, sample in zip(names, samples, strict=True)
         ]
 
     first = {key: place for place, key in reversed(list(enumerate(keys(0))))}
     for place, key in enumerate(keys(1)):
         if key in first:
+            whose = f", both of client {key[0]!r}" if clients else ""
             raise DataError(
-                f"{where}: sample {place} of x_test is sample {first[key]} of x_train, both of client {key[0]!r}: "
+                f"{where}: sample {place} of x_test is sample {first[key]} of x_train{whose}: "
                 "clients' samples for training and for test must differ"
             )

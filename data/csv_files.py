@@ -57,7 +57,7 @@ def read_csv(
     remarks: list[str] = []
     if schema:
         known, objective = table_task(Path(schema))
-        _check_schema(known, objective, target, client, time, task)
+        check_schema(known, objective, target, client, time, task)
         known = replace(known, target=target or known.target, client=client or known.client, time=time or known.time)
     else:
         known, objective, remarks = infer_schema([*parts[0], *parts[1]], target, client, time, task)
@@ -67,14 +67,15 @@ def read_csv(
     return replace(dataset, remarks=(*remarks, *dataset.remarks))
 
 
-def _check_schema(known: Schema, objective: Objective, target: str, client: str, time: str, task: str) -> None:
-    """Check that settings beside a schema fit it; DataError where one does not."""
-    if target and "".join(target.split()) != "".join(known.target.split()):
-        raise DataError(f"target is {target!r}, allowed with this schema: {known.target or 'none'}")
+def check_schema(known: Schema | None, objective: Objective, target: str, client: str, time: str, task: str) -> None:
+    """Check that settings fit a schema, which is None if it is of no tables; DataError where one does not."""
+    own = known.target if known else ""
+    if target and "".join(target.split()) != "".join(own.split()):
+        raise DataError(f"target is {target!r}, allowed with this schema: {own or 'none'}")
     if task not in ("auto", objective.name):
         raise DataError(f"task is {task!r}, allowed with this schema: 'auto' or {objective.name!r}")
     for key, name in (("client", client), ("time", time)):
-        if name in [column.name for column in known.columns]:
+        if known and name in [column.name for column in known.columns]:
             raise DataError(f"{key} is {name!r}, which is an input in this schema, allowed: another column")
 
 
@@ -149,6 +150,16 @@ def unknown_remarks(schema: Schema, x: np.ndarray) -> list[str]:
     return [
         f"column {name!r}: {count:,} of {len(x):,} cells have a category that the schema does not have"
         for name, count in schema.unknown(x).items()
+    ]
+
+
+def unexpected_remarks(schema: Schema, x: np.ndarray) -> list[str]:
+    """Return a line about each column of rows x with empty cells, where the schema says that none may be."""
+    counts = np.isnan(x).sum(axis=0).tolist()
+    return [
+        f"column {column.name!r}: {count:,} of {len(x):,} cells are empty, and the schema says that none may be"
+        for column, count in zip(schema.columns, counts, strict=True)
+        if count and not column.missing
     ]
 
 

@@ -27,8 +27,10 @@ NUMBERS_SHARE = 0.95
 """From this fraction of numbers on, a column is one of numbers, and its texts are errors."""
 
 _DATE = re.compile(
-    r"\d{4}[-/.]\d{1,2}[-/.]\d{1,2}([T ].*)?|\d{1,2}([-/.])\d{1,2}\2\d{2,4}( .*)?|\d{1,2}:\d{2}(:\d{2}.*)?"
+    r"\d{4}[-/.]\d{1,2}[-/.]\d{1,2}([T ].*)?|\d{1,2}([-/.] ?)\d{1,2}\2\d{2,4}( .*)?|\d{1,2}:\d{2}(:\d{2}.*)?"
+    r"|\d{1,2}[-/. ]{1,2}[^\W\d]{3,9}[-/., ]{1,2}\d{2,4}|[^\W\d]{3,9}\.? \d{1,2},? \d{4}"
 )
+_WITH_COMMAS = re.compile(r"[-+]?\d+(,\d+)+(\.\d*)?")
 _IDENTIFIER = re.compile(r"(.*[\W_])?(id|ID|Id)|.*[a-z](ID|Id)")
 
 
@@ -39,8 +41,8 @@ class Cells:
     Attributes
     ----------
     name : str
-    rows, missing, numbers, whole, dates : int
-        Numbers of cells: all, empty ones, numbers, whole numbers, dates and times of day.
+    rows, missing, numbers, whole, dates, commas : int
+        Numbers of cells: all, empty ones, numbers, whole numbers, dates and times of day, numbers with commas.
     texts : set of str
         Different cells, at most `MOST_CATEGORIES` + 1 of them.
     counted : bool
@@ -55,6 +57,7 @@ class Cells:
     numbers: int = 0
     whole: int = 0
     dates: int = 0
+    commas: int = 0
     texts: set[str] = field(default_factory=set)
     counted: bool = True
     no_number: Misfit | None = None
@@ -74,6 +77,7 @@ class Cells:
                 raise DataError(str(Misfit(path, row, self.name, cell, A_NUMBER)))
             self.no_number = self.no_number or Misfit(path, row, self.name, cell, A_NUMBER)
             self.dates += bool(_DATE.fullmatch(text))
+            self.commas += bool(_WITH_COMMAS.fullmatch(text))
         if len(self.texts) <= MOST_CATEGORIES and (text := cell_text(cell)):
             self.texts.add(text)
         return number
@@ -92,6 +96,10 @@ class Cells:
             )
         if self.no_number is None:
             return True
+        if self.commas and self.numbers + self.commas >= NUMBERS_SHARE * self.present:
+            raise DataError(
+                f"{self.no_number}: the column's numbers have commas, for decimals or thousands; write 1234.5 without"
+            )
         if self.numbers < NUMBERS_SHARE * self.present:
             return False
         raise DataError(f"{self.no_number}, as {self.numbers:,} of the column's {self.present:,} cells are")
@@ -167,6 +175,11 @@ def infer_schema(
             remarks.append(f"column {each.name!r} is not used: {reason}")
         else:
             columns.append(Column(each.name, () if each.are_numbers() else each.categories(), each.missing > 0))
+            if columns[-1].categories and each.numbers > each.present / 2:
+                remarks.append(
+                    f"column {each.name!r} is one of categories, though {each.numbers:,} of its {each.present:,} cells "
+                    f"are numbers: {each.no_number}"
+                )
     if not columns:
         raise DataError(f"{first.path} has no column for input" + "".join(f"; {remark}" for remark in remarks))
     return Schema(tuple(columns), target, client, time), objective, remarks

@@ -14,8 +14,8 @@ import numpy as np
 from kindred.lazy import lazy
 from kindred.objectives import MOST_OUTPUTS, Classes
 
-from .arrays import dataset_of, labelled_arrays, read_arrays, stored_arrays
-from .csv_files import misfits, read_tables
+from .arrays import check_overlap, dataset_of, labelled_arrays, read_arrays, stored_arrays
+from .csv_files import check_schema, misfits, read_tables, unexpected_remarks
 from .dataset import Dataset
 from .federation import SiteData
 from .files import check_folder, existing_path, image_size
@@ -108,7 +108,7 @@ class Sites:
             A value is missing or out of range, or the schema cannot be read.
         """
         files = run_config if node_config is None else node_config
-        task = _schema_of(files) if run_config["schema"] else _images_of(run_config)
+        task = _schema_of(files, run_config) if run_config["schema"] else _images_of(run_config)
         objective = weighted(task.objective, run_config["class-weights"], None)
         return cls(
             replace(task, objective=objective),
@@ -138,6 +138,7 @@ class Sites:
             none = x[:0], y[:0]
             return SiteData(none, none, (torch.cat([x, x_test]), torch.cat([y, y_test])))
         site = read_site(self._files["data-dir"], task=self.task, test_share=self._test_share, seed=self._seed)
+        check_test_part(site, Path(self._files["data-dir"]))
         train, validation = np.arange(len(site.y_train)), np.zeros(0, int)
         if self._validation_share:
             classes = site.y_train if self.task.objective.has_classes else None
@@ -163,11 +164,16 @@ class Sites:
         return self.task.tensor(read_public(self._files["public-data"], self.task.inputs.kind))
 
 
-def _schema_of(files: Mapping[str, Any]) -> Task:
-    """Return the task in the schema file of this machine."""
+def _schema_of(files: Mapping[str, Any], run_config: Mapping[str, Any]) -> Task:
+    """Return the task in the schema file of this machine; DataError where the run's settings differ from it."""
     if not files.get("schema"):
         raise DataError("schema is not in the node config, and the run has one: name the file of the same schema here")
-    return Task.load(Path(str(files["schema"])))
+    task = Task.load(Path(str(files["schema"])))
+    if shape := run_config["image-shape"]:
+        raise DataError(f"image-shape is {shape!r}, allowed with a schema: ''")
+    schema = task.inputs.schema if isinstance(task.inputs, TableInputs) else None
+    check_schema(schema, task.objective, str(run_config["target"]), "", "", str(run_config["task"]))
+    return task
 
 
 def _images_of(run_config: Mapping[str, Any]) -> Task:
@@ -251,6 +257,20 @@ def read_site(
         largest = max(int(y.max()) for y in (site.y_train, site.y_test) if len(y))
         site = replace(site, objective=Classes(max(2, largest + 1)))
     return site
+
+
+def check_test_part(site: Dataset, where: Path) -> None:
+    """Check that no image or signal of a site is both for training and for test; DataError where one is.
+
+    Equal rows of a table, and equal texts, may be of different samples.
+    """
+    if site.kind in ("image", "signal"):
+        check_overlap([site.x_train, site.x_test], [], where)
+
+
+def empty_cells(site: Dataset) -> list[str]:
+    """Return a line about each column of a site's tables with empty cells, where the schema says that none may be."""
+    return unexpected_remarks(site.schema, np.concatenate([site.x_train, site.x_test])) if site.schema else []
 
 
 def misfits_of(data_dir: str | os.PathLike[str], task: Task) -> list[Misfit]:

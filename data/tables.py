@@ -109,10 +109,14 @@ class Misfit:
 
 def _lines(path: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
     """Yield the number and the cells of each row that has any."""
+    number = 0
     with open(path, encoding="utf-8-sig", newline="") as file:
-        for number, cells in enumerate(csv.reader(file, delimiter=delimiter), start=1):
-            if cells:
-                yield number, cells
+        try:
+            for number, cells in enumerate(csv.reader(file, delimiter=delimiter, strict=True), start=1):
+                if cells:
+                    yield number, cells
+        except csv.Error as error:  # without `strict` a quote that is not closed would take in the rows that follow
+            raise csv.Error(f"row {number + 1:,} has a quote that is not closed, or text after it ({error})") from None
 
 
 @contextmanager

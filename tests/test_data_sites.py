@@ -18,6 +18,7 @@ from kindred.client_app.app import app
 from kindred.data import Sites, Task, load_clients, load_federation, read_site
 from kindred.data.inputs import TableInputs
 from kindred.data.schema import Column, Schema
+from kindred.data.sites import check_test_part
 from kindred.objectives import Classes
 from kindred.server_app.app import run
 from kindred.server_app.config import Config
@@ -27,7 +28,8 @@ from kindred.server_app.tables import read_table
 from .refusals import refusal
 
 RUN_CONFIG = {"image-shape": "1x4x6", "num-classes": 3, "class-names": "", "input-mean": 0.5, "input-deviation": 0.25,
-              "samples-per-client": 0, "schema": "", "class-weights": "", "test-share": 0.3, "seed": 0}  # fmt: skip
+              "samples-per-client": 0, "schema": "", "target": "", "task": "auto", "class-weights": "",
+              "test-share": 0.3, "seed": 0}  # fmt: skip
 
 
 def npz(path: Path, shape=(4, 6), train: int = 6, labels=(0, 1, 2), **changes) -> Path:
@@ -40,11 +42,12 @@ def npz(path: Path, shape=(4, 6), train: int = 6, labels=(0, 1, 2), **changes) -
 
 
 def folders(path: Path, names=("0", "2"), mode: str = "L", size=(6, 4)) -> Path:
-    for part, count in (("train", 2), ("test", 1)):
+    for part, places in (("train", (0, 1)), ("test", (5,))):  # an image of one part is none of the other
         for k, name in enumerate(names):
             (path / part / name).mkdir(parents=True)
-            for i in range(count):
-                Image.new(mode, size, 10 * k + i if mode == "L" else (k, i, 9)).save(path / part / name / f"{i}.png")
+            for i, shade in enumerate(places):
+                colour = 10 * k + shade if mode == "L" else (k, shade, 9)
+                Image.new(mode, size, colour).save(path / part / name / f"{i}.png")
     return path
 
 
@@ -124,6 +127,36 @@ def test_hidden_files_and_a_table_beside_images_are_ignored(tmp_path) -> None:
     (tmp_path / "test" / ".checkpoints").mkdir()
     (tmp_path / "test" / ".checkpoints" / "0.png").write_bytes(b"no image")
     assert np.array_equal(read_site(tmp_path).x_train, expected.x_train)
+
+
+def test_a_site_s_test_samples_are_none_of_its_training_samples(tmp_path) -> None:
+    leaking = npz(tmp_path / "a.npz")
+    arrays = dict(np.load(leaking))
+    arrays["x_test"][1] = arrays["x_train"][2]
+    np.savez(leaking, **arrays)
+    for read in (
+        lambda: Sites.of(RUN_CONFIG, {"data-dir": str(leaking)}).site_data(0),
+        lambda: check_test_part(read_site(leaking), leaking),
+    ):
+        text = refusal(read)
+        assert "a.npz: sample 1 of x_test is sample 2 of x_train: clients' samples for training and for test" in text
+    only_validates = {"data-dir": str(leaking), "validate-only": True}
+    assert len(Sites.of(RUN_CONFIG, only_validates).site_data(0).test[1]) == 9
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"target": "chol>200"}, "target is 'chol>200', allowed with this schema: label"),
+        ({"task": "number"}, "task is 'number', allowed with this schema: 'auto' or 'classes'"),
+        ({"image-shape": "1x8x8"}, "image-shape is '1x8x8', allowed with a schema: ''"),
+    ],
+)
+def test_settings_of_a_run_that_differ_from_the_schema_are_refused(tmp_path, changes, words) -> None:
+    (tmp_path / "schema.json").write_text(json.dumps(TABLE.to_dict()))
+    settings = RUN_CONFIG | {"schema": str(tmp_path / "schema.json"), "image-shape": ""}
+    assert Sites.of(settings | {"target": " label"}).task.objective == TABLE.objective
+    assert words in refusal(lambda: Sites.of(settings | changes))
 
 
 def of_two_sizes(path: Path) -> Path:

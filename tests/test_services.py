@@ -48,7 +48,7 @@ def test_the_containers_keys_and_checks_of_sites_work_with_what_is_mounted(tmp_p
         for label in ("0", "1"):
             (tmp_path / "data" / "lyon" / part / label).mkdir(parents=True)
             for number in range(2):
-                image = np.full((8, 8), 100 * int(label) + number, np.uint8)
+                image = np.full((8, 8), 100 * int(label) + number + 10 * (part == "test"), np.uint8)
                 Image.fromarray(image).save(tmp_path / "data" / "lyon" / part / label / f"{number}.png")
     (tmp_path / "keys").mkdir(mode=0o700)
     kindred(*mounted("keys", tmp_path))

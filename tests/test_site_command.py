@@ -140,10 +140,11 @@ def test_check_prints_what_the_server_learns_and_starts_nothing(tmp_path, data, 
 
 
 def test_check_says_what_few_samples_do_not_allow(tmp_path) -> None:
-    x, site = np.zeros((5, 8, 8), np.uint8), ("site", "lyon", "--server", "localhost:1", "--insecure", "--data-dir")
+    x = np.arange(640, dtype=np.float32).reshape(10, 8, 8) / 640
+    site = "site", "lyon", "--server", "localhost:1", "--insecure", "--data-dir"
 
     def said(y_train: list[int], y_test: list[int], *options: str) -> str:
-        arrays = {"x_train": x[: len(y_train)], "y_train": y_train, "x_test": x[: len(y_test)], "y_test": y_test}
+        arrays = {"x_train": x[: len(y_train)], "y_train": y_train, "x_test": x[-len(y_test) :], "y_test": y_test}
         np.savez(tmp_path / "few.npz", **arrays)
         return kindred(*site, tmp_path / "few.npz", "--check", *options)
 

@@ -13,6 +13,7 @@ from kindred.data import DataError, Task
 from kindred.data.csv_files import read_csv
 from kindred.data.inputs import TableInputs
 from kindred.data.schema import Column, Schema
+from kindred.data.sites import empty_cells
 from kindred.objectives import Classes, Labels, Number
 
 from .refusals import refusal
@@ -202,7 +203,13 @@ def test_bad_input_is_refused_in_one_line(tmp_path, old, new, given, words) -> N
     assert all(word in text for word in words), text
 
 
-@pytest.mark.parametrize("day", ["2021-03-{}", "{}/03/2021", "{}.3.21", "2021-03-{}T10:00", "10:{}"])
+@pytest.mark.parametrize(
+    "day",
+    [
+        "2021-03-{}", "{}/03/2021", "{}.3.21", "2021-03-{}T10:00", "10:{}", "{}. 3. 2021", "{}-MAR-2021",
+        "{} März 2021", "{}. mars 21", "Mar {} 2021",
+    ],
+)  # fmt: skip
 def test_a_column_of_dates_is_refused_by_name(tmp_path, day) -> None:
     cells = [day.format(f"{k:02}") for k in range(1, 20)]
     file = written(tmp_path / "a.csv", columns(admitted=cells, t=[k % 2 for k in range(19)]))
@@ -256,6 +263,50 @@ def test_settings_that_differ_from_a_given_schema_are_refused(tmp_path, given, w
     written(schema, json.dumps(Task(TableInputs(found.schema), found.objective).to_dict()))
     assert len(read_csv(heart, "num > 0", "dataset", task="classes", schema=str(schema)).x_train) == 4
     assert words in refusal(lambda: read_csv(heart, **given, schema=str(schema)))
+
+
+@pytest.mark.parametrize(
+    ("lines", "row"),
+    [
+        ('x,t\n1,a\n"2,b\n3,a\n', 3),
+        ('x,t\n1,a\n2,"b\n3,a\n', 3),
+        ('x,note,t\n1,"open,a\n2,ok,b\n3,"open,a\n4,ok,b\n', 2),
+    ],
+)
+def test_a_quote_that_is_not_closed_takes_in_no_row_silently(tmp_path, lines, row) -> None:
+    text = refusal(lambda: read_csv(written(tmp_path / "a.csv", lines), "t"))
+    assert f"a.csv cannot be read: row {row} has a quote that is not closed, or text after it" in text
+
+
+@pytest.mark.parametrize("number", ["{},5", "1,{}00", "-{},50"])
+def test_numbers_with_commas_are_neither_categories_nor_classes(tmp_path, number) -> None:
+    cells = [number.format(k) for k in range(10, 30)]
+    for target in ("t", "cost"):
+        rows = "".join(f"{cell};{k % 2}\n" for k, cell in enumerate(cells))
+        file = written(tmp_path / "a.csv", f"cost;t\n{rows}")
+        text = refusal(lambda target=target, file=file: read_csv(file, target))
+        assert f"row 2, column cost: '{cells[0]}'" in text and "have commas, for decimals or thousands" in text
+
+
+def test_a_column_of_numbers_and_many_texts_is_named(tmp_path) -> None:
+    cells = [*range(30, 36), *range(30, 36), *range(30, 36), "<30", "<30"]
+    found = read_csv(written(tmp_path / "a.csv", columns(temp=cells, t=[k % 2 for k in range(20)])), "t")
+    assert found.schema.columns[0].type == "category"
+    (remark,) = found.remarks
+    assert remark.startswith("column 'temp' is one of categories, though 18 of its 20 cells are numbers: ")
+    assert "row 20, column temp: '<30'" in remark
+
+
+def test_empty_cells_in_a_column_of_a_schema_without_any_are_counted(tmp_path) -> None:
+    found = read_csv(written(tmp_path / "heart.csv", HEART), "num>0", "dataset")
+    task = Task(TableInputs(found.schema.fit(found.x_train)), found.objective)
+    written(tmp_path / "schema.json", json.dumps(task.to_dict()))
+    (column,) = [each for each in found.schema.columns if each.name == "age"]
+    assert not column.missing
+    age = HEART.splitlines()[1].split(",")[HEART.splitlines()[0].split(",").index("age")]
+    again = read_csv(written(tmp_path / "b.csv", HEART.replace(age, "", 1)), schema=str(tmp_path / "schema.json"))
+    assert again.remarks == ()
+    assert empty_cells(again) == ["column 'age': 1 of 4 cells are empty, and the schema says that none may be"]
 
 
 def test_a_column_without_a_name_is_not_used_and_a_line_says_so(tmp_path) -> None:

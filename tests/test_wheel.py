@@ -83,7 +83,7 @@ def test_the_wheel_runs_in_this_process(kindred, tmp_path) -> None:
 def test_a_site_checks_its_data(kindred, tmp_path) -> None:
     rng = np.random.default_rng(0)
     x, y = rng.random((20, 8, 8), dtype=np.float32), np.arange(20) % 10
-    np.savez(tmp_path / "data.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+    np.savez(tmp_path / "data.npz", x_train=x, y_train=y, x_test=1 - x, y_test=y)
     said = kindred("site", "lyon", "--server=127.0.0.1:9", "--data-dir", tmp_path / "data.npz", "--insecure", "--check")
     assert "20 images of 1x8x8 to train on, 20 to test on, labels up to 9" in said
 

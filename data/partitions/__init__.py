@@ -85,7 +85,7 @@ def divide(partition: str, y_train: np.ndarray, y_test: np.ndarray, num_classes:
         raise DataError(f"partition is {partition!r}, allowed: {', '.join(PARTITIONS)}")
     if not 1 <= ask.num_clients <= len(y_train):
         raise DataError(
-            f"num-clients is {ask.num_clients}, allowed: 1 to {len(y_train)}, the number of training samples"
+            f"num-clients is {ask.num_clients}, allowed: up to {len(y_train)}, the number of training samples"
         )
     if ask.held_out_clients and not 0 < ask.held_out_clients <= ask.num_clients - 2:
         raise DataError(

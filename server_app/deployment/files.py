@@ -26,17 +26,22 @@ def absolute_path(path: Path, option: str) -> Path:
     return Path(text)
 
 
+def refuse_open(folder: Path) -> None:
+    """End with one line if other users of this machine can enter a folder."""
+    if folder.stat().st_mode & 0o077:
+        end(
+            2,
+            f"{folder} is open to other users of this machine, allowed: a folder that only you can enter; "
+            f"chmod 700 {shlex.quote(str(folder))}",
+        )
+
+
 @contextmanager
 def own_folder(folder: Path, alone: bool = True) -> Iterator[None]:
     """Make a folder that only this user can enter; with `alone`, lock it against other processes."""
     try:
         make_private(folder)
-        if folder.stat().st_mode & 0o077:
-            end(
-                2,
-                f"{folder} is open to other users of this machine, allowed: a folder that only you can enter; "
-                f"chmod 700 {shlex.quote(str(folder))}",
-            )
+        refuse_open(folder)
         file = open(folder / ".lock", "w") if alone else None
     except OSError as error:
         end(2, f"{folder} cannot be used as a folder: {error.strerror}")

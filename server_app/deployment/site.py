@@ -27,7 +27,7 @@ from kindred.server_app.machine import cpus
 from .addresses import LOOPBACK, check_port, is_loopback, parse_server, warn_of_no_tls, with_port
 from .certificates import check_site_name, load_certificate, load_site_key, out_of_date
 from .connection import Link
-from .files import absolute_path, open_to_others, own_folder
+from .files import absolute_path, open_to_others, own_folder, refuse_open
 from .processes import QUIET, show_command
 from .supernode import keep_running, port_for_supernode
 
@@ -160,6 +160,8 @@ def site(
         **QUIET,
     }  # s; a poll costs some ms
     if check:
+        if state.is_dir():
+            refuse_open(state)
         show_command(command(port or 9094), settings)
         return
     with own_folder(state, alone=False), own_folder(home):
@@ -207,6 +209,8 @@ def _data_summary(name: str, node: Mapping[str, Any], class_names: Sequence[str]
         validates = bool(node.get("validate-only"))
         with displayed("reading the data", sys.stderr):
             site = sites.read_site(node["data-dir"], class_names, task, validates=validates)
+            if not validates:
+                sites.check_test_part(site, Path(node["data-dir"]))
             public = public_images.read_public(node["public-data"], site.kind) if "public-data" in node else None
     except data.DataError as error:
         end(2, str(error))
@@ -218,7 +222,10 @@ def _data_summary(name: str, node: Mapping[str, Any], class_names: Sequence[str]
         reported = f", with PerFed-CKT that it has {len(public)} public samples and their fingerprint"
     held_out = f" ({len(site.x_train)}, less those held out for validation)" if len(site.x_test) else ""
     share = "other sites may" if node.get("share-model", True) else "no other site may"
-    found: dict[str, Any] = {"lines": [*site.remarks, *_lacks(site, validates)], "classes": _classes(site)}
+    found: dict[str, Any] = {
+        "lines": [*site.remarks, *sites.empty_cells(site), *_lacks(site, validates)],
+        "classes": _classes(site),
+    }
     if validates:
         found["lines"] += (
             f"{name}: {_described(site, validates)}\n"
