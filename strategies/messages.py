@@ -164,6 +164,9 @@ def seed_for(*parts: object) -> int:
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big") >> 1
 
 
+STATE_NOT_WRITTEN = "clients' state cannot be written"  # how a simulated client says that the disk is full
+
+
 def check(name: str, value: object, holds: bool, allowed: str) -> None:
     """Raise ValueError unless `holds`; the message has the argument's name, its value and what is allowed."""
     if not holds:

@@ -37,7 +37,8 @@ def test_only_clients_whose_training_replies_lack_the_result_are_asked_for_it() 
 def test_the_closing_evaluation_covers_models_without_a_report() -> None:
     history = History()
     history.rows = [{"round": 0, "client": client} for client in CLIENTS]  # of the evaluation before the first round
-    history.rows += [{"round": 1, "client": 1}, {"round": 1, "client": 3}]
+    history.rows += [{"round": 1, "client": 1, "status": "ok"}, {"round": 1, "client": 3, "status": "ok"}]
+    history.rounds = [{"round": 0}, {"round": 1}]
     trained, received = EvaluationPlan(TRAINED, "accuracy"), EvaluationPlan(RECEIVED, "accuracy")
     for plan in (trained, received):
         plan.evaluated(4)
@@ -48,6 +49,9 @@ def test_the_closing_evaluation_covers_models_without_a_report() -> None:
     resumed = EvaluationPlan(RECEIVED, "accuracy")
     resumed.restore(received.state())
     assert resumed.after_last_round(CLIENTS, history) == [1, 2, 4]
+    history.rows += [{"round": 2, "client": 1, "status": "ok"}, {"round": 2, "client": 4, "status": "error 2"}]
+    history.rounds.append({"round": 2})
+    assert trained.after_last_round(CLIENTS, history) == [2, 3]  # only the last round has all metrics
 
 
 def test_before_the_first_round_all_clients_without_a_result_are_asked() -> None:
@@ -85,11 +89,11 @@ def test_the_best_of_a_run_with_sampled_clients_stands() -> None:
     strategy = Local(**ONE_OF_THREE, seed=4)
     strategy.start(InlineGrid(reporting_app(before, after), 3), initial(), 4)
     drawn = [[row["client"] - 1001 for row in strategy.history.rows if row["round"] == r] for r in range(6)]
-    assert drawn == [[0, 1, 2], [1], [1], [0], [1], [2]]  # 2 is never sampled, and evaluated once more at the end
+    assert drawn == [[0, 1, 2], [1], [1], [0], [1], [0, 2]]  # all but those of the last round are evaluated at the end
     lines = strategy.history.rounds
     assert [line["evaluated"] for line in lines] == [3] * 6
     means = [0.9 / 3, (0.1 + 0.9 + 0.6) / 3, (0.1 + 0 + 0.6) / 3, (0.3 + 0 + 0.6) / 3, (0.3 + 0.1 + 0.6) / 3]
-    means.append(means[-1])
+    means.append((0.1 + 0.1 + 0.6) / 3)  # these clients report again what they did before training
     assert [line["accuracy"] for line in lines] == pytest.approx(means)
     assert [line["accuracy-best"] for line in lines] == pytest.approx([means[0], *[means[1]] * 5])
     assert [progress(line, "accuracy", strategy.first_round, 4).split("  ")[0] for line in lines] == [

@@ -13,7 +13,7 @@ from kindred.client.shadow import SELECTED_ALONE
 from kindred.client.state import PREDICTIONS
 from kindred.client.training import CLASSES, get_arrays
 from kindred.engine.simulated_state import saved_files
-from kindred.messages import seed_for, to_record
+from kindred.messages import PERSONAL, seed_for, to_record
 
 from . import test_client, test_selection
 from .test_conformance import everything, make
@@ -21,8 +21,9 @@ from .test_conformance import everything, make
 CLIENTS = 4
 
 
-def run(name: str, app, shadow: bool = True, rounds: int = 3):
+def run(name: str, app, shadow: bool = True, rounds: int = 3, fraction: float = 1.0):
     strategy = make(name, test_client.network, test_client.PUBLIC)
+    strategy.fraction_train, strategy.min_train_nodes = fraction, 1
     config = ConfigRecord(test_client.SETTINGS | {"shadow-local": shadow})
     strategy.start(InlineGrid(app, CLIENTS), to_record(get_arrays(test_client.network())), rounds, 60, config, config)
     return strategy
@@ -54,6 +55,24 @@ def test_every_method_reports_the_comparison_of_what_its_clients_keep(name, with
         assert gain["federated"] == pytest.approx(strategy.history.selected_values().get(
             client, strategy.history.last_values()[client]
         ))  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_at_the_end_all_clients_report_all_metrics_and_their_comparison_though_few_trained_last(name) -> None:
+    strategy = run(name, test_client.app, rounds=4, fraction=0.5)
+    trained = {row["client"] for row in strategy.history.rows if row.get("samples-trained")}
+    last = {row["client"]: row for row in strategy.history.rows if f"{PERSONAL}-accuracy" in row}
+    assert len(trained) > 2 and sorted(last) == list(range(CLIENTS))
+    kept = saved_files(strategy.run_id, PREDICTIONS)
+    for client, row in last.items():
+        content = load_file(kept[client])
+        right = CLASSES.sample_scores(content[PREDICTIONS], content["targets"]).mean()
+        assert right == pytest.approx(strategy.history.last_values()[client])
+        assert any("balanced-accuracy" in key for key in row)
+    gains = last_gains(strategy)
+    assert trained <= gains.keys()
+    for client, gain in gains.items():
+        assert gain["federated"] == pytest.approx(strategy.history.last_values()[client])
 
 
 @pytest.mark.parametrize("name", ["heurfedamp", "ditto", "perfed-ckt", "fedem", "kindred"])

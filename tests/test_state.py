@@ -30,6 +30,7 @@ from kindred.client.training import get_arrays
 from kindred.client.visit import Visit
 from kindred.engine.checkpoint import NotResumable
 from kindred.engine.simulated_state import begin_simulation, end_simulation, saved_files
+from kindred.engine.transport import StateNotWritten
 from kindred.messages import in_order, read_record
 from kindred.server_app.deployment.files import own_folder
 from kindred.server_app.run_log import keep_log
@@ -735,10 +736,11 @@ def test_a_client_starts_from_the_model_that_it_last_saved(monkeypatch) -> None:
     for r, client, start in starts:
         before = after[r - 1] if r else {}
         if client in before:
-            assert start == before[client] != after[r][client]
-            again += 1
-    # Two clients in each round; in round 0 the two others evaluate their models.
-    assert again > CLIENTS and len(starts) == 2 * len(after) + 2 == 16
+            assert start == before[client]
+            assert (after[r][client] == start) == (r == 7)  # the closing evaluation
+            again += r < 7
+    # Two clients in each round; in round 0, and at the end, the two others evaluate their models.
+    assert again > CLIENTS and len(starts) == 2 * len(after) + 2 == 18
     for r in range(1, len(after)):
         asked = {client for number, client, _ in starts if number == r}
         assert all(after[r][client] == after[r - 1][client] for client in after[r - 1].keys() - asked)
@@ -749,8 +751,8 @@ def test_restarts_change_no_bit() -> None:
     restarted = []
     grid = InlineGrid(app(), CLIENTS)
     with_restarts, _ = run(grid, on_round=lambda r: restarted.append(restart(grid)))
-    assert with_restarts == without and len(restarted) == 7
-    assert len({row["train-loss"] for row in strategy.history.rows if row["round"] > 0}) == 12
+    assert with_restarts == without and len(restarted) == 8
+    assert len({row["train-loss"] for row in strategy.history.rows if 0 < row["round"] < 7}) == 12
 
 
 def test_a_run_without_stored_states_has_other_results() -> None:
@@ -824,3 +826,19 @@ def test_a_full_disk_is_named_with_its_folder_and_what_to_do(root, monkeypatch) 
     with pytest.raises(OSError, match=r"written to .*/run-1 \(No space left on device\); make room there$") as refused:
         ClientState(1, 0).save("model", {"w": np.zeros(2)})
     assert str(root) in str(refused.value)
+
+
+def test_a_full_disk_ends_a_simulation_and_no_client_is_left_out(monkeypatch) -> None:
+    """Its clients share the disk. Without their states the run would be another one."""
+    written = []
+
+    def full(write: Callable[[bytes], int], content: bytes) -> int:
+        written.append(content)
+        if len(written) > 6:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(content)
+
+    replace_write(monkeypatch, full)
+    with pytest.raises(StateNotWritten, match=r"^clients' state cannot be written to .* \(No space left on device\)"):
+        run()
+    assert len(written) > 6

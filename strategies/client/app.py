@@ -53,12 +53,11 @@ from .evaluation import evaluation_mode
 from .journal import EVALUATION, INTRODUCTION, NOTICE, TRAINING, recorded
 from .local_training import LocalTraining
 from .models import MODELS
-from .shadow import comparison, train_alone
+from .shadow import comparison, keep_at_the_end, train_alone
 from .site import (
     STATE_DIR,
     LoadSite,
     ModelFactory,
-    Samples,
     Site,
     client_id,
     module_of,
@@ -96,8 +95,7 @@ def make_client_app(load_site: LoadSite) -> ClientApp:
         with visit.state.locked() if visit.is_site else contextlib.nullcontext():
             content = getattr(_client_half(visit), task)(visit)
             if SHADOW_LOCAL.read(visit.config) and PROBE not in visit.config:
-                if task == "train":
-                    train_alone(visit)
+                train_alone(visit) if task == "train" else keep_at_the_end(visit)
                 content[METRICS].update(comparison(visit))
         content[METRICS].update(visit.compute)
         return Message(content, reply_to=message)
@@ -150,7 +148,7 @@ def introduction_of(load_site: LoadSite, context: Context, server_version: objec
         site = site_of(load_site, context, pick_device(str(context.run_config.get("device", "auto"))))
         about |= {
             NUM_EXAMPLES: len(site.train[1]),
-            NUM_CLASSES: _num_outputs(site, site.test if validates else site.train),
+            NUM_CLASSES: _num_outputs(site, *(("test",) if validates else ("train", "test", "validation"))),
             OBJECTIVE: site.objective.name,
             SHARE_MODEL: true_or_false(context.node_config, SHARE_MODEL, True),
         }
@@ -198,15 +196,23 @@ def _visit(load_site: LoadSite, message: Message, context: Context) -> Visit:
     )
 
 
-def _num_outputs(site: Site, samples: Samples) -> int:
-    """Return the number of outputs of a site's network; raise ValueError if a sample's target is not one of them."""
-    x, y = samples
+def _num_outputs(site: Site, *kinds: str) -> int:
+    """Return the number of outputs of a site's network; raise ValueError if a sample's target is not one of them.
+
+    `kinds` are the attributes with the samples that it uses. The number is 0 without samples of the first kind.
+    """
+    x, y = getattr(site, kinds[0])
     if not len(y):
         return 0
     module_of(site.model, x.device)  # made now, as its first weights are drawn, and no message may depend on when
     outputs = _outputs_of(site.model, x.device, x.dtype, x.shape[1:])
     num_outputs = site.objective.predictions(outputs).shape[1]
-    site.objective.check(y.cpu().numpy(), num_outputs)
+    for kind in kinds:
+        try:
+            if samples := getattr(site, kind):
+                site.objective.check(samples[1].cpu().numpy(), num_outputs)
+        except ValueError as error:
+            raise ValueError(f"{kind}: {error}") from None
     return num_outputs
 
 

@@ -42,6 +42,12 @@ def train_alone(visit: Visit) -> None:
         _keep(visit, model, visit.about_best(metrics))
 
 
+def keep_at_the_end(visit: Visit) -> None:
+    """Keep what the model alone predicts in a closing evaluation, if it is not selected on validation data."""
+    if visit.is_last and visit.site.validation is None and (kept := visit.state.load(ALONE)) is not None:
+        _keep(visit, visit.model(kept), {})
+
+
 def _keep(visit: Visit, model: torch.nn.Module, about: dict[str, str]) -> None:
     predictions = predict(model, visit.site.test[0], visit.objective)
     visit.keep_predictions(SELECTED_ALONE, predictions, about=about)

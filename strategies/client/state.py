@@ -40,7 +40,7 @@ from safetensors import SafetensorError, safe_open
 
 from kindred.files import make_private, partial_files, replacing, write_arrays
 from kindred.locks import lock
-from kindred.messages import ClientId
+from kindred.messages import STATE_NOT_WRITTEN, ClientId
 
 # Names under which a client saves
 MODEL = "model"  # its personal model
@@ -184,7 +184,7 @@ class ClientState:
                     (_rename if self._is_simulated else _link)(path, kept)
         except OSError as error:
             place, reason = self.folder.parent, error.strerror or error
-            raise OSError(f"clients' state cannot be written to {place} ({reason}); make room there") from None
+            raise OSError(f"{STATE_NOT_WRITTEN} to {place} ({reason}); make room there") from None
         for version in interrupted:
             self._discard(name, version)
         self._remove_unneeded(name, _Version(path, self._round, self._attempt), earlier)

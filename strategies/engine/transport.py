@@ -16,7 +16,7 @@ from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
 from flwr.proto.message_pb2 import PullObjectRequest, PullObjectResponse
 from flwr.serverapp import Grid
 
-from kindred.messages import first_line
+from kindred.messages import STATE_NOT_WRITTEN, first_line
 from kindred.packing import packed, unpacked
 
 from .admission import Refused
@@ -35,6 +35,10 @@ DEAD_WORKER = re.compile(r"ray\.exceptions\.(ActorDied|RayActor|OutOfMemory|Work
 
 class WorkerDied(RuntimeError):
     """A worker process of the simulation has died, and Flower keeps sending it messages, which then fail."""
+
+
+class StateNotWritten(RuntimeError):
+    """Simulated clients cannot save their state: without it the run would be another one."""
 
 
 def push(grid: Grid, message: Message, *, packs: bool = False) -> str | None:
@@ -229,19 +233,25 @@ def content_of(message: Message) -> RecordDict:
 
 
 def _check_worker(reply: Message) -> None:
-    """End the run if a reply holds Ray's error for a dead worker process.
+    """End the run if a reply holds an error of the simulation, not of the client.
 
-    Flower keeps sending messages to the dead process, and to it first, because it is never busy. From then on messages
-    fail at once.
+    Flower keeps sending messages to a dead process, and to it first, because it is never busy. From then on messages
+    fail at once. Simulated clients share the disk for their state.
 
     Raises
     ------
     WorkerDied
-        The reply holds such an error.
+        The reply holds Ray's error for a dead worker process.
+    StateNotWritten
+        The client could not save its state.
     """
-    if not reply.has_error() or reply.error.code != ErrorCode.UNKNOWN:
+    if not reply.has_error():
         return
-    if DEAD_WORKER.search(reason := reply.error.reason or ""):
+    reason = reply.error.reason or ""
+    said, found, rest = reason.partition(STATE_NOT_WRITTEN)
+    if found and said.endswith("OSError: "):
+        raise StateNotWritten(first_line(found + rest))
+    if reply.error.code == ErrorCode.UNKNOWN and DEAD_WORKER.search(reason):
         raise WorkerDied(
             "a worker process of the simulation died, most often for lack of memory; Flower keeps sending it "
             "messages, so the run ends; give each client more CPUs, so that fewer clients work at a time "
