@@ -97,7 +97,7 @@ def run(
         settings,
     )  # fmt: skip
     where = Engine(engine, cpus_per_client, gpus_per_client, workers)
-    (result,) = run_methods(run_settings(given, resume), (), where, _printed if progress else _warned, track)
+    (result,) = run_methods(run_settings(given, resume), (), where, _printed if progress else _warned, track, given)
     return result
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from functools import partial
-from logging import INFO, WARNING
+from logging import ERROR, INFO, WARNING
 from typing import TYPE_CHECKING, Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Context
@@ -17,7 +17,7 @@ from kindred import REGISTRY, InlineGrid, Method, make_model
 from kindred.client.models import network_names, parse_models
 from kindred.client.site import fingerprint_of
 from kindred.client.state import BEST, MIXTURE, MODEL, PREDICTIONS
-from kindred.data import DATASETS, Federation, Sites, load_clients
+from kindred.data import DATASETS, DataError, Federation, Sites, load_clients
 from kindred.engine.checkpoint import NotResumable
 from kindred.engine.model_store import last_layers
 from kindred.engine.simulated_state import end_simulation, saved_files, simulated
@@ -57,7 +57,11 @@ def main(grid: Grid, context: Context) -> None:
     """Run with the settings of the run config."""
     status = Status.of_run(context.run_id)
     with status.followed():
-        run(grid, Config.from_run_config(context.run_config), status)
+        try:
+            run(grid, Config.from_run_config(context.run_config), status)
+        except (ConfigError, DataError) as error:
+            log(ERROR, "kindred: %s", error)  # Flower logs a traceback, too
+            raise
 
 
 def run_inline(config: Config, threads: int = 1) -> RunFolder:

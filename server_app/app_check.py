@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import tomllib
 from collections.abc import Iterable, Iterator
@@ -13,7 +14,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, R
 from flwr.common.config import flatten_dict
 from flwr.supercore.object_ref import load_app
 
-from kindred import REGISTRY
+from kindred import REGISTRY, FedAvg, PersonalizedStrategy
 from kindred.engine.history import History
 from kindred.engine.inline import InlineGrid
 from kindred.engine.roster import TooFewClients
@@ -114,13 +115,36 @@ def _first_message(server_app: Any, client_app: Any, run_config: dict[str, Any],
         run_id=grid.run.run_id, node_id=1, node_config={}, state=RecordDict(), run_config=dict(run_config)
     )
     try:
-        server_app(grid=grid, context=context)
+        with _found_at_start():
+            server_app(grid=grid, context=context)
     except _Found as found:
         return found.content
     except Exception as error:
         reason = first_line(f"{type(error).__name__}: {error}")
         raise ConfigError(f"the ServerApp of {folder} fails before it asks a client to train ({reason})") from None
     raise ConfigError(f"the ServerApp of {folder} ends without asking a client to train")
+
+
+@contextmanager
+def _found_at_start() -> Iterator[None]:
+    """Take the model and the settings that the ServerApp gives to a strategy of ours.
+
+    The messages of some hold several models, or none.
+    """
+    start = PersonalizedStrategy.start
+    signature = inspect.signature(start)
+
+    def found(strategy: PersonalizedStrategy, *arguments: Any, **named: Any) -> None:
+        given = signature.bind(strategy, *arguments, **named).arguments
+        records = {strategy.arrayrecord_key: given["initial_arrays"]}
+        raise _Found(RecordDict(records | {strategy.configrecord_key: given.get("train_config") or ConfigRecord()}))
+
+    vars_of: Any = PersonalizedStrategy
+    vars_of.start = found
+    try:
+        yield
+    finally:
+        vars_of.start = start
 
 
 def _parts(content: RecordDict, folder: Path) -> tuple[ArrayRecord, ConfigRecord, dict[str, str]]:
@@ -150,16 +174,16 @@ def _finding(
 ) -> Finding:
     if method.needs_our_client and not ours:
         return Finding(method.name, False, OURS)
-    if method.distils:
-        return Finding(method.name, True, "its server also needs public samples and the networks")
+    tried: type[Any] = FedAvg if method.distils else method.strategy  # whose clients do the same
     try:
-        strategy = method.strategy(min_train_nodes=1, min_evaluate_nodes=1, min_available_nodes=1, **names)
+        strategy = tried(min_train_nodes=1, min_evaluate_nodes=1, min_available_nodes=1, **names)
         strategy.start(grid, arrays, 1, train_config=config, evaluate_config=config)
     except TooFewClients as error:
         return Finding(method.name, False, _reason(str(error), strategy.history))
     except Exception as error:
         return Finding(method.name, False, first_line(f"{type(error).__name__}: {error}"))
-    return Finding(method.name, True, _remark(strategy.history))
+    needs = "its server also needs public samples and the networks" if method.distils else ""
+    return Finding(method.name, True, needs or _remark(strategy.history))
 
 
 def _reason(text: str, history: History) -> str:

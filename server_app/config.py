@@ -12,7 +12,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,6 +50,7 @@ from kindred.settings import (
     SEED,
     SHADOW_LOCAL,
     STOP_AFTER,
+    TRAINING,
     TRUE_OR_FALSE,
     WAIT_TIMEOUT,
     WEIGHT_DECAY,
@@ -435,10 +436,22 @@ def added_settings() -> dict[str, Setting]:
 
 
 def is_used_by(key: str, strategy: str) -> bool:
-    """Return whether a method uses a setting: one of its own, or one that is no method's own."""
-    own = {each.key for each in REGISTRY[strategy].settings} if strategy in REGISTRY else set()
+    """Return whether a method uses a setting: one of its own, or one that is no method's own and that it heeds."""
+    if (method := REGISTRY.get(strategy)) is None:
+        return True
+    if key in {each.key for each in method.ignores}:
+        return False
+    if key in {each.key for each in (*method.settings, *TRAINING)}:
+        return True
     of_methods = {kebab(each.name) for each in fields(Config) if any(each.metadata["methods"].values())}
-    return key in own or key not in of_methods | added_settings().keys()
+    return key not in of_methods | added_settings().keys()
+
+
+def unused(given: Iterable[str], strategies: Sequence[str]) -> list[str]:
+    """Return a line for each of these settings that none of the methods uses."""
+    which = ", ".join(strategies) if len(strategies) == 1 else f"none of {', '.join(strategies)}"
+    verb = "does not use" if len(strategies) == 1 else "uses"
+    return [f"{which} {verb} {key}" for key in given if not any(is_used_by(key, strategy) for strategy in strategies)]
 
 
 def unknown_setting(key: str, known: tuple[str, ...]) -> str:

@@ -15,7 +15,7 @@ from .comparison.plan import make_plan
 from .comparison.result import ComparisonResult
 from .comparison.runs import carry_out
 from .comparison.statistics import LOCAL
-from .config import Config, ConfigError
+from .config import Config, ConfigError, unused
 from .engines import Engine, execute
 from .jobs import execute_runs
 from .presets import load_preset
@@ -26,7 +26,12 @@ from .verdict import paired_gains, verdict_of
 
 
 def run_methods(
-    config: Config, against: Iterable[str], engine: Engine, on_line: Callable[[str], None], track: str = ""
+    config: Config,
+    against: Iterable[str],
+    engine: Engine,
+    on_line: Callable[[str], None],
+    track: str = "",
+    given: Iterable[str] = (),
 ) -> list[RunResult]:
     """Run a method, then others with the same settings.
 
@@ -40,6 +45,8 @@ def run_methods(
         Called with each line of progress.
     track : str
         A tool of `tracking.TOOLS` into which the runs are copied; "" for none.
+    given : iterable of str
+        The settings that were not left at their defaults; those that no method uses are named.
 
     Raises
     ------
@@ -54,6 +61,8 @@ def run_methods(
     check([config, *others], engine)
     if track:
         tracking.check_tool(track)
+    for line in unused(given, [each.strategy for each in (config, *others)]):
+        on_line(line)
     on_line(f"{config.strategy} on {config.dataset}, {config.partition}, {config.num_clients} clients")
     _describe(config, on_line)
     results = [_result(execute(config, engine, on_line))]
@@ -160,6 +169,8 @@ def compare_methods(
     if len(unusable) == len(plan.configs):
         raise next(iter(unusable.values()))
     on_line(f"{plan.title}: {', '.join(plan.configs)}")
+    for line in unused(given, list(dict.fromkeys(config.strategy for config in plan.configs.values()))):
+        on_line(line)
     _describe(next(config for name, config in plan.configs.items() if name not in unusable), on_line)
     reasons = {name: str(error) for name, error in unusable.items()}
     engine = replace(engine, jobs=min(engine.jobs, len(plan.runs)))

@@ -80,13 +80,14 @@ def summarise(
           evaluation of the global model, and the metrics of its last successful one as `last`.
         - `metrics`: the means of these over the clients that have them; `intervals`: low and high of each mean, see
           `intervals.mean_intervals`.
-        - `verdict`: see `verdict.Verdict.to_dict`; None where no client trained a model alone.
+        - `verdict`: see `verdict.Verdict.to_dict`; None where no client trained a model alone, or all did.
     """
     training = training_rounds(settings, history)
     last = history.rounds[-1] if history.rounds else {}
     values, columns = history.last_values(), HeadlineColumns.of(history.metric)
     reported = {which: _last_metrics(history, which) for which in MODELS.values()}
-    verdict = verdict_of(reported_gains(history.rows), int(settings["seed"]))
+    federates = settings["strategy"] != "local"
+    verdict = verdict_of(reported_gains(history.rows), int(settings["seed"])) if federates else None
     return {
         **{key: settings[key] for key in ("strategy", "dataset", "partition", "seed")},
         "rounds": len(training),

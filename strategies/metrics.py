@@ -44,6 +44,13 @@ class Metric:
         )
 
     @property
+    def values(self) -> str:
+        """The possible values, as text."""
+        if math.isinf(self.low):
+            return "a number" if math.isinf(self.high) else f"a number up to {self.high:g}"
+        return f"a number from {self.low:g}" + ("" if math.isinf(self.high) else f" to {self.high:g}")
+
+    @property
     def worst_decile(self) -> float:
         """The quantile, over clients, that a tenth of them does not reach."""
         return 0.1 if self.higher else 0.9

@@ -70,7 +70,7 @@ from .messages import (
 )
 from .objectives import OBJECTIVES, Classes
 from .registry import Method
-from .settings import BY_SIZE, LOCAL_STEPS, Setting, at_least, one_of
+from .settings import BY_SIZE, LOCAL_EPOCHS, LOCAL_STEPS, Setting, at_least, one_of
 
 if TYPE_CHECKING:
     import sklearn.cluster as clustering
@@ -538,6 +538,7 @@ METHOD = Method(
         MIN_CLUSTER_SIZE,
         LOGITS_DTYPE,
     ),
+    ignores=(LOCAL_EPOCHS,),
     models_travel=False,
     mixed_networks=True,
     needs_public_set=True,

@@ -30,6 +30,8 @@ class Method:
         the model that it receives.
     settings : tuple of Setting
         The strategy's arguments that are the method's own.
+    ignores : tuple of Setting
+        Settings of local training that have no effect on the method.
     models_travel : bool
         Whether the server sees clients' models.
     mixed_networks : bool
@@ -50,6 +52,7 @@ class Method:
     strategy: type[Any]
     client: type[Any] | None = None
     settings: tuple[Setting, ...] = ()
+    ignores: tuple[Setting, ...] = ()
     models_travel: bool = True
     mixed_networks: bool = False
     needs_public_set: bool = False

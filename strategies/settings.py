@@ -218,6 +218,9 @@ SHADOW_LOCAL = Setting(
     "twice the computing",
 )
 
+OF_OPTIMISERS = (OPTIMIZER, LEARNING_RATE, MOMENTUM, WEIGHT_DECAY)
+"""Those that a method ignores whose clients take plain steps of gradient descent, with a step size of their own."""
+
 TRAINING = (
     SEED,
     LOCAL_EPOCHS,

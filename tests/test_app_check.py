@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 
 from kindred import REGISTRY, FedAvg, HeurFedAMP, InlineGrid, Local
 from kindred.engine import roster
-from kindred.server_app.app_check import OURS, check_app
+from kindred.server_app.app_check import OURS, Finding, check_app
 from kindred.server_app.cli import commands
 from kindred.server_app.config import ConfigError
 
@@ -72,7 +73,7 @@ def write_app(folder: Path, name: str, server: str = SERVER, training: str = "pa
 
 @pytest.fixture(autouse=True)
 def path(monkeypatch) -> None:
-    monkeypatch.setattr("sys.path", [*__import__("sys").path])  # check_app adds the app's folder
+    monkeypatch.setattr("sys.path", [*sys.path])  # check_app adds the app's folder
 
 
 def test_an_app_for_fedprox_can_take_part_in_the_methods_whose_clients_only_train() -> None:
@@ -86,6 +87,22 @@ def test_an_app_for_fedprox_can_take_part_in_the_methods_whose_clients_only_trai
 
 
 def test_a_client_app_of_ours_takes_part_in_all_but_those_that_need_public_samples(tmp_path) -> None:
+    found = findings_of_ours(tmp_path, (ROOT / "examples" / "plug-in" / "plug_in" / "server_app.py").read_text())
+    assert {name for name, each in found.items() if not each.takes_part} == {"perfed-ckt"}
+    assert "public" in found["perfed-ckt"].text
+
+
+@pytest.mark.parametrize("strategy", ["HypCluster", "FedeRiCo"])
+def test_the_model_of_a_strategy_of_ours_is_the_one_that_it_starts_from(tmp_path, strategy) -> None:
+    """Its messages hold several models, or in the first round none."""
+    server = SERVER.replace("from flwr.serverapp.strategy import FedAvg", f"from kindred import {strategy} as FedAvg")
+    server = server.replace("import numpy", "from plug_in.task import make_net\nimport numpy")
+    server = server.replace("ArrayRecord([np.zeros(3)])", "ArrayRecord(make_net().state_dict())")
+    found = findings_of_ours(tmp_path, server)
+    assert {name for name, each in found.items() if not each.takes_part} == {"perfed-ckt"}
+
+
+def findings_of_ours(tmp_path: Path, server: str) -> dict[str, Finding]:
     example = ROOT / "examples" / "plug-in"
     text = (ROOT / "docs" / "plugging-in.md").read_text()
     (client,) = [
@@ -95,13 +112,13 @@ def test_a_client_app_of_ours_takes_part_in_all_but_those_that_need_public_sampl
     ]
     app = write_app(tmp_path, "ours")
     (app / "ours" / "client.py").write_text(client)
-    (app / "ours" / "server.py").write_text((example / "plug_in" / "server_app.py").read_text())
-    __import__("sys").path.insert(0, str(example))
+    (app / "ours" / "server.py").write_text(server)
+    sys.path.insert(0, str(example))
     with open(app / "pyproject.toml", "a") as file:
         file.write("lr = 0.002\nmodels-dir = 'models'\nlocal-epochs = 1\n")
-    found = {each.method: each for each in check_app(app)}
-    assert {name for name, each in found.items() if not each.takes_part} == {"perfed-ckt"}
-    assert "public" in found["perfed-ckt"].text
+    for name in [name for name in sys.modules if name.partition(".")[0] == "ours"]:
+        del sys.modules[name]  # of an app before
+    return {each.method: each for each in check_app(app)}
 
 
 def test_a_client_app_of_another_kind_that_reports_a_public_set_takes_part_in_perfed_ckt(tmp_path) -> None:
@@ -125,6 +142,16 @@ def test_the_reasons_are_those_of_the_client(tmp_path) -> None:
     fails = check_app(write_app(tmp_path / "fails", "app_fails", training='raise ValueError("no such file: x.csv")'))
     (local,) = (each for each in fails if each.method == "local")
     assert not local.takes_part and "no such file: x.csv" in local.text
+
+
+@pytest.mark.parametrize(
+    ("training", "says"),
+    [("return None", "its ClientApp returned NoneType, allowed: a Message"), ("raise SystemExit(3)", "SystemExit: 3")],
+)
+def test_a_client_that_does_not_answer_can_take_part_in_no_method(tmp_path, training, says) -> None:
+    found = check_app(write_app(tmp_path, f"app_{abs(hash(says))}", training=training))
+    assert not any(each.takes_part for each in found)
+    assert says in {each.method: each for each in found}["feddf"].text
 
 
 @pytest.mark.parametrize(
@@ -163,6 +190,30 @@ def test_a_warning_says_where_the_personal_models_are(strategy, personal, caplog
 
 
 def test_a_metric_that_nobody_reported_is_named_with_what_was_sent(caplog) -> None:
+    app = reporting("eval_mse", 2.0)
+    Local().start(InlineGrid(app, 2), initial(), 1)
+    assert "kindred: no client reported accuracy: it sent eval_mse; the strategy's argument metric" in caplog.text
+    caplog.clear()
+    Local().start(InlineGrid(plain_app(), 2), initial(), 1)
+    assert "no client reported" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("value", "says", "warned"),
+    [
+        (87.0, "client 1001 sent accuracy 87.0, allowed: a number from 0 to 1", True),
+        (float("nan"), "all that sent it sent nan", False),
+    ],
+)
+def test_a_value_that_the_metric_cannot_have_is_named_once(caplog, value, says, warned) -> None:
+    (strategy := Local()).start(InlineGrid(reporting("eval_acc", value), 2), initial(), 2)
+    assert strategy.history.last_values() == {}
+    assert caplog.text.count(f"{says}; such values do not count") == warned
+    assert caplog.text.count(f"no client reported accuracy: {says}") == 1
+
+
+def reporting(name: str, value: object) -> ClientApp:
+    """Return clients that train nothing and report this metric of each evaluation."""
     app = ClientApp()
 
     @app.train()
@@ -172,13 +223,9 @@ def test_a_metric_that_nobody_reported_is_named_with_what_was_sent(caplog) -> No
 
     @app.evaluate()
     def evaluate(message: Message, context) -> Message:
-        return Message(RecordDict({"m": MetricRecord({"num-examples": 3, "eval_mse": 2.0})}), reply_to=message)
+        return Message(RecordDict({"m": MetricRecord({"num-examples": 3, name: value})}), reply_to=message)
 
-    Local().start(InlineGrid(app, 2), initial(), 1)
-    assert "kindred: no client reported accuracy: it sent eval_mse; the strategy's argument metric" in caplog.text
-    caplog.clear()
-    Local().start(InlineGrid(plain_app(), 2), initial(), 1)
-    assert "no client reported" not in caplog.text
+    return app
 
 
 def test_flowers_traceback_of_the_unknown_query_is_not_logged(caplog) -> None:

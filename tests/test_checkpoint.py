@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -30,7 +31,7 @@ from hypothesis.extra.numpy import array_shapes, arrays
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from kindred import REGISTRY, FedAvg, InlineGrid, Local, NotResumable, TooFewClients
+from kindred import REGISTRY, FedAMP, FedAvg, HeurFedAMP, InlineGrid, Local, NotResumable, TooFewClients
 from kindred.client.state import ClientState, default_root
 from kindred.client_app.app import app as client_app
 from kindred.engine import checkpoint, simulated_state
@@ -38,7 +39,7 @@ from kindred.engine.checkpoint import Checkpoints, HistoryRows, pack, unpack
 from kindred.engine.history import History
 from kindred.engine.model_store import ClientModels, Layout
 from kindred.engine.simulated_state import StateFlusher, begin_simulation, end_simulation
-from kindred.messages import records_of, to_record
+from kindred.messages import read_record, records_of, to_record
 from kindred.server_app import results
 from kindred.server_app.app import run
 from kindred.server_app.checks import check
@@ -766,9 +767,32 @@ def test_a_run_interrupted_before_its_first_checkpoint_starts_again(whole, tmp_p
 
 
 def test_a_checkpoint_of_another_method_is_refused(tmp_path) -> None:
+    FedAMP().start(InlineGrid(plain_app(), 3), initial(), 2, checkpoints=Checkpoints(tmp_path))
+    with pytest.raises(NotResumable, match="round 2 in .* another run: its method is fedamp, here heurfedamp"):
+        HeurFedAMP().start(InlineGrid(plain_app(), 3), initial(), 4, checkpoints=Checkpoints(tmp_path))
+
+
+def test_a_checkpoint_of_another_network_is_refused(tmp_path) -> None:
+    HeurFedAMP().start(InlineGrid(plain_app(), 3), initial(), 2, checkpoints=Checkpoints(tmp_path))
+    name, array = next(iter(read_record(initial()).items()))
+    more = read_record(initial()) | {"more": np.zeros(2, np.float32)}
+    longer = read_record(initial()) | {name: np.zeros((*array.shape, 2), array.dtype)}
+    for model, said in (
+        (more, f"its number of arrays is {len(more) - 1}, here {len(more)}"),
+        (longer, f"its array '{name}' is float32 {array.shape}, here float32 {(*array.shape, 2)}"),
+    ):
+        with pytest.raises(NotResumable, match=re.escape(said)):
+            HeurFedAMP().start(InlineGrid(plain_app(), 3), to_record(model), 4, checkpoints=Checkpoints(tmp_path))
+
+
+def test_a_checkpoint_of_a_strategy_with_other_state_is_refused(tmp_path) -> None:
+    class Other(Local):
+        STATE = (*Local.STATE, "_other")
+        _other = 0
+
     Local().start(InlineGrid(plain_app(), 3), initial(), 2, checkpoints=Checkpoints(tmp_path))
-    with pytest.raises(NotResumable, match="round 2 in .* was saved by another method or version: .*_examples"):
-        FedAvg().start(InlineGrid(plain_app(), 3), initial(), 4, checkpoints=Checkpoints(tmp_path))
+    with pytest.raises(NotResumable, match="round 2 in .* was saved by another method or version: .*_other"):
+        Other().start(InlineGrid(plain_app(), 3), initial(), 4, checkpoints=Checkpoints(tmp_path))
 
 
 def test_a_renamed_checkpoint_is_detected(tmp_path, caplog) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import io
+import re
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import ConfigRecord
+from flwr.app import ConfigRecord, Context, RecordDict
 
 from kindred import REGISTRY, InlineGrid, Site, make_client_app
 from kindred.client import cuda_graphs
+from kindred.client.app import introduction_of
 from kindred.client.training import get_arrays
 from kindred.messages import BETWEEN, RECEIVED, to_record
 
@@ -54,6 +56,43 @@ def run(name: str, rounds: int = 3, **settings):
     initial = to_record(get_arrays(network()))
     strategy.start(InlineGrid(app, CLIENTS, {"run": name}), initial, rounds, 60, config, config)
     return strategy
+
+
+X, Y = torch.zeros(6, 4), torch.zeros(6, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("parts", "says"),
+    [
+        ({"model": torch.nn.Linear(4, 2)}, "model is 'Linear', allowed: a function that returns a new torch.nn.Module"),
+        ({"train": (X, Y[:5])}, "train has inputs (6, 4) and targets (5,), allowed: as many of both"),
+        ({"train": [(X, Y)]}, "train is 'list', allowed: a pair of tensors: inputs (n, ...) and targets (n, ...)"),
+        ({"train": (X.numpy(), Y)}, "train is ['ndarray', 'Tensor'], allowed: a pair of tensors"),
+        ({"test": (X, Y.int())}, "test has classes of torch.int32, allowed: torch.int64"),
+        ({"test": (X[:, :3], Y)}, "test has inputs of shape (3,), allowed: (4,), as train has"),
+        ({"validation": (X, Y[0])}, "validation has inputs (6, 4) and targets (), allowed: as many of both"),
+    ],
+)
+def test_a_site_s_data_are_checked_when_it_is_made(parts, says) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)):
+        Site(**{"model": lambda: torch.nn.Linear(4, 2), "train": (X, Y), "test": (X, Y), **parts})
+
+
+@pytest.mark.parametrize(
+    ("parts", "problem"),
+    [
+        (None, "ValueError: what load_site returned is None, allowed: a Site"),
+        ({"test": (X, Y + 2)}, "ValueError: test: labels go from 2 to 2, its network has 2 classes"),
+        ({"validation": (X, Y - 1)}, "ValueError: validation: labels go from -1 to -1, its network has 2 classes"),
+    ],
+)
+def test_what_is_wrong_with_a_site_is_in_its_introduction(parts, problem) -> None:
+    def load_site(context: Context) -> Site | None:
+        given = {"model": lambda: torch.nn.Linear(4, 2), "train": (X, Y), "test": (X, Y)}
+        return None if parts is None else Site(**(given | parts))
+
+    context = Context(run_id=1, node_id=7, node_config={}, state=RecordDict(), run_config={"about": problem})
+    assert introduction_of(load_site, context)["problem"] == problem
 
 
 @pytest.mark.parametrize("name", REGISTRY)

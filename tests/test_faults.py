@@ -8,6 +8,7 @@ import math
 import random
 import re
 import subprocess
+import sys
 import sysconfig
 import threading
 import time
@@ -18,14 +19,14 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MessageType, MetricRecord, RecordDict
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 from hypothesis import HealthCheck, given, settings, strategies as st
 from hypothesis.extra import numpy as npst
 
-from kindred import REGISTRY, FedAMP, FedAvg, FedeRiCo, InlineGrid, Local, TooFewClients, WorkerDied
+from kindred import REGISTRY, FedAMP, FedAvg, FedeRiCo, HeurFedAMP, InlineGrid, Local, TooFewClients, WorkerDied
 from kindred.engine.admission import LARGEST, MAX_EXAMPLES, MAX_METRICS, MAX_NAME, MAX_NUMBERS, Refused, admit
 from kindred.engine.checkpoint import Checkpoints
 from kindred.messages import MOST, read_array, read_record, to_record
@@ -685,6 +686,32 @@ def test_a_reply_to_another_client_s_message_is_ignored(monkeypatch) -> None:
     lost.start(FaultyGrid(plain_app(True), CLIENTS, lambda r, c: "lost" if c in ATTACKERS else "ok"), initial(), 2)
     assert everything(strategy)[:3] == everything(lost)[:3]
     assert {row["client"] - 1001 for row in strategy.history.rows if row["status"] != "ok"} == set(ATTACKERS)
+
+
+@pytest.mark.parametrize("fault", ["none", "dict", "exit"])
+def test_a_client_app_that_returns_no_message_or_ends_python_loses_its_client_alone(fault) -> None:
+    app = plain_app()
+
+    def answered(message: Message, context: Context) -> object:
+        if context.node_config["partition-id"] != 0 or message.metadata.message_type != MessageType.TRAIN:
+            return app(message, context)
+        return {"none": None, "dict": {}}[fault] if fault != "exit" else sys.exit(3)
+
+    (strategy := HeurFedAMP()).start(InlineGrid(answered, 3), initial(), 1)
+    statuses = {row["client"]: row["status"] for row in strategy.history.rows}
+    reason = {
+        "none": "TypeError: its ClientApp returned NoneType, allowed: a Message",
+        "dict": "TypeError: its ClientApp returned dict, allowed: a Message",
+        "exit": "SystemExit: 3",
+    }[fault]
+    assert statuses[1001].endswith(reason) and (statuses[1002], statuses[1003]) == ("ok", "ok")
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf, 1e16])
+def test_a_model_whose_replies_would_be_refused_is_refused_at_the_start(value) -> None:
+    arrays = read_record(initial()) | {"mask": np.array([0, value], np.float64)}
+    with pytest.raises(ValueError, match="initial_arrays: array 'mask' has numbers that are not finite or above 1e.15"):
+        HeurFedAMP().start(InlineGrid(plain_app(), 3), to_record(arrays), 1)
 
 
 def test_one_node_without_the_query_does_not_keep_others_from_being_asked(monkeypatch) -> None:

@@ -131,6 +131,14 @@ def test_the_other_models_have_the_values_of_the_first_in_another_order() -> Non
     assert len(set(matrices)) == 5
 
 
+def test_equal_parameters_stay_equal_in_another_order() -> None:
+    """Tied weights have two names."""
+    first, other = np.arange(12.0).reshape(3, 4), np.arange(12.0, 24).reshape(3, 4)
+    found = drawn_anew({"a": first, "other": other, "b": first.copy()}, 0, {"a", "other", "b"})
+    assert found["a"].tolist() == found["b"].tolist() != first.tolist()
+    assert sorted(found["a"].flat) == list(range(12)) and sorted(found["other"].flat) == list(range(12, 24))
+
+
 def test_the_number_and_initial_values_of_models_change_the_result() -> None:
     def result(count: int, other_models=None) -> list[dict[str, bytes]]:
         strategy = run(HypCluster(num_clusters=count, other_models=other_models))

@@ -485,7 +485,8 @@ def test_no_message_contains_a_model_parameter(separately) -> None:
 
 
 def fingerprint(public: torch.Tensor) -> str:
-    return Site(model=None, train=(), test=(), public=public).fingerprint
+    nothing = torch.zeros(0, 1), torch.zeros(0, dtype=torch.int64)
+    return Site(model=torch.nn.Identity, train=nothing, test=nothing, public=public).fingerprint
 
 
 OTHER = PUBLIC + 1e-6

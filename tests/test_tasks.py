@@ -167,8 +167,8 @@ def test_a_client_whose_targets_do_not_fit_its_network_takes_no_part() -> None:
     strategy = make("fedavg")
     strategy.start(InlineGrid(make_client_app(load_site), 4), to_record(get_arrays(about.network())), 1, 60)
     assert strategy.history.left_out == {
-        2: "it cannot introduce itself: ValueError: targets have the shape (20, 1), its network has 2 labels",
-        3: "it cannot introduce itself: ValueError: targets of labels have a value other than 0 and 1",
+        2: "it cannot introduce itself: ValueError: train: targets have the shape (20, 1), its network has 2 labels",
+        3: "it cannot introduce itself: ValueError: train: targets of labels have a value other than 0 and 1",
     }
 
 

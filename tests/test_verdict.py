@@ -120,6 +120,11 @@ def test_a_run_beside_local_and_one_with_models_alone_have_a_verdict(tmp_path) -
     assert json.dumps(verdict["sentence"]) in (folder / "report.html").read_text()
 
 
+def test_training_alone_beside_training_alone_has_no_verdict(tmp_path) -> None:
+    run = kindred.run("local", output=tmp_path, **RUN, shadow_local=True)
+    assert run.summary["verdict"] is None
+
+
 def test_a_comparison_counts_clients_over_seeds(tmp_path) -> None:
     found = kindred.compare(["heurfedamp", "local"], seeds=[0, 1], output=tmp_path, **RUN)
     verdict = found.content["strategies"]["heurfedamp"]["verdict"]

@@ -110,11 +110,12 @@ def run(
     }  # fmt: skip
     try:
         with display.displayed("starting") as shown:
-            checked = run_files.run_settings(given_settings(named, settings or []), resume)
+            given = given_settings(named, settings or [])
+            checked = run_files.run_settings(given, resume)
             # PyTorch is imported only here, so that a bad setting is reported at once.
             where = engines.Engine(engine, cpus_per_client, gpus_per_client, workers)
             others = [name.strip() for name in against.split(",") if name.strip()]
-            results = runs.run_methods(checked, others, where, shown.show, track)
+            results = runs.run_methods(checked, others, where, shown.show, track, given)
     except (config.ConfigError, data.DataError) as error:
         end(2, str(error))
     except run_log.RunFailed as error:

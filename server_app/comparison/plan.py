@@ -12,7 +12,7 @@ from typing import Any
 
 from kindred.data import DATASETS, PARTITIONS, load_federation
 from kindred.data.loading import KEYS
-from kindred.server_app.config import Config, ConfigError
+from kindred.server_app.config import Config, ConfigError, is_used_by
 from kindred.server_app.presets import Preset
 from kindred.server_app.run_files import what_data
 
@@ -179,6 +179,8 @@ def make_plan(
             if variant.name in configs:
                 raise ConfigError(f"--vary gives two methods the name {variant.name}: rename one")
             configs[variant.name] = Config.from_run_config({**settings, **varied, "seed": seeds[0]}).absolute()
+            if idle := [key for key in alone if not is_used_by(key, settings["strategy"])]:
+                raise ConfigError(f"--set {name}:{idle[0]} is given, but {settings['strategy']} does not use {idle[0]}")
             own_settings[variant.name] = [key for key in {**listed, **alone, **varied} if key != "strategy"]
             variants[variant.name] = variant
     varied_methods = {variant.of for variant in variants.values() if variant.value is not None}

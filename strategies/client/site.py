@@ -61,6 +61,28 @@ class Site:
     about: Mapping[str, str] = field(default_factory=dict)
     objective: Objective = field(default_factory=Classes)
 
+    def __post_init__(self) -> None:
+        is_factory = callable(self.model) and not isinstance(self.model, torch.nn.Module)
+        check("model", type(self.model).__name__, is_factory, "a function that returns a new torch.nn.Module")
+        shape = self._checked("train", self.train).shape[1:]
+        for name, samples in (("test", self.test), ("validation", self.validation)):
+            if samples is not None and (found := self._checked(name, samples).shape[1:]) != shape:
+                raise ValueError(f"{name} has inputs of shape {tuple(found)}, allowed: {tuple(shape)}, as train has")
+
+    def _checked(self, name: str, samples: Samples) -> torch.Tensor:
+        """Return the inputs of one kind of samples; raise ValueError if they are no inputs with their targets."""
+        is_pair = isinstance(samples, tuple | list) and len(samples) == 2
+        kinds = [type(part).__name__ for part in samples] if is_pair else type(samples).__name__
+        are_tensors = is_pair and all(isinstance(part, torch.Tensor) for part in samples)
+        check(name, kinds, are_tensors, "a pair of tensors: inputs (n, ...) and targets (n, ...)")
+        x, y = samples
+        if not (x.ndim and y.ndim and len(x) == len(y)):
+            shapes = f"inputs {tuple(x.shape)} and targets {tuple(y.shape)}"
+            raise ValueError(f"{name} has {shapes}, allowed: as many of both")
+        if self.objective.has_classes and y.dtype != torch.int64:
+            raise ValueError(f"{name} has classes of {y.dtype}, allowed: torch.int64")
+        return x
+
     @property
     def fingerprint(self) -> str:
         """Fingerprint of the public set: its shape, and a hash of its values in their order."""
@@ -125,6 +147,7 @@ def site_of(load_site: LoadSite, context: Context, device: torch.device) -> Site
     site, where = _sites.pop(key, (None, None))
     if site is None:
         site = load_site(context)
+        check("what load_site returned", site, isinstance(site, Site), "a Site")
         while len(_sites) >= SITES_KEPT:
             del _sites[next(iter(_sites))]
     if where != device:

@@ -27,6 +27,7 @@ from kindred.messages import (
     is_name,
     ordinary_names,
     read_array,
+    read_record,
     records_of,
 )
 
@@ -262,6 +263,16 @@ def is_count(examples: object, least: int = 1) -> TypeGuard[int | float]:
         and least <= examples <= MAX_EXAMPLES
         and examples == int(examples)
     )
+
+
+def check_initial(record: ArrayRecord) -> None:
+    """Raise ValueError if a model has floats that are not finite, or too large: each reply would be refused."""
+    for name, array in read_record(record).items():
+        if np.issubdtype(array.dtype, np.floating) and not (np.abs(array) <= LARGEST).all():
+            raise ValueError(
+                f"initial_arrays: array {name!r} has numbers that are not finite or above {LARGEST:g}; a constant, "
+                "such as a mask, can be a buffer with persistent=False, which is not sent"
+            )
 
 
 def _check_values(name: str, values: np.ndarray) -> None:

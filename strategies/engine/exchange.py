@@ -352,5 +352,7 @@ class Exchange:
                 if key in row:
                     if name == LOSS or metric.holds(row[key]):
                         row[f"{PERSONAL}-{name}"] = float(row[key])
+                    elif name == self._history.metric:
+                        self._history.exclude(sent.client, row[key])
                     break
         self._history.add(row, reported)

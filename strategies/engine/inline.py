@@ -118,10 +118,13 @@ def identify(run_id: int) -> None:
 
 
 def answer(client_app: ClientApp, message: Message, context: Context) -> Message:
-    """Return a ClientApp's reply to a message, or the error that it raised."""
+    """Return a ClientApp's reply to a message, or an error if it raised one, ended Python or returned anything else."""
     try:
-        return client_app(message, context)
-    except Exception as error:  # a client's failure must not end the round
+        reply: object = client_app(message, context)
+        if not isinstance(reply, Message):
+            raise TypeError(f"its ClientApp returned {type(reply).__name__}, allowed: a Message")
+        return reply
+    except (Exception, SystemExit) as error:  # a client's failure must not end the round
         # A ClientApp need not know a query, so its failure is logged as debug.
         asked = message.metadata.message_type.startswith(MessageType.QUERY)
         log(DEBUG if asked else ERROR, "%s", traceback.format_exc())

@@ -140,10 +140,11 @@ def last_layers(names: Iterable[str], count: int) -> list[str]:
     Raises
     ------
     ValueError
-        The model has no more than `count` layers: none would be left.
+        The model has one layer or none, or no more than `count`: none would be left.
     """
     names = list(names)
     layers = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
+    check("the number of the model's layers", len(layers), len(layers) > 1, "2 or more, for a head and a body")
     check(
         "head_layers",
         count,
@@ -157,9 +158,14 @@ def drawn_anew(arrays: Mapping[str, np.ndarray], seed: int, parameters: Collecti
     """Return a model with each parameter's numbers in a random order, as another random initialisation would give.
 
     Other arrays stay. Random draws are made for them too, so that each parameter's order depends on its place alone.
+    Equal parameters, such as tied weights, stay equal.
     """
     rng = np.random.default_rng(seed)
-    orders = {name: rng.permutation(array.size) for name, array in arrays.items()}
+    orders: dict[str, np.ndarray] = {}
+    for name, array in arrays.items():
+        order = rng.permutation(array.size)
+        equal = (orders[other] for other in orders if other in parameters and np.array_equal(arrays[other], array))
+        orders[name] = next(equal, order)
     return {
         name: array.reshape(-1)[orders[name]].reshape(array.shape) if name in parameters else array
         for name, array in arrays.items()

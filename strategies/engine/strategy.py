@@ -25,6 +25,8 @@ from kindred.registry import REGISTRY
 from kindred.settings import (
     AUTO,
     GRACE,
+    LOCAL_EPOCHS,
+    LOCAL_STEPS,
     MAX_CLIENT_SHARE,
     MAX_EMPTY_ROUNDS,
     MAX_LOCAL_EPOCHS,
@@ -40,6 +42,7 @@ from kindred.settings import (
     meant_by,
 )
 
+from .admission import check_initial
 from .checkpoint import Checkpoints, NotResumable
 from .empty_rounds import EmptyRounds
 from .evaluation import EvaluationPlan
@@ -407,6 +410,14 @@ class PersonalizedStrategy(Rounds):
                     key,
                 )
 
+        if LOCAL_STEPS.key in config.keys() - own and LOCAL_EPOCHS.key not in config:
+            log(
+                WARNING,
+                "kindred: train_config has local-steps, which clients of make_client_app count only if local-epochs "
+                "is 0; it is %d by default",
+                LOCAL_EPOCHS.default,
+            )
+
     def _begin(
         self,
         grid: Grid,
@@ -466,6 +477,9 @@ class PersonalizedStrategy(Rounds):
             patience=self.grace,
             simulated=in_simulation,
         )
+        check_initial(initial_arrays)
+        arrays = {f"array {name!r}": f"{array.dtype} {array.shape}" for name, array in initial_arrays.items()}
+        self._of = {"method": self.name, "number of arrays": len(arrays), **arrays}  # what a checkpoint must be of
         self.begin(initial_arrays)
 
     def _resume(self, checkpoints: Checkpoints, result: Result) -> int | None:
@@ -486,6 +500,11 @@ class PersonalizedStrategy(Rounds):
         if (found := checkpoints.load()) is None:
             raise NotResumable(f"there is no checkpoint in {checkpoints.folder}")
         last, state = found
+        for what, value in state.get("of", {}).items():
+            if value != (own := self._of.get(what, "none")):
+                raise NotResumable(
+                    f"round {last} in {checkpoints.folder} was saved by another run: its {what} is {value}, here {own}"
+                )
         if differing := state["strategy"].keys() ^ self.state().keys():
             raise NotResumable(
                 f"round {last} in {checkpoints.folder} was saved by another method or version: "
@@ -502,6 +521,7 @@ class PersonalizedStrategy(Rounds):
             self._checkpoints.begin(
                 server_round,
                 {
+                    "of": self._of,
                     "strategy": self,
                     "evaluations": self._evaluations,
                     "empty-rounds": self._empty_rounds,
