@@ -138,7 +138,6 @@ class Sites:
             none = x[:0], y[:0]
             return SiteData(none, none, (torch.cat([x, x_test]), torch.cat([y, y_test])))
         site = read_site(self._files["data-dir"], task=self.task, test_share=self._test_share, seed=self._seed)
-        check_test_part(site, Path(self._files["data-dir"]))
         train, validation = np.arange(len(site.y_train)), np.zeros(0, int)
         if self._validation_share:
             classes = site.y_train if self.task.objective.has_classes else None
@@ -251,7 +250,9 @@ def read_site(
         raise DataError(f"data-dir is {str(path)!r}, a table, which needs a schema: `kindred schema` makes one")
     else:
         raise DataError(f"data-dir is {str(path)!r}, allowed: {FORMS}")
-    if test_share and not len(site.x_test):
+    if test_share and len(site.x_test):
+        check_test_part(site, path)
+    elif test_share:
         site = site.divided(test_share, np.random.default_rng([seed, 6]))
     if not (task or class_names):
         largest = max(int(y.max()) for y in (site.y_train, site.y_test) if len(y))

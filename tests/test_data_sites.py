@@ -140,6 +140,10 @@ def test_a_site_s_test_samples_are_none_of_its_training_samples(tmp_path) -> Non
     ):
         text = refusal(read)
         assert "a.npz: sample 1 of x_test is sample 2 of x_train: clients' samples for training and for test" in text
+    pool = npz(tmp_path / "pool.npz", x_train=np.zeros((6, 4, 6), np.uint8))  # equal images that no part has apart
+    together = {end: dict(np.load(pool))[f"{end}_train"] for end in "xy"}
+    np.savez(pool, **together)
+    assert len(Sites.of(RUN_CONFIG, {"data-dir": str(pool)}).site_data(0).test[1]) == 2
     only_validates = {"data-dir": str(leaking), "validate-only": True}
     assert len(Sites.of(RUN_CONFIG, only_validates).site_data(0).test[1]) == 9
 
