@@ -118,8 +118,8 @@ def dataset_of(
     if len(ends) == 1:
         x, y = [x[0], x[0][:0]], [y[0], y[0][:0]]
         clients = [clients[0], clients[0][:0]] if clients else []
-    elif clients and kind in ("image", "signal"):  # equal rows of a table, and equal texts, may be of different samples
-        check_overlap(x, clients, where)
+    elif clients:
+        check_overlap(x, kind, clients, where)
     return Dataset(
         x[0],
         y[0],
@@ -390,11 +390,13 @@ def _times(times: np.ndarray, name: str) -> np.ndarray:
     return times.astype(np.float64)
 
 
-def check_overlap(x: list[np.ndarray], clients: list[np.ndarray], where: Path) -> None:
-    """Check that no client has a sample both for training and for test; DataError where one has.
+def check_overlap(x: list[np.ndarray], kind: str, clients: list[np.ndarray], where: Path) -> None:
+    """Check that no client has an image or signal both for training and for test; DataError where one has.
 
-    Without `clients` all samples are of one.
+    Equal rows of a table, and equal texts, may be of different samples. Without `clients` all samples are of one.
     """
+    if kind not in ("image", "signal"):
+        return
 
     def keys(part: int) -> list[tuple[str, bytes]]:
         samples = np.ascontiguousarray(x[part])

@@ -153,16 +153,6 @@ def unknown_remarks(schema: Schema, x: np.ndarray) -> list[str]:
     ]
 
 
-def unexpected_remarks(schema: Schema, x: np.ndarray) -> list[str]:
-    """Return a line about each column of rows x with empty cells, where the schema says that none may be."""
-    counts = np.isnan(x).sum(axis=0).tolist()
-    return [
-        f"column {column.name!r}: {count:,} of {len(x):,} cells are empty, and the schema says that none may be"
-        for column, count in zip(schema.columns, counts, strict=True)
-        if count and not column.missing
-    ]
-
-
 def missing_remarks(schema: Schema, x: np.ndarray) -> list[str]:
     """Return a line about the missing cells of rows x; none where there are none."""
     counts = np.isnan(x).sum(axis=0).tolist()

@@ -15,7 +15,7 @@ from kindred.lazy import lazy
 from kindred.objectives import MOST_OUTPUTS, Classes
 
 from .arrays import check_overlap, dataset_of, labelled_arrays, read_arrays, stored_arrays
-from .csv_files import check_schema, misfits, read_tables, unexpected_remarks
+from .csv_files import check_schema, misfits, read_tables
 from .dataset import Dataset
 from .federation import SiteData
 from .files import check_folder, existing_path, image_size
@@ -261,17 +261,20 @@ def read_site(
 
 
 def check_test_part(site: Dataset, where: Path) -> None:
-    """Check that no image or signal of a site is both for training and for test; DataError where one is.
-
-    Equal rows of a table, and equal texts, may be of different samples.
-    """
-    if site.kind in ("image", "signal"):
-        check_overlap([site.x_train, site.x_test], [], where)
+    """Check that no sample of a site is both for training and for test, as `check_overlap` does."""
+    check_overlap([site.x_train, site.x_test], site.kind, [], where)
 
 
 def empty_cells(site: Dataset) -> list[str]:
     """Return a line about each column of a site's tables with empty cells, where the schema says that none may be."""
-    return unexpected_remarks(site.schema, np.concatenate([site.x_train, site.x_test])) if site.schema else []
+    if site.schema is None:
+        return []
+    x = np.concatenate([site.x_train, site.x_test])  # (n, columns)
+    return [
+        f"column {column.name!r}: {count:,} of {len(x):,} cells are empty, and the schema says that none may be"
+        for column, count in zip(site.schema.columns, np.isnan(x).sum(axis=0).tolist(), strict=True)
+        if count and not column.missing
+    ]
 
 
 def misfits_of(data_dir: str | os.PathLike[str], task: Task) -> list[Misfit]:

@@ -139,12 +139,12 @@ def _found_at_start() -> Iterator[None]:
         records = {strategy.arrayrecord_key: given["initial_arrays"]}
         raise _Found(RecordDict(records | {strategy.configrecord_key: given.get("train_config") or ConfigRecord()}))
 
-    vars_of: Any = PersonalizedStrategy
-    vars_of.start = found
+    base: Any = PersonalizedStrategy
+    base.start = found
     try:
         yield
     finally:
-        vars_of.start = start
+        base.start = start
 
 
 def _parts(content: RecordDict, folder: Path) -> tuple[ArrayRecord, ConfigRecord, dict[str, str]]:

@@ -218,7 +218,7 @@ SHADOW_LOCAL = Setting(
     "twice the computing",
 )
 
-OF_OPTIMISERS = (OPTIMIZER, LEARNING_RATE, MOMENTUM, WEIGHT_DECAY)
+OPTIMISER_SETTINGS = (OPTIMIZER, LEARNING_RATE, MOMENTUM, WEIGHT_DECAY)
 """Those that a method ignores whose clients take plain steps of gradient descent, with a step size of their own."""
 
 TRAINING = (

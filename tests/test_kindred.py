@@ -342,9 +342,9 @@ def test_a_newcomer_s_own_loss_is_on_samples_that_were_not_trained_on_by_hand() 
 
     The logits of the latter are at most halved, so that class 0 has the probability 1 / (1 + 3^(1/2)).
     """
-    unseen = newcomers.cross_validated(Learner([1, 0, 1, 0, 1]), {"p": np.array(0.1)}, rounds=60)
+    unseen = newcomers.cross_validation_loss(Learner([1, 0, 1, 0, 1]), {"p": np.array(0.1)}, rounds=60)
     assert unseen == pytest.approx(3 * np.log(2) + 2 * np.log(1 + 3**0.5))
-    assert newcomers.cross_validated(Learner([1, 0]), {"p": np.array(0.1)}, rounds=60) == np.inf
+    assert newcomers.cross_validation_loss(Learner([1, 0]), {"p": np.array(0.1)}, rounds=60) == np.inf
 
 
 def test_a_newcomer_trains_from_the_start_that_cross_validation_prefers(monkeypatch) -> None:
@@ -361,9 +361,9 @@ def test_a_newcomer_trains_from_the_start_that_cross_validation_prefers(monkeypa
     losses = judged(newcomer, [*models, {"p": np.array(0.9)}], newcomer.site.train)  # as left out: all have class 1
     mixed = mixture_metrics(newcomer, [*models, {"p": np.array(0.9)}], losses)
     assert metrics["mixture-loss"] == pytest.approx(mixed["loss"])
-    monkeypatch.setattr(newcomers, "cross_validated", lambda visit, start, rounds: float(start["p"]))
+    monkeypatch.setattr(newcomers, "cross_validation_loss", lambda visit, start, rounds: float(start["p"]))
     assert reply(rounds=1)[0] == pytest.approx(0.6)
-    monkeypatch.setattr(newcomers, "cross_validated", lambda visit, start, rounds: np.inf)
+    monkeypatch.setattr(newcomers, "cross_validation_loss", lambda visit, start, rounds: np.inf)
     assert reply(rounds=1)[0] == pytest.approx(0.6)
 
 

@@ -67,7 +67,7 @@ from kindred.messages import (
 )
 from kindred.parts.aggregation import AGGREGATION
 from kindred.registry import MODEL_BOTH_WAYS, Method
-from kindred.settings import OF_OPTIMISERS, TRUE_OR_FALSE, Setting, above, within
+from kindred.settings import OPTIMISER_SETTINGS, TRUE_OR_FALSE, Setting, above, within
 
 from .fedavg import Averaging
 
@@ -262,5 +262,5 @@ METHOD = Method(
     strategy=APFL,
     client=APFLClient,
     settings=(SGD_LEARNING_RATE, MIXING_WEIGHT, ADAPT_MIXING, AGGREGATION),
-    ignores=OF_OPTIMISERS,
+    ignores=OPTIMISER_SETTINGS,
 )

@@ -43,7 +43,7 @@ from kindred.lazy import lazy
 from kindred.messages import ARRAYS, METRICS, RECEIVED, TRAIN_LOSS, TRAINED, TUNED, ClientId, to_record
 from kindred.parts.aggregation import AGGREGATION
 from kindred.registry import MODEL_BOTH_WAYS, Method
-from kindred.settings import OF_OPTIMISERS, Setting, above, at_least
+from kindred.settings import OPTIMISER_SETTINGS, Setting, above, at_least
 
 from .fedavg import Tuned
 
@@ -212,5 +212,5 @@ METHOD = Method(
     strategy=PerFedAvg,
     client=PerFedAvgClient,
     settings=(SGD_LEARNING_RATE, ADAPT_LEARNING_RATE, ADAPT_EPOCHS, AGGREGATION),
-    ignores=OF_OPTIMISERS,
+    ignores=OPTIMISER_SETTINGS,
 )

@@ -65,7 +65,7 @@ from kindred.messages import (
 )
 from kindred.parts.aggregation import AGGREGATION, MEAN, RobustCentre
 from kindred.registry import Method
-from kindred.settings import OF_OPTIMISERS, Setting, above
+from kindred.settings import OPTIMISER_SETTINGS, Setting, above
 
 from .fedavg import Averaging
 
@@ -325,5 +325,5 @@ METHOD = Method(
     strategy=SCAFFOLD,
     client=SCAFFOLDClient,
     settings=(SGD_LEARNING_RATE, SERVER_LEARNING_RATE, AGGREGATION),
-    ignores=OF_OPTIMISERS,
+    ignores=OPTIMISER_SETTINGS,
 )

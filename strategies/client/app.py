@@ -95,7 +95,10 @@ def make_client_app(load_site: LoadSite) -> ClientApp:
         with visit.state.locked() if visit.is_site else contextlib.nullcontext():
             content = getattr(_client_half(visit), task)(visit)
             if SHADOW_LOCAL.read(visit.config) and PROBE not in visit.config:
-                train_alone(visit) if task == "train" else keep_at_the_end(visit)
+                if task == "train":
+                    train_alone(visit)
+                else:
+                    keep_at_the_end(visit)
                 content[METRICS].update(comparison(visit))
         content[METRICS].update(visit.compute)
         return Message(content, reply_to=message)

@@ -353,6 +353,6 @@ class Exchange:
                     if name == LOSS or metric.holds(row[key]):
                         row[f"{PERSONAL}-{name}"] = float(row[key])
                     elif name == self._history.metric:
-                        self._history.exclude(sent.client, row[key])
+                        self._history.record_invalid(sent.client, row[key])
                     break
         self._history.add(row, reported)

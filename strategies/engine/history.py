@@ -137,7 +137,7 @@ class History:
         self._validation: dict[ClientId, float] = {}  # last known headline metric on validation data
         self._selected: dict[ClientId, float] = {}  # value on test data
         self._best: dict[ClientId, tuple[float, float]] = {}  # that model's value and loss on validation data
-        self._impossible = ""  # the first value of the headline metric that it cannot have
+        self._invalid = ""  # the first value of the headline metric that it cannot have
         self._undefined = False  # whether a client sent NaN for it
 
     def state(self) -> dict[str, Any]:
@@ -204,13 +204,13 @@ class History:
         """Return the rows of the round in progress, in order of client."""
         return [{**self._open[client], **self._counts.get(client, {})} for client in in_order(self._open)]
 
-    def exclude(self, client: ClientId, value: float) -> None:
-        """Note a value that the headline metric cannot have; warn of the first. NaN is what samples do not define."""
+    def record_invalid(self, client: ClientId, value: float) -> None:
+        """Record a value that the headline metric cannot have; warn of the first. NaN is what samples do not define."""
         if math.isnan(value):
             self._undefined = True
-        elif not self._impossible:
-            self._impossible = f"client {client} sent {self.metric} {value}, allowed: {METRICS[self.metric].values}"
-            log(WARNING, "kindred: %s; such values do not count", self._impossible)
+        elif not self._invalid:
+            self._invalid = f"client {client} sent {self.metric} {value}, allowed: {METRICS[self.metric].values}"
+            log(WARNING, "kindred: %s; such values do not count", self._invalid)
 
     def close_round(self, server_round: int, seconds: float, personal: str) -> dict[str, Any]:
         """End a round: add its rows, in order of client, and its summary line, and return this line."""
@@ -329,8 +329,8 @@ class History:
         """Return a line that no client reported the headline metric, and what they sent; empty if one did."""
         if self._headline or not any(line["answered"] for line in self.rounds):
             return ""
-        if self._impossible:
-            return f"no client reported {self.metric}: {self._impossible}"
+        if self._invalid:
+            return f"no client reported {self.metric}: {self._invalid}"
         if self._undefined:
             return f"no client reported {self.metric}: all that sent it sent nan"
         others = sorted(self._columns)

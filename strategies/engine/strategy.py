@@ -395,7 +395,10 @@ class PersonalizedStrategy(Rounds):
         return found
 
     def _warn_of_unread_settings(self, config: ConfigRecord) -> None:
-        """Warn of keys that look like misspelt training settings. Other keys may be meant for the user's own client."""
+        """Warn of keys that look like misspelt training settings, and of steps that do not count.
+
+        Other keys may be meant for the user's own client.
+        """
         method = REGISTRY.get(self.name)
         own = [each.key for each in method.settings] if method else []
         for key in config.keys() - own:
@@ -409,7 +412,6 @@ class PersonalizedStrategy(Rounds):
                     meant,
                     key,
                 )
-
         if LOCAL_STEPS.key in config.keys() - own and LOCAL_EPOCHS.key not in config:
             log(
                 WARNING,
@@ -479,7 +481,7 @@ class PersonalizedStrategy(Rounds):
         )
         check_initial(initial_arrays)
         arrays = {f"array {name!r}": f"{array.dtype} {array.shape}" for name, array in initial_arrays.items()}
-        self._of = {"method": self.name, "number of arrays": len(arrays), **arrays}  # what a checkpoint must be of
+        self._identity = {"method": self.name, "number of arrays": len(arrays), **arrays}  # of its checkpoints
         self.begin(initial_arrays)
 
     def _resume(self, checkpoints: Checkpoints, result: Result) -> int | None:
@@ -500,8 +502,8 @@ class PersonalizedStrategy(Rounds):
         if (found := checkpoints.load()) is None:
             raise NotResumable(f"there is no checkpoint in {checkpoints.folder}")
         last, state = found
-        for what, value in state.get("of", {}).items():
-            if value != (own := self._of.get(what, "none")):
+        for what, value in state.get("identity", {}).items():
+            if value != (own := self._identity.get(what, "none")):
                 raise NotResumable(
                     f"round {last} in {checkpoints.folder} was saved by another run: its {what} is {value}, here {own}"
                 )
@@ -521,7 +523,7 @@ class PersonalizedStrategy(Rounds):
             self._checkpoints.begin(
                 server_round,
                 {
-                    "of": self._of,
+                    "identity": self._identity,
                     "strategy": self,
                     "evaluations": self._evaluations,
                     "empty-rounds": self._empty_rounds,

@@ -119,7 +119,7 @@ class _Simulation:
     def replies(self, message_ids: KeysView[str]) -> Iterator[tuple[str, Message | Refused]]:
         """Yield those of these replies that have arrived."""
         for reply in self._grid.pull_messages(message_ids):
-            _check_worker(reply)
+            _check_simulation(reply)
             yield reply.metadata.reply_to_message_id, reply
 
 
@@ -232,7 +232,7 @@ def content_of(message: Message) -> RecordDict:
     return content if isinstance(content, RecordDict) else RecordDict()
 
 
-def _check_worker(reply: Message) -> None:
+def _check_simulation(reply: Message) -> None:
     """End the run if a reply holds an error of the simulation, not of the client.
 
     Flower keeps sending messages to a dead process, and to it first, because it is never busy. From then on messages

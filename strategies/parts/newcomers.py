@@ -80,17 +80,17 @@ def newcomer_reply(visit: Visit, models: Sequence[Mapping[str, np.ndarray]], rou
     """
     losses = judged(visit, models, visit.site.train)  # (k,)
     starts = [models[k] for k in dict.fromkeys((len(models) - 1, int(losses.argmin())))]
-    unseen = [cross_validated(visit, start, rounds) for start in starts]  # their losses
-    best = int(np.argmin(unseen))
+    start_losses = [cross_validation_loss(visit, start, rounds) for start in starts]
+    best = int(np.argmin(start_losses))
     module, train_loss = _trained(visit, starts[best], rounds, visit.site.train)
     metrics = {TRAIN_LOSS: train_loss, **visit.evaluation(TRAINED, module), **visit.counts()}
     own = get_arrays(module)
-    mixed = mixture_metrics(visit, [*models, own], [*losses, unseen[best]])
+    mixed = mixture_metrics(visit, [*models, own], [*losses, start_losses[best]])
     metrics |= {f"{MIXTURE}-{name}": value for name, value in mixed.items()}
     return RecordDict({ARRAYS: to_record(own), METRICS: MetricRecord({**metrics})})
 
 
-def cross_validated(visit: Visit, start: Mapping[str, np.ndarray], rounds: int) -> float:
+def cross_validation_loss(visit: Visit, start: Mapping[str, np.ndarray], rounds: int) -> float:
     """Return the loss of training from a start, on all labelled samples together.
 
     Each is predicted by a model that was trained on the other FOLDS - 1 parts of the samples. With fewer than three
