@@ -45,7 +45,8 @@ def read_csv(
     task : str
         Name of an objective; "auto": the one that fits the target.
     schema : str
-        A schema.json file, which decides columns, categories and target; "": they are inferred from the rows.
+        A schema.json file, which decides columns, categories, target, means and deviations; "": they are inferred
+        from the rows.
 
     Raises
     ------
@@ -64,7 +65,7 @@ def read_csv(
     dataset = read_parts(parts, known, objective)
     if objective.has_classes:
         _check_classes(dataset.y_train, objective.names, known, path)
-    return replace(dataset, remarks=(*remarks, *dataset.remarks))
+    return replace(dataset, is_fitted=bool(schema), remarks=(*remarks, *dataset.remarks))
 
 
 def check_schema(known: Schema | None, objective: Objective, target: str, client: str, time: str, task: str) -> None:

@@ -29,7 +29,8 @@ class Dataset:
         Targets in the units of the data: classes (n,), int64, each of which occurs in y_train; labels (n, L), of 0 and
         1; numbers (n,), float64.
     objective : Objective
-        Names and number of the outputs. A number's mean and deviation are set later, from training data.
+        Names and number of the outputs. A number's mean and deviation are set later, from training data, if not
+        `is_fitted`.
     kind : str
         A key of `data.inputs.KINDS`.
     clients_train, clients_test : ndarray of str (n,), optional
@@ -39,6 +40,8 @@ class Dataset:
         and for validation.
     schema : Schema, optional
         Of tables: columns, types and categories.
+    is_fitted : bool
+        Whether the schema and the objective come from a file, with their means and deviations.
     vocabulary : int
         Of tokens: their number.
     characters : str
@@ -57,6 +60,7 @@ class Dataset:
     clients_test: np.ndarray | None = None
     times: np.ndarray | None = None
     schema: Schema | None = None
+    is_fitted: bool = False
     vocabulary: int = 0
     characters: str = ""
     remarks: tuple[str, ...] = ()

@@ -228,7 +228,12 @@ class TableInputs(Inputs):
 
     @classmethod
     def fitted(cls, dataset: Dataset, x: np.ndarray) -> Self:
-        """Return inputs whose numbers are standardised by the mean and the deviation of each column of `x`."""
+        """Return inputs whose numbers are standardised by the mean and the deviation of each column of `x`.
+
+        Those of a schema that was fitted before stay as they are.
+        """
+        if dataset.schema and dataset.is_fitted:
+            return cls(dataset.schema)
         schema = dataset.schema or Schema.of_numbers(np.concatenate([dataset.x_train, dataset.x_test]))
         return cls(schema.fit(x))
 

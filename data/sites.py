@@ -38,6 +38,9 @@ FORMS = (
     "folder of images for each class; or with a schema a .csv or .txt file, or a folder with train.csv and test.csv"
 )
 
+FAR = 3
+"""Deviations of the median of a site's column from the schema's mean above which its unit is doubted."""
+
 
 class Sites:
     """A federation whose sites have their own data, as seen from one machine.
@@ -275,6 +278,23 @@ def empty_cells(site: Dataset) -> list[str]:
         for column, count in zip(site.schema.columns, np.isnan(x).sum(axis=0).tolist(), strict=True)
         if count and not column.missing
     ]
+
+
+def far_numbers(site: Dataset) -> list[str]:
+    """Return a line about each column of a site's tables whose numbers are far from those of the schema's sample."""
+    if site.schema is None:
+        return []
+    lines = []
+    for column, values in zip(site.schema.columns, np.concatenate([site.x_train, site.x_test]).T, strict=True):
+        if column.categories or np.isnan(values).all():
+            continue
+        median = float(np.nanmedian(values))
+        if (distance := abs(median - column.mean) / column.deviation) > FAR:
+            lines.append(
+                f"column {column.name!r}: the median is {median:.4g}, {distance:.3g} deviations from the schema's mean "
+                f"of {column.mean:.4g}; is it in another unit?"
+            )
+    return lines
 
 
 def misfits_of(data_dir: str | os.PathLike[str], task: Task) -> list[Misfit]:

@@ -44,7 +44,7 @@ class Task:
     def fitted(cls, dataset: Dataset, x: np.ndarray, y: np.ndarray) -> Task:
         """Return the task of a dataset, prepared by the statistics of some of its samples: inputs x, targets y."""
         objective = dataset.objective
-        if isinstance(objective, Number):  # its deviation is 1 instead of 0
+        if isinstance(objective, Number) and not dataset.is_fitted:  # its deviation is 1 instead of 0
             objective = replace(objective, mean=float(y.mean()), deviation=float(y.std()) or 1.0)
         return cls(KINDS[dataset.kind].fitted(dataset, objective.prepare(x)), objective)
 

@@ -107,6 +107,7 @@ def test_other_bad_input_of_the_command_is_refused_in_one_line(tmp_path) -> None
     sample = ("--data-dir", tmp_path / "sample.csv")
     assert "no column 'ill'" in refused(*sample, "--target", "ill")
     assert "does not exist" in refused("--data-dir", tmp_path / "no.csv", "--target", "ill")
+    assert "--target is 'ill'" in refused("--data-dir", tmp_path / "signals.npz", "--target", "ill")
     line = kindred("schema", *sample, "--target", "sick", "--out", tmp_path / "no" / "schema.json", code=2)
     assert line.splitlines()[-1].startswith("kindred: --out is ")
 

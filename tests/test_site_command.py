@@ -78,6 +78,7 @@ IN_ANY_TIME = settings(suppress_health_check=[HealthCheck.too_slow], deadline=No
         ("site lyon --server localhost:1 --data-dir nowhere", ["data-dir", "nowhere"]),
         ("site lyon --server localhost:1 --data-dir digits.npz --public-data nowhere", ["public-data", "nowhere"]),
         ("site lyon --server localhost:1 --data-dir digits.npz --public-data large.npz", ["1x9x9", "1x8x8"]),
+        ("site lyon --server localhost:1 --data-dir one.npz", ["one.npz", "1 samples", "2 or more"]),
         ("site lyon --server localhost:1 --data-dir digits.npz --threads 0", ["--threads", "0", str(cpus())]),
         ("site lyon --server localhost:1 --data-dir digits.npz --port 0", ["--port", "0", "1 to 65535"]),
         ("site lyon --server localhost:1 --data-dir digits.npz --state-dir digits.npz", ["digits.npz", "folder"]),
@@ -97,6 +98,7 @@ def test_bad_input_gets_one_line_and_code_2_and_starts_nothing(
     (tmp_path / "lent.key").write_bytes((made_keys / "lyon.key").read_bytes())
     (tmp_path / "lent.key").chmod(0o644)
     np.savez(tmp_path / "large.npz", x=np.zeros((3, 9, 9), np.uint8))
+    np.savez(tmp_path / "one.npz", x=np.zeros((1, 9, 9), np.uint8), y=np.zeros(1, int))
     before = {path.name for path in tmp_path.iterdir()}
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

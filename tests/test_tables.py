@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from kindred.data import DataError, Task
 from kindred.data.csv_files import read_csv
 from kindred.data.inputs import TableInputs
 from kindred.data.schema import Column, Schema
-from kindred.data.sites import empty_cells
+from kindred.data.sites import empty_cells, far_numbers, read_site
 from kindred.objectives import Classes, Labels, Number
 
 from .refusals import refusal
@@ -307,6 +308,31 @@ def test_empty_cells_in_a_column_of_a_schema_without_any_are_counted(tmp_path) -
     again = read_csv(written(tmp_path / "b.csv", HEART.replace(age, "", 1)), schema=str(tmp_path / "schema.json"))
     assert again.remarks == ()
     assert empty_cells(again) == ["column 'age': 1 of 4 cells are empty, and the schema says that none may be"]
+
+
+def test_numbers_far_from_those_of_the_schema_are_named(tmp_path) -> None:
+    sample = read_csv(written(tmp_path / "a.csv", columns(height=[150, 160, 170, 180], t=[0, 1, 0, 1])), "t")
+    height = replace(sample.schema.columns[0], mean=165.0, deviation=10.0)
+    task = Task(TableInputs(replace(sample.schema, columns=(height,))), sample.objective)
+    for heights, lines in ((["134", "136"], []), (["134", ""], ["134", "3.1"]), (["1.65", "1.75"], ["1.7", "16.3"])):
+        written(tmp_path / "site.csv", columns(height=heights, t=[0, 1]))
+        found = far_numbers(read_site(tmp_path / "site.csv", task=task))
+        expected = [f"column 'height': the median is {lines[0]}, {lines[1]} deviations from the schema's mean of 165; "
+                    "is it in another unit?"] if lines else []  # fmt: skip
+        assert found == expected
+
+
+def test_a_schema_of_a_file_keeps_its_means_and_deviations(tmp_path) -> None:
+    rows = columns(height=[150, 160, 170, 180], t=[0.0, 1.5, 0.5, 2.0])
+    sample = read_csv(written(tmp_path / "a.csv", rows), "t")
+    column = replace(sample.schema.columns[0], mean=100.0, deviation=50.0)
+    objective = replace(sample.objective, mean=1.0, deviation=4.0)
+    task = Task(TableInputs(replace(sample.schema, columns=(column,))), objective)
+    written(tmp_path / "schema.json", json.dumps(task.to_dict()))
+    again = read_csv(tmp_path / "a.csv", schema=str(tmp_path / "schema.json"))
+    fitted = Task.fitted(again, again.x_train, again.y_train)
+    assert fitted == task
+    assert np.allclose(fitted.prepared(again.x_train), [[1.0], [1.2], [1.4], [1.6]])
 
 
 def test_a_column_without_a_name_is_not_used_and_a_line_says_so(tmp_path) -> None:

@@ -142,7 +142,9 @@ def compare(
     clients: Clients = None,
     rounds: Rounds = None,
     metric: MetricName = None,
-    seeds: Annotated[str, option("seeds", "LIST", "Seeds; every method runs once with each: 0,1,2 (default 0).")] = "",
+    seeds: Annotated[
+        str | None, option("seeds", "LIST", "Seeds; every method runs once with each: 0,1,2 (default 0).")
+    ] = None,
     settings: Annotated[
         list[str] | None,
         option(
@@ -338,9 +340,9 @@ def _varied(texts: Sequence[str]) -> dict[str, list[Any]]:
     return vary
 
 
-def _whole_numbers(option: str, text: str) -> list[int]:
+def _whole_numbers(option: str, text: str | None) -> list[int]:
     try:
-        return [int(word) for word in text.split(",")] if text else []
+        return [] if text is None else [int(word) for word in text.split(",")]
     except ValueError:
         raise config.ConfigError(f"{option} is {text!r}, allowed: whole numbers separated by commas") from None
 

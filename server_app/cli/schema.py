@@ -50,6 +50,9 @@ def schema(
             if codebook is not None:
                 made = codebooks.read_codebook(codebook, target, client, time, task)
             elif data_dir is not None and (data_dir.suffix.lower() == ".npz" or any(data_dir.glob(texts.TEXTS))):
+                for name, value in (("target", target), ("client", client), ("time", time)):
+                    if value:
+                        end(2, f"--{name} is {value!r}, allowed with {str(data_dir)!r}: none, as it has no columns")
                 made = sites.task_of_sample(data_dir, task)
             else:
                 made, remarks = csv_files.schema_of_sample(str(data_dir), target, client, time, task)

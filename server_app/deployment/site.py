@@ -214,6 +214,8 @@ def _data_summary(name: str, node: Mapping[str, Any], class_names: Sequence[str]
             public = public_images.read_public(node["public-data"], site.kind) if "public-data" in node else None
     except data.DataError as error:
         end(2, str(error))
+    if not validates and not len(site.x_test) and len(site) < 2:
+        end(2, f"--data-dir is {node['data-dir']!r} with {len(site)} samples, allowed: 2 or more, as one is for test")
     reported = ""
     if public is not None:
         given, due = ("x".join(map(str, x.shape[1:])) for x in (public, site.x_train))
@@ -223,7 +225,7 @@ def _data_summary(name: str, node: Mapping[str, Any], class_names: Sequence[str]
     held_out = f" ({len(site.x_train)}, less those held out for validation)" if len(site.x_test) else ""
     share = "other sites may" if node.get("share-model", True) else "no other site may"
     found: dict[str, Any] = {
-        "lines": [*site.remarks, *sites.empty_cells(site), *_lacks(site, validates)],
+        "lines": [*site.remarks, *sites.empty_cells(site), *sites.far_numbers(site), *_lacks(site, validates)],
         "classes": _classes(site),
     }
     if validates:
