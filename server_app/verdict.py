@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -153,10 +153,27 @@ def verdict_of(gains: Mapping[ClientId, Gain], seed: int = 0) -> Verdict | None:
         gain = gains[client].gain
         shown = UNDECIDED if p > LEVEL or gain == 0 else HELPED if gain > 0 else HURT
         found.append(ClientVerdict(client, gains[client], p, shown))
-    ordered = [gains[client] for client in clients]
-    sizes = np.array([each.samples for each in ordered])  # (m,)
-    mean = float(np.average([each.gain for each in ordered], weights=sizes))
-    return Verdict(found, mean, *interval(pooled_means(ordered, np.random.default_rng(seed))))
+    return Verdict(found, *pooled_gain([[gains[client]] for client in clients], seed))
+
+
+def pooled_gain(of_clients: Sequence[Sequence[Gain]], seed: int = 0) -> tuple[float, float, float]:
+    """Return the mean gain over all samples, and the ends of its interval.
+
+    Parameters
+    ----------
+    of_clients : sequence of sequences of Gain
+        For each client its gains, one for each run in which it was. The runs of a client are not independent.
+    seed : int
+        Of the bootstrap.
+    """
+    sizes = np.array([sum(each.samples for each in runs) for runs in of_clients])  # (m,)
+    means = np.array([
+        sum(each.gain * (each.samples / size) for each in runs) for runs, size in zip(of_clients, sizes, strict=True)
+    ])  # fmt: skip
+    # Runs may have the same test samples, so that a client's mean is no more certain than in one of them.
+    errors = np.array([np.mean([each.deviation / np.sqrt(each.samples) for each in runs]) for runs in of_clients])
+    resampled = pooled_means(means, errors, sizes, np.random.default_rng(seed))
+    return (float(np.average(means, weights=sizes)), *interval(resampled))
 
 
 def holm(p: np.ndarray) -> np.ndarray:
@@ -168,13 +185,11 @@ def holm(p: np.ndarray) -> np.ndarray:
     return corrected
 
 
-def pooled_means(gains: list[Gain], rng: np.random.Generator) -> np.ndarray:
+def pooled_means(means: np.ndarray, errors: np.ndarray, sizes: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Return the mean gains, (RESAMPLES,), over all samples of as many clients drawn with replacement.
 
-    A drawn client's mean gain is drawn, too: about its own, with the standard error of its samples' differences.
+    A drawn client's mean gain is drawn, too: about its own, with its standard error. All arrays are (m,).
     """
-    sizes = np.array([each.samples for each in gains])  # (m,)
-    means, errors = np.array([(each.gain, each.deviation / np.sqrt(each.samples)) for each in gains]).T  # (m,) each
-    drawn = rng.integers(len(gains), size=(RESAMPLES, len(gains)))  # (R, m)
+    drawn = rng.integers(len(sizes), size=(RESAMPLES, len(sizes)))  # (R, m)
     values = rng.normal(means[drawn], errors[drawn])
     return (values * sizes[drawn]).sum(axis=1) / sizes[drawn].sum(axis=1)

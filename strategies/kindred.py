@@ -246,7 +246,7 @@ class KindredClient(LocalTraining):
         if EVERYBODY not in received:
             return LocalTraining.evaluate(visit)
         models = [*by_prefix(received.get(OTHERS, {})).values(), received[EVERYBODY]]
-        return RecordDict({METRICS: MetricRecord({**mixture_metrics(visit, models, [0.0] * len(models))})})
+        return RecordDict({METRICS: MetricRecord({**mixture_metrics(visit, models, np.zeros((0, len(models))))})})
 
 
 def fold_at(visit: Visit, fold: int, held: bool) -> np.ndarray:

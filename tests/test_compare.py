@@ -9,6 +9,7 @@ import re
 import statistics
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ from kindred.server_app.comparison.files import as_csv, write
 from kindred.server_app.comparison.metrics import numbers_of
 from kindred.server_app.comparison.plan import make_plan, run_hash, samples_a_client
 from kindred.server_app.comparison.runs import known_runs
-from kindred.server_app.comparison.statistics import signed_rank
+from kindred.server_app.comparison.statistics import paired, signed_rank
 from kindred.server_app.comparison.texts import remarks, tables
 from kindred.server_app.config import Config, ConfigError
 from kindred.server_app.headline import Headline
@@ -411,6 +412,21 @@ def test_other_images_need_another_run_and_moved_ones_do_not(tmp_path):
     assert said(write("b.npz", 1), execute) == ["run 1/1  local, seed 0"]
     forget_federations()
     assert "reused" in said(write("c.npz", 0), execute)[0] and "reused" in said(str(tmp_path / "b.npz"), execute)[0]
+
+
+def test_a_client_with_a_name_is_one_in_all_seeds() -> None:
+    def summary(names: bool, *values: float | None) -> dict[str, Any]:
+        clients = [{"client": k, "accuracy": value} for k, value in enumerate(values)]
+        return {"clients": [each | {"name": "ab"[k]} for k, each in enumerate(clients)] if names else clients}
+
+    for names, pairs in ((True, [(0.375, 0.25), (0.5, 0.5)]), (False, [(0.25, 0.5), (0.5, 0.0), (0.5, 0.5)])):
+        # Client b has no value in seed 1.
+        first, second = paired(
+            {0: summary(names, 0.5, 0.5), 1: summary(names, 0.25, None)},
+            {0: summary(names, 0.0, 0.5), 1: summary(names, 0.5, 0.5), 2: summary(names, 0.1, 0.1)},
+            "accuracy",
+        )
+        assert list(zip(first, second, strict=True)) == pairs
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from flwr.app import ArrayRecord, ConfigRecord
 from hypothesis import given, strategies as st
 from hypothesis.extra.numpy import arrays
 from safetensors.numpy import load_file
+from scipy import special
 
 from kindred import FedAvg, InlineGrid, Kindred, kindred, make_client_app
 from kindred.client.local_training import LocalTraining
@@ -30,7 +31,7 @@ from kindred.messages import by_prefix, read_record, to_record
 from kindred.objectives import Classes
 from kindred.parts import held_out, newcomers
 from kindred.parts.combination import combined
-from kindred.parts.held_out import calibrated_loss, judged, rarity
+from kindred.parts.held_out import LARGEST_LOSS, calibrated_loss, rarity
 from kindred.parts.newcomers import mixing_weights, mixture_metrics, unlabelled_scores
 
 from . import two_weights
@@ -253,16 +254,35 @@ def test_more_held_out_samples_than_count_weigh_as_those_that_count(monkeypatch)
 
 
 def test_a_newcomer_weighs_models_by_their_losses_and_their_predictions_by_hand() -> None:
-    assert mixing_weights(np.array([0.0, 10 * np.log(3), np.inf]), np.zeros(3)) == pytest.approx([3 / 4, 1 / 4, 0])
+    never = [[0.0, LARGEST_LOSS]] * 10  # ten samples count as much as the prior, and all speak for the first model
+    assert mixing_weights(np.array(never), np.zeros(2)) == pytest.approx([3 / 4, 1 / 4])
     certain, uncertain, always_one = [[1, 0], [0, 1]], [[0.5, 0.5], [0.5, 0.5]], [[0, 1], [0, 1]]
     scores = unlabelled_scores(np.array([certain, uncertain, always_one]))  # ln 2 - 4 * 0, ln 2 - 4 ln 2, 0
     assert scores == pytest.approx([np.log(2), -3 * np.log(2), 0])
-    assert mixing_weights(np.zeros(3), scores) == pytest.approx([16 / 25, 1 / 25, 8 / 25])
+    prior = [16 / 25, 1 / 25, 8 / 25]
+    assert mixing_weights(np.zeros((0, 3)), scores) == pytest.approx(prior)
+    assert mixing_weights(np.ones((7, 3)), scores) == pytest.approx(prior)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 40), st.integers(2, 6))
+def test_no_other_weights_of_a_newcomer_are_likelier(seed, n, k) -> None:
+    rng = np.random.default_rng(seed)
+    losses, scores = rng.exponential(2, (n, k)), rng.normal(0, 1, k)
+    prior = special.softmax(scores)
+
+    def likelihood(w: np.ndarray) -> float:
+        return np.log(np.exp(-losses) @ w).sum() + 10 * prior @ np.log(w)
+
+    found = mixing_weights(losses, scores)
+    assert found.sum() == pytest.approx(1) and found.min() > 0
+    others = [*rng.dirichlet(np.full(k, 0.5), 20), *rng.dirichlet(1 + 100 * found, 20), prior]
+    assert all(likelihood(np.maximum(w, 1e-12)) <= likelihood(found) + 1e-6 for w in others)
 
 
 def test_a_model_whose_predictions_are_not_finite_has_no_part_for_a_newcomer() -> None:
     newcomer, lost = Constant([]), {"p": np.array(np.nan)}
-    assert mixture_metrics(newcomer, [lost, {"p": np.array(0.9)}], [0, 0])["log-loss"] == pytest.approx(-np.log(0.9))
+    found = mixture_metrics(newcomer, [lost, {"p": np.array(0.9)}], np.zeros((0, 2)))
+    assert found["log-loss"] == pytest.approx(-np.log(0.9))
 
 
 class Constant:
@@ -285,25 +305,27 @@ class Constant:
 
 
 def test_a_newcomer_mixes_the_predictions_of_the_clients_models_and_of_its_own_by_hand() -> None:
-    """At the best temperature 0.9 is 1 for two samples of class 1, and 0.2 is 1/3: losses 0 and 2 ln 3.
+    """exp(-H) of predictions p and 1 - p is p^p (1 - p)^(1 - p).
 
-    exp(-H) of predictions p and 1 - p is p^p (1 - p)^(1 - p). A model that always predicts the same has D = H, and so
-    the score -3 H.
+    A model that always predicts the same has D = H, and so the score -3 H. Where each model predicts the same for all n
+    samples, the weights are (10 prior + n share) / (10 + n), with the share of a sample that a model explains.
     """
     others, own = [{"p": np.array(0.9)}, {"p": np.array(0.2)}], {"p": np.array(0.5)}
-    newcomer = Constant([1, 1])
-    losses = judged(newcomer, others, newcomer.site.train)
-    found = mixture_metrics(newcomer, others, losses)["log-loss"]
+    p = np.array([0.9, 0.2, 0.5])
     scores = np.array([0.9**0.9 * 0.1**0.1, 0.2**0.2 * 0.8**0.8, 0.5]) ** 3
-    weights = np.array([1, 9**-0.1, 3**-0.1]) * scores
-    first, second = weights[:2] / weights[:2].sum()
-    assert found == pytest.approx(-np.log(0.9 * first + 0.2 * second))
-    without = mixture_metrics(Constant([]), others, [0, 0])["log-loss"]
-    assert without == pytest.approx(-np.log(scores[:2] @ [0.9, 0.2] / scores[:2].sum()))
-    found = mixture_metrics(newcomer, [*others, own], [*losses, np.log(3)])["log-loss"]
-    assert found == pytest.approx(-np.log(weights @ [0.9, 0.2, 0.5] / weights.sum()))
-    unjudged = mixture_metrics(newcomer, [*others, own], [*losses, np.inf])["log-loss"]
-    assert unjudged == pytest.approx(-np.log(0.9 * first + 0.2 * second))
+    without = mixture_metrics(Constant([]), others, np.zeros((0, 2)))["log-loss"]
+    assert without == pytest.approx(-np.log(scores[:2] @ p[:2] / scores[:2].sum()))
+
+    def mixed(models: list, losses: np.ndarray) -> float:
+        return np.exp(-mixture_metrics(Constant([1, 1]), models, losses)["log-loss"])  # the probability of class 1
+
+    for models, k in ((others, 2), ([*others, own], 3)):
+        found = mixed(models, np.tile(-np.log(p[:k]), (2, 1)))
+        prior = scores[:k] / scores[:k].sum()
+        w = 10 * prior / (12 - 2 * p[:k] / found)  # from w = (10 prior + 2 w p / found) / 12
+        assert w.sum() == pytest.approx(1) and w @ p[:k] == pytest.approx(found)
+    unjudged = np.column_stack([np.tile(-np.log(p[:2]), (2, 1)), np.full(2, LARGEST_LOSS)])
+    assert mixed([*others, own], unjudged) == pytest.approx(mixed(others, unjudged[:, :2]))
 
 
 class Learner(Constant):
@@ -337,14 +359,12 @@ class Learner(Constant):
         return {"num-examples": len(self.site.train[1])}
 
 
-def test_a_newcomer_s_own_loss_is_on_samples_that_were_not_trained_on_by_hand() -> None:
-    """Each of five samples is left out. Without one of class 1 a model predicts 2/4, without one of class 0 it is 3/4.
-
-    The logits of the latter are at most halved, so that class 0 has the probability 1 / (1 + 3^(1/2)).
-    """
-    unseen = newcomers.cross_validation_loss(Learner([1, 0, 1, 0, 1]), {"p": np.array(0.1)}, rounds=60)
-    assert unseen == pytest.approx(3 * np.log(2) + 2 * np.log(1 + 3**0.5))
-    assert newcomers.cross_validation_loss(Learner([1, 0]), {"p": np.array(0.1)}, rounds=60) == np.inf
+def test_a_newcomer_s_own_losses_are_on_samples_that_were_not_trained_on_by_hand() -> None:
+    """Each of five samples is left out. Without one of class 1 a model predicts 2/4, without one of class 0 3/4."""
+    unseen = newcomers.cross_validation_losses(Learner([1, 0, 1, 0, 1]), {"p": np.array(0.1)}, rounds=60)
+    assert unseen == pytest.approx(np.log([2, 4, 2, 4, 2]))
+    found = newcomers.cross_validation_losses(Learner([1, 0]), {"p": np.array(0.1)}, rounds=60)
+    assert found.tolist() == [LARGEST_LOSS, LARGEST_LOSS]
 
 
 def test_a_newcomer_trains_from_the_start_that_cross_validation_prefers(monkeypatch) -> None:
@@ -358,13 +378,13 @@ def test_a_newcomer_trains_from_the_start_that_cross_validation_prefers(monkeypa
     own, metrics = reply(rounds=1)
     assert own == pytest.approx(0.9) and reply(rounds=2)[0] == pytest.approx(0.95)
     assert metrics["trained-p"] == own and metrics["train-loss"] == 0.25 and metrics["num-examples"] == 3
-    losses = judged(newcomer, [*models, {"p": np.array(0.9)}], newcomer.site.train)  # as left out: all have class 1
+    losses = np.tile(-np.log([0.4, 0.8, 0.2, 0.9]), (3, 1))  # those of the last as left out: all have class 1
     mixed = mixture_metrics(newcomer, [*models, {"p": np.array(0.9)}], losses)
     assert metrics["mixture-loss"] == pytest.approx(mixed["loss"])
-    monkeypatch.setattr(newcomers, "cross_validation_loss", lambda visit, start, rounds: float(start["p"]))
-    assert reply(rounds=1)[0] == pytest.approx(0.6)
-    monkeypatch.setattr(newcomers, "cross_validation_loss", lambda visit, start, rounds: np.inf)
-    assert reply(rounds=1)[0] == pytest.approx(0.6)
+    preferred = {"mean": lambda visit, start, rounds: np.full(3, float(start["p"])), "none": lambda *_: np.full(3, 9.0)}
+    for losses_of in preferred.values():
+        monkeypatch.setattr(newcomers, "cross_validation_losses", losses_of)
+        assert reply(rounds=1)[0] == pytest.approx(0.6)
 
 
 def test_the_ensemble_has_models_of_a_few_clients(monkeypatch) -> None:

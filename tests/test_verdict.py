@@ -13,7 +13,7 @@ from scipy import stats
 
 import kindred
 from kindred.client.gain import gain_of, p_value
-from kindred.server_app.verdict import HELPED, HURT, UNDECIDED, Verdict, holm, verdict_of
+from kindred.server_app.verdict import HELPED, HURT, UNDECIDED, Verdict, holm, pooled_gain, verdict_of
 
 from .background_commands import PATIENCE
 
@@ -139,6 +139,14 @@ def test_a_comparison_counts_clients_over_seeds(tmp_path) -> None:
     assert every["auroc"]["mean"] == pytest.approx(np.mean(of_seeds))
     assert every["auroc"]["std"] == pytest.approx(np.std(of_seeds, ddof=1))
     assert "| strategy | accuracy (%) | balanced accuracy (%) | AUROC |" in table
+
+
+def test_the_same_clients_in_more_runs_show_no_more() -> None:
+    """Two clients gain 1/2 and 0 in each run; a third is in one run alone, with twice the samples."""
+    first, second, third = (gain_of(*right(*counts), seed=0) for counts in ((0, 2, 0, 2), (1, 1, 1, 1), (0, 8, 0, 0)))
+    assert pooled_gain([[first], [second]]) == pooled_gain([[first] * 5, [second] * 5])
+    gain, low, high = pooled_gain([[first, second], [third]])
+    assert gain == pytest.approx((4 * 0.5 + 4 * 0 + 8 * 1) / 16) and low < gain < high
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=30))

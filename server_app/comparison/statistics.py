@@ -6,7 +6,7 @@ import math
 import os
 import platform
 import shlex
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,11 +19,11 @@ from kindred.client.gain import Gain
 from kindred.client.state import PREDICTIONS
 from kindred.data import load_federation
 from kindred.lazy import lazy
-from kindred.messages import ClientId
+from kindred.messages import ClientId, in_order
 from kindred.server_app.headline import Headline
 from kindred.server_app.newcomers import over_seeds
 from kindred.server_app.run_files import versions
-from kindred.server_app.verdict import HELPED, HURT, UNDECIDED, paired_gains, verdict_of
+from kindred.server_app.verdict import HELPED, HURT, UNDECIDED, Verdict, paired_gains, pooled_gain, verdict_of
 
 from .metrics import numbers_of
 from .plan import Plan
@@ -121,7 +121,8 @@ def verdict_over_seeds(
     -------
     dict or None
         Numbers of clients, counted once for each seed, with the verdicts HELPED, HURT and UNDECIDED; `gain`, `low` and
-        `high` of the mean score over all samples; and whether this is shown in `percent`. None without predictions.
+        `high` of the mean score over all samples, for which a client with a name is one in all seeds; and whether this
+        is shown in `percent`. None without predictions.
     """
 
     def folder_of(run: Mapping[str, Any]) -> Path:
@@ -131,19 +132,28 @@ def verdict_over_seeds(
     if not any((folder / PREDICTIONS).exists() for folder in folders.values()):
         return None
     objective = load_federation(plan.common.run_config()).task.objective
-    counts, pooled = Counter[str](), dict[ClientId, Gain]()
+    counts, found, pooled = Counter[str](), list[Verdict](), defaultdict[ClientId, list[Gain]](list)
     for run in ours:
-        if "folder" in run and run["seed"] in folders:
+        if "summary" in run and run["seed"] in folders:
             gains = paired_gains(folder_of(run), folders[run["seed"]], objective, run["seed"])
-            if found := verdict_of(gains, run["seed"]):
-                counts.update(each.verdict for each in found.clients)
-            pooled |= {f"{run['seed']}-{client}": gain for client, gain in gains.items()}
-    if (together := verdict_of(pooled)) is None:
+            if verdict := verdict_of(gains, run["seed"]):
+                found.append(verdict)
+                counts.update(each.verdict for each in verdict.clients)
+            who = people(run["summary"], run["seed"])
+            for client, gain in gains.items():
+                pooled[who[client]].append(gain)
+    if not found:
         return None
+    gain, low, high = pooled_gain([pooled[each] for each in in_order(pooled)])
     return {
         **{which: counts[which] for which in (HELPED, HURT, UNDECIDED)},
-        "gain": together.gain, "low": together.low, "high": together.high, "percent": together.of_shares,
+        "gain": gain, "low": low, "high": high, "percent": all(each.of_shares for each in found),
     }  # fmt: skip
+
+
+def people(summary: Mapping[str, Any], seed: int) -> dict[ClientId, str]:
+    """Return who each client of a run is: by its name the same in all seeds; without a name another in each seed."""
+    return {each["client"]: each.get("name", f"{seed}-{each['client']}") for each in summary["clients"]}
 
 
 def all_metrics(summaries: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float | None]]:
@@ -188,13 +198,18 @@ def metrics_of(
 def paired(
     ours: Mapping[int, Mapping[str, Any]], others: Mapping[int, Mapping[str, Any]], metric: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the last values, (n,) each, of clients that have one in both, over all seeds of both."""
-    pairs = []
-    for seed in ours.keys() & others.keys():
-        theirs = last_values(others[seed], metric)
-        mine = last_values(ours[seed], metric)
-        pairs += [(value, theirs[client]) for client, value in mine.items() if client in theirs]
-    first, second = np.array(sorted(pairs), dtype=float).reshape(-1, 2).T
+    """Return the last values, (n,) each, of clients that have one in both, over all seeds of both.
+
+    A client with a name is one in all seeds, with the means of its values.
+    """
+    pairs: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for seed in sorted(ours.keys() & others.keys()):
+        theirs, who = last_values(others[seed], metric), people(ours[seed], seed)
+        for client, value in last_values(ours[seed], metric).items():
+            if client in theirs:
+                pairs[who[client]].append((value, theirs[client]))
+    means = [(fmean(mine), fmean(other)) for mine, other in (zip(*each, strict=True) for each in pairs.values())]
+    first, second = np.array(sorted(means), dtype=float).reshape(-1, 2).T
     return first, second
 
 

@@ -15,7 +15,6 @@ import numpy as np
 from kindred.client.site import Samples
 from kindred.client.visit import Visit
 from kindred.lazy import lazy
-from kindred.objectives import Objective
 
 if TYPE_CHECKING:
     import torch
@@ -77,31 +76,21 @@ def calibrated_loss(probabilities: np.ndarray, labels: np.ndarray, factors: np.n
 
 
 def judged(
-    visit: Visit, models: Iterable[Mapping[str, np.ndarray]], held_out: Samples, trained: torch.Tensor | None = None
+    visit: Visit, models: Iterable[Mapping[str, np.ndarray]], held_out: Samples, trained: torch.Tensor
 ) -> np.ndarray:
     """Return the losses of k models on held-out samples, (k,).
 
-    With `trained`, the labels of the samples on which the first model was trained, its predictions are corrected: see
-    `rarity`.
+    The first model was trained on samples with the labels `trained`: its predictions are corrected, see `rarity`.
     """
-    true = held_out[1].cpu().numpy()
+    true, objective = held_out[1].cpu().numpy(), visit.objective
     losses = []
     for k, arrays in enumerate(models):
         predictions = visit.predict(visit.model(arrays), held_out[0])
-        factors = None
-        if trained is not None and k == 0 and visit.objective.has_classes:
-            counts = (np.bincount(of, minlength=predictions.shape[1]) for of in (trained.cpu().numpy(), true))
-            factors = rarity(*counts)
-        losses.append(loss_of(visit.objective, predictions, true, factors))
+        if objective.has_classes:
+            classes = predictions.shape[1]
+            counts = (np.bincount(of, minlength=classes) for of in (trained.cpu().numpy(), true))
+            loss = calibrated_loss(predictions, true, np.ones(classes) if k else rarity(*counts))
+        else:
+            loss = float(objective.losses(predictions, true).sum())
+        losses.append(loss if np.isfinite(loss) and loss < LARGEST_LOSS else LARGEST_LOSS)
     return np.array(losses)
-
-
-def loss_of(
-    objective: Objective, predictions: np.ndarray, true: np.ndarray, factors: np.ndarray | None = None
-) -> float:
-    """Return the loss of predictions for samples, n, together: for classes `calibrated_loss`; LARGEST_LOSS at most."""
-    if objective.has_classes:
-        loss = calibrated_loss(predictions, true, np.ones(predictions.shape[1]) if factors is None else factors)
-    else:
-        loss = float(objective.losses(predictions, true).sum())
-    return loss if np.isfinite(loss) and loss < LARGEST_LOSS else LARGEST_LOSS
