@@ -116,7 +116,8 @@ class Federation:
         )
         self.title = title
         self.has_validation = any(map(len, partition.validation))
-        self.remarks = dataset.remarks + _without_validation(partition)
+        self.remarks = dataset.remarks + _taking_no_part(dataset, partition) + _in_both_parts(dataset, partition)
+        self.remarks += _without_validation(partition)
         self._turns, self._label_maps = partition.quarter_turns, partition.label_maps
         known = (dataset.x_train, dataset.y_train)
         if not len(dataset.x_test) or self.newcomers:  # then clients' test samples, or newcomers' ones, are among these
@@ -281,6 +282,40 @@ def _identity(task: Task) -> str:
             f"deviation={inputs.deviation}, full={inputs.full}, class_names={objective.names})"
         )
     return repr(task)
+
+
+def _taking_no_part(dataset: Dataset, partition: Partition) -> tuple[str, ...]:
+    """Return a remark on the clients in the data that are not among the partition's."""
+    if not partition.names or dataset.clients_train is None:
+        return ()
+    owners = dataset.clients_train
+    if dataset.clients_test is not None:
+        owners = np.concatenate([owners, dataset.clients_test])
+    names, sizes = np.unique(owners, return_counts=True)
+    left = [f"{name} ({size:,})" for name, size in zip(names, sizes, strict=True) if name not in partition.names]
+    if not left:
+        return ()
+    return (
+        f"{len(left)} of {len(names)} clients in the data take no part, by num-clients or min-samples; with their "
+        f"samples: {', '.join(left[:5])}{', ...' if len(left) > 5 else ''}",
+    )
+
+
+def _in_both_parts(dataset: Dataset, partition: Partition) -> tuple[str, ...]:
+    """Return a remark on rows of tables for test that are equal to a row for training of the same client.
+
+    They may be of two people, so they are not refused, as images are.
+    """
+    if dataset.kind != "table":
+        return ()
+    x = np.nan_to_num(np.concatenate([dataset.x_train, dataset.x_test]), nan=np.inf)  # all other values are finite
+    rows = np.column_stack([x, np.concatenate([dataset.y_train, dataset.y_test])])
+    of_row = np.unique(rows, axis=0, return_inverse=True)[1].ravel()  # (n,), the same for equal rows
+    pairs = zip(partition.train, partition.test, strict=True)
+    equal = sum(int(np.isin(of_row[test], of_row[train]).sum()) for train, test in pairs)
+    if not equal:
+        return ()
+    return (f"{equal:,} of {sum(map(len, partition.test)):,} rows for test are equal to a row for training",)
 
 
 def _without_validation(partition: Partition) -> tuple[str, ...]:

@@ -51,7 +51,12 @@ _TILE_PIXELS = 2**22  # largest tile of a small TIFF file
 
 
 class DataError(ValueError):
-    """Data that cannot be used as requested; the text is one line that says what to change."""
+    """Data that cannot be used as requested; the text is one line that says what to change.
+
+    It may quote a cell or a file's first line, so it stays where the data are.
+    """
+
+    quotes_data = True
 
 
 def one_line(error: Exception) -> str:

@@ -34,7 +34,7 @@ MOST_NUMBER = 1e30
 
 A_NUMBER = f"a number from -{MOST_NUMBER:g} to {MOST_NUMBER:g}"
 
-MISSING = frozenset(("", "NA", "N/A", "n/a", "NaN", "nan", "?", "null", "NULL"))
+MISSING = frozenset(("", "NA", "N/A", "n/a", "NaN", "nan", "?", ".", "null", "NULL"))
 """Cells without a value."""
 
 MOST_FEATURES = 1_000_000

@@ -20,6 +20,7 @@ from kindred.client.state import BEST, MIXTURE, MODEL, PREDICTIONS
 from kindred.data import DATASETS, DataError, Federation, Sites, load_clients
 from kindred.engine.checkpoint import NotResumable
 from kindred.engine.model_store import last_layers
+from kindred.engine.roster import TooFewClients
 from kindred.engine.simulated_state import end_simulation, saved_files, simulated
 from kindred.engine.status import Status
 from kindred.engine.times import START_UP
@@ -59,7 +60,7 @@ def main(grid: Grid, context: Context) -> None:
     with status.followed():
         try:
             run(grid, Config.from_run_config(context.run_config), status)
-        except (ConfigError, DataError) as error:
+        except (ConfigError, DataError, TooFewClients) as error:
             log(ERROR, "kindred: %s", error)  # Flower logs a traceback, too
             raise
 

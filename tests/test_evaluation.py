@@ -44,14 +44,16 @@ def test_the_closing_evaluation_covers_models_without_a_report() -> None:
         plan.evaluated(4)
         plan.trained(answered=[1, 3], with_result=[1])
         plan.evaluated(3)
-    assert trained.after_last_round(CLIENTS, history) == [2, 4]  # never sampled
-    assert received.after_last_round(CLIENTS, history) == [1, 2, 4]  # not evaluated since the last training
+    assert trained.after_last_round(CLIENTS, history, stopped=False) == [2, 4]  # never sampled
+    assert trained.after_last_round(CLIENTS, history, stopped=True) == CLIENTS  # nobody knew that it was the last
+    for stopped in (False, True):
+        assert received.after_last_round(CLIENTS, history, stopped=stopped) == [1, 2, 4]  # since the last training
     resumed = EvaluationPlan(RECEIVED, "accuracy")
     resumed.restore(received.state())
-    assert resumed.after_last_round(CLIENTS, history) == [1, 2, 4]
+    assert resumed.after_last_round(CLIENTS, history, stopped=False) == [1, 2, 4]
     history.rows += [{"round": 2, "client": 1, "status": "ok"}, {"round": 2, "client": 4, "status": "error 2"}]
     history.rounds.append({"round": 2})
-    assert trained.after_last_round(CLIENTS, history) == [2, 3]  # only the last round has all metrics
+    assert trained.after_last_round(CLIENTS, history, stopped=False) == [2, 3]  # only the last round has all metrics
 
 
 def test_before_the_first_round_all_clients_without_a_result_are_asked() -> None:

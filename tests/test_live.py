@@ -290,6 +290,20 @@ def test_the_journal_has_what_left_the_site_and_the_page_shows_it(tmp_path, monk
     assert found["lines"] == ["lyon: 60 images"]
 
 
+def test_a_malformed_message_spoils_neither_the_journal_nor_the_page(tmp_path, monkeypatch) -> None:
+    page = SitePage("lyon", tmp_path, {"lines": [], "classes": []})
+    monkeypatch.setenv(journal.JOURNAL, str(page.journal))
+    model = RecordDict({"metrics": MetricRecord({"trained-accuracy": 0.5})})
+    for wrong in ({"metric": ["a", "b"]}, {"server-round": [1]}, {"server-round": b"x"}, {"run": "../../x"}, {}):
+        answered("training", model, **{"server-round": 1, **wrong})
+    page.write()
+    found = data_of(page.path.read_text())
+    assert found["messages-in-all"] == 5 and [each["run"] for each in found["runs"]] == ["7"]
+    with open(page.journal, "a") as file:  # of an earlier version
+        file.write(json.dumps({"at": 1.0, "kind": "training", "metric": ["a"], "value": 0.5, "run": "7"}) + "\n")
+    page.write()  # does not raise
+
+
 def test_the_client_app_records_its_introduction_and_refusals(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv(journal.JOURNAL, str(tmp_path / "journal"))
     config = Config(num_clients=2, num_groups=1).run_config()

@@ -565,6 +565,7 @@ def test_a_table_without_a_test_part_is_evaluated_as_a_whole(known, tmp_path) ->
     assert done.stderr.splitlines() == [
         "kindred: 1 of 6 cells are missing (height 1)",
         "kindred: rows without a target, which are not used: 1",
+        "kindred: the data have no test part: all samples are evaluated, also those that a model was trained on",
     ]
 
 

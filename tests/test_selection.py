@@ -138,8 +138,11 @@ def test_a_run_ends_when_the_mean_does_not_improve() -> None:
     expected = next(
         (n for n in range(1, 13) if n - 1 - int(np.argmax(means[:n])) >= 2), 12
     )  # the first round that is two after the best one so far
-    assert expected < 12 and [line["round"] for line in ended.rounds] == list(range(1, expected + 1))
-    assert [line[column] for line in ended.rounds] == means[:expected]
+    # No message of the last round said so: a closing evaluation has all metrics of the same models.
+    assert expected < 12 and [line["round"] for line in ended.rounds] == list(range(1, expected + 2))
+    assert [line[column] for line in ended.rounds] == [*means[:expected], means[expected - 1]]
+    assert {row["status"] for row in ended.rows if row["round"] == expected + 1} == {"ok"}
+    assert all("personal-log-loss" in row for row in ended.rows if row["round"] == expected + 1)
 
 
 def test_without_validation_data_no_run_ends_early() -> None:

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from flwr.app import Array, ArrayRecord
 from flwr.common.config import parse_config_args
 from hypothesis import HealthCheck, given, settings, strategies as st
 from typer.testing import CliRunner
 
-from kindred import InlineGrid
+from kindred import FedAvg, InlineGrid
 from kindred.client_app.app import app as client_app
 from kindred.data import DataError, Sites, Task
 from kindred.data.inputs import TableInputs
@@ -30,6 +31,7 @@ from kindred.server_app.deployment import (
 )
 from kindred.server_app.deployment.site import client_id, node_config
 from kindred.server_app.deployment.site_check import fit, read_run_config
+from kindred.server_app.config import Config
 from kindred.server_app.machine import cpus
 
 from .background_commands import free_port
@@ -294,6 +296,35 @@ def test_the_check_before_a_run_gives_the_server_s_messages(data, tmp_path, capl
     with pytest.raises(DataError) as refused:
         fit(run, node)
     assert strategy.history.left_out == {"lyon": str(refused.value)}
+
+
+def test_a_run_names_no_data_of_a_site_and_no_cell_leaves_it(tmp_path, data, caplog) -> None:
+    """The server learns that the data cannot be used, and the site why."""
+    schema, table = tmp_path / "schema.json", tmp_path / "patients.csv"
+    schema.write_text(json.dumps(Task(TableInputs(Schema((Column("age"),), "sick")), Classes(2, ("0", "1"))).to_dict()))
+    table.write_text("age,sick\n40,0\nAlice Martin,1\n")
+    (tmp_path / "other.csv").write_text("name,diagnosis\nAlice Martin,1\n")
+    own = f'dataset="sites" schema="{schema}" min-available-clients=1'
+    for run, reason in (
+        (own, "its data cannot be used; why is said at the site"),
+        (f'dataset="csv" data-dir="{tmp_path / "other.csv"}" target="sick" num-clients=3', "dataset is 'csv', allowed"),
+        ('dataset="digits"', "dataset is 'digits', allowed at a site, which has its own data: 'sites'"),
+    ):
+        caplog.clear()
+        node = {"client-id": 0, "data-dir": str(table), "schema": str(schema), "state-dir": str(tmp_path / "state")}
+        settings_of_run = parse_config_args([run])
+        grid = InlineGrid(
+            client_app, 1, Config(**{k.replace("-", "_"): v for k, v in settings_of_run.items()}).run_config()
+        )
+        for context in grid._contexts.values():
+            context.node_config = node
+        strategy = FedAvg(min_train_nodes=1, min_available_nodes=1)
+        with pytest.raises(TooFewClients) as ended:
+            strategy.start(grid, ArrayRecord({"w": Array(np.zeros(1))}), 1, timeout=5)
+        (left_out,) = strategy.history.left_out.values()
+        assert reason in left_out and "Alice" not in left_out + str(ended.value) and str(tmp_path) not in left_out
+        said = [each.getMessage() for each in caplog.records if "the data cannot be used" in each.getMessage()]
+        assert any("'Alice Martin'" in each for each in said) == (run == own)
 
 
 @pytest.mark.parametrize(

@@ -144,10 +144,10 @@ def verdict_over_seeds(
                 pooled[who[client]].append(gain)
     if not found:
         return None
-    gain, low, high = pooled_gain([pooled[each] for each in in_order(pooled)])
+    mean, low, high = pooled_gain([pooled[each] for each in in_order(pooled)])
     return {
         **{which: counts[which] for which in (HELPED, HURT, UNDECIDED)},
-        "gain": gain, "low": low, "high": high, "percent": all(each.of_shares for each in found),
+        "gain": mean, "low": low, "high": high, "percent": all(each.of_shares for each in found),
     }  # fmt: skip
 
 

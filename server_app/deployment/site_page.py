@@ -70,7 +70,7 @@ class SitePage:
 
     def write(self, *, running: bool = True) -> None:
         """Write the page if something has changed; a page that cannot be written does not concern the site."""
-        with suppress(OSError):
+        with suppress(OSError, LookupError, TypeError, ValueError):  # also where an entry of the journal is malformed
             state = self.journal.stat().st_size if self.journal.exists() else 0, running
             if state != self._written:
                 content = site_content(self._name, self._about, self._entries(), running=running)

@@ -141,6 +141,8 @@ def read_test_part(data_dir: Path, task: Task) -> tuple[np.ndarray, np.ndarray, 
     site = read_site(data_dir, task=task)
     x, y = (site.x_test, site.y_test) if len(site.x_test) else (site.x_train, site.y_train)
     remarks = list(site.remarks)
+    if not len(site.x_test):
+        remarks.append("the data have no test part: all samples are evaluated, also those that a model was trained on")
     if isinstance(task.inputs, TableInputs):
         remarks = [*missing_remarks(task.inputs.schema, x), *remarks]
     return _prepared(task, x, data_dir), y, remarks

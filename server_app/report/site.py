@@ -40,7 +40,7 @@ def site_content(
         Whether `kindred site` runs; the browser then reloads the page regularly.
     """
     messages = [entry for entry in entries if entry["kind"] != CONNECTION]
-    measured = [entry for entry in messages if entry.get("metric") in METRICS]
+    measured = [entry for entry in messages if entry.get("metric") in METRICS and "round" in entry]
     headline = Headline(measured[-1]["metric"] if measured else "accuracy")
     return {
         "kind": "site",

@@ -91,7 +91,12 @@ def make_client_app(load_site: LoadSite) -> ClientApp:
     app = ClientApp()
 
     def work(message: Message, context: Context, task: str) -> Message:
-        visit = _visit(load_site, message, context)
+        try:
+            visit = _visit(load_site, message, context)
+        except Exception as error:
+            if STATE_DIR in context.node_config and (hidden := _hidden(error)):
+                raise ValueError(hidden) from None
+            raise
         with visit.state.locked() if visit.is_site else contextlib.nullcontext():
             content = getattr(_client_half(visit), task)(visit)
             if SHADOW_LOCAL.read(visit.config) and PROBE not in visit.config:
@@ -107,8 +112,9 @@ def make_client_app(load_site: LoadSite) -> ClientApp:
     @recorded(INTRODUCTION)
     def identity(message: Message, context: Context) -> Message:
         asked = dict(records_of(message.content, ConfigRecord)[0]) if message.content.config_records else {}
-        about = introduction_of(load_site, context, asked.get(VERSION_KEY))
-        if PROBLEM in about and STATE_DIR in context.node_config:  # a site's operator can fix it
+        is_site = STATE_DIR in context.node_config
+        about = introduction_of(load_site, context, asked.get(VERSION_KEY), hides=is_site)
+        if PROBLEM in about and is_site:  # a site's operator can fix it
             log(ERROR, "kindred: this site takes no part: %s", first_line(str(about[PROBLEM])))
         return Message(RecordDict({CONFIG: ConfigRecord(about)}), reply_to=message)
 
@@ -139,8 +145,13 @@ def make_client_app(load_site: LoadSite) -> ClientApp:
     return app
 
 
-def introduction_of(load_site: LoadSite, context: Context, server_version: object = VERSION) -> dict[str, Any]:
-    """Return a client's introduction: its id, number of samples, methods and network (see `messages`)."""
+def introduction_of(
+    load_site: LoadSite, context: Context, server_version: object = VERSION, *, hides: bool = False
+) -> dict[str, Any]:
+    """Return a client's introduction: its id, number of samples, methods and network (see `messages`).
+
+    With `hides`, a reason that may quote the data is logged here, and not in what is returned.
+    """
     who: dict[str, Any] = {CLIENT_ID: client_id(context)}
     about: dict[str, Any] = {METHODS: list(REGISTRY), VERSION_KEY: VERSION}
     try:
@@ -165,8 +176,16 @@ def introduction_of(load_site: LoadSite, context: Context, server_version: objec
         if site.public is not None:
             about |= {PUBLIC_SET: site.fingerprint, NUM_PUBLIC: len(site.public)}
     except Exception as error:  # the client's id is known all the same
-        return {**who, PROBLEM: f"{type(error).__name__}: {error}"}
+        return {**who, PROBLEM: (hides and _hidden(error)) or f"{type(error).__name__}: {error}"}
     return who | about
+
+
+def _hidden(error: Exception) -> str:
+    """Return what the server learns of an error whose text may quote the data, and log the text; "" for others."""
+    if not getattr(error, "quotes_data", False):
+        return ""
+    log(ERROR, "kindred: the data cannot be used: %s", error)
+    return "its data cannot be used; why is said at the site"
 
 
 def _client_half(visit: Visit) -> Any:
@@ -178,7 +197,8 @@ def _visit(load_site: LoadSite, message: Message, context: Context) -> Visit:
     configs = records_of(message.content, ConfigRecord)
     config: dict[str, Any] = dict(configs[0]) if configs else {}
     folder = context.node_config.get(STATE_DIR)
-    (arrays,) = records_of(message.content, ArrayRecord)
+    records = records_of(message.content, ArrayRecord)
+    check("number of records with arrays in the message", len(records), len(records) == 1, "1")
     device = pick_device(str(DEVICE.read(config)))
     client = client_id(context)
     run, server_round = str(config.get(RUN, context.run_id)), int(config.get(SERVER_ROUND, 0))
@@ -195,7 +215,7 @@ def _visit(load_site: LoadSite, message: Message, context: Context) -> Visit:
         attempt=int(config.get(ATTEMPT, 0)),
     )
     return Visit(
-        client, site_of(load_site, context, device), config, read_record(arrays), device, state, context.node_config
+        client, site_of(load_site, context, device), config, read_record(records[0]), device, state, context.node_config
     )
 
 

@@ -42,9 +42,8 @@ Answer = Callable[[Message, Context], Message]
 
 def append(path: str | os.PathLike[str], entry: Mapping[str, Any]) -> None:
     """Append an entry to a journal; one that cannot be written does not concern the run."""
-    line = json.dumps({"at": time.time(), **entry}) + "\n"
-    with suppress(OSError), open(path, "ab", 0, opener=_private) as file:
-        file.write(line.encode())
+    with suppress(OSError, TypeError, ValueError), open(path, "ab", 0, opener=_private) as file:
+        file.write((json.dumps({"at": time.time(), **entry}) + "\n").encode())
 
 
 def recorded(kind: str) -> Callable[[Answer], Answer]:
@@ -72,12 +71,13 @@ def recorded(kind: str) -> Callable[[Answer], Answer]:
 
 
 def _asked(kind: str, message: Message, context: Context) -> dict[str, Any]:
-    """Return what a message asks, for an entry."""
+    """Return what a message asks, for an entry; without what is not of the type that it should have."""
     config = config_of(message.content)
-    entry: dict[str, Any] = {"kind": kind, "run": str(int(config.get(RUN, context.run_id)))}
+    run = str(config.get(RUN, context.run_id))
+    entry: dict[str, Any] = {"kind": kind, "run": str(int(run)) if run.isdecimal() else str(context.run_id)}
     entry["bytes-in"] = payload_bytes(message.content)
-    names = {SERVER_ROUND: "round", METHOD: "method", METRIC: "metric", PROBE: "probe"}
-    entry |= {name: config[key] for key, name in names.items() if key in config}
+    types = {SERVER_ROUND: ("round", int), METHOD: ("method", str), METRIC: ("metric", str), PROBE: ("probe", str)}
+    entry |= {name: config[key] for key, (name, kind) in types.items() if isinstance(config.get(key), kind)}
     if kind == NOTICE and PROBLEM in config:
         entry["problem"] = first_line(f"the server says of this site: {config[PROBLEM]}")
     return entry

@@ -7,7 +7,10 @@ comparison of the two on its test data.
 
 from __future__ import annotations
 
+from logging import WARNING
 from typing import TYPE_CHECKING
+
+from flwr.supercore import log
 
 from kindred.lazy import lazy
 from kindred.messages import ALONE, seed_for
@@ -30,7 +33,11 @@ def train_alone(visit: Visit) -> None:
     """Train the client's model alone for a round, and keep what it predicts if it is the best so far."""
     model = visit.new_model(ALONE) if (kept := visit.state.load(ALONE)) is None else visit.model(kept)
     visit.train(model)
-    check_finite(model)
+    try:
+        check_finite(model)
+    except ValueError as error:  # the federation's model need not diverge with it
+        log(WARNING, "kindred: the model that client %s trains alone stays as it was: %s", visit.client, error)
+        return
     visit.state.save(ALONE, get_arrays(model))
     validation = visit.site.validation
     if validation is None:

@@ -18,7 +18,7 @@ class EvaluationPlan:
     | before the first round, if rounds sample some of the clients | all clients; where the method has an exchange before the training rounds, those whose replies in it lack the result | every round's mean is then over the same clients |
     | after a round in which no training reply has the method's result | clients sampled for evaluation | there is no other result |
     | after any other round | of these, the clients that trained and did not report the result | the others have reported it, or keep their last result |
-    | after the last round, if training gives the result (`AFTER_TRAINING`) | clients that were not asked in that round | they report all metrics only at the end, and predictions are kept only then |
+    | after the last round, if training gives the result (`AFTER_TRAINING`) | clients that were not asked in that round; all, if nobody knew that it was the last | they report all metrics only at the end, and predictions are kept only then |
     | after the last round, otherwise | clients not evaluated separately in that round | a training reply reports on the model that the round started from |
 
     A client that did not answer a message of a round is not asked again in that round.
@@ -75,9 +75,14 @@ class EvaluationPlan:
             if client not in not_replied and (may_be_asked is None or client in may_be_asked)
         ]
 
-    def after_last_round(self, active: Sequence[ClientId], history: History) -> list[ClientId]:
-        """Return the clients to ask in the closing evaluation, among those that a round can ask."""
-        if self._personal in AFTER_TRAINING:
+    def after_last_round(self, active: Sequence[ClientId], history: History, *, stopped: bool) -> list[ClientId]:
+        """Return the clients to ask in the closing evaluation, among those that a round can ask.
+
+        `stopped` says that the run ended early, so that no message of the last round said that it was the last.
+        """
+        if self._personal in AFTER_TRAINING and stopped:
+            known = set()
+        elif self._personal in AFTER_TRAINING:
             last = history.rounds[-1]["round"] if history.rounds else 0
             known = {row["client"] for row in history.rows if row["round"] == max(last, 1)}
         else:

@@ -274,9 +274,10 @@ class PersonalizedStrategy(Rounds):
             if evaluate_fn and begins and (metrics := evaluate_fn(0, initial_arrays)) is not None:
                 result.evaluate_metrics_serverapp[0] = metrics
 
+            stopped = False
             for server_round in range(first, num_rounds + 1):
                 if self.stop_after and self.history.rounds_since_best() >= self.stop_after:
-                    num_rounds = server_round - 1
+                    num_rounds, stopped = server_round - 1, True
                     log(
                         INFO,
                         "kindred: the run ends after round %d: no better mean on validation data since round %d",
@@ -315,7 +316,7 @@ class PersonalizedStrategy(Rounds):
             if first > num_rounds:  # resumed after its last round: no client has been asked for its id yet
                 self.roster.meet(grid, self.introduce_all, timeout)
                 self.history.times.spend_on(SERVER)
-            clients = self._evaluations.after_last_round(self.roster.active(), self.history)
+            clients = self._evaluations.after_last_round(self.roster.active(), self.history, stopped=stopped)
             if self.fraction_evaluate and clients:
                 self._evaluate(num_rounds + 1, self._to_evaluate(num_rounds + 1, clients, evaluate_config), result)
                 self._close_round(grid, num_rounds + 1, on_round)
