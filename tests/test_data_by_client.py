@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kindred.data import DataError
+from kindred.data import DataError, load_federation
 from kindred.data.dataset import Dataset
 from kindred.data.partitions import divide
 from kindred.data.splits import split
 from kindred.objectives import Classes
+from kindred.server_app.config import Config
 
 SETTINGS = {
     "dataset": "npz", "num_clients": 2, "num_groups": 1, "samples_per_client": 0, "with_replacement": False,
@@ -123,6 +124,21 @@ def test_clients_that_cannot_be_are_refused_in_one_line(changes, words):
         changes = changes | {"num_clients": 3 if "d" in changes["clients_test"] else 2}
     text = refusal(y_train=np.arange(8) % 2, **changes)
     assert [word for word in words if word not in text] == []
+
+
+def test_clients_without_part_and_rows_in_both_parts_are_named(tmp_path):
+    """Client c has one row; of the rows for test one of a and one of b are equal to a row for training of their own."""
+    (tmp_path / "train.csv").write_text("age,who,t\n1,a,0\n2,a,1\n,a,1\n5,b,0\n6,b,1\n7,c,0\n")
+    (tmp_path / "test.csv").write_text("age,who,t\n,a,1\n2,a,0\n5,b,0\n2,b,1\n")
+    settings = Config(
+        dataset="csv", data_dir=str(tmp_path), target="t", client="who", partition="by-client", num_clients=2,
+        num_groups=1, min_samples=2, samples_per_client=0, validation_share=0.0,
+    )  # fmt: skip
+    found = load_federation(settings.run_config())
+    assert found.remarks == (
+        "1 of 3 clients in the data take no part, by num-clients or min-samples; with their samples: c (1)",
+        "2 of 4 rows for test are equal to a row for training",
+    )
 
 
 def test_a_split_has_a_sample_on_either_side():

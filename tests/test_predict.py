@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -154,6 +155,10 @@ def test_categories_that_were_never_seen_are_counted_and_count_for_nothing(tmp_p
     done = kindred("predict", "--model", tmp_path / "m.safetensors", "--input", tmp_path / "in.csv")
     assert done.stderr.count("\n") == 1 and "column 'kind': 1 of 3 cells" in done.stderr
     assert np.allclose([float(row[3]) for row in table_of(done.stdout)[1]], [0.75, 0.25, 0.5])
+    task = replace(task, objective=Classes(2, ("-1", "1")))  # a negative number is no formula
+    save_file(arrays, tmp_path / "m.safetensors", task.to_metadata("office-mlp"))
+    done = kindred("predict", "--model", tmp_path / "m.safetensors", "--input", tmp_path / "in.csv")
+    assert [row[1] for row in table_of(done.stdout)[1]] == ["1", "-1", "-1"]
 
 
 def test_numbers_and_labels_are_predicted_in_their_own_form(tmp_path) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from flwr.app import ConfigRecord
 from safetensors.numpy import load_file
 
 from kindred import REGISTRY, InlineGrid
+from kindred.client import shadow as model_alone
 from kindred.client.gain import gain_of
 from kindred.client.shadow import SELECTED_ALONE
 from kindred.client.state import PREDICTIONS
@@ -100,3 +102,20 @@ def test_a_client_alone_learns_what_it_would_learn_by_the_method_local() -> None
     alone = [row["alone-accuracy"] for row in run("fedavg", test_client.app).history.rows if "alone-accuracy" in row]
     local = run("local", test_client.app, shadow=False).history.last_values()
     assert np.mean(alone[-CLIENTS:]) == pytest.approx(np.mean(list(local.values())), abs=0.15)
+
+
+def test_a_model_alone_that_diverges_leaves_the_federation_unchanged(monkeypatch, caplog) -> None:
+    plain = run("fedavg", test_client.app, shadow=False)
+    whole = model_alone.check_finite
+
+    def diverged(model: torch.nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.data.fill_(float("nan"))
+        whole(model)
+
+    monkeypatch.setattr(model_alone, "check_finite", diverged)
+    found = run("fedavg", test_client.app)
+    assert {row["status"] for row in found.history.rows} == {"ok"}
+    assert "alone-accuracy" not in found.history.rows[-1] and "trains alone stays as it was" in caplog.text
+    for name, array in plain.global_arrays().items():
+        assert np.array_equal(array.numpy(), found.global_arrays()[name].numpy())

@@ -26,12 +26,12 @@ from kindred.engine.roster import TooFewClients
 from kindred.objectives import Classes
 from kindred.server_app.app import prepare
 from kindred.server_app.cli.run import app
+from kindred.server_app.config import Config
 from kindred.server_app.deployment import (
     site as site_command,
 )
 from kindred.server_app.deployment.site import client_id, node_config
 from kindred.server_app.deployment.site_check import fit, read_run_config
-from kindred.server_app.config import Config
 from kindred.server_app.machine import cpus
 
 from .background_commands import free_port

@@ -51,6 +51,14 @@ def test_wilcoxons_test_by_hand() -> None:
     assert p_value(alone + np.array([0.1, 0.2, 0.3, 0.4, 0.5, 0.6]), alone) == pytest.approx(2 / 64)
 
 
+def test_ranks_and_a_mean_that_disagree_show_nothing() -> None:
+    """96 errors are lower by 1, and four higher by 60: the ranks speak for the federation, the mean against it."""
+    alone = -np.full(100, 70.0)
+    federated = alone + np.repeat([1.0, -60.0], [96, 4])
+    assert federated.mean() < alone.mean() and p_value(federated, alone) == 1.0
+    assert p_value(alone + 1, alone) < 1e-10
+
+
 def test_holms_correction_by_hand() -> None:
     assert holm(np.array([0.04, 0.01, 0.03])) == pytest.approx([0.06, 0.03, 0.06])
     assert holm(np.array([0.9, 0.5])) == pytest.approx([1.0, 1.0])

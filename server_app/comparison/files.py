@@ -15,7 +15,7 @@ from kindred.server_app.tables import table_lines
 
 from .metrics import numbers_of
 from .pictures import pictures
-from .texts import cell, metrics_table, remarks, tables
+from .texts import VERDICTS, cell, metrics_table, remarks, tables
 
 
 def write(content: Mapping[str, Any], folder: Path) -> None:
@@ -122,6 +122,7 @@ def as_markdown(content: Mapping[str, Any]) -> str:
         "## Columns",
         "",
         *(f"- {metric.title}: {metric.meaning}" for metric in numbers.values() if metric.title in results[0] + cost[0]),
+        *(f"- {title}: {meaning}" for title, meaning in VERDICTS.items() if title in results[0]),
         "",
         "Mean ± standard deviation (of a sample) over seeds.",
         "",

@@ -15,6 +15,15 @@ from .statistics import LOCAL
 FEDAVG = "fedavg"
 
 
+VERDICTS = {
+    "helped : hurt : not shown": "the number of clients, once for each seed, for which a test shows the method better "
+    "than local, worse, and neither",
+    "gain over local": "the mean difference over all test samples, of right predictions in points, or of the absolute "
+    "errors of a number, whatever the headline metric is; in brackets its 95 % interval over clients",
+}
+"""Columns of the verdict, and their meanings."""
+
+
 def tables(content: Mapping[str, Any]) -> list[list[list[str]]]:
     """Return the tables of the headline metric, of cost and, if there are newcomers, of these.
 
@@ -49,8 +58,8 @@ def tables(content: Mapping[str, Any]) -> list[list[list[str]]]:
     )
     verdicts = [each.get("verdict") for each in methods]
     if any(verdicts):
-        results.append(["helped : hurt : not shown", *(_counts(each) if each else "-" for each in verdicts)])
-        results.append(["gain over local", *(_gain(each) if each else "-" for each in verdicts)])
+        for title, text_of in zip(VERDICTS, (_counts, _gain), strict=True):
+            results.append([title, *(text_of(each) if each else "-" for each in verdicts)])
     found = [[list(line) for line in zip(*columns, strict=True)] for columns in (results, cost)]
     later = _newcomers(strategies, numbers_of(headline)[headline.columns.mean], headline)
     return [*found, later] if later else found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,7 +56,13 @@ def predictions(model: Path, given: Path, as_json: bool = False) -> tuple[bytes,
         lines = [each | {what: dict(zip(names, row, strict=True))} for each, row in zip(about, numbers, strict=True)]
         return json.dumps(lines, ensure_ascii=False, indent=1).encode("utf-8", "backslashreplace"), remarks
     header = ["input", *(["label"] if objective.has_classes else []), *(f"{what}-{name}" for name in names)]
-    return csv_lines([header, *([*each.values(), *row] for each, row in zip(about, values, strict=True))]), remarks
+    rows = ([*map(_cell, each.values()), *row] for each, row in zip(about, values, strict=True))
+    return csv_lines([header, *rows]), remarks
+
+
+def _cell(text: str | int) -> str | int:
+    """Return a class such as -1 as a number: as a text that begins with a sign it would be marked."""
+    return int(text) if isinstance(text, str) and re.fullmatch(r"-\d{1,18}", text) else text
 
 
 def save_predictions(content: bytes, path: Path) -> None:
