@@ -291,8 +291,8 @@ def _taking_no_part(dataset: Dataset, partition: Partition) -> tuple[str, ...]:
     owners = dataset.clients_train
     if dataset.clients_test is not None:
         owners = np.concatenate([owners, dataset.clients_test])
-    names, sizes = np.unique(owners, return_counts=True)
-    left = [f"{name} ({size:,})" for name, size in zip(names, sizes, strict=True) if name not in partition.names]
+    taking_part, (names, sizes) = {*partition.names}, np.unique(owners, return_counts=True)
+    left = [f"{name} ({size:,})" for name, size in zip(names, sizes, strict=True) if name not in taking_part]
     if not left:
         return ()
     return (
