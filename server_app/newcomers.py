@@ -30,6 +30,7 @@ from kindred.engine.simulated_state import begin_simulation, end_simulation
 from kindred.messages import (
     ARRAYS,
     CONFIG,
+    LOSS,
     METHOD,
     METRIC,
     SERVER_ROUND,
@@ -175,8 +176,9 @@ class Service:
             log(WARNING, "kindred: a client that came later failed: %s", first_line(reply.error.reason or ""))
             return None
         (metrics,) = records_of(reply.content, MetricRecord)
-        value = metrics.get(f"{TRAINED}-{self._metric}" if rounds else self._metric)
-        return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+        found = [metrics.get(f"{TRAINED}-{name}" if rounds else name) for name in (self._metric, LOSS)]
+        values = [float(each) for each in found if isinstance(each, int | float) and math.isfinite(each)]
+        return values[0] if len(values) == len(found) else None  # predictions of NaN have an accuracy, and no loss
 
 
 def _has(samples: int, labelled: int | str) -> bool:

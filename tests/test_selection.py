@@ -145,6 +145,21 @@ def test_a_run_ends_when_the_mean_does_not_improve() -> None:
     assert all("personal-log-loss" in row for row in ended.rows if row["round"] == expected + 1)
 
 
+def test_a_mean_over_fewer_clients_does_not_end_a_run() -> None:
+    """Client 1 alone has 0.9 in round 1; with client 2, the means of rounds 2 to 4 are 0.5, 0.6 and 0.55."""
+    history = History()
+    row = {"status": "ok", "seconds": 1.0, "bytes-down": 1, "bytes-up": 1, "validation-loss": 1.0}
+    since = []
+    for number, reports in enumerate(({1: 0.9}, {1: 0.9, 2: 0.1}, {2: 0.3}, {2: 0.2}), start=1):
+        for client, accuracy in reports.items():
+            values = {"personal-accuracy": accuracy, "validation-accuracy": accuracy}
+            history.add({**row, "round": number, "client": client, **values})
+        history.close_round(number, 1.0, "trained")
+        since.append(history.rounds_since_best())
+    assert [line["accuracy-validation"] for line in history.rounds] == pytest.approx([0.9, 0.5, 0.6, 0.55])
+    assert since == [0, 0, 0, 1]
+
+
 def test_without_validation_data_no_run_ends_early() -> None:
     assert test_client.run("local", rounds=3).history.rounds_since_best() == 0
     assert METRICS["accuracy"].improves((0.5, 1.0), (float("nan"), float("nan")))

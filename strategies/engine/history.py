@@ -310,9 +310,13 @@ class History:
         return {client: self._selected[client] for client in in_order(self._selected)}
 
     def rounds_since_best(self) -> int:
-        """Return the number of rounds since the one with the best mean on validation data; 0 without such data."""
+        """Return the number of rounds since the one with the best mean on validation data; 0 without such data.
+
+        A mean over fewer clients than now, before some first reported, is not compared with.
+        """
         metric, name = METRICS[self.metric], HeadlineColumns.of(self.metric).validation
-        known = [(line["round"], line[name]) for line in self.rounds if name in line]
+        lines = [line for line in self.rounds if name in line]
+        known = [(line["round"], line[name]) for line in lines if line["evaluated"] == lines[-1]["evaluated"]]
         if not known:
             return 0
         best = known[0]
