@@ -59,6 +59,12 @@ class DataError(ValueError):
     quotes_data = True
 
 
+class ShapeError(DataError):
+    """Samples of another shape than expected: the text has these shapes alone."""
+
+    quotes_data = False
+
+
 def one_line(error: Exception) -> str:
     """Return an error's text as one line of at most 240 characters; the error's type where it has no text."""
     return textwrap.shorten(str(error), 240) or type(error).__name__

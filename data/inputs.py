@@ -19,7 +19,7 @@ import numpy as np
 
 from kindred.lazy import lazy
 
-from .files import MOST_PIXELS, DataError
+from .files import MOST_PIXELS, DataError, ShapeError
 from .schema import Schema
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Inputs:
         """Check that samples, as a dataset has them, have the shape `shape`; DataError where they do not."""
         if shape != self.shape:
             given, due = ("x".join(map(str, each)) for each in (shape, self.shape))
-            raise DataError(f"{self.kind}s are {given}, expected {due} ({self.sides})")
+            raise ShapeError(f"{self.kind}s are {given}, expected {due} ({self.sides})")
 
     @property
     def sides(self) -> str:

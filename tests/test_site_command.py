@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from typer.testing import CliRunner
 
 from kindred import FedAvg, InlineGrid
+from kindred.client.journal import JOURNAL
 from kindred.client_app.app import app as client_app
 from kindred.data import DataError, Sites, Task
 from kindred.data.inputs import TableInputs
@@ -32,6 +33,7 @@ from kindred.server_app.deployment import (
 )
 from kindred.server_app.deployment.site import client_id, node_config
 from kindred.server_app.deployment.site_check import fit, read_run_config
+from kindred.server_app.deployment.site_page import SitePage
 from kindred.server_app.machine import cpus
 
 from .background_commands import free_port
@@ -298,13 +300,15 @@ def test_the_check_before_a_run_gives_the_server_s_messages(data, tmp_path, capl
     assert strategy.history.left_out == {"lyon": str(refused.value)}
 
 
-def test_a_run_names_no_data_of_a_site_and_no_cell_leaves_it(tmp_path, data, caplog) -> None:
+def test_a_run_names_no_data_of_a_site_and_no_cell_leaves_it(tmp_path, monkeypatch, caplog) -> None:
     """The server learns that the data cannot be used, and the site why."""
     schema, table = tmp_path / "schema.json", tmp_path / "patients.csv"
     schema.write_text(json.dumps(Task(TableInputs(Schema((Column("age"),), "sick")), Classes(2, ("0", "1"))).to_dict()))
     table.write_text("age,sick\n40,0\nAlice Martin,1\n")
     (tmp_path / "other.csv").write_text("name,diagnosis\nAlice Martin,1\n")
     own = f'dataset="sites" schema="{schema}" min-available-clients=1'
+    page = SitePage("0", tmp_path, {"lines": [], "classes": []})
+    monkeypatch.setenv(JOURNAL, str(page.journal))
     for run, reason in (
         (own, "its data cannot be used; why is said at the site"),
         (f'dataset="csv" data-dir="{tmp_path / "other.csv"}" target="sick" num-clients=3', "dataset is 'csv', allowed"),
@@ -325,6 +329,8 @@ def test_a_run_names_no_data_of_a_site_and_no_cell_leaves_it(tmp_path, data, cap
         assert reason in left_out and "Alice" not in left_out + str(ended.value) and str(tmp_path) not in left_out
         said = [each.getMessage() for each in caplog.records if "the data cannot be used" in each.getMessage()]
         assert any("'Alice Martin'" in each for each in said) == (run == own)
+        page.write()
+        assert "Alice Martin" in page.path.read_text()  # since the first of these runs
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from kindred.client.journal import CONNECTION, EVALUATION, INTRODUCTION, NOTICE, TRAINING
+from kindred.client.journal import CONNECTION, DATA, EVALUATION, INTRODUCTION, NOTICE, TRAINING
 from kindred.messages import ALONE
 from kindred.metrics import METRICS
 from kindred.server_app.headline import Headline
@@ -19,6 +19,7 @@ ADVICE = {
     TRAINING: "The server received this error in place of a reply; the round continues without the site.",
     EVALUATION: "The server received this error in place of a reply; the round continues without the site.",
     CONNECTION: "`kindred site` keeps trying.",
+    DATA: "The server does not learn this, only that the data cannot be used. Mend them; a restart is not needed.",
 }
 
 
@@ -39,7 +40,7 @@ def site_content(
     running : bool (default: True)
         Whether `kindred site` runs; the browser then reloads the page regularly.
     """
-    messages = [entry for entry in entries if entry["kind"] != CONNECTION]
+    messages = [entry for entry in entries if entry["kind"] not in (CONNECTION, DATA)]
     measured = [entry for entry in messages if entry.get("metric") in METRICS and "round" in entry]
     headline = Headline(measured[-1]["metric"] if measured else "accuracy")
     return {

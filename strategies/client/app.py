@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from hashlib import sha256
 from logging import ERROR
 from typing import TYPE_CHECKING, Any
@@ -50,7 +51,7 @@ from kindred.settings import DEVICE, SHADOW_LOCAL
 from kindred.versions import VERSION, mismatch
 
 from .evaluation import evaluation_mode
-from .journal import EVALUATION, INTRODUCTION, NOTICE, TRAINING, recorded
+from .journal import DATA, EVALUATION, INTRODUCTION, JOURNAL, NOTICE, TRAINING, append, recorded
 from .local_training import LocalTraining
 from .models import MODELS
 from .shadow import comparison, keep_at_the_end, train_alone
@@ -181,10 +182,12 @@ def introduction_of(
 
 
 def _hidden(error: Exception) -> str:
-    """Return what the server learns of an error whose text may quote the data, and log the text; "" for others."""
+    """Return what the server learns of an error whose text may quote the data, and keep it here; else ""."""
     if not getattr(error, "quotes_data", False):
         return ""
     log(ERROR, "kindred: the data cannot be used: %s", error)
+    if journal := os.environ.get(JOURNAL):
+        append(journal, {"kind": DATA, "problem": first_line(f"the data cannot be used: {error}")})
     return "its data cannot be used; why is said at the site"
 
 
