@@ -188,8 +188,9 @@ def test_a_run_waits_for_usable_sites_and_server_and_site_name_the_reason(sites)
     assert sites.status() == "finished:failed"
     reason = (
         "client graz: its share-model is false, and heurfedamp mixes all models; client nice: it cannot "
-        "introduce itself: "
+        "introduce itself: its data cannot be used; why is said at the site"
     )
     assert f"kindred: waiting for clients: 3 of 4 can take part (min_available_nodes); {reason}" in sites.said("run")
     assert re.search(f"TooFewClients: too few clients after {TIMEOUT} s: 3 of 4 can take part", sites.said("run"))
-    assert "label" in re.search("kindred: this site takes no part: (.*)", sites.said("nice"))[1]
+    assert "label" in re.search("kindred: the data cannot be used: (.*)", sites.said("nice"))[1]
+    assert "kindred: this site takes no part: its data cannot be used" in sites.said("nice")
