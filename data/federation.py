@@ -84,8 +84,6 @@ class Federation:
         Whether there are validation samples.
     task : Task
         Inputs and objective of the federation's models.
-    remarks : tuple of str
-        Lines to print about the data.
     """
 
     def __init__(
@@ -116,8 +114,7 @@ class Federation:
         )
         self.title = title
         self.has_validation = any(map(len, partition.validation))
-        self.remarks = dataset.remarks + _taking_no_part(dataset, partition) + _in_both_parts(dataset, partition)
-        self.remarks += _without_validation(partition)
+        self._remarks = dataset.remarks + _taking_no_part(dataset, partition)
         self._turns, self._label_maps = partition.quarter_turns, partition.label_maps
         known = (dataset.x_train, dataset.y_train)
         if not len(dataset.x_test) or self.newcomers:  # then clients' test samples, or newcomers' ones, are among these
@@ -136,6 +133,41 @@ class Federation:
             self.task = replace(self.task, objective=objective)
         self._read_public = public
         self._public: torch.Tensor | None = None
+
+    @cached_property
+    def remarks(self) -> tuple[str, ...]:
+        """Lines to print about the data; not every process prints them."""
+        return self._remarks + self._in_both_parts() + self._without_validation()
+
+    def _in_both_parts(self) -> tuple[str, ...]:
+        """Return a remark on rows of tables for test that are equal to a row for training of the same client.
+
+        They may be of two people, so they are not refused, as images are.
+        """
+        if self.task.inputs.kind != "table":
+            return ()
+        rows = np.column_stack([np.nan_to_num(self._x, nan=np.inf), self._y])  # all other values are finite
+        of_row = np.unique(rows, axis=0, return_inverse=True)[1].ravel()  # (n,), the same for equal rows
+        pairs = zip(self._train, self._test, strict=True)
+        equal = sum(int(np.isin(of_row[test], of_row[train]).sum()) for train, test in pairs)
+        if not equal:
+            return ()
+        return (f"{equal:,} of {sum(map(len, self._test)):,} rows for test are equal to a row for training",)
+
+    def _without_validation(self) -> tuple[str, ...]:
+        """Return a remark on the clients of which no sample could be held out, if others have validation samples.
+
+        Newcomers have none, as all their samples are for training.
+        """
+        m = self.num_clients
+        clients = [i for i, own in enumerate(self._validation[:m]) if not len(own) and len(self._train[i])]
+        if not clients or len(clients) == m:
+            return ()
+        first = ", ".join(str(self.names[client] if self.names else client) for client in clients[:5])
+        return (
+            f"{len(clients)} of {m} clients have too few training samples to hold one out, and no "
+            f"validation data: {first}{', ...' if len(clients) > 5 else ''}",
+        )
 
     @cached_property
     def fingerprint(self) -> str:
@@ -298,39 +330,4 @@ def _taking_no_part(dataset: Dataset, partition: Partition) -> tuple[str, ...]:
     return (
         f"{len(left)} of {len(names)} clients in the data take no part, by num-clients or min-samples; with their "
         f"samples: {', '.join(left[:5])}{', ...' if len(left) > 5 else ''}",
-    )
-
-
-def _in_both_parts(dataset: Dataset, partition: Partition) -> tuple[str, ...]:
-    """Return a remark on rows of tables for test that are equal to a row for training of the same client.
-
-    They may be of two people, so they are not refused, as images are.
-    """
-    if dataset.kind != "table":
-        return ()
-    x = np.nan_to_num(np.concatenate([dataset.x_train, dataset.x_test]), nan=np.inf)  # all other values are finite
-    rows = np.column_stack([x, np.concatenate([dataset.y_train, dataset.y_test])])
-    of_row = np.unique(rows, axis=0, return_inverse=True)[1].ravel()  # (n,), the same for equal rows
-    pairs = zip(partition.train, partition.test, strict=True)
-    equal = sum(int(np.isin(of_row[test], of_row[train]).sum()) for train, test in pairs)
-    if not equal:
-        return ()
-    return (f"{equal:,} of {sum(map(len, partition.test)):,} rows for test are equal to a row for training",)
-
-
-def _without_validation(partition: Partition) -> tuple[str, ...]:
-    """Return a remark on the clients of which no sample could be held out, if others have validation samples.
-
-    Newcomers have none, as all their samples are for training.
-    """
-    m = len(partition.validation) - partition.newcomers
-    clients = [
-        client for client, own in enumerate(partition.validation[:m]) if not len(own) and len(partition.train[client])
-    ]
-    if not clients or len(clients) == m:
-        return ()
-    first = ", ".join(str(partition.names[client] if partition.names else client) for client in clients[:5])
-    return (
-        f"{len(clients)} of {m} clients have too few training samples to hold one out, and no "
-        f"validation data: {first}{', ...' if len(clients) > 5 else ''}",
     )
