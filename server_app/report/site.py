@@ -19,7 +19,7 @@ ADVICE = {
     TRAINING: "The server received this error in place of a reply; the round continues without the site.",
     EVALUATION: "The server received this error in place of a reply; the round continues without the site.",
     CONNECTION: "`kindred site` keeps trying.",
-    DATA: "The server does not learn this, only that the data cannot be used. Mend them; a restart is not needed.",
+    DATA: "The server does not learn this, only that the data cannot be used. Fix them; a restart is not needed.",
 }
 
 

@@ -83,7 +83,7 @@ def gain_of(federated: np.ndarray, alone: np.ndarray, seed: int) -> Gain:
 def p_value(federated: np.ndarray, alone: np.ndarray) -> float:
     """Return the two-sided p value of scores, (n,) each; 1 without any difference.
 
-    It is 1, too, where the signed ranks and the mean of the differences speak for different models.
+    It is 1, too, where the signed ranks and the mean of the differences favour different models.
     """
     differences = np.round(federated - alone, 12)
     differences = differences[differences != 0]

@@ -78,7 +78,7 @@ def _asked(kind: str, message: Message, context: Context) -> dict[str, Any]:
     entry: dict[str, Any] = {"kind": kind, "run": str(int(run)) if run.isdecimal() else str(context.run_id)}
     entry["bytes-in"] = payload_bytes(message.content)
     types = {SERVER_ROUND: ("round", int), METHOD: ("method", str), METRIC: ("metric", str), PROBE: ("probe", str)}
-    entry |= {name: config[key] for key, (name, kind) in types.items() if isinstance(config.get(key), kind)}
+    entry |= {name: config[key] for key, (name, expected) in types.items() if isinstance(config.get(key), expected)}
     if kind == NOTICE and PROBLEM in config:
         entry["problem"] = first_line(f"the server says of this site: {config[PROBLEM]}")
     return entry
