@@ -4,9 +4,9 @@
         [--engine local|flower] [--rounds N] [--repeats N]
 
 Workloads, each with 20 clients: `cnn`, the McMahan CNN on Fashion-MNIST's practical non-IID partition with 300 samples
-a client, 2 epochs a round with batches of 100 and Adam; `mlp`, the same with a network of two layers; `digits`, the
-defaults of `kindred run`. HeurFedAMP, unless other methods are named. DIR holds Fashion-MNIST as for
-`kindred run --data-dir`.
+a client, 2 epochs a round with batches of 100 and Adam; `mlp`, the same with a network of two layers; `mlp-10`, this
+network with 1 epoch in batches of 10; `digits`, the defaults of `kindred run`. HeurFedAMP, unless other methods are
+named. DIR holds Fashion-MNIST as for `kindred run --data-dir`.
 
 The loop does what the method's clients did in the same rounds, by the run's history: as many steps, as many
 predictions, and the same evaluations on test data. It runs with a process of one thread for each CPU and with one
@@ -72,6 +72,7 @@ FASHION_MNIST = {
 WORKLOADS: dict[str, dict[str, Any]] = {
     "cnn": {**FASHION_MNIST, "model": "mcmahan-cnn"},
     "mlp": {**FASHION_MNIST, "model": "mlp"},
+    "mlp-10": {**FASHION_MNIST, "model": "mlp", "local_epochs": 1, "batch_size": 10},
     "digits": {"public_size": 150},
 }
 

@@ -82,8 +82,11 @@ class Task:
     @classmethod
     def load(cls, path: Path) -> Task:
         """Return the task in a JSON file, such as schema.json; DataError where the file cannot be read or has none."""
+        path = path.expanduser()
+        if path.exists() and not path.is_file():  # a pipe would wait for its writer
+            raise DataError(f"{path} cannot be read as a schema: it is no file")
         try:
-            return cls.from_dict(json.loads(path.expanduser().read_text(encoding="utf-8")))
+            return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
         except KeyError as error:
             raise DataError(f"{path} cannot be read as a schema: it has no {one_line(error)}") from error
         except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import socket
@@ -90,6 +91,11 @@ IN_ANY_TIME = settings(suppress_health_check=[HealthCheck.too_slow], deadline=No
             "site lyon --server localhost:1 --data-dir digits.npz --state-dir digits.npz --check",
             ["--state-dir", "folder"],
         ),
+        (
+            "site lyon --server localhost:1 --data-dir digits.npz --state-dir large.npz/state --check",
+            ["large.npz/state", "folder"],
+        ),
+        ("site lyon --server localhost:1 --data-dir digits.npz --schema pipe", ["pipe", "no file"]),
     ],
 )
 def test_bad_input_gets_one_line_and_code_2_and_starts_nothing(
@@ -97,6 +103,7 @@ def test_bad_input_gets_one_line_and_code_2_and_starts_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("something was started"))
+    os.mkfifo(tmp_path / "pipe")
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o755)
     (tmp_path / "lent.key").write_bytes((made_keys / "lyon.key").read_bytes())
@@ -117,6 +124,12 @@ def test_bad_input_gets_one_line_and_code_2_and_starts_nothing(
     for word in says:
         assert put.get(word, word) in error
     assert {path.name for path in tmp_path.iterdir()} - before <= {"state"}
+
+
+def test_check_refuses_a_state_folder_that_cannot_be_written_to(tmp_path, data, monkeypatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)  # root may write anywhere
+    error = site_for(RUN, data, "--state-dir", tmp_path / "state" / "deep", "--check", code=2)
+    assert f"{tmp_path} cannot be written to" in error
 
 
 def test_check_prints_what_the_server_learns_and_starts_nothing(tmp_path, data, made_keys, monkeypatch) -> None:

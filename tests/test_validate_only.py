@@ -15,8 +15,9 @@ from flwr.common.config import parse_config_args
 from kindred import REGISTRY, InlineGrid, Site, TooFewClients, make_client_app
 from kindred.client.app import introduction_of
 from kindred.client.evaluation import evaluate
+from kindred.client.journal import JOURNAL
 from kindred.client.training import CLASSES, get_arrays, set_arrays
-from kindred.data import Sites
+from kindred.data import DataError, Sites
 from kindred.engine.checkpoint import Checkpoints
 from kindred.messages import PROBLEM, read_record, to_record
 from kindred.server_app.report.content import run_content
@@ -233,6 +234,22 @@ def test_a_reply_has_numbers_alone_and_nothing_is_saved(name, tmp_path) -> None:
     assert not isinstance(record, ArrayRecord) and record["num-test-examples"] == 30
     assert set(CLASSES.reports) <= set(record) | {"loss"}
     assert list(tmp_path.rglob("*")) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "validates"),
+    [(MessageType.TRAIN, False), (MessageType.EVALUATE, False), (MessageType.EVALUATE, True)],
+)
+def test_a_reason_that_quotes_the_data_stays_at_the_site(kind, validates, tmp_path, monkeypatch, caplog) -> None:
+    def fails(context):
+        raise DataError("line 3 has the cell 'Alice Martin'")
+
+    monkeypatch.setenv(JOURNAL, str(tmp_path / "journal"))
+    node_config = {"validate-only": validates, "state-dir": str(tmp_path)}
+    with pytest.raises(ValueError) as ended:
+        make_client_app(fails)(message_to(kind, method="fedavg"), context_of(**node_config))
+    assert "Alice" not in str(ended.value) and ended.value.__suppress_context__
+    assert "Alice Martin" in caplog.text and "Alice Martin" in (tmp_path / "journal").read_text()
 
 
 def test_the_introduction_says_so_and_counts_the_samples() -> None:

@@ -27,7 +27,7 @@ from kindred.server_app.machine import cpus
 from .addresses import LOOPBACK, check_port, is_loopback, parse_server, warn_of_no_tls, with_port
 from .certificates import check_site_name, load_certificate, load_site_key, out_of_date
 from .connection import Link
-from .files import absolute_path, open_to_others, own_folder, refuse_open
+from .files import absolute_path, open_to_others, own_folder, refuse_open, refuse_unwritable
 from .processes import QUIET, show_command
 from .supernode import keep_running, port_for_supernode
 
@@ -160,6 +160,7 @@ def site(
         **QUIET,
     }  # s; a poll costs some ms
     if check:
+        refuse_unwritable(state)
         if state.is_dir():
             refuse_open(state)
         show_command(command(port or 9094), settings)

@@ -92,12 +92,7 @@ def make_client_app(load_site: LoadSite) -> ClientApp:
     app = ClientApp()
 
     def work(message: Message, context: Context, task: str) -> Message:
-        try:
-            visit = _visit(load_site, message, context)
-        except Exception as error:
-            if STATE_DIR in context.node_config and (hidden := _hidden(error)):
-                raise ValueError(hidden) from None
-            raise
+        visit = _visit(load_site, message, context)
         with visit.state.locked() if visit.is_site else contextlib.nullcontext():
             content = getattr(_client_half(visit), task)(visit)
             if SHADOW_LOCAL.read(visit.config) and PROBE not in visit.config:
@@ -191,6 +186,16 @@ def _hidden(error: Exception) -> str:
     return "its data cannot be used; why is said at the site"
 
 
+def _site(load_site: LoadSite, context: Context, device: torch.device) -> Site:
+    """Return a client's site; at a site, an error whose text may quote its data stays there."""
+    try:
+        return site_of(load_site, context, device)
+    except Exception as error:
+        if STATE_DIR in context.node_config and (hidden := _hidden(error)):
+            raise ValueError(hidden) from None
+        raise
+
+
 def _client_half(visit: Visit) -> Any:
     method = REGISTRY.get(str(visit.config.get(METHOD)))
     return (method.client if method else None) or LocalTraining
@@ -218,7 +223,7 @@ def _visit(load_site: LoadSite, message: Message, context: Context) -> Visit:
         attempt=int(config.get(ATTEMPT, 0)),
     )
     return Visit(
-        client, site_of(load_site, context, device), config, read_record(records[0]), device, state, context.node_config
+        client, _site(load_site, context, device), config, read_record(records[0]), device, state, context.node_config
     )
 
 
