@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kindred.data import DataError, load_clients
+from kindred.interrupts import is_interrupt
 from kindred.lazy import lazy
 
 from .app import run_in_workers
@@ -117,7 +118,7 @@ def _run_here(config: Config, engine: Engine, on_line: Callable[[str], None]) ->
         except KeyboardInterrupt:
             return Outcome(130, "ended by SIGINT", log.results)
         except Exception as error:  # as in Flower's engine: a line as the reason, the rest in the log
-            if isinstance(error.__context__, KeyboardInterrupt):  # the interrupted code could not close its file
+            if is_interrupt(error):
                 return Outcome(130, "ended by SIGINT", log.results)
             reason = f"{type(error).__name__}: {error}"
             with suppress(OSError):  # the reason is more important than the log

@@ -19,7 +19,7 @@
     weights.png                      weights over rounds, where they change; FedEM: the clients' shares of components
     networks.png                     the clients with each network, where there are several networks
     report.html                      all results in one page
-    summary.json                     the figures of the whole run; written first when its rounds are over
+    summary.json                     the figures of the whole run; written after its models
 
 Pictures and the report only show the content of other files: if one cannot be made, there is a warning and the run
 continues. A file is written under another name, and renamed only when it is complete. So a reader, or a run that is
@@ -56,6 +56,7 @@ from .report.collaboration import write_collaboration
 from .report.content import REPORT, write_report
 from .report.run_figures import partition_picture, run_figures
 from .run_files import (
+    IN_USE,
     check_resumable,
     client_files,
     failing_is_a_warning,
@@ -193,7 +194,7 @@ class RunFolder:
             try:
                 lock(file, wait=False)
             except BlockingIOError:
-                raise ConfigError(f"{what}, a run that another process is at work on") from None
+                raise ConfigError(f"{what}, {IN_USE}") from None
             except OSError:  # the file system has no locks
                 pass
             with suppress(OSError):
@@ -246,7 +247,7 @@ class RunFolder:
         kept: Mapping[str, Mapping[ClientId, Path]] | None = None,
         newcomers: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Write the summary, then the models, then the pictures and the report.
+        """Write the models, then the summary, then the pictures and the report.
 
         Parameters
         ----------
@@ -288,7 +289,6 @@ class RunFolder:
         if federation and "predictions" in kept:
             objective, seed = federation.task.objective, self.settings["seed"]
             summary["pooled"] = pooled_metrics(kept["predictions"], objective, history.metric, seed)
-        write_json(self.path / "summary.json", summary)
         if federation and federation.task.inputs.kind == "table":
             write_json(self.path / "schema.json", federation.task.to_dict())
 
@@ -298,6 +298,7 @@ class RunFolder:
         tree = getattr(strategy, "tree", None)  # only of a method that clusters its clients
         if tree:
             write_json(self.path / "clusters.json", tree)
+        write_json(self.path / "summary.json", summary)  # the last file without which the run is not finished
 
         pictures = run_figures(
             self.path, self.settings, history.metric, history.rows, last, strategy.shared_rows, tree, federation
@@ -311,7 +312,7 @@ class RunFolder:
                 write_bytes(self.path / "partition.png", partition_picture(federation))
         with failing_is_a_warning(self.path / REPORT):
             write_report(self.path, summary)
-        if checkpoints := self.checkpoints(at_the_end=newcomers is not None):
+        if checkpoints := self.checkpoints(at_the_end=self.settings["held-out-clients"] > 0):
             checkpoints.remove()  # the run is finished
         return summary
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 else:
     agg = lazy("matplotlib.backends.backend_agg")
 
+IN_USE = "a run that another process is at work on"
 PACKAGES = ("flwr", "torch", "numpy", "scikit-learn")  # in addition to our own
 
 
@@ -78,7 +79,7 @@ def read_settings(folder: str | os.PathLike[str]) -> dict[str, Any]:
     path = Path(folder).expanduser()
     settings = read_config(path)["settings"]
     if is_finished(path):
-        raise ConfigError(f"resume is {str(folder)!r}, whose run has been finished")
+        raise ConfigError(f"resume is {str(folder)!r}, whose run has been finished; `kindred compare` reuses it")
     return settings
 
 
@@ -92,6 +93,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         dict(**config["settings"])
+        config["settings"]["strategy"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"resume is {str(folder)!r}, which has no config.json of a run ({error})") from None
     return config
@@ -122,13 +124,18 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
     Raises
     ------
-    ValueError
-        The run did not finish: there is no summary.json.
+    ConfigError
+        The run did not finish: there is no summary.json. Or this file is damaged.
     """
+    path = folder / "summary.json"
     try:
-        return json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        summary = json.loads(path.read_text(encoding="utf-8"))
+        summary["clients"], summary["bytes-down"], summary["bytes-up"]
     except FileNotFoundError:
-        raise ValueError(f"{folder} holds no summary.json: the run is not finished; run it again") from None
+        raise ConfigError(f"{folder} holds no summary.json: the run is not finished; run it again") from None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"{path} cannot be read ({error!r}): remove the run's folder, and run it again") from None
+    return summary
 
 
 # --- Names of clients and files, JSON, pictures ----------------------------------------------------------------------

@@ -154,7 +154,8 @@ def _last_metrics(history: History, which: str) -> dict[ClientId, dict[str, floa
 
 def training_rounds(settings: Mapping[str, Any], history: History) -> list[dict[str, Any]]:
     """Return the training rounds, without exchanges before the first or after the last."""
-    return [line for line in history.rounds if 1 <= line["round"] <= settings["num-rounds"]]
+    last = history.stopped_after or settings["num-rounds"]
+    return [line for line in history.rounds if 1 <= line["round"] <= last]
 
 
 def comparison_table(summaries: Sequence[Mapping[str, Any]]) -> tuple[list[Column], list[list[str | Text]]]:

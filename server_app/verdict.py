@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file
 
 from kindred.client.gain import RESAMPLES, Gain, gain_of_predictions, interval
 from kindred.client.state import PREDICTIONS
 from kindred.messages import ALONE, ClientId, in_order, seed_for
 from kindred.objectives import Objective
+from kindred.server_app.config import ConfigError
 
 HELPED, HURT, UNDECIDED = "helped", "hurt", "no difference shown"
 LEVEL = 0.05
@@ -127,13 +128,21 @@ def paired_gains(ours: Path, alone: Path, objective: Objective, seed: int) -> di
     for file in sorted((ours / PREDICTIONS).glob("*.safetensors")):
         if not (other := alone / PREDICTIONS / file.name).exists():
             continue
-        first, second = load_file(file), load_file(other)
+        first, second = _predictions(file), _predictions(other)
         if len(first["targets"]) and np.array_equal(first["targets"], second["targets"]):
             client = client_of(file)
             found[client] = gain_of_predictions(
                 objective, first[PREDICTIONS], second[PREDICTIONS], first["targets"], seed_for(seed, client, ALONE)
             )
     return found
+
+
+def _predictions(file: Path) -> dict[str, np.ndarray]:
+    """Return what a file of predictions holds; ConfigError where it is damaged."""
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{file} cannot be read ({error}): remove the run's folder, and run it again") from None
 
 
 def client_of(file: Path) -> ClientId:

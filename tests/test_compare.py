@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import re
+import shutil
 import statistics
 import sys
 from pathlib import Path
@@ -41,6 +42,7 @@ from kindred.server_app.headline import Headline
 from kindred.server_app.presets import load_preset, preset_names
 from kindred.server_app.report.comparison_figures import comparison_figure, sweep_figure
 from kindred.server_app.results import RunFolder
+from kindred.server_app.run_files import read_config
 from kindred.server_app.run_log import Outcome
 from kindred.settings import TRAINING
 
@@ -180,6 +182,45 @@ def test_the_same_command_continues_an_interrupted_comparison(compared, tmp_path
     for name, each in content_in(tmp_path)["strategies"].items():
         (run,), whole = each["runs"], content["strategies"][name]["runs"][0]
         assert run["metrics"]["accuracy"] == whole["metrics"]["accuracy"] and run["hash"] == whole["hash"]
+
+
+def test_a_run_that_another_process_works_on_is_not_to_be_removed(tmp_path, monkeypatch):
+    command = ["compare", "--strategies=local", f"--output-dir={tmp_path}", *SMALL]
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "finish", interrupt)
+        kindred(*command, code=130)
+    (folder,) = (tmp_path / name for name in folders(tmp_path) if not name.startswith("compare"))
+    with RunFolder(read_config(folder)["settings"] | {"resume": str(folder)}).locked():
+        failed = kindred(*command, code=1).stdout
+    assert "failed, " in failed and "another process is at work on" in failed and "remove" not in failed
+
+
+def interrupt(*_, **__):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [("summary.json", b""), ("summary.json", b'{"strategy": 1}'), ("predictions/client-0.safetensors", b"short")],
+)
+def test_damaged_results_are_named_in_one_line(file, content, compared, tmp_path):
+    place, _, _ = compared
+    shutil.copytree(place, tmp_path / "again")
+    damaged = sorted((tmp_path / "again").glob(f"*local*/{file}"))[0]
+    damaged.write_bytes(content)
+    command = ["compare", METHODS, "--set=heurfedamp:sigma=25", f"--output-dir={tmp_path / 'again'}", *SMALL]
+    done = kindred(*command, code=2)
+    assert f"{damaged} cannot be read" in done.stderr and "run it again" in done.stderr
+
+
+def test_a_verdict_over_some_of_the_clients_says_so(compared, tmp_path):
+    place, _, _ = compared
+    shutil.copytree(place, tmp_path / "again")
+    for file in (tmp_path / "again").glob("*local*/predictions/client-[01].safetensors"):
+        file.unlink()
+    done = kindred("compare", METHODS, "--set=heurfedamp:sigma=25", f"--output-dir={tmp_path / 'again'}", *SMALL)
+    (said,) = re.findall(r"heurfedamp: the verdict is over (\d+) of (\d+) clients", " ".join(done.stdout.split()))
+    assert int(said[0]) == int(said[1]) - 2
 
 
 def test_a_method_that_fails_is_reported_in_one_line_and_the_others_run(compared):

@@ -25,6 +25,9 @@ from kindred.server_app.cli.run import app
 from kindred.server_app.config import Config
 from kindred.server_app.headline import Headline
 from kindred.server_app.newcomers import ALL, AMOUNTS, lines, means, over_seeds, tables
+from kindred.server_app.report.content import run_content
+from kindred.server_app.run_files import is_finished
+from kindred.server_app.tables import read_table
 
 from .refusals import refusal
 from .test_data_by_client import CLIENTS, by_client
@@ -175,6 +178,20 @@ def test_without_a_checkpoint_of_the_last_round_newcomers_are_not_served_and_the
     assert json.loads((found.folder / "summary.json").read_text())["newcomers"] is None
     for kept in ("models", "selected"):
         assert len(list((found.folder / kept).iterdir())) == RUN["clients"] - RUN["held_out_clients"]
+
+
+@pytest.mark.parametrize("every", [0, 1])
+def test_a_run_that_stops_early_serves_its_newcomers_and_counts_its_training_rounds(every, tmp_path) -> None:
+    """With a learning rate of 1e-9 no round is better on validation data than the second."""
+    result = kindred.run(
+        "fedavg", num_clients=4, num_groups=2, num_rounds=9, samples_per_client=20, local_epochs=1, stop_after=1,
+        validation_share=0.3, held_out_clients=1, learning_rate=1e-9, checkpoint_every=every, output_dir=tmp_path,
+        engine="inline",
+    )  # fmt: skip
+    rounds = read_table(result.folder / "rounds.csv")
+    assert result.summary["rounds"] == 3 and [line["round"] for line in rounds] == [1, 2, 3, 4]
+    assert result.summary["newcomers"] and is_finished(result.folder)
+    assert run_content(result.folder)["asked"] == 3  # the fourth is a closing evaluation
 
 
 def test_fedavg_sends_a_newcomer_its_global_model_once(tmp_path) -> None:

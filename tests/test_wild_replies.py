@@ -385,3 +385,16 @@ def test_counts_of_a_method_are_never_dropped() -> None:
     again.add({"new": 1.0, **fixed, "round": 2}, ["new"])
     again.close_round(2, 0.0, "trained")
     assert "new" not in again.rows[1]
+
+
+@pytest.mark.parametrize("where", ["inspect", "take", "take_evaluation", "introduce", "end_round"])
+def test_an_interrupt_that_compiled_code_turned_into_an_error_ends_the_run(where, monkeypatch) -> None:
+    def interrupted(self, method) -> None:
+        if self.where == method:
+            raise ValueError("not a valid buffer format") from KeyboardInterrupt()
+
+    monkeypatch.setattr(Raising, "_maybe", interrupted)
+    strategy = Raising()
+    strategy.where = where
+    with pytest.raises(KeyboardInterrupt):
+        strategy.start(InlineGrid(plain_app(), 3), initial(), 3)

@@ -14,7 +14,7 @@ from kindred.data import DataError, load_federation
 from kindred.server_app.app import samples_of
 from kindred.server_app.config import Config, ConfigError
 from kindred.server_app.headline import Headline
-from kindred.server_app.run_files import is_finished, read_config, read_summary, versions
+from kindred.server_app.run_files import IN_USE, is_finished, read_config, read_summary, versions
 from kindred.server_app.run_log import Outcome
 
 from .metrics import numbers_of
@@ -119,7 +119,7 @@ def carry_out(
             }
         else:
             reason = " ".join(outcome.reason.split())
-            if how == "resumed":
+            if how == "resumed" and IN_USE not in reason:
                 reason += f"; to start it again, remove {run.folder}"
             say(f"{run.head}: failed, {reason}")
             run.entry |= {"how": "failed", "reason": reason}

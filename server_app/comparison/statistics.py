@@ -120,22 +120,25 @@ def verdict_over_seeds(
     Returns
     -------
     dict or None
-        Numbers of clients, counted once for each seed, with the verdicts HELPED, HURT and UNDECIDED; `gain`, `low` and
-        `high` of the mean score over all samples, for which a client with a name is one in all seeds; and whether this
-        is shown in `percent`. None without predictions.
+        Numbers of clients, counted once for each seed, with the verdicts HELPED, HURT and UNDECIDED; `of`, how many of
+        them have test results in both runs; `gain`, `low` and `high` of the mean score over all samples, for which a
+        client with a name is one in all seeds; and whether this is shown in `percent`. None without predictions.
     """
 
     def folder_of(run: Mapping[str, Any]) -> Path:
         return Path(os.path.normpath(plan.folder / run["folder"]))  # the comparison's own folder may not exist yet
 
     folders = {run["seed"]: folder_of(run) for run in alone if "folder" in run}
+    tested_alone = {run["seed"]: _tested(run["summary"]) for run in alone if "summary" in run}
     if not any((folder / PREDICTIONS).exists() for folder in folders.values()):
         return None
     objective = load_federation(plan.common.run_config()).task.objective
     counts, found, pooled = Counter[str](), list[Verdict](), defaultdict[ClientId, list[Gain]](list)
+    due = 0
     for run in ours:
         if "summary" in run and run["seed"] in folders:
             gains = paired_gains(folder_of(run), folders[run["seed"]], objective, run["seed"])
+            due += len(_tested(run["summary"]) & tested_alone[run["seed"]])
             if verdict := verdict_of(gains, run["seed"]):
                 found.append(verdict)
                 counts.update(each.verdict for each in verdict.clients)
@@ -147,8 +150,14 @@ def verdict_over_seeds(
     mean, low, high = pooled_gain([pooled[each] for each in in_order(pooled)])
     return {
         **{which: counts[which] for which in (HELPED, HURT, UNDECIDED)},
+        "of": due,
         "gain": mean, "low": low, "high": high, "percent": all(each.of_shares for each in found),
     }  # fmt: skip
+
+
+def _tested(summary: Mapping[str, Any]) -> set[ClientId]:
+    """Return the clients of a run that have a last value of the headline metric."""
+    return {each["client"] for each in summary["clients"] if each.get(summary.get("metric")) is not None}
 
 
 def people(summary: Mapping[str, Any], seed: int) -> dict[ClientId, str]:

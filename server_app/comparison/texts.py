@@ -13,7 +13,7 @@ from .metrics import COSTS, Metric, numbers_of
 from .statistics import LOCAL
 
 FEDAVG = "fedavg"
-
+WHICH = (HELPED, HURT, UNDECIDED)
 
 VERDICTS = {
     "helped : hurt : not shown": "the number of clients, once for each seed, for which a test shows the method better "
@@ -105,7 +105,7 @@ def _newcomers(strategies: Mapping[str, Any], number: Metric, headline: Headline
 
 
 def _counts(verdict: Mapping[str, Any]) -> str:
-    return " : ".join(str(verdict[which]) for which in (HELPED, HURT, UNDECIDED))
+    return " : ".join(str(verdict[which]) for which in WHICH)
 
 
 def _gain(verdict: Mapping[str, Any]) -> str:
@@ -171,6 +171,12 @@ def remarks(content: Mapping[str, Any]) -> list[str]:
             f"newcomers: the {content['settings']['held-out-clients']} clients of each run that took no part, served "
             "after it with 0, 5, 20 and all of their labelled training samples; means over those with so many."
         )
+    for name, each in strategies.items():
+        if (verdict := each.get("verdict")) and (have := sum(verdict[key] for key in WHICH)) < verdict["of"]:
+            lines.append(
+                f"{name}: the verdict is over {have} of {verdict['of']} clients, all seeds together; the others' "
+                "predictions are missing in one of the two runs."
+            )
     if len(content["seeds"]) == 1:
         lines.append("One seed: there is no standard deviation.")
     for name, each in strategies.items():

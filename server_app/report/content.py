@@ -154,6 +154,7 @@ def run_content(folder: Path, summary: Mapping[str, Any] | None = None) -> dict[
     settings, groups = config["settings"], config.get("groups")
     finished = summary is not None or is_finished(folder)
     summary = summary or _read_json(folder / "summary.json", {})
+    asked = summary.get("rounds", settings["num-rounds"])  # fewer where stop-after ended the run
     lines = _table(folder / "rounds.csv", "round")
     done = {line["round"] for line in lines}  # a round in progress may have rows of some clients
     rows = [
@@ -178,7 +179,7 @@ def run_content(folder: Path, summary: Mapping[str, Any] | None = None) -> dict[
         "about": ([] if settings["dataset"] == "sites" else [f"{settings['num-clients']} clients"])
         + ([f"started {config['started']}"] if "started" in config else []),
         "finished": finished,
-        "asked": settings["num-rounds"],
+        "asked": asked,
         "metric": headline.to_dict(),
         "figures": _figures(lines, headline),
         "curve": _curve(lines, rows, headline),
@@ -197,7 +198,7 @@ def run_content(folder: Path, summary: Mapping[str, Any] | None = None) -> dict[
         },
         "collaboration": collaboration_content(folder / "collaboration", groups, names),
         "clusters": clusters and [{**each, "clients": labels_of(each["clients"], names)} for each in clusters],
-        "components": _components(rows, settings["num-rounds"], groups, names),
+        "components": _components(rows, asked, groups, names),
         "partition": _picture(folder / "partition.png"),
         "networks": _picture(folder / "networks.png"),
         "validators": validators_content(validations, names),

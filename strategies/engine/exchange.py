@@ -16,6 +16,7 @@ from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 from flwr.supercore import log
 
+from kindred.interrupts import raise_interrupt
 from kindred.messages import (
     LOSS,
     NUM_TEST_EXAMPLES,
@@ -287,6 +288,7 @@ class Exchange:
         except (Refused, *SERVER_ERRORS):
             raise
         except Exception as error:
+            raise_interrupt(error)
             trace = "".join(traceback.format_tb(error.__traceback__))
             if trace not in self._traces:
                 self._traces.add(trace)

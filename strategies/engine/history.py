@@ -128,6 +128,7 @@ class History:
         self.remarks: list[dict[str, Any]] = []
         self.left_out: dict[ClientId, str] = {}
         self.times = Times()
+        self.stopped_after = 0  # the last training round of a run that ended early, by `stop_after`; 0: it did not
         self._open: dict[ClientId, dict[str, Any]] = {}  # rows of the round in progress
         self._reported: dict[ClientId, set[str]] = {}  # names of the metrics in them that the clients chose
         self._columns: set[str] = set()  # such names that the run keeps

@@ -21,6 +21,8 @@ from flwr.supercore import log
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
+from kindred.interrupts import raise_interrupt
+
 FIRST_NODE_ID = 1001  # Flower keeps 1 for the SuperLink
 
 
@@ -125,6 +127,7 @@ def answer(client_app: ClientApp, message: Message, context: Context) -> Message
             raise TypeError(f"its ClientApp returned {type(reply).__name__}, allowed: a Message")
         return reply
     except (Exception, SystemExit) as error:  # a client's failure must not end the round
+        raise_interrupt(error)
         # A ClientApp need not know a query, so its failure is logged as debug.
         asked = message.metadata.message_type.startswith(MessageType.QUERY)
         log(DEBUG if asked else ERROR, "%s", traceback.format_exc())

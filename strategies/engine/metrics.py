@@ -11,6 +11,7 @@ from flwr.app import MetricRecord, RecordDict
 from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 from flwr.supercore import log
 
+from kindred.interrupts import raise_interrupt
 from kindred.messages import ClientId, first_line, in_order, records_of
 
 from .admission import SERVER_ERRORS
@@ -42,6 +43,7 @@ def aggregated(
     except SERVER_ERRORS:
         raise
     except Exception as error:
+        raise_interrupt(error)
         log(
             WARNING,
             "kindred: the metrics of round %d could not be aggregated: %s raised %s",

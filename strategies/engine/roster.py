@@ -17,6 +17,7 @@ from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 from flwr.supercore import log
 
+from kindred.interrupts import raise_interrupt
 from kindred.messages import (
     CLIENT_ID,
     CONFIG,
@@ -508,6 +509,7 @@ def _reasons(introduce: Introduce, newcomers: Mapping[ClientId, Mapping[str, Any
     except SERVER_ERRORS:
         raise
     except Exception as error:
+        raise_interrupt(error)
         if len(newcomers) == 1:
             return dict.fromkeys(newcomers, f"its introduction cannot be used ({type(error).__name__}: {error})")
         reasons: dict[ClientId, str] = {}

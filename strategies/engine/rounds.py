@@ -18,6 +18,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from flwr.supercore import log
 
+from kindred.interrupts import raise_interrupt
 from kindred.messages import (
     ATTEMPT,
     KEEP_FROM,
@@ -224,6 +225,7 @@ class Rounds(Hooks, Strategy):
         except SERVER_ERRORS:
             raise
         except Exception as error:
+            raise_interrupt(error)
             failure = first_line(f"round {server_round} could not be ended ({type(error).__name__}: {error})")
             log(
                 ERROR,

@@ -284,7 +284,7 @@ class PersonalizedStrategy(Rounds):
                         num_rounds,
                         num_rounds - self.stop_after,
                     )
-                    self.last_round = num_rounds
+                    self.last_round = self.history.stopped_after = num_rounds
                     self._save(num_rounds, result)
                     break
                 self._exchange.begin_round()

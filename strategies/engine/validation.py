@@ -12,6 +12,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 from flwr.supercore import log
 
+from kindred.interrupts import raise_interrupt
 from kindred.messages import (
     ARRAYS,
     CONFIG,
@@ -135,6 +136,7 @@ class Validation:
         except SERVER_ERRORS:
             raise
         except Exception as error:  # sites that only validate never end a run
+            raise_interrupt(error)
             log(WARNING, "kindred: there is no model to validate (%s: %s)", type(error).__name__, error)
             return None
 
@@ -179,6 +181,7 @@ class Validation:
         except SERVER_ERRORS:
             raise
         except Exception as error:  # sites that only validate never end a run
+            raise_interrupt(error)
             why = error if isinstance(error, Refused) else f"it cannot be used ({type(error).__name__}: {error})"
             status = f"{REFUSED}{why}"
             self._roster.inform(self._grid, asked.node, f"its reply in round {asked.server_round} is not used: {why}")
