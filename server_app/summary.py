@@ -67,6 +67,7 @@ def summarise(
         - `seconds-by-part`: the seconds by `clients`, `server` and `results`, and those before the first round as
           `start-up`; see `kindred.engine.times.Times`.
         - `samples-trained`, `samples-predicted`: by all clients.
+        - `asked`, `answered`: numbers of messages to train, and of their replies that were used.
         - `floats`, `bytes-fedavg`: of PerFed-CKT, numbers sent as its paper counts them, and the bytes that FedAvg
           would have sent with the same models, both ways.
         - `left-out`: a list of `client` and `reason`.
@@ -103,6 +104,7 @@ def summarise(
             for key in SUMMED
             if any(key in line for line in history.rounds)
         },
+        **{key: int(sum(line[key] for line in training)) for key in ("asked", "answered")},
         "left-out": [{"client": client, "reason": history.left_out[client]} for client in in_order(history.left_out)],
         "remarks": [{key: each[key] for key in ("client", "round", "remark")} for each in history.remarks],
         "refused": [{"client": client, "reasons": reasons} for client, reasons in history.refused().items()],

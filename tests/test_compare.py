@@ -213,6 +213,18 @@ def test_damaged_results_are_named_in_one_line(file, content, compared, tmp_path
     assert f"{damaged} cannot be read" in done.stderr and "run it again" in done.stderr
 
 
+def test_a_reused_run_that_lost_replies_is_named(compared, tmp_path):
+    place, _, _ = compared
+    shutil.copytree(place, tmp_path / "again")
+    for file in (tmp_path / "again").glob("*local*/summary.json"):
+        summary = json.loads(file.read_text())
+        assert summary["asked"] == summary["answered"] == 8  # four clients, two rounds
+        file.write_text(json.dumps(summary | {"answered": 5}))
+    done = kindred("compare", "--strategies=local", f"--output-dir={tmp_path / 'again'}", *SMALL)
+    assert how(done) == ["reused"]
+    assert "local, seed 0: 3 of 8 messages to train had no reply that could be used" in " ".join(done.stdout.split())
+
+
 def test_a_verdict_over_some_of_the_clients_says_so(compared, tmp_path):
     place, _, _ = compared
     shutil.copytree(place, tmp_path / "again")

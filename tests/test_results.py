@@ -430,6 +430,8 @@ def test_a_finished_run_has_all_result_files(tmp_path, federation):
         "seconds-by-part": pytest.approx(dict.fromkeys(("start-up", "clients", "server", "results"), 0.0), abs=60),
         "bytes-down": 400,
         "bytes-up": 120,
+        "asked": 4,
+        "answered": 3,
         "left-out": [],
         "remarks": [],
         "refused": [],

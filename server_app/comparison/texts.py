@@ -180,5 +180,13 @@ def remarks(content: Mapping[str, Any]) -> list[str]:
     if len(content["seeds"]) == 1:
         lines.append("One seed: there is no standard deviation.")
     for name, each in strategies.items():
-        lines += [f"{name}, seed {run['seed']}, failed: {run['reason']}" for run in each["runs"] if "reason" in run]
+        for run in each["runs"]:
+            if "reason" in run:
+                lines.append(f"{name}, seed {run['seed']}, failed: {run['reason']}")
+            asked, answered = (run.get("summary", {}).get(key, 0) for key in ("asked", "answered"))
+            if asked > answered:
+                lines.append(
+                    f"{name}, seed {run['seed']}: {asked - answered} of {asked} messages to train had no reply that "
+                    "could be used; history.csv says why."
+                )
     return lines
