@@ -19,7 +19,7 @@ else:
     special = lazy("scipy.special")
     colors, mpl_figure, ticker = lazy("matplotlib.colors"), lazy("matplotlib.figure"), lazy("matplotlib.ticker")
 
-LEVEL = 0.01  # p value of the chi-square test below which a division is not called uniform
+LEVEL = 0.05  # p value of the chi-square test below which clients' shares of the classes differ
 
 
 def partition_figure(federation: Federation) -> Figure:
@@ -49,15 +49,16 @@ def partition_figure(federation: Federation) -> Figure:
         axes.set_xticks([])
     labels = "label that is true" if num_classes > 1 else "all"
     labels = "class, as the client labels it" if federation.task.objective.has_classes else labels
-    title = f"{federation.title}\n{even}" if (even := _evenness(counts)) else federation.title
-    axes.set(title=title, xlabel=labels, ylabel="client")
+    even = _evenness(counts)
+    axes.set_title(f"{federation.title}\n{even}" if even else federation.title, fontsize=10 if even else None)
+    axes.set(xlabel=labels, ylabel="client")
     _mark_groups(axes, federation)
     figure.colorbar(image, ax=axes, label="training samples", pad=0.02, ticks=ticker.MaxNLocator(integer=True))
     return figure
 
 
 def _evenness(counts: np.ndarray) -> str:
-    """Return a line that clients' mixtures (m, C) of classes differ no more than by chance; empty where they do."""
+    """Return two lines that no difference of clients' shares (m, C) of the classes is shown; empty where one is."""
     there = counts[counts.sum(axis=1) > 0][:, counts.sum(axis=0) > 0]
     if min(there.shape) < 2:
         return ""
@@ -66,7 +67,7 @@ def _evenness(counts: np.ndarray) -> str:
     statistic = ((there - expected) ** 2 / expected).sum()
     if (p := float(special.chdtrc(degrees_of_freedom, statistic))) < LEVEL:
         return ""
-    return f"uniform: the clients' shares of the classes differ no more than by chance (p = {p:.2f})"
+    return f"no difference in shares of classes shown\n(chi-square test, p = {p:.2f})"
 
 
 def _short(name: str, most: int = 20) -> str:

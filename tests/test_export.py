@@ -173,6 +173,29 @@ def test_the_card_names_data_method_metrics_with_intervals_verdict_and_privacy(t
     assert f"{summary['verdict']['sentence']}. This client: " in text and "differential privacy" in text
 
 
+def test_the_card_has_the_metrics_of_its_file_and_says_which_models_the_verdict_compares(tmp_path) -> None:
+    arguments = ["--clients=4", "--rounds=3", "--set=num-groups=2", "--set=validation-share=0.2", "--engine=inline"]
+    done = CliRunner().invoke(
+        app, ["run", "--strategy=fedavg", "--against=local", *arguments, f"--output-dir={tmp_path}"]
+    )
+    assert done.exit_code == 0, done.output
+    (folder,) = tmp_path.glob("*-fedavg-*")
+    summary = json.loads((folder / "summary.json").read_text())
+    # Each value of a kind of models is another one, so that no row fits both.
+    for which, shift in (("selected", 0.0), ("last", 0.125)):
+        summary["metrics"][which]["accuracy"] = 0.5 + shift
+        summary["clients"][2][which]["accuracy"] = 0.25 + shift
+    (folder / "summary.json").write_text(json.dumps(summary))
+    for place, which, row in (("selected", "selected", "| 25.0% | 50.0% |"), ("models", "last", "| 37.5% | 62.5% |")):
+        card, _ = export(folder / place / "client-2.safetensors", tmp_path / "m.pt2")
+        text = card.read_text()
+        assert f"On test data, of the {which} models." in text
+        assert next(line for line in text.splitlines() if line.startswith("| accuracy ")).startswith(
+            f"| accuracy {row}"
+        )
+        assert "The verdict compares the selected models." in text
+
+
 def test_the_card_of_a_table_names_columns_and_codes(tmp_path) -> None:
     card, _ = export(saved(tmp_path / "m.safetensors", *TASKS["number"]), tmp_path / "m.pt2")
     text = card.read_text()

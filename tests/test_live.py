@@ -357,6 +357,7 @@ def test_the_page_of_a_site_is_loaded_again_while_the_site_runs_and_stays_open_w
         tab.wait_for_selector("text=The certificate has ended")
         page.write(running=False)
         tab.wait_for_selector("text=`kindred site` has ended")  # and is not loaded again
+        assert tab.text_content("#state") == "`kindred site` has ended."
         assert tab.evaluate("document.querySelector('details').open") == before
 
 

@@ -188,6 +188,7 @@ def test_the_page_compares_before_and_after_local_training(tmp_path):
         {"name": "after local training", "mean": [0.65, 0.65]},
     ]
     assert content["stages"]["personal"] == content["stages"]["after-name"] == "after local training"
+    assert content["stages"]["before-name"] == "model as received"
     assert content["clients"] == {
         "names": ["0", "1"],
         "groups": None,
@@ -196,6 +197,36 @@ def test_the_page_compares_before_and_after_local_training(tmp_path):
         "after": [0.5, 0.8],
     }
     assert content["curve"]["samples"] == [100.0, 140.0]
+
+
+def test_a_mixture_is_compared_with_one_model_alone(browser, tmp_path):
+    values = {"received_accuracy": 0.25, "mixture_accuracy": 0.5, "personal_accuracy": 0.5}
+    folder = a_run(tmp_path, [[row(number, client, **values) for client in range(2)] for number in (1, 2)]).path
+    stages = run_content(folder)["stages"]
+    assert [each["name"] for each in stages["curves"]] == ["one model alone, as received", "mixture of models"]
+    assert (stages["before-name"], stages["after-name"]) == ("one model alone, as received", "mixture of models")
+    write_report(folder)
+    with opened(browser, (folder / "report.html").as_uri()) as tab:
+        shown = tab.text_content("section:has(h2:text-is('One model and the mixture'))")
+        assert "the mixture of models with which the client predicts" in shown
+        assert (
+            "one model alone, as received: accuracy (%)" in shown and "the line gained by the mixture: 2 of 2" in shown
+        )
+        assert "from it with its own data" not in shown
+        label = "Each client's accuracy of one model and of the mixture: 2 of 2 gained, 0 lost."
+        assert tab.locator(f'svg[aria-label="{label}"]').count() == 1
+
+
+def test_a_page_says_that_all_settings_have_their_defaults(browser, tmp_path):
+    folder = a_run(tmp_path, TWO_ROUNDS).path
+    config = json.loads((folder / "config.json").read_text())
+    defaults = Config().run_config()
+    for given, expected in ((defaults | {"num-rounds": 2}, False), (defaults, True)):
+        (folder / "config.json").write_text(json.dumps(config | {"settings": given}))
+        write_report(folder)
+        with opened(browser, (folder / "report.html").as_uri()) as tab:
+            text = "section:has(h2:text-is('Configuration')) p:text-is('All settings have their defaults.')"
+            assert tab.locator(text).count() == expected
 
 
 def test_the_page_has_a_table_and_a_curve_of_each_client(tmp_path):
@@ -786,10 +817,11 @@ def test_the_verdict_is_shown_of_each_client_with_its_name_and_classes(browser, 
     with opened(browser, (judged / "report.html").as_uri()) as tab:
         header, first, second = cells(tab, "Better than training alone?")
         assert header == [
-            "client", "name", "test samples", "classes", "alone", "federated", "gain", "interval", "p", "verdict"
+            "client", "name", "test samples", "classes", "alone", "federated", "gain in points", "interval", "p",
+            "verdict",
         ]  # fmt: skip
         assert first == [
-            "0", "lyon", "40", "3", "50.0 %", "75.0 %", "+25.0 %", "+12.5 % to +37.5 %", "0.010", "helped"
+            "0", "lyon", "40", "3", "50.0 %", "75.0 %", "+25.0", "+12.5 to +37.5", "0.010", "helped"
         ]  # fmt: skip
         assert second[:4] == ["1", NASTY, "40", "10"] and second[-1] == "no difference shown"
         assert cells(tab, "Sites that only validate") == [

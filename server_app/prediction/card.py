@@ -48,7 +48,7 @@ def model_card(predictor: Predictor, model: Path, output: Path, about: Mapping[s
         "",
         "## Metrics",
         "",
-        *_metrics(client, summary),
+        *_metrics(client, summary, model),
         "",
         "## Better than training alone?",
         "",
@@ -69,6 +69,11 @@ def _of_run(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         return read_summary(folder), read_config(folder)["settings"]
     except (ConfigError, OSError, ValueError):
         return {}, {}
+
+
+def _folder(model: Path) -> str:
+    """Return the name of the folder that holds the model's file, such as `selected`."""
+    return model.expanduser().absolute().parent.name
 
 
 def _columns(columns: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -99,13 +104,13 @@ def _method(texts: Mapping[str, str], summary: Mapping[str, Any], config: Mappin
     return lines or [f"- {UNKNOWN}"]
 
 
-def _metrics(client: str, summary: Mapping[str, Any]) -> list[str]:
+def _metrics(client: str, summary: Mapping[str, Any], model: Path) -> list[str]:
     if not summary:
         return [UNKNOWN]
     own: dict[str, Any] = next(
         (each for each in summary["clients"] if client in (str(each["client"]), json.dumps(each["client"]))), {}
     )
-    which = "selected" if summary["metrics"]["selected"] else "last"
+    which = "selected" if _folder(model) == "selected" and summary["metrics"]["selected"] else "last"
     means, intervals = summary["metrics"][which], summary["intervals"][which]
     lines = [
         f"On test data, of the {which} models. The mean is over all clients of the run, with a 95 % interval.",
@@ -133,4 +138,5 @@ def _verdict(client: str, summary: Mapping[str, Any]) -> str:
         (each for each in verdict["clients"] if client in (str(each["client"]), json.dumps(each["client"]))), None
     )
     mine = f" This client: {own['verdict']} (p {own['p']:.2g})." if own else ""
-    return f"{verdict['sentence']}.{mine}"
+    which = "selected" if summary["metrics"]["selected"] else "last"
+    return f"{verdict['sentence']}.{mine} The verdict compares the {which} models."

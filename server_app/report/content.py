@@ -45,7 +45,7 @@ from .clients import (
     verdict_content,
 )
 from .collaboration import collaboration_content, groups_of
-from .figures import carried_forward
+from .figures import MIXED, ONE_MODEL, carried_forward
 from .render import page
 from .weights import component_curves
 
@@ -69,7 +69,7 @@ STAGES = {
     TRAINED: "after local training",
     TUNED: "after fine-tuning",
     BETWEEN: "between received and own",
-    MIXTURE: "mixture of models",
+    MIXTURE: MIXED,
     PERSONAL: "personal model",
 }
 
@@ -266,7 +266,7 @@ def _costs(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _stages(
     rows: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, Any]], headline: Headline
 ) -> dict[str, Any]:
-    """Return the mean by round of each model that clients report on, and the model "after training"."""
+    """Return the mean by round of each model that clients report on, and the names of the two that are compared."""
     curves, holds = {}, headline.metric.holds
     for stage in STAGES:
         if stage == PERSONAL:
@@ -283,11 +283,15 @@ def _stages(
             curves[stage] = {"name": STAGES[stage], "mean": numbers(mean.get(line["round"]) for line in lines)}
     personal = next((line["personal"] for line in reversed(lines) if "personal" in line), None)
     after = next((stage for stage in (TRAINED, TUNED, MIXTURE) if stage in curves), PERSONAL)
+    before = ONE_MODEL if after == MIXTURE else STAGES[RECEIVED]
+    if RECEIVED in curves:
+        curves[RECEIVED]["name"] = before
     return {
         "curves": list(curves.values()),
         "personal": STAGES.get(personal, personal) if personal else None,
         "after": after,
         "after-name": STAGES[after],
+        "before-name": before,
     }
 
 

@@ -31,6 +31,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 DASHES = ("-", "--", "-.", ":", (0, (6, 1.5, 1, 1.5, 1, 1.5)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 MIXED = "mixture of models"
+ONE_MODEL = "one model alone, as received"  # beside the mixture
 MOST_NAMED = 40  # largest number of clients whose names fit along an axis of the heatmap
 LONGEST_NAME = 14  # characters of a client's name in a figure
 PANELS_LEGEND: dict[str, Any] = {"loc": "lower center", "frameon": False, "fontsize": 9}  # below several panels
@@ -105,7 +106,7 @@ def metric_figure(rows: Sequence[Mapping[str, Any]], headline: Headline, title: 
     if _same(rows, RECEIVED, headline) is False:
         stage, key = _stage(rows, headline), f"{RECEIVED}-{headline.name}"
         name += f", {stage}"
-        other = "one model alone, as received" if stage == MIXED else "before local training (model as received)"
+        other = ONE_MODEL if stage == MIXED else "before local training (model as received)"
         numbers, _, received = carried_forward(rows, key, metric.holds)
         # A closing evaluation may cover the personal models alone.
         reported_in = np.isin(numbers, [row["round"] for row in rows if metric.holds(row.get(key))])

@@ -32,12 +32,14 @@ const targetsTitle = clients => clients.some(each => each.range) ? "range of the
 
 function verdictTable(found, clients, named) {
   const score = value => known(value) ? (found.percent ? percent(value) : value.toPrecision(4)) : "–";
-  const signed = value => `${value > 0 ? "+" : ""}${score(value)}`;
+  const points = value => known(value) ? (found.percent ? (100 * value).toFixed(1) : value.toPrecision(4)) : "–";
+  const signed = value => `${value > 0 ? "+" : ""}${points(value)}`;
   const about = new Map(clients.map(each => [each.client, each]));
   return clientTable(found.clients, named, [
     ["test samples", each => count(each.samples)], [targetsTitle(clients), each => targets(about.get(each.client) || {})],
     ["alone", each => score(each.alone)], ["federated", each => score(each.federated)],
-    ["gain", each => signed(each.gain)], ["interval", each => `${signed(each.low)} to ${signed(each.high)}`],
+    [found.percent ? "gain in points" : "gain", each => signed(each.gain)],
+    ["interval", each => `${signed(each.low)} to ${signed(each.high)}`],
     ["p", each => each.p.toPrecision(2)], ["verdict", each => each.verdict]],
     each => (about.get(each.client) || {}).name);
 }

@@ -136,24 +136,31 @@ function beforeAfter({ curve, stages, clients }) {
   const lost = at.filter(i => isBetter(clients.before[i], clients.after[i])).length;
   const values = at.flatMap(i => [scaled(clients.before[i]), scaled(clients.after[i])]);
   const range = at.length ? limits(values) : null;
-  return section("Before and after",
-    h("p", { class: "soft" },
-      "The model that a client received, and the model that the client made from it with its own data."),
+  const mixed = stages.after === "mixture";
+  const title = `Each client: ${stages["after-name"]}, against ${mixed ? "one model alone" : "as received"}`;
+  return section(mixed ? "One model and the mixture" : "Before and after",
+    h("p", { class: "soft" }, mixed
+      ? "One of the models that a client received, alone and before training, and the mixture of models with which the "
+        + "client predicts."
+      : "The model that a client received, and the model that the client made from it with its own data."),
     h("div", { class: "pair" },
       lineFigure({ title: "Mean over clients", lines, xName: "round", whole: true }),
-      at.length && figure(`Each client: ${stages["after-name"]}, against as received`, plot(width => framed(width, {
-        across: range, upward: range, square: true, xName: `model as received: ${metric.axis}`,
+      at.length && figure(title, plot(width => framed(width, {
+        across: range, upward: range, square: true, xName: `${stages["before-name"]}: ${metric.axis}`,
         yName: `${stages["after-name"]}: ${metric.axis}`,
-        label: `Each client's ${metric.title} before and after: ${gained} of ${at.length} gained, ${lost} lost.`,
+        label: `Each client's ${metric.title} ${mixed ? "of one model and of the mixture" : "before and after"}: `
+          + `${gained} of ${at.length} gained, ${lost} lost.`,
         inside: (x, y) => [
           s("line", { x1: x(range[0]), y1: y(range[0]), x2: x(range[1]), y2: y(range[1]), stroke: "var(--soft)",
             "stroke-dasharray": "4 4" }),
           apart(at.map(i => [x(scaled(clients.before[i])), y(scaled(clients.after[i])), i])).map(([px, py, i]) => mark(
             index(i), px, py, 4.5, colour(index(i)),
-            `client ${clients.names[i]}: ${inUnits(clients.before[i])}, then ${inUnits(clients.after[i])}`))] })),
+            `client ${clients.names[i]}: ${inUnits(clients.before[i])}, ${mixed ? "mixture" : "then"} `
+              + inUnits(clients.after[i])))] })),
         groupLegend(clients.groups),
         h("figcaption", {},
-          `Last reported ${metric.plural}. Clients ${metric.higher ? "above" : "below"} the line gained: ` +
+          `Last reported ${metric.plural}. Clients ${metric.higher ? "above" : "below"} the line gained` +
+          `${mixed ? " by the mixture" : ""}: ` +
           `${gained} of ${at.length}; ${lost} lost. Points that coincide are drawn side by side.`))));
 }
 // Points [x, y, ...], those that coincide moved to places around the first one.

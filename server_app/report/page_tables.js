@@ -96,8 +96,9 @@ function settings(data) {
     data.command && [h("h3", {}, "Command to run this again"),
       h("pre", {}, data.command)],
     h("div", { class: "pair" },
-      table(["setting", "value"], rows(differing), { long: [1], caption:
-        differing.length < all ? "Settings that differ from their defaults" : "Settings" }),
+      differing.length ? table(["setting", "value"], rows(differing), { long: [1], caption:
+        differing.length < all ? "Settings that differ from their defaults" : "Settings" })
+        : h("p", {}, "All settings have their defaults."),
       table(["version of", "is"], data.versions.map(([name, value]) => [name, known(value) ? text(value) : "–"]),
         { long: [1], caption: "Versions" })),
     differing.length < all && more("All settings",

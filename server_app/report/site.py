@@ -53,7 +53,7 @@ def site_content(
         "reload": RELOAD_SECONDS if running else 0,
         "finished": False,
         "metric": headline.to_dict(),
-        "doing": _doing(entries) if running else "`kindred site` has ended.",
+        "doing": _doing(entries) if running else "`kindred site` has ended",
         "messages-in-all": len(messages),
         **{key: sum(entry.get(key, 0) for entry in messages) for key in ("bytes-in", "bytes-out")},
         "lines": about["lines"],
