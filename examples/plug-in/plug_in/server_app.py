@@ -31,8 +31,8 @@ def main(grid: Grid, context: Context) -> None:
     folder = Path(context.run_config["models-dir"], str(context.run_id)).absolute()
     folder.mkdir(parents=True)
     for client, arrays in strategy.client_models().items():
-        name = quote(str(client), safe="")  # a client may choose its id, and with it a path
-        save_file(arrays.to_torch_state_dict(), folder / f"client-{name}.safetensors")
+        name = quote(str(client), safe="")  # an id that a client chooses could be a path
+        save_file(arrays.to_torch_state_dict(), folder / f"{name}.safetensors")
     for client, accuracy in strategy.history.last_values().items():
         print(f"client {client}: eval_acc {accuracy:.3f}")
     print(f"mean eval_acc {strategy.history.rounds[-1]['accuracy']:.3f}; personal models in {folder}")
