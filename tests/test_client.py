@@ -164,12 +164,43 @@ def test_a_client_that_has_not_trained_is_evaluated_with_the_model_that_it_start
     assert any(differs) == (name in OTHER_STARTS)
 
 
-def test_a_site_is_loaded_once_for_all_rounds() -> None:
-    loaded.clear()
-    run("local", rounds=4, seed=99)
-    before = list(loaded)
-    run("local", rounds=4, seed=99)
-    assert sorted(before) in ([], list(range(CLIENTS))) and loaded == before
+def test_a_site_is_loaded_once_in_each_run() -> None:
+    for _ in range(2):
+        loaded.clear()
+        run("local", rounds=4, seed=99)
+        assert loaded == list(range(CLIENTS))
+
+
+def test_clients_with_equal_node_configs_have_their_own_data() -> None:
+    def load(context) -> Site:
+        samples = torch.zeros(context.node_id - 1000, 3), torch.zeros(context.node_id - 1000, dtype=torch.int64)
+        return Site(plain, samples, samples)
+
+    def plain() -> torch.nn.Module:
+        return torch.nn.Linear(3, 2)
+
+    strategy = make("local")
+    grid = InlineGrid(make_client_app(load), 3, node_configs=[{}, {}, {}])
+    strategy.start(grid, to_record(get_arrays(plain())), 1, 60)
+    assert [row["num-examples"] for row in strategy.history.rows if row["round"] == 1] == [1, 2, 3]
+
+
+def test_a_new_run_loads_the_sites_and_makes_their_network_anew() -> None:
+    width = 3
+
+    def resized() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(8, width), torch.nn.Linear(width, 2))
+
+    def load(context) -> Site:
+        x = torch.ones(width, 2, 4)
+        return Site(resized, (x, torch.zeros(width, dtype=torch.int64)), (x, torch.zeros(width, dtype=torch.int64)))
+
+    client_app = make_client_app(load)
+    for width in (3, 5):
+        strategy = make("local")
+        strategy.start(InlineGrid(client_app, 2), to_record(get_arrays(resized())), 1, 60)
+        assert {row["num-examples"] for row in strategy.history.rows if row["round"] == 1} == {width}
+        assert {row["status"] for row in strategy.history.rows} == {"ok"}
 
 
 def test_the_received_model_is_the_one_trained_in_the_last_round() -> None:

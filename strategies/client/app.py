@@ -58,7 +58,6 @@ from .shadow import comparison, keep_at_the_end, train_alone
 from .site import (
     STATE_DIR,
     LoadSite,
-    ModelFactory,
     Site,
     client_id,
     module_of,
@@ -235,8 +234,8 @@ def _num_outputs(site: Site, *kinds: str) -> int:
     x, y = getattr(site, kinds[0])
     if not len(y):
         return 0
-    module_of(site.model, x.device)  # made now, as its first weights are drawn, and no message may depend on when
-    outputs = _outputs_of(site.model, x.device, x.dtype, x.shape[1:])
+    network = module_of(site.model, x.device)  # made now: its first weights are drawn, and no message may depend on when
+    outputs = _outputs_of(network, x.device, x.dtype, x.shape[1:])
     num_outputs = site.objective.predictions(outputs).shape[1]
     for kind in kinds:
         try:
@@ -248,7 +247,8 @@ def _num_outputs(site: Site, *kinds: str) -> int:
 
 
 @functools.lru_cache(maxsize=len(MODELS))  # clients of a simulation share one network
-def _outputs_of(model: ModelFactory, device: torch.device, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    network = module_of(model, device)
+def _outputs_of(
+    network: torch.nn.Module, device: torch.device, dtype: torch.dtype, shape: tuple[int, ...]
+) -> torch.Tensor:
     with evaluation_mode(network), torch.inference_mode():
         return network(torch.zeros(1, *shape, dtype=dtype, device=device)).float()

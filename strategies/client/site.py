@@ -15,7 +15,7 @@ from kindred.lazy import lazy
 from kindred.messages import VALIDATE_ONLY, ClientId, check
 from kindred.objectives import Classes, Objective
 
-from .models import MODELS
+from .models import MODELS, make_model
 
 if TYPE_CHECKING:
     import torch
@@ -130,7 +130,8 @@ def fingerprint_of(public: torch.Tensor) -> str:
 # The names below belong to the process: Flower copies a ClientApp to its workers, but no modules.
 
 _sites: dict[Any, tuple[Site, torch.device]] = {}
-_sites_of_run: dict[str, Any] = {}
+_modules: dict[tuple[ModelFactory, torch.device], torch.nn.Module] = {}
+_sites_of_run: list[tuple[int, dict[str, Any]]] = []  # the id and the config of the run whose sites these are, if any
 
 
 def site_of(load_site: LoadSite, context: Context, device: torch.device) -> Site:
@@ -139,11 +140,13 @@ def site_of(load_site: LoadSite, context: Context, device: torch.device) -> Site
     It is loaded at the first call and kept for the run. Messages may name different devices: the introduction precedes
     the settings of training.
     """
-    if _sites_of_run != dict(context.run_config):  # another run: its sites may differ, the old ones are not needed
+    run = context.run_id, dict(context.run_config)
+    if _sites_of_run != [run]:  # another run: its sites may differ, the old ones are not needed
         _sites.clear()
-        _sites_of_run.clear()
-        _sites_of_run.update(context.run_config)
-    key = (load_site, *sorted(context.node_config.items()))
+        _sites_of_run[:] = [run]
+        for key in [key for key in _modules if not _is_of_models(key[0])]:
+            del _modules[key]
+    key = (load_site, context.node_id, *sorted(context.node_config.items()))
     site, where = _sites.pop(key, (None, None))
     if site is None:
         site = load_site(context)
@@ -160,7 +163,7 @@ def forget_sites() -> None:
     """Forget all data and networks that this process keeps."""
     _sites.clear()
     _sites_of_run.clear()
-    module_of.cache_clear()
+    _modules.clear()
 
 
 def _on(device: torch.device, site: Site) -> Site:
@@ -183,7 +186,17 @@ def _public_on(device: torch.device, public: torch.Tensor) -> torch.Tensor:
     return public.to(device)
 
 
-@functools.lru_cache(maxsize=len(MODELS))
 def module_of(factory: ModelFactory, device: torch.device) -> torch.nn.Module:
     """Return the one module that all sites with this factory share on a device."""
-    return factory().to(device)
+    module = _modules.pop((factory, device), None)
+    if module is None:
+        while len(_modules) >= len(MODELS):
+            del _modules[next(iter(_modules))]
+        module = factory().to(device)
+    _modules[factory, device] = module
+    return module
+
+
+def _is_of_models(factory: ModelFactory) -> bool:
+    """Return whether a factory makes a network of `MODELS`, which is the same in every run."""
+    return isinstance(factory, functools.partial) and factory.func is make_model
