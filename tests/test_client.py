@@ -14,7 +14,9 @@ from flwr.app import ConfigRecord, Context, RecordDict
 from kindred import REGISTRY, InlineGrid, Site, make_client_app
 from kindred.client import cuda_graphs
 from kindred.client.app import introduction_of
+from kindred.client.state import ClientState
 from kindred.client.training import get_arrays
+from kindred.client.visit import Visit
 from kindred.messages import BETWEEN, RECEIVED, to_record
 
 from .scores import evaluate
@@ -201,6 +203,25 @@ def test_a_new_run_loads_the_sites_and_makes_their_network_anew() -> None:
         strategy.start(InlineGrid(client_app, 2), to_record(get_arrays(resized())), 1, 60)
         assert {row["num-examples"] for row in strategy.history.rows if row["round"] == 1} == {width}
         assert {row["status"] for row in strategy.history.rows} == {"ok"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "samples"),
+    [
+        ({}, 2 * 20),  # the message's epochs
+        ({"steps": 1}, 4),
+        ({"steps": 3, "batch_size": 5}, 15),
+        ({"epochs": 3}, 3 * 20),
+    ],
+)
+def test_a_method_s_epochs_and_steps_replace_the_message_s(arguments, samples, tmp_path) -> None:
+    trained = []
+    site = load_site(SimpleNamespace(node_config={"partition-id": 0}))
+    visit = Visit(0, site, SETTINGS, {}, torch.device("cpu"), ClientState(1, 0, tmp_path), {})
+    module = network()
+    module.register_forward_hook(lambda _, inputs, __: trained.append(len(inputs[0])))
+    visit.train(module, **arguments)
+    assert sum(trained) == samples == visit.compute["samples-trained"]
 
 
 def test_the_received_model_is_the_one_trained_in_the_last_round() -> None:

@@ -234,7 +234,8 @@ def _num_outputs(site: Site, *kinds: str) -> int:
     x, y = getattr(site, kinds[0])
     if not len(y):
         return 0
-    network = module_of(site.model, x.device)  # made now: its first weights are drawn, and no message may depend on when
+    # Made now: its first weights are drawn, and no message may depend on when.
+    network = module_of(site.model, x.device)
     outputs = _outputs_of(network, x.device, x.dtype, x.shape[1:])
     num_outputs = site.objective.predictions(outputs).shape[1]
     for kind in kinds:

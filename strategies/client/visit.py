@@ -276,7 +276,7 @@ class Visit:
         model: torch.nn.Module,
         *,
         epochs: int | None = None,
-        steps: int = 0,
+        steps: int | None = None,
         samples: Samples | None = None,
         purpose: str = "train",
         **settings: Any,
@@ -285,8 +285,8 @@ class Visit:
 
         Parameters
         ----------
-        epochs, steps : int
-            By default those that the message asks for.
+        epochs, steps : int, optional
+            If one is given, the other is 0 by default; if none is, those that the message asks for.
         samples : pair of tensors, optional
             By default all training data.
         purpose : str
@@ -294,12 +294,12 @@ class Visit:
         **settings
             Arguments of `training.train` that replace the message's settings.
         """
-        if epochs is None:
+        if epochs is None and steps is None:
             epochs, steps = self.epochs, self.steps
+        epochs, steps = epochs or 0, steps or 0
         x, y = self.site.train if samples is None else samples
         config, seed = self.config, self.seed(purpose)
-        self.compute[SAMPLES_TRAINED] += epochs * len(y) + steps * self.batch_size
-        message: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "batch_size": self.batch_size,
             "optimizer": str(OPTIMIZER.read(config)),
             "learning_rate": float(LEARNING_RATE.read(config)),
@@ -307,7 +307,9 @@ class Visit:
             "weight_decay": float(WEIGHT_DECAY.read(config)),
             "label_smoothing": self.label_smoothing,
             "precision": self.precision,
+            **settings,
         }
+        self.compute[SAMPLES_TRAINED] += epochs * len(y) + steps * arguments["batch_size"]
         with self._seeded(seed):
             return train(
                 model,
@@ -317,7 +319,7 @@ class Visit:
                 steps=steps,
                 generator=torch.Generator().manual_seed(seed),
                 objective=self.objective,
-                **(message | settings),
+                **arguments,
             )
 
     @property
