@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import zipfile
-from collections import namedtuple
+from collections import Counter, OrderedDict, defaultdict, namedtuple
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
@@ -814,7 +814,7 @@ def test_a_checkpoint_of_another_version_is_refused_by_name(tmp_path) -> None:
     with pytest.raises(
         NotResumable,
         match=r"round-0003-\w+.npz was saved by another version of kindred, in format 1; "
-        "this one reads formats 3 and 4",
+        "this one reads formats 3, 4, 5",
     ):
         Checkpoints(tmp_path).load()
 
@@ -892,10 +892,11 @@ def test_a_resume_names_changed_settings_and_starts_nothing(tmp_path) -> None:
 
 
 keys = st.text(max_size=5) | st.integers(-9, 9)
+typed = st.sampled_from([np.float16(0.1), np.float32(0.1), np.float64(-0.0), np.int8(-1), np.uint64(7), np.True_])
 scalars = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=5)
 numbers = arrays(st.sampled_from(["<f4", "<f8", "<f2", "<i8", "|u1", "|b1"]), array_shapes(min_dims=0, min_side=0))
 values = st.recursive(
-    scalars | numbers,
+    scalars | typed | numbers,
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(keys, inner, max_size=3)
@@ -944,7 +945,7 @@ def test_a_history_with_numpy_numbers_is_read_back_to_the_same_bits(tmp_path, ki
     assert state["by client"] == {7: 1, "7": 2, 2**64 - 1: 3}
     assert list(again) == list(row)
     for key, value in row.items():
-        assert repr(again[key]) == repr(value.item() if isinstance(value, np.generic) else value), key
+        assert repr(again[key]) == repr(value), key
 
 
 def test_rows_are_encoded_once_however_many_checkpoints_they_are_in(tmp_path, monkeypatch) -> None:
@@ -978,6 +979,13 @@ def test_a_checkpoint_of_format_3_in_which_the_history_is_a_list_is_still_read(t
     assert all(type(again[name]) is HistoryRows for name in ("rows", "updates", "rounds", "validations"))
 
 
+def test_a_checkpoint_of_format_4_is_still_read(tmp_path, monkeypatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "FORMAT", 4)
+        Checkpoints(tmp_path).save(1, {"rows": HistoryRows([{"round": 1}]), "by client": {7: 0.5}})
+    assert Checkpoints(tmp_path).load() == (1, {"rows": [{"round": 1}], "by client": {7: 0.5}})
+
+
 def test_an_array_in_a_row_of_the_history_is_refused(tmp_path) -> None:
     with pytest.raises(TypeError, match="a row of the history has an array"):
         Checkpoints(tmp_path).save(1, {"rows": HistoryRows([{"round": 1, "weights": np.ones(2)}])})
@@ -989,7 +997,17 @@ def test_a_record_is_read_back_and_an_unknown_type_refused() -> None:
     again = unpack(pack({"global": record}, put_aside), put_aside)["global"]
     assert isinstance(again, ArrayRecord)
     assert {name: array.data for name, array in again.items()} == {name: array.data for name, array in record.items()}
-    for value, name in ((object(), "object"), (namedtuple("Pair", "a b")(1, 2), "Pair"), (1j, "complex")):
+    refused = (
+        object(),
+        namedtuple("Pair", "a b")(1, 2),
+        1j,
+        defaultdict(list),
+        Counter("a"),
+        OrderedDict(a=1),
+        np.str_("a"),
+    )
+    for value in refused:
+        name = type(value).__name__
         with pytest.raises(TypeError, match=f"{name} cannot be part of a checkpoint"):
             pack([value], {})
 

@@ -34,8 +34,8 @@ from kindred.messages import check, in_order, read_record, to_record
 from .model_store import mapping_of, release_pages
 
 STATE = "state"
-FORMAT = 4  # version of the format that `save` writes
-READABLE_FORMATS = (3, FORMAT)  # formats that `load` reads
+FORMAT = 5  # version of the format that `save` writes
+READABLE_FORMATS = (3, 4, FORMAT)  # formats that `load` reads
 MAPPED = "mapped"  # prefix of entries for arrays that lie in a mapped file
 
 # Types that JSON represents unchanged.
@@ -276,8 +276,8 @@ def pack(value: Any, arrays: dict[str, np.ndarray]) -> Any:
     Parameters
     ----------
     value
-        None, bool, int, float, str, ndarray, ArrayRecord, `Stateful`, `HistoryRows`, and lists, tuples, sets and
-        mappings of these.
+        None, bool, int, float, str, ndarray, a number of NumPy, ArrayRecord, `Stateful`, `HistoryRows`, and dicts,
+        lists, tuples and sets of these. Other subclasses of these types are refused: they could not be restored.
     arrays : dict
         Receives the arrays.
 
@@ -287,9 +287,9 @@ def pack(value: Any, arrays: dict[str, np.ndarray]) -> Any:
         A value that JSON can represent; `unpack` converts it back.
     """
     match value:
-        case None | bool() | int() | float() | str():
+        case _ if type(value) in PLAIN:
             return value
-        case dict() if all(type(key) is str and type(each) in PLAIN for key, each in value.items()):
+        case dict() if type(value) is dict and all(type(k) is str and type(each) in PLAIN for k, each in value.items()):
             return value  # a short cut for rows of a history
         case HistoryRows():
             name = f"rows-{len(arrays)}"
@@ -299,17 +299,17 @@ def pack(value: Any, arrays: dict[str, np.ndarray]) -> Any:
             name = f"{MAPPED if value.size and mapping_of(value) else 'array'}-{len(arrays)}"
             arrays[name] = value
             return ["array", name]
-        case np.generic():
-            return pack(value.item(), arrays)
+        case np.number() | np.bool():
+            return ["scalar", [value.dtype.str, value.tobytes().hex()]]
         case ArrayRecord():
             return ["record", pack(read_record(value), arrays)]
         case _ if hasattr(value, "state"):
             return pack(value.state(), arrays)
-        case Mapping() if all(isinstance(key, str) for key in value):
+        case dict() if type(value) is dict and all(type(key) is str for key in value):
             return {key: pack(each, arrays) for key, each in value.items()}
-        case Mapping():
+        case dict() if type(value) is dict:
             return ["mapping", [[pack(key, arrays), pack(each, arrays)] for key, each in value.items()]]
-        case set():
+        case set() if type(value) is set:
             return ["set", [pack(each, arrays) for each in in_order(value)]]
         case list() | tuple() if type(value) in (list, tuple):  # no named tuples, which could not be restored
             return [type(value).__name__, [pack(each, arrays) for each in value]]
@@ -326,6 +326,9 @@ def unpack(packed: Any, arrays: Mapping[str, np.ndarray] | _Arrays) -> Any:
     match kind:
         case "array":
             return arrays[content]
+        case "scalar":
+            dtype, number = content
+            return np.frombuffer(bytes.fromhex(number), dtype)[0]
         case "rows":
             return HistoryRows(unpack(row, {}) for row in json.loads(arrays[content].tobytes()))
         case "record":
@@ -401,7 +404,7 @@ def _read(path: Path) -> tuple[int, Any]:
         if content.get("format") not in READABLE_FORMATS:
             raise NotResumable(
                 f"{path} was saved by another version of kindred, in format {content.get('format', 1)}; "
-                f"this one reads formats {' and '.join(map(str, READABLE_FORMATS))}"
+                f"this one reads formats {', '.join(map(str, READABLE_FORMATS))}"
             )
         return content["round"], unpack(content["state"], arrays)
 
