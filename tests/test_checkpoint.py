@@ -689,7 +689,7 @@ def test_a_resume_writes_results_that_could_not_be_written(name, whole, tmp_path
         f"--resume {folder}"
     )
     assert not list((folder / "models").rglob("*"))
-    assert (folder / "summary.json").exists() and not is_finished(folder)
+    assert not (folder / "summary.json").exists() and not is_finished(folder)
     config = config_of(tmp_path, name, resume=str(folder))
     run(InlineGrid(client_app, CLIENTS, config.run_config()), config)
     assert kept(folder) == whole(name, {}) and is_finished(folder)
