@@ -27,7 +27,17 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from hypothesis.extra import numpy as npst
 
 from kindred import REGISTRY, FedAMP, FedAvg, FedeRiCo, HeurFedAMP, InlineGrid, Local, TooFewClients, WorkerDied
-from kindred.engine.admission import LARGEST, MAX_EXAMPLES, MAX_METRICS, MAX_NAME, MAX_NUMBERS, Refused, admit
+from kindred.engine.admission import (
+    LARGEST,
+    LEAST_WEIGHT,
+    MAX_EXAMPLES,
+    MAX_METRICS,
+    MAX_NAME,
+    MAX_NUMBERS,
+    Refused,
+    admit,
+    check_initial,
+)
 from kindred.engine.checkpoint import Checkpoints
 from kindred.messages import MOST, read_array, read_record, to_record
 from kindred.server_app.processes import MARK, marked_processes
@@ -382,14 +392,14 @@ def test_any_other_number_of_examples_is_refused(examples) -> None:
         admit(RecordDict({"m": metrics}), "num-examples")
 
 
-@pytest.mark.parametrize("weight", [1, 0.5, 1e-9, MAX_EXAMPLES])
-def test_a_weight_of_another_name_is_any_number_above_0(weight) -> None:
+@pytest.mark.parametrize("weight", [1, 0.5, LEAST_WEIGHT, MAX_EXAMPLES])
+def test_a_weight_of_another_name_is_any_number_in_range(weight) -> None:
     assert admit(RecordDict({"m": MetricRecord({"w": weight})}), "w").metrics["w"] == weight
 
 
-@pytest.mark.parametrize("weight", [0, -0.5, float("nan"), float("inf"), 2 * MAX_EXAMPLES, [1.0]])
+@pytest.mark.parametrize("weight", [0, 1e-42, -0.5, float("nan"), float("inf"), 2 * MAX_EXAMPLES, [1.0]])
 def test_any_other_weight_is_refused(weight) -> None:
-    with pytest.raises(Refused, match="w is .*, allowed: more than 0, at most 1000000000000"):
+    with pytest.raises(Refused, match="w is .*, allowed: 1e-12 to 1000000000000"):
         admit(RecordDict({"m": MetricRecord({"w": weight})}), "w")
 
 
@@ -707,11 +717,18 @@ def test_a_client_app_that_returns_no_message_or_ends_python_loses_its_client_al
     assert statuses[1001].endswith(reason) and (statuses[1002], statuses[1003]) == ("ok", "ok")
 
 
-@pytest.mark.parametrize("value", [np.nan, -np.inf, 1e16])
+@pytest.mark.filterwarnings("error:.*overflow:RuntimeWarning")
+@pytest.mark.parametrize("value", [np.nan, -np.inf, 1e16, np.float16(np.inf), np.float32(1e16), -np.float32(1e16)])
 def test_a_model_whose_replies_would_be_refused_is_refused_at_the_start(value) -> None:
-    arrays = read_record(initial()) | {"mask": np.array([0, value], np.float64)}
+    arrays = read_record(initial()) | {"mask": np.array([0, value], np.asarray(value).dtype)}
     with pytest.raises(ValueError, match="initial_arrays: array 'mask' has numbers that are not finite or above 1e.15"):
         HeurFedAMP().start(InlineGrid(plain_app(), 3), to_record(arrays), 1)
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.parametrize("values", [[65504, -65504], []])
+def test_a_model_of_finite_half_precision_is_accepted(values) -> None:
+    check_initial(to_record({"w": np.array(values, np.float16)}))
 
 
 def test_one_node_without_the_query_does_not_keep_others_from_being_asked(monkeypatch) -> None:

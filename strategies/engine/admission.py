@@ -33,6 +33,7 @@ from kindred.messages import (
 
 REFUSED = "refused: "  # how the status of a refused reply begins; its reason follows
 MAX_EXAMPLES = 10**12
+LEAST_WEIGHT = 1e-12  # smaller ones would lose digits of a float32 model, or all of them, in a weighted sum
 LARGEST = 1e15  # largest float: its square, and sums weighted by numbers of samples, stay far below float32's maximum
 MAX_METRICS = 1000
 MAX_NUMBERS = 10_000  # in all lists of a reply's metrics together
@@ -100,7 +101,8 @@ def admit(content: RecordDict, weighted_by_key: str, mismatch: Mismatch | None =
         most one ConfigRecord.
     weighted_by_key : str
         The metric that counts the client's samples: a whole number from `least` to `MAX_EXAMPLES`, also as a float
-        (10.0). If it is none of COUNTS it is a weight: any number above 0 up to that, or 0 if that is the least.
+        (10.0). If it is none of COUNTS it is a weight: any number from `LEAST_WEIGHT` up to that, or 0 if that is
+        the least.
     mismatch : callable, optional
         Given the arrays by name, says how their names, shapes and types differ from those expected; None if they do
         not. In addition, floats must be finite and at most `LARGEST`. Omitted if no arrays are expected: those that
@@ -123,8 +125,8 @@ def admit(content: RecordDict, weighted_by_key: str, mismatch: Mismatch | None =
     if weighted_by_key in COUNTS:
         if not is_count(examples, least):
             raise Refused(f"{weighted_by_key} is {reprlib.repr(examples)}, allowed: {least} to {MAX_EXAMPLES}")
-    elif not isinstance(examples, int | float) or not (0 < examples <= MAX_EXAMPLES or examples == least):
-        allowed = f"more than 0, at most {MAX_EXAMPLES}"
+    elif not isinstance(examples, int | float) or not (LEAST_WEIGHT <= examples <= MAX_EXAMPLES or examples == least):
+        allowed = f"{LEAST_WEIGHT:g} to {MAX_EXAMPLES}"
         raise Refused(f"{weighted_by_key} is {reprlib.repr(examples)}, allowed: {allowed}")
     _check_metrics(metrics)
     arrays: dict[str, np.ndarray] = {}
@@ -268,7 +270,7 @@ def is_count(examples: object, least: int = 1) -> TypeGuard[int | float]:
 def check_initial(record: ArrayRecord) -> None:
     """Raise ValueError if a model has floats that are not finite, or too large: each reply would be refused."""
     for name, array in read_record(record).items():
-        if np.issubdtype(array.dtype, np.floating) and not (np.abs(array) <= LARGEST).all():
+        if np.issubdtype(array.dtype, np.floating) and not (np.isfinite(array).all() and _largest(array) <= LARGEST):
             raise ValueError(
                 f"initial_arrays: array {name!r} has numbers that are not finite or above {LARGEST:g}; a constant, "
                 "such as a mask, can be a buffer with persistent=False, which is not sent"
@@ -282,5 +284,10 @@ def _check_values(name: str, values: np.ndarray) -> None:
             return  # else check precisely: in half precision the product may overflow
     if not np.isfinite(values).all():
         raise Refused(f"array {name!r} has values that are not finite: did training diverge?")
-    if (largest := float(max(values.max(), -values.min()))) > LARGEST:
+    if (largest := _largest(values)) > LARGEST:
         raise Refused(f"array {name!r} holds {largest:g}, allowed: up to {LARGEST:g}")
+
+
+def _largest(values: np.ndarray) -> float:
+    """Return the largest magnitude of finite floats, of any shape; 0 if there are none."""
+    return float(max(values.max(), -values.min())) if values.size else 0.0

@@ -85,8 +85,8 @@ class PersonalizedStrategy(Rounds):
         Clients that must be connected and able to take part before a round starts. Clients that are excluded for a
         while (`max_strikes`) count too.
     weighted_by_key : str (default: "num-examples")
-        The metric by which averages over clients are weighted. Under another name than the default any number above 0
-        is a weight.
+        The metric by which averages over clients are weighted. Under another name than the default any number from
+        1e-12 to 1e12 is a weight.
     arrayrecord_key, configrecord_key : str (default: "arrays", "config")
         Names of the records in messages to clients.
     train_metrics_aggr_fn, evaluate_metrics_aggr_fn : callable, optional
