@@ -725,6 +725,14 @@ def test_a_model_whose_replies_would_be_refused_is_refused_at_the_start(value) -
         HeurFedAMP().start(InlineGrid(plain_app(), 3), to_record(arrays), 1)
 
 
+def test_buffers_that_name_no_array_are_refused() -> None:
+    with pytest.raises(ValueError, match="buffers is 'layer.weight', allowed: a list of names"):
+        HeurFedAMP(buffers="layer.weight")
+    strategy = HeurFedAMP(buffers=["norm.running_mean", "bias"])
+    with pytest.raises(ValueError, match="buffers is 'bias', allowed: names of arrays .*, such as 'layer.weight'"):
+        strategy.start(InlineGrid(plain_app(), 3), initial(), 1)
+
+
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.parametrize("values", [[65504, -65504], []])
 def test_a_model_of_finite_half_precision_is_accepted(values) -> None:

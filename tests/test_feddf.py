@@ -381,6 +381,12 @@ def test_networks_must_match_the_initial_models() -> None:
         FedDF(models=three, public=POINTS, device="cpu").begin(ArrayRecord(arrays))
 
 
+def test_buffers_are_those_of_any_network() -> None:
+    FedDF(models=NETWORKS, public=POINTS, device="cpu", buffers=["bias"]).begin(start())
+    with pytest.raises(ValueError, match="buffers is 'mask', allowed: names of arrays of the initial model"):
+        FedDF(models=NETWORKS, public=POINTS, device="cpu", buffers=["mask"]).begin(start())
+
+
 # --- The application ------------------------------------------------------------------------------------
 
 

@@ -58,7 +58,7 @@ from kindred.client.training import (
 from kindred.engine.admission import Refused, Reply
 from kindred.engine.arguments import Shared
 from kindred.engine.collaboration import Collaboration
-from kindred.engine.model_store import InTurn, Layout
+from kindred.engine.model_store import InTurn, Layout, check_buffers
 from kindred.engine.strategy import PersonalizedStrategy
 from kindred.lazy import lazy
 from kindred.messages import (
@@ -255,10 +255,12 @@ class FedDF(PersonalizedStrategy):
         self._globals = {name: ArrayRecord(dict(parts[name])) for name in self.models}
         self._layouts: dict[str, Layout] = {}
         classes = {}
+        if self.buffers is not None:
+            check_buffers(self.buffers, [key for record in self._globals.values() for key in record])
         for name, module in self._modules.items():
-            set_arrays(module, read_record(self._globals[name]))
+            set_arrays(module, arrays := read_record(self._globals[name]))
             buffers = [key for key, _ in module.named_buffers()] if self.buffers is None else self.buffers
-            self._layouts[name] = Layout(self._globals[name], buffers)
+            self._layouts[name] = Layout(arrays, [key for key in buffers if key in arrays])
             classes[name] = logits_of(module, self._images[:1]).shape[1]
         check("models", classes, len(set(classes.values())) == 1, "networks for one number of classes")
         self._logits_shape = (len(self._images), next(iter(classes.values())))  # (P, N)

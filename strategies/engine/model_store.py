@@ -53,6 +53,11 @@ class Layout:
     buffers : collection of str, optional
         Names of the entries that the optimiser does not train. By default those named like the buffers of PyTorch's
         normalisation layers.
+
+    Raises
+    ------
+    ValueError
+        There is no array, an array of complex numbers, or a name in `buffers` that no array has.
     """
 
     def __init__(self, record: ArrayRecord | Mapping[str, np.ndarray], buffers: Collection[str] | None = None) -> None:
@@ -61,6 +66,7 @@ class Layout:
             raise ValueError("initial_arrays is empty: it must hold a model, e.g. ArrayRecord(module.state_dict())")
         if buffers is None:
             buffers = [name for name in arrays if name.rsplit(".", 1)[-1] in NORMALISATION_BUFFERS]
+        check_buffers(buffers, arrays)
         for name, array in arrays.items():
             if np.iscomplexobj(array):
                 raise ValueError(f"array {name!r} of the model is of type {array.dtype}, allowed: real numbers")
@@ -123,6 +129,14 @@ class Layout:
                 else integers[name]
                 for name, shape in self.shapes.items()
             }
+        )
+
+
+def check_buffers(buffers: Iterable[str], names: Collection[str]) -> None:
+    """Raise ValueError if one of these buffers is none of the model's arrays, which have these names."""
+    for name in buffers:
+        check(
+            "buffers", name, name in names, "names of arrays of the initial model, such as " + repr(next(iter(names)))
         )
 
 

@@ -126,8 +126,8 @@ class PersonalizedStrategy(Rounds):
     max_empty_rounds : int (default: 5)
         Rounds in a row without any usable answer, 1 or more, after which the run ends with `TooFewClients`.
     buffers : collection of str, optional
-        Names of model entries that are not trained; by default those named like the buffers of PyTorch's
-        normalisation layers. They are averaged but take no part in distances and cosines.
+        Names of all entries of the initial model that are not trained; by default those named like the buffers of
+        PyTorch's normalisation layers. They are averaged but take no part in distances and cosines.
     metric : str (default: "accuracy")
         The headline metric of the history, one of `kindred.metrics.METRICS` that clients report.
     task : str (default: "")
@@ -194,6 +194,7 @@ class PersonalizedStrategy(Rounds):
         self.max_client_share = MAX_CLIENT_SHARE.check(max_client_share)
         self.max_update_norm = MAX_UPDATE_NORM.check(max_update_norm)
         self.max_empty_rounds = MAX_EMPTY_ROUNDS.check(max_empty_rounds)
+        check("buffers", buffers, not isinstance(buffers, str), "a list of names")
         self.buffers = buffers
         check("metric", metric, metric in METRICS, ", ".join(METRICS))
         self.metric = metric
