@@ -163,7 +163,7 @@ def prepare(config: Config, federation: Federation | Sites) -> tuple[Personalize
         if len(networks) == 1:
             (model,), (start,) = models.values(), arrays.values()
             initial_arrays = to_record(start)
-            given["buffers"] = [name for name, _ in model.named_buffers()]
+            given["buffers"] = [name for name, _ in model.named_buffers() if name in start]  # others do not travel
         else:
             initial_arrays = to_record(
                 {key: array for name, start in arrays.items() for key, array in with_prefix(name, start).items()}

@@ -12,10 +12,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from kindred import extensions
+from kindred.data import load_federation
 from kindred.data.partitions import PARTITIONS, Scheme
 from kindred.extensions import ExtensionError, Registry
+from kindred.server_app import app as application
+from kindred.server_app.config import Config
 
 from .background_commands import PATIENCE
 from .packages import install
@@ -310,3 +314,16 @@ def test_an_added_partition_divides_the_images(packages) -> None:
     )
     assert [sorted(y[images].tolist()) for images in parts.train] == [[0, 1]] * 3  # one of each class, of 6 each
     assert len(np.unique(np.concatenate(parts.train))) == 6 and len(parts.spare) == 12
+
+
+def test_a_buffer_that_does_not_travel_is_none_of_the_buffers_that_a_method_knows(monkeypatch) -> None:
+    class WithMask(torch.nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(64, 10)
+            self.register_buffer("mask", torch.ones(10), persistent=False)
+            self.register_buffer("scale", torch.ones(10))
+
+    monkeypatch.setattr(application, "make_model", lambda *_: WithMask())
+    config = Config(strategy="heurfedamp", model="mlp")
+    strategy, initial_arrays = application.prepare(config, load_federation(config.run_config()))
+    assert strategy.buffers == ["scale"] and "mask" not in initial_arrays
