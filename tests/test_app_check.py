@@ -189,10 +189,11 @@ def test_a_warning_says_where_the_personal_models_are(strategy, personal, caplog
     assert [record.levelno for record in named] == [logging.WARNING] * personal
 
 
-def test_a_metric_that_nobody_reported_is_named_with_what_was_sent(caplog) -> None:
-    app = reporting("eval_mse", 2.0)
+@pytest.mark.parametrize("sent", ["eval_mse", "rmse"])
+def test_a_metric_that_nobody_reported_is_named_with_what_was_sent(sent, caplog) -> None:
+    app = reporting(sent, 2.0)
     Local().start(InlineGrid(app, 2), initial(), 1)
-    assert "kindred: no client reported accuracy: it sent eval_mse; the strategy's argument metric" in caplog.text
+    assert f"kindred: no client reported accuracy: it sent {sent}; the strategy's argument metric" in caplog.text
     caplog.clear()
     Local().start(InlineGrid(plain_app(), 2), initial(), 1)
     assert "no client reported" not in caplog.text

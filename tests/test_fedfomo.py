@@ -21,7 +21,7 @@ from kindred.messages import to_record
 from kindred.parts.combination import combined
 
 from . import test_client, two_weights
-from .grids import FaultyGrid
+from .grids import FaultyGrid, ShuffledGrid
 from .test_conformance import check_that_it_counts_as_a_missing_reply, everything, values
 from .two_weights import Client, weights_of
 
@@ -289,6 +289,16 @@ def test_clients_with_the_same_labels_find_each_other() -> None:
 @pytest.mark.parametrize("rounds", [3, 5])
 def test_models_on_disk_give_the_same_bits(rounds) -> None:
     assert everything(run(FedFomo(store="disk"), rounds)) == everything(run(FedFomo(), rounds))
+
+
+def test_the_rows_of_weights_do_not_depend_on_the_order_of_replies() -> None:
+    def rows(grid: InlineGrid) -> list:
+        found = run(FedFomo(num_neighbours=3), grid=grid).shared_rows()
+        return [found.rows.tolist(), found.which.tolist()]
+
+    in_order = rows(InlineGrid(test_client.app, test_client.CLIENTS))
+    assert len(in_order[0]) == test_client.CLIENTS
+    assert all(rows(ShuffledGrid(test_client.app, test_client.CLIENTS, seed)) == in_order for seed in range(3))
 
 
 def test_an_excluded_client_s_model_is_no_longer_sent() -> None:

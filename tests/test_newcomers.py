@@ -14,7 +14,7 @@ from flwr.clientapp import ClientApp
 from typer.testing import CliRunner
 
 import kindred
-from kindred import REGISTRY, InlineGrid, kindred as method
+from kindred import REGISTRY, InlineGrid, TooFewClients, kindred as method
 from kindred.baselines.clustered_fl import Cluster, Tree
 from kindred.data import load_federation
 from kindred.engine.checkpoint import Checkpoints
@@ -205,6 +205,16 @@ def test_local_trains_a_newcomer_for_as_many_rounds_as_the_others(tmp_path) -> N
 def test_heurfedamp_sends_a_newcomer_its_cloud_model_after_one_message(tmp_path) -> None:
     """With equal others at 2 the cloud model after the reply 9 is 0.5 x 9 + 0.5 x 2; before it is 0.5 x 0 + 0.5 x 2."""
     assert served(tmp_path, "heurfedamp", [2.0, 2.0, 9.0], rounds=2, self_weight=0.5) == [1.0, 5.5]
+
+
+def test_a_strategy_that_has_served_newcomers_still_waits_for_its_clients(tmp_path) -> None:
+    clients, start = Records([2.0, 4.0, 9.0]), to_record({"w": np.zeros(1, np.float32)})
+    checkpoints = Checkpoints(tmp_path)
+    strategy = REGISTRY["fedavg"].strategy(fraction_evaluate=0.0)
+    strategy.start(InlineGrid(clients.app, 2), start, 1, checkpoints=checkpoints)
+    strategy.serve(Last(clients.app, 3), start, checkpoints, ConfigRecord())
+    with pytest.raises(TooFewClients):
+        strategy.start(InlineGrid(clients.app, 1), start, 1)
 
 
 def test_a_newcomer_is_led_through_the_tree_of_clusters() -> None:

@@ -294,7 +294,9 @@ class FedFomo(StoredModels):
 
         A client has weight 1 on its own model where no model was better, or where it has reported no weights.
         """
-        return Collaboration.by_row(list(self.models), self._weights, {client: client for client in self.models})
+        clients = list(self.models)
+        weights = {client: self._weights[client] for client in clients if client in self._weights}
+        return Collaboration.by_row(clients, weights, {client: client for client in clients})
 
 
 METHOD = Method(

@@ -18,13 +18,14 @@ from kindred.messages import (
     PERSONAL,
     SAMPLES_PREDICTED,
     SAMPLES_TRAINED,
+    TRAIN_LOSS,
     VALIDATION,
     ClientId,
     in_order,
 )
 from kindred.metrics import METRICS
 
-from .admission import MAX_EXAMPLES, REFUSED, is_count
+from .admission import COUNTS, MAX_EXAMPLES, REFUSED, is_count
 from .checkpoint import HistoryRows
 from .times import Times
 
@@ -338,7 +339,8 @@ class History:
             return f"no client reported {self.metric}: {self._invalid}"
         if self._undefined:
             return f"no client reported {self.metric}: all that sent it sent nan"
-        others = sorted(self._columns)
+        known = KNOWN_METRICS - {*COUNTS, TRAIN_LOSS, "train_loss"}
+        others = sorted(self._columns.union(*(row.keys() & known for row in self.rows)))
         more = f" and {len(others) - MOST_SENT} more" if len(others) > MOST_SENT else ""
         sent = ", ".join(others[:MOST_SENT]) + more if others else "no metric that tables show"
         return f"no client reported {self.metric}: it sent {sent}"

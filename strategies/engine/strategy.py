@@ -452,6 +452,7 @@ class PersonalizedStrategy(Rounds):
         in_simulation = simulated(grid)
         self.history = History(self.metric)
         self.roster.begin(self.history, simulated=in_simulation, status=self.status)
+        self.roster.min_available = self.min_available_nodes  # `serve` lowers it
         self.norms = UpdateNorms(bounds=self.max_update_norm == AUTO and self.mixes_updates)
         self.run_id = grid.run.run_id
         self._attempt = time.time_ns()
@@ -589,7 +590,7 @@ class PersonalizedStrategy(Rounds):
             "\t├──> Minimum nodes: train (%d) | evaluate (%d) | available (%d)",
             self.min_train_nodes,
             self.min_evaluate_nodes,
-            self.roster.min_available,
+            self.min_available_nodes,
         )
         log(
             INFO,
