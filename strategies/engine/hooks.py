@@ -82,8 +82,9 @@ class Hooks:
 
     Most methods need few hooks; a method based on `Averaging` or `CloudModels` needs one to three.
 
-    An exception in `introduce` excludes its client. In `mismatch`, `inspect`, `update_norm`, `scaled_update` or a `take…`
-    the client's reply is lost; in `end_round` the round is lost. In any other hook it ends the run, which can be resumed.
+    An exception in `introduce` excludes its client. In `mismatch`, `inspect`, `update_norm`, `scaled_update` or a
+    `take…` the client's reply is lost; in `end_round` the round is lost. In any other hook it ends the run, which can
+    be resumed.
 
     An array of the state may be changed in place in `introduce`, `take…` and `end_round` alone. Other hooks replace it
     by a new one, because its checkpoint may be being written.
