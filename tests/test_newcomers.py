@@ -210,7 +210,7 @@ def test_heurfedamp_sends_a_newcomer_its_cloud_model_after_one_message(tmp_path)
 def test_a_strategy_that_has_served_newcomers_still_waits_for_its_clients(tmp_path) -> None:
     clients, start = Records([2.0, 4.0, 9.0]), to_record({"w": np.zeros(1, np.float32)})
     checkpoints = Checkpoints(tmp_path)
-    strategy = REGISTRY["fedavg"].strategy(fraction_evaluate=0.0)
+    strategy = REGISTRY["fedavg"].strategy(fraction_evaluate=0.0, wait_timeout=0.1)
     strategy.start(InlineGrid(clients.app, 2), start, 1, checkpoints=checkpoints)
     strategy.serve(Last(clients.app, 3), start, checkpoints, ConfigRecord())
     with pytest.raises(TooFewClients):

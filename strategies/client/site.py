@@ -144,8 +144,8 @@ def site_of(load_site: LoadSite, context: Context, device: torch.device) -> Site
     if _sites_of_run != [run]:  # another run: its sites may differ, the old ones are not needed
         _sites.clear()
         _sites_of_run[:] = [run]
-        for key in [key for key in _modules if not _is_of_models(key[0])]:
-            del _modules[key]
+        for made in [made for made in _modules if not _is_of_models(made[0])]:
+            del _modules[made]
     key = (load_site, context.node_id, *sorted(context.node_config.items()))
     site, where = _sites.pop(key, (None, None))
     if site is None:
