@@ -182,7 +182,7 @@ def _train(
     folder: RunFolder,
     seconds_before: float,
 ) -> None:
-    checkpoints = folder.checkpoints(at_the_end=config.held_out_clients > 0)
+    checkpoints = folder.checkpoints()
     if config.resume and (checkpoints is None or checkpoints.oldest is None):
         log(INFO, "kindred: nothing was saved before the run was interrupted: it starts again with its first round")
     if config.checkpoint_every:

@@ -54,9 +54,9 @@ def check_machine(config: Config, engine: Engine) -> None:
         )
     _check_gpus(config, engine)
     if config.resume:
-        _check_folder(f"resume is {config.resume!r}", config.resume, "name a folder that can be written to")
+        check_folder(f"resume is {config.resume!r}", config.resume, "name a folder that can be written to")
     else:
-        _check_folder(f"output-dir is {config.output_dir!r}", config.output_dir, "name a folder that can be made")
+        check_folder(f"output-dir is {config.output_dir!r}", config.output_dir, "name a folder that can be made")
 
 
 def check_method(config: Config) -> None:
@@ -66,7 +66,7 @@ def check_method(config: Config) -> None:
     make_strategy(config, **needed_by(config, federation))
     root = default_root()
     what = f"the folder of the clients' state is {str(root)!r}"
-    _check_folder(what, root, "set XDG_STATE_HOME to a folder that can be made")
+    check_folder(what, root, "set XDG_STATE_HOME to a folder that can be made")
 
 
 def _check_gpus(config: Config, engine: Engine) -> None:
@@ -87,7 +87,8 @@ def _check_gpus(config: Config, engine: Engine) -> None:
         )
 
 
-def _check_folder(what: str, folder: str | Path, remedy: str) -> None:
+def check_folder(what: str, folder: str | Path, remedy: str) -> None:
+    """Raise ConfigError if a folder, or where it is missing its nearest parent, cannot be written to."""
     nearest = Path(folder)  # that exists
     while not nearest.exists() and nearest != nearest.parent:
         nearest = nearest.parent

@@ -203,13 +203,13 @@ class RunFolder:
                         partial.unlink()
             yield
 
-    def checkpoints(self, *, at_the_end: bool = False) -> Checkpoints | None:
+    def checkpoints(self) -> Checkpoints | None:
         """Return the run's checkpoints (`checkpoint-every`, `keep-checkpoints`); None if it has none.
 
-        `at_the_end` makes one after the last round in any case.
+        With clients that come later, which are served from it, there is one after the last round in any case.
         """
         every, keep = self.settings["checkpoint-every"], self.settings["keep-checkpoints"]
-        if at_the_end:
+        if self.settings["held-out-clients"]:
             every = every or self.settings["num-rounds"]
         if not every:
             return None
@@ -312,7 +312,7 @@ class RunFolder:
                 write_bytes(self.path / "partition.png", partition_picture(federation))
         with failing_is_a_warning(self.path / REPORT):
             write_report(self.path, summary)
-        if checkpoints := self.checkpoints(at_the_end=self.settings["held-out-clients"] > 0):
+        if checkpoints := self.checkpoints():
             checkpoints.remove()  # the run is finished
         return summary
 

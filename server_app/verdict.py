@@ -24,7 +24,7 @@ from kindred.messages import ALONE, ClientId, in_order, seed_for
 from kindred.objectives import Objective
 from kindred.server_app.config import ConfigError
 
-HELPED, HURT, UNDECIDED = "helped", "hurt", "no difference shown"
+KINDS = HELPED, HURT, UNDECIDED = "helped", "hurt", "no difference shown"
 LEVEL = 0.05
 """Largest corrected p value that shows a difference."""
 

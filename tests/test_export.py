@@ -155,13 +155,17 @@ def test_a_missing_extra_is_named_with_its_command(tmp_path, monkeypatch) -> Non
         export(saved(tmp_path / "m.safetensors", *TASKS["number"]), tmp_path / "m.onnx")
 
 
-def test_the_card_names_data_method_metrics_with_intervals_verdict_and_privacy(tmp_path) -> None:
-    arguments = ["--clients=4", "--rounds=1", "--set=num-groups=2", "--set=samples-per-client=10", "--engine=inline"]
-    done = CliRunner().invoke(
-        app, ["run", "--strategy=fedavg", "--against=local", *arguments, f"--output-dir={tmp_path}"]
-    )
+def fedavg_against_local(place: Path, *arguments: str) -> Path:
+    """Return the folder of FedAvg's run, which was compared with training alone."""
+    few = ["--clients=4", "--set=num-groups=2", "--engine=inline", f"--output-dir={place}"]
+    done = CliRunner().invoke(app, ["run", "--strategy=fedavg", "--against=local", *few, *arguments])
     assert done.exit_code == 0, done.output
-    (folder,) = tmp_path.glob("*-fedavg-*")
+    (folder,) = place.glob("*-fedavg-*")
+    return folder
+
+
+def test_the_card_names_data_method_metrics_with_intervals_verdict_and_privacy(tmp_path) -> None:
+    folder = fedavg_against_local(tmp_path, "--rounds=1", "--set=samples-per-client=10")
     card, _ = export(folder / "models" / "client-2.safetensors", tmp_path / "m.pt2")
     text, summary = card.read_text(), json.loads((folder / "summary.json").read_text())
     assert text.startswith("# Model of client 2: m.pt2")
@@ -174,12 +178,7 @@ def test_the_card_names_data_method_metrics_with_intervals_verdict_and_privacy(t
 
 
 def test_the_card_has_the_metrics_of_its_file_and_says_which_models_the_verdict_compares(tmp_path) -> None:
-    arguments = ["--clients=4", "--rounds=3", "--set=num-groups=2", "--set=validation-share=0.2", "--engine=inline"]
-    done = CliRunner().invoke(
-        app, ["run", "--strategy=fedavg", "--against=local", *arguments, f"--output-dir={tmp_path}"]
-    )
-    assert done.exit_code == 0, done.output
-    (folder,) = tmp_path.glob("*-fedavg-*")
+    folder = fedavg_against_local(tmp_path, "--rounds=3", "--set=validation-share=0.2")
     summary = json.loads((folder / "summary.json").read_text())
     # Each value of a kind of models is another one, so that no row fits both.
     for which, shift in (("selected", 0.0), ("last", 0.125)):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import shlex
 import socket
 import subprocess
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -127,7 +129,11 @@ def test_bad_input_gets_one_line_and_code_2_and_starts_nothing(
 
 
 def test_check_refuses_a_state_folder_that_cannot_be_written_to(tmp_path, data, monkeypatch) -> None:
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)  # root may write anywhere
+    def refuse(dir):
+        assert dir == tmp_path  # the nearest folder that exists
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(tempfile, "mkdtemp", refuse)  # root may write anywhere
     error = site_for(RUN, data, "--state-dir", tmp_path / "state" / "deep", "--check", code=2)
     assert f"{tmp_path} cannot be written to" in error
 

@@ -23,7 +23,7 @@ from kindred.messages import ClientId, in_order
 from kindred.server_app.headline import Headline
 from kindred.server_app.newcomers import over_seeds
 from kindred.server_app.run_files import versions
-from kindred.server_app.verdict import HELPED, HURT, UNDECIDED, Verdict, paired_gains, pooled_gain, verdict_of
+from kindred.server_app.verdict import KINDS, Verdict, paired_gains, pooled_gain, verdict_of
 
 from .metrics import numbers_of
 from .plan import Plan
@@ -75,7 +75,9 @@ def content_of(plan: Plan, runs: Mapping[str, list[dict[str, Any]]], command: Se
             )
             if reference not in (name, None)
             else None,
-            "verdict": verdict_over_seeds(plan, runs[name], runs[local]) if local not in (name, None) else None,
+            "verdict": verdict_over_seeds(plan, runs[name], runs[local], headline.name)
+            if local not in (name, None)
+            else None,
             "all-metrics": all_metrics(summaries[name].values()),
             "newcomers": over_seeds([each["newcomers"] for each in summaries[name].values() if each.get("newcomers")]),
             "paper": paper and {key: each if key == "floats" else round(each / 100, 6) for key, each in paper.items()},
@@ -107,7 +109,7 @@ def content_of(plan: Plan, runs: Mapping[str, list[dict[str, Any]]], command: Se
 
 
 def verdict_over_seeds(
-    plan: Plan, ours: Sequence[Mapping[str, Any]], alone: Sequence[Mapping[str, Any]]
+    plan: Plan, ours: Sequence[Mapping[str, Any]], alone: Sequence[Mapping[str, Any]], metric: str
 ) -> dict[str, Any] | None:
     """Return for how many clients a method is better and worse than `local`, over all seeds, and its pooled gain.
 
@@ -116,20 +118,23 @@ def verdict_over_seeds(
     plan : Plan
     ours, alone : sequence of mapping
         The runs of the method, and of `local`.
+    metric : str
+        The headline metric.
 
     Returns
     -------
     dict or None
-        Numbers of clients, counted once for each seed, with the verdicts HELPED, HURT and UNDECIDED; `of`, how many of
-        them have test results in both runs; `gain`, `low` and `high` of the mean score over all samples, for which a
-        client with a name is one in all seeds; and whether this is shown in `percent`. None without predictions.
+        Numbers of clients, counted once for each seed, with the verdicts HELPED, HURT and UNDECIDED; `of`, how many
+        have a last value of the metric in both runs; `gain`, `low` and `high` of the mean score over all samples, for
+        which a client with a name is one in all seeds; and whether this is shown in `percent`. None without
+        predictions.
     """
 
     def folder_of(run: Mapping[str, Any]) -> Path:
         return Path(os.path.normpath(plan.folder / run["folder"]))  # the comparison's own folder may not exist yet
 
     folders = {run["seed"]: folder_of(run) for run in alone if "folder" in run}
-    tested_alone = {run["seed"]: _tested(run["summary"]) for run in alone if "summary" in run}
+    tested_alone = {run["seed"]: last_values(run["summary"], metric).keys() for run in alone if "summary" in run}
     if not any((folder / PREDICTIONS).exists() for folder in folders.values()):
         return None
     objective = load_federation(plan.common.run_config()).task.objective
@@ -138,7 +143,7 @@ def verdict_over_seeds(
     for run in ours:
         if "summary" in run and run["seed"] in folders:
             gains = paired_gains(folder_of(run), folders[run["seed"]], objective, run["seed"])
-            due += len(_tested(run["summary"]) & tested_alone[run["seed"]])
+            due += len(last_values(run["summary"], metric).keys() & tested_alone[run["seed"]])
             if verdict := verdict_of(gains, run["seed"]):
                 found.append(verdict)
                 counts.update(each.verdict for each in verdict.clients)
@@ -149,15 +154,10 @@ def verdict_over_seeds(
         return None
     mean, low, high = pooled_gain([pooled[each] for each in in_order(pooled)])
     return {
-        **{which: counts[which] for which in (HELPED, HURT, UNDECIDED)},
+        **{which: counts[which] for which in KINDS},
         "of": due,
         "gain": mean, "low": low, "high": high, "percent": all(each.of_shares for each in found),
     }  # fmt: skip
-
-
-def _tested(summary: Mapping[str, Any]) -> set[ClientId]:
-    """Return the clients of a run that have a last value of the headline metric."""
-    return {each["client"] for each in summary["clients"] if each.get(summary.get("metric")) is not None}
 
 
 def people(summary: Mapping[str, Any], seed: int) -> dict[ClientId, str]:

@@ -7,13 +7,12 @@ from typing import Any
 
 from kindred.metrics import METRICS
 from kindred.server_app.headline import Headline
-from kindred.server_app.verdict import HELPED, HURT, UNDECIDED
+from kindred.server_app.verdict import KINDS
 
 from .metrics import COSTS, Metric, numbers_of
 from .statistics import LOCAL
 
 FEDAVG = "fedavg"
-WHICH = (HELPED, HURT, UNDECIDED)
 
 VERDICTS = {
     "helped : hurt : not shown": "the number of clients, once for each seed, for which a test shows the method better "
@@ -105,7 +104,7 @@ def _newcomers(strategies: Mapping[str, Any], number: Metric, headline: Headline
 
 
 def _counts(verdict: Mapping[str, Any]) -> str:
-    return " : ".join(str(verdict[which]) for which in WHICH)
+    return " : ".join(str(verdict[which]) for which in KINDS)
 
 
 def _gain(verdict: Mapping[str, Any]) -> str:
@@ -172,7 +171,7 @@ def remarks(content: Mapping[str, Any]) -> list[str]:
             "after it with 0, 5, 20 and all of their labelled training samples; means over those with so many."
         )
     for name, each in strategies.items():
-        if (verdict := each.get("verdict")) and (have := sum(verdict[key] for key in WHICH)) < verdict["of"]:
+        if (verdict := each.get("verdict")) and (have := sum(verdict[key] for key in KINDS)) < verdict["of"]:
             lines.append(
                 f"{name}: the verdict is over {have} of {verdict['of']} clients, all seeds together; the others' "
                 "predictions are missing in one of the two runs."

@@ -36,15 +36,6 @@ def refuse_open(folder: Path) -> None:
         )
 
 
-def refuse_unwritable(folder: Path) -> None:
-    """End with one line if a folder, or a missing one's nearest parent, is none that this user can write to."""
-    there = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
-    if not os.path.isdir(there):
-        end(2, f"{folder} cannot be used as a folder: {there} is none")
-    if not os.access(there, os.W_OK | os.X_OK):
-        end(2, f"{folder} cannot be used as a folder: {there} cannot be written to")
-
-
 @contextmanager
 def own_folder(folder: Path, alone: bool = True) -> Iterator[None]:
     """Make a folder that only this user can enter; with `alone`, lock it against other processes."""

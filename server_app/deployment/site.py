@@ -27,7 +27,7 @@ from kindred.server_app.machine import cpus
 from .addresses import LOOPBACK, check_port, is_loopback, parse_server, warn_of_no_tls, with_port
 from .certificates import check_site_name, load_certificate, load_site_key, out_of_date
 from .connection import Link
-from .files import absolute_path, open_to_others, own_folder, refuse_open, refuse_unwritable
+from .files import absolute_path, open_to_others, own_folder, refuse_open
 from .processes import QUIET, show_command
 from .supernode import keep_running, port_for_supernode
 
@@ -35,12 +35,13 @@ if TYPE_CHECKING:
     from kindred import data
     from kindred.data import public as public_images, sites
     from kindred.data.dataset import Dataset
-    from kindred.server_app import config
+    from kindred.server_app import checks, config
 
     from . import site_check, site_page
 else:
     data, sites, public_images = lazy("kindred.data"), lazy("kindred.data.sites"), lazy("kindred.data.public")
-    config, site_check = lazy("kindred.server_app.config"), lazy("kindred.server_app.deployment.site_check")
+    checks, config = lazy("kindred.server_app.checks"), lazy("kindred.server_app.config")
+    site_check = lazy("kindred.server_app.deployment.site_check")
     site_page = lazy("kindred.server_app.deployment.site_page")
 
 
@@ -160,7 +161,10 @@ def site(
         **QUIET,
     }  # s; a poll costs some ms
     if check:
-        refuse_unwritable(state)
+        try:
+            checks.check_folder(f"--state-dir is {str(state)!r}", state, "name a folder that can be made")
+        except config.ConfigError as error:
+            end(2, str(error))
         if state.is_dir():
             refuse_open(state)
         show_command(command(port or 9094), settings)

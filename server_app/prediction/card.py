@@ -19,8 +19,9 @@ UNKNOWN = "The model's file lies in no folder of a run, so this is not known her
 
 def model_card(predictor: Predictor, model: Path, output: Path, about: Mapping[str, str], difference: float) -> str:
     """Return the card of a model that was exported to the file `output`, with the texts `about`."""
-    texts, _ = safetensors_header(model.expanduser())
-    summary, config = _of_run(model.expanduser().absolute().parent.parent)
+    model = model.expanduser().absolute()
+    texts, _ = safetensors_header(model)
+    summary, config = _of_run(model.parent.parent)
     given, result = json.loads(about["input"]), json.loads(about["output"])
     count = len(predictor.mixture.models)
     network = f"{texts['model']}" + (f", a mixture of {count} models" if count > 1 else "")
@@ -48,7 +49,7 @@ def model_card(predictor: Predictor, model: Path, output: Path, about: Mapping[s
         "",
         "## Metrics",
         "",
-        *_metrics(client, summary, model),
+        *_metrics(client, summary, model.parent.name),
         "",
         "## Better than training alone?",
         "",
@@ -69,11 +70,6 @@ def _of_run(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         return read_summary(folder), read_config(folder)["settings"]
     except (ConfigError, OSError, ValueError):
         return {}, {}
-
-
-def _folder(model: Path) -> str:
-    """Return the name of the folder that holds the model's file, such as `selected`."""
-    return model.expanduser().absolute().parent.name
 
 
 def _columns(columns: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -104,13 +100,13 @@ def _method(texts: Mapping[str, str], summary: Mapping[str, Any], config: Mappin
     return lines or [f"- {UNKNOWN}"]
 
 
-def _metrics(client: str, summary: Mapping[str, Any], model: Path) -> list[str]:
+def _metrics(client: str, summary: Mapping[str, Any], folder: str) -> list[str]:
     if not summary:
         return [UNKNOWN]
     own: dict[str, Any] = next(
         (each for each in summary["clients"] if client in (str(each["client"]), json.dumps(each["client"]))), {}
     )
-    which = "selected" if _folder(model) == "selected" and summary["metrics"]["selected"] else "last"
+    which = "selected" if folder == "selected" and summary["metrics"]["selected"] else "last"
     means, intervals = summary["metrics"][which], summary["intervals"][which]
     lines = [
         f"On test data, of the {which} models. The mean is over all clients of the run, with a 95 % interval.",

@@ -32,7 +32,7 @@ const targetsTitle = clients => clients.some(each => each.range) ? "range of the
 
 function verdictTable(found, clients, named) {
   const score = value => known(value) ? (found.percent ? percent(value) : value.toPrecision(4)) : "–";
-  const points = value => known(value) ? (found.percent ? (100 * value).toFixed(1) : value.toPrecision(4)) : "–";
+  const points = value => found.percent && known(value) ? (100 * value).toFixed(1) : score(value);
   const signed = value => `${value > 0 ? "+" : ""}${points(value)}`;
   const about = new Map(clients.map(each => [each.client, each]));
   return clientTable(found.clients, named, [

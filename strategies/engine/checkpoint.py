@@ -276,7 +276,7 @@ def pack(value: Any, arrays: dict[str, np.ndarray]) -> Any:
     Parameters
     ----------
     value
-        None, bool, int, float, str, ndarray, a number of NumPy, ArrayRecord, `Stateful`, `HistoryRows`, and dicts,
+        None, bool, int, float, str, ndarray, a NumPy scalar, ArrayRecord, `Stateful`, `HistoryRows`, and dicts,
         lists, tuples and sets of these. Other subclasses of these types are refused: they could not be restored.
     arrays : dict
         Receives the arrays.
