@@ -16,7 +16,7 @@ from flwr.app import ConfigRecord
 import kindred
 from benchmarks import ablation, scale, simulation, steps
 from benchmarks.simulation import work_of, work_of_server
-from benchmarks.tuned_loop import Trainer, Work
+from benchmarks.tuned_loop import MU, Trainer, Work
 from kindred import REGISTRY, InlineGrid, kindred as method, make_client_app
 from kindred.client.training import get_arrays
 from kindred.messages import to_record
@@ -203,12 +203,13 @@ def test_the_loop_does_the_work_of_a_round(name) -> None:
     assert not any(torch.equal(*each) for each in zip(before, model.parameters()))
 
 
-def test_the_loop_trains_all_clients_in_processes_and_averages_their_models(capfd) -> None:
+@pytest.mark.parametrize("name", ["fedavg", "heurfedamp"])
+def test_the_loop_trains_all_clients_in_processes_and_averages_their_models(name, capfd) -> None:
     """In a process of its own, because a process with other threads cannot be forked."""
-    program = """if True:
+    program = f"""if True:
         from benchmarks.simulation import settings
         from benchmarks.tuned_loop import Work, loop
-        config = settings("fedavg", "digits", 1)
+        config = settings("{name}", "digits", 1)
         rounds = [[(client, Work(40, 0, 0, 1)) for client in range(3)]] * 2
         print(len(loop(config, rounds, [Work(0, 0, 0, 0)] * 2, 2)))
     """
@@ -221,6 +222,16 @@ def test_the_weights_of_the_loop_are_loaded_as_they_were() -> None:
     weights = trainer.weights()
     trainer.start_from(weights + 1)
     assert torch.equal(trainer.weights(), weights + 1)
+
+
+def test_the_proximal_term_of_the_loop_pulls_towards_the_start() -> None:
+    model = torch.nn.Linear(2, 1)
+    weights, towards = list(model.parameters()), [torch.zeros(1, 2), torch.zeros(1)]
+    for weight in weights:
+        weight.data.fill_(3.0)
+        weight.grad = torch.ones_like(weight)
+    Trainer(counted(), Config(strategy="fedamp")).pull(weights, towards)
+    assert all(torch.allclose(weight.grad, torch.tensor(1 + 3 * MU), rtol=1e-6) for weight in weights)
 
 
 def test_a_heurfedamp_round_is_two_epochs_and_two_evaluations() -> None:
