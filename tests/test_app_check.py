@@ -13,7 +13,7 @@ from flwr.clientapp import ClientApp
 from typer.testing import CliRunner
 
 from kindred import REGISTRY, FedAvg, HeurFedAMP, InlineGrid, Local
-from kindred.engine import roster
+from kindred.engine import introductions
 from kindred.server_app.app_check import OURS, Finding, check_app
 from kindred.server_app.cli import commands
 from kindred.server_app.config import ConfigError
@@ -231,7 +231,7 @@ def reporting(name: str, value: object) -> ClientApp:
 
 def test_flowers_traceback_of_the_unknown_query_is_not_logged(caplog) -> None:
     logger = logging.getLogger("flwr")
-    with roster._no_traceback_of_the_query():
+    with introductions._no_traceback_of_the_query():
         logger.error("Traceback ...\nValueError: No query function registered with name 'identity'")
         logger.error("An exception was raised when processing a message by %s", "RayBackend")
         logger.error("another error")

@@ -521,8 +521,8 @@ def test_a_node_with_another_s_name_that_is_asked_again_is_listed_once() -> None
     nodes = [1001, 1002, 1003]
     expected = "; node 1003: its client id is lyon, but its key is registered as eve"
     assert strategy.roster._missing_clients(grid, nodes) == expected
-    strategy.roster._identities.pop(1003)
-    strategy.roster._queries["a message"] = 1003
+    strategy.roster.introductions.clients.pop(1003)
+    strategy.roster.introductions.awaited["a message"] = 1003
     assert strategy.roster._missing_clients(grid, nodes) == expected
 
 

@@ -1,49 +1,37 @@
-"""The connected nodes: the client id of each, and the clients that can take part in a round."""
+"""The clients of a run: which node each is, and which can take part in a round."""
 
 from __future__ import annotations
 
 import json
-import logging
 import os
-import reprlib
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from logging import INFO, WARNING
 from typing import Any
 
 from flwr.app import ConfigRecord, Message, RecordDict
-from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 from flwr.supercore import log
 
 from kindred.interrupts import raise_interrupt
 from kindred.messages import (
-    CLIENT_ID,
     CONFIG,
-    IDENTITY_QUERY,
-    MAX_NAME,
     METHODS,
     NUM_EXAMPLES,
     PROBLEM,
     REFUSAL_QUERY,
-    VALIDATE_ONLY,
-    VERSION_KEY,
     ClientId,
-    config_of,
     first_line,
     in_order,
-    is_name,
 )
-from kindred.versions import VERSION
 
-from .admission import SERVER_ERRORS, Refused, admit_introduction
-from .arrivals import counted
+from .admission import SERVER_ERRORS
 from .history import History
+from .introductions import NOT_ADMITTED, Introductions, only_validates
 from .remarks import SAMPLES
 from .status import MEETS, PREPARES, WAITS, Status
 from .strikes import Strikes
-from .transport import CLOCKS, content_of, is_from, pull, push
+from .transport import CLOCKS, push
 
 NODES_PAUSE = 0.1  # s between two queries for the connected nodes
 SECOND_WAIT = 1.0  # s to wait for the ids of nodes that were asked before
@@ -52,9 +40,6 @@ ASK_AGAIN = 10.0  # s between two queries to nodes that cannot take part, while 
 
 # In the environment of a run at `kindred server`: the file that lists the names of all registered keys, as JSON.
 REGISTERED = "KINDRED_REGISTERED"
-
-NOT_ADMITTED = "not-admitted"  # entry in a node's recorded introduction: why that was refused
-UNKNOWN_QUERY = "No query function registered with name 'identity'"  # in Flower's error about a ClientApp that has none
 
 Introduce = Callable[[Mapping[ClientId, Mapping[str, Any]]], dict[ClientId, str]]
 
@@ -83,6 +68,8 @@ class Roster:
         client -> its node, for connected sites that only validate. They count in nothing else here.
     unfit_validators : dict
         client -> the reason why such a site cannot evaluate.
+    introductions : Introductions
+        What each node says of itself.
     strikes : Strikes
         Strikes of each client, and excluded clients.
     """
@@ -101,17 +88,12 @@ class Roster:
         self.unfit_validators: dict[ClientId, str] = {}
         self._history = history
         self._simulated = simulated
-        self._identities: dict[int, ClientId] = {}  # node -> client id that it reported, for the nodes last connected
-        self._about: dict[int, Mapping[str, Any]] = {}  # node -> its introduction
+        self.introductions = Introductions(simulated=simulated)
         self._introduced: dict[ClientId, int] = {}  # client -> node, as last introduced to the method
-        self._queries: dict[str, int] = {}  # identity queries without an answer yet: message -> node
         self._registered: dict[int, str] = {}  # node -> name under which its key is registered
         self._reserved_names: set[str] = set()  # names of registered keys, connected or not
         self._refused: dict[int, str] = {}  # node -> why it cannot have the client id that it reports
-        self._changed: set[int] = set()  # nodes that are to introduce themselves anew
-        self._renewed: set[int] = set()  # nodes that have, and whose new introduction is not yet known to the method
         self._round = 0  # in progress
-        self._nodes_know_identity = True
         self.strikes = Strikes(self.max_strikes)
 
     def state(self) -> dict[str, Any]:
@@ -137,11 +119,11 @@ class Roster:
 
     def sizes(self, clients: Sequence[ClientId]) -> list[int]:
         """Return the clients' numbers of training samples by their introductions; 1 if a client does not report it."""
-        return [self._about.get(self.nodes[client], {}).get(NUM_EXAMPLES, 1) for client in clients]
+        return [self.introductions.of(self.nodes[client]).get(NUM_EXAMPLES, 1) for client in clients]
 
     def introduced_samples(self, client: ClientId) -> int | None:
         """Return the number of training samples that a client introduced itself with; None if it gave none."""
-        about = self._about.get(self.nodes[client], {}) if client in self.nodes else {}
+        about = self.introductions.of(self.nodes[client]) if client in self.nodes else {}
         return int(about[NUM_EXAMPLES]) if NUM_EXAMPLES in about else None
 
     def ask_again(self, client: ClientId, claimed: float) -> None:
@@ -149,7 +131,7 @@ class Roster:
 
         Until then the number of samples of its last introduction counts, not the one that it now claims.
         """
-        self._changed.add(self.nodes[client])
+        self.introductions.ask_again(self.nodes[client])
         text = (
             f"reports {claimed:.0f} training samples and introduced itself with {self.introduced_samples(client)}, "
             "which count; it is asked to introduce itself anew"
@@ -158,7 +140,7 @@ class Roster:
 
     def validator(self, client: ClientId) -> Mapping[str, Any]:
         """Return the introduction of a site that only validates."""
-        return self._about.get(self.validators[client], {})
+        return self.introductions.of(self.validators[client])
 
     # --- Meeting clients --------------------------------------------------------------------------------
 
@@ -187,7 +169,7 @@ class Roster:
         while True:
             nodes, now = sorted(grid.get_node_ids()), time.monotonic()
             # At the start nodes connect one after the other.
-            settled = bool(self._identities) or (nodes == seen and len(nodes) >= self.min_available)
+            settled = bool(self.introductions.clients) or (nodes == seen and len(nodes) >= self.min_available)
             if settled and (nodes != met or now - asked_at >= ASK_AGAIN):
                 self._ask_and_admit(grid, nodes, introduce, timeout)
                 asked_at = time.monotonic()
@@ -204,7 +186,7 @@ class Roster:
                 waits = f"{count} of {self.min_available} {what} (min_available_nodes){missing}"
             if time.monotonic() > deadline:
                 raise TooFewClients(f"too few clients after {self.wait_timeout:g} s: {waits}")
-            if self._simulated and settled and self._identities.keys() >= set(nodes):
+            if self._simulated and settled and self.introductions.clients.keys() >= set(nodes):
                 raise TooFewClients(f"too few clients: {waits}")
             if settled or len(nodes) < self.min_available:
                 if waits != logged:
@@ -219,14 +201,14 @@ class Roster:
     def _missing_clients(self, grid: Grid, nodes: Sequence[int]) -> str:
         """Return the clients that cannot take part, each with the reason, as a text to append to a message."""
         known = {*self._reserved_names, *(str(row["client"]) for row in self._history.rows)}
-        here = {str(client) for client in (*self._identities.values(), *self._history.left_out)}
+        here = {str(client) for client in (*self.introductions.clients.values(), *self._history.left_out)}
         here |= {node.name for node in grid.get_nodes()} if known - here else set()
         missing = [f"client {client}: {self._history.left_out[client]}" for client in in_order(self._history.left_out)]
         missing += [f"node {node}: {self._refused[node]}" for node in nodes if node in self._refused]
         missing += [
             f"node {node} has not reported its client id"
             for node in self._silent(nodes)
-            if node in self._queries.values()
+            if node in self.introductions.awaited.values()
         ]
         missing += [f"client {client} only validates" for client in in_order(self.validators)]
         missing += [f"client {client} is not connected" for client in sorted(known - here)]
@@ -234,22 +216,20 @@ class Roster:
         return "".join(f"; {reason}" for reason in (*missing[:MOST_NAMED], *more))
 
     def _ask_and_admit(self, grid: Grid, nodes: Sequence[int], introduce: Introduce, timeout: float) -> None:
-        """Ask new nodes for their client ids, and introduce new clients to the method."""
+        """Ask new nodes for their client ids, and introduce new clients to the method.
+
+        The wait is short if there are already enough clients, or if these nodes have been asked before.
+        """
         self._forget_outdated(set(nodes))
-        new = [node for node in nodes if node not in self._identities or node in self._changed]
+        new = self.introductions.new(nodes)
         if new:
             self._registered |= {node.node_id: node.name for node in grid.get_nodes() if node.name}
             self._reserved_names |= set(self._registered.values())
-        if self._nodes_know_identity and not self._asked_before(new):
-            harmless = "" if self._simulated else "; a ClientApp that cannot answer logs an error, which is harmless"
-            log(INFO, "Asking clients for their ids%s", harmless)
-        # One node first: if a simulation's ClientApp does not know this query, no other node is asked.
-        for group in (new[:1], new[1:]) if self._simulated else (new,):
-            if group and self._nodes_know_identity:
-                with _no_traceback_of_the_query():
-                    self._identify(grid, group, timeout)
-            if not self._nodes_know_identity:
-                self._identities |= {node: node for node in group}
+            timeout = min(timeout, self.wait_timeout)
+            asked_before = self.introductions.clients and self.introductions.were_asked(new)
+            hurries = len(self.nodes) >= self.min_available or asked_before
+            patience = min(timeout, SECOND_WAIT) if hurries else timeout
+            self.introductions.ask(grid, new, timeout, patience, lambda: self._show_silent(new))
         self._assign_nodes(grid)
         self._introduce_newcomers(grid, introduce)
 
@@ -262,68 +242,21 @@ class Roster:
         taking_part = {*self.nodes.values(), *self.validators.values()}
         outside = {
             node
-            for node in self._identities
-            if node not in taking_part and (not self._simulated or PROBLEM in self._about.get(node, {}))
+            for node in self.introductions.clients
+            if node not in taking_part and (not self._simulated or PROBLEM in self.introductions.of(node))
         }
-        for node in outside | (self._identities.keys() - nodes):
-            client = self._identities.pop(node)
+        for node in outside | (self.introductions.clients.keys() - nodes):
+            client = self.introductions.clients.pop(node)
             if self._introduced.get(client) == node:
                 del self._introduced[client]
         self.nodes = {client: node for client, node in self.nodes.items() if node in nodes}
         self.validators = {client: node for client, node in self.validators.items() if node in nodes}
         self._refused = {node: reason for node, reason in self._refused.items() if node in nodes}
-        self._queries = {message_id: node for message_id, node in self._queries.items() if node in nodes}
-        self._changed &= nodes
-
-    def _identify(self, grid: Grid, nodes: Sequence[int], timeout: float) -> None:
-        """Ask nodes for their client ids. A client without one is identified by its node.
-
-        Nodes that do not answer in time are asked again before the next round, and a reply to either query counts. The
-        wait is short if there are already enough clients, or if these nodes have been asked before.
-        """
-        timeout = min(timeout, self.wait_timeout)
-        hurries = len(self.nodes) >= self.min_available or (self._identities and self._asked_before(nodes))
-        patience = min(timeout, SECOND_WAIT) if hurries else timeout
-        self._show_silent(nodes)
-        last = {node: message_id for message_id, node in self._queries.items()}  # a node's previous query still counts
-        self._queries = {message_id: node for message_id, node in self._queries.items() if last[node] == message_id}
-        for node in nodes:
-            content = RecordDict({CONFIG: ConfigRecord({VERSION_KEY: VERSION})})
-            message = Message(content, node, IDENTITY_QUERY, ttl=timeout + CLOCKS)
-            if (message_id := push(grid, message)) is not None:
-                self._queries[message_id] = node
-        among = set(nodes)
-        asked = {message_id: node for message_id, node in self._queries.items() if node in among}
-        deadline = time.monotonic() + patience
-        arriving = pull(grid, asked, lambda: deadline, simulated=self._simulated)
-        for message_id, reply in counted("meeting the clients", arriving, len(asked)):
-            node = self._queries.pop(message_id)
-            if isinstance(reply, Refused):
-                log(
-                    WARNING,
-                    "kindred: the introduction of node %d cannot be read, so it is asked again: %s",
-                    node,
-                    first_line(str(reply)),
-                )
-            elif not is_from(node, reply):
-                log(
-                    WARNING,
-                    "kindred: a reply that node %d was asked for came from node %d; it is not used",
-                    node,
-                    reply.metadata.src_node_id,
-                )
-            elif not reply.has_error():
-                self._record_introduction(node, content_of(reply))
-                self._show_silent(nodes)
-            # In a simulation all nodes run the same app; a remote node's answer says nothing about the others.
-            elif UNKNOWN_QUERY in (reply.error.reason or "") and self._simulated:
-                self._nodes_know_identity = False
-            elif reply.error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION:
-                self._identities.setdefault(node, node)
+        self.introductions.keep(nodes)
 
     def _silent(self, nodes: Collection[int]) -> list[int]:
         """Return those of these nodes that have reported no client id, not even one that was refused."""
-        return [node for node in nodes if node not in self._identities and node not in self._refused]
+        return [node for node in nodes if node not in self.introductions.clients and node not in self._refused]
 
     def _show_silent(self, nodes: Collection[int]) -> None:
         """Add to the run's status how many of these nodes have not introduced themselves."""
@@ -350,45 +283,17 @@ class Roster:
             "refused": {str(node): reason for node, reason in self._refused.items()},
         }
 
-    def _asked_before(self, nodes: Collection[int]) -> bool:
-        """Return whether all of these nodes have already been asked for their client ids."""
-        return {*self._queries.values(), *self._about}.issuperset(nodes)
-
-    def _record_introduction(self, node: int, content: RecordDict) -> None:
-        """Record a node's introduction and its client id."""
-        try:
-            about = admit_introduction(content)
-        except Refused as refusal:  # keep only who it is, and `methods`, without which it cannot be informed
-            entries, kept = config_of(content), (CLIENT_ID, METHODS, VALIDATE_ONLY)
-            about = {key: entries[key] for key in kept if key in entries} | {NOT_ADMITTED: str(refusal)}
-        client = about.get(CLIENT_ID, node)
-        if not is_name(client):
-            log(
-                WARNING,
-                "kindred: the client id of node %d is %s, allowed: a whole number, or 1 to %d printable "
-                "characters; its node id is used instead",
-                node,
-                reprlib.repr(client),
-                MAX_NAME,
-            )
-            client = node
-        if node in self._changed:
-            self._changed.discard(node)
-            self._renewed.add(node)
-            if (before := self._about[node].get(NUM_EXAMPLES)) != (now := about.get(NUM_EXAMPLES)):
-                log(INFO, "kindred: client %s now has %r training samples, before %r", client, now, before)
-        self._identities[node] = client
-        self._about[node] = about
-
     def _assign_nodes(self, grid: Grid) -> None:
         """Assign each client id to one of the nodes that report it.
 
         A node whose key is registered at the server may only have the registered name, and only that node may have this
         name. Any other id stays with the node that had it first, as long as that node is connected.
         """
-        first = {client: node for client, node in self._introduced.items() if self._identities.get(node) == client}
+        first = {
+            client: node for client, node in self._introduced.items() if self.introductions.clients.get(node) == client
+        }
         self.nodes = {}
-        for node, client in sorted(self._identities.items()):
+        for node, client in sorted(self.introductions.clients.items()):
             reason = self._name_conflict(node, client)
             if reason is None and first.setdefault(client, node) != node:
                 reason = f"its client id is {client}, which node {first[client]} already has"
@@ -413,14 +318,14 @@ class Roster:
         return None
 
     def _introduce_newcomers(self, grid: Grid, introduce: Introduce) -> None:
+        renewed = self.introductions.renewed()
         newcomers = {
-            client: self._about.get(self.nodes[client], {})
+            client: self.introductions.of(self.nodes[client])
             for client in self.clients()
-            if self._introduced.get(client) != self.nodes[client] or self.nodes[client] in self._renewed
+            if self._introduced.get(client) != self.nodes[client] or self.nodes[client] in renewed
         }
-        self._renewed = set()
         self._introduced |= {client: self.nodes[client] for client in newcomers}
-        validate = {client for client, node in self.nodes.items() if only_validates(self._about.get(node, {}))}
+        validate = {client for client, node in self.nodes.items() if only_validates(self.introductions.of(node))}
         left_out, unfit = self._history.left_out, self.unfit_validators
         before = {client: each.pop(client) for each in (left_out, unfit) for client in newcomers if client in each}
         reasons = {
@@ -451,7 +356,7 @@ class Roster:
 
         Such a ClientApp unpacks messages, and prints the reasons that `inform` sends.
         """
-        return not self._simulated and isinstance(self._about.get(node, {}).get(METHODS), list)
+        return not self._simulated and isinstance(self.introductions.of(node).get(METHODS), list)
 
     def inform(self, grid: Grid, node: int, reason: str) -> None:
         """Make a site print why it takes no part, or why its reply is not used, so that its operator can act on it.
@@ -476,30 +381,6 @@ class Roster:
         for client, reason in self.strikes.end_round(server_round).items():
             if client in self.nodes:
                 self.inform(grid, self.nodes[client], reason)
-
-
-@contextmanager
-def _no_traceback_of_the_query() -> Iterator[None]:
-    """Drop Flower's log lines, in this process, that a ClientApp does not know the query for its id.
-
-    In a simulation these are the ClientApp's error and traceback, and a line before them, which any exception has.
-    """
-
-    def other(record: logging.LogRecord) -> bool:
-        text = record.getMessage()
-        return UNKNOWN_QUERY not in text and not text.startswith("An exception was raised when processing a message by")
-
-    logger = logging.getLogger("flwr")
-    logger.addFilter(other)
-    try:
-        yield
-    finally:
-        logger.removeFilter(other)
-
-
-def only_validates(about: Mapping[str, Any]) -> bool:
-    """Return whether an introduction is that of a site that only validates."""
-    return about.get(VALIDATE_ONLY) is True
 
 
 def _reasons(introduce: Introduce, newcomers: Mapping[ClientId, Mapping[str, Any]]) -> dict[ClientId, str]:

@@ -48,9 +48,10 @@ from .empty_rounds import EmptyRounds
 from .evaluation import EvaluationPlan
 from .exchange import Exchange
 from .history import History, progress, title
+from .introductions import only_validates
 from .metrics import mean_metrics
 from .norms import UpdateNorms
-from .roster import Roster, only_validates
+from .roster import Roster
 from .rounds import Rounds
 from .simulated_state import StateFlusher, begin_simulation, end_simulation, simulated
 from .status import BETWEEN_ROUNDS, Status
