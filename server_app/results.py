@@ -33,7 +33,6 @@ from __future__ import annotations
 
 import itertools
 import platform
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -46,9 +45,9 @@ from flwr.supercore import log
 
 from kindred.engine.checkpoint import Checkpoints
 from kindred.engine.history import HeadlineColumns
-from kindred.files import flush_files, partial_files, replacing, write_arrays, write_bytes
+from kindred.files import copy_arrays, flush_files, partial_files, replacing, write_arrays, write_bytes
 from kindred.locks import lock
-from kindred.messages import ClientId, in_order, read_record
+from kindred.messages import ATTEMPT, ClientId, in_order, read_record
 
 from .config import ConfigError
 from .intervals import pooled_metrics
@@ -340,8 +339,12 @@ class RunFolder:
         self._write_files(content, write, {client: places[client] for client in in_order(records)})
 
     def _copy_files(self, files: Mapping[ClientId, Path], places: Mapping[ClientId, str]) -> None:
-        """Copy a file of each client to its place inside the run's folder."""
-        self._write_files(files.__getitem__, shutil.copyfile, places)
+        """Copy a file of each client to its place inside the run's folder, without the time of the run in it."""
+
+        def write(source: Path, temporary: Path) -> None:
+            copy_arrays(source, temporary, without=ATTEMPT)
+
+        self._write_files(files.__getitem__, write, places)
 
     def _write_files(
         self,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import save
@@ -29,9 +32,34 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], texts: Mapping[st
         return os.open(name, flags & ~os.O_TRUNC, 0o600)  # the blocks that the file has are used again
 
     content = save({key: np.asarray(array, order="C") for key, array in arrays.items()}, dict(texts))
+    end = 8 + int.from_bytes(content[:8], "little")
     with open(path, "wb", opener=opener) as file:
-        file.write(content)
+        file.write(_header(json.loads(content[8:end])))
+        file.write(memoryview(content)[end:])
         file.truncate()
+
+
+def copy_arrays(source: Path, target: Path, *, without: str) -> None:
+    """Copy a file of `write_arrays` without one of its texts, as a file with this user's default permissions."""
+    with open(source, "rb") as file, open(target, "wb") as copy:
+        entries = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        entries[TEXTS].pop(without, None)
+        copy.write(_header(entries))
+        shutil.copyfileobj(file, copy)
+
+
+TEXTS = "__metadata__"  # entry of a safetensors header
+
+
+def _header(entries: dict[str, Any]) -> bytes:
+    """Return a safetensors header with its texts in order, so that equal content gives the same bytes.
+
+    safetensors itself writes texts in random order.
+    """
+    texts = dict(sorted(entries.pop(TEXTS, {}).items()))
+    encoded = json.dumps({TEXTS: texts, **entries}, separators=(",", ":"), ensure_ascii=False).encode()
+    encoded += b" " * (-len(encoded) % 8)  # arrays begin at a multiple of 8 bytes
+    return len(encoded).to_bytes(8, "little") + encoded
 
 
 @contextmanager

@@ -33,6 +33,7 @@ from kindred.engine.history import History
 from kindred.server_app import results, run_files, tables
 from kindred.server_app.cli import report as _report, run as cli  # noqa: F401  the first adds commands
 from kindred.server_app.config import Config, ConfigError
+from kindred.server_app.engines import Engine, execute
 from kindred.server_app.headline import Headline
 from kindred.server_app.report import content as report, figures as pictures
 from kindred.server_app.report.comparison_figures import comparison_figure
@@ -127,6 +128,17 @@ class FullFile(io.FileIO):
 
 
 # --- The folder and its configuration -------------------------------------------------------------------
+
+
+def test_files_of_arrays_of_two_equal_runs_are_the_same_bytes(tmp_path) -> None:
+    written = []
+    for folder in (tmp_path / "one", tmp_path / "two"):
+        config = Config(strategy="federico", num_rounds=2, num_clients=4, validation_share=0.2, output_dir=str(folder))
+        path = execute(config, Engine("inline"), lambda line: None).results
+        files = {file.relative_to(path): file.read_bytes() for file in sorted(path.rglob("*.safetensors"))}
+        written.append(files)
+    assert {file.parent.name for file in written[0]} == {"models", "mixtures", "selected", "predictions"}
+    assert written[0] == written[1]
 
 
 def test_a_run_does_not_resume_on_other_samples(tmp_path):
