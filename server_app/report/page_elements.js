@@ -20,6 +20,7 @@ function fill(node, attributes, children) {
 const h = (tag, attributes, ...children) => fill(document.createElement(tag), attributes, children);
 const s = (tag, attributes, ...children) =>
   fill(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
+const coded = text => text.split("`").map((part, i) => i % 2 ? h("code", {}, part) : part);  // commands in backticks
 const colour = i => `var(--c${i % COLOURS})`;
 const known = value => value !== null && value !== undefined;
 

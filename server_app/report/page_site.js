@@ -2,12 +2,12 @@
 
 function site(data) {
   return [
-    header(data, `${capital(data.doing)}.`),
+    header(data, coded(`${capital(data.doing)}.`)),
     figures([["messages", String(data["messages-in-all"])], ["received", amount(data["bytes-in"], "B")],
       ["left the site", amount(data["bytes-out"], "B")], ["faults and refusals", String(data.faults.length)]]),
     section("Faults and refusals", data.faults.length ? data.faults.map(([last, times, what, advice]) => [
-      h("p", {}, h("strong", {}, capital(what))),
-      h("p", {}, `${advice} `, h("span", { class: "soft" }, `${plural(Number(times), "time")}, last ${last}.`))])
+      h("p", {}, h("strong", {}, coded(capital(what)))),
+      h("p", {}, coded(advice), " ", h("span", { class: "soft" }, `${plural(Number(times), "time")}, last ${last}.`))])
       : h("p", {}, "None.")),
     section("The site's model", data.runs.length ? data.runs.map(modelOfSite)
       : h("p", {}, "No run has trained or evaluated a model here yet.")),
@@ -18,7 +18,7 @@ function site(data) {
       more("Names of all numbers and texts that left the site", table(["name", "is a", "in", "messages"], data.names,
         { numbers: [3], caption: "Numbers and texts that left the site" }))]
       : h("p", {}, "None.")),
-    section("The site's data", data.lines.map(line => h("p", {}, line)),
+    section("The site's data", data.lines.map(line => h("p", {}, coded(line))),
       data.classes.length > 0 && more("Samples of each class", table(["class", "training samples", "test samples"],
         data.classes, { numbers: [1, 2], caption: "Samples of each class" }))),
   ];
