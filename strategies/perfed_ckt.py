@@ -494,7 +494,7 @@ class PerFedCKT(PersonalizedStrategy):
 
         A client whose logits are in no cluster of that round has weight 1 on itself.
         """
-        clients = in_order({*(row["client"] for row in self.history.rows), *self.clients()})
+        clients = self.participants()
         members: dict[int, dict[ClientId, float]] = {}
         for client, k in self._cluster_of.items():
             members.setdefault(k, {})[client] = 1.0

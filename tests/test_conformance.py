@@ -216,6 +216,33 @@ def test_a_newcomer_is_served_from_the_last_checkpoint_and_changes_nothing(name,
     assert [path.name[:10] for path in sorted(tmp_path.iterdir())] == [f"round-{ROUNDS + k:04d}" for k in (-1, 0)]
 
 
+class Leaving(InlineGrid):
+    """A grid whose last node leaves after the first round."""
+
+    round = 1
+
+    def get_node_ids(self) -> list[int]:
+        nodes = list(super().get_node_ids())
+        return nodes[:-1] if self.round > 1 else nodes
+
+
+@every_method
+def test_a_client_that_has_left_keeps_its_model(name, tmp_path) -> None:
+    """Also in a run that is resumed without it."""
+    models = []
+    for rounds in (ROUNDS, ROUNDS + 1):  # the second one continues the first
+        strategy, grid = make(name), Leaving(app_of(name, True), CLIENTS)
+        grid.round = 1 if rounds == ROUNDS else 2
+
+        def on_round(server_round: int, grid=grid) -> None:
+            grid.round = server_round + 1
+
+        checkpoints = Checkpoints(tmp_path)
+        strategy.start(grid, initial_of(name), rounds, on_round=on_round, checkpoints=checkpoints)
+        models.append(len(strategy.client_models()))
+    assert models == [0 if strategy.model_stays else CLIENTS] * 2
+
+
 class WatchedCheckpoints(Checkpoints):
     """Checkpoints that compare the arrays being written with copies of them."""
 

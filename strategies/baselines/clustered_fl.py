@@ -454,7 +454,7 @@ class ClusteredFL(PersonalizedStrategy):
 
     def client_models(self) -> dict[ClientId, ArrayRecord]:
         """Return the model of each client's cluster."""
-        return {client: self.personal_arrays(client) for client in self.clients()}
+        return {client: self.personal_arrays(client) for client in self.participants()}
 
     def shared_rows(self) -> Collaboration:
         """Return the clients' shares in the model that each was sent last, which is its cluster's."""

@@ -155,7 +155,7 @@ class Averaging(PersonalizedStrategy):
 
     def client_models(self) -> dict[ClientId, ArrayRecord]:
         """Return the global model for every client; no models where personal models stay with the clients."""
-        return {} if self.model_stays else {client: self.global_model for client in self.clients()}
+        return {} if self.model_stays else {client: self.global_model for client in self.participants()}
 
     def shared_rows(self) -> Collaboration:
         """Return the clients' shares in the global model that was sent last; every client has the same row."""

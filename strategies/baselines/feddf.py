@@ -213,7 +213,7 @@ class FedDF(PersonalizedStrategy):
 
     name = "feddf"
     personal = RECEIVED
-    STATE = (*PersonalizedStrategy.STATE, "_globals", "_shares", "_sent")
+    STATE = (*PersonalizedStrategy.STATE, "_globals", "_shares", "_sent", "networks")
 
     def __init__(
         self,
@@ -385,7 +385,7 @@ class FedDF(PersonalizedStrategy):
 
     def client_models(self) -> dict[ClientId, ArrayRecord]:
         """Return the model of each client's network."""
-        return {client: self.personal_arrays(client) for client in self.clients()}
+        return {client: self.personal_arrays(client) for client in self.participants()}
 
     def shared_rows(self) -> Collaboration:
         """Return the clients' shares in the model of each one's network that was sent last.

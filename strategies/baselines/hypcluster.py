@@ -172,7 +172,7 @@ class HypCluster(SeveralModels):
 
     def client_models(self) -> dict[ClientId, ArrayRecord]:
         """Return the model that each client chose last; the first model, if it has reported no choice."""
-        return {client: self.models[self._cluster_of.get(client, 0)] for client in self.clients()}
+        return {client: self.models[self._cluster_of.get(client, 0)] for client in self.participants()}
 
     def shared_rows(self) -> Collaboration:
         """Return, for each client, the clients' shares in the model that it chose last, as models were sent last.

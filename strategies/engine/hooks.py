@@ -307,7 +307,7 @@ class Hooks:
         return self.global_arrays()
 
     def client_models(self) -> Mapping[ClientId, ArrayRecord]:
-        """Return each client's personal model, if the server receives models."""
+        """Return each client's personal model, if the server receives models; also of clients that have left."""
         raise NotImplementedError
 
     def shared_rows(self) -> Collaboration:

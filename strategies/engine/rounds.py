@@ -96,6 +96,10 @@ class Rounds(Hooks, Strategy):
         """Return the clients that are connected and can take part, in order."""
         return self.roster.clients()
 
+    def participants(self) -> list[ClientId]:
+        """Return the clients of the run so far, in order: those of `clients`, and those asked in an earlier round."""
+        return in_order({*self.clients(), *(row["client"] for row in self.history.rows)})
+
     def sample(self, server_round: int, fraction: float, at_least: int, purpose: str = "train") -> list[ClientId]:
         """Sample clients without replacement.
 
