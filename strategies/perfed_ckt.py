@@ -63,7 +63,6 @@ from .messages import (
     TRAINED,
     ClientId,
     check,
-    in_order,
     is_name,
     seed_for,
     to_record,
