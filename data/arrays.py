@@ -15,6 +15,8 @@ from .files import DataError, existing_path, open_npz
 from .inputs import MOST
 from .schema import MOST_NUMBER, printable
 
+LOST = 0.01  # of a channel's deviation: more must not be lost by rounding to float32
+NOISE = 1e-12  # of a channel's largest value: it is constant if it deviates by less
 PARTS = ("x_train", "y_train", "x_test", "y_test")
 NEEDS = f"an .npz file with {', '.join(PARTS)}, or with x and y"
 FORMS = (
@@ -108,6 +110,10 @@ def dataset_of(
     clients = [_texts(arrays[f"client{end}"], f"{where}: client{end}") for end in ends if f"client{end}" in arrays]
     if len({each.shape[1:] for each in x}) > 1:
         raise DataError(f"{where}: x_train has samples of shape {x[0].shape[1:]}, x_test of {x[1].shape[1:]}")
+    if kind == "image" and len({each.dtype for each in x}) > 1:
+        raise DataError(
+            f"{where}: x_train holds {x[0].dtype}, x_test {x[1].dtype}, allowed: one type, as their scales may differ"
+        )
     if len(ends) > len(clients) > 0:
         raise DataError(f"{where} has one of client_train and client_test, allowed: both, or none")
     vocabulary = max(int(each.max()) for each in x) + 1 if kind == "tokens" else 0
@@ -199,12 +205,12 @@ def checked_images(x: np.ndarray, name: str) -> np.ndarray:
     _check_shape(x, 4, "(n, h, w, c)", name)
     if x.dtype != np.uint8 and x.dtype.kind != "f":
         raise DataError(f"{name} holds {x.dtype}, allowed: uint8 or floating-point numbers")
-    return (x if x.dtype == np.uint8 else _finite(x, name)).transpose(0, 3, 1, 2)
+    return (x if x.dtype == np.uint8 else _finite(x, name, channels=3)).transpose(0, 3, 1, 2)
 
 
 def _signals(x: np.ndarray, name: str) -> np.ndarray:
     _check_shape(x, 3, "(n, channels, time)", name)
-    return _finite(x, name)
+    return _finite(x, name, channels=1)
 
 
 def _table(x: np.ndarray, name: str) -> np.ndarray:
@@ -247,12 +253,24 @@ def _checked_numbers(x: np.ndarray, name: str) -> np.ndarray:
     return x
 
 
-def _finite(x: np.ndarray, name: str) -> np.ndarray:
-    """Return numbers as float32; DataError where one of them is not finite."""
+def _finite(x: np.ndarray, name: str, channels: int) -> np.ndarray:
+    """Return numbers as float32; DataError where one is not finite, or a channel's differences are lost.
+
+    `channels` is the axis of the channels.
+    """
+    given = _checked_numbers(x, name)
     with np.errstate(over="ignore"):  # values beyond float32 become infinite
-        x = _checked_numbers(x, name).astype(np.float32)
+        x = given.astype(np.float32)
     if not np.isfinite(x).all():
         raise DataError(f"{name} has values that are not finite in float32")
+    for channel in () if np.can_cast(given.dtype, x.dtype) else range(x.shape[channels]):
+        one = given.take(channel, channels).astype(np.float64)
+        rounding, deviation = np.abs(x.take(channel, channels) - one).max(initial=0), one.std()
+        if rounding > LOST * deviation and deviation > NOISE * np.abs(one).max(initial=0):
+            raise DataError(
+                f"{name}: channel {channel} has values near {one.flat[0]:g} that differ by {deviation:.2g}, too little "
+                "for float32, allowed: numbers without such an offset"
+            )
     return x
 
 

@@ -14,11 +14,12 @@ from kindred.objectives import Objective
 
 from .dataset import Dataset
 from .files import DataError, existing_path
-from .inference import infer_schema
+from .inference import check_parts, infer_schema
 from .inputs import TableInputs
 from .rows import Rows, read_samples
 from .schema import Schema
 from .tables import Misfit, Table
+from .targets import Target
 from .task import Task
 
 NEEDS = "csv needs a CSV file, a folder with train.csv and test.csv, or a folder with a CSV file for each client"
@@ -60,6 +61,7 @@ def read_csv(
         known, objective = table_task(Path(schema))
         check_schema(known, objective, target, client, time, task)
         known = replace(known, target=target or known.target, client=client or known.client, time=time or known.time)
+        check_parts(Target.parse(known.target, [*parts[0], *parts[1]][0]), known.client, known.time)
     else:
         known, objective, remarks = infer_schema([*parts[0], *parts[1]], target, client, time, task)
     dataset = read_parts(parts, known, objective)

@@ -119,6 +119,9 @@ class Federation:
         known = (dataset.x_train, dataset.y_train)
         if not len(dataset.x_test) or self.newcomers:  # then clients' test samples, or newcomers' ones, are among these
             known = dataset.pick(np.unique(np.concatenate(partition.train[:m])))
+        elif self.names and dataset.clients_train is not None:  # not those of clients that take no part
+            taking_part = np.isin(dataset.clients_train, self.names)
+            known = known if taking_part.all() else dataset.pick(np.flatnonzero(taking_part))
         self.task = Task.fitted(dataset, *known)
         # Each sample that some client has is kept, once; of a large dataset that is often a small part.
         parts = (partition.train, partition.validation, partition.test)

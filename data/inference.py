@@ -27,8 +27,10 @@ NUMBERS_SHARE = 0.95
 """From this fraction of numbers on, a column is one of numbers, and its texts are errors."""
 
 _DATE = re.compile(
-    r"\d{4}[-/.]\d{1,2}[-/.]\d{1,2}([T ].*)?|\d{1,2}([-/.] ?)\d{1,2}\2\d{2,4}( .*)?|\d{1,2}:\d{2}(:\d{2}.*)?"
+    r"\d{4}[-/.]\d{1,2}[-/.]\d{1,2}([T ].*)?|\d{1,2}([-/.] ?)\d{1,2}\2\d{2,4}( .*)?"
+    r"|\d{1,2}:\d{2}(:\d{2}.*)?( ?[AaPp]\.?[Mm]\.?)?"
     r"|\d{1,2}[-/. ]{1,2}[^\W\d]{3,9}[-/., ]{1,2}\d{2,4}|[^\W\d]{3,9}\.? \d{1,2},? \d{4}"
+    r"|(19|20)\d{2}[-/.](0[1-9]|1[0-2])|(0?[1-9]|1[0-2])[-/.](19|20)\d{2}"
 )
 _WITH_COMMAS = re.compile(r"[-+]?\d+(,\d+)+(\.\d*)?")
 _IDENTIFIER = re.compile(r"(.*[\W_])?(id|ID|Id)|.*[a-z](ID|Id)")
@@ -153,14 +155,15 @@ def infer_schema(
     Raises
     ------
     DataError
-        A column is missing, holds dates, or holds numbers and few texts; no column is left; or the target has one value
-        or too many.
+        A column is missing, has two parts, holds dates, or holds numbers and few texts; no column is left; or the
+        target has one value or too many.
     """
     first = tables[0]
     aim = Target.parse(target, first)
     for name, what in ((client, "the client"), (time, "the time")):
         if name:
             first.place(name, what)
+    check_parts(aim, client, time)
     cells = {name: Cells(name) for name in first.header}
     for table in tables:
         _count(cells.values(), table)
@@ -183,6 +186,15 @@ def infer_schema(
     if not columns:
         raise DataError(f"{first.path} has no column for input" + "".join(f"; {remark}" for remark in remarks))
     return Schema(tuple(columns), target, client, time), objective, remarks
+
+
+def check_parts(target: Target, client: str, time: str) -> None:
+    """Check that target, client and time are different columns; DataError where one is two of them."""
+    for name, what in ((client, "client"), (time, "time")):
+        if name and name in target.columns:
+            raise DataError(f"{what} is {name!r}, which is a target, allowed: another column")
+    if client and client == time:
+        raise DataError(f"client and time are {client!r}, allowed: a column for each")
 
 
 def _count(cells: Iterable[Cells], table: Table) -> None:

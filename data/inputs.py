@@ -150,6 +150,18 @@ class ImageInputs(Standardised):
     dimensions = 3
     sides = "channels x height x width"
 
+    def prepared(self, x: np.ndarray) -> np.ndarray:
+        least, largest = (x.min(), x.max()) if x.size else (0, 0)
+        if x.dtype != np.uint8 and 0 <= least < largest <= 1 < min(self.mean):
+            raise DataError(
+                f"images have values from 0 to 1, and those before a mean of {self.mean[0]:.3g}: another scale"
+            )
+        if x.dtype == np.uint8 and self.full == 1 and largest > 100 and max(*self.mean, *self.deviation) <= 1:
+            raise DataError(
+                f"images have values up to {largest}, and those before a mean of {self.mean[0]:.3g}: another scale"
+            )
+        return super().prepared(x)
+
 
 @dataclass(frozen=True)
 class SignalInputs(Standardised):

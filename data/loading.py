@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
 from .federation import Federation
-from .partitions import divide
+from .partitions import PARTITIONS, divide
 from .public import hold_out_size, public_inputs, public_source
 from .sites import Sites
 from .sources import DATASETS, DataError, load_dataset
@@ -126,6 +127,10 @@ def _load(
         times=samples.times,
         **{name: value for name, value in options.items() if name.replace("_", "-") in KEYS},
     )
+    # Datasets of a fixed number of classes are known ones, for which papers use such partitions.
+    if PARTITIONS[partition].total and len(samples.x_test) and DATASETS[dataset].num_classes is None:
+        anew = f"{partition} divides all samples anew, so that clients train on some that {dataset} has for test"
+        samples = replace(samples, remarks=(*samples.remarks, anew))
     public = partial(
         public_inputs,
         source,

@@ -218,12 +218,20 @@ class Schema:
         Raises
         ------
         DataError
-            The rows have another number of columns, or too large numbers.
+            The rows have another number of columns, too large numbers, or numbers of no category.
         """
         if x.shape[1:] != (len(self.columns),):
             raise DataError(f"rows have the shape {x.shape[1:]}, expected {len(self.columns)} columns")
         if (np.abs(x) > MOST_NUMBER).any():
             raise DataError(f"a row has a number beyond {MOST_NUMBER:g}")
+        for place, column in enumerate(self.columns):
+            if most := len(column.categories):
+                codes = x[:, place]
+                if (wrong := ~(np.isnan(codes) | np.isin(codes, np.arange(most + 1)))).any():
+                    raise DataError(
+                        f"column {column.name!r} has {codes[wrong][0]:g}, allowed: the number of a category, 0 to "
+                        f"{most - 1}; {most} for an unknown one; or NaN"
+                    )
         if not len(x):
             return np.empty((0, self.num_features), np.float32)
         with np.errstate(over="ignore"):  # such features are refused next

@@ -239,6 +239,7 @@ def read_site(
         raise DataError(f"class-names is {class_names[0]!r}, allowed: 2 names or more")
     kind = task.inputs.kind if task else "image"
     objective = task.objective if task else Classes(len(class_names) or MOST_OUTPUTS, tuple(class_names))
+    channels = task.inputs.shape[0] if task and kind == "image" else 0
     path = Path(os.path.abspath(os.path.expanduser(data_dir)))
     suffix = path.suffix.lower()
     if path.is_file() and suffix == ".npz":
@@ -246,7 +247,7 @@ def read_site(
     elif task is not None and isinstance(task.inputs, TableInputs) and path.exists():
         site = read_tables(path, task.inputs.schema, objective)
     elif kind == "image" and any((path / part).is_dir() for part in (("train", "test") if validates else ("train",))):
-        site = dataset_of(_image_folders(path, objective.names, validates), path, kind, objective)
+        site = dataset_of(_image_folders(path, objective.names, validates, channels), path, kind, objective)
     elif task is not None and isinstance(task.inputs, TokenInputs) and path.is_file() and suffix == ".txt":
         site = read_text_site(path, task.inputs, objective, test_share)
     elif any(each.suffix.lower() == ".csv" for each in ([path] if path.is_file() else path.glob("*"))):
@@ -256,7 +257,7 @@ def read_site(
     if test_share and len(site.x_test):
         check_test_part(site, path)
     elif test_share:
-        site = site.divided(test_share, np.random.default_rng([seed, 6]))
+        site = site.divided(test_share, np.random.default_rng([seed, 2, 0]))
     if not (task or class_names):
         largest = max(int(y.max()) for y in (site.y_train, site.y_test) if len(y))
         site = replace(site, objective=Classes(max(2, largest + 1)))
@@ -347,8 +348,11 @@ def class_labels(names: Sequence[str], class_names: Sequence[str], where: Path) 
     return [int(name) for name in names]
 
 
-def _image_folders(folder: Path, class_names: Sequence[str], either: bool) -> dict[str, np.ndarray]:
-    """Return the images and classes in `train` and `test`; those in one of them as x and y if `either` is enough."""
+def _image_folders(folder: Path, class_names: Sequence[str], either: bool, channels: int) -> dict[str, np.ndarray]:
+    """Return the images and classes in `train` and `test`; those in one of them as x and y if `either` is enough.
+
+    Images that are all grey have one channel, unless the task has 3 `channels`.
+    """
     files: dict[str, list[Path]] = {}
     labels: dict[str, list[int]] = {}
     for part in ("train", "test"):
@@ -377,7 +381,7 @@ def _image_folders(folder: Path, class_names: Sequence[str], either: bool) -> di
     for part, paths in files.items():
         for image, path in zip(x[part], paths, strict=True):
             image[:] = np.asarray(read_image(path))
-    if all((each == each[..., :1]).all() for each in x.values()):
+    if channels != 3 and all((each == each[..., :1]).all() for each in x.values()):
         x = {part: each[..., :1] for part, each in x.items()}
     if len(x) == 1:
         return {"x": next(iter(x.values())), "y": np.array(next(iter(labels.values())))}

@@ -488,7 +488,8 @@ class FedeRiCo(StoredModels):
 
     def personal_arrays(self, client: ClientId) -> ArrayRecord:
         """Return the available models of the client's mixture, its own first."""
-        return self._sent.pack(client, self._requests.mixture(client, self.mixture_size))
+        mixed = self._requests.mixture(client, self.mixture_size)
+        return self._sent.pack(client, mixed, keep=False)  # all clients are evaluated: that is every model
 
     def shared_rows(self) -> Collaboration:
         """Return the weights w_ij that the server knows; the row of a client that does not report them is 0."""

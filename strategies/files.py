@@ -25,11 +25,16 @@ def make_private(folder: Path) -> None:
         folder.mkdir(mode=0o700, exist_ok=True)
 
 
+def private(name: str, flags: int) -> int:
+    """Open a file, as an argument of `open`: if it is new, only this user can read it."""
+    return os.open(name, flags, 0o600)
+
+
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], texts: Mapping[str, str]) -> None:
     """Write arrays and texts as a safetensors file that only this user can read, over the file that is there."""
 
     def opener(name: str, flags: int) -> int:
-        return os.open(name, flags & ~os.O_TRUNC, 0o600)  # the blocks that the file has are used again
+        return private(name, flags & ~os.O_TRUNC)  # the blocks that the file has are used again
 
     content = save({key: np.asarray(array, order="C") for key, array in arrays.items()}, dict(texts))
     end = 8 + int.from_bytes(content[:8], "little")

@@ -86,6 +86,7 @@ HOLDING = 0.5  # of the rounds, the first ones, in which it does
 STAYS = 0.1  # share of its own model from which on the fold stays the same
 MOST = 20  # models of other clients that it mixes with its own
 WORK = 0.1  # of the time of training that judging may take; predicting for a batch takes a third of a step
+TOGETHER = 256  # mixtures that are computed at a time
 SOURCES = 3  # w_i, v_i and g, in this order
 GRID = (np.array([(i, j, 20 - i - j) for i in range(21) for j in range(21 - i)]) + 0.02) / 20.06  # values of p
 
@@ -417,9 +418,11 @@ class Kindred(CloudModels):
         """Yield each client's mixture; for an excluded client, its own model."""
         if self._samples:  # before that, every client has the initial model
             self.welcome(clients)
-        senders, parts = self._parts(clients)
-        for client, record in zip(clients, self.clouds(clients, senders, self._mixed(clients, parts)), strict=False):
-            yield self.models[client] if client in self._samples and client not in senders else record
+        for first in range(0, len(clients), TOGETHER):
+            some = clients[first : first + TOGETHER]
+            senders, parts = self._parts(some)
+            for client, record in zip(some, self.clouds(some, senders, self._mixed(some, parts)), strict=False):
+                yield self.models[client] if client in self._samples and client not in senders else record
 
     def client_models(self) -> Mapping[ClientId, ArrayRecord]:
         return ComputedModels(in_order({*self.clients(), *self._of_the_run()}), self.personal_models)

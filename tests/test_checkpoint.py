@@ -11,6 +11,7 @@ import re
 import resource
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -243,6 +244,8 @@ def test_an_interrupted_write_leaves_the_earlier_checkpoints(tmp_path, monkeypat
     server_round, state = checkpoints.load()
     assert (server_round, state["model"].tolist()) == (3, [0, 1, 2, 3, 4])
     assert checkpoints.oldest == 2
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "checkpoints").iterdir()}
+    assert modes == {0o600} and stat.S_IMODE((tmp_path / "checkpoints").stat().st_mode) == 0o700
 
 
 @pytest.mark.parametrize(("keep", "waits"), [(1, False), (2, True)])

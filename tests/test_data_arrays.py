@@ -163,6 +163,12 @@ BEHIND[7] = SIGNALS[1]
         (parts(TABLE, np.array([b"a", b"\xff"] * 4)), {}, ["y_train", "UTF-8"]),
         (parts(TABLE.astype(str), CLASSES), {}, ["<U", "numbers"]),
         (parts(TOKENS - 1, CLASSES), {}, ["tokens from -1", "0 to 999,999"]),
+        (
+            parts(np.zeros((8, 3, 3, 1), np.uint8), CLASSES) | {"x_test": np.zeros((2, 3, 3, 1))},
+            {},
+            ["x_train holds uint8, x_test float32", "one type"],
+        ),
+        (parts(SIGNALS * 1.0 + [[0.0], [1.7e9]], CLASSES), {}, ["channel 1", "1.7e+09", "float32", "offset"]),
         (parts(TABLE, CLASSES), {"inputs": "tokens"}, ["float64", "integers"]),
         (parts(TABLE, CLASSES), {"inputs": "signal"}, ["(6, 3)", "(n, channels, time)"]),
         (parts(TABLE, 0 * CLASSES), {}, ["one class"]),
@@ -181,6 +187,12 @@ BEHIND[7] = SIGNALS[1]
 def test_arrays_that_do_not_fit_are_refused_in_one_line(tmp_path, arrays, settings, words):
     text = refusal(tmp_path, arrays, **settings)
     assert [word for word in words if word not in text] == []
+
+
+def test_a_channel_that_is_constant_up_to_rounding_is_no_loss(tmp_path):
+    signals = SIGNALS * 1.0
+    signals[:, 1] = [0.1 + 0.2, 0.3, 0.3, 0.3, 0.3]
+    assert read(tmp_path, parts(signals, CLASSES)).x_train.dtype == np.float32
 
 
 def test_equal_samples_of_different_clients_and_equal_rows_of_tables_are_no_overlap(tmp_path):

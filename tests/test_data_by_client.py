@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from kindred.data import DataError, load_federation
 from kindred.data.dataset import Dataset
-from kindred.data.partitions import divide
+from kindred.data.partitions import PARTITIONS, divide
 from kindred.data.splits import split
 from kindred.objectives import Classes
 from kindred.server_app.config import Config
@@ -139,6 +141,38 @@ def test_clients_without_part_and_rows_in_both_parts_are_named(tmp_path):
         "1 of 3 clients in the data take no part, by num-clients or min-samples; with their samples: c (1)",
         "2 of 4 rows for test are equal to a row for training",
     )
+
+
+def test_clients_without_part_do_not_count_in_means(tmp_path):
+    arrays = {part: np.array([[1.0], [3.0], [5.0], [7.0], [1e6], [1e6]]) for part in ("x_train", "x_test")}
+    arrays["x_test"] = arrays["x_test"] + 0.5
+    arrays |= {f"y_{part}": np.array([0, 1] * 3) for part in ("train", "test")}
+    arrays |= {f"client_{part}": np.array(["a", "a", "b", "b", "c", "c"]) for part in ("train", "test")}
+    np.savez(tmp_path / "a.npz", **arrays)
+    means = {}
+    for clients, seed in ((3, 0), (2, 0), (2, 1), (2, 2), (2, 3)):
+        settings = Config(
+            dataset="npz", data_dir=str(tmp_path / "a.npz"), partition="by-client", num_clients=clients, num_groups=1,
+            min_samples=2, samples_per_client=0, validation_share=0.0, seed=seed,
+        )  # fmt: skip
+        found = load_federation(settings.run_config())
+        means[found.names] = found.task.inputs.schema.columns[0].mean
+    assert means.keys() >= {("a", "b", "c"), ("a", "b")}  # which two is drawn
+    expected = {("a", "b", "c"): 2_000_016 / 6, ("a", "b"): 4, ("a", "c"): 2_000_004 / 4, ("b", "c"): 2_000_012 / 4}
+    assert means == {names: expected[names] for names in means}
+
+
+@pytest.mark.parametrize("partition", [name for name, scheme in PARTITIONS.items() if scheme.total])
+def test_partitions_that_divide_samples_anew_refuse_times_and_say_what_they_do(partition, tmp_path):
+    rng = np.random.default_rng(0)
+    x, y = rng.random((200, 3)), np.arange(200) % 4
+    np.savez(tmp_path / "times.npz", x=x, y=y, time=np.arange(200.0))
+    np.savez(tmp_path / "parts.npz", x_train=x[:150], y_train=y[:150], x_test=x[150:], y_test=y[150:])
+    settings = Config(dataset="npz", partition=partition, num_clients=4, num_groups=2, samples_per_client=0)
+    with pytest.raises(DataError, match=f"partition is '{partition}', .* has times, allowed: .*by-client; or no times"):
+        load_federation(replace(settings, data_dir=str(tmp_path / "times.npz")).run_config())
+    remarks = load_federation(replace(settings, data_dir=str(tmp_path / "parts.npz")).run_config()).remarks
+    assert f"{partition} divides all samples anew, so that clients train on some that npz has for test" in remarks
 
 
 def test_a_split_has_a_sample_on_either_side():

@@ -16,7 +16,7 @@ from kindred import InlineGrid
 from kindred.client.state import ClientState
 from kindred.client_app.app import app
 from kindred.data import Sites, Task, load_clients, load_federation, read_site
-from kindred.data.inputs import TableInputs
+from kindred.data.inputs import ImageInputs, TableInputs
 from kindred.data.schema import Column, Schema
 from kindred.data.sites import check_test_part
 from kindred.objectives import Classes
@@ -70,6 +70,36 @@ def test_folders_of_images_are_read(tmp_path, mode, channels) -> None:
     assert images.x_train.shape == (4, channels, 4, 6) and images.x_test.shape == (2, channels, 4, 6)
     assert images.y_train.tolist() == [0, 0, 2, 2] and images.y_test.tolist() == [0, 2]
     assert images.x_train[3].max() == (11 if mode == "L" else 9)
+
+
+def test_grey_images_have_the_channels_of_the_task(tmp_path) -> None:
+    """Whether a site fits does not depend on the pixels that it happens to have."""
+    task = Task(ImageInputs((3, 4, 6)), Classes(3))
+    images = read_site(folders(tmp_path, mode="L"), task=task)
+    assert images.x_train.shape == (4, 3, 4, 6)
+
+
+def test_a_site_divides_its_data_like_a_simulation_of_it(tmp_path) -> None:
+    rng = np.random.default_rng(0)
+    x, y = rng.random((20, 2, 8)).astype(np.float32), np.arange(20) % 2
+    np.savez(tmp_path / "a.npz", x=x, y=y)
+    both = {"x": np.concatenate([x, x + 1]), "y": np.tile(y, 2), "client": np.repeat(["a", "b"], 20)}
+    np.savez(tmp_path / "both.npz", **both)
+    settings = {"validation_share": 0.2, "seed": 3}
+    config = Config(
+        dataset="npz", data_dir=str(tmp_path / "both.npz"), partition="by-client", num_clients=2, num_groups=1,
+        samples_per_client=0, **settings,
+    )  # fmt: skip
+    simulated = load_federation(config.run_config())
+    (tmp_path / "schema.json").write_text(json.dumps(simulated.task.to_dict()))
+    config = Config(dataset="sites", schema="schema.json", **settings)
+    site = Sites.of(
+        config.run_config(), {"data-dir": str(tmp_path / "a.npz"), "schema": str(tmp_path / "schema.json")},
+        validation_share=0.2,
+    )  # fmt: skip
+    for part in ("train", "validation", "test"):
+        ours, theirs = getattr(site.site_data("a"), part), getattr(simulated.site_data(0), part)
+        assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
 
 
 TABLE = Task(

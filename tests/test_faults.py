@@ -491,6 +491,17 @@ class Registered(Present):
         return [NodeInfo(node_id=node, name=self._registered_as[node - 1001]) for node in self.get_node_ids()]
 
 
+def test_a_registered_node_has_its_name_if_it_reports_its_number_or_none() -> None:
+    """Else a key could take part under a second name, whose strikes nobody has counted."""
+    strategy = Local(min_available_nodes=1)
+    strategy.start(Registered(["lyon", 1002, "eve"], ["lyon", "oslo", ""], lambda r, i: True), initial(), 1)
+    assert strategy.roster.nodes == {"eve": 1003, "lyon": 1001, "oslo": 1002}
+    grid = InlineGrid(plain_app(), 2)
+    grid.get_nodes = lambda: [NodeInfo(node_id=1001, name="lyon"), NodeInfo(node_id=1002, name="")]
+    strategy.start(grid, initial(), 1)
+    assert strategy.roster.nodes == {"lyon": 1001, 1002: 1002}
+
+
 @pytest.mark.parametrize(
     ("registered", "owner_in_round_3", "said"),
     [

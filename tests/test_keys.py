@@ -362,6 +362,30 @@ def test_a_key_is_registered_once_the_disk_has_room(registration, keys, capsys, 
     assert registration.registered == [("lyon", ["lyon"]), ("oslo", ["lyon", "oslo"])]
 
 
+def test_a_second_key_of_a_name_is_registered_with_a_warning_that_the_first_is_valid(
+    keys, tmp_path, monkeypatch, capsys
+) -> None:
+    def flwr(command, **_):
+        names = command[5::2]
+        return SimpleNamespace(
+            stdout="".join(json.dumps([name, 0, "SuperNode 7"]) + "\n" for name in names), returncode=0
+        )
+
+    monkeypatch.setattr(site_registration.subprocess, "run", flwr)
+    settings = {REGISTERED: str(tmp_path / "registered.json")}
+    look = site_registration.Registration(keys, settings, tmp_path, "mark").look
+    assert look() and capsys.readouterr().err == ""
+    for known in (look, site_registration.Registration(keys, settings, tmp_path, "mark").look):  # also after a restart
+        for suffix in (".key", ".pub"):
+            (keys / f"lyon{suffix}").unlink()
+        kindred("keys", keys, "--sites", "lyon")
+        capsys.readouterr()
+        assert known()
+        said = capsys.readouterr()
+        assert "lyon is registered as SuperNode 7" in said.out
+        assert "lyon was registered with another key before, which stays valid unless it is withdrawn" in said.err
+
+
 def test_a_second_name_of_a_key_is_not_registered(registration, keys, capsys) -> None:
     registration.look()
     (keys / "abba.pub").write_bytes((keys / "lyon.pub").read_bytes().strip() + b" a comment\n")

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 
 import psutil
 import pytest
+import typer
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 
 from kindred import InlineGrid
@@ -112,6 +113,19 @@ def test_a_run_replaces_its_status_when_something_changes(tmp_path, monkeypatch)
         with pytest.raises(type(end)), status.followed():
             raise end
         assert doing(seen[-1]) == "the run was stopped"
+
+
+@pytest.mark.parametrize(("clients", "least", "most"), [(100, 100, 100), (101, 0, 10)])
+def test_among_many_clients_not_every_reply_replaces_the_file(tmp_path, monkeypatch, clients, least, most) -> None:
+    status = Status(tmp_path / "7.json")
+    status.sent("round 1/2", dict.fromkeys(range(clients), "trains"))
+    written = []
+    monkeypatch.setattr("kindred.engine.status.write_bytes", lambda path, content, flush: written.append(content))
+    for client in range(clients):
+        status.answered(client, "ok")
+    assert least <= len(written) <= most
+    status.update(state="between rounds")
+    assert all(each["status"] == "ok" for each in json.loads(written[-1])["asked"].values())
 
 
 def test_a_run_whose_process_is_dead_and_not_yet_waited_for_has_ended() -> None:
@@ -224,6 +238,16 @@ def test_beyond_loopback_a_request_needs_tls_and_the_token(tmp_path, keys, capsy
     with asking(serve_runs(state, "0.0.0.0", 0, keys), context) as ask:  # the same token, not printed again
         assert token not in capsys.readouterr().out
         assert ask("/", Cookie=cookie)[0] == 200
+
+
+@pytest.mark.parametrize("content", ["", "\n", "short"])
+def test_a_token_that_can_be_guessed_is_bad_input(tmp_path, keys, capsys, content) -> None:
+    state = a_state(tmp_path)
+    (state / TOKEN_FILE).write_text(content)
+    with pytest.raises(typer.Exit):
+        serve_runs(state, "0.0.0.0", 0, keys)
+    said = f"{state / TOKEN_FILE} holds {len(content.strip())} characters, allowed: 32 or more"
+    assert said in capsys.readouterr().err
 
 
 def test_an_address_for_others_without_keys_is_bad_input(keys) -> None:

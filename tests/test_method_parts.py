@@ -52,6 +52,24 @@ def test_a_message_has_the_available_models_by_place() -> None:
     assert sent.mismatch("a", new) == "it holds a model where an update is expected"
 
 
+def test_packed_models_are_kept_for_other_clients_only_where_asked() -> None:
+    sent = sent_to_both()
+    first, again = (sent.pack(client, ["a"])["1/weight"] for client in "bc")
+    assert first is again
+    sent.forget_packed()
+    first, again = (sent.pack(client, ["a"], keep=False)["1/weight"] for client in "bc")
+    assert first is not again
+
+
+def test_variances_and_counters_of_a_model_are_0_or_more_and_their_changes_any_number() -> None:
+    arrays = {"w": np.ones(1), "bn.running_var": np.ones(2), "bn.num_batches_tracked": np.array(3)}
+    layout = Layout(arrays)
+    for name, value in (("bn.running_var", np.array([1.0, -1e15])), ("bn.num_batches_tracked", np.array(-1))):
+        assert layout.mismatch({**arrays, name: value}) == f"array {name!r} holds {value.min():g}, allowed: 0 or more"
+    assert layout.mismatch({"bn.running_var": np.array([1.0, -0.5])}, whole=False) is None
+    assert layout.mismatch(arrays) is None
+
+
 def test_the_norm_of_updates_is_the_largest_over_their_parameters() -> None:
     updates = {**with_prefix(0, model(1, 0, 9)), **with_prefix(1, model(3, 4, 9))}
     assert sent_to_both().update_norm({**updates, **with_prefix(NEW_MODEL, model(9, 9, 9))}) == 5

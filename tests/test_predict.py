@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 from kindred import Mixture, make_model
 from kindred.client.evaluation import predict as predicted_by
 from kindred.client.training import get_arrays, set_arrays
-from kindred.data import Task, load_federation
+from kindred.data import DataError, Task, load_federation
 from kindred.data.inputs import ImageInputs, TableInputs
 from kindred.data.schema import Column, Schema
 from kindred.objectives import Classes, Labels, Number, Objective
@@ -572,6 +572,29 @@ def test_a_table_without_a_test_part_is_evaluated_as_a_whole(known, tmp_path) ->
         "kindred: rows without a target, which are not used: 1",
         "kindred: the data have no test part: all samples are evaluated, also those that a model was trained on",
     ]
+
+
+def test_arrays_for_a_model_of_tables_are_checked_like_tables(known, tmp_path) -> None:
+    np.savez(tmp_path / "wide.npz", x=np.zeros((2, 14)), y=np.array([0, 1]))
+    np.savez(tmp_path / "codes.npz", x=np.array([[0.5, np.nan], [1, 1]]), y=np.array([0, 1]))
+    for command in ("evaluate", "predict"):
+        where = ("--data-dir",) if command == "evaluate" else ("--input",)
+        said = refused(command, "--model", known, *where, tmp_path / "wide.npz")
+        assert "wide.npz: rows have the shape (14,), expected 2 columns" in said
+        done = kindred(command, "--model", known, *where, tmp_path / "codes.npz")
+        assert done.exit_code == 0 and "1 of 4 cells are missing (height 1)" in done.stderr
+
+
+def test_images_of_another_scale_than_before_are_refused() -> None:
+    of_bytes, of_shares = ImageInputs((1, 2, 2), (33.0,), (70.0,)), ImageInputs((1, 2, 2), (0.2,), (0.3,))
+    shares = np.linspace(0, 1, 8, dtype=np.float32).reshape(2, 1, 2, 2)
+    whole = (255 * shares).astype(np.uint8)
+    with pytest.raises(DataError, match="images have values from 0 to 1, and those before a mean of 33"):
+        of_bytes.prepared(shares)
+    with pytest.raises(DataError, match="images have values up to 255, and those before a mean of 0.2"):
+        of_shares.prepared(whole)
+    assert of_bytes.prepared(whole).max() < 5 and of_shares.prepared(shares).max() < 5
+    assert of_bytes.prepared(0 * shares).shape == (2, 1, 2, 2)  # black
 
 
 def texts_of(figure) -> dict[tuple[float, float], str]:

@@ -151,6 +151,8 @@ def test_sampling_depends_on_seed_round_and_clients_alone() -> None:
     assert first != strategy.sample(4, 0.1, 2)
     assert len(strategy.sample(1, 0.0, 2)) == 2
     assert len(strategy.sample(1, 0.5, 1000)) == 100
+    for fraction, count in ((0.29, 29), (0.57, 57), (0.299, 29)):  # 0.29 * 100 is 28.999...
+        assert len(strategy.sample(1, fraction, 2)) == count
 
 
 def test_the_history_has_the_bytes_and_means_of_a_round() -> None:

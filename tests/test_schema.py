@@ -129,6 +129,9 @@ def test_rows_that_do_not_fit_are_refused() -> None:
         SCHEMA.features(np.zeros((2, 4)))
     with pytest.raises(DataError, match="a number beyond 1e"):
         SCHEMA.features(np.full((2, 3), np.inf))
+    for code in (4, -1, 0.5):
+        with pytest.raises(DataError, match=rf"column 'pain' has {code}, allowed: .* 0 to 2; 3 for an unknown one"):
+            SCHEMA.features(np.array([[60.0, 1.0, code]]))
 
 
 @settings(max_examples=60, deadline=None)

@@ -82,6 +82,8 @@ IN_ANY_TIME = settings(suppress_health_check=[HealthCheck.too_slow], deadline=No
         ("site lyon --server localhost:1 --data-dir digits.npz --ca KEYS/lyon.pub --key KEYS/lyon.key", ["lyon.pub"]),
         ("site lyon --server localhost:1 --data-dir digits.npz --ca KEYS/ca.crt --key KEYS/ca.key", ["ca.key"]),
         ("site lyon --server localhost:1 --data-dir digits.npz --ca KEYS/ca.crt --key lent.key", ["lent.key", "chmod"]),
+        ("site lyon --server localhost:1 --data-dir digits.npz --ca KEYS/ca.crt --key lent", ["lent", "chmod go="]),
+        ("site lyon --server localhost:1 --data-dir digits.npz --ca ca.crt --key KEYS/lyon.key", ["ca.crt", "go-w"]),
         ("site lyon --server localhost:1 --data-dir nowhere", ["data-dir", "nowhere"]),
         ("site lyon --server localhost:1 --data-dir digits.npz --public-data nowhere", ["public-data", "nowhere"]),
         ("site lyon --server localhost:1 --data-dir digits.npz --public-data large.npz", ["1x9x9", "1x8x8"]),
@@ -108,8 +110,11 @@ def test_bad_input_gets_one_line_and_code_2_and_starts_nothing(
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o755)
-    (tmp_path / "lent.key").write_bytes((made_keys / "lyon.key").read_bytes())
-    (tmp_path / "lent.key").chmod(0o644)
+    for name in ("lent.key", "lent"):
+        (tmp_path / name).write_bytes((made_keys / "lyon.key").read_bytes())
+        (tmp_path / name).chmod(0o644)
+    (tmp_path / "ca.crt").write_bytes((made_keys / "ca.crt").read_bytes())
+    (tmp_path / "ca.crt").chmod(0o666)
     np.savez(tmp_path / "large.npz", x=np.zeros((3, 9, 9), np.uint8))
     np.savez(tmp_path / "one.npz", x=np.zeros((1, 9, 9), np.uint8), y=np.zeros(1, int))
     before = {path.name for path in tmp_path.iterdir()}

@@ -66,6 +66,16 @@ def same(one, other) -> bool:
 TYPES = (np.float32, np.float16, np.float64, np.int64, np.bool_)
 
 
+def test_a_method_does_not_load_what_another_one_has_saved() -> None:
+    """A message that names another method would have a model sent that stays by the first one."""
+    model = {"w": np.ones(1)}
+    ClientState(1, 0, server_round=1, method="ditto").save("model", model)
+    assert ClientState(1, 0, server_round=2, before=2, method="federico").load("model") is None
+    assert ClientState(1, 0, server_round=2, before=2, method="").about("model") == {}
+    for same in ("ditto", None):  # None: those who read results
+        assert ClientState(1, 0, server_round=2, before=2, method=same).load("model") == model
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     kept=st.dictionaries(

@@ -183,6 +183,9 @@ def edited(path: Path, old: str, new: str) -> str:
         ("id", "id", {"target": "sex", "task": "number"}, ["row 2, column sex: 'Male'", "a number"]),
         ("id", "id", {"target": "num", "client": "hospital"}, ["no column 'hospital'", "the client"]),
         ("id", "id", {"target": "num", "time": "year"}, ["no column 'year'", "the time"]),
+        ("id", "id", {"target": "num", "time": "num"}, ["time is 'num'", "a target"]),
+        ("id", "id", {"target": "dataset"}, ["client is 'dataset'", "a target"]),
+        ("id", "id", {"time": "dataset"}, ["client and time are 'dataset'"]),
         ("id", "id", {"target": "num", "time": "sex"}, ["row 2", "column sex", "'Male'", "a number"]),
         ("8,41,Male,Hungary", "8,41,Male,", {}, ["row 5", "column dataset", "''", "name of a client"]),
         ("9,67,Female", "9,67,x,Female", {}, ["row 3 has 8 cells", "header 7"]),
@@ -208,7 +211,7 @@ def test_bad_input_is_refused_in_one_line(tmp_path, old, new, given, words) -> N
     "day",
     [
         "2021-03-{}", "{}/03/2021", "{}.3.21", "2021-03-{}T10:00", "10:{}", "{}. 3. 2021", "{}-MAR-2021",
-        "{} März 2021", "{}. mars 21", "Mar {} 2021",
+        "{} März 2021", "{}. mars 21", "Mar {} 2021", "2021-03", "03/2021", "1:{} PM", "10:{} a.m.",
     ],
 )  # fmt: skip
 def test_a_column_of_dates_is_refused_by_name(tmp_path, day) -> None:

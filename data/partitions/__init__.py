@@ -76,9 +76,9 @@ def divide(partition: str, y_train: np.ndarray, y_test: np.ndarray, num_classes:
     Raises
     ------
     DataError
-        There are more clients than samples, the groups do not fit, a class has too few images, or there are no classes
-        and the partition needs them. In dirichlet, dirichlet-clients and clustered-dirichlet, fewer than 2 clients have
-        training images.
+        There are more clients than samples, the groups do not fit, a class has too few images, there are no classes and
+        the partition needs them, or it divides samples for training and test anew and these have times. In dirichlet,
+        dirichlet-clients and clustered-dirichlet, fewer than 2 clients have training images.
     """
     ask = Request(partition, y_train, y_test, num_classes, **settings)
     if partition not in PARTITIONS:
@@ -96,6 +96,12 @@ def divide(partition: str, y_train: np.ndarray, y_test: np.ndarray, num_classes:
     if scheme.needs_classes and not num_classes:
         others = ", ".join(name for name, each in PARTITIONS.items() if not each.needs_classes)
         raise DataError(f"partition {partition} needs classes, which {ask.dataset} has not here, allowed: {others}")
+    if scheme.total and ask.times is not None:
+        others = ", ".join(name for name, each in PARTITIONS.items() if not each.total)
+        raise DataError(
+            f"partition is {partition!r}, which divides earlier and later samples anew, and {ask.dataset} has times, "
+            f"allowed: {others}; or no times"
+        )
     found = scheme.divide(ask) if len(y_test) or scheme.splits else _divided_before(ask, scheme)
     if ask.validation_share:
         found = _with_validation(ask, found)

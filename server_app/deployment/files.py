@@ -58,10 +58,10 @@ def own_folder(folder: Path, alone: bool = True) -> Iterator[None]:
         yield
 
 
-def open_to_others(path: Path) -> str | None:
+def open_to_others(path: Path, *, private: bool = False) -> str | None:
     """Return why other users of this machine could misuse a file or folder of keys, and what to do; else None.
 
-    Nobody else may be able to change it, nor to read it if it is a private key.
+    Nobody else may be able to change it, nor to read it if it is `private`.
     """
     try:
         about = path.stat()
@@ -73,7 +73,6 @@ def open_to_others(path: Path) -> str | None:
             f"{path} belongs to user {about.st_uid}, allowed: {os.geteuid()}, who runs this, or root; "
             f"chown {os.geteuid()} {quoted}"
         )
-    private = path.suffix == ".key"
     if mode & (0o077 if private else 0o022):
         others, letters = ("read it", "go=") if private else ("write to it", "go-w")
         return (

@@ -7,7 +7,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import typer
@@ -85,6 +85,7 @@ class Registration:
         self._file = Path(settings[REGISTERED])
         with contextlib.suppress(OSError, ValueError):  # names of past runs, whose files may be gone
             self._names.update(json.loads(self._file.read_bytes()))
+        self._registered = set(self._names)  # names for which a key has been registered
         self._names.update(path.stem for path in public_keys_in(folder))
         write_or_end(self._file, self._content())
 
@@ -113,7 +114,8 @@ class Registration:
                 doubts.add(f"{self._file} cannot be written ({error.strerror}); until it is no new key is registered")
                 failed = list(new)
             else:
-                failed = register_sites(list(new), self._settings, self._state, self._mark)
+                failed = register_sites(list(new), self._settings, self._state, self._mark, self._registered)
+                self._registered.update(path.stem for path in new if path not in failed)
         for doubt in doubts - self._doubts:  # once while it lasts
             warn(doubt)
         self._doubts = doubts
@@ -125,8 +127,13 @@ class Registration:
         return json.dumps(sorted(self._names)).encode()
 
 
-def register_sites(public_keys: Sequence[Path], settings: Mapping[str, str], state: Path, mark: str) -> list[Path]:
-    """Register the sites of these public keys, and return the keys that could not be registered."""
+def register_sites(
+    public_keys: Sequence[Path], settings: Mapping[str, str], state: Path, mark: str, before: Collection[str]
+) -> list[Path]:
+    """Register the sites of these public keys, and return the keys that could not be registered.
+
+    `before` has the names of sites that have been registered: another key of theirs is a second one.
+    """
     for path in public_keys:
         show_command(
             ["flwr", "supernode", "register", str(path), CONNECTION, "--name", path.stem], {"FLWR_HOME": str(state)}
@@ -148,4 +155,9 @@ def register_sites(public_keys: Sequence[Path], settings: Mapping[str, str], sta
             print(f"{path.stem} is already known to the server: registered, or withdrawn", flush=True)
         else:
             print(f"{path.stem} is registered{f' as SuperNode {node[1]}' if node else ''}", flush=True)
+            if path.stem in before:
+                warn(
+                    f"{path.stem} was registered with another key before, which stays valid unless it is withdrawn: "
+                    f"flwr supernode unregister NUMBER {CONNECTION}"
+                )
     return failed

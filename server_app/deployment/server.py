@@ -167,7 +167,7 @@ def check_server_keys(folder: Path, host: str | Address) -> dict[str, x509.Certi
         check_certificate_names(folder, [host])
     check_public_keys(public_keys_in(folder))
     for each in (folder, *sorted(folder.glob("[!.]*"))):
-        if doubt := open_to_others(each):
+        if doubt := open_to_others(each, private=each.suffix == ".key"):
             end(2, doubt)
     return certificates
 

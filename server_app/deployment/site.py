@@ -123,7 +123,7 @@ def site(
     if ca and key:
         ca, key = absolute_path(ca, "--ca"), absolute_path(key, "--key")
         load_site_key(key)
-        if doubt := out_of_date(ca, load_certificate(ca)) or open_to_others(key):
+        if doubt := out_of_date(ca, load_certificate(ca)) or open_to_others(ca) or open_to_others(key, private=True):
             end(2, doubt)
         proof = ["--root-certificates", str(ca), "--auth-supernode-private-key", str(key)]
     else:

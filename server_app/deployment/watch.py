@@ -33,6 +33,7 @@ from .files import DATABASE, REGISTERED_FILE, RUNS_FOLDER, write_or_end
 OPTION = "--watch-address"
 COOKIE, BEARER = "kindred-token", {"WWW-Authenticate": "Bearer"}
 TOKEN_FILE = "watch-token"  # in the state folder
+TOKEN_BYTES = 32
 PAGE = re.compile(r"/(?:run/(\d+)/)?", re.ASCII)
 MOST_RUNS = 50  # listed on the page
 
@@ -198,8 +199,13 @@ def serve_runs(state: Path, host: str | Address, port: int, keys: Path | None) -
         return server
     path, new = state / TOKEN_FILE, not (state / TOKEN_FILE).exists()
     if new:
-        write_or_end(path, secrets.token_urlsafe(32).encode())
+        write_or_end(path, secrets.token_urlsafe(TOKEN_BYTES).encode())
     server.token = path.read_text().strip()
+    if len(server.token) < TOKEN_BYTES:
+        server.server_close()
+        end(
+            2, f"{path} holds {len(server.token)} characters, allowed: {TOKEN_BYTES} or more; remove it for a new token"
+        )
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(keys / "server.crt", keys / "server.key")
     # The handshake is the first thing that a request's thread does: nobody can make the others wait.

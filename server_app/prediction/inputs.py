@@ -60,12 +60,14 @@ def read_inputs(path: Path, task: Task) -> tuple[list[str], np.ndarray, list[str
     if path.is_file() and suffix == ".npz":
         raw = _npz(path, task.inputs.kind)
     elif path.is_file() and suffix == ".csv":
-        raw, remarks = _table(path, task)
+        raw = _table(path, task)
     elif path.is_file() and suffix == ".txt":
         raw, places = _text(path, task)
     else:
         raise DataError(f"--input is {str(path)!r}, allowed: {INPUTS}")
     x = _prepared(task, raw, path)
+    if isinstance(task.inputs, TableInputs):
+        remarks = [*missing_remarks(task.inputs.schema, raw), *unknown_remarks(task.inputs.schema, raw)]
     return list(map(str, range(len(x)) if places is None else places)), x, remarks
 
 
@@ -111,13 +113,11 @@ def _npz(path: Path, kind: str) -> np.ndarray:
         return checked_inputs(arrays[name], kind, f"{path}: {name}")
 
 
-def _table(path: Path, task: Task) -> tuple[np.ndarray, list[str]]:
-    """Return the rows of a table as its schema codes them, and lines about missing and unknown cells."""
+def _table(path: Path, task: Task) -> np.ndarray:
+    """Return the rows of a table as its schema codes them."""
     if not isinstance(task.inputs, TableInputs):
         raise DataError(f"--input is {str(path)!r}, a table, and the model takes {task.inputs.kind} inputs")
-    schema = task.inputs.schema
-    x = read_rows(Table.open(path), schema)
-    return x, [*missing_remarks(schema, x), *unknown_remarks(schema, x)]
+    return read_rows(Table.open(path), task.inputs.schema)
 
 
 def _text(path: Path, task: Task) -> tuple[np.ndarray, Sequence[int]]:
@@ -140,12 +140,13 @@ def read_test_part(data_dir: Path, task: Task) -> tuple[np.ndarray, np.ndarray, 
         task = replace(task, inputs=TableInputs(replace(task.inputs.schema, time="")))
     site = read_site(data_dir, task=task)
     x, y = (site.x_test, site.y_test) if len(site.x_test) else (site.x_train, site.y_train)
-    remarks = list(site.remarks)
+    prepared, remarks = _prepared(task, x, data_dir), list(site.remarks)
     if not len(site.x_test):
         remarks.append("the data have no test part: all samples are evaluated, also those that a model was trained on")
     if isinstance(task.inputs, TableInputs):
-        remarks = [*missing_remarks(task.inputs.schema, x), *remarks]
-    return _prepared(task, x, data_dir), y, remarks
+        unknown = unknown_remarks(task.inputs.schema, x) if data_dir.suffix.lower() == ".npz" else []
+        remarks = [*missing_remarks(task.inputs.schema, x), *unknown, *remarks]
+    return prepared, y, remarks
 
 
 def _prepared(task: Task, x: np.ndarray, where: Path) -> np.ndarray:

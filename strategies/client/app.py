@@ -220,6 +220,7 @@ def _visit(load_site: LoadSite, message: Message, context: Context) -> Visit:
         before=server_round + evaluates if repeats else None,
         keep_from=config.get(KEEP_FROM),
         attempt=int(config.get(ATTEMPT, 0)),
+        method=str(config.get(METHOD, "")),
     )
     return Visit(
         client, _site(load_site, context, device), config, read_record(records[0]), device, state, context.node_config

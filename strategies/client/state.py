@@ -78,6 +78,9 @@ class ClientState:
     attempt : int (default: 0)
         When the server began or resumed the run, in ns since 1970; each resume increases it. A save of an earlier round
         than the saved one, or of an earlier attempt, comes from a late message.
+    method : str, optional
+        The method of the message. What another one has saved is not loaded, so that no message can have a model sent
+        that stays at the client by its own method. By default all states are loaded.
 
     Attributes
     ----------
@@ -94,8 +97,10 @@ class ClientState:
         before: int | None = None,
         keep_from: int | None = None,
         attempt: int = 0,
+        method: str | None = None,
     ) -> None:
         self.client = client
+        self._method = method
         self._round = server_round
         self._before = before
         self._keep_from = server_round if keep_from is None else keep_from
@@ -175,6 +180,7 @@ class ClientState:
             if not psutil.pid_exists(process):  # the process was killed during a save
                 partial.unlink(missing_ok=True)
         texts = {"client": json.dumps(self.client), "round": str(self._round), "attempt": str(self._attempt)}
+        texts |= {} if self._method is None else {"method": self._method}
         try:
             with replacing(path, flush=not self._is_simulated) as temporary:
                 if self._is_simulated:
@@ -187,7 +193,7 @@ class ClientState:
             raise OSError(f"{STATE_NOT_WRITTEN} to {place} ({reason}); make room there") from None
         for version in interrupted:
             self._discard(name, version)
-        self._remove_unneeded(name, _Version(path, self._round, self._attempt), earlier)
+        self._remove_unneeded(name, _Version(path, self._round, self._attempt, self._method), earlier)
 
     def about(self, name: str) -> dict[str, str]:
         """Return the texts last saved with a name's arrays, before the round `before`; empty without such a file."""
@@ -202,7 +208,9 @@ class ClientState:
         return (self.folder.parent / SIMULATED).exists()
 
     def _counts(self, version: _Version) -> bool:
-        """Return whether a version may be loaded: not of a later round, or of an interrupted attempt at this."""
+        """Return whether a version may be loaded: not of a later round, an interrupted attempt, or another method."""
+        if None not in (version.method, self._method) and version.method != self._method:
+            return False
         if self._before is None:
             return True
         return version.round < self._before and (version.round < self._round or version.attempt == self._attempt)
@@ -282,6 +290,7 @@ class _Version(NamedTuple):
     path: Path
     round: int
     attempt: int
+    method: str | None
 
 
 def _texts(path: Path) -> dict[str, str] | None:
@@ -296,7 +305,9 @@ def _texts(path: Path) -> dict[str, str] | None:
 def _version(path: Path) -> _Version | None:
     """Return the version in a file; None if there is no file."""
     about = _texts(path)
-    return None if about is None else _Version(path, int(about.get("round", 0)), int(about.get("attempt", 0)))
+    if about is None:
+        return None
+    return _Version(path, int(about.get("round", 0)), int(about.get("attempt", 0)), about.get("method"))
 
 
 def _newest_first(versions: Iterable[_Version | None]) -> list[_Version]:

@@ -28,7 +28,7 @@ import numpy as np
 from flwr.app import ArrayRecord
 from flwr.supercore import log
 
-from kindred.files import partial_files
+from kindred.files import make_private, partial_files, private
 from kindred.messages import check, in_order, read_record, to_record
 
 from .model_store import mapping_of, release_pages
@@ -183,12 +183,12 @@ class Checkpoints:
             )
 
     def _write(self, server_round: int, arrays: Mapping[str, np.ndarray]) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_private(self.folder)
         for partial, _ in partial_files(self.folder):  # left by a process that was killed during a write
             partial.unlink()
         temporary = self.folder / f".{os.getpid()}.partial"
         try:
-            with open(temporary, "wb") as file:
+            with open(temporary, "wb", opener=private) as file:
                 checksum = _write_arrays(file, arrays)
                 file.flush()
                 self._copied.set()

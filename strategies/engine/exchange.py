@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from logging import ERROR, WARNING
 from typing import Any
 
@@ -69,6 +70,11 @@ class Sent:
     fields: dict[str, Any]
     trains: bool
     side: str
+
+
+def share_of(share: float, count: int) -> Fraction:
+    """Return a share of a count exactly: 0.29 of 100 is 29, where floating-point numbers give a little less."""
+    return Fraction(str(float(share))) * count
 
 
 class Exchange:
@@ -156,7 +162,7 @@ class Exchange:
         clients = {sent.client for sent in waiting.values()}
         count = len(clients | self.replied)  # clients that answered before and are not asked now count too
         self.replied -= clients
-        quorum = math.ceil(self._quorum * count) if self._quorum <= 1 else min(int(self._quorum), count)
+        quorum = math.ceil(share_of(self._quorum, count)) if self._quorum <= 1 else min(int(self._quorum), count)
         self._look_for_quorum(quorum)
         what = self._title(server_round)
         if waiting and not any(sent.trains for sent in waiting.values()) and what not in (OPENING, CLOSING):

@@ -39,6 +39,7 @@ NOT_MANY = 1 << 24
 
 # PyTorch's names for the buffers of its normalisation layers.
 NORMALISATION_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+NEVER_NEGATIVE = ("running_var", "num_batches_tracked")
 
 
 class Layout:
@@ -88,7 +89,8 @@ class Layout:
     def mismatch(self, arrays: Mapping[str, np.ndarray], whole: bool = True) -> str | None:
         """Say in a few words how arrays differ from this model's; None if they do not.
 
-        With `whole` false a subset of the model's float arrays is accepted.
+        Variances and counters of normalisation layers are 0 or more. With `whole` false the arrays are an update: a
+        subset of the model's float arrays, of any values.
         """
         due = self.shapes if whole else self.slices
         for name in self.shapes if whole else ():
@@ -101,6 +103,8 @@ class Layout:
                 return (
                     f"array {name!r} is {array.dtype} {array.shape}, expected {self.dtypes[name]} {self.shapes[name]}"
                 )
+            if whole and name.endswith(NEVER_NEGATIVE) and array.size and array.min() < 0:
+                return f"array {name!r} holds {array.min():g}, allowed: 0 or more"
         return None
 
     def distance(self, arrays: Mapping[str, np.ndarray], others: Mapping[str, np.ndarray]) -> float:

@@ -286,9 +286,13 @@ class Roster:
     def _assign_nodes(self, grid: Grid) -> None:
         """Assign each client id to one of the nodes that report it.
 
-        A node whose key is registered at the server may only have the registered name, and only that node may have this
-        name. Any other id stays with the node that had it first, as long as that node is connected.
+        A node whose key is registered at the server may only have the registered name, which it also has if it reports
+        none or its own number, and only that node may have this name. Any other id stays with the node that had it
+        first, as long as that node is connected.
         """
+        for node, client in self.introductions.clients.items():
+            if client == node:
+                self.introductions.clients[node] = self._registered.get(node) or node
         first = {
             client: node for client, node in self._introduced.items() if self.introductions.clients.get(node) == client
         }

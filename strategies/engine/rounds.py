@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -43,7 +44,7 @@ from .admission import SERVER_ERRORS, Refused, Reply, admit, admit_evaluation
 from .checkpoint import Checkpoints
 from .empty_rounds import EmptyRounds
 from .evaluation import EvaluationPlan
-from .exchange import Exchange, Sent
+from .exchange import Exchange, Sent, share_of
 from .history import History
 from .hooks import Hooks
 from .metrics import aggregated
@@ -107,7 +108,7 @@ class Rounds(Hooks, Strategy):
         the clients' numbers of samples. `fraction` is one of all clients, including those that cannot take part.
         """
         clients = self.roster.active()
-        count = min(max(int(self.roster.num_known() * fraction), at_least), len(clients))
+        count = min(max(math.floor(share_of(fraction, self.roster.num_known())), at_least), len(clients))
         if count == len(clients):
             return clients
         rng = np.random.default_rng(seed_for(self.seed, purpose, server_round))

@@ -40,19 +40,20 @@ class SentModels:
         self.models = models
         self._packed: dict[ClientId, ArrayRecord] = {}  # a model that several clients receive is packed once
 
-    def pack(self, client: ClientId, neighbours: Sequence[ClientId]) -> ArrayRecord:
+    def pack(self, client: ClientId, neighbours: Sequence[ClientId], *, keep: bool = True) -> ArrayRecord:
         """Return the arrays of a message to a client.
 
         The prefix of a name is the model's place among the owners: 0 is the client's own model, which is missing as
-        long as the client has none.
+        long as the client has none. With `keep` packed models are kept for other clients, until `forget_packed`.
         """
         self.owners[client] = [client, *neighbours]
         record = ArrayRecord()
         for place, owner in enumerate(self.owners[client]):
             if owner in self.models:
-                if owner not in self._packed:
-                    self._packed[owner] = self.models[owner]
-                record.update(with_prefix(place, self._packed[owner]))
+                packed = self._packed.get(owner) or self.models[owner]
+                if keep:
+                    self._packed[owner] = packed
+                record.update(with_prefix(place, packed))
                 self.count += 1
         return record
 

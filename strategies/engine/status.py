@@ -25,6 +25,7 @@ RUNS = "KINDRED_RUNS"
 STARTS, MEETS, WAITS, PREPARES = "starts", "meets", "waits", "prepares"
 EXCHANGES, BETWEEN_ROUNDS = "exchanges", "between rounds"
 TRAINS, EVALUATES = "trains", "evaluates"  # kinds of messages
+MANY = 100
 FINISHED, FAILED, STOPPED = "finished", "failed", "stopped"
 
 
@@ -40,6 +41,7 @@ class Status:
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
         self._content: dict[str, Any] = {}
+        self._written = 0.0  # when the file was last replaced
 
     @property
     def is_kept(self) -> bool:
@@ -61,6 +63,7 @@ class Status:
         if self._path is None:
             return
         self._content |= content
+        self._written = time.monotonic()
         with suppress(OSError):
             write_bytes(self._path, json.dumps(self._content).encode(), flush=False)
 
@@ -71,11 +74,16 @@ class Status:
         self.update(state=EXCHANGES, text=what, asked=asked)
 
     def answered(self, client: ClientId, status: str = "") -> None:
-        """Record that a client's reply has arrived, or that it will not be used: `status` is "ok" or the reason."""
-        if asked := self._content.get("asked", {}).get(str(client)):
+        """Record that a client's reply has arrived, or that it will not be used: `status` is "ok" or the reason.
+
+        Among more than `MANY` clients the file, which names all of them, is replaced once a second at most.
+        """
+        everybody = self._content.get("asked", {})
+        if asked := everybody.get(str(client)):
             asked.setdefault("seconds", time.time() - asked["at"])
             asked["status"] = status
-            self.update()
+            if len(everybody) <= MANY or time.monotonic() - self._written >= 1:
+                self.update()
 
     @contextmanager
     def followed(self) -> Iterator[None]:
