@@ -85,11 +85,19 @@ def load_dataset(dataset: str, data_dir: str = "", **settings: Any) -> Dataset:
     return DATASETS[dataset].read(data_dir, **settings)
 
 
+def _names_for(data_dir: str) -> str:
+    """Return names of datasets for a file or folder of the user's own, as a text."""
+    own = {".npz": "npz", ".csv": "csv"}.get(Path(data_dir).suffix.lower())
+    return f"dataset {own}" if own else "another dataset, such as npz, csv or text"
+
+
 def _digits(data_dir: str) -> Dataset:
     """Return scikit-learn's digits, always in the same halves, with each class divided as equally as possible.
 
     They are read from scikit-learn's file, because importing its datasets takes longer than all else before a round.
     """
+    if data_dir:
+        raise DataError(f"data-dir is {data_dir!r}, and dataset digits has no files, allowed: {_names_for(data_dir)}")
     spec = find_spec("sklearn")
     assert spec is not None and spec.origin is not None  # a requirement of this package
     table = np.loadtxt(Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",", dtype=np.int64)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from kindred.data import DATASETS
-from kindred.settings import kebab
+from kindred.settings import kebab, meant_by
 
+from . import config
 from .comparison.result import ComparisonResult
 from .config import ConfigError
 from .engines import Engine
@@ -49,7 +52,7 @@ def run(
     method : str
         A name of `kindred.REGISTRY`.
     data : str or path
-        A dataset's name, or an .npz file with x_train, y_train, x_test and y_test.
+        A dataset's name; an .npz file with x_train, y_train, x_test and y_test, or x and y; or a .csv file.
     clients : int
         Number of clients among which the data are divided.
     rounds : int
@@ -89,15 +92,16 @@ def run(
     RunFailed
         The run did not finish.
     """
-    given = _given(
-        {
-            "method": method, "clients": clients, "rounds": rounds, "seed": seed, "partition": partition,
-            "output": output, **_data(data),
-        },
-        settings,
-    )  # fmt: skip
-    where = Engine(engine, cpus_per_client, gpus_per_client, workers)
-    (result,) = run_methods(run_settings(given, resume), (), where, _printed if progress else _warned, track, given)
+    with _named_like_arguments():
+        given = _given(
+            {
+                "method": method, "clients": clients, "rounds": rounds, "seed": seed, "partition": partition,
+                "output": output, **_data(data),
+            },
+            settings,
+        )  # fmt: skip
+        where = Engine(engine, cpus_per_client, gpus_per_client, workers)
+        (result,) = run_methods(run_settings(given, resume), (), where, _printed if progress else _warned, track, given)
     return result
 
 
@@ -164,18 +168,19 @@ def compare(
         raise ConfigError(f"methods is {methods!r}, allowed: a list of names, or a mapping from names to settings")
     if isinstance(seeds, str) or not isinstance(seeds, Iterable):
         raise ConfigError(f"seeds is {seeds!r}, allowed: a list of whole numbers")
-    own = {name: _given({}, each) for name, each in methods.items()} if isinstance(methods, Mapping) else {}
-    given = _given(
-        {"clients": clients, "rounds": rounds, "partition": partition, "output": output, **_data(data)}, settings
-    )
-    varied = _varied({} if vary is None else vary)
-    names, plain_seeds = list(methods), [_plain(seed) for seed in seeds]
-    result, code = compare_methods(
-        names, given, own, seeds=plain_seeds, reference=reference, scale=scale, preset=preset, vary=varied,
-        engine=Engine(engine, cpus_per_client, gpus_per_client, workers, jobs),
-        on_line=_printed if progress else _warned,
-        command=_command(names, given, own, plain_seeds, preset, reference, scale, varied),
-    )  # fmt: skip
+    with _named_like_arguments():
+        own = {name: _given({}, each) for name, each in methods.items()} if isinstance(methods, Mapping) else {}
+        given = _given(
+            {"clients": clients, "rounds": rounds, "partition": partition, "output": output, **_data(data)}, settings
+        )
+        varied = _varied({} if vary is None else vary)
+        names, plain_seeds = list(methods), [_plain(seed) for seed in seeds]
+        result, code = compare_methods(
+            names, given, own, seeds=plain_seeds, reference=reference, scale=scale, preset=preset, vary=varied,
+            engine=Engine(engine, cpus_per_client, gpus_per_client, workers, jobs),
+            on_line=_printed if progress else _warned,
+            command=_command(names, given, own, plain_seeds, preset, reference, scale, varied),
+        )  # fmt: skip
     result.save()
     if code >= 128:
         raise KeyboardInterrupt(f"interrupted; the same call continues, results so far are in {result.folder}")
@@ -184,13 +189,24 @@ def compare(
     return result
 
 
+@contextmanager
+def _named_like_arguments() -> Iterator[None]:
+    """Name arguments of Python, not options of a command, in the text of a ConfigError."""
+    try:
+        yield
+    except ConfigError as error:
+        text = str(error).replace("--strategies", "methods").replace("--set ", "")
+        text = re.sub(r"--([a-z]+(?:-[a-z]+)*)", lambda option: option[1].replace("-", "_"), text)
+        raise ConfigError(text) from None
+
+
 def _data(data: Any) -> dict[str, Any]:
     """Return the settings that select the data."""
-    if data is None or isinstance(data, str) and (data in DATASETS or not data.lower().endswith(".npz")):
+    if data is None or isinstance(data, str) and (data in DATASETS or not data.lower().endswith((".npz", ".csv"))):
         return {"dataset": data}
     if isinstance(data, str | os.PathLike):
-        return {"dataset": "npz", "data_dir": data}
-    raise ConfigError(f"data is a {type(data).__name__}, allowed: a dataset's name, or the path of an .npz file")
+        return {"dataset": "csv" if os.fspath(data).lower().endswith(".csv") else "npz", "data_dir": data}
+    raise ConfigError(f"data is {data!r}, allowed: a dataset's name, or the path of an .npz or .csv file")
 
 
 def _varied(vary: Any) -> dict[str, list[Any]]:
@@ -207,6 +223,8 @@ def _given(named: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, A
     given: dict[str, Any] = {}
     for name, value in [*((name, each) for name, each in named.items() if each is not None), *settings.items()]:
         key = SETTINGS.get(name, kebab(name))
+        if key not in config.SETTINGS and (meant := meant_by(name, named)) and key not in config.added_settings():
+            raise ConfigError(f"unknown setting {name}; did you mean {meant}?")
         if key in given:
             raise ConfigError(f"{key} is given twice: {given[key]!r} and {_plain(value)!r}")
         given[key] = _plain(value)

@@ -12,7 +12,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -109,22 +109,30 @@ def with_settings_of_methods(cls: type) -> type:
                 found.setdefault(each.name, {}).setdefault(each, []).append(method.title)
     last = cls.__annotations__.pop("method_settings")
     for name, methods in found.items():
-        known = shared(list(methods))
+        known = shared(methods)
         cls.__annotations__[name] = known.kind
         setattr(cls, name, of(known, methods))
     cls.__annotations__["method_settings"] = last
     return cls
 
 
-def shared(settings: Sequence[Setting]) -> Setting:
-    """Return one setting for all of one name: it accepts what any method accepts; the method checks again."""
+def shared(methods: Mapping[Setting, Sequence[str]]) -> Setting:
+    """Return one setting for all of one name: it accepts what any method accepts; the method checks again.
+
+    `methods` has the titles of the methods that have each.
+    """
+    settings = list(methods)
     if len(settings) == 1:
         return settings[0]
     defaults = {json.dumps(each.default) for each in settings}
     kinds = dict.fromkeys(kind for each in settings for kind in each.kind.split(" | "))
-    ranges = dict.fromkeys(each.allowed.words for each in settings)
+    titles: dict[str, list[str]] = {}
+    for each, names in methods.items():
+        titles.setdefault(each.allowed.words, []).extend(names)
+    ranges = [f"{words} ({', '.join(names)})" for words, names in titles.items()] if len(titles) > 1 else [*titles]
     if len(defaults) > 1:
-        kinds["str"], ranges[f"{OWN_DEFAULT}, which is the method's own"] = None, None
+        kinds["str"] = None
+        ranges.append(f"{OWN_DEFAULT}, which is the method's own")
     return Setting(
         settings[0].name,
         settings[0].default if len(defaults) == 1 else OWN_DEFAULT,
@@ -447,11 +455,27 @@ def is_used_by(key: str, strategy: str) -> bool:
     return key not in of_methods | added_settings().keys()
 
 
-def unused(given: Iterable[str], strategies: Sequence[str]) -> list[str]:
-    """Return a line for each of these settings that none of the methods uses."""
-    which = ", ".join(strategies) if len(strategies) == 1 else f"none of {', '.join(strategies)}"
-    verb = "does not use" if len(strategies) == 1 else "uses"
-    return [f"{which} {verb} {key}" for key in given if not any(is_used_by(key, strategy) for strategy in strategies)]
+def unused(given: Collection[str], configs: Sequence[Config]) -> list[str]:
+    """Return a line for each of these settings that no run uses: not its method, or not its dataset or partition."""
+    strategies, datasets, partitions = (
+        list(dict.fromkeys(getattr(config, what) for config in configs))
+        for what in ("strategy", "dataset", "partition")
+    )
+    lines = [
+        f"{_none_of(strategies)} {key}"
+        for key in given
+        if not any(is_used_by(key, strategy) for strategy in strategies)
+    ]
+    for registry, names, own in ((DATASETS, datasets, PARTITIONS), (PARTITIONS, partitions, DATASETS)):
+        of_others = {key for each in own.values() for key in each.settings}  # of which the other registry decides
+        of_some = {key for each in registry.values() for key in each.settings} - of_others
+        used = {key for name in names for key in registry[name].settings}
+        lines += [f"{_none_of(names)} {key}" for key in given if key in of_some - used]
+    return lines
+
+
+def _none_of(names: Sequence[str]) -> str:
+    return f"{names[0]} does not use" if len(names) == 1 else f"none of {', '.join(names)} uses"
 
 
 def unknown_setting(key: str, known: tuple[str, ...]) -> str:

@@ -63,7 +63,7 @@ class Engine:
         if self.name not in NAMES:
             raise ConfigError(f"engine is {self.name!r}, allowed: {', '.join(NAMES)}")
         if self.workers and self.name != "local":
-            raise ConfigError(f"--workers is {self.workers}, allowed with engine {self.name}: 0")
+            raise ConfigError(f"--workers is {self.workers!r}, allowed with engine {self.name}: 0")
         if type(self.workers) is not int or self.workers < 0:
             raise ConfigError(f"--workers is {self.workers!r}, allowed: 0 or more")
         if self.jobs > 1 and self.name == "flower":

@@ -61,7 +61,7 @@ def run_methods(
     check([config, *others], engine)
     if track:
         tracking.check_tool(track)
-    for line in unused(given, [each.strategy for each in (config, *others)]):
+    for line in unused([*given], [config, *others]):
         on_line(line)
     on_line(f"{config.strategy} on {config.dataset}, {config.partition}, {config.num_clients} clients")
     _describe(config, on_line)
@@ -169,7 +169,7 @@ def compare_methods(
     if len(unusable) == len(plan.configs):
         raise next(iter(unusable.values()))
     on_line(f"{plan.title}: {', '.join(plan.configs)}")
-    for line in unused(given, list(dict.fromkeys(config.strategy for config in plan.configs.values()))):
+    for line in unused([*given], [*plan.configs.values()]):
         on_line(line)
     _describe(next(config for name, config in plan.configs.items() if name not in unusable), on_line)
     reasons = {name: str(error) for name, error in unusable.items()}

@@ -42,6 +42,16 @@ def test_help_marks_what_is_required_by_brackets_alone() -> None:
     [
         (["--nonsense"], "kindred: no such option '--nonsense'; see `kindred --help`"),
         (["nonsense"], "kindred: no such command 'nonsense'; see `kindred --help`"),
+        (["rn"], "kindred: no such command 'rn'. Did you mean 'run'? See `kindred --help`"),
+        (["run", "--set", "=1"], "kindred: --set is '=1', allowed: key=value"),
+        (
+            ["run", "--data-dir", "/no/such.npz"],
+            "kindred: data-dir is '/no/such.npz', and dataset digits has no files, allowed: dataset npz",
+        ),
+        (
+            ["predict", "--model", "a", "--input", "b", "--output", "c.xlsx"],
+            "kindred: --output is 'c.xlsx', allowed: NAME.csv or NAME.json",
+        ),
         (["site"], "kindred: missing argument 'NAME'; see `kindred site --help`"),
     ],
 )

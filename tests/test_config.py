@@ -76,7 +76,11 @@ def test_uv_excludes_exactly_the_dependencies_that_pip_installs() -> None:
         ("num-rounds", True, "num-rounds is True, allowed: 1 or more (int)"),
         ("learning-rate", 0, "learning-rate is 0.0, allowed: more than 0 (float)"),
         ("learning-rate", float("inf"), "learning-rate is inf, allowed: more than 0 (float)"),
-        ("sigma", float("nan"), "sigma is nan, allowed: more than 0, or auto; more than 0; default, which is "),
+        (
+            "sigma",
+            float("nan"),
+            "sigma is nan, allowed: more than 0, or auto (FedAMP); more than 0 (HeurFedAMP); default, which is ",
+        ),
         ("fraction-train", 1.5, "fraction-train is 1.5, allowed: more than 0, at most 1 (float)"),
         ("self-weight", 1.5, "self-weight is 1.5, allowed: 0 to 1, uniform "),
         ("self-weight", "half", "self-weight is 'half', allowed: 0 to 1, uniform "),

@@ -73,7 +73,7 @@ def test_folders_of_images_are_read(tmp_path, mode, channels) -> None:
 
 
 def test_grey_images_have_the_channels_of_the_task(tmp_path) -> None:
-    """Whether a site fits does not depend on the pixels that it happens to have."""
+    """A site fits, or not, whatever colours its images have."""
     task = Task(ImageInputs((3, 4, 6)), Classes(3))
     images = read_site(folders(tmp_path, mode="L"), task=task)
     assert images.x_train.shape == (4, 3, 4, 6)

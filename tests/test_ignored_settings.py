@@ -40,9 +40,21 @@ def test_a_method_uses_its_own_settings_and_those_of_training_that_it_does_not_i
     assert is_used_by("sgd-learning-rate", "scaffold") and not is_used_by("sgd-learning-rate", "fedavg")
     assert is_used_by("learning-rate", "fedavg") and not is_used_by("learning-rate", "scaffold")
     assert not is_used_by("local-epochs", "perfed-ckt") and is_used_by("local-steps", "perfed-ckt")
-    assert unused(["sigma", "seed"], ["fedavg"]) == ["fedavg does not use sigma"]
-    assert unused(["sigma"], ["fedavg", "local"]) == ["none of fedavg, local uses sigma"]
-    assert unused(["sigma"], ["fedavg", "fedamp"]) == []
+    fedavg, local, fedamp = (Config(strategy=name) for name in ("fedavg", "local", "fedamp"))
+    assert unused(["sigma", "seed"], [fedavg]) == ["fedavg does not use sigma"]
+    assert unused(["sigma"], [fedavg, local]) == ["none of fedavg, local uses sigma"]
+    assert unused(["sigma"], [fedavg, fedamp]) == []
+
+
+def test_settings_that_neither_dataset_nor_partition_uses_are_named() -> None:
+    digits, tables = Config(), Config(dataset="csv", partition="by-client")
+    keys = ["target", "dirichlet-alpha", "min-samples", "num-groups", "test-share"]
+    assert unused(keys, [digits]) == [
+        "digits does not use target", "rotated does not use dirichlet-alpha", "rotated does not use min-samples",
+    ]  # fmt: skip
+    assert unused(keys, [tables]) == ["by-client does not use dirichlet-alpha", "by-client does not use num-groups"]
+    assert unused(["dirichlet-alpha"], [digits, tables]) == ["none of rotated, by-client uses dirichlet-alpha"]
+    assert unused(keys[:1], [digits, tables]) == []
 
 
 @pytest.mark.parametrize(

@@ -120,13 +120,16 @@ def test_a_whole_number_is_accepted_as_a_float() -> None:
 def test_methods_with_a_setting_of_the_same_name_keep_their_defaults_and_ranges() -> None:
     first = Setting("width", 2.0, within(0, 4), "of one")
     other = Setting("width", "auto", Range("auto, or 9", lambda value: value in ("auto", 9.0)), "", "float | str")
-    both = shared([first, other])
+    both = shared({first: ["One"], other: ["Two", "Three"]})
     assert both.default == OWN_DEFAULT and both.parse("9") == 9.0 and both.parse("auto") == "auto"
     for value in (OWN_DEFAULT, 3.0, 9, "auto"):
         both.check(value)
-    with pytest.raises(ValueError, match="width is 5.0, allowed: 0 to 4; auto, or 9; default, which is the method's"):
+    with pytest.raises(
+        ValueError,
+        match=r"width is 5.0, allowed: 0 to 4 \(One\); auto, or 9 \(Two, Three\); default, which is the method's",
+    ):
         both.check(5)
-    assert shared([first, Setting("width", 2.0, within(0, 8), "")]).default == 2.0
+    assert shared({first: ["One"], Setting("width", 2.0, within(0, 8), ""): ["Two"]}).default == 2.0
 
 
 @pytest.mark.parametrize(

@@ -78,12 +78,21 @@ def test_the_example_ends_with_a_model_and_labels_at_each_site_and_no_process(fo
 
 
 def test_a_failed_run_is_reported_and_leaves_no_process(folder) -> None:
-    process = start(folder, "nonsense")
+    process = start(folder, "local", "min-available-clients=4", "wait-timeout=2")
     said, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1, said
     assert processes(folder) == []
-    assert "strategy is 'nonsense'" in said
+    assert "3 of 4 are connected" in said
     assert "the run has not been completed" in said
+
+
+def test_wrong_settings_and_a_used_folder_are_refused_before_anything_is_started(folder) -> None:
+    for _ in range(2):
+        process = start(folder, "nonsense")
+        said, _ = process.communicate(timeout=PATIENCE)
+        assert process.returncode == 2 and "$ kindred server" not in said, said
+        assert processes(folder) == []
+        assert ("strategy is 'nonsense'" in said) != (f"FOLDER is {folder}, which has files" in said)
 
 
 def test_a_signal_ends_every_started_process(folder) -> None:

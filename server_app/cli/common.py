@@ -46,7 +46,10 @@ def errors_in_one_line(command: str) -> Iterator[None]:
         end(2, str(error))
     except UsageError as error:
         message, command = error.format_message().rstrip("."), error.ctx.command_path if error.ctx else command
-        end(error.exit_code, f"{message[:1].lower()}{message[1:]}; see `{command} --help`")
+        end(
+            error.exit_code,
+            f"{message[:1].lower()}{message[1:]}{' See' if message.endswith('?') else '; see'} `{command} --help`",
+        )
     except OSError as error:
         if error.filename is None:
             raise
@@ -62,7 +65,8 @@ class App(typer.Typer):
 
 
 app = App(
-    cls=Commands, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
+    cls=Commands, suggest_commands=False, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Personalised federated learning: a model for every client, learnt together with similar clients.",
 )  # fmt: skip

@@ -36,7 +36,7 @@ def predict(
     model: ModelFile,
     given: Annotated[Path, option("input", "PATH", f"Inputs to predict for: {INPUTS}.")],
     output: Annotated[
-        Path | None, option("output", "FILE", "File to write, CSV or NAME.json (default: print CSV).")
+        Path | None, option("output", "FILE", "File to write, NAME.csv or NAME.json (default: print CSV).")
     ] = None,
 ) -> None:
     """Print what a model predicts for each input, as CSV or JSON.
@@ -45,7 +45,9 @@ def predict(
     name, or the sample's number, from 0.
     """
     with _refusals():
-        as_json = output is not None and output.suffix == ".json"
+        if output is not None and output.suffix.lower() not in (".csv", ".json"):
+            raise config.ConfigError(f"--output is {str(output)!r}, allowed: NAME.csv or NAME.json")
+        as_json = output is not None and output.suffix.lower() == ".json"
         with displayed("predicting", sys.stderr):
             table, remarks = prediction.predictions(model, given, as_json)
         if output is not None:

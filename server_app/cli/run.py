@@ -36,7 +36,7 @@ else:
 
 # Options of more than one command.
 Dataset = Annotated[str | None, option("dataset", "NAME", "Dataset; see `kindred datasets`.")]
-DataDir = Annotated[str | None, option("data-dir", "PATH", "Folder or .npz file of the dataset.")]
+DataDir = Annotated[str | None, option("data-dir", "PATH", "Folder, .npz file or .csv file of the dataset.")]
 Partition = Annotated[str | None, option("partition", "NAME", "How clients' data differ; see `kindred datasets`.")]
 Clients = Annotated[str | None, option("clients", "N", "Number of clients among which the data are divided.")]
 MetricName = Annotated[
@@ -315,7 +315,7 @@ def given_settings(named: Mapping[str, str | None], assignments: Sequence[str]) 
     texts = {key: text for key, text in named.items() if text is not None}
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
-        if not equals:
+        if not key or not equals:
             raise config.ConfigError(f"--set is {assignment!r}, allowed: key=value")
         name, colon, own = key.partition(":")
         if colon:  # `compare` has taken these out

@@ -1,4 +1,4 @@
-"""What nodes say of themselves: the server asks each for its client id, and keeps its answer."""
+"""Introductions: the server asks each node for its client id, and keeps the answer."""
 
 from __future__ import annotations
 
@@ -92,7 +92,9 @@ class Introductions:
         """Return those of these nodes that are to be asked."""
         return [node for node in nodes if node not in self.clients or node in self._outdated]
 
-    def ask(self, grid: Grid, nodes: Sequence[int], timeout: float, patience: float, heard: Callable[[], None]) -> None:
+    def ask(
+        self, grid: Grid, nodes: Sequence[int], timeout: float, patience: float, received: Callable[[], None]
+    ) -> None:
         """Ask nodes for their client ids. A client without one is identified by its node.
 
         Nodes that do not answer in time are asked again before the next round, and a reply to either query counts.
@@ -106,7 +108,7 @@ class Introductions:
             Seconds for which a query counts.
         patience : float
             Seconds to wait for the answers.
-        heard : callable
+        received : callable
             Called before the first answer and after each.
         """
         if self._nodes_know_identity and not self.were_asked(nodes):
@@ -116,14 +118,14 @@ class Introductions:
         for group in (nodes[:1], nodes[1:]) if self._simulated else (nodes,):
             if group and self._nodes_know_identity:
                 with _no_traceback_of_the_query():
-                    self._ask(grid, group, timeout, patience, heard)
+                    self._ask(grid, group, timeout, patience, received)
             if not self._nodes_know_identity:
                 self.clients |= {node: node for node in group}
 
     def _ask(
-        self, grid: Grid, nodes: Sequence[int], timeout: float, patience: float, heard: Callable[[], None]
+        self, grid: Grid, nodes: Sequence[int], timeout: float, patience: float, received: Callable[[], None]
     ) -> None:
-        heard()
+        received()
         last = {node: message_id for message_id, node in self.awaited.items()}  # a node's previous query still counts
         self.awaited = {message_id: node for message_id, node in self.awaited.items() if last[node] == message_id}
         for node in nodes:
@@ -153,7 +155,7 @@ class Introductions:
                 )
             elif not reply.has_error():
                 self._record(node, content_of(reply))
-                heard()
+                received()
             # In a simulation all nodes run the same app; a remote node's answer says nothing about the others.
             elif UNKNOWN_QUERY in (reply.error.reason or "") and self._simulated:
                 self._nodes_know_identity = False
