@@ -72,7 +72,8 @@ def test_the_example_ends_with_a_model_and_labels_at_each_site_and_no_process(fo
     assert {row["label"] for row in rows} <= set("0123456789")
     # Copied commands must give the script's results: the commands at a site name only that site's files.
     for site in SITES:
-        (command,) = [line for line in said.splitlines() if line.startswith(f"$ kindred site {site} ")]
+        *check, command = [line for line in said.splitlines() if line.startswith(f"$ kindred site {site} ")]
+        assert len(check) == (site == "lyon") and all("--check" in line for line in check)
         assert f"--key {site}/{site}.key --data-dir {site}/data.npz" in command
         assert not (folder / "keys" / f"{site}.key").exists()
 
