@@ -15,7 +15,7 @@ Round k, with the clients' models w_i of the round before:
 Where we depart from the paper or it is silent:
 - `sigma` "auto", FedAMP's default, is ours: in each round the median squared distance of two clients' models, over
   the clients online whose models are not far from all others (`median_distance`). The paper chooses a number from
-  1 to 1e6 for each data set.
+  10 to 1e6 for each data set.
 - Clients start from one model, in Algorithm 1 each from random numbers of its own. With `common_start` false each
   starts from the numbers of that model in another order, and the first cloud models are combined from these.
 - Eq. 5 gives a convex combination for a small alpha_k only. Where the weights of the other clients sum to more

@@ -9,8 +9,14 @@ first to fail when Flower changes it:
 | `ErrorCode`, `SUPERLINK_NODE_ID` | engine/exchange.py, engine/transport.py | test_silence.py |
 | `aggregate_metricrecords` | engine/metrics.py | test_rounds.py |
 | `ApiErrorCode` | server_app/deployment/connection.py | test_site_connection.py |
+| `node_auth_http_interceptor`, `public_key_to_bytes` | the same | the same |
 | `InMemoryGrid` (whether a run is simulated) | engine/simulated_state.py | test_state.py |
-| `load_app`, `parse_config_args` | server_app/app.py, server_app/deployment/site_check.py | test_site_command.py |
+| `load_app` | engine/workers.py, server_app/app.py, app_check.py, deployment/site_check.py | test_workers.py |
+| `parse_config_args` | server_app/deployment/site_check.py | test_site_command.py |
+| `flatten_dict` | server_app/app_check.py | test_app_check.py |
+| `make_message`, fields of `Metadata` | engine/channel.py | test_workers.py |
+| `HttpGrid._runtime_client`, `PullObjectRequest` | engine/transport.py | test_silent_sites.py |
+| `trim_mean` | parts/aggregation.py | test_aggregation.py |
 | `flower_superlink`, `flwr run`, `flwr list`, texts of the log | server_app/simulation.py | test_flower_process.py |
 | the SuperLink's routes, headers, `authenticate_node` | server_app/deployment/guard.py | test_guard.py |
 | the table `node` of the SuperLink's database | server_app/deployment/watch.py | test_live_machines.py |
