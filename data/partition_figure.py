@@ -70,9 +70,9 @@ def _evenness(counts: np.ndarray) -> str:
     return f"no difference in shares of classes shown\n(chi-square test, p = {p:.2f})"
 
 
-def _short(name: str, most: int = 20) -> str:
-    """Return a client's name with at most `most` characters."""
-    return name if len(name) <= most else f"{name[: most - 1]}…"
+def _short(name: str) -> str:
+    """Return a client's name for matplotlib: at most 20 characters, with dollar signs escaped."""
+    return (name if len(name) <= 20 else f"{name[:19]}…").replace("$", r"\$")
 
 
 def _mark_groups(axes: Axes, federation: Federation) -> None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from kindred.engine.workers import end_with_parent
+from kindred.engine.workers import end_with_parent, how_ended
 
 from .config import Config
 from .engines import Engine, execute
@@ -107,9 +107,7 @@ def _received(connection: Any, process: Any) -> str | Outcome:
         received: str | Outcome = connection.recv()
     except (EOFError, OSError):
         process.join()
-        code = process.exitcode
-        how = f"was killed by signal {-code}, most often for lack of memory" if code < 0 else f"ended with code {code}"
-        return Outcome(1, f"the process of the run {how}")
+        return Outcome(1, f"the process of the run {how_ended(process.exitcode)}")
     if isinstance(received, Outcome):
         process.join()
     return received

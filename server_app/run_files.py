@@ -74,6 +74,11 @@ def run_settings(given: Mapping[str, Any], resume: str | os.PathLike[str] | None
     return config
 
 
+def folder_of_run(folder: Path, run: Mapping[str, Any]) -> Path:
+    """Return the folder of a run in a comparison, whose own folder is `folder` and may not exist yet."""
+    return Path(os.path.normpath(folder / run["folder"]))
+
+
 def read_settings(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the settings of the unfinished run in a folder; ConfigError if there is no such run."""
     path = Path(folder).expanduser()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ from kindred.server_app.headline import Headline
 from kindred.server_app.report.comparison_figures import comparison_figure, comparison_panels, sweep_figure
 from kindred.server_app.report.weight_figure import weights_figure
 from kindred.server_app.report.weights import Curves, changes, collaboration_curves
-from kindred.server_app.run_files import read_config
+from kindred.server_app.run_files import folder_of_run, read_config
 from kindred.server_app.tables import read_table
 
 from .metrics import numbers_of
@@ -53,7 +52,7 @@ def pictures(content: Mapping[str, Any], folder: Path) -> dict[str, Callable[[],
 def _over_rounds(content: Mapping[str, Any], folder: Path) -> Figure:
     strategies, varied, headline = content["strategies"], content["varied"], Headline.of([content])
     rounds = {
-        name: [read_table(_place(folder, run) / "rounds.csv") for run in each["runs"] if "folder" in run]
+        name: [read_table(folder_of_run(folder, run) / "rounds.csv") for run in each["runs"] if "folder" in run]
         for name, each in strategies.items()
     }
     if not varied or len({each["of"] for each in strategies.values() if each["value"]}) == 1:
@@ -66,11 +65,6 @@ def _over_rounds(content: Mapping[str, Any], folder: Path) -> Figure:
         for value in varied["values"]
     ]
     return comparison_panels(panels, headline, content["title"])
-
-
-def _place(folder: Path, run: Mapping[str, Any]) -> Path:
-    """Return the folder of a run, whether or not that of the comparison exists yet."""
-    return Path(os.path.normpath(folder / run["folder"]))
 
 
 def _over_values(content: Mapping[str, Any]) -> Figure:
@@ -93,7 +87,7 @@ def _weights(content: Mapping[str, Any], folder: Path) -> Figure | None:
         run = next((run for run in each["runs"] if "folder" in run), None)
         if run is None:
             continue
-        place = _place(folder, run)
+        place = folder_of_run(folder, run)
         about = read_config(place)
         names = about.get("names") or ()
         if known := about.get("groups"):

@@ -9,7 +9,6 @@ import shlex
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,7 @@ from kindred.lazy import lazy
 from kindred.messages import ClientId, in_order
 from kindred.server_app.headline import Headline
 from kindred.server_app.newcomers import over_seeds
-from kindred.server_app.run_files import versions
+from kindred.server_app.run_files import folder_of_run, versions
 from kindred.server_app.verdict import KINDS, Verdict, paired_gains, pooled_gain, verdict_of
 
 from .metrics import numbers_of
@@ -129,11 +128,7 @@ def verdict_over_seeds(
         which a client with a name is one in all seeds; and whether this is shown in `percent`. None without
         predictions.
     """
-
-    def folder_of(run: Mapping[str, Any]) -> Path:
-        return Path(os.path.normpath(plan.folder / run["folder"]))  # the comparison's own folder may not exist yet
-
-    folders = {run["seed"]: folder_of(run) for run in alone if "folder" in run}
+    folders = {run["seed"]: folder_of_run(plan.folder, run) for run in alone if "folder" in run}
     tested_alone = {run["seed"]: last_values(run["summary"], metric).keys() for run in alone if "summary" in run}
     if not any((folder / PREDICTIONS).exists() for folder in folders.values()):
         return None
@@ -142,7 +137,7 @@ def verdict_over_seeds(
     due = 0
     for run in ours:
         if "summary" in run and run["seed"] in folders:
-            gains = paired_gains(folder_of(run), folders[run["seed"]], objective, run["seed"])
+            gains = paired_gains(folder_of_run(plan.folder, run), folders[run["seed"]], objective, run["seed"])
             due += len(last_values(run["summary"], metric).keys() & tested_alone[run["seed"]])
             if verdict := verdict_of(gains, run["seed"]):
                 found.append(verdict)

@@ -117,8 +117,8 @@ class Guard:
             headers = [
                 (b"content-type", b"text/plain"),
                 (b"content-length", b"%d" % len(body)),
-                (b"connection", b"close"),
-            ]  # the body of the request may still be on its way
+                (b"connection", b"close"),  # the body of the request may still be on its way
+            ]
             await send({"type": "http.response.start", "status": refused.status, "headers": headers})
             await send({"type": "http.response.body", "body": body})
 

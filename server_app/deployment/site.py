@@ -157,9 +157,9 @@ def site(
         "FLWR_HOME": str(home),
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
-        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",
+        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",  # s; a poll costs some ms
         **QUIET,
-    }  # s; a poll costs some ms
+    }
     if check:
         try:
             checks.check_folder(f"--state-dir is {str(state)!r}", state, "name a folder that can be made")

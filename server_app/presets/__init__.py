@@ -2,7 +2,7 @@
 
 source      which table or figure of which paper, and where its settings are
 measures    what the paper's numbers are
-metric      which of our numbers that is (a key of `kindred.server_app.comparison.metrics.METRICS`)
+metric      which of our numbers that is (a key of `kindred.server_app.comparison.metrics.numbers_of`)
 reference   the method that the others are tested against
 seeds       seeds, as many as the paper has runs, where it says so
 notes       where this differs from the paper, and where the paper is silent

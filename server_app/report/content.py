@@ -32,7 +32,7 @@ from kindred.server_app.config import Config, ConfigError
 from kindred.server_app.flower_app import CONNECTION, toml
 from kindred.server_app.headline import Headline
 from kindred.server_app.newcomers import tables as newcomer_tables
-from kindred.server_app.run_files import is_finished, labels_of, what_data
+from kindred.server_app.run_files import folder_of_run, is_finished, labels_of, what_data
 from kindred.server_app.tables import read_table
 
 from .clients import (
@@ -393,7 +393,7 @@ def comparison_content(folder: Path) -> dict[str, Any]:
 
 def _compared_run(folder: Path, run: Mapping[str, Any], headline: Headline) -> dict[str, Any]:
     """Return the content for one run of a comparison; it may have failed, or its folder may have been removed."""
-    place = Path(os.path.normpath(folder / run.get("folder", "")))
+    place = folder_of_run(folder, {"folder": "", **run})
     lines = _table(place / "rounds.csv", "round") if "folder" in run else []
     is_there = "folder" in run and (place / REPORT).exists()
     return {

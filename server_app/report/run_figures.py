@@ -7,8 +7,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from kindred import data
 from kindred.client.models import client_network, network_names
 from kindred.engine.collaboration import Collaboration
@@ -17,6 +15,7 @@ from kindred.server_app.headline import Headline
 from kindred.server_app.run_files import png_of, what_data
 
 from . import figures
+from .collaboration import groups_of
 from .tree_figure import tree_figure
 from .weight_figure import weights_figure
 from .weights import run_curves
@@ -67,27 +66,24 @@ def run_figures(
     """
     name, where = settings["strategy"], f"{what_data(settings)}, seed {settings['seed']}"
     names = federation.names if federation else ()
-
-    def groups_of(clients: Sequence[ClientId]) -> np.ndarray | None:
-        return true_groups(clients, federation) if federation else None
+    true_groups = federation.groups.tolist() if federation else None
 
     def draw_collaboration() -> Figure | None:
         found = collaboration()
         if not found.clients or len(found.clients) > MOST_CLIENTS:
             return None
         title = f"Who learns from whom: {name}, round {last}, {where}"
-        groups = groups_of(found.clients)
-        known = None if groups is None else groups.tolist()
+        known = groups_of(found.clients, true_groups)
         return figures.collaboration_figure(found.clients, found.matrix(), known, title, names)
 
     def draw_clusters() -> Figure:
         members = [client for cluster in tree or () for client in cluster["clients"]]
-        groups = groups_of(members)
-        known = None if groups is None else dict(zip(members, groups.tolist(), strict=True))
+        groups = groups_of(members, true_groups)
+        known = None if groups is None else dict(zip(members, groups, strict=True))
         return tree_figure(tree or (), last, known, f"Clusters: {name} on {where}", names)
 
     def draw_weights() -> Figure | None:
-        known: dict[ClientId, int] | None = dict(enumerate(federation.groups.tolist())) if federation else None
+        known: dict[ClientId, int] | None = dict(enumerate(true_groups)) if true_groups else None
         curves = run_curves(folder, rows, last, known, names)
         return weights_figure(curves, known, f"Weights over rounds: {name} on {where}", names) if curves else None
 
@@ -128,9 +124,3 @@ def networks_of(settings: Mapping[str, Any], federation: data.Federation) -> dic
             )
             found[network].append(size)
     return found
-
-
-def true_groups(clients: Sequence[ClientId], federation: data.Federation) -> np.ndarray | None:
-    """Return the true group of each client; None unless every one is a partition of the federation."""
-    known = [client for client in clients if isinstance(client, int) and 0 <= client < federation.num_clients]
-    return federation.groups[known] if len(known) == len(clients) else None

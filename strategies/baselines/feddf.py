@@ -53,6 +53,7 @@ from kindred.client.training import (
     differentiating,
     get_arrays,
     pick_device,
+    seeded,
     set_arrays,
 )
 from kindred.engine.admission import Refused, Reply
@@ -147,14 +148,10 @@ def distil(
     adam = torch.optim.Adam(weights, learning_rate)
     falling = torch.optim.lr_scheduler.CosineAnnealingLR(adam, steps)
     generator = torch.Generator().manual_seed(seed)
-    on_gpu = images.device.type == "cuda"
     with (
-        torch.random.fork_rng(devices=[images.device] if on_gpu else []),
+        seeded(seed, images.device),
         differentiating(student, images, batch_size, objective) as gradients_of,
     ):
-        torch.default_generator.manual_seed(seed)
-        if on_gpu:
-            torch.cuda.manual_seed(seed)
         for batch, wanted in batches((images, predictions), 0, steps, batch_size, generator):
             _, gradients = gradients_of(batch, wanted)
             for weight, gradient in zip(weights, gradients, strict=True):

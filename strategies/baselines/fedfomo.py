@@ -140,7 +140,7 @@ def split(size: int, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
 # --- The client ---------------------------------------------------------------------------------------
 
 
-class FedFomoClient:
+class FedFomoClient(LocalTraining):
     """The client half: weights and combines the received models, and trains the combination."""
 
     @staticmethod
@@ -162,11 +162,6 @@ class FedFomoClient:
                 CONFIG: ConfigRecord({WEIGHTS: weights.tolist()}),
             }
         )
-
-    @staticmethod
-    def evaluate(visit: Visit) -> RecordDict:
-        """Evaluate the client's own model."""
-        return LocalTraining.evaluate(visit)
 
 
 def _split(visit: Visit) -> tuple[Samples, Samples]:

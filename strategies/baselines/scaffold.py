@@ -126,7 +126,7 @@ def server_control(total: np.ndarray, weights: Sequence[float], num_clients: int
 # --- The client ---------------------------------------------------------------------------------------
 
 
-class SCAFFOLDClient:
+class SCAFFOLDClient(LocalTraining):
     """The client half: local training with corrected gradients; the client keeps its control variate."""
 
     @staticmethod
@@ -167,11 +167,6 @@ class SCAFFOLDClient:
         return RecordDict(
             {ARRAYS: to_record({**trained, **with_prefix(CONTROL, changes)}), METRICS: MetricRecord({**metrics})}
         )
-
-    @staticmethod
-    def evaluate(visit: Visit) -> RecordDict:
-        """Evaluate the received model."""
-        return LocalTraining.evaluate(visit)
 
 
 def _model_and_control(arrays: Mapping[str, np.ndarray]) -> tuple[Arrays, Arrays]:

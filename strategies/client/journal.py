@@ -16,6 +16,7 @@ from typing import Any
 
 from flwr.app import ArrayRecord, Context, Message, MetricRecord
 
+from kindred.files import private
 from kindred.messages import (
     ALONE,
     METHOD,
@@ -43,7 +44,7 @@ Answer = Callable[[Message, Context], Message]
 
 def append(path: str | os.PathLike[str], entry: Mapping[str, Any]) -> None:
     """Append an entry to a journal; one that cannot be written does not concern the run."""
-    with suppress(OSError, TypeError, ValueError), open(path, "ab", 0, opener=_private) as file:
+    with suppress(OSError, TypeError, ValueError), open(path, "ab", 0, opener=private) as file:
         file.write((json.dumps({"at": time.time(), **entry}) + "\n").encode())
 
 
@@ -102,7 +103,3 @@ def _left(reply: Message, entry: Mapping[str, Any]) -> dict[str, Any]:
     keys = ordinary_names(metric) if entry["kind"] == EVALUATION and "probe" not in entry else (f"{stage}-{metric}",)
     wanted = {"value": keys, ALONE: (f"{ALONE}-{metric}",)}
     return found | {name: numbers[key] for name, keys in wanted.items() for key in keys if key in numbers}
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)

@@ -436,6 +436,17 @@ def _quick_convolutions(x: Tensor, batch_size: int) -> Iterator[None]:
         onednn.enabled = True
 
 
+@contextlib.contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed PyTorch's own random draws, such as dropout and new weights; restore the random state afterwards."""
+    on_gpu = device.type == "cuda"
+    with torch.random.fork_rng(devices=[device] if on_gpu else []):
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed looks for GPUs at every call
+        if on_gpu:
+            torch.cuda.manual_seed(seed)
+        yield
+
+
 def batches(
     samples: tuple[Tensor, ...], epochs: int, steps: int, batch_size: int, generator: torch.Generator
 ) -> Iterator[tuple[Tensor, ...]]:

@@ -48,7 +48,17 @@ from kindred.settings import (
 from .evaluation import evaluate, predict, predict_and_evaluate
 from .site import STATE_DIR, Samples, Site, module_of, true_or_false
 from .state import BEST, MODEL, PREDICTIONS, ClientState
-from .training import Gradients, batches, check_finite, differentiating, get_arrays, mean_gradient, set_arrays, train
+from .training import (
+    Gradients,
+    batches,
+    check_finite,
+    differentiating,
+    get_arrays,
+    mean_gradient,
+    seeded,
+    set_arrays,
+    train,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -122,7 +132,7 @@ class Visit:
 
     def new_model(self, purpose: str) -> torch.nn.Module:
         """Return a new module, whose weights depend on the run's seed, the client and the purpose."""
-        with self._seeded(seed_for(self.config.get("seed", 0), self.client, purpose)):
+        with seeded(seed_for(self.config.get("seed", 0), self.client, purpose), self.device):
             return self.site.model().to(self.device)
 
     @property
@@ -261,16 +271,6 @@ class Visit:
     def batch_size(self) -> int:
         return int(BATCH_SIZE.read(self.config))
 
-    @contextlib.contextmanager
-    def _seeded(self, seed: int) -> Iterator[None]:
-        """Seed PyTorch's own random draws, such as dropout and new weights; restore the random state afterwards."""
-        on_gpu = self.device.type == "cuda"
-        with torch.random.fork_rng(devices=[self.device] if on_gpu else []):
-            torch.default_generator.manual_seed(seed)  # torch.manual_seed looks for GPUs at every call
-            if on_gpu:
-                torch.cuda.manual_seed(seed)
-            yield
-
     def train(
         self,
         model: torch.nn.Module,
@@ -310,7 +310,7 @@ class Visit:
             **settings,
         }
         self.compute[SAMPLES_TRAINED] += epochs * len(y) + steps * arguments["batch_size"]
-        with self._seeded(seed):
+        with seeded(seed, self.device):
             return train(
                 model,
                 x,
@@ -335,7 +335,7 @@ class Visit:
         """Prepare a method's own steps, which must use `batches`; yield as `training.differentiating` does."""
         x, smoothing = self.site.train[0], self.label_smoothing
         with (
-            self._seeded(self.seed(purpose)),
+            seeded(self.seed(purpose), self.device),
             differentiating(
                 model, x, self.batch_size, self.objective, self.precision, label_smoothing=smoothing
             ) as gradients_of,
@@ -353,7 +353,7 @@ class Visit:
     def gradient(self, model: torch.nn.Module) -> dict[str, np.ndarray]:
         """Return the gradient of the mean loss over the training data, as `training.mean_gradient` does."""
         self.compute[SAMPLES_TRAINED] += len(self.site.train[1])
-        with self._seeded(self.seed("gradient")):
+        with seeded(self.seed("gradient"), self.device):
             return mean_gradient(
                 model, *self.site.train, objective=self.objective, label_smoothing=self.label_smoothing
             )

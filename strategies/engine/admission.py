@@ -13,6 +13,7 @@ from typing import Any, TypeGuard
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
+from kindred.interrupts import raise_interrupt
 from kindred.messages import (
     CLIENT_ID,
     LOSS,
@@ -45,6 +46,13 @@ MAX_ENTRIES, MAX_ITEMS, MAX_TEXT = 100, 1000, 10_000
 
 # Exceptions that are the server's own fault: no reply is refused for them.
 SERVER_ERRORS = (MemoryError, OSError)
+
+
+def raise_own(error: Exception) -> None:
+    """Raise an error that is the server's own, or Ctrl-C where it has come from that; return for all others."""
+    if isinstance(error, SERVER_ERRORS):
+        raise error
+    raise_interrupt(error)
 
 
 class Refused(ValueError):

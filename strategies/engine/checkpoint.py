@@ -22,7 +22,7 @@ from contextlib import suppress
 from logging import WARNING
 from pathlib import Path
 from threading import Event, Thread
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import numpy as np
 from flwr.app import ArrayRecord
@@ -44,16 +44,6 @@ PLAIN = frozenset({type(None), bool, int, float, str})
 
 class NotResumable(RuntimeError):
     """A run cannot be resumed from its saved state. No message has been sent, and the saved state is unchanged."""
-
-
-class Stateful(Protocol):
-    """An object whose own state belongs in a checkpoint."""
-
-    def state(self) -> Any:
-        """Return everything that `restore` needs, of types that `pack` accepts."""
-
-    def restore(self, state: Any) -> None:
-        """Resume from what `state` returned."""
 
 
 class HistoryRows(list[dict[str, Any]]):
@@ -276,8 +266,9 @@ def pack(value: Any, arrays: dict[str, np.ndarray]) -> Any:
     Parameters
     ----------
     value
-        None, bool, int, float, str, ndarray, a NumPy scalar, ArrayRecord, `Stateful`, `HistoryRows`, and dicts,
-        lists, tuples and sets of these. Other subclasses of these types are refused: they could not be restored.
+        None, bool, int, float, str, ndarray, a NumPy scalar, ArrayRecord, `HistoryRows`, an object with `state` and
+        `restore`, and dicts, lists, tuples and sets of these. Other subclasses of these types are refused: they could
+        not be restored.
     arrays : dict
         Receives the arrays.
 
@@ -317,7 +308,7 @@ def pack(value: Any, arrays: dict[str, np.ndarray]) -> Any:
 
 
 def unpack(packed: Any, arrays: Mapping[str, np.ndarray] | _Arrays) -> Any:
-    """Return the value that `pack` was given; in place of a `Stateful` object, its state."""
+    """Return the value that `pack` was given; in place of an object with `state`, what that returned."""
     if isinstance(packed, dict):
         return {key: unpack(each, arrays) for key, each in packed.items()}
     if not isinstance(packed, list):

@@ -17,7 +17,6 @@ from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 from flwr.supercore import log
 
-from kindred.interrupts import raise_interrupt
 from kindred.messages import (
     LOSS,
     NUM_TEST_EXAMPLES,
@@ -32,7 +31,7 @@ from kindred.messages import (
 )
 from kindred.metrics import METRICS
 
-from .admission import REFUSED, SERVER_ERRORS, Refused, Reply
+from .admission import REFUSED, Refused, Reply, raise_own
 from .arrivals import counted
 from .history import CLOSING, COMPUTE, OPENING, History
 from .inline import InlineGrid
@@ -291,10 +290,10 @@ class Exchange:
         """
         try:
             yield
-        except (Refused, *SERVER_ERRORS):
+        except Refused:
             raise
         except Exception as error:
-            raise_interrupt(error)
+            raise_own(error)
             trace = "".join(traceback.format_tb(error.__traceback__))
             if trace not in self._traces:
                 self._traces.add(trace)

@@ -183,9 +183,8 @@ class History:
             }
             if row["status"] != "ok":
                 together["evaluate-status"] = row["status"]
-            texts = {
-                key: value for key, value in first.items() if isinstance(value, str)
-            }  # a client cannot change them
+            # A client cannot change texts.
+            texts = {key: value for key, value in first.items() if isinstance(value, str)}
             first.update({**row, **together, **texts})
 
     def count(self, client: ClientId | None = None, **numbers: float) -> None:

@@ -11,10 +11,9 @@ from flwr.app import MetricRecord, RecordDict
 from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 from flwr.supercore import log
 
-from kindred.interrupts import raise_interrupt
 from kindred.messages import ClientId, first_line, in_order, records_of
 
-from .admission import SERVER_ERRORS
+from .admission import raise_own
 
 Aggregate = Callable[[list[RecordDict], str], MetricRecord]
 
@@ -40,10 +39,8 @@ def aggregated(
         return None
     try:
         return aggregate([RecordDict({"metrics": metrics[client]}) for client in in_order(metrics)], weighted_by_key)
-    except SERVER_ERRORS:
-        raise
     except Exception as error:
-        raise_interrupt(error)
+        raise_own(error)
         log(
             WARNING,
             "kindred: the metrics of round %d could not be aggregated: %s raised %s",

@@ -13,7 +13,6 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 from flwr.supercore import log
 
-from kindred.interrupts import raise_interrupt
 from kindred.messages import (
     CONFIG,
     METHODS,
@@ -25,7 +24,7 @@ from kindred.messages import (
     in_order,
 )
 
-from .admission import SERVER_ERRORS
+from .admission import raise_own
 from .history import History
 from .introductions import NOT_ADMITTED, Introductions, only_validates
 from .remarks import SAMPLES
@@ -391,10 +390,8 @@ def _reasons(introduce: Introduce, newcomers: Mapping[ClientId, Mapping[str, Any
     """Return why newcomers cannot take part; a newcomer whose introduction raises an exception cannot."""
     try:
         return introduce(newcomers) if newcomers else {}
-    except SERVER_ERRORS:
-        raise
     except Exception as error:
-        raise_interrupt(error)
+        raise_own(error)
         if len(newcomers) == 1:
             return dict.fromkeys(newcomers, f"its introduction cannot be used ({type(error).__name__}: {error})")
         reasons: dict[ClientId, str] = {}

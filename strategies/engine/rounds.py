@@ -19,7 +19,6 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from flwr.supercore import log
 
-from kindred.interrupts import raise_interrupt
 from kindred.messages import (
     ATTEMPT,
     KEEP_FROM,
@@ -40,7 +39,7 @@ from kindred.messages import (
 from kindred.parts.aggregation import MEAN, Aggregate, aggregate
 from kindred.settings import AUTO, LOCAL_EPOCHS, SAMPLING, UNIFORM
 
-from .admission import SERVER_ERRORS, Refused, Reply, admit, admit_evaluation
+from .admission import Refused, Reply, admit, admit_evaluation, raise_own
 from .checkpoint import Checkpoints
 from .empty_rounds import EmptyRounds
 from .evaluation import EvaluationPlan
@@ -227,10 +226,8 @@ class Rounds(Hooks, Strategy):
         """Call the method's `end_round`; return the reason if it failed, else an empty text."""
         try:
             self.end_round(server_round, answered)
-        except SERVER_ERRORS:
-            raise
         except Exception as error:
-            raise_interrupt(error)
+            raise_own(error)
             failure = first_line(f"round {server_round} could not be ended ({type(error).__name__}: {error})")
             log(
                 ERROR,

@@ -12,7 +12,6 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 from flwr.supercore import log
 
-from kindred.interrupts import raise_interrupt
 from kindred.messages import (
     ARRAYS,
     CONFIG,
@@ -27,7 +26,7 @@ from kindred.messages import (
 )
 from kindred.metrics import METRICS
 
-from .admission import REFUSED, SERVER_ERRORS, Refused, admit_evaluation
+from .admission import REFUSED, Refused, admit_evaluation, raise_own
 from .history import History
 from .roster import Roster
 from .transport import CLOCKS, content_of, is_from, pull, push, source_of
@@ -133,10 +132,8 @@ class Validation:
     def _model(self, network: str) -> ArrayRecord | None:
         try:
             return self._model_of(network)
-        except SERVER_ERRORS:
-            raise
         except Exception as error:  # sites that only validate never end a run
-            raise_interrupt(error)
+            raise_own(error)
             log(WARNING, "kindred: there is no model to validate (%s: %s)", type(error).__name__, error)
             return None
 
@@ -178,10 +175,8 @@ class Validation:
             size = payload_bytes(content)
             numbers = self._numbers(content)
             status = "ok"
-        except SERVER_ERRORS:
-            raise
         except Exception as error:  # sites that only validate never end a run
-            raise_interrupt(error)
+            raise_own(error)
             why = error if isinstance(error, Refused) else f"it cannot be used ({type(error).__name__}: {error})"
             status = f"{REFUSED}{why}"
             self._roster.inform(self._grid, asked.node, f"its reply in round {asked.server_round} is not used: {why}")

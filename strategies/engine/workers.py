@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
@@ -53,7 +53,7 @@ class WorkerGrid(InlineGrid):
     client_app : str
         "package.module:attribute" of the ClientApp, as in Flower; each process imports it.
     num_clients : int
-    run_config, node_configs
+    run_config
         As in `InlineGrid`.
     workers : int
         Number of processes, 1 or more. They start with the first message.
@@ -68,13 +68,12 @@ class WorkerGrid(InlineGrid):
         client_app: str,
         num_clients: int,
         run_config: Mapping[str, Any] | None = None,
-        node_configs: Sequence[Mapping[str, Any]] | None = None,
         *,
         workers: int,
         threads: int = 1,
         gpus: int = 0,
     ) -> None:
-        super().__init__(load_app(client_app, RuntimeError), num_clients, run_config, node_configs)
+        super().__init__(load_app(client_app, RuntimeError), num_clients, run_config)
         self._reference = client_app
         self._threads, self._gpus = threads, gpus
         # A forked process could use no GPU, nor several threads of PyTorch.
@@ -208,8 +207,7 @@ class WorkerGrid(InlineGrid):
         code = worker.end()
         failed, *others = worker.given
         worker.given.clear()
-        how = f"was killed by signal {-code}, most often for lack of memory" if code < 0 else f"ended with code {code}"
-        error = Error(ErrorCode.CLIENT_APP_CRASHED, f"the process that worked for it {how}")
+        error = Error(ErrorCode.CLIENT_APP_CRASHED, f"the process that worked for it {how_ended(code)}")
         self._answers[failed.metadata.message_id] = Message(error, reply_to=failed)
         worker.waiting.extendleft(reversed(others))
 
@@ -270,6 +268,11 @@ def _work(
                 channel.send(reply, context.state)
             except NoSharedMemory as error:
                 channel.send(Message(Error(ErrorCode.UNKNOWN, str(error)), reply_to=message), None)
+
+
+def how_ended(code: int) -> str:
+    """Return how a process with this exit code ended, as a phrase."""
+    return f"was killed by signal {-code}, most often for lack of memory" if code < 0 else f"ended with code {code}"
 
 
 def end_with_parent() -> None:
