@@ -27,6 +27,7 @@ from kindred.messages import read_record, to_record
 from kindred.server_app.app import run as run_app
 from kindred.server_app.config import Config
 
+from . import two_weights
 from .client_apps import initial, plain_app, small, small_app
 from .grids import FaultyGrid
 from .test_conformance import everything, make, values
@@ -388,3 +389,19 @@ def test_the_picture_shows_the_cluster_of_each_client() -> None:
         boxes = [text.get_window_extent() for text in figure.axes[0].texts]
         assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
         assert all(figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1 for box in boxes)
+
+
+def test_the_norm_of_the_mean_update_is_weighted_by_samples() -> None:
+    clients = [two_weights.Client(1.0, 0), two_weights.Client(1.0, 1, 3)]
+    strategy = two_weights.start(ClusteredFL(), clients, [0.0, 0.0])  # updates (1, -1)/4 and, of 3 samples, (-1, 1)/4
+    rows = [row for row in strategy.history.rows if row["round"] == 1]
+    assert [row["mean-update-norm"] for row in rows] == pytest.approx([np.sqrt(2) / 8] * 2)
+
+
+def test_the_model_of_several_clusters_is_the_mean_over_clients() -> None:
+    ours, other = two_weights.Client(1.0, 0), two_weights.Client(1.0, 1)
+    strategy = two_weights.start(ClusteredFL(eps1=0.2, eps2=0.3), [ours, ours, other], [0.0, 0.0], rounds=2)
+    mean = (2 * ours.step(np.zeros(2)) + other.step(np.zeros(2))) / 3  # divided after round 1, 2 clients and 1
+    assert [row["cluster"] for row in strategy.history.rows if row["round"] == 2] == [1, 1, 2]
+    expected = (2 * ours.step(mean) + other.step(mean)) / 3
+    assert two_weights.weights_of(strategy.global_arrays()) == pytest.approx(expected, abs=1e-6)

@@ -35,7 +35,7 @@ from kindred.server_app.comparison.files import as_csv, write
 from kindred.server_app.comparison.metrics import numbers_of
 from kindred.server_app.comparison.plan import make_plan, run_hash, samples_a_client
 from kindred.server_app.comparison.runs import known_runs
-from kindred.server_app.comparison.statistics import paired, signed_rank
+from kindred.server_app.comparison.statistics import all_metrics, improvements, paired, signed_rank
 from kindred.server_app.comparison.texts import remarks, tables
 from kindred.server_app.config import Config, ConfigError
 from kindred.server_app.headline import Headline
@@ -955,3 +955,12 @@ def test_the_picture_shows_the_mean_over_seeds_in_a_band_of_the_deviation():
     height = 10 * np.sqrt(2)
     (box,) = (path.get_extents() for path in band.get_paths())
     assert (box.y0, box.y1) == pytest.approx((60 - height, 70 + height))
+
+
+def test_the_deviation_over_runs_is_that_of_a_sample() -> None:
+    runs = [{"metrics": {"last": {"loss": value}}} for value in (0.5, 0.75)]
+    assert all_metrics(runs) == {"loss": {"mean": 0.625, "std": pytest.approx(0.25 / np.sqrt(2))}}
+
+
+def test_values_that_differ_in_their_last_bits_are_equal() -> None:
+    assert improvements(np.array([0.1 + 0.2, 3e5 * (0.1 + 0.2)]), np.array([0.3, 3e5 * 0.3]), True).tolist() == [0, 0]

@@ -10,7 +10,7 @@ import pytest
 from kindred.data import DataError, load_federation
 from kindred.data.dataset import Dataset
 from kindred.data.partitions import PARTITIONS, divide
-from kindred.data.splits import split
+from kindred.data.splits import hold_out, split
 from kindred.objectives import Classes
 from kindred.server_app.config import Config
 
@@ -232,3 +232,17 @@ def test_a_client_of_which_no_sample_can_be_held_out_keeps_all_for_training():
         "validation-share is 0.2, and no client has more than 1 training sample of any class, so that none can be held "
         "out, allowed: 0, or more samples"
     )
+
+
+def test_no_sample_is_held_out_and_trained_on() -> None:
+    classes = np.array([0] * 9 + [1])
+    for seed in range(20):  # in some, the only sample of class 1 is drawn for validation, and comes back
+        train, validation = hold_out(10, 0.3, np.random.default_rng(seed), classes)
+        assert sorted([*train, *validation]) == list(range(10)) and len(validation) == 3 and 9 in train
+
+
+def test_each_class_has_its_share_in_test() -> None:
+    classes = np.repeat([0, 1], [20, 10])
+    for seed in range(5):
+        _, test = split(30, 0.3, np.random.default_rng(seed), classes)
+        assert np.bincount(classes[test]).tolist() == [6, 3]

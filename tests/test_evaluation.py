@@ -277,3 +277,9 @@ def test_the_numbers_of_a_reply_are_read() -> None:
 def test_a_loss_is_one_finite_number(metrics) -> None:
     with pytest.raises(Refused, match="its loss is .*, expected a finite number"):
         reply_of(**metrics).loss()
+
+
+def test_after_an_opening_evaluation_alone_all_clients_are_asked() -> None:
+    history = History()
+    history.rows, history.rounds = [{"round": 0, "client": 1}, {"round": 0, "client": 2}], [{"round": 0}]
+    assert EvaluationPlan(TRAINED, "accuracy").after_last_round([1, 2], history, stopped=False) == [1, 2]

@@ -12,7 +12,7 @@ from flwr.app import Array, ConfigRecord
 from flwr.clientapp import ClientApp
 from safetensors.numpy import load_file
 
-from kindred import FedAvg, FedEM, InlineGrid, Mixture, make_client_app
+from kindred import FedAvg, FedEM, InlineGrid, Mixture, Site, make_client_app
 from kindred.baselines.fedem import OPTIMIZERS, new_shares, responsibilities
 from kindred.client.state import MIXTURE
 from kindred.client.training import get_arrays, set_arrays
@@ -474,3 +474,34 @@ def test_out_of_range_arguments_are_named(arguments, said) -> None:
     with pytest.raises(ValueError) as refused:
         FedEM(**arguments)
     assert str(refused.value) == said
+
+
+def test_each_component_has_batches_of_its_own() -> None:
+    x, y = torch.arange(1.0, 9.0)[:, None], torch.tensor([0, 1] * 4)
+    app = make_client_app(lambda _: Site(two_weights.TwoWeights, (x, y), (x, y)))
+    config = ConfigRecord(two_weights.SETTINGS | {"batch-size": 2})
+    strategy = FedEM(
+        num_components=2, other_models=[two_weights.model([0.0, 0.0])]
+    )  # equal components, so equal shares
+    strategy.start(InlineGrid(app, 2), two_weights.model([0.0, 0.0]), 1, 60, config, config)
+    first, second = (weights_of(each) for each in strategy.models)
+    assert first != pytest.approx(second)
+
+
+def test_integer_buffers_are_those_of_the_first_client_that_trained_the_model() -> None:
+    def arrays(number: int) -> dict[str, np.ndarray]:
+        return {"weight": np.full(2, number, np.float32), "num_batches_tracked": np.array(number)}
+
+    strategy = FedEM(num_components=2)
+    strategy.begin(to_record(arrays(0)))
+    list(strategy.outgoing(1, ["a", "b", "c"]))
+    for client, models in (
+        ("c", {0: arrays(9), 1: arrays(9)}),
+        ("b", {0: arrays(5), 1: arrays(5)}),
+        ("a", {1: arrays(1)}),
+    ):
+        strategy.take_models(client, 1.0, models)
+    strategy.end_round(1, ["a", "b", "c"])
+    first, second = map(read_record, strategy.models)
+    assert (first["weight"][0], first["num_batches_tracked"]) == (7, 5)
+    assert (second["weight"][0], second["num_batches_tracked"]) == (5, 1)

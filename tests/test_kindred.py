@@ -656,3 +656,11 @@ def test_folds_divide_the_samples(folds) -> None:
     assert sorted(np.concatenate(parts).tolist()) == list(range(23))
     assert {len(part) for part in parts} == {23 // folds, 23 // folds + 1}
     assert fold_of(7, 23, folds + 2, folds).tolist() == parts[2].tolist()
+
+
+def test_rarity_with_two_concentrations_by_hand(monkeypatch) -> None:
+    """The likelihood of 3 and 1 + 2 samples is 3! 3! / 7! = 1 / 140 for alpha 1, and 3! 4! 4! / 9! = 1 / 105 for 2."""
+    monkeypatch.setattr("kindred.parts.held_out.CONCENTRATIONS", np.array([1.0, 2.0]))
+    first = 3 / 7 * (4 / 6) + 4 / 7 * (5 / 8)  # expected from the training samples alone
+    expected = [first / (3 / 4), (1 - first) / (1 / 4)]
+    assert rarity(np.array([3, 1]), np.array([0, 2])) == pytest.approx(expected)

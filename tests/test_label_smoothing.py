@@ -12,7 +12,7 @@ from flwr.app import ConfigRecord
 from kindred import APFL, FedAvg, FedAvgFT, InlineGrid, PersonalizedStrategy, Site
 from kindred.client.state import ClientState
 from kindred.client.visit import Visit
-from kindred.objectives import Number
+from kindred.objectives import Labels, Number
 from kindred.server_app.config import Config, ConfigError
 from kindred.settings import LABEL_SMOOTHING, TRAINING
 
@@ -117,3 +117,9 @@ def test_fine_tuning_and_steps_of_a_method_train_on_smoothed_labels() -> None:
     assert [weights_of(each) for each in tuned.client_models().values()] == [pytest.approx(twice, abs=1e-6)] * 2
     shared = run(APFL(sgd_learning_rate=RATE), clients)
     assert weights_of(shared.global_arrays()) == pytest.approx(ONE.step(W), abs=1e-6)
+
+
+def test_labels_are_smoothed_to_true_and_false_by_hand() -> None:
+    outputs, targets = torch.tensor([[np.log(3.0)]]), torch.tensor([[1.0]])  # probability 3/4
+    loss = Labels(1).loss(outputs, targets, label_smoothing=0.2)
+    assert float(loss) == pytest.approx(-0.9 * np.log(3 / 4) - 0.1 * np.log(1 / 4))

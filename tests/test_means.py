@@ -247,3 +247,10 @@ def test_evaluations_count_test_samples_under_either_key(key) -> None:
     assert [row["num-test-examples"] for row in strategy.history.rows if row["round"] == 1] == [1, 3]
     assert [row["num-examples"] for row in strategy.history.rows if row["round"] == 1] == [10, 10]
     assert dict(result.evaluate_metrics_clientapp[1]) == {"eval_acc": pytest.approx((0.5 + 3 * 0.75) / 4)}
+
+
+def test_kindred_s_means_of_neighbours_have_the_bound_too() -> None:
+    app = claiming(lambda client, _: 30 if client == 3 else 10)
+    strategy = start(Kindred(max_client_share=0.4), app, 4)
+    _, (_, (neighbours,), _) = strategy._parts([1])  # models 1, 2, 3, 4: cosines with client 1 are 1, 1, -1, -1
+    assert neighbours[3] / neighbours[2] == pytest.approx(20 / 10)  # 20 of 50, not the 30 that it claims

@@ -112,3 +112,12 @@ def test_a_request_is_read_as_packed_and_a_malformed_one_is_empty() -> None:
     assert Request.unpack(request.pack()) == request
     assert Request.unpack({**request.pack(), "weights": [0.75, 0.5]}) == Request(["b", 3], ["a", "b"])
     assert Request.unpack({}) == Request([], [])
+
+
+def test_the_bound_is_by_the_owner_s_last_update_not_its_longest() -> None:
+    sent, lengths = sent_to_both(), {"a": 5.0}
+    updates = Updates(sent, ["a", "b"], None, 0.5, lengths)
+    updates.add("a", {"0": model(0, 1, 0)})  # of length 1
+    updates.add("b", {"1": {"weight": np.array([2, 0], np.float32)}})
+    updates.finish()
+    assert lengths == {"a": 1} and sent.models.row("a").tolist() == [1 + 0.5, 1 + 1, 1]

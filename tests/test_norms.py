@@ -323,3 +323,10 @@ def test_a_summary_has_what_was_named() -> None:
     settings = {"strategy": "fedavg", "dataset": "digits", "partition": "iid", "seed": 0, "num-rounds": 2}
     (remark,) = summarise(settings, strategy.history, {})["remarks"]
     assert (remark["client"], remark["round"]) == (1002, 2) and remark.keys() == {"client", "round", "remark"}
+
+
+def test_a_round_stays_until_the_later_ones_have_enough() -> None:
+    half = range(LATEST // 2 + 5)
+    ones, threes = (dict.fromkeys(half, norm) for norm in (1.0, 3.0))
+    factors, _ = rounds_of(ones, ones, threes, {0: 100.0})  # further visits: 15 of 1 and 15 of 3, whose median is 2
+    assert factors[3] == {0: BOUND * 2 / 100}

@@ -385,3 +385,10 @@ def test_any_file_is_a_dataset_or_refused_in_one_line(tmp_path, rows, target, en
     else:
         found.objective.check(found.y_train)
         assert np.isfinite(found.schema.fit(found.x_train).features(found.x_train)).all()
+
+
+def test_a_table_may_have_clients_and_times(tmp_path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("x,t,who,day\n1,0,b,3\n5,1,a,1.5\n2,1,b,2\n")
+    found = read_csv(path, "t", client="who", time="day")
+    assert found.times.tolist() == [3, 1.5, 2] and found.clients_train.tolist() == ["b", "a", "b"]

@@ -16,7 +16,7 @@ from torch import nn
 
 from kindred import FedAMP
 from kindred.client.models import make_model
-from kindred.client.training import batches, get_arrays, num_batches, pick_device, set_arrays, train
+from kindred.client.training import batches, get_arrays, mean_gradient, num_batches, pick_device, set_arrays, train
 
 from .scores import evaluate
 
@@ -746,3 +746,9 @@ def test_arrays_move_between_gpu_and_host():
 def test_batches_are_counted_without_drawing_them(epochs, steps, batch_size) -> None:
     drawn = list(batches((torch.arange(10),), epochs, steps, batch_size, torch.Generator()))
     assert num_batches(10, epochs, steps, batch_size) == len(drawn)
+
+
+def test_the_gradient_is_the_mean_over_all_samples_with_a_smaller_last_batch() -> None:
+    model, x = torch.nn.Linear(4, 3), torch.randn(20, 4, generator=torch.Generator().manual_seed(0))
+    whole, parts = (mean_gradient(model, x, torch.arange(20) % 3, size) for size in (20, 8))
+    assert parts["weight"] == pytest.approx(whole["weight"], abs=1e-6)
