@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 
 from kindred import make_model
 from kindred.data import load_federation
-from kindred.engine.model_store import last_layers
+from kindred.engine.layout import last_layers
 from kindred.engine.stored import CloudModels
 from kindred.registry import REGISTRY
 from kindred.server_app.config import Config

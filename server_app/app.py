@@ -19,7 +19,7 @@ from kindred.client.site import fingerprint_of
 from kindred.client.state import BEST, MIXTURE, MODEL, PREDICTIONS
 from kindred.data import DATASETS, DataError, Federation, Sites, load_clients
 from kindred.engine.checkpoint import NotResumable
-from kindred.engine.model_store import last_layers
+from kindred.engine.layout import last_layers
 from kindred.engine.roster import TooFewClients
 from kindred.engine.simulated_state import end_simulation, saved_files, simulated
 from kindred.engine.status import Status

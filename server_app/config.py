@@ -2,8 +2,7 @@
 
 A setting is written in kebab-case everywhere outside Python (`--set local-epochs=1`,
 `flwr run . --run-config "local-epochs=1"`, [tool.flwr.app.config] in pyproject.toml) and in
-snake_case inside. `python -m kindred.server_app.config --write` updates docs/configuration.md, the methods' pages in
-docs/methods, the README's table of methods and pyproject.toml; without `--write` it prints the table of settings.
+snake_case inside. settings_tables.py writes the settings into the documents and pyproject.toml.
 """
 
 from __future__ import annotations
@@ -11,10 +10,8 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kindred import REGISTRY
@@ -26,7 +23,6 @@ from kindred.extensions import Registry
 from kindred.metrics import METRICS
 from kindred.objectives import OBJECTIVES
 from kindred.parts.aggregation import AGGREGATION
-from kindred.registry import Method
 from kindred.settings import (
     A_SHARE,
     ANY_TEXT,
@@ -482,86 +478,3 @@ def unknown_setting(key: str, known: tuple[str, ...]) -> str:
     """Return the error text for a setting that does not exist."""
     meant = meant_by(key, known)
     return f"unknown setting {key}; " + (f"did you mean {meant}?" if meant else f"known: {', '.join(known)}")
-
-
-# --- Settings in the documents and in pyproject.toml ---------------------------------------------------
-
-
-TABLE_HEAD = ("| setting | type | default | allowed | meaning |", "|---|---|---|---|---|")
-
-
-def table_row(name: str, each: Setting, methods: Sequence[str] = ()) -> str:
-    """Return a setting as a line of a Markdown table; `methods` are the titles of the methods that have it."""
-    kind, allowed = each.kind.replace(" | ", " or "), each.allowed.documented or each.allowed.words
-    meaning = f"{', '.join(methods)}: {each.meaning}" if methods else each.meaning
-    return f"| `{kebab(name)}` | {kind} | {json.dumps(each.default)} | {allowed} | {meaning} |"
-
-
-def table() -> str:
-    """Return the settings as a Markdown table, one line per setting."""
-    rows = [
-        table_row(spec.name, each, methods)
-        for spec in fields(Config)
-        for each, methods in spec.metadata["methods"].items()
-    ]
-    return "\n".join((*TABLE_HEAD, *rows))
-
-
-def table_of(method: Method) -> str:
-    """Return a method's own settings as a Markdown table, one line per setting; "No settings." if it has none."""
-    if not method.settings:
-        return "No settings."
-    return "\n".join((*TABLE_HEAD, *(table_row(each.name, each) for each in method.settings)))
-
-
-def methods_table() -> str:
-    """Return our own methods and their papers as a Markdown table, a line each."""
-    lines = ["| `--strategy` | method | from |", "|---|---|---|"]
-    for name in REGISTRY.own:
-        method = REGISTRY[name]
-        paper = re.sub(r"(docs/\S+\.md)", r"[its page](\1)", method.paper)
-        lines.append(f"| `{name}` | {method.title} | {paper} |")
-    return "\n".join(lines)
-
-
-def method_settings_table() -> str:
-    """Return our own methods and the settings of each as a Markdown table, a line each."""
-    lines = ["| method | settings |", "|---|---|"]
-    for name in REGISTRY.own:
-        own = ", ".join(f"`{each.key}`" for each in REGISTRY[name].settings)
-        lines.append(f"| `{name}` | {own or 'none'} |")
-    return "\n".join(lines)
-
-
-def defaults() -> str:
-    """Return the settings with their defaults, in TOML."""
-    return "\n".join(f"{key} = {json.dumps(known.default)}" for key, known in SETTINGS.items())
-
-
-def written(root: Path) -> dict[Path, str]:
-    """Return the up-to-date texts of all files that contain generated parts: path -> text."""
-    documented, readme, project = root / "docs" / "configuration.md", root / "README.md", root / "pyproject.toml"
-    pages = {root / "docs" / "methods" / f"{name}.md": REGISTRY[name] for name in REGISTRY.own}
-    parts = (
-        (documented, r"(?:^\| setting \| .*\n(?:^\|.*\n)+)", table()),
-        (documented, r"(?:^\| method \| .*\n(?:^\|.*\n)+)", method_settings_table()),
-        (readme, r"(?:^\| `--strategy` .*\n(?:^\|.*\n)+)", methods_table()),
-        (project, r"(?<=^\[tool\.flwr\.app\.config\]\n)(?:^[\w-]+ = .*\n)+", defaults()),
-        *(
-            (page, r"(?<=^<!-- settings -->\n)(?:.*\n)*?(?=<!-- end of settings -->$)", f"\n{table_of(method)}\n")
-            for page, method in pages.items()
-        ),
-    )
-    changed = {path: path.read_text() for path in (documented, readme, project, *pages)}
-    for path, pattern, text in parts:
-        before, _, after = re.split(f"({pattern})", changed[path], maxsplit=1, flags=re.MULTILINE)
-        changed[path] = f"{before}{text}\n{after}"
-    return changed
-
-
-if __name__ == "__main__":
-    if sys.argv[1:] == ["--write"]:
-        for path, text in written(Path()).items():
-            path.write_text(text)
-    else:
-        print(table())

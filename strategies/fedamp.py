@@ -50,7 +50,8 @@ from flwr.supercore import log
 from .engine.admission import Reply
 from .engine.arguments import StoredShared
 from .engine.hooks import SideEvaluation
-from .engine.model_store import BLOCK, drawn_anew
+from .engine.layout import drawn_anew
+from .engine.model_store import BLOCK
 from .engine.stored import CloudModels
 from .lazy import lazy
 from .messages import METHODS, PROXIMAL_MU, ClientId, check, in_order, read_record, seed_for, to_record

@@ -46,7 +46,7 @@ from .client.visit import Visit
 from .engine.admission import Refused, Reply
 from .engine.arguments import Shared
 from .engine.collaboration import Collaboration
-from .engine.model_store import Layout
+from .engine.layout import Layout
 from .engine.strategy import PersonalizedStrategy
 from .lazy import lazy
 from .messages import (

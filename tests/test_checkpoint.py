@@ -38,7 +38,8 @@ from kindred.client_app.app import app as client_app
 from kindred.engine import checkpoint, simulated_state
 from kindred.engine.checkpoint import Checkpoints, HistoryRows, pack, unpack
 from kindred.engine.history import History
-from kindred.engine.model_store import ClientModels, Layout
+from kindred.engine.layout import Layout
+from kindred.engine.model_store import ClientModels
 from kindred.engine.simulated_state import StateFlusher, begin_simulation, end_simulation
 from kindred.messages import read_record, records_of, to_record
 from kindred.server_app import results

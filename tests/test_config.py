@@ -14,7 +14,8 @@ from kindred import REGISTRY, InlineGrid
 from kindred.client_app.app import app as client_app
 from kindred.data import load_clients, load_federation
 from kindred.server_app.app import make_strategy, needed_by, prepare
-from kindred.server_app.config import OWN_DEFAULT, Config, ConfigError, kebab, written
+from kindred.server_app.config import OWN_DEFAULT, Config, ConfigError, kebab
+from kindred.server_app.settings_tables import written
 
 ROOT = Path(__file__).parent.parent
 ONE_EPOCH = {"local-epochs": 1, "batch-size": 50}
@@ -30,7 +31,7 @@ def test_pyproject_lists_every_setting_with_its_default() -> None:
 
 
 def test_documents_and_pyproject_match_the_methods_files() -> None:
-    """If not: python -m kindred.server_app.config --write"""
+    """If not: python -m kindred.server_app.settings_tables --write"""
     for path, text in written(ROOT).items():
         assert path.read_text() == text, path
     listed = (ROOT / "docs" / "configuration.md").read_text()

@@ -9,7 +9,7 @@ import pytest
 from flwr.app import ArrayRecord
 
 from kindred import FedAMP, HeurFedAMP, Local
-from kindred.engine.model_store import drawn_anew
+from kindred.engine.layout import drawn_anew
 from kindred.engine.strategy import PersonalizedStrategy
 from kindred.messages import read_record, seed_for, to_record
 

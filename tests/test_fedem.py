@@ -17,7 +17,7 @@ from kindred.baselines.fedem import OPTIMIZERS, new_shares, responsibilities
 from kindred.client.state import MIXTURE
 from kindred.client.training import get_arrays, set_arrays
 from kindred.client_app.app import app as client_app
-from kindred.engine.model_store import drawn_anew
+from kindred.engine.layout import drawn_anew
 from kindred.engine.simulated_state import saved_files
 from kindred.messages import by_prefix, in_order, read_record, to_record
 from kindred.server_app.app import run as run_app

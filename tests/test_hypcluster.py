@@ -9,7 +9,7 @@ from flwr.app import ConfigRecord
 from kindred import FedAvg, HypCluster, InlineGrid
 from kindred.baselines.hypcluster import nearest_model
 from kindred.client.training import get_arrays, set_arrays
-from kindred.engine.model_store import drawn_anew
+from kindred.engine.layout import drawn_anew
 from kindred.messages import read_record, to_record
 
 from . import test_client, two_weights

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kindred.engine.model_store import ClientModels, Layout
+from kindred.engine.layout import Layout
+from kindred.engine.model_store import ClientModels
 from kindred.engine.optimizers import OptimizerSteps
 from kindred.engine.sent_models import NEW_MODEL, SentModels, Updates
 from kindred.messages import read_record, with_prefix

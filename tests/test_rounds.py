@@ -12,8 +12,8 @@ from hypothesis import given, strategies as st
 from kindred import FedAvg, InlineGrid, Local, TooFewClients
 from kindred.engine import transport
 from kindred.engine.history import History
+from kindred.engine.in_turn import InTurn
 from kindred.engine.means import WeightedMean
-from kindred.engine.model_store import InTurn
 from kindred.messages import in_order, read_array, to_record
 
 from .client_apps import initial, plain_app

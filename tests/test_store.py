@@ -15,7 +15,8 @@ import pytest
 from kindred import REGISTRY, Local
 from kindred.client.state import default_root
 from kindred.engine import model_store as store
-from kindred.engine.model_store import BLOCK, ClientModels, Layout, release_pages
+from kindred.engine.layout import Layout
+from kindred.engine.model_store import BLOCK, ClientModels, release_pages
 from kindred.fedamp import cosines, squared_distances
 from kindred.messages import in_order, read_record
 

@@ -11,7 +11,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context
 
 from kindred import REGISTRY, FedRep, HeurFedAMP, InlineGrid, PerFedAvg, Site, make_client_app
 from kindred.client.training import get_arrays
-from kindred.engine.model_store import Layout, drawn_anew
+from kindred.engine.layout import Layout, drawn_anew
 from kindred.messages import read_record, to_record
 
 from .test_conformance import make

@@ -57,8 +57,9 @@ from flwr.supercore import log
 from kindred.engine.admission import Reply
 from kindred.engine.arguments import Shared
 from kindred.engine.collaboration import Collaboration
+from kindred.engine.layout import Layout
 from kindred.engine.means import WeightedMean
-from kindred.engine.model_store import BLOCK, Layout
+from kindred.engine.model_store import BLOCK
 from kindred.engine.strategy import PersonalizedStrategy
 from kindred.fedamp import Blocks, cosines
 from kindred.lazy import lazy

@@ -49,7 +49,7 @@ from flwr.app import ArrayRecord, MetricRecord, RecordDict
 from kindred.client.training import batches, check_finite, get_arrays, trained_weights
 from kindred.client.visit import Visit
 from kindred.engine.arguments import AveragedShared
-from kindred.engine.model_store import last_layers
+from kindred.engine.layout import last_layers
 from kindred.lazy import lazy
 from kindred.messages import (
     ARRAYS,

@@ -41,7 +41,8 @@ from flwr.supercore import log
 from kindred.engine.admission import Reply
 from kindred.engine.arguments import AveragedShared, Shared
 from kindred.engine.collaboration import Collaboration
-from kindred.engine.model_store import InTurn, Layout
+from kindred.engine.in_turn import InTurn
+from kindred.engine.layout import Layout
 from kindred.engine.strategy import PersonalizedStrategy
 from kindred.messages import (
     FINETUNE_EPOCHS,

@@ -59,7 +59,8 @@ from kindred.client.training import (
 from kindred.engine.admission import Refused, Reply
 from kindred.engine.arguments import Shared
 from kindred.engine.collaboration import Collaboration
-from kindred.engine.model_store import InTurn, Layout, check_buffers
+from kindred.engine.in_turn import InTurn
+from kindred.engine.layout import Layout, check_buffers
 from kindred.engine.strategy import PersonalizedStrategy
 from kindred.lazy import lazy
 from kindred.messages import (

@@ -41,7 +41,7 @@ from kindred.client.training import get_arrays, trained_weights
 from kindred.client.visit import Visit
 from kindred.engine.admission import Reply
 from kindred.engine.arguments import AveragedShared
-from kindred.engine.model_store import last_layers
+from kindred.engine.layout import last_layers
 from kindred.messages import ARRAYS, METRICS, OWN, RECEIVED, TRAIN_LOSS, ClientId, to_record
 from kindred.parts.aggregation import AGGREGATION
 from kindred.registry import Method

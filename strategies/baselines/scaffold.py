@@ -46,8 +46,9 @@ from kindred.client.training import get_arrays, num_batches
 from kindred.client.visit import Visit
 from kindred.engine.admission import Reply, norm
 from kindred.engine.arguments import AveragedShared
+from kindred.engine.in_turn import InTurn
+from kindred.engine.layout import Layout
 from kindred.engine.means import largest_weight
-from kindred.engine.model_store import InTurn, Layout
 from kindred.lazy import lazy
 from kindred.messages import (
     ARRAYS,

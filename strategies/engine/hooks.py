@@ -25,7 +25,7 @@ from kindred.versions import mismatch
 
 from .admission import MAX_EXAMPLES, Reply
 from .collaboration import Collaboration
-from .model_store import Layout
+from .layout import Layout
 from .norms import scaled
 
 

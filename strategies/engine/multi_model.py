@@ -12,7 +12,8 @@ from kindred.messages import ClientId, check, read_record, seed_for, to_record, 
 from kindred.parts.aggregation import AGGREGATION
 
 from .arguments import Shared
-from .model_store import InTurn, Layout, drawn_anew
+from .in_turn import InTurn
+from .layout import Layout, drawn_anew
 from .strategy import PersonalizedStrategy
 
 Arrays = Mapping[str, np.ndarray]

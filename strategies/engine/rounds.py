@@ -46,8 +46,8 @@ from .evaluation import EvaluationPlan
 from .exchange import Exchange, Sent, share_of
 from .history import History
 from .hooks import Hooks
+from .layout import Layout
 from .metrics import aggregated
-from .model_store import Layout
 from .norms import UpdateNorms
 from .remarks import on_samples, on_updates
 from .roster import Roster

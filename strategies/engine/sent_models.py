@@ -10,7 +10,8 @@ from flwr.app import ArrayRecord
 from kindred.messages import ClientId, by_prefix, in_order, with_prefix
 
 from .admission import norm
-from .model_store import ClientModels, InTurn
+from .in_turn import InTurn
+from .model_store import ClientModels
 from .norms import scaled
 from .optimizers import OptimizerSteps
 

@@ -14,7 +14,8 @@ from kindred.settings import STORE
 from .admission import Reply
 from .arguments import Shared
 from .collaboration import Collaboration
-from .model_store import ClientModels, Layout
+from .layout import Layout
+from .model_store import ClientModels
 from .strategy import PersonalizedStrategy
 
 
