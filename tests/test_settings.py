@@ -47,7 +47,8 @@ REGISTRY.own["mine"] = "mine:METHOD"  # the line that registry.py has for each m
 from typer.testing import CliRunner
 from kindred.server_app.app import make_strategy
 from kindred.server_app.cli.run import app, given_settings
-from kindred.server_app.config import Config, ConfigError, defaults, method_settings_table, methods_table, table
+from kindred.server_app.config import Config, ConfigError
+from kindred.server_app.settings_tables import defaults, method_settings_table, methods_table, table
 from tests.test_conformance import make
 
 given = given_settings({"strategy": "mine"}, ["own-shade=0.75"])
