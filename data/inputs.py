@@ -151,14 +151,20 @@ class ImageInputs(Standardised):
     sides = "channels x height x width"
 
     def prepared(self, x: np.ndarray) -> np.ndarray:
+        """Return images as `Standardised.prepared` does; DataError also where their scale is another.
+
+        The scale is that of the images whose mean and deviation these are.
+        """
         least, largest = (x.min(), x.max()) if x.size else (0, 0)
         if x.dtype != np.uint8 and 0 <= least < largest <= 1 < min(self.mean):
             raise DataError(
-                f"images have values from 0 to 1, and those before a mean of {self.mean[0]:.3g}: another scale"
+                "images have values from 0 to 1, allowed: the scale of the images before, whose mean is "
+                f"{self.mean[0]:.3g}"
             )
         if x.dtype == np.uint8 and self.full == 1 and largest > 100 and max(*self.mean, *self.deviation) <= 1:
             raise DataError(
-                f"images have values up to {largest}, and those before a mean of {self.mean[0]:.3g}: another scale"
+                f"images have values up to {largest}, allowed: the scale of the images before, whose mean is "
+                f"{self.mean[0]:.3g}"
             )
         return super().prepared(x)
 

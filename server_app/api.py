@@ -196,7 +196,7 @@ def _named_like_arguments() -> Iterator[None]:
         yield
     except ConfigError as error:
         text = str(error).replace("--strategies", "methods").replace("--set ", "")
-        text = re.sub(r"--([a-z]+(?:-[a-z]+)*)", lambda option: option[1].replace("-", "_"), text)
+        text = re.sub(r"(?<!\S)--([a-z]+(?:-[a-z]+)*)", lambda option: option[1].replace("-", "_"), text)
         raise ConfigError(text) from None
 
 
