@@ -52,8 +52,9 @@ from kindred.messages import ATTEMPT, ClientId, in_order, read_record
 from .config import ConfigError
 from .intervals import pooled_metrics
 from .report.collaboration import write_collaboration
-from .report.content import REPORT, write_report
+from .report.reading import REPORT
 from .report.run_figures import partition_picture, run_figures
+from .report.write import write_report
 from .run_files import (
     IN_USE,
     check_resumable,

@@ -18,8 +18,9 @@ from kindred.messages import ClientId
 from .headline import Headline
 from .prediction.predictor import Predictor
 from .report.collaboration import matrix_files, read_collaboration
-from .report.content import REPORT, write_report
+from .report.reading import REPORT
 from .report.run_figures import run_figures
+from .report.write import write_report
 from .run_files import failing_is_a_warning, read_config, read_summary, what_data, write_json
 from .tables import read_table
 from .verdict import Verdict

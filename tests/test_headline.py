@@ -22,8 +22,9 @@ from kindred.server_app.comparison.statistics import metrics_of, signed_rank
 from kindred.server_app.config import SETTINGS, Config, ConfigError
 from kindred.server_app.headline import Headline, significant
 from kindred.server_app.report import figures
+from kindred.server_app.report.comparison_content import comparison_content
 from kindred.server_app.report.comparison_figures import comparison_figure
-from kindred.server_app.report.content import comparison_content, run_content
+from kindred.server_app.report.content import run_content
 from kindred.server_app.report.weight_figure import weights_figure
 from kindred.server_app.report.weights import Curves
 from kindred.server_app.run_files import labels_of

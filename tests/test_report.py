@@ -27,8 +27,10 @@ from kindred.server_app import runs
 from kindred.server_app.cli import report as _report, run as cli  # noqa: F401  the first adds commands
 from kindred.server_app.config import Config, ConfigError
 from kindred.server_app.report import clients as single, content as report, watch as see
-from kindred.server_app.report.content import comparison_content, run_content, write_report
+from kindred.server_app.report.comparison_content import comparison_content, mean_over_seeds
+from kindred.server_app.report.content import run_content
 from kindred.server_app.report.render import STYLE
+from kindred.server_app.report.write import write_report
 from kindred.server_app.results import RunFolder
 from tests.background_commands import HEEDING, PATIENCE
 from tests.test_results import TWO_ROUNDS, row, run_of, settings
@@ -475,7 +477,7 @@ def test_the_deviation_over_seeds_is_shown_for_rounds_that_all_have():
     first = {"rounds": [1, 2, 3], "mean": [0.25, 0.5, 0.75], "bytes": [1, 2, 3], "samples": [10, 20, 30]}
     second = {"rounds": [1, 2], "mean": [0.75, 0.5], "bytes": [3, 4], "samples": None}
     half = 0.5 / 2**0.5
-    assert report.mean_over_seeds([first, second]) == {
+    assert mean_over_seeds([first, second]) == {
         "rounds": [1, 2],
         "mean": [0.5, 0.5],
         "low": [round(0.5 - half, 6), 0.5],

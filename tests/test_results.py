@@ -35,7 +35,7 @@ from kindred.server_app.cli import report as _report, run as cli  # noqa: F401  
 from kindred.server_app.config import Config, ConfigError
 from kindred.server_app.engines import Engine, execute
 from kindred.server_app.headline import Headline
-from kindred.server_app.report import content as report, figures as pictures
+from kindred.server_app.report import figures as pictures, write
 from kindred.server_app.report.comparison_figures import comparison_figure
 from kindred.server_app.report.content import run_content
 from kindred.server_app.report.render import embedded
@@ -543,7 +543,7 @@ def test_results_are_written_whatever_number_clients_report(tmp_path, caplog, va
         (pictures, "metric_figure", "accuracy.png"),
         (pictures, "collaboration_figure", "collaboration.png"),
         (kindred.data, "partition_figure", "partition.png"),
-        (report, "run_content", "report.html"),
+        (write, "run_content", "report.html"),
     ],
 )
 def test_a_picture_or_report_that_fails_is_a_warning_and_all_else_is_written(

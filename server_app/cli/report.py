@@ -16,9 +16,9 @@ from .display import displayed
 
 if TYPE_CHECKING:  # imported on first use, so that `kindred --help` is quick
     from kindred.server_app import config
-    from kindred.server_app.report import content, watch as watching
+    from kindred.server_app.report import watch as watching, write
 else:
-    config, content = lazy("kindred.server_app.config"), lazy("kindred.server_app.report.content")
+    config, write = lazy("kindred.server_app.config"), lazy("kindred.server_app.report.write")
     watching = lazy("kindred.server_app.report.watch")
 
 LOOK_SECONDS = 0.5  # s between two checks whether the run is finished
@@ -31,7 +31,7 @@ def report(folder: Annotated[Path, Folder]) -> None:
     """Write report.html into the folder of a run, or of a comparison."""
     try:
         with displayed("writing the report", sys.stderr):
-            path = content.write_report(_existing(folder))
+            path = write.write_report(_existing(folder))
     except (config.ConfigError, OSError) as error:
         end(2, str(error))
     print(path)

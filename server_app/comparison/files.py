@@ -9,7 +9,8 @@ from typing import Any
 from kindred.files import write_bytes
 from kindred.server_app.config import Config
 from kindred.server_app.headline import Headline
-from kindred.server_app.report.content import REPORT, write_report
+from kindred.server_app.report.reading import REPORT
+from kindred.server_app.report.write import write_report
 from kindred.server_app.run_files import failing_is_a_warning, save_figure, write_json
 from kindred.server_app.tables import table_lines
 

@@ -1,39 +1,28 @@
-"""`report.html`: the results of a run, or of a comparison of runs, in one self-contained file.
+"""The content of a run's page, as plain JSON, from the files in the run's folder.
 
-`run_content` and `comparison_content` collect the content of the page from the files in the folder, as plain JSON.
-`render.page` puts it into the page, whose script draws it. A run in progress writes the same files, so `kindred watch`
-shows the same page.
+A run in progress writes the same files, so `kindred watch` shows the same page.
 
 Names of clients and reasons of failures are texts from others. In the page they are data, never a part of its code.
 """
 
 from __future__ import annotations
 
-import base64
-import csv
-import json
-import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import numpy as np
 
 from kindred import REGISTRY
 from kindred.client.state import MIXTURE
-from kindred.engine.history import is_status, statuses
-from kindred.files import write_bytes
-from kindred.messages import BETWEEN, MOST, PERSONAL, RECEIVED, SAMPLES_TRAINED, TRAINED, TUNED, ClientId, in_order
-from kindred.server_app.comparison.metrics import numbers_of
-from kindred.server_app.comparison.texts import remarks, tables
+from kindred.engine.history import statuses
+from kindred.messages import BETWEEN, PERSONAL, RECEIVED, SAMPLES_TRAINED, TRAINED, TUNED, ClientId, in_order
 from kindred.server_app.config import Config, ConfigError
 from kindred.server_app.flower_app import CONNECTION, toml
 from kindred.server_app.headline import Headline
 from kindred.server_app.newcomers import tables as newcomer_tables
-from kindred.server_app.run_files import folder_of_run, is_finished, labels_of, what_data
-from kindred.server_app.tables import read_table
+from kindred.server_app.run_files import is_finished, labels_of, what_data
 
 from .clients import (
     client_curves,
@@ -46,12 +35,9 @@ from .clients import (
 )
 from .collaboration import collaboration_content, groups_of
 from .figures import MIXED, ONE_MODEL, carried_forward
-from .render import page
+from .reading import picture, read_json, rows_of
 from .weights import component_curves
 
-REPORT = "report.html"
-COMPARISON = "comparison.json"
-TEXTS = ("client", "personal")  # columns with texts, as is the status of replies; all other columns shown are numbers
 MOST_LISTED = 200  # pairs of client and reason in the table of unused replies
 OPTIONS = {
     "strategy": "strategy",
@@ -72,27 +58,6 @@ STAGES = {
     MIXTURE: MIXED,
     PERSONAL: "personal model",
 }
-
-
-def write_report(folder: Path, summary: Mapping[str, Any] | None = None) -> Path:
-    """Write `report.html` into the folder of a run, or of a comparison.
-
-    Parameters
-    ----------
-    folder : Path
-    summary : mapping, optional
-        The summary of a run that has not written its summary file yet.
-
-    Raises
-    ------
-    ConfigError
-        The folder holds neither a run nor a comparison, or a file cannot be read.
-    """
-    is_comparison = (folder / COMPARISON).exists()
-    content = comparison_content(folder) if is_comparison else run_content(folder, summary)
-    path = folder / REPORT
-    write_bytes(path, page(content).encode())
-    return path
 
 
 def command(settings: Mapping[str, Any]) -> str:
@@ -148,21 +113,21 @@ def run_content(folder: Path, summary: Mapping[str, Any] | None = None) -> dict[
     ConfigError
         The folder is not the folder of a run, or a file in it cannot be read.
     """
-    config = _read_json(folder / "config.json")
+    config = read_json(folder / "config.json")
     if not isinstance(config.get("settings"), dict):
         raise ConfigError(f"{folder / 'config.json'} holds no settings: it is not of a run")
     settings, groups = config["settings"], config.get("groups")
     finished = summary is not None or is_finished(folder)
-    summary = summary or _read_json(folder / "summary.json", {})
+    summary = summary or read_json(folder / "summary.json", {})
     asked = summary.get("rounds", settings["num-rounds"])  # fewer where stop-after ended the run
-    lines = _table(folder / "rounds.csv", "round")
+    lines = rows_of(folder / "rounds.csv", "round")
     done = {line["round"] for line in lines}  # a round in progress may have rows of some clients
     rows = [
         {"client": "", **row}  # an empty name is an empty cell in the file
-        for row in _table(folder / "history.csv", "round", "status")
+        for row in rows_of(folder / "history.csv", "round", "status")
         if row["round"] in done
     ]
-    validations = [row for row in _table(folder / "validators.csv", "round", "status") if row["round"] in done]
+    validations = [row for row in rows_of(folder / "validators.csv", "round", "status") if row["round"] in done]
     clients = in_order({row["client"] for row in rows})
     defaults = Config().run_config()
     name = settings["strategy"]
@@ -172,7 +137,7 @@ def run_content(folder: Path, summary: Mapping[str, Any] | None = None) -> dict[
     stages = _stages(rows, lines, headline)
     before, after = f"{RECEIVED}-{metric}", f"{stages['after']}-{metric}"
     both = [row for row in rows if holds(row.get(before)) and holds(row.get(after))]
-    clusters = _read_json(folder / "clusters.json", None)
+    clusters = read_json(folder / "clusters.json", None)
     return {
         "kind": "run",
         "title": f"{title} on {what_data(settings)}, seed {settings['seed']}",
@@ -199,8 +164,8 @@ def run_content(folder: Path, summary: Mapping[str, Any] | None = None) -> dict[
         "collaboration": collaboration_content(folder / "collaboration", groups, names),
         "clusters": clusters and [{**each, "clients": labels_of(each["clients"], names)} for each in clusters],
         "components": _components(rows, asked, groups, names),
-        "partition": _picture(folder / "partition.png"),
-        "networks": _picture(folder / "networks.png"),
+        "partition": picture(folder / "partition.png"),
+        "networks": picture(folder / "networks.png"),
         "validators": validators_content(validations, names),
         "unused": _unused(rows, names),
         "remarks": [
@@ -208,12 +173,12 @@ def run_content(folder: Path, summary: Mapping[str, Any] | None = None) -> dict[
         ],
         "left-out": [[*labels_of([each["client"]], names), each["reason"]] for each in summary.get("left-out", [])],
         "command": command(settings),
-        "settings": _settings(settings, defaults),
+        "settings": settings_lines(settings, defaults),
         "versions": [*(config.get("versions") or {}).items(), ("platform", config.get("platform"))],
     }
 
 
-def _settings(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[list[Any]]:
+def settings_lines(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[list[Any]]:
     """Return each setting's name, its value, and whether the page treats the value as the default."""
     return [
         [key, value, key in PLACES or key in defaults and value == defaults[key]] for key, value in settings.items()
@@ -249,11 +214,11 @@ def _curve(lines: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]
         "mean": numbers(line.get(headline.columns.mean) for line in lines),
         "p10": decile(0.1),
         "p90": decile(0.9),
-        **_costs(lines),
+        **costs(lines),
     }
 
 
-def _costs(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def costs(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the total bytes, and training samples where they were counted, up to each round."""
 
     def until(*keys: str) -> list[float]:
@@ -328,161 +293,3 @@ def _unused(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str
             for client, status in listed[:MOST_LISTED]
         ],
     }
-
-
-def comparison_content(folder: Path) -> dict[str, Any]:
-    """Return the content of a comparison's page.
-
-    Parameters
-    ----------
-    folder : Path
-        Holds `comparison.json`.
-
-    Returns
-    -------
-    dict
-        Plain JSON, as in `run_content`.
-
-    Raises
-    ------
-    ConfigError
-        The file, or one of the runs that it names, cannot be read.
-    """
-    path = folder / COMPARISON
-    comparison = _read_json(path)
-    try:
-        common, defaults = comparison["settings"], Config().run_config()
-        headline = Headline.of([comparison])
-        metric = (comparison["preset"] or {}).get("metric", headline.columns.mean)
-        varied = comparison.get("varied")
-        methods = []
-        for name, found in comparison["strategies"].items():
-            runs = [_compared_run(folder, run, headline) for run in found["runs"]]
-            methods.append(
-                {
-                    "name": name,
-                    "strategy": found["strategy"],
-                    "of": found.get("of", name),
-                    "value": found.get("value", ""),
-                    "at": {key: found[key][metric] for key in ("mean", "std")},
-                    "settings": list(found["settings"].items()),
-                    "asked": found["settings"].get("num-rounds", common["num-rounds"]),
-                    "runs": [{key: run[key] for key in ("seed", "name", "report", "failed")} for run in runs],
-                    "curve": mean_over_seeds([run["curve"] for run in runs if run["curve"]]),
-                    "last": [value for run in runs for value in run["last"]],
-                }
-            )
-        return {
-            "kind": "comparison",
-            "title": f"Comparison: {comparison['title']}",
-            "about": [f"{common['num-clients']} clients", f"finished {comparison['finished']}"],
-            "metric": headline.to_dict(),
-            "tables": tables(comparison),
-            "remarks": remarks(comparison),
-            "methods": methods,
-            "varied": varied and {**varied, "measure": numbers_of(headline)[metric].meaning},
-            "seeds": comparison["seeds"],
-            "command": comparison["command"],
-            "settings": _settings(common, defaults),
-            "notes": (comparison["preset"] or {}).get("notes", []),
-            "versions": [*comparison["versions"].items(), ("platform", comparison["platform"])],
-        }
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{path} was not written by `kindred compare`: {type(error).__name__}: {error}") from None
-
-
-def _compared_run(folder: Path, run: Mapping[str, Any], headline: Headline) -> dict[str, Any]:
-    """Return the content for one run of a comparison; it may have failed, or its folder may have been removed."""
-    place = folder_of_run(folder, {"folder": "", **run})
-    lines = _table(place / "rounds.csv", "round") if "folder" in run else []
-    is_there = "folder" in run and (place / REPORT).exists()
-    return {
-        "seed": run["seed"],
-        "name": place.name,
-        "report": quote(os.path.relpath(place / REPORT, folder)) if is_there else None,
-        "failed": run.get("reason"),
-        "curve": {
-            "rounds": [line["round"] for line in lines],
-            "mean": [line.get(headline.columns.mean) for line in lines],
-            **_costs(lines),
-        }
-        if lines
-        else None,
-        "last": [
-            each[headline.name]
-            for each in run.get("summary", {}).get("clients", [])
-            if headline.metric.holds(each[headline.name])
-        ],
-    }
-
-
-def mean_over_seeds(curves: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return mean and standard deviation over runs, for the rounds that all of them have."""
-    if not curves:
-        return None
-    rounds = sorted(set.intersection(*(set(curve["rounds"]) for curve in curves)))
-
-    def stacked(key: str) -> np.ndarray:
-        values = [dict(zip(curve["rounds"], curve[key], strict=False)) for curve in curves]
-        return np.array([[np.nan if each[number] is None else each[number] for number in rounds] for each in values])
-
-    means = stacked("mean")  # (seeds, r)
-    mean = means.mean(axis=0)
-    deviation = means.std(axis=0, ddof=1) if len(curves) > 1 else None
-    samples = None if any(curve["samples"] is None for curve in curves) else stacked("samples")
-    return {
-        "rounds": rounds,
-        "mean": numbers(mean),
-        "low": None if deviation is None else numbers(mean - deviation),
-        "high": None if deviation is None else numbers(mean + deviation),
-        "bytes": stacked("bytes").mean(axis=0).tolist(),
-        "samples": None if samples is None else samples.mean(axis=0).tolist(),
-    }
-
-
-_REQUIRED: Any = object()
-
-
-def _read_json(path: Path, otherwise: Any = _REQUIRED) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        if otherwise is not _REQUIRED:
-            return otherwise
-        raise ConfigError(
-            f"{str(path.parent)!r} holds neither the config.json of a run nor the {COMPARISON} of a comparison"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error})") from None
-
-
-def _table(path: Path, *needed: str) -> list[dict[str, Any]]:
-    """Return the rows of a table that have been written so far; their numbers up to `MOST`, `TEXTS` and statuses alone.
-
-    The list is empty where the file does not exist. ConfigError where a row lacks one of the `needed` columns.
-    """
-    try:
-        rows = [
-            {
-                key: value
-                for key, value in row.items()
-                if key in TEXTS or is_status(key) or (not isinstance(value, str) and abs(value) <= MOST)
-            }
-            for row in read_table(path)
-        ]
-        for key in needed:
-            if any(key not in row for row in rows):
-                raise ValueError(f"a line has no {key}")
-    except FileNotFoundError:
-        return []
-    except (OSError, TypeError, ValueError, csv.Error) as error:
-        raise ConfigError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error})") from None
-    return rows
-
-
-def _picture(path: Path) -> str | None:
-    """Return a PNG file as a data URL; None where it cannot be read."""
-    try:
-        return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
-    except OSError:
-        return None
