@@ -153,17 +153,17 @@ class ImageInputs(Standardised):
     def prepared(self, x: np.ndarray) -> np.ndarray:
         """Return images as `Standardised.prepared` does; DataError also where their scale is another.
 
-        The scale is that of the images whose mean and deviation these are.
+        The scale is that of the training images, whose mean and deviation these are.
         """
         least, largest = (x.min(), x.max()) if x.size else (0, 0)
         if x.dtype != np.uint8 and 0 <= least < largest <= 1 < min(self.mean):
             raise DataError(
-                "images have values from 0 to 1, allowed: the scale of the images before, whose mean is "
+                "images have values from 0 to 1, allowed: the scale of the training images, whose mean is "
                 f"{self.mean[0]:.3g}"
             )
         if x.dtype == np.uint8 and self.full == 1 and largest > 100 and max(*self.mean, *self.deviation) <= 1:
             raise DataError(
-                f"images have values up to {largest}, allowed: the scale of the images before, whose mean is "
+                f"images have values up to {largest}, allowed: the scale of the training images, whose mean is "
                 f"{self.mean[0]:.3g}"
             )
         return super().prepared(x)

@@ -19,6 +19,7 @@ else:
     special = lazy("scipy.special")
     colors, mpl_figure, ticker = lazy("matplotlib.colors"), lazy("matplotlib.figure"), lazy("matplotlib.ticker")
 
+LONGEST_NAME = 14  # characters of a client's name in a figure
 LEVEL = 0.05  # p value of the chi-square test below which clients' shares of the classes differ
 
 
@@ -44,7 +45,7 @@ def partition_figure(federation: Federation) -> Figure:
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(ticker.MaxNLocator(nbins=25, steps=[1, 2, 5, 10], integer=True))
     if federation.names and m <= 60:
-        axes.set_yticks(np.arange(m), [_short(name) for name in federation.names], fontsize=7)
+        axes.set_yticks(np.arange(m), [short_name(name, 20) for name in federation.names], fontsize=7)
     if num_classes == 1:
         axes.set_xticks([])
     labels = "label that is true" if num_classes > 1 else "all"
@@ -70,9 +71,12 @@ def _evenness(counts: np.ndarray) -> str:
     return f"no difference in shares of classes shown\n(chi-square test, p = {p:.2f})"
 
 
-def _short(name: str) -> str:
-    """Return a client's name for matplotlib: at most 20 characters, with dollar signs escaped."""
-    return (name if len(name) <= 20 else f"{name[:19]}…").replace("$", r"\$")
+def short_name(text: object, longest: int = LONGEST_NAME) -> str:
+    """Return a name for matplotlib: one line, at most `longest` characters, with dollar signs escaped."""
+    text = " ".join(str(text).split())
+    if len(text) > longest:
+        text = text[: longest - 1] + "…"
+    return text.replace("$", r"\$")
 
 
 def _mark_groups(axes: Axes, federation: Federation) -> None:

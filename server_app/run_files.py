@@ -75,8 +75,11 @@ def run_settings(given: Mapping[str, Any], resume: str | os.PathLike[str] | None
 
 
 def folder_of_run(folder: Path, run: Mapping[str, Any]) -> Path:
-    """Return the folder of a run in a comparison, whose own folder is `folder` and may not exist yet."""
-    return Path(os.path.normpath(folder / run["folder"]))
+    """Return the folder of a run in a comparison, whose own folder is `folder` and may not exist yet.
+
+    That is `folder` itself if the run has none.
+    """
+    return Path(os.path.normpath(folder / run.get("folder", "")))
 
 
 def read_settings(folder: str | os.PathLike[str]) -> dict[str, Any]:

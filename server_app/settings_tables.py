@@ -18,6 +18,7 @@ from kindred.registry import Method
 from kindred.settings import Setting, kebab
 
 from .config import SETTINGS, Config
+from .flower_app import toml
 
 TABLE_HEAD = ("| setting | type | default | allowed | meaning |", "|---|---|---|---|---|")
 
@@ -67,7 +68,7 @@ def method_settings_table() -> str:
 
 def defaults() -> str:
     """Return the settings with their defaults, in TOML."""
-    return "\n".join(f"{key} = {json.dumps(known.default)}" for key, known in SETTINGS.items())
+    return toml({key: known.default for key, known in SETTINGS.items()}).rstrip("\n")
 
 
 def written(root: Path) -> dict[Path, str]:

@@ -17,6 +17,8 @@ from safetensors.numpy import save
 
 from .locks import is_ours
 
+TEXTS = "__metadata__"  # entry of a safetensors header
+
 
 def make_private(folder: Path) -> None:
     """Make a folder that only this user can enter, and its missing parents alike; existing ones stay unchanged."""
@@ -51,9 +53,6 @@ def copy_arrays(source: Path, target: Path, *, without: str) -> None:
         entries[TEXTS].pop(without, None)
         copy.write(_header(entries))
         shutil.copyfileobj(file, copy)
-
-
-TEXTS = "__metadata__"  # entry of a safetensors header
 
 
 def _header(entries: dict[str, Any]) -> bytes:

@@ -268,6 +268,15 @@ def test_a_picture_says_where_no_difference_of_classes_is_shown(changes, alike):
     assert title.endswith(line) == ("no difference" in title) == alike == (p >= 0.05)
 
 
+def test_a_picture_shows_names_that_look_like_formulas(tmp_path):
+    x, y = np.zeros((6, 1, 2, 2), np.uint8), np.array([0, 1] * 3)
+    np.savez(tmp_path / "a.npz", x=x, y=y, client=np.repeat(["a$b_$c", "d"], 3))
+    changes = {"dataset": "npz", "data-dir": str(tmp_path / "a.npz"), "partition": "by-client", "num-clients": 2}
+    federation = load_federation(DIGITS | changes | {"num-groups": 1, "min-samples": 2})
+    partition_figure(federation).savefig(tmp_path / "partition.png")
+    assert federation.names == ("a$b_$c", "d")
+
+
 def test_targets_are_the_number_of_classes_or_the_range_of_each_client():
     x = np.zeros((4, 1, 1, 2), np.uint8)
     assert small(x).targets() == [{"classes": 2}, {"classes": 2}]  # images 0 and 1, then 3 and 2

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from sklearn.metrics import confusion_matrix
 
+from kindred.data.partition_figure import short_name
 from kindred.lazy import lazy
 from kindred.objectives import Labels, Objective
 from kindred.server_app.config import ConfigError
-from kindred.server_app.report.figures import MOST_NAMED, new_figure, short_name
+from kindred.server_app.report.figures import MOST_NAMED, new_figure
 
 from .inputs import read_test_part
 from .predictor import Predictor

@@ -86,7 +86,7 @@ def comparison_content(folder: Path) -> dict[str, Any]:
 
 def _compared_run(folder: Path, run: Mapping[str, Any], headline: Headline) -> dict[str, Any]:
     """Return the content for one run of a comparison; it may have failed, or its folder may have been removed."""
-    place = folder_of_run(folder, {"folder": "", **run})
+    place = folder_of_run(folder, run)
     lines = rows_of(place / "rounds.csv", "round") if "folder" in run else []
     is_there = "folder" in run and (place / REPORT).exists()
     return {

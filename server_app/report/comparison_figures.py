@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from kindred.data.partition_figure import short_name
 from kindred.lazy import lazy
 from kindred.server_app.headline import Headline
 
@@ -21,7 +22,6 @@ from .figures import (
     new_figure,
     panels_figure,
     round_axis,
-    short_name,
 )
 
 if TYPE_CHECKING:

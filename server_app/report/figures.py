@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from kindred.client.state import MIXTURE
+from kindred.data.partition_figure import short_name
 from kindred.lazy import lazy
 from kindred.messages import PERSONAL, RECEIVED, TRAINED, TUNED, ClientId, in_order
 from kindred.server_app.headline import Headline
@@ -33,7 +34,6 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 MIXED = "mixture of models"
 ONE_MODEL = "one model alone, as received"  # beside the mixture
 MOST_NAMED = 40  # largest number of clients whose names fit along an axis of the heatmap
-LONGEST_NAME = 14  # characters of a client's name in a figure
 PANELS_LEGEND: dict[str, Any] = {"loc": "lower center", "frameon": False, "fontsize": 9}  # below several panels
 
 
@@ -353,11 +353,3 @@ def round_axis(axes: Axes, rounds: np.ndarray) -> None:
     axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
     room = max(0.5, 0.02 * (rounds[-1] - rounds[0]))
     axes.set_xlim(rounds[0] - room, rounds[-1] + room)
-
-
-def short_name(text: object, longest: int = LONGEST_NAME) -> str:
-    """Return a name for matplotlib: one line, at most `longest` characters, with dollar signs escaped."""
-    text = " ".join(str(text).split())
-    if len(text) > longest:
-        text = text[: longest - 1] + "…"
-    return text.replace("$", r"\$")

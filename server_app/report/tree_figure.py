@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kindred.data.partition_figure import short_name
 from kindred.messages import ClientId
 from kindred.server_app.run_files import labels_of
 
-from .figures import COLOURS, new_figure, round_axis, short_name
+from .figures import COLOURS, new_figure, round_axis
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kindred.data.partition_figure import short_name
 from kindred.lazy import lazy
 from kindred.messages import ClientId
 from kindred.server_app.run_files import labels_of
 
-from .figures import COLOURS, DASHES, PANELS_LEGEND, panels_figure, round_axis, short_name
+from .figures import COLOURS, DASHES, PANELS_LEGEND, panels_figure, round_axis
 from .weights import Curves
 
 if TYPE_CHECKING:

@@ -49,7 +49,7 @@ SERVER_ERRORS = (MemoryError, OSError)
 
 
 def raise_own(error: Exception) -> None:
-    """Raise an error that is the server's own, or Ctrl-C where it has come from that; return for all others."""
+    """Raise an error of SERVER_ERRORS, and KeyboardInterrupt if an error has come from one; return for all others."""
     if isinstance(error, SERVER_ERRORS):
         raise error
     raise_interrupt(error)
