@@ -183,14 +183,15 @@ def _train(
     seconds_before: float,
 ) -> None:
     checkpoints = folder.checkpoints()
+    missing = _missing_clients(grid, config, federation)
+    if missing:
+        log(WARNING, "kindred: %s", missing)
     if config.resume and (checkpoints is None or checkpoints.oldest is None):
         log(INFO, "kindred: nothing was saved before the run was interrupted: it starts again with its first round")
     if config.checkpoint_every:
         log(INFO, "kindred: writing to %s; resume with this folder if the run is interrupted", folder.path)
 
     def on_round(server_round: int) -> None:
-        if server_round == strategy.first_round and isinstance(federation, Federation):
-            _report_missing_clients(strategy, federation)
         try:
             folder.record_round(strategy)
         except OSError as error:
@@ -248,7 +249,7 @@ def _train(
         ) from None
     if local:
         end_simulation(strategy.run_id)
-    log(INFO, "kindred: results in %s", folder.path)
+    log(INFO, "kindred: results in %s%s", folder.path, f", where {missing}" if missing else "")
 
 
 def _newcomers(
@@ -458,14 +459,14 @@ def _local_settings(config: Config) -> ConfigRecord:
     return ConfigRecord({each.key: getattr(config, each.name) for each in TRAINING})
 
 
-def _report_missing_clients(strategy: PersonalizedStrategy, federation: Federation) -> None:
-    here, all_of_them = strategy.roster.num_known(), federation.num_clients
-    if here < all_of_them:
-        log(
-            INFO,
-            "kindred: %d of the federation's %d clients are connected; to simulate all of them: "
-            "flwr run . --stream --federation-config 'num-supernodes=%d client-resources-num-cpus=1'",
-            here,
-            all_of_them,
-            all_of_them,
-        )
+def _missing_clients(grid: Grid, config: Config, federation: Federation | Sites) -> str:
+    """Return a line about how many simulated clients lack a node, with the command that gives each one; else ""."""
+    if not isinstance(federation, Federation):
+        return ""
+    nodes, clients = len(list(grid.get_node_ids())), config.participants
+    if nodes >= clients:
+        return ""
+    return (
+        f"{nodes} of the federation's {clients} clients are connected; to simulate all of them: "
+        f"flwr run . --stream --federation-config 'num-supernodes={clients} client-resources-num-cpus=1'"
+    )

@@ -39,7 +39,15 @@ from .deployment_commands import data_fixture, keys_fixture, kindred, made_keys_
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lock"}
+    return {path.name: path.read_bytes() for path in folder.iterdir() if not path.name.startswith(".")}
+
+
+def test_git_takes_no_key_into_a_commit(tmp_path) -> None:
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    said = kindred("keys", tmp_path / "keys", "--server", "fl.example.org", "--sites", "lyon")
+    assert f"is in the git work tree {tmp_path}" in said
+    taken = subprocess.run(["git", "-C", tmp_path, "add", "--all", "--dry-run", "."], check=True, stdout=subprocess.PIPE)
+    assert taken.stdout == b""
 
 
 def test_keys_are_written_for_the_server_and_sites(tmp_path) -> None:

@@ -15,7 +15,7 @@ import typer
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from kindred.lazy import lazy
-from kindred.server_app.cli.common import app, end, option
+from kindred.server_app.cli.common import app, end, option, warn
 
 from .addresses import LOOPBACK, Address, address_of
 from .certificates import (
@@ -81,11 +81,15 @@ def keys(
     with own_folder(folder):
         for path, like in make_keys(folder, names, site_names):
             print(f"made {path}\n  same as: {like}", flush=True)
+        if not (ignored := folder / ".gitignore").exists():
+            write_or_end(ignored, b"*\n", 0o644)
     until = load_certificate(folder / f"{SERVER}.crt").not_valid_after_utc
     print(
         f"\nthe server's certificate is for {', '.join(map(str, server_names_in(folder)))}, until {until:%Y-%m-%d}\n"
         "a site's machine needs ca.crt and the site's .key; ca.key only signs further certificates: keep it elsewhere"
     )
+    if tree := next((parent for parent in folder.parents if (parent / ".git").exists()), None):
+        warn(f"{folder} is in the git work tree {tree}: its .gitignore keeps the keys out of commits; move it elsewhere")
 
 
 def parse_sites(text: str) -> list[str]:
