@@ -46,7 +46,9 @@ def test_git_takes_no_key_into_a_commit(tmp_path) -> None:
     subprocess.run(["git", "init", "-q", tmp_path], check=True)
     said = kindred("keys", tmp_path / "keys", "--server", "fl.example.org", "--sites", "lyon")
     assert f"is in the git work tree {tmp_path}" in said
-    taken = subprocess.run(["git", "-C", tmp_path, "add", "--all", "--dry-run", "."], check=True, stdout=subprocess.PIPE)
+    taken = subprocess.run(
+        ["git", "-C", tmp_path, "add", "--all", "--dry-run", "."], check=True, stdout=subprocess.PIPE
+    )
     assert taken.stdout == b""
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sysconfig
 from pathlib import Path
 
-import psutil
 import pytest
 from safetensors.numpy import load_file
 
@@ -16,9 +14,8 @@ from kindred.server_app.app import run_inline
 from kindred.server_app.config import Config
 from kindred.server_app.tables import read_table
 
-from .background_commands import PATIENCE
+from .golden.runs import bits_of_folder, check_bits, flwr_run, recorded
 
-ROOT = Path(__file__).parent.parent
 KINDRED = Path(sysconfig.get_path("scripts")) / "kindred"
 SETTINGS = {"num_clients": 6, "num_groups": 2, "num_rounds": 3, "samples_per_client": 20, "local_epochs": 2}
 
@@ -61,53 +58,11 @@ def test_the_simulation_and_the_in_process_engine_give_the_same_bits(tmp_path) -
 
 @pytest.mark.deployment
 def test_flwr_run_works_alone_and_prints_how_to_get_all_clients(tmp_path) -> None:
-    """The plain command, with Flower's 2 clients, its own local SuperLink and its own installation of dependencies."""
-    from kindred.server_app.simulation import _free_port
-
-    home = tmp_path / "flwr"
-    home.mkdir()
-    (home / "config.toml").write_text(
-        '[superlink]\ndefault = "local"\n[superlink.local]\naddress = ":local-in-memory:"\n'
-    )
-    environment = os.environ | {
-        "FLWR_HOME": str(home),
-        "FLWR_TELEMETRY_ENABLED": "0",
-        "FLWR_DISABLE_UPDATE_CHECK": "1",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "UV_OFFLINE": "1",
-        "UV_CACHE_DIR": str(tmp_path / "uv"),
-        "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": str(_free_port()),
-        "FLWR_LOCAL_CONTROL_API_PORT": str(_free_port()),
-        "PATH": f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ['PATH']}",
-    }
-    flwr = [str(Path(sysconfig.get_path("scripts")) / "flwr")]
-    before = {process.pid for process in psutil.process_iter()}
-    try:
-        done = subprocess.run(
-            [*flwr, "run", str(ROOT), "--stream", "--run-config", f'num-rounds=2 output-dir="{tmp_path / "results"}"'],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE,
-        )
-        listed = subprocess.run(
-            [*flwr, "list", "--format", "json"],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE,
-        )
-        assert json.loads(listed.stdout)["runs"][0]["status"] == "finished:completed", done.stdout
-        first, *_, last = (line for line in done.stdout.splitlines() if "kindred:" in line)
-        for line in (first, last):
-            assert "2 of the federation's 20 clients are connected" in line
-            assert "num-supernodes=20" in line
-        assert "results in" in last
-        (folder,) = (tmp_path / "results").iterdir()
-        assert json.loads((folder / "summary.json").read_text())["rounds"] == 2
-    finally:
-        for process in psutil.process_iter(["environ"]):
-            if process.pid not in before and (process.info["environ"] or {}).get("FLWR_HOME") == str(home):
-                process.kill()
+    folder = flwr_run(tmp_path)
+    first, *_, last = (line for line in (tmp_path / "said.txt").read_text().splitlines() if "kindred:" in line)
+    for line in (first, last):
+        assert "2 of the federation's 20 clients are connected" in line
+        assert "num-supernodes=20" in line
+    assert "results in" in last
+    assert json.loads((folder / "summary.json").read_text())["rounds"] == 2
+    check_bits(bits_of_folder(folder), recorded(), "flwr run")

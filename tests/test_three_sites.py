@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from .background_commands import PATIENCE
+from .golden.runs import THREE_SITES, bits_of_sites, check_bits, recorded
 
 RUN = Path(__file__).parent.parent / "examples" / "three-sites" / "run"
 SITES = ("lyon", "oslo", "porto")
@@ -51,7 +52,7 @@ def processes(folder: Path) -> list[psutil.Process]:
 
 
 def test_the_example_ends_with_a_model_and_labels_at_each_site_and_no_process(folder) -> None:
-    process = start(folder, "federico", "num-rounds=2", "local-epochs=1", 'optimizer="sgd"')
+    process = start(folder, *THREE_SITES[1:])
     said, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, said
     assert processes(folder) == []
@@ -61,6 +62,7 @@ def test_the_example_ends_with_a_model_and_labels_at_each_site_and_no_process(fo
         assert len(list(folder.glob(f"{site}/state/run-*/client-{site}-*/mixture.safetensors"))) == 1
     (results,) = folder.glob("server/state/results/*")
     assert json.loads((results / "config.json").read_text())["settings"]["optimizer"] == "sgd"
+    check_bits(bits_of_sites(folder), recorded(), "three sites")
     assert "rm -r" in said.splitlines()[-1]
     assert str(folder) in said.splitlines()[-1]
 

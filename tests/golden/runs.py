@@ -2,14 +2,18 @@
 
     python -m tests.golden.runs
 
-writes a new tests/golden/bits.json. This is allowed when a change is meant to alter what a method computes and
-CHANGELOG.md says so, or when a new version of torch gives other bits for unchanged code. It is never allowed to make a
-refactoring pass.
+records the bits of this machine in tests/golden/bits.json. This is allowed when a change is meant to alter what a
+method computes and CHANGELOG.md says so, when a new version of torch gives other bits for unchanged code, or on another
+kind of machine before a change. It is never allowed to make a refactoring pass.
+
+Hashed are the arrays of all models with their names, types and shapes, the collaboration matrices, and the columns of
+the history that `FIELDS` names.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import platform
 import re
 import subprocess
@@ -24,6 +28,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message
 from safetensors.numpy import load_file
@@ -39,12 +44,20 @@ from kindred.server_app.config import Config
 from kindred.server_app.report.collaboration import read_collaboration
 from kindred.server_app.tables import read_table
 
+from ..background_commands import PATIENCE, SCRIPTS, free_port
+
 FOLDER = Path(__file__).parent
 KINDRED = Path(sysconfig.get_path("scripts")) / "kindred"
 BITS = FOLDER / "bits.json"
 SETTINGS: dict[str, Any] = json.loads((FOLDER / "settings.json").read_text())  # every one, with its value
 ROUNDS = SETTINGS["num-rounds"]
+TOLERANCE = 0.1  # of the mean accuracy on another processor or torch
 CUT_AFTER = 2  # rounds, after which the run is interrupted and resumed
+THREE_SITES = [
+    str(FOLDER.parent.parent / "examples" / "three-sites" / "run"),
+    *("federico", "num-rounds=2", "local-epochs=1", 'optimizer="sgd"'),
+]
+SITE_FILES = "*/state/run-*/client-*/*.safetensors"
 IN_FLOWER = ["heurfedamp rotated half", "federico dirichlet half"]  # runs also resumed in Flower's engine
 
 PARTITIONS: dict[str, dict[str, Any]] = {
@@ -61,6 +74,21 @@ PARTITIONS: dict[str, dict[str, Any]] = {
 }
 PARTICIPATION = {"all": 1.0, "half": 0.5}
 KEYS = [f"{name} {partition} {share}" for name in REGISTRY.own for partition in PARTITIONS for share in PARTICIPATION]
+
+# The columns of the history that are hashed, by the name that goes into the hash: a column that gets another name
+# changes here, and no recorded hash does. Times are not among them.
+STAGES = ("", "selected-", "personal-", "received-", "trained-", "own-", "tuned-", "mixture-", "between-")
+MEASURES = (
+    "accuracy auroc average-precision balanced-accuracy brier calibration-error f1 log-loss loss"
+).split()  # fmt: skip
+COUNTS = (
+    "round client status asked answered evaluated personal num-examples num-test-examples samples-trained "
+    "samples-predicted bytes-up bytes-down bytes-fedavg model-bytes models-sent floats train-loss accuracy-best "
+    "accuracy-p10 accuracy-selected accuracy-validation accuracy-weighted validation-accuracy validation-loss "
+    "ala-weight cluster clusters nearest-centroid neighbours evaluate-neighbours updates-withheld everybody-share "
+    "neighbours-share own-share share-0 share-1 mixing-weight update-norm mean-update-norm"
+).split()
+FIELDS = {name: name for name in (*COUNTS, *(f"{stage}{measure}" for stage in STAGES for measure in MEASURES))}
 
 # Settings that go with every message to a client.
 LOCAL = (
@@ -145,10 +173,7 @@ def bits(key: str) -> dict[str, Any]:
         "models": digest((client, *arrays_of(models[client])) for client in in_order(models)),
         "global": digest(arrays_of(read_record(global_arrays))),
         "matrices": digest(matrices),
-        "history": digest(
-            sorted((key, value) for key, value in row.items() if key != "seconds")
-            for row in [*strategy.history.rows, *strategy.history.rounds]
-        ),
+        "history": digest(map(hashed_fields, [*strategy.history.rows, *strategy.history.rounds])),
         "accuracy": round(float(strategy.history.rounds[-1]["accuracy"]), 2),
     }
 
@@ -187,9 +212,65 @@ def bits_of_folder(folder: Path) -> dict[str, Any]:
     return {
         "models": digest((file.name, *arrays_of(load_file(file))) for file in files),
         "matrices": digest(matrices),
-        "history": digest(sorted((name, value) for name, value in row.items() if name != "seconds") for row in history),
+        "history": digest(map(hashed_fields, history)),
         "accuracy": round(json.loads((folder / "summary.json").read_text())["accuracy"], 2),
     }
+
+
+def hashed_fields(row: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return the fields of a row of the history that are hashed, under their names in the hash."""
+    return [(name, row[column]) for name, column in FIELDS.items() if column in row]
+
+
+def bits_of_sites(folder: Path) -> dict[str, Any]:
+    """Return the hashes of what the example of three sites leaves in its folder, at the server and at the sites."""
+    (results,) = folder.glob("server/state/results/*")
+    files = sorted((file.relative_to(folder).parts[0], file.name, file) for file in folder.glob(SITE_FILES))
+    assert files, f"no model at any site in {folder}"
+    models = digest((site, name, *arrays_of(load_file(file))) for site, name, file in files)
+    return bits_of_folder(results) | {"models": models}
+
+
+def flwr_run(folder: Path) -> Path:
+    """Simulate as Flower's users do, by the plain `flwr run` of the clone, and return the folder of the results.
+
+    Flower makes 2 clients, its own local SuperLink, and its own installation of dependencies.
+    """
+    home = folder / "flwr"
+    home.mkdir()
+    (home / "config.toml").write_text(
+        '[superlink]\ndefault = "local"\n[superlink.local]\naddress = ":local-in-memory:"\n'
+    )
+    environment = os.environ | {
+        "FLWR_HOME": str(home),
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "UV_OFFLINE": "1",
+        "UV_CACHE_DIR": str(folder / "uv"),
+        "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": str(free_port()),
+        "FLWR_LOCAL_CONTROL_API_PORT": str(free_port()),
+        "PATH": f"{SCRIPTS}{os.pathsep}{os.environ['PATH']}",
+    }
+    settings = f'num-rounds=2 device="cpu" output-dir="{folder / "results"}"'
+    before = {process.pid for process in psutil.process_iter()}
+
+    def flwr(*words: str) -> str:
+        command = [os.path.join(SCRIPTS, "flwr"), *words]
+        return subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE
+        ).stdout
+
+    try:
+        said = flwr("run", str(FOLDER.parent.parent), "--stream", "--run-config", settings)
+        (folder / "said.txt").write_text(said)
+        assert json.loads(flwr("list", "--format", "json"))["runs"][0]["status"] == "finished:completed", said
+    finally:
+        for process in psutil.process_iter(["environ"]):
+            if process.pid not in before and (process.info["environ"] or {}).get("FLWR_HOME") == str(home):
+                process.kill()
+    (results,) = (folder / "results").iterdir()
+    return results
 
 
 def arrays_of(arrays: Mapping[str, np.ndarray]) -> Iterator[tuple[str, str, str]]:
@@ -224,18 +305,41 @@ def machine() -> dict[str, str]:
     }
 
 
+def recorded() -> dict[str, Any]:
+    """Return what is recorded for this kind of machine; for another kind, a record whose accuracies alone count."""
+    records = json.loads(BITS.read_text())
+    here = machine()
+    return next((each for each in records if each["machine"] == here), {"only": "accuracy", **records[0]})
+
+
+def check_bits(found: Mapping[str, Any], record: Mapping[str, Any], *path: str) -> None:
+    """Assert that found hashes are the recorded ones, at a path of keys; on another kind of machine the accuracy."""
+    expected: Any = record
+    for key in path:
+        expected = expected.get(key, {})
+    if "only" in record:
+        if expected:  # four clients have few test samples
+            assert abs(found["accuracy"] - expected["accuracy"]) <= TOLERANCE
+    else:
+        assert expected and {key: found[key] for key in expected} == expected
+
+
 def record() -> None:
-    """Write the bits of all runs, with the machine for which they hold."""
-    found = {}
+    """Write the bits of all runs on this kind of machine."""
+    found: dict[str, Any] = {"machine": machine(), "runs": {}, "in-flower": {}}
     for key in KEYS:
-        found[key] = bits(key)
-        print(key, found[key]["accuracy"], flush=True)
-    in_flower = {}
+        found["runs"][key] = bits(key)
+        print(key, found["runs"][key]["accuracy"], flush=True)
     for key in IN_FLOWER:
         with TemporaryDirectory() as folder:
-            in_flower[key] = bits_in_flower(key, Path(folder))
-    text = json.dumps({"machine": machine(), "runs": found, "in-flower": in_flower}, indent=1)
-    BITS.write_text(text + "\n")
+            found["in-flower"][key] = bits_in_flower(key, Path(folder))
+    with TemporaryDirectory() as folder:
+        found["flwr run"] = bits_of_folder(flwr_run(Path(folder)))
+    with TemporaryDirectory() as folder:
+        subprocess.run(THREE_SITES, check=True, env=os.environ | {"FOLDER": folder}, capture_output=True)
+        found["three sites"] = bits_of_sites(Path(folder))
+    others = [each for each in json.loads(BITS.read_text()) if each["machine"] != found["machine"]]
+    BITS.write_text(json.dumps([found, *others], indent=1) + "\n")
 
 
 if __name__ == "__main__":
