@@ -12,9 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import json
+import os
 import re
 import resource
 import socket
+import struct
 from base64 import b64decode
 from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass
@@ -36,6 +40,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from .addresses import address_of
 
 Scope = MutableMapping[str, Any]
+End = tuple[str, int | None]  # of a connection: address and port
 
 # Limit in bytes of a head, and of a body from anybody. SuperNodes send less, except in messages that carry a model.
 SMALL = 2**14
@@ -54,7 +59,10 @@ CONNECTIONS = 1024
 PATIENCE, PACE = 20.0, 2**13
 
 FLEET, SENDS_MESSAGES = "/v1/fleet/", "/v1/runtime/push-messages"
-TRUST = "kindred.trust"  # an ASGI extension: a function that protects a connection from being closed to make room
+# ASGI extensions: a function that protects a connection from being closed to make room, and one that returns the user
+# whose process sends, see `Connection.user`.
+TRUST, USER = "kindred.trust", "kindred.user"
+CONNECTIONS_HERE = Path("/proc/self/net")  # the system's tables of connections, on Linux alone
 
 
 class Refused(Exception):
@@ -74,12 +82,12 @@ class Room:
 
 
 class Guard:
-    """ASGI middleware: other machines reach only what SuperNodes need, and cannot exhaust the memory.
+    """ASGI middleware: other machines and users reach only what SuperNodes need, and cannot exhaust the memory.
 
-    Flower's SuperLink serves everything on one port. Whoever reaches it could register their own key, or start a run,
-    which is code, at the server and at every site. Authentication of SuperNodes alone keeps nobody out. Nor is a
-    request safe because it comes from this machine. A browser here sends what a web page asks for, to that page's
-    host name, and that name may be made to resolve to this machine.
+    Flower's SuperLink serves everything on one port. Whoever reaches it could register their own key, or start a run.
+    Authentication of SuperNodes alone keeps nobody out. Nor is a request safe because it comes from this machine:
+    others may have accounts here, and a browser sends what a web page asks for, to that page's host name, and that
+    name may be made to resolve to this machine.
 
     Parameters
     ----------
@@ -108,21 +116,21 @@ class Guard:
             await self.app(scope, receive, send)
             return
         try:
-            self._check_sender(scope)
+            await self._check_sender(scope)
             room = await self._room(scope)
             async with room.places:
                 await self.app(scope, _repeat(await _read(receive, room.most), receive), send)
         except Refused as refused:
-            body = f"{refused}\n".encode()
+            body = json.dumps({"detail": str(refused)}).encode()  # `flwr` shows such a text
             headers = [
-                (b"content-type", b"text/plain"),
+                (b"content-type", b"application/json"),
                 (b"content-length", b"%d" % len(body)),
                 (b"connection", b"close"),  # the body of the request may still be on its way
             ]
             await send({"type": "http.response.start", "status": refused.status, "headers": headers})
             await send({"type": "http.response.body", "body": body})
 
-    def _check_sender(self, scope: Scope) -> None:
+    async def _check_sender(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
         hosts = headers.getlist("host")
         if len(hosts) != 1 or not self._is_own(hosts[0]):
@@ -133,6 +141,8 @@ class Guard:
             return
         if not _comes_from_here(scope):
             raise Refused(403, "allowed only from the server's own machine")
+        if can_tell_users() and await run_in_threadpool(scope["extensions"][USER]) not in (os.geteuid(), 0):
+            raise Refused(403, f"allowed only to the user who runs the server (uid {os.geteuid()}) and to root")
         self.has_run |= scope["path"] == SENDS_MESSAGES
 
     def _is_own(self, host: str) -> bool:
@@ -163,6 +173,41 @@ class Guard:
 def _comes_from_here(scope: Scope) -> bool:
     client, server = (address_of(str(end[0])) if end else None for end in (scope["client"], scope["server"]))
     return client is not None and (client.is_loopback or client == server)
+
+
+def can_tell_users() -> bool:
+    """Return whether the system shows whose process is at the other end of a connection."""
+    return (CONNECTIONS_HERE / "tcp").exists()
+
+
+def user_of(there: End, here: End) -> int | None:
+    """Return the uid of the process at the other end of a connection within this machine; None if it is not known.
+
+    Once a process closes its end, the system shows it as root's, in another state, and never in this state again. So
+    two looks that agree are right, whatever happens meanwhile.
+    """
+    found = {_look_for_user(there, here) for _ in range(2)}
+    return found.pop() if len(found) == 1 else None
+
+
+def _look_for_user(there: End, here: End) -> int | None:
+    for table, prefix in (("tcp", b""), ("tcp6", b""), ("tcp6", bytes(10) + b"\xff\xff")):  # the last: IPv4 in IPv6
+        ends = [f"{_hexadecimal(prefix + _packed(host))}:{port:04X}" for host, port in (there, here)]
+        with contextlib.suppress(OSError), open(CONNECTIONS_HERE / table) as lines:
+            for line in lines:
+                fields = line.split()
+                if fields[1:4] == [*ends, "01"]:  # 01: established
+                    return int(fields[7])
+    return None
+
+
+def _packed(host: str) -> bytes:
+    address = address_of(host)
+    return address.packed if address else b""
+
+
+def _hexadecimal(address: bytes) -> str:
+    return "".join(f"{word:08X}" for (word,) in struct.iter_unpack("=I", address))  # words in the machine's byte order
 
 
 def is_signed_by_known_node(scope: Scope) -> bool:
@@ -243,6 +288,11 @@ class Connection(HttpToolsProtocol):
         """Keep the connection until its request is answered."""
         self.idle.pop(self, None)
 
+    @functools.cached_property
+    def user(self) -> int | None:
+        """The uid of the process at the other end, whatever address its requests claim; None if it is not known."""
+        return user_of(self.client, self.server) if self.client and self.server else None
+
     def _expect_head(self) -> None:
         self.idle[self] = None
         self.patience = self.loop.call_later(PATIENCE, self.transport.abort)
@@ -259,7 +309,8 @@ class Connection(HttpToolsProtocol):
         if self.pipeline:
             raise ValueError("more than one request before the last is answered")  # uvicorn answers 400
         super().on_message_begin()
-        self.scope["extensions"] = {TRUST: self.trust}  # type: ignore[dict-item]  # ASGI lets an extension be anything
+        extensions = {TRUST: self.trust, USER: lambda: self.user}
+        self.scope["extensions"] = extensions  # type: ignore[typeddict-item]  # ASGI lets an extension be anything
 
     def on_headers_complete(self) -> None:
         """Have the request answered; from here on `Guard` limits how long its body may take."""
