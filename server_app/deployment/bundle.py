@@ -1,4 +1,4 @@
-"""Which Flower apps a server and a site carry out: those without code, and those that their operators allow.
+"""The check of Flower apps: a server and a site carry out those without code, and those that their operators allow.
 
 Flower sends an app as a bundle, a zip file (FAB). Its code would run with the rights of the user who started `kindred
 server` or `kindred site`. So a bundle is checked before any of it is unpacked or imported.

@@ -116,7 +116,7 @@ class Guard:
             await self.app(scope, receive, send)
             return
         try:
-            await self._check_sender(scope)
+            self._check_sender(scope)
             room = await self._room(scope)
             async with room.places:
                 await self.app(scope, _repeat(await _read(receive, room.most), receive), send)
@@ -130,7 +130,7 @@ class Guard:
             await send({"type": "http.response.start", "status": refused.status, "headers": headers})
             await send({"type": "http.response.body", "body": body})
 
-    async def _check_sender(self, scope: Scope) -> None:
+    def _check_sender(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
         hosts = headers.getlist("host")
         if len(hosts) != 1 or not self._is_own(hosts[0]):
@@ -141,7 +141,7 @@ class Guard:
             return
         if not _comes_from_here(scope):
             raise Refused(403, "allowed only from the server's own machine")
-        if can_tell_users() and await run_in_threadpool(scope["extensions"][USER]) not in (os.geteuid(), 0):
+        if can_tell_users() and scope["extensions"][USER]() not in (os.geteuid(), 0):
             raise Refused(403, f"allowed only to the user who runs the server (uid {os.geteuid()}) and to root")
         self.has_run |= scope["path"] == SENDS_MESSAGES
 

@@ -142,10 +142,10 @@ def serve(
         wait_until_it_answers(superlink, reached, port, keys)
         if registration and not registration.look():
             end(1, "not all sites can be registered: see the lines above")
+        users = "you" if guard.can_tell_users() else "ANY USER (there is no /proc to distinguish them)"
         print(
-            f"the server is ready, and listens on {with_port(name, port)}; it accepts runs and registrations "
-            f"only from {'you' if guard.can_tell_users() else 'ANY USER, as this system does not tell them apart,'} here. "
-            "To run:"
+            f"the server is ready, and listens on {with_port(name, port)}; it accepts runs and registrations only from "
+            f"{users} here. To run:"
         )
         show_command(["flwr", "run", str(flower_app), CONNECTION, "--stream"], {"FLWR_HOME": str(state)})
         with watch.serve_runs(state, watch_host, watch_port, keys).serving():
