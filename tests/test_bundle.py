@@ -175,10 +175,10 @@ class Probed(Machines):
         importable.mkdir()
         (importable / "probe_server.py").write_text(SERVER_CODE)
         (importable / "probe_client.py").write_text(client_code)
-        own = {"kindred/__init__.py": "", "kindred/client_app.py": client_code}
+        empty = dict.fromkeys(("kindred/__init__.py", "kindred/client_app/__init__.py"), "")
         self.apps = {
             "with-code": self.write("with-code", {"evil.py": client_code}, clientapp="evil:app"),
-            "own-kindred": self.write("own-kindred", own),
+            "own-kindred": self.write("own-kindred", empty | {"kindred/client_app/app.py": client_code}),
             "without-code": self.write("without-code", {}, clientapp=PROBE_CLIENT),
         }
         allowed = [word for app in self.apps.values() for word in ("--allow-app", sha256(build_fab_from_disk(app)))]
