@@ -151,6 +151,7 @@ def main(grid, context):
         print("REPLY", said, flush=True)
 """
 CLIENT_CODE = """
+import os
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.clientapp import ClientApp
 
@@ -158,8 +159,8 @@ app = ClientApp()
 
 @app.query("probe")
 def probe(message, context):
-    open({touched!r}, "a").close()
-    return Message(RecordDict({{"got": ConfigRecord({{"rows": "all"}})}}), reply_to=message)
+    open(os.environ["FLWR_HOME"] + "/touched", "a").close()
+    return Message(RecordDict({"got": ConfigRecord({"rows": "all"})}), reply_to=message)
 """
 PROBE_SERVER, PROBE_CLIENT = "probe_server:app", "probe_client:app"
 
@@ -169,16 +170,15 @@ class Probed(Machines):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self.state, self.touched = folder / "server", folder / "touched"
-        client_code = CLIENT_CODE.format(touched=str(self.touched))
+        self.state = folder / "server"
         self.importable = importable = folder / "importable"
         importable.mkdir()
         (importable / "probe_server.py").write_text(SERVER_CODE)
-        (importable / "probe_client.py").write_text(client_code)
+        (importable / "probe_client.py").write_text(CLIENT_CODE)
         empty = dict.fromkeys(("kindred/__init__.py", "kindred/client_app/__init__.py"), "")
         self.apps = {
-            "with-code": self.write("with-code", {"evil.py": client_code}, clientapp="evil:app"),
-            "own-kindred": self.write("own-kindred", empty | {"kindred/client_app/app.py": client_code}),
+            "with-code": self.write("with-code", {"evil.py": CLIENT_CODE}, clientapp="evil:app"),
+            "own-kindred": self.write("own-kindred", empty | {"kindred/client_app/app.py": CLIENT_CODE}),
             "without-code": self.write("without-code", {}, clientapp=PROBE_CLIENT),
         }
         allowed = [word for app in self.apps.values() for word in ("--allow-app", sha256(build_fab_from_disk(app)))]
@@ -236,7 +236,8 @@ def test_a_site_refuses_what_it_has_not_installed_before_it_is_unpacked(probed, 
     assert [each["kind"] for each in entries if line in each["problem"]] == ["app"]
     wait_until(lambda: digest in (state / "site-lyon.html").read_text(), seconds=30)
     assert not list((state / "flower-lyon").glob("apps/*"))
-    assert probed.touched.exists()  # by oslo, in the first run
+    assert not (state / "flower-lyon" / "touched").exists()
+    assert name != "with-code" or (probed.folder / "state-oslo" / "flower-oslo" / "touched").exists()
 
 
 @pytest.mark.deployment
