@@ -26,7 +26,7 @@ from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIG
 from flwr.supercore.date import now
 from flwr.supercore.primitives.asymmetric import generate_key_pairs, public_key_to_bytes, sign_message
 
-from kindred.server_app.deployment import guard
+from kindred.server_app.deployment import addresses, guard
 from kindred.server_app.deployment.guard import CHUNK, OWN, SMALL, Connection, Guard, server_names
 
 from .background_commands import KINDRED, Machines, free_port, wait_until
@@ -149,13 +149,13 @@ def test_other_users_of_this_machine_reach_only_what_supernodes_need(
     server, tmp_path, monkeypatch, path, user, passes
 ) -> None:
     (tmp_path / "tcp").touch()
-    monkeypatch.setattr(guard, "CONNECTIONS_HERE", tmp_path)
+    monkeypatch.setattr(addresses, "CONNECTIONS_HERE", tmp_path)
     assert status(server, path, user=user) == (200 if passes else 403)
-    monkeypatch.setattr(guard, "CONNECTIONS_HERE", tmp_path / "absent")  # as on macOS
+    monkeypatch.setattr(addresses, "CONNECTIONS_HERE", tmp_path / "absent")  # as on macOS
     assert status(server, path, user=user) == 200
 
 
-@pytest.mark.skipif(not guard.can_tell_users(), reason="the system does not show users of connections")
+@pytest.mark.skipif(not addresses.can_tell_users(), reason="the system does not show users of connections")
 @pytest.mark.parametrize(("host", "name"), [("127.0.0.1", "127.0.0.1"), ("::1", "::1"), ("::", "127.0.0.1")])
 def test_the_user_at_the_other_end_is_known_until_that_end_is_closed(host, name) -> None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -164,10 +164,10 @@ def test_the_user_at_the_other_end_is_known_until_that_end_is_closed(host, name)
             ours, address = listening.accept()
             with closing(ours):
                 ends = address[:2], ours.getsockname()[:2]
-                assert guard.user_of(*ends) == os.geteuid()
-                assert guard.user_of((ends[0][0], 1), ends[1]) is None
+                assert addresses.user_of(*ends) == os.geteuid()
+                assert addresses.user_of((ends[0][0], 1), ends[1]) is None
                 theirs.close()
-                assert guard.user_of(*ends) is None  # the system now shows it as root's
+                assert addresses.user_of(*ends) is None  # the system now shows it as root's
 
 
 @pytest.mark.parametrize("path", [START, PUSH, "/health", "/v1/runtime/acquire-task"])

@@ -18,7 +18,6 @@ import os
 import re
 import resource
 import socket
-import struct
 from base64 import b64decode
 from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass
@@ -37,10 +36,9 @@ from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from .addresses import address_of
+from .addresses import address_of, can_tell_users, user_of
 
 Scope = MutableMapping[str, Any]
-End = tuple[str, int | None]  # of a connection: address and port
 
 # Limit in bytes of a head, and of a body from anybody. SuperNodes send less, except in messages that carry a model.
 SMALL = 2**14
@@ -62,7 +60,6 @@ FLEET, SENDS_MESSAGES = "/v1/fleet/", "/v1/runtime/push-messages"
 # ASGI extensions: a function that protects a connection from being closed to make room, and one that returns the user
 # whose process sends, see `Connection.user`.
 TRUST, USER = "kindred.trust", "kindred.user"
-CONNECTIONS_HERE = Path("/proc/self/net")  # the system's tables of connections, on Linux alone
 
 
 class Refused(Exception):
@@ -173,41 +170,6 @@ class Guard:
 def _comes_from_here(scope: Scope) -> bool:
     client, server = (address_of(str(end[0])) if end else None for end in (scope["client"], scope["server"]))
     return client is not None and (client.is_loopback or client == server)
-
-
-def can_tell_users() -> bool:
-    """Return whether the system shows whose process is at the other end of a connection."""
-    return (CONNECTIONS_HERE / "tcp").exists()
-
-
-def user_of(there: End, here: End) -> int | None:
-    """Return the uid of the process at the other end of a connection within this machine; None if it is not known.
-
-    Once a process closes its end, the system shows it as root's, in another state, and never in this state again. So
-    two looks that agree are right, whatever happens meanwhile.
-    """
-    found = {_look_for_user(there, here) for _ in range(2)}
-    return found.pop() if len(found) == 1 else None
-
-
-def _look_for_user(there: End, here: End) -> int | None:
-    for table, prefix in (("tcp", b""), ("tcp6", b""), ("tcp6", bytes(10) + b"\xff\xff")):  # the last: IPv4 in IPv6
-        ends = [f"{_hexadecimal(prefix + _packed(host))}:{port:04X}" for host, port in (there, here)]
-        with contextlib.suppress(OSError), open(CONNECTIONS_HERE / table) as lines:
-            for line in lines:
-                fields = line.split()
-                if fields[1:4] == [*ends, "01"]:  # 01: established
-                    return int(fields[7])
-    return None
-
-
-def _packed(host: str) -> bytes:
-    address = address_of(host)
-    return address.packed if address else b""
-
-
-def _hexadecimal(address: bytes) -> str:
-    return "".join(f"{word:08X}" for (word,) in struct.iter_unpack("=I", address))  # words in the machine's byte order
 
 
 def is_signed_by_known_node(scope: Scope) -> bool:

@@ -30,6 +30,7 @@ from . import hooks
 from .addresses import (
     LOOPBACK,
     Address,
+    can_tell_users,
     check_port,
     check_port_is_free,
     is_loopback,
@@ -55,9 +56,8 @@ from .registration import Registration, check_public_keys, public_keys_in
 if TYPE_CHECKING:
     from cryptography import x509
 
-    from . import guard, watch
+    from . import watch
 else:
-    guard = lazy("kindred.server_app.deployment.guard")  # imports the SuperLink
     watch = lazy("kindred.server_app.deployment.watch")  # imports the report
 
 PORT = 8000  # Flower's
@@ -142,7 +142,7 @@ def serve(
         wait_until_it_answers(superlink, reached, port, keys)
         if registration and not registration.look():
             end(1, "not all sites can be registered: see the lines above")
-        users = "you" if guard.can_tell_users() else "ANY USER (there is no /proc to distinguish them)"
+        users = "you" if can_tell_users() else "ANY USER (there is no /proc to distinguish them)"
         print(
             f"the server is ready, and listens on {with_port(name, port)}; it accepts runs and registrations only from "
             f"{users} here. To run:"
