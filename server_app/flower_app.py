@@ -20,6 +20,7 @@ else:
     config = lazy("kindred.server_app.config")  # imports all methods, which `kindred --help` does not need
 
 CONNECTION = "kindred"  # the SuperLink's name in config.toml of our FLWR_HOME
+COMPONENTS = {"serverapp": "kindred.server_app.app:app", "clientapp": "kindred.client_app.app:app"}
 PYPROJECT = """[project]
 name = {name}
 version = {version}
@@ -31,9 +32,7 @@ dependencies = []
 publisher = "kindred"
 
 [tool.flwr.app.components]
-serverapp = "kindred.server_app.app:app"
-clientapp = "kindred.client_app.app:app"
-
+{components}
 [tool.flwr.app.config]
 {settings}"""
 
@@ -42,8 +41,9 @@ def write_flower_app(folder: Path) -> Path:
     """Write the app into a folder, which is made if it is missing, and return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     text = PYPROJECT.format(
-        name=json.dumps(DISTRIBUTION), version=json.dumps(VERSION), settings=toml(config.Config().run_config())
-    )
+        name=json.dumps(DISTRIBUTION), version=json.dumps(VERSION), components=toml(COMPONENTS),
+        settings=toml(config.Config().run_config()),
+    )  # fmt: skip
     (folder / "pyproject.toml").write_text(text, encoding="utf-8")
     return folder
 

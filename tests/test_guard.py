@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import math
+import os
 import resource
 import socket
 import threading
@@ -25,7 +26,7 @@ from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIG
 from flwr.supercore.date import now
 from flwr.supercore.primitives.asymmetric import generate_key_pairs, public_key_to_bytes, sign_message
 
-from kindred.server_app.deployment import guard
+from kindred.server_app.deployment import addresses, guard
 from kindred.server_app.deployment.guard import CHUNK, OWN, SMALL, Connection, Guard, server_names
 
 from .background_commands import KINDRED, Machines, free_port, wait_until
@@ -69,9 +70,9 @@ class Reached:
 
 async def ask(
     server: Guard, path: str, client: str | None = "127.0.0.1", body: tuple[bytes, ...] = (b"",), then: str = "",
-    host: str = "localhost:8000", sent: list[int] | None = None, **headers: str,
+    host: str = "localhost:8000", sent: list[int] | None = None, user: int | None = os.geteuid(), **headers: str,
 ) -> int:  # fmt: skip
-    """Send a request and return the status of its reply; the bytes read of its body are appended to `sent`.
+    """Send a request as a user and return the status of its reply; the bytes read of its body are appended to `sent`.
 
     The sender may be "silent" or "leave" before the rest of its body.
     """
@@ -94,7 +95,7 @@ async def ask(
     await server({
         "type": "http", "path": path, "client": client and (client, 4711), "server": ("192.0.2.7", 8000),
         "scheme": "http", "headers": [(name.encode(), value.encode()) for name, value in named.items() if value],
-        "extensions": {guard.TRUST: lambda: None},
+        "extensions": {guard.TRUST: lambda: None, guard.USER: lambda: user},
     }, receive, send)  # fmt: skip
     return statuses[0]
 
@@ -135,6 +136,38 @@ def status(server: Guard, path: str, *arguments, **settings) -> int:
 def test_other_machines_reach_only_what_supernodes_need(server, reached, path, client, passes) -> None:
     assert status(server, path, client) == (200 if passes else 403)
     assert len(reached.sizes) == passes
+
+
+@pytest.mark.parametrize(
+    ("path", "user", "passes"),
+    [
+        (START, os.geteuid(), True), (START, 0, True), (START, os.geteuid() + 1, False), (START, None, False),
+        ("/v1/runtime/acquire-task", os.geteuid() + 1, False), (PUSH, os.geteuid() + 1, True), ("/health", None, True),
+    ],
+)  # fmt: skip
+def test_other_users_of_this_machine_reach_only_what_supernodes_need(
+    server, tmp_path, monkeypatch, path, user, passes
+) -> None:
+    (tmp_path / "tcp").touch()
+    monkeypatch.setattr(addresses, "CONNECTIONS_HERE", tmp_path)
+    assert status(server, path, user=user) == (200 if passes else 403)
+    monkeypatch.setattr(addresses, "CONNECTIONS_HERE", tmp_path / "absent")  # as on macOS
+    assert status(server, path, user=user) == 200
+
+
+@pytest.mark.skipif(not addresses.can_tell_users(), reason="the system does not show users of connections")
+@pytest.mark.parametrize(("host", "name"), [("127.0.0.1", "127.0.0.1"), ("::1", "::1"), ("::", "127.0.0.1")])
+def test_the_user_at_the_other_end_is_known_until_that_end_is_closed(host, name) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with closing(socket.create_server((host, 0), family=family, dualstack_ipv6=host == "::")) as listening:
+        with closing(socket.create_connection((name, listening.getsockname()[1]))) as theirs:
+            ours, address = listening.accept()
+            with closing(ours):
+                ends = address[:2], ours.getsockname()[:2]
+                assert addresses.user_of(*ends) == os.geteuid()
+                assert addresses.user_of((ends[0][0], 1), ends[1]) is None
+                theirs.close()
+                assert addresses.user_of(*ends) is None  # the system now shows it as root's
 
 
 @pytest.mark.parametrize("path", [START, PUSH, "/health", "/v1/runtime/acquire-task"])

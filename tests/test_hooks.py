@@ -159,7 +159,7 @@ def test_a_supernode_ends_when_its_client_starter_has_ended(monkeypatch) -> None
 
 def test_a_supernode_has_these_pauses_and_a_warm_process(monkeypatch) -> None:
     started = []
-    for name in ("time", "subprocess"):
+    for name in ("time", "subprocess", "_pull_and_store_message"):
         monkeypatch.setattr(start_client_internal, name, getattr(start_client_internal, name))  # restored at the end
     monkeypatch.setattr(sys, "argv", ["/somewhere/bin/flower-supernode"])
     hooks.quicken_supernode()

@@ -1,15 +1,20 @@
-"""Names, addresses and ports of machines: reading, checking and writing them."""
+"""Names, addresses and ports of machines: reading, checking and writing them; users of connections."""
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import re
 import socket
+import struct
+from pathlib import Path
 
 from kindred.server_app.cli.common import end, warn
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+End = tuple[str, int | None]  # of a connection: address and port
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
+CONNECTIONS_HERE = Path("/proc/self/net")  # the system's tables of connections, on Linux alone
 
 
 def address_of(text: str) -> Address | None:
@@ -67,3 +72,38 @@ def check_port_is_free(option: str, host: str, port: int) -> None:
             probe.bind(address)
     except OSError as error:
         end(2, f"{option} is {port}, but listening at {host} fails ({error.strerror}); give another port")
+
+
+def can_tell_users() -> bool:
+    """Return whether the system shows whose process is at the other end of a connection."""
+    return (CONNECTIONS_HERE / "tcp").exists()
+
+
+def user_of(there: End, here: End) -> int | None:
+    """Return the uid of the process at the other end of a connection within this machine; None if it is not known.
+
+    Once a process closes its end, the system shows it as root's, in another state, and never in this state again. So
+    two looks that agree are right, whatever happens meanwhile.
+    """
+    found = {_look_for_user(there, here) for _ in range(2)}
+    return found.pop() if len(found) == 1 else None
+
+
+def _look_for_user(there: End, here: End) -> int | None:
+    for table, prefix in (("tcp", b""), ("tcp6", b""), ("tcp6", bytes(10) + b"\xff\xff")):  # the last: IPv4 in IPv6
+        ends = [f"{_hexadecimal(prefix + _packed(host))}:{port:04X}" for host, port in (there, here)]
+        with contextlib.suppress(OSError), open(CONNECTIONS_HERE / table) as lines:
+            for line in lines:
+                fields = line.split()
+                if fields[1:4] == [*ends, "01"]:  # 01: established
+                    return int(fields[7])
+    return None
+
+
+def _packed(host: str) -> bytes:
+    address = address_of(host)
+    return address.packed if address else b""
+
+
+def _hexadecimal(address: bytes) -> str:
+    return "".join(f"{word:08X}" for (word,) in struct.iter_unpack("=I", address))  # words in the machine's byte order

@@ -12,6 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import json
+import os
 import re
 import resource
 import socket
@@ -33,7 +36,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from .addresses import address_of
+from .addresses import address_of, can_tell_users, user_of
 
 Scope = MutableMapping[str, Any]
 
@@ -54,7 +57,9 @@ CONNECTIONS = 1024
 PATIENCE, PACE = 20.0, 2**13
 
 FLEET, SENDS_MESSAGES = "/v1/fleet/", "/v1/runtime/push-messages"
-TRUST = "kindred.trust"  # an ASGI extension: a function that protects a connection from being closed to make room
+# ASGI extensions: a function that protects a connection from being closed to make room, and one that returns the user
+# whose process sends, see `Connection.user`.
+TRUST, USER = "kindred.trust", "kindred.user"
 
 
 class Refused(Exception):
@@ -74,12 +79,12 @@ class Room:
 
 
 class Guard:
-    """ASGI middleware: other machines reach only what SuperNodes need, and cannot exhaust the memory.
+    """ASGI middleware: other machines and users reach only what SuperNodes need, and cannot exhaust the memory.
 
-    Flower's SuperLink serves everything on one port. Whoever reaches it could register their own key, or start a run,
-    which is code, at the server and at every site. Authentication of SuperNodes alone keeps nobody out. Nor is a
-    request safe because it comes from this machine. A browser here sends what a web page asks for, to that page's
-    host name, and that name may be made to resolve to this machine.
+    Flower's SuperLink serves everything on one port. Whoever reaches it could register their own key, or start a run.
+    Authentication of SuperNodes alone keeps nobody out. Nor is a request safe because it comes from this machine:
+    others may have accounts here, and a browser sends what a web page asks for, to that page's host name, and that
+    name may be made to resolve to this machine.
 
     Parameters
     ----------
@@ -113,9 +118,9 @@ class Guard:
             async with room.places:
                 await self.app(scope, _repeat(await _read(receive, room.most), receive), send)
         except Refused as refused:
-            body = f"{refused}\n".encode()
+            body = json.dumps({"detail": str(refused)}).encode()  # `flwr` shows such a text
             headers = [
-                (b"content-type", b"text/plain"),
+                (b"content-type", b"application/json"),
                 (b"content-length", b"%d" % len(body)),
                 (b"connection", b"close"),  # the body of the request may still be on its way
             ]
@@ -133,6 +138,8 @@ class Guard:
             return
         if not _comes_from_here(scope):
             raise Refused(403, "allowed only from the server's own machine")
+        if can_tell_users() and scope["extensions"][USER]() not in (os.geteuid(), 0):
+            raise Refused(403, f"allowed only to the user who runs the server (uid {os.geteuid()}) and to root")
         self.has_run |= scope["path"] == SENDS_MESSAGES
 
     def _is_own(self, host: str) -> bool:
@@ -243,6 +250,11 @@ class Connection(HttpToolsProtocol):
         """Keep the connection until its request is answered."""
         self.idle.pop(self, None)
 
+    @functools.cached_property
+    def user(self) -> int | None:
+        """The uid of the process at the other end, whatever address its requests claim; None if it is not known."""
+        return user_of(self.client, self.server) if self.client and self.server else None
+
     def _expect_head(self) -> None:
         self.idle[self] = None
         self.patience = self.loop.call_later(PATIENCE, self.transport.abort)
@@ -259,7 +271,8 @@ class Connection(HttpToolsProtocol):
         if self.pipeline:
             raise ValueError("more than one request before the last is answered")  # uvicorn answers 400
         super().on_message_begin()
-        self.scope["extensions"] = {TRUST: self.trust}  # type: ignore[dict-item]  # ASGI lets an extension be anything
+        extensions = {TRUST: self.trust, USER: lambda: self.user}
+        self.scope["extensions"] = extensions  # type: ignore[typeddict-item]  # ASGI lets an extension be anything
 
     def on_headers_complete(self) -> None:
         """Have the request answered; from here on `Guard` limits how long its body may take."""

@@ -2,10 +2,10 @@
 
 A hook is a function of this module. Such a process calls it before Flower's command begins:
 
-- `guard_superlink`: the SuperLink takes orders only from its own machine, strangers cannot exhaust its memory, and a
-  busy disk does not end its runs;
-- `quicken_supernode`: after a message the SuperNode asks for the next one sooner than after Flower's 3 s; it also has
-  `warm_up` called in the flower-superexec that it starts;
+- `guard_superlink`: the SuperLink takes orders only from its own user, refuses apps with code of their own, strangers
+  cannot exhaust its memory, and a busy disk does not end its runs;
+- `quicken_supernode`: after a message the SuperNode asks for the next one sooner than after Flower's 3 s; it refuses
+  apps with code of their own, and has `warm_up` called in the flower-superexec that it starts;
 - `warm_up`: the process that works on a message is a fork of one that has imported PyTorch and Flower. A new process
   would spend seconds on these imports.
 
@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -30,14 +31,23 @@ from kindred.server_app.processes import END_WITH_PARENT
 
 # Each of Flower's processes imports only the modules that its own hook changes.
 if TYPE_CHECKING:
+    import fastapi
     import uvicorn
+    from flwr import app as flower
+    from flwr.common import constant
     from flwr.supercore import sql_mixin
     from flwr.supercore.superexec.executor import subprocess_executor
     from flwr.superlink import main as superlink
+    from flwr.superlink.servicer.control import control_handlers
     from flwr.supernode import start_client_internal
 
-    from . import guard
+    from kindred.client import journal
+
+    from . import bundle, guard
 else:
+    fastapi, flower, constant = lazy("fastapi"), lazy("flwr.app"), lazy("flwr.common.constant")
+    control_handlers = lazy("flwr.superlink.servicer.control.control_handlers")
+    journal, bundle = lazy("kindred.client.journal"), lazy("kindred.server_app.deployment.bundle")
     uvicorn, superlink, sql_mixin = lazy("uvicorn"), lazy("flwr.superlink.main"), lazy("flwr.supercore.sql_mixin")
     start_client_internal = lazy("flwr.supernode.start_client_internal")
     subprocess_executor = lazy("flwr.supercore.superexec.executor.subprocess_executor")
@@ -103,6 +113,43 @@ def quicken_supernode() -> None:
         return pauses.superexec
 
     vars(start_client_internal).update(time=pauses, subprocess=SimpleNamespace(Popen=start_superexec))
+    _refuse_apps()
+
+
+def _refuse_apps() -> None:
+    """Have the SuperNode of this process check each app that it receives, and answer in place of a refused one.
+
+    Flower has no public way to do this before an app is unpacked. With `flower-supernode --isolation process` we would
+    start the process that works on a message, and Flower's code in it would still receive, unpack and import the app at
+    once. `--trusted-entities` needs signatures that only Flower's own registry of apps issues. So the check is in the
+    function that receives an app for all kinds of processes.
+    """
+    pull, insert = (vars(start_client_internal)[name] for name in ("_pull_and_store_message", "_insert_message"))
+
+    def pull_checked(**given: Any) -> int | None:
+        received: dict[str, Any] = {}
+
+        def remember(name: str) -> Callable[..., Any]:
+            return lambda *args: received.setdefault(name, given[name](*args))
+
+        def get_fab(*args: Any) -> Any:
+            run, fab = received["get_run"], given["get_fab"](*args)
+            bundle.check_app(fab.content, (run.fab_id, run.fab_version, run.fab_hash))
+            return replace(fab, hash_str=run.fab_hash)
+
+        try:
+            return pull(**given | {"receive": remember("receive"), "get_run": remember("get_run"), "get_fab": get_fab})
+        except bundle.Refused as refused:
+            print(f"kindred: {refused}", file=sys.stderr, flush=True)
+            message, _ = received["receive"]
+            run_id: int = message.metadata.run_id
+            if path := os.environ.get(journal.JOURNAL):
+                journal.append(path, {"kind": journal.APP, "run": str(run_id), "problem": str(refused)})
+            error = flower.Error(constant.ErrorCode.INVALID_FAB, str(refused))
+            insert(flower.Message(error, reply_to=message), given["state"], given["object_store"])
+            return run_id
+
+    vars(start_client_internal).update(_pull_and_store_message=pull_checked)
 
 
 class Pauses:
@@ -162,7 +209,9 @@ def warm_up() -> None:
 
 
 def guard_superlink() -> None:
-    """Let the SuperLink that this process will start take orders only from this machine, and limit its memory.
+    """Let the SuperLink that this process will start take orders only from its own user, and limit its memory.
+
+    It refuses apps with code of their own. `flwr run` shows the reason.
 
     It also waits longer for its database. After Flower's 5 s a request fails, for example on a slow disk. Then the run
     ends, and `flwr run` ends without a message.
@@ -177,5 +226,16 @@ def guard_superlink() -> None:
         guarded.add_middleware(guard.Guard, names=guard.server_names(config.host, config.ssl_certfile))
         return guarded
 
+    read_config = vars(control_handlers)["get_fab_config"]  # called with each app before a run of it can begin
+
+    def read_checked_config(app: bytes) -> dict[str, Any]:
+        try:
+            bundle.check_app(app)
+        except bundle.Refused as refused:
+            print(f"kindred: {refused}", file=sys.stderr, flush=True)
+            raise fastapi.HTTPException(403, f"{refused}; run the app in {os.environ['FLWR_HOME']}/app") from None
+        return read_config(app)
+
+    vars(control_handlers).update(get_fab_config=read_checked_config)
     vars(superlink).update(create_app=create_guarded_app)
     uvicorn.run = partial(serve, http=guard.Connection, ws="none")

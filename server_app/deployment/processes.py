@@ -21,6 +21,7 @@ from kindred.server_app.processes import MARK, Signalled, kill_processes, signal
 
 from . import hooks
 from .addresses import LOOPBACK
+from .bundle import ALLOWED
 
 GRACE = 10.0  # s that a process has to end when asked; a SuperNode signs off at the SuperLink
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # s before a SuperNode is started again, or a server looks for new keys
@@ -62,7 +63,7 @@ def environment(settings: Mapping[str, str], mark: str) -> dict[str, str]:
     """Return the environment of one of Flower's processes, with the mark that identifies it."""
     proxied = [os.environ[name] for name in ("no_proxy", "NO_PROXY") if os.environ.get(name)]
     path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
-    inherited = {name: value for name, value in os.environ.items() if name != REGISTERED}
+    inherited = {name: value for name, value in os.environ.items() if name not in (REGISTERED, ALLOWED)}
     return inherited | {MARK: mark, "PATH": path, "no_proxy": ",".join([*LOOPBACK, *proxied[:1]])} | dict(settings)
 
 

@@ -30,6 +30,7 @@ from . import hooks
 from .addresses import (
     LOOPBACK,
     Address,
+    can_tell_users,
     check_port,
     check_port_is_free,
     is_loopback,
@@ -37,6 +38,7 @@ from .addresses import (
     warn_of_no_tls,
     with_port,
 )
+from .bundle import ALLOW_APP, allowed_apps
 from .certificates import CA, SERVER, check_certificate_names, ending, load_certificates, out_of_date
 from .files import (
     DATABASE,
@@ -82,8 +84,10 @@ def serve(
             "it needs --keys, and is protected by TLS and a token.",
         ),
     ] = f"{LOOPBACK[1]}:0",
+    allow_app: Annotated[list[str] | None, ALLOW_APP] = None,
 ) -> None:
-    """Start the server: a SuperLink, which then accepts runs from this machine."""
+    """Start the server: a SuperLink, which then accepts runs from you on this machine."""
+    allowed = allowed_apps(allow_app or ())
     name = parse_host(host, "--host")
     if keys and insecure:
         end(2, "--keys and --insecure are both given, allowed: one of them")
@@ -128,7 +132,7 @@ def serve(
             "FLWR_HOME": str(state), "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1", **QUIET,
             # Closes ways around the guard: an address that a client claims, and separate ports.
             "FORWARDED_ALLOW_IPS": LOOPBACK[1], "FLWR_INTERNAL_GRPC_CONTROL_API": "0",
-            "FLWR_INTERNAL_GRPC_FLEET_API": "0", RUNS: str(state / RUNS_FOLDER),
+            "FLWR_INTERNAL_GRPC_FLEET_API": "0", RUNS: str(state / RUNS_FOLDER), **allowed,
         }  # fmt: skip
         registration = None
         if keys:
@@ -138,9 +142,10 @@ def serve(
         wait_until_it_answers(superlink, reached, port, keys)
         if registration and not registration.look():
             end(1, "not all sites can be registered: see the lines above")
+        users = "you" if can_tell_users() else "ANY USER (there is no /proc to distinguish them)"
         print(
-            f"the server is ready, and listens on {with_port(name, port)}; it accepts runs and registrations "
-            "only from this machine. To run:"
+            f"the server is ready, and listens on {with_port(name, port)}; it accepts runs and registrations only from "
+            f"{users} here. To run:"
         )
         show_command(["flwr", "run", str(flower_app), CONNECTION, "--stream"], {"FLWR_HOME": str(state)})
         with watch.serve_runs(state, watch_host, watch_port, keys).serving():

@@ -25,6 +25,7 @@ from kindred.server_app.cli.display import displayed
 from kindred.server_app.machine import cpus
 
 from .addresses import LOOPBACK, check_port, is_loopback, parse_server, warn_of_no_tls, with_port
+from .bundle import ALLOW_APP, allowed_apps
 from .certificates import check_site_name, load_certificate, load_site_key, out_of_date
 from .connection import Link
 from .files import absolute_path, open_to_others, own_folder, refuse_open
@@ -84,9 +85,11 @@ def site(
             "The settings of a run, as for `flwr run`, to check that the site fits it.",
         ),
     ] = None,
+    allow_app: Annotated[list[str] | None, ALLOW_APP] = None,
     check: Annotated[bool, typer.Option("--check", help="Check and print, start nothing.")] = False,
 ) -> None:
     """Take part in runs as a site with its own data: check the data, then keep a SuperNode running."""
+    allowed = allowed_apps(allow_app or ())
     check_site_name("NAME", name)
     host, superlink_port = parse_server(server)
     if insecure and (ca or key):
@@ -159,6 +162,7 @@ def site(
         "MKL_NUM_THREADS": str(threads),
         "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",  # s; a poll costs some ms
         **QUIET,
+        **allowed,
     }
     if check:
         try:

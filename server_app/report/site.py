@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from kindred.client.journal import CONNECTION, DATA, EVALUATION, INTRODUCTION, NOTICE, TRAINING
+from kindred.client.journal import APP, CONNECTION, DATA, EVALUATION, INTRODUCTION, NOTICE, TRAINING
 from kindred.messages import ALONE
 from kindred.metrics import METRICS
 from kindred.server_app.headline import Headline
@@ -18,6 +18,7 @@ ADVICE = {
     NOTICE: "Fix what it names. An excluded site is asked again, without a restart.",
     TRAINING: "The server received this error in place of a reply; the round continues without the site.",
     EVALUATION: "The server received this error in place of a reply; the round continues without the site.",
+    APP: "None of it was unpacked. To accept it, restart `kindred site` with --allow-app and this SHA-256.",
     CONNECTION: "`kindred site` keeps trying.",
     DATA: "The server does not learn this, only that the data cannot be used. Fix them; a restart is not needed.",
 }
@@ -40,7 +41,7 @@ def site_content(
     running : bool (default: True)
         Whether `kindred site` runs; the browser then reloads the page regularly.
     """
-    messages = [entry for entry in entries if entry["kind"] not in (CONNECTION, DATA)]
+    messages = [entry for entry in entries if entry["kind"] not in (APP, CONNECTION, DATA)]
     measured = [entry for entry in messages if entry.get("metric") in METRICS and "round" in entry]
     headline = Headline(measured[-1]["metric"] if measured else "accuracy")
     return {

@@ -37,6 +37,7 @@ from kindred.registry import REGISTRY
 JOURNAL = "KINDRED_JOURNAL"  # in the environment of a site's processes: the file
 TRAINING, EVALUATION, INTRODUCTION, NOTICE = "training", "evaluation", "introduction", "notice"
 CONNECTION = "connection"  # kind of an entry of `kindred site`: why the SuperNode cannot take part
+APP = "app"  # kind of an entry of the SuperNode: an app that is refused
 DATA = "data"  # kind of an entry about why the site's data cannot be used, which the server does not learn
 
 Answer = Callable[[Message, Context], Message]
