@@ -253,6 +253,7 @@ class PerFedCKTClient:
             target = torch.from_numpy(centroids[nearest]).to(visit.device)  # (P, N)
             draws = torch.Generator().manual_seed(visit.seed("public"))
             size = int(PUBLIC_BATCH_SIZE.read(config))
+            visit.check_work(batch_size=size)
 
             def term() -> torch.Tensor:
                 visit.compute[SAMPLES_TRAINED] += size

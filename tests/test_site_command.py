@@ -169,6 +169,14 @@ def test_check_prints_what_the_server_learns_and_starts_nothing(tmp_path, data, 
     assert not (tmp_path / "state").exists()
 
 
+def test_the_operator_bounds_the_work_of_a_message(data) -> None:
+    site = "site", "lyon", "--server", "localhost:1", "--insecure", "--data-dir", data, "--check"
+    given = re.search("--node-config '(.*)'$", kindred(*site, "--max-epochs", 20, "--max-batch-size", 64), re.M)[1]
+    node = parse_config_args([given])
+    assert (node["max-epochs"], node["max-batch-size"]) == (20, 64) and "max-steps" not in node
+    assert "--max-steps is 0, allowed: 1 or more" in kindred(*site, "--max-steps", 0, code=2)
+
+
 def test_check_says_what_few_samples_do_not_allow(tmp_path) -> None:
     x = np.arange(640, dtype=np.float32).reshape(10, 8, 8) / 640
     site = "site", "lyon", "--server", "localhost:1", "--insecure", "--data-dir"

@@ -25,6 +25,8 @@ else:
 # Sites whose data a process keeps; the least recently used ones are dropped first.
 SITES_KEPT = 256
 STATE_DIR = "state-dir"  # in the node config of a site
+# In the node config of a site: the most work that a message may ask of it, and the defaults.
+MOST_WORK = {"max-epochs": 1_000, "max-steps": 100_000, "max-batch-size": 10_000}
 LABELLED = "labelled-samples"  # in that of a client that comes later: the number of training samples that it has
 
 ModelFactory = Callable[[], "torch.nn.Module"]
