@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kindred.errors import Reportable
 from kindred.lazy import lazy
 from kindred.messages import check
 from kindred.objectives import Classes, Objective
@@ -361,15 +362,16 @@ def mean_gradient(
     return gradients
 
 
-def check_finite(model: nn.Module) -> None:
-    """Refuse a model with values that are not finite: the next round would start from it.
+def check_finite(model: nn.Module | Mapping[str, np.ndarray]) -> None:
+    """Refuse a model, or arrays, with values that are not finite: the next round would start from it.
 
     Raises
     ------
     ValueError
     """
-    if not all(tensor.isfinite().all() for tensor in model.state_dict().values()):
-        raise ValueError(NOT_FINITE)
+    arrays = model if isinstance(model, Mapping) else get_arrays(model)
+    if not all(np.isfinite(array).all() for array in arrays.values()):
+        raise ValueError(Reportable(NOT_FINITE))
 
 
 def get_arrays(model: nn.Module) -> dict[str, np.ndarray]:

@@ -150,16 +150,22 @@ class Visit:
         return true_or_false(self.node_config, REPORT_WEIGHTS, is_simulated)
 
     def keep(self, model: torch.nn.Module, metrics: Mapping[str, float]) -> None:
-        """Save a model as the client's personal model, with the headline metric on its test data.
+        """Save a model as the client's personal model, with the headline metric on its test data; see `save_result`."""
+        about = {self.metric: repr(metrics[self.metric])} if self.metric in metrics else {}
+        self.save_result(MODEL, get_arrays(model), {**self.site.about, **about})
+
+    def save_result(self, name: str, arrays: Mapping[str, np.ndarray], about: Mapping[str, str]) -> None:
+        """Save a model or mixture with which the client predicts, as MODEL, MIXTURE or BEST.
+
+        At the end of a run a site keeps that of the round before beside it: other clients may spoil the last round.
 
         Raises
         ------
         ValueError
-            The model has values that are not finite.
+            It has values that are not finite. What was saved before stays.
         """
-        check_finite(model)
-        about = {self.metric: repr(metrics[self.metric])} if self.metric in metrics else {}
-        self.state.save(MODEL, get_arrays(model), {**self.site.about, **about})
+        check_finite(arrays)
+        self.state.save(name, arrays, about, rounds_load_it=name == BEST or (self.is_site and self.is_last))
 
     @property
     def metric(self) -> str:
@@ -244,8 +250,7 @@ class Visit:
             return {}
         metrics = self.judged(predict(model, self.site.validation[0], self.objective))
         if self.is_best(metrics):
-            check_finite(model)
-            self.state.save(BEST, get_arrays(model), self.about_best(metrics), rounds_load_it=True)
+            self.save_result(BEST, get_arrays(model), self.about_best(metrics))
             metrics |= self.select(predictions)
         return metrics
 
