@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +13,14 @@ import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 from safetensors.numpy import load_file
 
-from kindred import REGISTRY, InlineGrid
+from kindred import REGISTRY, InlineGrid, TooFewClients, make_client_app
+from kindred.client.journal import JOURNAL
+from kindred.client.local_training import LocalTraining
 from kindred.client.state import BEST, MIXTURE, MODEL
 from kindred.client.training import get_arrays
+from kindred.data import DataError
 from kindred.messages import LAST, read_record, records_of, to_record
+from kindred.server_app.report.site import site_content
 
 from .test_client import CLIENTS, PUBLIC, SETTINGS, app, network
 from .test_conformance import make
@@ -112,3 +119,74 @@ def test_the_result_before_a_spoiled_one_stays_beside_it(name, kept, tmp_path) -
                 key: array.tobytes() for key, array in before[path].items()
             }
     assert spoilt
+
+
+# --- What the server learns of an error -----------------------------------------------------------------
+
+SECRETS = ("Alice Martin", "/srv/hospital")
+
+
+class CellError(Exception):
+    pass
+
+
+def _raising(error: Exception) -> Callable[..., None]:
+    def raises(*_: object) -> None:
+        raise error
+
+    return raises
+
+
+@pytest.mark.parametrize("is_site", [True, False], ids=["site", "simulation"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        CellError("line 3: Alice Martin"),
+        KeyError("Alice Martin"),
+        OSError(28, "No space left", "/srv/hospital/data.csv"),
+        ValueError("/srv/hospital/model.safetensors is damaged"),
+        DataError("line 3 has the cell 'Alice Martin'"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+@pytest.mark.parametrize("when", ["introduction", "training", "evaluation"])
+def test_the_text_of_an_error_stays_at_a_real_site(when, error, is_site, tmp_path, monkeypatch, caplog) -> None:
+    monkeypatch.setenv(JOURNAL, str(page := tmp_path / "journal"))
+    if when != "introduction":
+        monkeypatch.setattr(LocalTraining, "train" if when == "training" else "evaluate", _raising(error))
+    grid = Sites(tmp_path / "sites")
+    if not is_site:
+        for context in grid._contexts.values():
+            del context.node_config["state-dir"]
+    if when == "introduction":
+        grid._client_app = make_client_app(_raising(error))
+    strategy = make("fedavg", wait_timeout=0.1, max_empty_rounds=1)
+    with suppress(TooFewClients):
+        strategy.start(grid, to_record(get_arrays(network())), 1, 60, ConfigRecord(SETTINGS), ConfigRecord(SETTINGS))
+    rows = [row["status"] for row in strategy.history.rows if row["status"] != "ok"]
+    (told, *_) = rows or [str(reason) for reason in strategy.history.left_out.values()]
+    assert type(error).__name__ in told
+    hidden = not any(secret in each for secret in SECRETS for each in [told, *rows])
+    assert hidden == is_site
+    if is_site:
+        number = re.search(r"its text is fault (\d+) in the site's log", told)[1]
+        assert f"kindred: fault {number}: {type(error).__name__}: {error}" in caplog.text
+        (entry,) = [each for each in map(json.loads, page.read_text().splitlines()) if each.get("fault") == int(number)]
+        assert str(error)[:20] in entry["problem"]
+        faults = site_content("lyon", {"lines": [], "classes": []}, [{**entry, "at": 0.0}, {**entry, "at": 1.0}])[
+            "faults"
+        ]
+        assert [fault[1] for fault in faults] == ["2"] and f"fault {number}: " in faults[0][2]
+
+
+def test_our_own_errors_without_data_reach_the_server_from_a_real_site(tmp_path) -> None:
+    def change(message: Message) -> None:
+        if message.metadata.message_type == MessageType.TRAIN:
+            config_in(message)["local-epochs"] = 10**6
+
+    strategy = make("fedavg", max_empty_rounds=1)
+    with pytest.raises(TooFewClients):
+        config = ConfigRecord(SETTINGS)
+        strategy.start(Sites(tmp_path, change), to_record(get_arrays(network())), 1, 60, config, config)
+    told = "error 2: ValueError: epochs is 1000000, allowed at this site: up to 1000 (its max-epochs)"
+    assert {row["status"] for row in strategy.history.rows if row["round"] == 1} == {told}

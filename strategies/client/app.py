@@ -13,6 +13,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, R
 from flwr.clientapp import ClientApp
 from flwr.supercore import log
 
+from kindred.errors import Reportable
 from kindred.lazy import lazy
 from kindred.messages import (
     ATTEMPT,
@@ -51,7 +52,7 @@ from kindred.settings import DEVICE, SHADOW_LOCAL
 from kindred.versions import VERSION, mismatch
 
 from .evaluation import evaluation_mode
-from .journal import DATA, EVALUATION, INTRODUCTION, JOURNAL, NOTICE, TRAINING, append, recorded
+from .journal import EVALUATION, FAULT, INTRODUCTION, JOURNAL, NOTICE, TRAINING, append, recorded, told
 from .local_training import LocalTraining
 from .models import MODELS
 from .shadow import comparison, keep_at_the_end, train_alone
@@ -126,7 +127,7 @@ def make_client_app(load_site: LoadSite) -> ClientApp:
     def train(message: Message, context: Context) -> Message:
         if only_validates(context.node_config):
             log(ERROR, "kindred: the server asks this site to train: %s", NEVER_TRAINS)
-            raise ValueError(NEVER_TRAINS)
+            raise ValueError(Reportable(NEVER_TRAINS))
         return work(message, context, "train")
 
     @app.evaluate()
@@ -145,7 +146,7 @@ def introduction_of(
 ) -> dict[str, Any]:
     """Return a client's introduction: its id, number of samples, methods and network (see `messages`).
 
-    With `hides`, a reason that may quote the data is logged here, and not in what is returned.
+    With `hides`, what is returned has of an error only what the server may learn, see `journal.told`.
     """
     who: dict[str, Any] = {CLIENT_ID: client_id(context)}
     about: dict[str, Any] = {METHODS: list(REGISTRY), VERSION_KEY: VERSION}
@@ -171,28 +172,11 @@ def introduction_of(
         if site.public is not None:
             about |= {PUBLIC_SET: site.fingerprint, NUM_PUBLIC: len(site.public)}
     except Exception as error:  # the client's id is known all the same
-        return {**who, PROBLEM: (hides and _hidden(error)) or f"{type(error).__name__}: {error}"}
+        reason, kept = told(error, context.node_config if hides else {})
+        if FAULT in kept and (journal := os.environ.get(JOURNAL)):
+            append(journal, {"kind": FAULT, **kept})
+        return {**who, PROBLEM: reason}
     return who | about
-
-
-def _hidden(error: Exception) -> str:
-    """Return what the server learns of an error whose text may quote the data, and keep it here; else ""."""
-    if not getattr(error, "quotes_data", False):
-        return ""
-    log(ERROR, "kindred: the data cannot be used: %s", error)
-    if journal := os.environ.get(JOURNAL):
-        append(journal, {"kind": DATA, "problem": first_line(f"the data cannot be used: {error}")})
-    return "its data cannot be used; why is said at the site"
-
-
-def _site(load_site: LoadSite, context: Context, device: torch.device) -> Site:
-    """Return a client's site; at a site, an error whose text may quote its data stays there."""
-    try:
-        return site_of(load_site, context, device)
-    except Exception as error:
-        if STATE_DIR in context.node_config and (hidden := _hidden(error)):
-            raise ValueError(hidden) from None
-        raise
 
 
 def _client_half(visit: Visit) -> Any:
@@ -223,7 +207,7 @@ def _visit(load_site: LoadSite, message: Message, context: Context) -> Visit:
         method=str(config.get(METHOD, "")),
     )
     return Visit(
-        client, _site(load_site, context, device), config, read_record(records[0]), device, state, context.node_config
+        client, site_of(load_site, context, device), config, read_record(records[0]), device, state, context.node_config
     )
 
 

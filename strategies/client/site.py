@@ -152,7 +152,8 @@ def site_of(load_site: LoadSite, context: Context, device: torch.device) -> Site
     site, where = _sites.pop(key, (None, None))
     if site is None:
         site = load_site(context)
-        check("what load_site returned", site, isinstance(site, Site), "a Site")
+        if not isinstance(site, Site):  # it may hold data
+            raise ValueError(f"what load_site returned is {site!r}, allowed: a Site")
         while len(_sites) >= SITES_KEPT:
             del _sites[next(iter(_sites))]
     if where != device:

@@ -76,7 +76,9 @@ def pick_device(name: str) -> torch.device:
     DEVICE.check(name)
     available = name != "cpu" and torch.cuda.is_available()
     if name == "cuda" and not available:
-        raise ValueError("device is cuda and torch finds no CUDA GPU on this machine; set device to cpu or auto")
+        raise ValueError(
+            Reportable("device is cuda and torch finds no CUDA GPU on this machine; set device to cpu or auto")
+        )
     return torch.device("cuda" if available else "cpu")
 
 
@@ -181,7 +183,7 @@ def train(
     if epochs + steps == 0 or len(y) == 0:
         return math.nan
     if not trained_weights(model):
-        raise ValueError("the network has no parameter to train: all are frozen")
+        raise ValueError(Reportable("the network has no parameter to train: all are frozen"))
 
     proximal_mu = min(proximal_mu, 1 / learning_rate)
     x = channels_last(model, x)
@@ -405,7 +407,9 @@ def set_arrays(model: nn.Module, arrays: Mapping[str, np.ndarray]) -> None:
     for name, tensor in state.items():
         wanted = torch.empty(0, dtype=tensor.dtype).numpy().dtype
         if not np.can_cast(arrays[name].dtype, wanted, "same_kind"):
-            raise ValueError(f"array {name!r} is of type {arrays[name].dtype}, the model's is of type {wanted}")
+            raise ValueError(
+                Reportable(f"array {name!r} is of type {arrays[name].dtype}, the model's is of type {wanted}")
+            )
     for name, tensor in state.items():
         # NumPy writes into the tensor, because torch would warn about a read-only array.
         host = tensor if tensor.device.type == "cpu" else torch.empty_like(tensor, device="cpu")
@@ -418,12 +422,14 @@ def check_shapes(state: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ..
     """Compare the names and shapes of arrays with a model's state dict; raise ValueError if they differ."""
     for name, tensor in state.items():
         if name not in shapes:
-            raise ValueError(f"array {name!r} of the model is missing among those received")
+            raise ValueError(Reportable(f"array {name!r} of the model is missing among those received"))
         if shapes[name] != tuple(tensor.shape):
-            raise ValueError(f"array {name!r} has shape {shapes[name]}, the model's has {tuple(tensor.shape)}")
+            raise ValueError(
+                Reportable(f"array {name!r} has shape {shapes[name]}, the model's has {tuple(tensor.shape)}")
+            )
     for name in shapes:
         if name not in state:
-            raise ValueError(f"array {name!r} is not one of the model's, which are {', '.join(state)}")
+            raise ValueError(Reportable(f"array {name!r} is not one of the model's, which are {', '.join(state)}"))
 
 
 def channels_last(model: nn.Module, x: Tensor) -> Tensor:
