@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +19,13 @@ from kindred.client.local_training import LocalTraining
 from kindred.client.state import BEST, MIXTURE, MODEL
 from kindred.client.training import get_arrays
 from kindred.data import DataError
-from kindred.messages import LAST, read_record, records_of, to_record
+from kindred.engine.checkpoint import Checkpoints
+from kindred.messages import AFTER_TRAINING, LAST, read_record, records_of, to_record
 from kindred.server_app.report.site import site_content
 
+from .grids import Interrupted, interrupted
 from .test_client import CLIENTS, PUBLIC, SETTINGS, app, network
-from .test_conformance import make
+from .test_conformance import everything, make
 
 ROUNDS = 3
 RESULTS = (MODEL, MIXTURE, BEST)
@@ -190,3 +192,126 @@ def test_our_own_errors_without_data_reach_the_server_from_a_real_site(tmp_path)
         strategy.start(Sites(tmp_path, change), to_record(get_arrays(network())), 1, 60, config, config)
     told = "error 2: ValueError: epochs is 1000000, allowed at this site: up to 1000 (its max-epochs)"
     assert {row["status"] for row in strategy.history.rows if row["round"] == 1} == {told}
+
+
+# --- Messages that name another run ---------------------------------------------------------------------
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    """Return all files of a site's runs; a lock has no content."""
+    return {str(path): path.read_bytes() for path in folder.glob("*/run-*/*/*") if path.is_file()}
+
+
+def naming(run_id: int, **changed: object) -> Callable[[Message], None]:
+    """Change messages so that they name another run, and have other settings."""
+
+    def change(message: Message) -> None:
+        for config in records_of(message.content, ConfigRecord):
+            if "run" in config:
+                config.update({"run": f"{run_id:020}", **changed})
+
+    return change
+
+
+def statuses(strategy) -> set[str]:
+    return {row["status"] for row in strategy.history.rows}
+
+
+def forged(name: str, folder: Path, run_id: int, *, rounds: int = 1, **changed: object) -> set[str]:
+    """Run a method whose messages name another run; return the sites' answers."""
+    answers = set()
+
+    def note(message: Message, reply: Message) -> None:
+        if message.metadata.message_type in (MessageType.TRAIN, MessageType.EVALUATE):
+            answers.add(reply.error.reason if reply.has_error() else "ok")
+
+    grid = Sites(folder, naming(run_id, **changed), note)
+    with suppress(TooFewClients):
+        start(name, grid, rounds=rounds)
+    return answers
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_a_finished_run_is_never_written_again(name, tmp_path) -> None:
+    first = Sites(tmp_path)
+    start(name, first)
+    run_id, before = first.run.run_id, files_in(tmp_path)
+    assert before
+    other = "federico" if name != "federico" else "local"
+    for forger, rounds, changed in (
+        (other, 1, {}),
+        (name, ROUNDS + 2, {}),
+        (name, ROUNDS + 2, {"keep-from": 99}),
+        (name, 1, {"learning-rate": 0.3}),
+    ):
+        answers = forged(forger, tmp_path, run_id, rounds=rounds, **changed)
+        assert files_in(tmp_path) == before
+        assert any(f"this site does not continue run {run_id}: " in answer for answer in answers), (forger, answers)
+
+
+def test_a_message_names_another_run_only_to_resume_it(tmp_path) -> None:
+    first = Sites(tmp_path)
+    with pytest.raises(Interrupted):
+        start("perfed-ckt", interrupted(first, 2))
+    run_id, before = first.run.run_id, files_in(tmp_path)
+    for name, changed, why in (
+        ("fedavg", {}, "its method is perfed-ckt, the message has fedavg"),
+        ("perfed-ckt", {"learning-rate": 0.3}, "its learning-rate is 0.1, the message has 0.3"),
+        ("perfed-ckt", {"local-steps": 77}, "its local-steps is "),
+        ("perfed-ckt", {"attempt": 1}, "the message does not resume it"),
+    ):
+        answers = forged(name, tmp_path, run_id, **changed)
+        assert files_in(tmp_path) == before
+        assert len(answers) == 1 and f"this site does not continue run {run_id}: {why}" in answers.pop()
+
+
+@pytest.mark.parametrize("content", ["", "null", "[]", "{}", '["a", [], 0, 0, []]', "[" * 100_000, None])
+def test_without_a_readable_record_a_run_has_no_other_run_s_messages_and_goes_on(content, tmp_path) -> None:
+    first = Sites(tmp_path)
+    with pytest.raises(Interrupted):
+        start("fedavg", interrupted(first, 1))
+    for path in tmp_path.glob("*/run-*/*/.run.json"):
+        path.unlink() if content is None else path.write_text(content)
+    before = files_in(tmp_path)
+    assert forged("fedavg", tmp_path, first.run.run_id) == {
+        f"ValueError: this site does not continue run {first.run.run_id}: nothing is recorded of it"
+    }
+    assert files_in(tmp_path) == before
+    with pytest.raises(Interrupted):
+        start("fedavg", first)
+    assert files_in(tmp_path) != before
+
+
+def test_a_message_that_names_a_run_that_the_site_does_not_have_stays_in_its_own(tmp_path) -> None:
+    assert forged("fedavg", tmp_path, 1234567) == {"ok"}
+    assert files_in(tmp_path) and not list(tmp_path.glob("*/run-1234567"))
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+@pytest.mark.parametrize("after", [ROUNDS - 1, ROUNDS])
+def test_sites_resume_before_and_after_the_last_round_to_the_same_bits(name, after, tmp_path) -> None:
+    """A server ends before it has the last round, or the closing evaluation, although the sites have answered."""
+
+    class Ending(Sites):
+        def _answer(self, message: Message) -> Message:
+            reply = super()._answer(message)
+            answered.append(config_in(message)["server-round"] > after if message.content.array_records else False)
+            if sum(answered) == CLIENTS:
+                raise Interrupted
+            return reply
+
+    def results(folder: Path) -> dict[str, dict[str, bytes]]:
+        found = {}
+        for path, arrays in results_in(folder).items():
+            found[re.sub(r"run-\d+", "run", path)] = {key: array.tobytes() for key, array in arrays.items()}
+        return found
+
+    whole = start(name, Sites(tmp_path / "whole"))
+    answered: list[bool] = []
+    closes = whole.personal not in AFTER_TRAINING
+    with pytest.raises(Interrupted) if closes or after < ROUNDS else nullcontext():
+        start(name, Ending(tmp_path / "cut"), checkpoints=Checkpoints(tmp_path / "checkpoints"))
+    resumed = start(name, Sites(tmp_path / "cut"), checkpoints=Checkpoints(tmp_path / "checkpoints"))
+    assert statuses(resumed) == {"ok"}
+    assert results(tmp_path / "cut") == results(tmp_path / "whole")
+    assert everything(resumed)[1:] == everything(whole)[1:]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+from collections.abc import Mapping
 from hashlib import sha256
 from logging import ERROR
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from flwr.supercore import log
 from kindred.errors import Reportable
 from kindred.lazy import lazy
 from kindred.messages import (
+    AFTER_TRAINING,
     ATTEMPT,
     CLIENT_ID,
     CONFIG,
@@ -48,7 +50,14 @@ from kindred.messages import (
 )
 from kindred.packing import unpacking
 from kindred.registry import REGISTRY
-from kindred.settings import DEVICE, SHADOW_LOCAL
+from kindred.settings import (
+    DEVICE,
+    LOCAL_EPOCHS,
+    LOCAL_STEPS,
+    MAX_LOCAL_EPOCHS,
+    SHADOW_LOCAL,
+    TRAINING as TRAINING_SETTINGS,
+)
 from kindred.versions import VERSION, mismatch
 
 from .evaluation import evaluation_mode
@@ -66,7 +75,7 @@ from .site import (
     site_of,
     true_or_false,
 )
-from .state import ClientState
+from .state import ClientState, client_folder
 from .training import pick_device
 from .validation import NEVER_TRAINS, validation
 from .visit import Visit
@@ -94,6 +103,8 @@ def make_client_app(load_site: LoadSite) -> ClientApp:
     def work(message: Message, context: Context, task: str) -> Message:
         visit = _visit(load_site, message, context)
         with visit.state.locked() if visit.is_site else contextlib.nullcontext():
+            if visit.is_site:
+                visit.state.admit(context.run_id, task, _fixed_settings(visit.config))
             content = getattr(_client_half(visit), task)(visit)
             if SHADOW_LOCAL.read(visit.config) and PROBE not in visit.config:
                 if task == "train":
@@ -101,6 +112,8 @@ def make_client_app(load_site: LoadSite) -> ClientApp:
                 else:
                     keep_at_the_end(visit)
                 content[METRICS].update(comparison(visit))
+            if visit.is_site and visit.is_last and PROBE not in visit.config and (task == "evaluate" or _ends(visit)):
+                visit.state.finish()
         content[METRICS].update(visit.compute)
         return Message(content, reply_to=message)
 
@@ -184,6 +197,21 @@ def _client_half(visit: Visit) -> Any:
     return (method.client if method else None) or LocalTraining
 
 
+def _ends(visit: Visit) -> bool:
+    """Return whether the last message to train is a client's last one: no closing evaluation follows it."""
+    return visit.strategy is not None and visit.strategy.personal in AFTER_TRAINING
+
+
+def _fixed_settings(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the settings in a message that are the same in every round, as texts."""
+    method = REGISTRY.get(str(config.get(METHOD)))
+    drawn = {LOCAL_EPOCHS.key} if MAX_LOCAL_EPOCHS.key in config else set()
+    if not config.get(LOCAL_STEPS.key):
+        drawn.add(LOCAL_STEPS.key)  # a round of PerFed-CKT without training
+    keys = [each.key for each in (*TRAINING_SETTINGS, *(method.settings if method else ()))]
+    return {key: repr(config[key]) for key in keys if key in config and key not in drawn}
+
+
 def _visit(load_site: LoadSite, message: Message, context: Context) -> Visit:
     configs = records_of(message.content, ConfigRecord)
     config: dict[str, Any] = dict(configs[0]) if configs else {}
@@ -194,6 +222,8 @@ def _visit(load_site: LoadSite, message: Message, context: Context) -> Visit:
     client = client_id(context)
     run, server_round = str(config.get(RUN, context.run_id)), int(config.get(SERVER_ROUND, 0))
     check(RUN, run, run.isascii() and run.isdecimal(), "a number")  # it becomes part of a path
+    if folder is not None and not client_folder(int(run), client, str(folder)).exists():
+        run = str(context.run_id)  # nothing to continue here: the message is of a run that was resumed
     repeats = ATTEMPT in config  # the server says which state a round starts from
     evaluates = message.metadata.message_type == MessageType.EVALUATE
     state = ClientState(
