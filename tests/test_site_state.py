@@ -1,4 +1,4 @@
-"""What a real site keeps of a run: only finite models, the one before a spoiled one, and never another run's."""
+"""Results that a real site keeps: finite models, the one before a spoiled one, and none that another run overwrites."""
 
 from __future__ import annotations
 

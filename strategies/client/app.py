@@ -61,7 +61,7 @@ from kindred.settings import (
 from kindred.versions import VERSION, mismatch
 
 from .evaluation import evaluation_mode
-from .journal import EVALUATION, FAULT, INTRODUCTION, JOURNAL, NOTICE, TRAINING, append, recorded, told
+from .journal import EVALUATION, FAULT, INTRODUCTION, JOURNAL, NOTICE, TRAINING, append, describe, recorded
 from .local_training import LocalTraining
 from .models import MODELS
 from .shadow import comparison, keep_at_the_end, train_alone
@@ -159,7 +159,7 @@ def introduction_of(
 ) -> dict[str, Any]:
     """Return a client's introduction: its id, number of samples, methods and network (see `messages`).
 
-    With `hides`, what is returned has of an error only what the server may learn, see `journal.told`.
+    With `hides`, what is returned has of an error only what the server may learn, see `journal.describe`.
     """
     who: dict[str, Any] = {CLIENT_ID: client_id(context)}
     about: dict[str, Any] = {METHODS: list(REGISTRY), VERSION_KEY: VERSION}
@@ -185,7 +185,7 @@ def introduction_of(
         if site.public is not None:
             about |= {PUBLIC_SET: site.fingerprint, NUM_PUBLIC: len(site.public)}
     except Exception as error:  # the client's id is known all the same
-        reason, kept = told(error, context.node_config if hides else {})
+        reason, kept = describe(error, context.node_config if hides else {})
         if FAULT in kept and (journal := os.environ.get(JOURNAL)):
             append(journal, {"kind": FAULT, **kept})
         return {**who, PROBLEM: reason}

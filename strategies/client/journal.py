@@ -54,7 +54,7 @@ def append(path: str | os.PathLike[str], entry: Mapping[str, Any]) -> None:
         file.write((json.dumps({"at": time.time(), **entry}) + "\n").encode())
 
 
-def told(error: Exception, node_config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+def describe(error: Exception, node_config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return what the server learns of an error, and what the journal holds of it.
 
     The text of an error at a real site stays in its log and journal, under a number, unless it is `Reportable`.
@@ -72,7 +72,7 @@ def told(error: Exception, node_config: Mapping[str, Any]) -> tuple[str, dict[st
 def recorded(kind: str) -> Callable[[Answer], Answer]:
     """Return a decorator of a ClientApp's function: it writes an entry for each message of this kind.
 
-    An error of a real site is replaced by what the server may learn of it: see `told`.
+    An error of a real site is replaced by what the server may learn of it: see `describe`.
     """
 
     def decorate(answer: Answer) -> Answer:
@@ -83,7 +83,7 @@ def recorded(kind: str) -> Callable[[Answer], Answer]:
             try:
                 reply = answer(message, context)
             except Exception as error:
-                reason, kept = told(error, context.node_config)
+                reason, kept = describe(error, context.node_config)
                 if path:
                     append(path, {**entry, "seconds": time.monotonic() - began, **kept})
                 if FAULT not in kept:
